@@ -142,4 +142,7 @@ def size(name: str, item) -> int:
 
 
 def is_ours(kv_transfer_config) -> bool:
+    """Whether vLLM's KVTransferConfig, or the dict that an argument of its server is, names torpor's connector."""
+    if isinstance(kv_transfer_config, dict):
+        return kv_transfer_config.get("kv_connector") == CLASS
     return getattr(kv_transfer_config, "kv_connector", None) == CLASS

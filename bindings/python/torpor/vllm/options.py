@@ -9,66 +9,109 @@ from torpor.errors import InvalidArgument
 from torpor.vllm import connector_options
 from torpor.vllm.paths import expanded
 
-# Options that name a file or directory.
-_PATHS = {"dir", "key_file", "spill_directory", "events_directory", "record_directory"}
+SWITCH, TEXT, PATH, BYTES, NUMBER = "switch", "text", "path", "bytes", "number"
+
+
+def _option(default, kind: str, text: str, *choices: str):
+    """`kind`: how a value is written. `text`: what the option does, for people who start an engine."""
+    return field(default=default, metadata={"kind": kind, "help": text, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Options:
-    enabled: bool = True
-    # Tmpfs directory where each process keeps its last events, for `torpor events`, `record` and `console`; none: none.
-    events_directory: str | None = None
-    # They name each request's blocks by their keys, for `torpor replay --host-blocks`: an event a block of a prompt.
-    events_keys: bool = False
-    # A socket beside them for `torpor live` and torpor.console: "read" to look, "control" to stop the engine as well.
-    # With data parallelism it is "read": an engine that stands still would hold up the others.
-    console: str = "off"
-    # Directory below which a console may begin recordings (record.start); without it they are refused.
-    record_directory: str | None = None
-    # Directory for checkpoints; without it, sleeping to disk is refused.
-    dir: str | None = None
-    # "packed": linear weights as oneDNN wants them, as in stock vLLM, and packed again on wake. Keeps the plain weights
-    # too, to have something to save: costs their size in memory. "plain": never packed; less memory, slower steps.
-    cpu_linear: str = "packed"
-    # Bytes of cached KV blocks without a request to keep over a sleep, per rank; None: all.
-    kv_budget_bytes: int | None = None
-    # Most host memory for saved bytes, per rank; 0: no limit.
-    arena_budget_bytes: int = 0
-    # Of saved bytes in host memory, and of the KV connector's blocks there: "bf16" (weights and KV of that type take
-    # three quarters, others as much as without), "none". Sleeps, wakes and loads are slower.
-    host_compression: str | None = None
-    # Directory for what of a sleep has no room in arena_budget_bytes; without it such a sleep fails.
-    # Nothing stays there after the wake.
-    spill_directory: str | None = None
-    # Most bytes of KV whose copy stays in host memory after a wake, per rank: the next sleep copies only what
-    # changed since. They are the first to go where room is needed. None: what there is; on the CPU 0, where host
-    # memory is the same memory.
-    retain_kv_bytes: int | None = None
-    # Host memory for saved bytes that is brought up in the background when the engine starts, per rank: the first sleep
-    # is then as fast as later ones. None: on a GPU what that sleep will need, quietly, while half of the machine's
-    # memory is free; on the CPU 0, where later sleeps bring it up again, too.
-    arena_prefault_bytes: int | None = None
-    # Committed checkpoints to keep: how many, how old (seconds), how large together (bytes); None: any age, any size.
-    keep_checkpoints: int = 2
-    max_age_seconds: int | None = None
-    max_total_bytes: int | None = None
-    # File with a secret key (32 bytes): checkpoints are authenticated with it, and only such are woken.
-    key_file: str | None = None
-    # With that key they are made unreadable as well.
-    encrypt: bool = False
-    # Of saved memory on disk: "bf16" (weights and KV of that type to three quarters, nearly as fast as a copy), "zstd",
-    # "none". The level is that of zstd, -100 (fast) to 19, and alone means zstd.
-    compression: str | None = None
-    compression_level: int | None = None
-    # On a GPU: preserve_state and checkpoints too; it switches vLLM's sleep mode on, with torpor's memory. Proved on
-    # CPU tensors only: no GPU has run it yet. Without it torpor is vLLM's sleep mode there, and no more: where
-    # enable_sleep_mode is given and additional_config names torpor.
-    gpu_preserve_state: bool = False
-    # Memory that the newest checkpoint has already is linked, not written again; nor read, where known to be unchanged.
-    incremental: bool = False
-    # "writes": a checkpoint reads weights once, and then only after they were seen to be written, or may have been.
-    # "digest": it reads them each time.
-    weights_check: str = "writes"
+    enabled: bool = _option(True, SWITCH, "off: stock vLLM")
+    dir: str | None = _option(None, PATH, "directory for checkpoints; without it, sleeping to disk is refused")
+    events_directory: str | None = _option(
+        None, PATH, "directory on tmpfs where each process keeps its last events, for torpor events, record and console"
+    )
+    events_keys: bool = _option(
+        False, SWITCH, "events name the blocks of each request by their keys, for torpor replay --host-blocks"
+    )
+    console: str = _option(
+        "off",
+        TEXT,
+        "a socket beside the events, for torpor live and torpor.console: read to look, control to stop the engine as "
+        "well; with data parallelism it is read, because an engine that stands still holds up the others",
+        "off",
+        "read",
+        "control",
+    )
+    record_directory: str | None = _option(
+        None, PATH, "directory below which a console may begin recordings; without it they are refused"
+    )
+    cpu_linear: str = _option(
+        "packed",
+        TEXT,
+        "linear weights on the CPU. packed: as stock vLLM has them, with plain ones beside them to be saved; plain: "
+        "half of that memory, slower steps",
+        "packed",
+        "plain",
+    )
+    kv_budget_bytes: int | None = _option(
+        None, BYTES, "most cached KV without a request that a sleep keeps, per rank; none: all"
+    )
+    arena_budget_bytes: int = _option(0, BYTES, "most host memory for saved bytes, per rank; 0: no limit")
+    host_compression: str | None = _option(
+        None,
+        TEXT,
+        "of saved bytes in host memory, and of the KV connector's blocks there, lossless: bf16 takes three quarters "
+        "for values of that type; sleeps, wakes and loads are slower",
+        "none",
+        "bf16",
+    )
+    spill_directory: str | None = _option(
+        None,
+        PATH,
+        "directory for what of a sleep has no room in arena_budget_bytes; nothing stays there after the wake; without "
+        "it such a sleep fails",
+    )
+    retain_kv_bytes: int | None = _option(
+        None,
+        BYTES,
+        "most KV whose copy stays in host memory after a wake, per rank: the next sleep copies only what changed "
+        "since; none: what there is; on the CPU 0, where it is the same memory",
+    )
+    arena_prefault_bytes: int | None = _option(
+        None,
+        BYTES,
+        "host memory that is brought up in the background from the start, per rank, for a fast first sleep; none: on a "
+        "GPU what that sleep will need, while half of the machine's memory is free; on the CPU 0",
+    )
+    keep_checkpoints: int = _option(2, NUMBER, "committed checkpoints of this engine to keep in dir")
+    max_age_seconds: int | None = _option(None, NUMBER, "older checkpoints go; none: of any age")
+    max_total_bytes: int | None = _option(None, BYTES, "the oldest checkpoints go until the rest fits; none: any size")
+    key_file: str | None = _option(
+        None, PATH, "file with a secret of 32 bytes: checkpoints are authenticated with it, and only such are woken"
+    )
+    encrypt: bool = _option(False, SWITCH, "with key_file: checkpoints are unreadable, too")
+    compression: str | None = _option(
+        None,
+        TEXT,
+        "of saved memory on disk, lossless: bf16 takes three quarters for values of that type and is nearly as fast as "
+        "a copy; zstd; none",
+        "none",
+        "bf16",
+        "zstd",
+    )
+    compression_level: int | None = _option(None, NUMBER, "of zstd, -100 (fast) to 19; alone it means zstd")
+    # Proved on CPU tensors only: no GPU has run it yet. Without it torpor is vLLM's sleep mode there, and no more:
+    # where enable_sleep_mode is given and additional_config names torpor.
+    gpu_preserve_state: bool = _option(
+        False,
+        SWITCH,
+        "on a GPU: preserve_state and checkpoints, too; it switches vLLM's sleep mode on, with torpor's memory",
+    )
+    incremental: bool = _option(
+        False, SWITCH, "a checkpoint links memory that the newest one has already, and does not write it again"
+    )
+    weights_check: str = _option(
+        "writes",
+        TEXT,
+        "writes: a checkpoint reads weights once, and then only after they were seen to be written, or may have been; "
+        "digest: it reads them each time",
+        "writes",
+        "digest",
+    )
     # Of the KV connector (connector_options.py), which is switched on by one named `offload`.
     connector: dict = field(default_factory=dict)
 
@@ -81,39 +124,29 @@ class Options:
         )
         if not isinstance(given, dict):
             raise InvalidArgument(f"additional_config['torpor'] is {given!r}", "give a dict of options")
-        values = {
-            f.name: _parse(f.name, os.environ[f"TORPOR_{f.name.upper()}"])
-            for f in fields(Options)
-            if f"TORPOR_{f.name.upper()}" in VARIABLES & os.environ.keys()
-        }
+        values = {name: os.environ[variable] for name, variable in _VARIABLES.items() if variable in os.environ}
+        spelled = {name: _VARIABLES[name] for name in values}
         values |= given
         connector = {name: values.pop(name) for name in connector_options.NAMES if name in values}
-        known = {f.name for f in fields(Options)} - {"connector"}
-        if unknown := sorted(set(values) - known):
+        if unknown := sorted(set(values) - _DESCRIBED.keys()):
             raise InvalidArgument(
-                f"unknown torpor option {', '.join(unknown)}",
-                f"the options are {', '.join(sorted({*known, *connector_options.NAMES}))}",
+                f"unknown torpor option {', '.join(map(str, unknown))}",
+                f"the options are {', '.join(sorted({*_DESCRIBED, *connector_options.NAMES}))}",
             )
         if connector and "offload" not in connector:
             raise InvalidArgument(f"{', '.join(connector)} without offload", 'set offload to "eager" or "lazy"')
-        for name in _PATHS & values.keys():
-            values[name] = expanded(values[name])
+        for name, item in values.items():
+            values[name] = _value(name, item, name if name in given else spelled[name])
         options = Options(**values, connector=connector)
-        if options.cpu_linear not in ("packed", "plain"):
-            raise InvalidArgument(f"cpu_linear is {options.cpu_linear!r}", 'use "packed" or "plain"')
-        if options.console not in ("off", "read", "control"):
-            raise InvalidArgument(f"console is {options.console!r}", 'use "off", "read" or "control"')
         if options.console != "off" and options.events_directory is None:
             raise InvalidArgument("console without events_directory", "name a directory for events")
-        if options.host_compression not in (None, "none", "bf16"):
-            raise InvalidArgument(f"host_compression is {options.host_compression!r}", 'use "bf16" or "none"')
-        if options.weights_check not in ("writes", "digest"):
-            raise InvalidArgument(f"weights_check is {options.weights_check!r}", 'use "writes" or "digest"')
         return options
 
 
-# Of the environment: each option of Options, for all engines.
-VARIABLES = frozenset(f"TORPOR_{f.name.upper()}" for f in fields(Options) if f.name != "connector")
+_DESCRIBED = {f.name: f for f in fields(Options) if f.metadata}
+# The environment variable of each option: it is for all engines.
+_VARIABLES = {name: f"TORPOR_{name.upper()}" for name in _DESCRIBED}
+VARIABLES = frozenset(_VARIABLES.values())
 
 
 def holds_memory_of(vllm_config) -> bool:
@@ -168,7 +201,7 @@ def has_torpor_backend(vllm_config) -> bool:
 
 def switched_off() -> bool:
     """By TORPOR_ENABLED in the environment: for every engine of this process."""
-    return "TORPOR_ENABLED" in os.environ and not _parse("enabled", os.environ["TORPOR_ENABLED"])
+    return "TORPOR_ENABLED" in os.environ and not switch("TORPOR_ENABLED", os.environ["TORPOR_ENABLED"], True)
 
 
 def switch(name: str, text: str, default: bool) -> bool:
@@ -182,24 +215,35 @@ def switch(name: str, text: str, default: bool) -> bool:
     raise InvalidArgument(f"{name} is {text!r}", "use 1 or 0")
 
 
-def _parse(name: str, text: str):
-    texts = (
-        "dir",
-        "cpu_linear",
-        "key_file",
-        "spill_directory",
-        "events_directory",
-        "console",
-        "record_directory",
-        "weights_check",
-        "compression",
-        "host_compression",
-    )
-    if name in texts:
-        return text
-    if name in ("enabled", "encrypt", "incremental", "gpu_preserve_state", "events_keys"):
-        return switch(f"TORPOR_{name.upper()}", text, getattr(Options, name))
+def _value(name: str, given, spelled: str):
+    """An option's value from what somebody wrote for it, in the environment or not. `spelled`: as that one names it."""
+    option = _DESCRIBED[name]
+    kind, choices = option.metadata["kind"], option.metadata["choices"]
+    if given is None and option.default is None:
+        return None
+    if choices:
+        if given not in choices:
+            raise InvalidArgument(f"{spelled} is {given!r}", f"use {' or '.join(map(repr, choices))}")
+        return given
+    if kind == SWITCH:
+        if isinstance(given, str):
+            return switch(spelled, given, option.default)
+        if isinstance(given, bool):
+            return given
+        raise InvalidArgument(f"{spelled} is {given!r}", "use true or false")
+    if kind == BYTES:
+        return connector_options.size(spelled, given)
+    if kind == NUMBER:
+        return _number(spelled, given)
+    if not isinstance(given, (str, os.PathLike)):
+        raise InvalidArgument(f"{spelled} is {given!r}", "use text")
+    return expanded(str(given)) if kind == PATH else given
+
+
+def _number(spelled: str, given) -> int:
     try:
-        return int(text)
-    except ValueError:
-        raise InvalidArgument(f"TORPOR_{name.upper()} is {text!r}", "use a whole number") from None
+        if not isinstance(given, bool) and (number := int(given)) == float(given):
+            return number
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgument(f"{spelled} is {given!r}", "use a whole number")

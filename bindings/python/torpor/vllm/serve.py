@@ -84,7 +84,7 @@ def take_options(arguments: list[str]) -> list[str]:
         if option.name == "connector":  # not of one value: --kv-transfer-config, or additional_config
             continue
         name = f"TORPOR_{option.name.upper()}"
-        add(option.name, option.default, "of the engine, see torpor.vllm.options", (), name)
+        add(option.name, option.default, f"of the engine: {option.metadata['help']}", option.metadata["choices"], name)
     for setting in fields(Settings):
         help_text, choices = setting.metadata["help"], setting.metadata["choices"]
         add(setting.name, setting.default, help_text, choices, variable(setting))

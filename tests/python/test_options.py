@@ -1,0 +1,123 @@
+"""What a user may set, in additional_config and in the environment: one description of each option."""
+
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from torpor.errors import InvalidArgument
+from torpor.vllm import serve
+from torpor.vllm.asking import asks
+from torpor.vllm.options import VARIABLES, Options
+
+DOCUMENT = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
+NAMES = [option.name for option in fields(Options) if option.name != "connector"]
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def given(**values) -> Options:
+    return Options.of(SimpleNamespace(additional_config={"torpor": values}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("arena_budget_bytes", "4GiB", 4 << 30),
+        ("kv_budget_bytes", "300 MiB", 300 << 20),
+        ("max_total_bytes", "17", 17),
+        ("keep_checkpoints", "5", 5),
+        ("compression_level", "-7", -7),
+        ("encrypt", "yes", True),
+        ("incremental", "0", False),
+        ("console", "off", "off"),
+        ("dir", "~/x", str(Path("~/x").expanduser())),
+    ],
+)
+def test_the_same_text_means_the_same_in_both_places(monkeypatch, name, text, value):
+    assert getattr(given(**{name: text}), name) == value
+    monkeypatch.setenv(f"TORPOR_{name.upper()}", text)
+    assert getattr(Options.of(SimpleNamespace(additional_config=None)), name) == value
+
+
+def test_values_of_their_own_type_are_taken_and_win_over_the_environment(monkeypatch):
+    monkeypatch.setenv("TORPOR_KEEP_CHECKPOINTS", "9")
+    options = given(keep_checkpoints=3, max_total_bytes=1 << 40, encrypt=True, kv_budget_bytes=None, dir=Path("/x"))
+    assert (options.keep_checkpoints, options.max_total_bytes, options.encrypt) == (3, 1 << 40, True)
+    assert options.kv_budget_bytes is None and options.dir == "/x"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "hint"),
+    [
+        ("arena_budget_bytes", "4 GB", "4GiB"),
+        ("arena_budget_bytes", -1, "number of bytes"),
+        ("arena_budget_bytes", None, "number of bytes"),
+        ("keep_checkpoints", "many", "whole number"),
+        ("keep_checkpoints", 2.5, "whole number"),
+        ("keep_checkpoints", True, "whole number"),
+        ("encrypt", "perhaps", "1 or 0"),
+        ("encrypt", 1, "true or false"),
+        ("compression", "gzip", "'none' or 'bf16' or 'zstd'"),
+        ("cpu_linear", "", "'packed' or 'plain'"),
+        ("dir", 7, "use text"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_it_was_given_by(monkeypatch, name, wrong, hint):
+    with pytest.raises(InvalidArgument) as refused:
+        given(**{name: wrong})
+    assert refused.value.what.startswith(f"{name} is ") and hint in refused.value.next_step
+    if isinstance(wrong, str):
+        monkeypatch.setenv(f"TORPOR_{name.upper()}", wrong)
+        with pytest.raises(InvalidArgument) as refused:
+            Options.of(SimpleNamespace(additional_config=None))
+        assert refused.value.what.startswith(f"TORPOR_{name.upper()} is ")
+
+
+def test_an_option_that_does_not_exist_is_named():
+    with pytest.raises(InvalidArgument, match="unknown torpor option speed"):
+        given(speed=9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_option_is_documented_and_says_what_it_does(name, capsys):
+    assert f"`{name}`" in DOCUMENT and f"TORPOR_{name.upper()}" in DOCUMENT or name in ("max_total_bytes",)
+    with pytest.raises(SystemExit):
+        serve.take_options(["--torpor-help"])
+    text = " ".join(capsys.readouterr().out.split())
+    [option] = [each for each in fields(Options) if each.name == name]
+    assert f"--torpor-{name.replace('_', '-')}" in text and " ".join(option.metadata["help"].split())[:40] in text
+
+
+def test_a_choice_that_is_none_is_refused_before_an_engine_starts(capsys):
+    with pytest.raises(SystemExit):
+        serve.take_options(["--torpor-compression", "gzip"])
+    assert "invalid choice: 'gzip'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked"),
+    [
+        ({"additional_config": {"torpor": {}}}, True),
+        ({"additional_config": {"torpor": {"enabled": True}}}, True),
+        ({"additional_config": {"torpor": {"enabled": False}}}, False),
+        ({"additional_config": {}}, False),
+        ({"additional_config": None}, False),
+        ({"model_config": SimpleNamespace(sleep_mode_backend="torpor")}, True),
+        ({"sleep_mode_backend": "torpor"}, True),
+        ({"load_config": SimpleNamespace(load_format="torpor")}, True),
+        ({"load_format": "auto"}, False),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="TorporConnector")}, True),
+        ({"kv_transfer_config": {"kv_connector": "TorporConnector"}}, True),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")}, False),
+    ],
+)
+def test_who_asks_for_torpor(monkeypatch, engine, asked):
+    assert asks(SimpleNamespace(**engine)) is asked
+    monkeypatch.setenv("TORPOR_DIR", "/x")
+    assert asks(SimpleNamespace(**engine)) or engine == {"additional_config": {"torpor": {"enabled": False}}}
