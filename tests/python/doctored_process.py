@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.worker import gpu_input_batch
 
 from torpor import errors
-from torpor.vllm import compat
+from torpor.vllm import compat, plugin
 
 
 def add_a_field() -> None:
@@ -64,6 +64,7 @@ def main() -> None:
     result["to_disk"] = refused(lambda: one.llm.sleep(level=1, preserve_state=True, to="disk"))
     result["served_on"] = one.finish(answers) == expected
     result["from_disk"] = refused(lambda: one.llm.wake_up(from_checkpoint=str(directory / "g-000001")))
+    result["parts"] = {part: plugin.fits(part) for part in ("connector", "server")}
     result["tiers"] = one.llm.torpor("state")["tiers"]
     result["said"] = [line for line in log.getvalue().splitlines() if "new process" in line or "checkpoints" in line]
     print("RESULT " + json.dumps(result), flush=True)

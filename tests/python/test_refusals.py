@@ -178,6 +178,7 @@ def test_what_a_vllm_has_otherwise_switches_off_only_what_needs_it(zygote, tiny_
     result = result_of(zygote.run([HERE / "doctored_process.py", tiny_model, tmp_path / "store"], timeout=300))
     assert result["slept"] and result["identical"] and result["served_on"]
     tiers = result["tiers"]
+    assert result["parts"] == {"connector": False, "server": False}
     assert tiers["requests"] is None
     assert "CachedRequestState has a field brand_new" in tiers["new_process"]
     assert "build_connector_meta" in tiers["connector"] and "run_server" in tiers["server"]

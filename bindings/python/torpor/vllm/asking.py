@@ -38,8 +38,10 @@ def watch(patches: Patches) -> None:
 
     def post_init(self) -> None:
         stock(self)
-        if asks(self):
-            _begin(self)
+        if asks(self) and _is_active():
+            from torpor.vllm import configuration
+
+            configuration.finish(self)
         elif current_platform.is_cpu() and self.model_config is not None and self.model_config.enable_sleep_mode:
             raise ValueError("Sleep mode is not supported on current platform.")  # as vLLM says without torpor
 
@@ -51,10 +53,7 @@ def watch(patches: Patches) -> None:
         patches.set(CpuPlatform, "is_sleep_mode_available", lambda self: True)
 
 
-def _begin(vllm_config) -> None:
-    from torpor.vllm import plugin
+def _is_active() -> bool:
+    from torpor.vllm import plugin  # which imports this module
 
-    if plugin.activate():
-        from torpor.vllm import configuration
-
-        configuration.finish(vllm_config)
+    return plugin.activate()

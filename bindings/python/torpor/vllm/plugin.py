@@ -24,6 +24,7 @@ _NOT_LOADED = "vLLM has not loaded its plugins"
 _NOBODY_ASKED = "no engine of this process has asked for it"
 _reason: str | None = _NOT_LOADED
 _new_process: list[str] = []  # what of vLLM a new process would lose
+_parts: dict[str, str | None] = {}  # those that were asked for: None, or why they are off
 
 
 def register() -> None:
@@ -69,13 +70,10 @@ def lost_in_a_new_process() -> list[str]:
 
 
 def tiers() -> dict[str, str | None]:
-    """What of torpor is on in this process (None), or why it is off."""
-    return {
-        "requests": _reason,
-        "new_process": _reason or (compat.some(_new_process) if _new_process else None),
-        "connector": _why_not("connector"),
-        "server": _why_not("server"),
-    }
+    """What of torpor is on in this process (None), or why it is off. Parts ("connector", "server") stand there once
+    somebody has asked for them."""
+    lost = compat.some(_new_process) if _new_process else None
+    return {"requests": _reason, "new_process": _reason or lost} | _parts
 
 
 @functools.cache
@@ -83,18 +81,14 @@ def fits(part: str) -> bool:
     """Whether torpor is active and this part of vLLM is as expected; says once in the log if only the part is not."""
     if not activate():
         return False
-    if why := _why_not(part):
-        logger.warning("torpor is inactive in vLLM's %s: %s", part, why)
-    return why is None
-
-
-@functools.cache
-def _why_not(part: str) -> str | None:
     try:
         require(part)
     except Unsupported as problem:
-        return str(problem)
-    return None
+        _parts[part] = str(problem)
+        logger.warning("torpor is inactive in vLLM's %s: %s", part, problem)
+        return False
+    _parts[part] = None
+    return True
 
 
 def require(*parts: str) -> None:
