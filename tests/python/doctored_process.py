@@ -44,7 +44,7 @@ def refused(call) -> str:
         call()
     except errors.Unsupported as problem:
         return str(problem)
-    return ""
+    raise AssertionError("it was not refused")
 
 
 def main() -> None:
