@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,19 +33,15 @@ class Touch:
 
 def main() -> int:
     python, model = setup.everything()
-    sys.path.append(str(ROOT / "tests/python"))
-    from tiny_model import make_model
-
     with tempfile.TemporaryDirectory(prefix="torpor-touches-") as folder:
-        tiny = make_model(Path(folder), model)
-        seen = {word: seen_by(python, tiny, f"{folder}/{word}", word) for word in ("unused", "used")}
+        seen = {word: seen_by(python, model, f"{folder}/{word}", word) for word in ("unused", "used")}
     touches = found(seen["used"], seen["unused"])
     for touch in touches:
         print(touch)
     replaced = sum(touch.replaced for touch in touches)
     print(f"\ntorpor replaces {replaced} attributes of vLLM (wanted: at most {MOST_REPLACED}) "
           f"and touches {len(touches)} (at most {MOST_TOUCHED})")  # fmt: skip
-    without = [touch for touch in found(seen["unused"], seen["unused"])]
+    without = found(seen["unused"], seen["unused"])
     print(f"where no engine asks for torpor it has set {len(without)}: {', '.join(touch.name for touch in without)}")
     return 0
 
