@@ -101,7 +101,7 @@ def test_the_engine_runs_and_a_prefix_that_is_late_is_waited_for(early, to):
     assert now.step() == expected
     told = now.late("all")
     assert told == {"arrived": blocks, "lost": 0, "forgone": 0, "left": 0, "recomputed": []}
-    assert early.core.scheduler.torpor_late is None
+    assert early.core.scheduler.torpor_deferred is None
 
 
 def test_a_late_block_that_is_given_out_is_written_by_nobody_any_more(early):
@@ -200,7 +200,7 @@ def test_looks_take_a_fiftieth_of_the_time_at_most(early, monkeypatch, took, loo
         now[0] = max(now[0], 1000.0 + step * 0.0100001)
         late.poll()
     late.release([], [], [], [])
-    assert calls == [("none", [], [])] * looks and early.core.scheduler.torpor_late is None
+    assert calls == [("none", [], [])] * looks and early.core.scheduler.torpor_deferred is None
 
 
 def test_a_copy_that_is_not_proven_over_takes_its_block_for_ever(early, monkeypatch):
@@ -208,8 +208,8 @@ def test_a_copy_that_is_not_proven_over_takes_its_block_for_ever(early, monkeypa
     pool = scheduler.kv_cache_manager.block_pool
     now = Run(early)
     now.sleep_and_wake()
-    free, block = pool.get_num_free_blocks(), max(early.core.scheduler.torpor_late._late)
-    early.core.scheduler.torpor_late.release([], [], [], [block])
+    free, block = pool.get_num_free_blocks(), max(early.core.scheduler.torpor_deferred._late)
+    early.core.scheduler.torpor_deferred.release([], [], [], [block])
     assert pool.get_num_free_blocks() == free - 1 and pool.blocks[block].block_hash is None
     with pytest.raises(errors.Unsupported, match="1 KV blocks whose copies were never proven over"):
         now.llm.sleep(level=1, preserve_state=True)

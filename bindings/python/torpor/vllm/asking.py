@@ -1,4 +1,4 @@
-"""Which engines have asked for torpor. vLLM stays as it is in a process where none has, but for what watch() sets."""
+"""An engine asks for torpor. In a process where no engine asks, vLLM stays as it is but for what watch() sets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torpor.vllm.patching import Patches
 
 
 def asks(engine) -> bool:
-    """Whether somebody asked for torpor for this engine: in its VllmConfig, in the arguments of its server, or in the
-    environment, where any of torpor's options asks for all engines. `enabled=False` in its own options is a no."""
+    """Return whether an engine asks for torpor. `engine`: its VllmConfig, or the arguments of its server.
+
+    Any option of torpor in the environment asks for all engines. `enabled=False` in the engine's own options is a no.
+    """
     additional = getattr(engine, "additional_config", None)
     own = additional.get("torpor") if isinstance(additional, dict) else None
     if isinstance(own, dict) and own.get("enabled") is False:
@@ -19,8 +21,10 @@ def asks(engine) -> bool:
     model = getattr(engine, "model_config", None) or engine  # arguments have what VllmConfig has in its parts
     load = getattr(engine, "load_config", None) or engine
     transfer = getattr(engine, "kv_transfer_config", None)
+    worker = getattr(getattr(engine, "parallel_config", None), "worker_cls", None)
     return (
         own is not None
+        or (isinstance(worker, str) and worker.startswith("torpor."))  # chosen in a process with another environment
         or not VARIABLES.isdisjoint(os.environ)
         or getattr(model, "sleep_mode_backend", None) == "torpor"
         or getattr(load, "load_format", None) == "torpor"
@@ -29,7 +33,7 @@ def asks(engine) -> bool:
 
 
 def watch(patches: Patches) -> None:
-    """Where vLLM finishes the configuration of an engine, torpor looks whether it asks."""
+    """Look at each VllmConfig, when vLLM has finished it, whether its engine asks."""
     from vllm.config import VllmConfig
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
     from vllm.platforms import current_platform

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torpor.errors import InvalidArgument
 from torpor.vllm import connector_options, scheduler, worker
-from torpor.vllm.options import Options, asks_for_torpor, has_torpor_backend, holds_memory_of
+from torpor.vllm.options import Options, names_torpor, has_torpor_backend, holds_memory_of
 
 _DEFAULT_BACKEND, _BACKEND = "cumem", "torpor"
 
@@ -43,9 +43,7 @@ def _choose_sleep_backend(vllm_config, options: Options) -> None:
             )
         model.enable_sleep_mode = True
         model.enable_cumem_allocator = True  # as vLLM does with its sleep mode: the name says less than it means
-    elif not (
-        model.enable_sleep_mode and model.sleep_mode_backend == _DEFAULT_BACKEND and asks_for_torpor(vllm_config)
-    ):
+    elif not (model.enable_sleep_mode and model.sleep_mode_backend == _DEFAULT_BACKEND and names_torpor(vllm_config)):
         return
     model.sleep_mode_backend = _BACKEND
 

@@ -40,7 +40,7 @@ class Report(dict):
 
 
 class WakeReport(Report):
-    """Of a wake: true if the engine is fully awake, as vLLM's own wake_up() returns it."""
+    """The report of a wake. It is true if the engine is fully awake, as vLLM's own wake_up() returns it."""
 
     def __bool__(self) -> bool:
         return self["fully_awake"]

@@ -66,7 +66,7 @@ class VllmHooks:
         if self.for_new_process:
             lost = lost_in_a_new_process(self.scheduler) + sorted({name for w in workers for name in w["lost"]})
             found += [f"{name}, whose own state a new process would lose; host memory keeps it" for name in lost]
-            found += [f"{problem}; host memory keeps it" for problem in plugin.lost_in_a_new_process()]
+            found += [f"{problem}; host memory keeps it" for problem in plugin.unknown_fields()]
         if elsewhere := sorted({name for w in workers for name in w.get("elsewhere", ())}):
             more = f" and {len(elsewhere) - 1} more" if len(elsewhere) > 1 else ""
             found.append(

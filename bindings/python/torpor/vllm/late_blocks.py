@@ -35,25 +35,25 @@ class LateBlocks:
         self._stand_in_front()
 
     def _stand_in_front(self) -> None:
-        """Until all have arrived, blocks of this pool are given out, and prefixes are found, through us."""
+        """Route allocations of blocks and look-ups of prefixes through this object until all blocks have arrived."""
         self._give, self._find = self._pool.get_new_blocks, self._manager.get_computed_blocks
         self._pool.get_new_blocks = self.get_new_blocks
         self._manager.get_computed_blocks = self.get_computed_blocks
-        self._scheduler.torpor_late = self
+        self._scheduler.torpor_deferred = self
 
     def get_new_blocks(self, num_blocks: int) -> list:
-        """BlockPool.get_new_blocks() meanwhile."""
+        """Replace BlockPool.get_new_blocks() until then."""
         self.give_out(num_blocks)
         return self._give(num_blocks)
 
     def get_computed_blocks(self, request, *args, **kwargs) -> tuple:
-        """KVCacheManager.get_computed_blocks() meanwhile; vLLM 0.33 gives it more."""
+        """Replace KVCacheManager.get_computed_blocks() until then. vLLM 0.33 passes one argument more."""
         return self.found(request, lambda: self._find(request, *args, **kwargs))
 
     def _step_aside(self) -> None:
-        if self._scheduler.torpor_late is self:
+        if self._scheduler.torpor_deferred is self:
             del self._pool.get_new_blocks, self._manager.get_computed_blocks
-            self._scheduler.torpor_late = None
+            self._scheduler.torpor_deferred = None
 
     def to_value(self) -> dict:
         return {

@@ -188,7 +188,7 @@ def _scheduler_of(vllm_config):
     return getattr(scheduling, "scheduler_cls", None)
 
 
-def asks_for_torpor(vllm_config) -> bool:
+def names_torpor(vllm_config) -> bool:
     """Whether an engine's own configuration names torpor, be it with no option."""
     return "torpor" in (vllm_config.additional_config or {})
 

@@ -1,4 +1,4 @@
-"""What torpor replaces in vLLM for the engines that asked, all on classes and none in files; for every version alike.
+"""torpor replaces these attributes of vLLM's classes for the engines that asked. No file of vLLM is changed.
 
 To be imported once the guards have passed. Each replacement does what vLLM does, unless torpor holds the
 memory of the engine that it is called for.

@@ -23,26 +23,26 @@ logger = logging.getLogger("vllm.torpor")  # vLLM sets up what is below its own 
 _NOT_LOADED = "vLLM has not loaded its plugins"
 _NOBODY_ASKED = "no engine of this process has asked for it"
 _reason: str | None = _NOT_LOADED
-_new_process: list[str] = []  # what of vLLM a new process would lose
-_parts: dict[str, str | None] = {}  # those that were asked for: None, or why they are off
+_unknown_fields: list[str] = []  # of vLLM, which a checkpoint would lack
+_parts: dict[str, str | None] = {}  # each part that fits() was called for: None, or why it is off
 
 
 def register() -> None:
     """Watches for engines that ask, once a process. Never raises: vLLM calls it without a net and would end."""
     if _reason is _NOT_LOADED:
-        _become(_NOBODY_ASKED, asking.watch)
+        _try_step(_NOBODY_ASKED, asking.watch)
 
 
 def activate() -> bool:
     """Changes vLLM, all or nothing, once a process, for an engine that asks. Returns whether torpor is active."""
     register()
     if _reason is _NOBODY_ASKED:
-        _become(None, _change_vllm)
+        _try_step(None, _change_vllm)
     return _reason is None
 
 
-def _become(reason: str | None, step: Callable[[Patches], None]) -> None:
-    """What inactive() says from now on is `reason`, or why this step failed. Never raises."""
+def _try_step(reason: str | None, step: Callable[[Patches], None]) -> None:
+    """Run `step`, all or nothing, and set what inactive() returns: `reason`, or why the step failed. Never raises."""
     global _reason
     try:
         if switched_off():
@@ -64,16 +64,16 @@ def inactive() -> str | None:
     return _reason
 
 
-def lost_in_a_new_process() -> list[str]:
-    """What of this vLLM torpor does not know and only a new process would lose: it refuses checkpoints, by name."""
-    return _new_process
+def unknown_fields() -> list[str]:
+    """Return the fields of this vLLM that a checkpoint would lack. torpor refuses checkpoints if there is one."""
+    return _unknown_fields
 
 
 def tiers() -> dict[str, str | None]:
-    """What of torpor is on in this process (None), or why it is off. Parts ("connector", "server") stand there once
-    somebody has asked for them."""
-    lost = compat.some(_new_process) if _new_process else None
-    return {"requests": _reason, "new_process": _reason or lost} | _parts
+    """Return None for each tier that is on in this process, or why it is off. "connector" and "server" are included
+    once fits() was called for them."""
+    unknown = compat.first_of(_unknown_fields) if _unknown_fields else None
+    return {"requests": _reason, "new_process": _reason or unknown} | _parts
 
 
 @functools.cache
@@ -111,15 +111,15 @@ def _change_vllm(made: Patches) -> None:
     )
     if not parts:
         raise Unsupported(f"the platform is {type(current_platform).__name__}", "torpor works on CPUs and NVIDIA GPUs")
-    new_process = compat.check(vllm.__version__, "engine", *parts)
+    unknown = compat.check(vllm.__version__, "engine", *parts)
     from torpor.vllm import patches  # it imports what the guards have just looked at
 
     patches.install(made, parts)
-    if new_process:
-        _new_process.extend(new_process)
+    if unknown:
+        _unknown_fields.extend(unknown)
         logger.warning(
             "torpor keeps requests over sleeps of their process only, and refuses checkpoints: %s",
-            compat.some(new_process),
+            compat.first_of(unknown),
         )
 
 

@@ -11,7 +11,7 @@ import time
 
 from torpor.vllm import plugin
 from torpor.vllm.hooks import count_recomputed, let_those_with_blocks_go_first
-from torpor.vllm.in_front import InFront, resolved
+from torpor.vllm.named_mixins import NamedMixins, resolved
 from torpor.vllm.slots import Slots, is_torpors, stands
 
 logger = logging.getLogger("vllm.torpor")
@@ -27,7 +27,7 @@ class SchedulerMixin:
     torpor_steps = 0
     torpor_unproven = 0  # KV blocks that a copy may still write into
     torpor_slots = None  # not asked for yet; False: nobody listens
-    torpor_late = None  # LateBlocks, while KV blocks are still to come
+    torpor_deferred = None  # the LateBlocks of a post-copy wake, until all blocks have arrived
     torpor_gate = None  # says whether a step may be taken
     torpor_console = None  # path of its socket
 
@@ -44,8 +44,8 @@ class SchedulerMixin:
         self.torpor_steps += 1
         slots = self.torpor_slots if self.torpor_slots is not None else Slots.of(self)
         began = time.perf_counter_ns() if slots else 0
-        if self.torpor_late is not None:
-            self.torpor_late.poll()
+        if self.torpor_deferred is not None:
+            self.torpor_deferred.poll()
         if is_torpors(self.connector):  # another connector's requests stand where vLLM puts them
             let_those_with_blocks_go_first(self)
         output = super().schedule(*args, **kwargs)
@@ -55,7 +55,7 @@ class SchedulerMixin:
         return output
 
 
-_MADE = InFront(__name__, SchedulerMixin, _STOCK)
+_MADE = NamedMixins(__name__, SchedulerMixin, _STOCK)
 over = _MADE.over
 
 

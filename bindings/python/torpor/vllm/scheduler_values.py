@@ -50,14 +50,14 @@ _KNOWN_FIELDS = {
 
 
 def unknown_fields(request: Request) -> list[str]:
-    """What of this request a new process would lose, by name: what this adapter does not know."""
+    """Return the fields of this request that the adapter does not know. A checkpoint would lack them."""
     return [f"unknown field {name} of vLLM's Request" for name in sorted(set(vars(request)) - _KNOWN_FIELDS)]
 
 
 def unsupported_status(request: Request, may_load: bool = False) -> list[str]:
-    """What of this request makes a sleep impossible, by name.
+    """Return the request's status if no sleep can keep a request in it.
 
-    `may_load`: it may wait for torpor's connector, which brings its blocks before the sleep.
+    `may_load`: the request may wait for torpor's connector, which loads its blocks before the sleep.
     """
     loads = may_load and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     if request.status in _STATUS or request.status in (_COMPILING, _STREAMING) or loads:

@@ -1,4 +1,4 @@
-"""What LLMEngine.step() gives besides what vLLM's own gives. It stands beside each engine, not on it."""
+"""LLMEngine.step() returns more than vLLM's own step. This module holds that state beside each engine, not on it."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ _OF: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def of(engine) -> StepOutputs:
-    """Those of an LLMEngine."""
+    """Return the state of an LLMEngine."""
     return _OF.setdefault(engine, StepOutputs())

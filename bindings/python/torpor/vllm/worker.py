@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from torpor import _core
 from torpor.vllm import adapters, device, kept, kv_layout, plugin, pooling
-from torpor.vllm.in_front import InFront, resolved
+from torpor.vllm.named_mixins import NamedMixins, resolved
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.memory import CpuWorkerMemory
 from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
@@ -197,7 +197,7 @@ class WorkerMixin:
             self.torpor_memory.rank_memory.mark_dirty(tag)
 
 
-_MADE = InFront(__name__, WorkerMixin)
+_MADE = NamedMixins(__name__, WorkerMixin)
 
 
 def __getattr__(name: str) -> type:

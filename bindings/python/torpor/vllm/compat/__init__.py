@@ -40,19 +40,20 @@ def lookup(module: str, name: str):
 
 
 def check(version: str, *parts: str) -> list[str]:
-    """Raises Unsupported, naming what differs, unless the installed vLLM is as the manifest says of these parts.
+    """Return the unknown fields that only a checkpoint would lack (tiers.py).
 
-    Returns what differs and only a new process would lose (tiers.py).
+    Raises Unsupported, naming the first difference, if the installed vLLM differs from the manifest in anything else.
     """
     described = manifest(version)
     differs = [problem for part in parts for problem in guards.problems(described.PARTS[part])]
     found, new_process = tiers.split(differs)
     if found:
-        raise Unsupported(f"vLLM {version} is not as expected: {some(found)}", "install the torpor that fits it")
+        raise Unsupported(f"vLLM {version} is not as expected: {first_of(found)}", "install the torpor that fits it")
     return new_process
 
 
-def some(problems: list[str]) -> str:
+def first_of(problems: list[str]) -> str:
+    """Return the first one, and how many more there are."""
     more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
     return f"{problems[0]}{more}"
 

@@ -73,7 +73,7 @@ class Reader(Protocol):
 
 
 class UnknownField(str):
-    """A problem: a field of a class of which torpor must know all. `owner`: the class, by its full name."""
+    """A problem: vLLM has a field, in a class whose fields torpor must all know. `owner`: the class's full name."""
 
     owner: str
 

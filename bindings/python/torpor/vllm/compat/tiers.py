@@ -1,9 +1,9 @@
-"""What a difference between vLLM and its manifest switches off: all of torpor, or only what goes to a new process.
+"""The tiers of torpor: a difference between vLLM and its manifest switches off all of torpor, or only checkpoints.
 
-An object of vLLM lives on over a sleep of its process, with fields that torpor does not know. A new process makes it
-anew from what a checkpoint has, and would lose them. So where one of these classes has a field that torpor does not
-know, checkpoints are refused, by its name, and nothing else. Other classes decide which KV blocks are in use, or have
-what lies in memory that is given back: there, such a field switches torpor off.
+An object of vLLM stays in its process over a sleep, with fields that torpor does not know. A new process makes the
+object from a checkpoint, which lacks these fields. So torpor refuses checkpoints, and nothing else, if a class of
+LIVE_ON has an unknown field. Other classes decide which KV blocks are in use, or describe memory that a sleep frees. If
+one of those has an unknown field, torpor is off.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ LIVE_ON = frozenset(
 
 
 def split(problems: list[str]) -> tuple[list[str], list[str]]:
-    """Those that switch all off; those that refuse only what goes to a new process."""
+    """Return the problems that switch torpor off, and those that only refuse checkpoints."""
     new_process = [each for each in problems if isinstance(each, UnknownField) and each.owner in LIVE_ON]
     return [each for each in problems if each not in new_process], new_process

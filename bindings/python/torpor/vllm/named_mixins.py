@@ -1,8 +1,8 @@
-"""Classes that are made at run time: a mixin of torpor in front of a class of vLLM's, or of somebody's own.
+"""Mixins of torpor in front of classes of vLLM or of a user, as classes that every process finds by a name.
 
-Such a class cannot be pickled. So each has a name, `MODULE.NAME`, and the module's `__getattr__` makes it from NAME in
-whatever process asks. vLLM asks for schedulers and workers so. An engine core that vLLM starts in a process of its own
-learns that its engine asked for torpor when it asks for one of them.
+A class that is made at run time cannot be pickled. So each has a name, `MODULE.NAME`, and the module's `__getattr__`
+makes the class from NAME in whatever process looks it up. vLLM looks up schedulers and workers in this way. By that
+look-up, an engine core or a worker in a process of its own learns that its engine asked for torpor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import importlib
 
 
-class InFront:
+class NamedMixins:
     """The classes with one mixin."""
 
     def __init__(self, module: str, mixin: type, stock: dict[str, str] | None = None):
