@@ -235,7 +235,7 @@ TEST_F(ContinuousCheckpoint, WithoutRoomInHostMemoryThereIsNone) {
 
 TEST_F(ContinuousCheckpoint, EachFileOperationThatFailsLeavesTheEngineServingAndNothingBehind) {
   uint64_t calls = 1;  // counted in round 0, which fails at none
-  for (uint64_t at = 0; at <= calls; at += kNextFailure) {
+  for (uint64_t at = 0; at <= calls; at += test::next_failure()) {
     SCOPED_TRACE(at);
     std::filesystem::remove_all(temporary_.path());
     const Variant options = one_thread();

@@ -3,6 +3,7 @@
 #include "base/units.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/support/rank_call.h"
+#include "tests/support/sanitizers.h"
 
 namespace torpor {
 namespace {
@@ -286,7 +287,7 @@ TEST_F(SecondSleep, I10HoweverOftenItSleepsEveryTokenIsTheSame) {
 
 TEST_F(SecondSleep, I7WhereverTheDeviceFailsItIsAllOrNothing) {
   const TestEngine::Tokens expected = uninterrupted(options());
-  for (uint64_t n = 1;; ++n) {
+  for (uint64_t n = 1;; n += test::next_failure()) {
     SCOPED_TRACE(n);
     SleepingEngine slept = make(options());
     begin(slept.engine);

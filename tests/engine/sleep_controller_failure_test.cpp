@@ -169,9 +169,9 @@ TEST_F(SleepFailure, I7WhereverTheDeviceFailsASleepIsAllOrNothing) {
   for (const auto& [ranks, codec] : {How{1, Codec::kNone}, How{2, Codec::kNone}, How{2, Codec::kBf16}}) {
     const TestEngineOptions options{.ranks = ranks, .host_compression = codec, .bf16 = codec == Codec::kBf16};
     const TestEngine::Tokens expected = uninterrupted(options);
-    int undone = 0;
-    int lost = 0;
-    for (uint64_t n = 1;; ++n) {
+    uint64_t undone = 0;
+    uint64_t lost = 0;
+    for (uint64_t n = 1;; n += test::next_failure()) {
       SCOPED_TRACE(testing::Message() << ranks << " ranks, " << name(codec) << ", call " << n);
       SleepingEngine slept = make(options);
       begin(slept.engine);
@@ -196,15 +196,17 @@ TEST_F(SleepFailure, I7WhereverTheDeviceFailsASleepIsAllOrNothing) {
       EXPECT_EQ(finish(slept.engine), expected);
       if (!fired) break;
     }
-    EXPECT_GE(undone, 3);  // a failed copy of several chunks is mended by trying each again
-    EXPECT_EQ(lost, 9);    // the release of each region: memory that the device will not give up
+    EXPECT_GE(undone * test::next_failure(), 3u);  // a failed copy of several chunks is mended by trying each again
+    if (test::next_failure() == 1) {
+      EXPECT_EQ(lost, 9u);  // the release of each region: memory that the device will not give up
+    }
   }
 }
 
 TEST_F(SleepFailure, I7WhereverAFileOperationFailsASleepToDiskIsAllOrNothing) {
   const TestEngine::Tokens expected = uninterrupted();
   for (const int native : {EIO, ENOSPC}) {
-    for (uint64_t n = 1;; n += test::kNextFailure) {
+    for (uint64_t n = 1;; n += test::next_failure()) {
       SCOPED_TRACE(testing::Message() << "call " << n << ", errno " << native);
       SleepingEngine slept = make();
       begin(slept.engine);

@@ -100,7 +100,7 @@ TEST_P(SleepControllerTest, WithoutACheckpointWhatWasGivenIsComputedAnew) {
 TEST_P(SleepControllerTest, ACheckpointThatFailsLeavesTheEngineServing) {
   FaultyFileSystem faulty;
   uint64_t calls = 1;  // of a checkpoint; counted in round 0, which fails at none
-  for (uint64_t at = 0; at <= calls; at += test::kNextFailure) {
+  for (uint64_t at = 0; at <= calls; at += test::next_failure()) {
     SCOPED_TRACE(at);
     test::TemporaryDirectory directory;
     SleepingEngine serving(faulty, directory.path(), options());

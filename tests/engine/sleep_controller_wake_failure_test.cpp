@@ -60,7 +60,7 @@ TEST_F(SleepFailure, I7WhereverTheDeviceFailsAWakeStaysAsleepAndARetryWorks) {
   for (const auto& [ranks, codec] : {How{1, Codec::kNone}, How{2, Codec::kNone}, How{2, Codec::kBf16}}) {
     const TestEngineOptions options{.ranks = ranks, .host_compression = codec, .bf16 = codec == Codec::kBf16};
     const TestEngine::Tokens expected = uninterrupted(options);
-    for (uint64_t n = 1;; ++n) {
+    for (uint64_t n = 1;; n += test::next_failure()) {
       SCOPED_TRACE(testing::Message() << ranks << " ranks, " << name(codec) << ", call " << n);
       SleepingEngine slept = make(options);
       begin(slept.engine);
@@ -82,7 +82,7 @@ TEST_F(SleepFailure, I7WhereverTheDeviceFailsAWakeStaysAsleepAndARetryWorks) {
 
 TEST_F(SleepFailure, I7WhereverAFileOperationFailsAWakeFromDiskStaysAsleepAndARetryWorks) {
   const TestEngine::Tokens expected = uninterrupted();
-  for (uint64_t n = 1;; n += test::kNextFailure) {
+  for (uint64_t n = 1;; n += test::next_failure()) {
     SCOPED_TRACE(n);
     SleepingEngine slept = make();
     begin(slept.engine);

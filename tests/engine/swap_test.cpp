@@ -178,7 +178,7 @@ TEST_F(SwapTest, WhereverADeviceFailsBothAreAsBefore) {
   for (const int ranks : {1, 2}) {
     for (const bool of_from : {true, false}) {
       uint64_t undone = 0;
-      for (uint64_t n = 1;; n += kNextFailure) {
+      for (uint64_t n = 1;; n += test::next_failure()) {
         SCOPED_TRACE(testing::Message() << ranks << " ranks, call " << n << (of_from ? " of the one that goes" : ""));
         ASSERT_LT(n, 400u);
         const auto pair = make_pair(ranks);
@@ -197,14 +197,14 @@ TEST_F(SwapTest, WhereverADeviceFailsBothAreAsBefore) {
         expect_same_tokens(*pair, ranks);
         if (!fired) break;
       }
-      EXPECT_GT(undone, 10u / kNextFailure);
+      EXPECT_GT(undone, 10u / test::next_failure());
     }
   }
 }
 
 TEST_F(SwapTest, WhatCannotBeUndoneIsSaidAndTheOtherEngineIsWhole) {
   bool lost = false;
-  for (uint64_t n = 1;; ++n) {
+  for (uint64_t n = 1;; n += test::next_failure()) {
     SCOPED_TRACE(n);
     ASSERT_LT(n, 400u);
     const auto pair = make_pair();

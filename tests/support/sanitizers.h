@@ -3,16 +3,23 @@
 
 #include <cstdint>
 
+#include "tests/support/long_run.h"
+
 namespace torpor::test {
 
 #ifdef __has_feature
 inline constexpr bool kThreadSanitizer = __has_feature(thread_sanitizer);
+inline constexpr bool kAddressSanitizer = __has_feature(address_sanitizer);
 #else
 inline constexpr bool kThreadSanitizer = false;
+inline constexpr bool kAddressSanitizer = false;
 #endif
 
-// Tests that fail each call of an operation in turn go from one call to the next by this much. ThreadSanitizer looks at
-// what threads do, and is slow where many are started: there every seventh call has to do. Other builds fail each one.
-inline constexpr uint64_t kNextFailure = kThreadSanitizer ? 7 : 1;
+// Tests that fail each call of an operation in turn go from one call to the next by this much: by 1 without a sanitizer
+// and in `tools/dev proof`. Sanitizers look at memory and threads, and slow such tests down by a factor of 5 to 20.
+inline uint64_t next_failure() {
+  static const uint64_t step = long_run() ? 1 : kThreadSanitizer ? 7 : kAddressSanitizer ? 5 : 1;
+  return step;
+}
 
 }  // namespace torpor::test
