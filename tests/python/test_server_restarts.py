@@ -367,7 +367,7 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
         await asyncio.gather(*loads)
         for side in (0, 1):
             assert [reading.text for reading in readings[side]] == [reading.text for reading in expected[side]]
-            assert all(reading.interruptions == 0 for reading in readings[side])
+            assert {reading.request_id: reading.errors for reading in readings[side] if reading.errors} == {}
 
         whole, drained = (Reading(f"second-{name}") for name in ("whole", "drained"))
         await second.chat(whole, prompt(0), **sampling(0, 400))

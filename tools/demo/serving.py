@@ -136,6 +136,7 @@ class Reading:
     text: str = ""
     finish_reason: str | None = None
     interruptions: int = 0
+    errors: list[str] = field(default_factory=list)  # what ended each connection that was interrupted
     taken_up_at: list[int] = field(default_factory=list)  # characters that it had then
     begun_again: int = (
         0  # of the interruptions, those after which it was begun again: the server had never acknowledged it
@@ -151,13 +152,19 @@ class Client:
 
     def __init__(self, url: str, key: str = KEY, admin_key: str = ADMIN_KEY):
         self.url = url
-        self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600)
+        # vLLM closes a connection that was idle for 5 s. A client that uses one until then meets the close now and
+        # then: "Server disconnected without sending a response".
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
+        self._openai = openai.AsyncOpenAI(
+            base_url=f"{url}/v1",
+            api_key=key,
+            max_retries=0,
+            timeout=600,
+            http_client=openai.DefaultAsyncHttpxClient(limits=limits),
+        )
         self.http, self.admin = (
             httpx.AsyncClient(
-                base_url=url,
-                headers={"Authorization": f"Bearer {each}"},
-                timeout=600,
-                limits=httpx.Limits(max_connections=None),
+                base_url=url, headers={"Authorization": f"Bearer {each}"}, timeout=600, limits=limits
             )
             for each in (key, admin_key)
         )
@@ -175,8 +182,9 @@ class Client:
                     await self._take_up(reading)
                 else:
                     await self._begin(reading, prompt, sampling)
-            except (openai.APIError, httpx.TransportError):
+            except (openai.APIError, httpx.TransportError) as error:
                 reading.interruptions += 1
+                reading.errors.append(f"{len(reading.text)} characters read: {error!r}, from {error.__cause__!r}")
                 await asyncio.sleep(0.2)
         return reading
 
