@@ -147,7 +147,7 @@ class InProcess:
         import torch
         from requests_of_tests import add_requests, run
 
-        if self.llm.is_sleeping() and not self.llm.wake_up().fully_awake:  # a test failed between a wake and its reload
+        if self.engine.is_sleeping() and not self.llm.wake_up().fully_awake:  # a test failed between a wake and its reload
             self.llm.collective_rpc("reload_weights")
             self.llm.wake_up(kv="recompute")
         run(self.engine)

@@ -10,18 +10,45 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from devtool import golden  # noqa: E402
 
+from vllm import LLM  # noqa: E402
 from vllm.v1.core.block_pool import BlockPool  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
+from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: E402
+from vllm.v1.engine.core_client import InprocClient, MPClient  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+from vllm.v1.engine.output_processor import RequestState  # noqa: E402
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
-from torpor.vllm import asking, patches  # noqa: E402
+from torpor.vllm import asking, engine_core, front_end_methods, front_ends, patches  # noqa: E402
+from torpor.vllm.cpu_generators import CpuGenerators  # noqa: E402
 from torpor.vllm.late_blocks import LateBlocks  # noqa: E402
+from torpor.vllm.outputs import KnownEnd  # noqa: E402
 from torpor.vllm.patching import Patches  # noqa: E402
 from torpor.vllm.scheduler import SchedulerMixin  # noqa: E402
 from torpor.vllm.worker import WorkerMixin  # noqa: E402
 
-IN_FRONT = ((Scheduler, SchedulerMixin), (Worker, WorkerMixin), (BlockPool, LateBlocks), (KVCacheManager, LateBlocks))
+IN_FRONT = (
+    (Scheduler, SchedulerMixin),
+    (Worker, WorkerMixin),
+    (BlockPool, LateBlocks),
+    (KVCacheManager, LateBlocks),
+    (LLM, front_end_methods.Blocking),
+    (LLM, front_ends.LLMMixin),
+    (LLM, front_ends.NotHeld),
+    (LLMEngine, front_end_methods.Blocking),
+    (LLMEngine, front_ends.LLMEngineMixin),
+    (AsyncLLM, front_end_methods.Awaited),
+    (AsyncLLM, front_ends.NotHeld),
+    (InprocClient, front_ends.InprocClientMixin),
+    (MPClient, front_ends.MPClientMixin),
+    (EngineCore, engine_core.EngineCoreMixin),
+    (EngineCoreProc, engine_core.EngineCoreProcMixin),
+    (RequestState, KnownEnd),
+    (CPUModelRunner, CpuGenerators),
+)
 
 
 class Noted(Patches):

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import vllm
 from conftest import result_of
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm import LLM
+from vllm.v1.engine.llm_engine import LLMEngine
 
 import torpor
 from torpor import errors
@@ -232,8 +233,8 @@ POOL_FIELD = (
 )
 FAILS_HALF_WAY = """
 from torpor.vllm import patches
-def fail(patches): raise RuntimeError("half\\nway")
-patches._cpu_generators = fail
+def fail(): raise RuntimeError("half\\nway")
+patches._loader = fail
 """
 OTHER_PLATFORM = """
 from vllm.platforms import current_platform
@@ -298,7 +299,7 @@ def test_beside_another_vllm_nothing_is_changed_and_one_line_says_so(seen, case,
 
 def test_a_field_that_only_a_new_process_would_lose_leaves_torpor_on(seen):
     found = seen["field"]
-    assert found["inactive"] is None and found["routes"] > 0 and "LLM.sleep" in found["touched"], found
+    assert found["inactive"] is None and found["routes"] > 0 and "LLM.llm_engine" in found["touched"], found
     [line] = found["said"]
     assert "refuses checkpoints" in line and "CachedRequestState has a field brand_new" in line
 
@@ -321,7 +322,7 @@ def test_where_no_engine_asks_vllm_is_as_it_was(seen, case):
 
 def test_an_option_in_the_environment_asks_for_all_engines(seen):
     found = seen["the environment asks"]
-    assert found["inactive"] is None and found["routes"] > 0 and "LLM.sleep" in found["touched"], found
+    assert found["inactive"] is None and found["routes"] > 0 and "LLM.llm_engine" in found["touched"], found
 
 
 def test_where_only_the_server_differs_the_engine_has_torpor_and_its_server_has_not(seen):
@@ -335,10 +336,10 @@ def test_where_it_fits_it_is_active(seen):
     found = seen["fits"]
     assert found["inactive"] is None and found["said"] == [] and found["refused"] == [] and found["routes"] > 0
     assert {
-        "LLM.sleep",
-        "LLMEngine.step",
-        "AsyncLLM.wake_up",
-        "EngineCore.torpor_call",
+        "LLM.llm_engine",
+        "LLMEngine.__init__",
+        "AsyncLLM.__init__",
+        "EngineCoreProc.has_work",
     } <= set(found["touched"])
     assert not [name for name in found["touched"] if name.startswith(("Scheduler.", "BlockPool.", "Worker."))]
 
@@ -367,16 +368,17 @@ def test_signatures_are_those_of_the_document(methods, name):
         assert f"\n    {parameter}: " in getattr(methods, name).__doc__, f"{name}() does not say what {parameter} is"
 
 
-def test_what_the_classes_of_vllm_got_shows_its_arguments(one):
-    for cls, methods in (
-        (type(one.llm), front_end_methods.Blocking),
-        (type(one.engine), front_end_methods.Blocking),
-        (AsyncLLM, front_end_methods.Awaited),
-    ):
+def test_what_front_ends_got_shows_its_arguments(one):
+    for front_end in (one.llm, one.engine):
         for name in ("sleep", "wake_up", "updating_weights", "checkpoint"):
-            assert inspect.signature(getattr(cls, name)) == inspect.signature(getattr(methods, name))
-            assert getattr(cls, name).__doc__ and getattr(cls, name).__name__ == name
-    assert inspect.iscoroutinefunction(AsyncLLM.sleep)
+            method = getattr(front_end, name)
+            assert method.__func__ is getattr(front_end_methods.Blocking, name) and method.__doc__
+
+
+def test_an_engine_that_asks_is_an_object_of_vllms_class_and_the_classes_stay_vllms(one):
+    assert isinstance(one.llm, LLM) and isinstance(one.engine, LLMEngine)
+    assert (type(one.llm).__name__, type(one.engine).__name__) == ("LLM", "LLMEngine")
+    assert "torpor" not in vars(LLM) and LLM.sleep.__module__ == LLM.__module__
 
 
 def test_a_version_that_is_not_known_is_named():

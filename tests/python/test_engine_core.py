@@ -36,6 +36,7 @@ def core(request):
     )
     core.scheduler = SimpleNamespace(vllm_config=None)
     core.model_executor = Workers()
+    engine_core.adopt(core)
     return core
 
 

@@ -107,9 +107,9 @@ class Rank:
     def is_taken_for_idle(self) -> list[str]:
         """By its loop, when no rank has a step to take. Returns whose callbacks have run."""
 
-        def stock(core) -> None:
-            while core._idle_state_callbacks:
-                core._idle_state_callbacks.pop()(core)
+        def stock() -> None:
+            while self._idle_state_callbacks:
+                self._idle_state_callbacks.pop()(self)
 
         freezing.notify_idle_state_callbacks(self, stock)
         return self.called

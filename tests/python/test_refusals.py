@@ -9,7 +9,7 @@ from requests_of_tests import SAID, run, said_of
 from vllm import SamplingParams
 
 from torpor import errors
-from torpor.vllm.engine_core import torpor_call
+from torpor.vllm.engine_core import EngineCoreMixin
 from torpor.vllm.scheduler_values import not_taken
 from torpor.vllm.support import unsupported_engine, unsupported_scheduler
 
@@ -143,7 +143,7 @@ def test_of_ranks_that_compute_for_each_other_none_is_stopped_alone(one):
     """With experts: unless all stand, whatever would have one stand still is refused before anything is touched."""
     core = SimpleNamespace(vllm_config=changed(one.core.vllm_config, "parallel_config.data_parallel_size", 2))
     for method in ("freeze", "sleep", "checkpoint", "wake_up"):
-        error = torpor_call(core, method, {"level": 1})["error"]
+        error = EngineCoreMixin.torpor_call(core, method, {"level": 1})["error"]
         assert error["code"] == "unsupported" and "data parallelism with experts" in error["what"]
 
 

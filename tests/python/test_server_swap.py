@@ -325,15 +325,16 @@ def test_where_the_other_one_ends_before_its_last_word_this_one_wakes_again(monk
 
 
 def test_calls_of_an_engine_core_that_has_ended_end():
-    from torpor.vllm.plugin import register
+    from torpor.vllm.front_ends import MPClientMixin
+    from torpor.vllm.mixed_in import mix_in
     from vllm.v1.engine.core_client import MPClient
     from vllm.v1.engine.exceptions import EngineDeadError
 
     async def scene():
-        register()
         answered, waits, awaited = Future(), Future(), asyncio.get_running_loop().create_future()
         answered.set_result("before")
         client = MPClient.__new__(MPClient)
+        mix_in(client, MPClientMixin)
         client._finalizer = SimpleNamespace(detach=lambda: None)
         client.utility_results = dict(enumerate((answered, waits, awaited)))
         client.shutdown()
@@ -386,13 +387,12 @@ def test_an_engine_that_stays_asleep_takes_no_step(monkeypatch, asleep):
 
     monkeypatch.setattr(frontend, "call", call)
     client = SimpleNamespace(outputs_queue=Queue())
-    monkeypatch.setattr(frontend.stock, "step", lambda engine: ["waits"])
     engine = type("Engine", (), {"logger_manager": None, "engine_core": client})()
     engine.renderer = SimpleNamespace(clear_mm_cache=lambda: None)
     with pytest.raises(TimedOut):
         values = {"level": 1, "preserve_state": False}
         frontend.finish(frontend.sleep(frontend.BlockingSide(engine), "abort", values))
-    assert frontend.step(engine) == ([] if asleep else ["waits"])
+    assert frontend.step(engine, lambda: ["waits"]) == ([] if asleep else ["waits"])
 
 
 @pytest.mark.parametrize(("method", "half"), [("sleep", "give_to"), ("wake_up", "take_from")])

@@ -14,12 +14,16 @@ from pathlib import Path
 from conftest import ENGINE
 from vllm import LLM, SamplingParams
 
-
 METHODS = (types.FunctionType, types.MethodType)
 
 
+def is_of(package: str, owner: type) -> bool:
+    module = owner.__module__  # of some classes it is a property of their instances
+    return isinstance(module, str) and module.split(".")[0] == package
+
+
 def is_vllms(owner: type) -> bool:
-    return owner.__module__.split(".")[0] == "vllm"
+    return is_of("vllm", owner)
 
 
 def origin(value) -> str:
@@ -28,8 +32,11 @@ def origin(value) -> str:
         value = value.fget
     if isinstance(value, (classmethod, staticmethod, types.MethodType)):
         value = value.__func__
-    owner = value if isinstance(value, (types.FunctionType, type)) else type(value)
-    return (owner.__module__ or "").split(".")[0]
+    if isinstance(value, types.FunctionType):
+        module = value.__globals__["__name__"]  # functools.wraps() says the module of what is wrapped
+    else:
+        module = (value if isinstance(value, type) else type(value)).__module__
+    return (module or "").split(".")[0]
 
 
 def on_classes_and_modules() -> dict[str, dict[str, str]]:
@@ -47,11 +54,25 @@ def on_classes_and_modules() -> dict[str, dict[str, str]]:
     return found
 
 
+# vLLM makes objects of these classes itself: it takes their names from its configuration.
+EXTENSION_POINTS = ("torpor.vllm.scheduler", "torpor.vllm.worker")
+
+
+def stock_of(kind: type) -> type:
+    """The class of vLLM that a class is, or is made of."""
+    return next((base for base in kind.__mro__ if is_vllms(base)), kind)
+
+
 def on_instances() -> dict[str, dict[str, bool]]:
-    """By class of vLLM's, names that torpor has set on its instances; whether each hides one of the class."""
+    """By class of vLLM's, names that torpor has set on its instances; whether each hides one of the class. An object
+    whose class is torpor's, and vLLM did not make it so, has its `__class__` replaced."""
     found = {}
+    getattr(gc, "unfreeze_all", gc.unfreeze)()  # vLLM hides what is there when the engine has started
     for one in gc.get_objects():
         kind = type(one)
+        stock = stock_of(kind)
+        if is_of("torpor", kind) and is_of("vllm", stock) and kind.__module__ not in EXTENSION_POINTS:
+            found.setdefault(f"an instance of {stock.__module__}.{stock.__qualname__}", {})["__class__"] = True
         if not is_vllms(kind) or not hasattr(one, "__dict__"):
             continue
         for name, value in list(vars(one).items()):

@@ -13,9 +13,9 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-from vllm import LLM  # noqa: E402
 
 from torpor.vllm import plugin  # noqa: E402
+from torpor.vllm.front_end_methods import Blocking  # noqa: E402
 
 PROMPTS = ["The capital of France is", "Once upon a time", "My favourite food", "Two plus two"]
 METRICS = ("loss", "grad_norm", "reward", "entropy", "sampling/sampling_logp_difference/mean")
@@ -40,14 +40,14 @@ def options(folder: str, **more) -> dict:
 def remember_sleeps() -> list[dict]:
     """What each LLM.sleep() from now on is asked, and frees."""
     assert plugin.activate()
-    sleeps, ours = [], LLM.sleep
+    sleeps, ours = [], Blocking.sleep
 
     def sleep(self, *args, **kwargs):
         report = ours(self, *args, **kwargs)
         sleeps.append({"asked": kwargs, "freed": report.freed_bytes})
         return report
 
-    LLM.sleep = sleep
+    Blocking.sleep = sleep
     return sleeps
 
 

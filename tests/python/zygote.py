@@ -350,6 +350,7 @@ def main() -> None:
     setproctitle.getproctitle()  # looks for the title's place, which is found only while the environment is as it was
     gc.collect()
     gc.freeze()  # what is here now is not looked at again by any forked process,
+    gc.unfreeze_all = gc.unfreeze  # for who must see all
     gc.unfreeze = lambda: None  # not even when an engine ends, where vLLM has everything looked at three times
     sys.path.remove(str(Path(__file__).parent))
     with contextlib.suppress(KeyboardInterrupt):

@@ -91,7 +91,7 @@ class CheckedEngine:
         """Sleeps and wakes as these functions of the LLM do; then the run to its end."""
         sleep(self.llm)
         answers |= self.run(1)  # what was given while the engine came to stand still
-        (wake or LLM.wake_up)(self.llm)
+        wake(self.llm) if wake else self.llm.wake_up()
         return self.finish(answers)
 
     def finish(self, answers: dict) -> dict:

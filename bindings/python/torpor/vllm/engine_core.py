@@ -1,4 +1,5 @@
-"""The engine-core side: controller, hooks, and the one utility method `torpor_call` by which front ends reach them."""
+"""The engine-core side: controller, hooks, and the mixin with the utility method `torpor_call`, by which front ends
+reach them."""
 
 from __future__ import annotations
 
@@ -8,18 +9,28 @@ import threading
 import time
 from concurrent.futures import Future
 
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported
-from torpor.vllm import plugin
+from torpor.vllm import freezing, plugin, slots
+from torpor.vllm.asking import asks
 from torpor.vllm.hooks import VllmHooks
-from torpor.vllm.options import Options
+from torpor.vllm.mixed_in import mix_in
+from torpor.vllm.options import Options, holds_memory_of
+from torpor.vllm.patching import Patches
 from torpor.vllm.slots import begin_events
 from torpor.vllm.support import compute_for_each_other
-from torpor.vllm.weight_updates import Updates
+from torpor.vllm.weight_updates import Updates, doubt_weights_after, note_timeout
 
 _STANDING = ("freeze", "sleep", "checkpoint", "wake_up")  # of ranks that compute for each other: only if all stand
+# Methods of EngineSide that a front end may call.
+_METHODS = frozenset({
+    "drain", "end_drain", "freeze", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
+    "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
+    "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
+    "continue_wake", "check_directory",
+})  # fmt: skip
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
 # Options that the controller takes as they are.
@@ -197,40 +208,81 @@ def _makes_checkpoint(options: dict) -> bool:
     return options.get("to") == "disk"
 
 
-def release_kv_cache_memory(core) -> None:
-    """EngineCore.release_kv_cache_memory(): of a paused engine. Its requests are computed again after the wake."""
-    if not core.is_scheduler_paused() or core.scheduler.has_requests() or core.batch_queue:
-        raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
-    side = _side(core)
-    if set(side.controller.state()["tags"].values()) - {"attached"}:
-        raise RuntimeError("release_kv_cache_memory() requires all executor memory to be resident")
-    side.controller.sleep({"level": 1, "in_flight": "recompute", "tags": ["kv_cache"]})
-    side.hooks.end_pause()
+class EngineCoreMixin:
+    """What the engine core of an engine that asks does otherwise than vLLM's."""
+
+    def torpor_call(self, method: str, options: dict) -> dict | Future:
+        """Answer a front end, as a utility method. {"result": …} or {"error": fields of an Error}: plain data."""
+        if method not in _METHODS:
+            return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}
+        try:
+            if method in _STANDING and compute_for_each_other(self.vllm_config):
+                _check_that_all_stand(self)
+            result = getattr(_side(self), method)(options)
+        except Error as error:
+            return {"error": error.to_dict()}
+        return _later(result) if isinstance(result, Future) else {"result": result}
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        try:
+            return super().collective_rpc(method, timeout, args, kwargs)
+        except TimeoutError:
+            note_timeout(self, method)
+            raise
+        finally:
+            doubt_weights_after(self, method)
+
+    def is_scheduler_paused(self) -> bool:
+        return freezing.is_scheduler_paused(self, super().is_scheduler_paused)
+
+    def release_kv_cache_memory(self) -> None:
+        """Of a paused engine. Its requests are computed again after the wake."""
+        if not holds_memory_of(self.vllm_config):
+            return super().release_kv_cache_memory()
+        if not self.is_scheduler_paused() or self.scheduler.has_requests() or self.batch_queue:
+            raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
+        side = _side(self)
+        if set(side.controller.state()["tags"].values()) - {"attached"}:
+            raise RuntimeError("release_kv_cache_memory() requires all executor memory to be resident")
+        side.controller.sleep({"level": 1, "in_flight": "recompute", "tags": ["kv_cache"]})
+        side.hooks.end_pause()
+
+
+class EngineCoreProcMixin(EngineCoreMixin):
+    """Of one with a process of its own."""
+
+    def has_work(self) -> bool:
+        return slots.has_work(self, super().has_work)
+
+    def _notify_idle_state_callbacks(self) -> None:
+        freezing.notify_idle_state_callbacks(self, super()._notify_idle_state_callbacks)
+
+    def _pause_complete(self) -> bool:
+        return freezing.pause_complete(self, super()._pause_complete)
+
+
+def install(patches: Patches) -> None:
+    """An engine core in a process of its own asks has_work() before all else. One in this process: front_ends.py."""
+    stock = EngineCoreProc.has_work
+
+    def has_work(self) -> bool:
+        if not isinstance(self, EngineCoreProcMixin) and asks(self.vllm_config):
+            adopt(self)
+            return self.has_work()
+        return stock(self)
+
+    patches.set(EngineCoreProc, "has_work", has_work)
+
+
+def adopt(core: EngineCore) -> None:
+    """Give the engine core of an engine that asks its mixin."""
+    mix_in(core, EngineCoreProcMixin if isinstance(core, EngineCoreProc) else EngineCoreMixin)
 
 
 def _side(core) -> EngineSide:
     if not hasattr(core, "torpor_side"):
         core.torpor_side = EngineSide(core)
     return core.torpor_side
-
-
-def torpor_call(core, method: str, options: dict) -> dict:
-    """EngineCore's utility method. Returns {"result": …} or {"error": fields of an Error}: plain data."""
-    known = (
-        "drain", "end_drain", "freeze", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
-        "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
-        "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
-        "continue_wake", "check_directory",
-    )  # fmt: skip
-    if method not in known:
-        return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}
-    try:
-        if method in _STANDING and compute_for_each_other(core.vllm_config):
-            _check_that_all_stand(core)
-        result = getattr(_side(core), method)(options)
-    except Error as error:
-        return {"error": error.to_dict()}
-    return _later(result) if isinstance(result, Future) else {"result": result}
 
 
 def _check_that_all_stand(core) -> None:

@@ -9,21 +9,6 @@ Called in the engine core's thread, between steps.
 from __future__ import annotations
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
-
-from torpor.vllm.patching import Patches
-
-
-def install(patches: Patches) -> None:
-    patches.set(EngineCore, "is_scheduler_paused", _over(is_scheduler_paused, EngineCore.is_scheduler_paused))
-    stock_notify = EngineCoreProc._notify_idle_state_callbacks
-    patches.set(EngineCoreProc, "_notify_idle_state_callbacks", _over(notify_idle_state_callbacks, stock_notify))
-    for cls in (EngineCoreProc, DPEngineCoreProc):
-        patches.set(cls, "_pause_complete", _over(pause_complete, cls._pause_complete))
-
-
-def _over(ours, stock):
-    return lambda core: ours(core, stock)
 
 
 def is_frozen(core) -> bool:
@@ -56,7 +41,7 @@ def _unfinished_requests(core, scheduler) -> int:
 def notify_idle_state_callbacks(core, stock) -> None:
     """EngineCoreProc._notify_idle_state_callbacks(): those of pauses wait for requests, not for a freeze."""
     if not is_frozen(core) or is_idle(core):
-        stock(core)
+        stock()
     else:
         core.torpor_side.hooks.notify_stand()
 
@@ -65,7 +50,7 @@ def pause_complete(core, stock) -> bool:
     """EngineCoreProc._pause_complete(), just after the pause state was set. Frozen ranks do not ask each other: their
     step would be taken by an engine that is asleep."""
     if not is_frozen(core):
-        return stock(core)
+        return stock()
     core.torpor_side.hooks.wanted_pause = core.scheduler.pause_state
     return is_idle(core)
 
@@ -74,5 +59,5 @@ def is_scheduler_paused(core, stock) -> bool:
     """EngineCore.is_scheduler_paused(): asleep, too, but not for the moment of a checkpoint."""
     side = getattr(core, "torpor_side", None)
     if side is None:
-        return stock(core)
+        return stock()
     return side.hooks.wanted_pause is not PauseState.UNPAUSED or side.controller.is_sleeping()

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import InvalidStateError
-from types import SimpleNamespace
 
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -19,8 +18,6 @@ from torpor import errors
 from torpor.errors import Error, NotFound, TimedOut, Unsupported, WrongState
 from torpor.vllm import data_parallel, restored, step_outputs
 from torpor.vllm import outputs as front_end
-
-stock = SimpleNamespace(step=None, has_unfinished_requests=None)  # of LLMEngine, from when torpor's stand there
 
 _CHECKPOINT_SECONDS = 0.02  # between looks how far a checkpoint is
 _DRAIN_SECONDS = 30.0  # for outputs that the engine sent before it was frozen to be processed here
@@ -91,7 +88,7 @@ class BlockingSide:
 
     def _step(self) -> None:
         given = step_outputs.of(self.engine)
-        given.first = given.first + stock.step(self.engine)
+        given.first = given.first + LLMEngine.step(self.engine)
 
     def take(self, report: Report) -> None:
         front_end.restore(self.engine.output_processor, report.pop("outputs"), with_queues=False)
@@ -354,12 +351,12 @@ def finish(coroutine):
     raise AssertionError("a coroutine of BlockingSide waited")
 
 
-def step(engine: LLMEngine) -> list:
+def step(engine: LLMEngine, stock) -> list:
     """LLMEngine.step(): what arrived during a sleep comes first; while the engine is asleep there is nothing."""
-    return restored.others(engine, _step(engine))
+    return restored.others(engine, _step(engine, stock))
 
 
-def _step(engine: LLMEngine) -> list:
+def _step(engine: LLMEngine, stock) -> list:
     given = step_outputs.of(engine)
     if first := given.first:
         given.first = []
@@ -367,7 +364,7 @@ def _step(engine: LLMEngine) -> list:
     client = engine.engine_core
     if given.asleep and not isinstance(client, InprocClient) and client.outputs_queue.empty():
         return []  # the stock step would wait for an engine that sleeps
-    return stock.step(engine)
+    return stock()
 
 
 def refuse_while_asleep(engine: LLMEngine) -> None:
@@ -378,12 +375,12 @@ def refuse_while_asleep(engine: LLMEngine) -> None:
     raise WrongState(f"the engine is asleep ({', '.join(missing) or 'paused'})", "call wake_up() first")
 
 
-def has_unfinished_requests(engine: LLMEngine) -> bool:
+def has_unfinished_requests(engine: LLMEngine, stock) -> bool:
     """LLMEngine.has_unfinished_requests(): also while step() still has stashed outputs to return."""
     given = step_outputs.of(engine)
     if given.aside is not None:
         return restored.has_others(engine)
-    return bool(given.first) or stock.has_unfinished_requests(engine)
+    return bool(given.first) or stock()
 
 
 # --- AsyncLLM ---------------------------------------------------------------------------------------------------------

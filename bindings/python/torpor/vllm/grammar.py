@@ -65,7 +65,7 @@ def from_value(value: dict | None) -> dict:
 
 
 def remember_beginning(request: Request) -> None:
-    """Called before a grammar is compiled: vLLM changes in place what to_value() needs."""
+    """Called before a request's first step: vLLM changes in place, in a step, what to_value() needs."""
     if (structured := request.structured_output_request) is not None:
         structured.torpor_reasoning_ended = structured.reasoning_ended
 

@@ -333,6 +333,7 @@ class VllmHooks:
                     raise Incompatible(f"request {request.request_id}: {why}")
                 if request.request_id in given:
                     request.spec_token_ids = []
+                grammar.remember_beginning(request)
                 grammars.grammar_init(request)
                 requests[request.request_id] = request
             except Exception as problem:

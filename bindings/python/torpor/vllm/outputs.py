@@ -35,6 +35,24 @@ _PLAIN_FIELDS = (
 )
 
 
+class KnownEnd(RequestState):
+    """A request of a front end that remembers how it ended, and whether a wake in a new process has restored it."""
+
+    torpor_finish: tuple[str, int | str | None] | None = None  # finish reason and stop reason
+    torpor_restored = False
+
+    def make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs):
+        """Every output of a request passes here, and its end with its reason."""
+        if finish_reason is not None:
+            self.torpor_finish = (str(finish_reason), stop_reason)
+        output = super().make_request_output(
+            new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs
+        )
+        if self.torpor_restored and output is not None:
+            output.torpor_restored = True
+        return output
+
+
 def state_to_value(state: RequestState) -> dict:
     """One request of a front end."""
     return _state_to_value(state)
@@ -189,7 +207,7 @@ def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str,
         data_parallel_rank=None,
         external_req_id=item["external_id"],
     )
-    state = RequestState.from_new_request(
+    state = KnownEnd.from_new_request(
         tokenizer=processor.tokenizer,
         request=request,
         prompt=item["prompt"],

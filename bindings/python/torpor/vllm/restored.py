@@ -10,38 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm import LLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from torpor.vllm import step_outputs
-from torpor.vllm.options import holds_memory_of
-from torpor.vllm.patching import Patches
+from torpor.vllm import frontend, step_outputs
 
 
-def install(patches: Patches) -> None:
-    for name in ("_run_engine", "_run_tiling_engine"):
-        patches.set(LLM, name, _run(getattr(LLM, name)))
-    stock_wait = LLM.wait_for_completion
-
-    def wait_for_completion(self, *args, **kwargs):
-        own = stock_wait(self, *args, **kwargs)
-        return finish(self.llm_engine) + own
-
-    patches.set(LLM, "wait_for_completion", wait_for_completion)
-
-
-def _run(stock):
-    """LLM runs its engine until its requests have ended, and returns their outputs."""
-
-    from torpor.vllm.frontend import refuse_while_asleep  # which asks this module for what it puts aside
-
-    def run(self, *args, **kwargs):
-        if holds_memory_of(self.llm_engine.vllm_config):
-            refuse_while_asleep(self.llm_engine)
-        with put_aside(self.llm_engine):
-            return stock(self, *args, **kwargs)
-
-    return run
+@contextmanager
+def run_without(engine: LLMEngine) -> Iterator[None]:
+    """While LLM runs its engine until its own requests have ended. Asleep, it would wait for ever."""
+    frontend.refuse_while_asleep(engine)
+    with put_aside(engine):
+        yield
 
 
 def is_restored(one) -> bool:

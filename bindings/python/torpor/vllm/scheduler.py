@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 
-from torpor.vllm import plugin
+from torpor.vllm import grammar, plugin
 from torpor.vllm.hooks import count_recomputed, let_those_with_blocks_go_first
 from torpor.vllm.named_mixins import NamedMixins, resolved
 from torpor.vllm.slots import Slots, is_torpors, stands
@@ -39,6 +39,10 @@ class SchedulerMixin:
         if self.torpor_frozen or (self.torpor_gate is not None and stands(self)):
             return False
         return super().has_requests()
+
+    def add_request(self, request) -> None:
+        grammar.remember_beginning(request)
+        super().add_request(request)
 
     def schedule(self, *args, **kwargs):
         self.torpor_steps += 1

@@ -71,15 +71,15 @@ def has_work(core, stock_has_work) -> bool:
     """EngineCoreProc.has_work(). A stopped engine waits for the end of that, or for a message, in its own loop."""
     scheduler = core.scheduler
     if not hasattr(scheduler, "torpor_slots"):  # torpor has no part in it (scheduler.py)
-        return stock_has_work(core)
+        return stock_has_work()
     if scheduler.torpor_slots is None:
         Slots.of(scheduler)  # before the first step: it can be looked at, and stopped
-    while not stock_has_work(core):
+    while not stock_has_work():
         if (gate := scheduler.torpor_gate) is None:
             return False
         scheduler.torpor_gate = None  # is there anything to do at all? Else a stop that has just ended would be missed
         try:
-            if not stock_has_work(core):
+            if not stock_has_work():
                 return False
         finally:
             scheduler.torpor_gate = gate

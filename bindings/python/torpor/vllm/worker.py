@@ -40,7 +40,10 @@ def _in_regions(worker, tag: str) -> AbstractContextManager:
 
 @contextmanager
 def _loading(runner, memory: AbstractContextManager):
-    runner.torpor_held = True  # patches of runners ask
+    if current_platform.is_cpu():
+        from torpor.vllm import cpu_generators
+
+        cpu_generators.adopt(runner)
     with memory:
         yield
     adapters.remember_digests(runner)

@@ -18,7 +18,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported, WrongState
-from torpor.vllm.outputs import state_from_value, state_to_value
+from torpor.vllm.outputs import KnownEnd, state_from_value, state_to_value
 from torpor.vllm.scheduler_values import (
     new_request_to_value,
     unrecordable,
@@ -96,6 +96,7 @@ class Recorder:
         if self._sync_always and queue is not None:
             queue = Held(queue, self)
         self._stock_add(request, prompt, parent_req, request_index, queue)
+        self._processor.request_states[request.request_id].__class__ = KnownEnd
         answer = {
             "response": response,
             "tenant": tenant_of_call.get(),

@@ -1,0 +1,160 @@
+"""What LLM, LLMEngine and AsyncLLM of an engine that asks do otherwise than vLLM's, as mixins (mixed_in.py)."""
+
+from __future__ import annotations
+
+import functools
+
+from vllm import LLM
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import InprocClient, MPClient
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from torpor.errors import Unsupported
+from torpor.vllm import engine_core, frontend, restored
+from torpor.vllm.asking import asks
+from torpor.vllm.front_end_methods import Awaited, Blocking
+from torpor.vllm.mixed_in import mix_in, mix_in_behind
+from torpor.vllm.options import holds_memory_of
+from torpor.vllm.patching import Patches
+
+
+class LLMMixin(Blocking):
+    def is_sleeping(self) -> bool:
+        return self.llm_engine.is_sleeping()
+
+    def _run_engine(self, *args, **kwargs):
+        with restored.run_without(self.llm_engine):
+            return super()._run_engine(*args, **kwargs)
+
+    def _run_tiling_engine(self, *args, **kwargs):
+        with restored.run_without(self.llm_engine):
+            return super()._run_tiling_engine(*args, **kwargs)
+
+    def wait_for_completion(self, *args, **kwargs):
+        own = super().wait_for_completion(*args, **kwargs)
+        return restored.finish(self.llm_engine) + own
+
+
+class LLMEngineMixin(Blocking):
+    def step(self) -> list:
+        return frontend.step(self, super().step)
+
+    def has_unfinished_requests(self) -> bool:
+        return frontend.has_unfinished_requests(self, super().has_unfinished_requests)
+
+
+class AsyncLLMMixin(AsyncLLM):
+    sleep = Awaited.sleep
+    wake_up = Awaited.wake_up
+    checkpoint = Awaited.checkpoint
+    updating_weights = Awaited.updating_weights
+    torpor = Awaited.torpor
+
+
+class NotHeld:
+    """Of an engine that asks for torpor while torpor does not hold its memory: what torpor adds is refused by name."""
+
+    def sleep(self, level: int = 1, mode: str = "abort", **torpors):
+        _refuse("sleep", torpors)
+        return _stock_of(self).sleep(self, level, mode)
+
+    def wake_up(self, tags=None, **torpors):
+        _refuse("wake_up", torpors)
+        return _stock_of(self).wake_up(self, tags)
+
+    def checkpoint(self, **torpors):
+        _refuse("checkpoint", torpors or {"": None})
+
+    def updating_weights(self, version: str | None = None):
+        _refuse("updating_weights", {"version": version})
+
+    def torpor(self, method: str, options: dict | None = None):
+        _refuse("torpor", {"method": method})
+
+
+class NotHeldAsync(AsyncLLM):
+    sleep = NotHeld.sleep
+    wake_up = NotHeld.wake_up
+    checkpoint = NotHeld.checkpoint
+    updating_weights = NotHeld.updating_weights
+    torpor = NotHeld.torpor
+
+
+def _refuse(method: str, arguments: dict) -> None:
+    if arguments:
+        raise Unsupported(
+            f"{method}({', '.join(f'{name}=…' for name in arguments if name)}): torpor does not hold this engine's memory",
+            "it needs vLLM on the CPU with the option enabled, or on a GPU with gpu_preserve_state, and a "
+            "scheduler that derives from vLLM's",
+        )
+
+
+class InprocClientMixin(InprocClient):
+    """In this process nothing sends outputs to the front end: it takes them, and those of a drain come first."""
+
+    def get_output(self):
+        drained = getattr(self.engine_core, "torpor_outputs", None)
+        return drained.pop(0) if drained else super().get_output()
+
+
+class MPClientMixin(MPClient):
+    """The client closes when its engine core has ended."""
+
+    def shutdown(self, timeout=None) -> None:
+        try:
+            super().shutdown(timeout)
+        finally:
+            frontend.end_calls(self)
+
+
+_MIXINS = {  # where torpor holds the engine's memory, and where it does not
+    LLM: (LLMMixin, NotHeld),
+    LLMEngine: (LLMEngineMixin, NotHeld),
+    AsyncLLM: (AsyncLLMMixin, NotHeldAsync),
+}
+
+
+def _stock_of(front_end) -> type:
+    return next(cls for cls in _MIXINS if isinstance(front_end, cls))
+
+
+def install(patches: Patches) -> None:
+    """Watch for front ends as vLLM makes them. LLM is there before its engine asks: it is known by what it gets."""
+    for cls in (LLMEngine, AsyncLLM):
+        patches.set(cls, "__init__", _then_adopt(cls.__init__))
+
+    def llm_engine(self) -> LLMEngine:
+        try:
+            return vars(self)["llm_engine"]
+        except KeyError:
+            raise AttributeError("llm_engine") from None
+
+    def set_llm_engine(self, engine: LLMEngine) -> None:
+        vars(self)["llm_engine"] = engine
+        adopt(self, engine.vllm_config)
+
+    patches.set(LLM, "llm_engine", property(llm_engine, set_llm_engine))
+
+
+def _then_adopt(stock):
+    @functools.wraps(stock)
+    def init(self, *args, **kwargs) -> None:
+        stock(self, *args, **kwargs)
+        adopt(self, self.vllm_config)
+
+    return init
+
+
+def adopt(front_end: LLM | LLMEngine | AsyncLLM, vllm_config) -> None:
+    """Give this front end, and its client, what an engine with this configuration has asked for."""
+    if not asks(vllm_config):
+        return
+    stock = _stock_of(front_end)
+    held, not_held = _MIXINS[stock]
+    mix_in_behind(front_end, held if holds_memory_of(vllm_config) else not_held, stock)
+    client = getattr(front_end, "engine_core", None)
+    if isinstance(client, InprocClient):
+        mix_in(client, InprocClientMixin)
+        engine_core.adopt(client.engine_core)
+    elif isinstance(client, MPClient):
+        mix_in(client, MPClientMixin)
