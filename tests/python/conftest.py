@@ -147,7 +147,8 @@ class InProcess:
         import torch
         from requests_of_tests import add_requests, run
 
-        if self.engine.is_sleeping() and not self.llm.wake_up().fully_awake:  # a test failed between a wake and its reload
+        # A test may have failed between a wake and its reload.
+        if self.engine.is_sleeping() and not self.llm.wake_up().fully_awake:
             self.llm.collective_rpc("reload_weights")
             self.llm.wake_up(kv="recompute")
         run(self.engine)

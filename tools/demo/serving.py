@@ -163,9 +163,7 @@ class Client:
             http_client=openai.DefaultAsyncHttpxClient(limits=limits),
         )
         self.http, self.admin = (
-            httpx.AsyncClient(
-                base_url=url, headers={"Authorization": f"Bearer {each}"}, timeout=600, limits=limits
-            )
+            httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {each}"}, timeout=600, limits=limits)
             for each in (key, admin_key)
         )
 

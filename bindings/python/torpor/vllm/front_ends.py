@@ -82,8 +82,9 @@ class NotHeldAsync(AsyncLLM):
 
 def _refuse(method: str, arguments: dict) -> None:
     if arguments:
+        named = ", ".join(f"{name}=…" for name in arguments if name)
         raise Unsupported(
-            f"{method}({', '.join(f'{name}=…' for name in arguments if name)}): torpor does not hold this engine's memory",
+            f"{method}({named}): torpor does not hold this engine's memory",
             "it needs vLLM on the CPU with the option enabled, or on a GPU with gpu_preserve_state, and a "
             "scheduler that derives from vLLM's",
         )

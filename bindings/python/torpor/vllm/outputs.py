@@ -45,9 +45,7 @@ class KnownEnd(RequestState):
         """Every output of a request passes here, and its end with its reason."""
         if finish_reason is not None:
             self.torpor_finish = (str(finish_reason), stop_reason)
-        output = super().make_request_output(
-            new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs
-        )
+        output = super().make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         if self.torpor_restored and output is not None:
             output.torpor_restored = True
         return output
