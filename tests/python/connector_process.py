@@ -223,7 +223,7 @@ def slept(served: Served) -> dict:
             "finished": len(found),
             "kept": after["host_blocks"] >= before > 0 and served.side.core.space == space,
             "moving": after["loading_requests"] + after["jobs_under_way"] + after["held_blocks"],
-            "recomputed": served.one.llm.torpor("state")["recomputed_tokens"],
+            "recomputed": served.one.llm.torpor.state().recomputed_tokens,
         }
     result["cached"] = sum(cached for _, cached in served.round(prompts(), 16))
     return result
@@ -365,7 +365,7 @@ def gone_on(served: Served, checkpoint: str) -> dict:
         "failed": report.failed_requests,
         "answers": {i: tokens for i, (tokens, _) in served.answers().items()},
         "stats": served.side.stats(),
-        "recomputed": served.one.llm.torpor("state")["recomputed_tokens"],
+        "recomputed": served.one.llm.torpor.state().recomputed_tokens,
     }
 
 

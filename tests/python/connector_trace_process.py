@@ -257,7 +257,7 @@ def served(load: Load) -> dict:
     result["checked"] = checker.result()
     result["block_bytes"] = block_bytes(load.model)
     result["host_slots"] = checker.worker.core.sizes()["host_slots"]
-    [ledger] = load.one.llm.torpor("ledger")
+    [ledger] = load.one.llm.torpor.call("ledger")
     result["arena"] = {name: ledger[f"arena_{name}_bytes"] for name in ("held", "used")}
     return result
 

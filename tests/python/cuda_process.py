@@ -93,7 +93,7 @@ def main() -> None:
         result["differing"] += slept(one, to, steps)
     result["differing"] += woken_by_tags(one, BY_TAGS_AT)
     result["differing"] += reloaded(one, RELOADED_AT)
-    result["recomputed"] = one.llm.torpor("state")["recomputed_tokens"]
+    result["recomputed"] = one.llm.torpor.state().recomputed_tokens
     result["answers"] = len(paused(one, 1))
     print("RESULT " + json.dumps(result), flush=True)
 

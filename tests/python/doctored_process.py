@@ -65,7 +65,7 @@ def main() -> None:
     result["served_on"] = one.finish(answers) == expected
     result["from_disk"] = refused(lambda: one.llm.wake_up(from_checkpoint=str(directory / "g-000001")))
     result["parts"] = {part: plugin.fits(part) for part in ("connector", "server")}
-    result["tiers"] = one.llm.torpor("state")["tiers"]
+    result["tiers"] = one.llm.torpor.state().tiers
     result["said"] = [line for line in log.getvalue().splitlines() if "new process" in line or "checkpoints" in line]
     print("RESULT " + json.dumps(result), flush=True)
 

@@ -45,7 +45,7 @@ def first(name: str, folder: Path, only_leave: bool) -> dict:
     result["drafts"] = drafts(one)
     finished = one.finish(answers)
     result["differing"] = [name for name in one.expected if finished.get(name) != one.expected[name]]
-    result["recomputed"] = one.llm.torpor("state")["recomputed_tokens"]
+    result["recomputed"] = one.llm.torpor.state().recomputed_tokens
     if "take-over" in feature.ways:
         result["taken_over"] = taken_over(one, 3, 4, feature.certain)
     return result
@@ -62,7 +62,7 @@ def taken_over(one: InProcess, steps: int, since: int, certain: tuple[str, ...])
     processor = one.engine.output_processor
     replaced = ("add_request", "process_outputs", "abort_requests", "propagate_error")
     stock = {name: getattr(processor, name) for name in replaced}
-    answers = _core.DeliveryLog({"directory": None, "engine": one.llm.torpor("fingerprint"), "keep_seconds": 600})
+    answers = _core.DeliveryLog({"directory": None, "engine": one.llm.torpor.call("fingerprint"), "keep_seconds": 600})
     recorder = Recorder(processor, answers, False)
     answers = one.begin(steps)
     path = one.llm.checkpoint().checkpoint
@@ -71,12 +71,12 @@ def taken_over(one: InProcess, steps: int, since: int, certain: tuple[str, ...])
     recorder.close()
     run(one.engine)
     one.llm.reset_prefix_cache()
-    report = one.llm.torpor("wake_up", {"from_checkpoint": path, "answers": packed, "hold": True})
+    report = one.llm.torpor.call("wake_up", {"from_checkpoint": path, "answers": packed, "hold": True})
     if report["failed_requests"]:
         return [problem["error"] for problem in report["failed_requests"]]
     one.engine.renderer.clear_mm_cache()  # as a new process has it
     lost = recorder.take_up(report["restored"], report["outputs"])
-    one.llm.torpor("end_hold", {"keep": True})
+    one.llm.torpor.call("end_hold", {"keep": True})
     for state in processor.request_states.values():
         state.queue = None  # step() returns what comes
     finished = one.finish(answers)
@@ -101,7 +101,7 @@ def second(name: str, folder: Path, checkpoint: str) -> dict:
     report = one.llm.wake_up(from_checkpoint=checkpoint)
     result = {"failed": report.failed_requests, "drafts": drafts(one)}
     answers = one.finish({})
-    return result | {"answers": answers, "recomputed": one.llm.torpor("state")["recomputed_tokens"]}
+    return result | {"answers": answers, "recomputed": one.llm.torpor.state().recomputed_tokens}
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def slept(one: InProcess, answers: dict, way: str, later: tuple = ()) -> dict:
         one.llm.wake_up()
     assert pool_to_value(one.core.scheduler) == before, f"{way}: the groups have other notes of their blocks"
     done = to_the_end(one, answers, later)
-    return done | {"recomputed": 0 if way == "pause" else one.llm.torpor("state")["recomputed_tokens"]}
+    return done | {"recomputed": 0 if way == "pause" else one.llm.torpor.state().recomputed_tokens}
 
 
 def with_a_part_of_a_block(one: InProcess, way: str) -> dict:

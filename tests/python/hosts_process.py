@@ -111,7 +111,7 @@ def run_engine(model: str, shared: str, own: str, remote: str, torpor: str, othe
     answers = run(engine, 3)
     result = {"path": str(path), "missing": missing, "unseen": refused(asleep_to_disk)}
     result |= {"checkpoints": len(list(Path(own).glob("[gs]-*"))), "woken": answers | run(engine)}
-    return result | {"recomputed": llm.llm_engine.torpor("state")["recomputed_tokens"]}
+    return result | {"recomputed": llm.llm_engine.torpor.state().recomputed_tokens}
 
 
 def main() -> None:

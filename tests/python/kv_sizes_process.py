@@ -54,7 +54,7 @@ def goes_on(one: InProcess, path: str) -> dict:
     again = one.llm.sleep(level=1, preserve_state=True, to="disk")  # nothing was computed: the blocks are linked
     one.llm.wake_up()
     answers = run(one.engine)
-    recomputed = one.llm.torpor("state")["recomputed_tokens"]
+    recomputed = one.llm.torpor.state().recomputed_tokens
     return result | {
         "answers": answers, "recomputed": recomputed, "preempted": preempted, "written": again.saved_bytes,
         "whole": look("verify", again.checkpoint)["whole"],

@@ -32,7 +32,7 @@ def first(model: Path, store: Path) -> dict:
 
 def chunks(one: InProcess) -> dict:
     """How often the rank moved or hashed a piece of memory since it started, by how that ended."""
-    return one.llm.torpor("ledger")[0]["chunks_by_outcome"]
+    return one.llm.torpor.call("ledger")[0]["chunks_by_outcome"]
 
 
 def second(model: Path, store: Path, path: str, wrong: dict, wake: str = "", files: str = "") -> dict:
@@ -46,7 +46,7 @@ def second(model: Path, store: Path, path: str, wrong: dict, wake: str = "", fil
     report = one.llm.wake_up(from_checkpoint=wake or path)
     result["woken"], result["blocks"] = chunks(one), report.kept_blocks
     result["answers"] = run(one.engine)
-    result["recomputed"] = one.llm.torpor("state")["recomputed_tokens"]
+    result["recomputed"] = one.llm.torpor.state().recomputed_tokens
     if files:
         one.llm.sleep(level=2)
         one.llm.wake_up()

@@ -25,7 +25,7 @@ def main() -> None:
                         getattr(choice, "weight_versions", None) or [] for choice in output.outputs
                     ]  # none in 0.31
                     spans[output.request_id] = [[(s.version, s.start, s.end) for s in each] for each in versions]
-        recomputed = one.llm.torpor("state")["recomputed_tokens"]
+        recomputed = one.llm.torpor.state().recomputed_tokens
         results.append({
             "said": said, "version": version, "spans": spans, "answers": answers, "requests": report.requests,
             "failed": report.failed_requests, "recomputed": recomputed,

@@ -63,7 +63,7 @@ def sleep(model: Path, directory: Path, sleep_at: list[int]) -> dict:
             one.llm.wake_up()
             if one.finish(answers) != twin:
                 result["differing"].append([steps, to])
-            result["recomputed"] += one.llm.torpor("state")["recomputed_tokens"]
+            result["recomputed"] += one.llm.torpor.state().recomputed_tokens
         one.llm.reset_prefix_cache()
         one.llm.wake_up(from_checkpoint=report.checkpoint)
         if one.finish(answers) != twin:
@@ -93,10 +93,10 @@ def cached(one: InProcess, early: bool) -> dict:
         result["late_blocks"].append(one.llm.wake_up(early=early).late_blocks)
         answers |= run(one.engine, 4)
         result["in_flight"].append(len(one.core.batch_queue))
-    result["before"] = one.llm.torpor("state")["late"]
+    result["before"] = one.llm.torpor.call("state")["late"]
     add_requests(one.engine, ["long-seeded"])
     result["answers"] = final(answers | run(one.engine))
-    return result | {"after": one.llm.torpor("state")["late"]}
+    return result | {"after": one.llm.torpor.call("state")["late"]}
 
 
 def take_over(one: InProcess, steps: int, more: int) -> dict:
@@ -118,13 +118,13 @@ def take_over(one: InProcess, steps: int, more: int) -> dict:
     one.engine.abort_request(list(TAKEN_OVER))
     run(one.engine)
     one.llm.reset_prefix_cache()
-    report = one.llm.torpor("wake_up", {"from_checkpoint": path, "answers": given, "hold": True})
+    report = one.llm.torpor.call("wake_up", {"from_checkpoint": path, "answers": given, "hold": True})
     assert len(report["rolled_forward"]["extended"]) == len(TAKEN_OVER), report["rolled_forward"]
     for entry in report["outputs"]["requests"]:
         assert len(entry["token_ids"]) == tokens[entry["id"]]
         entry["text"] = None
     outputs.restore(one.engine.output_processor, report["outputs"], with_queues=False)
-    one.llm.torpor("end_hold", {"keep": True})
+    one.llm.torpor.call("end_hold", {"keep": True})
     answers = one.finish({})
     return {name: answers[name][1][0][1] == twin[name][1][0][1] for name in TAKEN_OVER}
 
@@ -136,7 +136,7 @@ def wake(model: Path, directory: Path, paths: list[str]) -> list:
     for path in paths:
         report = one.llm.wake_up(from_checkpoint=path)
         answers = run(one.engine)
-        recomputed = one.llm.torpor("state")["recomputed_tokens"]
+        recomputed = one.llm.torpor.state().recomputed_tokens
         results.append({"answers": answers, "failed": report.failed_requests, "recomputed": recomputed})
         one.llm.reset_prefix_cache()
     return results

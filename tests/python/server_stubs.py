@@ -42,12 +42,13 @@ class Engine:
         self.state = "awake"
         self.late = 0  # blocks that an early wake leaves to come, one with each look
         self.calls: list[tuple] = []
+        self.torpor = SimpleNamespace(call=self._torpor)
         self.output_processor = SimpleNamespace(
             request_states={}, parent_requests={}, external_req_ids={},
             add_request=None, process_outputs=None, abort_requests=None, propagate_error=None,
         )  # fmt: skip
 
-    async def torpor(self, method: str, options: dict | None = None):
+    async def _torpor(self, method: str, options: dict | None = None):
         self.calls.append((method, options))
         if method == "fingerprint":
             return {"model": "tiny"}

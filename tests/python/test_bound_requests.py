@@ -81,7 +81,7 @@ def test_a_prompt_that_comes_in_pieces_sleeps_while_its_next_one_is_waited_for(o
         one.llm.wake_up()
 
     assert told(asleep) == expected
-    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+    assert one.llm.torpor.state().recomputed_tokens == 0
 
 
 @pytest.mark.rig

@@ -96,7 +96,7 @@ async def _all_or_none(zygote, model, directory) -> None:
     assert await engine.wake_up()
     await asyncio.gather(*readers)
     assert answers == expected
-    assert (await engine.torpor("state"))["recomputed_tokens"] == 0
+    assert (await engine.torpor.state()).recomputed_tokens == 0
 
     # One of them cannot write its checkpoint: the other's goes again.
     os.rename(directory / "rank-1-of-2", directory / "aside") if (directory / "rank-1-of-2").exists() else None
@@ -158,7 +158,7 @@ async def _all_or_none(zygote, model, directory) -> None:
         await read(attach(engine, name), answers[name])
         assert answers[name] == expected[name], name
     async with asyncio.timeout(1):
-        while (await engine.torpor("plan_sleep", {"level": 0}))["requests"] > 0:
+        while (await engine.torpor.call("plan_sleep", {"level": 0}))["requests"] > 0:
             await asyncio.sleep(0.05)
     again: dict = {}
     await asyncio.gather(*ask(engine, again))
@@ -206,7 +206,7 @@ async def _with_experts(zygote, model, directory) -> None:
         await asyncio.gather(*readers, *later)
         assert answers == {name: expected[name] for name in answers}
         assert late == {name: expected[name] for name in late}
-    assert (await engine.torpor("state"))["recomputed_tokens"] == 0
+    assert (await engine.torpor.state()).recomputed_tokens == 0
 
     answers = {}
     readers = ask(engine, answers)

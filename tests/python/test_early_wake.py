@@ -65,7 +65,7 @@ class Run:
         return self.answers
 
     def late(self, wait: str = "none") -> dict:
-        return self.llm.torpor("continue_wake", {"wait": wait})
+        return self.llm.torpor.call("continue_wake", {"wait": wait})
 
     def sleep_and_wake(self, to: str = "host") -> int:
         slept = self.llm.sleep(level=1, preserve_state=True, to=to)

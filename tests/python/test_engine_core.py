@@ -118,10 +118,10 @@ def test_a_scheduler_with_fields_of_its_own_is_refused_where_a_new_process_would
     scheduler = one.core.scheduler
     answers = one.begin(4)
     plan = {"level": 1, "preserve_state": True, "to": "disk"}
-    assert one.llm.torpor("plan_sleep", plan)["problems"] == []
+    assert one.llm.torpor.call("plan_sleep", plan)["problems"] == []
     scheduler.quotas = {"alice": 3}
     try:
-        [problem] = one.llm.torpor("plan_sleep", plan)["problems"]
+        [problem] = one.llm.torpor.call("plan_sleep", plan)["problems"]
         assert "the scheduler Scheduler with quotas" in problem or "AsyncScheduler with quotas" in problem
         for refused in (lambda: one.llm.sleep(level=1, preserve_state=True, to="disk"), one.llm.checkpoint):
             with pytest.raises(errors.Unsupported, match="with quotas, whose own state a new process would lose"):

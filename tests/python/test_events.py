@@ -88,7 +88,7 @@ def test_without_a_connector_it_tells_every_type_but_those_of_transfers_between_
 
 def test_a_sleep_that_fails_says_why_and_what_was_undone(one, told, directory, monkeypatch):
     answers = one.begin(5)
-    one.llm.torpor("state")  # its hooks are there
+    one.llm.torpor.call("state")  # its hooks are there
     monkeypatch.setattr(one.core.torpor_side.hooks, "capture", lambda: 1 / 0)
     with pytest.raises(Exception, match="division"):
         one.llm.sleep(level=1, preserve_state=True, to="host")

@@ -87,7 +87,7 @@ def elsewhere(one, monkeypatch):
             side, "controller", _core.SleepController(side.hooks, {"directory": str(directory), "keep_checkpoints": 2})
         )
 
-    one.llm.torpor("state")
+    one.llm.torpor.call("state")
     return use
 
 

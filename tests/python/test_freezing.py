@@ -59,7 +59,7 @@ def test_a_pause_that_clears_caches_while_the_engine_sleeps_has_its_requests_com
 
 def test_no_engine_is_paused_by_a_checkpoint(one):
     answers = one.begin(10)
-    one.llm.torpor("state")
+    one.llm.torpor.call("state")
     one.core.torpor_side.freeze({})  # as while a checkpoint is taken
     assert not one.core.is_scheduler_paused() and one.engine.step() == []
     with pytest.raises(RuntimeError, match="pause"):
@@ -178,10 +178,10 @@ class Engine:
     async def paused(self, mode: str, clear_cache: bool = True) -> dict[str, int]:
         """Tokens of each request that had not ended when the pause was over."""
         await self.llm.pause_generation(mode=mode, clear_cache=clear_cache)
-        asleep = (await self.llm.torpor("state"))["engine"] == "asleep"
-        unfinished = await self.llm.torpor("freeze")
+        asleep = (await self.llm.torpor.state()).engine == "asleep"
+        unfinished = await self.llm.torpor.call("freeze")
         if not asleep:
-            await self.llm.torpor("unfreeze")
+            await self.llm.torpor.call("unfreeze")
         return unfinished
 
 

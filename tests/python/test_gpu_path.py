@@ -47,7 +47,7 @@ def test_a_sleep_with_a_batch_in_flight_is_its_paused_twin(one, steps):
     one.llm.reset_prefix_cache()
     assert one.llm.wake_up(from_checkpoint=path)
     assert one.finish(answers) == twin
-    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+    assert one.llm.torpor.state().recomputed_tokens == 0
 
 
 def test_no_output_of_a_batch_in_flight_is_lost_or_comes_twice(one):
@@ -189,7 +189,7 @@ def test_state_that_is_not_preserved_is_refused_by_name(one):
     processors.append(CustomProcessor())
     try:
         with pytest.raises(errors.Unsupported, match="the logits processor CustomProcessor"):
-            one.llm.torpor("sleep", {"level": 1, "preserve_state": True, "to": "host", "in_flight": "freeze"})
+            one.llm.torpor.call("sleep", {"level": 1, "preserve_state": True, "to": "host", "in_flight": "freeze"})
     finally:
         processors.pop()
     assert one.finish(answers) == one.expected

@@ -30,7 +30,7 @@ def test_a_sleep_at_any_step_changes_nothing(one, steps, to):
     torch.manual_seed(99)  # whatever else draws in this process meanwhile
     assert one.llm.wake_up()
     assert one.finish(answers) == expected
-    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+    assert one.llm.torpor.state().recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("steps", [pytest.param(3, marks=LONG_ON_RIG), 20])
@@ -49,7 +49,7 @@ def test_a_checkpoint_puts_an_engine_that_has_nothing_left_back_to_where_it_was(
     for name, value in before["pool"].items():
         assert after["pool"][name] == value, name
     assert one.finish(answers) == one.expected
-    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+    assert one.llm.torpor.state().recomputed_tokens == 0
 
 
 def test_in_these_tests_what_is_kept_of_a_request_is_compared_with_what_it_has(one):
@@ -103,7 +103,7 @@ def test_a_second_sleep_copies_only_kv_that_changed(one):
         assert 0 < copied <= 2 * block * len(one.core.scheduler.running)
         assert after_steps["reused_bytes"] > 0
         assert one.finish(answers) == expected
-        assert one.llm.torpor("state")["recomputed_tokens"] == 0
+        assert one.llm.torpor.state().recomputed_tokens == 0
 
 
 def _sleep_and_wake(one) -> dict:
@@ -138,8 +138,8 @@ def test_a_second_sleep_to_disk_reads_and_writes_only_kv_that_changed(one):
     assert doubted.saved_bytes == weights["region_bytes"] and doubted.reused_bytes == kv
     # While serving it is the same, and the weights are handed on to the next sleep.
     one.llm.checkpoint()
-    plan = one.llm.torpor("plan_sleep", {"level": 1, "preserve_state": True, "to": "disk"})
-    assert sum(plan["save_bytes"].values()) == 0 and plan["reused_bytes"] == kv + weights["region_bytes"]
+    plan = one.llm.torpor.plan_sleep(preserve_state=True, to="disk")
+    assert sum(plan.save_bytes.values()) == 0 and plan.reused_bytes == kv + weights["region_bytes"]
     assert _sleep_to_disk_and_wake(one).saved_bytes == 0
     served = one.llm.checkpoint()
     assert served.saved_bytes == 0 and served.reused_bytes == kv + weights["region_bytes"]
@@ -149,11 +149,11 @@ def test_a_second_sleep_to_disk_reads_and_writes_only_kv_that_changed(one):
     assert one.llm.wake_up(from_checkpoint=served.checkpoint)
     assert one.llm.checkpoint().saved_bytes == 0
     assert one.finish(answers) == expected
-    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+    assert one.llm.torpor.state().recomputed_tokens == 0
 
 
 def _sleep_to_disk_and_wake(one):
-    one.before = one.llm.torpor("ledger")[0]
+    one.before = one.llm.torpor.call("ledger")[0]
     report = one.llm.sleep(level=1, preserve_state=True, to="disk")
     one.llm.wake_up()
     return report

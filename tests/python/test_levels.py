@@ -39,7 +39,7 @@ def test_without_preserve_state_requests_can_be_recomputed(one):
     assert one.engine.has_unfinished_requests()
     one.llm.wake_up()
     finished = one.finish(answers)
-    assert one.llm.torpor("state")["recomputed_tokens"] == computed > 100
+    assert one.llm.torpor.state().recomputed_tokens == computed > 100
     for name in names:
         [_, tokens, text, *_] = finished[name][1][0]
         assert (tokens, text) == tuple(one.expected[name][1][0][1:3]), name
@@ -92,7 +92,7 @@ def test_wrong_arguments_are_refused_before_it_waits(one):
 def test_a_sleep_that_fails_after_the_wait_leaves_the_engine_awake(one, tmp_path, monkeypatch):
     from torpor import _core
 
-    one.llm.torpor("state")
+    one.llm.torpor.call("state")
     side = one.core.torpor_side
     blocked = tmp_path / "a file"
     blocked.write_text("")
@@ -125,18 +125,18 @@ def test_level_2_with_preserve_state_keeps_all_and_a_bare_wake_goes_on(one):
     report = one.llm.sleep(level=2, preserve_state=True)
     assert report.level == 2 and report.kept_blocks > 0 and report.reload == [] and report.note == ""
     assert report.ledgers[0]["tags"]["weights"]["backup_host_bytes"] > 0
-    assert one.llm.torpor("state")["tags"] == {"weights": "detached", "kv_cache": "detached"}
+    assert one.llm.torpor.state().tags == {"weights": "detached", "kv_cache": "detached"}
     answers |= one.stopped()
     woken = one.llm.wake_up()
     assert woken and woken.reload == [] and woken.note == ""
     assert one.finish(answers) == one.expected
-    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+    assert one.llm.torpor.state().recomputed_tokens == 0
 
 
 def test_what_weights_says_wins_over_the_level(one):
     _ = one.expected
-    plan = one.llm.torpor("plan_sleep", {"level": 2, "in_flight": "abort", "weights": "store"})
-    assert plan["save_bytes"]["weights"] > 0
+    plan = one.llm.torpor.plan_sleep(level=2, weights="store")
+    assert plan.save_bytes["weights"] > 0
     assert one.llm.sleep(level=2, weights="store").reload == []
     assert one.llm.wake_up().reload == []
     assert one.finish(one.begin()) == one.expected
@@ -157,7 +157,7 @@ def test_no_tags_are_not_all_tags(one):
     one.llm.sleep(preserve_state=True)
     with pytest.raises(errors.InvalidArgument, match="tags is an empty list"):
         one.llm.wake_up(tags=[])
-    assert set(one.llm.torpor("state")["tags"].values()) == {"detached"}
+    assert set(one.llm.torpor.state().tags.values()) == {"detached"}
     one.llm.wake_up()
     assert one.finish(answers) == one.expected
 
@@ -169,7 +169,7 @@ def test_tags_wake_one_by_one(one):
     first = one.llm.wake_up(tags=["weights"])
     assert first.changed and not first and one.llm.is_sleeping()
     answers |= one.stopped()
-    assert one.llm.torpor("state")["tags"] == {"weights": "attached", "kv_cache": "detached"}
+    assert one.llm.torpor.state().tags == {"weights": "attached", "kv_cache": "detached"}
     assert one.llm.wake_up(tags=["kv_cache"])
     assert one.finish(answers) == one.expected
 
@@ -191,7 +191,7 @@ def test_generating_while_asleep_is_refused_and_names_what_is_missing(one):
 def test_only_the_kv_cache_may_sleep(one):
     answers = one.begin(10)
     one.llm.sleep(level=1, preserve_state=True, tags=["kv_cache"])
-    assert one.llm.torpor("state")["tags"]["weights"] == "attached"
+    assert one.llm.torpor.state().tags["weights"] == "attached"
     one.llm.wake_up()
     assert one.finish(answers) == one.expected
 
@@ -208,11 +208,11 @@ def test_an_idle_engine_sleeps_too(one):
 @pytest.mark.rig
 def test_a_plan_tells_what_a_sleep_would_do(one):
     answers = one.begin(10)
-    plan = one.llm.torpor("plan_sleep", {"level": 1, "preserve_state": True})
+    plan = one.llm.torpor.plan_sleep(level=1, preserve_state=True)
     report = one.llm.sleep(level=1, preserve_state=True)
-    assert plan["requests"] == report.requests
-    assert sum(plan["save_bytes"].values()) == report.saved_bytes
-    assert sum(plan["free_bytes"].values()) == report.freed_bytes
+    assert plan.requests == report.requests
+    assert sum(plan.save_bytes.values()) == report.saved_bytes
+    assert sum(plan.free_bytes.values()) == report.freed_bytes
     one.llm.wake_up()
     assert one.finish(answers) == one.expected
 
@@ -255,7 +255,7 @@ def test_new_weights_loaded_while_the_kv_sleeps_go_on_from_the_tokens_so_far(one
     one.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
     assert one.llm.wake_up(tags=["kv_cache"], kv="recompute")
     finished = one.finish(half_done)
-    assert one.llm.torpor("state")["recomputed_tokens"] == computed > 100
+    assert one.llm.torpor.state().recomputed_tokens == computed > 100
     try:
         tokenizer = one.llm.get_tokenizer()
         for name in names:

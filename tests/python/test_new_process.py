@@ -59,18 +59,18 @@ def test_a_new_process_goes_on_from_a_checkpoint_that_was_written_while_the_engi
 
     def serve_beyond(stage):
         served = {}
-        while one.engine.torpor("continue_checkpoint") == stage:
+        while one.engine.torpor.call("continue_checkpoint") == stage:
             served |= run(one.engine, 1)
         return served | run(one.engine, 3)
 
-    one.engine.torpor("begin_checkpoint")
+    one.engine.torpor.call("begin_checkpoint")
     answers |= serve_beyond("copying")
     frontend.finish(frontend.while_frozen(frontend.BlockingSide(one.engine), "take_checkpoint", {}))
     stash = step_outputs.of(one.engine).first  # what was in flight at the stop: the next step() returns it
     answers |= {output.request_id: answer(output) for output in stash}
     delivered, said = as_json(answers), as_json(said_of(one.core, "greedy"))
     answers |= serve_beyond("writing")
-    report = one.engine.torpor("end_checkpoint")
+    report = one.engine.torpor.call("end_checkpoint")
     assert one.finish(answers) == one.expected
     [save] = [phase for phase in report["phases"] if phase["name"] == "save"]
     assert 0 < save["bytes"] < report["saved_bytes"] + report["reused_bytes"]  # the rest was not copied in the stop

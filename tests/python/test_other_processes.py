@@ -144,7 +144,7 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
             assert llm.wake_up()
         path = report.checkpoint
         assert written(answers | run(llm.llm_engine)) == expected
-        assert llm.llm_engine.torpor("state")["recomputed_tokens"] == 0
+        assert llm.llm_engine.torpor.state().recomputed_tokens == 0
         if ranks == 1:  # vLLM's mode "wait": what runs ends before the sleep, what is queued runs after the wake
             llm.reset_prefix_cache()
             add_requests(llm.llm_engine, names, LONG)
@@ -170,7 +170,7 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
         report = llm.wake_up(from_checkpoint=path)
         assert report.requests > 0 and report.failed_requests == []
         assert written(delivered | run(llm.llm_engine)) == expected
-        assert llm.llm_engine.torpor("state")["recomputed_tokens"] == 0
+        assert llm.llm_engine.torpor.state().recomputed_tokens == 0
     finally:
         stop(llm)
 
@@ -269,13 +269,13 @@ async def _streaming(zygote, model, directory) -> None:
     woken = await engine.wake_up(early=True)
     assert woken and woken.late_blocks > 8
     await some_tokens(answers, len(answers["greedy"][0]) + 4)
-    assert (await engine.torpor("state"))["late"]["left"] == woken.late_blocks
+    assert (await engine.torpor.state()).late.left == woken.late_blocks
     await engine.sleep(level=1, preserve_state=True)  # waits for what is left
     again = await engine.wake_up(early=True)
     assert again.late_blocks >= woken.late_blocks
     assert await ended(engine, "long-seeded") == of_cached
-    late = (await engine.torpor("state"))["late"]
-    assert 4 < late["arrived"] < again.late_blocks and late["lost"] == 0 < late["left"]
+    late = (await engine.torpor.state()).late
+    assert 4 < late.arrived < again.late_blocks and late.lost == 0 < late.left
     so_far = len(answers["greedy"][0])
     given_up = asyncio.create_task(engine.checkpoint())
     await asyncio.sleep(0)  # its first order is sent

@@ -54,8 +54,8 @@ def test_it_travels_with_a_sleep_to_disk(one, core):
     resume(core)
     run(one.engine)
     one.llm.reset_prefix_cache()
-    one.llm.torpor("wake_up", {"from_checkpoint": report.checkpoint, "hold": True})
-    one.llm.torpor("end_hold", {"keep": False})  # it was not to be
+    one.llm.torpor.call("wake_up", {"from_checkpoint": report.checkpoint, "hold": True})
+    one.llm.torpor.call("end_hold", {"keep": False})  # it was not to be
     assert seen(core) == RUNS
     one.llm.wake_up(from_checkpoint=report.checkpoint)
     assert seen(core) == PAUSED

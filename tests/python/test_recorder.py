@@ -14,7 +14,7 @@ def recorder(one):
     processor = one.engine.output_processor
     replaced = ("add_request", "process_outputs", "abort_requests", "propagate_error")
     stock = {name: getattr(processor, name) for name in replaced}
-    answers = _core.DeliveryLog({"directory": None, "engine": one.llm.torpor("fingerprint"), "keep_seconds": 600})
+    answers = _core.DeliveryLog({"directory": None, "engine": one.llm.torpor.call("fingerprint"), "keep_seconds": 600})
     yield Recorder(processor, answers, False)
     for name, method in stock.items():
         setattr(processor, name, method)
@@ -69,9 +69,9 @@ def test_a_new_engine_goes_on_from_what_was_given_since_the_checkpoint(one, reco
     recorder.close()  # the process is gone
     run(one.engine)
     one.llm.reset_prefix_cache()
-    report = one.llm.torpor("wake_up", {"from_checkpoint": path, "answers": packed, "hold": True})
+    report = one.llm.torpor.call("wake_up", {"from_checkpoint": path, "answers": packed, "hold": True})
     assert recorder.take_up(report["restored"], report["outputs"]) == []
-    one.llm.torpor("end_hold", {"keep": True})
+    one.llm.torpor.call("end_hold", {"keep": True})
     for state in one.engine.output_processor.request_states.values():
         assert list(state.detokenizer.output_token_ids) == given[state.external_req_id]
         state.queue = None  # step() returns what comes

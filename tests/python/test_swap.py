@@ -83,7 +83,7 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
             awake, asleep = asleep, awake
         for _ in both:
             assert written(answers[awake] | run(awake.llm_engine)) == expected[awake]
-            assert awake.llm_engine.torpor("state")["recomputed_tokens"] == 0
+            assert awake.llm_engine.torpor.state().recomputed_tokens == 0
             torpor.swap(awake, asleep)
             awake, asleep = asleep, awake
 

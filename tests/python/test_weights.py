@@ -57,7 +57,7 @@ def test_new_requests_do_not_find_kv_of_old_weights_that_running_ones_keep(one, 
     report = one.llm.wake_up(kv="keep")
     assert report and "written" in report.note
     finished = run(one.engine)["prefix-a"][1][0][1]
-    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+    assert one.llm.torpor.state().recomputed_tokens == 0
     before = half_done["prefix-a"][1][0][1]
     assert len(before) > 5 and finished[: len(before)] == before
     # A prompt that others have begun; then one that reaches into what the kept request computed since.
@@ -98,7 +98,7 @@ def test_weights_are_updated_under_half_done_answers(one, weights, other_model, 
         }
         assert not one.engine.has_unfinished_requests()
         return
-    recomputed = one.llm.torpor("state")["recomputed_tokens"]
+    recomputed = one.llm.torpor.state().recomputed_tokens
     completions = {}
     while one.engine.has_unfinished_requests():
         completions |= {output.request_id: output.outputs[0] for output in one.engine.step() if output.finished}
@@ -107,7 +107,7 @@ def test_weights_are_updated_under_half_done_answers(one, weights, other_model, 
         assert list(completion.token_ids)[:drawn] == so_far[name] and drawn < all_drawn
         spans = [(span.version, span.start, span.end) for span in completion.weight_versions]
         assert spans == [("default", 0, drawn), ("17", drawn, all_drawn)]
-    assert (one.llm.torpor("state")["recomputed_tokens"] > recomputed) == (kv == "recompute")
+    assert (one.llm.torpor.state().recomputed_tokens > recomputed) == (kv == "recompute")
 
 
 def test_no_request_runs_on_weights_whose_update_has_failed(one, weights, tiny_model):
@@ -163,7 +163,7 @@ def test_requests_are_kept_while_their_weights_are_dropped(one, weights, tiny_mo
     loaded = one.llm.wake_up(kv=kv)
     assert loaded and loaded.reload == [] and ("written" in loaded.note) == (kv == "keep")
     assert one.finish(answers) == one.expected
-    assert one.llm.torpor("state")["recomputed_tokens"] == 0
+    assert one.llm.torpor.state().recomputed_tokens == 0
     assert (generate(one, SHARED)[0] > 0) == (kv is None)  # prefixes of the same weights are still found
 
 
@@ -196,7 +196,7 @@ def test_a_deeper_sleep_frees_what_it_says(one, first, second):
     one.llm.sleep(**first)
     report = one.llm.sleep(preserve_state=True, **second)
     assert report.changed and report.freed_bytes > 0
-    assert one.llm.torpor("state")["tags"] == {"weights": "detached", "kv_cache": "detached"}
+    assert one.llm.torpor.state().tags == {"weights": "detached", "kv_cache": "detached"}
     again = one.llm.sleep(level=0)
     assert not again.changed and again.note == "already asleep"
     assert not one.llm.wake_up(tags=["weights"])
@@ -228,7 +228,7 @@ def test_vllm_releases_its_kv_cache_memory(one, by_pause):
     else:
         one.llm.sleep(level=0)
     one.llm.release_kv_cache_memory()
-    assert one.llm.torpor("state")["tags"] == {"weights": "attached", "kv_cache": "detached"}
+    assert one.llm.torpor.state().tags == {"weights": "attached", "kv_cache": "detached"}
     with pytest.raises(RuntimeError, match="resident"):
         one.llm.release_kv_cache_memory()
     answers |= one.stopped()

@@ -110,7 +110,7 @@ def partial(model: str) -> dict:
         "errors": errors,
         "steps": steps_of(trainer),
         "open": trainer.open_rollouts,
-        "tags": llm.torpor("state")["tags"],
+        "tags": llm.torpor.state().tags,
     }
 
 

@@ -50,7 +50,7 @@ def main() -> None:
             one.llm.wake_up()
             if one.finish(answers) != one.expected:
                 result["differing"].append([steps, to])
-            result["recomputed"] += one.llm.torpor("state")["recomputed_tokens"]
+            result["recomputed"] += one.llm.torpor.state().recomputed_tokens
             if to == "disk":  # nothing of this engine's own state is left by now
                 one.llm.reset_prefix_cache()
                 one.llm.wake_up(from_checkpoint=report.checkpoint)

@@ -61,7 +61,7 @@ class Scene:
         )  # fmt: skip
 
     async def tags(self) -> dict:
-        return (await self.server.engine.torpor("state"))["tags"]
+        return (await self.server.engine.torpor.state()).tags
 
     def begin(self) -> list[asyncio.Task]:
         """The same four rollouts each time: greedy and seeded."""
@@ -111,7 +111,7 @@ class Scene:
         drawn = [self.tokens(name) for name in self.running.values()]  # all that the engine drew has come
         asleep = await self.tags()
         before = await self.recomputed()
-        freed = [ledger["device_physical_bytes"] for ledger in await self.server.engine.torpor("ledger")]
+        freed = [ledger["device_physical_bytes"] for ledger in await self.server.engine.torpor.call("ledger")]
         late = asyncio.create_task(self.server.generate([30] * 8, {"max_tokens": 4}, f"late-{step}"))
         await self.server.wake_up(["weights"])
         await self.update(version, step)
@@ -216,7 +216,7 @@ class Scene:
         return told
 
     async def recomputed(self) -> int:
-        return (await self.server.engine.torpor("state"))["recomputed_tokens"]
+        return (await self.server.engine.torpor.state()).recomputed_tokens
 
     async def run(self) -> None:
         await self.server.launch_server()

@@ -178,7 +178,7 @@ async def play(options: argparse.Namespace) -> dict:
                 for checkpoints in (number % 2 == 1, number % 2 == 0):
                     windows[checkpoints].append(await window(engine, load, checkpoints, token_bytes))
             await load.stop()
-            ledger = await engine.torpor("state")
+            ledger = await engine.torpor.call("state")
             assert ledger["engine"] == "awake"
             return result | {"with": windows[True], "without": windows[False]}
         finally:

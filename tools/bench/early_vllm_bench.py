@@ -105,7 +105,7 @@ class Engine:
         self.ask(self.cached, 1)
         tokens = self.run(len(self.cached))
         times["last token"] = time.perf_counter() - began
-        self.llm.torpor("continue_wake", {"wait": "all"})
+        self.llm.torpor.continue_wake(wait=True)
         return {"times": times, "tokens": tokens, "late_bytes": report.late_bytes, "saved_bytes": slept.saved_bytes}
 
 

@@ -150,10 +150,10 @@ class Engine:
         return dict(woken)
 
     def ledger(self) -> list:
-        return self._llm.torpor("ledger")
+        return self._llm.torpor.call("ledger")
 
     def state(self) -> dict:
-        return self._llm.torpor("state")
+        return self._llm.torpor.call("state")
 
 
 def chats(prompts: list[str], max_tokens: int, seed: int, unseeded: bool) -> list[tuple]:

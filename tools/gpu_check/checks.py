@@ -41,7 +41,7 @@ def sleeps(one: CheckedEngine, options, to: str = "host") -> str:
     recomputed = 0
     for steps in STEPS:
         _same(one.slept(one.begin(steps), preserved(to)), one.twin(steps), f"slept after step {steps}")
-        recomputed += one.llm.torpor("state")["recomputed_tokens"]
+        recomputed += one.llm.torpor.state().recomputed_tokens
     if recomputed:
         raise Failed(f"tokens equal, but {recomputed} of them were computed again")
     others = [steps for steps in STEPS if one.twin(steps) != one.uninterrupted()]
@@ -89,7 +89,7 @@ def wakes_checkpoint(one: CheckedEngine, options) -> str:
     one.llm.wake_up(from_checkpoint=notes["checkpoint"])
     answers = json.loads(json.dumps(one.finish({})))
     _same(answers, notes["answers"], "in the new process")
-    if recomputed := one.llm.torpor("state")["recomputed_tokens"]:
+    if recomputed := one.llm.torpor.state().recomputed_tokens:
         raise Failed(f"tokens equal, but {recomputed} of them were computed again")
     return f"{len(answers)} answers equal, none recomputed"
 
@@ -266,7 +266,7 @@ def ranks(one: CheckedEngine, options) -> str:
     twin = one.slept(one.begin(9, seeded), pause)
     for to in ("host", "disk"):
         _same(one.slept(one.begin(9, seeded), preserved(to)), twin, f"to the {to}")
-        if recomputed := one.llm.torpor("state")["recomputed_tokens"]:
+        if recomputed := one.llm.torpor.state().recomputed_tokens:
             raise Failed(f"to the {to}: tokens equal, but {recomputed} of them were computed again")
     told = "equal too" if one.finish(one.begin(0, seeded)) == twin else "differs"
     return f"{len(twin)} answers equal, to the host and to disk; uninterrupted run: {told}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor.errors import InvalidArgument
 from torpor.vllm import frontend, tracing
+from torpor.vllm.engine_values import EngineState, LateBlocks, RankLedger, SleepPlan
 from torpor.vllm.frontend import Report, WakeReport
 from torpor.vllm.paths import expanded
 from torpor.vllm.progress import Watcher, watched
@@ -51,7 +53,7 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
         requests have such KV and the weights were seen to be written, unless they are known to be the same again.
     weights_changed: True is kv="recompute".
     early: returns, and the engine runs, once weights and the KV of all requests are back. Cached prefixes come behind
-        it; torpor("continue_wake") tells how far they are. Not with from_checkpoint.
+        it; torpor.continue_wake() tells how far they are. Not with from_checkpoint.
     take_from: path of a room: the other half of a swap. It wakes on the memory that is given there, and all tags.
     progress: as in sleep(). A wake that is cancelled leaves the engine asleep as it was.
 
@@ -68,21 +70,67 @@ _CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir`
     progress: as in sleep(). One that is cancelled, or whose task is, leaves nothing; requests do not notice.
     """
 
-_TORPOR = """Asks torpor in the engine core, and changes nothing of the engine. Returns a dict.
-
-    method: "state", "ledger" (memory now), "plan_sleep": what a sleep would move and free, "check_directory", which
-        raises where the host of a rank does not see the directory of checkpoints, or "continue_wake": what has become
-        of the blocks that an early wake left to come.
-    options: of "plan_sleep", those of sleep(); of "continue_wake", {"wait": "all"} waits for the last one.
-    """
-
-
 def _documented(text: str):
     def add(function):
         function.__doc__ = text
         return function
 
     return add
+
+
+class Torpor:
+    """`torpor` of an LLM or LLMEngine. Nothing of it changes the engine, but what call() is told to."""
+
+    def __init__(self, engine: LLMEngine):
+        self._engine = engine
+
+    def call(self, method: str, options: dict | None = None) -> dict | list:
+        """Call a method of torpor in the engine core by its name. Takes and returns plain data."""
+        return frontend.call(self._engine, method, options)
+
+    def state(self) -> EngineState:
+        return EngineState.from_value(self.call("state"))
+
+    def ledger(self) -> list[RankLedger]:
+        """Return the memory of each rank, now."""
+        return [RankLedger.from_value(value) for value in self.call("ledger")]
+
+    def plan_sleep(self, **options) -> SleepPlan:
+        """Return what a sleep with these options of sleep() would move and free."""
+        return SleepPlan.from_value(self.call("plan_sleep", planned_options(**options)))
+
+    def continue_wake(self, wait: bool = False) -> LateBlocks:
+        """Return what has become of the KV blocks that an early wake left to come; with `wait`, of all of them."""
+        return LateBlocks.from_value(self.call("continue_wake", {"wait": "all" if wait else "none"}))
+
+    def check_directory(self) -> None:
+        """Raise where the host of a rank does not see the directory of checkpoints."""
+        self.call("check_directory")
+
+
+class AwaitedTorpor:
+    """`torpor` of an AsyncLLM: as Torpor."""
+
+    def __init__(self, engine: AsyncLLM):
+        self._engine = engine
+
+    async def call(self, method: str, options: dict | None = None) -> dict | list:
+        return await frontend.call_async(self._engine, method, options)
+
+    async def state(self) -> EngineState:
+        return EngineState.from_value(await self.call("state"))
+
+    async def ledger(self) -> list[RankLedger]:
+        return [RankLedger.from_value(value) for value in await self.call("ledger")]
+
+    async def plan_sleep(self, **options) -> SleepPlan:
+        return SleepPlan.from_value(await self.call("plan_sleep", planned_options(**options)))
+
+    async def continue_wake(self, wait: bool = False) -> LateBlocks:
+        return LateBlocks.from_value(await self.call("continue_wake", {"wait": "all" if wait else "none"}))
+
+    async def check_directory(self) -> None:
+        await self.call("check_directory")
 
 
 class Blocking:
@@ -136,9 +184,10 @@ class Blocking:
     def updating_weights(self, version: str | None = None) -> Updating:
         return Updating(frontend.call, _engine(self), version)
 
-    @_documented(_TORPOR)
-    def torpor(self, method: str, options: dict | None = None) -> dict | list:
-        return frontend.call(_engine(self), method, options)
+    @property
+    def torpor(self) -> Torpor:
+        """What torpor in the engine core says of the engine."""
+        return Torpor(_engine(self))
 
 
 class Awaited:
@@ -192,9 +241,10 @@ class Awaited:
     def updating_weights(self, version: str | None = None) -> UpdatingAwaited:
         return UpdatingAwaited(frontend.call_async, self, version)
 
-    @_documented(_TORPOR)
-    async def torpor(self, method: str, options: dict | None = None) -> dict | list:
-        return await frontend.call_async(self, method, options)
+    @property
+    def torpor(self) -> AwaitedTorpor:
+        """What torpor in the engine core says of the engine."""
+        return AwaitedTorpor(self)
 
 
 def _engine(front_end) -> LLMEngine:
@@ -219,6 +269,18 @@ def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout,
     if give_to is not None:
         values["give_to"] = os.fspath(give_to)
     return values
+
+
+def planned_options(
+    level: int = 1,
+    mode: str = "abort",
+    *,
+    preserve_state: bool = False,
+    to: str = "host",
+    tags: Iterable[str] | None = None,
+    weights: str | None = None,
+) -> dict:
+    return sleep_options(level, mode, preserve_state, to, "abort", tags, None, weights, None)
 
 
 def wake_options(

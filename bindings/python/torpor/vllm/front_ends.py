@@ -68,8 +68,9 @@ class NotHeld:
     def updating_weights(self, version: str | None = None):
         _refuse("updating_weights", {"version": version})
 
-    def torpor(self, method: str, options: dict | None = None):
-        _refuse("torpor", {"method": method})
+    @property
+    def torpor(self):
+        _refuse("torpor", {"": None})
 
 
 class NotHeldAsync(AsyncLLM):

@@ -88,7 +88,7 @@ async def _goodbye(server) -> None:
 async def _save_before_end(server, before: str) -> None:
     async with server.operation:  # what is in progress comes to its end first
         await asyncio.to_thread(server.recorder.answers.sync)
-        state = await server.engine.torpor("state")
+        state = await server.engine.torpor.call("state")
         if state["checkpoint"]:
             return  # asleep on disk already
         if state["engine"] != "awake":  # its memory is the only place where the state is

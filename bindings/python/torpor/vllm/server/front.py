@@ -63,7 +63,7 @@ async def sleep(
 async def plan(life: Server, level: int, preserve_state: bool, to: str) -> dict:
     in_flight = "freeze" if preserve_state or level == 0 else "abort"
     options = {"level": level, "preserve_state": preserve_state, "in_flight": in_flight, "to": to}
-    return await life.engine.torpor("plan_sleep", options)
+    return await life.engine.torpor.call("plan_sleep", options)
 
 
 def summary(report: dict) -> dict:

@@ -17,7 +17,7 @@ async def check_directory(life) -> None:
     if not life.options.dir or life.engine.vllm_config.parallel_config.world_size == 1:
         return
     try:
-        await life.engine.torpor("check_directory", {})
+        await life.engine.torpor.call("check_directory", {})
     except (Busy, WrongState) as problem:
         if settings.remote or settings.checkpoint_every > 0 or settings.sleep_to_disk_after > 0:
             raise

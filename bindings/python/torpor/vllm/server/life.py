@@ -104,7 +104,7 @@ class Server:
         if self.engine.vllm_config.parallel_config.data_parallel_size != 1 or self.engine._client_count != 1:
             raise Unsupported("several API servers or data parallel engines", "use one API server and one engine")
         self._automatic.check()
-        fingerprint = await self.engine.torpor("fingerprint")
+        fingerprint = await self.engine.torpor.call("fingerprint")
         await hosts.check_directory(self)
         pulled = ""
         if self.settings.remote:
@@ -230,11 +230,11 @@ class Server:
         """Whether they are in the engine: between two wakes by tags, too."""
         if self.state != "asleep":
             return self.state == "awake"
-        return (await self.engine.torpor("state"))["tags"].get("weights") == "attached"
+        return (await self.engine.torpor.call("state"))["tags"].get("weights") == "attached"
 
     async def console(self) -> str | None:
         """Path of the engine core's socket, if it has one. Asked for once: while it falls asleep nobody answers."""
-        self._console = self._console or (await self.engine.torpor("state")).get("console")
+        self._console = self._console or (await self.engine.torpor.call("state")).get("console")
         return self._console
 
     # --- sleep, wake, checkpoint --------------------------------------------------------------------------------------
@@ -337,14 +337,14 @@ class Server:
     async def _until_none_is_late(self) -> None:
         """Steps look what has arrived, and an idle engine takes none. The copy that it comes from is given back so."""
         with contextlib.suppress(Error, EngineDeadError):
-            while self.state == "awake" and (await self.engine.torpor("continue_wake"))["left"] > 0:
+            while self.state == "awake" and (await self.engine.torpor.call("continue_wake"))["left"] > 0:
                 await asyncio.sleep(_LATE_SECONDS)
 
     async def _after_failure(self, problem: BaseException, before: str) -> None:
         """An engine that could not undo what failed runs no more; a new process goes on from its checkpoint and log."""
         lost = False
         try:
-            lost = isinstance(problem, Error) and (await self.engine.torpor("state"))["engine"] == "lost"
+            lost = isinstance(problem, Error) and (await self.engine.torpor.call("state"))["engine"] == "lost"
         except EngineDeadError:
             pass  # /health says so
         finally:

@@ -94,7 +94,7 @@ async def _wake_new(server, checkpoint: str | None) -> Report:
     values = {"answers": server.recorder.answers.pack(), "hold": True} | (
         {"from_checkpoint": checkpoint} if checkpoint else {}
     )
-    woken = server.engine.torpor("wake_up", values)
+    woken = server.engine.torpor.call("wake_up", values)
     report = Report(await tracing.traced(server.engine, "wake_up", woken))
     try:
         for failed in report.failed_requests:
@@ -102,9 +102,9 @@ async def _wake_new(server, checkpoint: str | None) -> Report:
         unwanted = server.recorder.take_up(report.pop("restored"), report.pop("outputs"))
     except BaseException:
         frontend._forget(server.engine.output_processor)
-        await server.engine.torpor("end_hold", {"keep": False})
+        await server.engine.torpor.call("end_hold", {"keep": False})
         raise
-    await server.engine.torpor("end_hold", {"keep": True})
+    await server.engine.torpor.call("end_hold", {"keep": True})
     if unwanted:
         await server.engine.engine_core.abort_requests_async(unwanted)
     server.engine._run_output_handler()

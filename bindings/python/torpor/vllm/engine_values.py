@@ -1,0 +1,90 @@
+"""What an engine says of itself: `llm.torpor.state()`, `.ledger()`, `.plan_sleep(…)`, `.continue_wake()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LateBlocks:
+    """KV blocks that an early wake left to come, and what has become of them."""
+
+    arrived: int
+    lost: int  # could not be read; their tokens are computed again
+    forgone: int  # nobody needed them any more
+    left: int  # still to come
+    recomputed: tuple[str, ...]  # ids of requests that computed lost blocks again
+
+    @classmethod
+    def from_value(cls, value: dict) -> LateBlocks:
+        return cls(**value | {"recomputed": tuple(value["recomputed"])})
+
+
+@dataclass(frozen=True)
+class EngineState:
+    engine: str  # "awake", "falling asleep", "asleep", "waking" or "lost"
+    level: int  # of the sleep in force; -1: none is
+    tags: dict[str, str]  # of each tag of memory: "attached", "detached" or "broken"
+    checkpoint: str  # path of the checkpoint that the engine sleeps on; "" if there is none
+    tiers: dict[str, str | None]  # None for a tier of the adapter that is on, or why it is off
+    recomputed_tokens: int  # since the engine last slept
+    console: str | None  # path of the socket of a console
+    late: LateBlocks
+
+    @classmethod
+    def from_value(cls, value: dict) -> EngineState:
+        return cls(**value | {"late": LateBlocks.from_value(value["late"])})
+
+
+@dataclass(frozen=True)
+class SleepPlan:
+    """What a sleep would move and free, of all ranks. Sizes in bytes."""
+
+    save_bytes: dict[str, int]  # of each tag: that would be copied
+    free_bytes: dict[str, int]  # of each tag: device memory that would be given back
+    reused_bytes: int  # that would be kept without a copy
+    host_bytes: int  # that would lie in host memory then
+    disk_bytes: int  # that would lie on disk then
+    requests: int
+    kept_blocks: int  # KV blocks
+    dropped_blocks: int
+    problems: tuple[str, ...]  # why the sleep would be refused
+
+    @classmethod
+    def from_value(cls, value: dict) -> SleepPlan:
+        return cls(**value | {"problems": tuple(value["problems"])})
+
+
+@dataclass(frozen=True)
+class TagLedger:
+    """Memory of one tag on one rank. Sizes in bytes."""
+
+    state: str  # "attached", "detached" or "broken"
+    region_bytes: int  # as asked for
+    physical_bytes: int  # device memory behind it now
+    backup_host_bytes: int
+    backup_disk_bytes: int
+    reused_bytes: int  # of the backup: what the last sleep found there, and did not copy
+
+
+@dataclass(frozen=True)
+class RankLedger:
+    """Memory of one rank. Sizes in bytes."""
+
+    tags: dict[str, TagLedger]
+    device_physical_bytes: int
+    device_capacity_bytes: int  # 0: no limit of its own
+    device_used_bytes: int  # by all processes, as the device counts; 0: it does not
+    arena_held_bytes: int  # of host memory for saved bytes
+    arena_used_bytes: int
+    arena_budget_bytes: int  # 0: no limit
+    arena_unpinned_bytes: int  # held, but the device would not pin it
+    chunks_by_outcome: dict[str, int]  # of chunks that were copied or digested since the start: how they ended
+    process_resident_bytes: int
+    process_resident_region_bytes: int  # the part of it that is device memory without a GPU
+    process_other_bytes: int  # the part of it that is neither that nor host memory for saved bytes
+
+    @classmethod
+    def from_value(cls, value: dict) -> RankLedger:
+        tags = {tag: TagLedger(**entry) for tag, entry in value["tags"].items()}
+        return cls(**value | {"tags": tags})
