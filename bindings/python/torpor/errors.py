@@ -1,5 +1,9 @@
 """Exceptions of torpor. Each says what was wrong (`what`), what to do (`next_step`), and whether anything changed
-(`state_changed`); `code` is the machine-readable kind, the same in C++, in the command line and here."""
+(`state_changed`); `code` is the machine-readable kind, the same in C++, in the command line and here.
+
+An error is also the builtin that it resembles: `except TimeoutError` catches a TimedOut. InvalidArgument is no ValueError:
+options are checked inside of vLLM's pydantic classes, which would put a ValidationError in its place.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ class Error(Exception):
         self.next_step = next_step
         self.origin = origin
         self.native = native
+        if isinstance(self, OSError) and native:
+            self.errno = native
         self.state_changed = state_changed
 
     def to_dict(self) -> dict:
@@ -34,19 +40,19 @@ class InvalidArgument(Error):
     code = "invalid_argument"
 
 
-class WrongState(Error):
+class WrongState(Error, RuntimeError):
     """The call does not fit the present state."""
 
     code = "failed_precondition"
 
 
-class NotFound(Error):
+class NotFound(Error, LookupError):
     """The named thing does not exist."""
 
     code = "not_found"
 
 
-class NotEnoughRoom(Error):
+class NotEnoughRoom(Error, MemoryError):
     """Memory, disk space or a budget is exhausted; free some and call again."""
 
     code = "resource_exhausted"
@@ -76,31 +82,31 @@ class Incompatible(Error):
     code = "incompatible"
 
 
-class Unauthenticated(Error):
+class Unauthenticated(Error, PermissionError):
     """Sealed with a key that was not given, or another one; or a key was given and the checkpoint has no seal."""
 
     code = "unauthenticated"
 
 
-class Unsupported(Error):
+class Unsupported(Error, NotImplementedError):
     """A feature in use that this version cannot do; the message names it."""
 
     code = "unsupported"
 
 
-class TimedOut(Error):
+class TimedOut(Error, TimeoutError):
     """Not done in the given time."""
 
     code = "timeout"
 
 
-class FileError(Error):
+class FileError(Error, OSError):
     """A system call on a file failed; `native` is errno."""
 
     code = "io"
 
 
-class DeviceError(Error):
+class DeviceError(Error, RuntimeError):
     """The device failed."""
 
     code = "device"
