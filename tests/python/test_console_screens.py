@@ -23,7 +23,7 @@ from torpor.console.__main__ import pictures  # noqa: E402
 from torpor.console.app import Console, Lines  # noqa: E402
 from torpor.console.source import Live, Recording  # noqa: E402
 
-SIZES = [(80, 24), (120, 36)]
+SIZES = [(80, 24), pytest.param((120, 36), marks=pytest.mark.long)]
 
 
 @pytest.fixture
