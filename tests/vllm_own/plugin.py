@@ -54,7 +54,7 @@ def use_mixin() -> None:
 
     from torpor.vllm import plugin, scheduler
 
-    plugin.require("engine")  # raises, and says why, where torpor is inactive
+    plugin.require()  # raises, and says why, where torpor is inactive
     count_methods(scheduler.SchedulerMixin)
 
     def new(cls, *_, **__):

@@ -256,8 +256,8 @@ def fuzz(arguments: list[str]) -> int:
 def proof(arguments: list[str]) -> int:
     """The long versions: a million states after power cuts, every bit flipped under every seal, 5,000 lives of an
     offload scheduler, 1,000 recorded simulations replayed event by event, 100,000 requests to servers that go on
-    elsewhere, the S3 tests against Ceph where it is installed, vLLM's own tests, the fuzzers, the mutants. With them the unit tests in
-    the build that users have."""
+    elsewhere, the S3 tests against Ceph where it is installed, vLLM's own tests, the fuzzers, the mutants. With them
+    the unit tests in the build that users have."""
     setup.system_packages()
     cmake_build("release")
     code = subprocess.run(

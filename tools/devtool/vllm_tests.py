@@ -25,8 +25,28 @@ EXPLAINED = OWN / "explained.txt"
 LISTS = ROOT / "tests/golden/vllm-own"
 # Of vLLM's tests; a release has not all of them.
 CHOSEN = (
+    # Schedulers.
     "tests/v1/core",
+    "tests/v1/streaming_input",
+    "tests/v1/spec_decode/test_dynamic_sd.py",
+    "tests/v1/simple_kv_offload/test_scheduler.py",
+    *(
+        f"tests/v1/kv_connector/unit/{name}"
+        for name in (
+            "offloading_connector",
+            "test_bidirectional_kv_transfer.py",
+            "test_cache_pollution_prevention.py",
+            "test_error_propagation.py",
+            "test_invalid_blocks_correctness.py",
+            "test_kv_load_failure_recovery.py",
+            "test_remote_decode_lifecycle.py",
+            "test_remote_prefill_lifecycle.py",
+            "test_scheduler_kv_connector_override.py",
+        )
+    ),
+    # Engines.
     "tests/v1/engine",
+    # The sleep mode.
     "tests/v1/worker/test_sleep_mode_backend.py",
     "tests/basic_correctness/memory",
     "tests/model_executor/test_sleep_mode_tensor_ownership.py",
