@@ -39,6 +39,16 @@ def core(request):
     return core
 
 
+def test_a_core_without_a_configuration_releases_kv_as_without_torpor(core):
+    core.scheduler = SimpleNamespace(pause_state=None, has_requests=lambda: False)
+    core.is_scheduler_paused, core.batch_queue = lambda: True, None
+    core.model_executor.is_sleeping, core.model_executor.discard = False, core.model_executor.collective_rpc
+    core._reset_caches = lambda: None
+    del core.vllm_config
+    core.release_kv_cache_memory()
+    assert core.model_executor.calls == [(("kv_cache",), None, ())]
+
+
 def test_a_call_of_the_workers_that_times_out_makes_no_other_call(core):
     with pytest.raises(TimeoutError):
         core.collective_rpc("my_method", 5)

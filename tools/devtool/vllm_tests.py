@@ -61,7 +61,7 @@ LEFT_OUT = (
 RUNS = ("without", "unused", "used")
 RUN_SECONDS = 5400
 LEAST_WITH_MIXIN = 500
-USAGE = "tools/dev vllm-tests takes releases of vLLM that torpor knows, as 0.32, and --golden"
+USAGE = "tools/dev vllm-tests takes releases of vLLM that torpor knows, as 0.32, and files of its tests/, or --golden"
 # An operator that this torchvision has for another build of torch: it must have its name there to be imported.
 _OPERATORS = """
 if not _has_ops():
@@ -82,7 +82,10 @@ class Release:
 
 
 def main(arguments: list[str]) -> int:
-    words = [word for word in arguments if word != "--golden"]
+    words = [word for word in arguments if word != "--golden" and not word.startswith("tests/")]
+    paths = [word for word in arguments if word.startswith("tests/")]
+    if paths and "--golden" in arguments:
+        raise SetupError(f"{USAGE}: a list is of all tests")
     known = {other_vllm.ALL_TESTS, *other_vllm.ENVIRONMENTS}
     versions = [".".join(word.split(".")[:2]) for word in words] or sorted(known)
     if wrong := [word for word, version in zip(words, versions) if version not in known]:
@@ -90,8 +93,8 @@ def main(arguments: list[str]) -> int:
     python, model = setup.prerequisites()
     setup.install_torpor(python)
     shared = {"HF_HOME": str(hub(python, model)), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    paths = [OWN, packages(python)]
-    return max(judged(release(version, python, shared), paths, "--golden" in arguments) for version in versions)
+    found = [OWN, packages(python)]
+    return max(judged(release(version, python, shared), found, paths, "--golden" in arguments) for version in versions)
 
 
 def release(version: str, python: Path, shared: dict[str, str]) -> Release:
@@ -126,10 +129,13 @@ def packages(python: Path) -> Path:
     return folder
 
 
-def judged(of: Release, paths: list[Path], golden: bool) -> int:
-    """Runs the tests three times, and once more those that differ; returns 1 if something is not as it should be."""
+def judged(of: Release, paths: list[Path], some: list[str], golden: bool) -> int:
+    """Runs the tests three times, and once more those that differ; returns 1 if something is not as it should be.
+
+    `some`: files, folders or tests, which the caller wants alone. The lists are of all tests, and so is the least count.
+    """
     began = time.monotonic()
-    chosen = [path for path in CHOSEN if (of.tests / path).exists()]
+    chosen = some or [path for path in CHOSEN if (of.tests / path).exists()]
     seconds, runs = {}, {}
     for run in RUNS:
         before = time.monotonic()
@@ -137,7 +143,9 @@ def judged(of: Release, paths: list[Path], golden: bool) -> int:
         seconds[run] = time.monotonic() - before
         print(f"vLLM {of.version}, {run}: {len(runs[run].tests)} tests, {runs[run]}, {seconds[run]:.0f} s", flush=True)
     explained, path = read_list(EXPLAINED), LISTS / f"{of.version}.txt"
-    once = differing(runs, explained).keys() | (runs["without"].failed().keys() ^ read_list(path).keys())
+    once = set(differing(runs, explained))
+    if not some:
+        once |= runs["without"].failed().keys() ^ read_list(path).keys()
     if once:  # because of torpor, or because others keep the machine busy
         again = {run: one_run(of, run, sorted(once), paths) for run in RUNS}
         for test in sorted(once):
@@ -153,9 +161,9 @@ def judged(of: Release, paths: list[Path], golden: bool) -> int:
     if golden and not problems:
         LISTS.mkdir(parents=True, exist_ok=True)
         path.write_text(text_of_list(of.version, runs["without"]))
-    problems += unlike_list(runs["without"], read_list(path))
+    problems += [] if some else unlike_list(runs["without"], read_list(path))
     used = runs["used"]
-    if used.with_mixin() < LEAST_WITH_MIXIN:
+    if not some and used.with_mixin() < LEAST_WITH_MIXIN:
         problems.append(f"the mixin ran in {used.with_mixin()} tests only; wanted are {LEAST_WITH_MIXIN}")
     for problem in problems:
         print(f"vLLM {of.version}: {problem}")

@@ -65,7 +65,8 @@ def _engine_core(patches: Patches) -> None:
     stock_release = EngineCore.release_kv_cache_memory
 
     def release(self) -> None:
-        (release_kv_cache_memory if holds_memory_of(self.vllm_config) else stock_release)(self)
+        config = getattr(self, "vllm_config", None)  # vLLM's own method does without one, and so do its tests
+        (release_kv_cache_memory if config is not None and holds_memory_of(config) else stock_release)(self)
 
     patches.set(EngineCore, "release_kv_cache_memory", release)
     stock_rpc = EngineCore.collective_rpc
