@@ -21,7 +21,7 @@ import pytest
 
 RUN = os.environ["VLLM_OWN_RUN"]
 RECORD = os.environ["VLLM_OWN_RECORD"]
-TEST_SECONDS = 300
+TEST_SECONDS = 120
 
 _test: str | None = None
 _seen: set[tuple[str | None, str]] = set()

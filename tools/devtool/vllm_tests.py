@@ -56,6 +56,7 @@ CHOSEN = (
 # Of these, what hangs on a CPU, or takes many minutes there.
 LEFT_OUT = (
     "tests/v1/engine/test_dp_world_group_port.py",
+    "tests/v1/engine/test_llm_engine.py::test_parallel_sampling",
     "tests/v1/core/test_reset_prefix_cache_e2e.py",
 )
 RUNS = ("without", "unused", "used")
@@ -132,7 +133,7 @@ def packages(python: Path) -> Path:
 def judged(of: Release, paths: list[Path], some: list[str], golden: bool) -> int:
     """Runs the tests three times, and once more those that differ; returns 1 if something is not as it should be.
 
-    `some`: files, folders or tests, which the caller wants alone. The lists are of all tests, and so is the least count.
+    `some`: files, folders or tests that the caller wants alone. The lists, and the least count, are of all tests.
     """
     began = time.monotonic()
     chosen = some or [path for path in CHOSEN if (of.tests / path).exists()]
