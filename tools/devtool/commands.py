@@ -9,7 +9,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import checks, contract, deploy, mutants, other_vllm, packages, setup, site, testing
+from devtool import checks, contract, deploy, mutants, other_vllm, packages, setup, site, testing, vllm_tests
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
@@ -69,6 +69,7 @@ def main(arguments: list[str], manual: str) -> int:
         "fuzz": fuzz,
         "proof": proof,
         "contract": contract.main,
+        "vllm-tests": vllm_tests.main,
         "gpu_check": gpu_check,
         "wheel": packages.wheel,
         "deb": packages.deb,
@@ -255,8 +256,8 @@ def fuzz(arguments: list[str]) -> int:
 def proof(arguments: list[str]) -> int:
     """The long versions: a million states after power cuts, every bit flipped under every seal, 5,000 lives of an
     offload scheduler, 1,000 recorded simulations replayed event by event, 100,000 requests to servers that go on
-    elsewhere, the S3 tests against Ceph where it is installed, the fuzzers, the mutants. With them the unit tests in
-    the build that users have."""
+    elsewhere, the S3 tests against Ceph where it is installed, vLLM's own tests, the fuzzers, the mutants. With them
+    the unit tests in the build that users have."""
     setup.system_packages()
     cmake_build("release")
     code = subprocess.run(
@@ -272,6 +273,7 @@ def proof(arguments: list[str]) -> int:
     ).returncode
     code |= testing.whole_gpu_path()
     code |= testing.other_versions()
+    code |= vllm_tests.main([])
     code |= deploy.main([])
     code |= site.main([])
     code |= fuzz(arguments)

@@ -266,10 +266,11 @@ def install(patches: Patches) -> None:
     stock = EngineCoreProc.has_work
 
     def has_work(self) -> bool:
-        if not isinstance(self, EngineCoreProcMixin) and asks(self.vllm_config):
-            adopt(self)
-            return self.has_work()
-        return stock(self)
+        config = getattr(self, "vllm_config", None)  # cores that were not initialized have none
+        if isinstance(self, EngineCoreProcMixin) or config is None or not asks(config):
+            return stock(self)
+        adopt(self)
+        return self.has_work()
 
     patches.set(EngineCoreProc, "has_work", has_work)
 

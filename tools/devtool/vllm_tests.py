@@ -1,0 +1,233 @@
+"""tools/dev vllm-tests: vLLM's own tests without torpor, with torpor installed and unused, and with torpor used.
+
+A test whose outcome is not the same in all three is a fault of torpor's, unless tests/vllm_own/explained.txt has its
+reason. What fails on a CPU without torpor stands in tests/golden/vllm-own, a file for each release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from devtool import other_vllm, own_sources, setup
+from devtool.outcomes import NOT_RUN, Outcomes, differing, read_list, text_of_list, unlike_list
+from devtool.setup import CACHE, ROOT, SetupError
+
+OWN = ROOT / "tests/vllm_own"
+EXPLAINED = OWN / "explained.txt"
+LISTS = ROOT / "tests/golden/vllm-own"
+# Of vLLM's tests; a release has not all of them.
+CHOSEN = (
+    # Schedulers.
+    "tests/v1/core",
+    "tests/v1/streaming_input",
+    "tests/v1/spec_decode/test_dynamic_sd.py",
+    "tests/v1/spec_decode/test_dflash_lookahead.py",
+    "tests/v1/ec_connector/unit/test_ec_transfer_params.py",
+    "tests/v1/simple_kv_offload/test_scheduler.py",
+    *(
+        f"tests/v1/kv_connector/unit/{name}"
+        for name in (
+            "offloading_connector",
+            "test_bidirectional_kv_transfer.py",
+            "test_cache_pollution_prevention.py",
+            "test_decode_bench_connector.py",
+            "test_error_propagation.py",
+            "test_invalid_blocks_correctness.py",
+            "test_kv_load_failure_recovery.py",
+            "test_remote_decode_lifecycle.py",
+            "test_remote_prefill_lifecycle.py",
+            "test_scheduler_kv_connector_override.py",
+        )
+    ),
+    # Engines.
+    "tests/v1/engine",
+    # The sleep mode.
+    "tests/v1/worker/test_sleep_mode_backend.py",
+    "tests/basic_correctness/memory",
+    "tests/model_executor/test_sleep_mode_tensor_ownership.py",
+    "tests/entrypoints/serve/dev/test_sleep.py",
+    "tests/entrypoints/rl/state_transitions/test_sleep.py",
+)
+# Of these, what hangs on a CPU, or takes many minutes there.
+LEFT_OUT = (
+    "tests/v1/engine/test_dp_world_group_port.py",
+    "tests/v1/engine/test_llm_engine.py::test_parallel_sampling",
+    "tests/v1/core/test_reset_prefix_cache_e2e.py",
+    "tests/v1/core/test_kv_cache_utils.py::test_is_kv_cache_spec_uniform",
+)
+RUNS = ("without", "unused", "used")
+RUN_SECONDS = 5400
+LEAST_WITH_MIXIN = 350  # of a release
+USAGE = "tools/dev vllm-tests takes releases of vLLM that torpor knows, as 0.32, and files of its tests/, or --golden"
+# An operator that this torchvision has for another build of torch: it must have its name there to be imported.
+_OPERATORS = """
+if not _has_ops():
+    _operators = torch.library.Library("torchvision", "FRAGMENT")
+    for _name in ("nms", "qnms"):
+        _operators.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release of vLLM, with what its tests need."""
+
+    version: str
+    python: Path
+    env: dict[str, str]
+    tests: Path  # the folder that holds `tests`
+
+
+def main(arguments: list[str]) -> int:
+    words = [word for word in arguments if word != "--golden" and not word.startswith("tests/")]
+    paths = [word for word in arguments if word.startswith("tests/")]
+    if paths and "--golden" in arguments:
+        raise SetupError(f"{USAGE}: a list is of all tests")
+    known = {other_vllm.ALL_TESTS, *other_vllm.ENVIRONMENTS}
+    versions = [".".join(word.split(".")[:2]) for word in words] or sorted(known)
+    if wrong := [word for word, version in zip(words, versions) if version not in known]:
+        raise SetupError(f"{USAGE}, not {wrong[0]!r}")
+    python, model = setup.prerequisites()
+    setup.install_torpor(python)
+    shared = {"HF_HOME": str(hub(python, model)), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    found = [OWN, packages(python)]
+    return max(judged(release(version, python, shared), found, paths, "--golden" in arguments) for version in versions)
+
+
+def release(version: str, python: Path, shared: dict[str, str]) -> Release:
+    full = {other_vllm.ALL_TESTS: setup.VLLM_WHEEL.rpartition("=")[2], "0.31": other_vllm.OLDER}
+    python, more = (python, {}) if version == other_vllm.ALL_TESTS else other_vllm.environment(version)
+    full_version = full.get(version, other_vllm.NEWER)
+    return Release(full_version, python, shared | more, own_sources.tests_of(full_version))
+
+
+def hub(python: Path, model: Path) -> Path:
+    """The models that vLLM's tests name, tiny and random."""
+    maker = OWN / "hub.py"
+    folder = CACHE / f"models/hub-{hashlib.sha256(maker.read_bytes()).hexdigest()[:12]}"
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        setup.run("Models of vLLM's tests", [python, maker, folder, model], log_name="vllm-tests-hub")
+        (folder / "complete").touch()
+    return folder
+
+
+def packages(python: Path) -> Path:
+    """What vLLM's tests import beside vLLM."""
+    wanted = setup.read_list("vllm-tests.txt")
+    folder = CACHE / f"vllm-tests-{hashlib.sha256(' '.join([*wanted, _OPERATORS]).encode()).hexdigest()[:12]}"
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--target", folder]
+        setup.run("What vLLM's tests import", [*pip, *wanted], log_name="vllm-tests-packages")
+        with open(folder / "torchvision/extension.py", "a") as file:
+            file.write(_OPERATORS)
+        (folder / "complete").touch()
+    return folder
+
+
+def judged(of: Release, paths: list[Path], some: list[str], golden: bool) -> int:
+    """Runs the tests three times, and once more those that differ; returns 1 if something is not as it should be.
+
+    `some`: files, folders or tests that the caller wants alone. The lists, and the least count, are of all tests.
+    """
+    began = time.monotonic()
+    chosen = some or [path for path in CHOSEN if (of.tests / path).exists()]
+    seconds, runs = {}, {}
+    for run in RUNS:
+        before = time.monotonic()
+        runs[run] = one_run(of, run, chosen, paths)
+        seconds[run] = time.monotonic() - before
+        print(f"vLLM {of.version}, {run}: {len(runs[run].tests)} tests, {runs[run]}, {seconds[run]:.0f} s", flush=True)
+    explained, path = read_list(EXPLAINED), LISTS / f"{of.version}.txt"
+    once = set(differing(runs, explained))
+    if not some:
+        once |= runs["without"].failed().keys() ^ read_list(path).keys()
+    if once:  # because of torpor, or because others keep the machine busy
+        again = {run: one_run(of, run, sorted(once), paths) for run in RUNS}
+        for test in sorted(once):
+            if any(runs[run].tests.get(test) != again[run].tests.get(test) for run in RUNS):
+                print(f"vLLM {of.version}: does not always end in the same way: {test}")
+        runs = {run: runs[run].replaced_by(again[run]) for run in RUNS}
+    differ = differing(runs, explained)
+    problems = [
+        f"{test}: {', '.join(f'{run} {outcome}' for run, outcome in of_runs.items())}{reason(runs['used'], test)}"
+        for test, of_runs in differ.items()
+    ]
+    problems += [f"the run {run!r} did not come to its end" for run in RUNS if not runs[run].finished]
+    if golden and not problems:
+        LISTS.mkdir(parents=True, exist_ok=True)
+        path.write_text(text_of_list(of.version, runs["without"]))
+    problems += [] if some else unlike_list(runs["without"], read_list(path))
+    used = runs["used"]
+    if not some and used.with_mixin() < LEAST_WITH_MIXIN:
+        problems.append(f"the mixin ran in {used.with_mixin()} tests only; wanted are {LEAST_WITH_MIXIN}")
+    for problem in problems:
+        print(f"vLLM {of.version}: {problem}")
+    print(
+        f"proof: vLLM {of.version}'s own tests: {len(used.tests)}; without torpor {runs['without']}; installed and "
+        f"unused {runs['unused']}; used {used}; {len(differ)} differ; a method of torpor's scheduler ran in "
+        f"{used.with_mixin()} ({used.with_scheduler()} made one); {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    return 1 if problems else 0
+
+
+def reason(used: Outcomes, test: str) -> str:
+    return f" ({used.why[test]})" if used.tests.get(test, NOT_RUN) not in ("passed", NOT_RUN) else ""
+
+
+def one_run(of: Release, run: str, chosen: list[str], paths: list[Path]) -> Outcomes:
+    """In a copy of the tests, where no run finds what another one has left."""
+    with tempfile.TemporaryDirectory(prefix="torpor-vllm-tests-") as folder:
+        copy, record = Path(folder) / "vllm", Path(folder) / "record"
+        shutil.copytree(of.tests, copy)
+        words = [of.python, "-m", "pytest", "-q", "--tb=no", "--no-summary", "-p", "no:cacheprovider", "-p", "plugin"]
+        words += ["-W", "ignore", "--continue-on-collection-errors", *chosen]
+        words += [f"--deselect={path}" for path in LEFT_OUT]
+        log = CACHE / f"logs/vllm-tests-{of.version}-{run}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "w") as out:
+            process = subprocess.Popen(
+                list(map(str, words)),
+                cwd=copy,
+                env=environment(of, run, record, paths),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                process.wait(RUN_SECONDS)
+            except subprocess.TimeoutExpired:
+                setup.say(f"the run {run!r} took more than {RUN_SECONDS} seconds and is ended; see {log}")
+            finally:
+                end_all(process)
+        return Outcomes.read(record)
+
+
+def end_all(process: subprocess.Popen) -> None:
+    """The tests' processes, too, which some of vLLM's leave behind."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def environment(of: Release, run: str, record: Path, paths: list[Path]) -> dict[str, str]:
+    """Of one run. torpor is found only where it is to be installed."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TORPOR_")}
+    found = [*paths, *([] if run == "without" else [setup.SITE])]
+    env |= of.env | {"PYTHONPATH": os.pathsep.join(map(str, found)), "TORPOR_ENABLED": "1"}
+    if run != "used":
+        del env["TORPOR_ENABLED"]
+    return env | {"VLLM_OWN_RUN": run, "VLLM_OWN_RECORD": str(record)}
