@@ -100,10 +100,11 @@ Status DeliveryLog::read_files(const std::vector<uint64_t>& numbers) {
           },
       .steps =
           [&](std::vector<AnswerStep> steps) TORPOR_REQUIRES(mutex_) {
-            if (!answers_.prepare(steps)) return false;
-            for (AnswerStep& step : steps) {
-              step.time = std::min(step.time, clock_.unix_seconds());
-              answers_.apply(step);
+            const Result<std::vector<Answer*>> answers = answers_.prepare(steps);
+            if (!answers) return false;
+            for (size_t i = 0; i < steps.size(); ++i) {
+              steps[i].time = std::min(steps[i].time, clock_.unix_seconds());
+              answers_.apply(steps[i], *(*answers)[i]);
             }
             return true;
           },
@@ -360,11 +361,13 @@ Status DeliveryLog::start(Answer answer) {
 Status DeliveryLog::step(std::vector<AnswerStep> steps) {
   return catching([&]() -> Status {
     const MutexLock writing(writer_);
-    for (AnswerStep& step : steps) step.time = clock_.unix_seconds();
+    const double now = clock_.unix_seconds();
+    for (AnswerStep& step : steps) step.time = now;
+    std::vector<Answer*> answers;  // they stay: only who has writer_ takes one out
     {
       const MutexLock lock(mutex_);
       if (closed_ || steps.empty()) return ok();
-      TORPOR_TRY(answers_.prepare(steps));
+      TORPOR_ASSIGN(answers, answers_.prepare(steps));
     }
     const Bytes record = file() != nullptr ? steps_record(steps) : Bytes{};
     const Status written = append(record);
@@ -378,7 +381,7 @@ Status DeliveryLog::step(std::vector<AnswerStep> steps) {
       if (known.size() == steps.size()) return record;
       return known.empty() ? Bytes{} : steps_record(known);
     });
-    for (AnswerStep& step : steps) answers_.apply(step);
+    for (size_t i = 0; i < steps.size(); ++i) answers_.apply(steps[i], *answers[i]);
     return written;
   });
 }
@@ -436,12 +439,28 @@ std::vector<Answer> DeliveryLog::all() const {
   return answers_.all();
 }
 
+std::vector<std::optional<AnswerEnds>> DeliveryLog::running_ends(std::span<const std::string_view> ids) const {
+  const MutexLock lock(mutex_);
+  return answers_.running_ends(ids);
+}
+
+bool DeliveryLog::was_dropped(std::string_view response, std::string_view tenant) const {
+  const MutexLock lock(mutex_);
+  return answers_.was_dropped(response, tenant);
+}
+
+uint64_t DeliveryLog::dropped() const {
+  const MutexLock lock(mutex_);
+  return answers_.dropped();
+}
+
 DeliveryLog::Counts DeliveryLog::counts() const {
   const MutexLock lock(mutex_);
   return {.running = answers_.running(),
           .ended = answers_.ended(),
           .log_bytes = log_bytes_,
           .lost_bytes = lost_bytes_,
+          .dropped = answers_.dropped(),
           .of_another = of_another_,
           .set_aside = set_aside_,
           .problem = problem_};

@@ -380,6 +380,42 @@ TEST_F(DeliveryLogTest, TheLogDoesNotGrowWithoutEnd) {
   EXPECT_EQ(files, 1U);
 }
 
+TEST_F(DeliveryLogTest, WhatItDropsForWantOfRoomItNames) {
+  DeliveryLogOptions few = options();
+  few.keep_seconds = 10;
+  few.keep_bytes = 27'000;  // of two
+  const auto answers = open(few);
+  for (const std::string id : {"1", "2", "3"}) {
+    ASSERT_TRUE(succeeded(answers->start(asked(id))));
+    ASSERT_TRUE(succeeded(answers->step({given(id, 0, {1}, std::string(10'000, 'x'))})));
+    EXPECT_EQ(answers->dropped(), 0U);
+    ASSERT_TRUE(succeeded(answers->step({ended(id, 1)})));
+  }
+  ASSERT_TRUE(succeeded(answers->start(asked("runs"))));
+  EXPECT_EQ(answers->dropped(), 1U);
+  EXPECT_EQ(answers->counts().dropped, 1U);
+  EXPECT_TRUE(answers->was_dropped("response-1", ""));
+  EXPECT_FALSE(answers->was_dropped("response-1", "another tenant"));
+  EXPECT_FALSE(answers->was_dropped("response-2", ""));
+  EXPECT_FALSE(answers->was_dropped("response-runs", ""));
+  clock_.pass(11);
+  ASSERT_TRUE(succeeded(answers->rotate()));
+  ASSERT_TRUE(succeeded(answers->start(asked("later"))));  // the others are too old: no want of room
+  EXPECT_FALSE(answers->get("2"));
+  EXPECT_EQ(answers->dropped(), 1U);
+  EXPECT_FALSE(answers->was_dropped("response-1", "")) << "it would not have been kept so long";
+}
+
+TEST_F(DeliveryLogTest, EndsAreThoseOfAnswersThatRun) {
+  const auto answers = open(options());
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  ASSERT_TRUE(succeeded(answers->start(asked("over"))));
+  ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1, 2}, "\u00e9t\u00e9"), ended("over", 0)})));
+  const std::vector<std::string_view> ids = {"a", "over", "nobody"};
+  const std::vector<std::optional<AnswerEnds>> ends = answers->running_ends(ids);
+  EXPECT_EQ(ends, (std::vector<std::optional<AnswerEnds>>{AnswerEnds{.tokens = 2, .text = 3}, {}, {}}));
+}
+
 TEST_F(DeliveryLogTest, AClockThatIsSetForwardTakesNoAnswerAwayBeforeItsTime) {
   DeliveryLogOptions few = options();
   few.keep_seconds = 10;
