@@ -166,6 +166,22 @@ def test_a_checkpoint_that_does_not_fit_is_left_only_where_it_has_no_request(
     run(scene())
 
 
+@pytest.mark.parametrize("log, words", [("off", "send it again"), ("on", "/torpor/requests/{id} of the next one")])
+def test_clients_are_told_what_they_can_do_when_the_server_ends(monkeypatch, log, words):
+    from torpor.vllm.server import ending
+
+    async def scene():
+        _, server = build(monkeypatch, [], response_log=log)
+        await started(server)
+        told = []
+        queue = SimpleNamespace(put=told.append)
+        server.engine.output_processor.request_states["a"] = SimpleNamespace(queue=queue)
+        await ending._goodbye(server)
+        assert [words in str(each) for each in told] == [True]
+
+    run(scene())
+
+
 # --- with a real server -----------------------------------------------------------------------------------------------
 
 
