@@ -406,6 +406,29 @@ TEST_F(DeliveryLogTest, WhatItDropsForWantOfRoomItNames) {
   EXPECT_FALSE(answers->was_dropped("response-1", "")) << "it would not have been kept so long";
 }
 
+// steps_record() writes by itself what an archive reads, and that refuses a byte too many.
+TEST_F(DeliveryLogTest, ARecordOfStepsIsReadAsItWasWritten) {
+  const std::vector<std::string> ids = {"a longer id than fits into a string itself, \u00e9", "b", "c", "d"};
+  const std::vector<Value> reasons = {{}, Value{std::string("t\u00e9xt")}, Value{int64_t{-3}}, {}};
+  std::vector<AnswerStep> steps;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    steps.push_back({.id = ids[i], .tokens = {1, static_cast<int32_t>(i), 1 << 30}, .text = "\u00e9t\u00e9"});
+    if (i == 3) steps[i] = {.id = ids[i]};
+    steps[i].state = static_cast<AnswerState>(i);
+    steps[i].finish_reason = i == 0 ? "" : "reason";
+    steps[i].stop_reason = reasons[i];
+  }
+  auto answers = open();
+  for (const std::string& id : ids) ASSERT_TRUE(succeeded(answers->start(asked(id))));
+  ASSERT_TRUE(succeeded(answers->step(steps)));
+  const std::vector<Answer> before = answers->all();
+  EXPECT_EQ(before[1].stop_reason, reasons[1]);
+  answers.reset();
+  answers = open();
+  EXPECT_EQ(answers->counts().lost_bytes, 0U);
+  EXPECT_EQ(answers->all(), before);
+}
+
 TEST_F(DeliveryLogTest, EndsAreThoseOfAnswersThatRun) {
   const auto answers = open(options());
   ASSERT_TRUE(succeeded(answers->start(asked("a"))));
