@@ -169,8 +169,8 @@ bool read_new(PyObject* detokenizer, const AnswerEnds& ends, AnswerStep& step) {
 }
 
 // What one step of an engine gave to `states`, all in one record; whether that was anything. `running`: the processor's
-// states that have not ended, by their ids. A state that has ended, whose id is in `others`, or whose detokenizer is not
-// of the type `plain`, is read by `step_of`, which returns a step or None.
+// states that have not ended, by their ids. A state that has ended, whose id is in `others`, or whose detokenizer is
+// not of the type `plain`, is read by `step_of`, which returns a step or None.
 bool step_states(DeliveryLog& log, const py::list& states, const py::dict& running, const py::set& others,
                  const py::handle& plain, const py::function& step_of) {
   static const Attribute request_id("request_id"), detokenizer("detokenizer");
@@ -277,9 +277,8 @@ void bind_delivery(py::module_& module) {
         const DeliveryLog::Counts counts = self.counts();
         return py::dict(py::arg("running") = counts.running, py::arg("ended") = counts.ended,
                         py::arg("log_bytes") = counts.log_bytes, py::arg("lost_bytes") = counts.lost_bytes,
-                        py::arg("dropped") = counts.dropped,
-                        py::arg("of_another") = counts.of_another, py::arg("set_aside") = counts.set_aside,
-                        py::arg("problem") = counts.problem);
+                        py::arg("dropped") = counts.dropped, py::arg("of_another") = counts.of_another,
+                        py::arg("set_aside") = counts.set_aside, py::arg("problem") = counts.problem);
       });
 }
 

@@ -209,8 +209,7 @@ void AnswerTable::remember_dropped(const Answer& answer) {
   try {
     if (dropped_at_.size() >= kMostDropped) dropped_at_.erase(dropped_at_.begin());
     dropped_at_[hash_of(answer.response, answer.tenant)] = answer.ended;
-  } catch (const std::bad_alloc&) {
-  }
+  } catch (const std::bad_alloc&) {}
 }
 
 bool AnswerTable::was_dropped(std::string_view response, std::string_view tenant) const {

@@ -54,8 +54,8 @@ Bytes record_of(RecordKind kind, const T& value) {
   return to_bytes_after(0, static_cast<uint8_t>(kind), value);
 }
 
-// Writes what an archive writes, into memory that is there. A record of steps is made at each step of an engine, and has
-// an entry for each of its requests.
+// Writes what an archive writes, into memory that is there. A record of steps is made at each step of an engine, and
+// has an entry for each of its requests.
 class FlatOutput {
  public:
   explicit FlatOutput(uint8_t* to) : to_(to) {}

@@ -265,7 +265,6 @@ def test_two_that_begin_at_once_get_one_secret(tmp_path):
 # --- what is public --------------------------------------------------------------------------------------------------
 
 
-
 def listed_as_public() -> set[tuple[str, str]]:
     """The routes that docs/server.md lists as answering without a key."""
     text = (Path(__file__).parents[2] / "docs/server.md").read_text()
