@@ -1,4 +1,6 @@
 // What a server has delivered, for Python.
+#include <limits>
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -92,23 +94,124 @@ Answer answer_from(const py::dict& dict) {
   return answer;
 }
 
+AnswerStep step_from(const py::handle& item) {
+  DictReader in(item, "step");
+  AnswerStep step;
+  std::string state = "running";
+  in.read("id", step.id);
+  in.read("at", step.at);
+  in.read("tokens", step.tokens);
+  in.read("text", step.text);
+  in.read_if_given("state", state);
+  in.read_if_given("finish_reason", step.finish_reason);
+  if (in.has("stop_reason")) step.stop_reason = value_from(in.take("stop_reason"));
+  in.finish();
+  step.state = state_from(state);
+  return step;
+}
+
 std::vector<AnswerStep> steps_from(const py::list& list) {
   std::vector<AnswerStep> steps;
-  for (const py::handle item : list) {
-    DictReader in(item, "step");
-    AnswerStep& step = steps.emplace_back();
-    std::string state = "running";
-    in.read("id", step.id);
-    in.read("at", step.at);
-    in.read("tokens", step.tokens);
-    in.read("text", step.text);
-    in.read_if_given("state", state);
-    in.read_if_given("finish_reason", step.finish_reason);
-    if (in.has("stop_reason")) step.stop_reason = value_from(in.take("stop_reason"));
-    in.finish();
-    step.state = state_from(state);
-  }
+  for (const py::handle item : list) steps.push_back(step_from(item));
   return steps;
+}
+
+// --- vLLM's requests, as they are ------------------------------------------------------------------------------------
+
+// An attribute of a Python object, or null, without an error, if it has none.
+class Attribute {
+ public:
+  explicit Attribute(const char* name) : name_(PyUnicode_InternFromString(name)) {}
+  py::object of(PyObject* object) const {
+    PyObject* const found = PyObject_GetAttr(object, name_);
+    if (found == nullptr) PyErr_Clear();
+    return py::reinterpret_steal<py::object>(found);
+  }
+
+ private:
+  PyObject* name_;  // lives as long as the process
+};
+
+// Appends the code points of a str from `from` to `to` as UTF-8. False: it has some that are none.
+bool append_text(PyObject* text, Py_ssize_t from, Py_ssize_t to, std::string& out) {
+  if (PyUnicode_IS_COMPACT_ASCII(text)) {
+    out.append(reinterpret_cast<const char*>(PyUnicode_1BYTE_DATA(text)) + from, static_cast<size_t>(to - from));
+    return true;
+  }
+  const auto part = py::reinterpret_steal<py::object>(PyUnicode_Substring(text, from, to));
+  Py_ssize_t size = 0;
+  const char* const bytes = part ? PyUnicode_AsUTF8AndSize(part.ptr(), &size) : nullptr;
+  if (bytes == nullptr) return PyErr_Clear(), false;
+  out.append(bytes, static_cast<size_t>(size));
+  return true;
+}
+
+// Reads what a detokenizer has beyond `ends` into `step`. False: in a way that is not known here.
+bool read_new(PyObject* detokenizer, const AnswerEnds& ends, AnswerStep& step) {
+  static const Attribute token_ids("token_ids"), output_text("output_text"), stop_buffer_length("stop_buffer_length");
+  const py::object tokens = token_ids.of(detokenizer);
+  const py::object text = output_text.of(detokenizer);
+  const py::object held_back = stop_buffer_length.of(detokenizer);
+  if (!tokens || !text || !held_back || !PyList_CheckExact(tokens.ptr()) || !PyUnicode_CheckExact(text.ptr()) ||
+      !PyLong_CheckExact(held_back.ptr()))
+    return false;
+  const Py_ssize_t count = PyList_GET_SIZE(tokens.ptr());
+  if (count > ends.tokens) step.tokens.reserve(static_cast<size_t>(count - ends.tokens));
+  for (Py_ssize_t i = ends.tokens; i < count; ++i) {
+    PyObject* const item = PyList_GET_ITEM(tokens.ptr(), i);
+    int overflow = 0;
+    const long token = PyLong_CheckExact(item) ? PyLong_AsLongAndOverflow(item, &overflow) : -1;
+    if (overflow != 0 || token < 0 || token > std::numeric_limits<int32_t>::max()) return false;
+    step.tokens.push_back(static_cast<int32_t>(token));
+  }
+  const Py_ssize_t to = PyUnicode_GET_LENGTH(text.ptr()) - PyLong_AsSsize_t(held_back.ptr());
+  return to <= ends.text || append_text(text.ptr(), ends.text, to, step.text);
+}
+
+// What one step of an engine gave to `states`, all in one record; whether that was anything. `running`: the processor's
+// states that have not ended, by their ids. A state that has ended, whose id is in `others`, or whose detokenizer is
+// not of the type `plain`, is read by `step_of`, which returns a step or None.
+bool step_states(DeliveryLog& log, const py::list& states, const py::dict& running, const py::set& others,
+                 const py::handle& plain, const py::function& step_of) {
+  static const Attribute request_id("request_id"), detokenizer("detokenizer");
+  const size_t count = states.size();
+  std::vector<py::object> names(count);
+  std::vector<std::string_view> ids(count);
+  for (size_t i = 0; i < count; ++i) {
+    names[i] = request_id.of(PyList_GET_ITEM(states.ptr(), static_cast<Py_ssize_t>(i)));
+    Py_ssize_t size = 0;
+    const char* const bytes =
+        names[i] && PyUnicode_Check(names[i].ptr()) ? PyUnicode_AsUTF8AndSize(names[i].ptr(), &size) : nullptr;
+    if (bytes == nullptr) DictReader::fail("request_id", "a str");
+    ids[i] = {bytes, static_cast<size_t>(size)};
+  }
+  const std::vector<std::optional<AnswerEnds>> ends = log.running_ends(ids);
+  std::vector<AnswerStep> steps;
+  steps.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    if (!ends[i]) continue;
+    const py::object state = states[i];
+    const bool runs = PyDict_GetItemWithError(running.ptr(), names[i].ptr()) == state.ptr() &&
+                      (PySet_GET_SIZE(others.ptr()) == 0 || PySet_Contains(others.ptr(), names[i].ptr()) == 0);
+    const py::object text = runs ? detokenizer.of(state.ptr()) : py::object();
+    if (text && reinterpret_cast<PyObject*>(Py_TYPE(text.ptr())) == plain.ptr()) {
+      AnswerStep& step = steps.emplace_back();
+      if (read_new(text.ptr(), *ends[i], step)) {
+        if (step.tokens.empty() && step.text.empty()) {
+          steps.pop_back();
+        } else {
+          step.id = ids[i];
+          step.at = ends[i]->tokens;
+        }
+        continue;
+      }
+      steps.pop_back();
+    }
+    if (const py::object step = step_of(state); !step.is_none()) steps.push_back(step_from(step));
+  }
+  if (steps.empty()) return false;
+  value_or_raise(without_lock([&] { return log.step(std::move(steps)); }));
+  return true;
 }
 
 }  // namespace
@@ -133,8 +236,12 @@ void bind_delivery(py::module_& module) {
             value_or_raise(without_lock([&] { return self.step(std::move(steps)); }));
           },
           py::arg("steps"), "What one engine step gave, all in one record.")
+      .def("step_states", &step_states, py::arg("states"), py::arg("running"), py::arg("others"), py::arg("plain"),
+           py::arg("step_of"), "step() of what vLLM's states have beyond their record.")
       .def("sync", [](DeliveryLog& self) { value_or_raise(without_lock([&] { return self.sync(); })); })
       .def("close", &DeliveryLog::close, "Nothing is recorded from now on.")
+      .def("dropped", &DeliveryLog::dropped, "Ended answers that went for keep_bytes.")
+      .def("was_dropped", &DeliveryLog::was_dropped, py::arg("response"), py::arg("tenant"))
       .def("find", &DeliveryLog::find, py::arg("response"), py::arg("tenant"),
            "Ids of the choices of a response, in their order.")
       .def(
@@ -170,8 +277,8 @@ void bind_delivery(py::module_& module) {
         const DeliveryLog::Counts counts = self.counts();
         return py::dict(py::arg("running") = counts.running, py::arg("ended") = counts.ended,
                         py::arg("log_bytes") = counts.log_bytes, py::arg("lost_bytes") = counts.lost_bytes,
-                        py::arg("of_another") = counts.of_another, py::arg("set_aside") = counts.set_aside,
-                        py::arg("problem") = counts.problem);
+                        py::arg("dropped") = counts.dropped, py::arg("of_another") = counts.of_another,
+                        py::arg("set_aside") = counts.set_aside, py::arg("problem") = counts.problem);
       });
 }
 

@@ -59,6 +59,13 @@ struct AnswerStep {
   double time = 0;  // seconds since 1970; DeliveryLog sets it
 };
 
+// Where an answer that runs ends so far.
+struct AnswerEnds {
+  uint32_t tokens = 0;
+  uint32_t text = 0;  // code points
+  friend bool operator==(const AnswerEnds&, const AnswerEnds&) = default;
+};
+
 // A part of an answer: from some token, or from some code point of its text, on.
 struct AnswerPart {
   std::vector<int32_t> tokens;

@@ -1,12 +1,13 @@
 #include "engine/delivery/answer_table.h"
 
 #include <algorithm>
-#include <set>
 
 #include <fmt/core.h>
 
 namespace torpor {
 namespace {
+
+constexpr size_t kMostDropped = 1 << 16;  // that are remembered
 
 // Where the code point `index` begins; the end if there are no more.
 size_t offset_of(std::string_view text, uint32_t index) {
@@ -34,6 +35,11 @@ AnswerPart end_of(const Answer& answer) {
           .finish_reason = answer.finish_reason,
           .stop_reason = answer.stop_reason,
           .call = answer.call};
+}
+
+size_t hash_of(std::string_view response, std::string_view tenant) {
+  const std::hash<std::string_view> hash;
+  return hash(response) * 31 + hash(tenant);
 }
 
 Error no_answer(const std::string& id) {
@@ -87,6 +93,18 @@ Result<AnswerPart> AnswerTable::position(const std::string& id) const {
   return end_of(found->second);
 }
 
+std::vector<std::optional<AnswerEnds>> AnswerTable::running_ends(std::span<const std::string_view> ids) const {
+  std::vector<std::optional<AnswerEnds>> ends(ids.size());
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const auto found = answers_.find(ids[i]);
+    if (found == answers_.end() || found->second.state != AnswerState::kRunning) continue;
+    const Answer& answer = found->second;
+    ends[i] = {.tokens = static_cast<uint32_t>(answer.request.output_token_ids.size()),
+               .text = answer.text_ends.empty() ? 0 : answer.text_ends.back()};
+  }
+  return ends;
+}
+
 Result<AnswerPart> AnswerTable::part(const std::string& id, uint32_t from_token, uint32_t from_text) const {
   const auto found = answers_.find(id);
   if (found == answers_.end()) return no_answer(id);
@@ -123,8 +141,9 @@ void AnswerTable::put(Answer answer) {
   ended_bytes_ += bytes;
 }
 
-Status AnswerTable::prepare(const std::vector<AnswerStep>& steps) {
-  std::set<std::string_view> ids;
+Result<std::vector<Answer*>> AnswerTable::prepare(const std::vector<AnswerStep>& steps) {
+  std::vector<Answer*> answers;
+  answers.reserve(steps.size());
   for (const AnswerStep& step : steps) {
     const auto found = answers_.find(step.id);
     if (found == answers_.end()) return wrong_call(fmt::format("there is no answer {}", step.id));
@@ -139,16 +158,19 @@ Status AnswerTable::prepare(const std::vector<AnswerStep>& steps) {
                                     known + step.tokens.size()));
     if (std::any_of(step.tokens.begin(), step.tokens.end(), [](int32_t token) { return token < 0; }))
       return wrong_call(fmt::format("a step of the answer {} has a negative token", step.id));
-    if (!ids.insert(step.id).second) return wrong_call(fmt::format("two steps of the answer {} at once", step.id));
     make_room(answer.request.output_token_ids, step.tokens.size());
     make_room(answer.text_ends, step.tokens.size());
     make_room(answer.text, step.text.size());
+    answers.push_back(&answer);
   }
-  return ok();
+  std::vector<Answer*> sorted = answers;
+  std::sort(sorted.begin(), sorted.end());
+  if (const auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
+    return wrong_call(fmt::format("two steps of the answer {} at once", (*twice)->request.id));
+  return answers;
 }
 
-void AnswerTable::apply(AnswerStep& step) {
-  Answer& answer = answers_.at(step.id);
+void AnswerTable::apply(AnswerStep& step, Answer& answer) {
   std::vector<int32_t>& tokens = answer.request.output_token_ids;
   const uint32_t text_end = (answer.text_ends.empty() ? 0 : answer.text_ends.back());
   tokens.insert(tokens.end(), step.tokens.begin(), step.tokens.end());
@@ -168,13 +190,30 @@ bool AnswerTable::too_old(const Answer& answer, double now) const {
 }
 
 void AnswerTable::forget_old(double now) {
+  if (!dropped_at_.empty())
+    std::erase_if(dropped_at_, [&](const auto& entry) { return now - entry.second > keep_seconds_; });
   std::erase_if(order_, [&](const std::string& id) {
     const Answer& answer = answers_.at(id);
     if (answer.state == AnswerState::kRunning) return false;
-    if (!too_old(answer, now) && !over_budget()) return false;
+    const bool old = too_old(answer, now);
+    if (!old && !over_budget()) return false;
+    if (!old) remember_dropped(answer);
     take_out(id);
     return true;
   });
+}
+
+// For want of memory it is only counted.
+void AnswerTable::remember_dropped(const Answer& answer) {
+  ++dropped_;
+  try {
+    if (dropped_at_.size() >= kMostDropped) dropped_at_.erase(dropped_at_.begin());
+    dropped_at_[hash_of(answer.response, answer.tenant)] = answer.ended;
+  } catch (const std::bad_alloc&) {}
+}
+
+bool AnswerTable::was_dropped(std::string_view response, std::string_view tenant) const {
+  return dropped_at_.contains(hash_of(response, tenant));
 }
 
 void AnswerTable::forget(const std::string& id) {

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -32,28 +34,44 @@ class AnswerTable {
   Result<AnswerPart> part(const std::string& id, uint32_t from_token, uint32_t from_text) const;
   Result<AnswerPart> position(const std::string& id) const;
 
+  // For each id the ends of its answer; nothing where there is none, or where it has ended.
+  std::vector<std::optional<AnswerEnds>> running_ends(std::span<const std::string_view> ids) const;
+
   // A new one, whose id is not in use: all of it or, for want of memory, nothing.
   void put(Answer answer);
-  // Whether the steps fit, and room for them: once they are in the log, they can be applied.
-  Status prepare(const std::vector<AnswerStep>& steps);
-  void apply(AnswerStep& step);  // prepare() said yes; takes no memory
+  // The answers of the steps, if all fit, and room for them: once the steps are in the log, they can be applied. The
+  // pointers hold until an answer is taken out.
+  Result<std::vector<Answer*>> prepare(const std::vector<AnswerStep>& steps);
+  void apply(AnswerStep& step, Answer& answer);  // that prepare() gave; takes no memory
 
   bool too_old(const Answer& answer, double now) const;
   bool over_budget() const { return ended_bytes_ > keep_bytes_; }
   // Takes out ended answers that are too old, and the oldest of the others as long as it is over its budget.
   void forget_old(double now);
   void forget(const std::string& id);  // an ended one
+  // Ended answers that went because the table was over its budget, before they were too old.
+  uint64_t dropped() const { return dropped_; }
+  // Whether an answer of this response was one of them, as long as it would have been kept: of the last 65,536.
+  bool was_dropped(std::string_view response, std::string_view tenant) const;
   void clear();
 
  private:
+  struct IdHash {
+    using is_transparent = void;
+    size_t operator()(std::string_view id) const noexcept { return std::hash<std::string_view>{}(id); }
+  };
+
+  void remember_dropped(const Answer& answer);
   void take_out(const std::string& id);  // but for its place in order_
 
   const double keep_seconds_;  // of ended answers
   const uint64_t keep_bytes_;
   std::vector<std::string> order_;
-  std::unordered_map<std::string, Answer> answers_;
+  std::unordered_map<std::string, Answer, IdHash, std::equal_to<>> answers_;
   std::multimap<std::pair<std::string, std::string>, std::string> by_response_;  // (tenant, response) -> id
   uint64_t ended_bytes_ = 0;
+  uint64_t dropped_ = 0;
+  std::unordered_map<size_t, double> dropped_at_;  // hash of tenant and response -> when the answer had ended
 };
 
 }  // namespace torpor

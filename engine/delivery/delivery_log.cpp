@@ -100,10 +100,11 @@ Status DeliveryLog::read_files(const std::vector<uint64_t>& numbers) {
           },
       .steps =
           [&](std::vector<AnswerStep> steps) TORPOR_REQUIRES(mutex_) {
-            if (!answers_.prepare(steps)) return false;
-            for (AnswerStep& step : steps) {
-              step.time = std::min(step.time, clock_.unix_seconds());
-              answers_.apply(step);
+            const Result<std::vector<Answer*>> answers = answers_.prepare(steps);
+            if (!answers) return false;
+            for (size_t i = 0; i < steps.size(); ++i) {
+              steps[i].time = std::min(steps[i].time, clock_.unix_seconds());
+              answers_.apply(steps[i], *(*answers)[i]);
             }
             return true;
           },
@@ -360,11 +361,13 @@ Status DeliveryLog::start(Answer answer) {
 Status DeliveryLog::step(std::vector<AnswerStep> steps) {
   return catching([&]() -> Status {
     const MutexLock writing(writer_);
-    for (AnswerStep& step : steps) step.time = clock_.unix_seconds();
+    const double now = clock_.unix_seconds();
+    for (AnswerStep& step : steps) step.time = now;
+    std::vector<Answer*> answers;  // they stay: only who has writer_ takes one out
     {
       const MutexLock lock(mutex_);
       if (closed_ || steps.empty()) return ok();
-      TORPOR_TRY(answers_.prepare(steps));
+      TORPOR_ASSIGN(answers, answers_.prepare(steps));
     }
     const Bytes record = file() != nullptr ? steps_record(steps) : Bytes{};
     const Status written = append(record);
@@ -378,7 +381,7 @@ Status DeliveryLog::step(std::vector<AnswerStep> steps) {
       if (known.size() == steps.size()) return record;
       return known.empty() ? Bytes{} : steps_record(known);
     });
-    for (AnswerStep& step : steps) answers_.apply(step);
+    for (size_t i = 0; i < steps.size(); ++i) answers_.apply(steps[i], *answers[i]);
     return written;
   });
 }
@@ -408,43 +411,6 @@ Status DeliveryLog::sync() {
 void DeliveryLog::close() {
   const MutexLock lock(mutex_);
   closed_ = true;
-}
-
-std::vector<std::string> DeliveryLog::find(std::string_view response, std::string_view tenant) const {
-  const MutexLock lock(mutex_);
-  return answers_.find(response, tenant);
-}
-
-Result<AnswerPart> DeliveryLog::position(const std::string& id) const {
-  const MutexLock lock(mutex_);
-  return answers_.position(id);
-}
-
-Result<AnswerPart> DeliveryLog::part(const std::string& id, uint32_t from_token, uint32_t from_text) const {
-  const MutexLock lock(mutex_);
-  return answers_.part(id, from_token, from_text);
-}
-
-std::optional<Answer> DeliveryLog::get(const std::string& id) const {
-  const MutexLock lock(mutex_);
-  const Answer* answer = answers_.get(id);
-  return answer == nullptr ? std::nullopt : std::optional(*answer);
-}
-
-std::vector<Answer> DeliveryLog::all() const {
-  const MutexLock lock(mutex_);
-  return answers_.all();
-}
-
-DeliveryLog::Counts DeliveryLog::counts() const {
-  const MutexLock lock(mutex_);
-  return {.running = answers_.running(),
-          .ended = answers_.ended(),
-          .log_bytes = log_bytes_,
-          .lost_bytes = lost_bytes_,
-          .of_another = of_another_,
-          .set_aside = set_aside_,
-          .problem = problem_};
 }
 
 }  // namespace torpor

@@ -22,6 +22,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -51,7 +52,7 @@ struct DeliveryLogOptions {
   Fingerprint engine;            // of the engine that serves
   OtherEngine other_engine = OtherEngine::kRefuse;
   double keep_seconds = 3600;          // ended answers
-  uint64_t keep_bytes = 256ull << 20;  // of ended answers, the oldest go first
+  uint64_t keep_bytes = 256ull << 20;  // of ended answers in memory; beyond it the oldest of them go
   uint64_t file_bytes =
       64ull << 20;                 // a file of the log is replaced when it is larger, and four times what it began with
   std::shared_ptr<const Key> key;  // seals the log
@@ -89,6 +90,12 @@ class DeliveryLog {
   // the other 0.
   Result<AnswerPart> part(const std::string& id, uint32_t from_token, uint32_t from_text = 0) const;
   Result<AnswerPart> position(const std::string& id) const;  // its ends and state, without content
+  // For each id the ends of its answer; nothing where there is none, or where it has ended.
+  std::vector<std::optional<AnswerEnds>> running_ends(std::span<const std::string_view> ids) const;
+  // Whether an ended answer of this response went for keep_bytes, less than keep_seconds after its end. Only since
+  // open(), and only of the last 65,536 that did.
+  bool was_dropped(std::string_view response, std::string_view tenant) const;
+  uint64_t dropped() const;  // ended answers that went for keep_bytes since open()
   std::optional<Answer> get(const std::string& id) const;
   std::vector<Answer> all() const;  // in the order of their start
 
@@ -97,6 +104,7 @@ class DeliveryLog {
     uint64_t ended = 0;
     uint64_t log_bytes = 0;
     uint64_t lost_bytes = 0;  // of the log that was read, behind damage
+    uint64_t dropped = 0;     // as dropped()
     std::string of_another;   // why open() took up or set aside a log of another engine; empty: it did not
     std::string set_aside;    // where that log is now; empty: it was not set aside
     std::string problem;      // why the log cannot be written at present; empty: it can

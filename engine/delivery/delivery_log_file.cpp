@@ -54,6 +54,38 @@ Bytes record_of(RecordKind kind, const T& value) {
   return to_bytes_after(0, static_cast<uint8_t>(kind), value);
 }
 
+// Writes what an archive writes, into memory that is there. A record of steps is made at each step of an engine, and
+// has an entry for each of its requests.
+class FlatOutput {
+ public:
+  explicit FlatOutput(uint8_t* to) : to_(to) {}
+  template <class T>
+    requires std::is_arithmetic_v<T>
+  void put(T value) {
+    std::memcpy(to_, &value, sizeof value);
+    to_ += sizeof value;
+  }
+  template <class List>
+  void put_raw(const List& list) {
+    const size_t bytes = list.size() * sizeof(typename List::value_type);
+    if (bytes > 0) std::memcpy(to_, list.data(), bytes);
+    to_ += bytes;
+  }
+  template <class List>
+  void put_list(const List& list) {
+    put(static_cast<uint64_t>(list.size()));
+    put_raw(list);
+  }
+
+ private:
+  uint8_t* to_;
+};
+
+// Of a step without its lists and its stop reason: four lengths, `at`, state, time.
+constexpr size_t kStepBytes = 4 * sizeof(uint64_t) + sizeof(uint32_t) + 1 + sizeof(double);
+
+bool is_none(const Value& value) { return value.data.index() == 0; }
+
 Digest digest_at(uint64_t offset, std::span<const std::byte> record) {
   StreamingDigest digest;
   digest.update(std::as_bytes(std::span(&offset, 1)));
@@ -125,7 +157,32 @@ std::optional<uint64_t> delivery_log_file_number(std::string_view name) {
 
 Bytes engine_record(const Fingerprint& engine) { return record_of(RecordKind::kEngine, engine); }
 Bytes answer_record(const Answer& answer) { return record_of(RecordKind::kAnswer, answer); }
-Bytes steps_record(const std::vector<AnswerStep>& steps) { return record_of(RecordKind::kSteps, steps); }
+Bytes steps_record(const std::vector<AnswerStep>& steps) {
+  size_t bytes = 1 + sizeof(uint64_t);
+  for (const AnswerStep& step : steps) {
+    bytes += kStepBytes + step.id.size() + step.tokens.size() * sizeof(int32_t) + step.text.size() +
+             step.finish_reason.size() + (is_none(step.stop_reason) ? 1 : to_bytes(step.stop_reason).size());
+  }
+  Bytes record(bytes);
+  FlatOutput out(record.data());
+  out.put(static_cast<uint8_t>(RecordKind::kSteps));
+  out.put(static_cast<uint64_t>(steps.size()));
+  for (const AnswerStep& step : steps) {
+    out.put_list(step.id);
+    out.put(step.at);
+    out.put_list(step.tokens);
+    out.put_list(step.text);
+    out.put(static_cast<uint8_t>(step.state));
+    out.put_list(step.finish_reason);
+    if (is_none(step.stop_reason)) {
+      out.put(uint8_t{0});
+    } else {
+      out.put_raw(to_bytes(step.stop_reason));
+    }
+    out.put(step.time);
+  }
+  return record;
+}
 Bytes whole_record() { return {static_cast<uint8_t>(RecordKind::kWhole)}; }
 
 Result<std::unique_ptr<DeliveryLogFile>> DeliveryLogFile::create(Directory& directory, uint64_t number, const Key* key,

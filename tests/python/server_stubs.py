@@ -78,6 +78,8 @@ class Engine:
     async def wake_up(self, tags=None, **options):
         self.calls.append(("wake_up", tags, options))
         self._fail()
+        if "from_checkpoint" in options:
+            raise self.wakes_with or NotFound("there is no checkpoint")
         self.tags |= dict.fromkeys(tags or self.tags, "attached")
         awake = set(self.tags.values()) == {"attached"}
         self.state = "awake" if awake else "asleep"

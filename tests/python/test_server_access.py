@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -258,3 +260,52 @@ def test_two_that_begin_at_once_get_one_secret(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: tenant_secret(str(tmp_path)), range(64)))
     assert len(found) == 1 and [path.name for path in tmp_path.iterdir()] == ["tenants.secret"]
+
+
+# --- what is public --------------------------------------------------------------------------------------------------
+
+
+def listed_as_public() -> set[tuple[str, str]]:
+    """The routes that docs/server.md lists as answering without a key."""
+    text = (Path(__file__).parents[2] / "docs/server.md").read_text()
+    listed = text.split("**Public routes.**")[1].split("\n\n")[1]
+    return {(method, path.removesuffix("/*")) for method, path in re.findall(r"`(GET|POST) (/[^` ]+)`", listed)}
+
+
+def path_below(method: str, path: str) -> str:
+    from server_stubs import concrete
+
+    return concrete(path).replace("{method}", "snapshot") + ("/anything" if method == "MOUNT" else "")
+
+
+@pytest.mark.parametrize("state", ["awake", "asleep", "failed"])
+def test_the_public_routes_are_exactly_those_listed(monkeypatch, state):
+    """Of the routes of the application itself, with all of vLLM's that can be switched on, one by one without a key."""
+    from test_server_gate import routes_of, routes_of_vllm
+    from torpor.errors import Damaged
+
+    monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
+    known_by_vllm = sorted(routes_of_vllm(monkeypatch))
+
+    async def scene():
+        app, server = build(monkeypatch, known_by_vllm, *KEYS)
+        await started(server)
+        if state == "asleep":
+            await server.sleep()
+        elif state == "failed":
+            server._fail(Damaged("STATE"))
+        every = routes_of(app)
+        assert {("POST", "/sleep"), ("GET", "/torpor/state"), ("POST", "/v1/completions")} <= every
+        public = set()
+        async with client(app, None) as nobody, client(app, "a wrong key") as stranger:
+            for method, path in sorted(every - {("WEBSOCKET", "/v1/realtime")}):
+                asked = ("GET" if method == "MOUNT" else method, path_below(method, path))
+                answers = [await http.request(*asked) for http in (nobody, stranger)]
+                refused = {answer.status_code in (401, 403) for answer in answers}
+                assert len(refused) == 1, (method, path)
+                if refused == {False}:
+                    public.add((asked[0], path))
+        assert server.engine.state == ("asleep" if state == "asleep" else "awake"), "somebody changed the engine"
+        assert public == listed_as_public(), "decide so in route_table.py, and list it in docs/server.md"
+
+    run(scene())

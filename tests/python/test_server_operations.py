@@ -286,7 +286,7 @@ def test_counts_are_counters_and_amounts_are_gauges(monkeypatch):
     assert {name for name, kind in kinds.items() if kind == "counter"} == {
         "torpor_operations", "torpor_moved_bytes", "torpor_requests_restored", "torpor_requests_refused",
         "torpor_requests_failed", "torpor_requests_rolled_forward", "torpor_answer_log_failures",
-        "torpor_automatic_operations", "torpor_task_failures",
+        "torpor_automatic_operations", "torpor_task_failures", "torpor_answers_dropped",
     }  # fmt: skip
     assert {name for name, kind in kinds.items() if kind == "histogram"} == {
         "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds",

@@ -90,6 +90,8 @@ class DeliveryLog:
     def close(self) -> None:
         """Nothing is recorded from now on."""
     def counts(self) -> dict: ...
+    def dropped(self) -> int:
+        """Ended answers that went for keep_bytes."""
     def find(self, response: str, tenant: str) -> list[str]:
         """Ids of the choices of a response, in their order."""
     def get(self, id: str) -> object: ...
@@ -101,7 +103,10 @@ class DeliveryLog:
     def start(self, answer: dict) -> None: ...
     def step(self, steps: list) -> None:
         """What one engine step gave, all in one record."""
+    def step_states(self, states: list, running: dict, others: set, plain: object, step_of: Callable) -> bool:
+        """step() of what vLLM's states have beyond their record."""
     def sync(self) -> None: ...
+    def was_dropped(self, response: str, tenant: str) -> bool: ...
 
 class EngineCheckpoint:
     """All state of an engine but the bytes of its memory, as values."""

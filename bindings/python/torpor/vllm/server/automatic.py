@@ -134,8 +134,7 @@ class Automatic:
         server, known = self._server, None
         while True:
             await asyncio.sleep(self._settings.checkpoint_every)
-            counts = server.recorder.answers.counts()
-            now = (counts["running"], counts["log_bytes"])
+            now = server.progress()
             if server.state != "awake" or server.operating() or now == known:
                 continue
             self.checkpointing = True

@@ -40,9 +40,10 @@ async def end(server) -> None:
 
 async def _end(server) -> None:
     began, before = time.monotonic(), server.state
-    running = 0 if server.recorder is None else server.recorder.answers.counts()["running"]
+    begun = server.recorder is not None or not server.has_log
+    running = server.running() if begun else 0
     server.enter("ending")
-    if server.recorder is not None and before != "failed":
+    if begun and before != "failed":
         saving = server.tasks.run(_save_before_end(server, before))
         done, _ = await asyncio.wait({saving}, timeout=server.settings.sigterm_seconds)
         problem = (
@@ -50,10 +51,12 @@ async def _end(server) -> None:
         )
         if problem is not None:
             logger.error(
-                "torpor: no checkpoint on SIGTERM: %s. The KV cache of %d requests was not saved: "
-                "the next server computes it anew from the log of answers.",
+                "torpor: no checkpoint on SIGTERM: %s. The KV cache of %d requests was not saved: %s.",
                 problem,
                 running,
+                "the next server computes it anew from the log of answers"
+                if server.has_log
+                else "without a response log these requests end here, or go on from an older checkpoint",
             )
         await _goodbye(server)
     if server.remote is not None:
@@ -79,7 +82,8 @@ async def end_when_disowned(server) -> None:
 
 async def _goodbye(server) -> None:
     try:
-        server.recorder.close()
+        if server.recorder is not None:
+            server.recorder.close()
     except Exception as problem:
         server.tasks.failed(_ENDING, problem)
     await server.tasks.run(_tell_clients(server), _ENDING)
@@ -87,7 +91,7 @@ async def _goodbye(server) -> None:
 
 async def _save_before_end(server, before: str) -> None:
     async with server.operation:  # what is in progress comes to its end first
-        await asyncio.to_thread(server.recorder.answers.sync)
+        await server.sync_log()
         state = await server.engine.torpor.call("state")
         if state["checkpoint"]:
             return  # asleep on disk already
@@ -108,10 +112,8 @@ async def _save_before_end(server, before: str) -> None:
 
 async def _tell_clients(server) -> None:
     """Their connections end. Without a word a stream that ends looks complete to some."""
-    goodbye = GracefulHTTPError(
-        "the server ends; take up this answer at /torpor/requests/{id} of the next one",
-        HTTPStatus.SERVICE_UNAVAILABLE,
-    )
+    next_step = "take up this answer at /torpor/requests/{id} of the next one" if server.has_log else "send it again"
+    goodbye = GracefulHTTPError(f"the server ends; {next_step}", HTTPStatus.SERVICE_UNAVAILABLE)
     for state in server.engine.output_processor.request_states.values():
         if state.queue is not None:
             state.queue.put(goodbye)

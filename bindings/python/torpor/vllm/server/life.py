@@ -21,7 +21,7 @@ from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
 from torpor.vllm.progress import Watcher
-from torpor.vllm.server import access, ending, hosts, start
+from torpor.vllm.server import access, ending, hosts, start, unlogged
 from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
@@ -46,7 +46,10 @@ class Server:
         self.engine, self.settings, self.model = engine, settings, model
         self.options = Options.of(engine.vllm_config)
         self.metrics = Metrics()
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # none before the start, after a failed one, and without a response log
+        self.has_log = settings.response_log == "on"
+        self.begun = 0  # requests that were given to the engine
+        self._directory: unlogged.Directory | None = None  # held without a response log
         self.problem: Error | None = None  # why the server failed
         self.last_checkpoint: dict | None = None
         self.left_checkpoint: dict | None = None  # that the start passed over: it fits no more, and had no requests
@@ -112,38 +115,56 @@ class Server:
             pulled = await self.remote.arrive(fingerprint)
             self.tasks.run(ending.end_when_disowned(self), "keeping ownership")
         directory = os.path.join(self.options.dir, "answers") if self.options.dir else None
-        answers = _core.DeliveryLog({
-            "directory": directory, "engine": fingerprint, "keep_seconds": self.settings.keep_answers,
-            "key_file": self.options.key_file, "encrypt": self.options.encrypt,
-            "other_engine": start.OF_ANOTHER_ENGINE[self.settings.on_wake_error],
-        })  # fmt: skip
-        self._tenant_secret = access.tenant_secret(directory)
-        always = self.settings.log_sync == "always"
-        self.recorder = Recorder(self.engine.output_processor, answers, always, self.metrics.log_failures.inc)
-        self.metrics.log_bytes.set_function(lambda: self.recorder.answers.counts()["log_bytes"])
+        if self.has_log:
+            self._begin_log(fingerprint, directory)
+        elif directory is not None:
+            self._directory = await asyncio.to_thread(unlogged.Directory, directory, fingerprint, self.options.key_file)
         self._stock_add, self._stock_abort = self.engine.add_request, self.engine.abort
         self.engine.add_request, self.engine.abort = self._add_request, self._abort
-        for answer in answers.all():
-            if answer["state"] == "running" and answer["front"]["state"] is None:
-                why = f"a new process cannot go on with it: {answer['front']['lost']}"
-                self.end_failed(answer["request"]["id"], why)
+        if self.has_log:
+            self._end_unrestorable()
         if directory is not None:
-            await start.wake(self, self.settings.wake_from or pulled)
+            named = self.settings.wake_from or pulled
+            await (start.wake(self, named) if self.has_log else unlogged.wake(self, named))
             self._reserve_adapter_numbers()
         self.enter("awake")
-        if self.settings.log_sync == "second" and directory is not None:
+        if self.has_log and self.settings.log_sync == "second" and directory is not None:
             self.tasks.keep(self._sync_each_second, "syncing the log")
         if self.settings.checkpoint_every > 0:
             self.tasks.keep(self._automatic.checkpoints, "periodic checkpoints")
         if self.settings.sleep_after > 0:
             self.tasks.keep(self._automatic.watch, "watching for idleness")
 
+    def _begin_log(self, fingerprint: dict, directory: str | None) -> None:
+        answers = _core.DeliveryLog({
+            "directory": directory, "engine": fingerprint, "keep_seconds": self.settings.keep_answers,
+            "keep_bytes": self.settings.response_log_bytes,
+            "key_file": self.options.key_file, "encrypt": self.options.encrypt,
+            "other_engine": start.OF_ANOTHER_ENGINE[self.settings.on_wake_error],
+        })  # fmt: skip
+        self._tenant_secret = access.tenant_secret(directory)
+        always = self.settings.log_sync == "always"
+        counters = self.metrics.log_failures.inc, self.metrics.answers_dropped.inc
+        self.recorder = Recorder(self.engine.output_processor, answers, always, *counters)
+        self.metrics.log_bytes.set_function(lambda: self.recorder.answers.counts()["log_bytes"])
+
+    def _end_unrestorable(self) -> None:
+        for answer in self.recorder.answers.all():
+            if answer["state"] == "running" and answer["front"]["state"] is None:
+                why = f"a new process cannot go on with it: {answer['front']['lost']}"
+                self.end_failed(answer["request"]["id"], why)
+
     def _reserve_adapter_numbers(self) -> None:
         """LoRA adapters that are loaded later get other numbers than those of the answers that go on."""
-        running = [answer for answer in self.recorder.answers.all() if answer["state"] == "running"]
-        named = filter(None, (answer["request"]["engine"].get("adapter") for answer in running))
+        if self.recorder is not None:
+            running = [answer for answer in self.recorder.answers.all() if answer["state"] == "running"]
+            named = filter(None, (answer["request"]["engine"].get("adapter") for answer in running))
+            numbers = [adapter["lora_int_id"] for adapter in named]
+        else:
+            states = self.engine.output_processor.request_states.values()
+            numbers = [state.lora_request.lora_int_id for state in states if state.lora_request is not None]
         counter = self.app_state.openai_serving_models.lora_id_counter
-        highest = max((adapter["lora_int_id"] for adapter in named), default=0)
+        highest = max(numbers, default=0)
         if highest > counter.value:
             counter.inc(highest - counter.value)
 
@@ -159,6 +180,7 @@ class Server:
         if not await self._until_awake():  # it was let in just before a sleep began
             raise GracefulHTTPError(self._refuse(f"the server is {self.state}"), HTTPStatus.SERVICE_UNAVAILABLE)
         self._adding += 1
+        self.begun += 1
         try:
             return await self._stock_add(*args, **kwargs)
         finally:
@@ -272,7 +294,7 @@ class Server:
         while self._adding > 0:
             await asyncio.sleep(0.001)
         if to == "disk":
-            await asyncio.to_thread(self.recorder.answers.sync)
+            await self.sync_log()
         report = await self.engine.sleep(level, mode, preserve_state=preserve_state, to=to, **options)
         self.metrics.record("sleep", to, report)
         if report.checkpoint:
@@ -358,7 +380,7 @@ class Server:
             if self.state != "awake":
                 raise WrongState(f"the server is {self.state}", "wake it, or let it sleep to disk")
             try:
-                await asyncio.to_thread(self.recorder.answers.sync)
+                await self.sync_log()
                 report = await self.engine.checkpoint(progress=progress)
             except BaseException:
                 self.metrics.failed("checkpoint", "disk")
@@ -377,6 +399,34 @@ class Server:
         }
         self.metrics.checkpoint_time.set_to_current_time()
         self.metrics.checkpoint_bytes.set(report.checkpoint_bytes)
+
+    def leave_checkpoint(self, path: str, problem: Error) -> None:
+        """The start goes on without a checkpoint that fits no more and has no running request."""
+        self.left_checkpoint = {"path": path, "why": str(problem)}
+        logger.warning(
+            "torpor: serving without the checkpoint in %s, which holds no running request and stays there: %s",
+            path, problem,
+        )  # fmt: skip
+
+    def progress(self) -> tuple:
+        """Differs from an earlier one if a request began, ended or got a token in between."""
+        if self.recorder is not None:
+            counts = self.recorder.answers.counts()
+            return counts["running"], counts["log_bytes"]
+        states = self.engine.output_processor.request_states
+        given = {name: state.detokenizer.num_output_tokens() for name, state in states.items() if state.detokenizer}
+        return self.begun, given
+
+    def running(self) -> int:
+        """Requests that have not ended."""
+        if self.recorder is not None:
+            return self.recorder.answers.counts()["running"]
+        return len(self.engine.output_processor.request_states)
+
+    async def sync_log(self) -> None:
+        """Returns when the response log, if there is one, is on disk."""
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.answers.sync)
 
     async def _sync_each_second(self) -> None:
         while True:

@@ -59,6 +59,11 @@ class Metrics:
         self.task_failures = Counter(
             "torpor_task_failures", "Failures of what the server does by itself, and goes on doing.", ["task"], **where
         )
+        self.answers_dropped = Counter(
+            "torpor_answers_dropped",
+            "Ended answers that the response log dropped to stay within --torpor-response-log-bytes.",
+            **where,
+        )
         self.log_failures = Counter("torpor_answer_log_failures", "Writes of the answers' log that failed.", **where)
 
     def enter(self, state: str) -> None:

@@ -14,6 +14,7 @@ from http import HTTPStatus
 
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from torpor import _core
@@ -60,15 +61,26 @@ class Held:
 
 
 class Recorder:
-    def __init__(self, processor: OutputProcessor, answers: _core.DeliveryLog, sync_always: bool, count_failure=None):
-        """`count_failure` is called at each write of the log that fails."""
+    def __init__(
+        self,
+        processor: OutputProcessor,
+        answers: _core.DeliveryLog,
+        sync_always: bool,
+        count_failure=None,
+        count_dropped=None,
+    ):
+        """`count_failure` is called at each write of the log that fails, `count_dropped` with the number of ended
+        answers that the log has dropped since, to stay within its limit in bytes."""
         self.answers = answers
         self.failures = 0  # of the log
-        self._count_failure = count_failure
+        self._dropped = 0
+        self._count_failure, self._count_dropped = count_failure, count_dropped
         self._processor = processor
         self._sync_always = sync_always
         self._closed = False
         self._changed: dict[str, asyncio.Event] = {}
+        # Requests whose prompt comes in pieces: vLLM keeps their states when they end.
+        self._in_pieces: set[str] = set()
         self._undelivered: list[tuple] = []  # (function, argument), in their order
         self._syncing: asyncio.Task | None = None
         self._stock_add, self._stock_process, self._stock_abort = (
@@ -96,7 +108,10 @@ class Recorder:
         if self._sync_always and queue is not None:
             queue = Held(queue, self)
         self._stock_add(request, prompt, parent_req, request_index, queue)
-        self._processor.request_states[request.request_id].__class__ = KnownEnd
+        state = self._processor.request_states[request.request_id]
+        state.__class__ = KnownEnd
+        if getattr(state, "streaming_input", False):
+            self._in_pieces.add(request.request_id)
         answer = {
             "response": response,
             "tenant": tenant_of_call.get(),
@@ -121,6 +136,19 @@ class Recorder:
             raise
         except Error as problem:
             self._failed(problem)
+        self._see_dropped()
+
+    def _see_dropped(self) -> None:
+        if (dropped := self.answers.dropped()) == self._dropped:
+            return
+        if self._dropped == 0:
+            logger.warning(
+                "torpor: the response log is full (--torpor-response-log-bytes): it drops the oldest ended answers "
+                "before --torpor-keep-answers is over, and answers 410 to who asks for them"
+            )
+        if self._count_dropped is not None:
+            self._count_dropped(dropped - self._dropped)
+        self._dropped = dropped
 
     def used_id(self, response: str) -> str | None:
         """Why the present call may not begin an answer under this id: a reader would be given two answers as one.
@@ -147,12 +175,19 @@ class Recorder:
         )
 
     def _process(self, outputs, *args, **kwargs):
-        states = [
-            state for output in outputs if (state := self._processor.request_states.get(output.request_id)) is not None
-        ]
+        known = self._processor.request_states
+        states = [state for output in outputs if (state := known.get(output.request_id)) is not None]
         result = self._stock_process(outputs, *args, **kwargs)
-        self._record([step for state in states if (step := self.step_of(state)) is not None])
+        self._write(self.answers.step_states, states, known, self._in_pieces, FastIncrementalDetokenizer, self.step_of)
+        if self._changed:
+            for state in states:
+                self._wake(state.request_id)
         return result
+
+    def _wake(self, request_id: str) -> None:
+        """Who waits for more of this answer looks again."""
+        if (changed := self._changed.pop(request_id, None)) is not None:
+            changed.set()
 
     def _abort(self, request_ids, internal):
         request_ids = list(request_ids)
@@ -172,7 +207,7 @@ class Recorder:
         self._stock_error(problem)
 
     def step_of(self, state: RequestState) -> dict | None:
-        """What `state` has beyond its record."""
+        """What `state` has beyond its record. Of states that run DeliveryLog.step_states() reads the same by itself."""
         if state.detokenizer is None:
             return None
         try:
@@ -190,6 +225,7 @@ class Recorder:
             "text": visible_text(state, finish is not None, known["text_end"]),
         }
         if finish is not None:
+            self._in_pieces.discard(state.request_id)
             reason, stop = finish
             ended = {"abort": "aborted", "error": "failed"}.get(reason, "finished")
             step |= {"state": ended, "finish_reason": reason, "stop_reason": stop}
@@ -200,8 +236,7 @@ class Recorder:
             return
         self._write(self.answers.step, steps)
         for step in steps:
-            if (changed := self._changed.pop(step["id"], None)) is not None:
-                changed.set()
+            self._wake(step["id"])
 
     def _write(self, method, *args) -> None:
         """A log that cannot be written stops nobody: answers go on, and the state says that they are not safe."""

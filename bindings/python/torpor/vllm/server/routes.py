@@ -138,6 +138,7 @@ def routes() -> APIRouter:
             "queued": life.queued,
             "last_checkpoint": life.last_checkpoint,
             "left_checkpoint": life.left_checkpoint,
+            "response_log": life.settings.response_log,
             "problem": life.problem.to_dict() if life.problem else None,
         }
         if life.recorder is not None:
@@ -288,12 +289,18 @@ def failure(life: Server) -> dict:
 def choices(life: Server, response: str, request: Request) -> list[str] | Response:
     """Ids of the choices of an answer; by the id in vLLM's response, or by the X-Request-Id that the client gave. If
     there is none, the response that says so: an HTTPException would be an error in vLLM's log for each such call."""
+    if not life.has_log:
+        return refused(WrongState("this server has no response log", "start it with --torpor-response-log on"))
     if life.recorder is None:
         return refused(WrongState(f"the server is {life.state}", "ask again once /torpor/ready is 200"), 503)
     whose = life.tenant(request.headers)
-    for name in (response, *(start + response for start in RESPONSE_ID_STARTS)):
+    names = (response, *(start + response for start in RESPONSE_ID_STARTS))
+    for name in names:
         if ids := life.recorder.answers.find(name, whose):
             return ids
+    if any(life.recorder.answers.was_dropped(name, whose) for name in names):
+        what = f"the answer {response} has ended, and the response log dropped it to make room for newer ones"
+        return refused(NotFound(what, "start the server with more --torpor-response-log-bytes"), 410)
     what = f"there is no answer {response}: it was never begun here, is not yours, or ended too long ago"
     return refused(NotFound(what, "send the request again"))
 

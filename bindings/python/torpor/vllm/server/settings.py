@@ -10,13 +10,25 @@ import os
 from dataclasses import dataclass, field, fields
 
 from torpor.errors import InvalidArgument
+from torpor.vllm.connector_options import size
 from torpor.vllm.options import switch
 
 _MOST_KEY_CHARACTERS = 4096
 
 
-def _setting(default, text: str, choices: tuple[str, ...] = (), *, variable: str = "", secret: bool = False):
-    return field(default=default, repr=not secret, metadata={"help": text, "choices": choices, "variable": variable})
+def _setting(
+    default,
+    text: str,
+    choices: tuple[str, ...] = (),
+    *,
+    variable: str = "",
+    secret: bool = False,
+    in_bytes: bool = False,
+    needs_log: tuple = (),
+):
+    """`needs_log`: values that mean nothing without the response log; (...,): all but the default."""
+    about = {"help": text, "choices": choices, "variable": variable, "in_bytes": in_bytes, "needs_log": needs_log}
+    return field(default=default, repr=not secret, metadata=about)
 
 
 @dataclass(frozen=True)
@@ -29,17 +41,20 @@ class Settings:
         "when that fails. fail: say so on /torpor/ready and serve nothing; recompute: go on from the answers' log "
         "alone; discard: serve without them",
         ("fail", "recompute", "discard"),
+        needs_log=("recompute",),
     )
     remote: str = _setting(
         "",
         "an object store, s3://BUCKET/PREFIX or file:///DIRECTORY: checkpoints and answers are pushed there, and a "
         "server elsewhere goes on from them when this one has ended",
+        needs_log=(...,),
     )
     remote_term: float = _setting(30.0, "seconds of silence after which another server takes over from this one")
     remote_address: str = _setting(
         "",
         "http://HOST:PORT at which clients find this server: another one that is not ready because this one owns sends "
         "them here; default: none",
+        needs_log=(...,),
     )
     on_sigterm: str = _setting(
         "checkpoint", "checkpoint: sleep to disk, then end; stop: as vLLM does", ("checkpoint", "stop")
@@ -59,13 +74,30 @@ class Settings:
         "abort",
         "when a client goes away: abort its request, as vLLM does, or continue it to be taken up",
         ("abort", "continue"),
+        needs_log=("continue",),
     )
-    keep_answers: float = _setting(3600.0, "seconds for which ended answers can be asked for")
+    response_log: str = _setting(
+        "on",
+        "on: the server records what each client was sent, so that clients resume their answers and a new process goes "
+        "on after a kill; off: it records nothing. Requests still go on over sleeps and from checkpoints",
+        ("on", "off"),
+    )
+    response_log_bytes: int = _setting(
+        256 << 20,
+        "most bytes of ended answers in the response log, as 4GiB; beyond it the log drops the oldest ended answers. "
+        "It never drops an answer that still runs",
+        in_bytes=True,
+        needs_log=(...,),
+    )
+    keep_answers: float = _setting(
+        3600.0, "seconds for which ended answers can be asked for, within --torpor-response-log-bytes", needs_log=(...,)
+    )
     log_sync: str = _setting(
         "second",
         "when the answers' log is made durable against loss of power: always (before tokens are sent), second, never; "
         "a kill loses nothing in any case",
         ("always", "second", "never"),
+        needs_log=(...,),
     )
     tenant_header: str = _setting("", "a request header that tells tenants apart, besides the API key")
     admin_key: str = _setting(
@@ -79,6 +111,17 @@ class Settings:
     allow_unauthenticated: bool = _setting(
         False, "without any key, let whoever reaches the server change the engine; with one it means nothing"
     )
+
+    def __post_init__(self):
+        if self.response_log == "on":
+            return
+        for setting in fields(self):
+            value, needing = getattr(self, setting.name), setting.metadata["needs_log"]
+            if value in needing or (... in needing and value != setting.default):
+                raise InvalidArgument(
+                    f"{flag(setting)} {value} needs the response log, which --torpor-response-log off turns off",
+                    f"leave out {flag(setting)}, or use --torpor-response-log on",
+                )
 
     @staticmethod
     def from_environment() -> Settings:
@@ -99,6 +142,10 @@ class Settings:
         return _checked(content.strip(), self.admin_key_file)
 
 
+def flag(setting) -> str:
+    return f"--torpor-{setting.name.replace('_', '-')}"
+
+
 def variable(setting) -> str:
     return setting.metadata["variable"] or f"TORPOR_SERVER_{setting.name.upper()}"
 
@@ -113,6 +160,8 @@ def _checked(key: str, where: str) -> str:
 
 def _parse(setting, text: str):
     kind, choices = type(setting.default), setting.metadata["choices"]
+    if setting.metadata["in_bytes"]:
+        return size(variable(setting), text)
     try:
         value = switch(variable(setting), text, setting.default) if kind is bool else kind(text)
     except ValueError:

@@ -36,7 +36,7 @@ async def wake(server, named: str) -> None:
             return
         where = named or (server.options.dir if unfit is None else server.settings.remote)
         if isinstance(problem, Incompatible) and await asyncio.to_thread(_is_idle, server, where):
-            return _leave(server, where, problem)
+            return server.leave_checkpoint(where, problem)
         if nothing_there or server.settings.on_wake_error == "recompute":
             if not nothing_there:
                 logger.error("torpor: going on without the checkpoint: %s", problem)
@@ -72,14 +72,6 @@ def _is_idle(server, where: str) -> bool:
     except Error:
         return False
     return all(answers.get(request["id"]) is not None for request in state["scheduler"]["requests"])
-
-
-def _leave(server, where: str, problem: Error) -> None:
-    server.left_checkpoint = {"path": where, "why": str(problem)}
-    logger.warning(
-        "torpor: serving without the checkpoint in %s, which holds no running request and stays there: %s",
-        where, problem,
-    )  # fmt: skip
 
 
 def _discard(server, why: str) -> None:

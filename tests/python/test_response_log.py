@@ -1,0 +1,247 @@
+"""What the response log reads of vLLM's requests by itself, how it writes that, and its limit in bytes: no engine."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from server_stubs import CLIENT, OTHER_CLIENT, Engine, build, client, no_settings, run, started  # noqa: F401
+from torpor import _core
+from torpor.errors import InvalidArgument
+from torpor.vllm.scheduler_values import unstarted_request
+from torpor.vllm.server import recorder as server_recorder
+from torpor.vllm.server.recorder import Recorder
+from torpor.vllm.values import sampling_to_value
+from vllm import SamplingParams
+
+# --- what a step gave ------------------------------------------------------------------------------------------------
+
+
+class Detokenizer:
+    def __init__(self, stop_buffer_length: int = 0):
+        self.token_ids, self.output_text, self.stop_buffer_length = [], "", stop_buffer_length
+
+    @property
+    def output_token_ids(self):
+        return self.token_ids
+
+
+class Slow(Detokenizer):
+    """As vLLM's, whose list of tokens begins with the prompt."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.token_ids = [9, 9]
+
+    @property
+    def output_token_ids(self):
+        return self.token_ids[2:]
+
+
+class State:
+    def __init__(self, request_id, detokenizer, in_pieces=False):
+        self.request_id, self.detokenizer, self.streaming_input = request_id, detokenizer, in_pieces
+
+
+class Processor:
+    """`gives`: what the next step gives, by request: tokens, text, and how it ends."""
+
+    def __init__(self):
+        self.request_states, self.gives = {}, {}
+
+    def add_request(self, *_): ...
+    def abort_requests(self, *_): ...
+    def propagate_error(self, *_): ...
+
+    def process_outputs(self, outputs):
+        for output in outputs:
+            state = self.request_states[output.request_id]
+            tokens, text, finish = self.gives[output.request_id]
+            state.detokenizer.token_ids += tokens
+            state.detokenizer.output_text += text
+            if finish is not None:
+                state.torpor_finish = (finish, None)
+                if not state.streaming_input:
+                    del self.request_states[output.request_id]
+
+
+def request(request_id: str, prompt=(1, 2), tenant: str = "") -> dict:
+    asked = unstarted_request(request_id, list(prompt), sampling_to_value(SamplingParams(max_tokens=4000)), 0.0)
+    return {"request": asked, "response": request_id, "tenant": tenant, "choice": 0, "front": {"state": {}}}
+
+
+def recorded(monkeypatch, directory=None, **options) -> tuple[Processor, Recorder]:
+    monkeypatch.setattr(server_recorder, "FastIncrementalDetokenizer", Detokenizer)
+    processor = Processor()
+    log = _core.DeliveryLog({"directory": directory, "engine": {"model": "tiny"}} | options)
+    return processor, Recorder(processor, log, False)
+
+
+def begin(processor, recorder, request_id, detokenizer, in_pieces=False) -> State:
+    state = processor.request_states[request_id] = State(request_id, detokenizer, in_pieces)
+    if in_pieces:
+        recorder._in_pieces.add(request_id)
+    recorder.answers.start(request(request_id))
+    return state
+
+
+def step(processor, given: dict) -> None:
+    processor.gives = given
+    processor.process_outputs([SimpleNamespace(request_id=each) for each in given])
+
+
+WORDS = ["", " word", "é", " 漢字", "🙂", "a\u0301", "\n"]
+
+
+def test_the_log_reads_the_same_as_its_slow_way(monkeypatch):
+    """Of texts in any alphabet, of text that is held back, and of each end; beside states that only Python reads."""
+    chance = random.Random(3)
+    processor, recorder = recorded(monkeypatch)
+    asked_slowly = []
+    slow_way = recorder.step_of
+    recorder.step_of = lambda state: asked_slowly.append(state.request_id) or slow_way(state)
+    states = {}
+    for number in range(40):
+        kind = Slow if number % 10 == 0 else Detokenizer
+        states[f"r{number}"] = begin(processor, recorder, f"r{number}", kind(number % 4), in_pieces=number % 10 == 5)
+    processor.request_states["unknown"] = State("unknown", Detokenizer())
+    running = {*states, "unknown"}
+    for number in range(60):
+        given = {}
+        for name in sorted(running):
+            ends = number > 20 and chance.random() < 0.05 and name != "unknown"
+            tokens = [chance.randrange(1 << 20) for _ in range(chance.choice((0, 1, 1, 1, 3)) if number else 1)]
+            given[name] = (tokens, chance.choice(WORDS), chance.choice(("stop", "length", "abort")) if ends else None)
+        asked_slowly.clear()
+        step(processor, given)
+        running -= {name for name, (_, _, finish) in given.items() if finish is not None}
+        slowly = {name for name in given if name != "unknown"} & {
+            name for name, state in states.items()
+            if type(state.detokenizer) is Slow or state.streaming_input or given.get(name, (0, 0, None))[2] is not None
+        }  # fmt: skip
+        assert set(asked_slowly) == slowly
+        for name, state in states.items():
+            answer = recorder.answers.get(name)
+            finish = getattr(state, "torpor_finish", None)
+            assert list(answer["request"]["output_token_ids"]) == state.detokenizer.output_token_ids, name
+            text = server_recorder.visible_text(state, finish is not None)
+            assert answer["text"] == text, (name, number)
+            assert answer["finish_reason"] == ("" if finish is None else finish[0])
+            assert slow_way(state) is None, "the slow way finds more"
+    assert recorder.failures == 0 and len(running) < 35
+
+
+@pytest.mark.parametrize("harm", ["a token that is no number", "half of a surrogate", "no list of tokens", "no text"])
+def test_what_it_cannot_read_is_left_to_python(monkeypatch, harm):
+    processor, recorder = recorded(monkeypatch)
+    asked = []
+    recorder.step_of = lambda state: asked.append(state.request_id)
+    state = begin(processor, recorder, "a", Detokenizer())
+    if harm == "no list of tokens":
+        state.detokenizer.token_ids = (1,)
+        assert not recorder.answers.step_states([state], processor.request_states, set(), Detokenizer, recorder.step_of)
+    elif harm == "no text":
+        del state.detokenizer.output_text
+        assert not recorder.answers.step_states([state], processor.request_states, set(), Detokenizer, recorder.step_of)
+    else:
+        step(processor, {"a": ([1 << 40], "x", None) if harm.startswith("a token") else ([1], "\ud800", None)})
+    assert asked == ["a"]
+    assert recorder.answers.position("a")["tokens_end"] == 0
+
+
+def test_a_step_is_one_record(monkeypatch, tmp_path):
+    """The log grows by one head of a record, whoever gets something: engine/delivery/FORMAT.md."""
+    processor, recorder = recorded(monkeypatch, str(tmp_path / "answers"))
+    for number in range(100):
+        begin(processor, recorder, f"r{number:02}", Slow() if number % 10 == 0 else Detokenizer())
+    [file] = (tmp_path / "answers").glob("answers-*")
+
+    def records() -> list[int]:
+        """The kind of each."""
+        content, at, kinds = file.read_bytes(), 64, []
+        while at < len(content):
+            size = int.from_bytes(content[at : at + 4], "little")
+            kinds.append(content[at + 20])
+            at += 20 + size
+        assert at == len(content)
+        return kinds
+
+    before = records()
+    assert before.count(1) == 100 and 2 not in before
+    for number in range(5):
+        step(processor, {f"r{n:02}": ([1], " word", "stop" if n == number else None) for n in range(number, 100)})
+        assert records() == [*before, *[2] * (number + 1)]
+    step(processor, {"r50": ([], "", None)})
+    assert len(records()) == len(before) + 5, "a record of nothing"
+
+
+# --- the limit in bytes ----------------------------------------------------------------------------------------------
+
+
+def limit(monkeypatch, text: str) -> int:
+    from torpor.vllm.server.settings import Settings
+
+    monkeypatch.setenv("TORPOR_SERVER_RESPONSE_LOG_BYTES", text)
+    return Settings.from_environment().response_log_bytes
+
+
+def test_the_limit_is_a_size(monkeypatch):
+    from torpor.vllm.server.settings import Settings
+
+    assert Settings().response_log_bytes == 256 << 20
+    assert [limit(monkeypatch, text) for text in ("4GiB", "1 MiB", "0", "123")] == [4 << 30, 1 << 20, 0, 123]
+    for text in ("4GB", "-1", "1.5GiB", "", "much"):
+        with pytest.raises(InvalidArgument, match=f"TORPOR_SERVER_RESPONSE_LOG_BYTES is '{text}'") as problem:
+            limit(monkeypatch, text)
+        assert "4GiB" in problem.value.next_step
+
+
+def end(server, request_id: str, tenant: str = "") -> None:
+    answers = server.recorder.answers
+    server.recorder._start(request(request_id, range(1, 5000), tenant))  # 20 kB
+    answers.step([{"id": request_id, "at": 0, "tokens": [1], "text": "x", "state": "finished"}])
+
+
+def test_what_the_limit_drops_is_counted_and_named_and_what_runs_is_not_dropped(monkeypatch, tmp_path):
+    async def scene():
+        from starlette.datastructures import Headers
+
+        app, server = build(
+            monkeypatch, [], "--api-key", CLIENT, OTHER_CLIENT, engine=Engine(tmp_path), response_log_bytes=50_000
+        )
+        await started(server)
+        tenant = server.tenant(Headers({"Authorization": f"Bearer {CLIENT}"}))
+
+        said = []
+        monkeypatch.setattr(server_recorder.logger, "warning", lambda text, *_: said.append(text))
+        for name in ("runs-1", "runs-2"):
+            server.recorder._start(request(name, tenant=tenant))
+        for number in range(6):
+            end(server, f"chatcmpl-{number}", tenant)
+        async with client(app) as http:
+            states = [(await http.get(f"/torpor/requests/{n}")).status_code for n in (0, 1, 2, 3, 5, 6)]
+            assert states in ([410, 410, 410, 200, 200, 404], [410, 410, 410, 410, 200, 404])
+            gone = (await http.get("/torpor/requests/0/stream")).json()["error"]
+            assert gone["code"] == "not_found" and "dropped it to make room" in gone["what"]
+            assert "--torpor-response-log-bytes" in gone["next_step"]
+            async with client(app, OTHER_CLIENT) as other:
+                assert (await other.get("/torpor/requests/0")).status_code == 404
+            for name in ("runs-1", "runs-2"):
+                assert (await http.get(f"/torpor/requests/{name}")).json()["state"] == "running"
+            counts = (await http.get("/torpor/state")).json()["answers"]
+        dropped = states.count(410)
+        assert counts["dropped"] == dropped and counts["running"] == 2 and counts["ended"] == 6 - dropped
+        assert server.metrics.answers_dropped._value.get() == dropped
+        assert len([text for text in said if "the response log is full" in text]) == 1
+
+    run(scene())
+
+
+def test_a_large_limit_drops_nothing(monkeypatch, tmp_path):
+    async def scene():
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path), response_log_bytes=1 << 30)
+        await started(server)
+        for number in range(6):
+            end(server, f"chatcmpl-{number}")
+        assert server.recorder.answers.counts()["dropped"] == 0 and server.recorder.answers.counts()["ended"] == 6
+
+    run(scene())

@@ -1,0 +1,226 @@
+"""A server without a response log: what it refuses, what it keeps, and that it records nothing."""
+
+import asyncio
+import gc
+from types import SimpleNamespace
+
+import pytest
+from server_stubs import CLIENT, Engine, build, client, no_settings, run, started  # noqa: F401
+from servers import ALICE, Client, Reading, begin, make_server, sampling, until
+from torpor import _core
+from torpor.errors import Incompatible, InvalidArgument
+from torpor.vllm.scheduler_values import unstarted_request
+from torpor.vllm.values import sampling_to_value
+from vllm import SamplingParams
+
+OFF = {"response_log": "off"}
+NEEDS_THE_LOG = [
+    ("remote", "file:///somewhere"), ("remote_address", "http://here:1"), ("on_disconnect", "continue"),
+    ("on_wake_error", "recompute"), ("keep_answers", 60.0), ("log_sync", "always"), ("log_sync", "never"),
+    ("response_log_bytes", 1 << 20),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", NEEDS_THE_LOG)
+def test_what_needs_the_log_is_refused_by_its_name(monkeypatch, name, value):
+    from torpor.vllm.serve import take_options
+    from torpor.vllm.server.settings import Settings
+
+    Settings(**{name: value})
+    flag = f"--torpor-{name.replace('_', '-')}"
+    with pytest.raises(InvalidArgument, match=f"{flag} .* needs the response log") as problem:
+        Settings(**OFF, **{name: value})
+    assert flag in problem.value.next_step
+    for variable in ("TORPOR_SERVER_RESPONSE_LOG", f"TORPOR_SERVER_{name.upper()}"):  # so that they are put back
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    with pytest.raises(InvalidArgument, match=flag):  # before the engine's start
+        take_options(["model", "--torpor-response-log", "off", flag, str(value)])
+
+
+def test_what_does_not_need_the_log_goes_with_it():
+    from torpor.vllm.server.settings import Settings
+
+    Settings(
+        **OFF, on_wake_error="discard", checkpoint_every=3.0, wake_on_request=True, sleep_after=1.0, log_sync="second"
+    )
+
+
+def test_a_word_for_the_log_that_is_neither_is_refused(monkeypatch):
+    from torpor.vllm.server.settings import Settings
+
+    monkeypatch.setenv("TORPOR_SERVER_RESPONSE_LOG", "maybe")
+    with pytest.raises(InvalidArgument, match="TORPOR_SERVER_RESPONSE_LOG is 'maybe'.*on, off"):
+        Settings.from_environment()
+
+
+def test_its_routes_say_that_there_is_no_log_and_nothing_listens_to_the_engine(monkeypatch, tmp_path):
+    async def scene():
+        engine = Engine(tmp_path)
+        stock = dict(vars(engine.output_processor))
+        app, server = build(monkeypatch, [], "--api-key", CLIENT, engine=engine, **OFF)
+        await started(server)
+        assert server.state == "awake" and server.recorder is None
+        assert dict(vars(engine.output_processor)) == stock
+        async with client(app) as http:
+            path = "/torpor/requests/r"
+            for answer in [await http.get(path), await http.get(f"{path}/stream"), await http.delete(path)]:
+                assert answer.status_code == 409, answer.text
+                assert answer.json()["error"]["what"] == "this server has no response log"
+                assert "--torpor-response-log on" in answer.json()["error"]["next_step"]
+            state = (await http.get("/torpor/state")).json()
+            assert state["response_log"] == "off" and "answers" not in state
+        await server.checkpoint()
+        await server.sleep()
+        await server.wake_up()
+        assert server.state == "awake"
+
+    run(scene())
+    assert [path.name for path in (tmp_path / "answers").iterdir()] == ["LOCK"]
+
+
+def test_periodic_checkpoints_see_what_has_changed_without_the_log(monkeypatch):
+    _, server = build(monkeypatch, [], **OFF)
+    states, seen = server.engine.output_processor.request_states, [server.progress()]
+    tokens = [1]
+    states["a"] = SimpleNamespace(detokenizer=SimpleNamespace(num_output_tokens=lambda: len(tokens)))
+    seen.append(server.progress())
+    tokens.append(2)
+    seen.append(server.progress())
+    del states["a"]
+    server.begun += 1  # and has ended since
+    seen.append(server.progress())
+    assert all(one != other for n, one in enumerate(seen) for other in seen[n + 1 :])
+    assert server.progress() == seen[-1]
+
+
+def log_in(directory, **options) -> _core.DeliveryLog:
+    return _core.DeliveryLog({"directory": str(directory / "answers"), "engine": {"model": "tiny"}} | options)
+
+
+def server_on(monkeypatch, directory, **settings):
+    async def scene():
+        _, server = build(monkeypatch, [], engine=Engine(directory), **settings)
+        await started(server)
+        return server
+
+    return run(scene())
+
+
+def test_two_servers_do_not_use_one_directory_whichever_has_a_log(monkeypatch, tmp_path):
+    first = server_on(monkeypatch, tmp_path, **OFF)
+    assert first.state == "awake"
+    for settings in (OFF, {}):
+        second = server_on(monkeypatch, tmp_path, **settings)
+        assert second.state == "failed" and "another server uses" in str(second.problem) and second.restart_may_help()
+    first._directory.close()
+    logged = server_on(monkeypatch, tmp_path)
+    assert logged.state == "awake"
+    assert "another server uses" in str(server_on(monkeypatch, tmp_path, **OFF).problem)
+    del logged
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_answers_that_run_in_an_earlier_log_are_not_lost(monkeypatch, tmp_path, ended):
+    log = log_in(tmp_path)
+    request = unstarted_request("a", [1, 2], sampling_to_value(SamplingParams(max_tokens=4)), 0.0)
+    log.start({"request": request, "response": "a", "tenant": "", "choice": 0, "front": {"state": {}}})
+    if ended:
+        log.step([{"id": "a", "at": 0, "tokens": [1], "text": "x", "state": "finished", "finish_reason": "stop"}])
+    log.sync()
+    del log
+    server = server_on(monkeypatch, tmp_path, **OFF)
+    if ended:
+        assert server.state == "awake"
+    else:
+        assert server.state == "failed" and not server.restart_may_help()
+        told = str(server.problem)
+        assert "1 answers that still run" in told and "--torpor-response-log is off" in told
+    del server
+    gc.collect()
+    assert log_in(tmp_path).counts()["ended" if ended else "running"] == 1, "the log is not as it was"
+
+
+OTHER = Incompatible("max_num_seqs: checkpoint has 64, this engine has 32")
+
+
+@pytest.mark.parametrize(
+    "requests, settings, state",
+    [((), {}, "awake"), (("a",), {}, "failed"), (("a",), {"on_wake_error": "discard"}, "awake")],
+)
+def test_a_checkpoint_that_does_not_fit_is_left_only_where_it_has_no_request(
+    monkeypatch, tmp_path, requests, settings, state
+):
+    from torpor.vllm.server import unlogged
+
+    async def scene():
+        def read_checkpoint(path, key_file):
+            return SimpleNamespace(to_dict=lambda: {"scheduler": {"requests": [{"id": each} for each in requests]}})
+
+        monkeypatch.setattr(unlogged, "_core", SimpleNamespace(read_checkpoint=read_checkpoint))
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path, wakes_with=OTHER), **OFF, **settings)
+        await started(server)
+        assert server.state == state
+        assert (server.left_checkpoint is not None) == (requests == ())
+
+    run(scene())
+
+
+@pytest.mark.parametrize("log, words", [("off", "send it again"), ("on", "/torpor/requests/{id} of the next one")])
+def test_clients_are_told_what_they_can_do_when_the_server_ends(monkeypatch, log, words):
+    from torpor.vllm.server import ending
+
+    async def scene():
+        _, server = build(monkeypatch, [], response_log=log)
+        await started(server)
+        told = []
+        queue = SimpleNamespace(put=told.append)
+        server.engine.output_processor.request_states["a"] = SimpleNamespace(queue=queue)
+        await ending._goodbye(server)
+        assert [words in str(each) for each in told] == [True]
+
+    run(scene())
+
+
+# --- with a real server -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_requests_go_on_over_sleeps_and_a_restart_and_nothing_is_recorded(tiny_model, tmp_path):
+    directory = tmp_path / "torpor"
+    server = make_server(tiny_model, directory, "--torpor-response-log", "off", "--max-num-seqs", "16")
+
+    async def scene():
+        client = Client(server.url, ALICE)
+        try:
+            expected = Reading("expected")
+            await client.chat(expected, "Tell me about stars.", **sampling(1, 120))
+            for to in ("host", "disk"):
+                reading = Reading(f"over {to}")
+                task = asyncio.create_task(client.chat(reading, "Tell me about stars.", **sampling(1, 120)))
+                await until(lambda: reading.text)
+                assert (await client.post("/sleep", level=1, to=to))["requests"] == 1
+                await client.post("/wake_up")
+                await task
+                assert reading.text == expected.text and reading.interruptions == 0
+                assert (await client.http.get(f"/torpor/requests/over {to}")).status_code == 409
+            reading, task = begin(client, "drained", max_tokens=1500, extra_body={"ignore_eos": True})
+            await until(lambda: reading.text)
+            assert await asyncio.to_thread(server.terminate) == 0
+            task.cancel()
+            server.start()
+            await asyncio.to_thread(server.wait_until_ready)
+            log = server.log.read_text()
+            assert "1 requests go on, without clients (--torpor-response-log off)" in log
+            metrics = (await client.http.get("/metrics")).text
+            assert "torpor_requests_restored_total 1.0" in metrics
+        finally:
+            await client.close()
+
+    server.start()
+    try:
+        server.wait_until_ready()
+        asyncio.run(asyncio.wait_for(scene(), 300))
+        assert [path.name for path in (directory / "answers").iterdir()] == ["LOCK"]
+    finally:
+        server.stop()
