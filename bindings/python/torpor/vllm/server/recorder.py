@@ -121,7 +121,7 @@ class Recorder:
         lost = unrecordable(request)
         if not lost:
             try:
-                front = {"state": state_to_value(self._processor.request_states[request.request_id])}
+                front = {"state": state_to_value(state)}
                 return self._start(answer | {"request": new_request_to_value(request), "front": front})
             except (Unsupported, InvalidArgument) as problem:  # InvalidArgument: something of it is no plain value
                 lost = [problem.what]
