@@ -24,6 +24,7 @@ class SchedulerMixin:
 
     torpor_base: type  # the scheduler without torpor
     torpor_frozen = False
+    torpor_collects = False  # takes steps that compute nothing, for a KV connector that is not torpor's
     torpor_steps = 0
     torpor_unproven = 0  # KV blocks that a copy may still write into
     torpor_slots = None  # not asked for yet; False: nobody listens
@@ -36,6 +37,8 @@ class SchedulerMixin:
         Slots.of(self)  # it can be looked at, and stopped, before its first step
 
     def has_requests(self) -> bool:
+        if self.torpor_collects:
+            return True
         if self.torpor_frozen or (self.torpor_gate is not None and stands(self)):
             return False
         return super().has_requests()
