@@ -77,10 +77,9 @@ class Engine:
         slept = LEDGER.take()
         answers |= self.one.stopped()
         woken = self.llm.wake_up()
-        return {
-            "slept": slept, "woken": LEDGER.take(), "kept": report.kept_blocks, "awake": woken.fully_awake,
-            "same": self.is_as_expected(answers),
-        }  # fmt: skip
+        result = {"slept": slept, "woken": LEDGER.take(), "kept": report.kept_blocks, "awake": woken.fully_awake}
+        result["same"] = self.is_as_expected(answers)
+        return result | {"recomputed": self.scheduler.torpor_recomputed}
 
     def is_refused_while_transfers_do_not_end(self) -> dict:
         answers = self.begin(held=True)
@@ -88,6 +87,11 @@ class Engine:
         refused |= {"asleep": self.llm.is_sleeping(), "events": LEDGER.take()}
         LEDGER.held = False
         return refused | {"same": self.is_as_expected(answers)}
+
+    def is_refused(self) -> dict:
+        answers = self.begin(held=False)
+        refused = self.refused(lambda: self.llm.sleep(level=1, preserve_state=True))
+        return refused | {"asleep": self.llm.is_sleeping(), "same": self.is_as_expected(answers)}
 
     def fails_to_unregister(self) -> dict:
         answers = self.begin(held=False)
@@ -164,7 +168,7 @@ class Engine:
         answers = self.begin(held=False)
         refused = {
             "disk": self.refused(lambda: self.llm.sleep(level=1, preserve_state=True, to="disk"))["what"],
-            "checkpoint": self.refused(self.llm.torpor.checkpoint)["what"],
+            "checkpoint": self.refused(self.llm.checkpoint)["what"],
         }
         self.llm.sleep(level=1, preserve_state=True)
         answers |= self.one.stopped()

@@ -124,7 +124,8 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         LEDGER.may_fail("unregister")
         assert not LEDGER.open, f"unregistered while {sorted(LEDGER.open)} are open"
         if self._registered:
-            self._content = {block.block_id: self._read(block.block_id) for block in LEDGER.pool.blocks[1:] if block.ref_cnt > 0}
+            used = [block.block_id for block in LEDGER.pool.blocks[1:] if block.ref_cnt > 0]
+            self._content = {block: self._read(block) for block in used}
         self._registered = False
         LEDGER.events.append("unregister")
 

@@ -84,11 +84,11 @@ def open_transfers(scheduler) -> list[str]:
     requests, connector = scheduler.requests.values(), scheduler.connector
     counts = {
         "requests that wait for KV": sum(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in requests),
-        "ended requests whose KV it still holds": sum(r.is_finished() for r in requests),
+        "ended requests whose KV it holds": sum(r.is_finished() for r in requests),
         "deferred loads": len(getattr(scheduler, "deferred_loads", ())),
         "deferred frees of blocks": len(scheduler.deferred_frees),
     }
-    found = [f"{count} {what}" for what, count in counts.items() if count > 0]
+    found = [f"{what} ({count})" for what, count in counts.items() if count > 0]
     if connector.has_pending_block_frees() or connector.has_pending_push_work():
         found.append("transfers that no request waits for")
     return found
