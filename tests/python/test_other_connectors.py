@@ -35,7 +35,10 @@ def both(*connectors: dict) -> dict:
 
 
 def scenarios(zygote, model, folder, transfer: dict, *names: str) -> dict:
-    return result_of(zygote.run([PROCESS, model, folder, json.dumps(transfer), *names], timeout=300))
+    result = result_of(zygote.run([PROCESS, model, folder, json.dumps(transfer), *names], timeout=300))
+    failed = {name: of["error"] for name, of in result.items() if "error" in of}
+    assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
+    return result
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
