@@ -1,6 +1,6 @@
 """A KV connector of the tests that is not torpor's. It sends the KV of each request that ends, and loads what was sent.
 
-Both sides live in one process and share LEDGER. A transfer takes as many steps as LEDGER says, and its bytes move in the
+Both sides share LEDGER, where they live in one process; else nothing is loaded. A transfer takes as many steps as LEDGER says, and its bytes move in the
 last one. The connector is as strict as one that registers memory with a network card: it raises if a transfer finds no
 registration, if it is to unregister while a transfer is open, and if it is to restore before the KV is what it was.
 """
@@ -35,12 +35,6 @@ class Ledger:
         events, self.events = self.events, []
         return events
 
-    def may_fail(self, hook: str) -> None:
-        if hook in self.failures:
-            self.failures.remove(hook)
-            self.events.append(f"{hook} fails")
-            raise RuntimeError(f"scripted failure of {hook}")
-
 
 LEDGER = Ledger()
 
@@ -71,6 +65,10 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         self._loading: list[Transfer] = []
         self._sending: list[Transfer] = []
         self._content: dict[int, list] = {}  # of blocks in use, when it unregistered
+        extra, rank = self._kv_transfer_config.kv_connector_extra_config, vllm_config.parallel_config.rank
+        self._log = f"{extra['log']}/{rank}" if "log" in extra and role is KVConnectorRole.WORKER else None
+        if self._log and rank == extra["failing_rank"]:
+            LEDGER.failures = ["unregister"]
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config) -> bool:
@@ -116,26 +114,39 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- workers ---
 
+    def _tell(self, event: str) -> None:
+        LEDGER.events.append(event)
+        if self._log:
+            with open(self._log, "a") as log:
+                log.write(f"{event}\n")
+
+    def _may_fail(self, hook: str) -> None:
+        if hook in LEDGER.failures:
+            LEDGER.failures.remove(hook)
+            self._tell(f"{hook} fails")
+            raise RuntimeError(f"scripted failure of {hook}")
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._caches = list(kv_caches.values())
         self._registered = True
 
     def unregister_kv_caches(self) -> None:
-        LEDGER.may_fail("unregister")
+        self._may_fail("unregister")
         assert not LEDGER.open, f"unregistered while {sorted(LEDGER.open)} are open"
-        if self._registered:
+        assert not self._loading and not self._sending, "unregistered while transfers are under way"
+        if self._registered and LEDGER.pool is not None:
             used = [block.block_id for block in LEDGER.pool.blocks[1:] if block.ref_cnt > 0]
             self._content = {block: self._read(block) for block in used}
         self._registered = False
-        LEDGER.events.append("unregister")
+        self._tell("unregister")
 
     def restore_kv_caches(self) -> None:
-        LEDGER.may_fail("restore")
+        self._may_fail("restore")
         for block, before in self._content.items():
             same = all(torch.equal(one, other) for one, other in zip(before, self._read(block), strict=True))
             assert same, f"restored while block {block} has other content"
         self._content, self._registered = {}, True
-        LEDGER.events.append("restore")
+        self._tell("restore")
 
     def start_load_kv(self, forward_context, **kwargs) -> None:
         meta = self._get_connector_metadata()
@@ -169,8 +180,8 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _end(self, kind: str, transfers: list[Transfer]) -> set[str]:
         for transfer in transfers:
-            LEDGER.open.remove(f"{kind} {transfer.request}")
-            LEDGER.events.append(kind)
+            LEDGER.open.discard(f"{kind} {transfer.request}")
+            self._tell(kind)
         return {transfer.request for transfer in transfers}
 
     def _read(self, block: int) -> list[torch.Tensor]:

@@ -169,6 +169,26 @@ def test_an_older_vllm_refuses_it_by_name(zygote, tiny_model, tmp_path):
     assert not of["changed"] and not of["asleep"] and of["same"]
 
 
+@pytest.mark.slow
+@pytest.mark.core
+@since_0_33
+def test_two_ranks_in_processes_of_their_own_follow_together(zygote, tiny_model, tmp_path):
+    """One fails to unregister, so that both are restored."""
+    (logs := tmp_path / "logs").mkdir()
+    transfer = SCRIPTED | {"kv_connector_extra_config": {"log": str(logs), "failing_rank": 1}}
+    words = [PROCESS.with_name("other_connectors_ranks_process.py"), tiny_model, tmp_path, json.dumps(transfer)]
+    of = result_of(zygote.run(words, timeout=300))
+    assert "unregister_kv_caches() of rank 1" in of["refused"] and not of["asleep_after_it"] and of["asleep"], of
+    assert of["same"]
+    slept_and_woke = ["unregister", "restore"]
+    told = [(logs / rank).read_text().split("\n") for rank in ("0", "1")]
+    assert [each for each in told[0] if each in slept_and_woke] == slept_and_woke * 2
+    assert [each for each in told[1] if each.split(" ")[0] in slept_and_woke] == [
+        "unregister fails", "restore", *slept_and_woke,
+    ]  # fmt: skip
+    assert all(rank.index("send") < rank.index("restore") for rank in told)
+
+
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 

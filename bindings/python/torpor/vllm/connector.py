@@ -112,9 +112,10 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler:
             ranks = [metadata[rank] for rank in sorted(metadata)]
             if not all(isinstance(rank, RankIsReady) for rank in ranks):  # MultiConnector hands on one connector's only
+                other = next(type(rank).__name__ for rank in ranks if not isinstance(rank, RankIsReady))
                 raise Unsupported(
-                    f"torpor's KV connector behind one that gives {type(ranks[0]).__name__}, inside MultiConnector",
-                    "name torpor's connector first, or use one of them",
+                    f"torpor's KV connector inside MultiConnector beside one with a handshake of its own ({other})",
+                    "use one of them",
                 )
             self.scheduler.ranks_are_ready(ranks)
 
