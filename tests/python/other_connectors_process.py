@@ -168,7 +168,14 @@ class Engine:
         refused = self.refused(lambda: self.llm.sleep(level=1, preserve_state=True))
         self.llm.wake_up()
         LEDGER.held = False
-        return refused | {"slept": slept, "woken": LEDGER.take(), "same": self.is_as_expected(answers)}
+        refused |= {"slept": slept, "woken": LEDGER.take(), "same": self.is_as_expected(answers)}
+        answers = self.begin(held=False)
+        self.llm.sleep(level=0)
+        self.llm.sleep(level=1, preserve_state=False, mode="keep")
+        refused["deeper"] = LEDGER.take()
+        answers |= self.one.stopped()
+        self.llm.wake_up()
+        return refused | {"same_after_deeper": self.is_as_expected(answers)}
 
     def keeps_nothing_for_a_new_process(self) -> dict:
         answers = self.begin(held=False)

@@ -136,6 +136,8 @@ def test_a_pause_needs_nothing_of_it(alone):
     of = alone["pauses"]
     assert of["slept"] == of["woken"] == [] and of["same"], of
     assert of["kind"] == "Unsupported" and "a KV connector with requests that wait for KV (1)" in of["what"]
+    assert sorted(of["deeper"][:-1]) == sorted(ENDED[:-1]) and of["deeper"][-1] == "unregister", of
+    assert of["same_after_deeper"]
 
 
 @pytest.mark.slow
@@ -256,3 +258,8 @@ def test_where_one_of_two_ranks_fails_both_are_restored(failing):
     other.restore(undoing=False)
     other.restore(undoing=False)
     assert called.count("restore_kv_caches") == 1 + 2 + 2 + 1
+    called.clear()
+    connector.has_pending_push_work = lambda: True
+    with pytest.raises(errors.Unsupported, match="ScriptedConnector has transfers that no request waits for"):
+        other.unregister()
+    assert called == []

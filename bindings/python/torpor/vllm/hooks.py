@@ -274,6 +274,7 @@ class VllmHooks:
         """Of a sleep, the last that a KV connector hears of before it unregisters: requests that end may be sent."""
         watch_recomputation(self.scheduler)
         self.other_connector.restore(undoing=False)  # where the sleep could not keep the requests after all
+        self.other_connector.finish_transfers()  # of an engine that was only paused
         if self.other_connector.follows and mode != "abort":
             connector_sleep.take_back_loaded(self.scheduler)
         with connector_sleep.tiers_kept(self.scheduler):
