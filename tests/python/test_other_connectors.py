@@ -13,7 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from torpor import errors
-from torpor.vllm import other_connectors
+from torpor.vllm import configuration, other_connectors
 from torpor.vllm.connector_options import CLASS, MODULE
 
 PROCESS = Path(__file__).parent / "other_connectors_process.py"
@@ -198,6 +198,16 @@ def refusals(transfer: dict | None, ranks: int = 1, stages: int = 1) -> list[str
     parallel = SimpleNamespace(data_parallel_size=ranks, pipeline_parallel_size=stages)
     config = None if transfer is None else KVTransferConfig(**transfer)
     return other_connectors.refusals(SimpleNamespace(kv_transfer_config=config, parallel_config=parallel))
+
+
+def test_the_rust_front_end_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    configuration.refuse_rust_front_end()  # of this process, which is no server
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", "model"])
+    with pytest.raises(errors.Unsupported, match="Rust front end"):
+        configuration.refuse_rust_front_end()
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    configuration.refuse_rust_front_end()
 
 
 def test_none_and_torpors_are_not_refused():

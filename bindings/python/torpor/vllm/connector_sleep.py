@@ -66,6 +66,20 @@ def take_back_loaded(scheduler) -> None:
         scheduler.waiting.prepend_request(request)
 
 
+def let_those_with_blocks_go_first(scheduler) -> None:
+    """Called before each Scheduler.schedule(). A request whose KV could not be loaded holds no blocks any more, and yet
+    may stand among those that do, and vLLM keeps room for it as for a load under way. Where the others hold all the
+    room, or enough loads failed, nothing would ever run."""
+    ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    if failed := [r for r in scheduler.kv_holding_waiting if r.num_computed_tokens == 0 and r.status in ready]:
+        scheduler.kv_holding_waiting.remove_requests(failed)
+        for request in reversed(failed):
+            scheduler.waiting.prepend_request(request)
+    # In either queue: vLLM moves those for which it has no answer of the connector yet.
+    if without_blocks := [r for r in scheduler._inflight_prefills if r.num_computed_tokens == 0 and r.status in ready]:
+        scheduler._inflight_prefills.difference_update(without_blocks)
+
+
 def tell_of_requests(scheduler) -> None:
     if (side := side_of(scheduler)) is not None:
         for request in scheduler.requests.values():

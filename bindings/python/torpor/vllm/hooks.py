@@ -19,6 +19,7 @@ from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.late_blocks import LateBlocks
 from torpor.vllm.other_connectors import OtherConnector, open_transfers
+from torpor.vllm.scheduler import watch_recomputation
 from torpor.vllm.support import lost_in_a_new_process, unsupported_engine, unsupported_scheduler
 
 _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
@@ -99,11 +100,11 @@ class VllmHooks:
         self._quiet = True
         try:
             began = time.monotonic()
-            self._finish_batches(None if timeout is None else began + timeout)
+            self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self._stands_since = time.monotonic()
             if self._frees_memory():
                 self.other_connector.finish_transfers(timeout and timeout - (self._stands_since - began))
-                let_those_with_blocks_go_first(self.scheduler)
+                connector_sleep.let_those_with_blocks_go_first(self.scheduler)
             if (side := connector_sleep.side_of(self.scheduler)) is not None and connector_sleep.is_alone(self.scheduler):
                 connector_sleep.finish_transfers(self.core, side)
             self._rpc("torpor_settle")
@@ -445,36 +446,3 @@ class VllmHooks:
         """The same for later; workers in this process have done it before this returns."""
         weight_updates.check_answered(self.core)
         return self.core.model_executor.collective_rpc(method, args=arguments, non_block=True)
-
-
-def watch_recomputation(scheduler: Scheduler) -> None:
-    """From now on counts every token position that is scheduled although its KV exists at this moment."""
-    scheduler.torpor_computed = {
-        request_id: request.num_computed_tokens for request_id, request in scheduler.requests.items()
-    }
-    scheduler.torpor_recomputed = 0
-
-
-def let_those_with_blocks_go_first(scheduler: Scheduler) -> None:
-    """Called before each Scheduler.schedule(). A request whose KV could not be loaded holds no blocks any more, and yet
-    may stand among those that do, and vLLM keeps room for it as for a load under way. Where the others hold all the
-    room, or enough loads failed, nothing would ever run."""
-    ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-    if failed := [r for r in scheduler.kv_holding_waiting if r.num_computed_tokens == 0 and r.status in ready]:
-        scheduler.kv_holding_waiting.remove_requests(failed)
-        for request in reversed(failed):
-            scheduler.waiting.prepend_request(request)
-    # In either queue: vLLM moves those for which it has no answer of the connector yet.
-    if without_blocks := [r for r in scheduler._inflight_prefills if r.num_computed_tokens == 0 and r.status in ready]:
-        scheduler._inflight_prefills.difference_update(without_blocks)
-
-
-def count_recomputed(scheduler: Scheduler, scheduled: dict[str, int]) -> None:
-    """Called after each Scheduler.schedule() with its num_scheduled_tokens."""
-    computed = getattr(scheduler, "torpor_computed", None)
-    if not computed:
-        return
-    for request_id, count in scheduled.items():
-        if (reached := computed.get(request_id)) is not None:
-            start = scheduler.requests[request_id].num_computed_tokens - count
-            scheduler.torpor_recomputed += max(0, min(count, reached - start))
