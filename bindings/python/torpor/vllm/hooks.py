@@ -102,7 +102,7 @@ class VllmHooks:
             began = time.monotonic()
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self._stands_since = time.monotonic()
-            if self._frees_memory():
+            if self.other_connector.follows and self._frees_memory():
                 self.other_connector.finish_transfers(timeout and timeout - (self._stands_since - began))
                 connector_sleep.let_those_with_blocks_go_first(self.scheduler)
             if (side := connector_sleep.side_of(self.scheduler)) is not None and connector_sleep.is_alone(self.scheduler):

@@ -99,8 +99,8 @@ class OtherConnector:
 
     def __init__(self, core):
         self._core = core
-        transfer = core.vllm_config.kv_transfer_config
-        other = transfer is not None and not is_ours(transfer) and core.scheduler.connector is not None
+        transfer = None if core.scheduler.connector is None else core.vllm_config.kv_transfer_config
+        other = transfer is not None and not is_ours(transfer)
         self.follows = other and not refusals(core.vllm_config)  # False: there is none, or it is refused
         self._name = getattr(transfer, "kv_connector", None)
         self._registered = True  # on all ranks
