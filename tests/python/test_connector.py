@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from torpor import _core
 from torpor.errors import InvalidArgument
 from torpor.vllm.connector_options import ConnectorOptions, size
-from torpor.vllm.hooks import let_those_with_blocks_go_first
+from torpor.vllm.connector_sleep import let_those_with_blocks_go_first
 from torpor.vllm.options import Options
 
 PROCESS = Path(__file__).parent / "connector_process.py"

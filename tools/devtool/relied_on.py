@@ -40,7 +40,11 @@ RELIED_ON = {
     f"{_SCHEDULER}._handle_blocked_waiting_request": "connector_sleep.py lets loaded requests run by it",
     f"{_SCHEDULER}.reset_prefix_cache": "connector_sleep.py: what it takes back of running requests",
     f"{_SCHEDULER}.has_requests": "hooks.py: a frozen engine has none",
-    # The engine core: pauses, and what a wake ends.
+    f"{_SCHEDULER}._update_from_kv_xfer_finished": "other_connectors.py: when a transfer has ended",
+    f"{_SCHEDULER}._free_request": "other_connectors.py: whose blocks a connector still holds",
+    # The engine core: steps that compute nothing, pauses, and what a wake ends.
+    f"{_CORE}.EngineCore.step": "other_connectors.py ends transfers by it",
+    f"{_CORE}.EngineCore.step_with_batch_queue": "other_connectors.py ends transfers by it",
     f"{_CORE}.EngineCoreProc.pause_scheduler": "hooks.py pauses and drops requests by it",
     f"{_CORE}.EngineCoreProc.pause_generation": "hooks.py keeps its answer to new requests over a sleep",
     f"{_CORE}.EngineCoreProc.resume_scheduler": "hooks.py ends a pause as it does",

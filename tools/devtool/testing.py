@@ -44,7 +44,7 @@ SERVERS = [
 ]
 BUT_SERVERS = ["tests/python", *(f"--ignore={path}" for path in SERVERS)]
 # Files of tests/python with tests that are marked as the core, for every known vLLM; test_gpu_path.py has some too.
-CORE = ("identity", "new_process", "features", "server", "golden_contracts", "refusals")
+CORE = ("identity", "new_process", "features", "server", "golden_contracts", "refusals", "other_connectors")
 
 
 @dataclass

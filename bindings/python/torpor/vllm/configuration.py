@@ -5,7 +5,10 @@ vLLM finishes its configuration in every process that copies it, so all of this 
 
 from __future__ import annotations
 
-from torpor.errors import InvalidArgument
+import os
+import sys
+
+from torpor.errors import InvalidArgument, Unsupported
 from torpor.vllm import connector_options, scheduler, worker
 from torpor.vllm.options import Options, names_torpor, has_torpor_backend, holds_memory_of
 
@@ -17,6 +20,7 @@ def finish(vllm_config) -> None:
     options = Options.of(vllm_config)
     if not options.enabled:
         return
+    refuse_rust_front_end()
     _choose_sleep_backend(vllm_config, options)
     _choose_connector(vllm_config, options)
     holds = holds_memory_of(vllm_config)
@@ -24,6 +28,12 @@ def finish(vllm_config) -> None:
         scheduler.choose(vllm_config)
     if holds or has_torpor_backend(vllm_config):
         worker.choose(vllm_config)
+
+
+def refuse_rust_front_end() -> None:
+    """`vllm serve` starts vLLM's Rust front end, since 0.33, if this variable says so. It loads no Python routes."""
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0") and sys.argv[1:2] == ["serve"]:
+        raise Unsupported("torpor behind vLLM's Rust front end", "unset VLLM_USE_RUST_FRONTEND")
 
 
 def _choose_sleep_backend(vllm_config, options: Options) -> None:

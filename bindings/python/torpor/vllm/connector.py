@@ -93,6 +93,14 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Report | None:
         return self.worker.take_report() if self.worker else None
 
+    def unregister_kv_caches(self) -> None:
+        """Before a sleep inside vLLM's MultiConnector, since vLLM 0.33. torpor's memory knows where the KV cache lies."""
+        if self.worker:
+            self.worker.wait()
+
+    def restore_kv_caches(self) -> None:
+        """After that sleep."""
+
     # --- the scheduler ---
 
     def bind_kv_cache_manager(self, kv_cache_manager) -> None:
@@ -102,7 +110,14 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict) -> None:
         if self.scheduler:
-            self.scheduler.ranks_are_ready([metadata[rank] for rank in sorted(metadata)])
+            ranks = [metadata[rank] for rank in sorted(metadata)]
+            if not all(isinstance(rank, RankIsReady) for rank in ranks):  # MultiConnector hands on one connector's only
+                other = next(type(rank).__name__ for rank in ranks if not isinstance(rank, RankIsReady))
+                raise Unsupported(
+                    f"torpor's KV connector inside MultiConnector beside one with a handshake of its own ({other})",
+                    "use one of them",
+                )
+            self.scheduler.ranks_are_ready(ranks)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self.scheduler.match(request, num_computed_tokens) if self.scheduler else 0

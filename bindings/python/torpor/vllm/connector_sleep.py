@@ -12,11 +12,17 @@ from torpor.vllm import connector_options
 
 
 def side_of(scheduler):
-    """SchedulerSide, where torpor's connector is switched on; else None."""
-    config = getattr(scheduler, "vllm_config", None)
-    if config is None or not connector_options.is_ours(config.kv_transfer_config):
-        return None
-    return scheduler.connector.scheduler
+    """SchedulerSide, where torpor's connector is switched on, perhaps inside vLLM's MultiConnector; else None."""
+    connector = getattr(scheduler, "connector", None)
+    for each in (connector, *getattr(connector, "sub_connectors", ())):
+        if type(each).__name__ == connector_options.CLASS:
+            return each.scheduler
+    return None
+
+
+def is_alone(scheduler) -> bool:
+    """Whether torpor's connector is the engine's only one."""
+    return type(scheduler.connector).__name__ == connector_options.CLASS
 
 
 def finish_transfers(core, side) -> None:
@@ -39,6 +45,16 @@ def tiers_kept(scheduler):
     if side is None:
         yield
         return
+    take_back_loaded(scheduler)
+    side.kept = True
+    try:
+        yield
+    finally:
+        side.kept = False
+
+
+def take_back_loaded(scheduler) -> None:
+    """Free the KV of requests that have it without running: a connector has loaded it. They are computed again."""
     # vLLM takes back the blocks of running requests only. It keeps blocks free for prefills in flight, which these are
     # not any more.
     holding = [request for request in scheduler.kv_holding_waiting if request.num_computed_tokens > 0]
@@ -48,11 +64,20 @@ def tiers_kept(scheduler):
         scheduler._inflight_prefills.discard(request)
         request.num_computed_tokens = 0
         scheduler.waiting.prepend_request(request)
-    side.kept = True
-    try:
-        yield
-    finally:
-        side.kept = False
+
+
+def let_those_with_blocks_go_first(scheduler) -> None:
+    """Called before each Scheduler.schedule(). A request whose KV could not be loaded holds no blocks any more, and yet
+    may stand among those that do, and vLLM keeps room for it as for a load under way. Where the others hold all the
+    room, or enough loads failed, nothing would ever run."""
+    ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    if failed := [r for r in scheduler.kv_holding_waiting if r.num_computed_tokens == 0 and r.status in ready]:
+        scheduler.kv_holding_waiting.remove_requests(failed)
+        for request in reversed(failed):
+            scheduler.waiting.prepend_request(request)
+    # In either queue: vLLM moves those for which it has no answer of the connector yet.
+    if without_blocks := [r for r in scheduler._inflight_prefills if r.num_computed_tokens == 0 and r.status in ready]:
+        scheduler._inflight_prefills.difference_update(without_blocks)
 
 
 def tell_of_requests(scheduler) -> None:

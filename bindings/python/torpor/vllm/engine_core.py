@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
@@ -70,7 +72,8 @@ class EngineSide:
         """
         timeout = options.get("timeout")
         if not self.controller.is_sleeping():
-            self.hooks.quiesce(None if timeout is None or timeout < 0 else timeout)
+            with self._falling_asleep({"level": options.get("level", 0)}):
+                self.hooks.quiesce(None if timeout is None or timeout < 0 else timeout)
             self.hooks.ask_workers()
         return {
             request_id: len(request._output_token_ids) for request_id, request in self.hooks.scheduler.requests.items()
@@ -103,9 +106,24 @@ class EngineSide:
         self.hooks.for_new_process = _makes_checkpoint(options)
         self.hooks.pause_travels = True
         try:
-            return self._with_bound(lambda: self.controller.sleep(options))
+            with self._falling_asleep(options):
+                return self._with_bound(lambda: self.controller.sleep(options))
         finally:
             self.hooks.pause_travels = False
+
+    @contextmanager
+    def _falling_asleep(self, options: dict) -> Iterator[None]:
+        self.hooks.falling_asleep = options
+        try:
+            yield
+        finally:
+            self.hooks.falling_asleep = None
+
+    def release_kv_cache(self) -> None:
+        """Its requests are computed again after the wake."""
+        options = {"level": 1, "in_flight": "recompute", "tags": ["kv_cache"]}
+        with self._falling_asleep(options):
+            self.controller.sleep(options)
 
     def checkpoint(self, options: dict) -> dict:
         self.hooks.for_new_process = True
@@ -244,7 +262,7 @@ class EngineCoreMixin:
         side = _side(self)
         if set(side.controller.state()["tags"].values()) - {"attached"}:
             raise RuntimeError("release_kv_cache_memory() requires all executor memory to be resident")
-        side.controller.sleep({"level": 1, "in_flight": "recompute", "tags": ["kv_cache"]})
+        side.release_kv_cache()
         side.hooks.end_pause()
 
 

@@ -18,6 +18,8 @@ from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.late_blocks import LateBlocks
+from torpor.vllm.other_connectors import OtherConnector, open_transfers
+from torpor.vllm.scheduler import watch_recomputation
 from torpor.vllm.support import lost_in_a_new_process, unsupported_engine, unsupported_scheduler
 
 _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
@@ -29,6 +31,8 @@ class VllmHooks:
     def __init__(self, core):
         self.core = core
         self.scheduler: Scheduler = core.scheduler
+        self.other_connector = OtherConnector(core)
+        self.falling_asleep: dict | None = None  # options of the sleep under way; perhaps it is only being prepared
         self._before_stand = PauseState.UNPAUSED  # what go_on() puts back
         self._stand_callback: Callable | None = None  # of the idle engine: all ranks stand
         self._quiet = False  # between quiesce() and resume()
@@ -51,7 +55,12 @@ class VllmHooks:
 
     def unsupported(self) -> list[str]:
         found = unsupported_engine(self.core.vllm_config)
-        found += unsupported_scheduler(self.scheduler, self.for_new_process)
+        follows = self.other_connector.follows
+        found += unsupported_scheduler(self.scheduler, self.for_new_process, transfers_end=follows and not self._quiet)
+        if follows and self._quiet:
+            found += [f"a KV connector with {each}" for each in open_transfers(self.scheduler)]
+        if follows and self.for_new_process:
+            found.append("a KV connector, whose own state a new process would lose; host memory keeps it")
         asked, self._asked = self._asked, None
         self._workers = workers = asked.result() if asked is not None else self._rpc("torpor_describe")
         if any(not w["v2"] and w["device_type"] != "cpu" for w in workers):
@@ -90,14 +99,25 @@ class VllmHooks:
             self._freeze()
         self._quiet = True
         try:
+            began = time.monotonic()
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self._stands_since = time.monotonic()
-            if (side := connector_sleep.side_of(self.scheduler)) is not None:
+            if self.other_connector.follows and self._frees_memory():
+                self.other_connector.finish_transfers(timeout and timeout - (self._stands_since - began))
+                connector_sleep.let_those_with_blocks_go_first(self.scheduler)
+            if (side := connector_sleep.side_of(self.scheduler)) is not None and connector_sleep.is_alone(self.scheduler):
                 connector_sleep.finish_transfers(self.core, side)
             self._rpc("torpor_settle")
         except BaseException:
             self.resume()
             raise
+
+    def _frees_memory(self) -> bool:
+        return self.falling_asleep is not None and self.falling_asleep.get("level", 1) > 0
+
+    def _frees_kv(self) -> bool:
+        """Of a wake that is undone nobody knows; what is unregistered without need is registered again."""
+        return self.falling_asleep is None or "kv_cache" in (self.falling_asleep.get("tags") or ("kv_cache",))
 
     def _freeze(self) -> None:
         """The engine takes no further step, not even the empty one that vLLM would take to hand over the ids of
@@ -252,9 +272,16 @@ class VllmHooks:
         return fingerprint(self.core.vllm_config, self.scheduler, self._workers or self._rpc("torpor_describe"))
 
     def drop_requests(self, mode: str) -> None:
+        """Of a sleep, the last that a KV connector hears of before it unregisters: requests that end may be sent."""
         watch_recomputation(self.scheduler)
+        self.other_connector.restore(undoing=False)  # where the sleep could not keep the requests after all
+        self.other_connector.finish_transfers()  # of an engine that was only paused
+        if self.other_connector.follows and mode != "abort":
+            connector_sleep.take_back_loaded(self.scheduler)
         with connector_sleep.tiers_kept(self.scheduler):
             self._pause("abort" if mode == "abort" else "keep")
+        if self.falling_asleep is not None and self._frees_kv():
+            self.other_connector.unregister()
 
     def _pause(self, mode: str) -> None:
         """What vLLM's pause does with requests and caches, of an engine that stands still already."""
@@ -262,6 +289,7 @@ class VllmHooks:
             aborted = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
             if (send := getattr(self.core, "_send_abort_outputs", None)) is not None:  # to another process
                 send(aborted)
+            self.other_connector.finish_transfers()  # else blocks that are being sent would keep their hashes
         state = self.scheduler.pause_state
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # else vLLM warns of requests in progress
         try:
@@ -287,10 +315,14 @@ class VllmHooks:
                 request.update_block_hashes()
 
     def release_derived(self) -> None:
+        """Of a sleep that keeps no requests, drop_requests() follows and unregisters."""
+        if self._frees_kv() and (self.falling_asleep is None or self.falling_asleep.get("preserve_state")):
+            self.other_connector.unregister()
         self._rpc("torpor_release_derived")
 
     def rebuild_derived(self) -> None:
         self._rpc("torpor_rebuild_derived")
+        self.other_connector.restore(undoing=self.falling_asleep is not None)
 
     def reconnect(self, workers: list[dict]) -> None:
         self._rpc("torpor_reconnect", workers)
@@ -415,36 +447,3 @@ class VllmHooks:
         """The same for later; workers in this process have done it before this returns."""
         weight_updates.check_answered(self.core)
         return self.core.model_executor.collective_rpc(method, args=arguments, non_block=True)
-
-
-def watch_recomputation(scheduler: Scheduler) -> None:
-    """From now on counts every token position that is scheduled although its KV exists at this moment."""
-    scheduler.torpor_computed = {
-        request_id: request.num_computed_tokens for request_id, request in scheduler.requests.items()
-    }
-    scheduler.torpor_recomputed = 0
-
-
-def let_those_with_blocks_go_first(scheduler: Scheduler) -> None:
-    """Called before each Scheduler.schedule(). A request whose KV could not be loaded holds no blocks any more, and yet
-    may stand among those that do, and vLLM keeps room for it as for a load under way. Where the others hold all the
-    room, or enough loads failed, nothing would ever run."""
-    ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-    if failed := [r for r in scheduler.kv_holding_waiting if r.num_computed_tokens == 0 and r.status in ready]:
-        scheduler.kv_holding_waiting.remove_requests(failed)
-        for request in reversed(failed):
-            scheduler.waiting.prepend_request(request)
-    # In either queue: vLLM moves those for which it has no answer of the connector yet.
-    if without_blocks := [r for r in scheduler._inflight_prefills if r.num_computed_tokens == 0 and r.status in ready]:
-        scheduler._inflight_prefills.difference_update(without_blocks)
-
-
-def count_recomputed(scheduler: Scheduler, scheduled: dict[str, int]) -> None:
-    """Called after each Scheduler.schedule() with its num_scheduled_tokens."""
-    computed = getattr(scheduler, "torpor_computed", None)
-    if not computed:
-        return
-    for request_id, count in scheduled.items():
-        if (reached := computed.get(request_id)) is not None:
-            start = scheduler.requests[request_id].num_computed_tokens - count
-            scheduler.torpor_recomputed += max(0, min(count, reached - start))

@@ -10,7 +10,7 @@ import logging
 import time
 
 from torpor.vllm import grammar, plugin
-from torpor.vllm.hooks import count_recomputed, let_those_with_blocks_go_first
+from torpor.vllm.connector_sleep import let_those_with_blocks_go_first
 from torpor.vllm.named_mixins import NamedMixins, resolved
 from torpor.vllm.slots import Slots, is_torpors, stands
 
@@ -24,6 +24,7 @@ class SchedulerMixin:
 
     torpor_base: type  # the scheduler without torpor
     torpor_frozen = False
+    torpor_collects = False  # takes steps that compute nothing, for a KV connector that is not torpor's
     torpor_steps = 0
     torpor_unproven = 0  # KV blocks that a copy may still write into
     torpor_slots = None  # not asked for yet; False: nobody listens
@@ -36,6 +37,8 @@ class SchedulerMixin:
         Slots.of(self)  # it can be looked at, and stopped, before its first step
 
     def has_requests(self) -> bool:
+        if self.torpor_collects:
+            return True
         if self.torpor_frozen or (self.torpor_gate is not None and stands(self)):
             return False
         return super().has_requests()
@@ -57,6 +60,25 @@ class SchedulerMixin:
         if slots:
             slots.step(self, output, began)
         return output
+
+
+def watch_recomputation(scheduler) -> None:
+    """From now on counts every token position that is scheduled although its KV exists at this moment."""
+    scheduler.torpor_computed = {
+        request_id: request.num_computed_tokens for request_id, request in scheduler.requests.items()
+    }
+    scheduler.torpor_recomputed = 0
+
+
+def count_recomputed(scheduler, scheduled: dict[str, int]) -> None:
+    """Called after each Scheduler.schedule() with its num_scheduled_tokens."""
+    computed = getattr(scheduler, "torpor_computed", None)
+    if not computed:
+        return
+    for request_id, count in scheduled.items():
+        if (reached := computed.get(request_id)) is not None:
+            start = scheduler.requests[request_id].num_computed_tokens - count
+            scheduler.torpor_recomputed += max(0, min(count, reached - start))
 
 
 _MADE = NamedMixins(__name__, SchedulerMixin, _STOCK)

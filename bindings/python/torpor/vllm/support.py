@@ -7,8 +7,8 @@ import functools
 import vllm
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from torpor.vllm import compat, connector_groups, connector_sleep, kv_groups
-from torpor.vllm.connector_options import ConnectorOptions, is_ours
+from torpor.vllm import compat, connector_groups, connector_sleep, kv_groups, other_connectors
+from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.kv_layout import scattered_blocks
 from torpor.vllm.options import holds_memory_of
 from torpor.vllm.scheduler_values import unknown_fields, unsupported_status
@@ -23,12 +23,11 @@ def unsupported_engine(vllm_config) -> list[str]:
         "LoRA in a pipeline": staged and vllm_config.lora_config is not None,
         "multimodal models in a pipeline": staged and vllm_config.model_config.is_multimodal_model,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-        "a KV connector": vllm_config.kv_transfer_config is not None and not is_ours(vllm_config.kv_transfer_config),
         "an encoder cache connector": vllm_config.ec_transfer_config is not None,
         "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
         "ReplaySSM": vllm_config.cache_config.use_replayssm,
     }
-    return [name for name, found in checks.items() if found]
+    return [name for name, found in checks.items() if found] + other_connectors.refusals(vllm_config)
 
 
 def unsupported_by_connector(vllm_config, kv_cache_config, options: ConnectorOptions) -> list[str]:
@@ -78,21 +77,27 @@ def _scheduler_fields() -> frozenset[str]:
     return frozenset(name for cls in classes for name in cls.fields.split())
 
 
-def unsupported_scheduler(scheduler: Scheduler, for_new_process: bool) -> list[str]:
-    """Features in use by the requests and the KV cache at this moment."""
+def unsupported_scheduler(scheduler: Scheduler, for_new_process: bool, transfers_end: bool = False) -> list[str]:
+    """Features in use by the requests and the KV cache at this moment.
+
+    `transfers_end`: the sleep waits until the transfers of a KV connector that is not torpor's have ended.
+    """
     found = kv_groups.unsupported(scheduler.kv_cache_manager.coordinator.single_type_managers)
     if layout := scattered_blocks(scheduler.kv_cache_config):
         found.append(f"the KV cache layout {layout}")
-    moving = connector_sleep.side_of(scheduler) is not None  # what its connector has begun ends before the sleep
+    # what its connector has begun ends before the sleep
+    moving = transfers_end or connector_sleep.side_of(scheduler) is not None
     if scheduler.deferred_frees and not moving:
         found.append("blocks that are freed when a step has ended")
-    if getattr(scheduler, "deferred_loads", None):  # of a KV connector, since vLLM 0.33
+    if getattr(scheduler, "deferred_loads", None) and not transfers_end:  # of a KV connector, since vLLM 0.33
         found.append("deferred loads")
     if getattr(scheduler, "_pending_encoder_input_ids", None):  # since vLLM 0.33
         found.append("images, sounds or videos whose content the workers have")
     if (scheduler.finished_recving_kv_req_ids or scheduler.failed_recving_kv_req_ids) and not moving:
         found.append("KV transfers in flight")
     for request in scheduler.requests.values():
+        if transfers_end and request.is_finished():  # its KV is still being sent
+            continue
         found += unsupported_status(request, may_load=moving)
         if for_new_process:
             found += unknown_fields(request)

@@ -11,7 +11,7 @@ import torch
 from vllm.platforms import current_platform
 
 from torpor import _core
-from torpor.vllm import adapters, device, kept, kv_layout, plugin, pooling
+from torpor.vllm import adapters, device, kept, kv_layout, other_connectors, plugin, pooling
 from torpor.vllm.named_mixins import NamedMixins, resolved
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.memory import CpuWorkerMemory
@@ -118,6 +118,10 @@ class WorkerMixin:
             invalid_block_ids=side.take_bad_blocks(),
             kv_connector_worker_meta=side.take_report(),
         )
+
+    def torpor_call_connector(self, hook: str) -> str | None:
+        """Call a hook of a KV connector that is not torpor's alone. Returns why it failed."""
+        return other_connectors.call_in_worker(self.rank, hook)
 
     def torpor_release_derived(self) -> None:
         self.torpor_memory.release_derived()

@@ -1633,6 +1633,29 @@ CONNECTOR = (
     ),
 )
 
+# What a sleep beside a KV connector that is not torpor's uses. The hooks of the connector are there since vLLM 0.33.
+OTHER_CONNECTORS = (
+    Module(
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        classes=(Class("KVConnectorFactory", calls={"get_connector_class": "cls, kv_transfer_config"}),),
+    ),
+    Module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        classes=(
+            Class("KVConnectorBase_V1", calls={"has_pending_block_frees": "self", "has_pending_push_work": "self"}),
+        ),
+    ),
+    Module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
+        classes=(Class("MultiConnector", properties="sub_connectors"),),
+    ),
+    Module("vllm.distributed.kv_transfer", functions={"get_kv_transfer_group": ""}),
+    Module(
+        "vllm.v1.core.sched.scheduler",
+        classes=(Class("Scheduler", calls={"_handle_blocked_waiting_request": "self, request"}),),
+    ),
+)
+
 # For each token of a seeded request: "a number", or "a number a word" of the vocabulary.
 CPU_SAMPLER_DRAWS = "a number"
 
@@ -1644,4 +1667,5 @@ PARTS = {
     "v2": V2_RUNNER,
     "server": SERVER,
     "connector": CONNECTOR,
+    "other_connectors": OTHER_CONNECTORS,
 }

@@ -2,6 +2,7 @@
 
 from torpor.vllm.compat import v0_32
 from torpor.vllm.compat.changes import Changed, Changes, Moved, changed
+from torpor.vllm.compat.guards import Class, Module
 
 _SCHEDULER = Changed(
     also="""
@@ -35,3 +36,19 @@ CHANGES: Changes = {
 
 CPU_SAMPLER_DRAWS = v0_32.CPU_SAMPLER_DRAWS
 PARTS = changed(v0_32.PARTS, CHANGES)
+# A KV connector that is not torpor's follows a sleep by these hooks.
+PARTS["other_connectors"] += (
+    Module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        classes=(
+            Class(
+                "KVConnectorBase_V1",
+                calls={
+                    "supports_sleep_mode": "cls, kv_transfer_config",
+                    "unregister_kv_caches": "self",
+                    "restore_kv_caches": "self",
+                },
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,195 @@
+"""A sleep beside a KV connector that is not torpor's.
+
+Before the sleep the connector's transfers end, by steps of vLLM that compute nothing. Then each worker's connector
+unregisters the KV cache. A wake registers it again when all content is back. vLLM has these hooks since 0.33. A
+connector that does not implement them is refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from torpor.errors import DeviceError, Error, TimedOut, Unsupported
+from torpor.vllm import compat, connector_sleep
+from torpor.vllm.connector_options import is_ours
+
+logger = logging.getLogger("vllm.torpor")
+
+_HOOKS = ("unregister_kv_caches", "restore_kv_caches")
+_TRANSFER_SECONDS = 60.0  # that transfers have to end, if the sleep has no timeout
+_LOOK_SECONDS = 0.002  # between steps that compute nothing
+
+
+def refusals(vllm_config) -> list[str]:
+    """Return why no sleep keeps requests beside this engine's KV connector. Empty if one does, or if there is none."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or is_ours(transfer):
+        return []
+    why = _why_not(vllm_config)
+    return [] if why is None else [f"a KV connector{why and f': {why}'}"]
+
+
+def _why_not(vllm_config) -> str | None:
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    if not all(hasattr(KVConnectorBase_V1, hook) for hook in _HOOKS):
+        return "vLLM has the hooks for a sleep beside one since 0.33"
+    try:
+        compat.check(vllm.__version__, "other_connectors")
+        configs = _configs(transfer)
+        classes = [KVConnectorFactory.get_connector_class(config) for config in configs]
+    except Error as problem:
+        return problem.what
+    except Exception:  # no connector at all, or one that cannot be imported
+        return ""
+    for cls, config in zip(classes, configs, strict=True):
+        if not all(_implements(cls, hook) for hook in _HOOKS):
+            return f"{cls.__name__} does not implement {' and '.join(_HOOKS)}"
+        if not cls.supports_sleep_mode(config):
+            return f"{cls.__name__} says that it does not support sleep mode as it is configured"
+    if parallel.data_parallel_size > 1:
+        return f"{classes[0].__name__} of data parallel ranks"
+    if parallel.pipeline_parallel_size > 1:
+        return f"{classes[0].__name__} in a pipeline"
+    return None
+
+
+def _implements(cls, hook: str) -> bool:
+    """A connector that inherits vLLM's empty hook never said that it can do without the KV cache's memory."""
+    return getattr(cls, hook, None) not in (None, getattr(KVConnectorBase_V1, hook, None))
+
+
+def _configs(transfer) -> list:
+    """Of the connector, and of those inside it if it is vLLM's MultiConnector."""
+    from vllm.config import KVTransferConfig
+
+    if transfer.kv_connector != "MultiConnector":
+        return [transfer]
+    inside = [
+        KVTransferConfig(**{"engine_id": transfer.engine_id, **each})
+        for each in transfer.kv_connector_extra_config.get("connectors", ())
+    ]
+    return [transfer, *inside]
+
+
+def open_transfers(scheduler) -> list[str]:
+    """Return what the scheduler's KV connector has under way, in words."""
+    requests, connector = scheduler.requests.values(), scheduler.connector
+    counts = {
+        "requests that wait for KV": sum(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in requests),
+        "ended requests whose KV it holds": sum(r.is_finished() for r in requests),
+        "deferred loads": len(getattr(scheduler, "deferred_loads", ())),
+        "deferred frees of blocks": len(scheduler.deferred_frees),
+    }
+    found = [f"{what} ({count})" for what, count in counts.items() if count > 0]
+    if connector.has_pending_block_frees() or connector.has_pending_push_work():
+        found.append("transfers that no request waits for")
+    return found
+
+
+class OtherConnector:
+    """The KV connector of one engine core that is not torpor's. Called in the engine core's thread, between steps."""
+
+    def __init__(self, core):
+        self._core = core
+        transfer = None if core.scheduler.connector is None else core.vllm_config.kv_transfer_config
+        other = transfer is not None and not is_ours(transfer)
+        self.follows = other and not refusals(core.vllm_config)  # False: there is none, or it is refused
+        self._name = getattr(transfer, "kv_connector", None)
+        self._registered = True  # on all ranks
+
+    def finish_transfers(self, timeout: float | None = None) -> None:
+        """Return when no transfer and no delayed free is open. The engine stands still, so that none begins.
+
+        Raises TimedOut if one is still open after `timeout` seconds. What ended by then has ended.
+        """
+        if not self.follows:
+            return
+        core, scheduler = self._core, self._core.scheduler
+        deadline = time.monotonic() + (_TRANSFER_SECONDS if timeout is None else timeout)
+        state = scheduler.pause_state
+        try:
+            while under_way := self._under_way():
+                if time.monotonic() >= deadline:
+                    raise TimedOut(
+                        f"the KV connector {self._name} still has {', '.join(under_way)}",
+                        "let its transfers end first, or give the sleep a longer timeout",
+                    )
+                if not scheduler.torpor_collects:
+                    scheduler.set_pause_state(PauseState.PAUSED_ALL)  # no request is scheduled
+                    scheduler.torpor_collects = True
+                self._take_step()
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            if scheduler.torpor_collects:
+                scheduler.torpor_collects = False
+                while core.batch_queue:
+                    self._take_step()
+                scheduler.set_pause_state(state)
+
+    def _under_way(self) -> list[str]:
+        """Return open transfers. Requests whose loads have ended wait for their turn from now on."""
+        scheduler = self._core.scheduler
+        for request in list(scheduler.kv_holding_waiting):
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                scheduler._handle_blocked_waiting_request(request)
+        return open_transfers(scheduler)
+
+    def _take_step(self) -> None:
+        outputs, executed = self._core.step_fn()
+        connector_sleep.deliver(self._core, outputs)
+        self._core.post_step(executed)
+
+    def check_quiet(self) -> None:
+        """Raise Unsupported if a transfer is open."""
+        if self.follows and (under_way := open_transfers(self._core.scheduler)):
+            raise Unsupported(f"the KV connector {self._name} has {', '.join(under_way)}", "let its transfers end first")
+
+    def unregister(self) -> None:
+        """Have the connector of each rank forget the KV cache. If a rank fails, restore() undoes the others."""
+        if not self.follows:
+            return
+        self.check_quiet()
+        self._registered = False
+        if problem := self._call_ranks("unregister_kv_caches"):
+            raise DeviceError(f"the KV connector {self._name}: {problem}", "sleep again, or restart the engine")
+
+    def restore(self, undoing: bool) -> None:
+        """Undo unregister(): the KV cache has its memory and content. May be called again.
+
+        `undoing`: a sleep that failed, whose requests go on. Their next step needs no transfer, so that a failure is
+        logged. The next wake tries again.
+        """
+        if self._registered:
+            return
+        problem = self._call_ranks("restore_kv_caches")
+        if problem and undoing:
+            problem = self._call_ranks("restore_kv_caches")
+        if problem and not undoing:
+            raise DeviceError(f"the KV connector {self._name}: {problem}", "wake it again")
+        if problem:
+            logger.error("the KV connector %s cannot transfer until the next wake: %s", self._name, problem)
+        else:
+            self._registered = True
+
+    def _call_ranks(self, hook: str) -> str | None:
+        """Return the first failure. All ranks have tried by then."""
+        failures = self._core.collective_rpc("torpor_call_connector", args=(hook,))
+        return next(filter(None, failures), None)
+
+
+def call_in_worker(rank: int, hook: str) -> str | None:
+    """Call a hook of this worker's connector. Returns why it failed."""
+    try:
+        getattr(get_kv_transfer_group(), hook)()
+    except Exception as problem:
+        logger.exception("%s() of rank %d failed", hook, rank)
+        return f"{hook}() of rank {rank}: {type(problem).__name__}: {problem}"
+    return None
