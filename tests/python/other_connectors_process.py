@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 from torpor import errors
 from torpor.vllm import connector_sleep
 
+
 def prompt(length: int, step: int) -> list[int]:
     """Of a vocabulary as small as the rig's."""
     return [20 + step * position % 97 for position in range(length)]

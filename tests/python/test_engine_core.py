@@ -34,7 +34,7 @@ def core(request):
     core.vllm_config = SimpleNamespace(
         additional_config={"torpor": {}}, parallel_config=SimpleNamespace(distributed_executor_backend="mp")
     )
-    core.scheduler = SimpleNamespace(vllm_config=None)
+    core.scheduler = SimpleNamespace(vllm_config=None, connector=None)
     core.model_executor = Workers()
     engine_core.adopt(core)
     return core

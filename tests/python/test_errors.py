@@ -1,7 +1,7 @@
 """Errors are torpor's by name and by code, and the builtins that they resemble."""
 
+import copy
 import errno
-import pickle
 
 import pytest
 
@@ -23,7 +23,7 @@ BUILTINS = {
 def test_an_error_is_what_it_resembles_and_stays_whole_over_a_process_border(cls):
     error = cls("what", "do this", native=errno.ENOSPC, state_changed=True)
     assert isinstance(error, BUILTINS.get(cls.code, errors.Error)) and str(error) == "what (do this)"
-    for again in (errors.from_dict(error.to_dict()), pickle.loads(pickle.dumps(error))):
+    for again in (errors.from_dict(error.to_dict()), copy.deepcopy(error)):
         assert type(again) is cls and str(again) == str(error) and again.to_dict() == error.to_dict()
         assert (again.what, again.next_step, again.native, again.state_changed) == ("what", "do this", 28, True)
     if isinstance(error, OSError):

@@ -1,8 +1,8 @@
 """Exceptions of torpor. Each says what was wrong (`what`), what to do (`next_step`), and whether anything changed
 (`state_changed`); `code` is the machine-readable kind, the same in C++, in the command line and here.
 
-An error is also the builtin that it resembles: `except TimeoutError` catches a TimedOut. InvalidArgument is no ValueError:
-options are checked inside of vLLM's pydantic classes, which would put a ValidationError in its place.
+An error is also the builtin that it resembles: `except TimeoutError` catches a TimedOut. InvalidArgument is no
+ValueError: options are checked inside of vLLM's pydantic classes, which would put a ValidationError in its place.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_report() if self.worker else None
 
     def unregister_kv_caches(self) -> None:
-        """Before a sleep inside vLLM's MultiConnector, since vLLM 0.33. torpor's memory knows where the KV cache lies."""
+        """Before a sleep inside vLLM's MultiConnector, since 0.33. torpor's memory knows where the KV cache lies."""
         if self.worker:
             self.worker.wait()
 

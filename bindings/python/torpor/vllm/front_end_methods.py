@@ -70,6 +70,7 @@ _CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir`
     progress: as in sleep(). One that is cancelled, or whose task is, leaves nothing; requests do not notice.
     """
 
+
 def _documented(text: str):
     def add(function):
         function.__doc__ = text

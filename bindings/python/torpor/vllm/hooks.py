@@ -105,7 +105,8 @@ class VllmHooks:
             if self.other_connector.follows and self._frees_memory():
                 self.other_connector.finish_transfers(timeout and timeout - (self._stands_since - began))
                 connector_sleep.let_those_with_blocks_go_first(self.scheduler)
-            if (side := connector_sleep.side_of(self.scheduler)) is not None and connector_sleep.is_alone(self.scheduler):
+            side = connector_sleep.side_of(self.scheduler)
+            if side is not None and connector_sleep.is_alone(self.scheduler):
                 connector_sleep.finish_transfers(self.core, side)
             self._rpc("torpor_settle")
         except BaseException:

@@ -150,7 +150,9 @@ class OtherConnector:
     def check_quiet(self) -> None:
         """Raise Unsupported if a transfer is open."""
         if self.follows and (under_way := open_transfers(self._core.scheduler)):
-            raise Unsupported(f"the KV connector {self._name} has {', '.join(under_way)}", "let its transfers end first")
+            raise Unsupported(
+                f"the KV connector {self._name} has {', '.join(under_way)}", "let its transfers end first"
+            )
 
     def unregister(self) -> None:
         """Have the connector of each rank forget the KV cache. If a rank fails, restore() undoes the others."""

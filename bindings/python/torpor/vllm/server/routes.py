@@ -144,7 +144,10 @@ def routes() -> APIRouter:
         if life.recorder is not None:
             content["answers"] = life.recorder.answers.counts() | {"log_failures": life.recorder.failures}
         if life.state in ("awake", "asleep"):  # otherwise the engine is busy, or gone
-            content |= {"engine": await life.engine.torpor.call("state"), "ledger": await life.engine.torpor.call("ledger")}
+            content |= {
+                "engine": await life.engine.torpor.call("state"),
+                "ledger": await life.engine.torpor.call("ledger"),
+            }
             life.metrics.ledger(content["ledger"])
         return JSONResponse(content)
 
