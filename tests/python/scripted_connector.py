@@ -1,8 +1,9 @@
 """A KV connector of the tests that is not torpor's. It sends the KV of each request that ends, and loads what was sent.
 
 Both sides share LEDGER, where they live in one process; else nothing is loaded. A transfer takes as many steps as
-LEDGER says, and its bytes move in the last one. The connector is as strict as one that registers memory with a network card: it raises if a transfer finds no
-registration, if it is to unregister while a transfer is open, and if it is to restore before the KV is what it was.
+LEDGER says, and its bytes move in the last one. The connector is as strict as one that registers memory with a network
+card: it raises if a transfer finds no registration, if it is to unregister while a transfer is open, and if it is to
+restore before the KV is what it was.
 """
 
 from __future__ import annotations
