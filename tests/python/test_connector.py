@@ -17,7 +17,8 @@ from vllm.v1.request import RequestStatus
 
 from torpor import _core
 from torpor.errors import InvalidArgument
-from torpor.vllm.connector_options import ConnectorOptions, size
+from torpor.vllm.connector_options import ConnectorOptions
+from torpor.vllm.described import size
 from torpor.vllm.connector_sleep import let_those_with_blocks_go_first
 from torpor.vllm.options import Options
 
@@ -375,7 +376,12 @@ def test_sizes_are_numbers_or_text_with_a_unit():
         ({"offload": "eager"}, "no room"),
         ({"host_bytes": 1 << 20, "disk": "through"}, "disk is 'through' and disk_bytes is 0"),
         ({"disk_bytes": "1GiB"}, "directory"),
-        ({"host_bytes": 1 << 20, "durable": "false"}, "durable is 'false'"),
+        ({"host_bytes": 1 << 20, "durable": "perhaps"}, "durable is 'perhaps'"),
+        ({"host_bytes": 1 << 20, "min_uses": 1.5}, "min_uses is 1.5"),
+        ({"host_bytes": 1 << 20, "max_batch_size": 8}, 'give {"advanced": {"max_batch_size": …}}'),
+        ({"host_bytes": 1 << 20, "advanced": {"max_batch_size": 0}}, "max_batch_size is 0"),
+        ({"host_bytes": 1 << 20, "advanced": {"durable": True}}, "unknown advanced connector option durable"),
+        ({"host_bytes": 1 << 20, "advanced": 8}, "advanced is 8"),
         ({"host_bytes": 1 << 20, "min_uses": 0}, "min_uses is 0"),
         ({"host_bytes": 1 << 20, "min_prefix_tokens": True}, "min_prefix_tokens is True"),
     ],

@@ -12,11 +12,11 @@ from conftest import ROOT, inspector
 
 from torpor import memory
 from torpor.vllm import connector_options, options
-from torpor.vllm.front_end_methods import Awaited, Blocking
+from torpor.vllm.front_end_methods import Awaited, AwaitedTorpor, Blocking, Torpor
 from torpor.vllm.serve import take_options
 from torpor.vllm.server.settings import Settings
 
-CALLS = ("sleep", "wake_up", "checkpoint", "updating_weights", "torpor")
+CALLS = ("sleep", "wake_up", "checkpoint", "updating_weights")
 
 
 def rows(page: str, heading: str) -> dict[str, str]:
@@ -93,12 +93,18 @@ def test_the_two_kinds_of_front_end_have_the_same_calls_and_the_docs_name_every_
         doc = inspect.getdoc(getattr(Blocking, name))
         for argument in list(blocking.parameters)[1:]:
             assert re.search(rf"\b{argument}\b", doc), f"{name}() does not document {argument}"
-            if name != "torpor":
-                assert re.search(rf"\b{argument}\b", pages), f"no page has {name}({argument}=…)"
+            assert re.search(rf"\b{argument}\b", pages), f"no page has {name}({argument}=…)"
+    asked = {name: value for name, value in vars(Torpor).items() if not name.startswith("_")}
+    for name, value in asked.items():
+        awaited = getattr(AwaitedTorpor, name)
+        assert inspect.iscoroutinefunction(awaited), name
+        assert inspect.signature(value) == inspect.signature(awaited), name
+        assert name == "call" or f"torpor.{name}(" in pages, f"no page has llm.torpor.{name}()"
 
 
 def test_examples_in_the_docs_call_what_exists_with_arguments_that_exist():
     known = {name: set(inspect.signature(getattr(Blocking, name)).parameters) for name in CALLS}
+    known["plan_sleep"] = set(inspect.signature(Torpor.plan_sleep).parameters)
     of_memory = [name for name, value in vars(memory).items() if inspect.isfunction(value)]
     known |= {f"memory.{name}": set(inspect.signature(getattr(memory, name)).parameters) for name in of_memory}
     wrong = []

@@ -1,88 +1,99 @@
-"""Options of the KV connector: kv_connector_extra_config, or torpor's own in additional_config. Strict: a wrong one is
-named, and so is one that does not exist.
+"""Options of the KV connector: kv_connector_extra_config, or torpor's own in additional_config. A wrong one is named,
+and so is one that does not exist.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 
 from torpor.errors import InvalidArgument
-from torpor.vllm.paths import expanded
+from torpor.vllm.described import BYTES, PATH, SWITCH, TEXT, WHOLE, described, value_of
 
 MODULE, CLASS = "torpor.vllm.connector", "TorporConnector"
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_CHOICES = {
-    "offload": ("eager", "lazy", "off"), "disk": ("through", "off"), "block_compression": ("none", "bf16", "zstd"),
-}  # fmt: skip
-_SIZES = ("host_bytes", "disk_bytes")
-_PATHS = {"directory", "remote_credentials", "remote_ca"}
+
+
+def _advanced(default, kind: str, text: str):
+    return described(default, kind, text, least=0 if default == 0 else 1, advanced=True)
 
 
 @dataclass(frozen=True)
 class ConnectorOptions:
-    # "eager": each full block goes to host memory when it was computed. "lazy": when the device is about to evict it.
-    # "off": vLLM runs as without a connector.
-    offload: str = "eager"
-    # Host memory for KV blocks, per rank: bytes, or text such as "4GiB". torpor's host_compression packs them there.
-    host_bytes: int = 0
-    # Disk for KV blocks, per rank; it outlives the process.
-    disk_bytes: int = 0
-    # "through": what is in host memory goes on to disk in the background. "off": nothing does.
-    disk: str = "off"
-    # Where it lies on disk: one engine at a time.
-    directory: str | None = None
-    # What is on disk survives the machine's end too: but for the last second, and all of it at a sleep and at the end.
-    durable: bool = False
-    # Of blocks on disk and where engines share them: "bf16", lossless, of values of that type; "zstd"; "none". Whatever
-    # compression a block there has, it is read.
-    block_compression: str = "none"
-    # Where engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS; mooncake://HOST:PORT/NAME. What goes to
-    # host memory goes there, too.
-    remote: str | None = None
-    # A file with the password, or the user and the password; and one of certificates that are trusted.
-    remote_credentials: str | None = None
-    remote_ca: str | None = None
-    # Of how many blocks it is remembered that they are there.
-    remote_blocks: int = 1 << 18
-    # What a transfer may take, and how long a request waits to hear what is there; then it goes on without.
-    remote_timeout_ms: int = 2000
-    remote_wait_ms: int = 100
-    # A block goes to the tiers when so many requests had it.
-    min_uses: int = 1
-    # What the tiers have already is left out before it is queued. false: when its turn comes.
-    presence: bool = True
-    # Shorter hits are computed, not loaded.
-    min_prefix_tokens: int = 0
-    # Blocks of one transfer job: most, and how many it waits for, but no longer than flush_interval_ms.
-    max_batch_size: int = 64
-    min_batch_size: int = 8
-    flush_interval_ms: int = 10
-    # Where it takes longer to decide which blocks of a step are stored, none of them is.
-    policy_timeout_ms: int = 100
-    # How long what was cancelled may stay in the queue.
-    sweep_interval_ms: int = 10
-    # Store jobs that ranks work at, and that wait there.
-    max_concurrent_transfers: int = 1
-    on_deck_batches: int = 4
-    # The same of loads, together.
-    loading_batches: int = 64
-    # Most blocks that wait to be stored; more are left out.
-    queue_blocks: int = 1 << 16
+    offload: str = described(
+        "eager",
+        TEXT,
+        "eager: each full block goes to host memory when it was computed; lazy: when the device is about to evict it; "
+        "off: vLLM runs as without a connector",
+        "eager",
+        "lazy",
+        "off",
+    )
+    host_bytes: int = described(
+        0, BYTES, "host memory for KV blocks, per rank; torpor's host_compression packs them there"
+    )
+    disk_bytes: int = described(0, BYTES, "disk for KV blocks, per rank; it outlives the process")
+    disk: str = described(
+        "off",
+        TEXT,
+        "through: what is in host memory goes on to disk in the background; off: nothing does",
+        "through",
+        "off",
+    )
+    directory: str | None = described(None, PATH, "where it lies on disk: one engine at a time")
+    durable: bool = described(
+        False,
+        SWITCH,
+        "what is on disk survives the machine's end too: but for the last second, and all of it at a sleep and at the "
+        "end",
+    )
+    block_compression: str = described(
+        "none",
+        TEXT,
+        "of blocks on disk and where engines share them: bf16, lossless, of values of that type; zstd; none. Whatever "
+        "compression a block there has, it is read",
+        "none",
+        "bf16",
+        "zstd",
+    )
+    remote: str | None = described(
+        None,
+        TEXT,
+        "where engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS; mooncake://HOST:PORT/NAME. What goes "
+        "to host memory goes there, too",
+    )
+    remote_credentials: str | None = described(None, PATH, "a file with the password, or the user and the password")
+    remote_ca: str | None = described(None, PATH, "a file of certificates that are trusted")
+    remote_blocks: int = described(
+        1 << 18, WHOLE, "of how many shared blocks it is remembered that they are there", least=1
+    )
+    remote_timeout_ms: int = described(2000, WHOLE, "what a transfer from or to shared blocks may take", least=1)
+    remote_wait_ms: int = described(
+        100, WHOLE, "how long a request waits to hear which shared blocks are there; then it goes on without", least=1
+    )
+    min_uses: int = described(1, WHOLE, "a block goes to the tiers when so many requests had it", least=1)
+    min_prefix_tokens: int = described(0, WHOLE, "shorter hits are computed, not loaded", least=0)
+    # Advanced: given as {"advanced": {…}}. A user who has not measured needs none of them.
+    presence: bool = _advanced(
+        True, SWITCH, "what the tiers have already is left out before it is queued; false: when its turn comes"
+    )
+    max_batch_size: int = _advanced(64, WHOLE, "most blocks of one transfer job")
+    min_batch_size: int = _advanced(8, WHOLE, "blocks that a transfer job waits for")
+    flush_interval_ms: int = _advanced(10, WHOLE, "it waits no longer than that")
+    policy_timeout_ms: int = _advanced(
+        100, WHOLE, "where it takes longer to decide which blocks of a step are stored, none of them is"
+    )
+    sweep_interval_ms: int = _advanced(10, WHOLE, "how long what was cancelled may stay in the queue")
+    max_concurrent_transfers: int = _advanced(1, WHOLE, "store jobs that ranks work at")
+    on_deck_batches: int = _advanced(4, WHOLE, "store jobs that wait on ranks")
+    loading_batches: int = _advanced(64, WHOLE, "load jobs that ranks work at or that wait there")
+    queue_blocks: int = _advanced(1 << 16, WHOLE, "most blocks that wait to be stored; more are left out")
 
     @staticmethod
     def of(given: dict, directory: str | None = None) -> ConnectorOptions:
         """`directory`: where there is none in `given`. Raises InvalidArgument."""
         known = {f.name: f for f in fields(ConnectorOptions)}
-        if unknown := sorted(set(given) - known.keys()):
-            raise InvalidArgument(
-                f"unknown connector option {', '.join(map(str, unknown))}", f"the options are {', '.join(known)}"
-            )
-        values = {name: _value(name, known[name].default, item) for name, item in given.items()}
+        values = {name: value_of(known[name], item, name) for name, item in _flat(given).items()}
         if "disk" not in values and values.get("disk_bytes", 0) > 0:
             values["disk"] = "through"
-        for name in _PATHS & values.keys():
-            values[name] = expanded(values[name])
         if values.get("directory") is None and directory is not None:
             values["directory"] = f"{directory}/offload"
         options = ConnectorOptions(**values)
@@ -111,34 +122,23 @@ class ConnectorOptions:
         return {name: getattr(self, name) for name in names}
 
 
-NAMES = tuple(f.name for f in fields(ConnectorOptions))
+_ADVANCED = tuple(f.name for f in fields(ConnectorOptions) if f.metadata.get("advanced"))
+NAMES = (*(f.name for f in fields(ConnectorOptions) if f.name not in _ADVANCED), "advanced")
 
 
-def _value(name: str, default, item):
-    if name in _SIZES:
-        return size(name, item)
-    if name in _CHOICES:
-        if item not in _CHOICES[name]:
-            raise InvalidArgument(f"{name} is {item!r}", f"use {' or '.join(map(repr, _CHOICES[name]))}")
-        return item
-    kind = str if default is None else type(default)
-    if type(item) is not kind and not (default is None and item is None):
-        raise InvalidArgument(f"{name} is {item!r}", f"use {_KINDS[kind]}")
-    if kind is int and item < (1 if default > 0 else 0):
-        raise InvalidArgument(f"{name} is {item}", f"use {1 if default > 0 else 0} or more")
-    return item
-
-
-_KINDS = {str: "text", int: "a whole number", bool: "true or false"}
-
-
-def size(name: str, item) -> int:
-    """Bytes: a number, or text such as "4GiB"."""
-    if type(item) is int and item >= 0:
-        return item
-    if isinstance(item, str) and (match := re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", item)):
-        return int(match[1]) * _UNITS[match[2]]
-    raise InvalidArgument(f"{name} is {item!r}", 'use a number of bytes, or one with KiB, MiB, GiB or TiB: "4GiB"')
+def _flat(given: dict) -> dict:
+    """All that is given, those of the advanced group too. Raises InvalidArgument for what does not exist there."""
+    advanced = given.get("advanced", {})
+    if not isinstance(advanced, dict):
+        raise InvalidArgument(f"advanced is {advanced!r}", f"give a dict of {', '.join(_ADVANCED)}")
+    if apart := sorted(set(given) & set(_ADVANCED)):
+        raise InvalidArgument(f"{', '.join(apart)} outside of advanced", f'give {{"advanced": {{"{apart[0]}": …}}}}')
+    for names, known, where in ((given, NAMES, ""), (advanced, _ADVANCED, "advanced ")):
+        if unknown := sorted(set(names) - set(known)):
+            raise InvalidArgument(
+                f"unknown {where}connector option {', '.join(map(str, unknown))}", f"the options are {', '.join(known)}"
+            )
+    return {name: item for name, item in given.items() if name != "advanced"} | advanced
 
 
 def is_ours(kv_transfer_config) -> bool:

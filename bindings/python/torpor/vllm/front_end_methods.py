@@ -96,9 +96,19 @@ class Torpor:
         """Return the memory of each rank, now."""
         return [RankLedger.from_value(value) for value in self.call("ledger")]
 
-    def plan_sleep(self, **options) -> SleepPlan:
-        """Return what a sleep with these options of sleep() would move and free."""
-        return SleepPlan.from_value(self.call("plan_sleep", planned_options(**options)))
+    def plan_sleep(
+        self,
+        level: int = 1,
+        mode: str = "abort",
+        *,
+        preserve_state: bool = False,
+        to: str = "host",
+        tags: Iterable[str] | None = None,
+        weights: str | None = None,
+    ) -> SleepPlan:
+        """Return what a sleep with these arguments of sleep() would move and free."""
+        options = sleep_options(level, mode, preserve_state, to, "abort", tags, None, weights, None)
+        return SleepPlan.from_value(self.call("plan_sleep", options))
 
     def continue_wake(self, wait: bool = False) -> LateBlocks:
         """Return what has become of the KV blocks that an early wake left to come; with `wait`, of all of them."""
@@ -124,8 +134,18 @@ class AwaitedTorpor:
     async def ledger(self) -> list[RankLedger]:
         return [RankLedger.from_value(value) for value in await self.call("ledger")]
 
-    async def plan_sleep(self, **options) -> SleepPlan:
-        return SleepPlan.from_value(await self.call("plan_sleep", planned_options(**options)))
+    async def plan_sleep(
+        self,
+        level: int = 1,
+        mode: str = "abort",
+        *,
+        preserve_state: bool = False,
+        to: str = "host",
+        tags: Iterable[str] | None = None,
+        weights: str | None = None,
+    ) -> SleepPlan:
+        options = sleep_options(level, mode, preserve_state, to, "abort", tags, None, weights, None)
+        return SleepPlan.from_value(await self.call("plan_sleep", options))
 
     async def continue_wake(self, wait: bool = False) -> LateBlocks:
         return LateBlocks.from_value(await self.call("continue_wake", {"wait": "all" if wait else "none"}))
@@ -270,18 +290,6 @@ def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout,
     if give_to is not None:
         values["give_to"] = os.fspath(give_to)
     return values
-
-
-def planned_options(
-    level: int = 1,
-    mode: str = "abort",
-    *,
-    preserve_state: bool = False,
-    to: str = "host",
-    tags: Iterable[str] | None = None,
-    weights: str | None = None,
-) -> dict:
-    return sleep_options(level, mode, preserve_state, to, "abort", tags, None, weights, None)
 
 
 def wake_options(

@@ -7,27 +7,20 @@ from dataclasses import dataclass, field, fields
 
 from torpor.errors import InvalidArgument
 from torpor.vllm import connector_options
-from torpor.vllm.paths import expanded
-
-SWITCH, TEXT, PATH, BYTES, NUMBER = "switch", "text", "path", "bytes", "number"
-
-
-def _option(default, kind: str, text: str, *choices: str):
-    """`kind`: how a value is written. `text`: what the option does, for people who start an engine."""
-    return field(default=default, metadata={"kind": kind, "help": text, "choices": choices})
+from torpor.vllm.described import BYTES, PATH, SWITCH, TEXT, WHOLE, described, switch, value_of
 
 
 @dataclass(frozen=True)
 class Options:
-    enabled: bool = _option(True, SWITCH, "off: stock vLLM")
-    dir: str | None = _option(None, PATH, "directory for checkpoints; without it, sleeping to disk is refused")
-    events_directory: str | None = _option(
+    enabled: bool = described(True, SWITCH, "off: stock vLLM")
+    dir: str | None = described(None, PATH, "directory for checkpoints; without it, sleeping to disk is refused")
+    events_directory: str | None = described(
         None, PATH, "directory on tmpfs where each process keeps its last events, for torpor events, record and console"
     )
-    events_keys: bool = _option(
+    events_keys: bool = described(
         False, SWITCH, "events name the blocks of each request by their keys, for torpor replay --host-blocks"
     )
-    console: str = _option(
+    console: str = described(
         "off",
         TEXT,
         "a socket beside the events, for torpor live and torpor.console: read to look, control to stop the engine as "
@@ -36,10 +29,10 @@ class Options:
         "read",
         "control",
     )
-    record_directory: str | None = _option(
+    record_directory: str | None = described(
         None, PATH, "directory below which a console may begin recordings; without it they are refused"
     )
-    cpu_linear: str = _option(
+    cpu_linear: str = described(
         "packed",
         TEXT,
         "linear weights on the CPU. packed: as stock vLLM has them, with plain ones beside them to be saved; plain: "
@@ -47,11 +40,11 @@ class Options:
         "packed",
         "plain",
     )
-    kv_budget_bytes: int | None = _option(
+    kv_budget_bytes: int | None = described(
         None, BYTES, "most cached KV without a request that a sleep keeps, per rank; none: all"
     )
-    arena_budget_bytes: int = _option(0, BYTES, "most host memory for saved bytes, per rank; 0: no limit")
-    host_compression: str | None = _option(
+    arena_budget_bytes: int = described(0, BYTES, "most host memory for saved bytes, per rank; 0: no limit")
+    host_compression: str | None = described(
         None,
         TEXT,
         "of saved bytes in host memory, and of the KV connector's blocks there, lossless: bf16 takes three quarters "
@@ -59,32 +52,34 @@ class Options:
         "none",
         "bf16",
     )
-    spill_directory: str | None = _option(
+    spill_directory: str | None = described(
         None,
         PATH,
         "directory for what of a sleep has no room in arena_budget_bytes; nothing stays there after the wake; without "
         "it such a sleep fails",
     )
-    retain_kv_bytes: int | None = _option(
+    retain_kv_bytes: int | None = described(
         None,
         BYTES,
         "most KV whose copy stays in host memory after a wake, per rank: the next sleep copies only what changed "
         "since; none: what there is; on the CPU 0, where it is the same memory",
     )
-    arena_prefault_bytes: int | None = _option(
+    arena_prefault_bytes: int | None = described(
         None,
         BYTES,
         "host memory that is brought up in the background from the start, per rank, for a fast first sleep; none: on a "
         "GPU what that sleep will need, while half of the machine's memory is free; on the CPU 0",
     )
-    keep_checkpoints: int = _option(2, NUMBER, "committed checkpoints of this engine to keep in dir")
-    max_age_seconds: int | None = _option(None, NUMBER, "older checkpoints go; none: of any age")
-    max_total_bytes: int | None = _option(None, BYTES, "the oldest checkpoints go until the rest fits; none: any size")
-    key_file: str | None = _option(
+    keep_checkpoints: int = described(2, WHOLE, "committed checkpoints of this engine to keep in dir")
+    max_age_seconds: int | None = described(None, WHOLE, "older checkpoints go; none: of any age")
+    max_total_bytes: int | None = described(
+        None, BYTES, "the oldest checkpoints go until the rest fits; none: any size"
+    )
+    key_file: str | None = described(
         None, PATH, "file with a secret of 32 bytes: checkpoints are authenticated with it, and only such are woken"
     )
-    encrypt: bool = _option(False, SWITCH, "with key_file: checkpoints are unreadable, too")
-    compression: str | None = _option(
+    encrypt: bool = described(False, SWITCH, "with key_file: checkpoints are unreadable, too")
+    compression: str | None = described(
         None,
         TEXT,
         "of saved memory on disk, lossless: bf16 takes three quarters for values of that type and is nearly as fast as "
@@ -93,18 +88,18 @@ class Options:
         "bf16",
         "zstd",
     )
-    compression_level: int | None = _option(None, NUMBER, "of zstd, -100 (fast) to 19; alone it means zstd")
+    compression_level: int | None = described(None, WHOLE, "of zstd, -100 (fast) to 19; alone it means zstd")
     # Proved on CPU tensors only: no GPU has run it yet. Without it torpor is vLLM's sleep mode there, and no more:
     # where enable_sleep_mode is given and additional_config names torpor.
-    gpu_preserve_state: bool = _option(
+    gpu_preserve_state: bool = described(
         False,
         SWITCH,
         "on a GPU: preserve_state and checkpoints, too; it switches vLLM's sleep mode on, with torpor's memory",
     )
-    incremental: bool = _option(
+    incremental: bool = described(
         False, SWITCH, "a checkpoint links memory that the newest one has already, and does not write it again"
     )
-    weights_check: str = _option(
+    weights_check: str = described(
         "writes",
         TEXT,
         "writes: a checkpoint reads weights once, and then only after they were seen to be written, or may have been; "
@@ -136,7 +131,7 @@ class Options:
         if connector and "offload" not in connector:
             raise InvalidArgument(f"{', '.join(connector)} without offload", 'set offload to "eager" or "lazy"')
         for name, item in values.items():
-            values[name] = _value(name, item, name if name in given else spelled[name])
+            values[name] = value_of(_DESCRIBED[name], item, name if name in given else spelled[name])
         options = Options(**values, connector=connector)
         if options.console != "off" and options.events_directory is None:
             raise InvalidArgument("console without events_directory", "name a directory for events")
@@ -202,48 +197,3 @@ def has_torpor_backend(vllm_config) -> bool:
 def switched_off() -> bool:
     """By TORPOR_ENABLED in the environment: for every engine of this process."""
     return "TORPOR_ENABLED" in os.environ and not switch("TORPOR_ENABLED", os.environ["TORPOR_ENABLED"], True)
-
-
-def switch(name: str, text: str, default: bool) -> bool:
-    """What an environment variable says that switches something on or off; an empty one says nothing."""
-    if (word := text.lower()) in ("1", "true", "on", "yes"):
-        return True
-    if word in ("0", "false", "off", "no"):
-        return False
-    if not word:
-        return default
-    raise InvalidArgument(f"{name} is {text!r}", "use 1 or 0")
-
-
-def _value(name: str, given, spelled: str):
-    """An option's value from what somebody wrote for it, in the environment or not. `spelled`: as that one names it."""
-    option = _DESCRIBED[name]
-    kind, choices = option.metadata["kind"], option.metadata["choices"]
-    if given is None and option.default is None:
-        return None
-    if choices:
-        if given not in choices:
-            raise InvalidArgument(f"{spelled} is {given!r}", f"use {' or '.join(map(repr, choices))}")
-        return given
-    if kind == SWITCH:
-        if isinstance(given, str):
-            return switch(spelled, given, option.default)
-        if isinstance(given, bool):
-            return given
-        raise InvalidArgument(f"{spelled} is {given!r}", "use true or false")
-    if kind == BYTES:
-        return connector_options.size(spelled, given)
-    if kind == NUMBER:
-        return _number(spelled, given)
-    if not isinstance(given, (str, os.PathLike)):
-        raise InvalidArgument(f"{spelled} is {given!r}", "use text")
-    return expanded(str(given)) if kind == PATH else given
-
-
-def _number(spelled: str, given) -> int:
-    try:
-        if not isinstance(given, bool) and (number := int(given)) == float(given):
-            return number
-    except (TypeError, ValueError):
-        pass
-    raise InvalidArgument(f"{spelled} is {given!r}", "use a whole number")

@@ -7,109 +7,162 @@ What concerns the engine (dir, key_file, encrypt, keep_checkpoints, …) stands 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from torpor.errors import InvalidArgument
-from torpor.vllm.connector_options import size
-from torpor.vllm.options import switch
+from torpor.vllm.described import BYTES, NUMBER, SWITCH, TEXT, WHOLE, described, value_of
 
 _MOST_KEY_CHARACTERS = 4096
 
 
-def _setting(
-    default,
-    text: str,
-    choices: tuple[str, ...] = (),
-    *,
-    variable: str = "",
-    secret: bool = False,
-    in_bytes: bool = False,
-    needs_log: tuple = (),
-):
+def _setting(default, kind: str, text: str, *choices: str, variable: str = "", needs_log: tuple = (), **more):
     """`needs_log`: values that mean nothing without the response log; (...,): all but the default."""
-    about = {"help": text, "choices": choices, "variable": variable, "in_bytes": in_bytes, "needs_log": needs_log}
-    return field(default=default, repr=not secret, metadata=about)
+    least = 0 if kind in (WHOLE, NUMBER) else None
+    return described(default, kind, text, *choices, least=least, variable=variable, needs_log=needs_log, **more)
 
 
 @dataclass(frozen=True)
 class Settings:
     wake_from: str = _setting(
-        "", "a checkpoint, or a directory of them, to wake from at the start; default: the newest one in --torpor-dir"
+        "",
+        TEXT,
+        "a checkpoint, or a directory of them, to wake from at the start; default: the newest one in --torpor-dir",
     )
     on_wake_error: str = _setting(
         "fail",
+        TEXT,
         "when that fails. fail: say so on /torpor/ready and serve nothing; recompute: go on from the answers' log "
         "alone; discard: serve without them",
-        ("fail", "recompute", "discard"),
+        "fail",
+        "recompute",
+        "discard",
         needs_log=("recompute",),
     )
     remote: str = _setting(
         "",
+        TEXT,
         "an object store, s3://BUCKET/PREFIX or file:///DIRECTORY: checkpoints and answers are pushed there, and a "
         "server elsewhere goes on from them when this one has ended",
         needs_log=(...,),
     )
-    remote_term: float = _setting(30.0, "seconds of silence after which another server takes over from this one")
+    remote_term: float = _setting(
+        30.0,
+        NUMBER,
+        "seconds of silence after which another server takes over from this one",
+    )
     remote_address: str = _setting(
         "",
+        TEXT,
         "http://HOST:PORT at which clients find this server: another one that is not ready because this one owns sends "
         "them here; default: none",
         needs_log=(...,),
     )
     on_sigterm: str = _setting(
-        "checkpoint", "checkpoint: sleep to disk, then end; stop: as vLLM does", ("checkpoint", "stop")
+        "checkpoint",
+        TEXT,
+        "checkpoint: sleep to disk, then end; stop: as vLLM does",
+        "checkpoint",
+        "stop",
     )
-    sigterm_seconds: float = _setting(25.0, "most that a checkpoint on SIGTERM may take")
-    checkpoint_every: float = _setting(0.0, "seconds between checkpoints while serving; 0: none")
-    new_requests: str = _setting("queue", "while asleep: queue or refuse (503 with Retry-After)", ("queue", "refuse"))
-    queue_limit: int = _setting(256, "most requests that wait for a wake; more are refused")
-    wake_on_request: bool = _setting(False, "a request that arrives while asleep wakes the engine")
+    sigterm_seconds: float = _setting(
+        25.0,
+        NUMBER,
+        "most that a checkpoint on SIGTERM may take",
+    )
+    checkpoint_every: float = _setting(
+        0.0,
+        NUMBER,
+        "seconds between checkpoints while serving; 0: none",
+    )
+    new_requests: str = _setting(
+        "queue",
+        TEXT,
+        "while asleep: queue or refuse (503 with Retry-After)",
+        "queue",
+        "refuse",
+    )
+    queue_limit: int = _setting(
+        256,
+        WHOLE,
+        "most requests that wait for a wake; more are refused",
+    )
+    wake_on_request: bool = _setting(
+        False,
+        SWITCH,
+        "a request that arrives while asleep wakes the engine",
+    )
     sleep_after: float = _setting(
-        0.0, "seconds without a request after which the engine sleeps to host memory; 0: never"
+        0.0,
+        NUMBER,
+        "seconds without a request after which the engine sleeps to host memory; 0: never",
     )
     sleep_to_disk_after: float = _setting(
-        0.0, "seconds of such a sleep after which it goes on on disk, and host memory is given back; 0: never"
+        0.0,
+        NUMBER,
+        "seconds of such a sleep after which it goes on on disk, and host memory is given back; 0: never",
     )
     on_disconnect: str = _setting(
         "abort",
+        TEXT,
         "when a client goes away: abort its request, as vLLM does, or continue it to be taken up",
-        ("abort", "continue"),
+        "abort",
+        "continue",
         needs_log=("continue",),
     )
     response_log: str = _setting(
         "on",
+        TEXT,
         "on: the server records what each client was sent, so that clients resume their answers and a new process goes "
         "on after a kill; off: it records nothing. Requests still go on over sleeps and from checkpoints",
-        ("on", "off"),
+        "on",
+        "off",
     )
     response_log_bytes: int = _setting(
         256 << 20,
+        BYTES,
         "most bytes of ended answers in the response log, as 4GiB; beyond it the log drops the oldest ended answers. "
         "It never drops an answer that still runs",
-        in_bytes=True,
         needs_log=(...,),
     )
     keep_answers: float = _setting(
-        3600.0, "seconds for which ended answers can be asked for, within --torpor-response-log-bytes", needs_log=(...,)
+        3600.0,
+        NUMBER,
+        "seconds for which ended answers can be asked for, within --torpor-response-log-bytes",
+        needs_log=(...,),
     )
     log_sync: str = _setting(
         "second",
+        TEXT,
         "when the answers' log is made durable against loss of power: always (before tokens are sent), second, never; "
         "a kill loses nothing in any case",
-        ("always", "second", "never"),
+        "always",
+        "second",
+        "never",
         needs_log=(...,),
     )
-    tenant_header: str = _setting("", "a request header that tells tenants apart, besides the API key")
+    tenant_header: str = _setting(
+        "",
+        TEXT,
+        "a request header that tells tenants apart, besides the API key",
+    )
     admin_key: str = _setting(
         "",
+        TEXT,
         "key for what changes the engine: sleep, wake, checkpoints, and vLLM's routes of that kind. Who may list "
         "processes can read it here: better use the environment (TORPOR_ADMIN_KEY) or a file",
         variable="TORPOR_ADMIN_KEY",
         secret=True,
     )
-    admin_key_file: str = _setting("", "a file with that key", variable="TORPOR_ADMIN_KEY_FILE")
+    admin_key_file: str = _setting(
+        "",
+        TEXT,
+        "a file with that key",
+        variable="TORPOR_ADMIN_KEY_FILE",
+    )
     allow_unauthenticated: bool = _setting(
-        False, "without any key, let whoever reaches the server change the engine; with one it means nothing"
+        False,
+        SWITCH,
+        "without any key, let whoever reaches the server change the engine; with one it means nothing",
     )
 
     def __post_init__(self):
@@ -125,7 +178,11 @@ class Settings:
 
     @staticmethod
     def from_environment() -> Settings:
-        values = {f.name: _parse(f, os.environ[variable(f)]) for f in fields(Settings) if variable(f) in os.environ}
+        values = {
+            f.name: value_of(f, os.environ[variable(f)], variable(f))
+            for f in fields(Settings)
+            if variable(f) in os.environ
+        }
         return Settings(**values)
 
     def admin(self) -> str:
@@ -156,18 +213,3 @@ def _checked(key: str, where: str) -> str:
     if not key.isascii() or not key.isprintable() or " " in key:
         raise InvalidArgument(f"{where} has white space or other than ASCII characters", "use a key without")
     return key
-
-
-def _parse(setting, text: str):
-    kind, choices = type(setting.default), setting.metadata["choices"]
-    if setting.metadata["in_bytes"]:
-        return size(variable(setting), text)
-    try:
-        value = switch(variable(setting), text, setting.default) if kind is bool else kind(text)
-    except ValueError:
-        raise InvalidArgument(f"{variable(setting)} is {text!r}", "use a number") from None
-    if choices and value not in choices:
-        raise InvalidArgument(f"{variable(setting)} is {text!r}", f"use one of {', '.join(choices)}")
-    if kind in (int, float) and not value >= 0:
-        raise InvalidArgument(f"{variable(setting)} is {text!r}", "use 0 or more")
-    return value
