@@ -60,7 +60,7 @@ OtherEngine other_engine_from(const std::string& word) {
   DictReader::fail("other_engine", "\"refuse\", \"take_up\" or \"set_aside\"");
 }
 
-std::unique_ptr<DeliveryLog> open_log(const py::dict& dict) {
+DeliveryLogOptions log_options_from(const py::dict& dict) {
   DictReader in(dict, "DeliveryLog options");
   DeliveryLogOptions options{.clock = &system_clock()};
   std::optional<std::string> directory;
@@ -78,7 +78,17 @@ std::unique_ptr<DeliveryLog> open_log(const py::dict& dict) {
   options.directory = directory.value_or("");
   options.key = key_from(key_file);
   options.other_engine = other_engine_from(other_engine);
+  return options;
+}
+
+std::unique_ptr<DeliveryLog> open_log(const py::dict& dict) {
+  DeliveryLogOptions options = log_options_from(dict);
   return value_or_raise(without_lock([&] { return DeliveryLog::open(module_files(), std::move(options)); }));
+}
+
+uint64_t count_running(const py::dict& dict) {
+  DeliveryLogOptions options = log_options_from(dict);
+  return value_or_raise(without_lock([&] { return DeliveryLog::count_running(module_files(), std::move(options)); }));
 }
 
 Answer answer_from(const py::dict& dict) {
@@ -222,6 +232,8 @@ void bind_delivery(py::module_& module) {
                           "What each request of a server asked and was given, in memory and in a log.",
                           py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&open_log), py::arg("options"))
+      .def_static("count_running", &count_running, py::arg("options"),
+                  "How many answers still run that an earlier server left. Nothing is written.")
       .def(
           "start",
           [](DeliveryLog& self, const py::dict& dict) {

@@ -130,6 +130,7 @@ void AnswerTable::put(Answer answer) {
   std::string id = answer.request.id;
   make_room(order_, 1);
   const uint64_t bytes = answer.state != AnswerState::kRunning ? size_of(answer) : 0;
+  const size_t hash = hash_of(answer.response, answer.tenant);
   const auto entry = by_response_.emplace(std::pair(answer.tenant, answer.response), id);
   try {
     answers_.emplace(id, std::move(answer));
@@ -139,6 +140,7 @@ void AnswerTable::put(Answer answer) {
   }
   order_.push_back(std::move(id));
   ended_bytes_ += bytes;
+  if (!dropped_at_.empty()) dropped_at_.erase(hash);  // it is begun again
 }
 
 Result<std::vector<Answer*>> AnswerTable::prepare(const std::vector<AnswerStep>& steps) {
@@ -190,26 +192,56 @@ bool AnswerTable::too_old(const Answer& answer, double now) const {
 }
 
 void AnswerTable::forget_old(double now) {
-  if (!dropped_at_.empty())
-    std::erase_if(dropped_at_, [&](const auto& entry) { return now - entry.second > keep_seconds_; });
+  while (!drops_.empty() && now - drops_.front().second > keep_seconds_) forget_oldest_drop();
   std::erase_if(order_, [&](const std::string& id) {
-    const Answer& answer = answers_.at(id);
-    if (answer.state == AnswerState::kRunning) return false;
-    const bool old = too_old(answer, now);
-    if (!old && !over_budget()) return false;
-    if (!old) remember_dropped(answer);
+    if (!too_old(answers_.at(id), now)) return false;
     take_out(id);
     return true;
   });
+  if (over_budget()) drop_oldest();
 }
 
-// For want of memory it is only counted.
-void AnswerTable::remember_dropped(const Answer& answer) {
-  ++dropped_;
+// The oldest responses go of which every choice has ended, each one whole: its choices are counted by their places.
+void AnswerTable::drop_oldest() {
   try {
-    if (dropped_at_.size() >= kMostDropped) dropped_at_.erase(dropped_at_.begin());
-    dropped_at_[hash_of(answer.response, answer.tenant)] = answer.ended;
-  } catch (const std::bad_alloc&) {}
+    for (const std::string& id : order_) {
+      if (!over_budget()) break;
+      const auto found = answers_.find(id);
+      if (found == answers_.end()) continue;  // it went with a choice before it
+      const std::vector<std::string> choices = of_response(found->second);
+      const bool runs = std::any_of(choices.begin(), choices.end(), [&](const std::string& choice) {
+        return answers_.at(choice).state == AnswerState::kRunning;
+      });
+      if (runs) continue;
+      remember_drop(found->second, choices.size());
+      for (const std::string& choice : choices) take_out(choice);
+    }
+  } catch (const std::bad_alloc&) {}  // the rest goes the next time
+  std::erase_if(order_, [&](const std::string& id) { return !answers_.contains(id); });
+}
+
+std::vector<std::string> AnswerTable::of_response(const Answer& answer) const {
+  const auto [first, last] = by_response_.equal_range(std::pair(answer.tenant, answer.response));
+  std::vector<std::string> ids;
+  for (auto entry = first; entry != last; ++entry) ids.push_back(entry->second);
+  return ids;
+}
+
+// One that was aborted or failed may be begun again: who asks for it is told that it is not there.
+void AnswerTable::remember_drop(const Answer& answer, size_t choices) {
+  dropped_ += choices;
+  if (answer.state != AnswerState::kFinished) return;
+  if (drops_.size() >= kMostDropped) forget_oldest_drop();
+  const size_t hash = hash_of(answer.response, answer.tenant);
+  drops_.emplace_back(hash, answer.ended);
+  dropped_at_[hash] = answer.ended;
+}
+
+void AnswerTable::forget_oldest_drop() {
+  const auto [hash, ended] = drops_.front();
+  const auto found = dropped_at_.find(hash);
+  if (found != dropped_at_.end() && found->second == ended) dropped_at_.erase(found);
+  drops_.pop_front();
 }
 
 bool AnswerTable::was_dropped(std::string_view response, std::string_view tenant) const {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <optional>
 #include <span>
@@ -51,7 +52,7 @@ class AnswerTable {
   void forget(const std::string& id);  // an ended one
   // Ended answers that went because the table was over its budget, before they were too old.
   uint64_t dropped() const { return dropped_; }
-  // Whether an answer of this response was one of them, as long as it would have been kept: of the last 65,536.
+  // Whether this response was one of them, and finished: as long as it would have been kept, of the last 65,536.
   bool was_dropped(std::string_view response, std::string_view tenant) const;
   void clear();
 
@@ -61,7 +62,10 @@ class AnswerTable {
     size_t operator()(std::string_view id) const noexcept { return std::hash<std::string_view>{}(id); }
   };
 
-  void remember_dropped(const Answer& answer);
+  void drop_oldest();
+  std::vector<std::string> of_response(const Answer& answer) const;  // ids of all its choices, of all its calls
+  void remember_drop(const Answer& answer, size_t choices);
+  void forget_oldest_drop();
   void take_out(const std::string& id);  // but for its place in order_
 
   const double keep_seconds_;  // of ended answers
@@ -72,6 +76,7 @@ class AnswerTable {
   uint64_t ended_bytes_ = 0;
   uint64_t dropped_ = 0;
   std::unordered_map<size_t, double> dropped_at_;  // hash of tenant and response -> when the answer had ended
+  std::deque<std::pair<size_t, double>> drops_;    // the same, the oldest first; some were begun again
 };
 
 }  // namespace torpor

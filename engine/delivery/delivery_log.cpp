@@ -53,6 +53,15 @@ Result<std::unique_ptr<DeliveryLog>> DeliveryLog::open(FileSystem& file_system, 
   });
 }
 
+Result<uint64_t> DeliveryLog::count_running(FileSystem& file_system, DeliveryLogOptions options) {
+  return catching([&]() -> Result<uint64_t> {
+    DeliveryLog log(file_system, std::move(options));
+    const MutexLock lock(log.mutex_);
+    TORPOR_TRY(log.read_log());
+    return log.answers_.running();
+  });
+}
+
 // --- reading what was left -------------------------------------------------------------------------------------------
 
 Status DeliveryLog::read_log() {

@@ -65,6 +65,8 @@ class DeliveryLog {
   // Reads what an earlier server left. kUnavailable: another one uses the directory. kIncompatible: answers that still
   // run belong to another engine (OtherEngine); kUnauthenticated: sealed otherwise. The log is then as it was.
   static Result<std::unique_ptr<DeliveryLog>> open(FileSystem& file_system, DeliveryLogOptions options);
+  // How many answers still run that an earlier server left. Errors as of open(). Nothing is written.
+  static Result<uint64_t> count_running(FileSystem& file_system, DeliveryLogOptions options);
   ~DeliveryLog();
 
   // A new answer. kInvalidArgument: the id is in use.

@@ -89,6 +89,9 @@ class DeliveryLog:
     def all(self) -> list: ...
     def close(self) -> None:
         """Nothing is recorded from now on."""
+    @staticmethod
+    def count_running(options: dict) -> int:
+        """How many answers still run that an earlier server left. Nothing is written."""
     def counts(self) -> dict: ...
     def dropped(self) -> int:
         """Ended answers that went for keep_bytes."""

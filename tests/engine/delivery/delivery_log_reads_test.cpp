@@ -9,6 +9,7 @@ using test::DeliveryLogTest;
 using test::ended;
 using test::given;
 using test::succeeded;
+using test::value_of;
 
 TEST_F(DeliveryLogTest, WhatItDropsForWantOfRoomItNames) {
   DeliveryLogOptions few = options();
@@ -34,6 +35,63 @@ TEST_F(DeliveryLogTest, WhatItDropsForWantOfRoomItNames) {
   EXPECT_FALSE(answers->get("2"));
   EXPECT_EQ(answers->dropped(), 1U);
   EXPECT_FALSE(answers->was_dropped("response-1", "")) << "it would not have been kept so long";
+}
+
+// A reader counts choices by their places: what is left of a response would be taken for all of it.
+TEST_F(DeliveryLogTest, AResponseIsDroppedWholeAndOnlyWhenAllOfItHasEnded) {
+  DeliveryLogOptions none = options();
+  none.keep_bytes = 1;
+  const auto answers = open(none);
+  for (const int choice : {0, 1})
+    ASSERT_TRUE(succeeded(answers->start(asked(std::to_string(choice), "both", "", choice))));
+  ASSERT_TRUE(succeeded(answers->step({ended("0", 0)})));
+  ASSERT_TRUE(succeeded(answers->start(asked("next"))));
+  EXPECT_EQ(answers->find("both", ""), (std::vector<std::string>{"0", "1"}));
+  EXPECT_FALSE(answers->was_dropped("both", ""));
+  ASSERT_TRUE(succeeded(answers->step({ended("1", 0)})));
+  ASSERT_TRUE(succeeded(answers->start(asked("after"))));
+  EXPECT_TRUE(answers->find("both", "").empty());
+  EXPECT_TRUE(answers->was_dropped("both", ""));
+  EXPECT_EQ(answers->dropped(), 2U);
+  EXPECT_EQ(answers->all().size(), 2U);
+  ASSERT_TRUE(succeeded(answers->start(asked("again", "both"))));
+  EXPECT_FALSE(answers->was_dropped("both", "")) << "it is begun again";
+}
+
+TEST_F(DeliveryLogTest, OneThatWasAbortedIsNoAnswerThatWasGiven) {
+  DeliveryLogOptions none = options();
+  none.keep_bytes = 1;
+  const auto answers = open(none);
+  ASSERT_TRUE(succeeded(answers->start(asked("1"))));
+  AnswerStep aborted = ended("1", 0);
+  aborted.state = AnswerState::kAborted;
+  ASSERT_TRUE(succeeded(answers->step({aborted})));
+  ASSERT_TRUE(succeeded(answers->start(asked("next"))));
+  EXPECT_EQ(answers->dropped(), 1U);
+  EXPECT_FALSE(answers->was_dropped("response-1", ""));
+}
+
+// A server without a log looks whether it may start, and must leave what is there as it is.
+TEST_F(DeliveryLogTest, WhoCountsWhatRunsWritesNothing) {
+  auto answers = open();
+  for (const std::string id : {"1", "2"}) ASSERT_TRUE(succeeded(answers->start(asked(id))));
+  ASSERT_TRUE(succeeded(answers->step({ended("1", 0)})));
+  answers.reset();
+  const auto files = [&] {
+    std::map<std::string, std::string> content;
+    for (const auto& entry : boost::filesystem::directory_iterator(options().directory)) {
+      std::ifstream file(entry.path().string(), std::ios::binary);
+      content[entry.path().filename().string()] = {std::istreambuf_iterator<char>(file), {}};
+    }
+    return content;
+  };
+  const std::map<std::string, std::string> before = files();
+  DeliveryLogOptions impatient = options();
+  impatient.keep_seconds = 0;
+  impatient.keep_bytes = 0;
+  EXPECT_EQ(value_of(DeliveryLog::count_running(linux_file_system(), impatient)), 1U);
+  EXPECT_EQ(files(), before);
+  EXPECT_TRUE(open()->get("1"));
 }
 
 // steps_record() writes by itself what an archive reads, and that refuses a byte too many.

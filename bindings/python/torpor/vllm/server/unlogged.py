@@ -28,7 +28,8 @@ class Directory:
         """Raises InvalidArgument where an earlier server left answers that still run: this one would lose them."""
         self._file = -1
         folder = Path(path)
-        if any(folder.glob("answers-*")) and (running := _count_running(path, engine, key_file)) > 0:
+        log = {"directory": path, "engine": engine, "key_file": key_file, "other_engine": "refuse"}
+        if any(folder.glob("answers-*")) and (running := _core.DeliveryLog.count_running(log)) > 0:
             raise InvalidArgument(
                 f"the response log in {path} has {running} answers that still run, and --torpor-response-log is off",
                 "start the server with --torpor-response-log on until they have ended, or give it another directory",
@@ -54,12 +55,6 @@ class Directory:
             self._file = -1
 
     __del__ = close
-
-
-def _count_running(path: str, engine: dict, key_file: str | None) -> int:
-    """The log is closed again when this returns."""
-    log = _core.DeliveryLog({"directory": path, "engine": engine, "key_file": key_file, "other_engine": "refuse"})
-    return log.counts()["running"]
 
 
 async def wake(server, named: str) -> None:
