@@ -71,14 +71,14 @@ def on_instances() -> dict[str, dict[str, bool]]:
     for one in gc.get_objects():
         kind = type(one)
         stock = stock_of(kind)
-        if is_of("torpor", kind) and is_of("vllm", stock) and kind.__module__ not in EXTENSION_POINTS:
-            found.setdefault(f"an instance of {stock.__module__}.{stock.__qualname__}", {})["__class__"] = True
-        if not is_vllms(kind) or not hasattr(one, "__dict__"):
+        owner = f"an instance of {stock.__module__}.{stock.__qualname__}"
+        if not is_vllms(stock) or kind.__module__ in EXTENSION_POINTS:
             continue
-        for name, value in list(vars(one).items()):
+        if is_of("torpor", kind):
+            found.setdefault(owner, {})["__class__"] = True
+        for name, value in list(getattr(one, "__dict__", {}).items()):
             if name.startswith(("torpor", "_torpor")) or (isinstance(value, METHODS) and origin(value) == "torpor"):
-                owner = f"an instance of {kind.__module__}.{kind.__qualname__}"
-                found.setdefault(owner, {})[name] = hasattr(kind, name)
+                found.setdefault(owner, {})[name] = hasattr(stock, name)
     return found
 
 

@@ -7,6 +7,8 @@ ValueError: options are checked inside of vLLM's pydantic classes, which would p
 
 from __future__ import annotations
 
+import os
+
 
 class Error(Exception):
     """Base of all. Attributes: code, what, next_step (str), origin (str), native (int), state_changed (bool)."""
@@ -22,7 +24,7 @@ class Error(Exception):
         self.origin = origin
         self.native = native
         if isinstance(self, OSError) and native:
-            self.errno = native
+            self.errno, self.strerror = native, os.strerror(native)
         self.state_changed = state_changed
 
     def to_dict(self) -> dict:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from torpor.errors import InvalidArgument, Unsupported
 from torpor.vllm import connector_options, scheduler, worker
@@ -31,8 +32,9 @@ def finish(vllm_config) -> None:
 
 
 def refuse_rust_front_end() -> None:
-    """`vllm serve` starts vLLM's Rust front end, since 0.33, if this variable says so. It loads no Python routes."""
-    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0") and sys.argv[1:2] == ["serve"]:
+    """`vllm serve` starts vLLM's Rust front end if this variable says so. It loads no Python routes."""
+    serves = Path(sys.argv[0]).name in ("vllm", "main.py") and sys.argv[1:2] == ["serve"]
+    if serves and os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise Unsupported("torpor behind vLLM's Rust front end", "unset VLLM_USE_RUST_FRONTEND")
 
 

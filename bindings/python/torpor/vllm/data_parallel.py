@@ -292,6 +292,9 @@ def _merged_states(states: list[dict]) -> dict:
     return shown | {"recomputed_tokens": sum(state["recomputed_tokens"] for state in states)}
 
 
+_PLAN_SUMS = ("reused_bytes", "host_bytes", "disk_bytes", "requests", "kept_blocks", "dropped_blocks")
+
+
 def _merged_plans(plans: list[dict]) -> dict:
     def summed(name: str) -> dict:
         return {tag: sum(plan[name].get(tag, 0) for plan in plans) for plan in plans for tag in plan[name]}
@@ -300,7 +303,7 @@ def _merged_plans(plans: list[dict]) -> dict:
         "save_bytes": summed("save_bytes"),
         "free_bytes": summed("free_bytes"),
         "problems": [problem for plan in plans for problem in plan["problems"]],
-    } | {name: sum(plan[name] for plan in plans) for name in ("requests", "kept_blocks", "dropped_blocks")}
+    } | {name: sum(plan[name] for plan in plans) for name in _PLAN_SUMS}
 
 
 _NOTHING_RESTORED = dict.fromkeys(_SUMS, 0) | {

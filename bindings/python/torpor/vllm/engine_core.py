@@ -72,7 +72,7 @@ class EngineSide:
         """
         timeout = options.get("timeout")
         if not self.controller.is_sleeping():
-            with self._falling_asleep({"level": options.get("level", 0)}):
+            with self._falling_asleep({"level": options.get("level", 0), "tags": options.get("tags")}):
                 self.hooks.quiesce(None if timeout is None or timeout < 0 else timeout)
             self.hooks.ask_workers()
         return {
@@ -244,8 +244,9 @@ class EngineCoreMixin:
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         try:
             return super().collective_rpc(method, timeout, args, kwargs)
-        except TimeoutError:
-            note_timeout(self, method)
+        except TimeoutError as problem:
+            if not isinstance(problem, Error):  # a worker has answered with it
+                note_timeout(self, method)
             raise
         finally:
             doubt_weights_after(self, method)

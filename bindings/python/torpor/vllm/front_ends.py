@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from typing import NoReturn
 
 from vllm import LLM
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -54,23 +56,26 @@ class AsyncLLMMixin(AsyncLLM):
 class NotHeld:
     """Of an engine that asks for torpor while torpor does not hold its memory: what torpor adds is refused by name."""
 
-    def sleep(self, level: int = 1, mode: str = "abort", **torpors):
-        _refuse("sleep", torpors)
-        return _stock_of(self).sleep(self, level, mode)
+    def sleep(self, *args, **arguments):
+        return _stock_of(self).sleep(self, *args, **_without_torpors(Blocking.sleep, arguments))
 
-    def wake_up(self, tags=None, **torpors):
-        _refuse("wake_up", torpors)
-        return _stock_of(self).wake_up(self, tags)
+    def wake_up(self, *args, **arguments):
+        return _stock_of(self).wake_up(self, *args, **_without_torpors(Blocking.wake_up, arguments))
 
-    def checkpoint(self, **torpors):
-        _refuse("checkpoint", torpors or {"": None})
+    def checkpoint(self, **_):
+        _refuse("checkpoint()")
 
     def updating_weights(self, version: str | None = None):
-        _refuse("updating_weights", {"version": version})
+        _refuse("updating_weights()")
 
     @property
-    def torpor(self):
-        _refuse("torpor", {"": None})
+    def torpor(self) -> RefusedTorpor:
+        return RefusedTorpor()
+
+
+class RefusedTorpor:
+    def __getattr__(self, name: str):
+        _refuse(f"torpor.{name}()")
 
 
 class NotHeldAsync(AsyncLLM):
@@ -81,14 +86,20 @@ class NotHeldAsync(AsyncLLM):
     torpor = NotHeld.torpor
 
 
-def _refuse(method: str, arguments: dict) -> None:
-    if arguments:
-        named = ", ".join(f"{name}=…" for name in arguments if name)
-        raise Unsupported(
-            f"{method}({named}): torpor does not hold this engine's memory",
-            "it needs vLLM on the CPU with the option enabled, or on a GPU with gpu_preserve_state, and a "
-            "scheduler that derives from vLLM's",
-        )
+def _without_torpors(method, arguments: dict) -> dict:
+    """`arguments` for vLLM's method of that name. Those of torpor's have their default, or are refused."""
+    own = {p.name: p.default for p in inspect.signature(method).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    if asked := [name for name, value in arguments.items() if name in own and value != own[name]]:
+        _refuse(f"{method.__name__}({', '.join(f'{name}=…' for name in asked)})")
+    return {name: value for name, value in arguments.items() if name not in own}
+
+
+def _refuse(call: str) -> NoReturn:
+    raise Unsupported(
+        f"{call}: torpor does not hold this engine's memory",
+        "it needs vLLM on the CPU with the option enabled, or on a GPU with gpu_preserve_state, and a "
+        "scheduler that derives from vLLM's",
+    )
 
 
 class InprocClientMixin(InprocClient):
@@ -131,11 +142,16 @@ def install(patches: Patches) -> None:
         except KeyError:
             raise AttributeError("llm_engine") from None
 
-    def set_llm_engine(self, engine: LLMEngine) -> None:
+    def set_llm_engine(self, engine: LLMEngine | None) -> None:
         vars(self)["llm_engine"] = engine
-        adopt(self, engine.vllm_config)
+        if isinstance(engine, LLMEngine):
+            adopt(self, engine.vllm_config)
 
-    patches.set(LLM, "llm_engine", property(llm_engine, set_llm_engine))
+    def delete_llm_engine(self) -> None:
+        llm_engine(self)
+        del vars(self)["llm_engine"]
+
+    patches.set(LLM, "llm_engine", property(llm_engine, set_llm_engine, delete_llm_engine))
 
 
 def _then_adopt(stock):

@@ -218,7 +218,7 @@ async def _finish_running(side: BlockingSide | AsyncSide, values: dict) -> None:
 async def _freeze(side: BlockingSide | AsyncSide, values: dict) -> dict[str, int]:
     """How many tokens each request has been sent, of an engine that stands still from now on, or that is asleep."""
     try:
-        return await side.call("freeze", {name: values[name] for name in ("timeout", "level") if name in values})
+        return await side.call("freeze", {name: values[name] for name in ("timeout", "level", "tags") if name in values})
     except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):  # the engine core does it all the same
         await side.call("unfreeze")
         raise

@@ -58,6 +58,8 @@ class VllmHooks:
         follows = self.other_connector.follows
         found += unsupported_scheduler(self.scheduler, self.for_new_process, transfers_end=follows and not self._quiet)
         if follows and self._quiet:
+            if self._frees_memory() and self._frees_kv():
+                self.other_connector.finish_transfers()  # of an engine that was only paused
             found += [f"a KV connector with {each}" for each in open_transfers(self.scheduler)]
         if follows and self.for_new_process:
             found.append("a KV connector, whose own state a new process would lose; host memory keeps it")
@@ -102,7 +104,7 @@ class VllmHooks:
             began = time.monotonic()
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self._stands_since = time.monotonic()
-            if self.other_connector.follows and self._frees_memory():
+            if self.other_connector.follows and self._frees_memory() and self._frees_kv():
                 self.other_connector.finish_transfers(timeout and timeout - (self._stands_since - began))
                 connector_sleep.let_those_with_blocks_go_first(self.scheduler)
             side = connector_sleep.side_of(self.scheduler)

@@ -52,7 +52,11 @@ def _why_not(vllm_config) -> str | None:
     for cls, config in zip(classes, configs, strict=True):
         if not all(_implements(cls, hook) for hook in _HOOKS):
             return f"{cls.__name__} does not implement {' and '.join(_HOOKS)}"
-        if not cls.supports_sleep_mode(config):
+        try:
+            supports = cls.supports_sleep_mode(config)
+        except Exception as problem:
+            return f"{cls.__name__}.supports_sleep_mode(): {type(problem).__name__}: {problem}"
+        if not supports:
             return f"{cls.__name__} says that it does not support sleep mode as it is configured"
     if parallel.data_parallel_size > 1:
         return f"{classes[0].__name__} of data parallel ranks"
@@ -130,9 +134,11 @@ class OtherConnector:
         finally:
             if scheduler.torpor_collects:
                 scheduler.torpor_collects = False
-                while core.batch_queue:
-                    self._take_step()
-                scheduler.set_pause_state(state)
+                try:
+                    while core.batch_queue:
+                        self._take_step()
+                finally:
+                    scheduler.set_pause_state(state)
 
     def _under_way(self) -> list[str]:
         """Return open transfers. Requests whose loads have ended wait for their turn from now on."""

@@ -303,7 +303,7 @@ def choices(life: Server, response: str, request: Request) -> list[str] | Respon
             return ids
     if any(life.recorder.answers.was_dropped(name, whose) for name in names):
         what = f"the answer {response} has ended, and the response log dropped it to make room for newer ones"
-        return refused(NotFound(what, "start the server with more --torpor-response-log-bytes"), 410)
+        return refused(NotFound(what, "do not send the request again: it was answered"), 410)
     what = f"there is no answer {response}: it was never begun here, is not yours, or ended too long ago"
     return refused(NotFound(what, "send the request again"))
 
