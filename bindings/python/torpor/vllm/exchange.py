@@ -143,7 +143,7 @@ def _ended(room: _core.RoomFile, halves: Sequence[Future | asyncio.Future], bega
     """One of them has ended, and the other one had its time to."""
     errors = [
         _named(half.exception(), which) if half.done() else _does_not_answer(which)
-        for half, which in zip(halves, _WHICH)
+        for half, which in zip(halves, _WHICH, strict=True)
     ]
     _raise_first(room, errors)
     slept, woken = (half.result() for half in halves)

@@ -71,7 +71,7 @@ class BlockingSide:
         """Processes an output if one is there. Results come first from the next step()."""
         client = self.engine.engine_core
         if not isinstance(client, InprocClient) and client.outputs_queue.empty():
-            time.sleep(0.001)
+            time.sleep(0.001)  # noqa: ASYNC251  there is no event loop
         else:
             self._step()
 
@@ -84,7 +84,7 @@ class BlockingSide:
         return not isinstance(self.engine.engine_core, InprocClient)
 
     async def pause(self) -> None:
-        time.sleep(_CHECKPOINT_SECONDS)
+        time.sleep(_CHECKPOINT_SECONDS)  # noqa: ASYNC251
 
     def _step(self) -> None:
         given = step_outputs.of(self.engine)

@@ -347,11 +347,11 @@ def signature_text(arguments: ast.arguments) -> str:
     kinds = inspect.Parameter
     parameters = [
         _parameter(item, kinds.POSITIONAL_ONLY if item in arguments.posonlyargs else kinds.POSITIONAL_OR_KEYWORD, value)
-        for item, value in zip(positional, defaults)
+        for item, value in zip(positional, defaults, strict=True)
     ]
     if arguments.vararg:
         parameters.append(_parameter(arguments.vararg, kinds.VAR_POSITIONAL, None))
-    for item, value in zip(arguments.kwonlyargs, arguments.kw_defaults):
+    for item, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         parameters.append(_parameter(item, kinds.KEYWORD_ONLY, value))
     if arguments.kwarg:
         parameters.append(_parameter(arguments.kwarg, kinds.VAR_KEYWORD, None))

@@ -267,7 +267,7 @@ def routes() -> APIRouter:
             if from_tokens is not None and from_text is not None:
                 raise InvalidArgument("both from and from_text are given", "give one of them")
             starts = numbers(from_tokens if from_text is None else from_text, len(ids))
-            for each, start in zip(ids, starts):  # refused before the stream begins
+            for each, start in zip(ids, starts, strict=True):  # refused before the stream begins
                 life.recorder.answers.part(each, *((start, 0) if from_text is None else (0, start)))
         except Error as problem:
             return refused(problem)
@@ -331,7 +331,7 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
     ends = [life.recorder.answers.position(each)["tokens_end"] for each in ids] if by_text else list(starts)
     waits = {
         asyncio.create_task(life.recorder.more(each, *((0, start) if by_text else (start, 0)))): index
-        for index, (each, start) in enumerate(zip(ids, starts))
+        for index, (each, start) in enumerate(zip(ids, starts, strict=True))
     }
     try:
         while waits:

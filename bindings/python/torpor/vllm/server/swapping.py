@@ -148,9 +148,11 @@ class Other:
     async def is_there(self) -> bool:
         """Its process is, whatever it does."""
         try:
-            async with self._session({}, _CONNECT_SECONDS) as session:
-                async with session.get(f"{self.url}/is_sleeping", allow_redirects=False):
-                    return True
+            async with (
+                self._session({}, _CONNECT_SECONDS) as session,
+                session.get(f"{self.url}/is_sleeping", allow_redirects=False),
+            ):
+                return True
         except TimeoutError:
             return True
         except (aiohttp.ClientError, OSError):
