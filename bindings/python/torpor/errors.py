@@ -12,6 +12,7 @@ class Error(Exception):
     """Base of all. Attributes: code, what, next_step (str), origin (str), native (int), state_changed (bool)."""
 
     code = "internal"
+    errno: int | None  # of those that are an OSError
 
     def __init__(
         self, what: str, next_step: str = "", *, origin: str = "torpor", native: int = 0, state_changed: bool = False

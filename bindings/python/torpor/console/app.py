@@ -30,7 +30,7 @@ _CHANGES = "slot,operation,engine,stop"
 _SAID = 200  # characters of an answer
 
 
-class Lines(ScrollView, can_focus=True):
+class Lines(ScrollView, can_focus=True):  # type: ignore[call-arg]  # Textual's, which may not be here
     """Lines of text, of which only those that are seen are drawn. Where one is chosen, arrows choose another one."""
 
     BINDINGS: ClassVar = [
@@ -362,9 +362,10 @@ class Console(App):
         except (Error, OSError) as problem:
             self.said = str(problem)
             if isinstance(problem, (Busy, OSError)):  # the connection is of no use any more
-                with contextlib.suppress(Exception):
-                    self._engine.close()
-                self._engine = None
+                broken, self._engine = self._engine, None
+                if broken is not None:
+                    with contextlib.suppress(Exception):
+                        broken.close()
 
 
 def _value(word: str) -> bool | float | str:

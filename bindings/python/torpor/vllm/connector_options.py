@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torpor.errors import InvalidArgument
 from torpor.vllm.paths import expanded
@@ -103,6 +104,11 @@ class ConnectorOptions:
         if self.disk_bytes > 0 and not self.directory:
             raise InvalidArgument("disk_bytes is given and directory is not", "give the directory, or torpor's dir")
 
+    @property
+    def disk_folder(self) -> str | None:
+        """Of the tier on disk; None: there is no such tier."""
+        return self.directory if self.disk_bytes > 0 else None
+
     def queue(self) -> dict:
         names = (
             "max_batch_size", "min_batch_size", "flush_interval_ms", "policy_timeout_ms", "sweep_interval_ms",
@@ -121,7 +127,7 @@ def _value(name: str, default, item):
         if item not in _CHOICES[name]:
             raise InvalidArgument(f"{name} is {item!r}", f"use {' or '.join(map(repr, _CHOICES[name]))}")
         return item
-    kind = str if default is None else type(default)
+    kind: Any = str if default is None else type(default)
     if type(item) is not kind and not (default is None and item is None):
         raise InvalidArgument(f"{name} is {item!r}", f"use {_KINDS[kind]}")
     if kind is int and item < (1 if default > 0 else 0):

@@ -7,10 +7,10 @@ from types import MappingProxyType
 
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from torpor.vllm.mixed_in import mix_in
+from torpor.vllm.mixed_in import Stock, mix_in
 
 
-class CpuGenerators:
+class CpuGenerators(Stock):
     """A mixin of a model runner: a prompt that takes several steps draws one number, that of its last step.
 
     Such a request draws a number in each step, and keeps only the last token. vLLM takes the other draws back by the

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 from concurrent.futures import InvalidStateError
 
 from vllm.outputs import RequestOutput
@@ -173,7 +174,7 @@ async def sleep(side: BlockingSide | AsyncSide, mode: str, values: dict) -> Repo
     if level >= 1:
         await side.clear_caches()
     frozen = values["preserve_state"] and level >= 1
-    state = {"engine": "", "level": 0}
+    state: dict[str, Any] = {"engine": "", "level": 0}
     if frozen and mode != "wait" and side.serves_meanwhile():
         await _freeze(side, values)  # what is asked then is answered at once, and not after one more step each
         try:

@@ -141,7 +141,7 @@ class VllmHooks:
     def notify_stand(self) -> None:
         """No rank takes a step any more. Pauses from before go on waiting for their requests."""
         callback, self._stand_callback = self._stand_callback, None
-        if callback in self.core._idle_state_callbacks:
+        if callback is not None and callback in self.core._idle_state_callbacks:
             self.core._idle_state_callbacks.remove(callback)
             callback(self.core)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torpor.errors import InvalidArgument
 from torpor.vllm import connector_options
@@ -124,7 +125,9 @@ class Options:
         )
         if not isinstance(given, dict):
             raise InvalidArgument(f"additional_config['torpor'] is {given!r}", "give a dict of options")
-        values = {name: os.environ[variable] for name, variable in _VARIABLES.items() if variable in os.environ}
+        values: dict[str, Any] = {
+            name: os.environ[variable] for name, variable in _VARIABLES.items() if variable in os.environ
+        }
         spelled = {name: _VARIABLES[name] for name in values}
         values |= given
         connector = {name: values.pop(name) for name in connector_options.NAMES if name in values}
@@ -227,7 +230,7 @@ def _value(name: str, given, spelled: str):
         return given
     if kind == SWITCH:
         if isinstance(given, str):
-            return switch(spelled, given, option.default)
+            return switch(spelled, given, option.default is True)
         if isinstance(given, bool):
             return given
         raise InvalidArgument(f"{spelled} is {given!r}", "use true or false")

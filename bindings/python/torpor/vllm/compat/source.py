@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ def _bound_by(node: ast.stmt, package: str, declared: bool) -> list[tuple[str, o
             return []
 
 
-def _is_new(node: ast.expr) -> bool:
+def _is_new(node: ast.AST) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
