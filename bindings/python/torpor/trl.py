@@ -35,6 +35,7 @@ class Group:
 
     @property
     def complete(self) -> list[RequestOutput]:
+        """Those that are."""
         return [output for output in self.outputs if output is not None]
 
     @property
