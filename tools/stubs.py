@@ -11,9 +11,14 @@ import textwrap
 
 HEADER = (
     '"""The compiled module. Made by tools/stubs.py; do not change by hand."""\n\n'
-    "from collections.abc import Sequence\n"
+    "import typing\n"
+    "from collections.abc import Callable, Mapping, Sequence\n\n"
+    "__version__: str\n"
 )
-SHORTER = {"typing.SupportsInt | typing.SupportsIndex": "int", "collections.abc.": "", "torpor._core.": ""}
+SHORTER = {
+    "typing.SupportsInt | typing.SupportsIndex": "int", "collections.abc.": "", "torpor._core.": "",
+    "-> object": "-> typing.Any",
+}  # fmt: skip
 WIDTH = 120
 
 

@@ -76,7 +76,7 @@ def test_wrong_values_are_refused_by_the_schema(wrong):
 
 
 def test_settings_that_do_not_go_together_are_refused():
-    with pytest.raises(RuntimeError, match="sleepToDiskAfter needs torpor.sleepAfter"):
+    with pytest.raises(RuntimeError, match=r"sleepToDiskAfter needs torpor.sleepAfter"):
         render({"torpor.sleepToDiskAfter": 60})
 
 

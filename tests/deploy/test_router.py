@@ -15,7 +15,7 @@ from chart import ROOT
 
 sys.path.append(str(ROOT / "tools/demo"))
 
-from serving import Server, free_port  # noqa: E402
+from serving import Server, free_port
 
 MODELS = ("chat", "code", "small")
 PROMPT = "Once upon a time"

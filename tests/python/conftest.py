@@ -14,10 +14,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "rig"))
 
-import pytest  # noqa: E402
-import rig  # noqa: E402
-from tiny_model import make_model  # noqa: E402
-from zygote import ENVIRONMENT, Zygote, shared  # noqa: E402
+import pytest
+import rig
+from tiny_model import make_model
+from zygote import ENVIRONMENT, Zygote, shared
 
 os.environ.update(ENVIRONMENT)
 

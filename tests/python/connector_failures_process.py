@@ -66,7 +66,7 @@ def events_name_their_parents(model) -> dict:
             served.finish()
         parents = {}
         for request in requests:
-            parents |= dict(zip(keys := keys_of(served, request), [None, *keys]))
+            parents |= dict(zip(keys := keys_of(served, request), [None, *keys], strict=False))
         result[mode] = Counter(
             "right" if event.parent_block_hash == parents[event.block_hashes[0]]
             else "none" if event.parent_block_hash is None

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
-import connector_replay as replay  # noqa: E402
+import connector_replay as replay
 
 PROMPT_BLOCKS = 16
 FAILED, DAMAGED = 10, 13  # of BlockOutcome

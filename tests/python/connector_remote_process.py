@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
-import networks  # noqa: E402
-from conftest import InProcess  # noqa: E402
-from connector_served import ENGINE, Served, prompts  # noqa: E402
+import networks
+from conftest import InProcess
+from connector_served import ENGINE, Served, prompts
 
 SLOW = "200kbit"  # a block takes longer than remote_timeout_ms
 BACK_WITHIN = 60  # seconds

@@ -21,9 +21,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
-import connector_replay as replay  # noqa: E402
-from conftest import InProcess  # noqa: E402
-from vllm import SamplingParams  # noqa: E402
+import connector_replay as replay
+from conftest import InProcess
+from vllm import SamplingParams
 
 REQUESTS, MOST_BLOCKS, COMPUTED = int(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6])  # blocks: of a prompt
 AT_ONCE, ANSWER, ASKED_AGAIN = 12, 6, 6

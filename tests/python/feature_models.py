@@ -13,7 +13,7 @@ from tiny_model import SPECIAL, make_model
 
 sys.path.append(str(Path(__file__).parents[2] / "tools/demo"))
 
-from kinds import write_adapter  # noqa: E402
+from kinds import write_adapter
 
 ADAPTERS = ("first", "second", "third")
 

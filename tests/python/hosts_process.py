@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
-import networks  # noqa: E402
-from conftest import ENGINE  # noqa: E402
+import networks
+from conftest import ENGINE
 
 PORT = 29600  # the network has no other user
 _NEWNS = 0x20000

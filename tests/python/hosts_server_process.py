@@ -20,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
-import networks  # noqa: E402
-from hosts_process import enter  # noqa: E402
-from serving import Client, Reading, Server, ServerEnded, descendants  # noqa: E402
+import networks
+from hosts_process import enter
+from serving import Client, Reading, Server, ServerEnded, descendants
 
 REQUESTS, TOKENS = 4, 300
 FIRST_PORT = 29610  # of the ranks; the networks have no other user

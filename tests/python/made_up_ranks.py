@@ -35,7 +35,7 @@ class Core:
 
 
 class Client:
-    core_engines = [b"\0\0", b"\1\0"]
+    core_engines = (b"\0\0", b"\1\0")
 
     def __init__(self, directory):
         self.cores = [Core(directory, rank) for rank in range(2)]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
 
-from conftest import InProcess, without_weights  # noqa: E402
-from requests_of_tests import REQUESTS, add_requests, final, run  # noqa: E402
+from conftest import InProcess, without_weights
+from requests_of_tests import REQUESTS, add_requests, final, run
 
 LATE_BY_HAND = "late_by_hand.LateByHand"
 TAKEN_OVER = ("greedy", "seeded", "penalties", "prefix-a")

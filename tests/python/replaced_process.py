@@ -8,27 +8,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from devtool import golden  # noqa: E402
+from devtool import golden
 
-from vllm import LLM  # noqa: E402
-from vllm.v1.core.block_pool import BlockPool  # noqa: E402
-from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
-from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
-from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: E402
-from vllm.v1.engine.core_client import InprocClient, MPClient  # noqa: E402
-from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
-from vllm.v1.engine.output_processor import RequestState  # noqa: E402
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
-from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
+from vllm import LLM
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.core_client import InprocClient, MPClient
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
-from torpor.vllm import asking, engine_core, front_end_methods, front_ends, patches  # noqa: E402
-from torpor.vllm.cpu_generators import CpuGenerators  # noqa: E402
-from torpor.vllm.late_blocks import LateBlocks  # noqa: E402
-from torpor.vllm.outputs import KnownEnd  # noqa: E402
-from torpor.vllm.patching import Patches  # noqa: E402
-from torpor.vllm.scheduler import SchedulerMixin  # noqa: E402
-from torpor.vllm.worker import WorkerMixin  # noqa: E402
+from torpor.vllm import asking, engine_core, front_end_methods, front_ends, patches
+from torpor.vllm.cpu_generators import CpuGenerators
+from torpor.vllm.late_blocks import LateBlocks
+from torpor.vllm.outputs import KnownEnd
+from torpor.vllm.patching import Patches
+from torpor.vllm.scheduler import SchedulerMixin
+from torpor.vllm.worker import WorkerMixin
 
 IN_FRONT = (
     (Scheduler, SchedulerMixin),

@@ -125,7 +125,7 @@ async def asynchronously(model: Path, directory: Path) -> dict:
             await begun.wait()
             result["in_flight"] = (await engine.engine_core.call_utility_async("rig_report"))["batches_in_flight"]
             outputs = await asyncio.gather(*readers)
-            result["runs"].append({name: answer(output) for name, output in zip(CERTAIN, outputs)})
+            result["runs"].append({name: answer(output) for name, output in zip(CERTAIN, outputs, strict=True)})
     finally:
         engine.shutdown()
     return result

@@ -8,9 +8,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
-from s3_server import BUCKET, S3Server  # noqa: E402
-from serving import Client, Reading, Server, ServerEnded  # noqa: E402
-from zygote import shared  # noqa: E402
+from s3_server import BUCKET, S3Server
+from serving import Client, Reading, Server, ServerEnded
+from zygote import shared
 
 __all__ = [
     "ALICE", "BOB", "BUCKET", "LATE_BY_HAND", "Client", "Reading", "S3Server", "Server", "ServerEnded", "begin",

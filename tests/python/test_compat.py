@@ -271,7 +271,8 @@ def seen(zygote) -> dict[str, dict]:
     cases = [asking | case for case in CASES.values()]
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "torpor"}
     process = Path(__file__).with_name("compat_process.py")
-    return dict(zip(CASES, result_of(zygote.run([process, json.dumps(cases)], timeout=300, env=environment))))
+    results = result_of(zygote.run([process, json.dumps(cases)], timeout=300, env=environment))
+    return dict(zip(CASES, results, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -382,5 +383,5 @@ def test_an_engine_that_asks_is_an_object_of_vllms_class_and_the_classes_stay_vl
 
 
 def test_a_version_that_is_not_known_is_named():
-    with pytest.raises(errors.Unsupported, match="0.30.4"):
+    with pytest.raises(errors.Unsupported, match=r"0.30.4"):
         compat.manifest("0.30.4")

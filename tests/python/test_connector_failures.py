@@ -92,7 +92,7 @@ def test_new_weights_over_old_blocks(happened, mode):
     """vLLM's own prefix cache is the user's to reset: it is never found again as if the new weights had made it."""
     result = happened["new_weights_over_old_blocks"][mode]
     assert result["begun"] and result["stale"] == 0
-    assert result["afresh"] == PROMPT_TOKENS or mode == "lazy" and result["afresh"] > 0
+    assert result["afresh"] == PROMPT_TOKENS or (mode == "lazy" and result["afresh"] > 0)
 
 
 def test_ranks_agree_on_capacity(happened):

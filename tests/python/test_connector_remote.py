@@ -13,8 +13,8 @@ from torpor.vllm.connector_options import ConnectorOptions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
-from networks import FAR, inside, two_networks  # noqa: E402
-from redis_server import PASSWORD, RedisServer  # noqa: E402
+from networks import FAR, inside, two_networks
+from redis_server import PASSWORD, RedisServer
 
 PROCESS = Path(__file__).parent / "connector_remote_process.py"
 

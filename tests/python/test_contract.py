@@ -322,7 +322,7 @@ def test_a_manifest_is_written_by_its_changes():
     ],
 )
 def test_a_change_of_nothing_is_a_mistake(name, change):
-    with pytest.raises(ValueError, match="typo|Typo"):
+    with pytest.raises(ValueError, match=r"typo|Typo"):
         changed(OLD, CHANGES | {name: change})
 
 

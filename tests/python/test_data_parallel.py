@@ -121,7 +121,7 @@ async def _all_or_none(zygote, model, directory) -> None:
     readers.append(asyncio.create_task(read(engine.generate("Hi", endless, "endless", data_parallel_rank=1), {})))
     await some_tokens(answers)
     report = await engine.sleep(level=1, preserve_state=True, to="disk")
-    assert checkpoints(directory) == dict.fromkeys(("", "rank-0-of-2", "rank-1-of-2"), ["g-000001", "g-000002"])
+    assert checkpoints(directory) == {rank: ["g-000001", "g-000002"] for rank in ("", "rank-0-of-2", "rank-1-of-2")}
     assert report.checkpoint == str(directory / "g-000002")
     await asyncio.sleep(0.2)  # readers get what came before the sleep
     for reader in readers:
@@ -134,11 +134,11 @@ async def _all_or_none(zygote, model, directory) -> None:
         engine = make(without_weights(model, directory.parent / "bare"), directory, load_format="torpor")
     ours, others = directory / "rank-1-of-2" / "g-000002", directory / "rank-0-of-2" / "g-000002"
     os.rename(ours, directory / "aside")
-    with pytest.raises(errors.NotFound, match="rank 1's checkpoint .* is missing"):
+    with pytest.raises(errors.NotFound, match=r"rank 1's checkpoint .* is missing"):
         await engine.wake_up(from_checkpoint=report.checkpoint)
     os.rename(others, ours)
     os.rename(directory / "aside", others)
-    with pytest.raises(errors.Incompatible, match="rank 0's checkpoint .* not the one"):
+    with pytest.raises(errors.Incompatible, match=r"rank 0's checkpoint .* not the one"):
         await engine.wake_up(from_checkpoint=report.checkpoint)
     os.rename(others, directory / "aside")
     os.rename(ours, others)
@@ -176,7 +176,7 @@ if rig.active():  # vLLM's communicator for CPUs lacks what it needs; the rig ha
     @pytest.mark.rig
     @pytest.mark.long
     def test_ranks_that_compute_for_each_other_stop_together(
-        in_other_processes, zygote, tmp_path, monkeypatch  # noqa: F811
+        in_other_processes, zygote, tmp_path, monkeypatch
     ):  # fmt: skip
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         asyncio.run(_with_experts(zygote, experts(tmp_path / "model"), tmp_path / "store"))

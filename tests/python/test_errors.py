@@ -26,7 +26,7 @@ def test_an_error_is_what_it_resembles_and_stays_whole_over_a_process_border(cls
     for again in (errors.from_dict(error.to_dict()), copy.deepcopy(error)):
         assert type(again) is cls and str(again) == str(error) and again.to_dict() == error.to_dict()
         assert (again.what, again.next_step, again.native, again.state_changed) == ("what", "do this", 28, True)
-    if isinstance(error, OSError):
+    if isinstance(error, errors.FileError):
         assert error.errno == errno.ENOSPC and error.strerror
 
 

@@ -17,7 +17,7 @@ from torpor.vllm.compat.source import SourceTree
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
-from devtool import golden, uses  # noqa: E402
+from devtool import golden, uses
 
 GOLDEN = golden.known()
 

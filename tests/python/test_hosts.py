@@ -13,8 +13,8 @@ from inspector import BINARY
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
-from networks import NEAR, inside, two_networks  # noqa: E402
-from s3_server import BUCKET, S3Server  # noqa: E402
+from networks import NEAR, inside, two_networks
+from s3_server import BUCKET, S3Server
 
 PROCESS = Path(__file__).parent / "hosts_process.py"
 WITHIN = 300  # seconds

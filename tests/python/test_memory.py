@@ -14,7 +14,7 @@ from torpor import _core, errors
 
 os.environ["TORPOR_MEMORY_DEVICE"] = "host"
 
-from torpor import memory  # noqa: E402
+from torpor import memory
 
 
 @pytest.fixture

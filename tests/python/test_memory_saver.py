@@ -12,7 +12,7 @@ from torpor import _core, errors
 
 os.environ["TORPOR_MEMORY_DEVICE"] = "host"
 
-from torpor import memory  # noqa: E402
+from torpor import memory
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_the_rest_of_torch_memory_saver_is_there_and_says_what_is_not_offered():
         with pytest.raises(errors.Unsupported):
             refused()
     with pytest.raises(NotImplementedError):
-        saver.memory_margin_bytes
+        _ = saver.memory_margin_bytes
 
 
 PACKAGE = """

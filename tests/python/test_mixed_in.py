@@ -42,7 +42,7 @@ def test_a_users_subclass_keeps_the_first_word_over_its_methods():
 
 
 def test_a_mixin_of_an_abstract_class_derives_from_it():
-    class Client(abc.ABC):
+    class Client(abc.ABC):  # noqa: B024
         def sleep(self):
             return ["client"]
 

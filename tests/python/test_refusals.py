@@ -66,7 +66,7 @@ def test_a_sleep_beside_a_step_of_another_thread_says_try_again(one, field):
     answers = one.begin(4, ["greedy"])
     [request] = one.core.scheduler.requests.values()
     setattr(request, field, 1)
-    with pytest.raises(errors.WrongState, match="has tokens in flight.*: the engine is in a step") as refused:
+    with pytest.raises(errors.WrongState, match=r"has tokens in flight.*: the engine is in a step") as refused:
         one.llm.sleep(level=1, preserve_state=True)
     assert "try again" in refused.value.next_step and not one.llm.is_sleeping()
     setattr(request, field, 0)

@@ -222,7 +222,7 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
         content[len(content) // 2] ^= 1
         state.write_bytes(content)
         server.start()
-        with pytest.raises(ServerEnded, match="incompatible.*model"):
+        with pytest.raises(ServerEnded, match=r"incompatible.*model"):
             await asyncio.to_thread(other.wait_until_ready)
         at_other = Client(other.url, ALICE)
         body = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
@@ -231,7 +231,7 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
         assert alive.status_code == 200 and alive.json()["error"]["code"] == "incompatible", alive.text
         await at_other.close()
         other.stop()
-        with pytest.raises(ServerEnded, match="corruption.*STATE"):
+        with pytest.raises(ServerEnded, match=r"corruption.*STATE"):
             await asyncio.to_thread(server.wait_until_ready)
         assert "use another checkpoint" in server.end_of_log(200)
         assert newest.exists() and (folder / "kept" / newest.name).exists()
@@ -244,7 +244,8 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
         await asyncio.to_thread(server.wait_until_ready)
         at = [len(reading.text) for reading in readings]
         while any(
-            len(reading.text) == before and reading.finish_reason is None for reading, before in zip(readings, at)
+            len(reading.text) == before and reading.finish_reason is None
+            for reading, before in zip(readings, at, strict=True)
         ):
             await asyncio.sleep(0.05)
         assert await asyncio.to_thread(server.terminate) == 0

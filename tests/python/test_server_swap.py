@@ -189,7 +189,7 @@ def test_a_name_is_resolved_once_and_only_what_was_checked_is_asked(monkeypatch)
 
     async def scene():
         names = []
-        _, server = await a_server(monkeypatch)
+        await a_server(monkeypatch)
         loop = asyncio.get_running_loop()
         stock = loop.getaddrinfo
 
@@ -208,7 +208,7 @@ def test_a_name_is_resolved_once_and_only_what_was_checked_is_asked(monkeypatch)
             assert names == ["localhost"] and other.url == url.replace("127.0.0.1", "localhost")
             assert [request.path for request in asked] == ["/wake_up", "/wake_up", "/is_sleeping"]
             monkeypatch.setattr(loop, "getaddrinfo", lambda *_, **__: stock("192.0.2.1", None))
-            with pytest.raises(InvalidArgument, match="localhost, which is 192.0.2.1 here, is not a loopback address"):
+            with pytest.raises(InvalidArgument, match=r"localhost, which is 192.0.2.1 here, is not a loopback address"):
                 await swapping.loopback.checked(named)
 
     run(scene())
@@ -268,7 +268,7 @@ def test_both_halves_are_told_of(monkeypatch, goes_away):
 
 def test_its_events_are_those_of_a_sleep(monkeypatch):
     async def scene():
-        app, server = await a_server(monkeypatch, Room())
+        app, _ = await a_server(monkeypatch, Room())
         events = {"Accept": "text/event-stream"}
         async with other_server(answers(200, WOKEN)) as (url, _), client(app, ADMIN, **events) as http:
             told = (await http.post("/swap", params={"to": url})).text
@@ -291,7 +291,7 @@ def test_where_this_half_fails_the_other_one_is_told_and_this_one_serves_on(monk
             app, server = await a_server(monkeypatch, room)
             server.engine.fails_with = problem
 
-            async def waits(request):
+            async def waits(request, room=room):
                 while not room.by:
                     await asyncio.sleep(0.001)
                 return await answers(409, AWAKE)(request)

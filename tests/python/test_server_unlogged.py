@@ -50,7 +50,7 @@ def test_a_word_for_the_log_that_is_neither_is_refused(monkeypatch):
     from torpor.vllm.server.settings import Settings
 
     monkeypatch.setenv("TORPOR_SERVER_RESPONSE_LOG", "maybe")
-    with pytest.raises(InvalidArgument, match="TORPOR_SERVER_RESPONSE_LOG is 'maybe'.*'on' or 'off'"):
+    with pytest.raises(InvalidArgument, match=r"TORPOR_SERVER_RESPONSE_LOG is 'maybe'.*'on' or 'off'"):
         Settings.from_environment()
 
 
@@ -198,7 +198,7 @@ def test_requests_go_on_over_sleeps_and_a_restart_and_nothing_is_recorded(tiny_m
             for to in ("host", "disk"):
                 reading = Reading(f"over {to}")
                 task = asyncio.create_task(client.chat(reading, "Tell me about stars.", **sampling(1, 120)))
-                await until(lambda: reading.text)
+                await until(lambda reading=reading: reading.text)
                 assert (await client.post("/sleep", level=1, to=to))["requests"] == 1
                 await client.post("/wake_up")
                 await task

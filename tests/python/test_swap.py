@@ -62,7 +62,7 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
                 llm.sleep(level=1, preserve_state=True)
         with pytest.raises(InvalidArgument, match="two engines"):
             torpor.swap(awake, awake)
-        with pytest.raises(WrongState, match="that is to (go is asleep|come is awake)"):  # both refuse
+        with pytest.raises(WrongState, match=r"that is to (go is asleep|come is awake)"):  # both refuse
             torpor.swap(asleep, awake)
         for turn in range(4):
             answers[awake] |= run(awake.llm_engine, 2)
@@ -89,9 +89,9 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
 
         begin(awake)
         for stopped, which in ((asleep, "is to come"), (awake, "goes")):
-            with while_stopped(core_of(stopped.llm_engine)):
-                with pytest.raises(TimedOut, match=f"no sign of the engine that {which} for 0.5 s"):
-                    torpor.swap(awake, asleep, partner_timeout=0.5)
+            silent = pytest.raises(TimedOut, match=f"no sign of the engine that {which} for 0.5 s")
+            with while_stopped(core_of(stopped.llm_engine)), silent:
+                torpor.swap(awake, asleep, partner_timeout=0.5)
             for half in [thread for thread in threading.enumerate() if thread.name == "torpor-swap"]:
                 half.join(60)
             assert not awake.is_sleeping() and asleep.is_sleeping()
@@ -151,9 +151,9 @@ async def _streams(zygote, model, directory) -> None:
             assert report and report.slept.requests == 1
             awake, asleep = asleep, awake
             assert await asleep.is_sleeping() and not await awake.is_sleeping()
-        with while_stopped(core_of(asleep)):
-            with pytest.raises(TimedOut, match="no sign of the engine that is to come for 0.5 s"):
-                await torpor.swap(awake, asleep, partner_timeout=0.5)
+        silent = pytest.raises(TimedOut, match=r"no sign of the engine that is to come for 0.5 s")
+        with while_stopped(core_of(asleep)), silent:
+            await torpor.swap(awake, asleep, partner_timeout=0.5)
         assert await asleep.is_sleeping() and not await awake.is_sleeping()
         assert await readers[awake] == expected[awake]
         await torpor.swap(awake, asleep)

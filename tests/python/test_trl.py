@@ -6,6 +6,7 @@ TRL has an environment of its own beside that of the tests (tools/devtool/traine
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,7 @@ def test_half_done_rollouts_stay_over_training_steps(steps):
     for phase in result["phases"]:
         for spans in phase["versions"]:
             assert spans[-1][0] <= str(phase["step"]) and spans[0][1] == 0
-            assert all(
-                one[2] == next_one[1] and one[0] < next_one[0] for one, next_one in zip(spans, spans[1:], strict=False)
-            )
+            assert all(one[2] == next_one[1] and one[0] < next_one[0] for one, next_one in pairwise(spans))
     # Drawn by several versions: the newest part has the log probabilities of the trainer's model, the older has not.
     assert result["errors"]
     for error in result["errors"]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools/bench"))
-from scheduler_state_bench import busy_scheduler  # noqa: E402
+from scheduler_state_bench import busy_scheduler
 
-from torpor import EngineCheckpoint, errors  # noqa: E402
+from torpor import EngineCheckpoint, errors
 
 
 def test_what_is_encoded_is_decoded():

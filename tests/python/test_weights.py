@@ -52,7 +52,7 @@ def test_new_requests_do_not_find_kv_of_old_weights_that_running_ones_keep(one, 
     if level:
         one.llm.wake_up(tags=["weights"])
     weights(other_model)
-    with pytest.raises(errors.WrongState, match='KV of the old ones.*"recompute", "keep" or "abort"'):
+    with pytest.raises(errors.WrongState, match=r'KV of the old ones.*"recompute", "keep" or "abort"'):
         one.llm.wake_up()
     report = one.llm.wake_up(kv="keep")
     assert report and "written" in report.note

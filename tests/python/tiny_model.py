@@ -7,9 +7,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "rig"))  # it is a script too
 
-import rig  # noqa: E402
-from rig import model as rig_model  # noqa: E402
-from zygote import shared  # noqa: E402
+import rig
+from rig import model as rig_model
+from zygote import shared
 
 VOCABULARY = 2048
 SPECIAL = 17  # its first tokens

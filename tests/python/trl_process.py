@@ -9,13 +9,13 @@ from pathlib import Path
 os.environ |= {"VLLM_USE_AOT_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 os.environ["TORPOR_ENABLED"] = "1"  # TRL passes no option of torpor to vLLM
 
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from trl import GRPOConfig, GRPOTrainer
 
-from torpor.vllm import plugin  # noqa: E402
-from torpor.vllm.front_end_methods import Blocking  # noqa: E402
+from torpor.vllm import plugin
+from torpor.vllm.front_end_methods import Blocking
 
 PROMPTS = ["The capital of France is", "Once upon a time", "My favourite food", "Two plus two"]
 METRICS = ("loss", "grad_norm", "reward", "entropy", "sampling/sampling_logp_difference/mean")

@@ -14,16 +14,16 @@ os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SER
 os.environ |= {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,torpor.verl", "VERL_PLATFORM": "cpu"}
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
-import ray  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from verl.workers.config import HFModelConfig, RolloutConfig  # noqa: E402
-from verl.workers.rollout.base import get_rollout_class  # noqa: E402
-from verl.workers.rollout.replica import RolloutMode, get_rollout_replica_class  # noqa: E402
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender  # noqa: E402
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer  # noqa: E402
+import ray
+from safetensors.torch import load_file
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import RolloutMode, get_rollout_replica_class
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-from torpor.errors import Error  # noqa: E402
-from torpor.verl.server import kv_of  # noqa: E402
+from torpor.errors import Error
+from torpor.verl.server import kv_of
 
 TOKENS, BEFORE = 60, 12  # of an answer; those that each has at least when it is interrupted
 WAITS = 120

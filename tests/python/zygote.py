@@ -126,7 +126,7 @@ class Zygote:
         environment = dict(os.environ if env is None else env)
         order = {"words": [str(word) for word in words], "env": environment, "cwd": str(cwd or Path.cwd())}
         files = [file if isinstance(file, int) else file.fileno() for file in (stdout or 1, stderr or 2)]
-        return Process(_ask(self._orders, order, dict(zip((1, 2), files))))
+        return Process(_ask(self._orders, order, dict(zip((1, 2), files, strict=True))))
 
     def run(
         self, words: list, *, timeout: float, env: dict | None = None, cwd: Path | None = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools/gpu_check"))
 
-import engine_checks  # noqa: E402
+import engine_checks
 
 
 def plant() -> None:

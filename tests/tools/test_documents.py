@@ -1,9 +1,11 @@
 """Documents name only what exists, and sources keep to their rooms; and the checks themselves find what they should."""
 
 import re
+import shutil
 import subprocess
 import tomllib
 
+import pytest
 from conftest import ROOT
 from devtool import checks
 
@@ -93,3 +95,13 @@ def test_the_checks_find_planted_problems(tmp_path):
     for part in ("base/none.h", "docs/none.md", "pybind11", "imports pickle", "'stale'"):
         assert part in found
     assert "names base/here.h" not in found and "'fresh'" not in found
+
+
+@pytest.mark.skipif(not (checks.LINT / "bin/mypy").exists(), reason="tools/dev setup installs mypy")
+def test_a_type_that_does_not_fit_is_found(tmp_path):
+    package = tmp_path / "bindings/python/torpor"
+    package.mkdir(parents=True)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (package / "__init__.py").write_text("def size(text: str | None) -> int:\n    return len(text)\n")
+    (found,) = checks.wrong_types(tmp_path)
+    assert found.startswith("bindings/python/torpor/__init__.py:2: error:")

@@ -30,7 +30,7 @@ def rows(page: str, heading: str) -> dict[str, str]:
             continue
         names = re.findall(r"`([^`]+)`", re.sub(r"\(.*\)", "", cells[0]))
         parts = cells[1].split(", ")
-        found |= zip(names, parts if len(parts) == len(names) else [cells[1]] * len(names))
+        found |= zip(names, parts if len(parts) == len(names) else [cells[1]] * len(names), strict=True)
     return found
 
 
@@ -81,7 +81,7 @@ def test_every_option_of_the_server_is_told_with_its_default_and_shown_by_its_he
     with pytest.raises(SystemExit):
         take_options(["--torpor-help"])
     shown = set(re.findall(r"--torpor-([a-z0-9-]+)", capsys.readouterr().out))
-    wanted = {name.replace("_", "-") for name in (defaults(Settings) | defaults(options.Options)).keys()}
+    wanted = {name.replace("_", "-") for name in defaults(Settings) | defaults(options.Options)}
     assert shown - {"help"} == wanted
 
 

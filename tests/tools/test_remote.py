@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tools/demo"))
-from s3_server import BUCKET, S3Server, make_certificate  # noqa: E402
+from s3_server import BUCKET, S3Server, make_certificate
 
 TORPOR = ROOT / "build/release/tools/torpor/torpor"
 SMALL = ROOT / "tests/golden/v3/g-000002"  # encrypted

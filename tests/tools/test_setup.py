@@ -75,7 +75,7 @@ def test_another_vllm_is_asked_for_by_its_version():
     assert other_vllm.named(["--to", "host", "--vllm", "0.33", "--json"]) == ("0.33", ["--to", "host", "--json"])
     assert other_vllm.named(["--vllm", "0.31.0"]) == ("0.31", []) and other_vllm.named(["--vllm", "0.32"]) == (None, [])
     for wrong in (["--vllm"], ["--vllm", "0.30"]):
-        with pytest.raises(setup.SetupError, match="0.31, 0.32, 0.33"):
+        with pytest.raises(setup.SetupError, match=r"0.31, 0.32, 0.33"):
             other_vllm.named(wrong)
     assert {*other_vllm.ENVIRONMENTS, other_vllm.ALL_TESTS} == set(compat.VERSIONS)
     assert setup.VLLM_WHEEL.rpartition("=")[2].startswith(other_vllm.ALL_TESTS)

@@ -116,5 +116,5 @@ def test_of_an_archive_only_the_tests_are_unpacked(tmp_path):
 
 
 def test_a_release_that_torpor_does_not_know_is_refused():
-    with pytest.raises(setup.SetupError, match="not '0.12'"):
+    with pytest.raises(setup.SetupError, match=r"not '0.12'"):
         vllm_tests.main(["0.32", "0.12"])

@@ -29,8 +29,8 @@ from functools import partial
 from pathlib import Path
 
 os.environ |= {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-import connector_replay as replay  # noqa: E402
-import connector_serve  # noqa: E402
+import connector_replay as replay
+import connector_serve
 
 SIMPLE, OFFLOADING = "SimpleCPUOffloadConnector", "OffloadingConnector"
 BASELINE = {"torpor eager": "Simple eager", "torpor lazy": "Simple lazy"}

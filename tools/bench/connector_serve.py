@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
-from engine_process import best_dtype  # noqa: E402
+from engine_process import best_dtype
 
 BLOCK = 32
 VOCABULARY = 40_000

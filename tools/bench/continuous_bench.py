@@ -26,10 +26,11 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
-from engine_process import best_dtype  # noqa: E402
+from engine_process import best_dtype
 
 STREAMS = 16
 EVERY_SECONDS = 5.0
@@ -76,7 +77,7 @@ class Load:
 
     def longest_gap(self, begin: float, end: float) -> float:
         near = [moment for moment in self.times if begin - 0.5 <= moment <= end + 0.5]
-        return max((b - a for a, b in zip(near, near[1:])), default=0.0)
+        return max((b - a for a, b in pairwise(near)), default=0.0)
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -226,7 +227,7 @@ def main() -> int:
     if options.full:
         return 0
     rates = {name: statistics.median(item["rate"] for item in result[name]) for name in ("with", "without")}
-    pairs = [a["rate"] / b["rate"] for a, b in zip(result["with"], result["without"])]
+    pairs = [a["rate"] / b["rate"] for a, b in zip(result["with"], result["without"], strict=False)]
     print(
         f"tokens a second: with a checkpoint every {EVERY_SECONDS:g} s {rates['with']:.1f}, without "
         f"{rates['without']:.1f} (median of pairs {statistics.median(pairs):.3f}, "

@@ -78,7 +78,7 @@ class Engine:
 
         names = [str(self.requests + number) for number in range(len(prompts))]
         self.requests += len(prompts)
-        for name, prompt in zip(names, prompts):
+        for name, prompt in zip(names, prompts, strict=True):
             params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
             self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
         return names

@@ -20,12 +20,12 @@ from types import SimpleNamespace
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from vllm import SamplingParams  # noqa: E402
+from vllm import SamplingParams
 
-from torpor import _core  # noqa: E402
-from torpor.vllm.scheduler_values import unstarted_request  # noqa: E402
-from torpor.vllm.server import recorder as server_recorder  # noqa: E402
-from torpor.vllm.values import sampling_to_value  # noqa: E402
+from torpor import _core
+from torpor.vllm.scheduler_values import unstarted_request
+from torpor.vllm.server import recorder as server_recorder
+from torpor.vllm.values import sampling_to_value
 
 STEPS, PROMPT, WANTED = 20, 500, 0.5
 

@@ -20,11 +20,12 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
-from engine_process import best_dtype  # noqa: E402
-from serving import Client, Reading, Server  # noqa: E402
+from engine_process import best_dtype
+from serving import Client, Reading, Server
 
 STREAMS = (1, 8, 32)
 LOAD = 16
@@ -91,7 +92,7 @@ async def pauses(client: Client, streams: int, rounds: int) -> dict[str, dict]:
                     if reading.times and reading.finish_reason is None
                 )
             )
-        usual += [b - a for reading in load.readings for a, b in zip(reading.times, reading.times[1:])]
+        usual += [b - a for reading in load.readings for a, b in pairwise(reading.times)]
     await load.stop()
     return {
         kind: {
@@ -105,7 +106,7 @@ async def pauses(client: Client, streams: int, rounds: int) -> dict[str, dict]:
 
 def longest_gap(reading: Reading, start: float, end: float) -> float:
     """The longest time between two pieces of text that overlaps [start, end]."""
-    return max((b - a for a, b in zip(reading.times, reading.times[1:]) if b >= start and a <= end), default=0.0)
+    return max((b - a for a, b in pairwise(reading.times) if b >= start and a <= end), default=0.0)
 
 
 async def tokens_in(client: Client, checkpoints: bool) -> float:

@@ -23,11 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
-from engine_process import best_dtype  # noqa: E402
-from serving import Client, Reading, Server, folder_for_logs  # noqa: E402
+from engine_process import best_dtype
+from serving import Client, Reading, Server, folder_for_logs
 
 STREAMS = 8
 PROMPT = "Count up from {}. " + "One, two, three, four, five, six, seven, eight, nine, ten. " * 30
@@ -105,7 +106,7 @@ async def of_server(client: Client, turn: int) -> dict[str, float]:
         task.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
     await asyncio.sleep(0.5)  # for the aborts
-    gaps = [b - a for reading in readings for a, b in zip(reading.times, reading.times[1:]) if b < began]
+    gaps = [b - a for reading in readings for a, b in pairwise(reading.times) if b < began]
     return times(began, asleep, ended, slept, woken) | {"step": statistics.median(gaps)}
 
 

@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
-from engine_process import best_dtype  # noqa: E402
-from serving import Client, Reading, Server, folder_for_logs  # noqa: E402
+from engine_process import best_dtype
+from serving import Client, Reading, Server, folder_for_logs
 
 KINDS = ("apart", "swap")
 PIECE = 8 << 20
@@ -47,7 +47,7 @@ class Copies:
     def seconds(self, at_once: bool) -> float:
         began = time.monotonic()
         if at_once:
-            mixed = [piece for pair in zip(*self._ways) for piece in pair]
+            mixed = [piece for pair in zip(*self._ways, strict=False) for piece in pair]
             rest = max(self._ways, key=len)[min(map(len, self._ways)) :]
             self._copy(mixed + rest)
         else:

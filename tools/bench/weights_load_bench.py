@@ -122,7 +122,7 @@ def main() -> None:
         times: dict[str, list[float]] = {}
         for number in range(options.rounds + 1):
             for name in ("torpor", "default", "warm", "empty", "raw"):
-                (read if name == "warm" else drop)(weights + [chunks])
+                (read if name == "warm" else drop)([*weights, chunks])
                 if name == "raw":
                     began = time.perf_counter()
                     raw.run()

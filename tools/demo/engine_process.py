@@ -112,7 +112,7 @@ class Engine:
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 first = first or time.monotonic() - began
-        answer = output.outputs[0]
+                answer = output.outputs[0]
         return {
             "tokens": list(answer.token_ids),
             "text": answer.text,

@@ -39,7 +39,7 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
             readings = [Reading(f"{prefix}-{number}") for number in range(len(prompts))]
             chats = [
                 client.chat(reading, prompt, max_tokens=options.max_tokens, **kinds_of(number, options.seed)[1])
-                for number, (reading, prompt) in enumerate(zip(readings, prompts))
+                for number, (reading, prompt) in enumerate(zip(readings, prompts, strict=True))
             ]
             return readings, asyncio.gather(*chats)
 
@@ -93,13 +93,15 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
 
     screen.stage(f"7. The answers; {MARK} is where the server ended")
     screen.answers({str(n): reading.text for n, reading in enumerate(readings)}, before)
+    pairs = list(zip(readings, expected, strict=True))
     return {
         "requests": len(prompts),
-        "identical": sum(reading.text == other.text for reading, other in zip(readings, expected)),
+        "identical": sum(reading.text == other.text for reading, other in pairs),
         "complete": sum(
-            choice["state"] == "finished" and choice["text"] == reading.text for choice, reading in zip(whole, readings)
+            choice["state"] == "finished" and choice["text"] == reading.text
+            for choice, reading in zip(whole, readings, strict=True)
         ),
-        "differing": [n for n, (reading, other) in enumerate(zip(readings, expected)) if reading.text != other.text],
+        "differing": [n for n, (reading, other) in enumerate(pairs) if reading.text != other.text],
         "sampling": [kinds_of(n, options.seed)[0] for n in range(len(prompts))],
         "interrupted": len(before),
         "taken_up": sum(bool(reading.taken_up_at) for reading in readings),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -13,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ START_SECONDS = 400
 KEY, ADMIN_KEY = "demo", "demo-admin"
 
 
-@contextmanager
+@contextlib.contextmanager
 def folder_for_logs(prefix: str) -> Iterator[Path]:
     """For servers and what they write. It stays, and is named, where something went wrong."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
@@ -245,12 +245,9 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                children.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []).append(
-                    int(entry.name)
-                )
-            except OSError:
-                pass  # it has just ended
+            with contextlib.suppress(OSError):  # it has just ended
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
     found = list(children.get(pid, []))
     for child in found:
         found += children.get(child, [])

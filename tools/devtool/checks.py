@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -227,6 +228,18 @@ def wrong_python(root: Path) -> list[str]:
     return [line if " " in line else f"{line}: run tools/dev format" for line in found]
 
 
+def wrong_types(root: Path) -> list[str]:
+    """What mypy finds in the package. Asked if it is installed; what it has learnt makes the next time short."""
+    mypy = LINT / "bin/mypy"
+    if not mypy.exists() or not (root / "bindings/python/torpor").exists():
+        return []
+    done = subprocess.run(
+        [mypy, "--no-error-summary", "--cache-dir", root / "build/mypy"],
+        cwd=root, env=os.environ | {"PYTHONPATH": str(LINT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    return [line for line in (done.stdout + done.stderr).splitlines() if ": note: " not in line]
+
+
 # Sources that may be longer: a table of what one release of vLLM has.
 _LONG = {
     "bindings/python/torpor/vllm/compat/v0_32.py",
@@ -258,5 +271,6 @@ def all_problems(root: Path) -> list[str]:
         stale_mutants,
         unformatted,
         wrong_python,
+        wrong_types,
     )
     return [problem for check in checks for problem in check(root)]

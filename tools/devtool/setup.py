@@ -267,7 +267,7 @@ def install_stores(python: Path) -> None:
 
 
 def install_lint(python: Path) -> None:
-    install_beside(python, LINT, "ruff, which checks Python", "lint.txt")
+    install_beside(python, LINT, "ruff and mypy, which check Python", "lint.txt")
 
 
 def everything(portable: bool = False) -> tuple[Path, Path]:

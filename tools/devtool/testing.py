@@ -18,8 +18,8 @@ from devtool.setup import ROOT, cmake_build
 
 sys.path += [str(ROOT / "tests/python"), str(ROOT / "tests/rig")]
 
-import rig  # noqa: E402
-from zygote import ENVIRONMENT, Zygote  # noqa: E402
+import rig
+from zygote import ENVIRONMENT, Zygote
 
 CORES = os.cpu_count() or 2
 PYTEST_OPTIONS = ("-q", "--tb=short", "-p", "no:cacheprovider", "--durations=5", "--durations-min=20")

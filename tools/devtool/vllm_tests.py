@@ -6,6 +6,7 @@ reason. What fails on a CPU without torpor stands in tests/golden/vllm-own, a fi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -93,7 +94,7 @@ def main(arguments: list[str]) -> int:
         raise SetupError(f"{USAGE}: a list is of all tests")
     known = {other_vllm.ALL_TESTS, *other_vllm.ENVIRONMENTS}
     versions = [".".join(word.split(".")[:2]) for word in words] or sorted(known)
-    if wrong := [word for word, version in zip(words, versions) if version not in known]:
+    if wrong := [word for word, version in zip(words, versions, strict=False) if version not in known]:
         raise SetupError(f"{USAGE}, not {wrong[0]!r}")
     python, model = setup.prerequisites()
     setup.install_torpor(python)
@@ -216,10 +217,8 @@ def one_run(of: Release, run: str, chosen: list[str], paths: list[Path]) -> Outc
 
 def end_all(process: subprocess.Popen) -> None:
     """The tests' processes, too, which some of vLLM's leave behind."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -26,7 +26,7 @@ REQUESTS = {
             min_tokens=20,
             logprobs=2,
         ),
-    ),  # fmt: skip
+    ),
     "unseeded": ("Once upon a time", _params(temperature=1.0, top_k=50, top_p=0.9)),
     "long": ("foo bar " * 80, _params(temperature=0, prompt_logprobs=1, max_tokens=12)),
 }
@@ -135,7 +135,7 @@ def differing(given: dict, expected: dict) -> str:
         if ours is None or theirs is None:
             found.append(f"{name}: {'not finished' if ours is None else 'unexpected'}")
         elif ours != theirs:
-            pairs = enumerate(zip(ours[1][0][0], theirs[1][0][0]))
+            pairs = enumerate(zip(ours[1][0][0], theirs[1][0][0], strict=False))
             position = next((i for i, (one, other) in pairs if one != other), None)
             found.append(f"{name}: {'beside its tokens' if position is None else f'from token {position}'}")
     return "; ".join(found)

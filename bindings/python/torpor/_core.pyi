@@ -1,6 +1,9 @@
 """The compiled module. Made by tools/stubs.py; do not change by hand."""
 
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
+
+__version__: str
 
 class CheckpointSet:
     """A committed set of checkpoints, until it is kept or withdrawn."""
@@ -47,7 +50,7 @@ class ConnectorScheduler:
         """Tokens behind the first `computed` ones that can be loaded; they are kept until allocated(). None: ask
         again.
         """
-    def plan(self, flush: bool) -> object:
+    def plan(self, flush: bool) -> typing.Any:
         """The same, without a step."""
     def release_host_slots(self) -> None: ...
     def reset(self) -> int:
@@ -55,9 +58,9 @@ class ConnectorScheduler:
     @property
     def space(self) -> int: ...
     def stats(self) -> dict: ...
-    def step(self, step: int, scheduled: dict, flush: bool = False) -> object:
+    def step(self, step: int, scheduled: dict, flush: bool = False) -> typing.Any:
         """What this step fills is offered; returns what all ranks do next, or None."""
-    def take_events(self) -> object: ...
+    def take_events(self) -> typing.Any: ...
     def tokens_from_disk(self) -> int: ...
     def tokens_from_remote(self) -> int: ...
     @property
@@ -97,7 +100,7 @@ class DeliveryLog:
         """Ended answers that went for keep_bytes."""
     def find(self, response: str, tenant: str) -> list[str]:
         """Ids of the choices of a response, in their order."""
-    def get(self, id: str) -> object: ...
+    def get(self, id: str) -> typing.Any: ...
     def pack(self) -> bytes:
         """For wake_up(answers=…) in the engine's process."""
     def part(self, id: str, from_token: int = 0, from_text: int = 0) -> dict: ...

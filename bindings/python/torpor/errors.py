@@ -14,6 +14,7 @@ class Error(Exception):
     """Base of all. Attributes: code, what, next_step (str), origin (str), native (int), state_changed (bool)."""
 
     code = "internal"
+    errno: int | None  # of those that are an OSError
 
     def __init__(
         self, what: str, next_step: str = "", *, origin: str = "torpor", native: int = 0, state_changed: bool = False
@@ -23,8 +24,6 @@ class Error(Exception):
         self.next_step = next_step
         self.origin = origin
         self.native = native
-        if isinstance(self, OSError) and native:
-            self.errno, self.strerror = native, os.strerror(native)
         self.state_changed = state_changed
 
     def to_dict(self) -> dict:
@@ -106,6 +105,11 @@ class FileError(Error, OSError):
     """A system call on a file failed; `native` is errno."""
 
     code = "io"
+
+    def __init__(self, what: str, next_step: str = "", *, native: int = 0, **more):
+        super().__init__(what, next_step, native=native, **more)
+        if native:
+            self.errno, self.strerror = native, os.strerror(native)
 
 
 class DeviceError(Error, RuntimeError):

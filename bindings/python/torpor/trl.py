@@ -34,6 +34,11 @@ class Group:
     outputs: list[RequestOutput | None]
 
     @property
+    def complete(self) -> list[RequestOutput]:
+        """Those that are."""
+        return [output for output in self.outputs if output is not None]
+
+    @property
     def open(self) -> int:
         """How many are not complete."""
         return sum(output is None for output in self.outputs)
@@ -99,7 +104,7 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
         """For other inputs than TRL gives: those whose rollouts are complete by now."""
         size = self.num_generations
         taken = self._generate_groups([inputs[i : i + size] for i in range(0, len(inputs), size)])
-        self._ready = [output for group in taken for output in group.outputs]
+        self._ready = [output for group in taken for output in group.complete]
         return super()._generate_and_score_completions([example for group in taken for example in group.inputs])
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
@@ -130,7 +135,7 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
         phase.versions = [
             [(span.version, span.start, span.end) for span in output.outputs[0].weight_versions or ()]
             for group in taken
-            for output in group.outputs
+            for output in group.complete
         ]
         self.phases.append(phase)
         return taken

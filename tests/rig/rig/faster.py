@@ -122,9 +122,9 @@ def _combine_types_once(semantic, core) -> None:
         return (lhs, rhs) if same else broadcast(self, lhs, rhs)
 
     def check_others(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
-        if type(lhs) is core.tensor is type(rhs) and lhs.dtype is rhs.dtype:
-            if not div_or_mod and not lhs.dtype.is_ptr():
-                return self.broadcast_impl_value(lhs, rhs)
+        same = type(lhs) is core.tensor is type(rhs) and lhs.dtype is rhs.dtype
+        if same and not div_or_mod and not lhs.dtype.is_ptr():
+            return self.broadcast_impl_value(lhs, rhs)
         return check_types(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     semantic.computation_type_impl, semantic.cast = computation_type_once, cast_to_another

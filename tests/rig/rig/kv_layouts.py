@@ -34,7 +34,7 @@ def install() -> None:
 
 def _heads_outside(cache: torch.Tensor) -> torch.Tensor:
     """`cache`: [blocks, heads, tokens, content]. With tokens outside, a block is in one piece."""
-    blocks, heads, tokens, content = cache.shape
+    _, _, tokens, content = cache.shape
     if cache.stride(1) >= cache.stride(2):
         return cache
     return cache.as_strided(cache.shape, (cache.stride(0), tokens * content, content, 1))

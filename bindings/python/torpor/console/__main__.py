@@ -57,6 +57,7 @@ def _mock(stack: contextlib.ExitStack) -> str:
     engine = subprocess.Popen([inspector(), "mock", directory], stdout=subprocess.PIPE)
     stack.callback(engine.wait)
     stack.callback(engine.terminate)
+    assert engine.stdout is not None  # a pipe
     engine.stdout.readline()
     return directory
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from typing import ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -29,10 +30,10 @@ _CHANGES = "slot,operation,engine,stop"
 _SAID = 200  # characters of an answer
 
 
-class Lines(ScrollView, can_focus=True):
+class Lines(ScrollView, can_focus=True):  # type: ignore[call-arg]  # Textual's, which may not be here
     """Lines of text, of which only those that are seen are drawn. Where one is chosen, arrows choose another one."""
 
-    BINDINGS = [
+    BINDINGS: ClassVar = [
         Binding("k", "scroll_up", show=False),
         Binding("j", "scroll_down", show=False),
         Binding("h", "scroll_left", show=False),
@@ -81,7 +82,7 @@ class Console(App):
     #top.stopped { background: $error; }
     #filter { display: none; } #filter.asked { display: block; }
     """
-    BINDINGS = [
+    BINDINGS: ClassVar = [
         Binding("1", "page('1')", "slots"),
         Binding("2", "page('2')", "request"),
         *(Binding(key, f"page('{key}')", name) for key, (name, _) in pages.PAGES.items()),
@@ -361,9 +362,10 @@ class Console(App):
         except (Error, OSError) as problem:
             self.said = str(problem)
             if isinstance(problem, (Busy, OSError)):  # the connection is of no use any more
-                with contextlib.suppress(Exception):
-                    self._engine.close()
-                self._engine = None
+                broken, self._engine = self._engine, None
+                if broken is not None:
+                    with contextlib.suppress(Exception):
+                        broken.close()
 
 
 def _value(word: str) -> bool | float | str:

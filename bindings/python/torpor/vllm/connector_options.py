@@ -114,6 +114,11 @@ class ConnectorOptions:
         if self.disk_bytes > 0 and not self.directory:
             raise InvalidArgument("disk_bytes is given and directory is not", "give the directory, or torpor's dir")
 
+    @property
+    def disk_folder(self) -> str | None:
+        """Of the tier on disk; None: there is no such tier."""
+        return self.directory if self.disk_bytes > 0 else None
+
     def queue(self) -> dict:
         names = (
             "max_batch_size", "min_batch_size", "flush_interval_ms", "policy_timeout_ms", "sweep_interval_ms",

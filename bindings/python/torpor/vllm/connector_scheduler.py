@@ -48,7 +48,7 @@ class SchedulerSide:
         self._adopted: bytes | None = None
         self._space: tuple[int, str, str] | None = None
         self._shared_word = ""  # of the remote store: every engine has the same until it is reset
-        self._word = _core.space_word(options.directory) if options.disk_bytes > 0 else ""
+        self._word = "" if options.disk_folder is None else _core.space_word(options.disk_folder)
         self._counted: dict[str, int] = {}  # counters as they were told last
         self._told_at = 0.0
 
@@ -169,8 +169,8 @@ class SchedulerSide:
     def reset(self) -> bool:
         """What the tiers have is found by nobody any more, after a restart neither."""
         if self.core is not None and not self.kept:
-            if self.options.disk_bytes > 0:
-                self._word = _core.renew_space_word(self.options.directory)
+            if (folder := self.options.disk_folder) is not None:
+                self._word = _core.renew_space_word(folder)
             self._shared_word = secrets.token_hex(16)
             self.new_weights()
         return True

@@ -33,7 +33,7 @@ class Stats(KVConnectorStats):
             self.reset()
 
     def reset(self):
-        self.data = {"counters": {}, "gauges": {}}
+        self.data: dict = {"counters": {}, "gauges": {}}
 
     @staticmethod
     def since(counted: dict[str, int], stats: dict[str, int]) -> Stats:

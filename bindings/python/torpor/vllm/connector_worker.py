@@ -9,6 +9,7 @@ from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.fingerprint import key_space
 from torpor.vllm.options import Options
+from torpor.vllm.worker_memory import WorkerMemory
 
 _FIRST_SPACE = 1
 
@@ -25,7 +26,7 @@ class WorkerSide:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._memory = None  # of the rank
+        self._memory: WorkerMemory | None = None  # of the rank
         self._space = ""  # what names of key spaces have in common
         self._weights = 0  # as often as they were new
 
@@ -34,12 +35,12 @@ class WorkerSide:
         mine = worker.of_this_process()
         if mine is None:
             raise Unsupported("torpor's KV connector: torpor does not hold the engine's memory", "see docs/vllm.md")
-        self._memory = mine.torpor_memory
-        self._memory.describe_kv(mine.model_runner)
-        self._weights = self._memory.new_weights
+        self._memory = memory = mine.torpor_memory
+        memory.describe_kv(mine.model_runner)
+        self._weights = memory.new_weights
         options, torpor = self._options, Options.of(self._config)
-        self.core = _core.ConnectorWorker(
-            self._memory.rank_memory,
+        self.core = core = _core.ConnectorWorker(
+            memory.rank_memory,
             {
                 "rank": mine.rank,
                 "host_bytes": options.host_bytes,
@@ -49,7 +50,7 @@ class WorkerSide:
                 "encrypt": torpor.encrypt,
                 "durable": options.durable,
                 "block_compression": options.block_compression,
-                "host_compression": torpor.host_compression if self._memory.kv_is_bf16 else None,
+                "host_compression": torpor.host_compression if memory.kv_is_bf16 else None,
                 "remote": options.remote,
                 "remote_credentials": options.remote_credentials,
                 "remote_ca": options.remote_ca,
@@ -57,19 +58,20 @@ class WorkerSide:
                 "remote_timeout_ms": options.remote_timeout_ms,
             },
         )
-        on_disk = options.disk_bytes > 0
-        if on_disk or options.remote is not None:
+        folder = options.disk_folder
+        if folder is not None or options.remote is not None:
             self._space = key_space(mine)
-        self._open_space(_FIRST_SPACE, _core.space_word(options.directory) if on_disk else "", "")
-        return RankIsReady(self.core.sizes(), self.core.recover(_FIRST_SPACE) if on_disk else b"")
+        self._open_space(core, _FIRST_SPACE, "" if folder is None else _core.space_word(folder), "")
+        return RankIsReady(core.sizes(), b"" if folder is None else core.recover(_FIRST_SPACE))
 
-    def _open_space(self, number: int, word: str, shared_word: str) -> None:
+    def _open_space(self, core: _core.ConnectorWorker, number: int, word: str, shared_word: str) -> None:
         """Of the weights as they are now. In memory its number tells it from others, so it needs no name there. The
         words are other ones after a reset: what was stored before is not found."""
         if not self._space:
-            return self.core.open_space(number, "")
-        name = f"{self._space}\nweights: {self.core.weights_digest()}\nword: "
-        self.core.open_space(number, name + word, name + shared_word)
+            core.open_space(number, "")
+            return
+        name = f"{self._space}\nweights: {core.weights_digest()}\nword: "
+        core.open_space(number, name + word, name + shared_word)
 
     def begin(self, orders: Orders) -> None:
         """A step's transfers: the blocks to be stored were written in earlier steps, those to be loaded are read in
@@ -79,10 +81,10 @@ class WorkerSide:
             return
         if orders.adopted is not None:
             self.core.adopt(orders.adopted)
-        if orders.weights_doubted:
+        if orders.weights_doubted and self._memory is not None:
             self._memory.rank_memory.doubt("weights")
         if orders.space is not None:
-            self._open_space(*orders.space)
+            self._open_space(self.core, *orders.space)
         if orders.plan is not None:
             self.core.run(orders.plan)
 

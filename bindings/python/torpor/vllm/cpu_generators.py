@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from torpor.vllm.mixed_in import mix_in
+from torpor.vllm.mixed_in import Stock, mix_in
 
 
-class CpuGenerators:
+class CpuGenerators(Stock):
     """A mixin of a model runner: a prompt that takes several steps draws one number, that of its last step.
 
     Such a request draws a number in each step, and keeps only the last token. vLLM takes the other draws back by the
@@ -15,7 +18,7 @@ class CpuGenerators:
     computed again after a wake run into it easily. Here the generator's state is put back instead.
     """
 
-    torpor_before_draw: dict = {}  # by row of the batch: the state of its generator
+    torpor_before_draw: Mapping = MappingProxyType({})  # by row of the batch: the state of its generator
 
     def _sample(self, *args, **kwargs):
         discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0]

@@ -11,6 +11,8 @@ before any of them is asked to sleep, by vLLM's own consent, and go on together 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
@@ -141,8 +143,8 @@ class Ranks:
     async def _commit_set(self, reports: list[dict], options: dict) -> _core.CheckpointSet | None:
         """One checkpoint of all, once each rank has written its own. None if one of them keeps its state in memory."""
         paths = [report["checkpoint"] if report.get("held") else "" for report in reports]
-        if all(paths):
-            return await asyncio.to_thread(_core.commit_set, self._options.dir, paths, self._set_options())
+        if (directory := self._options.dir) is not None and all(paths):
+            return await asyncio.to_thread(_core.commit_set, directory, paths, self._set_options())
         if any(paths) and options.get("on_save_error") != "discard":
             without = paths.index("")
             raise WrongState(
@@ -306,11 +308,11 @@ def _merged_plans(plans: list[dict]) -> dict:
     } | {name: sum(plan[name] for plan in plans) for name in _PLAN_SUMS}
 
 
-_NOTHING_RESTORED = dict.fromkeys(_SUMS, 0) | {
+_NOTHING_RESTORED: dict[str, Any] = dict.fromkeys(_SUMS, 0) | {
     "changed": False, "fully_awake": True, "level": 0, "preserve_state": False, "to": "", "seconds": 0.0,
     "outputs": None, "checkpoint_parts": {}, "reload": [], "failed_requests": [], "phases": [], "ledgers": [],
 }  # fmt: skip
-_MERGED = {
+_MERGED: dict[str, Callable[[list], Any]] = {
     "drain": sum,
     "state": _merged_states,
     "ledger": lambda ledgers: [ledger for of_rank in ledgers for ledger in of_rank],

@@ -42,7 +42,7 @@ def value_of(option: Field, given, spelled: str):
         return given
     if kind == SWITCH:
         if isinstance(given, str):
-            return switch(spelled, given, option.default)
+            return switch(spelled, given, option.default is True)
         if isinstance(given, bool):
             return given
         raise InvalidArgument(f"{spelled} is {given!r}", "use true or false")

@@ -18,7 +18,7 @@ from torpor.errors import Error, InvalidArgument, Unsupported
 from torpor.vllm import freezing, plugin, slots
 from torpor.vllm.asking import asks
 from torpor.vllm.hooks import VllmHooks
-from torpor.vllm.mixed_in import mix_in
+from torpor.vllm.mixed_in import Stock, mix_in
 from torpor.vllm.options import Options, holds_memory_of
 from torpor.vllm.patching import Patches
 from torpor.vllm.slots import begin_events
@@ -143,8 +143,12 @@ class EngineSide:
         return self.controller.continue_checkpoint()
 
     def take_checkpoint(self, options: dict) -> dict:
+        def take() -> dict:
+            self.controller.take_checkpoint(options["outputs"])
+            return {}
+
         self.hooks.for_new_process = True
-        report = self._with_bound(lambda: self.controller.take_checkpoint(options["outputs"]) or {})
+        report = self._with_bound(take)
         return report | {"stood_seconds": self.hooks.stood_seconds}
 
     def end_checkpoint(self, _: dict) -> dict:
@@ -226,7 +230,7 @@ def _makes_checkpoint(options: dict) -> bool:
     return options.get("to") == "disk"
 
 
-class EngineCoreMixin:
+class EngineCoreMixin(Stock):
     """What the engine core of an engine that asks does otherwise than vLLM's."""
 
     def torpor_call(self, method: str, options: dict) -> dict | Future:

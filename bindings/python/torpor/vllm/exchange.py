@@ -10,7 +10,7 @@ import contextvars
 import os
 import threading
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -54,7 +54,8 @@ def swap(
         raise InvalidArgument("swap: these are not two engines of one kind", "name two LLM, or two AsyncLLM")
     if any(data_parallel.has_several(each.engine_core) for each in engines):
         raise Unsupported("swap: data parallel engines", "put one to sleep, then wake the other")
-    return (_swap_awaited if awaited[0] else _swap)(*engines, timeout, partner_timeout, progress)
+    start: Callable = _swap_awaited if awaited[0] else _swap
+    return start(*engines, timeout, partner_timeout, progress)
 
 
 @contextmanager
@@ -143,7 +144,7 @@ def _ended(room: _core.RoomFile, halves: Sequence[Future | asyncio.Future], bega
     """One of them has ended, and the other one had its time to."""
     errors = [
         _named(half.exception(), which) if half.done() else _does_not_answer(which)
-        for half, which in zip(halves, _WHICH)
+        for half, which in zip(halves, _WHICH, strict=True)
     ]
     _raise_first(room, errors)
     slept, woken = (half.result() for half in halves)

@@ -118,7 +118,7 @@ def _of_groups(scheduler, cache) -> dict:
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     if [type(manager) for manager in managers] == [FullAttentionManager]:
         return {}
-    kinds = zip(managers, groups)
+    kinds = zip(managers, groups, strict=True)
     fields = {
         "kv_groups": ",".join(f"{type(manager).__name__} of {len(group.layer_names)}" for manager, group in kinds),
         "prefix_hash_tokens": scheduler.hash_block_size,

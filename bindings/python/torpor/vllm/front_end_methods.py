@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -12,6 +13,7 @@ from torpor.errors import InvalidArgument
 from torpor.vllm import frontend, tracing
 from torpor.vllm.engine_values import EngineState, LateBlocks, RankLedger, SleepPlan
 from torpor.vllm.frontend import Report, WakeReport
+from torpor.vllm.mixed_in import Stock
 from torpor.vllm.paths import expanded
 from torpor.vllm.progress import Watcher, watched
 from torpor.vllm.weight_updates import UPDATING_WEIGHTS, Updating, UpdatingAwaited, kv_option
@@ -85,7 +87,7 @@ class Torpor:
     def __init__(self, engine: LLMEngine):
         self._engine = engine
 
-    def call(self, method: str, options: dict | None = None) -> dict | list:
+    def call(self, method: str, options: dict | None = None) -> Any:
         """Call a method of torpor in the engine core by its name. Takes and returns plain data."""
         return frontend.call(self._engine, method, options)
 
@@ -125,7 +127,7 @@ class AwaitedTorpor:
     def __init__(self, engine: AsyncLLM):
         self._engine = engine
 
-    async def call(self, method: str, options: dict | None = None) -> dict | list:
+    async def call(self, method: str, options: dict | None = None) -> Any:
         return await frontend.call_async(self._engine, method, options)
 
     async def state(self) -> EngineState:
@@ -154,7 +156,7 @@ class AwaitedTorpor:
         await self.call("check_directory")
 
 
-class Blocking:
+class Blocking(Stock):
     """Of LLM and LLMEngine. They return when they are done."""
 
     @_documented(_SLEEP)
@@ -211,7 +213,7 @@ class Blocking:
         return Torpor(_engine(self))
 
 
-class Awaited:
+class Awaited(Stock):
     """Of AsyncLLM."""
 
     @_documented(_SLEEP)
@@ -297,7 +299,7 @@ def wake_options(
 ) -> dict:
     if early and from_checkpoint is not None:
         raise InvalidArgument("early with from_checkpoint", "wake the checkpoint without early")
-    values = {"on_restore_error": on_restore_error}
+    values: dict[str, Any] = {"on_restore_error": on_restore_error}
     if (kv := kv_option(kv, weights_changed)) is not None:
         values["kv"] = kv
     if early:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from vllm import LLM
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -127,7 +127,7 @@ _MIXINS = {  # where torpor holds the engine's memory, and where it does not
 }
 
 
-def _stock_of(front_end) -> type:
+def _stock_of(front_end) -> Any:
     return next(cls for cls in _MIXINS if isinstance(front_end, cls))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 from concurrent.futures import InvalidStateError
 
 from vllm.outputs import RequestOutput
@@ -71,7 +72,7 @@ class BlockingSide:
         """Processes an output if one is there. Results come first from the next step()."""
         client = self.engine.engine_core
         if not isinstance(client, InprocClient) and client.outputs_queue.empty():
-            time.sleep(0.001)
+            time.sleep(0.001)  # noqa: ASYNC251  there is no event loop
         else:
             self._step()
 
@@ -84,7 +85,7 @@ class BlockingSide:
         return not isinstance(self.engine.engine_core, InprocClient)
 
     async def pause(self) -> None:
-        time.sleep(_CHECKPOINT_SECONDS)
+        time.sleep(_CHECKPOINT_SECONDS)  # noqa: ASYNC251
 
     def _step(self) -> None:
         given = step_outputs.of(self.engine)
@@ -173,7 +174,7 @@ async def sleep(side: BlockingSide | AsyncSide, mode: str, values: dict) -> Repo
     if level >= 1:
         await side.clear_caches()
     frozen = values["preserve_state"] and level >= 1
-    state = {"engine": "", "level": 0}
+    state: dict[str, Any] = {"engine": "", "level": 0}
     if frozen and mode != "wait" and side.serves_meanwhile():
         await _freeze(side, values)  # what is asked then is answered at once, and not after one more step each
         try:
@@ -218,7 +219,9 @@ async def _finish_running(side: BlockingSide | AsyncSide, values: dict) -> None:
 async def _freeze(side: BlockingSide | AsyncSide, values: dict) -> dict[str, int]:
     """How many tokens each request has been sent, of an engine that stands still from now on, or that is asleep."""
     try:
-        return await side.call("freeze", {name: values[name] for name in ("timeout", "level", "tags") if name in values})
+        return await side.call(
+            "freeze", {name: values[name] for name in ("timeout", "level", "tags") if name in values}
+        )
     except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):  # the engine core does it all the same
         await side.call("unfreeze")
         raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import sys
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
@@ -136,7 +137,7 @@ class GpuWorkerMemory(WorkerMemory):
         self.rank_memory = _core.memory_of(device.index or 0, options)
         self.new_weights = 0
         self.kv_is_bf16 = False
-        self._model: torch.nn.Module | None = None
+        self._model: torch.nn.Module  # when its weights are loaded
         self._buffers: dict[str, torch.Tensor] = {}  # on the host, while the weights are away
 
     @contextmanager
@@ -199,7 +200,7 @@ def _weights_apart(model_runner):
     """While vLLM loads the model, what its loader allocates has the tag "weights". Yields the models' names, once there
     are any."""
     modules = (sys.modules[cls.__module__] for cls in type(model_runner).__mro__)
-    module = next(module for module in modules if hasattr(module, "get_model_loader"))
+    module: Any = next(module for module in modules if hasattr(module, "get_model_loader"))
     stock, loaded = module.get_model_loader, []
 
     def get_model_loader(*args, **kwargs):

@@ -58,7 +58,7 @@ class VllmHooks:
         follows = self.other_connector.follows
         found += unsupported_scheduler(self.scheduler, self.for_new_process, transfers_end=follows and not self._quiet)
         if follows and self._quiet:
-            if self._frees_memory() and self._frees_kv():
+            if self.falling_asleep is not None and self._frees_kv():
                 self.other_connector.finish_transfers()  # of an engine that was only paused
             found += [f"a KV connector with {each}" for each in open_transfers(self.scheduler)]
         if follows and self.for_new_process:
@@ -104,7 +104,7 @@ class VllmHooks:
             began = time.monotonic()
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self._stands_since = time.monotonic()
-            if self.other_connector.follows and self._frees_memory() and self._frees_kv():
+            if self.other_connector.follows and self.falling_asleep is not None and self._frees_kv():
                 self.other_connector.finish_transfers(timeout and timeout - (self._stands_since - began))
                 connector_sleep.let_those_with_blocks_go_first(self.scheduler)
             side = connector_sleep.side_of(self.scheduler)
@@ -115,12 +115,10 @@ class VllmHooks:
             self.resume()
             raise
 
-    def _frees_memory(self) -> bool:
-        return self.falling_asleep is not None and self.falling_asleep.get("level", 1) > 0
-
     def _frees_kv(self) -> bool:
         """Of a wake that is undone nobody knows; what is unregistered without need is registered again."""
-        return self.falling_asleep is None or "kv_cache" in (self.falling_asleep.get("tags") or ("kv_cache",))
+        sleep = self.falling_asleep or {}
+        return sleep.get("level", 1) > 0 and "kv_cache" in (sleep.get("tags") or ("kv_cache",))
 
     def _freeze(self) -> None:
         """The engine takes no further step, not even the empty one that vLLM would take to hand over the ids of
@@ -143,7 +141,7 @@ class VllmHooks:
     def notify_stand(self) -> None:
         """No rank takes a step any more. Pauses from before go on waiting for their requests."""
         callback, self._stand_callback = self._stand_callback, None
-        if callback in self.core._idle_state_callbacks:
+        if callback is not None and callback in self.core._idle_state_callbacks:
             self.core._idle_state_callbacks.remove(callback)
             callback(self.core)
 

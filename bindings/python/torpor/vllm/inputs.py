@@ -7,6 +7,7 @@ again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -41,7 +42,7 @@ class Inputs:
 
     def arguments(self, prompt_token_ids: list[int]) -> dict:
         """Of the prompt, by the names that all of vLLM's kinds of requests have for it."""
-        arguments = {"prompt_token_ids": prompt_token_ids, "mm_features": self.features}
+        arguments: dict[str, Any] = {"prompt_token_ids": prompt_token_ids, "mm_features": self.features}
         if (embeddings := self.embeddings) is None:
             return arguments
         if not embeddings.beside_tokens:

@@ -61,5 +61,6 @@ def difference(one, other, where: str = "state") -> str | None:
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return next(filter(None, (difference(one[key], other[key], f"{where}.{key}") for key in one)), None)
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return next(filter(None, (difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(one, other)))), None)
+        pairs = enumerate(zip(one, other, strict=True))
+        return next(filter(None, (difference(a, b, f"{where}[{i}]") for i, (a, b) in pairs)), None)
     return None if one == other else f"{where}: {one!r:.200} and {other!r:.200}"

@@ -69,9 +69,10 @@ class TorporLoader(BaseModelLoader):
         return super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
 
     def load_weights(self, model: torch.nn.Module, model_config) -> None:
-        if self._vllm_config is None:
+        worker_memory = memory.being_loaded()
+        if self._vllm_config is None or worker_memory is None:
             raise Unsupported('load_format="torpor" outside of the start of an engine', "use reload_weights()")
-        memory.being_loaded().fill(model, self._stored())
+        worker_memory.fill(model, self._stored(self._vllm_config, worker_memory.rank))
 
     def get_all_weights(self, model_config, model: torch.nn.Module):
         """For reload_weights(): new weights come from files."""
@@ -80,8 +81,8 @@ class TorporLoader(BaseModelLoader):
     def _own_files(self):
         return get_model_loader(replace(self.load_config, load_format="auto", model_loader_extra_config={}))
 
-    def _stored(self) -> StoredWeights:
-        options = Options.of(self._vllm_config)
+    def _stored(self, vllm_config, rank: int) -> StoredWeights:
+        options = Options.of(vllm_config)
         path = expanded(self._checkpoint or options.dir)
         if path is None:
             raise InvalidArgument(
@@ -89,12 +90,11 @@ class TorporLoader(BaseModelLoader):
                 'set the option dir, or model_loader_extra_config={"checkpoint": …}',
             )
         # The first rank says which one: another could become the newest meanwhile.
-        chosen = self._describe(path, options)
+        chosen = self._describe(vllm_config, path, options)
         chosen = get_pp_group().broadcast_object(get_tp_group().broadcast_object(chosen))
         if isinstance(chosen, Error):
             raise chosen
-        compare(chosen["fingerprint"], of_weights(self._vllm_config, options))
-        rank = memory.being_loaded().rank
+        compare(chosen["fingerprint"], of_weights(vllm_config, options))
         if rank >= len(chosen["layouts"]) or chosen["layouts"][rank] is None:
             raise Incompatible(
                 f"{chosen['path']} does not say how its weights lie: an earlier torpor wrote it", OWN_FILES
@@ -102,10 +102,10 @@ class TorporLoader(BaseModelLoader):
         layout = weights_layout.parse(chosen["layouts"][rank])
         return StoredWeights(chosen["path"], chosen["generation"], chosen["id"], layout)
 
-    def _describe(self, path: str, options: Options) -> dict | Error:
+    def _describe(self, vllm_config, path: str, options: Options) -> dict | Error:
         """Of the checkpoint there, or the newest one, or what this data parallel rank has in a set of them."""
         try:
-            data_parallel_rank = self._vllm_config.parallel_config.data_parallel_index
+            data_parallel_rank = vllm_config.parallel_config.data_parallel_index
             found = _core.describe_checkpoint(path, data_parallel_rank, options.key_file)
         except Error as problem:
             return problem

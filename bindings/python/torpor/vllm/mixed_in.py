@@ -10,19 +10,25 @@ object of `class C(abc.ABC)` has its `__dict__` elsewhere than that of a plain c
 from __future__ import annotations
 
 import functools
+from typing import Any
+
+# What a mixin has behind it: a class of vLLM, so type checkers let it have all that such a class may have.
+Stock: Any = object
 
 
-def mix_in(one: object, mixin: type) -> None:
+def mix_in(one: Any, mixin: type) -> None:
     """Put `mixin` in front of the class of `one`. Doing it again changes nothing."""
     if not isinstance(one, mixin):
-        one.__class__ = _in_front(mixin, type(one))
+        stock: Any = type(one)
+        one.__class__ = _in_front(mixin, stock)
 
 
-def mix_in_behind(one: object, mixin: type, stock: type) -> None:
+def mix_in_behind(one: Any, mixin: type, stock: type) -> None:
     """Put `mixin` in front of vLLM's class `stock`, but behind a user's subclass of it: the user's methods go first."""
     if isinstance(one, mixin):
         return
-    ours, own = _in_front(mixin, stock), type(one)
+    ours = _in_front(mixin, stock)
+    own: Any = type(one)
     one.__class__ = ours if own is stock else _made(own, (own, ours), mixin)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 
 class NamedMixins:
@@ -48,9 +49,8 @@ class NamedMixins:
         module, slash, inside = name.partition("/")
         if not slash:
             raise AttributeError(f"module {self._module!r} has no attribute {name!r}")
-        return self.over(
-            functools.reduce(getattr, inside.split(":"), importlib.import_module(module.replace(":", ".")))
-        )
+        found: Any = importlib.import_module(module.replace(":", "."))
+        return self.over(functools.reduce(getattr, inside.split(":"), found))
 
     def has(self, given: str | type) -> bool:
         """Whether it is such a class, or the name of one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torpor.errors import InvalidArgument
 from torpor.vllm import connector_options
@@ -119,7 +120,9 @@ class Options:
         )
         if not isinstance(given, dict):
             raise InvalidArgument(f"additional_config['torpor'] is {given!r}", "give a dict of options")
-        values = {name: os.environ[variable] for name, variable in _VARIABLES.items() if variable in os.environ}
+        values: dict[str, Any] = {
+            name: os.environ[variable] for name, variable in _VARIABLES.items() if variable in os.environ
+        }
         spelled = {name: _VARIABLES[name] for name in values}
         values |= given
         connector = {name: values.pop(name) for name in connector_options.NAMES if name in values}

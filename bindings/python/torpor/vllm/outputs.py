@@ -124,7 +124,7 @@ def so_far(processor: OutputProcessor) -> list[dict]:
 def _versions(state: RequestState) -> list[list]:
     starts = getattr(state, "weight_version_starts", ())
     ends = [start for _, start in starts[1:]] + [state.detokenizer.num_output_tokens()]
-    return [[version, start, end] for (version, start), end in zip(starts, ends)]
+    return [[version, start, end] for (version, start), end in zip(starts, ends, strict=False)]
 
 
 def _end_without(item: dict, parents: dict[str, ParentRequest]) -> None:

@@ -55,7 +55,7 @@ def pool_from_value(scheduler: Scheduler, value: dict, lost_requests: set[str]) 
     _reset_blocks(pool)
     blocks = value["blocks"]
     for block_id, ref_count, key, tokens in zip(
-        blocks["ids"], blocks["ref_counts"], blocks["hashes"], blocks["hash_tokens"]
+        blocks["ids"], blocks["ref_counts"], blocks["hashes"], blocks["hash_tokens"], strict=True
     ):
         block = pool.blocks[block_id]
         block.ref_cnt = ref_count
@@ -67,7 +67,7 @@ def pool_from_value(scheduler: Scheduler, value: dict, lost_requests: set[str]) 
     for block_id, keys in value["extra_hashes"]:
         pool.cached_block_hashes_by_block[block_id] = set(keys)
     _link_free(pool, value["free_order"])
-    for group, single in zip(value["groups"], manager.coordinator.single_type_managers):
+    for group, single in zip(value["groups"], manager.coordinator.single_type_managers, strict=True):
         for request_id, ids in group["tables"].items():
             held = [pool.blocks[block_id] for block_id in ids]
             if request_id in lost_requests:
@@ -76,7 +76,8 @@ def pool_from_value(scheduler: Scheduler, value: dict, lost_requests: set[str]) 
                 single.req_to_blocks[request_id] = held
                 if request_id in group["num_cached_blocks"]:
                     single.num_cached_block[request_id] = group["num_cached_blocks"][request_id]
-    for single, beside in zip(manager.coordinator.single_type_managers, value["engine"].get("groups", ())):
+    of_groups = value["engine"].get("groups", ())
+    for single, beside in zip(manager.coordinator.single_type_managers, of_groups, strict=False):
         kv_groups.from_value(single, beside)
 
 

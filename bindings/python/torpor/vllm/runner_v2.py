@@ -200,7 +200,7 @@ def _slot_to_value(runner, slot: int) -> dict:
         "output_token_ids": array("q", tokens[prompt:].tobytes()),
         "block_ids": [
             array("q", (table.gpu[slot, :count:part].cpu().numpy().astype(np.int64) // part).tobytes())
-            for table, count, part in zip(tables.block_tables, held, parts)
+            for table, count, part in zip(tables.block_tables, held, parts, strict=True)
         ],
         "num_computed_tokens": int(states.num_computed_tokens.gpu[slot]),
         "prefill_len": int(states.prefill_len.np[slot]),

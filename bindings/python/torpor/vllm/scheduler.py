@@ -11,6 +11,7 @@ import time
 
 from torpor.vllm import grammar, plugin
 from torpor.vllm.connector_sleep import let_those_with_blocks_go_first
+from torpor.vllm.mixed_in import Stock
 from torpor.vllm.named_mixins import NamedMixins, resolved
 from torpor.vllm.slots import Slots, is_torpors, stands
 
@@ -19,7 +20,7 @@ logger = logging.getLogger("vllm.torpor")
 _STOCK = {"Scheduler": "vllm.v1.core.sched.scheduler", "AsyncScheduler": "vllm.v1.core.sched.async_scheduler"}
 
 
-class SchedulerMixin:
+class SchedulerMixin(Stock):
     """Counts steps and recomputed tokens, and can be frozen: vLLM's own pause runs a step that reorders the batch."""
 
     torpor_base: type  # the scheduler without torpor

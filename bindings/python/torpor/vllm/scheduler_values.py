@@ -133,7 +133,7 @@ def unrecordable(request: EngineCoreRequest) -> list[str]:
 def _new_request_defaults() -> dict:
     """Each field with the value that means nothing; None for those that must be given."""
     fields, defaults = EngineCoreRequest.__struct_fields__, EngineCoreRequest.__struct_defaults__
-    return dict.fromkeys(fields) | dict(zip(fields[len(fields) - len(defaults) :], defaults))
+    return dict.fromkeys(fields) | dict(zip(fields[len(fields) - len(defaults) :], defaults, strict=True))
 
 
 def request_to_value(request: Request) -> dict:

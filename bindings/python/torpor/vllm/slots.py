@@ -129,7 +129,7 @@ class Slots:
     def _drive(self, connector) -> None:
         side = getattr(connector, "scheduler", None) if is_torpors(connector) else None
         self._driven = side is not None
-        if self._driven:
+        if side is not None:
             side.slots = self
 
     def know(self, request) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Mapping
 from contextvars import ContextVar
+from typing import TypeVar
 
 # Headers of the HTTP request that asks for an operation; with a `traceparent` the operation belongs to that trace.
+Found = TypeVar("Found", bound=dict)
+
 asked_by: ContextVar[Mapping[str, str] | None] = ContextVar("torpor_asked_by", default=None)
 
 _OF_REPORT = (
@@ -18,7 +21,7 @@ _OF_REPORT = (
 )  # fmt: skip
 
 
-async def traced(engine, operation: str, work: Awaitable[dict]) -> dict:
+async def traced(engine, operation: str, work: Awaitable[Found]) -> Found:
     """What `work` returns, a report, or raises. `engine`: LLMEngine or AsyncLLM."""
     if engine.vllm_config.observability_config.otlp_traces_endpoint is None:
         return await work

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import overload
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from torpor.vllm.compat import lookup
 WeightVersionSpan = lookup("vllm.outputs", "WeightVersionSpan")
 
 # Fields of SamplingParams that torpor knows by the same name, with what stands for vLLM's None.
-_NEUTRAL = {
+_NEUTRAL: dict[str, list | None] = {
     "n": None, "temperature": None, "top_p": None, "top_k": None, "min_p": None, "presence_penalty": None,
     "frequency_penalty": None, "repetition_penalty": None, "seed": None, "stop": [], "stop_token_ids": [],
     "max_tokens": None, "min_tokens": None, "ignore_eos": None, "logprobs": None, "prompt_logprobs": None,
@@ -140,6 +141,10 @@ def logprobs_tensors_to_value(tensors: LogprobsTensors | None) -> list | None:
     return [tensor_to_value(t) for t in tensors[:3]]
 
 
+@overload
+def logprobs_tensors_from_value(value: list) -> LogprobsTensors: ...
+@overload
+def logprobs_tensors_from_value(value: None) -> None: ...
 def logprobs_tensors_from_value(value: list | None) -> LogprobsTensors | None:
     return None if value is None else LogprobsTensors(*(tensor_from_value(item) for item in value))
 

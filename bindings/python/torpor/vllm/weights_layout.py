@@ -41,7 +41,9 @@ def parse(text: str) -> dict:
 
 def offsets_of(model: torch.nn.Module, layout: dict) -> dict[int, int]:
     """For a model as it is before its weights are loaded: address of each storage -> its place in the stored region."""
-    stored, offsets, nameless = layout["parameters"], {}, {}
+    stored = layout["parameters"]
+    offsets: dict[int, int] = {}
+    nameless: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.numel() == 0:
             continue

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
 from torpor import _core
 from torpor.vllm import adapters, device, kept, kv_layout, other_connectors, plugin, pooling
-from torpor.vllm.named_mixins import NamedMixins, resolved
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.memory import CpuWorkerMemory
+from torpor.vllm.mixed_in import Stock
+from torpor.vllm.named_mixins import NamedMixins, resolved
 from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
 from torpor.vllm.slots import begin_events
 from torpor.vllm.worker_memory import WorkerMemory
@@ -70,7 +72,7 @@ def _memory(self) -> WorkerMemory:
     return self.torpor_memory
 
 
-class WorkerMixin:
+class WorkerMixin(Stock):
     """A worker whose memory is torpor's."""
 
     torpor_base: type  # the worker without torpor
@@ -133,7 +135,7 @@ class WorkerMixin:
         """After the last batch in flight: what this worker still sends or waits for is done."""
         for handle in self._pp_send_work:  # to the next stage of a pipeline
             handle.wait()
-        self._pp_send_work = []
+        self._pp_send_work: list = []
         _runner(self).settle(self.model_runner)
         self.synchronize_device()
 
@@ -224,10 +226,12 @@ def _is_v2(worker) -> bool:
     return bool(getattr(worker, "use_v2_model_runner", False))
 
 
-def _runner(worker):
+def _runner(worker) -> Any:
     """The module that knows this worker's model runner."""
     if _is_v2(worker):
-        from torpor.vllm import runner_v2 as module
-    else:
-        from torpor.vllm import runner_v1 as module
-    return module
+        from torpor.vllm import runner_v2
+
+        return runner_v2
+    from torpor.vllm import runner_v1
+
+    return runner_v1

@@ -77,8 +77,8 @@ class _Writer:
         if isinstance(change, Moved):
             return [replace(module, name=change.to)]
         changes = {name: self._change(f"{module.name}.{name}") for name in module.imported()}
-        kept = {name for name, found in changes.items() if found is None or isinstance(found, Changed)}
-        classes = [self._class(f"{module.name}.{c.name}", c, changes[c.name]) for c in module.classes if c.name in kept]
+        kept = {name: found for name, found in changes.items() if found is None or isinstance(found, Changed)}
+        classes = [self._class(f"{module.name}.{c.name}", c, kept[c.name]) for c in module.classes if c.name in kept]
         stays = Module(
             module.name,
             functions={name: signature for name, signature in module.functions.items() if name in kept},

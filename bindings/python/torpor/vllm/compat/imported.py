@@ -124,9 +124,9 @@ def _set_on_local(code: CodeType) -> Iterator[str]:
 
 
 def _set_on_cell(code: CodeType) -> Iterator[str]:
-    before = None
+    before: dis.Instruction | None = None
     for instruction in dis.get_instructions(code):
-        if instruction.opcode == _STORE_ATTR and before.argval == "self":
+        if instruction.opcode == _STORE_ATTR and before is not None and before.argval == "self":
             yield instruction.argval
         if instruction.opcode != dis.EXTENDED_ARG:
             before = instruction

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ def _bound_by(node: ast.stmt, package: str, declared: bool) -> list[tuple[str, o
             return []
 
 
-def _is_new(node: ast.expr) -> bool:
+def _is_new(node: ast.AST) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
@@ -347,11 +348,11 @@ def signature_text(arguments: ast.arguments) -> str:
     kinds = inspect.Parameter
     parameters = [
         _parameter(item, kinds.POSITIONAL_ONLY if item in arguments.posonlyargs else kinds.POSITIONAL_OR_KEYWORD, value)
-        for item, value in zip(positional, defaults)
+        for item, value in zip(positional, defaults, strict=True)
     ]
     if arguments.vararg:
         parameters.append(_parameter(arguments.vararg, kinds.VAR_POSITIONAL, None))
-    for item, value in zip(arguments.kwonlyargs, arguments.kw_defaults):
+    for item, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         parameters.append(_parameter(item, kinds.KEYWORD_ONLY, value))
     if arguments.kwarg:
         parameters.append(_parameter(arguments.kwarg, kinds.VAR_KEYWORD, None))

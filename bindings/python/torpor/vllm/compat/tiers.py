@@ -36,5 +36,5 @@ LIVE_ON = frozenset(
 
 def split(problems: list[str]) -> tuple[list[str], list[str]]:
     """Return the problems that switch torpor off, and those that only refuse checkpoints."""
-    new_process = [each for each in problems if isinstance(each, UnknownField) and each.owner in LIVE_ON]
+    new_process: list[str] = [each for each in problems if isinstance(each, UnknownField) and each.owner in LIVE_ON]
     return [each for each in problems if each not in new_process], new_process

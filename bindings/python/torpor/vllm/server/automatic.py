@@ -112,6 +112,7 @@ class Automatic:
     async def _look(self) -> None:
         """Nothing is awaited between the look and the sleep's first change of state, so no request slips in between."""
         server, now = self._server, time.monotonic()
+        to_disk_after = self._settings.sleep_to_disk_after
         if server.busy():
             self.used()
         elif server.state == "awake" and now - self._used >= self._settings.sleep_after:
@@ -119,13 +120,12 @@ class Automatic:
             self._slept = time.monotonic()
             server.metrics.automatic.labels("sleep").inc()
             logger.info("torpor: idle, asleep in host memory; %.1f MB given back", report.freed_bytes / 1e6)
-        elif self._slept is not None and server.state == "asleep" and 0 < self._settings.sleep_to_disk_after:
-            if now - self._slept >= self._settings.sleep_to_disk_after:
-                self._slept = now  # if it fails, a term later it is tried again
-                report = await server.sleep_deeper()
-                self._slept = None
-                server.metrics.automatic.labels("sleep_to_disk").inc()
-                logger.info("torpor: idle, asleep on disk: %s", report.checkpoint)
+        elif self._slept is not None and server.state == "asleep" and 0 < to_disk_after <= now - self._slept:
+            self._slept = now  # if it fails, a term later it is tried again
+            report = await server.sleep_deeper()
+            self._slept = None
+            server.metrics.automatic.labels("sleep_to_disk").inc()
+            logger.info("torpor: idle, asleep on disk: %s", report.checkpoint)
 
     # --- checkpoints ---
 

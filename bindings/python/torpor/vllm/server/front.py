@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import TypeVar
 
 from vllm.logger import init_logger
 
@@ -16,6 +17,7 @@ from torpor.vllm.server.life import Server
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
+Default = TypeVar("Default", str, None)
 METHODS = frozenset(each["method"] for each in _core.control_methods() if each["front"])
 
 
@@ -70,7 +72,7 @@ def summary(report: dict) -> dict:
     return {name: value for name, value in report.items() if name not in ("outputs", "restored", "level")}
 
 
-def _word(params: dict, name: str, default: str | None, *others: str) -> str | None:
+def _word(params: dict, name: str, default: Default, *others: str) -> str | Default:
     value = params.get(name, default)
     if value != default and value not in others:
         known = ", ".join(filter(None, (default, *others)))
@@ -81,7 +83,7 @@ def _word(params: dict, name: str, default: str | None, *others: str) -> str | N
 def begin(life: Server) -> None:
     """This process has a socket, too, where its engine has one. One that cannot be made is said, and it serves on."""
     options = life.options
-    if options.console == "off":
+    if options.console == "off" or options.events_directory is None:
         return
     loop = asyncio.get_running_loop()
 

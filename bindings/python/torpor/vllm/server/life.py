@@ -66,6 +66,13 @@ class Server:
         self.state = "starting"
         self.enter("starting")
 
+    @property
+    def log(self) -> Recorder:
+        """The recorder, for those who come only where there is one."""
+        if self.recorder is None:
+            raise WrongState(f"the server is {self.state} and has no response log", "ask again when it is ready")
+        return self.recorder
+
     def enter(self, state: str) -> None:
         if self.state == "ending":  # what was in progress comes to its end, the server does too
             return
@@ -146,10 +153,10 @@ class Server:
         always = self.settings.log_sync == "always"
         counters = self.metrics.log_failures.inc, self.metrics.answers_dropped.inc
         self.recorder = Recorder(self.engine.output_processor, answers, always, *counters)
-        self.metrics.log_bytes.set_function(lambda: self.recorder.answers.counts()["log_bytes"])
+        self.metrics.log_bytes.set_function(lambda: answers.counts()["log_bytes"])
 
     def _end_unrestorable(self) -> None:
-        for answer in self.recorder.answers.all():
+        for answer in self.log.answers.all():
             if answer["state"] == "running" and answer["front"]["state"] is None:
                 why = f"a new process cannot go on with it: {answer['front']['lost']}"
                 self.end_failed(answer["request"]["id"], why)
@@ -169,7 +176,7 @@ class Server:
             counter.inc(highest - counter.value)
 
     def end_failed(self, request_id: str, why: str) -> None:
-        self.recorder.end(request_id, "failed", "error", why)
+        self.log.end(request_id, "failed", "error", why)
         self.metrics.failed_requests.inc()
 
     # --- what vLLM asks of the engine, with a look at the state -------------------------------------------------------
@@ -431,7 +438,7 @@ class Server:
     async def _sync_each_second(self) -> None:
         while True:
             await asyncio.sleep(1)
-            await self.recorder.sync()
+            await self.log.sync()
 
     async def end(self) -> None:
         """Saves what can be saved in the given time, tells the clients, and lets vLLM end the process."""

@@ -67,7 +67,7 @@ async def _resolved() -> tuple[str, ...]:
         found = await asyncio.get_running_loop().getaddrinfo("localhost", None, type=socket.SOCK_STREAM)
     except OSError as problem:
         raise InvalidArgument(f"this host does not know localhost: {problem}", _EXAMPLE) from None
-    return tuple(dict.fromkeys(address[0] for _, _, _, _, address in found))
+    return tuple(dict.fromkeys(str(address[0]) for _, _, _, _, address in found))
 
 
 def _refuse_others(address: str, host: str) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import secrets
 from contextvars import ContextVar
 from http import HTTPStatus
+from typing import Any
 
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
@@ -112,7 +113,7 @@ class Recorder:
         state.__class__ = KnownEnd
         if getattr(state, "streaming_input", False):
             self._in_pieces.add(request.request_id)
-        answer = {
+        answer: dict[str, Any] = {
             "response": response,
             "tenant": tenant_of_call.get(),
             "call": call_of_client.get(),
@@ -121,7 +122,7 @@ class Recorder:
         lost = unrecordable(request)
         if not lost:
             try:
-                front = {"state": state_to_value(state)}
+                front: dict[str, Any] = {"state": state_to_value(state)}
                 return self._start(answer | {"request": new_request_to_value(request), "front": front})
             except (Unsupported, InvalidArgument) as problem:  # InvalidArgument: something of it is no plain value
                 lost = [problem.what]
@@ -285,7 +286,7 @@ class Recorder:
         """For those who read elsewhere than in their queue: waits, where nothing is sent before it is durable."""
         if self._sync_always:
             done = asyncio.get_running_loop().create_future()
-            self.deliver_when_durable(lambda _: done.done() or done.set_result(None), None)
+            self.deliver_when_durable(_set_done, done)
             await done
 
     # --- those who read -----------------------------------------------------------------------------------------------
@@ -334,10 +335,10 @@ class Recorder:
         for item in restored:
             answer = self.answers.get(item["id"])
             front = fronts.get(item["id"])
-            if answer is None and front is None:
-                unwanted.append(item["id"])  # nobody asked for it
-                continue
             if answer is None:  # of an engine without a record, or from before power was lost
+                if front is None:
+                    unwanted.append(item["id"])  # nobody asked for it
+                    continue
                 response, prompt_index = split_response_id(front["external_id"])
                 request = unstarted_request(
                     item["id"], item["prompt_token_ids"], item["sampling"], item["arrival_time"]
@@ -370,6 +371,11 @@ class Recorder:
             if (step := self.step_of(state)) is not None:
                 self._record([step])
         return unwanted
+
+
+def _set_done(future: asyncio.Future) -> None:
+    if not future.done():  # its reader may be gone
+        future.set_result(None)
 
 
 def split_response_id(external_id: str) -> tuple[str, int]:

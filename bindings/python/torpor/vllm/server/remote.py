@@ -86,7 +86,8 @@ class Remote:
                 gone_on = []
         else:
             path = self._fetch_fitting(fingerprint)
-            gone_on = [name := Path(path).name, *sorted(self._there() - {name})] if path else []
+            name = Path(path).name
+            gone_on = [name, *sorted(self._there() - {name})] if path else []
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         beside = durable.written_beside(file, "\n".join([self._home.holder, *gone_on]).encode())
         os.replace(beside, file)

@@ -40,7 +40,7 @@ class Rule:
 
 def _all(who: Who, asleep: Asleep, *routes: str) -> dict[tuple[str, str], Rule]:
     rule = Rule(who, asleep)
-    return {tuple(route.split(" ")): rule for route in routes}
+    return {(method, path): rule for method, path in (route.split(" ") for route in routes)}
 
 
 UNKNOWN = Rule(Who.OPERATOR, Asleep.UNKNOWN)

@@ -144,11 +144,10 @@ def routes() -> APIRouter:
         if life.recorder is not None:
             content["answers"] = life.recorder.answers.counts() | {"log_failures": life.recorder.failures}
         if life.state in ("awake", "asleep"):  # otherwise the engine is busy, or gone
-            content |= {
-                "engine": await life.engine.torpor.call("state"),
-                "ledger": await life.engine.torpor.call("ledger"),
-            }
-            life.metrics.ledger(content["ledger"])
+            state = await life.engine.torpor.call("state")
+            ledger = await life.engine.torpor.call("ledger")
+            content |= {"engine": state, "ledger": ledger}
+            life.metrics.ledger(ledger)
         return JSONResponse(content)
 
     @router.get("/torpor/console")
@@ -220,8 +219,8 @@ def routes() -> APIRouter:
         ids = choices(life, response, raw_request)
         if isinstance(ids, Response):
             return ids
-        parts = [life.recorder.answers.part(each) for each in ids]
-        await life.recorder.durable()
+        parts = [life.log.answers.part(each) for each in ids]
+        await life.log.durable()
         content = [
             {
                 "index": index,
@@ -236,7 +235,7 @@ def routes() -> APIRouter:
         running = any(part["state"] == "running" for part in parts)
         return JSONResponse(
             {
-                "id": life.recorder.answers.get(ids[0])["response"],
+                "id": life.log.answers.get(ids[0])["response"],
                 "object": "torpor.answer",
                 "state": "running" if running else "ended",
                 "choices": content,
@@ -261,14 +260,15 @@ def routes() -> APIRouter:
         ids = choices(life, response, raw_request)
         if isinstance(ids, Response):
             return ids
-        if from_tokens is None and from_text is None:
-            from_tokens = raw_request.headers.get("Last-Event-ID", "0")
+        given = from_text if from_text is not None else from_tokens
+        if given is None:
+            given = raw_request.headers.get("Last-Event-ID", "0")
         try:
             if from_tokens is not None and from_text is not None:
                 raise InvalidArgument("both from and from_text are given", "give one of them")
-            starts = numbers(from_tokens if from_text is None else from_text, len(ids))
-            for each, start in zip(ids, starts):  # refused before the stream begins
-                life.recorder.answers.part(each, *((start, 0) if from_text is None else (0, start)))
+            starts = numbers(given, len(ids))
+            for each, start in zip(ids, starts, strict=True):  # refused before the stream begins
+                life.log.answers.part(each, *((start, 0) if from_text is None else (0, start)))
         except Error as problem:
             return refused(problem)
         return StreamingResponse(_events(life, ids, starts, from_text is not None), media_type=_EVENT_STREAM)
@@ -286,7 +286,11 @@ def routes() -> APIRouter:
 
 
 def failure(life: Server) -> dict:
-    return {"state": life.state, "error": life.problem.to_dict(), "restart_may_help": life.restart_may_help()}
+    return {
+        "state": life.state,
+        "error": life.problem.to_dict() if life.problem else None,
+        "restart_may_help": life.restart_may_help(),
+    }
 
 
 def choices(life: Server, response: str, request: Request) -> list[str] | Response:
@@ -320,7 +324,7 @@ def numbers(text: str, count: int) -> list[int]:
 
 async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool) -> AsyncIterator[str]:
     """Chunks as vLLM sends them, with their token ids; the id of an event is the `from` that goes on behind it."""
-    response = life.recorder.answers.get(ids[0])["response"]
+    response = life.log.answers.get(ids[0])["response"]
     chat = response.startswith("chatcmpl-")
     head = {
         "id": response,
@@ -328,10 +332,10 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
         "created": int(time.time()),
         "model": life.model,
     }
-    ends = [life.recorder.answers.position(each)["tokens_end"] for each in ids] if by_text else list(starts)
+    ends = [life.log.answers.position(each)["tokens_end"] for each in ids] if by_text else list(starts)
     waits = {
-        asyncio.create_task(life.recorder.more(each, *((0, start) if by_text else (start, 0)))): index
-        for index, (each, start) in enumerate(zip(ids, starts))
+        asyncio.create_task(life.log.more(each, *((0, start) if by_text else (start, 0)))): index
+        for index, (each, start) in enumerate(zip(ids, starts, strict=True))
     }
     try:
         while waits:
@@ -349,7 +353,7 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
                 choice |= {"delta": {"content": part["text"]}} if chat else {"text": part["text"]}
                 yield f"id: {','.join(map(str, ends))}\ndata: {json.dumps(head | {'choices': [choice]})}\n\n"
                 if not ended:
-                    waits[asyncio.create_task(life.recorder.more(ids[index], part["tokens_end"]))] = index
+                    waits[asyncio.create_task(life.log.more(ids[index], part["tokens_end"]))] = index
         yield "data: [DONE]\n\n"
     except Error as problem:  # the server ends; without a word the answer would look complete
         yield f"event: error\ndata: {json.dumps({'error': problem.to_dict()})}\n\n"

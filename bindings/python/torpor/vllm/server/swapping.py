@@ -43,7 +43,8 @@ async def _swap(server, other: Other, partner_timeout: float, progress: Watcher 
             raise WrongState(f"this server is {server.state}", "wake it, or ask the one that serves")
         with exchange.room(partner_timeout) as (room, path):
             comes = asyncio.ensure_future(exchange.told(room, "takes", other.wake_up(path)))
-            slept, failed = None, None
+            slept: dict = {}
+            failed: Error | None = None
             try:
                 await exchange.told(room, "gives", _come(room, comes, other))
                 slept = await exchange.told(room, "gives", _give(server, path, progress))
@@ -148,9 +149,11 @@ class Other:
     async def is_there(self) -> bool:
         """Its process is, whatever it does."""
         try:
-            async with self._session({}, _CONNECT_SECONDS) as session:
-                async with session.get(f"{self.url}/is_sleeping", allow_redirects=False):
-                    return True
+            async with (
+                self._session({}, _CONNECT_SECONDS) as session,
+                session.get(f"{self.url}/is_sleeping", allow_redirects=False),
+            ):
+                return True
         except TimeoutError:
             return True
         except (aiohttp.ClientError, OSError):
