@@ -155,7 +155,7 @@ def test_an_engine_core_of_its_own_waits_for_messages_while_it_stands():
         torpor_slots=False, torpor_gate=lambda: not stands.is_set(), pause_state=PauseState.UNPAUSED
     )
 
-    def stock(core) -> bool:
+    def stock() -> bool:
         return works.is_set() and not (core.scheduler.torpor_gate is not None and slots.stands(core.scheduler))
 
     assert not slots.has_work(core, stock)

@@ -7,8 +7,6 @@ ValueError: options are checked inside of vLLM's pydantic classes, which would p
 
 from __future__ import annotations
 
-import os
-
 
 class Error(Exception):
     """Base of all. Attributes: code, what, next_step (str), origin (str), native (int), state_changed (bool)."""
@@ -109,7 +107,7 @@ class FileError(Error, OSError):
     def __init__(self, what: str, next_step: str = "", *, native: int = 0, **more):
         super().__init__(what, next_step, native=native, **more)
         if native:
-            self.errno, self.strerror = native, os.strerror(native)
+            self.errno = native  # with a `strerror` too, str() would leave `what` out
 
 
 class DeviceError(Error, RuntimeError):
