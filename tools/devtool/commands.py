@@ -274,7 +274,6 @@ def proof(arguments: list[str]) -> int:
     ).returncode
     code |= testing.whole_gpu_path()
     code |= testing.other_versions()
-    code |= vllm_tests.main([])
     code |= deploy.main([])
     code |= site.main([])
     code |= fuzz(arguments)
