@@ -5,6 +5,8 @@ from dataclasses import asdict
 import pytest
 
 from torpor import errors
+from torpor.vllm import data_parallel
+from torpor.vllm.engine_values import SleepPlan
 
 
 def plain(value: dict) -> dict:
@@ -26,6 +28,13 @@ def test_the_types_have_what_the_engine_core_says(one):
     assert typed.tags.keys() == said["tags"].keys() == {"weights", "kv_cache"}
     assert asdict(typed).keys() == said.keys()
     assert asdict(typed.tags["weights"]) == said["tags"]["weights"]
+
+
+def test_a_plan_of_several_engines_is_their_sum(one):
+    plan = one.llm.torpor.call("plan_sleep", {"level": 1, "preserve_state": True})
+    both = SleepPlan.from_value(data_parallel._merged_plans([plan, plan]))
+    assert both.host_bytes == 2 * plan["host_bytes"] > 0 and both.disk_bytes == 0
+    assert both.save_bytes == {tag: 2 * size for tag, size in plan["save_bytes"].items()}
 
 
 def test_they_follow_the_engine(one):

@@ -10,6 +10,7 @@ import pytest
 import vllm
 from conftest import result_of
 from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.interface import PauseState
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from torpor import errors
@@ -189,6 +190,25 @@ def test_two_ranks_in_processes_of_their_own_follow_together(zygote, tiny_model,
         "unregister fails", "restore", *slept_and_woke,
     ]  # fmt: skip
     assert all(rank.index("send") < rank.index("restore") for rank in told)
+
+
+def test_a_step_that_fails_leaves_no_pause_behind():
+    """A connector fails in each step of the wait, also in those that end what is in flight."""
+
+    def step():
+        raise RuntimeError("a worker's connector failed")
+
+    scheduler = SimpleNamespace(
+        pause_state=PauseState.UNPAUSED, torpor_collects=False, requests={}, deferred_frees=[1], kv_holding_waiting=[]
+    )
+    scheduler.connector = SimpleNamespace(has_pending_block_frees=lambda: True, has_pending_push_work=lambda: False)
+    scheduler.set_pause_state = lambda state: setattr(scheduler, "pause_state", state)
+    beside = other_connectors.OtherConnector.__new__(other_connectors.OtherConnector)
+    beside._core = SimpleNamespace(scheduler=scheduler, batch_queue=[1], step_fn=step)
+    beside.follows, beside._name = True, "Scripted"
+    with pytest.raises(RuntimeError, match="connector failed"):
+        beside.finish_transfers(1)
+    assert scheduler.pause_state is PauseState.UNPAUSED and not scheduler.torpor_collects
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------
