@@ -98,7 +98,7 @@ def test_ranks_that_stood_together_turn_new_requests_away_as_before():
             self.scheduler.set_pause_state(PauseState.UNPAUSED)
             self.reject_new_requests = False
 
-    scheduler = SimpleNamespace(pause_state=PauseState.PAUSED_NEW, torpor_frozen=False)
+    scheduler = SimpleNamespace(pause_state=PauseState.PAUSED_NEW, torpor_frozen=False, connector=None)
     scheduler.set_pause_state = lambda state: setattr(scheduler, "pause_state", state)
     core = Core(scheduler=scheduler, reject_new_requests=True, _idle_state_callbacks=[])
     hooks = VllmHooks(core)

@@ -62,7 +62,9 @@ def test_a_replica_that_does_not_own_sends_readers_to_the_owner():
     async def owner_address():
         return owner
 
-    life = SimpleNamespace(recorder=None, state="failed", remote=SimpleNamespace(owner_address=owner_address))
+    life = SimpleNamespace(
+        recorder=None, has_log=True, state="failed", remote=SimpleNamespace(owner_address=owner_address)
+    )
     app = FastAPI()
     app.state.torpor = life
     app.include_router(routes())
