@@ -166,7 +166,7 @@ class Engine:
         answers = self.begin(held=True)
         self.llm.sleep(level=0)
         slept = LEDGER.take()
-        refused = self.refused(lambda: self.llm.sleep(level=1, preserve_state=True))
+        refused = self.refused(lambda: self.llm.sleep(level=1, preserve_state=True, timeout=0.3))
         self.llm.wake_up()
         LEDGER.held = False
         refused |= {"slept": slept, "woken": LEDGER.take(), "same": self.is_as_expected(answers)}
@@ -176,7 +176,14 @@ class Engine:
         refused["deeper"] = LEDGER.take()
         answers |= self.one.stopped()
         self.llm.wake_up()
-        return refused | {"same_after_deeper": self.is_as_expected(answers)}
+        refused["same_after_deeper"] = self.is_as_expected(answers)
+        answers = self.begin(held=False)
+        self.llm.sleep(level=0)
+        self.llm.sleep(level=1, preserve_state=True)
+        refused["keeps"] = LEDGER.take()
+        answers |= self.one.stopped()
+        self.llm.wake_up()
+        return refused | {"same_after_keeping": self.is_as_expected(answers)}
 
     def keeps_nothing_for_a_new_process(self) -> dict:
         answers = self.begin(held=False)

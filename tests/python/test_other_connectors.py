@@ -136,9 +136,11 @@ def test_it_is_registered_whenever_the_kv_cache_is_there_and_the_engine_runs(alo
 def test_a_pause_needs_nothing_of_it(alone):
     of = alone["pauses"]
     assert of["slept"] == of["woken"] == [] and of["same"], of
-    assert of["kind"] == "Unsupported" and "a KV connector with requests that wait for KV (1)" in of["what"]
+    assert of["kind"] == "TimedOut" and "still has requests that wait for KV (1)" in of["what"]
     assert sorted(of["deeper"][:-1]) == sorted(ENDED[:-1]) and of["deeper"][-1] == "unregister", of
     assert of["same_after_deeper"]
+    assert sorted(of["keeps"][:-1]) == sorted(ENDED[:-1]) and of["keeps"][-1] == "unregister", of
+    assert of["same_after_keeping"]
 
 
 @pytest.mark.slow

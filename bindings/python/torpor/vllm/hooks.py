@@ -54,12 +54,12 @@ class VllmHooks:
         )
 
     def unsupported(self) -> list[str]:
-        found = unsupported_engine(self.core.vllm_config)
         follows = self.other_connector.follows
+        if follows and self._quiet and self.falling_asleep is not None and self._frees_kv():
+            self.other_connector.finish_transfers(self.falling_asleep.get("timeout"))  # it was only paused
+        found = unsupported_engine(self.core.vllm_config)
         found += unsupported_scheduler(self.scheduler, self.for_new_process, transfers_end=follows and not self._quiet)
         if follows and self._quiet:
-            if self.falling_asleep is not None and self._frees_kv():
-                self.other_connector.finish_transfers()  # of an engine that was only paused
             found += [f"a KV connector with {each}" for each in open_transfers(self.scheduler)]
         if follows and self.for_new_process:
             found.append("a KV connector, whose own state a new process would lose; host memory keeps it")
