@@ -178,9 +178,9 @@ bool read_new(PyObject* detokenizer, const AnswerEnds& ends, AnswerStep& step) {
   return to <= ends.text || append_text(text.ptr(), ends.text, to, step.text);
 }
 
-// What one step of an engine gave to `states`, all in one record; whether that was anything. `running`: the processor's
-// states that have not ended, by their ids. A state that has ended, whose id is in `others`, or whose detokenizer is
-// not of the type `plain`, is read by `step_of`, which returns a step or None.
+// Records what one step of an engine gave to `states`, in one record. Returns whether there was anything.
+// `running`: the processor's states that have not ended, by their ids. A state that has ended, whose id is in `others`,
+// or whose detokenizer is not of the type `plain`, is read by `step_of`, which returns a step or None.
 bool step_states(DeliveryLog& log, const py::list& states, const py::dict& running, const py::set& others,
                  const py::handle& plain, const py::function& step_of) {
   static const Attribute request_id("request_id"), detokenizer("detokenizer");

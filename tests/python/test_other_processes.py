@@ -269,12 +269,12 @@ async def _streaming(zygote, model, directory) -> None:
     woken = await engine.wake_up(early=True)
     assert woken and woken.late_blocks > 8
     await some_tokens(answers, len(answers["greedy"][0]) + 4)
-    assert (await engine.torpor.state()).late.left == woken.late_blocks
+    assert (await engine.torpor.state()).deferred.left == woken.late_blocks
     await engine.sleep(level=1, preserve_state=True)  # waits for what is left
     again = await engine.wake_up(early=True)
     assert again.late_blocks >= woken.late_blocks
     assert await ended(engine, "long-seeded") == of_cached
-    late = (await engine.torpor.state()).late
+    late = (await engine.torpor.state()).deferred
     assert 4 < late.arrived < again.late_blocks and late.lost == 0 < late.left
     so_far = len(answers["greedy"][0])
     given_up = asyncio.create_task(engine.checkpoint())

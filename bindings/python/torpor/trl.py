@@ -35,7 +35,7 @@ class Group:
 
     @property
     def complete(self) -> list[RequestOutput]:
-        """Those that are."""
+        """Return the outputs of the rollouts that are complete."""
         return [output for output in self.outputs if output is not None]
 
     @property

@@ -39,12 +39,12 @@ class Live:
         threading.Thread(target=self._read, name="torpor-console", daemon=True).start()
 
     def _read(self) -> None:
-        told, failed = self._process.stdout, self._process.stderr
-        assert told is not None and failed is not None  # pipes
-        for line in told:
+        output, errors = self._process.stdout, self._process.stderr
+        assert output is not None and errors is not None  # pipes
+        for line in output:
             if line.startswith('{"processes"'):  # else it is about to say why it ends
                 self.snapshot = json.loads(line)
-        self.ended = failed.read().strip() or "the inspector has ended"
+        self.ended = errors.read().strip() or "the inspector has ended"
 
     def at(self, moment: float | None) -> dict:
         """As it is now, or was so many seconds after the first event that is there."""

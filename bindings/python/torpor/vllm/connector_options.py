@@ -13,7 +13,7 @@ MODULE, CLASS = "torpor.vllm.connector", "TorporConnector"
 
 
 def _advanced(default, kind: str, text: str):
-    return described(default, kind, text, least=0 if default == 0 else 1, advanced=True)
+    return described(default, kind, text, least=1, advanced=True)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ConnectorOptions:
 
     @property
     def disk_folder(self) -> str | None:
-        """Of the tier on disk; None: there is no such tier."""
+        """Return the folder of the tier on disk, or None if there is no such tier."""
         return self.directory if self.disk_bytes > 0 else None
 
     def queue(self) -> dict:
@@ -132,7 +132,7 @@ NAMES = (*(f.name for f in fields(ConnectorOptions) if f.name not in _ADVANCED),
 
 
 def _flat(given: dict) -> dict:
-    """All that is given, those of the advanced group too. Raises InvalidArgument for what does not exist there."""
+    """Return the given options and those of the advanced group, in one dict. Raises InvalidArgument for others."""
     advanced = given.get("advanced", {})
     if not isinstance(advanced, dict):
         raise InvalidArgument(f"advanced is {advanced!r}", f"give a dict of {', '.join(_ADVANCED)}")

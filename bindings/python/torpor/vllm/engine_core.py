@@ -107,6 +107,8 @@ class EngineSide:
         self.hooks.pause_travels = True
         try:
             with self._falling_asleep(options):
+                if self.hooks.is_quiet and self.hooks.frees_kv():  # only paused: quiesce() is not called again
+                    self.hooks.other_connector.finish_transfers(options.get("timeout"))
                 return self._with_bound(lambda: self.controller.sleep(options))
         finally:
             self.hooks.pause_travels = False
@@ -120,7 +122,7 @@ class EngineSide:
             self.hooks.falling_asleep = None
 
     def release_kv_cache(self) -> None:
-        """Its requests are computed again after the wake."""
+        """Put the KV cache to sleep. The engine computes its requests again after the wake."""
         options = {"level": 1, "in_flight": "recompute", "tags": ["kv_cache"]}
         with self._falling_asleep(options):
             self.controller.sleep(options)
@@ -231,7 +233,7 @@ def _makes_checkpoint(options: dict) -> bool:
 
 
 class EngineCoreMixin(Stock):
-    """What the engine core of an engine that asks does otherwise than vLLM's."""
+    """Mixin of the engine core of an engine that asks, in whatever process it runs."""
 
     def torpor_call(self, method: str, options: dict) -> dict | Future:
         """Answer a front end, as a utility method. {"result": …} or {"error": fields of an Error}: plain data."""
@@ -259,7 +261,7 @@ class EngineCoreMixin(Stock):
         return freezing.is_scheduler_paused(self, super().is_scheduler_paused)
 
     def release_kv_cache_memory(self) -> None:
-        """Of a paused engine. Its requests are computed again after the wake."""
+        """Release the KV cache of a paused engine. The engine computes its requests again after the wake."""
         if not holds_memory_of(self.vllm_config):
             return super().release_kv_cache_memory()
         if not self.is_scheduler_paused() or self.scheduler.has_requests() or self.batch_queue:
@@ -272,7 +274,7 @@ class EngineCoreMixin(Stock):
 
 
 class EngineCoreProcMixin(EngineCoreMixin):
-    """Of one with a process of its own."""
+    """Mixin of an engine core with a process of its own."""
 
     def has_work(self) -> bool:
         return slots.has_work(self, super().has_work)

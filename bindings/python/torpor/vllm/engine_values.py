@@ -1,4 +1,4 @@
-"""What an engine says of itself: `llm.torpor.state()`, `.ledger()`, `.plan_sleep(…)`, `.continue_wake()`."""
+"""Types of the answers of `llm.torpor`: state(), ledger(), plan_sleep(…) and continue_wake() return them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class LateBlocks:
-    """KV blocks that an early wake left to come, and what has become of them."""
+class DeferredBlocks:
+    """Counts of the KV blocks that a post-copy wake deferred, by what has become of them."""
 
     arrived: int
     lost: int  # could not be read; their tokens are computed again
-    forgone: int  # nobody needed them any more
+    skipped: int  # no request needed them any more
     left: int  # still to come
     recomputed: tuple[str, ...]  # ids of requests that computed lost blocks again
 
     @classmethod
-    def from_value(cls, value: dict) -> LateBlocks:
-        return cls(**value | {"recomputed": tuple(value["recomputed"])})
+    def from_value(cls, value: dict) -> DeferredBlocks:
+        return cls(value["arrived"], value["lost"], value["forgone"], value["left"], tuple(value["recomputed"]))
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,17 @@ class EngineState:
     tiers: dict[str, str | None]  # None for a tier of the adapter that is on, or why it is off
     recomputed_tokens: int  # since the engine last slept
     console: str | None  # path of the socket of a console
-    late: LateBlocks
+    deferred: DeferredBlocks
 
     @classmethod
     def from_value(cls, value: dict) -> EngineState:
-        return cls(**value | {"late": LateBlocks.from_value(value["late"])})
+        plain = {name: item for name, item in value.items() if name != "late"}
+        return cls(**plain, deferred=DeferredBlocks.from_value(value["late"]))
 
 
 @dataclass(frozen=True)
 class SleepPlan:
-    """What a sleep would move and free, of all ranks. Sizes in bytes."""
+    """The plan of a sleep that is not done: what it would move and free on all ranks. Sizes in bytes."""
 
     save_bytes: dict[str, int]  # of each tag: that would be copied
     free_bytes: dict[str, int]  # of each tag: device memory that would be given back

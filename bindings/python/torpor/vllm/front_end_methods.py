@@ -11,7 +11,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor.errors import InvalidArgument
 from torpor.vllm import frontend, tracing
-from torpor.vllm.engine_values import EngineState, LateBlocks, RankLedger, SleepPlan
+from torpor.vllm.engine_values import DeferredBlocks, EngineState, RankLedger, SleepPlan
 from torpor.vllm.frontend import Report, WakeReport
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.paths import expanded
@@ -82,7 +82,7 @@ def _documented(text: str):
 
 
 class Torpor:
-    """`torpor` of an LLM or LLMEngine. Nothing of it changes the engine, but what call() is told to."""
+    """`torpor` of an LLM or LLMEngine. Only call() can change the engine; the other methods look at it."""
 
     def __init__(self, engine: LLMEngine):
         self._engine = engine
@@ -92,6 +92,7 @@ class Torpor:
         return frontend.call(self._engine, method, options)
 
     def state(self) -> EngineState:
+        """Return the state of the engine and of its memory, now."""
         return EngineState.from_value(self.call("state"))
 
     def ledger(self) -> list[RankLedger]:
@@ -112,9 +113,9 @@ class Torpor:
         options = sleep_options(level, mode, preserve_state, to, "abort", tags, None, weights, None)
         return SleepPlan.from_value(self.call("plan_sleep", options))
 
-    def continue_wake(self, wait: bool = False) -> LateBlocks:
-        """Return what has become of the KV blocks that an early wake left to come; with `wait`, of all of them."""
-        return LateBlocks.from_value(self.call("continue_wake", {"wait": "all" if wait else "none"}))
+    def continue_wake(self, wait: bool = False) -> DeferredBlocks:
+        """Return what has become of the KV blocks that a post-copy wake deferred. `wait`: until none is left."""
+        return DeferredBlocks.from_value(self.call("continue_wake", {"wait": "all" if wait else "none"}))
 
     def check_directory(self) -> None:
         """Raise where the host of a rank does not see the directory of checkpoints."""
@@ -122,7 +123,7 @@ class Torpor:
 
 
 class AwaitedTorpor:
-    """`torpor` of an AsyncLLM: as Torpor."""
+    """`torpor` of an AsyncLLM. Its methods are those of Torpor, and are awaited."""
 
     def __init__(self, engine: AsyncLLM):
         self._engine = engine
@@ -149,8 +150,8 @@ class AwaitedTorpor:
         options = sleep_options(level, mode, preserve_state, to, "abort", tags, None, weights, None)
         return SleepPlan.from_value(await self.call("plan_sleep", options))
 
-    async def continue_wake(self, wait: bool = False) -> LateBlocks:
-        return LateBlocks.from_value(await self.call("continue_wake", {"wait": "all" if wait else "none"}))
+    async def continue_wake(self, wait: bool = False) -> DeferredBlocks:
+        return DeferredBlocks.from_value(await self.call("continue_wake", {"wait": "all" if wait else "none"}))
 
     async def check_directory(self) -> None:
         await self.call("check_directory")

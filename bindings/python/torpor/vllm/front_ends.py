@@ -45,16 +45,8 @@ class LLMEngineMixin(Blocking):
         return frontend.has_unfinished_requests(self, super().has_unfinished_requests)
 
 
-class AsyncLLMMixin(AsyncLLM):
-    sleep = Awaited.sleep
-    wake_up = Awaited.wake_up
-    checkpoint = Awaited.checkpoint
-    updating_weights = Awaited.updating_weights
-    torpor = Awaited.torpor
-
-
 class NotHeld:
-    """Of an engine that asks for torpor while torpor does not hold its memory: what torpor adds is refused by name."""
+    """Mixin of an engine that asks while torpor does not hold its memory. Refuses what is torpor's, by name."""
 
     def sleep(self, *args, **arguments):
         return _stock_of(self).sleep(self, *args, **_without_torpors(Blocking.sleep, arguments))
@@ -78,16 +70,8 @@ class RefusedTorpor:
         _refuse(f"torpor.{name}()")
 
 
-class NotHeldAsync(AsyncLLM):
-    sleep = NotHeld.sleep
-    wake_up = NotHeld.wake_up
-    checkpoint = NotHeld.checkpoint
-    updating_weights = NotHeld.updating_weights
-    torpor = NotHeld.torpor
-
-
 def _without_torpors(method, arguments: dict) -> dict:
-    """`arguments` for vLLM's method of that name. Those of torpor's have their default, or are refused."""
+    """Return `arguments` without torpor's own. Refuses those of torpor's that are not their default."""
     own = {p.name: p.default for p in inspect.signature(method).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if asked := [name for name, value in arguments.items() if name in own and value != own[name]]:
         _refuse(f"{method.__name__}({', '.join(f'{name}=…' for name in asked)})")
@@ -103,7 +87,7 @@ def _refuse(call: str) -> NoReturn:
 
 
 class InprocClientMixin(InprocClient):
-    """In this process nothing sends outputs to the front end: it takes them, and those of a drain come first."""
+    """An engine core in this process sends no outputs. The front end takes them; those of a drain come first."""
 
     def get_output(self):
         drained = getattr(self.engine_core, "torpor_outputs", None)
@@ -111,7 +95,7 @@ class InprocClientMixin(InprocClient):
 
 
 class MPClientMixin(MPClient):
-    """The client closes when its engine core has ended."""
+    """Ends calls that wait for an engine core that has ended. vLLM shuts the client down, and leaves them waiting."""
 
     def shutdown(self, timeout=None) -> None:
         try:
@@ -120,10 +104,16 @@ class MPClientMixin(MPClient):
             frontend.end_calls(self)
 
 
+def _of_async(mixin: type) -> type:
+    """Return `mixin` as a class that derives from AsyncLLM, which is abstract (mixed_in.py)."""
+    methods = ("sleep", "wake_up", "checkpoint", "updating_weights", "torpor")
+    return type(mixin.__name__, (AsyncLLM,), {name: vars(mixin)[name] for name in methods})
+
+
 _MIXINS = {  # where torpor holds the engine's memory, and where it does not
     LLM: (LLMMixin, NotHeld),
     LLMEngine: (LLMEngineMixin, NotHeld),
-    AsyncLLM: (AsyncLLMMixin, NotHeldAsync),
+    AsyncLLM: (_of_async(Awaited), _of_async(NotHeld)),
 }
 
 
@@ -132,7 +122,7 @@ def _stock_of(front_end) -> Any:
 
 
 def install(patches: Patches) -> None:
-    """Watch for front ends as vLLM makes them. LLM is there before its engine asks: it is known by what it gets."""
+    """Watch for front ends as vLLM makes them. An LLM is made before its engine asks: it is seen when it gets it."""
     for cls in (LLMEngine, AsyncLLM):
         patches.set(cls, "__init__", _then_adopt(cls.__init__))
 

@@ -54,10 +54,8 @@ class VllmHooks:
         )
 
     def unsupported(self) -> list[str]:
-        follows = self.other_connector.follows
-        if follows and self._quiet and self.falling_asleep is not None and self._frees_kv():
-            self.other_connector.finish_transfers(self.falling_asleep.get("timeout"))  # it was only paused
         found = unsupported_engine(self.core.vllm_config)
+        follows = self.other_connector.follows
         found += unsupported_scheduler(self.scheduler, self.for_new_process, transfers_end=follows and not self._quiet)
         if follows and self._quiet:
             found += [f"a KV connector with {each}" for each in open_transfers(self.scheduler)]
@@ -104,7 +102,7 @@ class VllmHooks:
             began = time.monotonic()
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self._stands_since = time.monotonic()
-            if self.other_connector.follows and self.falling_asleep is not None and self._frees_kv():
+            if self.other_connector.follows and self.falling_asleep is not None and self.frees_kv():
                 self.other_connector.finish_transfers(timeout and timeout - (self._stands_since - began))
                 connector_sleep.let_those_with_blocks_go_first(self.scheduler)
             side = connector_sleep.side_of(self.scheduler)
@@ -115,8 +113,8 @@ class VllmHooks:
             self.resume()
             raise
 
-    def _frees_kv(self) -> bool:
-        """Of a wake that is undone nobody knows; what is unregistered without need is registered again."""
+    def frees_kv(self) -> bool:
+        """Whether the sleep under way frees the KV cache. True if none is: what is unregistered is registered again."""
         sleep = self.falling_asleep or {}
         return sleep.get("level", 1) > 0 and "kv_cache" in (sleep.get("tags") or ("kv_cache",))
 
@@ -273,7 +271,7 @@ class VllmHooks:
         return fingerprint(self.core.vllm_config, self.scheduler, self._workers or self._rpc("torpor_describe"))
 
     def drop_requests(self, mode: str) -> None:
-        """Of a sleep, the last that a KV connector hears of before it unregisters: requests that end may be sent."""
+        """Drop the requests as `mode` says. A KV connector may send those that end, and then unregisters."""
         watch_recomputation(self.scheduler)
         self.other_connector.restore(undoing=False)  # where the sleep could not keep the requests after all
         self.other_connector.finish_transfers()  # of an engine that was only paused
@@ -281,7 +279,7 @@ class VllmHooks:
             connector_sleep.take_back_loaded(self.scheduler)
         with connector_sleep.tiers_kept(self.scheduler):
             self._pause("abort" if mode == "abort" else "keep")
-        if self.falling_asleep is not None and self._frees_kv():
+        if self.falling_asleep is not None and self.frees_kv():
             self.other_connector.unregister()
 
     def _pause(self, mode: str) -> None:
@@ -316,8 +314,8 @@ class VllmHooks:
                 request.update_block_hashes()
 
     def release_derived(self) -> None:
-        """Of a sleep that keeps no requests, drop_requests() follows and unregisters."""
-        if self._frees_kv() and (self.falling_asleep is None or self.falling_asleep.get("preserve_state")):
+        """Release what workers can make anew. If a sleep keeps no requests, drop_requests() unregisters later."""
+        if self.frees_kv() and (self.falling_asleep is None or self.falling_asleep.get("preserve_state")):
             self.other_connector.unregister()
         self._rpc("torpor_release_derived")
 
