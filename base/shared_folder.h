@@ -1,4 +1,4 @@
-// SharedFolder: a folder of its own for pages that processes of this machine map (RoomFile, ProgressFile), in memory
+// SharedFolder: a folder of its own for pages that processes of this machine map (SwapChannel, ProgressFile), in memory
 // where the system has such a place. It goes with this object.
 //
 // Its process holds a lock on it as long as it lives. What a killed one left goes when the next folder is made, or at

@@ -45,11 +45,11 @@ struct WorkerOptions {
   std::shared_ptr<const Key> key;
   bool encrypt = false;
   bool durable = false;
-  std::string remote;
-  std::string remote_credentials;
-  std::string remote_ca;
+  std::string kv_store;
+  std::string kv_store_credentials;
+  std::string kv_store_ca;
   int32_t remote_slots = 0;
-  int64_t remote_timeout_ms = 0;
+  int64_t kv_store_timeout_ms = 0;
   CompressionOptions compression{.codec = Codec::kNone};
   Codec host_codec = Codec::kNone;
 };
@@ -67,14 +67,14 @@ WorkerOptions worker_options_from(const py::dict& dict) {
   in.read_if_given("encrypt", options.encrypt);
   in.read_if_given("durable", options.durable);
   for (const auto& [name, to] :
-       {std::pair("remote", &options.remote), std::pair("remote_credentials", &options.remote_credentials),
-        std::pair("remote_ca", &options.remote_ca)}) {
+       {std::pair("kv_store", &options.kv_store), std::pair("kv_store_credentials", &options.kv_store_credentials),
+        std::pair("kv_store_ca", &options.kv_store_ca)}) {
     std::optional<std::string> text;
     in.read_if_given(name, text);
     *to = text.value_or("");
   }
-  in.read_if_given("remote_slots", options.remote_slots);
-  in.read_if_given("remote_timeout_ms", options.remote_timeout_ms);
+  in.read_if_given("kv_store_blocks", options.remote_slots);
+  in.read_if_given("kv_store_timeout_ms", options.kv_store_timeout_ms);
   std::optional<std::string> codec;
   std::optional<std::string> host_codec;
   in.read_if_given("block_compression", codec);
@@ -225,7 +225,7 @@ class ConnectorWorker {
         TORPOR_ASSIGN(disk, open_disk(options, bytes));
       }
       std::unique_ptr<Store> remote;
-      if (!options.remote.empty() && options_.host_slots > 0) {
+      if (!options.kv_store.empty() && options_.host_slots > 0) {
         TORPOR_ASSIGN(remote, open_remote(options, bytes));
         options_.remote_slots = options.remote_slots;
       }
@@ -281,17 +281,17 @@ class ConnectorWorker {
   static Result<std::unique_ptr<Store>> open_remote([[maybe_unused]] const WorkerOptions& options,
                                                     [[maybe_unused]] uint64_t bytes) {
 #ifdef TORPOR_HAS_REMOTE
-    if (remote::is_mooncake(options.remote)) return open_mooncake(options, bytes);
-    return remote::RespStore::open({.url = options.remote,
-                                    .credentials = options.remote_credentials,
-                                    .authorities = options.remote_ca,
+    if (remote::is_mooncake(options.kv_store)) return open_mooncake(options, bytes);
+    return remote::RespStore::open({.url = options.kv_store,
+                                    .credentials = options.kv_store_credentials,
+                                    .authorities = options.kv_store_ca,
                                     .rank = options.rank,
                                     .slots = options.remote_slots,
                                     .record_bytes = bytes,
                                     .key = options.key,
                                     .encrypt = options.encrypt,
                                     .compression = options.compression,
-                                    .timeout = std::chrono::milliseconds(options.remote_timeout_ms)},
+                                    .timeout = std::chrono::milliseconds(options.kv_store_timeout_ms)},
                                    system_clock());
 #else
     return Error{.code = Code::kUnsupported,
@@ -302,12 +302,12 @@ class ConnectorWorker {
 
 #ifdef TORPOR_HAS_REMOTE
   static Result<std::unique_ptr<Store>> open_mooncake(const WorkerOptions& options, uint64_t bytes) {
-    if (!options.remote_credentials.empty() || !options.remote_ca.empty()) {
+    if (!options.kv_store_credentials.empty() || !options.kv_store_ca.empty()) {
       return Error{.code = Code::kInvalidArgument,
-                   .what = "remote_credentials or remote_ca with a Mooncake store, which knows neither",
+                   .what = "kv_store_credentials or kv_store_ca with a Mooncake store, which knows neither",
                    .next_step = "leave them out; a key_file of torpor's protects blocks"};
     }
-    TORPOR_ASSIGN(const remote::MooncakeSettings settings, remote::mooncake_settings(options.remote));
+    TORPOR_ASSIGN(const remote::MooncakeSettings settings, remote::mooncake_settings(options.kv_store));
     TORPOR_TRY(mooncake_is_installed());
     log().warn("KV connector: a Mooncake store has no TLS and no passwords: {}",
                options.key == nullptr ? "who reaches it can read and forge blocks; give torpor a key_file"
@@ -322,7 +322,7 @@ class ConnectorWorker {
          .key = options.key,
          .encrypt = options.encrypt,
          .compression = options.compression,
-         .timeout = std::chrono::milliseconds(options.remote_timeout_ms)},
+         .timeout = std::chrono::milliseconds(options.kv_store_timeout_ms)},
         [settings] { return connect_mooncake(settings); }, system_clock());
   }
 #endif

@@ -94,7 +94,7 @@ SleepOptions sleep_options_from(const py::dict& dict) {
   in.read_if_given("timeout", options.timeout_seconds);
   in.read_if_given("weights", weights);
   in.read_if_given("progress", options.progress);
-  in.read_if_given("give_to", options.give_to);
+  in.read_if_given("swap_out_to", options.swap_out_to);
   if (in.has("data_parallel")) options.data_parallel = data_parallel_from(in.take("data_parallel"));
   if (in.has("outputs")) options.outputs = value_from(in.take("outputs"));
   in.finish();
@@ -133,7 +133,7 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   in.read_if_given("early", options.early);
   in.read_if_given("others_wait", options.others_wait);
   in.read_if_given("progress", options.progress);
-  in.read_if_given("take_from", options.take_from);
+  in.read_if_given("swap_in_from", options.swap_in_from);
   if (in.has("answers")) {
     const Bytes packed = bytes_from(in.take("answers"), "wake_up.answers");
     options.catch_up = catch_up_with(value_or_raise(unpack_answers(std::as_bytes(std::span(packed)))), rolled);
@@ -182,8 +182,8 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
   out["disk_bytes"] = report.disk_bytes;
   out["freed_bytes"] = report.freed_bytes;
   out["restored_bytes"] = report.restored_bytes;
-  out["late_blocks"] = report.late_blocks;
-  out["late_bytes"] = report.late_bytes;
+  out["deferred_blocks"] = report.late_blocks;
+  out["deferred_bytes"] = report.late_bytes;
   out["unread_bytes"] = report.unread_bytes;
   out["kept_blocks"] = report.kept_blocks;
   out["dropped_blocks"] = report.dropped_blocks;
@@ -196,8 +196,8 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
     failed.append(item);
   }
   out["failed_requests"] = failed;
-  out["rolled_forward"] = py::dict(py::arg("extended") = rolled.extended, py::arg("added") = rolled.added,
-                                   py::arg("dropped") = rolled.dropped);
+  out["replayed"] = py::dict(py::arg("extended") = rolled.extended, py::arg("added") = rolled.added,
+                             py::arg("dropped") = rolled.dropped);
   out["outputs"] = torpor::to_python(report.outputs);
   py::list phases;
   for (const Phase& phase : report.phases) {
@@ -241,32 +241,32 @@ void bind_controller(py::module_& module) {
       .def("remove", &SharedFolder::remove, "With all that is in it.")
       .def_static(
           "remove_left", [] { SharedFolder::remove_left(); }, "What killed processes of this user left.");
-  py::class_<RoomFile>(module, "RoomFile", "Device memory that one engine gives and another takes, in a file.")
+  py::class_<SwapChannel>(module, "SwapChannel", "Device memory that one engine gives and another takes, in a file.")
       .def(py::init([](const std::string& path, double most_silence) {
-             return value_or_raise(RoomFile::create(path, RoomFile::Seconds(most_silence)));
+             return value_or_raise(SwapChannel::create(path, SwapChannel::Seconds(most_silence)));
            }),
-           py::arg("path"), py::arg("most_silence") = RoomFile::kUsualSilence.count(),
+           py::arg("path"), py::arg("most_silence") = SwapChannel::kUsualSilence.count(),
            "A half that has no sign of the other for so many seconds gives the swap up.")
       .def(
           "stop",
-          [](RoomFile& self, const std::string& side) {
+          [](SwapChannel& self, const std::string& side) {
             const bool gives = one_of("stop.side", side, "gives", "takes");
-            (void)self.stop(gives ? RoomFile::Side::kGives : RoomFile::Side::kTakes);
+            (void)self.stop(gives ? SwapChannel::Side::kGives : SwapChannel::Side::kTakes);
           },
           py::arg("side"), "One of the two cannot: the other is told.")
       .def(
           "has_come",
-          [](const RoomFile& self, const std::string& side) {
-            return self.has_come(one_of("has_come.side", side, "gives", "takes") ? RoomFile::Side::kGives
-                                                                                 : RoomFile::Side::kTakes);
+          [](const SwapChannel& self, const std::string& side) {
+            return self.has_come(one_of("has_come.side", side, "gives", "takes") ? SwapChannel::Side::kGives
+                                                                                 : SwapChannel::Side::kTakes);
           },
           py::arg("side"), "An engine has begun with this half. It may have failed since.")
       .def(
           "stopped_by",
-          [](const RoomFile& self) {
-            const std::optional<RoomFile::Side> side = self.stopped_by();
+          [](const SwapChannel& self) {
+            const std::optional<SwapChannel::Side> side = self.stopped_by();
             if (!side) return "";
-            return *side == RoomFile::Side::kGives ? "gives" : "takes";
+            return *side == SwapChannel::Side::kGives ? "gives" : "takes";
           },
           "\"gives\" or \"takes\": the side that failed first; or \"\".");
   py::class_<BoundController>(module, "SleepController",
@@ -291,17 +291,17 @@ void bind_controller(py::module_& module) {
       .def(
           "continue_wake",
           [](BoundController& self, const std::string& wait, const std::vector<int32_t>& wanted,
-             const std::vector<int32_t>& forgone) {
+             const std::vector<int32_t>& skipped) {
             const LateWait how = late_wait_from(wait);
-            const LateWishes wishes{.wanted = wanted, .forgone = forgone};
+            const LateWishes wishes{.wanted = wanted, .skipped = skipped};
             const WakeProgress progress =
                 value_or_raise(without_lock([&] { return self.controller.continue_wake(how, wishes); }));
-            return py::dict(py::arg("arrived") = progress.arrived, py::arg("lost") = progress.lost,
-                            py::arg("forgone") = progress.forgone, py::arg("left") = progress.left,
+            return py::dict(py::arg("arrived") = progress.arrived, py::arg("unreadable") = progress.lost,
+                            py::arg("skipped") = progress.skipped, py::arg("pending") = progress.left,
                             py::arg("recomputed") = progress.recomputed);
           },
           py::arg("wait") = "none", py::arg("wanted") = std::vector<int32_t>(),
-          py::arg("forgone") = std::vector<int32_t>(),
+          py::arg("skipped") = std::vector<int32_t>(),
           "After an early wake, between two steps: which blocks have arrived. They are released to the engine.")
       .def(
           "checkpoint",

@@ -71,7 +71,7 @@ Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
                 CompressionOptions::of(compression.empty() ? "none" : compression, std::nullopt));
   TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, make_device(ordinal));
   // An engine's ranks have their own; this is a program's.
-  if (const std::string directory(environment("TORPOR_EVENTS_DIRECTORY")); !directory.empty()) {
+  if (const std::string directory(environment("TORPOR_EVENTS_DIR")); !directory.empty()) {
     if (const auto begun = begin_process_events(directory, "memory", 0); !begun)
       log().warn("torpor.memory tells no events: {}", begun.error().to_string());
   }

@@ -54,9 +54,9 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   std::optional<std::string> host_compression;
   in.read_if_given("host_compression", host_compression);
   options.host_compression = value_or_raise(CompressionOptions::of(host_compression, std::nullopt)).codec;
-  std::optional<std::string> spill_directory;
-  in.read_if_given("spill_directory", spill_directory);
-  options.spill_directory = spill_directory.value_or("");
+  std::optional<std::string> spill_dir;
+  in.read_if_given("spill_dir", spill_dir);
+  options.spill_dir = spill_dir.value_or("");
   in.read_if_given("encrypt", options.encrypt);
   in.read_if_given("late_job_bytes", options.late_job_bytes);
   in.read_if_given("late_thread", options.late_thread);

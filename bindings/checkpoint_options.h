@@ -12,9 +12,9 @@ namespace torpor {
 
 inline CheckpointManagerOptions checkpoint_options_from(DictReader& in) {
   CheckpointManagerOptions checkpoints;
-  in.read_if_given("keep_checkpoints", checkpoints.retention.keep);
-  in.read_if_given("max_age_seconds", checkpoints.retention.max_age_seconds);
-  in.read_if_given("max_total_bytes", checkpoints.retention.max_total_bytes);
+  in.read_if_given("retain_checkpoints", checkpoints.retention.keep);
+  in.read_if_given("retain_checkpoint_seconds", checkpoints.retention.max_age_seconds);
+  in.read_if_given("retain_checkpoint_bytes", checkpoints.retention.max_total_bytes);
   std::optional<std::string> key_file;
   in.read_if_given("key_file", key_file);
   checkpoints.key = key_from(key_file);

@@ -55,7 +55,7 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   DictReader in(dict, "connector options");
   ConnectorOptions options;
   int64_t events = 0;
-  int64_t remote_wait_ms = 0;
+  int64_t kv_store_wait_ms = 0;
   in.read("lazy", options.lazy);
   in.read("ranks", options.offload.ranks);
   in.read("block_tokens", options.offload.block_tokens);
@@ -67,7 +67,7 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   in.read("min_prefix_tokens", options.placement.min_prefix_tokens);
   in.read_if_given("watermark", options.watermark);
   in.read_if_given("remote_slots", options.offload.index.remote_slots);
-  in.read_if_given("remote_wait_ms", remote_wait_ms);
+  in.read_if_given("kv_store_wait_ms", kv_store_wait_ms);
   in.read_if_given("events", events);
   in.read_if_given("max_batch_size", options.offload.queue.max_batch_size);
   in.read_if_given("min_batch_size", options.offload.queue.min_batch_size);
@@ -90,7 +90,7 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   options.placement.host = options.offload.index.host_slots > 0;
   options.placement.disk = options.offload.index.disk_segments > 0;
   options.placement.remote = options.offload.index.remote_slots > 0;
-  options.remote_wait = std::chrono::milliseconds(remote_wait_ms);
+  options.remote_wait = std::chrono::milliseconds(kv_store_wait_ms);
   if (options.placement.min_uses > 1) options.offload.counted_keys = 1 << 20;
   return options;
 }
@@ -122,8 +122,8 @@ py::dict connector_stats(const OffloadScheduler& scheduler, int64_t held, int64_
     put("quarantined", counts.quarantined);
     put("evicted", counts.evicted_stale + counts.evicted_clean + counts.evicted_dirty);
   }
-  out["remote_blocks"] = scheduler.index().counts(StoreId::kRemote).visible;
-  out["remote_up_blocks"] = scheduler.loaded_from_remote();
+  out["kv_store_blocks"] = scheduler.index().counts(StoreId::kRemote).visible;
+  out["kv_store_onboarded_blocks"] = scheduler.loaded_from_remote();
   out["queued_blocks"] = scheduler.queue().queued_blocks();
   out["jobs_under_way"] = scheduler.queue().jobs_under_way();
   out["held_blocks"] = held;

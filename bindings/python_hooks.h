@@ -101,7 +101,7 @@ class PythonHooks final : public EngineHooks {
   }
   Status hold_blocks(const std::vector<int32_t>& blocks) override { return call<void>("hold_blocks", blocks); }
   Result<std::vector<std::string>> release_blocks(const ArrivedBlocks& blocks) override {
-    return call<std::vector<std::string>>("release_blocks", blocks.arrived, blocks.lost, blocks.forgone,
+    return call<std::vector<std::string>>("release_blocks", blocks.arrived, blocks.lost, blocks.skipped,
                                           blocks.unproven);
   }
   Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {

@@ -58,7 +58,7 @@ Result<std::unique_ptr<CheckpointManager>> CheckpointManager::open(FileSystem& f
   if (directory.empty())
     return Error{.code = Code::kInvalidArgument,
                  .what = "the directory for checkpoints is empty",
-                 .next_step = "set dir (or TORPOR_DIR)"};
+                 .next_step = "set checkpoint_dir (or TORPOR_CHECKPOINT_DIR)"};
   TORPOR_TRY(options.validate());
   if (options.clock == nullptr) options.clock = &system_clock();
   return std::unique_ptr<CheckpointManager>(

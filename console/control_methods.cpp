@@ -134,7 +134,7 @@ std::span<const ControlMethod> control_methods() {
       {ControlCall::kStartRecord,
        "record.start",
        true,
-       {{"directory", kWords, "a name; it is made below the option record_directory"},
+       {{"directory", kWords, "a name; it is made below the option recordings_dir"},
         {"seconds", kNumber, "and no longer"},
         {"bytes", kNumber, "and no more; default 1 GiB"}},
        "from now on all processes of this directory of events are recorded, what they remember first"},

@@ -80,7 +80,7 @@ Result<Json> Control::start_record(const json& params) {
   if (below.empty() || ring.empty()) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = "this process has no directory for recordings",
-                 .next_step = "start the engine with the option record_directory, or use: torpor record"};
+                 .next_step = "start the engine with the option recordings_dir, or use: torpor record"};
   }
   if (recorder_ != nullptr && recorder_->runs()) {
     return Error{.code = Code::kFailedPrecondition,

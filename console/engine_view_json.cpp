@@ -13,8 +13,8 @@ namespace {
 constexpr std::array<std::string_view, 2> kLaneNames = {"memory", "disk"};
 constexpr std::array<std::string_view, 4> kJobs = {"save", "restore", "digest", "move"};
 constexpr std::array<std::string_view, 3> kTiers = {"device", "host", "disk"};
-constexpr std::array<std::string_view, kEdges> kRowStates = {"",         "running", "done", "failed",
-                                                             "unproven", "undone",  "lost"};
+constexpr std::array<std::string_view, kEdges> kRowStates = {"",         "running", "done",         "failed",
+                                                             "unproven", "undone",  "unrecoverable"};
 
 nlohmann::ordered_json to_json(const OperationRow& row) {
   nlohmann::ordered_json phases = nlohmann::ordered_json::array();

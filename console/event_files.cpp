@@ -144,7 +144,7 @@ Result<std::vector<SourceEvents>> read_events(FileSystem& file_system, const std
     if (all.empty()) {
       return Error{.code = Code::kNotFound,
                    .what = fmt::format("there are no events in {}", path),
-                   .next_step = "start an engine with the option events_directory, or name a recording"};
+                   .next_step = "start an engine with the option events_dir, or name a recording"};
     }
     return all;
   });

@@ -43,7 +43,7 @@ constexpr std::string_view kScript = R"page(
 const COLOURS = {"initialized": "#7d8590", "onboard staged": "#39c5cf", "onboarding": "#1b9aaa",
   "prefilling": "#4f8ff7", "skipped prefill": "#2f5aa8", "decoding": "#3fb950", "skipped decode": "#26703a",
   "preempted": "#d9a520", "finishing": "#bc6cd9", "end": "#9aa4b2",
-  "failed": "#ff6b6b", "lost": "#ff6b6b", "unproven": "#ff6b6b"};
+  "failed": "#ff6b6b", "unrecoverable": "#ff6b6b", "unproven": "#ff6b6b"};
 
 const MOST_AT_ONCE = 10000, MOST_EVENTS = 200000;
 
@@ -130,7 +130,7 @@ if (typeof document !== "undefined") {
         const one = row.appendChild(document.createElement(at ? "td" : "th"));
         one.textContent = cell;
         if (typeof cell === "number") one.className = "n";
-        if (cell === "failed" || cell === "lost") one.className = "bad";
+        if (cell === "failed" || cell === "unrecoverable") one.className = "bad";
       }
     }
     by(into).replaceChildren(made);

@@ -21,8 +21,8 @@ std::array<std::string_view, size> names_of() {
 }
 
 constexpr std::array<std::string_view, kTextKinds> kTexts = {"request", "operation", "error", "input", "tag"};
-constexpr std::array<std::string_view, kEdges> kEdgeNames = {"",         "begin",  "end", "failed",
-                                                             "unproven", "undone", "lost"};
+constexpr std::array<std::string_view, kEdges> kEdgeNames = {"",         "begin",  "end",          "failed",
+                                                             "unproven", "undone", "unrecoverable"};
 constexpr std::array<std::string_view, 4> kJobNames = {"save", "restore", "digest", "move"};
 constexpr std::array<std::string_view, 2> kKeysOf = {"prompt", "made"};
 constexpr std::array<std::string_view, 3> kTierNames = {"device", "host", "disk"};
@@ -57,13 +57,13 @@ std::vector<EventSchema> make() {
                                 .transfer = "parent",
                                 .key = "key",
                                 .a = {"tokens", "block_or_blocks"},
-                                .b = {"stamp_or_group"}};
+                                .b = {"version_or_group"}};
   at(EventType::kDropped) = {.name = "dropped",
                              .from = kTierNames,
                              .to = drops,
                              .key = "key",
                              .a = {"block_or_blocks"},
-                             .b = {"stamp_or_group"}};
+                             .b = {"version_or_group"}};
   at(EventType::kBlock) = {.name = "block", .from = blocks, .to = blocks, .a = {"block"}, .b = {"generation"}};
   at(EventType::kCopy) = {.name = "copy",
                           .from = kJobNames,

@@ -45,7 +45,7 @@ struct Moment {
 struct ArrivedBlocks {
   std::vector<int32_t> arrived{};
   std::vector<int32_t> lost{};
-  std::vector<int32_t> forgone{};  // as lost ones, but by a wish of the engine
+  std::vector<int32_t> skipped{};  // as lost ones, but by a wish of the engine
   std::vector<int32_t> unproven{};
 };
 

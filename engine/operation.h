@@ -62,7 +62,7 @@ class Operation {
   }
 
   void undo_with(std::function<Status()> step) { undo_.push_back(std::move(step)); }
-  // Stops once the engine is lost: what is left to undo would touch memory that is not there, or take away the
+  // Stops once the engine is unrecoverable: what is left to undo would touch memory that is not there, or take away the
   // checkpoint that the requests can still be woken from.
   void undo() noexcept {
     undo_to(0);

@@ -13,11 +13,11 @@ inline constexpr std::array<std::string_view, 4> kOperationNames = {"other", "sl
 
 // `from` of a phase's events. Appended only.
 inline constexpr std::array<std::string_view, 11> kPhaseNames = {
-    "other", "quiesce", "capture", "commit", "save", "prove", "detach", "attach", "restore", "reconnect", "open"};
+    "other", "quiesce", "capture", "commit", "save", "verify", "detach", "attach", "restore", "reconnect", "open"};
 
 // `from` and `to` of an engine's events. Appended only.
 inline constexpr std::array<std::string_view, 5> kEngineStates = {"awake", "falling asleep", "asleep", "waking",
-                                                                  "lost"};
+                                                                  "unrecoverable"};
 
 // `from` of an event of memory. Appended only.
 enum class MemoryPart : uint8_t { kNone, kDevice, kAnybody, kArena, kArenaHeld, kTag };

@@ -105,7 +105,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .keep_backup = *options.keep_backup,
                                                          .retain_kv_bytes = *options.retain_kv_bytes,
                                                          .host_codec = options.host_compression,
-                                                         .spill_directory = options.spill_directory,
+                                                         .spill_dir = options.spill_dir,
                                                          .key = options.key,
                                                          .encrypt = options.encrypt,
                                                          .spill_staging_bytes = options.spill_staging_bytes,
@@ -246,7 +246,7 @@ Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
 
 // What fails is undone by TakeBack, when the other engine has let go.
 Result<orders::Save::Reply> RankMemory::save_giving(const orders::Save& order) {
-  TORPOR_ASSIGN(const std::unique_ptr<RoomFile> room, RoomFile::open(order.room));
+  TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> room, SwapChannel::open(order.room));
   TORPOR_TRY(nothing_moves());
   TORPOR_TRY(allocator_->begin_save(order.tags));
   return catching([&]() TORPOR_REQUIRES(mutex_) { return images_->save_giving(order, *room); });

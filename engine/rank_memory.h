@@ -55,7 +55,7 @@ struct RankMemoryOptions {
   std::shared_ptr<const Key> key;  // for chunk files of sealed checkpoints; null: there is none
   // What has no room in the arena's budget at a sleep goes to a file there that nobody else sees, for as long as the
   // sleep lasts; with a key it is sealed, with `encrypt` also unreadable. Empty: such a sleep fails.
-  std::string spill_directory;
+  std::string spill_dir;
   bool encrypt = false;
   // Of the budget, kept free meanwhile for bringing it back; at most a quarter of it.
   uint64_t spill_staging_bytes = 64ull << 20;

@@ -134,7 +134,7 @@ void serialize(Archive& archive, LateArrival& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Arrivals& v) {
-  archive(v.seen, checked(v.wait, LateWait::kAll), v.cancel, v.wanted, v.forgone);
+  archive(v.seen, checked(v.wait, LateWait::kAll), v.cancel, v.wanted, v.skipped);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Arrivals::Reply& v) {

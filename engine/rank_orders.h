@@ -90,8 +90,8 @@ struct Save {
   // CancelSave; -1: none. Or empty.
   std::vector<int32_t> host_slots{};
   std::string progress{};  // path of a ProgressFile that is told what is copied, and may cancel it; or empty
-  // Into the arena: path of a RoomFile, or empty. With it the memory of what is copied goes page by page, for another
-  // engine; what fails then leaves the tags saving, and TakeBack follows.
+  // Into the arena: path of a SwapChannel, or empty. With it the memory of what is copied goes page by page, for
+  // another engine; what fails then leaves the tags saving, and TakeBack follows.
   std::string room{};
 };
 
@@ -151,7 +151,7 @@ struct Restore {
   std::string progress{};  // as in Save
   // KV blocks that come behind all others, in this order, when the order has been answered already; Arrivals follows.
   std::vector<int32_t> late{};
-  std::string room{};  // path of a RoomFile, or empty: memory is taken as another engine gives it. Without `late`
+  std::string room{};  // path of a SwapChannel, or empty: memory is taken as another engine gives it. Without `late`
 };
 
 // Undoes Attach and Restore; backups stay.
@@ -214,7 +214,7 @@ struct Arrivals {
   LateWait wait = LateWait::kNone;
   bool cancel = false;             // what has not begun is lost
   std::vector<int32_t> wanted{};   // they come next
-  std::vector<int32_t> forgone{};  // nobody wants them any more
+  std::vector<int32_t> skipped{};  // nobody wants them any more
 };
 
 // Of blocks that LoadBlocks has brought from the checkpoint `id`, and that nobody has written since: what the engine

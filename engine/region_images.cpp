@@ -32,7 +32,7 @@ class RegionImages::OnTheWay {
     mapper_.emplace(allocator, order(allocator, tags), own_thread);
   }
   // Page by page, as another engine gives them.
-  OnTheWay(SleepAllocator& allocator, const std::vector<std::string>& tags, RoomFile& room, size_t rank) {
+  OnTheWay(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& room, size_t rank) {
     pages_.emplace(allocator, tags, room, rank);
   }
   PageTaker* by_page() { return pages_ ? &*pages_ : nullptr; }
@@ -253,9 +253,9 @@ Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& orde
   orders::Restore::Reply reply;
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   std::optional<Late> late;
-  std::unique_ptr<RoomFile> room;
+  std::unique_ptr<SwapChannel> room;
   if (!order.room.empty()) {
-    TORPOR_ASSIGN(room, RoomFile::open(order.room));
+    TORPOR_ASSIGN(room, SwapChannel::open(order.room));
   }
   const std::vector<std::string> asleep = asleep_of(tags);
   OnTheWay regions = room == nullptr ? OnTheWay(parts_.allocator, asleep, parts_.own_threads)

@@ -22,7 +22,7 @@
 #include "allocator/host_arena.h"
 #include "allocator/sleep_allocator.h"
 #include "base/file_system.h"
-#include "base/room_file.h"
+#include "base/swap_channel.h"
 #include "checkpoint/checkpoint.h"
 #include "engine/late_blocks.h"
 #include "engine/rank_orders.h"
@@ -64,7 +64,7 @@ class RegionImages {
     bool keep_backup = false;         // of tags without blocks
     uint64_t retain_kv_bytes = 0;     // of blocks: most
     Codec host_codec = Codec::kNone;  // of chunks in the arena
-    std::string spill_directory;      // for what has no room in the arena; empty: there is none
+    std::string spill_dir;            // for what has no room in the arena; empty: there is none
     std::shared_ptr<const Key> key;   // of sealed files; null: there is none
     bool encrypt = false;             // what is spilled
     uint64_t spill_staging_bytes = 0;
@@ -112,7 +112,7 @@ class RegionImages {
   void forget_saved(const std::vector<std::string>& tags);  // images that are not kept, the content is there still
   // As save(), into the arena; the memory of what is safe there goes page by page, for another engine
   // (region_images_swap.cpp). After an error the images are as far as they came, for take_back(), then forget_saved().
-  Result<orders::Save::Reply> save_giving(const orders::Save& order, RoomFile& room);
+  Result<orders::Save::Reply> save_giving(const orders::Save& order, SwapChannel& room);
   Status take_back(const std::vector<std::string>& tags);
   // Blocks were written by others than the engine: nobody has their content.
   void forget_blocks() noexcept {
@@ -163,7 +163,7 @@ class RegionImages {
   const Image* find(std::string_view tag) const;  // null: there is none
   // What was saved of a region, from `offset` on. kNotFound: nothing is, or it does not lie in the arena.
   Status read_saved(const RegionInfo& region, uint64_t offset, std::span<std::byte> out) const;
-  bool spills() const { return !parts_.spill_directory.empty(); }  // what has no room in the arena
+  bool spills() const { return !parts_.spill_dir.empty(); }  // what has no room in the arena
   // What so many bytes of a tag will take of the arena: where they are packed, about so much.
   uint64_t held_for(std::string_view tag, uint64_t bytes) const;
   bool needs_staging() const;  // kept for a wake (TransferEngine::keep_staging())

@@ -111,7 +111,7 @@ orders::Arrivals::Reply RegionImages::arrivals(const orders::Arrivals& order) {
   const auto rank = static_cast<size_t>(parts_.rank);
   reply.first = rank < order.seen.size() ? std::min<uint64_t>(order.seen[rank], blocks.total()) : 0;
   if (order.cancel) blocks.cancel();
-  blocks.forgo(order.forgone);
+  blocks.forgo(order.skipped);
   blocks.prefer(order.wanted);
   blocks.wait(order.wait, reply.first);
   reply.arrivals = blocks.from(reply.first);

@@ -59,7 +59,7 @@ Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
     return saved || saved.error().code != Code::kResourceExhausted;
   };
   Result<orders::Save::Reply> saved = save_to_arena(order, 0);
-  const bool spills = !parts_.spill_directory.empty();
+  const bool spills = !parts_.spill_dir.empty();
   if (is_final(saved) || (retained_->bytes() == 0 && !spills)) return saved;
   // What is retained, or held unused, may stand in the way of larger pieces; and packed content may be larger than was
   // planned.
@@ -329,7 +329,7 @@ void RegionImages::place(std::vector<Portion>& portions, uint64_t going, uint64_
     for (const ChunkPlan& plan : portion.plans) needed += room_for(portion, plan);
   }
   const HostArenaInfo arena = parts_.arena.info();
-  if (parts_.spill_directory.empty() || arena.budget_bytes == 0) return;
+  if (parts_.spill_dir.empty() || arena.budget_bytes == 0) return;
   const uint64_t room = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes) + going;
   for (auto portion = portions.rbegin(); portion != portions.rend(); ++portion) {
     uint64_t padded = 0;
@@ -359,8 +359,8 @@ Status RegionImages::spill(Portion& portion) {
   Image& image = portion.image;
   // Before other memory is taken: it lies in the way of none then.
   TORPOR_ASSIGN(image.staging, parts_.arena.allocate(staging_for(padded, largest)));
-  TORPOR_ASSIGN(image.spilled, make_spill_file(parts_.file_system, parts_.spill_directory, parts_.rank,
-                                               parts_.key.get(), parts_.encrypt));
+  TORPOR_ASSIGN(image.spilled,
+                make_spill_file(parts_.file_system, parts_.spill_dir, parts_.rank, parts_.key.get(), parts_.encrypt));
   const HostArenaInfo arena = parts_.arena.info();
   const uint64_t room = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes);
   for (size_t first = 0; first < rest.size();) {

@@ -13,7 +13,7 @@ constexpr size_t kUnderWay = 2;  // jobs: one is copied while memory is unmapped
 
 }  // namespace
 
-Result<orders::Save::Reply> RegionImages::save_giving(const orders::Save& order, RoomFile& room) {
+Result<orders::Save::Reply> RegionImages::save_giving(const orders::Save& order, SwapChannel& room) {
   orders::Save::Reply reply;
   TORPOR_ASSIGN(const std::vector<Giving> giving, prepare_giving(order, reply));
   const SwapPages pages(parts_.allocator, order.tags);

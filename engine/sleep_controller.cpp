@@ -33,7 +33,7 @@ bool SleepController::lost() const noexcept { return is_in(State::kLost); }
 void SleepController::lose(const Error& error) noexcept {
   set_state(State::kLost);
   (void)catching([&]() -> Status {
-    log().critical("the engine is lost: {}", error.to_string());
+    log().critical("the engine is unrecoverable: {}", error.to_string());
     return ok();
   });
 }
@@ -90,7 +90,7 @@ Error SleepController::busy() const {
 Status SleepController::may_begin() const {
   if (lost())
     return Error{.code = Code::kFailedPrecondition,
-                 .what = "the engine is lost",
+                 .what = "the engine is unrecoverable",
                  .next_step = "start a new one and wake it from its last checkpoint"};
   if (held_sleep_ != nullptr)
     return Error{.code = Code::kFailedPrecondition,
@@ -129,7 +129,7 @@ Status SleepController::check(const SleepOptions& options) const {
     return invalid("level 0 keeps all memory, there is nothing to write to disk", "use level 1 or 2");
   if (options.to_disk && options_.directory.empty()) {
     return invalid("no directory for checkpoints is configured",
-                   "set the option dir (or TORPOR_DIR) and start the engine again");
+                   "set the option checkpoint_dir (or TORPOR_CHECKPOINT_DIR) and start the engine again");
   }
   const DataParallel& place = options.data_parallel;
   if (place.size < 1 || place.rank < 0 || place.rank >= place.size)

@@ -22,7 +22,7 @@
 #include "base/event.h"
 #include "base/file_system.h"
 #include "base/mutex.h"
-#include "base/room_file.h"
+#include "base/swap_channel.h"
 #include "checkpoint/checkpoint_manager.h"
 #include "engine/engine_hooks.h"
 #include "engine/guarded_hooks.h"
@@ -83,8 +83,8 @@ class SleepController final : private Operation::Owner {
   // of them. All or nothing: after an error `from` is awake, as if nothing had been asked, and `to` is asleep and can
   // be woken; where that is not so, the error says so, and state() of each how it is.
   //
-  // Engines of two processes: one is told sleep() with `give_to` and the other wake_up() with `take_from`, both at
-  // once. Each returns when both have ended well, or when it has undone its own part; the end of the other process
+  // Engines of two processes: one is told sleep() with `swap_out_to` and the other wake_up() with `swap_in_from`, both
+  // at once. Each returns when both have ended well, or when it has undone its own part; the end of the other process
   // undoes it.
   static Result<SwapReport> swap(SleepController& from, SleepController& to, const SwapOptions& options = {});
   // All that must be equal for tokens to be equal, the weights' digest included.
@@ -169,10 +169,10 @@ class SleepController final : private Operation::Owner {
   Result<size_t> may_come();
   Result<size_t> count_ranks();
   Status make_ready(FallingAsleep& sleep) TORPOR_REQUIRES(operation_mutex_);
-  Status promise(FallingAsleep& sleep, RoomFile& room, const std::string& path);
-  Status give(FallingAsleep& sleep, RoomFile& room, bool& failed_first);
+  Status promise(FallingAsleep& sleep, SwapChannel& room, const std::string& path);
+  Status give(FallingAsleep& sleep, SwapChannel& room, bool& failed_first);
   Result<SleepReport> exchange(FallingAsleep& sleep, SleepController& to) TORPOR_REQUIRES(operation_mutex_);
-  Result<SleepReport> exchange_by_file(FallingAsleep& sleep, RoomFile& room, Gone& gone)
+  Result<SleepReport> exchange_by_file(FallingAsleep& sleep, SwapChannel& room, Gone& gone)
       TORPOR_REQUIRES(operation_mutex_);
   Status take_back(FallingAsleep& sleep);
   Status while_memory_comes(const std::function<Status()>& attempt);

@@ -198,7 +198,7 @@ Result<CheckpointStage> SleepController::advance(bool wait) {
         if (!state_written) return false;
         behind.at = At::kCommitting;
         behind.events->leave(behind.copied);
-        behind.enter("prove");
+        behind.enter("verify");
         TORPOR_TRY(
             behind.work.begin([this, &behind] { return behind.commit(file_system_, options_.checkpoints.key); }));
         return true;

@@ -37,7 +37,7 @@ Result<WakeProgress> SleepController::take_late(LateWait wait, const LateWishes&
   while (late_) {
     Result<bool> more =
         catching([&]() TORPOR_REQUIRES(operation_mutex_) { return take_arrivals(wait, wishes, progress); });
-    if (!more && progress.arrived + progress.lost + progress.forgone == 0) return std::move(more).error();
+    if (!more && progress.arrived + progress.lost + progress.skipped == 0) return std::move(more).error();
     if (!more || !*more) break;
   }
   return progress;
@@ -48,12 +48,12 @@ Result<WakeProgress> SleepController::take_late(LateWait wait, const LateWishes&
 Result<bool> SleepController::take_arrivals(LateWait wait, const LateWishes& wishes, WakeProgress& progress) {
   TORPOR_ASSIGN(const std::vector<orders::Arrivals::Reply> replies,
                 ranks_.call(orders::Arrivals{
-                    .seen = late_->seen, .wait = wait, .wanted = wishes.wanted, .forgone = wishes.forgone}));
+                    .seen = late_->seen, .wait = wait, .wanted = wishes.wanted, .skipped = wishes.skipped}));
   Late next = *late_;
   ArrivedBlocks ended;
   const auto end = [&](std::map<int32_t, LateBlock>::iterator block) {
     (block->second.worst == BlockArrival::kArrived   ? ended.arrived
-     : block->second.worst == BlockArrival::kForgone ? ended.forgone
+     : block->second.worst == BlockArrival::kForgone ? ended.skipped
      : block->second.worst == BlockArrival::kLost    ? ended.lost
                                                      : ended.unproven)
         .push_back(block->first);
@@ -85,7 +85,7 @@ Result<bool> SleepController::take_arrivals(LateWait wait, const LateWishes& wis
   const size_t lost = ended.lost.size() + ended.unproven.size();
   progress.arrived += static_cast<int64_t>(ended.arrived.size());
   progress.lost += static_cast<int64_t>(lost);
-  progress.forgone += static_cast<int64_t>(ended.forgone.size());
+  progress.skipped += static_cast<int64_t>(ended.skipped.size());
   progress.left = static_cast<int64_t>(late_->left.size());
   (void)catching([&]() -> Status {
     if (lost > 0) {

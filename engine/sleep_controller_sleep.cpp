@@ -56,7 +56,7 @@ Error SleepController::undone(FallingAsleep& sleep, std::string_view call, Error
 }
 
 Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
-  return catching([&] { return options.give_to.empty() ? sleep_now(options) : give_now(options); });
+  return catching([&] { return options.swap_out_to.empty() ? sleep_now(options) : give_now(options); });
 }
 
 Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
@@ -356,7 +356,7 @@ Status SleepController::save(FallingAsleep& sleep) {
 
 // Every chunk has its digest by now; to disk, the checkpoint becomes visible and durable.
 Status SleepController::prove(FallingAsleep& sleep) {
-  sleep.operation.begin("prove");
+  sleep.operation.begin("verify");
   if (sleep.pending) {
     SleepReport& report = sleep.report;
     sleep.operation.undo_with([&sleep]() -> Status {
@@ -373,7 +373,7 @@ Status SleepController::prove(FallingAsleep& sleep) {
       report.checkpoint_parts[section.name] = section.stored_bytes;
     TORPOR_TRY(ranks_.call(orders::Moved{.directory = report.checkpoint}));
   }
-  sleep.operation.end("prove");
+  sleep.operation.end("verify");
   return ok();
 }
 

@@ -5,7 +5,7 @@
 // and its backup go. So what fails before is undone: first the other one gives back what it has, then the first takes
 // it.
 //
-// Engines of two processes do the same, each its half, and say in a RoomFile how far they are.
+// Engines of two processes do the same, each its half, and say in a SwapChannel how far they are.
 #include "engine/sleep_controller.h"
 
 #include <chrono>
@@ -14,26 +14,26 @@
 #include <fmt/core.h>
 
 #include "base/log.h"
-#include "base/room_file.h"
 #include "base/shared_folder.h"
+#include "base/swap_channel.h"
 #include "engine/sleep_in_progress.h"
 
 namespace torpor {
 namespace {
 
-// A RoomFile in a folder of its own; both are gone in the end.
+// A SwapChannel in a folder of its own; both are gone in the end.
 class Room {
  public:
   static Result<std::unique_ptr<Room>> make() {
     auto room = std::make_unique<Room>();
     TORPOR_ASSIGN(room->folder, SharedFolder::make());
     room->path = fmt::format("{}/room", room->folder->path());
-    TORPOR_ASSIGN(room->file, RoomFile::create(room->path, RoomFile::kNoBound));  // no engine waits for a process
+    TORPOR_ASSIGN(room->file, SwapChannel::create(room->path, SwapChannel::kNoBound));  // no engine waits for a process
     return room;
   }
   std::unique_ptr<SharedFolder> folder;
   std::string path;
-  std::unique_ptr<RoomFile> file;
+  std::unique_ptr<SwapChannel> file;
 };
 
 constexpr std::chrono::seconds kMemoryComes{30};
@@ -81,20 +81,20 @@ Result<SleepReport> SleepController::give_now(const SleepOptions& options) {
                  .what = "swap: memory is given by a sleep to host memory of all that there is",
                  .next_step = "ask for preserve_state, and nothing else"};
   }
-  TORPOR_ASSIGN(const std::unique_ptr<RoomFile> room, RoomFile::open(options.give_to));
+  TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> room, SwapChannel::open(options.swap_out_to));
   const auto watched = ProgressFile::of_caller(options.progress);
   const auto go_on = [&] { return watched == nullptr ? ok() : watched->check(); };
   Result<SwapReport> left = leave(
       options, {.admit = [&]() -> Status {
                   TORPOR_ASSIGN(const size_t ranks, count_ranks());
-                  TORPOR_TRY(room->join(RoomFile::Side::kGives, ranks));
-                  return room->wait_for(RoomFile::Stage::kHere, go_on);
+                  TORPOR_TRY(room->join(SwapChannel::Side::kGives, ranks));
+                  return room->wait_for(SwapChannel::Stage::kHere, go_on);
                 },
                 .exchange = [&](FallingAsleep& sleep, Gone& gone)
                                 TORPOR_REQUIRES(operation_mutex_) { return exchange_by_file(sleep, *room, gone); }});
   if (left) return std::move(left->slept);
-  (void)room->stop(RoomFile::Side::kGives);
-  room->say(RoomFile::Stage::kFailed);
+  (void)room->stop(SwapChannel::Side::kGives);
+  room->say(SwapChannel::Stage::kFailed);
   return std::move(left).error();
 }
 
@@ -106,27 +106,27 @@ Result<SleepReport> SleepController::take_now(const WakeOptions& options) {
                  .what = "swap: memory is taken by a wake of all that sleeps in this process",
                  .next_step = "ask for nothing else"};
   }
-  TORPOR_ASSIGN(const std::unique_ptr<RoomFile> room, RoomFile::open(options.take_from));
+  TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> room, SwapChannel::open(options.swap_in_from));
   const auto watched = ProgressFile::of_caller(options.progress);
   const auto go_on = [&] { return watched == nullptr ? ok() : watched->check(); };
   Result<SleepReport> woken = catching([&]() -> Result<SleepReport> {
     TORPOR_ASSIGN(const size_t ranks, may_come());
-    TORPOR_TRY(room->join(RoomFile::Side::kTakes, ranks));
-    TORPOR_TRY(room->wait_for(RoomFile::Stage::kReady, go_on));
-    const Exchange other{.room = options.take_from,
+    TORPOR_TRY(room->join(SwapChannel::Side::kTakes, ranks));
+    TORPOR_TRY(room->wait_for(SwapChannel::Stage::kReady, go_on));
+    const Exchange other{.room = options.swap_in_from,
                          .settle = [&]() -> Status {
-                           room->say(RoomFile::Stage::kReady);
-                           TORPOR_TRY(room->wait_for(RoomFile::Stage::kDone));
-                           return room->say(RoomFile::Stage::kReady), ok();  // a sign
+                           room->say(SwapChannel::Stage::kReady);
+                           TORPOR_TRY(room->wait_for(SwapChannel::Stage::kDone));
+                           return room->say(SwapChannel::Stage::kReady), ok();  // a sign
                          },
                          .commit = [&] { return room->commit(); }};
     TORPOR_ASSIGN(SleepReport report, wake_now({.progress = options.progress}, &other));
     if (!report.changed) return cannot(fmt::format("the engine that is to come: {}", report.note), "");
     return report;
   });
-  if (woken) return room->say(RoomFile::Stage::kDone), std::move(woken);
-  (void)room->stop(RoomFile::Side::kTakes);
-  room->say(lost() ? RoomFile::Stage::kLost : RoomFile::Stage::kFailed);
+  if (woken) return room->say(SwapChannel::Stage::kDone), std::move(woken);
+  (void)room->stop(SwapChannel::Side::kTakes);
+  room->say(lost() ? SwapChannel::Stage::kLost : SwapChannel::Stage::kFailed);
   Error error = std::move(woken).error();
   (void)catching([&]() -> Status { return error.what = fmt::format("swap: {}", error.what), ok(); });
   return error;
@@ -214,7 +214,7 @@ Status SleepController::make_ready(FallingAsleep& sleep) {
 }
 
 // Before anybody takes: what will be given.
-Status SleepController::promise(FallingAsleep& sleep, RoomFile& room, const std::string& path) {
+Status SleepController::promise(FallingAsleep& sleep, SwapChannel& room, const std::string& path) {
   sleep.save.room = path;
   for (size_t rank = 0; rank < sleep.described.size(); ++rank) {
     uint64_t bytes = 0;
@@ -228,7 +228,7 @@ Status SleepController::promise(FallingAsleep& sleep, RoomFile& room, const std:
 }
 
 // Copies, and gives. Throws nothing: a thread ends with it.
-Status SleepController::give(FallingAsleep& sleep, RoomFile& room, bool& failed_first) {
+Status SleepController::give(FallingAsleep& sleep, SwapChannel& room, bool& failed_first) {
   Status given = catching([&] { return save(sleep); });  // moved from here: a copy takes memory
   if (given) {
     room.end();
@@ -261,34 +261,34 @@ Result<SleepReport> SleepController::exchange(FallingAsleep& sleep, SleepControl
 }
 
 // From when this one is asleep it looks at nothing but the end of the other, which may run by then.
-Result<SleepReport> SleepController::exchange_by_file(FallingAsleep& sleep, RoomFile& room, Gone& gone) {
+Result<SleepReport> SleepController::exchange_by_file(FallingAsleep& sleep, SwapChannel& room, Gone& gone) {
   bool only_waits = false;  // all is saved, and given
   Status given = catching([&]() TORPOR_REQUIRES(operation_mutex_) -> Status {
-    TORPOR_TRY(promise(sleep, room, sleep.options.give_to));
-    room.say(RoomFile::Stage::kReady);
+    TORPOR_TRY(promise(sleep, room, sleep.options.swap_out_to));
+    room.say(SwapChannel::Stage::kReady);
     bool failed_first = false;
     TORPOR_TRY(give(sleep, room, failed_first));
     only_waits = true;
-    TORPOR_TRY(room.wait_for(RoomFile::Stage::kReady, [&] { return sleep.operation.go_on(); }));
+    TORPOR_TRY(room.wait_for(SwapChannel::Stage::kReady, [&] { return sleep.operation.go_on(); }));
     only_waits = false;
     return let_go(sleep);
   });
   if (given) {
-    room.say(RoomFile::Stage::kDone);
+    room.say(SwapChannel::Stage::kDone);
   } else {
     (void)room.stop();
   }
-  const RoomFile::End end = room.wait_for_end();
-  if (given && end == RoomFile::End::kRuns) return SleepReport{};
-  memory_comes_late_ = end == RoomFile::End::kMayHold || room.other_ended();
-  if (given && end == RoomFile::End::kMayRun) {
+  const SwapChannel::End end = room.wait_for_end();
+  if (given && end == SwapChannel::End::kRuns) return SleepReport{};
+  memory_comes_late_ = end == SwapChannel::End::kMayHold || room.other_ended();
+  if (given && end == SwapChannel::End::kMayRun) {
     gone = Gone::kStays;
     return Error{.code = Code::kTimeout,
                  .what = "the engine that came has not said that it runs, and gives no sign",
                  .next_step = "see whether it runs; if it has ended, wake this one"};
   }
   if (given) return room.stopped();
-  if (only_waits && end == RoomFile::End::kMayHold) {
+  if (only_waits && end == SwapChannel::End::kMayHold) {
     sleep.alone = true;
     (void)catching([&]() TORPOR_REQUIRES(operation_mutex_) { return let_go(sleep); });
   }

@@ -14,7 +14,7 @@
 namespace torpor {
 
 Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
-  return catching([&] { return options.take_from.empty() ? wake_now(options) : take_now(options); });
+  return catching([&] { return options.swap_in_from.empty() ? wake_now(options) : take_now(options); });
 }
 
 Result<SleepReport> SleepController::wake_now(const WakeOptions& options, const Exchange* exchange) {
@@ -27,7 +27,7 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options, const 
   }
   if (before == State::kLost) {
     return Error{.code = Code::kFailedPrecondition,
-                 .what = "the engine is lost",
+                 .what = "the engine is unrecoverable",
                  .next_step = "start a new one and wake it from its last checkpoint"};
   }
   if (held_sleep_ != nullptr)
@@ -223,7 +223,8 @@ Status SleepController::drop_old_kv(bool aborts, int64_t requests, Operation& op
   return ok();
 }
 
-// The last order of a wake. A rank that has carried it out has no way back: then all must, or the engine is lost.
+// The last order of a wake. A rank that has carried it out has no way back: then all must, or the engine is
+// unrecoverable.
 Status SleepController::finish(const std::vector<std::string>& tags, bool keep_backup,
                                std::vector<RankLedger>& ledgers) {
   const orders::Finish order{.tags = tags, .keep_backup = keep_backup};

@@ -40,7 +40,7 @@ struct SleepController::FallingAsleep {
 
 // Of a swap, for the engine that comes.
 struct SleepController::Exchange {
-  std::string room;                  // path of the RoomFile
+  std::string room;                  // path of the SwapChannel
   std::function<Status()> settle;    // waits until the other engine is asleep
   std::function<Status()> commit{};  // from then on this one may run, and does what cannot be undone
 };

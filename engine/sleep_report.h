@@ -41,9 +41,9 @@ struct SleepOptions {
   Value outputs;                          // the front end's part of the checkpoint
   DataParallel data_parallel;
   std::string progress{};  // path of a ProgressFile that is told how far it is, and may cancel it; or empty
-  // Path of a RoomFile, or empty: device memory is given to an engine that wakes with `take_from` of this path, at the
-  // same time and perhaps in another process. To host memory, all of it, with preserve_state.
-  std::string give_to{};
+  // Path of a SwapChannel, or empty: device memory is given to an engine that wakes with `swap_in_from` of this path,
+  // at the same time and perhaps in another process. To host memory, all of it, with preserve_state.
+  std::string swap_out_to{};
 
   // Whether the memory of `tag` goes without a copy.
   bool drops(const std::string& tag) const {
@@ -78,20 +78,20 @@ struct WakeOptions {
   // has gone on from them. With it, `from_checkpoint` may be empty: it is then given the values of the empty engine. A
   // server passes catch_up_with() its answers (engine/delivery/roll_forward.h).
   std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up{};
-  std::string progress{};   // as in SleepOptions
-  std::string take_from{};  // the other half of SleepOptions::give_to. All tags, and nothing else is asked
+  std::string progress{};      // as in SleepOptions
+  std::string swap_in_from{};  // the other half of SleepOptions::swap_out_to. All tags, and nothing else is asked
 };
 
 // Of blocks that come behind the engine: what it wants of them. What is under way already ends first.
 struct LateWishes {
   std::vector<int32_t> wanted{};   // they come next
-  std::vector<int32_t> forgone{};  // their content is not wanted any more
+  std::vector<int32_t> skipped{};  // their content is not wanted any more
 };
 
 struct WakeProgress {  // of blocks that come behind the engine, since the last call
   int64_t arrived = 0;
   int64_t lost = 0;  // damaged, or they could not be read
-  int64_t forgone = 0;
+  int64_t skipped = 0;
   int64_t left = 0;                     // still to come
   std::vector<std::string> recomputed;  // requests that are computed again, for they had a lost one
 };
@@ -161,7 +161,7 @@ struct SleepPlan {
 };
 
 struct ControllerState {
-  std::string engine;  // "awake", "falling asleep", "asleep", "waking", "lost"
+  std::string engine;  // "awake", "falling asleep", "asleep", "waking", "unrecoverable"
   std::map<std::string, std::string> tags;
   int level = -1;  // of the sleep in force
   std::string checkpoint;

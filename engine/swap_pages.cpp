@@ -2,7 +2,7 @@
 
 namespace torpor {
 
-PageTaker::PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, RoomFile& room, size_t rank)
+PageTaker::PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& room, size_t rank)
     : allocator_(allocator), room_(room), rank_(rank), tags_(tags), pages_(allocator, tags), there_(pages_.size()) {}
 
 Status PageTaker::begin() {

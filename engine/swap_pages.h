@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "allocator/sleep_allocator.h"
-#include "base/room_file.h"
+#include "base/swap_channel.h"
 #include "offload/chunk.h"
 
 namespace torpor {
@@ -46,7 +46,7 @@ class SwapPages {
 class PageTaker {
  public:
   // All but the tags outlive it.
-  PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, RoomFile& room, size_t rank);
+  PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& room, size_t rank);
   Status begin();  // says how much it needs
   Status take_for(const ChunkPlan& plan);
   Status take_all();
@@ -56,7 +56,7 @@ class PageTaker {
   Status take(size_t page);
 
   SleepAllocator& allocator_;
-  RoomFile& room_;
+  SwapChannel& room_;
   const size_t rank_;
   const std::vector<std::string> tags_;
   const SwapPages pages_;

@@ -8,11 +8,11 @@ namespace torpor {
 
 std::string_view name(Way way) {
   switch (way) {
-    case Way::kUp: return "up";
-    case Way::kDown: return "down";
-    case Way::kOn: return "on";
-    case Way::kOut: return "out";
-    case Way::kAsk: return "ask";
+    case Way::kUp: return "onboard";
+    case Way::kDown: return "offload";
+    case Way::kOn: return "demote";
+    case Way::kOut: return "publish";
+    case Way::kAsk: return "lookup";
   }
   return "?";
 }

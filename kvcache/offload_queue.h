@@ -50,7 +50,7 @@ struct OffloadQueueOptions {
 
 enum class Way : uint8_t { kUp, kDown, kOn, kOut, kAsk };
 inline constexpr int kWays = 5;
-std::string_view name(Way way);  // "up", "down", "on", "out", "ask"
+std::string_view name(Way way);  // "onboard", "offload", "demote", "publish", "lookup"
 
 // Of a candidate, as events name what one enqueue() gave: waiting for its step or queued, it can be cancelled; promoted
 // (committed) it ends as completed; what ends before is skipped. One way, once.

@@ -1,4 +1,4 @@
-// The log of answers of a server on another machine: its files, cut into parts as a checkpoint's are.
+// The response log of a server on another machine: its files, cut into parts as a checkpoint's are.
 #pragma once
 
 #include <string>

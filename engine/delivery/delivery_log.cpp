@@ -46,7 +46,7 @@ Result<std::unique_ptr<DeliveryLog>> DeliveryLog::open(FileSystem& file_system, 
       opened->thread_ = std::thread([&self = *opened] { self.run(); });
     } catch (const std::system_error& problem) {
       return Error{.code = Code::kResourceExhausted,
-                   .what = fmt::format("no thread for the log of answers: {}", problem.what()),
+                   .what = fmt::format("no thread for the response log: {}", problem.what()),
                    .next_step = "let this user have more threads"};
     }
     return opened;
@@ -187,7 +187,7 @@ Status DeliveryLog::rotate() {
       if (directory_ == nullptr) return ok();
       if (rotation_) {
         return Error{.code = Code::kUnavailable,
-                     .what = "the log of answers is being written anew",
+                     .what = "the response log is being written anew",
                      .next_step = "wait for that to end"};
       }
       rotation_ = Rotation{};

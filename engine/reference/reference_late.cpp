@@ -32,7 +32,7 @@ Result<std::vector<std::string>> ReferenceEngine::release_blocks(const ArrivedBl
   };
   const std::set<int32_t> unproven = held(blocks.unproven);
   std::set<int32_t> gone = held(blocks.lost);
-  gone.merge(held(blocks.forgone));
+  gone.merge(held(blocks.skipped));
   gone.insert(unproven.begin(), unproven.end());
   std::vector<std::string> recomputed = lose(gone);
   for (BlockRef& block : late_) {

@@ -8,7 +8,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "base/room_file.h"
+#include "base/swap_channel.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 
@@ -51,7 +51,7 @@ TEST_F(SharedFolderTest, ItGoesWithAllThatIsInIt) {
   {
     const std::unique_ptr<SharedFolder> folder = value_of(SharedFolder::make(place_));
     path = folder->path();
-    const std::unique_ptr<RoomFile> room = value_of(RoomFile::create(path + "/room"));
+    const std::unique_ptr<SwapChannel> room = value_of(SwapChannel::create(path + "/room"));
     std::ofstream(path + "/progress") << "some";
     SharedFolder::remove_left(place_);
     EXPECT_EQ(::access((path + "/room").c_str(), F_OK), 0) << "its process lives";
@@ -72,9 +72,9 @@ TEST_F(SharedFolderTest, WhatAKilledOneLeftGoesWithTheNext) {
 TEST_F(SharedFolderTest, WhatAnEngineStillUsesStays) {
   const std::string path = left();
   const std::string room = path + "/room";
-  (void)value_of(RoomFile::create(room));
-  std::unique_ptr<RoomFile> engine = value_of(RoomFile::open(room));
-  EXPECT_SUCCEEDS(engine->join(RoomFile::Side::kTakes, 1));
+  (void)value_of(SwapChannel::create(room));
+  std::unique_ptr<SwapChannel> engine = value_of(SwapChannel::open(room));
+  EXPECT_SUCCEEDS(engine->join(SwapChannel::Side::kTakes, 1));
   SharedFolder::remove_left(place_);
   EXPECT_EQ(::access(room.c_str(), F_OK), 0);
   engine.reset();

@@ -88,7 +88,7 @@ TEST_F(HoldsTest, TheTokensAreThoseOfARunWithoutIt) {
   answers_.clear();
   ASSERT_SUCCEEDS(run_.begin(options_));
   (void)ask("breakpoint.add", {{"type", "request"}, {"request", "a"}, {"alone", true}, {"once", true}});
-  (void)ask("breakpoint.add", {{"type", "candidate"}, {"way", "down"}, {"alone", true}});
+  (void)ask("breakpoint.add", {{"type", "candidate"}, {"way", "offload"}, {"alone", true}});
   add("a", 1);
   add("b", 2);
   (void)go(30);
@@ -97,7 +97,7 @@ TEST_F(HoldsTest, TheTokensAreThoseOfARunWithoutIt) {
 }
 
 TEST_F(HoldsTest, ACandidateIsNotPromotedUntilItsStopEnds) {
-  (void)ask("breakpoint.add", {{"type", "candidate"}, {"to", "promoted"}, {"way", "down"}, {"alone", true}});
+  (void)ask("breakpoint.add", {{"type", "candidate"}, {"to", "promoted"}, {"way", "offload"}, {"alone", true}});
   add("a", 1);
   (void)go(20);
   EXPECT_EQ(counted(Way::kDown, BlockOutcome::kTransferred), 0u);
@@ -121,7 +121,7 @@ TEST_F(HoldsTest, WithTheLeaseItGoesOnByItself) {
 
 TEST_F(HoldsTest, ASleepEndsItAndIsNotHeldUp) {
   (void)ask("breakpoint.add", {{"type", "request"}, {"request", "a"}, {"alone", true}, {"lease", 60}});
-  (void)ask("breakpoint.add", {{"type", "candidate"}, {"way", "down"}, {"alone", true}, {"lease", 60}});
+  (void)ask("breakpoint.add", {{"type", "candidate"}, {"way", "offload"}, {"alone", true}, {"lease", 60}});
   add("a", 1);
   add("b", 2);
   (void)go(8);
@@ -140,7 +140,7 @@ TEST_F(HoldsTest, WhatCannotBeHeldIsRefused) {
 }
 
 TEST_F(HoldsTest, AHeldCandidateCanBeCancelledAndACommittedOneCannot) {
-  const json hold = ask("breakpoint.add", {{"type", "candidate"}, {"way", "down"}, {"alone", true}});
+  const json hold = ask("breakpoint.add", {{"type", "candidate"}, {"way", "offload"}, {"alone", true}});
   add("a", 1);
   (void)go(6);
   const json first = candidates()[0];
@@ -246,7 +246,7 @@ TEST_F(HoldsTest, ARequestsStoryHasWhatIsLoadedForIt) {
   ASSERT_EQ(story["hits"].size(), 1u) << story;
   ASSERT_EQ(story["transfers"].size(), 1u) << story;
   const json& load = story["transfers"][0];
-  EXPECT_EQ(load["way"], "up");
+  EXPECT_EQ(load["way"], "onboard");
   EXPECT_EQ(load["state"], "completed");
   EXPECT_EQ(load["jobs"].size(), 1u);
   EXPECT_GT(load["blocks"], 0);

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 OF_AN_OPERATOR = ("ServiceMonitor", "PrometheusRule")  # Kubernetes has no schemas of these
 EVERYTHING = {
     "replicas": 3, "vllmArgs": ["--tensor-parallel-size=2", "--max-model-len=4096"], "state.storageClass": "fast",
-    "torpor.checkpointEvery": 30, "torpor.sleepAfter": 60.5, "torpor.sleepToDiskAfter": 3600,
+    "torpor.checkpointIntervalSeconds": 30, "torpor.sleepAfterSeconds": 60.5, "torpor.sleepToDiskAfterSeconds": 3600,
     "drain.endpointSeconds": 10, "drain.checkpointSeconds": 300, "startSeconds": 1801,
     "nodeSelector": {"node.kubernetes.io/instance-type": "p5.48xlarge"}, "affinity": {"podAntiAffinity": {}},
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
@@ -52,8 +52,9 @@ def test_every_switch_reaches_the_server():
     found = manifests(render(EVERYTHING))
     words = found["StatefulSet", "llm"]["spec"]["template"]["spec"]["containers"][0]["args"]
     wanted = {
-        "--torpor-checkpoint-every=30", "--torpor-sleep-after=60.5", "--torpor-sleep-to-disk-after=3600",
-        "--torpor-wake-on-request", "--tensor-parallel-size=2", "--torpor-sigterm-seconds=300",
+        "--torpor-checkpoint-interval-seconds=30", "--torpor-sleep-after-seconds=60.5",
+        "--torpor-sleep-to-disk-after-seconds=3600", "--torpor-wake-on-request", "--tensor-parallel-size=2",
+        "--torpor-sigterm-seconds=300",
     }  # fmt: skip
     assert wanted <= set(words)
     rules = yaml.safe_load((CHART / "files/alerts.yaml").read_text())
@@ -76,8 +77,8 @@ def test_wrong_values_are_refused_by_the_schema(wrong):
 
 
 def test_settings_that_do_not_go_together_are_refused():
-    with pytest.raises(RuntimeError, match=r"sleepToDiskAfter needs torpor.sleepAfter"):
-        render({"torpor.sleepToDiskAfter": 60})
+    with pytest.raises(RuntimeError, match=r"sleepToDiskAfterSeconds needs torpor.sleepAfterSeconds"):
+        render({"torpor.sleepToDiskAfterSeconds": 60})
 
 
 def test_kustomize_builds_the_base():

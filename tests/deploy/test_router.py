@@ -25,7 +25,7 @@ PROMPT = "Once upon a time"
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("router")
     tokenizer = os.environ["TORPOR_TEST_MODEL"]
-    options = ["--torpor-sleep-after", "2", "--torpor-wake-on-request", "--dtype", "float32"]
+    options = ["--torpor-sleep-after-seconds", "2", "--torpor-wake-on-request", "--dtype", "float32"]
     started = {}
     try:
         for number, name in enumerate(MODELS):

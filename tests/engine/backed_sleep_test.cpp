@@ -403,7 +403,7 @@ TEST_P(BackedSleep, S10WhereverTheDeviceFailsItIsAllOrNothing) {
     const Result<SleepReport> first = engine.controller->sleep({.preserve_state = true});
     const bool fired = engine.devices.back()->fired();
     engine.devices.back()->fail_at(0);
-    if (engine.controller->state().engine == "lost") continue;
+    if (engine.controller->state().engine == "unrecoverable") continue;
     if (first) {
       wake(engine);
     } else {

@@ -356,7 +356,7 @@ TEST_F(ContinuousCheckpoint, WhoWatchesSeesItsPhasesAndEachByte) {
     EXPECT_EQ(phase(), "commit");
     EXPECT_GT(page->read().bytes_total, ahead);
     const SleepReport report = value_of(serving.controller.end_checkpoint());
-    EXPECT_EQ(phase(), "prove");
+    EXPECT_EQ(phase(), "verify");
     EXPECT_EQ(page->read().bytes_total, report.saved_bytes);
     EXPECT_EQ(page->read().bytes_done, report.saved_bytes);
     expect_untouched(serving, options);

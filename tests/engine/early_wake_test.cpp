@@ -441,8 +441,8 @@ TEST_P(EarlyWake, WhatIsWantedComesNextAndWhatIsForgoneNotAtAll) {
       if (learns) ids.push_back(each.block);
     }
     if (learns) continue;
-    const WakeProgress rest = value_of(engine.controller->continue_wake(LateWait::kNone, {.forgone = ids}));
-    EXPECT_EQ(rest.forgone, static_cast<int64_t>(ids.size()) - (GetParam().ranks == 1 ? 1 : 0));
+    const WakeProgress rest = value_of(engine.controller->continue_wake(LateWait::kNone, {.skipped = ids}));
+    EXPECT_EQ(rest.skipped, static_cast<int64_t>(ids.size()) - (GetParam().ranks == 1 ? 1 : 0));
   }
 }
 

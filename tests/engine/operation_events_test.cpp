@@ -148,7 +148,7 @@ TEST_F(OperationEvents, WhateverFailsIsToldAndWhatIsUndoneToo) {
     } else {
       EXPECT_FALSE(one.error.empty());
       EXPECT_EQ(one.failed, 1);
-      const bool is_lost = slept.controller.state().engine == "lost";
+      const bool is_lost = slept.controller.state().engine == "unrecoverable";
       EXPECT_EQ(one.ended, is_lost ? Edge::kLost : Edge::kFailed);
       EXPECT_TRUE(is_lost || one.phases.empty()) << "all that was done is undone";
       undone += one.undone;
@@ -189,7 +189,7 @@ TEST_F(OperationEvents, ACheckpointBehindTheEngineIsOneOperation) {
     return told.begin()->second;
   };
   using Names = std::vector<std::string>;
-  const Names whole{"open", "save", "quiesce", "capture", "save", "commit", "prove"};
+  const Names whole{"open", "save", "quiesce", "capture", "save", "commit", "verify"};
   for (int stage = 0; stage < 4; ++stage) {
     SCOPED_TRACE(stage);
     const Told one = played(stage);

@@ -59,7 +59,7 @@ class PackedRank : public SleepFailure {
                                                .threads = 1,
                                                .keep_backup = false,
                                                .host_compression = codec,
-                                               .spill_directory = spills ? temporary_.path() + "/spill" : "",
+                                               .spill_dir = spills ? temporary_.path() + "/spill" : "",
                                                .spill_staging_bytes = 4 * kMiB}));
     weights_ = value_of(memory->allocate("weights", "w", kBytes));
     return memory;

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "allocator/host_device.h"
-#include "base/room_file.h"
+#include "base/swap_channel.h"
 #include "base/units.h"
 #include "engine/rank_memory.h"
 #include "engine/reference/scattered_regions.h"
@@ -38,7 +38,7 @@ class Regions : public ::testing::Test {
   RankMemoryOptions spilling() const {
     return {.arena_budget_bytes = 2 * kSize + 2 * kMiB,
             .arena_slab_bytes = kMiB,
-            .spill_directory = temporary_ / "spill",
+            .spill_dir = temporary_ / "spill",
             .spill_staging_bytes = kMiB};
   }
   void write(size_t region, int value) { std::memset(at(at_[region]), value, kSize); }
@@ -62,7 +62,7 @@ class Regions : public ::testing::Test {
   }
   std::string digest() { return value_of(call(orders::DigestTags{.tags = {tag_}})).digests.at(tag_); }
   std::string room() {
-    room_ = value_of(RoomFile::create(temporary_ / "room"));
+    room_ = value_of(SwapChannel::create(temporary_ / "room"));
     EXPECT_SUCCEEDS(room_->promise(0, 3 * kSize));
     return temporary_ / "room";
   }
@@ -71,7 +71,7 @@ class Regions : public ::testing::Test {
   std::unique_ptr<RankMemory> memory_;
   std::string tag_;
   std::vector<DeviceAddress> at_;
-  std::unique_ptr<RoomFile> room_;
+  std::unique_ptr<SwapChannel> room_;
 };
 
 TEST_F(Regions, AddressesNeitherRiseNorFallInTheOrderOfAllocation) {

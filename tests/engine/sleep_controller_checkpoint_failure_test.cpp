@@ -154,7 +154,7 @@ TEST_F(SleepFailure, OlderCheckpointsGoOnlyWhenTheNewOneStays) {
       ASSERT_TRUE(failed);
       slept.engine.before_hook = nullptr;
       slept.engine.fail_hook("");
-      if (slept.controller.state().engine == "lost") {  // its last state is on disk, and stays with all others
+      if (slept.controller.state().engine == "unrecoverable") {  // its last state is on disk, and stays with all others
         EXPECT_EQ(checkpoints_in(directory), (std::vector<std::string>{"g-000001", "g-000002", "g-000003"}));
         continue;
       }

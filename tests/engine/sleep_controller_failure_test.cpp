@@ -179,10 +179,10 @@ TEST_F(SleepFailure, I7WhereverTheDeviceFailsASleepIsAllOrNothing) {
       const Result<SleepReport> report = slept.controller.sleep(to_host());
       const bool fired = slept.engine.device(ranks - 1).fired();
       slept.engine.device(ranks - 1).fail_at(0);
-      if (!report && slept.controller.state().engine == "lost") {
+      if (!report && slept.controller.state().engine == "unrecoverable") {
         EXPECT_TRUE(report.error().state_changed);
-        EXPECT_FAILS(slept.controller.wake_up({}), Code::kFailedPrecondition, "lost");
-        EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kFailedPrecondition, "lost");
+        EXPECT_FAILS(slept.controller.wake_up({}), Code::kFailedPrecondition, "unrecoverable");
+        EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kFailedPrecondition, "unrecoverable");
         ++lost;
         continue;
       }

@@ -254,7 +254,7 @@ TEST_F(SleepFailure, WhatCannotBeTakenOutAgainLosesTheEngine) {
         woken.controller.wake_up({.from_checkpoint = path, .discard_on_restore_error = discard});
     EXPECT_FAILS(report, Code::kInternal, "restore");
     EXPECT_TRUE(report.error().state_changed);
-    EXPECT_EQ(woken.controller.state().engine, "lost");
+    EXPECT_EQ(woken.controller.state().engine, "unrecoverable");
   }
 }
 
@@ -266,7 +266,7 @@ TEST_F(SleepFailure, AHoldThatCannotBeEndedLosesTheEngine) {
     ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path, .hold = true}));
     woken.engine.fail_hook(keep ? "resume" : "forget_restored");
     EXPECT_FAILS(woken.controller.end_hold(keep), Code::kInternal);
-    EXPECT_EQ(woken.controller.state().engine, "lost");
+    EXPECT_EQ(woken.controller.state().engine, "unrecoverable");
   }
 }
 

@@ -22,14 +22,14 @@ class Spill : public SleepFailure {
     return {.ranks = ranks,
             .arena_budget_bytes = budget,
             .retain_kv_bytes = kMiB,
-            .spill_directory = spill_directory(),
+            .spill_dir = spill_dir(),
             .mix_steps = true};
   }
-  std::string spill_directory() const { return temporary_.path() + "/spill"; }
+  std::string spill_dir() const { return temporary_.path() + "/spill"; }
   size_t files_left() const {
-    if (!boost::filesystem::exists(spill_directory())) return 0;
-    return static_cast<size_t>(std::distance(boost::filesystem::directory_iterator(spill_directory()),
-                                             boost::filesystem::directory_iterator()));
+    if (!boost::filesystem::exists(spill_dir())) return 0;
+    return static_cast<size_t>(
+        std::distance(boost::filesystem::directory_iterator(spill_dir()), boost::filesystem::directory_iterator()));
   }
   static constexpr uint64_t kTight = 256 * kKiB;  // weights and runtime, some blocks, and two to bring the others back
 };
@@ -74,7 +74,7 @@ TEST_F(Spill, WhatFitsStaysInHostMemoryAndTheRestGoesToDiskAndComesBack) {
 
 TEST_F(Spill, WithoutADirectoryASleepThatDoesNotFitFails) {
   TestEngineOptions without = options(kTight);
-  without.spill_directory.clear();
+  without.spill_dir.clear();
   SleepingEngine slept = make(without);
   begin(slept.engine);
   EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kResourceExhausted, "budget");
@@ -210,7 +210,7 @@ TEST_F(Spill, WithAKeyTheFileIsSealed) {
          .arena_slab_bytes = 64 * kKiB,
          .threads = 1,
          .key = with_key ? std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1, 2, 3}) : nullptr,
-         .spill_directory = spill_directory(),
+         .spill_dir = spill_dir(),
          .encrypt = true}));
     constexpr uint64_t kBytes = 20 * kPage;
     constexpr uint32_t kBlocks = 8;
@@ -260,7 +260,7 @@ TEST_F(Spill, TheBudgetIsInTheWayOfAPlanOnlyWhereThereIsNoFileForTheRest) {
                                                     {.arena_budget_bytes = 64 * kPage,
                                                      .arena_slab_bytes = kMiB,
                                                      .threads = 1,
-                                                     .spill_directory = spills ? spill_directory() : ""}));
+                                                     .spill_dir = spills ? spill_dir() : ""}));
     for (int i = 0; i < 20; ++i) {
       const DeviceAddress address =
           value_of(memory->allocate(i % 2 == 0 ? "a" : "b", "region " + std::to_string(i), kRegion));

@@ -1,5 +1,5 @@
-// A swap of engines in two processes, each of which does its half (SleepOptions::give_to, WakeOptions::take_from): both
-// or none, wherever one of them fails or is killed.
+// A swap of engines in two processes, each of which does its half (SleepOptions::swap_out_to,
+// WakeOptions::swap_in_from): both or none, wherever one of them fails or is killed.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "base/progress_file.h"
-#include "base/room_file.h"
+#include "base/swap_channel.h"
 #include "engine/sleep_controller.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/engine/swap_engines.h"
@@ -23,7 +23,7 @@ using namespace test;
 constexpr int kNever = -1;
 
 // Where one is stopped: more than who runs waits for a core.
-constexpr RoomFile::Seconds kMostSilence = std::chrono::milliseconds{500};
+constexpr SwapChannel::Seconds kMostSilence = std::chrono::milliseconds{500};
 
 // Where the process of one half ends, is stopped until the other half is over, or fails.
 struct Plan {
@@ -53,8 +53,8 @@ class SwapProcessesTest : public SleepFailure {
                        taker.kill_before.empty() && taker.kill_at_page == kNever && taker.fail.empty() &&
                        !giver.stops() && !taker.stops();
     const std::string path = temporary_ / ("room-" + std::to_string(++rooms_));
-    const std::unique_ptr<RoomFile> room =
-        value_of(RoomFile::create(path, giver.stops() || taker.stops() ? kMostSilence : RoomFile::kUsualSilence));
+    const std::unique_ptr<SwapChannel> room =
+        value_of(SwapChannel::create(path, giver.stops() || taker.stops() ? kMostSilence : SwapChannel::kUsualSilence));
     for (SharedEvent& over : shared_->over) over.reset();
     const pid_t gives = in_child([&] { give(path, giver, swaps, ranks, taker.stops()); });
     const pid_t takes = in_child([&] { take(path, taker, swaps, ranks, giver.stops()); });
@@ -131,7 +131,7 @@ class SwapProcessesTest : public SleepFailure {
     SleepingEngine half = make(paged(1, ranks));
     begin(half.engine);
     follow(half, plan, ranks, 0);
-    const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .give_to = path});
+    const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .swap_out_to = path});
     shared_->over[0].set();
     let_go(half, ranks);
     if (swaps) {
@@ -153,7 +153,7 @@ class SwapProcessesTest : public SleepFailure {
     begin(half.engine, 4);
     ASSERT_SUCCEEDS(half.controller.sleep(to_host()));
     follow(half, plan, ranks, 1);
-    const Result<SleepReport> took = half.controller.wake_up({.take_from = path});
+    const Result<SleepReport> took = half.controller.wake_up({.swap_in_from = path});
     shared_->over[1].set();
     let_go(half, ranks);
     if (swaps) {
@@ -235,11 +235,11 @@ TEST_F(SwapProcessesTest, AnEngineThatIsStoppedIsGivenUpAndUndoesItsHalfWhenItGo
 
 TEST_F(SwapProcessesTest, AnEngineThatIsStoppedWhenItHasCommittedRunsAndTheOtherSaysThatItIsAsleep) {
   const std::string path = temporary_ / "room";
-  const std::unique_ptr<RoomFile> room = value_of(RoomFile::create(path, kMostSilence));
+  const std::unique_ptr<SwapChannel> room = value_of(SwapChannel::create(path, kMostSilence));
   const pid_t gives = in_child([&] {
     SleepingEngine half = make(paged(1));
     begin(half.engine);
-    const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .give_to = path});
+    const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .swap_out_to = path});
     EXPECT_FAILS(gave, Code::kTimeout,
                  "has not said that it runs, and gives no sign; the engine that went stays asleep");
     EXPECT_TRUE(gave.error().state_changed);
@@ -257,7 +257,7 @@ TEST_F(SwapProcessesTest, AnEngineThatIsStoppedWhenItHasCommittedRunsAndTheOther
 // All that it has is in host memory when nobody answers: it is asleep then, and not lost.
 TEST_F(SwapProcessesTest, MemoryOfOneThatIsStoppedIsNotWaitedForForEver) {
   const std::string path = temporary_ / "room";
-  const std::unique_ptr<RoomFile> room = value_of(RoomFile::create(path, kMostSilence));
+  const std::unique_ptr<SwapChannel> room = value_of(SwapChannel::create(path, kMostSilence));
   const pid_t gives = in_child([&] {
     TestEngineOptions options = paged(1);
     options.device_capacity_bytes = 20 * kSwapPageBytes;
@@ -271,7 +271,7 @@ TEST_F(SwapProcessesTest, MemoryOfOneThatIsStoppedIsNotWaitedForForEver) {
       if (!others) others = value_of(device.create(20 * kSwapPageBytes - device.info().physical_bytes));
       clock.advance(std::chrono::seconds{20});
     };
-    const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .give_to = path});
+    const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .swap_out_to = path});
     half.engine.before_hook = nullptr;
     EXPECT_FAILS(gave, Code::kTimeout, "the engine that went stays asleep");
     EXPECT_TRUE(gave.error().state_changed);
@@ -290,7 +290,7 @@ TEST_F(SwapProcessesTest, MemoryOfOneThatIsStoppedIsNotWaitedForForEver) {
 // What a process had that was killed is free some time after its end.
 TEST_F(SwapProcessesTest, MemoryThatComesLateIsWaitedFor) {
   const std::string path = temporary_ / "late";
-  const std::unique_ptr<RoomFile> room = value_of(RoomFile::create(path));
+  const std::unique_ptr<SwapChannel> room = value_of(SwapChannel::create(path));
   const pid_t gives = in_child([&] {
     TestEngineOptions options = paged(1);
     options.device_capacity_bytes = 20 * kSwapPageBytes;
@@ -305,7 +305,7 @@ TEST_F(SwapProcessesTest, MemoryThatComesLateIsWaitedFor) {
       if (++attempts != 5) return;
       EXPECT_SUCCEEDS(half.engine.device().release(*others));
     };
-    EXPECT_FAILS(half.controller.sleep({.preserve_state = true, .give_to = path}), Code::kAborted, "process");
+    EXPECT_FAILS(half.controller.sleep({.preserve_state = true, .swap_out_to = path}), Code::kAborted, "process");
     half.engine.before_hook = nullptr;
     EXPECT_EQ(attempts, 5);
     EXPECT_EQ(finish(half.engine), uninterrupted(paged(1)));
@@ -317,19 +317,19 @@ TEST_F(SwapProcessesTest, MemoryThatComesLateIsWaitedFor) {
 
 TEST_F(SwapProcessesTest, WhatCannotBeExchangedIsRefusedAndTheOtherIsTold) {
   const std::string path = temporary_ / "room";
-  const std::unique_ptr<RoomFile> room = value_of(RoomFile::create(path));
+  const std::unique_ptr<SwapChannel> room = value_of(SwapChannel::create(path));
   const pid_t gives = in_child([&] {
     SleepingEngine half = make(paged(1, 2));
     begin(half.engine);
     half.engine.before_hook = [](const std::string& hook) { EXPECT_NE(hook, "quiesce"); };
-    const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .give_to = path});
+    const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .swap_out_to = path});
     EXPECT_FALSE(gave);
     EXPECT_EQ(half.controller.state().engine, "awake");
   });
   const pid_t takes = in_child([&] {
     SleepingEngine half = make(paged(2));
     ASSERT_SUCCEEDS(half.controller.sleep(to_host()));
-    EXPECT_FALSE(half.controller.wake_up({.take_from = path}));
+    EXPECT_FALSE(half.controller.wake_up({.swap_in_from = path}));
     EXPECT_EQ(half.controller.state().engine, "asleep");
   });
   EXPECT_EQ(ended(gives), Ends::kSwapped);
@@ -338,28 +338,28 @@ TEST_F(SwapProcessesTest, WhatCannotBeExchangedIsRefusedAndTheOtherIsTold) {
 
 TEST_F(SwapProcessesTest, AHalfIsAskedForNothingElse) {
   const std::string path = temporary_ / "room";
-  const std::unique_ptr<RoomFile> room = value_of(RoomFile::create(path));
+  const std::unique_ptr<SwapChannel> room = value_of(SwapChannel::create(path));
   SleepingEngine half = make(paged(1));
   begin(half.engine);
   for (const SleepOptions& options :
-       {SleepOptions{.in_flight = "abort", .give_to = path},
-        SleepOptions{.level = 2, .in_flight = "abort", .give_to = path},
-        SleepOptions{.preserve_state = true, .weights = Weights::kReload, .give_to = path},
-        SleepOptions{.preserve_state = true, .tags = {"weights"}, .give_to = path}})
+       {SleepOptions{.in_flight = "abort", .swap_out_to = path},
+        SleepOptions{.level = 2, .in_flight = "abort", .swap_out_to = path},
+        SleepOptions{.preserve_state = true, .weights = Weights::kReload, .swap_out_to = path},
+        SleepOptions{.preserve_state = true, .tags = {"weights"}, .swap_out_to = path}})
     EXPECT_FAILS(half.controller.sleep(options), Code::kInvalidArgument, "swap");
-  EXPECT_FAILS(half.controller.wake_up({.early = true, .take_from = path}), Code::kInvalidArgument, "swap");
-  EXPECT_FAILS(half.controller.wake_up({.take_from = path}), Code::kFailedPrecondition, "that is to come is awake");
-  EXPECT_EQ(room->stopped_by(), RoomFile::Side::kTakes);
-  EXPECT_FAILS(half.controller.sleep({.preserve_state = true, .give_to = temporary_ / "none"}), Code::kNotFound,
+  EXPECT_FAILS(half.controller.wake_up({.early = true, .swap_in_from = path}), Code::kInvalidArgument, "swap");
+  EXPECT_FAILS(half.controller.wake_up({.swap_in_from = path}), Code::kFailedPrecondition, "that is to come is awake");
+  EXPECT_EQ(room->stopped_by(), SwapChannel::Side::kTakes);
+  EXPECT_FAILS(half.controller.sleep({.preserve_state = true, .swap_out_to = temporary_ / "none"}), Code::kNotFound,
                "none");
 
   // Nobody comes, and it is cancelled.
   const std::string waits = temporary_ / "waits";
-  const std::unique_ptr<RoomFile> nobody = value_of(RoomFile::create(waits));
+  const std::unique_ptr<SwapChannel> nobody = value_of(SwapChannel::create(waits));
   const std::string progress = temporary_ / "progress";
   value_of(ProgressFile::create(progress))->cancel();
-  EXPECT_FAILS(half.controller.sleep({.preserve_state = true, .progress = progress, .give_to = waits}), Code::kAborted,
-               "cancelled");
+  EXPECT_FAILS(half.controller.sleep({.preserve_state = true, .progress = progress, .swap_out_to = waits}),
+               Code::kAborted, "cancelled");
   EXPECT_EQ(half.controller.state().engine, "awake");
   EXPECT_EQ(finish(half.engine), uninterrupted(paged(1)));
 }

@@ -218,7 +218,7 @@ TEST_F(SwapTest, WhatCannotBeUndoneIsSaidAndTheOtherEngineIsWhole) {
       EXPECT_EQ(swapped.error().state_changed, state != "awake") << swapped.error().to_string();
       EXPECT_EQ(pair->to.controller.state().engine, "asleep");
     }
-    if (state == "lost") {
+    if (state == "unrecoverable") {
       lost = true;
       ASSERT_SUCCEEDS(pair->to.controller.wake_up({}));
       EXPECT_EQ(finish(pair->to.engine), expected(2, 1));

@@ -31,16 +31,16 @@ void attempt(const Scenario& scenario, bool own_threads, Counts& counts, bool& f
   const Seen after(world);
   if (done) {
     if (fired) ++counts.absorbed;
-    ASSERT_NE(after.state, "lost");
+    ASSERT_NE(after.state, "unrecoverable");
     return expect_the_same_tokens(world);
   }
   SCOPED_TRACE(done.error().to_string());
   ASSERT_TRUE(fired);
-  if (after.state == "lost") {
+  if (after.state == "unrecoverable") {
     ++counts.lost;
     ASSERT_TRUE(done.error().state_changed);
-    EXPECT_FAILS(world.controller().wake_up({}), Code::kFailedPrecondition, "lost");
-    EXPECT_FAILS(world.controller().sleep(kToHost), Code::kFailedPrecondition, "lost");
+    EXPECT_FAILS(world.controller().wake_up({}), Code::kFailedPrecondition, "unrecoverable");
+    EXPECT_FAILS(world.controller().sleep(kToHost), Code::kFailedPrecondition, "unrecoverable");
     if (after.checkpoints.empty()) return;
     // What is on disk goes on in a new engine. It was not gone on with, so it is not marked.
     ASSERT_EQ(after.checkpoints.back().find("woken"), std::string::npos);

@@ -39,8 +39,8 @@ bool attempt(Counts& counts, const Arm& arm, const Disarm& disarm) {
   const std::string from = pair.from.state(), to = pair.to.state();
   const auto go_on = [&] {
     for (World* const world : {&pair.from, &pair.to}) {
-      if (world->state() == "lost") {
-        EXPECT_FAILS(world->controller().wake_up({}), Code::kFailedPrecondition, "lost");
+      if (world->state() == "unrecoverable") {
+        EXPECT_FAILS(world->controller().wake_up({}), Code::kFailedPrecondition, "unrecoverable");
       } else {
         expect_the_same_tokens(*world);
       }
@@ -55,11 +55,11 @@ bool attempt(Counts& counts, const Arm& arm, const Disarm& disarm) {
   }
   SCOPED_TRACE(done.error().to_string());
   EXPECT_TRUE(fired);
-  if (from == "lost" || to == "lost") {
+  if (from == "unrecoverable" || to == "unrecoverable") {
     ++counts.lost;
     EXPECT_TRUE(done.error().state_changed);
-    EXPECT_TRUE(from == "lost" || from == "awake" || from == "asleep") << from;
-    EXPECT_TRUE(to == "lost" || to == "asleep") << to;
+    EXPECT_TRUE(from == "unrecoverable" || from == "awake" || from == "asleep") << from;
+    EXPECT_TRUE(to == "unrecoverable" || to == "asleep") << to;
     return go_on();
   }
   EXPECT_EQ(to, "asleep");

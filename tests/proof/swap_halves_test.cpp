@@ -1,7 +1,7 @@
-// The two halves of a swap in two processes, in one of which anything goes wrong (SleepOptions::give_to,
-// WakeOptions::take_from): every allocation fails in turn, once and for as long as the call lasts; every hook throws;
-// the process is killed at an allocation, or stopped there until the other half has given it up. A half starts no
-// thread. Then both have swapped, or both are as before and swap at the next call, or the half whose calls failed is
+// The two halves of a swap in two processes, in one of which anything goes wrong (SleepOptions::swap_out_to,
+// WakeOptions::swap_in_from): every allocation fails in turn, once and for as long as the call lasts; every hook
+// throws; the process is killed at an allocation, or stopped there until the other half has given it up. A half starts
+// no thread. Then both have swapped, or both are as before and swap at the next call, or the half whose calls failed is
 // lost or asleep and says so. The other half ends and names why. Every token is that of a run to which nothing
 // happened.
 //
@@ -14,7 +14,7 @@
 #include <csignal>
 #include <cstdlib>
 
-#include "base/room_file.h"
+#include "base/swap_channel.h"
 #include "tests/proof/engine_scenarios.h"
 #include "tests/proof/failing_calls.h"
 #include "tests/support/results.h"
@@ -25,13 +25,13 @@ namespace torpor::proof::engine_faults {
 namespace {
 
 using namespace std::chrono_literals;
-using Side = RoomFile::Side;
+using Side = SwapChannel::Side;
 
-constexpr RoomFile::Seconds kNobodyIsSilent = 10min;
-constexpr RoomFile::Seconds kMostSilence = 500ms;  // where one is stopped: more than who runs waits for a core
+constexpr SwapChannel::Seconds kNobodyIsSilent = 10min;
+constexpr SwapChannel::Seconds kMostSilence = 500ms;  // where one is stopped: more than who runs waits for a core
 
 enum class Ends : uint8_t { kNothing, kSwapped, kAsBefore, kAsleep, kLost };
-constexpr std::array<const char*, 5> kEnds{"nothing", "swapped", "as before", "asleep", "lost"};
+constexpr std::array<const char*, 5> kEnds{"nothing", "swapped", "as before", "asleep", "unrecoverable"};
 
 // What the processes of one trial see.
 struct Shared {
@@ -49,9 +49,9 @@ class Trial {
   using Arm = std::function<void(World&)>;
   using Disarm = std::function<bool(World&)>;  // whether it has fired
 
-  Trial(Side failing, RoomFile::Seconds most_silence) : failing_(failing) {
+  Trial(Side failing, SwapChannel::Seconds most_silence) : failing_(failing) {
     for (size_t turn = 0; turn < rooms_.size(); ++turn)
-      rooms_[turn] = test::value_of(RoomFile::create(path(turn), turn == 0 ? most_silence : kNobodyIsSilent));
+      rooms_[turn] = test::value_of(SwapChannel::create(path(turn), turn == 0 ? most_silence : kNobodyIsSilent));
   }
   ~Trial() { (void)::munmap(shared_, sizeof(Shared)); }
 
@@ -110,9 +110,9 @@ class Trial {
       EXPECT_SUCCEEDS(world.controller().sleep(kToHost));
     }
     const Seen before(world);
-    const std::array<SleepOptions, 2> sleeps{SleepOptions{.preserve_state = true, .give_to = path(0)},
-                                             SleepOptions{.preserve_state = true, .give_to = path(1)}};
-    const std::array<WakeOptions, 2> wakes{WakeOptions{.take_from = path(0)}, WakeOptions{.take_from = path(1)}};
+    const std::array<SleepOptions, 2> sleeps{SleepOptions{.preserve_state = true, .swap_out_to = path(0)},
+                                             SleepOptions{.preserve_state = true, .swap_out_to = path(1)}};
+    const std::array<WakeOptions, 2> wakes{WakeOptions{.swap_in_from = path(0)}, WakeOptions{.swap_in_from = path(1)}};
     const auto swap = [&](size_t turn) {
       return status_of(gives ? world.controller().sleep(sleeps[turn]) : world.controller().wake_up(wakes[turn]));
     };
@@ -120,7 +120,7 @@ class Trial {
     const Status done = swap(0);
     if (side == failing_) own.fired = disarm(world);
     if (!done) {
-      (void)test::value_of(RoomFile::open(path(0)))->stop(side);  // as whoever asked for it does
+      (void)test::value_of(SwapChannel::open(path(0)))->stop(side);  // as whoever asked for it does
       (void)std::snprintf(own.error.data(), own.error.size(), "%s", done.error().to_string().c_str());
     }
     SCOPED_TRACE(testing::Message() << name(gives ? 0 : 1) << ": " << own.error.data());
@@ -131,7 +131,7 @@ class Trial {
       EXPECT_SUCCEEDS(swap(1));
     }
     if (own.ends != Ends::kLost) return expect_the_same_tokens(world);
-    EXPECT_FAILS(world.controller().wake_up({}), Code::kFailedPrecondition, "lost");
+    EXPECT_FAILS(world.controller().wake_up({}), Code::kFailedPrecondition, "unrecoverable");
   }
 
   static Ends how_it_ended(World& world, bool gives, const Status& done, const Seen& before) {
@@ -140,9 +140,9 @@ class Trial {
       EXPECT_EQ(state, gives ? "asleep" : "awake");
       return Ends::kSwapped;
     }
-    if (state == "lost" || (gives && state == "asleep")) {
+    if (state == "unrecoverable" || (gives && state == "asleep")) {
       EXPECT_TRUE(done.error().state_changed);
-      return state == "lost" ? Ends::kLost : Ends::kAsleep;
+      return state == "unrecoverable" ? Ends::kLost : Ends::kAsleep;
     }
     EXPECT_FALSE(done.error().state_changed);
     EXPECT_EQ(state, gives ? "awake" : "asleep");
@@ -184,7 +184,7 @@ class Trial {
 
   const Side failing_;
   test::TemporaryDirectory temporary_{test::in_memory()};
-  std::array<std::unique_ptr<RoomFile>, 2> rooms_;  // the second for another try
+  std::array<std::unique_ptr<SwapChannel>, 2> rooms_;  // the second for another try
   Shared* const shared_ =
       new (::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Shared{};
   bool killed_ = false;

@@ -87,7 +87,7 @@ def rig_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def events_directory():
+def events_dir():
     """Of the one ring that this process has, whichever test begins it."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         yield path
@@ -126,7 +126,7 @@ class InProcess:
         from vllm import LLM
 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        torpor = {"dir": str(directory), "keep_checkpoints": 100} | options.pop("torpor", {})
+        torpor = {"checkpoint_dir": str(directory), "retain_checkpoints": 100} | options.pop("torpor", {})
         self.requests: dict | None = options.pop("requests", None)  # of add_requests()
         self.llm = LLM(str(model), additional_config={"torpor": torpor}, **(ENGINE | options))
         self.engine = self.llm.llm_engine

@@ -133,7 +133,7 @@ def aborted_while_loading(served: Served) -> dict:
     worker = worker_side()
     worker.look = lambda: None
     ids = served.ask(prompts())
-    before = served.side.stats().get("up_transferred", 0)
+    before = served.side.stats().get("onboard_transferred", 0)
     loading = 0
     for _ in range(3):
         served.one.engine.step()
@@ -152,7 +152,7 @@ def aborted_while_loading(served: Served) -> dict:
     return {
         "loading": loading,
         "held": held,
-        "loaded": served.side.stats().get("up_transferred", 0) - before,
+        "loaded": served.side.stats().get("onboard_transferred", 0) - before,
         "requests": len(served.one.core.scheduler.requests),
         "free": pool.get_num_free_blocks(),
         "still": served.side.core.loading,
@@ -281,7 +281,7 @@ def operated(served: Served, rings: str) -> dict:
         result["tokens"] = [answers[held], answers[other]]
         # One transfer of a new prompt's blocks never goes: they stay on the device.
         before = served.side.stats()
-        number = engine.add_breakpoint(type="candidate", to="promoted", way="down", alone=True, lease=60)
+        number = engine.add_breakpoint(type="candidate", to="promoted", way="offload", alone=True, lease=60)
         prompt = {"prompt_token_ids": [260 + number * 11 % 200 for number in range(70)]}
         served.one.engine.add_request("kept from host memory", prompt, params(0, 40))
         while not (queued := engine.stops()["stops"]):
@@ -290,7 +290,10 @@ def operated(served: Served, rings: str) -> dict:
         [name] = [slot["request"] for slot in engine.slots()["slots"]]
         candidates = engine.events(types="candidate", limit=10_000)["events"]
         last = [each for each in candidates if each["to"] == "queued"][-1]
-        result["held_down"] = [queued[0]["cause"], served.side.stats()["down_transferred"] - before["down_transferred"]]
+        result["held_down"] = [
+            queued[0]["cause"],
+            served.side.stats()["offload_transferred"] - before["offload_transferred"],
+        ]
         result["cancelled"] = engine.call("transfer.cancel", candidate=last["candidate"]) | {"of": last["blocks"]}
         result["absent"] = engine.call("block.drop", request=name, tier="host")
         engine.remove_breakpoint(number)
@@ -298,7 +301,7 @@ def operated(served: Served, rings: str) -> dict:
         prompt = {"prompt_token_ids": [260 + number * 13 % 200 for number in range(70)]}
         served.one.engine.add_request("dropped from host memory", prompt, params(0, 160))
         before = served.side.stats()
-        while served.side.stats()["down_transferred"] < before["down_transferred"] + 4:
+        while served.side.stats()["offload_transferred"] < before["offload_transferred"] + 4:
             assert served.one.engine.has_unfinished_requests(), served.side.stats()
             served.one.engine.step()
         [name] = [slot["request"] for slot in engine.slots()["slots"]]
@@ -396,7 +399,7 @@ def main() -> None:
     if mode in ("brief", "disk"):
         rings = tempfile.mkdtemp(dir="/dev/shm")
         atexit.register(shutil.rmtree, rings, ignore_errors=True)
-        offload |= {"events_directory": rings}
+        offload |= {"events_dir": rings}
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
     if mode == "brief":
         with torpor.console.connect(rings) as engine:  # before its first step

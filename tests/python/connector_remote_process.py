@@ -20,7 +20,7 @@ import networks
 from conftest import InProcess
 from connector_served import ENGINE, Served, prompts
 
-SLOW = "200kbit"  # a block takes longer than remote_timeout_ms
+SLOW = "200kbit"  # a block takes longer than kv_store_timeout_ms
 BACK_WITHIN = 60  # seconds
 
 
@@ -55,7 +55,7 @@ def on_a_bad_network(served: Served, wire: networks.Wire) -> dict:
     while True:
         rounds += 1
         result["mended"] = cut_off(served, f"mended {rounds}")
-        if result["mended"]["stats"].get("out_transferred", 0) > 0 or time.monotonic() > end:
+        if result["mended"]["stats"].get("publish_transferred", 0) > 0 or time.monotonic() > end:
             return result
         time.sleep(0.2)
 

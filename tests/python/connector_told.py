@@ -36,7 +36,7 @@ def blocks_told(directory: str) -> dict:
     for event in map(json.loads, lines.splitlines()):
         if event["type"] not in ("registered", "dropped"):
             continue
-        tier, key = event["from"], (event["key"], event["stamp_or_group"])
+        tier, key = event["from"], (event["key"], event["version_or_group"])
         if event["type"] == "registered" and event["key"].strip("0"):
             assert key not in found[tier], event
             found[tier].add(key)
@@ -79,7 +79,7 @@ def types_of(directory: str) -> list[str]:
 def check_shared(first: dict, second: dict) -> None:
     """What two engines with one remote store say of the same requests: the second found what the first computed."""
     assert first["tokens"] == second["tokens"]
-    assert first["stats"]["out_transferred"] > 30 and first["stats"]["remote_up_blocks"] == 0
+    assert first["stats"]["publish_transferred"] > 30 and first["stats"]["kv_store_onboarded_blocks"] == 0
     assert second["cached"] > first["cached"] + 14 * 32
-    assert second["stats"]["remote_up_blocks"] >= 30 and second["stats"]["ask_transferred"] >= 30
-    assert second["stats"].get("up_damaged", 0) == second["stats"].get("up_failed", 0) == 0
+    assert second["stats"]["kv_store_onboarded_blocks"] >= 30 and second["stats"]["lookup_transferred"] >= 30
+    assert second["stats"].get("onboard_damaged", 0) == second["stats"].get("onboard_failed", 0) == 0

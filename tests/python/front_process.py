@@ -47,7 +47,7 @@ def asked(server, console, directory: str) -> dict:
 async def scene(role: str, directory: str) -> dict:
     life.holds_memory_of = lambda config: True
     engine = Engine()
-    engine.vllm_config.additional_config["torpor"] |= {"events_directory": directory, "console": role}
+    engine.vllm_config.additional_config["torpor"] |= {"events_dir": directory, "console": role}
     server = life.Server(engine, SimpleNamespace(), Settings(), "model")
     await server.start()
     front.begin(server)

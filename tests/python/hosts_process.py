@@ -52,7 +52,7 @@ def options(number: int, model: str, directory: str) -> dict:
     return ENGINE | {
         "model": model, "tensor_parallel_size": 2, "distributed_executor_backend": "mp",
         "nnodes": 2, "node_rank": number, "master_addr": networks.NEAR, "master_port": PORT,
-        "additional_config": {"torpor": {"dir": directory}},
+        "additional_config": {"torpor": {"checkpoint_dir": directory}},
     }  # fmt: skip
 
 

@@ -40,8 +40,8 @@ class HostsServer(Server):
     def __init__(self, model: str, directory: Path, log: Path, second: str, port: int, remote: str):
         options = [
             "--dtype", "float32", "--tensor-parallel-size", "2", "--distributed-executor-backend", "mp", "--nnodes",
-            "2", "--master-addr", networks.NEAR, "--master-port", str(port), "--torpor-remote", remote,
-            "--torpor-remote-term", "30", "--torpor-sigterm-seconds", "60",
+            "2", "--master-addr", networks.NEAR, "--master-port", str(port), "--torpor-object-store", remote,
+            "--torpor-ownership-term-seconds", "30", "--torpor-sigterm-seconds", "60",
         ]  # fmt: skip
         super().__init__(Path(model), directory, options, {"VLLM_LOGGING_LEVEL": "INFO"})
         self.log, self._second, self._rank = log, second, None

@@ -16,7 +16,7 @@ def kill_at(one, phase: str) -> None:
     """SIGKILL when the controller's next order to the workers of this phase has been carried out."""
     hooks = one.core.torpor_side.hooks
     stock = hooks.call_ranks
-    last = {"save": "save", "prove": "moved", "restore": "load_blocks"}[phase]
+    last = {"save": "save", "verify": "moved", "restore": "load_blocks"}[phase]
 
     def call_ranks(order):
         replies = stock(order)

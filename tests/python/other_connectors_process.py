@@ -210,7 +210,7 @@ class Engine:
             LEDGER.store.clear()
             self.one.begin(0)
             run(self.one.engine)
-            cached.append(side.stats()["up_transferred"])
+            cached.append(side.stats()["onboard_transferred"])
             self.end_transfers()
             self.llm.sleep(level=1, preserve_state=True)
             self.llm.wake_up()

@@ -24,7 +24,7 @@ def main() -> None:
     model, directory, transfer = sys.argv[1:]
     llm = LLM(
         model, tensor_parallel_size=2, kv_transfer_config=json.loads(transfer),
-        additional_config={"torpor": {"dir": f"{directory}/checkpoints"}}, **ENGINE,
+        additional_config={"torpor": {"checkpoint_dir": f"{directory}/checkpoints"}}, **ENGINE,
     )  # fmt: skip
     engine = llm.llm_engine
 

@@ -86,17 +86,17 @@ def cached(one: InProcess, early: bool) -> dict:
     begin(one, 0, ["long", "long-seeded"])
     run(one.engine)
     add_requests(one.engine, TAKEN_OVER)
-    answers, result = run(one.engine, 9), {"late_blocks": [], "in_flight": []}
+    answers, result = run(one.engine, 9), {"deferred_blocks": [], "in_flight": []}
     for to in ("host", "disk"):
         one.llm.sleep(level=1, preserve_state=True, to=to) if early else one.llm.sleep(level=0)
         answers |= one.stopped()
-        result["late_blocks"].append(one.llm.wake_up(early=early).late_blocks)
+        result["deferred_blocks"].append(one.llm.wake_up(early=early).deferred_blocks)
         answers |= run(one.engine, 4)
         result["in_flight"].append(len(one.core.batch_queue))
-    result["before"] = one.llm.torpor.call("state")["late"]
+    result["before"] = one.llm.torpor.call("state")["deferred"]
     add_requests(one.engine, ["long-seeded"])
     result["answers"] = final(answers | run(one.engine))
-    return result | {"after": one.llm.torpor.call("state")["late"]}
+    return result | {"after": one.llm.torpor.call("state")["deferred"]}
 
 
 def take_over(one: InProcess, steps: int, more: int) -> dict:
@@ -119,7 +119,7 @@ def take_over(one: InProcess, steps: int, more: int) -> dict:
     run(one.engine)
     one.llm.reset_prefix_cache()
     report = one.llm.torpor.call("wake_up", {"from_checkpoint": path, "answers": given, "hold": True})
-    assert len(report["rolled_forward"]["extended"]) == len(TAKEN_OVER), report["rolled_forward"]
+    assert len(report["replayed"]["extended"]) == len(TAKEN_OVER), report["replayed"]
     for entry in report["outputs"]["requests"]:
         assert len(entry["token_ids"]) == tokens[entry["id"]]
         entry["text"] = None

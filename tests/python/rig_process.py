@@ -83,7 +83,7 @@ def in_other_processes(model: Path, directory: Path, ranks: int) -> dict:
     from vllm import LLM
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    torpor = {"torpor": {"dir": str(directory)}}
+    torpor = {"torpor": {"checkpoint_dir": str(directory)}}
     llm = LLM(str(model), additional_config=torpor, tensor_parallel_size=ranks, **ENGINE)
     client = llm.llm_engine.engine_core
     try:
@@ -104,7 +104,7 @@ async def asynchronously(model: Path, directory: Path) -> dict:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    torpor = {"torpor": {"dir": str(directory)}}
+    torpor = {"torpor": {"checkpoint_dir": str(directory)}}
     arguments = AsyncEngineArgs(model=str(model), additional_config=torpor, disable_log_stats=True, **ENGINE)
     engine = AsyncLLM.from_engine_args(arguments)
     begun = asyncio.Event()

@@ -28,7 +28,7 @@ class Engine:
     on two hosts which do not share the directory."""
 
     def __init__(self, directory=None, wakes_with: Exception | None = None, unseen: Exception | None = None):
-        options = {"torpor": {"dir": None if directory is None else str(directory)}}
+        options = {"torpor": {"checkpoint_dir": None if directory is None else str(directory)}}
         parallel = SimpleNamespace(data_parallel_size=1, world_size=1 if unseen is None else 2)
         self.vllm_config = SimpleNamespace(
             additional_config=options, parallel_config=parallel,
@@ -62,7 +62,7 @@ class Engine:
             raise NotFound("there is no checkpoint")
         if method == "continue_wake":
             self.late = max(0, self.late - 1)
-            return {"left": self.late}
+            return {"pending": self.late}
         return [] if method == "ledger" else {}
 
     async def checkpoint(self, *, progress=None):
@@ -83,7 +83,7 @@ class Engine:
         self.tags |= dict.fromkeys(tags or self.tags, "attached")
         awake = set(self.tags.values()) == {"attached"}
         self.state = "awake" if awake else "asleep"
-        return report(fully_awake=awake, late_blocks=self.late if options.get("early") else 0)
+        return report(fully_awake=awake, deferred_blocks=self.late if options.get("early") else 0)
 
     def _fail(self):
         if self.fails_with is not None:

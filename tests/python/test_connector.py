@@ -39,7 +39,7 @@ def test_tokens_are_the_same_and_most_prompts_come_from_host_memory(served):
     assert result["tokens"][0] == result["tokens"][1] == result["tokens"][2]
     cold, *warm = result["cached"]
     assert all(cached > cold + CONVERSATIONS * 32 for cached in warm)
-    assert result["stats"]["up_transferred"] > CONVERSATIONS and result["stats"]["host_blocks"] > BLOCKS
+    assert result["stats"]["onboard_transferred"] > CONVERSATIONS and result["stats"]["host_blocks"] > BLOCKS
     assert result["stats"]["held_blocks"] == result["stats"]["loading_requests"] == 0
 
 
@@ -47,7 +47,7 @@ def test_tokens_are_the_same_and_most_prompts_come_from_host_memory(served):
 def test_packed_blocks_leave_room_for_more_in_as_many_bytes(served):
     if served["mode"] == "lazy":  # see connector_process.py
         assert 1.2 < served["room"] < 4 / 3
-        assert served["identical"]["stats"].get("down_failed", 0) == 0
+        assert served["identical"]["stats"].get("offload_failed", 0) == 0
     else:
         assert 0.95 < served["room"] <= 1
 
@@ -144,7 +144,7 @@ def test_with_steps_in_flight_and_a_sleep_in_the_middle(zygote, tiny_model, tmp_
     assert result["tokens"] == result["warm"] == result["slept"]
     assert result["cached"][1] > result["cached"][0] + 4 * 32 and result["moving"] == 0
     assert result["taken_over"] > 0 and result["taken_over"].is_integer()  # blocks that the sleep did not copy
-    assert result["stats"]["up_transferred"] > 4
+    assert result["stats"]["onboard_transferred"] > 4
     assert result["of_an_answer"] == 3
     is_told(result["told"], result["stats"])
     is_operated(result["operated"])
@@ -179,13 +179,13 @@ def is_told(told: dict, stats: dict) -> None:
         assert states[states.index("onboarding") - 1] == "onboard staged"
         assert states[states.index("onboarding") + 1] == "prefilling"
         assert max(staged for _, _, staged in way) > 1
-    assert told["found"] >= stats["up_transferred"] > 0
+    assert told["found"] >= stats["onboard_transferred"] > 0
     assert counts["candidate promoted"] == counts["candidate completed"] > 10
     assert counts["ended transferred"] >= 10 and counts["planned"] > 5
     assert counts["copy begin"] == counts["copy end"] > 5
     assert told["tiers"]["host"] > 10 and "device" in told["tiers"]
     assert {tag["tag"] for tag in told["memory"][0]["tags"]} >= {"weights", "kv_cache"}
-    assert told["left"][1] == [0] * len(told["left"][1]) and told["unknown"] == 0
+    assert told["pending"][1] == [0] * len(told["pending"][1]) and told["unknown"] == 0
     # By the model of the same requests: all of host memory's hits need host memory.
     assert told["none"]["models"][1]["found"]["host"] == 0 < told["none"]["models"][0]["found"]["host"]
     assert told["twice"]["models"][1]["found"]["host"] >= told["twice"]["models"][0]["found"]["host"]
@@ -196,7 +196,7 @@ def is_told(told: dict, stats: dict) -> None:
 def test_two_ranks_find_what_both_have_after_a_sleep_and_in_a_new_engine(zygote, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    torpor = {"dir": str(tmp_path), "offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB"}
+    torpor = {"checkpoint_dir": str(tmp_path), "offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB"}
     texts = prompts()
     seen = []
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygo
 
     first = serve()
     cold, warm = first["cached"]
-    assert warm > cold + CONVERSATIONS * 32 and first["stats"]["on_transferred"] > CONVERSATIONS
+    assert warm > cold + CONVERSATIONS * 32 and first["stats"]["demote_transferred"] > CONVERSATIONS
     for way in ("preserve_state", "recompute"):
         slept = first["slept"][way]
         assert (
@@ -254,7 +254,7 @@ def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygo
     assert after["stats"]["recovered_blocks"] > CONVERSATIONS and after["cached"][0] > cold + CONVERSATIONS * 32
     assert damage(tmp_path, every=20) > 1
     beside = serve()
-    assert beside["stats"]["up_damaged"] > 0 and beside["stats"]["up_transferred"] > 0
+    assert beside["stats"]["onboard_damaged"] > 0 and beside["stats"]["onboard_transferred"] > 0
     assert first["tokens"] == after["tokens"] == beside["tokens"]
 
 
@@ -316,7 +316,7 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     told = before["told"]
     assert told["cleared"] > 0 and len(told["STORAGE"]) >= 6 and set(told["STORAGE"]) <= set(told["CPU"])
     assert _core.space_word(str(tmp_path / "checkpoints/offload")) != ""  # of the key space since that reset
-    assert before["stats"]["on_transferred"] > 50 and before["stats"]["recovered_blocks"] == 0
+    assert before["stats"]["demote_transferred"] > 50 and before["stats"]["recovered_blocks"] == 0
     assert before["tokens"] == before["again"]
     is_told_block_by_block(before["blocks"], before["stats"])
     after = serve(first, before["asleep"]["checkpoint"])
@@ -329,8 +329,8 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     assert after["new"]["after"] == after["new"]["before"] + 1
     assert damage(tmp_path, every=108) > 5
     beside = serve(first)
-    assert beside["stats"]["up_damaged"] > 0
-    assert beside["stats"]["up_transferred"] > 0 and beside["stats"]["recovered_blocks"] > 0
+    assert beside["stats"]["onboard_damaged"] > 0
+    assert beside["stats"]["onboard_transferred"] > 0 and beside["stats"]["recovered_blocks"] > 0
     assert beside["tokens"] == beside["again"] == before["tokens"]
     elsewhere = serve(other)
     assert elsewhere["stats"]["recovered_blocks"] == 0 and elsewhere["tokens"] != before["tokens"]
@@ -345,11 +345,13 @@ def test_counters_and_gauges_reach_prometheus():
     kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
     metrics, counted = Metrics(config, kinds, ["engine"], {0: ["0"]}), {}
     for transferred in (3, 5):
-        stats = Stats.since(counted, {"down_transferred": transferred, "disk_evicted": 1, "host_blocks": transferred})
+        stats = Stats.since(
+            counted, {"offload_transferred": transferred, "disk_evicted": 1, "host_blocks": transferred}
+        )
         metrics.observe(stats.data)
-    assert stats.data == {"counters": {"down_transferred": 2}, "gauges": {"host_blocks": 5}}
+    assert stats.data == {"counters": {"offload_transferred": 2}, "gauges": {"host_blocks": 5}}
     text = generate_latest().decode()
-    assert 'torpor_offload_blocks_total{engine="0",outcome="transferred",way="down"} 5.0' in text
+    assert 'torpor_offload_blocks_total{engine="0",outcome="transferred",way="offload"} 5.0' in text
     assert 'torpor_offload_evicted_blocks_total{engine="0",store="disk"} 1.0' in text
     assert 'torpor_offload_host_blocks{engine="0"} 5.0' in text
 
@@ -375,7 +377,7 @@ def test_sizes_are_numbers_or_text_with_a_unit():
         ({"offload": "false"}, "offload is 'false'"),
         ({"offload": "eager"}, "no room"),
         ({"host_bytes": 1 << 20, "disk": "through"}, "disk is 'through' and disk_bytes is 0"),
-        ({"disk_bytes": "1GiB"}, "directory"),
+        ({"disk_bytes": "1GiB"}, "disk_dir"),
         ({"host_bytes": 1 << 20, "durable": "perhaps"}, "durable is 'perhaps'"),
         ({"host_bytes": 1 << 20, "min_uses": 1.5}, "min_uses is 1.5"),
         ({"host_bytes": 1 << 20, "max_batch_size": 8}, 'give {"advanced": {"max_batch_size": …}}'),
@@ -394,15 +396,15 @@ def test_a_wrong_option_is_named(given, named):
 
 def test_a_tilde_in_a_path_is_the_home_of_its_user(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    monkeypatch.setenv("TORPOR_SPILL_DIRECTORY", "~/spill")
-    given = {"dir": "~/checkpoints", "key_file": "/keys/~"}
+    monkeypatch.setenv("TORPOR_SPILL_DIR", "~/spill")
+    given = {"checkpoint_dir": "~/checkpoints", "key_file": "/keys/~"}
     options = Options.of(SimpleNamespace(additional_config={"torpor": given}))
-    assert options.dir == "/home/somebody/checkpoints" and options.spill_directory == "/home/somebody/spill"
+    assert options.dir == "/home/somebody/checkpoints" and options.spill_dir == "/home/somebody/spill"
     assert options.key_file == "/keys/~"
-    connector = ConnectorOptions.of({"host_bytes": 1 << 20, "disk_bytes": "1GiB", "directory": "~/kv"})
+    connector = ConnectorOptions.of({"host_bytes": 1 << 20, "disk_bytes": "1GiB", "disk_dir": "~/kv"})
     assert connector.directory == "/home/somebody/kv"
     with pytest.raises(InvalidArgument, match="~nobody-has-this-name/x"):
-        Options.of(SimpleNamespace(additional_config={"torpor": {"dir": "~nobody-has-this-name/x"}}))
+        Options.of(SimpleNamespace(additional_config={"torpor": {"checkpoint_dir": "~nobody-has-this-name/x"}}))
 
 
 def test_the_queue_has_the_defaults_of_the_documents():

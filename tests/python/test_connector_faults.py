@@ -55,7 +55,7 @@ def check(result: dict, load) -> None:
     assert all(tokens == load.expected["answers"][i] for i, tokens in result["again"].items())
     stats = result["stats"]
     assert stats["held_blocks"] == stats["loading_requests"] == 0 and stats["free"] == 59
-    assert stats["up_transferred"] > 0 and stats["down_transferred"] > 30  # a slow disk takes fewer
+    assert stats["onboard_transferred"] > 0 and stats["offload_transferred"] > 30  # a slow disk takes fewer
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +87,14 @@ def test_refused_host_memory_and_a_disk_that_is_full_and_then_gone_cost_time_onl
     result = load("faults")
     check(result, load)
     assert result["host_slots"] == 40  # of 80
-    assert result["stats"].get("on_failed", 0) + result["stats"].get("on_degraded", 0) > 0
+    assert result["stats"].get("demote_failed", 0) + result["stats"].get("demote_degraded", 0) > 0
 
 
 def test_a_disk_that_is_full_at_the_start_costs_hits_only(load):
     result = load("full")
     check(result, load)
     assert result["stats"]["disk_blocks"] == 0 and result["stats"]["recovered_blocks"] == 0
-    assert result["stats"].get("on_failed", 0) + result["stats"].get("on_degraded", 0) > 0
+    assert result["stats"].get("demote_failed", 0) + result["stats"].get("demote_degraded", 0) > 0
 
 
 def test_without_host_memory_blocks_go_to_disk(load):

@@ -23,7 +23,7 @@ def shared(zygote, tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shared")
     results = []
     with mooncake_server.MooncakeServer(folder / "mooncake") as server:
-        options = {"remote": f"{server.url}/tests", "remote_timeout_ms": 10_000, "remote_wait_ms": 10_000}
+        options = {"kv_store": f"{server.url}/tests", "kv_store_timeout_ms": 10_000, "kv_store_wait_ms": 10_000}
         for pid in (0, server.pid):
             words = [PROCESS, tiny_model, folder, json.dumps(options), mooncake_server.site(), pid]
             results.append(result_of(zygote.run(words, timeout=300)))
@@ -41,8 +41,8 @@ def test_a_master_that_is_killed_in_the_middle_costs_no_token(shared):
     assert result["in the middle"] == result["first"]["tokens"]
     killed = result["killed"]
     stats = killed["stats"]
-    assert killed["again"] == killed["tokens"] and stats["remote_up_blocks"] == 0
-    assert stats.get("ask_failed", 0) + stats.get("out_degraded", 0) + stats.get("out_failed", 0) > 0
+    assert killed["again"] == killed["tokens"] and stats["kv_store_onboarded_blocks"] == 0
+    assert stats.get("lookup_failed", 0) + stats.get("publish_degraded", 0) + stats.get("publish_failed", 0) > 0
 
 
 def test_without_mooncake_what_to_install_is_said(monkeypatch):

@@ -30,7 +30,11 @@ def shared(zygote, tiny_model, tmp_path_factory):
         place = {} if wire is None else {"inside": inside(wire.far), "host": FAR}
         server = stack.enter_context(RedisServer(folder / "redis", tls=True, **place))
         near, far = (0, 0) if wire is None else (wire.near, wire.far)
-        options = {"remote": f"{server.url}/tests", "remote_timeout_ms": 300, "remote_wait_ms": 2000} | server.options
+        options = {
+            "kv_store": f"{server.url}/tests",
+            "kv_store_timeout_ms": 300,
+            "kv_store_wait_ms": 2000,
+        } | server.options
         for pid in (0, server.pid):  # the first may compress; the other reads what it has put there
             how = options | {"block_compression": "none" if pid else "zstd"}
             words = [PROCESS, tiny_model, folder, json.dumps(how), pid, near, far]
@@ -50,7 +54,7 @@ def test_after_a_reset_an_engine_finds_nothing_of_before(shared):
     for result in shared:
         after = result["after a reset"]
         assert after["tokens"] == result["first"]["tokens"]
-        assert after["stats"]["remote_up_blocks"] == 0 and after["stats"].get("ask_transferred", 0) == 0
+        assert after["stats"]["kv_store_onboarded_blocks"] == 0 and after["stats"].get("lookup_transferred", 0) == 0
 
 
 @pytest.mark.slow
@@ -60,26 +64,26 @@ def test_a_server_that_does_not_answer_costs_time_once_and_no_token(shared, how)
         pytest.skip("the kernel gives this process no network of its own")
     result = shared[1][how]
     stats = result["stats"]
-    assert result["again"] == result["tokens"] and stats["remote_up_blocks"] == 0
-    assert how == "slowed" or stats.get("out_transferred", 0) == 0
-    assert stats.get("ask_failed", 0) + stats.get("out_degraded", 0) + stats.get("out_failed", 0) > 0
+    assert result["again"] == result["tokens"] and stats["kv_store_onboarded_blocks"] == 0
+    assert how == "slowed" or stats.get("publish_transferred", 0) == 0
+    assert stats.get("lookup_failed", 0) + stats.get("publish_degraded", 0) + stats.get("publish_failed", 0) > 0
 
 
 @pytest.mark.slow
 def test_when_the_network_is_mended_engines_share_again(shared):
     if "mended" not in shared[1]:
         pytest.skip("the kernel gives this process no network of its own")
-    assert shared[1]["mended"]["stats"]["out_transferred"] > 0
+    assert shared[1]["mended"]["stats"]["publish_transferred"] > 0
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"remote": "redis://h", "disk_bytes": 1, "directory": "/d"}, "host_bytes is 0"),
-        ({"host_bytes": 1, "remote_ca": "x"}, "without remote"),
-        ({"host_bytes": 1, "remote": 7}, "remote is 7"),
-        ({"host_bytes": 1, "remote": "redis://h", "remote_blocks": 0}, "remote_blocks is 0"),
-        ({"host_bytes": 1, "remote": "redis://h", "block_compression": "lz4"}, "'none' or 'bf16' or 'zstd'"),
+        ({"kv_store": "redis://h", "disk_bytes": 1, "disk_dir": "/d"}, "host_bytes is 0"),
+        ({"host_bytes": 1, "kv_store_ca": "x"}, "without remote"),
+        ({"host_bytes": 1, "kv_store": 7}, "kv_store is 7"),
+        ({"host_bytes": 1, "kv_store": "redis://h", "kv_store_blocks": 0}, "kv_store_blocks is 0"),
+        ({"host_bytes": 1, "kv_store": "redis://h", "block_compression": "lz4"}, "'none' or 'bf16' or 'zstd'"),
     ],
 )
 def test_options_of_the_remote_store_are_checked(options, words):

@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.rig, *LONG_ON_RIG]
 
 
 @pytest.fixture
-def console(one, events_directory, monkeypatch):
+def console(one, events_dir, monkeypatch):
     """Connected to the engine of this process, which may be stopped."""
-    monkeypatch.setenv("TORPOR_EVENTS_DIRECTORY", events_directory)
+    monkeypatch.setenv("TORPOR_EVENTS_DIR", events_dir)
     monkeypatch.setenv("TORPOR_CONSOLE", "control")
     scheduler = one.core.scheduler
     monkeypatch.setattr(scheduler, "torpor_slots", None, raising=False)
@@ -33,7 +33,7 @@ def console(one, events_directory, monkeypatch):
     with contextlib.suppress(AttributeError):
         monkeypatch.delattr(one.core, "torpor_side")
     one.finish(one.begin(1, ["greedy"]))  # its first step makes the socket
-    with torpor.console.connect(events_directory) as engine:
+    with torpor.console.connect(events_dir) as engine:
         yield engine
         engine.resume()
         for each in engine.call("breakpoint.list")["breakpoints"]:

@@ -168,8 +168,8 @@ class OnRig(Server):
     def become_vllms_own(self) -> None:
         """The same by `vllm serve`, which finds torpor's routes by its plugin."""
         command = ["vllm.entrypoints.cli.main", "serve"]
-        at, end = self._command.index("torpor.vllm.serve"), self._command.index("--torpor-dir")
-        self._environment |= {"VLLM_PLUGINS": "torpor,torpor_rig", "TORPOR_DIR": self._command[end + 1]}
+        at, end = self._command.index("torpor.vllm.serve"), self._command.index("--torpor-checkpoint-dir")
+        self._environment |= {"VLLM_PLUGINS": "torpor,torpor_rig", "TORPOR_CHECKPOINT_DIR": self._command[end + 1]}
         self._command = [*self._command[:at], *command, *self._command[at + 1 : end], *self._command[end + 2 :]]
 
 

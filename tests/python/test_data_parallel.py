@@ -23,7 +23,7 @@ def make(model, directory, **options):
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = AsyncEngineArgs(
-        model=str(model), additional_config={"torpor": {"dir": str(directory)}}, disable_log_stats=True,
+        model=str(model), additional_config={"torpor": {"checkpoint_dir": str(directory)}}, disable_log_stats=True,
         data_parallel_size=2, **(ENGINE | options),
     )  # fmt: skip
     return AsyncLLM.from_engine_args(arguments)
@@ -269,7 +269,7 @@ def ranks(request, tmp_path, monkeypatch):
 
     client = Client(tmp_path)
     config = SimpleNamespace(
-        additional_config={"torpor": {"dir": str(tmp_path)}},
+        additional_config={"torpor": {"checkpoint_dir": str(tmp_path)}},
         parallel_config=SimpleNamespace(data_parallel_size=2),
         model_config=SimpleNamespace(is_moe=request.param),
     )

@@ -71,9 +71,9 @@ class Run:
         slept = self.llm.sleep(level=1, preserve_state=True, to=to)
         assert slept.changed
         woken = self.llm.wake_up(early=True)
-        assert woken and woken.late_blocks > 8 and woken.late_bytes > 0
-        assert self.late()["left"] == woken.late_blocks  # nothing comes by itself
-        return woken.late_blocks
+        assert woken and woken.deferred_blocks > 8 and woken.deferred_bytes > 0
+        assert self.late()["pending"] == woken.deferred_blocks  # nothing comes by itself
+        return woken.deferred_blocks
 
 
 def expected_of(one: InProcess, *added: str) -> dict:
@@ -93,14 +93,14 @@ def test_the_engine_runs_and_a_prefix_that_is_late_is_waited_for(early, to):
     now = Run(early)
     blocks = now.sleep_and_wake(to)
     now.step(2)
-    assert now.late()["left"] == blocks  # running requests needed none of them
+    assert now.late()["pending"] == blocks  # running requests needed none of them
     now.add("hit")
     now.step(1)
     told = now.late()
-    assert 4 < told["arrived"] < blocks and told["left"] == blocks - told["arrived"]
+    assert 4 < told["arrived"] < blocks and told["pending"] == blocks - told["arrived"]
     assert now.step() == expected
     told = now.late("all")
-    assert told == {"arrived": blocks, "lost": 0, "forgone": 0, "left": 0, "recomputed": []}
+    assert told == {"arrived": blocks, "unreadable": 0, "skipped": 0, "pending": 0, "recomputed": []}
     assert early.core.scheduler.torpor_deferred is None
 
 
@@ -112,7 +112,7 @@ def test_a_late_block_that_is_given_out_is_written_by_nobody_any_more(early):
     now.add("filler")
     now.step(8)
     told = now.late("all")  # while it runs: what came now into its blocks would be seen
-    assert told["forgone"] > 0 and told["forgone"] + told["arrived"] == blocks
+    assert told["skipped"] > 0 and told["skipped"] + told["arrived"] == blocks
     assert now.step() == expected
 
 
@@ -123,14 +123,14 @@ def test_who_wanted_a_late_block_that_is_damaged_is_computed_and_named(early):
     cached = [block for block in look("blocks", slept.checkpoint)["blocks"] if not block["requests"]]
     for block in cached:
         flip(early.directory / slept.checkpoint / block["saved"][0]["file"], block["saved"][0]["offset"] + 7)
-    assert now.llm.wake_up(early=True).late_blocks == len(cached) > 15
+    assert now.llm.wake_up(early=True).deferred_blocks == len(cached) > 15
     now.step(2)
     now.add("hit")
     answers = now.step()
     assert {name: answers[name] for name in RUNNING[:2]} == {name: expected[name] for name in RUNNING[:2]}
     assert answers["hit"][0]
     told = now.late("all")
-    assert told["lost"] == len(cached) and told["left"] == told["arrived"] == 0
+    assert told["unreadable"] == len(cached) and told["pending"] == told["arrived"] == 0
     assert [name.split("-")[0] for name in told["recomputed"]] == ["hit"]
     assert early.finish(early.begin(0, RUNNING)).keys() == set(RUNNING)  # it serves on
 
@@ -142,7 +142,7 @@ def test_a_second_sleep_and_a_checkpoint_wait_for_what_is_late(early, to):
     now.sleep_and_wake()
     now.step(1)
     assert now.llm.checkpoint().checkpoint
-    assert now.late()["left"] == 0
+    assert now.late()["pending"] == 0
     now.sleep_and_wake(to)
     now.sleep_and_wake(to)
     now.step(1)
@@ -161,7 +161,7 @@ def test_requests_end_and_the_prefix_cache_is_reset_in_the_middle(early):
     now.add("filler", "hit")
     answers = now.step()
     told = now.late("all")
-    assert told["left"] == 0 and told["lost"] == 0 and told["recomputed"] == []
+    assert told["pending"] == 0 and told["unreadable"] == 0 and told["recomputed"] == []
     assert answers["filler"][0] and answers["hit"][0]
     after = Run(early)
     after.step(2)
@@ -176,10 +176,10 @@ def test_what_is_not_early_brings_all_back_or_is_refused(early, tmp_path):
         now.llm.wake_up(from_checkpoint=tmp_path, early=True)
     now.llm.sleep(level=1, preserve_state=True)
     now.llm.wake_up(["weights"], early=True)
-    assert now.llm.wake_up(["kv_cache"], early=True).late_blocks > 0  # the last tag: all others are there
+    assert now.llm.wake_up(["kv_cache"], early=True).deferred_blocks > 0  # the last tag: all others are there
     now.late("all")
     now.llm.sleep(level=1, preserve_state=True)
-    assert now.llm.wake_up(kv="keep", early=True).late_blocks == 0
+    assert now.llm.wake_up(kv="keep", early=True).deferred_blocks == 0
     now.step(2)
     now.add("hit")
     assert now.step()["greedy"] == expected["greedy"]

@@ -18,13 +18,13 @@ def plain(value: dict) -> dict:
 
 
 def renamed_blocks(value: dict) -> dict:
-    return plain({"skipped" if name == "forgone" else name: item for name, item in value.items()})
+    return plain({"skipped" if name == "skipped" else name: item for name, item in value.items()})
 
 
 def test_the_types_have_what_the_engine_core_says(one):
     torpor = one.llm.torpor
     said = torpor.call("state")
-    renamed = {"deferred": renamed_blocks(said.pop("late"))}
+    renamed = {"deferred": renamed_blocks(said.pop("deferred"))}
     assert asdict(torpor.state()) == plain(said) | renamed
     assert asdict(torpor.plan_sleep(level=1, preserve_state=True)) == plain(
         torpor.call("plan_sleep", {"level": 1, "preserve_state": True})

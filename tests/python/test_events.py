@@ -12,14 +12,14 @@ pytestmark = [pytest.mark.rig, *LONG_ON_RIG]
 
 
 @pytest.fixture
-def directory(events_directory):
-    return events_directory
+def directory(events_dir):
+    return events_dir
 
 
 @pytest.fixture
 def told(one, directory, monkeypatch):
     """The engine of this process, with what it tells; `told()` gives the events since the test began."""
-    monkeypatch.setenv("TORPOR_EVENTS_DIRECTORY", directory)
+    monkeypatch.setenv("TORPOR_EVENTS_DIR", directory)
     monkeypatch.setattr(one.core.scheduler, "torpor_slots", None, raising=False)
     with contextlib.suppress(AttributeError):
         monkeypatch.delattr(one.core, "torpor_side")
@@ -126,7 +126,7 @@ def test_a_directory_that_is_of_no_use_stops_no_engine(one, monkeypatch, tmp_pat
     from torpor.vllm import slots
 
     tmp_path.chmod(0o755)
-    monkeypatch.setenv("TORPOR_EVENTS_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("TORPOR_EVENTS_DIR", str(tmp_path))
     monkeypatch.setattr(slots._core, "begin_events", _refused)
     monkeypatch.setattr(one.core.scheduler, "torpor_slots", None, raising=False)
     assert one.finish(one.begin(3)) == one.expected

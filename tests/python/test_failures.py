@@ -84,7 +84,9 @@ def elsewhere(one, monkeypatch):
 
         side = one.core.torpor_side
         monkeypatch.setattr(
-            side, "controller", _core.SleepController(side.hooks, {"directory": str(directory), "keep_checkpoints": 2})
+            side,
+            "controller",
+            _core.SleepController(side.hooks, {"directory": str(directory), "retain_checkpoints": 2}),
         )
 
     one.llm.torpor.call("state")

@@ -143,7 +143,7 @@ class Engine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        torpor = {"torpor": {"dir": str(directory)}}
+        torpor = {"torpor": {"checkpoint_dir": str(directory)}}
         arguments = AsyncEngineArgs(model=str(model), additional_config=torpor, disable_log_stats=True, **ENGINE)
         self.llm = AsyncLLM.from_engine_args(arguments)
         self.tokens: dict[str, list[int]] = {}

@@ -86,7 +86,7 @@ def test_an_engine_that_cannot_be_resumed_says_that_it_is_lost(raised):
     with pytest.raises(errors.Error) as failed:
         controller.wake_up()
     assert failed.value.state_changed
-    assert controller.state()["engine"] == "lost"
+    assert controller.state()["engine"] == "unrecoverable"
 
 
 def test_a_hook_that_gives_something_else_is_named():

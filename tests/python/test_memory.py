@@ -80,7 +80,7 @@ input()
 def test_what_sleeps_and_what_it_had_is_told_as_events(tmp_path):
     """Of a program without an engine, that is killed: its last words."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        environment = os.environ | {"TORPOR_EVENTS_DIRECTORY": directory, "TORPOR_MEMORY_DEVICE": "host"}
+        environment = os.environ | {"TORPOR_EVENTS_DIR": directory, "TORPOR_MEMORY_DEVICE": "host"}
         program = subprocess.Popen(
             [sys.executable, "-c", EVENTS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -30,13 +30,13 @@ def given(**values) -> Options:
     [
         ("arena_budget_bytes", "4GiB", 4 << 30),
         ("kv_budget_bytes", "300 MiB", 300 << 20),
-        ("max_total_bytes", "17", 17),
-        ("keep_checkpoints", "5", 5),
+        ("retain_checkpoint_bytes", "17", 17),
+        ("retain_checkpoints", "5", 5),
         ("compression_level", "-7", -7),
         ("encrypt", "yes", True),
         ("incremental", "0", False),
         ("console", "off", "off"),
-        ("dir", "~/x", str(Path("~/x").expanduser())),
+        ("checkpoint_dir", "~/x", str(Path("~/x").expanduser())),
     ],
 )
 def test_the_same_text_means_the_same_in_both_places(monkeypatch, name, text, value):
@@ -46,10 +46,16 @@ def test_the_same_text_means_the_same_in_both_places(monkeypatch, name, text, va
 
 
 def test_values_of_their_own_type_are_taken_and_win_over_the_environment(monkeypatch):
-    monkeypatch.setenv("TORPOR_KEEP_CHECKPOINTS", "9")
-    options = given(keep_checkpoints=3, max_total_bytes=1 << 40, encrypt=True, kv_budget_bytes=None, dir=Path("/x"))
-    assert (options.keep_checkpoints, options.max_total_bytes, options.encrypt) == (3, 1 << 40, True)
-    assert options.kv_budget_bytes is None and options.dir == "/x"
+    monkeypatch.setenv("TORPOR_RETAIN_CHECKPOINTS", "9")
+    options = given(
+        retain_checkpoints=3,
+        retain_checkpoint_bytes=1 << 40,
+        encrypt=True,
+        kv_budget_bytes=None,
+        checkpoint_dir=Path("/x"),
+    )
+    assert (options.retain_checkpoints, options.retain_checkpoint_bytes, options.encrypt) == (3, 1 << 40, True)
+    assert options.kv_budget_bytes is None and options.checkpoint_dir == "/x"
 
 
 @pytest.mark.parametrize(
@@ -58,14 +64,14 @@ def test_values_of_their_own_type_are_taken_and_win_over_the_environment(monkeyp
         ("arena_budget_bytes", "4 GB", "4GiB"),
         ("arena_budget_bytes", -1, "number of bytes"),
         ("arena_budget_bytes", None, "number of bytes"),
-        ("keep_checkpoints", "many", "whole number"),
-        ("keep_checkpoints", 2.5, "whole number"),
-        ("keep_checkpoints", True, "whole number"),
+        ("retain_checkpoints", "many", "whole number"),
+        ("retain_checkpoints", 2.5, "whole number"),
+        ("retain_checkpoints", True, "whole number"),
         ("encrypt", "perhaps", "1 or 0"),
         ("encrypt", 1, "true or false"),
         ("compression", "gzip", "'none' or 'bf16' or 'zstd'"),
         ("cpu_linear", "", "'packed' or 'plain'"),
-        ("dir", 7, "use text"),
+        ("checkpoint_dir", 7, "use text"),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_it_was_given_by(monkeypatch, name, wrong, hint):
@@ -121,5 +127,5 @@ def test_a_choice_that_is_none_is_refused_before_an_engine_starts(capsys):
 )
 def test_who_asks_for_torpor(monkeypatch, engine, asked):
     assert asks(SimpleNamespace(**engine)) is asked
-    monkeypatch.setenv("TORPOR_DIR", "/x")
+    monkeypatch.setenv("TORPOR_CHECKPOINT_DIR", "/x")
     assert asks(SimpleNamespace(**engine)) or engine == {"additional_config": {"torpor": {"enabled": False}}}

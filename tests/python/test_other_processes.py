@@ -44,7 +44,9 @@ def start(model, directory, **options):
     from vllm import LLM
 
     return LLM(
-        str(model), additional_config={"torpor": {"dir": str(directory), "keep_checkpoints": 100}}, **(ENGINE | options)
+        str(model),
+        additional_config={"torpor": {"checkpoint_dir": str(directory), "retain_checkpoints": 100}},
+        **(ENGINE | options),
     )
 
 
@@ -110,11 +112,11 @@ def test_an_engine_does_not_stand_still_for_a_sleep_that_was_interrupted(interru
     "ranks", [1, pytest.param(2, marks=[pytest.mark.rig, *(() if rig.active() else [pytest.mark.long])])]
 )
 def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
-    in_other_processes, zygote, tiny_model, tmp_path, events_directory, monkeypatch, ranks
+    in_other_processes, zygote, tiny_model, tmp_path, events_dir, monkeypatch, ranks
 ):  # fmt: skip
     if ranks == 2:
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        monkeypatch.setenv("TORPOR_EVENTS_DIRECTORY", events_directory)
+        monkeypatch.setenv("TORPOR_EVENTS_DIR", events_dir)
         monkeypatch.setenv("TORPOR_CONSOLE", "control")
     names = [
         name for name in REQUESTS if name not in ("unseeded", "bias", "prefix-b")
@@ -126,7 +128,7 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
         expected = written(run(llm.llm_engine))
         assert set(expected) == set(names)
         llm.reset_prefix_cache()
-        with _stopped_once(events_directory) if ranks == 2 else contextlib.nullcontext():
+        with _stopped_once(events_dir) if ranks == 2 else contextlib.nullcontext():
             add_requests(llm.llm_engine, names, LONG)
         answers = {}
         for to in ("host", "disk"):
@@ -140,7 +142,7 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
             assert run(llm.llm_engine, 1) == {}
             delivered = dict(answers)
             if ranks == 2 and to == "host":
-                _ranks_told(report, look("console", events_directory)["processes"])
+                _ranks_told(report, look("console", events_dir)["processes"])
             assert llm.wake_up()
         path = report.checkpoint
         assert written(answers | run(llm.llm_engine)) == expected
@@ -176,9 +178,9 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
 
 
 @contextlib.contextmanager
-def _stopped_once(events_directory):
+def _stopped_once(events_dir):
     """A console stops the engine behind a request that decodes, lets it take a step, and lets it go."""
-    with torpor.console.connect(events_directory) as engine:
+    with torpor.console.connect(events_dir) as engine:
         engine.add_breakpoint(type="slot", to="decoding", once=True, lease=60)
         yield
         began = time.monotonic()
@@ -221,7 +223,7 @@ async def _streaming(zygote, model, directory) -> None:
     names = ["greedy", "seeded", "prefix-a", "stops", "long"]
 
     def make():
-        torpor = {"torpor": {"dir": str(directory)}}
+        torpor = {"torpor": {"checkpoint_dir": str(directory)}}
         options = ENGINE | {"worker_extension_cls": "late_by_hand.LateByHand"}
         arguments = AsyncEngineArgs(model=str(model), additional_config=torpor, disable_log_stats=True, **options)
         return AsyncLLM.from_engine_args(arguments)
@@ -267,15 +269,15 @@ async def _streaming(zygote, model, directory) -> None:
     await asyncio.sleep(0.2)
     assert json.dumps(answers) == frozen, "a token came while the engine slept"
     woken = await engine.wake_up(early=True)
-    assert woken and woken.late_blocks > 8
+    assert woken and woken.deferred_blocks > 8
     await some_tokens(answers, len(answers["greedy"][0]) + 4)
-    assert (await engine.torpor.state()).deferred.left == woken.late_blocks
+    assert (await engine.torpor.state()).deferred.pending == woken.deferred_blocks
     await engine.sleep(level=1, preserve_state=True)  # waits for what is left
     again = await engine.wake_up(early=True)
-    assert again.late_blocks >= woken.late_blocks
+    assert again.deferred_blocks >= woken.deferred_blocks
     assert await ended(engine, "long-seeded") == of_cached
     late = (await engine.torpor.state()).deferred
-    assert 4 < late.arrived < again.late_blocks and late.lost == 0 < late.left
+    assert 4 < late.arrived < again.deferred_blocks and late.unreadable == 0 < late.pending
     so_far = len(answers["greedy"][0])
     given_up = asyncio.create_task(engine.checkpoint())
     await asyncio.sleep(0)  # its first order is sent
@@ -286,7 +288,7 @@ async def _streaming(zygote, model, directory) -> None:
         await engine.checkpoint(progress=lambda progress: False)
     seen: list = []
     while_serving = await engine.checkpoint(progress=seen.append)  # the others are gone
-    assert seen[-1].phase == "prove" and seen[-1].bytes_done == seen[-1].bytes_total >= while_serving.saved_bytes > 0
+    assert seen[-1].phase == "verify" and seen[-1].bytes_done == seen[-1].bytes_total >= while_serving.saved_bytes > 0
     assert while_serving.requests > 0 and Path(while_serving.checkpoint).is_dir()
     assert len(answers["greedy"][0]) > so_far, "it stood still until the checkpoint was written"
     report = await engine.sleep(level=1, preserve_state=True, to="disk")
@@ -341,10 +343,10 @@ def test_killed_while_it_falls_asleep_and_while_it_wakes_a_whole_checkpoint_is_l
         return zygote.run(
             [HERE / "killed_process.py", tiny_model, *arguments],
             timeout=200,
-            env=os.environ | {"TORPOR_EVENTS_DIRECTORY": events.name},
+            env=os.environ | {"TORPOR_EVENTS_DIR": events.name},
         )
 
-    left_by = {"save": "g-000001", "prove": "g-000002", "restore": "g-000001"}
+    left_by = {"save": "g-000001", "verify": "g-000002", "restore": "g-000001"}
     for phase in left_by:
         done = child(phase, tmp_path / phase)
         assert done.returncode == -9, done.stdout[-2000:] + done.stderr[-2000:]

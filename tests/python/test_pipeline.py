@@ -27,10 +27,12 @@ def test_two_stages_sleep_and_a_new_process_goes_on(zygote, tiny_model, tmp_path
     assert max(slept["in_flight"]) == DEPTH - 1
     assert all(slept["taken_over"].values()), slept["taken_over"]
     awake, early = slept["early"]
-    assert awake["answers"] == early["answers"] and awake["late_blocks"] == [0, 0]
-    assert min(early["late_blocks"]) > 4 and early["before"]["left"] == early["late_blocks"][-1]
+    assert awake["answers"] == early["answers"] and awake["deferred_blocks"] == [0, 0]
+    assert min(early["deferred_blocks"]) > 4 and early["before"]["pending"] == early["deferred_blocks"][-1]
     after = early["after"]
-    assert 4 < after["arrived"] < early["late_blocks"][-1] and after["lost"] == 0 and after["recomputed"] == []
+    assert (
+        4 < after["arrived"] < early["deferred_blocks"][-1] and after["unreadable"] == 0 and after["recomputed"] == []
+    )
     assert max(early["in_flight"]) == DEPTH - 1
     woken = process("wake", slept["paths"])
     for twin, delivered, result in zip(slept["twins"], slept["delivered"], woken, strict=True):

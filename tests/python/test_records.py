@@ -271,7 +271,7 @@ def test_failures_of_the_log_are_a_counter():
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.log_failures.inc()
-    assert registry.get_sample_value("torpor_answer_log_failures_total") == 1
+    assert registry.get_sample_value("torpor_response_log_failures_total") == 1
 
 
 def test_a_failed_write_is_counted(tokenizer, caplog):

@@ -22,7 +22,7 @@ def traces():
 
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory, traces):
-    options = ["--torpor-queue-limit", "4", "--torpor-keep-answers", "600", "--max-num-seqs", "16"]
+    options = ["--torpor-queue-limit", "4", "--torpor-response-log-seconds", "600", "--max-num-seqs", "16"]
     options += ["--otlp-traces-endpoint", traces.endpoint]
     how = {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -270,7 +270,7 @@ def test_clients_that_go_or_abort_or_lose_patience_while_it_sleeps(server):
         await asyncio.gather(aborting, staying)
         assert stays.finish_reason == "length" and aborted.finish_reason == "abort"
         assert (await client.whole("gone"))["choices"][0]["state"] == "aborted"
-        counts = (await client.http.get("/torpor/state")).json()["answers"]
+        counts = (await client.http.get("/torpor/state")).json()["responses"]
         assert counts["running"] == 0
 
     played(server, scene)
@@ -311,7 +311,7 @@ def test_hundreds_of_open_streams_over_a_sleep(server):
             as_admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
             with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=100) as other:
                 deadline = time.monotonic() + 100
-                while other.get("/torpor/state").json()["answers"]["running"] < many * 3 // 5:
+                while other.get("/torpor/state").json()["responses"]["running"] < many * 3 // 5:
                     assert time.monotonic() < deadline, "they are over before they were all there"
                 report = other.post("/sleep", headers=as_admin).json()
                 other.post("/wake_up", headers=as_admin)
@@ -375,7 +375,7 @@ def test_a_sleep_to_disk_reports_what_it_does_and_plans_tell_the_truth(server):
         plan = await client.post("/torpor/plan", to="disk")
         assert plan["requests"] == 1 and plan["free_bytes"]["kv_cache"] > 1e9 and not plan["problems"]
         done, last = await told(client, "/torpor/checkpoint")
-        assert last["phase"] == "prove" and last["bytes_done"] == last["bytes_total"] >= done["saved_bytes"] > 0
+        assert last["phase"] == "verify" and last["bytes_done"] == last["bytes_total"] >= done["saved_bytes"] > 0
         done, last = await told(client, "/sleep", to="disk")
         assert last["phase"] == "detach" and last["bytes_done"] == last["bytes_total"] == done["saved_bytes"] > 0
         assert done["freed_bytes"] == sum(plan["free_bytes"].values())
@@ -420,7 +420,7 @@ def test_metrics_tell_what_happened(server):
             if line.startswith("vllm:engine_sleep_state") and 'sleep_state="awake"' in line
         ]
         assert sleeping and sleeping[0].endswith(" 0.0")
-        assert value(awake, "torpor_answer_log_bytes ") > 0 and value(awake, "torpor_requests_failed_total ") == 0
+        assert value(awake, "torpor_response_log_bytes ") > 0 and value(awake, "torpor_requests_failed_total ") == 0
         assert "torpor_queue_seconds_count " in awake and 'le="+Inf"' in awake
 
     played(server, scene)

@@ -27,7 +27,7 @@ class Clock:
 def test_an_idle_server_falls_asleep_and_later_to_disk(monkeypatch, tmp_path):
     async def scene():
         clock = Clock(monkeypatch)
-        settings = {"sleep_after": 30, "sleep_to_disk_after": 600, "wake_on_request": True}
+        settings = {"sleep_after_seconds": 30, "sleep_to_disk_after_seconds": 600, "wake_on_request": True}
         app, server = build(monkeypatch, COMPLETIONS, engine=Engine(tmp_path), **settings)
         await started(server)
         await clock.look(server, 29)
@@ -66,7 +66,9 @@ def automatic(server) -> dict[str, float]:
 def test_a_sleep_that_was_asked_for_stays_as_it_is(monkeypatch, tmp_path):
     async def scene():
         clock = Clock(monkeypatch)
-        _, server = build(monkeypatch, [], engine=Engine(tmp_path), sleep_after=1, sleep_to_disk_after=1)
+        _, server = build(
+            monkeypatch, [], engine=Engine(tmp_path), sleep_after_seconds=1, sleep_to_disk_after_seconds=1
+        )
         await started(server)
         await server.sleep()
         await clock.look(server, 100)
@@ -78,7 +80,9 @@ def test_a_sleep_that_was_asked_for_stays_as_it_is(monkeypatch, tmp_path):
 def test_a_sleep_to_disk_that_fails_on_its_way_leaves_the_truth(monkeypatch, tmp_path):
     async def scene():
         clock = Clock(monkeypatch)
-        _, server = build(monkeypatch, [], engine=Engine(tmp_path), sleep_after=1, sleep_to_disk_after=1)
+        _, server = build(
+            monkeypatch, [], engine=Engine(tmp_path), sleep_after_seconds=1, sleep_to_disk_after_seconds=1
+        )
         await started(server)
         await clock.look(server, 1)
         server.engine.fails_with = NotEnoughRoom("another server has the device")
@@ -158,7 +162,7 @@ def test_an_operator_waits_for_the_servers_own_checkpoint_though_requests_come(m
             return await stock()
 
         monkeypatch.setattr(engine, "checkpoint", slow_checkpoint)
-        app, server = build(monkeypatch, COMPLETIONS, engine=engine, checkpoint_every=0.01)
+        app, server = build(monkeypatch, COMPLETIONS, engine=engine, checkpoint_interval_seconds=0.01)
         await started(server)
         checkpoints = asyncio.create_task(server._automatic.checkpoints())
         await asyncio.wait_for(begun.wait(), 10)
@@ -178,9 +182,13 @@ def test_an_operator_waits_for_the_servers_own_checkpoint_though_requests_come(m
 @pytest.mark.parametrize("directory", [True, False])
 def test_settings_that_do_not_go_together_are_refused(monkeypatch, tmp_path, directory):
     async def scene():
-        settings = {"sleep_to_disk_after": 5} if directory else {"sleep_after": 5, "sleep_to_disk_after": 5}
+        settings = (
+            {"sleep_to_disk_after_seconds": 5}
+            if directory
+            else {"sleep_after_seconds": 5, "sleep_to_disk_after_seconds": 5}
+        )
         _, server = build(monkeypatch, [], engine=Engine(tmp_path if directory else None), **settings)
         await started(server)
-        assert server.state == "failed" and "sleep_to_disk_after without" in str(server.problem)
+        assert server.state == "failed" and "sleep_to_disk_after_seconds without" in str(server.problem)
 
     run(scene())

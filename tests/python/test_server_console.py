@@ -81,7 +81,11 @@ def test_over_its_socket_a_server_sleeps_and_wakes(zygote):
     assert result["checkpoint"] == "g-000001"
     assert [each[0] for each in result["wrong"]] == ["invalid_argument"] * 3
     assert result["calls"][0][1:3] == [1, "abort"] and result["calls"][0][3]["tags"] == ["weights", "kv_cache"]
-    assert result["calls"][1] == ["wake_up", None, {"kv": "keep", "progress": None, "early": False, "take_from": None}]
+    assert result["calls"][1] == [
+        "wake_up",
+        None,
+        {"kv": "keep", "progress": None, "early": False, "swap_in_from": None},
+    ]
     assert result["told"] == [
         ["sleep", "ok"], ["wake", "ok"], ["sleep", "ok"], ["wake", "resource_exhausted"], ["wake", "ok"],
         ["checkpoint", "ok"], *[["sleep", "invalid_argument"]] * 3,

@@ -25,8 +25,11 @@ REQUESTS, TOKENS = 4, 400
 
 def test_a_module_without_libcurl_says_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.delattr(_core, "RemoteHome")
-    settings, options = Settings(remote=f"file://{tmp_path}/store"), SimpleNamespace(dir=str(tmp_path), key_file=None)
-    with pytest.raises(Unsupported, match="--torpor-remote"):
+    settings, options = (
+        Settings(object_store=f"file://{tmp_path}/store"),
+        SimpleNamespace(checkpoint_dir=str(tmp_path), key_file=None),
+    )
+    with pytest.raises(Unsupported, match="--torpor-object-store"):
         remote.Remote(settings, options)
 
 
@@ -94,8 +97,8 @@ def test_a_store_that_cannot_be_reached_holds_nobody_up(s3):
 
 
 def test_a_store_that_did_not_answer_once_is_asked_again(s3, tmp_path, monkeypatch):
-    settings = Settings(remote=f"s3://{BUCKET}/slow", remote_term=6)
-    home = remote.Remote(settings, SimpleNamespace(dir=str(tmp_path), key_file=None))
+    settings = Settings(object_store=f"s3://{BUCKET}/slow", ownership_term_seconds=6)
+    home = remote.Remote(settings, SimpleNamespace(checkpoint_dir=str(tmp_path), key_file=None))
     said = []
     monkeypatch.setattr(remote.logger, "warning", lambda *words: said.append(words))
 
@@ -118,11 +121,11 @@ def test_what_a_server_was_overtaken_with_is_not_gone_on_from(tmp_path, monkeypa
     """Also not if it is killed before it has written a checkpoint of its own."""
     there = ["pushed", "never-pushed"]
     monkeypatch.setattr(remote._core, "list_checkpoints", lambda *_: [{"path": f"{tmp_path}/{name}"} for name in there])
-    store = Settings(remote=f"file://{tmp_path}/store", remote_term=6)
+    store = Settings(object_store=f"file://{tmp_path}/store", ownership_term_seconds=6)
     (tmp_path / "store").mkdir()
 
     def start(before: str, holder: str) -> str:
-        server = remote.Remote(store, SimpleNamespace(dir=str(tmp_path), key_file=None))
+        server = remote.Remote(store, SimpleNamespace(checkpoint_dir=str(tmp_path), key_file=None))
         server._home = SimpleNamespace(before=before, holder=holder, fetch=lambda *_: f"/where/it/was/{there[0]}")
         return server._fetch({})
 
@@ -145,9 +148,9 @@ def test_whom_a_directory_goes_on_from_is_on_disk_when_it_is_said(tmp_path, monk
         stock = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, name=name, stock=stock: (done.append(name), stock(*a))[1])
     monkeypatch.setattr(remote._core, "list_checkpoints", lambda *_: [])
-    store = Settings(remote=f"file://{tmp_path}/store", remote_term=6)
+    store = Settings(object_store=f"file://{tmp_path}/store", ownership_term_seconds=6)
     (tmp_path / "store").mkdir()
-    server = remote.Remote(store, SimpleNamespace(dir=str(tmp_path / "dir"), key_file=None))
+    server = remote.Remote(store, SimpleNamespace(checkpoint_dir=str(tmp_path / "dir"), key_file=None))
     server._home = SimpleNamespace(before="", holder="a", fetch=lambda *_: "")
     assert server._fetch({}) == "" and done == ["fsync", "replace", "fsync"]
     assert [path.name for path in (tmp_path / "dir").iterdir()] == ["remote.holder"]
@@ -155,7 +158,12 @@ def test_whom_a_directory_goes_on_from_is_on_disk_when_it_is_said(tmp_path, monk
 
 def test_what_was_pushed_goes_on_elsewhere(s3, tiny_model, tmp_path):
     store = f"s3://{BUCKET}/servers"
-    options = ["--torpor-remote", store, "--torpor-remote-term", "12"]  # longer than a busy machine stands still
+    options = [
+        "--torpor-object-store",
+        store,
+        "--torpor-ownership-term-seconds",
+        "12",
+    ]  # longer than a busy machine stands still
     first, second = (
         make_server(tiny_model, tmp_path / name / "torpor", *options, name=name, environment=s3.environment)
         for name in ("first", "second")
@@ -253,7 +261,14 @@ def test_three_hundred_requests_over_a_kill_and_through_a_replica(s3, tiny_model
     servers = []
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        options = ["--torpor-remote", store, "--torpor-remote-term", "6", "--torpor-on-disconnect", "continue"]
+        options = [
+            "--torpor-object-store",
+            store,
+            "--torpor-ownership-term-seconds",
+            "6",
+            "--torpor-on-disconnect",
+            "continue",
+        ]
         servers.append(
             make_server(tiny_model, tmp_path / name / "torpor", *options, name=name, environment=s3.environment)
         )
@@ -265,7 +280,7 @@ def test_three_hundred_requests_over_a_kill_and_through_a_replica(s3, tiny_model
 
 
 async def many(first, second):
-    first.start(["--torpor-remote-address", first.url])
+    first.start(["--torpor-advertise-address", first.url])
     await asyncio.to_thread(first.wait_until_ready)
     second.start()
     with pytest.raises(ServerEnded, match="another server owns"):

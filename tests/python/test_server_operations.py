@@ -51,7 +51,7 @@ def test_a_server_is_alive_where_a_restart_cannot_help(monkeypatch, tmp_path, co
     run(scene())
 
 
-@pytest.mark.parametrize("settings", [{}, {"checkpoint_every": 60}, {"remote": "file:///nowhere"}])
+@pytest.mark.parametrize("settings", [{}, {"checkpoint_interval_seconds": 60}, {"object_store": "file:///nowhere"}])
 def test_a_directory_that_another_host_does_not_see_is_told_of_at_the_start(monkeypatch, tmp_path, settings):
     async def scene():
         said = []
@@ -88,7 +88,7 @@ def test_an_engine_that_was_lost_asks_for_a_restart(monkeypatch):
 
         app, server = build(monkeypatch, EVERYTHING)
         await started(server)
-        server.engine.fails_with, server.engine.state = DeviceError("it does not let go"), "lost"
+        server.engine.fails_with, server.engine.state = DeviceError("it does not let go"), "unrecoverable"
         with pytest.raises(DeviceError):
             await server.sleep()
         async with client(app) as http:
@@ -145,7 +145,7 @@ def test_a_pod_starts_a_server_that_keeps_its_promises(monkeypatch):
     rest = arguments(*serve.take_options(container["args"]))
     settings = Settings.from_environment()
     assert rest.model_tag == "/models/llm" and rest.port == container["ports"][0]["containerPort"]
-    assert settings.wake_on_request and os.environ["TORPOR_DIR"].startswith("/state/")
+    assert settings.wake_on_request and os.environ["TORPOR_CHECKPOINT_DIR"].startswith("/state/")
     delay = container["lifecycle"]["preStop"]["exec"]["command"]
     assert delay[:2] == ["/bin/sh", "-c"] and re.fullmatch(r"sleep \d+", delay[2])
     assert pod["terminationGracePeriodSeconds"] >= int(delay[2].split()[1]) + settings.sigterm_seconds + 10
@@ -285,13 +285,13 @@ def test_counts_are_counters_and_amounts_are_gauges(monkeypatch):
     kinds = {family.name: family.type for family in registry.collect()}
     assert {name for name, kind in kinds.items() if kind == "counter"} == {
         "torpor_operations", "torpor_moved_bytes", "torpor_requests_restored", "torpor_requests_refused",
-        "torpor_requests_failed", "torpor_requests_rolled_forward", "torpor_answer_log_failures",
-        "torpor_automatic_operations", "torpor_task_failures", "torpor_answers_dropped",
+        "torpor_requests_failed", "torpor_requests_replayed", "torpor_response_log_failures",
+        "torpor_automatic_operations", "torpor_task_failures", "torpor_responses_dropped",
     }  # fmt: skip
     assert {name for name, kind in kinds.items() if kind == "histogram"} == {
         "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds",
     }  # fmt: skip
-    assert kinds["torpor_answer_log_bytes"] == "gauge" and kinds["torpor_requests_queued"] == "gauge"
+    assert kinds["torpor_response_log_bytes"] == "gauge" and kinds["torpor_requests_queued"] == "gauge"
 
 
 def test_waiting_is_measured(monkeypatch):

@@ -44,9 +44,9 @@ def events():
 
 @pytest.fixture(scope="module")
 def server(tiny_model, folder, events):
-    options = ["--torpor-checkpoint-every", "3", "--max-num-seqs", str(CLIENTS)]
-    options += ["--torpor-events-directory", events, "--torpor-console", "control"]
-    options += ["--torpor-record-directory", str(folder / "recordings")]
+    options = ["--torpor-checkpoint-interval-seconds", "3", "--max-num-seqs", str(CLIENTS)]
+    options += ["--torpor-events-dir", events, "--torpor-console", "control"]
+    options += ["--torpor-recordings-dir", str(folder / "recordings")]
     server = make_server(tiny_model, folder / "torpor", *options, environment={"VLLM_SERVER_DEV_MODE": "1"})
     server.start()
     server.wait_until_ready()
@@ -237,9 +237,9 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
         assert newest.exists() and (folder / "kept" / newest.name).exists()
         server.stop()
 
-        # As its message says: go on without that checkpoint, from the log of answers. And no time to save anything.
+        # As its message says: go on without that checkpoint, from the response log. And no time to save anything.
         server.start(
-            ["--torpor-on-wake-error", "recompute", "--torpor-sigterm-seconds", "0", "--torpor-checkpoint-every", "0"]
+            "--torpor-on-wake-error=recompute --torpor-sigterm-seconds=0 --torpor-checkpoint-interval-seconds=0".split()
         )
         await asyncio.to_thread(server.wait_until_ready)
         at = [len(reading.text) for reading in readings]
@@ -291,7 +291,7 @@ def test_a_server_starts_with_another_option_where_nothing_runs_or_its_operator_
     async def started_as(rows: int, *options: str) -> None:
         assert await asyncio.to_thread(server.terminate) == 0
         left = newest()
-        server.start(["--max-num-seqs", str(rows), "--torpor-checkpoint-every", "0", *options])
+        server.start(["--max-num-seqs", str(rows), "--torpor-checkpoint-interval-seconds", "0", *options])
         await asyncio.to_thread(server.wait_until_ready)
         assert newest() == left
 
@@ -320,7 +320,7 @@ def test_a_server_starts_with_another_option_where_nothing_runs_or_its_operator_
         [choice] = (await client.whole("o-1"))["choices"]
         assert choice["state"] == "failed" and "max_num_seqs" in choice["stop_reason"]
         assert choice["text"] and expected.text.startswith(choice["text"])
-        aside = (await client.admin.get("/torpor/state")).json()["answers"]["set_aside"]
+        aside = (await client.admin.get("/torpor/state")).json()["responses"]["set_aside"]
         assert aside.startswith(str(folder / "torpor/answers/set-aside-")) and Path(aside).stat().st_size > 0
         await client.chat(Reading("o-2"), prompt(1), **sampling(1, 8))
 
@@ -362,7 +362,7 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
             await asyncio.sleep(0.2)
             await pair[awake].post("/sleep")
             awake = 1 - awake
-            assert ((await woken(awake))["late_blocks"] > 0) == (awake == 1)
+            assert ((await woken(awake))["deferred_blocks"] > 0) == (awake == 1)
             assert time.monotonic() < ends
         await woken(1 - awake)
         await asyncio.gather(*loads)
@@ -376,7 +376,7 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
         while not drained.text:
             await asyncio.sleep(0.01)
         await second.post("/sleep")
-        late = (await woken(1))["late_blocks"]
+        late = (await woken(1))["deferred_blocks"]
         state = (await second.http.get("/torpor/state")).json()
         assert state["engine"]["late"]["left"] == late > 0 and drained.finish_reason is None
         await restarted(other, other.terminate)
@@ -393,13 +393,13 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
 def test_a_server_may_wake_by_itself_and_go_on_without_its_clients(tiny_model, folder):
     options = [
         "--torpor-wake-on-request",
-        "--torpor-sleep-after",
+        "--torpor-sleep-after-seconds",
         "1",
-        "--torpor-sleep-to-disk-after",
+        "--torpor-sleep-to-disk-after-seconds",
         "1",
         "--torpor-on-disconnect",
         "continue",
-        "--torpor-log-sync",
+        "--torpor-response-log-sync",
         "always",
         "--torpor-tenant-header",
         "X-Tenant",

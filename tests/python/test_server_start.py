@@ -107,6 +107,6 @@ def test_one_in_an_object_store_is_left_there_where_no_answer_runs(monkeypatch, 
 
     monkeypatch.setattr(life, "Remote", Store)
     store = "s3://bucket/prefix"
-    server, _ = outcome(monkeypatch, tmp_path, None, ended=("b",), running=running, remote=store)
+    server, _ = outcome(monkeypatch, tmp_path, None, ended=("b",), running=running, object_store=store)
     assert server.state == state
     assert server.left_checkpoint == (None if running else {"path": store, "why": str(OTHER)})

@@ -30,16 +30,16 @@ AWAKE = {"error": {"code": "failed_precondition", "what": "swap: it is awake", "
 WOKEN = {"status": "awake", "restored_bytes": 7}
 
 
-class Room:
-    """As exchange.room() makes it, where the other one has come at once."""
+class Channel:
+    """As exchange.channel() makes it, where the other one has come at once."""
 
     def __init__(self, here: bool = True):
-        self.here, self.by, self.partner_timeout = here, "", 0.0
+        self.here, self.by, self.peer_timeout = here, "", 0.0
 
     @contextlib.contextmanager
-    def made(self, partner_timeout: float):
-        self.partner_timeout = partner_timeout
-        yield self, "/a/room"
+    def made(self, peer_timeout: float):
+        self.peer_timeout = peer_timeout
+        yield self, "/a/channel"
 
     def has_come(self, side: str) -> bool:
         return self.here
@@ -72,12 +72,12 @@ async def other_server(answer) -> AsyncIterator[tuple[str, list]]:
         await runner.cleanup()
 
 
-async def a_server(monkeypatch, room: Room | None = None):
+async def a_server(monkeypatch, channel: Channel | None = None):
     monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
     app, server = build(monkeypatch, [], *KEYS)
     await started(server)
-    if room is not None:
-        monkeypatch.setattr(swapping.exchange, "room", room.made)
+    if channel is not None:
+        monkeypatch.setattr(swapping.exchange, "channel", channel.made)
     return app, server
 
 
@@ -123,7 +123,7 @@ def test_where_the_other_one_does_not_come_nothing_has_happened(monkeypatch, ans
         assert told.status_code == status and words in told.text, told.text
         assert f"the server at {url}" in told.text and "this server" not in told.text
         assert server.state == "awake" and not slept(server) and not server.operating()
-        assert len(asked) == 1 and asked[0].path == "/wake_up" and asked[0].query["take_from"].endswith("/room")
+        assert len(asked) == 1 and asked[0].path == "/wake_up" and asked[0].query["swap_in_from"].endswith("/channel")
         assert asked[0].headers["Authorization"] == f"Bearer {ADMIN}" and asked[0].headers["traceparent"] == "00-a-b-01"
 
     run(scene())
@@ -177,7 +177,7 @@ def test_only_a_server_of_this_host_is_sent_the_key(monkeypatch):
             assert told.status_code == 400 and "stays on this host" in told.json()["error"]["what"], told.text
             assert (await http.post("/swap")).status_code in (400, 422)
             for seconds in (0, -1, "inf", "nan", "soon"):
-                params = {"to": "http://127.0.0.1:1", "partner_timeout": seconds}
+                params = {"to": "http://127.0.0.1:1", "peer_timeout": seconds}
                 assert (await http.post("/swap", params=params)).status_code in (400, 422), seconds
         assert not slept(server)
 
@@ -203,7 +203,7 @@ def test_a_name_is_resolved_once_and_only_what_was_checked_is_asked(monkeypatch)
             other = swapping.Other(await swapping.loopback.checked(named), {"Authorization": f"Bearer {ADMIN}"})
             for _ in range(2):
                 with pytest.raises(WrongState, match="it is awake"):
-                    await other.wake_up("/a/room")
+                    await other.wake_up("/a/channel")
             assert await other.is_there()
             assert names == ["localhost"] and other.url == url.replace("127.0.0.1", "localhost")
             assert [request.path for request in asked] == ["/wake_up", "/wake_up", "/is_sleeping"]
@@ -231,7 +231,7 @@ def test_whether_the_other_one_is_there_is_asked_without_the_key_and_of_nobody_e
 
 def test_one_that_sleeps_or_is_busy_asks_nobody(monkeypatch):
     async def scene():
-        app, server = await a_server(monkeypatch, Room())
+        app, server = await a_server(monkeypatch, Channel())
         async with other_server(answers(200, WOKEN)) as (url, asked), client(app, ADMIN) as http:
             async with server.operation:
                 assert (await http.post("/swap", params={"to": url})).status_code == 409
@@ -245,10 +245,10 @@ def test_one_that_sleeps_or_is_busy_asks_nobody(monkeypatch):
 @pytest.mark.parametrize("goes_away", [False, True])
 def test_both_halves_are_told_of(monkeypatch, goes_away):
     async def scene():
-        room = Room()
-        app, server = await a_server(monkeypatch, room)
+        channel = Channel()
+        app, server = await a_server(monkeypatch, channel)
         async with other_server(answers(200, WOKEN)) as (url, _), client(app, ADMIN) as http:
-            call = asyncio.create_task(http.post("/swap", params={"to": url + "/", "partner_timeout": 7}))
+            call = asyncio.create_task(http.post("/swap", params={"to": url + "/", "peer_timeout": 7}))
             if goes_away:
                 while not server.operating():
                     await asyncio.sleep(0)
@@ -257,10 +257,10 @@ def test_both_halves_are_told_of(monkeypatch, goes_away):
                 told = (await call).json()
                 assert told["status"] == "sleeping" and told["to"] == url and told["woken"] == WOKEN
                 assert told["slept"]["freed_bytes"] == 1 and told["seconds"] >= 0
-                assert room.partner_timeout == 7
+                assert channel.peer_timeout == 7
             while server.state != "asleep" or server.operating():
                 await asyncio.sleep(0.001)
-            assert slept(server)[0][1:3] == (1, "abort") and slept(server)[0][3]["give_to"] == "/a/room"
+            assert slept(server)[0][1:3] == (1, "abort") and slept(server)[0][3]["swap_out_to"] == "/a/channel"
             assert slept(server)[0][3]["preserve_state"] is True
 
     run(scene())
@@ -268,7 +268,7 @@ def test_both_halves_are_told_of(monkeypatch, goes_away):
 
 def test_its_events_are_those_of_a_sleep(monkeypatch):
     async def scene():
-        app, _ = await a_server(monkeypatch, Room())
+        app, _ = await a_server(monkeypatch, Channel())
         events = {"Accept": "text/event-stream"}
         async with other_server(answers(200, WOKEN)) as (url, _), client(app, ADMIN, **events) as http:
             told = (await http.post("/swap", params={"to": url})).text
@@ -287,18 +287,18 @@ def test_where_this_half_fails_the_other_one_is_told_and_this_one_serves_on(monk
             (DeviceError("it does not let go"), "this server: it does not let go"),
             (EngineDeadError(), "this server: its engine core has ended"),
         ):
-            room = Room()
-            app, server = await a_server(monkeypatch, room)
+            channel = Channel()
+            app, server = await a_server(monkeypatch, channel)
             server.engine.fails_with = problem
 
-            async def waits(request, room=room):
-                while not room.by:
+            async def waits(request, channel=channel):
+                while not channel.by:
                     await asyncio.sleep(0.001)
                 return await answers(409, AWAKE)(request)
 
             async with other_server(waits) as (url, _), client(app, ADMIN) as http:
                 told = await http.post("/swap", params={"to": url})
-            assert told.status_code == 500 and words in told.text and room.by == "gives", told.text
+            assert told.status_code == 500 and words in told.text and channel.by == "gives", told.text
             assert server.state == "awake" and not server.operating()
 
     run(scene())
@@ -307,7 +307,7 @@ def test_where_this_half_fails_the_other_one_is_told_and_this_one_serves_on(monk
 @pytest.mark.parametrize("ended", [False, True])
 def test_where_the_other_one_ends_before_its_last_word_this_one_wakes_again(monkeypatch, ended):
     async def scene():
-        app, server = await a_server(monkeypatch, Room())
+        app, server = await a_server(monkeypatch, Channel())
         monkeypatch.setattr(swapping.Other, "is_there", lambda self: asyncio.sleep(0, not ended))
 
         async def late(request):
@@ -383,7 +383,7 @@ def test_an_engine_that_stays_asleep_takes_no_step(monkeypatch, asleep):
     def call(_, method, options=None):
         if method == "sleep":
             raise TimedOut("no sign of the other", "", state_changed=True)
-        return {"engine": "asleep" if asleep else "lost", "level": 1}
+        return {"engine": "asleep" if asleep else "unrecoverable", "level": 1}
 
     monkeypatch.setattr(frontend, "call", call)
     client = SimpleNamespace(outputs_queue=Queue())
@@ -395,11 +395,11 @@ def test_an_engine_that_stays_asleep_takes_no_step(monkeypatch, asleep):
     assert frontend.step(engine, lambda: ["waits"]) == ([] if asleep else ["waits"])
 
 
-@pytest.mark.parametrize(("method", "half"), [("sleep", "give_to"), ("wake_up", "take_from")])
+@pytest.mark.parametrize(("method", "half"), [("sleep", "swap_out_to"), ("wake_up", "swap_in_from")])
 def test_data_parallel_engines_are_no_half_of_a_swap(monkeypatch, method, half):
     from torpor.errors import Unsupported
     from torpor.vllm import data_parallel, frontend
 
     monkeypatch.setattr(data_parallel, "has_several", lambda client: True)
     with pytest.raises(Unsupported, match="swap of data parallel"):
-        asyncio.run(frontend.call_async(SimpleNamespace(engine_core=None), method, {half: "/a/room"}))
+        asyncio.run(frontend.call_async(SimpleNamespace(engine_core=None), method, {half: "/a/channel"}))

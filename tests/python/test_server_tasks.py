@@ -75,7 +75,7 @@ def test_a_loop_that_is_cancelled_ends(monkeypatch, at_once):
 
 def test_periodic_checkpoints_go_on_after_any_failure(monkeypatch, tmp_path, at_once):
     async def scene():
-        _, server = build(monkeypatch, [], engine=Engine(tmp_path), checkpoint_every=1e-6)
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path), checkpoint_interval_seconds=1e-6)
         await started(server)
         attempts = []
         written = asyncio.Event()
@@ -114,7 +114,7 @@ def test_a_request_wakes_the_engine_after_any_failure(monkeypatch, tmp_path, at_
 
 def test_an_idle_server_tries_a_term_later_after_any_failure(monkeypatch, tmp_path, at_once):
     async def scene():
-        settings = {"sleep_after": 1e-6, "wake_on_request": True}
+        settings = {"sleep_after_seconds": 1e-6, "wake_on_request": True}
         _, server = build(monkeypatch, [], engine=Engine(tmp_path), **settings)
         await started(server)
         server.engine.fails_with = PLAIN

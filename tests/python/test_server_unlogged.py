@@ -15,9 +15,9 @@ from vllm import SamplingParams
 
 OFF = {"response_log": "off"}
 NEEDS_THE_LOG = [
-    ("remote", "file:///somewhere"), ("remote_address", "http://here:1"), ("on_disconnect", "continue"),
-    ("on_wake_error", "recompute"), ("keep_answers", 60.0), ("log_sync", "always"), ("log_sync", "never"),
-    ("response_log_bytes", 1 << 20),
+    ("object_store", "file:///somewhere"), ("advertise_address", "http://here:1"), ("on_disconnect", "continue"),
+    ("on_wake_error", "recompute"), ("response_log_seconds", 60.0), ("response_log_sync", "always"),
+    ("response_log_sync", "never"), ("response_log_bytes", 1 << 20),
 ]  # fmt: skip
 
 
@@ -42,7 +42,12 @@ def test_what_does_not_need_the_log_goes_with_it():
     from torpor.vllm.server.settings import Settings
 
     Settings(
-        **OFF, on_wake_error="discard", checkpoint_every=3.0, wake_on_request=True, sleep_after=1.0, log_sync="second"
+        **OFF,
+        on_wake_error="discard",
+        checkpoint_interval_seconds=3.0,
+        wake_on_request=True,
+        sleep_after_seconds=1.0,
+        response_log_sync="second",
     )
 
 

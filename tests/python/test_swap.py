@@ -91,7 +91,7 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
         for stopped, which in ((asleep, "is to come"), (awake, "goes")):
             silent = pytest.raises(TimedOut, match=f"no sign of the engine that {which} for 0.5 s")
             with while_stopped(core_of(stopped.llm_engine)), silent:
-                torpor.swap(awake, asleep, partner_timeout=0.5)
+                torpor.swap(awake, asleep, peer_timeout=0.5)
             for half in [thread for thread in threading.enumerate() if thread.name == "torpor-swap"]:
                 half.join(60)
             assert not awake.is_sleeping() and asleep.is_sleeping()
@@ -124,7 +124,7 @@ async def _streams(zygote, model, directory) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     def make(name: str) -> AsyncLLM:
-        torpor = {"torpor": {"dir": str(directory / name)}}
+        torpor = {"torpor": {"checkpoint_dir": str(directory / name)}}
         arguments = AsyncEngineArgs(model=str(model), additional_config=torpor, disable_log_stats=True, **ENGINE)
         return AsyncLLM.from_engine_args(arguments)
 
@@ -153,7 +153,7 @@ async def _streams(zygote, model, directory) -> None:
             assert await asleep.is_sleeping() and not await awake.is_sleeping()
         silent = pytest.raises(TimedOut, match=r"no sign of the engine that is to come for 0.5 s")
         with while_stopped(core_of(asleep)), silent:
-            await torpor.swap(awake, asleep, partner_timeout=0.5)
+            await torpor.swap(awake, asleep, peer_timeout=0.5)
         assert await asleep.is_sleeping() and not await awake.is_sleeping()
         assert await readers[awake] == expected[awake]
         await torpor.swap(awake, asleep)
@@ -272,7 +272,7 @@ async def _servers(first: Side, second: Side) -> None:
     # A worker of the one that comes stops when it has taken memory, until it is given up.
     await first.read()
     second.stop_before.write_text("restore")
-    asked = {"to": second.server.url, "partner_timeout": 3}
+    asked = {"to": second.server.url, "peer_timeout": 3}
     swapping = asyncio.create_task(first.client.admin.post("/swap", params=asked))
     worker = await asyncio.wait_for(until_stopped(second), 60)
     answer = await asyncio.wait_for(swapping, 60)

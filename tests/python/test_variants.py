@@ -20,7 +20,7 @@ VARIANTS = {
     "too little host memory": {
         "torpor": {
             "arena_budget_bytes": 6 << 20,
-            "spill_directory": "SPILL",
+            "spill_dir": "SPILL",
             "key_file": "KEY",
             "retain_kv_bytes": 1 << 20,
         },

@@ -85,7 +85,7 @@ def on_instances() -> dict[str, dict[str, bool]]:
 def main() -> None:
     model, directory, used = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "used"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    llm = LLM(str(model), additional_config={"torpor": {"dir": directory}} if used else {}, **ENGINE)
+    llm = LLM(str(model), additional_config={"torpor": {"checkpoint_dir": directory}} if used else {}, **ENGINE)
     for number in range(4):
         llm.llm_engine.add_request(str(number), "once upon a time", SamplingParams(max_tokens=40, seed=number))
     for _ in range(5):

@@ -175,7 +175,7 @@ class Server {
         must(DeliveryLog::open(
                  linux_file_system(),
                  {.clock = &clock_, .directory = directory_ + "/answers", .engine = fingerprint, .own_thread = false}),
-             "the log of answers");
+             "the response log");
     renewed_ = clock_.now();
   }
   void begin_first() { begin(must(controller_->fingerprint(), "fingerprint")); }

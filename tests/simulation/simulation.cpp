@@ -326,7 +326,7 @@ class Run {
     }
   }
 
-  bool engine_is_lost() { return controller().state().engine == "lost"; }
+  bool engine_is_lost() { return controller().state().engine == "unrecoverable"; }
   // Nothing false was said so far; this engine cannot go on.
   void lose() {
     ++result_.lost;

@@ -34,7 +34,7 @@ struct TestEngineOptions {
   std::optional<uint64_t> retain_kv_bytes;
   Codec host_compression = Codec::kNone;
   bool bf16 = false;  // weights and KV are like values of that type, whose exponents lie close together
-  std::string spill_directory;
+  std::string spill_dir;
   bool mix_steps = false;  // KV has other bytes in each step, also of the same tokens: equal keys are not equal bytes
   std::shared_ptr<const Key> key;  // of sealed checkpoints
   bool incremental = false;        // checkpoints

@@ -54,7 +54,7 @@ inline TestRank make_rank(const TestEngineOptions& options, int rank, FileSystem
                                              .retain_kv_bytes = options.retain_kv_bytes,
                                              .host_compression = options.host_compression,
                                              .key = options.key,
-                                             .spill_directory = options.spill_directory,
+                                             .spill_dir = options.spill_dir,
                                              .encrypt = options.key != nullptr,
                                              .spill_staging_bytes = 2 * kPage}));
   const auto seed = static_cast<uint64_t>(rank) + 1;

@@ -84,7 +84,7 @@ def test_the_list_of_what_fails_without_torpor_is_held_against_the_run(tmp_path)
 
 def test_torpor_is_found_only_where_it_is_to_be_installed(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    monkeypatch.setenv("TORPOR_DIR", "/checkpoints")
+    monkeypatch.setenv("TORPOR_CHECKPOINT_DIR", "/checkpoints")
     of = vllm_tests.Release("0.32.0", tmp_path, {"HF_HUB_OFFLINE": "1"}, tmp_path)
     found = {name: vllm_tests.environment(of, name, tmp_path / "record", [tmp_path]) for name in vllm_tests.RUNS}
     paths = {name: env["PYTHONPATH"].split(":") for name, env in found.items()}

@@ -98,7 +98,7 @@ class Engine:
             os.environ["VLLM_PLUGINS"] = ""
         from vllm import LLM
 
-        offload = {"offload": "eager", "dir": str(self._directory)} | self._torpor
+        offload = {"offload": "eager", "checkpoint_dir": str(self._directory)} | self._torpor
         self.llm = LLM(
             self._model,
             dtype=self._dtype,
@@ -162,7 +162,7 @@ class Engine:
 
         stats = self.engine.engine_core.engine_core.scheduler.connector.scheduler.stats()
         slots = get_kv_transfer_group().worker.core.sizes()["host_slots"]
-        return {"slots": slots, "blocks": stats["host_blocks"], "not_kept": stats.get("down_failed", 0)}
+        return {"slots": slots, "blocks": stats["host_blocks"], "not_kept": stats.get("offload_failed", 0)}
 
     def forget(self) -> None:
         assert self.llm.reset_prefix_cache()

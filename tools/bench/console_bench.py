@@ -187,7 +187,7 @@ async def tokens(rounds: int, model: Path, seconds: float) -> dict:
 
     folder = Path(tempfile.mkdtemp(prefix="torpor-bench-"))
     with rings() as directory:
-        environment = {"TORPOR_EVENTS_DIRECTORY": directory, "TORPOR_CONSOLE": "control"}
+        environment = {"TORPOR_EVENTS_DIR": directory, "TORPOR_CONSOLE": "control"}
         server = Server(model, folder, ["--dtype", best_dtype()], environment, name="told")
 
         async def window(client: Client, with_readers: bool) -> tuple[float, float]:

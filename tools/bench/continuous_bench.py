@@ -114,7 +114,7 @@ async def stalls(engine, load: Load, rounds: int) -> dict[str, dict]:
             save = next(phase for phase in report["phases"] if phase["name"] == "save")
             if number > 0:
                 found[name].append({
-                    "own": report["seconds"], "with front end": report["stood_seconds"],
+                    "own": report["seconds"], "with front end": report["pause_seconds"],
                     "streams": max(0.0, load.longest_gap(began, ended) - usual),
                     "usual": usual, "until safe": ended - began, "copied": save["bytes"],
                     "written": own_bytes(report["checkpoint"]),
@@ -161,7 +161,9 @@ async def play(options: argparse.Namespace) -> dict:
             max_model_len=max(2048, options.prompt_tokens + ANSWER_TOKENS + 100),
             max_num_seqs=max(STREAMS, options.streams), max_num_batched_tokens=512, disable_log_stats=True,
             additional_config={
-                "torpor": {"dir": directory, "incremental": not options.full, "compression": options.compression}
+                "torpor": {
+                    "checkpoint_dir": directory, "incremental": not options.full, "compression": options.compression,
+                },
             },
         )  # fmt: skip
         engine = AsyncLLM.from_engine_args(arguments)

@@ -43,7 +43,7 @@ class Engine:
         from vllm import LLM
 
         self.options = options
-        torpor = {"dir": str(directory / "checkpoints"), "cpu_linear": options.cpu_linear}
+        torpor = {"checkpoint_dir": str(directory / "checkpoints"), "cpu_linear": options.cpu_linear}
         model = options.model or directory / "model"
         if options.model is None:
             model.mkdir()
@@ -98,7 +98,7 @@ class Engine:
         began = time.perf_counter()
         report = self.llm.wake_up(early=kind == "early")
         times = {"returned": time.perf_counter() - began}
-        if (report.late_blocks > 0) != (kind == "early"):
+        if (report.deferred_blocks > 0) != (kind == "early"):
             sys.exit("error: it did not wake so")
         self.run(0, steps=1)
         times["first token"] = time.perf_counter() - began
@@ -106,7 +106,7 @@ class Engine:
         tokens = self.run(len(self.cached))
         times["last token"] = time.perf_counter() - began
         self.llm.torpor.continue_wake(wait=True)
-        return {"times": times, "tokens": tokens, "late_bytes": report.late_bytes, "saved_bytes": slept.saved_bytes}
+        return {"times": times, "tokens": tokens, "deferred_bytes": report.late_bytes, "saved_bytes": slept.saved_bytes}
 
 
 def measure(options: argparse.Namespace, directory: Path) -> dict:
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict:
         "model": options.model.name if options.model else "made up", "from": options.to, "rounds": options.rounds,
         "load": os.getloadavg()[0],
         "weights_bytes": engine.weights, "kv_bytes": found["early"][-1]["saved_bytes"] - engine.weights,
-        "late_bytes": found["early"][-1]["late_bytes"], "cached_prompts": len(engine.cached),
+        "deferred_bytes": found["early"][-1]["deferred_bytes"], "cached_prompts": len(engine.cached),
         "tokens_that_differ": sum(a != b for one in tokens for a, b in zip(one, tokens[0], strict=True)),
     }  # fmt: skip
     for kind, cycles in found.items():

@@ -37,7 +37,7 @@ def steps(model: str, folder: Path, rounds: int) -> dict:
     with RedisServer(folder / "on", memory="1gb") as on, RedisServer(folder / "dead") as dead:
         try:
             for name, server in (("without", None), ("on", on), ("dead", dead)):
-                torpor = {"host_bytes": "1GiB"} | ({} if server is None else {"remote": server.url})
+                torpor = {"host_bytes": "1GiB"} | ({} if server is None else {"kv_store": server.url})
                 engines[name] = Engine(model, STEP_TOKENS, STEP_AT_ONCE, folder / name, torpor)
             dead.kill()
             for number in range(rounds + 1):  # the first one warms
@@ -68,7 +68,7 @@ def first_tokens(model: str, folder: Path, lengths: list[int], rounds: int) -> d
     result = {}
     with RedisServer(folder / "first", memory="4gb") as server:
         host = "1GiB" if max(lengths) <= LONG_TOKENS else "2GiB"
-        torpor = {"host_bytes": host, "remote": server.url, "remote_wait_ms": 2000}
+        torpor = {"host_bytes": host, "kv_store": server.url, "kv_store_wait_ms": 2000}
         engines = {name: Engine(model, max(lengths), 1, folder / name, torpor) for name in ("one", "another")}
         try:
             for tokens in lengths:

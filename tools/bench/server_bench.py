@@ -38,7 +38,7 @@ class Stock(Server):
 
     def __init__(self, model: Path, directory: Path):
         super().__init__(model, directory, ["--dtype", best_dtype()], {"VLLM_PLUGINS": ""}, name="stock")
-        torpor = self._command.index("--torpor-dir")
+        torpor = self._command.index("--torpor-checkpoint-dir")
         del self._command[torpor : torpor + 2]
         self._command[1:4] = ["-m", "vllm.entrypoints.openai.api_server", "--model", self._command[3]]
 

@@ -47,7 +47,7 @@ def other_process(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="torpor-bench-") as directory:
         llm = LLM(
             str(options.model), dtype=best_dtype(), enforce_eager=True, block_size=32, max_model_len=2048,
-            max_num_seqs=64, max_num_batched_tokens=512, additional_config={"torpor": {"dir": directory}},
+            max_num_seqs=64, max_num_batched_tokens=512, additional_config={"torpor": {"checkpoint_dir": directory}},
         )  # fmt: skip
         number = 0
         for _ in sys.stdin:

@@ -111,7 +111,7 @@ def main() -> None:
 
     weights = sorted(Path(options.model).glob("*.safetensors"))
     with tempfile.TemporaryDirectory(prefix=".weights_load_bench-", dir=Path.cwd()) as store:
-        torpor = {"torpor": {"dir": store}}
+        torpor = {"torpor": {"checkpoint_dir": store}}
         llm = LLM(
             str(options.model), enforce_eager=True, dtype="bfloat16", max_model_len=1024, additional_config=torpor
         )

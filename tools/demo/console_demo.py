@@ -27,8 +27,8 @@ class Told:
     def __init__(self, directory: Path):
         self.directory = directory
         self._rings = Path(tempfile.mkdtemp(prefix="torpor-demo-", dir="/dev/shm"))
-        self.environment = {"TORPOR_EVENTS_DIRECTORY": str(self._rings)}
-        torpor = {"dir": str(directory)} | OFFLOAD
+        self.environment = {"TORPOR_EVENTS_DIR": str(self._rings)}
+        torpor = {"checkpoint_dir": str(directory)} | OFFLOAD
         self.arguments = ["--options", json.dumps(ENGINE | {"additional_config": {"torpor": torpor}})]
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class Engine:
             "max_num_seqs": 64,
             "max_num_batched_tokens": 512,
             "seed": 0,
-            "additional_config": {"torpor": {"dir": directory}},
+            "additional_config": {"torpor": {"checkpoint_dir": directory}},
         }
         if with_features:
             usual |= kinds.options(model, directory, on_gpu_path())

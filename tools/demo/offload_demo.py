@@ -64,7 +64,7 @@ class Side:
 
 def torpor_options(directory: Path) -> dict:
     sizes = {"offload": "eager", "host_bytes": "1GiB", "disk_bytes": "2GiB"}
-    return {"dir": str(directory)} | sizes
+    return {"checkpoint_dir": str(directory)} | sizes
 
 
 def run(model: Path, directory: Path, conversation: int, max_tokens: int, screen: Screen) -> dict:

@@ -47,7 +47,7 @@ class RedisServer:
             ports = [str(settings), "--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no",
                      "--tls-cert-file", f"{folder}/redis.crt", "--tls-key-file", f"{folder}/redis.key"]  # fmt: skip
             self.url = self.url.replace("redis:", "rediss:")
-            self.options = {"remote_credentials": str(secret), "remote_ca": f"{folder}/redis.crt"}
+            self.options = {"kv_store_credentials": str(secret), "kv_store_ca": f"{folder}/redis.crt"}
         self._settings = [*ports, *self._settings]
         self.start()
 

@@ -35,10 +35,10 @@ def share(model: Path, directory: Path, max_tokens: int, screen: Screen) -> dict
             for name in ("first", "second"):
                 (directory / name).mkdir()
                 options = {
-                    "dir": str(directory / name),
+                    "checkpoint_dir": str(directory / name),
                     "offload": "eager",
                     "host_bytes": "512MiB",
-                    "remote": server.url,
+                    "kv_store": server.url,
                 }
                 log = directory / f"{name}.log"
                 sides.append(offload_demo.Side(model, directory / name, log, DOCUMENT_TOKENS, options, PATIENT))

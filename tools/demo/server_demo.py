@@ -67,7 +67,9 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
             f"exit code {code} after {drained:.1f} s; {len(before)} answers are not complete; no process is left"
         )
 
-        screen.stage("5. A new server starts with the same --torpor-dir, and wakes before it says that it is ready")
+        screen.stage(
+            "5. A new server starts with the same --torpor-checkpoint-dir, and wakes before it says that it is ready"
+        )
         began = time.monotonic()
         server.start()
         await asyncio.to_thread(server.wait_until_ready)

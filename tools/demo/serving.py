@@ -57,7 +57,7 @@ class Server:
         self._command = [
             sys.executable, "-m", "torpor.vllm.serve", str(model), "--served-model-name", "model", "--enforce-eager",
             "--block-size", "32", "--max-model-len", "2048", "--max-num-seqs", "64", "--max-num-batched-tokens", "512",
-            "--api-key", *keys, "--torpor-dir", str(directory), *options,
+            "--api-key", *keys, "--torpor-checkpoint-dir", str(directory), *options,
         ]  # fmt: skip
         own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self._environment = os.environ | own | {"TORPOR_ADMIN_KEY": ADMIN_KEY} | (environment or {})

@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from devtool.public_names import private_names
 from devtool.setup import LINT, ROOMS
 
 # A word in backticks that looks like a path inside the repository: has a slash, or a known file ending.
@@ -267,6 +268,7 @@ def all_problems(root: Path) -> list[str]:
         uses_of_pickle,
         ends_the_process,
         broken_promises,
+        private_names,
         too_long,
         stale_mutants,
         unformatted,

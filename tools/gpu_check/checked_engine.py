@@ -44,7 +44,9 @@ class CheckedEngine:
     """An LLM whose engine core lives in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), and runs of its requests."""
 
     def __init__(self, model: str, directory: str, rig: bool, options: dict):
-        torpor = {"dir": directory, "keep_checkpoints": 100} | ({} if rig else {"gpu_preserve_state": True})
+        torpor = {"checkpoint_dir": directory, "retain_checkpoints": 100} | (
+            {} if rig else {"gpu_preserve_state": True}
+        )
         self.rig = rig
         self.directory = directory
         options = OPTIONS | (ON_RIG if rig else ON_CUDA) | options

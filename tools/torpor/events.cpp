@@ -33,10 +33,9 @@ std::string path_of(const Context& context) {
 }
 
 void declare_events_path(CLI::App& app, Arguments& a) {
-  app.add_option(
-      "path", a.path,
-      "a directory of events of engines (their option events_directory), one of its rings, a recording, or a "
-      "directory of recordings; default: $XDG_RUNTIME_DIR/torpor, else /dev/shm/torpor-UID");
+  app.add_option("path", a.path,
+                 "a directory of events of engines (their option events_dir), one of its rings, a recording, or a "
+                 "directory of recordings; default: $XDG_RUNTIME_DIR/torpor, else /dev/shm/torpor-UID");
 }
 
 Result<Exit> events(const Context& context) {

@@ -198,7 +198,7 @@ class RemoteHome:
     @property
     def term(self) -> int: ...
 
-class RoomFile:
+class SwapChannel:
     """Device memory that one engine gives and another takes, in a file."""
 
     def __init__(self, path: str, most_silence: typing.SupportsFloat | typing.SupportsIndex = 60.0) -> None:
@@ -246,7 +246,7 @@ class SleepController:
     def checkpoint(self, outputs: object, data_parallel: tuple[int, int] = (0, 1), progress: str = '') -> dict:
         """A checkpoint of an engine that serves on; `outputs` is the front end's part."""
     def continue_checkpoint(self) -> str: ...
-    def continue_wake(self, wait: str = 'none', wanted: Sequence[int] = [], forgone: Sequence[int] = []) -> dict:
+    def continue_wake(self, wait: str = 'none', wanted: Sequence[int] = [], skipped: Sequence[int] = []) -> dict:
         """After an early wake, between two steps: which blocks have arrived. They are released to the engine."""
     def end_checkpoint(self) -> dict: ...
     def end_hold(self, keep: bool) -> None:

@@ -129,7 +129,7 @@ class Engine:
         self.call("breakpoint.remove", breakpoint=breakpoint)
 
     def start_recording(self, directory: str, **params) -> Path:
-        """Where it is: `directory` is a name below the engine's option record_directory."""
+        """Where it is: `directory` is a name below the engine's option recordings_dir."""
         return Path(self.call("record.start", directory=directory, **params)["directory"])
 
     def stop_recording(self) -> dict:

@@ -26,7 +26,7 @@ _AT_LAST = (("5", "memory"), ("6", "operations"))
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m torpor.console", description=__doc__)
-    parser.add_argument("path", nargs="?", help="a directory of events of engines (events_directory)")
+    parser.add_argument("path", nargs="?", help="a directory of events of engines (events_dir)")
     parser.add_argument("--replay", metavar="RECORDING", help="what was recorded, with the same screens")
     parser.add_argument("--mock", action="store_true", help="an engine that is made up: no vLLM, no GPU")
     parser.add_argument("--readonly", action="store_true", help="no key changes anything")

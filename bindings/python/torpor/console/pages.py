@@ -10,7 +10,7 @@ STYLES = {
     "initialized": "grey62", "onboard staged": "cyan", "onboarding": "cyan", "prefilling": "blue",
     "skipped prefill": "blue", "decoding": "green", "skipped decode": "green", "preempted": "yellow",
     "finishing": "magenta", "finished": "grey50",
-    "running": "yellow", "done": "green", "failed": "bold red", "lost": "bold red", "undone": "magenta",
+    "running": "yellow", "done": "green", "failed": "bold red", "unrecoverable": "bold red", "undone": "magenta",
 }  # fmt: skip
 # One letter a state: every terminal shows it one column wide.
 LETTERS = {
@@ -300,7 +300,7 @@ def waterfall(told: list[dict], request: str, width: int) -> list[Text]:
     lines = [Text(f"{request}  {end - begin:.3f} s", "bold"), track("slot", states)]
     tracks: dict[str, list] = {"engine": []}
     for event in told:
-        if event["type"] == "operation" and event.get("to") in ("end", "failed", "lost"):
+        if event["type"] == "operation" and event.get("to") in ("end", "failed", "unrecoverable"):
             took = event.get("nanoseconds", 0) / 1e9
             tracks["engine"].append(
                 (event["time"] - took, event["time"], "=", "red" if event["to"] != "end" else "magenta")

@@ -21,7 +21,7 @@ def inspector() -> str:
 def ask(*words: str) -> str:
     done = subprocess.run([inspector(), *words], capture_output=True, text=True)
     if done.returncode not in (0, 1, 6):
-        raise errors.NotFound(done.stderr.strip().removeprefix("torpor: "), "start an engine with events_directory")
+        raise errors.NotFound(done.stderr.strip().removeprefix("torpor: "), "start an engine with events_dir")
     return done.stdout
 
 

@@ -42,7 +42,7 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         require("connector")
         given = self._kv_transfer_config.kv_connector_extra_config or {}
-        self.options = ConnectorOptions.of(given, Options.of(vllm_config).dir)
+        self.options = ConnectorOptions.of(given, Options.of(vllm_config).checkpoint_dir)
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         # What cannot be loaded is computed. vLLM would end the request, unless told otherwise.

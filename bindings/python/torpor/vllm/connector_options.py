@@ -21,7 +21,7 @@ class ConnectorOptions:
     offload: str = described(
         "eager",
         TEXT,
-        "eager: each full block goes to host memory when it was computed; lazy: when the device is about to evict it; "
+        "when a full block is copied to host memory. eager: once it is computed; lazy: before the device evicts it; "
         "off: vLLM runs as without a connector",
         "eager",
         "lazy",
@@ -30,62 +30,65 @@ class ConnectorOptions:
     host_bytes: int = described(
         0, BYTES, "host memory for KV blocks, per rank; torpor's host_compression packs them there"
     )
-    disk_bytes: int = described(0, BYTES, "disk for KV blocks, per rank; it outlives the process")
+    disk_bytes: int = described(0, BYTES, "disk for KV blocks, per rank; the blocks outlive the process")
     disk: str = described(
         "off",
         TEXT,
-        "through: what is in host memory goes on to disk in the background; off: nothing does",
+        "through: blocks in host memory are copied to disk in the background; off: none is",
         "through",
         "off",
     )
-    directory: str | None = described(None, PATH, "where it lies on disk: one engine at a time")
+    disk_dir: str | None = described(None, PATH, "directory of the blocks on disk, for one engine at a time")
     durable: bool = described(
         False,
         SWITCH,
-        "what is on disk survives the machine's end too: but for the last second, and all of it at a sleep and at the "
-        "end",
+        "blocks on disk survive a loss of power, but for those of the last second; after a sleep or a regular end all "
+        "of them",
     )
     block_compression: str = described(
         "none",
         TEXT,
-        "of blocks on disk and where engines share them: bf16, lossless, of values of that type; zstd; none. Whatever "
-        "compression a block there has, it is read",
+        "lossless compression of blocks on disk and in kv_store. bf16: of values of that type; zstd; none. Blocks "
+        "with any of these are readable",
         "none",
         "bf16",
         "zstd",
     )
-    remote: str | None = described(
+    kv_store: str | None = described(
         None,
         TEXT,
-        "where engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS; mooncake://HOST:PORT/NAME. What goes "
-        "to host memory goes there, too",
+        "store in which engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS; mooncake://HOST:PORT/NAME. "
+        "Each block in host memory is published there",
     )
-    remote_credentials: str | None = described(None, PATH, "a file with the password, or the user and the password")
-    remote_ca: str | None = described(None, PATH, "a file of certificates that are trusted")
-    remote_blocks: int = described(
-        1 << 18, WHOLE, "of how many shared blocks it is remembered that they are there", least=1
+    kv_store_credentials: str | None = described(None, PATH, "file with the password, or the user and the password")
+    kv_store_ca: str | None = described(None, PATH, "file of trusted certificates")
+    kv_store_blocks: int = described(
+        1 << 18, WHOLE, "number of shared blocks that the engine remembers to be there", least=1
     )
-    remote_timeout_ms: int = described(2000, WHOLE, "what a transfer from or to shared blocks may take", least=1)
-    remote_wait_ms: int = described(
-        100, WHOLE, "how long a request waits to hear which shared blocks are there; then it goes on without", least=1
+    kv_store_timeout_ms: int = described(2000, WHOLE, "most milliseconds of a transfer from or to the store", least=1)
+    kv_store_wait_ms: int = described(
+        100, WHOLE, "most milliseconds that a request waits for a lookup in the store; then it goes on without", least=1
     )
-    min_uses: int = described(1, WHOLE, "a block goes to the tiers when so many requests had it", least=1)
-    min_prefix_tokens: int = described(0, WHOLE, "shorter hits are computed, not loaded", least=0)
+    min_uses: int = described(1, WHOLE, "a block is offloaded once so many requests have used it", least=1)
+    min_prefix_tokens: int = described(0, WHOLE, "shorter hits are computed, not loaded; in tokens", least=0)
     # Advanced: given as {"advanced": {…}}. A user who has not measured needs none of them.
     presence: bool = _advanced(
-        True, SWITCH, "what the tiers have already is left out before it is queued; false: when its turn comes"
+        True,
+        SWITCH,
+        "when blocks that the tiers have already are skipped. true: before they are queued; false: when their turn "
+        "comes",
     )
     max_batch_size: int = _advanced(64, WHOLE, "most blocks of one transfer job")
-    min_batch_size: int = _advanced(8, WHOLE, "blocks that a transfer job waits for")
-    flush_interval_ms: int = _advanced(10, WHOLE, "it waits no longer than that")
+    min_batch_size: int = _advanced(8, WHOLE, "number of blocks that a transfer job waits for")
+    flush_interval_ms: int = _advanced(10, WHOLE, "most milliseconds that a transfer job waits for them")
     policy_timeout_ms: int = _advanced(
-        100, WHOLE, "where it takes longer to decide which blocks of a step are stored, none of them is"
+        100, WHOLE, "most milliseconds to decide which blocks of a step are offloaded; then none is"
     )
-    sweep_interval_ms: int = _advanced(10, WHOLE, "how long what was cancelled may stay in the queue")
-    max_concurrent_transfers: int = _advanced(1, WHOLE, "store jobs that ranks work at")
-    on_deck_batches: int = _advanced(4, WHOLE, "store jobs that wait on ranks")
-    loading_batches: int = _advanced(64, WHOLE, "load jobs that ranks work at or that wait there")
-    queue_blocks: int = _advanced(1 << 16, WHOLE, "most blocks that wait to be stored; more are left out")
+    sweep_interval_ms: int = _advanced(10, WHOLE, "most milliseconds that cancelled blocks stay in the queue")
+    max_concurrent_transfers: int = _advanced(1, WHOLE, "number of store jobs that ranks work at")
+    on_deck_batches: int = _advanced(4, WHOLE, "number of store jobs that wait on ranks")
+    loading_batches: int = _advanced(64, WHOLE, "number of load jobs that ranks work at or that wait there")
+    queue_blocks: int = _advanced(1 << 16, WHOLE, "most blocks that wait to be offloaded; more are skipped")
 
     @staticmethod
     def of(given: dict, directory: str | None = None) -> ConnectorOptions:
@@ -94,8 +97,8 @@ class ConnectorOptions:
         values = {name: value_of(known[name], item, name) for name, item in _flat(given).items()}
         if "disk" not in values and values.get("disk_bytes", 0) > 0:
             values["disk"] = "through"
-        if values.get("directory") is None and directory is not None:
-            values["directory"] = f"{directory}/offload"
+        if values.get("disk_dir") is None and directory is not None:
+            values["disk_dir"] = f"{directory}/offload"
         options = ConnectorOptions(**values)
         options._check()
         return options
@@ -107,17 +110,21 @@ class ConnectorOptions:
             raise InvalidArgument("the connector has no room: host_bytes and disk_bytes are 0", "give one of them")
         if (self.disk == "through") != (self.disk_bytes > 0):
             raise InvalidArgument(f"disk is {self.disk!r} and disk_bytes is {self.disk_bytes}", "give both or neither")
-        if self.remote is not None and self.host_bytes == 0:
-            raise InvalidArgument("remote is given and host_bytes is 0", "give host memory: blocks go out from there")
-        if self.remote is None and (self.remote_credentials is not None or self.remote_ca is not None):
-            raise InvalidArgument("remote_credentials or remote_ca without remote", "give the URL, or leave them out")
-        if self.disk_bytes > 0 and not self.directory:
-            raise InvalidArgument("disk_bytes is given and directory is not", "give the directory, or torpor's dir")
+        if self.kv_store is not None and self.host_bytes == 0:
+            raise InvalidArgument("kv_store is given and host_bytes is 0", "give host memory: blocks go out from there")
+        if self.kv_store is None and (self.kv_store_credentials is not None or self.kv_store_ca is not None):
+            raise InvalidArgument(
+                "kv_store_credentials or kv_store_ca without kv_store", "give the URL, or leave them out"
+            )
+        if self.disk_bytes > 0 and not self.disk_dir:
+            raise InvalidArgument(
+                "disk_bytes is given and disk_dir is not", "give the directory, or torpor's checkpoint_dir"
+            )
 
     @property
     def disk_folder(self) -> str | None:
         """Return the folder of the tier on disk, or None if there is no such tier."""
-        return self.directory if self.disk_bytes > 0 else None
+        return self.disk_dir if self.disk_bytes > 0 else None
 
     def queue(self) -> dict:
         names = (

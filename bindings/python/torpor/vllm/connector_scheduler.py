@@ -93,7 +93,7 @@ class SchedulerSide:
                 "min_prefix_tokens": self.options.min_prefix_tokens,
                 "watermark": self.watermark,
                 "events": self.events,
-                "remote_wait_ms": self.options.remote_wait_ms,
+                "kv_store_wait_ms": self.options.kv_store_wait_ms,
             },
         )
         if smallest["disk_segments"] > 0:

@@ -11,16 +11,16 @@ _GAUGES = {
     "host_quarantined": "Slots of host memory that an unproven copy may still write to.",
     "disk_blocks": "Blocks on disk, also those that were forgotten and make room first.",
     "disk_quarantined": "Slots on disk that an unproven copy may still write to.",
-    "remote_blocks": "Blocks of which it is known that the remote store has or had them.",
-    "remote_up_blocks": "Blocks that were loaded from the remote store, since the beginning.",
+    "kv_store_blocks": "Blocks of which it is known that the remote store has or had them.",
+    "kv_store_onboarded_blocks": "Blocks that were loaded from the remote store, since the beginning.",
     "queued_blocks": "Blocks that wait to be stored or loaded.",
     "jobs_under_way": "Transfer jobs that the ranks work at.",
     "held_blocks": "Blocks of the engine that are kept until they are stored.",
     "loading_requests": "Requests that wait for their blocks.",
     "recovered_blocks": "Blocks on disk of an earlier process that were found again at the start.",
 }
-# To the device, from the device, from host memory to disk, from there to the remote store; asked for there.
-_WAYS = ("up", "down", "on", "out", "ask")
+# To the device; from it to host memory; on to disk; to the store that engines share; lookups there.
+_WAYS = ("onboard", "offload", "demote", "publish", "lookup")
 _STORES = ("host", "disk")
 
 
@@ -67,8 +67,8 @@ class Metrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._blocks = self._counter_cls(
             name="torpor_offload_blocks",
-            documentation="Blocks on their way up, down, on to disk, out to the remote store, or asked for there, by "
-            "what became of them.",
+            documentation="Blocks by way (onboard, offload, demote to disk, publish to the shared store, lookup "
+            "there) and by outcome.",
             labelnames=[*labelnames, "way", "outcome"],
         )
         self._evicted = self._counter_cls(

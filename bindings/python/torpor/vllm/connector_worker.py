@@ -45,21 +45,21 @@ class WorkerSide:
                 "rank": mine.rank,
                 "host_bytes": options.host_bytes,
                 "disk_bytes": options.disk_bytes,
-                "directory": options.directory,
+                "directory": options.disk_dir,
                 "key_file": torpor.key_file,
                 "encrypt": torpor.encrypt,
                 "durable": options.durable,
                 "block_compression": options.block_compression,
                 "host_compression": torpor.host_compression if memory.kv_is_bf16 else None,
-                "remote": options.remote,
-                "remote_credentials": options.remote_credentials,
-                "remote_ca": options.remote_ca,
-                "remote_slots": options.remote_blocks,
-                "remote_timeout_ms": options.remote_timeout_ms,
+                "kv_store": options.kv_store,
+                "kv_store_credentials": options.kv_store_credentials,
+                "kv_store_ca": options.kv_store_ca,
+                "kv_store_blocks": options.kv_store_blocks,
+                "kv_store_timeout_ms": options.kv_store_timeout_ms,
             },
         )
         folder = options.disk_folder
-        if folder is not None or options.remote is not None:
+        if folder is not None or options.kv_store is not None:
             self._space = key_space(mine)
         self._open_space(core, _FIRST_SPACE, "" if folder is None else _core.space_word(folder), "")
         return RankIsReady(core.sizes(), b"" if folder is None else core.recover(_FIRST_SPACE))

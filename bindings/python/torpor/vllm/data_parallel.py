@@ -22,10 +22,10 @@ from torpor.vllm.options import Options
 from torpor.vllm.support import compute_for_each_other
 
 _ONLY_LOOK = ("fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drain")
-_SET_OPTIONS = ("keep_checkpoints", "max_age_seconds", "max_total_bytes", "key_file", "encrypt")
+_SET_OPTIONS = ("retain_checkpoints", "retain_checkpoint_seconds", "retain_checkpoint_bytes", "key_file", "encrypt")
 _SUMS = (
     "requests", "saved_bytes", "reused_bytes", "host_bytes", "disk_bytes", "freed_bytes", "restored_bytes",
-    "late_blocks", "late_bytes", "unread_bytes", "kept_blocks", "dropped_blocks", "checkpoint_bytes",
+    "deferred_blocks", "deferred_bytes", "unread_bytes", "kept_blocks", "dropped_blocks", "checkpoint_bytes",
 )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ class Ranks:
     async def _commit_set(self, reports: list[dict], options: dict) -> _core.CheckpointSet | None:
         """One checkpoint of all, once each rank has written its own. None if one of them keeps its state in memory."""
         paths = [report["checkpoint"] if report.get("held") else "" for report in reports]
-        if (directory := self._options.dir) is not None and all(paths):
+        if (directory := self._options.checkpoint_dir) is not None and all(paths):
             return await asyncio.to_thread(_core.commit_set, directory, paths, self._set_options())
         if any(paths) and options.get("on_save_error") != "discard":
             without = paths.index("")

@@ -38,9 +38,9 @@ _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 # Options that the controller takes as they are.
 _CONTROLLER_OPTIONS = (
     "kv_budget_bytes",
-    "keep_checkpoints",
-    "max_age_seconds",
-    "max_total_bytes",
+    "retain_checkpoints",
+    "retain_checkpoint_seconds",
+    "retain_checkpoint_bytes",
     "key_file",
     "encrypt",
     "incremental",
@@ -60,7 +60,7 @@ class EngineSide:
         self.hooks = VllmHooks(core)
         self.controller = _core.SleepController(
             self.hooks,
-            {"directory": options.dir}
+            {"directory": options.checkpoint_dir}
             | {name: value for name in _CONTROLLER_OPTIONS if (value := getattr(options, name)) is not None},
         )
         self.updates = Updates(self)
@@ -134,7 +134,7 @@ class EngineSide:
                 options["outputs"], options.get("data_parallel", (0, 1)), options.get("progress", "")
             )
         )
-        return report | {"stood_seconds": self.hooks.stood_seconds}
+        return report | {"pause_seconds": self.hooks.pause_seconds}
 
     def begin_checkpoint(self, options: dict) -> None:
         """One that is written while the engine serves (engine/sleep_controller.h)."""
@@ -151,7 +151,7 @@ class EngineSide:
 
         self.hooks.for_new_process = True
         report = self._with_bound(take)
-        return report | {"stood_seconds": self.hooks.stood_seconds}
+        return report | {"pause_seconds": self.hooks.pause_seconds}
 
     def end_checkpoint(self, _: dict) -> dict:
         return self.controller.end_checkpoint()
@@ -195,7 +195,9 @@ class EngineSide:
 
     def _late(self) -> dict:
         late = self.hooks.late
-        return late.to_value() if late else {"arrived": 0, "lost": 0, "forgone": 0, "left": 0, "recomputed": []}
+        return (
+            late.to_value() if late else {"arrived": 0, "unreadable": 0, "skipped": 0, "pending": 0, "recomputed": []}
+        )
 
     def begin_weight_update(self, options: dict) -> None:
         self.updates.begin(options)
@@ -224,7 +226,7 @@ class EngineSide:
             "tiers": plugin.tiers(),
             "recomputed_tokens": getattr(scheduler, "torpor_recomputed", 0),
             "console": scheduler.torpor_console,
-            "late": self._late(),
+            "deferred": self._late(),
         }
 
 

@@ -10,19 +10,21 @@ class DeferredBlocks:
     """Counts of the KV blocks that a post-copy wake deferred, by what has become of them."""
 
     arrived: int
-    lost: int  # could not be read; their tokens are computed again
+    unreadable: int  # could not be read; their tokens are computed again
     skipped: int  # no request needed them any more
-    left: int  # still to come
+    pending: int  # still to come
     recomputed: tuple[str, ...]  # ids of requests that computed lost blocks again
 
     @classmethod
     def from_value(cls, value: dict) -> DeferredBlocks:
-        return cls(value["arrived"], value["lost"], value["forgone"], value["left"], tuple(value["recomputed"]))
+        return cls(
+            value["arrived"], value["unreadable"], value["skipped"], value["pending"], tuple(value["recomputed"])
+        )
 
 
 @dataclass(frozen=True)
 class EngineState:
-    engine: str  # "awake", "falling asleep", "asleep", "waking" or "lost"
+    engine: str  # "awake", "falling asleep", "asleep", "waking" or "unrecoverable"
     level: int  # of the sleep in force; -1: none is
     tags: dict[str, str]  # of each tag of memory: "attached", "detached" or "broken"
     checkpoint: str  # path of the checkpoint that the engine sleeps on; "" if there is none
@@ -33,8 +35,8 @@ class EngineState:
 
     @classmethod
     def from_value(cls, value: dict) -> EngineState:
-        plain = {name: item for name, item in value.items() if name != "late"}
-        return cls(**plain, deferred=DeferredBlocks.from_value(value["late"]))
+        plain = {name: item for name, item in value.items() if name != "deferred"}
+        return cls(**plain, deferred=DeferredBlocks.from_value(value["deferred"]))
 
 
 @dataclass(frozen=True)

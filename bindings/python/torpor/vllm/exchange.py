@@ -1,7 +1,7 @@
 """`torpor.swap(a, b)`: one engine falls asleep while another wakes on its memory, each in a process of its own.
 
 Each engine core does its half (engine/sleep_controller_swap.cpp); they meet in a page of memory that both map
-(base/room_file.h). Here the two calls are made at once, and one that fails is told to the other."""
+(base/swap_channel.h). Here the two calls are made at once, and one that fails is told to the other."""
 
 from __future__ import annotations
 
@@ -25,20 +25,18 @@ from torpor.vllm.front_end_methods import sleep_options, wake_options
 from torpor.vllm.frontend import Report
 from torpor.vllm.progress import Watcher, watched
 
-PARTNER_SECONDS = 60.0
+PEER_SECONDS = 60.0
 _WHICH = ("goes", "comes")
 _left: set[asyncio.Future] = set()  # halves of engines that do not answer
 
 
-def swap(
-    a, b, *, timeout: float | None = None, partner_timeout: float = PARTNER_SECONDS, progress: Watcher | None = None
-):
+def swap(a, b, *, timeout: float | None = None, peer_timeout: float = PEER_SECONDS, progress: Watcher | None = None):
     """`a`, which serves, falls asleep to host memory with all its requests, and `b`, which sleeps and kept all, wakes
     at the same time, on the memory that `a` gives page by page. `b` runs only when `a` is asleep.
 
     a, b: two LLM or LLMEngine; or two AsyncLLM, then the call is to be awaited. Rank by rank on the same devices.
     timeout: most seconds to wait for the running step of `a`; None: no bound.
-    partner_timeout: seconds without a sign of one of them (it is stopped, or hangs) after which the other one gives the
+    peer_timeout: seconds without a sign of one of them (it is stopped, or hangs) after which the other one gives the
         swap up. `b` waits for the step of `a`, too.
     progress: as in sleep(); bytes are those of both, the phase is that of whichever began one last. If it returns False
         or raises while `a` is not asleep yet, both are as before, and it raises Aborted.
@@ -55,47 +53,47 @@ def swap(
     if any(data_parallel.has_several(each.engine_core) for each in engines):
         raise Unsupported("swap: data parallel engines", "put one to sleep, then wake the other")
     start: Callable = _swap_awaited if awaited[0] else _swap
-    return start(*engines, timeout, partner_timeout, progress)
+    return start(*engines, timeout, peer_timeout, progress)
 
 
 @contextmanager
-def room(partner_timeout: float = PARTNER_SECONDS) -> Iterator[tuple[_core.RoomFile, str]]:
+def channel(peer_timeout: float = PEER_SECONDS) -> Iterator[tuple[_core.SwapChannel, str]]:
     folder = _core.SharedFolder()
     try:
-        path = os.path.join(folder.path, "room")
-        yield _core.RoomFile(path, partner_timeout), path
+        path = os.path.join(folder.path, "channel")
+        yield _core.SwapChannel(path, peer_timeout), path
     finally:
         folder.remove()
 
 
-async def told(room: _core.RoomFile, side: str, half: Awaitable):
-    """The result of one half. If it fails, the other one learns of it."""
+async def publish_failure(channel: _core.SwapChannel, side: str, half: Awaitable):
+    """Return the result of one half. If it fails, the other half learns of it by the channel."""
     try:
         return await half
     except BaseException:
-        room.stop(side)
+        channel.stop(side)
         raise
 
 
-def _halves(side, engines, timeout: float | None, values: dict, room: _core.RoomFile, path: str) -> list:
+def _halves(side, engines, timeout: float | None, values: dict, channel: _core.SwapChannel, path: str) -> list:
     gives = sleep_options(1, "abort", True, "host", "abort", None, timeout, "store", path) | values
     takes = wake_options(None, None, "abort", None, False, False, path) | values
     slept = tracing.traced(engines[0], "sleep", frontend.sleep(side(engines[0]), "abort", gives))
     woken = tracing.traced(engines[1], "wake_up", frontend.wake_up(side(engines[1]), takes))
-    return [told(room, "gives", slept), told(room, "takes", woken)]
+    return [publish_failure(channel, "gives", slept), publish_failure(channel, "takes", woken)]
 
 
-def _swap(a, b, timeout: float | None, partner_timeout: float, progress: Watcher | None) -> Report:
+def _swap(a, b, timeout: float | None, peer_timeout: float, progress: Watcher | None) -> Report:
     began = time.monotonic()
-    with room(partner_timeout) as (meeting, path), watched(progress, {}) as values:
+    with channel(peer_timeout) as (meeting, path), watched(progress, {}) as values:
         halves = [_begun(half) for half in _halves(frontend.BlockingSide, (a, b), timeout, values, meeting, path)]
         try:
             futures.wait(halves, return_when=futures.FIRST_COMPLETED)
         except BaseException:
             meeting.stop("gives")  # undone, where it is not too late for that
-            futures.wait(halves, partner_timeout)
+            futures.wait(halves, peer_timeout)
             raise
-        futures.wait(halves, partner_timeout)
+        futures.wait(halves, peer_timeout)
         return _ended(meeting, halves, began)
 
 
@@ -115,10 +113,10 @@ def _begun(half: Awaitable) -> Future:
 
 
 async def _swap_awaited(
-    a: AsyncLLM, b: AsyncLLM, timeout: float | None, partner_timeout: float, progress: Watcher | None
+    a: AsyncLLM, b: AsyncLLM, timeout: float | None, peer_timeout: float, progress: Watcher | None
 ) -> Report:
     began = time.monotonic()
-    with room(partner_timeout) as (meeting, path), watched(progress, {}) as values:
+    with channel(peer_timeout) as (meeting, path), watched(progress, {}) as values:
         both = _halves(frontend.AsyncSide, (a, b), timeout, values, meeting, path)
         halves = [asyncio.ensure_future(half) for half in both]
         for half in halves:
@@ -126,10 +124,10 @@ async def _swap_awaited(
             half.add_done_callback(_forget)
         try:
             await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait(halves, timeout=partner_timeout)
+            await asyncio.wait(halves, timeout=peer_timeout)
         except asyncio.CancelledError:
             meeting.stop("gives")
-            await asyncio.wait(halves, timeout=partner_timeout)
+            await asyncio.wait(halves, timeout=peer_timeout)
             raise
         return _ended(meeting, halves, began)
 
@@ -140,13 +138,13 @@ def _forget(half: asyncio.Future) -> None:
         half.exception()  # it is not asked for where nobody waits any more
 
 
-def _ended(room: _core.RoomFile, halves: Sequence[Future | asyncio.Future], began: float) -> Report:
+def _ended(channel: _core.SwapChannel, halves: Sequence[Future | asyncio.Future], began: float) -> Report:
     """One of them has ended, and the other one had its time to."""
     errors = [
         _named(half.exception(), which) if half.done() else _does_not_answer(which)
         for half, which in zip(halves, _WHICH, strict=True)
     ]
-    _raise_first(room, errors)
+    _raise_first(channel, errors)
     slept, woken = (half.result() for half in halves)
     return Report(slept=slept, woken=woken, fully_awake=bool(woken), seconds=time.monotonic() - began)
 
@@ -156,9 +154,9 @@ def _does_not_answer(which: str) -> TimedOut:
     return TimedOut(what, "see what it does: once it goes on it ends its half", state_changed=True)
 
 
-def _raise_first(room: _core.RoomFile, errors: Sequence[BaseException | None]) -> None:
+def _raise_first(channel: _core.SwapChannel, errors: Sequence[BaseException | None]) -> None:
     """The error of the side that failed first: that of the other one says only that it did."""
-    for error in errors[::-1] if room.stopped_by() == "takes" else errors:
+    for error in errors[::-1] if channel.stopped_by() == "takes" else errors:
         if error is not None:
             raise error
 

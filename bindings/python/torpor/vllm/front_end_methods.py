@@ -25,15 +25,16 @@ _SLEEP = """Gives the engine's memory back and returns when it is free. What eac
     mode: what becomes of requests without preserve_state. "abort" ends them, "keep" computes them again after the wake,
         "wait" lets those that run end first (with preserve_state too); queued ones stay queued until the wake.
     preserve_state: keep requests, their KV blocks, prefix cache and samplers; they go on without recompute.
-    to: where saved bytes go, "host" (memory) or "disk" (a checkpoint in the option `dir`, which survives the process).
+    to: where saved bytes go, "host" (memory) or "disk" (a checkpoint in the option
+        `checkpoint_dir`; it survives the process).
     on_save_error: "abort" stays awake when saving fails. "discard" sleeps anyway: what cannot go to disk is kept in
         host memory, and only requests that have no room there are dropped; the report's `to` and `note` say so.
     tags: only these of "weights" and "kv_cache"; None: both. An empty list is refused.
     timeout: most seconds to wait for the running step, and with mode="wait" for requests to end; None: no bound.
     weights: "store" keeps them, "reload" does not, at any level: the wake names them, and kept requests wait until they
         are loaded. None: as the level says.
-    give_to: path of a room (torpor.vllm.exchange.room()): one half of a swap, with an engine that is woken with
-        `take_from` of the same path. With preserve_state, to host memory, of all tags.
+    swap_out_to: path of a swap channel (torpor.vllm.exchange.channel()): one half of a swap. The other half is a
+        wake of another engine with `swap_in_from` of the same path. With preserve_state, to host memory, of all tags.
     progress: a function that is called with a torpor.vllm.progress.Progress about ten times a second meanwhile, from a
         thread of its own. If it returns False or raises, the sleep is undone and raises Aborted.
 
@@ -56,7 +57,8 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
     weights_changed: True is kv="recompute".
     early: returns, and the engine runs, once weights and the KV of all requests are back. Cached prefixes come behind
         it; torpor.continue_wake() tells how far they are. Not with from_checkpoint.
-    take_from: path of a room: the other half of a swap. It wakes on the memory that is given there, and all tags.
+    swap_in_from: path of a swap channel: the other half of a swap. The engine wakes on the memory that the
+        other one releases there, with all tags.
     progress: as in sleep(). A wake that is cancelled leaves the engine asleep as it was.
 
     Returns a WakeReport, true if the engine is fully awake; `reload` names what has no content and must be loaded.
@@ -64,7 +66,7 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
     NotFound, NotEnoughRoom; the engine stays as it was.
     """
 
-_CHECKPOINT = """Writes a checkpoint of the running requests to the option `dir` while the engine serves.
+_CHECKPOINT = """Writes a checkpoint of the running requests to the option `checkpoint_dir` while the engine serves.
 
     Returns a Report once it is safe on disk; `seconds` is how long the engine stood still. Raises as sleep(to="disk")
     does, and Aborted if a sleep came first. An engine in this process takes no step meanwhile.
@@ -172,10 +174,10 @@ class Blocking(Stock):
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
         weights: str | None = None,
-        give_to: str | os.PathLike | None = None,
+        swap_out_to: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
-        options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, give_to)
+        options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, swap_out_to)
         side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
             return frontend.finish(tracing.traced(side.engine, "sleep", frontend.sleep(side, mode, values)))
@@ -190,10 +192,10 @@ class Blocking(Stock):
         kv: str | None = None,
         weights_changed: bool = False,
         early: bool = False,
-        take_from: str | os.PathLike | None = None,
+        swap_in_from: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> WakeReport:
-        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early, take_from)
+        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early, swap_in_from)
         side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
             return frontend.finish(tracing.traced(side.engine, "wake_up", frontend.wake_up(side, values)))
@@ -229,10 +231,10 @@ class Awaited(Stock):
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
         weights: str | None = None,
-        give_to: str | os.PathLike | None = None,
+        swap_out_to: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
-        options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, give_to)
+        options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, swap_out_to)
         side = frontend.AsyncSide(self)
         with watched(progress, options) as values:
             return await tracing.traced(self, "sleep", frontend.sleep(side, mode, values))
@@ -247,10 +249,10 @@ class Awaited(Stock):
         kv: str | None = None,
         weights_changed: bool = False,
         early: bool = False,
-        take_from: str | os.PathLike | None = None,
+        swap_in_from: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> WakeReport:
-        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early, take_from)
+        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early, swap_in_from)
         side = frontend.AsyncSide(self)
         with watched(progress, options) as values:
             return await tracing.traced(self, "wake_up", frontend.wake_up(side, values))
@@ -275,7 +277,7 @@ def _engine(front_end) -> LLMEngine:
     return getattr(front_end, "llm_engine", front_end)
 
 
-def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, give_to) -> dict:
+def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, swap_out_to) -> dict:
     """Options for the controller. `mode` is vLLM's name for what becomes of requests without preserve_state."""
     in_flight = {"abort": "abort", "keep": "recompute", "wait": "recompute"}.get(mode)  # "wait" has ended what ran
     if in_flight is None:
@@ -290,13 +292,13 @@ def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout,
         values["tags"] = list(tags)
     if timeout is not None:
         values["timeout"] = float(timeout)
-    if give_to is not None:
-        values["give_to"] = os.fspath(give_to)
+    if swap_out_to is not None:
+        values["swap_out_to"] = os.fspath(swap_out_to)
     return values
 
 
 def wake_options(
-    tags, from_checkpoint, on_restore_error: str, kv: str | None, weights_changed: bool, early: bool, take_from
+    tags, from_checkpoint, on_restore_error: str, kv: str | None, weights_changed: bool, early: bool, swap_in_from
 ) -> dict:
     if early and from_checkpoint is not None:
         raise InvalidArgument("early with from_checkpoint", "wake the checkpoint without early")
@@ -305,8 +307,8 @@ def wake_options(
         values["kv"] = kv
     if early:
         values["early"] = True
-    if take_from is not None:
-        values["take_from"] = os.fspath(take_from)
+    if swap_in_from is not None:
+        values["swap_in_from"] = os.fspath(swap_in_from)
     if tags is not None:
         values["tags"] = list(tags)
     if from_checkpoint is not None:

@@ -391,7 +391,7 @@ def has_unfinished_requests(engine: LLMEngine, stock) -> bool:
 
 async def call_async(engine: AsyncLLM, method: str, options: dict | None = None):
     if data_parallel.has_several(engine.engine_core):
-        if options and ("give_to" in options or "take_from" in options):
+        if options and ("swap_out_to" in options or "swap_in_from" in options):
             raise Unsupported("a swap of data parallel engines", "put one to sleep, then wake the other")
         if not hasattr(engine, "torpor_ranks"):
             engine.torpor_ranks = data_parallel.Ranks(engine.engine_core, engine.vllm_config)

@@ -38,7 +38,7 @@ class VllmHooks:
         self._quiet = False  # between quiesce() and resume()
         self.standing = False  # with all other ranks, between stand() and go_on()
         self._stands_since = 0.0
-        self.stood_seconds = 0.0  # the last time that it went on: from the end of its last step to then
+        self.pause_seconds = 0.0  # the last time that it went on: from the end of its last step to then
         self._before_drain: PauseState | None = None  # while running requests end and no other is begun
         self._own_weight_version: str | None = None  # of this engine, before it was restored
         self._own_pause: dict | None = None  # the same
@@ -196,7 +196,7 @@ class VllmHooks:
             return
         self._quiet = False
         self._asked = None
-        self.stood_seconds = time.monotonic() - self._stands_since
+        self.pause_seconds = time.monotonic() - self._stands_since
         if not self.standing:
             self.scheduler.torpor_frozen = False
 
@@ -424,10 +424,10 @@ class VllmHooks:
     def hold_blocks(self, blocks: list[int]) -> None:
         self.late = LateBlocks(self.scheduler, blocks, self.core.torpor_side.controller.continue_wake)
 
-    def release_blocks(self, arrived: list[int], lost: list[int], forgone: list[int], unproven: list[int]) -> list[str]:
+    def release_blocks(self, arrived: list[int], lost: list[int], skipped: list[int], unproven: list[int]) -> list[str]:
         """No request has one of them: who wants a lost one is noticed then."""
         if self.late is not None:
-            self.late.release(arrived, lost, forgone, unproven)
+            self.late.release(arrived, lost, skipped, unproven)
         return []
 
     def call_ranks(self, order: bytes) -> list[bytes]:

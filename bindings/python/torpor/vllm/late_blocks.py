@@ -27,7 +27,7 @@ class LateBlocks:
         self._late = set(blocks)
         self._lost: set[int] = set()
         self._next_look = 0.0
-        self.arrived = self.forgone = 0
+        self.arrived = self.skipped = 0
         self.recomputed: list[str] = []  # requests that wanted a lost one
         if any(self._pool.blocks[block].ref_cnt > 0 for block in blocks):
             raise WrongState("a block that is to come late belongs to a request", "wake without early")
@@ -58,16 +58,16 @@ class LateBlocks:
     def to_value(self) -> dict:
         return {
             "arrived": self.arrived,
-            "lost": len(self._lost),
-            "forgone": self.forgone,
-            "left": len(self._late),
+            "unreadable": len(self._lost),
+            "skipped": self.skipped,
+            "pending": len(self._late),
             "recomputed": self.recomputed,
         }
 
-    def release(self, arrived: list[int], lost: list[int], forgone: list[int], unproven: list[int]) -> None:
+    def release(self, arrived: list[int], lost: list[int], skipped: list[int], unproven: list[int]) -> None:
         """They have ended, in one way or the other."""
         self.arrived += self._end(arrived)
-        self.forgone += self._end(forgone)
+        self.skipped += self._end(skipped)
         for block in self._late.intersection(unproven):  # a copy may still write there: nobody may ever have it
             self._pool.free_block_queue.remove(self._pool.blocks[block])
             self._pool.blocks[block].ref_cnt += 1
@@ -75,7 +75,7 @@ class LateBlocks:
         gone = self._late.intersection([*lost, *unproven])
         self._lost |= gone
         self._end(gone)
-        for block in (*gone, *forgone):
+        for block in (*gone, *skipped):
             self._pool._maybe_evict_cached_block(self._pool.blocks[block])
         if not self._late:
             self._step_aside()

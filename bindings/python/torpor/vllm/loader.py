@@ -42,7 +42,7 @@ class TorporLoader(BaseModelLoader):
         if not isinstance(extra, dict) or extra.keys() - {"checkpoint"}:
             raise InvalidArgument(
                 f"model_loader_extra_config is {extra!r}",
-                'give {"checkpoint": …}, or nothing for the newest one of dir',
+                'give {"checkpoint": …}, or nothing for the newest one of checkpoint_dir',
             )
         self._checkpoint: str | None = extra.get("checkpoint")
         self._vllm_config = None
@@ -83,11 +83,11 @@ class TorporLoader(BaseModelLoader):
 
     def _stored(self, vllm_config, rank: int) -> StoredWeights:
         options = Options.of(vllm_config)
-        path = expanded(self._checkpoint or options.dir)
+        path = expanded(self._checkpoint or options.checkpoint_dir)
         if path is None:
             raise InvalidArgument(
                 'load_format="torpor" without a checkpoint',
-                'set the option dir, or model_loader_extra_config={"checkpoint": …}',
+                'set the option checkpoint_dir, or model_loader_extra_config={"checkpoint": …}',
             )
         # The first rank says which one: another could become the newest meanwhile.
         chosen = self._describe(vllm_config, path, options)

@@ -1,4 +1,4 @@
-"""What a user may set: `additional_config={"torpor": {...}}` of the engine, or the environment (TORPOR_DIR …)."""
+"""Options of an engine: `additional_config={"torpor": {...}}`, or the environment (TORPOR_CHECKPOINT_DIR …)."""
 
 from __future__ import annotations
 
@@ -13,89 +13,93 @@ from torpor.vllm.described import BYTES, PATH, SWITCH, TEXT, WHOLE, described, s
 
 @dataclass(frozen=True)
 class Options:
-    enabled: bool = described(True, SWITCH, "off: stock vLLM")
-    dir: str | None = described(None, PATH, "directory for checkpoints; without it, sleeping to disk is refused")
-    events_directory: str | None = described(
+    enabled: bool = described(True, SWITCH, "off: vLLM runs without torpor")
+    checkpoint_dir: str | None = described(None, PATH, "directory for checkpoints; without it a sleep to disk fails")
+    events_dir: str | None = described(
         None, PATH, "directory on tmpfs where each process keeps its last events, for torpor events, record and console"
     )
     events_keys: bool = described(
-        False, SWITCH, "events name the blocks of each request by their keys, for torpor replay --host-blocks"
+        False, SWITCH, "events name the KV blocks of each request by their keys, for torpor replay --host-blocks"
     )
     console: str = described(
         "off",
         TEXT,
-        "a socket beside the events, for torpor live and torpor.console: read to look, control to stop the engine as "
-        "well; with data parallelism it is read, because an engine that stands still holds up the others",
+        "a socket beside the events, for torpor live and torpor.console. read: look only; control: stop the engine as "
+        "well. With data parallelism control means read, because a stopped engine would stop the others",
         "off",
         "read",
         "control",
     )
-    record_directory: str | None = described(
-        None, PATH, "directory below which a console may begin recordings; without it they are refused"
+    recordings_dir: str | None = described(
+        None, PATH, "directory below which a console may record; without it recordings fail"
     )
     cpu_linear: str = described(
         "packed",
         TEXT,
-        "linear weights on the CPU. packed: as stock vLLM has them, with plain ones beside them to be saved; plain: "
-        "half of that memory, slower steps",
+        "linear weights on the CPU. packed: as vLLM packs them, with the plain ones beside them to save; plain: half "
+        "of that memory, slower steps",
         "packed",
         "plain",
     )
     kv_budget_bytes: int | None = described(
-        None, BYTES, "most cached KV without a request that a sleep keeps, per rank; none: all"
+        None, BYTES, "most bytes of cached KV blocks without a request that a sleep saves, per rank; none: all"
     )
-    arena_budget_bytes: int = described(0, BYTES, "most host memory for saved bytes, per rank; 0: no limit")
+    arena_budget_bytes: int = described(0, BYTES, "most bytes of host memory for saved memory, per rank; 0: no limit")
     host_compression: str | None = described(
         None,
         TEXT,
-        "of saved bytes in host memory, and of the KV connector's blocks there, lossless: bf16 takes three quarters "
-        "for values of that type; sleeps, wakes and loads are slower",
+        "lossless compression of saved memory in host memory, and of the KV connector's blocks there. bf16: values of "
+        "that type take three quarters; sleeps, wakes and loads are slower",
         "none",
         "bf16",
     )
-    spill_directory: str | None = described(
+    spill_dir: str | None = described(
         None,
         PATH,
-        "directory for what of a sleep has no room in arena_budget_bytes; nothing stays there after the wake; without "
-        "it such a sleep fails",
+        "directory for saved memory that does not fit into arena_budget_bytes; a wake empties it; without it such a "
+        "sleep fails",
     )
     retain_kv_bytes: int | None = described(
         None,
         BYTES,
-        "most KV whose copy stays in host memory after a wake, per rank: the next sleep copies only what changed "
-        "since; none: what there is; on the CPU 0, where it is the same memory",
+        "most bytes of KV blocks whose copy stays in host memory after a wake, per rank: the next sleep copies only "
+        "what has changed since; none: all on a GPU, 0 on a CPU, where it is the same memory",
     )
     arena_prefault_bytes: int | None = described(
         None,
         BYTES,
-        "host memory that is brought up in the background from the start, per rank, for a fast first sleep; none: on a "
-        "GPU what that sleep will need, while half of the machine's memory is free; on the CPU 0",
+        "bytes of host memory to prefault in the background, per rank, for a fast first sleep; none: on a GPU what "
+        "that sleep will need, while half of the machine's memory is free; 0 on a CPU",
     )
-    keep_checkpoints: int = described(2, WHOLE, "committed checkpoints of this engine to keep in dir")
-    max_age_seconds: int | None = described(None, WHOLE, "older checkpoints go; none: of any age")
-    max_total_bytes: int | None = described(
-        None, BYTES, "the oldest checkpoints go until the rest fits; none: any size"
+    retain_checkpoints: int = described(2, WHOLE, "number of checkpoints of this engine to retain in checkpoint_dir")
+    retain_checkpoint_seconds: int | None = described(
+        None, WHOLE, "torpor deletes older checkpoints, but for the newest; none: it keeps any age"
+    )
+    retain_checkpoint_bytes: int | None = described(
+        None, BYTES, "torpor deletes the oldest checkpoints until the rest fits; none: any size"
     )
     key_file: str | None = described(
-        None, PATH, "file with a secret of 32 bytes: checkpoints are authenticated with it, and only such are woken"
+        None, PATH, "file with a secret of 32 bytes. It authenticates checkpoints, and only such checkpoints wake"
     )
-    encrypt: bool = described(False, SWITCH, "with key_file: checkpoints are unreadable, too")
+    encrypt: bool = described(False, SWITCH, "encrypt checkpoints with key_file")
     compression: str | None = described(
         None,
         TEXT,
-        "of saved memory on disk, lossless: bf16 takes three quarters for values of that type and is nearly as fast as "
-        "a copy; zstd; none",
+        "lossless compression of checkpoints. bf16: values of that type take three quarters, nearly as fast as a "
+        "copy; zstd; none",
         "none",
         "bf16",
         "zstd",
     )
-    compression_level: int | None = described(None, WHOLE, "of zstd, -100 (fast) to 19; alone it means zstd")
+    compression_level: int | None = described(
+        None, WHOLE, "level of zstd, -100 (fast) to 19; given alone, compression is zstd"
+    )
     # Proved on CPU tensors only: no GPU has run it yet. Without it torpor is vLLM's sleep mode there, and no more:
     # where enable_sleep_mode is given and additional_config names torpor.
     gpu_preserve_state: bool = described(
         False,
         SWITCH,
-        "on a GPU: preserve_state and checkpoints, too; it switches vLLM's sleep mode on, with torpor's memory",
+        "on a GPU: keep requests over sleeps, and write checkpoints. Turns on vLLM's sleep mode with torpor's memory",
     )
     incremental: bool = described(
         False, SWITCH, "a checkpoint links memory that the newest one has already, and does not write it again"
@@ -103,8 +107,8 @@ class Options:
     weights_check: str = described(
         "writes",
         TEXT,
-        "writes: a checkpoint reads weights once, and then only after they were seen to be written, or may have been; "
-        "digest: it reads them each time",
+        "when a checkpoint reads the weights again. writes: after a write to them, or one that torpor cannot exclude; "
+        "digest: each time",
         "writes",
         "digest",
     )
@@ -136,8 +140,8 @@ class Options:
         for name, item in values.items():
             values[name] = value_of(_DESCRIBED[name], item, name if name in given else spelled[name])
         options = Options(**values, connector=connector)
-        if options.console != "off" and options.events_directory is None:
-            raise InvalidArgument("console without events_directory", "name a directory for events")
+        if options.console != "off" and options.events_dir is None:
+            raise InvalidArgument("console without events_dir", "name a directory for events")
         return options
 
 

@@ -105,7 +105,7 @@ def take_options(arguments: list[str]) -> list[str]:
             os.environ[variables[name]] = str(value)
     settings = Settings.from_environment()
     settings.admin()  # said now if it cannot be had, not after the engine's start
-    if settings.checkpoint_every > 0:
+    if settings.checkpoint_interval_seconds > 0:
         os.environ.setdefault("TORPOR_INCREMENTAL", "1")
     return rest
 

@@ -2,7 +2,7 @@
 
 Looked at after each Scheduler.schedule(), from its output; what is found and loaded below the device is told by
 torpor's connector, from its hooks, in whose order it happens. What only decodes is not looked at: a step in which
-nothing else happens costs a few comparisons, however many requests there are. Without the option events_directory: one.
+nothing else happens costs a few comparisons, however many requests there are. Without the option events_dir: one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.torpor")
 
 def begin_events(vllm_config, role: str, rank: int = 0) -> bool:
     """Whether this process tells events. A directory that is of no use is said once, and the engine serves on."""
-    if (directory := Options.of(vllm_config).events_directory) is None:
+    if (directory := Options.of(vllm_config).events_dir) is None:
         return False
     try:
         _core.begin_events(directory, role, rank)
@@ -48,7 +48,7 @@ def begin_control(scheduler) -> None:
     if mode == "control" and not alone:
         logger.warning("torpor's console only looks: this engine is not alone, and must not stand still")
     try:
-        scheduler.torpor_console = _core.begin_control(operates, Options.of(vllm_config).record_directory or "")
+        scheduler.torpor_console = _core.begin_control(operates, Options.of(vllm_config).recordings_dir or "")
     except Error as problem:
         logger.warning("torpor has no console: %s", problem)
         return

@@ -42,7 +42,7 @@ def unsupported_by_connector(vllm_config, kv_cache_config, options: ConnectorOpt
         "data parallelism": parallel.data_parallel_size > 1,
         "speculation with a drafting model": speculation is not None and speculation.method != "ngram",
         "LoRA with a disk": vllm_config.lora_config is not None and options.disk_bytes > 0,
-        "LoRA with a remote store": vllm_config.lora_config is not None and options.remote is not None,
+        "LoRA with a remote store": vllm_config.lora_config is not None and options.kv_store is not None,
     }
     found = [name for name, is_so in checks.items() if is_so] + connector_groups.unsupported(kv_cache_config)
     if layout := scattered_blocks(kv_cache_config):

@@ -22,8 +22,8 @@ _RETRY_AFTER_ERROR_SECONDS = 5.0
 class Automatic:
     """For one life.Server, in its event loop.
 
-    Idle: no request runs, arrives or waits. After `sleep_after` seconds of that the engine sleeps to host memory, after
-    `sleep_to_disk_after` more seconds to disk. A sleep that somebody asked for stays as it is.
+    Idle: no request runs, arrives or waits. After `sleep_after_seconds` of that the engine sleeps to host memory, after
+    `sleep_to_disk_after_seconds` more to disk. A sleep that somebody asked for stays as it is.
     """
 
     def __init__(self, server):
@@ -37,11 +37,15 @@ class Automatic:
 
     def check(self) -> None:
         """InvalidArgument: settings that do not go together."""
-        if self._settings.sleep_to_disk_after > 0 and self._settings.sleep_after == 0:
-            raise InvalidArgument("sleep_to_disk_after without sleep_after", "say after how many seconds to sleep")
-        if self._settings.sleep_to_disk_after > 0 and not self._server.options.dir:
-            raise InvalidArgument("sleep_to_disk_after without a directory", "name one with --torpor-dir")
-        if self._settings.sleep_after > 0 and not self._settings.wake_on_request:
+        if self._settings.sleep_to_disk_after_seconds > 0 and self._settings.sleep_after_seconds == 0:
+            raise InvalidArgument(
+                "sleep_to_disk_after_seconds without sleep_after_seconds", "say after how many seconds to sleep"
+            )
+        if self._settings.sleep_to_disk_after_seconds > 0 and not self._server.options.checkpoint_dir:
+            raise InvalidArgument(
+                "sleep_to_disk_after_seconds without a directory", "name one with --torpor-checkpoint-dir"
+            )
+        if self._settings.sleep_after_seconds > 0 and not self._settings.wake_on_request:
             logger.warning("torpor: idle, it falls asleep, and no request wakes it: --torpor-wake-on-request is off")
 
     def used(self) -> None:
@@ -99,7 +103,11 @@ class Automatic:
     # --- sleep ---
 
     async def watch(self) -> None:
-        terms = [term for term in (self._settings.sleep_after, self._settings.sleep_to_disk_after) if term > 0]
+        terms = [
+            term
+            for term in (self._settings.sleep_after_seconds, self._settings.sleep_to_disk_after_seconds)
+            if term > 0
+        ]
         pause = min(_MOST_SECONDS_BETWEEN_LOOKS, min(terms) / _LOOKS_PER_TERM)
         while True:
             await asyncio.sleep(pause)
@@ -112,10 +120,10 @@ class Automatic:
     async def _look(self) -> None:
         """Nothing is awaited between the look and the sleep's first change of state, so no request slips in between."""
         server, now = self._server, time.monotonic()
-        to_disk_after = self._settings.sleep_to_disk_after
+        to_disk_after = self._settings.sleep_to_disk_after_seconds
         if server.busy():
             self.used()
-        elif server.state == "awake" and now - self._used >= self._settings.sleep_after:
+        elif server.state == "awake" and now - self._used >= self._settings.sleep_after_seconds:
             report = await server.sleep()
             self._slept = time.monotonic()
             server.metrics.automatic.labels("sleep").inc()
@@ -133,7 +141,7 @@ class Automatic:
         """One every so many seconds, unless nothing has changed since the last."""
         server, known = self._server, None
         while True:
-            await asyncio.sleep(self._settings.checkpoint_every)
+            await asyncio.sleep(self._settings.checkpoint_interval_seconds)
             now = server.progress()
             if server.state != "awake" or server.operating() or now == known:
                 continue

@@ -20,7 +20,7 @@ _ENDING = "ending"  # the name of its tasks
 
 async def take_signals(server) -> None:
     """SIGTERM is ours from the moment on when vLLM's server has taken it."""
-    if server.settings.on_sigterm != "checkpoint" or not server.options.dir:
+    if server.settings.on_sigterm != "checkpoint" or not server.options.checkpoint_dir:
         return
     while not getattr(getattr(server.app_state, "server", None), "started", False):
         await asyncio.sleep(0.05)
@@ -54,7 +54,7 @@ async def _end(server) -> None:
                 "torpor: no checkpoint on SIGTERM: %s. The KV cache of %d requests was not saved: %s.",
                 problem,
                 running,
-                "the next server computes it anew from the log of answers"
+                "the next server computes it anew from the response log"
                 if server.has_log
                 else "without a response log these requests end here, or go on from an older checkpoint",
             )
@@ -73,7 +73,7 @@ async def end_when_disowned(server) -> None:
     await server.tasks.run(server.remote.keep(), "keeping ownership")
     if server.state in ("failed", "ending"):
         return
-    logger.error("torpor: this server does not own what is in %s any more; it ends", server.settings.remote)
+    logger.error("torpor: this server does not own what is in %s any more; it ends", server.settings.object_store)
     server.enter("ending")
     if server.recorder is not None:
         await _goodbye(server)

@@ -83,7 +83,7 @@ def _word(params: dict, name: str, default: Default, *others: str) -> str | Defa
 def begin(life: Server) -> None:
     """This process has a socket, too, where its engine has one. One that cannot be made is said, and it serves on."""
     options = life.options
-    if options.console == "off" or options.events_directory is None:
+    if options.console == "off" or options.events_dir is None:
         return
     loop = asyncio.get_running_loop()
 
@@ -103,8 +103,8 @@ def begin(life: Server) -> None:
             call.fail("unavailable", "the server ends")
 
     try:
-        _core.begin_events(options.events_directory, "front")
-        _core.begin_control(options.console == "control", options.record_directory or "")
+        _core.begin_events(options.events_dir, "front")
+        _core.begin_control(options.console == "control", options.recordings_dir or "")
     except Error as problem:
         logger.warning("torpor has no console of the server: %s", problem)
         return

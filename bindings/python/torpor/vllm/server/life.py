@@ -117,11 +117,11 @@ class Server:
         fingerprint = await self.engine.torpor.call("fingerprint")
         await hosts.check_directory(self)
         pulled = ""
-        if self.settings.remote:
+        if self.settings.object_store:
             self.remote = Remote(self.settings, self.options)
             pulled = await self.remote.arrive(fingerprint)
             self.tasks.run(ending.end_when_disowned(self), "keeping ownership")
-        directory = os.path.join(self.options.dir, "answers") if self.options.dir else None
+        directory = os.path.join(self.options.checkpoint_dir, "answers") if self.options.checkpoint_dir else None
         if self.has_log:
             self._begin_log(fingerprint, directory)
         elif directory is not None:
@@ -135,22 +135,22 @@ class Server:
             await (start.wake(self, named) if self.has_log else unlogged.wake(self, named))
             self._reserve_adapter_numbers()
         self.enter("awake")
-        if self.has_log and self.settings.log_sync == "second" and directory is not None:
+        if self.has_log and self.settings.response_log_sync == "second" and directory is not None:
             self.tasks.keep(self._sync_each_second, "syncing the log")
-        if self.settings.checkpoint_every > 0:
+        if self.settings.checkpoint_interval_seconds > 0:
             self.tasks.keep(self._automatic.checkpoints, "periodic checkpoints")
-        if self.settings.sleep_after > 0:
+        if self.settings.sleep_after_seconds > 0:
             self.tasks.keep(self._automatic.watch, "watching for idleness")
 
     def _begin_log(self, fingerprint: dict, directory: str | None) -> None:
         answers = _core.DeliveryLog({
-            "directory": directory, "engine": fingerprint, "keep_seconds": self.settings.keep_answers,
+            "directory": directory, "engine": fingerprint, "keep_seconds": self.settings.response_log_seconds,
             "keep_bytes": self.settings.response_log_bytes,
             "key_file": self.options.key_file, "encrypt": self.options.encrypt,
             "other_engine": start.OF_ANOTHER_ENGINE[self.settings.on_wake_error],
         })  # fmt: skip
         self._tenant_secret = access.tenant_secret(directory)
-        always = self.settings.log_sync == "always"
+        always = self.settings.response_log_sync == "always"
         counters = self.metrics.log_failures.inc, self.metrics.answers_dropped.inc
         self.recorder = Recorder(self.engine.output_processor, answers, always, *counters)
         self.metrics.log_bytes.set_function(lambda: answers.counts()["log_bytes"])
@@ -346,39 +346,41 @@ class Server:
         kv: str | None = None,
         progress: Watcher | None = None,
         early: bool = False,
-        take_from: str | None = None,
+        swap_in_from: str | None = None,
     ) -> Report:
         async with self.only_one():
             before = self.state
             self.enter("waking")
             try:
-                report = await self.engine.wake_up(tags, kv=kv, progress=progress, early=early, take_from=take_from)
+                report = await self.engine.wake_up(
+                    tags, kv=kv, progress=progress, early=early, swap_in_from=swap_in_from
+                )
             except BaseException as problem:
                 self.metrics.failed("wake", "host")
                 await self._after_failure(problem, before)
                 raise
             self.enter("awake" if report.fully_awake else "asleep")
             self.metrics.record("wake", "host", report)
-            if report.get("late_blocks", 0) > 0:
-                self.tasks.keep(self._until_none_is_late, "looking for late blocks")
+            if report.get("deferred_blocks", 0) > 0:
+                self.tasks.keep(self._until_none_is_late, "looking for deferred blocks")
             return report
 
     async def _until_none_is_late(self) -> None:
         """Steps look what has arrived, and an idle engine takes none. The copy that it comes from is given back so."""
         with contextlib.suppress(Error, EngineDeadError):
-            while self.state == "awake" and (await self.engine.torpor.call("continue_wake"))["left"] > 0:
+            while self.state == "awake" and (await self.engine.torpor.call("continue_wake"))["pending"] > 0:
                 await asyncio.sleep(_LATE_SECONDS)
 
     async def _after_failure(self, problem: BaseException, before: str) -> None:
         """An engine that could not undo what failed runs no more; a new process goes on from its checkpoint and log."""
         lost = False
         try:
-            lost = isinstance(problem, Error) and (await self.engine.torpor.call("state"))["engine"] == "lost"
+            lost = isinstance(problem, Error) and (await self.engine.torpor.call("state"))["engine"] == "unrecoverable"
         except EngineDeadError:
             pass  # /health says so
         finally:
             if lost:
-                self._fail(WrongState(f"the engine is lost: {problem}", "restart the server"))
+                self._fail(WrongState(f"the engine is unrecoverable: {problem}", "restart the server"))
             else:
                 self.enter(before)
 

@@ -43,8 +43,8 @@ class Metrics:
         self.failed_requests = Counter(
             "torpor_requests_failed", "Requests that a wake could not go on with; their clients are told why.", **where
         )
-        self.rolled_forward = Counter(
-            "torpor_requests_rolled_forward",
+        self.replayed = Counter(
+            "torpor_requests_replayed",
             "Requests of a checkpoint that were brought to where their readers are: extended by tokens that were given "
             "since, added because they began since, dropped because they have ended.",
             ["how"],
@@ -53,18 +53,18 @@ class Metrics:
         self.waited = Histogram(
             "torpor_queue_seconds", "How long requests waited for a wake, of those that did.", buckets=_SECONDS, **where
         )
-        self.log_bytes = Gauge("torpor_answer_log_bytes", "Size of the answers' log.", **where)
+        self.log_bytes = Gauge("torpor_response_log_bytes", "Size of the response log.", **where)
         self.queued = Gauge("torpor_requests_queued", "Requests that wait for a wake.", **where)
         self.refused = Counter("torpor_requests_refused", "Requests that were answered with 503.", **where)
         self.task_failures = Counter(
             "torpor_task_failures", "Failures of what the server does by itself, and goes on doing.", ["task"], **where
         )
         self.answers_dropped = Counter(
-            "torpor_answers_dropped",
+            "torpor_responses_dropped",
             "Ended answers that the response log dropped to stay within --torpor-response-log-bytes.",
             **where,
         )
-        self.log_failures = Counter("torpor_answer_log_failures", "Writes of the answers' log that failed.", **where)
+        self.log_failures = Counter("torpor_response_log_failures", "Writes of the response log that failed.", **where)
 
     def enter(self, state: str) -> None:
         for name in STATES:
@@ -92,7 +92,7 @@ class Metrics:
 
     def roll_forward(self, rolled: dict) -> None:
         for how in ("extended", "added", "dropped"):
-            self.rolled_forward.labels(how).inc(len(rolled[how]))
+            self.replayed.labels(how).inc(len(rolled[how]))
 
     def failed(self, operation: str, to: str) -> None:
         self.operations.labels(operation, to, "error").inc()

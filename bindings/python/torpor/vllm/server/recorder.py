@@ -145,7 +145,7 @@ class Recorder:
         if self._dropped == 0:
             logger.warning(
                 "torpor: the response log is full (--torpor-response-log-bytes): it drops the oldest ended answers "
-                "before --torpor-keep-answers is over, and answers 410 to who asks for them"
+                "before --torpor-response-log-seconds is over, and answers 410 to who asks for them"
             )
         if self._count_dropped is not None:
             self._count_dropped(dropped - self._dropped)
@@ -250,7 +250,7 @@ class Recorder:
         self.failures += 1
         if self._count_failure is not None:
             self._count_failure()
-        logger.error("torpor: the log of answers cannot be written, a crash now would lose them: %s", problem)
+        logger.error("torpor: the response log cannot be written, a crash now would lose them: %s", problem)
 
     # --- nothing is delivered before it is durable --------------------------------------------------------------------
 

@@ -26,17 +26,19 @@ class Remote:
     """For one life.Server, in its event loop."""
 
     def __init__(self, settings, options):
-        if not options.dir:
-            raise InvalidArgument("--torpor-remote without a directory", "name one with --torpor-dir")
-        if settings.remote_term < 1:
-            raise InvalidArgument(f"a term of {settings.remote_term:g} s", "use one second or more")
+        if not options.checkpoint_dir:
+            raise InvalidArgument("--torpor-object-store without a directory", "name one with --torpor-checkpoint-dir")
+        if settings.ownership_term_seconds < 1:
+            raise InvalidArgument(f"a term of {settings.ownership_term_seconds:g} s", "use one second or more")
         if not hasattr(_core, "RemoteHome"):
             raise Unsupported(
-                "--torpor-remote: this build of torpor knows no object stores",
+                "--torpor-object-store: this build of torpor knows no object stores",
                 "install libcurl and pugixml with their headers, then build it on this machine: pip install .",
             )
-        self._settings, self._directory = settings, Path(options.dir)
-        self._home = _core.RemoteHome(settings.remote, settings.remote_term, options.key_file, settings.remote_address)
+        self._settings, self._directory = settings, Path(options.checkpoint_dir)
+        self._home = _core.RemoteHome(
+            settings.object_store, settings.ownership_term_seconds, options.key_file, settings.advertise_address
+        )
         self._key_file = options.key_file
         self._answers = str(self._directory / "answers")
         self.unfit: Incompatible | None = None  # why the newest checkpoint in the store was left there
@@ -54,7 +56,7 @@ class Remote:
     async def arrive(self, fingerprint: dict) -> str:
         """Owns it, and brings what is newest into the directory. Returns the checkpoint's path; empty: the directory's
         own counts."""
-        term, began, said = self._settings.remote_term, time.monotonic(), False
+        term, began, said = self._settings.ownership_term_seconds, time.monotonic(), False
         answered = began
         while True:
             try:
@@ -112,14 +114,14 @@ class Remote:
         """Goes on owning; returns when that has failed for a term, or another one owns."""
         renewing, at = None, time.monotonic()
         while True:
-            await asyncio.sleep(self._settings.remote_term / _LOOKS_PER_TERM)
+            await asyncio.sleep(self._settings.ownership_term_seconds / _LOOKS_PER_TERM)
             if renewing is not None and renewing.done():
                 problem, renewing = renewing.exception(), None
                 if problem is not None and not isinstance(problem, Aborted):
                     logger.error("torpor: its ownership could not be renewed, it is tried again: %s", problem)
             if not self._home.owns():
                 return
-            if renewing is None and time.monotonic() - at >= self._settings.remote_term / _RENEWALS_PER_TERM:
+            if renewing is None and time.monotonic() - at >= self._settings.ownership_term_seconds / _RENEWALS_PER_TERM:
                 at = time.monotonic()
                 renewing = asyncio.create_task(self._renew())
 

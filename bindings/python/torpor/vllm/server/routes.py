@@ -93,12 +93,12 @@ def routes() -> APIRouter:
         kv: Literal["recompute", "keep", "abort", None] = None,
         weights_changed: bool = False,
         early: bool = False,
-        take_from: str | None = None,
+        swap_in_from: str | None = None,
     ) -> Response:
         async def call(progress: Watcher | None) -> dict:
             kv_of_old = kv_option(kv, weights_changed)
             with recorded("wake"):
-                report = await server(raw_request).wake_up(tags, kv_of_old, progress, early, take_from)
+                report = await server(raw_request).wake_up(tags, kv_of_old, progress, early, swap_in_from)
             return {"status": "awake" if report.fully_awake else "sleeping", "tags": tags} | summary(report)
 
         return await answered(call, raw_request)
@@ -142,7 +142,7 @@ def routes() -> APIRouter:
             "problem": life.problem.to_dict() if life.problem else None,
         }
         if life.recorder is not None:
-            content["answers"] = life.recorder.answers.counts() | {"log_failures": life.recorder.failures}
+            content["responses"] = life.recorder.answers.counts() | {"log_failures": life.recorder.failures}
         if life.state in ("awake", "asleep"):  # otherwise the engine is busy, or gone
             state = await life.engine.torpor.call("state")
             ledger = await life.engine.torpor.call("ledger")
@@ -183,13 +183,13 @@ def routes() -> APIRouter:
     async def swap(
         raw_request: Request,
         to: str,
-        partner_timeout: Annotated[float, Query(gt=0, allow_inf_nan=False)] = exchange.PARTNER_SECONDS,
+        peer_timeout: Annotated[float, Query(gt=0, allow_inf_nan=False)] = exchange.PEER_SECONDS,
     ) -> Response:
-        """`to`: the address of the other server. `partner_timeout`: as torpor.swap() has it."""
+        """`to`: the address of the other server. `peer_timeout`: as torpor.swap() has it."""
 
         async def call(progress: Watcher | None) -> dict:
             with recorded("sleep"):
-                return await swapping.swap(server(raw_request), to, partner_timeout, raw_request.headers, progress)
+                return await swapping.swap(server(raw_request), to, peer_timeout, raw_request.headers, progress)
 
         return await answered(call, raw_request)
 
@@ -205,13 +205,15 @@ def routes() -> APIRouter:
         options = server(raw_request).options
         try:
             found = (
-                await asyncio.to_thread(_core.list_checkpoints, options.dir, options.key_file) if options.dir else []
+                await asyncio.to_thread(_core.list_checkpoints, options.checkpoint_dir, options.key_file)
+                if options.checkpoint_dir
+                else []
             )
         except errors.NotFound:
             found = []
         except Error as problem:
             return refused(problem)
-        return JSONResponse({"directory": options.dir, "checkpoints": found})
+        return JSONResponse({"directory": options.checkpoint_dir, "checkpoints": found})
 
     @router.get("/torpor/requests/{response}")
     async def answer(raw_request: Request, response: str) -> Response:
@@ -236,7 +238,7 @@ def routes() -> APIRouter:
         return JSONResponse(
             {
                 "id": life.log.answers.get(ids[0])["response"],
-                "object": "torpor.answer",
+                "object": "torpor.response",
                 "state": "running" if running else "ended",
                 "choices": content,
             }

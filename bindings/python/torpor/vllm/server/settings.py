@@ -1,7 +1,7 @@
 """What an operator may set of the server: --torpor-NAME of `python -m torpor.vllm.serve`, or TORPOR_SERVER_NAME (of the
 admin key: TORPOR_ADMIN_KEY, TORPOR_ADMIN_KEY_FILE).
 
-What concerns the engine (dir, key_file, encrypt, keep_checkpoints, …) stands in torpor.vllm.options.
+What concerns the engine (checkpoint_dir, key_file, encrypt, retain_checkpoints, …) stands in torpor.vllm.options.
 """
 
 from __future__ import annotations
@@ -26,50 +26,51 @@ class Settings:
     wake_from: str = _setting(
         "",
         TEXT,
-        "a checkpoint, or a directory of them, to wake from at the start; default: the newest one in --torpor-dir",
+        "a checkpoint, or a directory of them, to wake from at the start; default: the newest one in "
+        "--torpor-checkpoint-dir",
     )
     on_wake_error: str = _setting(
         "fail",
         TEXT,
-        "when that fails. fail: say so on /torpor/ready and serve nothing; recompute: go on from the answers' log "
-        "alone; discard: serve without them",
+        "what to do when this wake fails. fail: report it on /torpor/ready and serve nothing; recompute: go on from "
+        "the response log alone; discard: serve without the requests",
         "fail",
         "recompute",
         "discard",
         needs_log=("recompute",),
     )
-    remote: str = _setting(
+    object_store: str = _setting(
         "",
         TEXT,
-        "an object store, s3://BUCKET/PREFIX or file:///DIRECTORY: checkpoints and answers are pushed there, and a "
-        "server elsewhere goes on from them when this one has ended",
+        "an object store, s3://BUCKET/PREFIX or file:///DIRECTORY. The server pushes checkpoints and the response log "
+        "there, and a server on another machine goes on from them when this one has ended",
         needs_log=(...,),
     )
-    remote_term: float = _setting(
+    ownership_term_seconds: float = _setting(
         30.0,
         NUMBER,
-        "seconds of silence after which another server takes over from this one",
+        "seconds without a heartbeat of this server after which another one may take over what it owns",
     )
-    remote_address: str = _setting(
+    advertise_address: str = _setting(
         "",
         TEXT,
-        "http://HOST:PORT at which clients find this server: another one that is not ready because this one owns sends "
-        "them here; default: none",
+        "http://HOST:PORT at which clients reach this server. Another server, which is not ready because this one "
+        "owns the requests, redirects clients here; default: none",
         needs_log=(...,),
     )
     on_sigterm: str = _setting(
         "checkpoint",
         TEXT,
-        "checkpoint: sleep to disk, then end; stop: as vLLM does",
+        "what to do on SIGTERM. checkpoint: sleep to disk, then end; stop: end as vLLM does",
         "checkpoint",
         "stop",
     )
     sigterm_seconds: float = _setting(
         25.0,
         NUMBER,
-        "most that a checkpoint on SIGTERM may take",
+        "most seconds that a checkpoint on SIGTERM may take",
     )
-    checkpoint_every: float = _setting(
+    checkpoint_interval_seconds: float = _setting(
         0.0,
         NUMBER,
         "seconds between checkpoints while serving; 0: none",
@@ -77,34 +78,35 @@ class Settings:
     new_requests: str = _setting(
         "queue",
         TEXT,
-        "while asleep: queue or refuse (503 with Retry-After)",
+        "what happens to new requests while the engine is asleep: queue, or refuse (503 with Retry-After)",
         "queue",
         "refuse",
     )
     queue_limit: int = _setting(
         256,
         WHOLE,
-        "most requests that wait for a wake; more are refused",
+        "most requests that wait for a wake; the server refuses more",
     )
     wake_on_request: bool = _setting(
         False,
         SWITCH,
         "a request that arrives while asleep wakes the engine",
     )
-    sleep_after: float = _setting(
+    sleep_after_seconds: float = _setting(
         0.0,
         NUMBER,
         "seconds without a request after which the engine sleeps to host memory; 0: never",
     )
-    sleep_to_disk_after: float = _setting(
+    sleep_to_disk_after_seconds: float = _setting(
         0.0,
         NUMBER,
-        "seconds of such a sleep after which it goes on on disk, and host memory is given back; 0: never",
+        "seconds of such a sleep after which the engine moves to disk and releases its host memory; 0: never",
     )
     on_disconnect: str = _setting(
         "abort",
         TEXT,
-        "when a client goes away: abort its request, as vLLM does, or continue it to be taken up",
+        "what happens to the request of a client that disconnects. abort: it ends, as with vLLM; continue: it runs "
+        "on, and the client may resume its answer",
         "abort",
         "continue",
         needs_log=("continue",),
@@ -112,8 +114,8 @@ class Settings:
     response_log: str = _setting(
         "on",
         TEXT,
-        "on: the server records what each client was sent, so that clients resume their answers and a new process goes "
-        "on after a kill; off: it records nothing. Requests still go on over sleeps and from checkpoints",
+        "on: the server records what it sent to each client, so that clients resume their answers and a new process "
+        "goes on after a kill; off: it records nothing, and requests go on over sleeps and from checkpoints only",
         "on",
         "off",
     )
@@ -124,17 +126,17 @@ class Settings:
         "It never drops an answer that still runs",
         needs_log=(...,),
     )
-    keep_answers: float = _setting(
+    response_log_seconds: float = _setting(
         3600.0,
         NUMBER,
-        "seconds for which ended answers can be asked for, within --torpor-response-log-bytes",
+        "seconds for which clients can ask for ended answers, within --torpor-response-log-bytes",
         needs_log=(...,),
     )
-    log_sync: str = _setting(
+    response_log_sync: str = _setting(
         "second",
         TEXT,
-        "when the answers' log is made durable against loss of power: always (before tokens are sent), second, never; "
-        "a kill loses nothing in any case",
+        "when the response log is made durable against a loss of power. always: before tokens are sent; second: each "
+        "second; never. A kill loses nothing in any case",
         "always",
         "second",
         "never",
@@ -143,13 +145,13 @@ class Settings:
     tenant_header: str = _setting(
         "",
         TEXT,
-        "a request header that tells tenants apart, besides the API key",
+        "a request header that separates tenants, besides the API key",
     )
     admin_key: str = _setting(
         "",
         TEXT,
-        "key for what changes the engine: sleep, wake, checkpoints, and vLLM's routes of that kind. Who may list "
-        "processes can read it here: better use the environment (TORPOR_ADMIN_KEY) or a file",
+        "key for calls that change the engine: sleep, wake, checkpoints, and vLLM's routes of that kind. Users who "
+        "may list processes can read it here: better use the environment (TORPOR_ADMIN_KEY) or a file",
         variable="TORPOR_ADMIN_KEY",
         secret=True,
     )
@@ -162,7 +164,7 @@ class Settings:
     allow_unauthenticated: bool = _setting(
         False,
         SWITCH,
-        "without any key, let whoever reaches the server change the engine; with one it means nothing",
+        "without any key, let whoever reaches the server change the engine; it has no effect if there is a key",
     )
 
     def __post_init__(self):

@@ -29,12 +29,12 @@ async def wake(server, named: str) -> None:
     try:
         if unfit is not None:
             raise unfit
-        report = await _wake_new(server, named or server.options.dir)
+        report = await _wake_new(server, named or server.options.checkpoint_dir)
     except Error as problem:
         nothing_there = isinstance(problem, NotFound) and not named
         if nothing_there and counts["running"] == 0:
             return
-        where = named or (server.options.dir if unfit is None else server.settings.remote)
+        where = named or (server.options.checkpoint_dir if unfit is None else server.settings.object_store)
         if isinstance(problem, Incompatible) and await asyncio.to_thread(_is_idle, server, where):
             return server.leave_checkpoint(where, problem)
         if nothing_there or server.settings.on_wake_error == "recompute":
@@ -45,12 +45,12 @@ async def wake(server, named: str) -> None:
             return _discard(server, str(problem))
         else:
             raise
-    rolled = report.rolled_forward
+    rolled = report.replayed
     server.metrics.roll_forward(rolled)
     logger.info(
         "torpor: woken from %s in %.2f s: %d requests go on "
         "(%d of them rolled forward, %d computed anew, %d had ended)",
-        report.checkpoint or "the log of answers", report.seconds, report.requests,
+        report.checkpoint or "the response log", report.seconds, report.requests,
         len(rolled["extended"]), len(rolled["added"]), len(rolled["dropped"]),
     )  # fmt: skip
     if await server.engine.is_paused():
@@ -65,7 +65,7 @@ def _is_idle(server, where: str) -> bool:
     answers = server.recorder.answers
     if answers.counts()["running"] > 0:
         return False
-    if where == server.settings.remote:
+    if where == server.settings.object_store:
         return True
     try:
         state = _core.read_checkpoint(where, server.options.key_file).to_dict()

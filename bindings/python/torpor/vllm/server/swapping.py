@@ -1,6 +1,6 @@
 """POST /swap: this server falls asleep while another one of this host wakes on the memory that this one gives.
 
-Each has its engine do its half (../exchange.py). This one makes the room and asks the other one to come by its own
+Each has its engine do its half (../exchange.py). This one makes the channel and asks the other one to come by its own
 POST /wake_up. Nothing has changed here before it has come.
 """
 
@@ -30,38 +30,38 @@ _RETRY_SECONDS = 0.5
 _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 
-async def swap(server, to: str, partner_timeout: float, headers: Mapping[str, str], progress: Watcher | None) -> dict:
+async def swap(server, to: str, peer_timeout: float, headers: Mapping[str, str], progress: Watcher | None) -> dict:
     """`headers` of the call: the other server is asked with the same key. It goes on to its end without its caller."""
     other = Other(await loopback.checked(to), headers)
-    return await asyncio.shield(server.tasks.run(_swap(server, other, partner_timeout, progress)))
+    return await asyncio.shield(server.tasks.run(_swap(server, other, peer_timeout, progress)))
 
 
-async def _swap(server, other: Other, partner_timeout: float, progress: Watcher | None) -> dict:
+async def _swap(server, other: Other, peer_timeout: float, progress: Watcher | None) -> dict:
     began = time.monotonic()
     async with server.only_one():
         if server.state != "awake":
             raise WrongState(f"this server is {server.state}", "wake it, or ask the one that serves")
-        with exchange.room(partner_timeout) as (room, path):
-            comes = asyncio.ensure_future(exchange.told(room, "takes", other.wake_up(path)))
+        with exchange.channel(peer_timeout) as (channel, path):
+            comes = asyncio.ensure_future(exchange.publish_failure(channel, "takes", other.wake_up(path)))
             slept: dict = {}
             failed: Error | None = None
             try:
-                await exchange.told(room, "gives", _come(room, comes, other))
-                slept = await exchange.told(room, "gives", _give(server, path, progress))
+                await exchange.publish_failure(channel, "gives", _come(channel, comes, other))
+                slept = await exchange.publish_failure(channel, "gives", _give(server, path, progress))
             except Error as problem:
                 failed = problem
-            woken, lost = await _last_word(comes, other, partner_timeout if room.has_come("takes") else 0)
+            woken, lost = await _last_word(comes, other, peer_timeout if channel.has_come("takes") else 0)
             if failed is not None:
-                raise failed if lost is None or room.stopped_by() == "gives" else lost
+                raise failed if lost is None or channel.stopped_by() == "gives" else lost
     if lost is not None:
         await _asleep_alone(server, other, lost)
     seconds = round(time.monotonic() - began, 6)
     return {"status": "sleeping", "to": other.url, "seconds": seconds, "slept": summary(slept), "woken": woken}
 
 
-async def _come(room: _core.RoomFile, comes: asyncio.Future, other: Other) -> None:
+async def _come(channel: _core.SwapChannel, comes: asyncio.Future, other: Other) -> None:
     deadline = time.monotonic() + _COMES_SECONDS
-    while not room.has_come("takes"):
+    while not channel.has_come("takes"):
         if comes.done():
             raise Aborted(f"{other} does not come", "see its error")
         if time.monotonic() > deadline:
@@ -73,7 +73,7 @@ async def _give(server, path: str, progress: Watcher | None) -> Report:
     if server.state != "awake":
         raise WrongState(f"this server is {server.state}")
     try:
-        return await server.fall_asleep(1, "abort", True, "host", {"give_to": path, "progress": progress})
+        return await server.fall_asleep(1, "abort", True, "host", {"swap_out_to": path, "progress": progress})
     except Error as problem:
         raise _of("this server", problem) from None
     except EngineDeadError:
@@ -126,7 +126,7 @@ class Other:
         """Its report. Raises its error, or why there is none."""
         try:
             async with self._session(self._headers) as session:
-                asked = session.post(f"{self.url}/wake_up", params={"take_from": path}, allow_redirects=False)
+                asked = session.post(f"{self.url}/wake_up", params={"swap_in_from": path}, allow_redirects=False)
                 async with asked as answer:
                     status, content = answer.status, await _json(answer)
         except (aiohttp.ClientConnectorError, TimeoutError) as problem:

@@ -59,7 +59,7 @@ class Directory:
 
 async def wake(server, named: str) -> None:
     """`named`: a checkpoint, or a directory of them; empty: the newest of the server's own."""
-    where = named or server.options.dir
+    where = named or server.options.checkpoint_dir
     try:
         report = await server.engine.wake_up(from_checkpoint=where)
     except Error as problem:

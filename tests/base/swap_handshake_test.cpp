@@ -1,8 +1,8 @@
 // Explores every interleaving of the two halves of a swap: each may stand still between any two of its steps for as
 // long as it likes, fail at any of them, die, be given up by the other one, or by somebody else. The steps on the word
-// that both see are those that engines take (base/room_agreement.h); memory is some pages of a device that has as many
+// that both see are those that engines take (base/swap_handshake.h); memory is some pages of a device that has as many
 // as one of them needs.
-#include "base/room_agreement.h"
+#include "base/swap_handshake.h"
 
 #include <cstdio>
 #include <set>
@@ -14,10 +14,10 @@
 namespace torpor {
 namespace {
 
-using Side = RoomAgreement::Side;
-using Stage = RoomAgreement::Stage;
-using Look = RoomAgreement::Look;
-using End = RoomAgreement::End;
+using Side = SwapHandshake::Side;
+using Stage = SwapHandshake::Stage;
+using Look = SwapHandshake::Look;
+using End = SwapHandshake::End;
 
 constexpr int kPages = 2;
 
@@ -52,7 +52,7 @@ struct Half {
 };
 
 struct World {
-  RoomAgreement word{};
+  SwapHandshake word{};
   Half gives{.awake = true, .pages = kPages};
   Half takes{};
   int given = 0;

@@ -1,4 +1,4 @@
-#include "base/room_file.h"
+#include "base/swap_channel.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -20,8 +20,8 @@ class RoomFileTest : public ::testing::Test {
  protected:
   test::TemporaryDirectory temporary_;
   const std::string path_ = temporary_ / "room";
-  const std::unique_ptr<RoomFile> gives_ = value_of(RoomFile::create(path_));
-  const std::unique_ptr<RoomFile> takes_ = value_of(RoomFile::open(path_));
+  const std::unique_ptr<SwapChannel> gives_ = value_of(SwapChannel::create(path_));
+  const std::unique_ptr<SwapChannel> takes_ = value_of(SwapChannel::open(path_));
 };
 
 TEST_F(RoomFileTest, NoMoreIsTakenThanWasGivenAndLent) {
@@ -59,14 +59,14 @@ TEST_F(RoomFileTest, WhoWaitsIsToldThatTheOtherStopped) {
 }
 
 TEST_F(RoomFileTest, EachSideWaitsForTheOther) {
-  using Stage = RoomFile::Stage;
-  std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path_));
-  EXPECT_FALSE(takes_->has_come(RoomFile::Side::kGives));
-  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 2));
-  EXPECT_TRUE(takes_->has_come(RoomFile::Side::kGives));
-  EXPECT_FAILS(gives_->join(RoomFile::Side::kGives, 2), Code::kFailedPrecondition, "has this side");
+  using Stage = SwapChannel::Stage;
+  std::unique_ptr<SwapChannel> gives = value_of(SwapChannel::open(path_));
+  EXPECT_FALSE(takes_->has_come(SwapChannel::Side::kGives));
+  EXPECT_SUCCEEDS(gives->join(SwapChannel::Side::kGives, 2));
+  EXPECT_TRUE(takes_->has_come(SwapChannel::Side::kGives));
+  EXPECT_FAILS(gives_->join(SwapChannel::Side::kGives, 2), Code::kFailedPrecondition, "has this side");
   std::thread taker([&] {
-    EXPECT_SUCCEEDS(takes_->join(RoomFile::Side::kTakes, 2));
+    EXPECT_SUCCEEDS(takes_->join(SwapChannel::Side::kTakes, 2));
     EXPECT_SUCCEEDS(takes_->wait_for(Stage::kReady));
     takes_->say(Stage::kReady);
     EXPECT_SUCCEEDS(takes_->wait_for(Stage::kDone));
@@ -80,9 +80,9 @@ TEST_F(RoomFileTest, EachSideWaitsForTheOther) {
   EXPECT_FAILS(gives->wait_for(Stage::kDone, [] { return Error{.code = Code::kAborted, .what = "enough"}; }),
                Code::kAborted, "enough");
   gives->say(Stage::kDone);
-  EXPECT_EQ(gives->wait_for_end(), RoomFile::End::kRuns);
+  EXPECT_EQ(gives->wait_for_end(), SwapChannel::End::kRuns);
   taker.join();
-  EXPECT_TRUE(gives->has_come(RoomFile::Side::kTakes));
+  EXPECT_TRUE(gives->has_come(SwapChannel::Side::kTakes));
   gives.reset();  // its end is none of an engine that was done
   EXPECT_EQ(takes_->stopped_by(), std::nullopt);
   EXPECT_FALSE(takes_->other_ended());
@@ -90,48 +90,48 @@ TEST_F(RoomFileTest, EachSideWaitsForTheOther) {
 
 TEST_F(RoomFileTest, WhoEndsWithoutAWordIsNoticedByWhoWaits) {
   ASSERT_SUCCEEDS(gives_->promise(0, 100));
-  std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path_));
-  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
-  EXPECT_SUCCEEDS(takes_->join(RoomFile::Side::kTakes, 1));
-  const std::unique_ptr<RoomFile> rank = value_of(RoomFile::open(path_));
+  std::unique_ptr<SwapChannel> gives = value_of(SwapChannel::open(path_));
+  EXPECT_SUCCEEDS(gives->join(SwapChannel::Side::kGives, 1));
+  EXPECT_SUCCEEDS(takes_->join(SwapChannel::Side::kTakes, 1));
+  const std::unique_ptr<SwapChannel> rank = value_of(SwapChannel::open(path_));
   std::thread ends([&] { gives.reset(); });
   EXPECT_FAILS(rank->take(0, 1), Code::kAborted, "process of the other engine ended");
   ends.join();
-  EXPECT_FAILS(takes_->wait_for(RoomFile::Stage::kReady), Code::kAborted, "process of the other engine ended");
-  EXPECT_EQ(takes_->stopped_by(), RoomFile::Side::kGives);
+  EXPECT_FAILS(takes_->wait_for(SwapChannel::Stage::kReady), Code::kAborted, "process of the other engine ended");
+  EXPECT_EQ(takes_->stopped_by(), SwapChannel::Side::kGives);
   EXPECT_TRUE(takes_->other_ended());
 }
 
 TEST_F(RoomFileTest, NobodyWaitsForWhoIsNotSentAnyMore) {
   const std::string path = temporary_ / "made by somebody else";
-  std::unique_ptr<RoomFile> maker = value_of(RoomFile::create(path));
-  const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
-  EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+  std::unique_ptr<SwapChannel> maker = value_of(SwapChannel::create(path));
+  const std::unique_ptr<SwapChannel> takes = value_of(SwapChannel::open(path));
+  EXPECT_SUCCEEDS(takes->join(SwapChannel::Side::kTakes, 1));
   std::thread ends([&] { maker.reset(); });
-  EXPECT_FAILS(takes->wait_for(RoomFile::Stage::kReady), Code::kAborted, "other engine");
+  EXPECT_FAILS(takes->wait_for(SwapChannel::Stage::kReady), Code::kAborted, "other engine");
   ends.join();
 }
 
 // A side that is stopped, or hangs, and its process lives.
 TEST_F(RoomFileTest, WhoGivesNoSignIsGivenUp) {
-  using Stage = RoomFile::Stage;
-  using End = RoomFile::End;
+  using Stage = SwapChannel::Stage;
+  using End = SwapChannel::End;
   for (const bool gives_hangs : {false, true}) {
     const std::string path = temporary_ / (gives_hangs ? "giver hangs" : "taker hangs");
-    const std::unique_ptr<RoomFile> maker = value_of(RoomFile::create(path, std::chrono::milliseconds{120}));
-    const std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path));
-    const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
-    EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
-    EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+    const std::unique_ptr<SwapChannel> maker = value_of(SwapChannel::create(path, std::chrono::milliseconds{120}));
+    const std::unique_ptr<SwapChannel> gives = value_of(SwapChannel::open(path));
+    const std::unique_ptr<SwapChannel> takes = value_of(SwapChannel::open(path));
+    EXPECT_SUCCEEDS(gives->join(SwapChannel::Side::kGives, 1));
+    EXPECT_SUCCEEDS(takes->join(SwapChannel::Side::kTakes, 1));
     if (gives_hangs) {
-      const std::unique_ptr<RoomFile> rank = value_of(RoomFile::open(path));
+      const std::unique_ptr<SwapChannel> rank = value_of(SwapChannel::open(path));
       EXPECT_FAILS(rank->take(0, 1), Code::kTimeout, "no sign of the engine that goes for 0.12 s");
       EXPECT_FAILS(takes->wait_for(Stage::kDone), Code::kTimeout, "no sign of the engine that goes");
-      EXPECT_EQ(gives->stopped_by(), RoomFile::Side::kTakes);
+      EXPECT_EQ(gives->stopped_by(), SwapChannel::Side::kTakes);
       EXPECT_FAILS(gives->give(0, 1), Code::kAborted, "has given it up: it had no sign of this one for 0.12 s");
     } else {
       EXPECT_FAILS(gives->wait_for(Stage::kReady), Code::kTimeout, "no sign of the engine that is to come for 0.12 s");
-      EXPECT_EQ(gives->stopped_by(), RoomFile::Side::kGives);
+      EXPECT_EQ(gives->stopped_by(), SwapChannel::Side::kGives);
       EXPECT_EQ(gives->wait_for_end(), End::kMayHold);
       EXPECT_FAILS(takes->take(0, 1), Code::kAborted, "has given it up");
       takes->say(Stage::kFailed);
@@ -141,14 +141,14 @@ TEST_F(RoomFileTest, WhoGivesNoSignIsGivenUp) {
 }
 
 TEST_F(RoomFileTest, WhoHasCommittedIsNotGivenUp) {
-  using Stage = RoomFile::Stage;
-  using End = RoomFile::End;
+  using Stage = SwapChannel::Stage;
+  using End = SwapChannel::End;
   for (const bool commits : {false, true}) {
     const std::string path = temporary_ / (commits ? "commits" : "is given up");
-    const std::unique_ptr<RoomFile> gives = value_of(RoomFile::create(path, std::chrono::milliseconds{120}));
-    const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
-    EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
-    EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+    const std::unique_ptr<SwapChannel> gives = value_of(SwapChannel::create(path, std::chrono::milliseconds{120}));
+    const std::unique_ptr<SwapChannel> takes = value_of(SwapChannel::open(path));
+    EXPECT_SUCCEEDS(gives->join(SwapChannel::Side::kGives, 1));
+    EXPECT_SUCCEEDS(takes->join(SwapChannel::Side::kTakes, 1));
     EXPECT_FAILS(takes->commit(), Code::kAborted, "other engine");  // too early
     gives->say(Stage::kDone);
     if (commits) {
@@ -158,10 +158,10 @@ TEST_F(RoomFileTest, WhoHasCommittedIsNotGivenUp) {
     } else {
       EXPECT_EQ(gives->wait_for_end(), End::kMayHold);
       EXPECT_FAILS(takes->commit(), Code::kAborted, "has given it up");
-      EXPECT_EQ(gives->stopped_by(), RoomFile::Side::kGives);
+      EXPECT_EQ(gives->stopped_by(), SwapChannel::Side::kGives);
     }
     takes->say(Stage::kLost);
-    EXPECT_EQ(gives->stopped_by(), commits ? RoomFile::Side::kTakes : RoomFile::Side::kGives);
+    EXPECT_EQ(gives->stopped_by(), commits ? SwapChannel::Side::kTakes : SwapChannel::Side::kGives);
     EXPECT_EQ(gives->wait_for_end(), End::kMayHold);
   }
 }
@@ -169,42 +169,42 @@ TEST_F(RoomFileTest, WhoHasCommittedIsNotGivenUp) {
 // Every sign begins the time anew, whoever gives it: a rank, too.
 TEST_F(RoomFileTest, WhoIsSlowButGivesSignsIsWaitedFor) {
   const std::string path = temporary_ / "slow";
-  const std::unique_ptr<RoomFile> gives = value_of(RoomFile::create(path, std::chrono::milliseconds{400}));
-  const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
-  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
-  EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
+  const std::unique_ptr<SwapChannel> gives = value_of(SwapChannel::create(path, std::chrono::milliseconds{400}));
+  const std::unique_ptr<SwapChannel> takes = value_of(SwapChannel::open(path));
+  EXPECT_SUCCEEDS(gives->join(SwapChannel::Side::kGives, 1));
+  EXPECT_SUCCEEDS(takes->join(SwapChannel::Side::kTakes, 1));
   std::thread taker([&] {
-    const std::unique_ptr<RoomFile> rank = value_of(RoomFile::open(path));
+    const std::unique_ptr<SwapChannel> rank = value_of(SwapChannel::open(path));
     for (int page = 0; page < 6; ++page) {
       std::this_thread::sleep_for(std::chrono::milliseconds{100});
       EXPECT_SUCCEEDS(rank->take(0, 1));
     }
-    takes->say(RoomFile::Stage::kReady);
+    takes->say(SwapChannel::Stage::kReady);
   });
   EXPECT_SUCCEEDS(gives->give(0, 6));
-  EXPECT_SUCCEEDS(gives->wait_for(RoomFile::Stage::kReady));
+  EXPECT_SUCCEEDS(gives->wait_for(SwapChannel::Stage::kReady));
   taker.join();
 }
 
 TEST_F(RoomFileTest, TimeForWhichAProcessIsStoppedItselfDoesNotCount) {
   const std::string path = temporary_ / "stopped";
-  const std::unique_ptr<RoomFile> maker = value_of(RoomFile::create(path, std::chrono::milliseconds{300}));
-  const std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path));
-  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
+  const std::unique_ptr<SwapChannel> maker = value_of(SwapChannel::create(path, std::chrono::milliseconds{300}));
+  const std::unique_ptr<SwapChannel> gives = value_of(SwapChannel::open(path));
+  EXPECT_SUCCEEDS(gives->join(SwapChannel::Side::kGives, 1));
   const pid_t child = ::fork();
   if (child == 0) {
-    const std::unique_ptr<RoomFile> takes = value_of(RoomFile::open(path));
-    EXPECT_SUCCEEDS(takes->join(RoomFile::Side::kTakes, 1));
-    EXPECT_SUCCEEDS(takes->wait_for(RoomFile::Stage::kReady));
+    const std::unique_ptr<SwapChannel> takes = value_of(SwapChannel::open(path));
+    EXPECT_SUCCEEDS(takes->join(SwapChannel::Side::kTakes, 1));
+    EXPECT_SUCCEEDS(takes->wait_for(SwapChannel::Stage::kReady));
     ::_exit(HasFailure() ? 1 : 0);
   }
-  EXPECT_SUCCEEDS(gives->wait_for(RoomFile::Stage::kHere));
+  EXPECT_SUCCEEDS(gives->wait_for(SwapChannel::Stage::kHere));
   std::this_thread::sleep_for(std::chrono::milliseconds{20});
   EXPECT_EQ(::kill(child, SIGSTOP), 0);
   std::this_thread::sleep_for(std::chrono::milliseconds{600});
   EXPECT_EQ(::kill(child, SIGCONT), 0);
   std::this_thread::sleep_for(std::chrono::milliseconds{70});
-  gives->say(RoomFile::Stage::kReady);
+  gives->say(SwapChannel::Stage::kReady);
   int status = 0;
   EXPECT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
@@ -212,45 +212,45 @@ TEST_F(RoomFileTest, TimeForWhichAProcessIsStoppedItselfDoesNotCount) {
 
 TEST_F(RoomFileTest, ASwapThatIsGivenUpAtOnceIsRefused) {
   for (const double seconds : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
-    EXPECT_FAILS(RoomFile::create(temporary_ / "no time", RoomFile::Seconds(seconds)), Code::kInvalidArgument,
+    EXPECT_FAILS(SwapChannel::create(temporary_ / "no time", SwapChannel::Seconds(seconds)), Code::kInvalidArgument,
                  "given up after");
   }
 }
 
 TEST_F(RoomFileTest, EnginesOfOtherRanksDoNotMeet) {
-  const std::unique_ptr<RoomFile> gives = value_of(RoomFile::open(path_));
-  EXPECT_SUCCEEDS(gives->join(RoomFile::Side::kGives, 1));
-  EXPECT_FAILS(takes_->join(RoomFile::Side::kTakes, 2), Code::kFailedPrecondition, "1 and 2 ranks");
+  const std::unique_ptr<SwapChannel> gives = value_of(SwapChannel::open(path_));
+  EXPECT_SUCCEEDS(gives->join(SwapChannel::Side::kGives, 1));
+  EXPECT_FAILS(takes_->join(SwapChannel::Side::kTakes, 2), Code::kFailedPrecondition, "1 and 2 ranks");
 }
 
 // The path may come from another process.
 TEST_F(RoomFileTest, WhatOthersCanWriteIsNotOpened) {
   ASSERT_EQ(::chmod(path_.c_str(), 0620), 0);
-  EXPECT_FAILS(RoomFile::open(path_), Code::kFailedPrecondition, "not a file of this user alone");
+  EXPECT_FAILS(SwapChannel::open(path_), Code::kFailedPrecondition, "not a file of this user alone");
   ASSERT_EQ(::chmod(path_.c_str(), 0600), 0);
   ASSERT_EQ(::symlink(path_.c_str(), (temporary_ / "link").c_str()), 0);
-  EXPECT_FAILS(RoomFile::open(temporary_ / "link"), Code::kIo, "link");
+  EXPECT_FAILS(SwapChannel::open(temporary_ / "link"), Code::kIo, "link");
   ASSERT_EQ(::mkfifo((temporary_ / "pipe").c_str(), 0600), 0);
-  EXPECT_FAILS(RoomFile::open(temporary_ / "pipe"), Code::kFailedPrecondition, "not a file of this user alone");
+  EXPECT_FAILS(SwapChannel::open(temporary_ / "pipe"), Code::kFailedPrecondition, "not a file of this user alone");
   for (const mode_t mode : {0720, 0702, 01777}) {
     ASSERT_EQ(::chmod(temporary_.path().c_str(), mode), 0);
-    EXPECT_FAILS(RoomFile::open(path_), Code::kFailedPrecondition, "not a directory of this user alone");
-    EXPECT_FAILS(RoomFile::create(temporary_ / "new"), Code::kFailedPrecondition, "directory");
+    EXPECT_FAILS(SwapChannel::open(path_), Code::kFailedPrecondition, "not a directory of this user alone");
+    EXPECT_FAILS(SwapChannel::create(temporary_ / "new"), Code::kFailedPrecondition, "directory");
     EXPECT_NE(::access((temporary_ / "new").c_str(), F_OK), 0);
   }
   ASSERT_EQ(::chmod(temporary_.path().c_str(), 0700), 0);
   for (const char* path : {"", "room", "./room", "/", "/tmp/"})
-    EXPECT_FAILS(RoomFile::open(path), Code::kInvalidArgument, "absolute path");
-  EXPECT_SUCCEEDS(RoomFile::open(path_));
+    EXPECT_FAILS(SwapChannel::open(path), Code::kInvalidArgument, "absolute path");
+  EXPECT_SUCCEEDS(SwapChannel::open(path_));
 }
 
 TEST_F(RoomFileTest, WhatIsNotSuchAFileAndARankThatIsNotThereAreRefused) {
-  EXPECT_FAILS(RoomFile::open(temporary_ / "nothing"), Code::kNotFound, "nothing");
-  EXPECT_FAILS(RoomFile::create(path_), Code::kIo, path_);  // something is there
+  EXPECT_FAILS(SwapChannel::open(temporary_ / "nothing"), Code::kNotFound, "nothing");
+  EXPECT_FAILS(SwapChannel::create(path_), Code::kIo, path_);  // something is there
   ASSERT_EQ(::truncate(path_.c_str(), 0), 0);
-  EXPECT_FAILS(RoomFile::open(path_), Code::kCorruption, "a file of room");
-  EXPECT_FAILS(gives_->promise(RoomFile::kMostRanks, 1), Code::kUnsupported, "64 ranks");
-  EXPECT_FAILS(takes_->need(RoomFile::kMostRanks, 1), Code::kUnsupported, "64 ranks");
+  EXPECT_FAILS(SwapChannel::open(path_), Code::kCorruption, "a file of room");
+  EXPECT_FAILS(gives_->promise(SwapChannel::kMostRanks, 1), Code::kUnsupported, "64 ranks");
+  EXPECT_FAILS(takes_->need(SwapChannel::kMostRanks, 1), Code::kUnsupported, "64 ranks");
 }
 
 }  // namespace

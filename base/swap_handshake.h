@@ -1,6 +1,6 @@
-// RoomAgreement: how far the two halves of a swap are, and whether it is given up or for good, in one word of a
-// RoomFile. Each step makes another word of the one that was read, and counts only if nobody was faster. So all see the
-// steps in one order, and of "it is given up" and "the engine that comes runs" only one ever happens.
+// SwapHandshake: how far the two halves of a swap are, and whether it is given up or for good, in one word of a
+// SwapChannel. Each step makes another word of the one that was read, and counts only if nobody was faster. So all see
+// the steps in one order, and of "it is given up" and "the engine that comes runs" only one ever happens.
 //
 // The half that gives:  here → ready → done, once it is asleep. Before that it undoes its half when it is given up, and
 //                       after it wakes again.
@@ -16,7 +16,7 @@
 
 namespace torpor {
 
-class RoomAgreement {
+class SwapHandshake {
  public:
   enum class Side : uint8_t { kGives, kTakes };
   enum class Stage : uint8_t {
@@ -37,7 +37,7 @@ class RoomAgreement {
     kMayRun,      // it has committed, and gives no sign since
   };
 
-  constexpr explicit RoomAgreement(uint32_t word = 0) : word_(word) {}
+  constexpr explicit SwapHandshake(uint32_t word = 0) : word_(word) {}
   constexpr uint32_t word() const { return word_; }
 
   constexpr Stage stage(Side side) const {
@@ -54,19 +54,19 @@ class RoomAgreement {
     return std::nullopt;
   }
 
-  constexpr RoomAgreement say(Side side, Stage stage) const {
-    return RoomAgreement((word_ & ~(kStages << shift(side))) | static_cast<uint32_t>(stage) << shift(side));
+  constexpr SwapHandshake say(Side side, Stage stage) const {
+    return SwapHandshake((word_ & ~(kStages << shift(side))) | static_cast<uint32_t>(stage) << shift(side));
   }
   // None: it is stopped already, or too late.
-  constexpr std::optional<RoomAgreement> stop(std::optional<Side> by, bool for_silence = false) const {
+  constexpr std::optional<SwapHandshake> stop(std::optional<Side> by, bool for_silence = false) const {
     if (stopped() || committed()) return std::nullopt;
     const uint32_t whom = !by ? 0 : *by == Side::kGives ? kByGives : kByTakes;
-    return RoomAgreement(word_ | kStopped | whom | (for_silence ? kForSilence : 0));
+    return SwapHandshake(word_ | kStopped | whom | (for_silence ? kForSilence : 0));
   }
   // By who takes, before what it cannot undo. None: it is stopped.
-  constexpr std::optional<RoomAgreement> commit() const {
+  constexpr std::optional<SwapHandshake> commit() const {
     if (stopped() || stage(Side::kGives) != Stage::kDone) return std::nullopt;
-    return RoomAgreement(word_ | kCommitted);
+    return SwapHandshake(word_ | kCommitted);
   }
 
   // Whether `side` is so far, or will never be.
@@ -87,7 +87,7 @@ class RoomAgreement {
     return End::kNone;
   }
 
-  friend constexpr auto operator<=>(const RoomAgreement&, const RoomAgreement&) = default;
+  friend constexpr auto operator<=>(const SwapHandshake&, const SwapHandshake&) = default;
 
  private:
   static constexpr uint32_t kStages = 0xf;  // four bits a side

@@ -1,9 +1,9 @@
-// RoomFile: device memory that one engine gives and another takes, rank by rank: a page of a file that the processes of
-// both map. Rank r of both is on the same device. What was taken is never more than what was given and lent, so that
+// SwapChannel: device memory that one engine gives and another takes, rank by rank: a page of a file that the processes
+// of both map. Rank r of both is on the same device. What was taken is never more than what was given and lent, so that
 // both together never have more than the larger of them.
 //
 // Where each engine has a process of its own, both take a side. Each says how far it is and waits for the other
-// (base/room_agreement.h). That the other's process has ended is seen by a lock on the file, which goes with the
+// (base/swap_handshake.h). That the other's process has ended is seen by a lock on the file, which goes with the
 // process. One that is stopped, or hangs, is seen by its silence: there is no sign of it, which each page and each
 // stage is, for a time that who makes the file says. Who waits gives the swap up then. Time for which it was stopped
 // itself does not count.
@@ -19,28 +19,28 @@
 #include <optional>
 #include <string>
 
-#include "base/room_agreement.h"
 #include "base/shared_page.h"
 #include "base/status.h"
+#include "base/swap_handshake.h"
 
 namespace torpor {
 
-class RoomFile {
+class SwapChannel {
  public:
   static constexpr size_t kMostRanks = 64;
   using Seconds = std::chrono::duration<double>;
   static constexpr Seconds kUsualSilence{60};
   static constexpr Seconds kNoBound{std::numeric_limits<double>::infinity()};
-  using Side = RoomAgreement::Side;
-  using Stage = RoomAgreement::Stage;
-  using End = RoomAgreement::End;
+  using Side = SwapHandshake::Side;
+  using Stage = SwapHandshake::Stage;
+  using End = SwapHandshake::End;
 
   // The caller removes it. `most_silence`: for which a side waits for a sign of the other; above zero.
-  static Result<std::unique_ptr<RoomFile>> create(const std::string& path, Seconds most_silence = kUsualSilence);
+  static Result<std::unique_ptr<SwapChannel>> create(const std::string& path, Seconds most_silence = kUsualSilence);
   // The path may come from another process. kInvalidArgument: it is not absolute; kFailedPrecondition: others than this
   // user can write the file or its directory; kCorruption: not such a file.
-  static Result<std::unique_ptr<RoomFile>> open(const std::string& path);
-  ~RoomFile();
+  static Result<std::unique_ptr<SwapChannel>> open(const std::string& path);
+  ~SwapChannel();
 
   // Takes a side until this object, or the process, ends. kFailedPrecondition: somebody has it, or the other side has
   // another number of ranks.
@@ -82,11 +82,11 @@ class RoomFile {
  private:
   struct Page;
   class Silence;
-  RoomFile(std::unique_ptr<SharedPage> page, int locks);
+  SwapChannel(std::unique_ptr<SharedPage> page, int locks);
   static Status check(size_t rank);
   Error stopped_for(std::optional<Side> side) const;
   Side other() const noexcept;  // than the one that was taken
-  RoomAgreement agreement() const noexcept;
+  SwapHandshake agreement() const noexcept;
   template <class Step>
   bool step(const Step& next) noexcept;
   bool held(int lock) const noexcept;

@@ -1,4 +1,4 @@
-#include "base/room_file.h"
+#include "base/swap_channel.h"
 
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -66,7 +66,7 @@ Result<Descriptor> open_own(const std::string& path) {
 
 }  // namespace
 
-struct RoomFile::Page {
+struct SwapChannel::Page {
   std::atomic<uint64_t> mark;
   std::atomic<uint32_t> changes;  // what is waited for
   std::atomic<uint32_t> ended;
@@ -82,7 +82,7 @@ struct RoomFile::Page {
 
 // For how long one side has waited for a sign of the other. Of the time between two looks only as much counts as looks
 // are apart: what is more, this process was stopped itself.
-class RoomFile::Silence {
+class SwapChannel::Silence {
  public:
   Silence(const Page& page, Side of)
       : signs_(page.signs[static_cast<size_t>(of)]), most_(page.most_silence), seen_(signs_), last_(now()) {}
@@ -103,19 +103,19 @@ class RoomFile::Silence {
   std::chrono::nanoseconds waited_{};
 };
 
-RoomFile::RoomFile(std::unique_ptr<SharedPage> page, int locks)
+SwapChannel::SwapChannel(std::unique_ptr<SharedPage> page, int locks)
     : shared_(std::move(page)), page_(shared_->as<Page>()), locks_(locks) {}
 
-RoomFile::~RoomFile() { (void)::close(locks_); }
+SwapChannel::~SwapChannel() { (void)::close(locks_); }
 
-Result<std::unique_ptr<RoomFile>> RoomFile::create(const std::string& path, Seconds most_silence) {
+Result<std::unique_ptr<SwapChannel>> SwapChannel::create(const std::string& path, Seconds most_silence) {
   if (!(most_silence.count() > 0)) {
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("a swap is to be given up after {} s", most_silence.count()),
                  .next_step = "use more than 0"};
   }
   TORPOR_TRY(SharedPage::create(path, kRoomMark));
-  Result<std::unique_ptr<RoomFile>> made = open(path);
+  Result<std::unique_ptr<SwapChannel>> made = open(path);
   if (made && !take_lock((*made)->locks_, kMaker)) made = system_error(errno, path);
   if (made) {
     (*made)->page_.most_silence = most_silence.count();
@@ -125,26 +125,26 @@ Result<std::unique_ptr<RoomFile>> RoomFile::create(const std::string& path, Seco
   return made;
 }
 
-Result<std::unique_ptr<RoomFile>> RoomFile::open(const std::string& path) {
-  return catching([&]() -> Result<std::unique_ptr<RoomFile>> {
+Result<std::unique_ptr<SwapChannel>> SwapChannel::open(const std::string& path) {
+  return catching([&]() -> Result<std::unique_ptr<SwapChannel>> {
     TORPOR_ASSIGN(Descriptor file, open_own(path));
     TORPOR_ASSIGN(std::unique_ptr<SharedPage> page, SharedPage::open(file.get(), path, kRoomMark, kRoomFile));
-    std::unique_ptr<RoomFile> opened(new RoomFile(std::move(page), file.get()));
+    std::unique_ptr<SwapChannel> opened(new SwapChannel(std::move(page), file.get()));
     (void)file.release();
     return opened;
   });
 }
 
-RoomFile::Side RoomFile::other() const noexcept { return side_ == Side::kGives ? Side::kTakes : Side::kGives; }
+SwapChannel::Side SwapChannel::other() const noexcept { return side_ == Side::kGives ? Side::kTakes : Side::kGives; }
 
-RoomAgreement RoomFile::agreement() const noexcept { return RoomAgreement(page_.agreement.load()); }
+SwapHandshake SwapChannel::agreement() const noexcept { return SwapHandshake(page_.agreement.load()); }
 
 // `next`: the word that follows on the one that it is given; none: there is no such step.
 template <class Step>
-bool RoomFile::step(const Step& next) noexcept {
+bool SwapChannel::step(const Step& next) noexcept {
   uint32_t word = page_.agreement;
   while (true) {
-    const std::optional<RoomAgreement> after = next(RoomAgreement(word));
+    const std::optional<SwapHandshake> after = next(SwapHandshake(word));
     if (!after) return false;
     if (!page_.agreement.compare_exchange_weak(word, after->word())) continue;
     return tell(), true;
@@ -152,13 +152,13 @@ bool RoomFile::step(const Step& next) noexcept {
 }
 
 // By another one than this object. Where that cannot be told, nobody is taken for gone.
-bool RoomFile::held(int byte) const noexcept {
+bool SwapChannel::held(int byte) const noexcept {
   struct flock lock = lock_at(byte);
   return ::fcntl(locks_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 // The stage is said before the lock goes.
-bool RoomFile::ended(Side side) const noexcept {
+bool SwapChannel::ended(Side side) const noexcept {
   const auto between = [&] {
     const Stage stage = agreement().stage(side);
     return stage == Stage::kHere || stage == Stage::kReady;
@@ -166,25 +166,25 @@ bool RoomFile::ended(Side side) const noexcept {
   return between() && !held(static_cast<int>(side)) && between();
 }
 
-bool RoomFile::other_ended() const noexcept { return ended(other()); }
+bool SwapChannel::other_ended() const noexcept { return ended(other()); }
 
-bool RoomFile::has_come(Side side) const noexcept { return agreement().stage(side) != Stage::kNone; }
+bool SwapChannel::has_come(Side side) const noexcept { return agreement().stage(side) != Stage::kNone; }
 
-bool RoomFile::stopped_or(Side ended_side) noexcept {
+bool SwapChannel::stopped_or(Side ended_side) noexcept {
   if (agreement().stopped()) return true;
   if (!ended(ended_side)) return false;
   (void)stop(ended_side);
   return true;
 }
 
-Error RoomFile::stopped_for(std::optional<Side> own) const {
+Error SwapChannel::stopped_for(std::optional<Side> own) const {
   for (const Side side : {Side::kGives, Side::kTakes}) {
     if (own == side || stopped_by() != side || !ended(side)) continue;
     return {.code = Code::kAborted,
             .what = "the process of the other engine ended",
             .next_step = "start it again, or wake another one"};
   }
-  const RoomAgreement now = agreement();
+  const SwapHandshake now = agreement();
   if (now.for_silence()) {
     const double seconds = page_.most_silence;
     const bool gives = now.stopped_by() == Side::kGives;
@@ -200,9 +200,9 @@ Error RoomFile::stopped_for(std::optional<Side> own) const {
   return {.code = Code::kAborted, .what = "the other engine could not be exchanged", .next_step = "see its error"};
 }
 
-std::optional<RoomFile::Side> RoomFile::stopped_by() const noexcept { return agreement().stopped_by(); }
+std::optional<SwapChannel::Side> SwapChannel::stopped_by() const noexcept { return agreement().stopped_by(); }
 
-Status RoomFile::join(Side side, size_t ranks) {
+Status SwapChannel::join(Side side, size_t ranks) {
   const auto refuse = [](std::string what, std::string next) {
     return Error{.code = Code::kFailedPrecondition, .what = std::move(what), .next_step = std::move(next)};
   };
@@ -216,23 +216,23 @@ Status RoomFile::join(Side side, size_t ranks) {
                 "put one to sleep, then wake the other");
 }
 
-void RoomFile::say(Stage stage) noexcept {
+void SwapChannel::say(Stage stage) noexcept {
   if (!side_) return;
-  (void)step([&](RoomAgreement now) { return std::optional(now.say(*side_, stage)); });
+  (void)step([&](SwapHandshake now) { return std::optional(now.say(*side_, stage)); });
   sign(*side_);
 }
 
-Status RoomFile::wait_for(Stage wanted, const std::function<Status()>& go_on) {
+Status SwapChannel::wait_for(Stage wanted, const std::function<Status()>& go_on) {
   Silence silence(page_, other());
   while (true) {
     const uint32_t seen = page_.changes.load(std::memory_order_acquire);
     const bool maker_ended = !held(kMaker);
     (void)stopped_or(other());
-    const RoomAgreement now = agreement();  // last: whoever ended may have said it before
+    const SwapHandshake now = agreement();  // last: whoever ended may have said it before
     switch (now.look(other(), wanted)) {
-      case RoomAgreement::Look::kThere: return ok();
-      case RoomAgreement::Look::kOver: return stopped();
-      case RoomAgreement::Look::kWait: break;
+      case SwapHandshake::Look::kThere: return ok();
+      case SwapHandshake::Look::kOver: return stopped();
+      case SwapHandshake::Look::kWait: break;
     }
     if (maker_ended && now.stage(other()) == Stage::kNone) {
       (void)stop(other());
@@ -245,7 +245,7 @@ Status RoomFile::wait_for(Stage wanted, const std::function<Status()>& go_on) {
   }
 }
 
-RoomFile::End RoomFile::wait_for_end() noexcept {
+SwapChannel::End SwapChannel::wait_for_end() noexcept {
   Silence silence(page_, Side::kTakes);
   while (true) {
     const uint32_t seen = page_.changes.load(std::memory_order_acquire);
@@ -254,7 +254,7 @@ RoomFile::End RoomFile::wait_for_end() noexcept {
     if (gone) return End::kHasNothing;
     if (silence.too_long()) {
       (void)stop_by(Side::kGives, /*for_silence=*/true);
-      const RoomAgreement now = agreement();
+      const SwapHandshake now = agreement();
       if (now.end() != End::kNone) return now.end();
       return now.committed() ? End::kMayRun : End::kMayHold;
     }
@@ -262,69 +262,69 @@ RoomFile::End RoomFile::wait_for_end() noexcept {
   }
 }
 
-Status RoomFile::commit() {
-  if (step([](RoomAgreement now) { return now.commit(); })) return ok();
+Status SwapChannel::commit() {
+  if (step([](SwapHandshake now) { return now.commit(); })) return ok();
   return stopped();
 }
 
-Status RoomFile::check(size_t rank) {
+Status SwapChannel::check(size_t rank) {
   if (rank < kMostRanks) return ok();
   return Error{.code = Code::kUnsupported,
                .what = fmt::format("engines of more than {} ranks cannot be exchanged", kMostRanks),
                .next_step = "put one to sleep, then wake the other"};
 }
 
-void RoomFile::sign(Side side) noexcept {
+void SwapChannel::sign(Side side) noexcept {
   page_.signs[static_cast<size_t>(side)].fetch_add(1);
   tell();
 }
 
-void RoomFile::tell() noexcept {
+void SwapChannel::tell() noexcept {
   page_.changes.fetch_add(1, std::memory_order_release);
   (void)::syscall(SYS_futex, &page_.changes, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void RoomFile::wait(uint32_t seen) const noexcept {
+void SwapChannel::wait(uint32_t seen) const noexcept {
   const timespec until_look{.tv_sec = 0, .tv_nsec = kLook.count()};
   (void)::syscall(SYS_futex, &page_.changes, FUTEX_WAIT, seen, &until_look, nullptr, 0);
 }
 
-Status RoomFile::promise(size_t rank, uint64_t bytes) {
+Status SwapChannel::promise(size_t rank, uint64_t bytes) {
   TORPOR_TRY(check(rank));
   page_.ranks[rank].promised.store(bytes);
   return ok();
 }
 
-Status RoomFile::need(size_t rank, uint64_t bytes) {
+Status SwapChannel::need(size_t rank, uint64_t bytes) {
   TORPOR_TRY(check(rank));
   const uint64_t promised = page_.ranks[rank].promised;
   page_.ranks[rank].lent.store(bytes - std::min(bytes, promised));
   return ok();
 }
 
-Status RoomFile::give(size_t rank, uint64_t bytes) {
+Status SwapChannel::give(size_t rank, uint64_t bytes) {
   if (stopped_or(Side::kTakes)) return stopped_for(Side::kGives);
   page_.ranks[rank].given.fetch_add(bytes);
   sign(Side::kGives);
   return ok();
 }
 
-void RoomFile::end() noexcept {
+void SwapChannel::end() noexcept {
   page_.ended.store(1);
   sign(Side::kGives);
 }
 
-bool RoomFile::stop() noexcept { return stop_by(side_); }
+bool SwapChannel::stop() noexcept { return stop_by(side_); }
 
-bool RoomFile::stop(Side side) noexcept { return stop_by(side); }
+bool SwapChannel::stop(Side side) noexcept { return stop_by(side); }
 
-bool RoomFile::stop_by(std::optional<Side> whom, bool for_silence) noexcept {
-  return step([&](RoomAgreement now) { return now.stop(whom, for_silence); });
+bool SwapChannel::stop_by(std::optional<Side> whom, bool for_silence) noexcept {
+  return step([&](SwapHandshake now) { return now.stop(whom, for_silence); });
 }
 
-uint64_t RoomFile::given(size_t rank) const noexcept { return page_.ranks[rank].given; }
+uint64_t SwapChannel::given(size_t rank) const noexcept { return page_.ranks[rank].given; }
 
-Status RoomFile::take(size_t rank, uint64_t bytes) {
+Status SwapChannel::take(size_t rank, uint64_t bytes) {
   Page::Rank& own = page_.ranks[rank];
   Silence silence(page_, Side::kGives);
   while (true) {
@@ -345,7 +345,7 @@ Status RoomFile::take(size_t rank, uint64_t bytes) {
   return ok();
 }
 
-Result<bool> RoomFile::wait_for_more(size_t rank, uint64_t seen) {
+Result<bool> SwapChannel::wait_for_more(size_t rank, uint64_t seen) {
   Silence silence(page_, Side::kGives);
   while (true) {
     const uint32_t changes = page_.changes.load(std::memory_order_acquire);
