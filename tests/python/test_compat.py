@@ -258,7 +258,7 @@ CASES = {
     "fits": {},
     "nobody asks": {"additional_config": {}},
     "nobody asks beside another version": {"additional_config": {}, "change": OTHER_VERSION},
-    "the environment asks": {"additional_config": {}, "environment": {"TORPOR_DIR": "/nowhere"}},
+    "the environment asks": {"additional_config": {}, "environment": {"TORPOR_CHECKPOINT_DIR": "/nowhere"}},
 }
 # What is set wherever torpor is installed, so that an engine can ask.
 WATCHED = {"VllmConfig._post_init_kv_transfer_config", "CpuPlatform.is_sleep_mode_available"}
@@ -302,7 +302,7 @@ def test_a_field_that_only_a_new_process_would_lose_leaves_torpor_on(seen):
     found = seen["field"]
     assert found["inactive"] is None and found["routes"] > 0 and "LLM.llm_engine" in found["touched"], found
     [line] = found["said"]
-    assert "refuses checkpoints" in line and "CachedRequestState has a field brand_new" in line
+    assert "without checkpoints and new processes" in line and "CachedRequestState has a field brand_new" in line
 
 
 def test_switched_off_nothing_is_changed_and_nothing_is_said(seen):

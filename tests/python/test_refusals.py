@@ -184,5 +184,8 @@ def test_what_a_vllm_has_otherwise_switches_off_only_what_needs_it(zygote, tiny_
     assert "build_connector_meta" in tiers["connector"] and "run_server" in tiers["server"]
     for refusal in (result["to_disk"], result["from_disk"]):
         assert "CachedRequestState has a field brand_new that torpor does not know" in refusal
+    for text in (tiers["early_wake"], result["early"]):
+        assert "BlockPool.get_new_blocks takes (self, num_blocks, also=None)" in text
     [line] = result["said"]
-    assert "refuses checkpoints" in line and "brand_new" in line
+    assert "checkpoints and new processes" in line and "brand_new" in line
+    assert "early wakes" in line and "get_new_blocks" in line

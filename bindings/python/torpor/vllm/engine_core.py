@@ -183,6 +183,7 @@ class EngineSide:
         return report
 
     def _check_early(self) -> None:
+        plugin.require("early_wake")
         if self.hooks.scheduler.connector is not None:
             raise Unsupported("an early wake beside a KV connector", "wake it without early")
         if compute_for_each_other(self.hooks.core.vllm_config):

@@ -24,7 +24,9 @@ _NOT_LOADED = "vLLM has not loaded its plugins"
 _NOBODY_ASKED = "no engine of this process has asked for it"
 _reason: str | None = _NOT_LOADED
 _unknown_fields: list[str] = []  # of vLLM, which a checkpoint would lack
-_parts: dict[str, str | None] = {}  # each part that fits() was called for: None, or why it is off
+_parts: dict[str, str | None] = {}  # each part that was checked besides the engine's: None, or why it is off
+# What an engine is without where a tier is off.
+_MEANING = {"early_wake": "early wakes", "new_process": "checkpoints and new processes"}
 
 
 def register() -> None:
@@ -71,9 +73,10 @@ def unknown_fields() -> list[str]:
 
 def tiers() -> dict[str, str | None]:
     """Return None for each tier that is on in this process, or why it is off. "connector" and "server" are included
-    once fits() was called for them."""
+    once fits() was called for them: what they need of vLLM is imported only for an engine that has them."""
     unknown = compat.first_of(_unknown_fields) if _unknown_fields else None
-    return {"requests": _reason, "new_process": _reason or unknown} | _parts
+    of_engine = {"requests": _reason, "early_wake": _reason, "new_process": _reason or unknown}
+    return of_engine | _parts
 
 
 @functools.cache
@@ -81,14 +84,21 @@ def fits(part: str) -> bool:
     """Whether torpor is active and this part of vLLM is as expected; says once in the log if only the part is not."""
     if not activate():
         return False
+    _parts[part] = _why_not(part)
+    if _parts[part] is not None:
+        logger.warning("torpor is inactive in vLLM's %s: %s", part, _parts[part])
+    return _parts[part] is None
+
+
+def _why_not(part: str) -> str | None:
+    """Return why this vLLM does not fit a part, or None if it does."""
+    import vllm
+
     try:
-        require(part)
+        compat.check(vllm.__version__, part)
     except Unsupported as problem:
-        _parts[part] = str(problem)
-        logger.warning("torpor is inactive in vLLM's %s: %s", part, problem)
-        return False
-    _parts[part] = None
-    return True
+        return str(problem)
+    return None
 
 
 def require(*parts: str) -> None:
@@ -115,11 +125,13 @@ def _change_vllm(made: Patches) -> None:
     from torpor.vllm import patches  # it imports what the guards have just looked at
 
     patches.install(made, parts)
-    if unknown:
-        _unknown_fields.extend(unknown)
+    _unknown_fields.extend(unknown)
+    _parts["early_wake"] = _why_not("early_wake")
+    off = {"early_wake": _parts["early_wake"], "new_process": compat.first_of(unknown) if unknown else None}
+    if any(off.values()):
         logger.warning(
-            "torpor keeps requests over sleeps of their process only, and refuses checkpoints: %s",
-            compat.first_of(unknown),
+            "torpor keeps requests over sleeps of their process. It is without %s",
+            "; ".join(f"{_MEANING[tier]}: {reason}" for tier, reason in off.items() if reason),
         )
 
 

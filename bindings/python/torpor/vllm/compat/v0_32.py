@@ -661,7 +661,6 @@ ENGINE = (
         classes=(
             Class(
                 "KVCacheManager",
-                calls={"get_computed_blocks": "self, request"},
                 fields="""
                     block_pool coordinator empty_kv_cache_blocks enable_caching
                     enable_kv_cache_events kv_cache_config kv_cache_event_metadata log_stats
@@ -750,7 +749,6 @@ ENGINE = (
                 "BlockPool",
                 calls={
                     "free_blocks": "self, ordered_blocks",
-                    "get_new_blocks": "self, num_blocks",
                     "get_num_free_blocks": "self",
                     "_maybe_evict_cached_block": "self, block",
                     "emit_cached_block_events": "self, request, num_cached_blocks, block_size, kv_cache_group_id",
@@ -1657,6 +1655,18 @@ OTHER_CONNECTORS = (
 )
 
 # For each token of a seeded request: "a number", or "a number a word" of the vocabulary.
+# A post-copy wake (late_blocks.py) needs these besides: where vLLM gives blocks to requests, and looks prefixes up.
+EARLY_WAKE = (
+    Module(
+        "vllm.v1.core.kv_cache_manager",
+        classes=(Class("KVCacheManager", calls={"get_computed_blocks": "self, request"}),),
+    ),
+    Module(
+        "vllm.v1.core.block_pool",
+        classes=(Class("BlockPool", calls={"get_new_blocks": "self, num_blocks"}),),
+    ),
+)
+
 CPU_SAMPLER_DRAWS = "a number"
 
 # What a manifest is looked up by.
@@ -1665,6 +1675,7 @@ PARTS = {
     "cpu": CPU_WORKER,
     "cuda": CUDA_WORKER,
     "v2": V2_RUNNER,
+    "early_wake": EARLY_WAKE,
     "server": SERVER,
     "connector": CONNECTOR,
     "other_connectors": OTHER_CONNECTORS,
