@@ -24,9 +24,8 @@ from devtool.setup import CACHE, ROOT, SetupError
 OWN = ROOT / "tests/vllm_own"
 EXPLAINED = OWN / "explained.txt"
 LISTS = ROOT / "tests/golden/vllm-own"
-# Of vLLM's tests; a release has not all of them.
-CHOSEN = (
-    # Schedulers.
+# Of vLLM's tests, in two parts; a release has not all of them.
+SCHEDULERS = (
     "tests/v1/core",
     "tests/v1/streaming_input",
     "tests/v1/spec_decode/test_dynamic_sd.py",
@@ -48,15 +47,17 @@ CHOSEN = (
             "test_scheduler_kv_connector_override.py",
         )
     ),
-    # Engines.
+)
+# Engines, and the sleep mode.
+ENGINES = (
     "tests/v1/engine",
-    # The sleep mode.
     "tests/v1/worker/test_sleep_mode_backend.py",
     "tests/basic_correctness/memory",
     "tests/model_executor/test_sleep_mode_tensor_ownership.py",
     "tests/entrypoints/serve/dev/test_sleep.py",
     "tests/entrypoints/rl/state_transitions/test_sleep.py",
 )
+PARTS = {"schedulers": SCHEDULERS, "engines": ENGINES}
 # Of these, what hangs on a CPU, or takes many minutes there.
 LEFT_OUT = (
     "tests/v1/engine/test_dp_world_group_port.py",
@@ -66,8 +67,11 @@ LEFT_OUT = (
 )
 RUNS = ("without", "unused", "used")
 RUN_SECONDS = 5400
-LEAST_WITH_MIXIN = 350  # of a release
-USAGE = "tools/dev vllm-tests takes releases of vLLM that torpor knows, as 0.32, and files of its tests/, or --golden"
+LEAST_WITH_MIXIN = {"schedulers": 350, "engines": 0}  # of a release
+USAGE = (
+    "tools/dev vllm-tests takes releases of vLLM that torpor knows, as 0.32; schedulers or engines, or files of its "
+    "tests/; and --golden"
+)
 # An operator that this torchvision has for another build of torch: it must have its name there to be imported.
 _OPERATORS = """
 if not _has_ops():
@@ -88,7 +92,8 @@ class Release:
 
 
 def main(arguments: list[str]) -> int:
-    words = [word for word in arguments if word != "--golden" and not word.startswith("tests/")]
+    words = [word for word in arguments if word not in ("--golden", *PARTS) and not word.startswith("tests/")]
+    parts = [word for word in arguments if word in PARTS] or list(PARTS)
     paths = [word for word in arguments if word.startswith("tests/")]
     if paths and "--golden" in arguments:
         raise SetupError(f"{USAGE}: a list is of all tests")
@@ -100,7 +105,15 @@ def main(arguments: list[str]) -> int:
     setup.install_torpor(python)
     shared = {"HF_HOME": str(hub(python, model)), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     found = [OWN, packages(python)]
-    return max(judged(release(version, python, shared), found, paths, "--golden" in arguments) for version in versions)
+    code = 0
+    for version in versions:
+        of = release(version, python, shared)
+        if paths:
+            code |= judged(of, found, paths, None, False)
+        else:
+            for part in parts:
+                code |= judged(of, found, list(PARTS[part]), part, "--golden" in arguments)
+    return code
 
 
 def release(version: str, python: Path, shared: dict[str, str]) -> Release:
@@ -135,22 +148,23 @@ def packages(python: Path) -> Path:
     return folder
 
 
-def judged(of: Release, paths: list[Path], some: list[str], golden: bool) -> int:
-    """Runs the tests three times, and once more those that differ; returns 1 if something is not as it should be.
+def judged(of: Release, paths: list[Path], wanted: list[str], part: str | None, golden: bool) -> int:
+    """Run tests three times, and once more those that differ. Return 1 if something is not as it should be, else 0.
 
-    `some`: files, folders or tests that the caller wants alone. The lists, and the least count, are of all tests.
+    wanted: files, folders or tests. part: "schedulers" or "engines" if they are all of one part, which has a list and a
+    least count.
     """
     began = time.monotonic()
-    chosen = some or [path for path in CHOSEN if (of.tests / path).exists()]
+    chosen = [path for path in wanted if (of.tests / path.partition("::")[0]).exists()]
     seconds, runs = {}, {}
     for run in RUNS:
         before = time.monotonic()
         runs[run] = one_run(of, run, chosen, paths)
         seconds[run] = time.monotonic() - before
         print(f"vLLM {of.version}, {run}: {len(runs[run].tests)} tests, {runs[run]}, {seconds[run]:.0f} s", flush=True)
-    explained, path = read_list(EXPLAINED), LISTS / f"{of.version}.txt"
+    explained, path = read_list(EXPLAINED), LISTS / f"{of.version}-{part}.txt"
     once = set(differing(runs, explained))
-    if not some:
+    if part and not golden:
         once |= runs["without"].failed().keys() ^ read_list(path).keys()
     if once:  # because of torpor, or because others keep the machine busy
         again = {run: one_run(of, run, sorted(once), paths) for run in RUNS}
@@ -164,18 +178,20 @@ def judged(of: Release, paths: list[Path], some: list[str], golden: bool) -> int
         for test, of_runs in differ.items()
     ]
     problems += [f"the run {run!r} did not come to its end" for run in RUNS if not runs[run].finished]
-    if golden and not problems:
+    if part and golden and not problems:
         LISTS.mkdir(parents=True, exist_ok=True)
         path.write_text(text_of_list(of.version, runs["without"]))
-    problems += [] if some else unlike_list(runs["without"], read_list(path))
     used = runs["used"]
-    if not some and used.with_mixin() < LEAST_WITH_MIXIN:
-        problems.append(f"the mixin ran in {used.with_mixin()} tests only; wanted are {LEAST_WITH_MIXIN}")
+    if part:
+        problems += unlike_list(runs["without"], read_list(path))
+        if used.with_mixin() < LEAST_WITH_MIXIN[part]:
+            problems.append(f"the mixin ran in {used.with_mixin()} tests only; wanted are {LEAST_WITH_MIXIN[part]}")
     for problem in problems:
         print(f"vLLM {of.version}: {problem}")
+    named = f" of {part}" if part else ""
     print(
-        f"proof: vLLM {of.version}'s own tests: {len(used.tests)}; without torpor {runs['without']}; installed and "
-        f"unused {runs['unused']}; used {used}; {len(differ)} differ; a method of torpor's scheduler ran in "
+        f"proof: vLLM {of.version}'s own tests{named}: {len(used.tests)}; without torpor {runs['without']}; installed "
+        f"and unused {runs['unused']}; used {used}; {len(differ)} differ; a method of torpor's scheduler ran in "
         f"{used.with_mixin()} ({used.with_scheduler()} made one); {time.monotonic() - began:.0f} s",
         flush=True,
     )
