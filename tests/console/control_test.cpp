@@ -150,7 +150,7 @@ TEST_F(ControlTest, SetsBreakpointsByTheWordsOfEvents) {
            {{{"type", "slat"}}, "slot"},
            {{{"type", "operation"}}, "slot"},
            {{{"type", "slot"}, {"to", "asleep"}}, "preempted"},
-           {{{"type", "candidate"}, {"way", "left"}}, "down"},
+           {{{"type", "candidate"}, {"way", "left"}}, "offload"},
            {{{"type", "step"}, {"from", "none"}}, "leave it out"},
            {{{"type", "slot"}, {"lease", 1e9}}, "300"},
            {{{"type", "slot"}, {"frm", "none"}}, "from"},

@@ -185,7 +185,7 @@ def is_told(told: dict, stats: dict) -> None:
     assert counts["copy begin"] == counts["copy end"] > 5
     assert told["tiers"]["host"] > 10 and "device" in told["tiers"]
     assert {tag["tag"] for tag in told["memory"][0]["tags"]} >= {"weights", "kv_cache"}
-    assert told["pending"][1] == [0] * len(told["pending"][1]) and told["unknown"] == 0
+    assert told["left"][1] == [0] * len(told["left"][1]) and told["unknown"] == 0
     # By the model of the same requests: all of host memory's hits need host memory.
     assert told["none"]["models"][1]["found"]["host"] == 0 < told["none"]["models"][0]["found"]["host"]
     assert told["twice"]["models"][1]["found"]["host"] >= told["twice"]["models"][0]["found"]["host"]
@@ -399,7 +399,7 @@ def test_a_tilde_in_a_path_is_the_home_of_its_user(monkeypatch):
     monkeypatch.setenv("TORPOR_SPILL_DIR", "~/spill")
     given = {"checkpoint_dir": "~/checkpoints", "key_file": "/keys/~"}
     options = Options.of(SimpleNamespace(additional_config={"torpor": given}))
-    assert options.dir == "/home/somebody/checkpoints" and options.spill_dir == "/home/somebody/spill"
+    assert options.checkpoint_dir == "/home/somebody/checkpoints" and options.spill_dir == "/home/somebody/spill"
     assert options.key_file == "/keys/~"
     connector = ConnectorOptions.of({"host_bytes": 1 << 20, "disk_bytes": "1GiB", "disk_dir": "~/kv"})
     assert connector.directory == "/home/somebody/kv"
