@@ -30,8 +30,7 @@ Result<std::optional<uint64_t>> number_from_environment(const char* name, const 
   uint64_t number = 0;
   const auto [end, failed] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (failed == std::errc() && end == text.data() + text.size()) return std::optional(number);
-  return Error{
-      .code = Code::kInvalidArgument, .what = fmt::format("{} is \"{}\"", name, text), .next_step = next_step};
+  return Error{.code = Code::kInvalidArgument, .what = fmt::format("{} is \"{}\"", name, text), .next_step = next_step};
 }
 
 Result<std::optional<uint64_t>> bytes_from_environment(const char* name) {

@@ -1,8 +1,8 @@
 // The MemorySaver of this process, for the C interface of memory and for Python, with the settings that the environment
 // gives (docs/memory.md).
 //
-// Owner: the process; the saver is never destroyed, for what is above may free memory until the very end of the process.
-// Threads: any. Failure: a setting that makes no sense fails the first allocation, and names the variable.
+// Owner: the process; the saver is never destroyed, for what is above may free memory until the very end of the
+// process. Threads: any. Failure: a setting that makes no sense fails the first allocation, and names the variable.
 #pragma once
 
 #include <memory>
@@ -22,8 +22,8 @@ Result<std::unique_ptr<DeviceMemory>> make_process_device(int ordinal);
 bool backups_kept();
 Status set_backups_kept(bool kept);
 
-// Parts that depend on the library which carries the saver. Each library defines the function once: the Python module in
-// bind_memory.cpp, the C library in memory_library/memory_library.cpp.
+// Parts that depend on the library which carries the saver. Each library defines the function once: the Python module
+// in bind_memory.cpp, the C library in memory_library/memory_library.cpp.
 struct ProcessParts {
   FileSystem& file_system;
   EventPort events{};

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, started
-from devtool import commands
+from devtool import gpu_bundle
 
 HERE = Path(__file__).parent
 CHECKS = ROOT / "tools/gpu_check/engine_checks.py"
@@ -83,10 +85,62 @@ def test_bad_input_is_named_and_ends_with_2(words, named):
 
 
 def test_the_bundle_has_what_its_readme_names(tmp_path):
-    commands.add_engine_checks(tmp_path)
-    assert "engine_checks.py --model" in (tmp_path / "README.md").read_text()
+    gpu_bundle.add_scripts(tmp_path)
+    told = (tmp_path / "README.md").read_text()
+    assert "engine_checks.py --model" in told
+    for part in ("core", "library", "torch", "speed", "sanitizer"):
+        assert f"run {part}" in told
     assert started(tmp_path / "engine_checks.py", "--help").returncode == 0
     done = started(tmp_path / "engine_checks.py", "--rig")
     assert done.returncode == 2 and "needs a checkout" in done.stderr
     for name in ("checks", "checked_engine"):
         assert (tmp_path / f"{name}.py").exists()
+
+
+def test_the_command_says_what_it_makes_and_takes_no_other_word():
+    command = [sys.executable, ROOT / "tools/dev", "gpu_check"]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "gpu_check/run --help" in done.stdout and done.stderr == ""
+    done = subprocess.run([*command, "--cycles"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--cycles" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--help"], 0, "usage: ./run PART"),
+        (["core", "--help"], 0, "--cycle-gib"),
+        (["torch", "--help"], 0, "--most-seconds"),
+        ([], 2, "usage: ./run PART"),
+        (["everything"], 2, "no part everything"),
+        (["core", "--minutes", "ten"], 2, "ten"),
+        (["torch", "--minutes", "0"], 2, "--minutes is 0"),
+    ],
+)
+def test_the_bundles_program_has_help_for_each_part_and_names_a_wrong_word(bundle, words, code, said):
+    done = run(bundle, *words)
+    assert done.returncode == code and said in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_a_part_tells_its_rows_in_a_file_and_how_it_ended(bundle):
+    """The suite passes on the fake driver of its tests; the figures need a real one."""
+    done = run(bundle, "core", "--minutes", "1")
+    assert done.returncode == 3 and "no NVIDIA driver" in done.stderr and "at most 60 s" in done.stderr
+    lines = (bundle / "results/core.jsonl").read_text().splitlines()
+    assert [json.loads(line)["verdict"] for line in lines] == ["passed"]
+    assert "MemTotal" in (bundle / "results/machine.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu_check")
+    if any(not program.exists() for program in gpu_bundle.PROGRAMS):
+        pytest.skip("this build has no CUDA headers")
+    gpu_bundle.add_programs(folder)
+    gpu_bundle.add_scripts(folder)
+    return folder
+
+
+def run(bundle, *words) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "OUT"}
+    return subprocess.run([bundle / "run", *words], env=environment, capture_output=True, text=True, timeout=120)

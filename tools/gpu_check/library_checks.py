@@ -14,6 +14,7 @@ from rows import Seen
 
 GB = 1e9
 SIZE = 5 << 20
+MOST = 256 << 20  # moved by the check of speed
 ROUNDS = 5
 
 
@@ -77,7 +78,7 @@ def failures(options: Any) -> Iterator[Seen]:
 def speed(options: Any) -> Iterator[Seen]:
     """GB/s between host memory and host memory: it says that the library works, and nothing of a GPU."""
     library = MemoryLibrary(library_path())
-    size = max(1 << 20, int(options.gib * (1 << 30) / 8))
+    size = min(MOST, int(options.gib * (1 << 30)))
     address = filled(library, "weights", 5, size)
     sleeps, wakes = [], []
     for _ in range(ROUNDS):

@@ -17,6 +17,7 @@ from rows import NotHere, Seen
 GB = 1e9
 GIB = 1 << 30
 CYCLES = 20
+SIDE = 2048  # of the matrix of weights
 GRAPHS = 300
 STALL_MS = 100.0  # longer than this a step must not wait for host memory that is pinned beside it
 SIZES_MIB = (256, 64, 24, 3, 1)  # of the tensors of weights, in turns
@@ -31,9 +32,9 @@ def pool(options: Any) -> Iterator[Seen]:
     """A captured graph over weights and buffers in torpor's pools replays after each of some sleeps."""
     torpor = rivals.Torpor()
     with torpor.region("weights"):
-        weights = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        weights = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
     with torpor.region("runtime"):
-        given = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
+        given = torch.randn(64, SIDE, device="cuda", dtype=torch.bfloat16)
         result = torch.empty_like(given)
     for _ in range(3):
         torch.matmul(given, weights, out=result)
