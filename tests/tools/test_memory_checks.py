@@ -17,14 +17,17 @@ CHECKS = ROOT / "tools/gpu_check/memory_checks.py"
 STAND_IN = Path(__file__).parent / "fake_torch"
 
 
-def checked(tmp_path, *words, fault: str = "", torch: bool = True) -> tuple[int, dict[str, dict], list[dict]]:
+def checked(
+    tmp_path, *words, fault: str = "", torch: bool = True, **variables: str
+) -> tuple[int, dict[str, dict], list[dict]]:
     """Return the exit code, the rows by name, and all lines of the file."""
     out = tmp_path / "rows.jsonl"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORPOR_")}
     environment |= {"TORPOR_MEMORY_DEVICE": "host", "FAKE_TORCH_FAULT": fault}
     environment["PYTHONPATH"] = str(STAND_IN if torch else tmp_path)
+    environment |= variables
     command = [sys.executable, "-S", CHECKS, *words, "--library", gpu_bundle.LIBRARY, "--out", out]
-    command += ["--gib", 0.01, *([] if "--most-seconds" in words else ["--most-seconds", 3])]
+    command += ["--gib", 0.01, "--stretch-seconds", 0.4, *([] if "--most-seconds" in words else ["--most-seconds", 20])]
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     found = {line["check"]: line for line in lines if "check" in line}
@@ -80,6 +83,29 @@ def test_speed_is_told_round_by_round_and_who_is_not_there_is_named(tmp_path):
     assert lines[-2] == {"gb_per_second": {}, "times_theirs": {}}  # no plain turn was taken
 
 
+@pytest.mark.parametrize("fault", ["", "forgets"])
+def test_others_that_are_there_are_measured_in_the_same_way(tmp_path, fault):
+    """Over stand-ins of both, and of the CUDA runtime. One whose copies do nothing is seen."""
+    copy = "return 0;" if fault else "memcpy(to, from, size); return 0;"
+    (tmp_path / "runtime.c").write_text(
+        f"#include <string.h>\nint cudaMemcpy(void *to, void *from, size_t size, int kind) {{ {copy} }}\n"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "libcudart.so.0", "runtime.c"], cwd=tmp_path, check=True)
+    others = {
+        "PYTHONPATH": f"{STAND_IN}{os.pathsep}{STAND_IN.parent / 'fake_rivals'}",
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "TORPOR_CHECK_CUMEM": str(STAND_IN.parent / "fake_rivals/cumem.py"),
+    }
+    words = ["--only", "cumem"] if fault else ["--only", "cumem", "memory_saver"]
+    code, found, lines = checked(tmp_path, "speed", *words, **others)
+    if fault:
+        assert code == 1 and found["speed cumem, round 0"]["verdict"] == "failed", found
+        return
+    assert code == 0 and set(verdicts(found).values()) == {"passed"}, found
+    told = lines[-2]["gb_per_second"]
+    assert set(told) == {"cumem", "torch_memory_saver"} and set(told["cumem"]) == {"first_sleep", "sleep", "wake"}
+
+
 def test_figures_of_all_are_put_beside_each_other():
     sys.path.append(str(CHECKS.parent))
     from memory_checks import beside
@@ -98,7 +124,7 @@ def test_figures_of_all_are_put_beside_each_other():
 
 def test_a_part_ends_when_its_time_is_used_up_and_keeps_what_it_had(tmp_path):
     began = time.monotonic()
-    code, found, _ = checked(tmp_path, "torch", "--minutes", 0.15, fault="hang")
+    code, found, _ = checked(tmp_path, "torch", "--minutes", 0.15, "--most-seconds", 3, fault="hang")
     assert time.monotonic() - began < 30
     assert code == 1 and found["pool"]["verdict"] == "failed" and "no end within" in found["pool"]["seen"]
     assert found["stall"]["verdict"] == "not here", found

@@ -41,7 +41,11 @@ def system_python() -> str:
 
 def bare(*words, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [system_python(), *BARE, *map(str, words)], env=EVERYWHERE | variables, capture_output=True, text=True, timeout=120
+        [system_python(), *BARE, *map(str, words)],
+        env=EVERYWHERE | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from memory_library import MemoryFailure, MemoryLibrary, library_path
 from rows import Seen

@@ -134,6 +134,7 @@ def in_own_process(check: Check, number: int, options: Any, seconds: float, repo
     same_python = [sys.executable, *(["-I"] if sys.flags.isolated else []), *(["-S"] if sys.flags.no_site else [])]
     words = [*same_python, str(Path(__file__).resolve()), options.part, "--check", str(number)]
     words += ["--gib", str(options.gib), "--seconds", str(seconds)]
+    words += ["--stretch-seconds", str(options.stretch_seconds)]
     environment = {**os.environ, **check.environment, PATH_VARIABLE: str(options.library)}
     process = subprocess.Popen(
         words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -205,11 +206,16 @@ def beside(rows: list[dict]) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="memory_checks.py", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("part", choices=PARTS, help="which checks: "
-                        + "; ".join(f"{name}: {minutes} min, needs {what}" for name, (minutes, what) in PARTS.items()))
+    parser.add_argument(
+        "part",
+        choices=PARTS,
+        help="which checks: "
+        + "; ".join(f"{name}: {minutes} min, needs {what}" for name, (minutes, what) in PARTS.items()),
+    )
     parser.add_argument("--minutes", type=float, help="after so many no check begins, and none goes on")
     parser.add_argument("--gib", type=float, default=8.0, help="GiB of weights (default 8)")
     parser.add_argument("--most-seconds", type=float, default=1e9, help="most that one check may take")
+    parser.add_argument("--stretch-seconds", type=float, default=20.0, help="measured beside pinning (default 20)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="checks with one of these in their name")
     parser.add_argument("--library", type=Path, default=library_path(), help="libtorpor_memory.so")
     parser.add_argument("--out", type=Path, help="file for the rows as JSON lines, as they come")
@@ -240,7 +246,9 @@ def main(arguments: list[str]) -> int:
     run_part(options, report)
     if options.part == "speed":
         figures = beside(report.rows)
-        report.note(figures, f"medians, GB/s: {figures['gb_per_second']}\ntorpor, times theirs: {figures['times_theirs']}")
+        report.note(
+            figures, f"medians, GB/s: {figures['gb_per_second']}\ntorpor, times theirs: {figures['times_theirs']}"
+        )
     counts = {verdict: report.count(verdict) for verdict in (PASSED, FAILED, NOT_HERE)}
     seconds = round(time.monotonic() - began, 1)
     text = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())

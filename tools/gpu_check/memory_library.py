@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 NAME = "libtorpor_memory.so"
 PATH_VARIABLE = "TORPOR_MEMORY_LIBRARY"

@@ -12,9 +12,10 @@ import glob
 import importlib.machinery
 import importlib.util
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from memory_library import MemoryLibrary, library_path
@@ -29,9 +30,7 @@ class Torpor:
     def __init__(self) -> None:
         path = library_path()
         self.library = MemoryLibrary(path)
-        self.allocator = torch.cuda.memory.CUDAPluggableAllocator(
-            str(path), "torpor_torch_malloc", "torpor_torch_free"
-        )
+        self.allocator = torch.cuda.memory.CUDAPluggableAllocator(str(path), "torpor_torch_malloc", "torpor_torch_free")
         self.pools: list = []
 
     def new_pool(self) -> Any:

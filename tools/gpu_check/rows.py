@@ -39,7 +39,7 @@ class Report:
         self._as_json, self._out = as_json, out
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "w") if path is not None else None  # noqa: SIM115: as long as the report
+        self._file = open(path, "w") if path is not None else None  # noqa: SIM115
 
     def add(self, each: dict) -> None:
         self.rows.append(each)

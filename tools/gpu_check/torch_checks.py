@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import rivals
 import torch
@@ -115,7 +116,7 @@ def capture(options: Any) -> Iterator[Seen]:
     torch.cuda.synchronize()
     failures: list[str] = []
     captured, began, resident = 0, time.monotonic(), resident_bytes()
-    while captured < GRAPHS and time.monotonic() - began < options.seconds / 2:
+    while captured < GRAPHS and time.monotonic() - began < stretch(options):
         try:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -137,12 +138,12 @@ def stall(options: Any) -> Iterator[Seen]:
     """Run short steps alone, then beside torpor as it pins host memory for the weights in the background."""
     counter = torch.zeros(1024, device="cuda")
     torch.cuda.synchronize()
-    alone = steps(counter, options.seconds / 8)
+    alone = steps(counter, stretch(options) / 4)
     resident = resident_bytes()
     torpor = rivals.Torpor()
     weights = fill(torpor, options.gib)
     torch.cuda.synchronize()
-    beside = steps(counter, options.seconds / 2)
+    beside = steps(counter, stretch(options))
     grown = resident_bytes() - resident
     figures = {f"{when}_{what}_ms": value for when, times in (("alone", alone), ("beside", beside))
                for what, value in times.items()}  # fmt: skip
@@ -151,6 +152,11 @@ def stall(options: Any) -> Iterator[Seen]:
         beside["worst"] < alone["worst"] + STALL_MS,
         {**figures, "host_bytes": grown, "tensors": len(weights)},
     )
+
+
+def stretch(options: Any) -> float:
+    """Return how long to measure beside pinning, so that the check ends in its time."""
+    return min(options.stretch_seconds, options.seconds / 2)
 
 
 def steps(counter: Any, seconds: float) -> dict[str, float]:

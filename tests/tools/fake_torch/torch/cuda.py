@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 PAGE = 4096
 TOTAL = 1 << 40
+OTHERS: dict = {}  # allocators in Python, by the path of their module
 
 
 def fault() -> str:
@@ -18,12 +19,15 @@ def fault() -> str:
 
 class _Allocator:
     def __init__(self, path, malloc, free):
+        self._allocator = self
+        if path in OTHERS:
+            self.malloc, self.release = getattr(OTHERS[path], malloc), getattr(OTHERS[path], free)
+            return
         library = ctypes.CDLL(path)
         self.malloc, self.release = getattr(library, malloc), getattr(library, free)
         self.malloc.restype = ctypes.c_void_p
         self.malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
         self.release.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-        self._allocator = self
 
     def allocator(self):
         return self
