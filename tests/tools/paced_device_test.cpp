@@ -2,6 +2,7 @@
 #include "tools/bench/paced_device.h"
 
 #include "base/units.h"
+#include "tests/contract/device_memory_contract.h"
 #include "tests/support/results.h"
 
 namespace torpor {
@@ -128,4 +129,15 @@ TEST_F(PacedDeviceTest, BytesReallyMove) {
 }
 
 }  // namespace
+
+namespace test {
+namespace {
+
+// It is a device like others, whether it waits or only counts.
+std::unique_ptr<DeviceMemory> waiting() { return std::make_unique<PacedDevice>(bench::PacedOptions{}); }
+std::unique_ptr<DeviceMemory> counting() { return std::make_unique<PacedDevice>(bench::PacedOptions{.waits = false}); }
+INSTANTIATE_TEST_SUITE_P(PacedDevice, DeviceMemoryContract, ::testing::Values(waiting, counting));
+
+}  // namespace
+}  // namespace test
 }  // namespace torpor

@@ -33,15 +33,16 @@ except MemoryFailure as problem:
 """
 
 
-def system_python() -> str:
-    """Return a Python that is not the one of these tests, where there is one."""
-    found = [shutil.which("python3", path="/usr/bin"), shutil.which("python3"), sys.executable]
-    return next(path for path in found if path)
+def pythons() -> list[str]:
+    """Return the system's Python, and the oldest that is supported where it is installed."""
+    found = [shutil.which("python3", path="/usr/bin") or sys.executable]
+    oldest = sorted(Path.home().glob(".pyenv/versions/3.8.*/bin/python3"))
+    return [*found, *map(str, oldest[-1:])]
 
 
-def bare(*words, **variables: str) -> subprocess.CompletedProcess:
+def bare(*words, python: str = "", **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [system_python(), *BARE, *map(str, words)],
+        [python or pythons()[0], *BARE, *map(str, words)],
         env=EVERYWHERE | variables,
         capture_output=True,
         text=True,
@@ -49,9 +50,11 @@ def bare(*words, **variables: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_memory_sleeps_and_wakes_from_a_python_without_torpor(tmp_path):
+@pytest.mark.parametrize("python", pythons())
+def test_memory_sleeps_and_wakes_from_a_python_without_torpor(tmp_path, python):
     rows = tmp_path / "rows.jsonl"
-    done = bare(SCRIPTS / "memory_checks.py", "library", "--library", gpu_bundle.LIBRARY, "--gib", 0.02, "--out", rows)
+    done = bare(SCRIPTS / "memory_checks.py", "library", "--library", gpu_bundle.LIBRARY, "--gib", 0.02, "--out", rows,
+                python=python)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [line.get("verdict") for line in lines[1:-1]] == ["passed"] * 4
