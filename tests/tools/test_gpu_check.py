@@ -70,11 +70,20 @@ def test_a_fault_is_a_failed_row_and_the_other_checks_run(tmp_path):
     assert done.returncode == 1
 
 
+def test_a_check_that_is_at_work_when_the_time_is_used_up_is_not_counted(tmp_path):
+    words = ["--rig", "--dir", tmp_path, "--only", 1, 3, "--minutes", 0.001]
+    done = started(CHECKS, *words)
+    found = rows(done)
+    assert done.returncode == 0 and "0 passed, 0 failed, 3 not here" in done.stderr, done.stderr
+    assert "0.001 minutes are used up" in found["1 deterministic without a sleep"]["seen"]
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (["--rig", "--only", "16"], "--only 16"),
         (["--rig", "--sleeps", "0"], "--sleeps is 0"),
+        (["--rig", "--minutes", "0"], "--minutes is 0"),
         ([], "--model"),
         (["--model", "x"], "no CUDA device"),
     ],
@@ -122,21 +131,25 @@ def test_the_bundles_program_has_help_for_each_part_and_names_a_wrong_word(bundl
     assert done.returncode == code and said in done.stdout + done.stderr, done.stdout + done.stderr
 
 
-def test_a_part_tells_its_rows_in_a_file_and_how_it_ended(bundle):
-    """The suite passes on the fake driver of its tests; the figures need a real one."""
+@pytest.mark.parametrize(("suite", "verdict"), [("exit 0", "passed"), ("exit 1", "failed")])
+def test_a_part_tells_its_rows_in_a_file_and_how_it_ended(bundle, suite, verdict):
+    """A stand-in for the suite; the figures need a driver."""
+    (bundle / "cuda_device_test").write_text(f"#!/bin/sh\n{suite}\n")
+    (bundle / "cuda_device_test").chmod(0o755)
     done = run(bundle, "core", "--minutes", "1")
     assert done.returncode == 3 and "no NVIDIA driver" in done.stderr and "at most 60 s" in done.stderr
     lines = (bundle / "results/core.jsonl").read_text().splitlines()
-    assert [json.loads(line)["verdict"] for line in lines] == ["passed"]
+    assert [json.loads(line)["verdict"] for line in lines] == [verdict]
     assert "MemTotal" in (bundle / "results/machine.txt").read_text()
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu_check")
-    if any(not program.exists() for program in gpu_bundle.PROGRAMS):
+    program = gpu_bundle.PROGRAMS[0]
+    if not program.exists():
         pytest.skip("this build has no CUDA headers")
-    gpu_bundle.add_programs(folder)
+    gpu_bundle.add_programs(folder, (program,))
     gpu_bundle.add_scripts(folder)
     return folder
 

@@ -52,10 +52,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def add_programs(bundle: Path) -> None:
+def add_programs(bundle: Path, programs: tuple[Path, ...] = PROGRAMS) -> None:
     """Add the programs with their libraries, but for those of libc, which are the target's own."""
     (bundle / "lib").mkdir()
-    for program in PROGRAMS:
+    for program in programs:
         subprocess.run(["strip", "-o", bundle / program.name, program], check=True)
         for line in subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout.splitlines():
             name, _, path = line.partition(" => ")
