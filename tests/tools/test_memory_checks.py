@@ -42,7 +42,7 @@ def verdicts(found: dict[str, dict]) -> dict[str, str]:
 
 def test_every_check_of_torch_runs_to_its_end(tmp_path):
     code, found, _ = checked(tmp_path, "torch")
-    parts = ("pool", "inside", "trim", "capture", "stall")
+    parts = ("pool", "graph_pool", "trim", "capture", "stall")
     assert code == 0 and verdicts(found) == dict.fromkeys(parts, "passed"), found
     assert found["trim"]["figures"]["kept_by_pool_bytes"] >= 0
     assert found["capture"]["figures"]["graphs"] > 0 and found["stall"]["figures"]["alone_worst_ms"] > 0
@@ -51,9 +51,9 @@ def test_every_check_of_torch_runs_to_its_end(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "check", "said"),
     [
-        ("other_bytes", "inside", "other values"),
+        ("other_bytes", "graph_pool", "other values"),
         ("capture", "capture", "captures failed"),
-        ("die", "inside", "the process ended with 3"),
+        ("die", "graph_pool", "the process ended with 3"),
     ],
 )
 def test_a_fault_fails_its_check(tmp_path, fault, check, said):
@@ -102,8 +102,8 @@ def test_others_that_are_there_are_measured_in_the_same_way(tmp_path, fault):
         assert code == 1 and found["speed cumem, round 0"]["verdict"] == "failed", found
         return
     assert code == 0 and set(verdicts(found).values()) == {"passed"}, found
-    told = lines[-2]["gb_per_second"]
-    assert set(told) == {"cumem", "torch_memory_saver"} and set(told["cumem"]) == {"first_sleep", "sleep", "wake"}
+    figures = lines[-2]["gb_per_second"]
+    assert set(figures) == {"cumem", "torch_memory_saver"} and set(figures["cumem"]) == {"first_sleep", "sleep", "wake"}
 
 
 def test_figures_of_all_are_put_beside_each_other():
@@ -117,9 +117,9 @@ def test_figures_of_all_are_put_beside_each_other():
     rows = [turn("torpor", 0, 4, 30), turn("torpor", 1, 44, 40), turn("torpor", 2, 40, 40), turn("cumem", 0, 2, 20),
             turn("cumem", 1, 40, 10), turn("torpor", 1, 90, 90, ", 2 threads"),
             turn("cumem", 2, 1, 1, verdict="failed")]  # fmt: skip
-    told = beside(rows)
-    assert told["gb_per_second"]["torpor"] == {"first_sleep": 4, "sleep": 42, "wake": 40}
-    assert told["times_theirs"] == {"cumem": {"first_sleep": 2, "sleep": 1.05, "wake": 2.67}}
+    figures = beside(rows)
+    assert figures["gb_per_second"]["torpor"] == {"first_sleep": 4, "sleep": 42, "wake": 40}
+    assert figures["times_theirs"] == {"cumem": {"first_sleep": 2, "sleep": 1.05, "wake": 2.67}}
 
 
 def test_a_part_ends_when_its_time_is_used_up_and_keeps_what_it_had(tmp_path):

@@ -62,11 +62,11 @@ def test_memory_sleeps_and_wakes_from_a_python_without_torpor(tmp_path, python):
 
 
 def test_the_library_needs_nothing_but_libc():
-    told = subprocess.run(["readelf", "-d", gpu_bundle.LIBRARY], capture_output=True, text=True, check=True).stdout
-    needed = {line.split("[")[1].split(".so")[0] for line in told.splitlines() if "(NEEDED)" in line}
+    output = subprocess.run(["readelf", "-d", gpu_bundle.LIBRARY], capture_output=True, text=True, check=True).stdout
+    needed = {line.split("[")[1].split(".so")[0] for line in output.splitlines() if "(NEEDED)" in line}
     assert needed <= {"libc", "libm", "libgcc_s", "ld-linux-x86-64", "libpthread", "libdl"}, needed
-    told = subprocess.run(["nm", "-D", "--defined-only", gpu_bundle.LIBRARY], capture_output=True, text=True).stdout
-    names = {line.split()[-1] for line in told.splitlines()}
+    output = subprocess.run(["nm", "-D", "--defined-only", gpu_bundle.LIBRARY], capture_output=True, text=True).stdout
+    names = {line.split()[-1] for line in output.splitlines()}
     header = (ROOT / "bindings/memory_c_api.h").read_text()
     assert all(name in header for name in names), names
     assert {"torpor_torch_malloc", "torpor_sleep", "torpor_wake", "tms_pause"} <= names

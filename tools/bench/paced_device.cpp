@@ -72,7 +72,7 @@ Charges Charges::operator-(const Charges& before) const {
           .waited_for_link = waited_for_link - before.waited_for_link};
 }
 
-struct PacedDevice::Inside {
+struct PacedDevice::Impl {
   // Copies down whose digests nobody has paid for yet, and when the last of all copies ends.
   struct Work {
     Clock::time_point ready{};
@@ -121,109 +121,109 @@ struct PacedDevice::Inside {
   }
 };
 
-PacedDevice::PacedDevice(PacedOptions options) : inside_(std::make_unique<Inside>()) {
-  inside_->options = options;
-  inside_->device = make_host_device().value();  // its defaults are valid
+PacedDevice::PacedDevice(PacedOptions options) : impl_(std::make_unique<Impl>()) {
+  impl_->options = options;
+  impl_->device = make_host_device().value();  // its defaults are valid
 }
 PacedDevice::~PacedDevice() = default;
 
 Charges PacedDevice::charges() const {
-  const MutexLock lock(inside_->mutex);
-  return inside_->charges;
+  const MutexLock lock(impl_->mutex);
+  return impl_->charges;
 }
 
-uint64_t PacedDevice::granularity() const { return inside_->device->granularity(); }
+uint64_t PacedDevice::granularity() const { return impl_->device->granularity(); }
 
 Result<DeviceAddress> PacedDevice::do_reserve(uint64_t size) {
-  inside_->call(&Charges::maps, inside_->options.prices.reserve_ns);
-  return inside_->device->reserve(size);
+  impl_->call(&Charges::maps, impl_->options.prices.reserve_ns);
+  return impl_->device->reserve(size);
 }
 Status PacedDevice::do_free_reservation(DeviceAddress address, uint64_t) {
-  return inside_->device->free_reservation(address);
+  return impl_->device->free_reservation(address);
 }
 Result<PhysicalId> PacedDevice::do_create(uint64_t size) {
-  inside_->call(&Charges::maps, inside_->options.prices.create_ns);
-  return inside_->device->create(size);
+  impl_->call(&Charges::maps, impl_->options.prices.create_ns);
+  return impl_->device->create(size);
 }
-Status PacedDevice::do_release(PhysicalId id) { return inside_->device->release(id); }
+Status PacedDevice::do_release(PhysicalId id) { return impl_->device->release(id); }
 Status PacedDevice::do_map(DeviceAddress address, PhysicalId id, uint64_t) {
-  inside_->call(&Charges::maps, inside_->options.prices.map_ns);
-  return inside_->device->map(address, id);
+  impl_->call(&Charges::maps, impl_->options.prices.map_ns);
+  return impl_->device->map(address, id);
 }
 Status PacedDevice::do_set_access(DeviceAddress address, uint64_t size, Access access) {
-  inside_->call(&Charges::maps, inside_->options.prices.set_access_ns);
+  impl_->call(&Charges::maps, impl_->options.prices.set_access_ns);
   // torpor sets access once, to memory that is new.
-  if (access == Access::kReadWrite) inside_->work(&Charges::zeroing, price_of(size, inside_->options.prices.zero_rate));
-  return inside_->device->set_access(address, size, access);
+  if (access == Access::kReadWrite) impl_->work(&Charges::zeroing, price_of(size, impl_->options.prices.zero_rate));
+  return impl_->device->set_access(address, size, access);
 }
 Status PacedDevice::do_unmap(DeviceAddress address, uint64_t size) {
-  inside_->call(&Charges::maps, inside_->options.prices.unmap_ns);
-  return inside_->device->unmap(address, size);
+  impl_->call(&Charges::maps, impl_->options.prices.unmap_ns);
+  return impl_->device->unmap(address, size);
 }
 
-Result<StreamId> PacedDevice::do_create_stream() { return inside_->device->create_stream(); }
-Status PacedDevice::do_destroy_stream(StreamId stream) { return inside_->device->destroy_stream(stream); }
+Result<StreamId> PacedDevice::do_create_stream() { return impl_->device->create_stream(); }
+Status PacedDevice::do_destroy_stream(StreamId stream) { return impl_->device->destroy_stream(stream); }
 
 Status PacedDevice::do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) {
-  Inside& in = *inside_;
-  const Prices& prices = in.options.prices;
+  Impl& impl = *impl_;
+  const Prices& prices = impl.options.prices;
   const bool down = direction == Direction::kDeviceToHost;
   uint64_t bytes = 0;
   for (const Copy& copy : copies) bytes += copy.bytes;
-  if (!down) in.take_digests(bytes);
-  const bool kernel = in.by_kernel(copies, bytes);
+  if (!down) impl.take_digests(bytes);
+  const bool kernel = impl.by_kernel(copies, bytes);
   const auto calls = static_cast<int64_t>(kernel ? (copies.size() + kPiecesOfALaunch - 1) / kPiecesOfALaunch : 1);
-  in.call(&Charges::copy_calls, calls * prices.copy_call_ns);
-  TORPOR_TRY(in.device->copy_async(stream, direction, copies));
+  impl.call(&Charges::copy_calls, calls * prices.copy_call_ns);
+  TORPOR_TRY(impl.device->copy_async(stream, direction, copies));
   const double rate = !kernel ? prices.link_rate : down ? prices.kernel_down_rate : prices.kernel_up_rate;
   const int64_t wire = price_of(bytes, rate);
   const int64_t pieces = kernel ? 0 : static_cast<int64_t>(copies.size()) * prices.piece_ns;
-  const MutexLock lock(in.mutex);
-  in.charges.link += wire;
-  in.charges.pieces += pieces;
-  Inside::Work& work = in.streams[stream];
-  if (in.options.waits) work.ready = in.link[down ? 0 : 1].take(wire + pieces, std::max(Clock::now(), work.ready));
+  const MutexLock lock(impl.mutex);
+  impl.charges.link += wire;
+  impl.charges.pieces += pieces;
+  Impl::Work& work = impl.streams[stream];
+  if (impl.options.waits) work.ready = impl.link[down ? 0 : 1].take(wire + pieces, std::max(Clock::now(), work.ready));
   if (down) work.down_bytes += bytes;
   return ok();
 }
 
 Result<EventId> PacedDevice::do_record(StreamId stream) {
-  TORPOR_ASSIGN(const EventId event, inside_->device->record(stream));
-  const MutexLock lock(inside_->mutex);
-  Inside::Work& work = inside_->streams[stream];
-  inside_->events[event] = work;
+  TORPOR_ASSIGN(const EventId event, impl_->device->record(stream));
+  const MutexLock lock(impl_->mutex);
+  Impl::Work& work = impl_->streams[stream];
+  impl_->events[event] = work;
   work.down_bytes = 0;
   return event;
 }
 
 DrainResult PacedDevice::do_wait(EventId event) {
-  DrainResult drained = inside_->device->wait(event);
-  Inside::Work work;
+  DrainResult drained = impl_->device->wait(event);
+  Impl::Work work;
   {
-    const MutexLock lock(inside_->mutex);
-    work = inside_->events[event];
-    inside_->events.erase(event);
+    const MutexLock lock(impl_->mutex);
+    work = impl_->events[event];
+    impl_->events.erase(event);
   }
-  inside_->end(work);
+  impl_->end(work);
   return drained;
 }
 
 DrainResult PacedDevice::do_drain(StreamId stream) {
-  DrainResult drained = inside_->device->drain(stream);
-  Inside::Work work;
+  DrainResult drained = impl_->device->drain(stream);
+  Impl::Work work;
   {
-    const MutexLock lock(inside_->mutex);
-    work = inside_->streams[stream];
-    inside_->streams[stream].down_bytes = 0;
+    const MutexLock lock(impl_->mutex);
+    work = impl_->streams[stream];
+    impl_->streams[stream].down_bytes = 0;
   }
-  inside_->end(work);
+  impl_->end(work);
   return drained;
 }
 
 Status PacedDevice::do_pin_host(std::span<std::byte> host) {
-  for (uint64_t at = 0; at < host.size(); at += inside_->options.pin_step_bytes) {
-    const uint64_t bytes = std::min<uint64_t>(inside_->options.pin_step_bytes, host.size() - at);
-    inside_->call(&Charges::pins, price_of(bytes, inside_->options.prices.pin_rate));
+  for (uint64_t at = 0; at < host.size(); at += impl_->options.pin_step_bytes) {
+    const uint64_t bytes = std::min<uint64_t>(impl_->options.pin_step_bytes, host.size() - at);
+    impl_->call(&Charges::pins, price_of(bytes, impl_->options.prices.pin_rate));
   }
   return ok();
 }

@@ -91,8 +91,8 @@ class PacedDevice final : public DeviceMemory {
   uint64_t capacity_bytes() const override { return 0; }
 
  private:
-  struct Inside;
-  const std::unique_ptr<Inside> inside_;
+  struct Impl;
+  const std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace torpor::bench

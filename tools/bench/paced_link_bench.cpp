@@ -35,7 +35,7 @@ struct Setting {
   uint64_t pin_step_bytes = 0;
 };
 
-// What a row measures: seconds and charges of each round.
+// A measured operation: seconds and charges of each round.
 struct Row {
   std::string name;
   uint64_t bytes = 0;  // that should be copied
@@ -56,7 +56,7 @@ class Rank {
   }
   RankMemory& memory() { return *memory_; }
   Charges charges() const { return device_->charges(); }
-  // The arena has room for so many saved bytes, pinned.
+  // Prefault and pin the arena for so many saved bytes.
   void ready(uint64_t bytes, uint64_t chunks) { must(memory_->arena().prefault(bytes + chunks * kPage)); }
   DeviceAddress allocate(const std::string& tag, const std::string& name, uint64_t bytes, int value) {
     const DeviceAddress address = must(memory_->allocate(tag, name, bytes));

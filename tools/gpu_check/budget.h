@@ -1,4 +1,4 @@
-// Budget: the time of a run, divided among its checks. What a check leaves of its share goes to those behind it.
+// Budget: the time of a run, divided among its checks. The checks behind one get the time that it leaves.
 //
 // Owner: the run. Threads: one.
 #pragma once

@@ -370,7 +370,7 @@ Json arena(const Gpu& gpu, const ExtraFunctions& extra, const Options& options, 
 
 }  // namespace
 
-Json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& options, const Tell& tell) {
+Json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& options, const OnRow& on_row) {
   CudaDeviceInfo info;
   must(make_cuda_device(driver, {.ordinal = options.device, .rdma = true, .exportable = true}, &info));
   const Gpu gpu(driver, options.device);
@@ -380,7 +380,7 @@ Json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& o
                  {"batched_copies", info.batched_copies},
                  {"notes", info.notes},
                  {"seconds", options.seconds}};
-  if (tell) tell(report);
+  if (on_row) on_row(report);
   report["checks"] = Json::array();
   const auto add = [&](double share, const std::string& name, const std::function<Json()>& check) {
     Json row;
@@ -392,7 +392,7 @@ Json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& o
     } catch (const std::exception& failed) {
       row = {{"check", name}, {"verdict", verdict(false)}, {"error", failed.what()}};
     }
-    if (tell) tell(row);
+    if (on_row) on_row(row);
     report["checks"].push_back(std::move(row));
   };
   double down = 0;

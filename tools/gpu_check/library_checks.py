@@ -66,14 +66,14 @@ def failures(options: Any) -> Iterator[Seen]:
     """A call that cannot be done says why, and changes nothing."""
     library = MemoryLibrary(library_path())
     address = filled(library, "weights", 3)
-    told = []
+    errors = []
     for call in (lambda: library.sleep("none"), lambda: library.wake("weights"), lambda: library.allocate(-1)):
         try:
             call()
         except MemoryFailure as problem:
-            told.append(str(problem))
-    named = len(told) == 3 and "none" in told[0] and "weights" in told[1] and "-1" in told[2]
-    yield Seen("; ".join(told)[:300], named and holds(address, 3), {"failures": len(told)})
+            errors.append(str(problem))
+    named = len(errors) == 3 and "none" in errors[0] and "weights" in errors[1] and "-1" in errors[2]
+    yield Seen("; ".join(errors)[:300], named and holds(address, 3), {"failures": len(errors)})
 
 
 def speed(options: Any) -> Iterator[Seen]:

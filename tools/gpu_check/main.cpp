@@ -86,7 +86,7 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
-  const auto tell = [&](const nlohmann::ordered_json& row) {
+  const auto on_row = [&](const nlohmann::ordered_json& row) {
     if (as_json) {
       std::cout << row.dump() << std::endl;
     } else {
@@ -95,7 +95,7 @@ int main(int argc, char** argv) {
     if (file.is_open()) file << row.dump() << std::endl;
   };
   try {
-    const nlohmann::ordered_json report = gpu_check::run(**driver, extra, options, tell);
+    const nlohmann::ordered_json report = gpu_check::run(**driver, extra, options, on_row);
     const nlohmann::ordered_json end = {{"part", "core"}, {"ended", true}, {"passed", report["passed"]}};
     if (as_json) std::cout << end.dump() << std::endl;
     if (file.is_open()) file << end.dump() << std::endl;

@@ -49,7 +49,7 @@ def library_part() -> list[Check]:
     return [
         Check("library: bytes and addresses", "as before each sleep", "library_checks.cycle", 60, host, {}),
         Check("library: tags", "each sleeps and wakes by itself", "library_checks.tags", 60, host, {}),
-        Check("library: failures", "told, and nothing changed", "library_checks.failures", 60, host, {}),
+        Check("library: failures", "an error each, and nothing changed", "library_checks.failures", 60, host, {}),
         Check("library: speed, no GPU", "a figure", "library_checks.speed", 60, host, {}),
     ]
 
@@ -57,7 +57,7 @@ def library_part() -> list[Check]:
 def torch_part() -> list[Check]:
     return [
         Check("pool", "a captured graph over torpor's pools replays", "torch_checks.pool", 60, {}, {}),
-        Check("inside", "a capture may allocate in torpor's pool", "torch_checks.inside", 60, {}, {}),
+        Check("graph_pool", "a capture may allocate in torpor's pool", "torch_checks.graph_pool", 60, {}, {}),
         Check("trim", "freed memory comes back when its pool goes", "torch_checks.trim", 60, {}, {}),
         Check("capture", "no capture fails while host memory is pinned", "torch_checks.capture", 60, BACKGROUND, {}),
         Check("stall", "no step waits 100 ms longer beside pinning", "torch_checks.stall", 60, BACKGROUND, {}),
@@ -74,7 +74,7 @@ def speed_part(options: Any) -> list[Check]:
     ready = str(int((options.gib + 0.5) * (1 << 30)))
     found = [
         *turns[:3],
-        check("torpor, host memory ready", "torpor", {"TORPOR_ARENA_PREFAULT_BYTES": ready}, settle=True),
+        check("torpor, host memory ready", "torpor", {"TORPOR_ARENA_PREFAULT_BYTES": ready}, wait_for_arena=True),
         check("torpor, unchanged weights", "torpor", {"TORPOR_KEEP_BACKUPS": "1"}, changed=False),
         *turns[3:],
     ]
@@ -95,9 +95,9 @@ def run_check(options: Any) -> int:
     """Run one check in this process and print its rows."""
     check = checks_of(options)[options.check]
     words = dict(check.words)
-    options.settle = settle_seconds(options.gib) if words.pop("settle", False) else 0.0
+    options.arena_seconds = arena_seconds(options.gib) if words.pop("wait_for_arena", False) else 0.0
 
-    def tell(name: str, seen: str, verdict: str, figures: dict | None = None) -> None:
+    def emit(name: str, seen: str, verdict: str, figures: dict | None = None) -> None:
         print(json.dumps(row(name, check.expected, seen, verdict, figures)), flush=True)
 
     try:
@@ -108,12 +108,12 @@ def run_check(options: Any) -> int:
         if module == "torch_checks":
             loaded.needs_gpu()
         for seen in getattr(loaded, function)(options, **words):
-            tell(check.name + seen.name, seen.text, PASSED if seen.passed else FAILED, seen.figures)
+            emit(check.name + seen.name, seen.text, PASSED if seen.passed else FAILED, seen.figures)
     except NotHere as problem:
-        tell(check.name, str(problem), NOT_HERE)
+        emit(check.name, str(problem), NOT_HERE)
     except Exception as problem:
         traceback.print_exc()
-        tell(check.name, f"{type(problem).__name__}: {problem}"[:400], FAILED)
+        emit(check.name, f"{type(problem).__name__}: {problem}"[:400], FAILED)
     if check.words.get("who", "torpor") != "torpor":
         os._exit(0)  # how the others end is not checked
     return 0
@@ -124,7 +124,7 @@ def find_torch() -> None:
         raise NotHere("torch is not installed for this Python")
 
 
-def settle_seconds(gib: float) -> float:
+def arena_seconds(gib: float) -> float:
     """Return how long host memory for so many GiB may take to be pinned, at 4 GB/s."""
     return min(30.0, gib * 0.27 + 1)
 
@@ -151,20 +151,20 @@ def in_own_process(check: Check, number: int, options: Any, seconds: float, repo
 
     timer = threading.Timer(seconds, kill)
     timer.start()
-    told = 0
+    row_count = 0
     for line in process.stdout or ():
         if line.startswith('{"check"'):
             report.add(json.loads(line))
-            told += 1
+            row_count += 1
     code = process.wait()
     timer.cancel()
     reader.join(timeout=5)
     if late.is_set():
         report.add(row(check.name, check.expected, f"no end within {seconds:.0f} s", FAILED))
-    elif code != 0 or told == 0:
+    elif code != 0 or row_count == 0:
         last = "".join(said).strip().splitlines()[-1:] or ["it said nothing"]
         report.add(row(check.name, check.expected, f"the process ended with {code}: {last[0]}"[:400], FAILED))
-    if said and any(each["verdict"] == FAILED for each in report.rows[-max(1, told) :]):
+    if said and any(each["verdict"] == FAILED for each in report.rows[-max(1, row_count) :]):
         print("".join(said[-30:]), file=sys.stderr, end="", flush=True)
 
 

@@ -69,7 +69,7 @@ class MemoryLibrary:
         self._do(self._library.torpor_wake(_text(tag)))
 
     def mark_dirty(self, tag: str | None = None) -> None:
-        """Tell that the tag's bytes changed, so that the next sleep copies them. None: all tags."""
+        """Say that the tag's bytes changed, so that the next sleep copies them. None: all tags."""
         self._do(self._library.torpor_mark_dirty(_text(tag)))
 
     def _do(self, code: int) -> None:

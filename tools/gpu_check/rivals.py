@@ -133,13 +133,13 @@ class CuMem:
 
 def find_cumem() -> Path:
     """Return vLLM's library: the one that TORPOR_CHECK_CUMEM names, one beside this file, or that of vLLM here."""
-    places = [os.environ.get(CUMEM_VARIABLE), Path(__file__).resolve().parent / CUMEM]
+    candidates = [os.environ.get(CUMEM_VARIABLE), Path(__file__).resolve().parent / CUMEM]
     spec = importlib.machinery.PathFinder.find_spec("vllm")  # finds the folder, and imports nothing of it
     if spec is not None and spec.submodule_search_locations:
-        places += [Path(folder) / CUMEM for folder in spec.submodule_search_locations]
-    for place in places:
-        if place and Path(place).exists():
-            return Path(place)
+        candidates += [Path(folder) / CUMEM for folder in spec.submodule_search_locations]
+    for candidate in candidates:
+        if candidate and Path(candidate).exists():
+            return Path(candidate)
     raise NotHere(f"vLLM's {CUMEM} is not here: name it in {CUMEM_VARIABLE}, or put it beside {Path(__file__).name}")
 
 

@@ -19,7 +19,7 @@ class NotHere(Exception):
 
 
 class Seen(NamedTuple):
-    """What a check saw once. A check may yield several."""
+    """One observation of a check. A check may yield several."""
 
     text: str
     passed: bool
@@ -46,7 +46,7 @@ class Report:
         self.note(each, f"{each['verdict']:8}  {each['check']}: {each['seen']}")
 
     def note(self, value: dict, text: str) -> None:
-        """Keep a line that is no row: what the machine is, and how the part ended."""
+        """Write a line that is no row: what the machine is, and how the part ended."""
         line = json.dumps(value)
         print(line if self._as_json else text, file=self._out, flush=True)
         if self._file is not None:

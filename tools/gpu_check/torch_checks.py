@@ -60,7 +60,7 @@ def pool(options: Any) -> Iterator[Seen]:
     yield Seen(f"the same after each of {CYCLES} sleeps", True, {"cycles": CYCLES})
 
 
-def inside(options: Any) -> Iterator[Seen]:
+def graph_pool(options: Any) -> Iterator[Seen]:
     """A capture may allocate in torpor's pool, and the graph replays after a sleep."""
     torpor = rivals.Torpor()
     own = torpor.new_pool()
@@ -180,8 +180,8 @@ def speed(options: Any, who: str, rounds: int = 4, changed: bool = True) -> Iter
     wanted, addresses = sums(tensors), [t.data_ptr() for t in tensors]
     size = sum(t.numel() * t.element_size() for t in tensors)
     free = torch.cuda.mem_get_info()[0]
-    if options.settle:
-        time.sleep(options.settle)
+    if options.arena_seconds:
+        time.sleep(options.arena_seconds)
     for number in range(rounds):
         if changed:
             rival.dirty()

@@ -1,4 +1,4 @@
-"""torch.cuda of the stand-in: pools over a library's malloc and free, memory in use, captured graphs."""
+"""Stand in for torch.cuda: pools over a library's malloc and free, memory in use, captured graphs."""
 
 from __future__ import annotations
 
