@@ -103,6 +103,39 @@ TEST_F(PacedDeviceTest, PinsPayByByteAndStepByStep) {
   EXPECT_EQ(device_->charges().maps, 0);
 }
 
+TEST_F(PacedDeviceTest, APinHoldsUpEveryOtherCallOfTheDriver) {
+  make();
+  EXPECT_SUCCEEDS(device_->pin_host(host_));
+  EXPECT_EQ(device_->charges().waited_for_driver, 0);
+  const int64_t pin = nanoseconds(kSize, prices_.pin_rate);
+  const PhysicalId id = value_of(device_->create(kSize));
+  EXPECT_EQ(device_->charges().waited_for_driver, pin);
+  EXPECT_SUCCEEDS(device_->release(id));
+  map();
+  const int64_t mapped = device_->charges().maps;
+  const Charges copy = copied(Direction::kDeviceToHost, 1);
+  EXPECT_EQ(copy.waited_for_driver, pin + mapped);
+  EXPECT_EQ(copy.waited_for_link, copy.link + copy.pieces);  // nothing else is on the link
+  unmap();
+}
+
+TEST_F(PacedDeviceTest, StreamsShareTheLinkInOneDirectionAndDirectionsDoNot) {
+  make();
+  map();
+  const Charges down = copied(Direction::kDeviceToHost, 1);
+  const int64_t one = down.link + down.pieces;
+  EXPECT_EQ(down.waited_for_link, one);
+  const StreamId first = stream_;
+  stream_ = value_of(device_->create_stream());
+  EXPECT_EQ(copied(Direction::kDeviceToHost, 1).waited_for_link, 2 * one);  // behind the other stream's
+  EXPECT_SUCCEEDS(device_->destroy_stream(stream_));
+  stream_ = value_of(device_->create_stream());
+  EXPECT_EQ(copied(Direction::kHostToDevice, 1).waited_for_link, one);
+  EXPECT_SUCCEEDS(device_->destroy_stream(stream_));
+  stream_ = first;
+  unmap();
+}
+
 TEST_F(PacedDeviceTest, OneFactorSlowsEveryPrice) {
   const Prices slow = prices_.slowed(110);
   EXPECT_NEAR(slow.link_rate, 0.5e9, 1);

@@ -23,8 +23,6 @@ constexpr unsigned long kTimerSlackNs = 1000;
 
 int64_t price_of(uint64_t bytes, double rate) { return static_cast<int64_t>(static_cast<double>(bytes) / rate * 1e9); }
 
-int64_t since(Clock::time_point began) { return nanoseconds(Clock::now() - began).count(); }
-
 // Sleep until then, more exactly than a thread does by default.
 void sleep_until(Clock::time_point then) {
   thread_local const bool exact = ::prctl(PR_SET_TIMERSLACK, kTimerSlackNs) == 0;
@@ -92,14 +90,14 @@ struct PacedDevice::Impl {
     const MutexLock lock(mutex);
     charges.*what += price;
   }
+  Clock::time_point now() const { return options.waits ? Clock::now() : Clock::time_point(); }
   // Hold the driver for so long.
   void call(int64_t Charges::*what, int64_t price) {
+    const Clock::time_point began = now();
+    const Clock::time_point end = driver.take(price, began);
     charge(what, price);
-    if (!options.waits) return;
-    const Clock::time_point now = Clock::now();
-    const Clock::time_point end = driver.take(price, now);
-    sleep_until(end);
-    charge(&Charges::waited_for_driver, nanoseconds(end - now).count() - price);
+    charge(&Charges::waited_for_driver, nanoseconds(end - began).count() - price);
+    if (options.waits) sleep_until(end);
   }
   // Keep the calling thread busy for so long.
   void work(int64_t Charges::*what, int64_t price) {
@@ -112,11 +110,8 @@ struct PacedDevice::Impl {
     return copies.size() > 1 && bytes / copies.size() < options.gather_below_bytes;
   }
   void end(const Work& work_done) {
-    if (options.waits) {
-      const Clock::time_point began = Clock::now();
-      sleep_until(work_done.ready);
-      charge(&Charges::waited_for_link, since(began));
-    }
+    charge(&Charges::waited_for_link, std::max<int64_t>(0, nanoseconds(work_done.ready - now()).count()));
+    if (options.waits) sleep_until(work_done.ready);
     take_digests(work_done.down_bytes);
   }
 };
@@ -182,7 +177,7 @@ Status PacedDevice::do_copy_async(StreamId stream, Direction direction, std::spa
   impl.charges.link += wire;
   impl.charges.pieces += pieces;
   Impl::Work& work = impl.streams[stream];
-  if (impl.options.waits) work.ready = impl.link[down ? 0 : 1].take(wire + pieces, std::max(Clock::now(), work.ready));
+  work.ready = impl.link[down ? 0 : 1].take(wire + pieces, std::max(impl.now(), work.ready));
   if (down) work.down_bytes += bytes;
   return ok();
 }

@@ -60,7 +60,8 @@ struct PacedOptions {
   // As CudaDeviceOptions: copies in one call that are smaller than this on average go by a kernel.
   uint64_t gather_below_bytes = 0;
   uint64_t pin_step_bytes = uint64_t{1} << 30;  // as CudaDeviceOptions
-  bool waits = true;                            // false: only counts what it would charge
+  // False: only counts. The clock then stands still, as if all calls came at the same time.
+  bool waits = true;
 };
 
 class PacedDevice final : public DeviceMemory {
