@@ -2,15 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
-#include <charconv>
 #include <cstdlib>
-#include <string_view>
-
-#include <fmt/core.h>
 
 #include "allocator/cuda/cuda_device.h"
-#include "allocator/host_device.h"
 #include "base/log.h"
 #include "bindings/bind_errors.h"
 #include "bindings/bind_subjects.h"
@@ -19,7 +13,6 @@
 #include "bindings/process_events.h"
 #include "bindings/process_memory.h"
 #include "bindings/rank_memory_options.h"
-#include "offload/codec.h"
 
 namespace py = pybind11;
 
@@ -27,63 +20,6 @@ namespace torpor {
 namespace {
 
 using Tags = std::vector<std::string>;
-
-std::string_view environment(const char* name) {
-  const char* const value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
-
-// None where it is not set.
-Result<std::optional<uint64_t>> bytes_from_environment(const char* name) {
-  const std::string_view text = environment(name);
-  if (text.empty()) return std::optional<uint64_t>();
-  uint64_t bytes = 0;
-  const auto [end, failed] = std::from_chars(text.data(), text.data() + text.size(), bytes);
-  if (failed == std::errc() && end == text.data() + text.size()) return std::optional(bytes);
-  return Error{.code = Code::kInvalidArgument,
-               .what = fmt::format("{} is \"{}\"", name, text),
-               .next_step = "give a number of bytes"};
-}
-
-Result<std::unique_ptr<DeviceMemory>> make_device(int ordinal) {
-  TORPOR_ASSIGN(const std::optional<uint64_t> gather_below, bytes_from_environment("TORPOR_CUDA_GATHER_BELOW_BYTES"));
-  if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
-  return make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below.value_or(0)});
-}
-
-struct KeptBackups {
-  std::atomic<bool> wanted = environment("TORPOR_KEEP_BACKUPS") == "1";
-  std::atomic<bool> settled = false;  // memory was made
-};
-
-KeptBackups& kept_backups() {
-  static KeptBackups kept;
-  return kept;
-}
-
-Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
-  kept_backups().settled = true;
-  TORPOR_ASSIGN(const std::optional<uint64_t> budget, bytes_from_environment("TORPOR_ARENA_BUDGET_BYTES"));
-  TORPOR_ASSIGN(const std::optional<uint64_t> prefault, bytes_from_environment("TORPOR_ARENA_PREFAULT_BYTES"));
-  TORPOR_ASSIGN(const std::optional<uint64_t> keep, bytes_from_environment("TORPOR_ARENA_KEEP_BYTES"));
-  const std::string compression(environment("TORPOR_HOST_COMPRESSION"));
-  TORPOR_ASSIGN(const CompressionOptions packing,
-                CompressionOptions::of(compression.empty() ? "none" : compression, std::nullopt));
-  TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, make_device(ordinal));
-  // An engine's ranks have their own; this is a program's.
-  if (const std::string directory(environment("TORPOR_EVENTS_DIR")); !directory.empty()) {
-    if (const auto begun = begin_process_events(directory, "memory", 0); !begun)
-      log().warn("torpor.memory tells no events: {}", begun.error().to_string());
-  }
-  return RankMemory::create(std::move(device), module_files(),
-                            {.rank = ordinal,
-                             .arena_budget_bytes = budget.value_or(0),
-                             .arena_prefault_bytes = prefault.value_or(0),
-                             .arena_keep_bytes = keep,
-                             .keep_backup = backups_kept(),
-                             .host_compression = packing.codec,
-                             .events = process_events()});
-}
 
 py::dict to_dict(const TagMove& move) {
   py::dict out;
@@ -110,22 +46,14 @@ py::dict moved(const Work& work) {
 
 }  // namespace
 
-MemorySaver& memory_saver() {
-  static MemorySaver* const made = new MemorySaver(make_memory);
-  return *made;
-}
-
-bool backups_kept() { return kept_backups().wanted; }
-
-Status set_backups_kept(bool kept) {
-  if (kept == backups_kept()) return ok();
-  if (kept_backups().settled) {
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = "whether backups are kept cannot change any more: memory was allocated",
-                 .next_step = "say it before the first region"};
+ProcessParts process_parts() {
+  // An engine's ranks have their own; this is a program's.
+  const char* const directory = std::getenv("TORPOR_EVENTS_DIR");
+  if (directory != nullptr && *directory != '\0') {
+    if (const auto begun = begin_process_events(directory, "memory", 0); !begun)
+      log().warn("torpor.memory tells no events: {}", begun.error().to_string());
   }
-  kept_backups().wanted = kept;
-  return ok();
+  return {.file_system = module_files(), .events = process_events()};
 }
 
 void bind_memory(py::module_& module) {
@@ -147,7 +75,7 @@ void bind_memory(py::module_& module) {
       [](int device, const py::dict& dict) {
         const RankMemoryOptions options = rank_memory_options_from(dict);
         const auto make = [&](int ordinal) -> Result<std::unique_ptr<RankMemory>> {
-          TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> made, make_device(ordinal));
+          TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> made, make_process_device(ordinal));
           return RankMemory::create(std::move(made), module_files(), options);
         };
         return value_or_raise(without_lock([&] { return memory_saver().memory_of(device, make); }));

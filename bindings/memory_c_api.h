@@ -1,10 +1,11 @@
-// The C ABI of torpor's memory, exported by the Python module's shared library; for torch's pluggable allocators,
-// ctypes and other programs. Nothing here ends the process: a failure is a null pointer or a code that is not 0, and
-// torpor_last_error() says what was wrong.
+// The C ABI of torpor's memory, exported by the Python module's shared library and by libtorpor_memory.so
+// (bindings/memory_library), which needs no Python; for torch's pluggable allocators, ctypes and other programs.
+// Nothing here ends the process: a failure is a null pointer or a code that is not 0, and torpor_last_error() says what
+// was wrong.
 //
 // TORPOR_MEMORY_DEVICE=host in the environment takes memory without a GPU; TORPOR_KEEP_BACKUPS=1 keeps saved bytes
 // after a wake: those of the tag "weights" are not copied again until torpor_mark_dirty, others only if they differ
-// where digests are compared.
+// where digests are compared. The other variables of docs/memory.md hold, too.
 #pragma once
 
 #include <stdbool.h>

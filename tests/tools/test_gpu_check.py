@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, started
-from devtool import commands
+from devtool import gpu_bundle
 
 HERE = Path(__file__).parent
 CHECKS = ROOT / "tools/gpu_check/engine_checks.py"
@@ -68,11 +70,20 @@ def test_a_fault_is_a_failed_row_and_the_other_checks_run(tmp_path):
     assert done.returncode == 1
 
 
+def test_a_check_that_is_at_work_when_the_time_is_used_up_is_not_counted(tmp_path):
+    words = ["--rig", "--dir", tmp_path, "--only", 1, 3, "--minutes", 0.001]
+    done = started(CHECKS, *words)
+    found = rows(done)
+    assert done.returncode == 0 and "0 passed, 0 failed, 3 not here" in done.stderr, done.stderr
+    assert "0.001 minutes are used up" in found["1 deterministic without a sleep"]["seen"]
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (["--rig", "--only", "16"], "--only 16"),
         (["--rig", "--sleeps", "0"], "--sleeps is 0"),
+        (["--rig", "--minutes", "0"], "--minutes is 0"),
         ([], "--model"),
         (["--model", "x"], "no CUDA device"),
     ],
@@ -83,10 +94,66 @@ def test_bad_input_is_named_and_ends_with_2(words, named):
 
 
 def test_the_bundle_has_what_its_readme_names(tmp_path):
-    commands.add_engine_checks(tmp_path)
-    assert "engine_checks.py --model" in (tmp_path / "README.md").read_text()
+    gpu_bundle.add_scripts(tmp_path)
+    told = (tmp_path / "README.md").read_text()
+    assert "engine_checks.py --model" in told
+    for part in ("core", "library", "torch", "speed", "sanitizer"):
+        assert f"run {part}" in told
     assert started(tmp_path / "engine_checks.py", "--help").returncode == 0
     done = started(tmp_path / "engine_checks.py", "--rig")
     assert done.returncode == 2 and "needs a checkout" in done.stderr
     for name in ("checks", "checked_engine"):
         assert (tmp_path / f"{name}.py").exists()
+
+
+def test_the_command_says_what_it_makes_and_takes_no_other_word():
+    command = [sys.executable, ROOT / "tools/dev", "gpu_check"]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "gpu_check/run --help" in done.stdout and done.stderr == ""
+    done = subprocess.run([*command, "--cycles"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--cycles" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--help"], 0, "usage: ./run PART"),
+        (["core", "--help"], 0, "--cycle-gib"),
+        (["torch", "--help"], 0, "--most-seconds"),
+        ([], 2, "usage: ./run PART"),
+        (["everything"], 2, "no part everything"),
+        (["core", "--minutes", "ten"], 2, "ten"),
+        (["torch", "--minutes", "0"], 2, "--minutes is 0"),
+    ],
+)
+def test_the_bundles_program_has_help_for_each_part_and_names_a_wrong_word(bundle, words, code, said):
+    done = run(bundle, *words)
+    assert done.returncode == code and said in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("suite", "verdict"), [("exit 0", "passed"), ("exit 1", "failed")])
+def test_a_part_tells_its_rows_in_a_file_and_how_it_ended(bundle, suite, verdict):
+    """A stand-in for the suite; the figures need a driver."""
+    (bundle / "cuda_device_test").write_text(f"#!/bin/sh\n{suite}\n")
+    (bundle / "cuda_device_test").chmod(0o755)
+    done = run(bundle, "core", "--minutes", "1")
+    assert done.returncode == 3 and "no NVIDIA driver" in done.stderr and "at most 60 s" in done.stderr
+    lines = (bundle / "results/core.jsonl").read_text().splitlines()
+    assert [json.loads(line)["verdict"] for line in lines] == [verdict]
+    assert "MemTotal" in (bundle / "results/machine.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu_check")
+    program = gpu_bundle.PROGRAMS[0]
+    if not program.exists():
+        pytest.skip("this build has no CUDA headers")
+    gpu_bundle.add_programs(folder, (program,))
+    gpu_bundle.add_scripts(folder)
+    return folder
+
+
+def run(bundle, *words) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "OUT"}
+    return subprocess.run([bundle / "run", *words], env=environment, capture_output=True, text=True, timeout=120)

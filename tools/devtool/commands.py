@@ -9,7 +9,19 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import checks, contract, deploy, mutants, other_vllm, packages, setup, site, testing, vllm_tests
+from devtool import (
+    checks,
+    contract,
+    deploy,
+    gpu_bundle,
+    mutants,
+    other_vllm,
+    packages,
+    setup,
+    site,
+    testing,
+    vllm_tests,
+)
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "tsan", "fuzz")
@@ -40,23 +52,10 @@ BENCHES = {
     "early_vllm": "tools/bench/early_vllm_bench.py",
     "swap": "build/release/tools/bench/swap_bench",
     "swap_servers": "tools/bench/swap_servers_bench.py",
+    "paced_link": "build/release/tools/bench/paced_link_bench",
     "events": "build/release/tools/bench/events_bench",
     "console": "tools/bench/console_bench.py",
 }
-
-ENGINE_CHECKS = ROOT / "tools/gpu_check"
-GPU_CHECK_RUN = """#!/bin/sh
-# The suite that every device must pass, then checks and figures; arguments go to gpu_check (--help).
-here=$(cd "$(dirname "$0")" && pwd)
-export LD_LIBRARY_PATH="$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-"$here/gpu_check" --help >/dev/null || exit 2
-"$here/cuda_device_test" --gtest_brief=1 >&2
-suite=$?
-"$here/gpu_check" "$@"
-figures=$?
-[ "$suite" = 0 ] && exit "$figures"
-exit 1
-"""
 
 
 def main(arguments: list[str], manual: str) -> int:
@@ -71,7 +70,7 @@ def main(arguments: list[str], manual: str) -> int:
         "proof": proof,
         "contract": contract.main,
         "vllm-tests": vllm_tests.main,
-        "gpu_check": gpu_check,
+        "gpu_check": gpu_bundle.main,
         "wheel": packages.wheel,
         "deb": packages.deb,
         "deploy": deploy.main,
@@ -278,52 +277,6 @@ def proof(arguments: list[str]) -> int:
     code |= site.main([])
     code |= fuzz(arguments)
     return code | mutants.main([])
-
-
-def gpu_check(arguments: list[str]) -> int:
-    """A bundle for a machine with an NVIDIA driver: build/gpu_check.tar.gz. --rig: its checks of an engine, here."""
-    if "--rig" in arguments:
-        python_path, _ = setup.everything()
-        return subprocess.run([python_path, ENGINE_CHECKS / "engine_checks.py", *arguments]).returncode
-    if arguments:
-        raise SetupError(
-            f"tools/dev gpu_check makes a bundle, without {arguments[0]!r}; with --rig it checks an engine here"
-        )
-    setup.system_packages()
-    python_path = setup.python_environment()
-    setup.use_cuda_headers(python_path)
-    setup.cuda_compiler(python_path)
-    cmake_build("release", ("gpu_check", "cuda_device_test"))
-    bundle = ROOT / "build/gpu_check"
-    shutil.rmtree(bundle, ignore_errors=True)
-    (bundle / "lib").mkdir(parents=True)
-    programs = [
-        ROOT / "build/release/tools/gpu_check/gpu_check",
-        ROOT / "build/release/tests/allocator/cuda_device_test",
-    ]
-    for program in programs:
-        subprocess.run(["strip", "-o", bundle / program.name, program], check=True)
-        for line in subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout.splitlines():
-            name, _, path = line.partition(" => ")
-            if path and not name.strip().startswith(("libc.", "libm.")):  # those are the target's own
-                shutil.copy(path.split()[0], bundle / "lib" / name.strip())
-    add_engine_checks(bundle)
-    run = bundle / "run"
-    run.write_text(GPU_CHECK_RUN)
-    run.chmod(0o755)
-    archive = shutil.make_archive(str(bundle), "gztar", bundle.parent, bundle.name)
-    print(
-        f"{archive}: {Path(archive).stat().st_size / 2**20:.0f} MiB; "
-        f"on the target: tar xf {Path(archive).name} && {bundle.name}/run"
-    )
-    return 0
-
-
-def add_engine_checks(bundle: Path) -> None:
-    """What checks an engine on the target, and what tells how."""
-    for source in ENGINE_CHECKS.glob("*.py"):
-        shutil.copy(source, bundle / source.name)
-    shutil.copy(ENGINE_CHECKS / "on_the_target.md", bundle / "README.md")
 
 
 def lint(_: list[str]) -> int:

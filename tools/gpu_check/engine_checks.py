@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -141,8 +143,9 @@ def _told(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}"[:400]
 
 
-def in_own_process(part: Part, options, program: list[str]) -> list[dict]:
-    """The rows of a part. A process that ends before it told them all has failed the rest."""
+def in_own_process(part: Part, options, program: list[str], end: float) -> list[dict]:
+    """Return the rows of a part. A process that ends before it told them all has failed the rest; one that is at work
+    at the time `end` is killed, and the rest is not here."""
     words = [*program, "--part", part.name, "--dir", options.dir, "--model", options.model, "--sleeps", options.sleeps]
     words += ["--rig"] * options.rig + ["--mla-model", options.mla_model] * bool(options.mla_model)
     words += ["--only", *options.only] if options.only else []
@@ -153,7 +156,10 @@ def in_own_process(part: Part, options, program: list[str]) -> list[dict]:
         command = [sys.executable, *map(str, words)]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
         process = subprocess.Popen(command, env=environment(part, options), text=True, **pipes)
-        rows = {}
+        rows, late = {}, threading.Event()
+        killer = threading.Timer(max(1.0, end - time.monotonic()), lambda: (late.set(), process.kill()))
+        killer.daemon = True
+        killer.start()
         for line in process.stdout:
             if line.startswith('{"check"'):
                 told = json.loads(line)
@@ -162,11 +168,19 @@ def in_own_process(part: Part, options, program: list[str]) -> list[dict]:
             else:
                 errors.write(line)
         code = process.wait()
+        killer.cancel()
     for check in part.checks:
         if wanted(options, check) and check[0] not in rows:
-            rows[check[0]] = row(check, f"the process ended with {code}; see {LOG}", "failed")
+            seen, verdict = f"the process ended with {code}; see {LOG}", "failed"
+            if late.is_set():
+                seen, verdict = used_up(options), "not here"
+            rows[check[0]] = row(check, seen, verdict)
             print(json.dumps(rows[check[0]]), flush=True)
     return list(rows.values())
+
+
+def used_up(options) -> str:
+    return f"the {options.minutes:g} minutes are used up"
 
 
 def environment(part: Part, options) -> dict[str, str]:
@@ -194,12 +208,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="", help="a folder or a name that vLLM knows; not needed on the rig")
     parser.add_argument("--mla-model", default="", help="one with multi-head latent attention, for check 13")
     parser.add_argument("--sleeps", type=int, help="of check 9; 1,000, or 20 on the rig")
+    parser.add_argument("--minutes", type=float, help="after so many nothing goes on; 10, or a day on the rig")
     parser.add_argument("--only", type=int, nargs="+", default=[], metavar="N", help="checks with these numbers")
     parser.add_argument("--dir", help="where checkpoints and the engines' log are left; else only if a check failed")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.sleeps is None:
         options.sleeps = 20 if options.rig else 1000
+    if options.minutes is None:
+        options.minutes = 24 * 60 if options.rig else 10
+    if options.minutes <= 0:
+        parser.error(f"--minutes is {options.minutes:g}; use more than 0")
     if unknown := [number for number in options.only if not 1 <= number <= 15]:
         parser.error(f"--only {unknown[0]}: there are the checks 1 to 15")
     if options.sleeps < 1:
@@ -241,12 +260,15 @@ def run_all(options, program: list[str]) -> list[dict]:
 
         options.model = str(make_model(Path(options.dir) / "model"))
     rows = []
+    print(f"at most {options.minutes:g} minutes", file=sys.stderr, flush=True)
+    end = time.monotonic() + 60 * options.minutes
     for part in parts(options):
         chosen = [check for check in part.checks if wanted(options, check)]
-        if chosen and not part.absent:
-            rows += in_own_process(part, options, program)
-        for check in chosen if part.absent else ():
-            rows.append(row(check, part.absent, "not here"))
+        absent = part.absent or (used_up(options) if time.monotonic() >= end else "")
+        if chosen and not absent:
+            rows += in_own_process(part, options, program, end)
+        for check in chosen if absent else ():
+            rows.append(row(check, absent, "not here"))
             print(json.dumps(rows[-1]), flush=True)
     return sorted(rows, key=lambda each: int(each["check"].split()[0]))
 

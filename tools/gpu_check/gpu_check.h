@@ -1,5 +1,10 @@
-// What a machine with an NVIDIA GPU can show of torpor: checks and figures, over a table of the driver's functions.
+// Checks and figures of torpor on a machine with an NVIDIA GPU, over a table of the driver's functions.
+//
+// Owner: the caller, who keeps the table. Threads: one run at a time. Failure: a check that fails is a row, and the
+// others run; only a GPU that cannot be used at all throws.
 #pragma once
+
+#include <functional>
 
 #include <nlohmann/json.hpp>
 
@@ -27,9 +32,15 @@ struct Options {
   int cycles = 1000;
   int graph_cycles = 20;
   int rounds = 5;
+  double seconds = 300;  // when they are used up no check begins, and a check that runs begins no other round
 };
 
-// One object: the machine, then a row for each check with "passed" and its figures. Rates are GB/s, medians.
-nlohmann::ordered_json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& options);
+// Called with the machine, then with each row when it is known.
+using OnRow = std::function<void(const nlohmann::ordered_json&)>;
+
+// Return one object: the machine, then a row for each check with "verdict" ("passed", "failed" or "not here") and its
+// figures. Rates are GB/s, medians.
+nlohmann::ordered_json run(const CudaDriver& driver, const ExtraFunctions& extra, const Options& options,
+                           const OnRow& on_row = {});
 
 }  // namespace torpor::gpu_check

@@ -1,4 +1,6 @@
-// gpu_check: run on a machine with an NVIDIA GPU; prints a report, or JSON with --json. Exit code 0: all passed.
+// gpu_check: run on a machine with an NVIDIA GPU; prints each row when it is known, as text or as JSON lines, and
+// appends it to a file. Exit code 0: no check failed.
+#include <fstream>
 #include <iostream>
 #include <thread>
 
@@ -6,6 +8,28 @@
 
 #include "base/units.h"
 #include "tools/gpu_check/gpu_check.h"
+
+namespace {
+
+// A row, or the machine.
+void print(const nlohmann::ordered_json& row) {
+  if (!row.contains("check")) {
+    std::cout << row["gpu"].get<std::string>() << ", driver " << row["driver"] << "; at most " << row["seconds"]
+              << " s; rates in GB/s, medians" << std::endl;
+    for (const auto& note : row["notes"]) std::cout << "note: " << note.get<std::string>() << std::endl;
+    return;
+  }
+  std::cout << row["verdict"].get<std::string>() << "  " << row["check"].get<std::string>();
+  for (const auto& [name, value] : row.items()) {
+    if (name == "check" || name == "verdict" || name == "loops") continue;
+    std::cout << "; " << name << ' ' << value;
+  }
+  std::cout << std::endl;
+  if (!row.contains("loops")) return;
+  for (const auto& loop : row["loops"]) std::cout << "        beside a loop: " << loop.dump() << std::endl;
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   using namespace torpor;
@@ -23,8 +47,17 @@ int main(int argc, char** argv) {
       ->capture_default_str()
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--rounds", options.rounds, "of each measurement")->capture_default_str()->check(CLI::Range(1, 1000));
-  app.add_flag("--json", as_json, "print one JSON object");
-  CLI11_PARSE(app, argc, argv);
+  app.add_option("--seconds", options.seconds, "no check or round begins later")
+      ->capture_default_str()
+      ->check(CLI::Range(1.0, 86400.0));
+  std::string out;
+  app.add_option("--out", out, "file that gets each row as a JSON line when it is known; it may be there already");
+  app.add_flag("--json", as_json, "print JSON lines");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& wrong) {
+    return app.exit(wrong) == 0 ? 0 : 2;
+  }
   options.bytes = static_cast<uint64_t>(gib * static_cast<double>(kGiB)) / kMiB * kMiB;
   options.cycle_bytes = static_cast<uint64_t>(cycle_gib * static_cast<double>(kGiB)) / kMiB * kMiB;
   const Result<const CudaDriver*> driver = cuda_driver();
@@ -45,22 +78,30 @@ int main(int argc, char** argv) {
   find("cuGraphLaunch", 10000, extra.launch);
   find("cuGraphExecDestroy", 10000, extra.destroy_executable);
   find("cuGraphDestroy", 10000, extra.destroy_graph);
-  const nlohmann::ordered_json report = gpu_check::run(**driver, extra, options);
-  if (as_json) {
-    std::cout << report.dump(2) << '\n';
-  } else {
-    std::cout << report["gpu"].get<std::string>() << ", driver " << report["driver"] << "; rates in GB/s, medians\n";
-    for (const auto& note : report["notes"]) std::cout << "note: " << note.get<std::string>() << '\n';
-    for (const auto& row : report["checks"]) {
-      std::cout << (row["passed"].get<bool>() ? "passed  " : "FAILED  ") << row["check"].get<std::string>();
-      for (const auto& [name, value] : row.items()) {
-        if (name == "check" || name == "passed" || name == "loops") continue;
-        std::cout << "; " << name << ' ' << value;
-      }
-      std::cout << '\n';
-      if (!row.contains("loops")) continue;
-      for (const auto& loop : row["loops"]) std::cout << "        beside a loop: " << loop.dump() << '\n';
+  std::ofstream file;
+  if (!out.empty()) {
+    file.open(out, std::ios::app);
+    if (!file) {
+      std::cerr << "error: cannot write " << out << '\n';
+      return 2;
     }
   }
-  return report["passed"].get<bool>() ? 0 : 1;
+  const auto on_row = [&](const nlohmann::ordered_json& row) {
+    if (as_json) {
+      std::cout << row.dump() << std::endl;
+    } else {
+      print(row);
+    }
+    if (file.is_open()) file << row.dump() << std::endl;
+  };
+  try {
+    const nlohmann::ordered_json report = gpu_check::run(**driver, extra, options, on_row);
+    const nlohmann::ordered_json end = {{"part", "core"}, {"ended", true}, {"passed", report["passed"]}};
+    if (as_json) std::cout << end.dump() << std::endl;
+    if (file.is_open()) file << end.dump() << std::endl;
+    return report["passed"].get<bool>() ? 0 : 1;
+  } catch (const std::exception& failed) {
+    std::cerr << "error: " << failed.what() << '\n';
+    return 3;
+  }
 }

@@ -1,0 +1,1 @@
+"""The original has a module of this name; torpor's replacement has none."""

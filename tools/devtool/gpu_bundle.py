@@ -1,0 +1,74 @@
+"""tools/dev gpu_check: a bundle for a machine with an NVIDIA GPU, which needs neither vLLM nor a network there."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from devtool import setup
+from devtool.setup import ROOT, SetupError, cmake_build
+
+SOURCES = ROOT / "tools/gpu_check"
+RELEASE = ROOT / "build/release"
+PROGRAMS = (RELEASE / "tools/gpu_check/gpu_check", RELEASE / "tests/allocator/cuda_device_test")
+LIBRARY = RELEASE / "bindings/memory_library/libtorpor_memory.so"
+TARGETS = ("gpu_check", "cuda_device_test", "torpor_memory")
+MOST_BYTES = 64 << 20  # one carry of a borrowed machine
+HELP = """usage: tools/dev gpu_check            make build/gpu_check.tar.gz for a machine with an NVIDIA GPU
+       tools/dev gpu_check --rig …    run its checks of an engine here, without a GPU (--rig --help)
+
+On the target:  tar xf gpu_check.tar.gz && gpu_check/run --help
+It needs there: an NVIDIA driver, glibc 2.36; for the parts torch and speed a Python 3.8 or newer with torch.
+Not needed: vLLM, torpor, this Python, a network. tools/gpu_check/on_the_target.md says what to run in which order."""
+
+
+def main(arguments: list[str]) -> int:
+    if "--rig" in arguments:
+        python_path, _ = setup.everything()
+        return subprocess.run([python_path, SOURCES / "engine_checks.py", *arguments]).returncode
+    if arguments in (["--help"], ["-h"]):
+        print(HELP)
+        return 0
+    if arguments:
+        raise SetupError(
+            f"tools/dev gpu_check makes a bundle, without {arguments[0]!r}; with --rig it checks an engine here"
+        )
+    setup.system_packages()
+    python_path = setup.python_environment()
+    setup.use_cuda_headers(python_path)
+    setup.cuda_compiler(python_path)
+    cmake_build("release", TARGETS)
+    bundle = ROOT / "build/gpu_check"
+    shutil.rmtree(bundle, ignore_errors=True)
+    bundle.mkdir(parents=True)
+    add_programs(bundle)
+    add_scripts(bundle)
+    archive = Path(shutil.make_archive(str(bundle), "gztar", bundle.parent, bundle.name))
+    size = archive.stat().st_size
+    print(f"{archive}: {size / 2**20:.0f} MiB; on the target: tar xf {archive.name} && {bundle.name}/run --help")
+    if size > MOST_BYTES:
+        raise SetupError(f"{archive} is larger than {MOST_BYTES >> 20} MiB: see what it carries")
+    return 0
+
+
+def add_programs(bundle: Path, programs: tuple[Path, ...] = PROGRAMS) -> None:
+    """Add the programs with their libraries, but for those of libc, which are the target's own."""
+    (bundle / "lib").mkdir()
+    for program in programs:
+        subprocess.run(["strip", "-o", bundle / program.name, program], check=True)
+        for line in subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout.splitlines():
+            name, _, path = line.partition(" => ")
+            if path and not name.strip().startswith(("libc.", "libm.")):
+                shutil.copy(path.split()[0], bundle / "lib" / name.strip())
+    subprocess.run(["strip", "-o", bundle / LIBRARY.name, LIBRARY], check=True)
+
+
+def add_scripts(bundle: Path) -> None:
+    """Add the checks in Python, the program that runs each part, and what tells how."""
+    for source in SOURCES.glob("*.py"):
+        shutil.copy(source, bundle / source.name)
+    shutil.copy(SOURCES / "on_the_target.md", bundle / "README.md")
+    run = bundle / "run"
+    shutil.copy(SOURCES / "run.sh", run)
+    run.chmod(0o755)
