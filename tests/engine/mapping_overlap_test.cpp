@@ -19,13 +19,13 @@ using test::FakeCuda;
 using test::value_of;
 using namespace std::chrono_literals;
 
-constexpr uint64_t kBytes = 256 * kKiB;
+constexpr uint64_t kBytes = 4 * kMiB;
 
 class MappingOverlapTest : public ::testing::Test {
  protected:
   MappingOverlapTest()
       : device_(value_of(make_cuda_device(fake_.driver(), {}))),
-        allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = 64 * kKiB}))),
+        allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = 2 * kMiB}))),
         arena_(value_of(HostArena::create({.slab_bytes = 2 * kMiB}))),
         transfers_(value_of(TransferEngine::create(*device_, *arena_, {.threads = 1}))),
         backup_(*arena_) {
