@@ -112,13 +112,18 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .late_job_bytes = options.late_job_bytes,
                                                          .late_thread = options.late_thread && options.own_threads,
                                                          .own_threads = options.own_threads});
-  const uint64_t prefault = options.arena_prefault_bytes.value_or(0);
-  if (prefault > 0) memory->arena_->prefault_in_background(prefault);
+  memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
   if (!options.arena_prefault_bytes && other_memory) {
     if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
-    memory->quiet_ = std::make_unique<QuietPrefault>(*memory->arena_, std::move(options.prefault_room));
+    memory->quiet_ = std::make_unique<QuietPrefault>(*memory->arena_, std::move(options.prefault_room), /*waits=*/true);
   }
+  if (!options.prefault_waits) memory->start_prefault();
   return memory;
+}
+
+void RankMemory::start_prefault() {
+  if (const uint64_t bytes = prefault_waiting_.exchange(0); bytes > 0) arena_->prefault_in_background(bytes);
+  if (quiet_ != nullptr) quiet_->start();
 }
 
 Status RankMemory::same_process() const {

@@ -30,8 +30,9 @@ std::string plain(std::string function) {
 
 }  // namespace
 
-void FakeCuda::hold(std::string function) {
+void FakeCuda::hold(std::string function, uint64_t after) {
   const std::lock_guard lock(gate_mutex_);
+  gate_after_ = after;
   gate_of_ = std::move(function);
   held_ = false;
 }
@@ -50,6 +51,10 @@ void FakeCuda::let_go() {
 void FakeCuda::pass_gate(std::string function) {
   std::unique_lock lock(gate_mutex_);
   if (gate_of_.empty() || held_ || gate_of_ != plain(std::move(function))) return;
+  if (gate_after_ > 0) {
+    --gate_after_;
+    return;
+  }
   held_ = true;
   gate_changed_.notify_all();
   gate_changed_.wait(lock, [this] { return gate_of_.empty(); });

@@ -62,8 +62,9 @@ class FakeCuda {
   uint64_t calls() const;   // since the last fail() or the beginning
   bool fired() const;
   std::string failed_function() const;  // the first that was made to fail
-  // A driver that takes its time: the next call of `function` stands still, before it does anything, until let_go().
-  void hold(std::string function);
+  // A driver that takes its time: the next call of `function`, after so many others, stands still, before it does
+  // anything, until let_go().
+  void hold(std::string function, uint64_t after = 0);
   void wait_until_held();
   void let_go();
   // Begin a capture on `stream`, of this thread; null: on a stream that is not of the table's caller. Returns the
@@ -182,7 +183,8 @@ class FakeCuda {
 
   std::mutex gate_mutex_;  // guards all below
   std::condition_variable gate_changed_;
-  std::string gate_of_;  // empty: all pass
+  std::string gate_of_;      // empty: all pass
+  uint64_t gate_after_ = 0;  // calls that pass before
   bool held_ = false;
 };
 
