@@ -53,7 +53,10 @@ void ArenaRanges::remove(Range& range) noexcept {
   }
   const Bin bin = bin_of(range.size);
   bins_[bin.level][bin.index] = range.next;
-  if (range.next != nullptr) return;
+  if (range.next != nullptr) {
+    __builtin_prefetch(range.next->next, 1);  // the next call writes there
+    return;
+  }
   filled_[bin.level] &= ~(uint64_t{1} << bin.index);
   if (filled_[bin.level] == 0) levels_ &= ~(uint64_t{1} << bin.level);
 }
@@ -82,11 +85,7 @@ ArenaRanges::Range* ArenaRanges::take(uint64_t size) {
   Range* const rest = range->size == size ? nullptr : make();
   remove(*range);
   if (rest == nullptr) return range;
-  *rest = {.slab = range->slab,
-           .offset = range->offset + size,
-           .size = range->size - size,
-           .before = range,
-           .after = range->after};
+  *rest = {.data = range->data + size, .size = range->size - size, .before = range, .after = range->after};
   if (rest->after != nullptr) rest->after->before = rest;
   range->after = rest;
   range->size = size;

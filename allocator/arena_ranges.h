@@ -19,10 +19,9 @@ namespace torpor {
 
 class ArenaRanges {
  public:
-  // A part of a slab, in somebody's hands or free. Sizes and offsets are whole pages.
-  struct Range {
-    void* slab = nullptr;  // the owner's
-    uint64_t offset = 0;
+  // A part of a slab, in somebody's hands or free. Sizes are whole pages. One line of the processor's cache.
+  struct alignas(64) Range {
+    std::byte* data = nullptr;  // only computed with
     uint64_t size = 0;
     bool free = false;
     Range* before = nullptr;  // in the slab
@@ -35,7 +34,7 @@ class ArenaRanges {
   ArenaRanges(const ArenaRanges&) = delete;
   ArenaRanges& operator=(const ArenaRanges&) = delete;
 
-  // Return a range that is not free, without slab or size; lives until forget(), or as long as this.
+  // Return a range that is not free, without memory; lives until forget(), or as long as this.
   Range* make();
   void forget(Range* range) noexcept;
   // Let a whole slab's range be found, or not any more.

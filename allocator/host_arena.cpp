@@ -115,7 +115,7 @@ struct HostArena::Impl {
     auto entry = fresh.extract(fresh.begin());
     ArenaSlab& slab = entry.mapped();
     entry.key() = slab.data;
-    slab.range->slab = &slab;
+    slab.range->data = slab.data;
     slab.range->size = slab.size;
     ranges.add(*slab.range);
     count_unpinned(slab, true);
@@ -198,7 +198,7 @@ struct HostArena::Impl {
   void lend(Span& span, HostArena& arena, Range* range, uint64_t bytes) TORPOR_REQUIRES(mutex) {
     used += range->size;
     span.arena_ = &arena;
-    span.data_ = static_cast<ArenaSlab*>(range->slab)->data + range->offset;
+    span.data_ = range->data;
     span.size_ = bytes;
     span.range_ = range;
   }

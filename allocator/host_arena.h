@@ -83,9 +83,10 @@ class HostArena {
   Span allocate_held(uint64_t bytes);
   // Takes memory from the system and touches it now, so that at least `bytes` are held and not in use.
   Status prefault(uint64_t bytes);
-  // The same, but returns when a piece of what is missing is there (HostArenaOptions::piece_bytes); the rest comes on a
-  // thread of its own, piece by piece, while what is there is used, until the result goes. Pieces that cannot be had
-  // are missed where they are needed. Near the budget all comes at once: nothing may be lost between pieces then.
+  // The same, but returns when a piece of what is missing is there (HostArenaOptions::piece_bytes). The rest comes on a
+  // thread of its own, piece by piece, while what is there is used, until the result goes; the arena outlives that. A
+  // piece that cannot be had is missed where it is needed. Near the budget all comes at once: what is left between
+  // pieces would be missing there.
   class Ahead {
    public:
     Ahead();

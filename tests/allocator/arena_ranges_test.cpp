@@ -13,12 +13,12 @@ namespace {
 
 using Range = ArenaRanges::Range;
 
-// Whole slabs of so many pages, all free.
+// Whole slabs of so many pages, all free, at addresses that nobody uses.
 std::vector<Range*> slabs_of(ArenaRanges& ranges, const std::vector<uint64_t>& pages) {
   std::vector<Range*> slabs;
   for (const uint64_t count : pages) {
     Range* const slab = slabs.emplace_back(ranges.make());
-    slab->slab = slab;
+    slab->data = reinterpret_cast<std::byte*>(slabs.size() << 40);  // NOLINT(performance-no-int-to-ptr)
     slab->size = count * kPage;
     ranges.add(*slab);
   }
@@ -31,14 +31,16 @@ TEST(ArenaRanges, WhatIsTakenNeverOverlapsAndAllOfItComesBackWhole) {
   const std::vector<Range*> slabs = slabs_of(ranges, pages);
   std::mt19937_64 random(7);
   std::vector<Range*> taken;
-  std::map<std::pair<void*, uint64_t>, uint64_t> held;  // of each slab, from an offset on
+  std::map<std::byte*, uint64_t> held;
   const auto overlaps = [&](const Range& range) {
-    const auto after = held.upper_bound({range.slab, range.offset});
-    if (after != held.end() && after->first.first == range.slab && after->first.second < range.offset + range.size)
-      return true;
-    if (after == held.begin()) return false;
-    const auto& [place, size] = *std::prev(after);
-    return place.first == range.slab && place.second + size > range.offset;
+    const auto after = held.upper_bound(range.data);
+    if (after != held.end() && after->first < range.data + range.size) return true;
+    return after != held.begin() && std::prev(after)->first + std::prev(after)->second > range.data;
+  };
+  const auto inside = [&](const Range& range) {
+    const size_t slab = (reinterpret_cast<uintptr_t>(range.data) >> 40) - 1;
+    const uint64_t offset = reinterpret_cast<uintptr_t>(range.data) & ((uint64_t{1} << 40) - 1);
+    return offset + range.size <= pages[slab] * kPage;
   };
   for (int i = 0; i < 20'000; ++i) {
     if (random() % 5 < 3) {
@@ -46,12 +48,13 @@ TEST(ArenaRanges, WhatIsTakenNeverOverlapsAndAllOfItComesBackWhole) {
       Range* const range = ranges.take(size);
       if (range == nullptr) continue;
       ASSERT_EQ(range->size, size);
+      ASSERT_TRUE(inside(*range));
       ASSERT_FALSE(overlaps(*range));
-      held[{range->slab, range->offset}] = size;
+      held[range->data] = size;
       taken.push_back(range);
     } else if (!taken.empty()) {
       std::swap(taken[random() % taken.size()], taken.back());
-      held.erase({taken.back()->slab, taken.back()->offset});
+      held.erase(taken.back()->data);
       ranges.give_back(taken.back());
       taken.pop_back();
     }
