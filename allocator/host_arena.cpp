@@ -160,11 +160,7 @@ struct HostArena::Impl {
     held -= size - slab.size;
     numa_node = node;
     const uint64_t came = slab.size;
-    if (came > 0) {
-      insert(fresh);
-    } else {
-      ranges.forget(slab.range);
-    }
+    came > 0 ? insert(fresh) : ranges.forget(slab.range);
     changed.notify_all();
     if (!taken) return taken.error();
     return came;

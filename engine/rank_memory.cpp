@@ -41,9 +41,8 @@ uint64_t process_bytes(std::string_view name) {
   char line[256];
   while (std::fgets(line, sizeof line, file.get()) != nullptr) {
     const std::string_view text = line;
-    if (text.starts_with(name) && text.substr(name.size()).starts_with(":")) {
+    if (text.starts_with(name) && text.substr(name.size()).starts_with(":"))
       return std::strtoull(line + name.size() + 1, nullptr, 10) * kKiB;
-    }
   }
   return 0;
 }
@@ -113,10 +112,9 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .late_thread = options.late_thread && options.own_threads,
                                                          .own_threads = options.own_threads});
   memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
-  if (!options.arena_prefault_bytes && other_memory) {
-    if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
+  if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
+  if (!options.arena_prefault_bytes && other_memory)
     memory->quiet_ = std::make_unique<QuietPrefault>(*memory->arena_, std::move(options.prefault_room), /*waits=*/true);
-  }
   if (!options.prefault_waits) memory->start_prefault();
   return memory;
 }
