@@ -1,6 +1,7 @@
 #include "tests/support/fake_cuda_driver.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <numeric>
 
@@ -39,7 +40,8 @@ void FakeCuda::hold(std::string function, uint64_t after) {
 
 void FakeCuda::wait_until_held() {
   std::unique_lock lock(gate_mutex_);
-  gate_changed_.wait(lock, [this] { return held_; });
+  if (!gate_changed_.wait_for(lock, std::chrono::seconds(20), [this] { return held_; }))
+    ADD_FAILURE() << "nobody called " << gate_of_;
 }
 
 void FakeCuda::let_go() {

@@ -65,7 +65,7 @@ class FakeCuda {
   // A driver that takes its time: the next call of `function`, after so many others, stands still, before it does
   // anything, until let_go().
   void hold(std::string function, uint64_t after = 0);
-  void wait_until_held();
+  void wait_until_held();  // fails the test if nobody calls it
   void let_go();
   // Begin a capture on `stream`, of this thread; null: on a stream that is not of the table's caller. Returns the
   // stream.
