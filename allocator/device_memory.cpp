@@ -211,8 +211,7 @@ Result<StreamId> DeviceMemory::create_stream() { return do_create_stream(); }
 
 Status DeviceMemory::destroy_stream(StreamId stream) { return do_destroy_stream(stream); }
 
-Result<bool> DeviceMemory::find_for_copies(Direction direction, std::span<const Copy> copies,
-                                           std::vector<MappingAt>& touched) {
+Result<bool> DeviceMemory::find_for_copies(std::span<const Copy> copies, std::vector<MappingAt>& touched) {
   touched.clear();
   bool in_use = false;
   for (const Copy& copy : copies) {
@@ -226,8 +225,7 @@ Result<bool> DeviceMemory::find_for_copies(Direction direction, std::span<const 
       const bool there = mapping != mappings_.begin() && (--mapping)->first + mapping->second.size > reached;
       if (there && physical_.at(mapping->second.id).busy) {  // judged by what it is when that call has ended
         in_use = true;
-      } else if (!there || mapping->second.access == Access::kNone ||
-                 (direction == Direction::kHostToDevice && mapping->second.access != Access::kReadWrite)) {
+      } else if (!there || mapping->second.access == Access::kNone) {
         return invalid(fmt::format("copy of {} bytes at {:#x}: {:#x} is not mapped with access", copy.bytes,
                                    copy.device, reached));
       }
@@ -245,7 +243,7 @@ Status DeviceMemory::copy_async(StreamId stream, Direction direction, std::span<
   std::vector<MappingAt> touched;
   MutexLock lock(mutex_);
   while (true) {
-    TORPOR_ASSIGN(const bool free, find_for_copies(direction, copies, touched));
+    TORPOR_ASSIGN(const bool free, find_for_copies(copies, touched));
     if (free) break;
     changed_.wait(mutex_);
   }

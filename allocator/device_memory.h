@@ -34,7 +34,7 @@ enum class PhysicalId : uint64_t {};
 enum class StreamId : uint64_t {};
 enum class EventId : uint64_t {};
 
-enum class Access : uint8_t { kNone, kRead, kReadWrite };
+enum class Access : uint8_t { kNone, kReadWrite };  // drivers differ on memory that can only be read
 enum class Direction : uint8_t { kDeviceToHost, kHostToDevice };
 
 struct Copy {
@@ -98,7 +98,8 @@ class DeviceMemory {
   Status synchronize() { return do_synchronize(); }
 
   // Tells the device about host memory that copies will use, so that they run at the speed of the link. `host` is whole
-  // pages. After a failed unpin_host() the memory must not be freed. Devices that gain nothing from it do nothing.
+  // pages, which forked children do not get. kUnavailable: not beside what goes on now; it may work later. After a
+  // failed unpin_host() the memory must not be freed. Devices that gain nothing from it do nothing.
   Status pin_host(std::span<std::byte> host) { return do_pin_host(host); }
   Status unpin_host(std::span<std::byte> host) { return do_unpin_host(host); }
 
@@ -158,8 +159,7 @@ class DeviceMemory {
     for (auto at = mappings_.lower_bound(address); at != mappings_.end() && at->first < address + size;) use(at++);
   }
   // The mappings that `copies` touch; false: another call is at work on one of them.
-  Result<bool> find_for_copies(Direction direction, std::span<const Copy> copies, std::vector<MappingAt>& touched)
-      TORPOR_REQUIRES(mutex_);
+  Result<bool> find_for_copies(std::span<const Copy> copies, std::vector<MappingAt>& touched) TORPOR_REQUIRES(mutex_);
   void forget_if_gone(PhysicalAt physical) TORPOR_REQUIRES(mutex_);
 
   mutable Mutex mutex_;  // never held while a do_* method runs

@@ -2,13 +2,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <limits>
-#include <system_error>
 #include <thread>
 
 #include <fmt/core.h>
 
+#include "allocator/arena_slab.h"
 #include "allocator/device_memory.h"
 #include "base/log.h"
 #include "base/mutex.h"
@@ -18,30 +17,28 @@ namespace torpor {
 namespace {
 
 constexpr uint64_t kFirstSlab = 8 * kMiB;
+// At once pinned beside work that must not notice: other calls of the driver wait about a millisecond.
+constexpr uint64_t kQuietPin = 8 * kMiB;
 
 }  // namespace
 
 struct HostArena::Impl {
-  struct Slab {
-    uint64_t size = 0;
-    std::map<uint64_t, uint64_t> free;  // offset -> length; neighbours are joined
-    bool pinned = false;
-    bool stuck = false;  // a part of it is pinned: never given back
-    bool unused() const { return free.size() == 1 && free.begin()->second == size; }
-  };
-  using Slabs = std::map<std::byte*, Slab>;
+  using Range = ArenaRanges::Range;
+  using Slabs = std::map<std::byte*, ArenaSlab>;
 
   HostArenaOptions options;
   mutable Mutex mutex;  // not held while memory is taken, touched, pinned, unpinned or given back
   CondVar changed;      // memory came, came back, or went
   Slabs slabs TORPOR_GUARDED_BY(mutex);
-  uint64_t held TORPOR_GUARDED_BY(mutex) = 0;  // of slabs, and of those on their way
+  ArenaRanges ranges TORPOR_GUARDED_BY(mutex);  // of them
+  uint64_t held TORPOR_GUARDED_BY(mutex) = 0;   // of slabs, and of those on their way
   uint64_t used TORPOR_GUARDED_BY(mutex) = 0;
   uint64_t unpinned TORPOR_GUARDED_BY(mutex) = 0;
+  uint64_t pin_later TORPOR_GUARDED_BY(mutex) = 0;  // slabs whose pinning is tried again
   BringUp method TORPOR_GUARDED_BY(mutex);
   std::optional<int> numa_node TORPOR_GUARDED_BY(mutex);
   uint64_t growing TORPOR_GUARDED_BY(mutex) = 0;   // bytes that are being brought up; one slab at a time
-  uint64_t dropping TORPOR_GUARDED_BY(mutex) = 0;  // bytes that are being given back
+  uint64_t dropping TORPOR_GUARDED_BY(mutex) = 0;  // bytes that are being given back, or pinned again
   bool ending TORPOR_GUARDED_BY(mutex) = false;
   bool prefaulting TORPOR_GUARDED_BY(mutex) = false;
   std::thread background TORPOR_GUARDED_BY(mutex);  // joined by the next one, or the end
@@ -52,6 +49,19 @@ struct HostArena::Impl {
 
   // Memory that nobody has, and that is not on its way.
   uint64_t free_bytes() const TORPOR_REQUIRES(mutex) { return held - used - growing - dropping - coming; }
+  uint64_t missing(uint64_t bytes) const TORPOR_REQUIRES(mutex) {
+    return bytes > free_bytes() ? align_up(bytes - free_bytes(), kPage) : 0;
+  }
+  bool over_budget(uint64_t more) const TORPOR_REQUIRES(mutex) {
+    return options.budget_bytes != 0 && held + more > options.budget_bytes;
+  }
+  Error no_budget(uint64_t bytes) const TORPOR_REQUIRES(mutex) {
+    return Error{
+        .code = Code::kResourceExhausted,
+        .what = fmt::format("host memory for saved bytes: {} more wanted, {} of the budget of {} are held, {} in use",
+                            bytes, held, options.budget_bytes, used),
+        .next_step = "raise arena_budget_bytes, or sleep to disk"};
+  }
 
   // Takes another slab from the system, of at least `bytes`. Waits for a slab that is on its way instead: the caller
   // looks again then. Gives the lock back meanwhile.
@@ -65,190 +75,143 @@ struct HostArena::Impl {
     const uint64_t least = std::min(usual, std::max({bytes, held, kFirstSlab}));
     uint64_t size = align_up(least, options.slab_bytes >= kHugePage ? kHugePage : kPage);
     // Near the budget what is asked for alone, so that no rest of a slab is missing in the end.
-    if (options.budget_bytes != 0 && held + usual > options.budget_bytes) size = align_up(bytes, kPage);
-    if (options.budget_bytes != 0 && held + size > options.budget_bytes) {
-      if (dropping > 0 || coming > 0) {  // some of it goes, or comes
-        hurry = true;
-        changed.wait(mutex);
-        return ok();
-      }
-      return Error{
-          .code = Code::kResourceExhausted,
-          .what = fmt::format("host memory for saved bytes: {} more wanted, {} of the budget of {} are held, {} in use",
-                              bytes, held, options.budget_bytes, used),
-          .next_step = "raise arena_budget_bytes, or sleep to disk"};
+    if (over_budget(usual)) size = align_up(bytes, kPage);
+    if (over_budget(size)) {
+      if (dropping == 0 && coming == 0) return no_budget(bytes);
+      hurry = true;  // some of it goes, or comes
+      changed.wait(mutex);
+      return ok();
     }
     Slabs fresh;
-    Slab& slab = fresh.emplace(nullptr, Slab{.size = size, .free = {{0, size}}}).first->second;
+    ArenaSlab& slab = fresh.emplace(nullptr, ArenaSlab{.size = size}).first->second;
+    slab.range = ranges.make();
     const BringUp how = method;
     std::optional<int> node = numa_node;
     growing = size;
     held += size;
     hurry = true;
     mutex.unlock();
-    std::byte* data = nullptr;
-    const Status taken = catching([&] { return take_slab(slab, how, node, data); });
+    const Status taken = catching([&]() -> Status {
+      TORPOR_ASSIGN(slab.data, map_slab(size, node));
+      torpor::bring_up(slab.data, size, how);
+      return ok();
+    });
+    if (taken) pin_slab(slab, options.pin_for, size);
     mutex.lock();
     growing = 0;
+    numa_node = node;
     if (taken) {
-      auto entry = fresh.extract(fresh.begin());
-      entry.key() = data;
-      if (options.pin_for != nullptr && !slab.pinned) unpinned += size;
-      numa_node = node;
-      slabs.insert(std::move(entry));
+      insert(fresh);
     } else {
       held -= size;
+      ranges.forget(slab.range);
     }
     changed.notify_all();
     return taken;
   }
 
-  // Without the lock. After a failure nothing is taken.
-  Status take_slab(Slab& slab, const BringUp& how, std::optional<int>& node, std::byte*& data) const {
-    TORPOR_ASSIGN(data, map_slab(slab.size, node));
-    torpor::bring_up(data, slab.size, how);
-    return pin(slab, data);
+  // A slab that came, alone in `fresh`. Takes no memory.
+  void insert(Slabs& fresh) TORPOR_REQUIRES(mutex) {
+    auto entry = fresh.extract(fresh.begin());
+    ArenaSlab& slab = entry.mapped();
+    entry.key() = slab.data;
+    slab.range->data = slab.data;
+    slab.range->size = slab.size;
+    ranges.add(*slab.range);
+    count_unpinned(slab, true);
+    slabs.insert(std::move(entry));
   }
-  static Result<std::byte*> map_slab(uint64_t size, std::optional<int>& node) {
-    std::byte* const data = map_fresh(size);
-    if (data == nullptr)
-      return system_error(errno, fmt::format("cannot take {} bytes of host memory", size),
-                          "free memory, or sleep to disk");
-    if (const int failed = node ? prefer_node(data, size, *node) : 0; failed != 0) {
-      log().warn("host memory comes from any NUMA node, copies may be slower: node {} refused: {}", *node,
-                 std::generic_category().message(failed));
-      node.reset();
-    }
-    return data;
-  }
-  Status pin(Slab& slab, std::byte* data) const {
-    if (options.pin_for == nullptr) return ok();
-    const Status pinned = catching([&] { return options.pin_for->pin_host({data, slab.size}); });
-    slab.pinned = pinned.has_value();
-    if (pinned) return ok();
-    slab.stuck = pinned.error().state_changed;
-    log().warn("host memory is used unpinned, copies are slower: {}", pinned.error().to_string());
-    return ok();
+  void count_unpinned(const ArenaSlab& slab, bool there) TORPOR_REQUIRES(mutex) {
+    const uint64_t bytes = options.pin_for == nullptr ? 0 : slab.size - slab.pinned;
+    unpinned = there ? unpinned + bytes : unpinned - bytes;
+    if (slab.pin_later) pin_later = there ? pin_later + 1 : pin_later - 1;
   }
 
   // As HostArena::prefault_slowly(). Gives the lock back meanwhile.
-  Result<uint64_t> grow_slowly(uint64_t bytes, const GoOn& go_on) TORPOR_REQUIRES(mutex) {
+  Result<uint64_t> grow_slowly(uint64_t bytes, const GoOn& go_on, const Touch& touch) TORPOR_REQUIRES(mutex) {
     while (growing > 0) changed.wait(mutex);
+    try_pinning_again();
     if (free_bytes() >= bytes) return 0;
     const uint64_t size = align_up(std::min(bytes - free_bytes(), options.slab_bytes), kPage);
-    if (options.budget_bytes != 0 && held + size > options.budget_bytes) return 0;
+    if (over_budget(size)) return 0;
     Slabs fresh;
-    Slab& slab = fresh.emplace(nullptr, Slab{.size = 0, .free = {{0, 0}}}).first->second;
+    ArenaSlab& slab = fresh.emplace(nullptr, ArenaSlab{}).first->second;
+    slab.range = ranges.make();
     std::optional<int> node = numa_node;
     if (coming == 0) hurry = false;
     coming += size;
     held += size;
     mutex.unlock();
-    std::byte* data = nullptr;
     const Status taken = catching([&]() -> Status {
-      TORPOR_ASSIGN(data, map_slab(size, node));
-      prefer_huge_pages(data, size, true);
+      TORPOR_ASSIGN(slab.data, map_slab(size, node));
+      prefer_huge_pages(slab.data, size, true);
       for (uint64_t piece = 0; slab.size < size; slab.size += piece) {
+        if (slab.size - slab.pinned >= kQuietPin && !slab.refused) pin_slab(slab, options.pin_for, kQuietPin);
         piece = std::min(kHugePage, size - slab.size);
         if (!go_on(piece) || hurry) break;
-        touch(data + slab.size, piece, /*populate=*/true);
+        touch(slab.data + slab.size, piece);
       }
       return ok();
     });
-    slab.free.begin()->second = slab.size;
-    if (data != nullptr) unmap_fresh(data + slab.size, size - slab.size);
-    if (slab.size > 0) (void)catching([&] { return pin(slab, data); });
+    if (slab.data != nullptr) unmap_fresh(slab.data + slab.size, size - slab.size);
+    if (!slab.refused) pin_slab(slab, options.pin_for, kQuietPin);
     mutex.lock();
     coming -= size;
     held -= size - slab.size;
     numa_node = node;
     const uint64_t came = slab.size;
-    if (came > 0) {
-      auto entry = fresh.extract(fresh.begin());
-      entry.key() = data;
-      if (options.pin_for != nullptr && !slab.pinned) unpinned += came;
-      slabs.insert(std::move(entry));
-    }
+    came > 0 ? insert(fresh) : ranges.forget(slab.range);
     changed.notify_all();
     if (!taken) return taken.error();
     return came;
   }
 
-  // Gives a slab without a live span back to the system, without the lock. False: it must stay, for the device may
-  // still know it.
-  bool drop(std::byte* data, const Slab& slab) const {
-    if (slab.stuck) return false;
-    if (slab.pinned) {
-      const Status done = catching([&] { return options.pin_for->unpin_host({data, slab.size}); });
-      if (!done) {
-        log().error("host memory stays: {}", done.error().to_string());
-        return false;
-      }
+  // What the device would not pin at the time. Only slabs that nobody uses: a copy that is being given to the device
+  // must not find a part of its memory pinned. Gives the lock back meanwhile.
+  void try_pinning_again() TORPOR_REQUIRES(mutex) {
+    std::byte* next = nullptr;
+    while (pin_later > 0) {
+      auto at = slabs.lower_bound(next);
+      while (at != slabs.end() && !(at->second.pin_later && at->second.unused())) ++at;
+      if (at == slabs.end()) return;
+      auto entry = slabs.extract(at);
+      ArenaSlab& slab = entry.mapped();
+      next = slab.data + slab.size;
+      ranges.remove(*slab.range);
+      count_unpinned(slab, false);
+      dropping += slab.size;
+      mutex.unlock();
+      pin_slab(slab, options.pin_for, kQuietPin);
+      mutex.lock();
+      dropping -= slab.size;
+      count_unpinned(slab, true);
+      ranges.add(*slab.range);
+      slabs.insert(std::move(entry));
+      changed.notify_all();
     }
-    unmap_fresh(data, slab.size);
-    return true;
   }
 
-  // The smallest free range that fits; null: there is none. `range`, of any content, becomes the span's own.
-  std::byte* take(uint64_t bytes, FreeRange& range) TORPOR_REQUIRES(mutex) {
-    Slab* best_slab = nullptr;
-    std::byte* best_base = nullptr;
-    std::map<uint64_t, uint64_t>::iterator best;
-    for (auto& [base, slab] : slabs) {
-      for (auto free = slab.free.begin(); free != slab.free.end(); ++free) {
-        if (free->second >= bytes && (best_slab == nullptr || free->second < best->second)) {
-          best_slab = &slab;
-          best_base = base;
-          best = free;
-        }
-      }
-    }
-    if (best_slab == nullptr) return nullptr;
-    const auto [offset, length] = *best;
-    if (length > bytes) {
-      range.key() = offset + bytes;
-      range.mapped() = length - bytes;
-      best_slab->free.insert(std::move(range));
-    }
-    range = best_slab->free.extract(best);
-    return best_base + offset;
-  }
-
-  void lend(Span& span, HostArena& arena, std::byte* data, uint64_t bytes, FreeRange range) TORPOR_REQUIRES(mutex) {
-    used += align_up(bytes, kPage);
+  void lend(Span& span, HostArena& arena, Range* range, uint64_t bytes) TORPOR_REQUIRES(mutex) {
+    used += range->size;
     span.arena_ = &arena;
-    span.data_ = data;
+    span.data_ = range->data;
     span.size_ = bytes;
-    span.range_ = std::move(range);
+    span.range_ = range;
   }
 
-  void give_back(std::byte* data, uint64_t size, FreeRange own) TORPOR_REQUIRES(mutex) {
-    auto slab = slabs.upper_bound(data);
-    --slab;
-    std::map<uint64_t, uint64_t>& free = slab->second.free;
-    own.key() = static_cast<uint64_t>(data - slab->first);
-    own.mapped() = size;
-    auto range = free.insert(std::move(own)).position;
-    if (const auto next = std::next(range); next != free.end() && range->first + range->second == next->first) {
-      range->second += next->second;
-      free.erase(next);
-    }
-    if (range != free.begin()) {
-      if (const auto previous = std::prev(range); previous->first + previous->second == range->first) {
-        previous->second += range->second;
-        free.erase(range);
-      }
-    }
-    used -= size;
+  void give_back(Range* range) TORPOR_REQUIRES(mutex) {
+    used -= range->size;
+    ranges.give_back(range);
     changed.notify_all();
   }
 
-  Status grow_to(uint64_t bytes, uint64_t most_at_once) {
-    const MutexLock lock(mutex);
+  // Gives the lock back meanwhile.
+  Status grow_to(uint64_t bytes, uint64_t most_at_once) TORPOR_REQUIRES(mutex) {
+    try_pinning_again();
     while (!ending && free_bytes() < bytes) {
-      const uint64_t missing = align_up(bytes - free_bytes(), kPage);
-      const Status grown = grow(std::min(missing, most_at_once));
-      if (!grown && (grown.error().code != Code::kResourceExhausted || !ask_for(missing))) return grown;
+      const uint64_t wanted = missing(bytes);
+      const Status grown = grow(std::min(wanted, most_at_once));
+      if (!grown && (grown.error().code != Code::kResourceExhausted || !ask_for(wanted))) return grown;
     }
     return ok();
   }
@@ -273,17 +236,21 @@ struct HostArena::Impl {
       if (slab == slabs.end() || held - growing - dropping - coming <= keep_bytes) break;
       // Out of reach of everybody else while it is given back.
       auto entry = slabs.extract(slab);
-      const uint64_t size = entry.mapped().size;
+      const ArenaSlab& going = entry.mapped();
+      const uint64_t size = going.size;
+      ranges.remove(*going.range);
       dropping += size;
       mutex.unlock();
-      const bool gone = drop(entry.key(), entry.mapped());
+      const bool gone = drop_slab(going, options.pin_for);
       mutex.lock();
       dropping -= size;
       if (gone) {
         held -= size;
         given += size;
-        if (options.pin_for != nullptr && !entry.mapped().pinned) unpinned -= size;
+        count_unpinned(going, false);
+        ranges.forget(going.range);
       } else {
+        ranges.add(*going.range);
         stay.insert(std::move(entry));
       }
       changed.notify_all();
@@ -301,7 +268,7 @@ HostArena::~HostArena() {
     impl_->ending = true;
   }
   if (impl_->background.joinable()) impl_->background.join();
-  for (const auto& [base, slab] : impl_->slabs) (void)impl_->drop(base, slab);
+  for (const auto& [base, slab] : impl_->slabs) (void)drop_slab(slab, impl_->options.pin_for);
 }
 
 Result<std::unique_ptr<HostArena>> HostArena::create(HostArenaOptions options) {
@@ -324,43 +291,83 @@ Result<HostArena::Span> HostArena::allocate(uint64_t bytes) {
   Span span;
   if (bytes == 0) return span;
   const uint64_t size = align_up(bytes, kPage);
-  std::map<uint64_t, uint64_t> made{{0, 0}};
-  FreeRange range = made.extract(made.begin());
   Impl& impl = *impl_;
   const MutexLock lock(impl.mutex);
-  std::byte* data = nullptr;
-  while ((data = impl.take(size, range)) == nullptr) {
+  Impl::Range* range = nullptr;
+  while ((range = impl.ranges.take(size)) == nullptr) {
     const Status grown = impl.grow(size);
     if (grown) continue;
     if (grown.error().code != Code::kResourceExhausted) return grown.error();
     if (!impl.ask_for(size) && impl.trim(0) == 0) return grown.error();
   }
-  impl.lend(span, *this, data, bytes, std::move(range));
+  impl.lend(span, *this, range, bytes);
   return span;
 }
 
 HostArena::Span HostArena::allocate_held(uint64_t bytes) {
-  const uint64_t size = align_up(bytes, kPage);
-  std::map<uint64_t, uint64_t> made{{0, 0}};
-  FreeRange range = made.extract(made.begin());
   Span span;
   const MutexLock lock(impl_->mutex);
-  std::byte* const data = bytes == 0 ? nullptr : impl_->take(size, range);
-  if (data != nullptr) impl_->lend(span, *this, data, bytes, std::move(range));
+  Impl::Range* const range = bytes == 0 ? nullptr : impl_->ranges.take(align_up(bytes, kPage));
+  if (range != nullptr) impl_->lend(span, *this, range, bytes);
   return span;
 }
 
-Status HostArena::prefault(uint64_t bytes) { return impl_->grow_to(bytes, std::numeric_limits<uint64_t>::max()); }
+Status HostArena::prefault(uint64_t bytes) {
+  const MutexLock lock(impl_->mutex);
+  return impl_->grow_to(bytes, std::numeric_limits<uint64_t>::max());
+}
+
+struct HostArena::Ahead::Work {
+  std::atomic<bool> stop = false;
+  std::thread thread;
+};
+HostArena::Ahead::Ahead() = default;
+HostArena::Ahead::Ahead(Ahead&&) noexcept = default;
+HostArena::Ahead& HostArena::Ahead::operator=(Ahead&& other) noexcept {
+  std::swap(work_, other.work_);
+  return *this;
+}
+HostArena::Ahead::~Ahead() {
+  if (work_ == nullptr) return;
+  work_->stop = true;
+  if (work_->thread.joinable()) work_->thread.join();
+}
+
+Result<HostArena::Ahead> HostArena::prefault_ahead(uint64_t bytes) {
+  Impl& impl = *impl_;
+  Ahead ahead;
+  const MutexLock lock(impl.mutex);
+  const uint64_t piece = impl.options.piece_bytes;
+  const uint64_t missing = impl.missing(bytes);
+  const uint64_t rests = missing / piece * impl.options.slab_bytes;  // more than is lost between pieces
+  const bool at_once = missing <= piece || impl.over_budget(missing + rests);
+  const uint64_t target = impl.held + missing;
+  TORPOR_TRY(impl.grow_to(at_once ? bytes : bytes - missing + piece, std::numeric_limits<uint64_t>::max()));
+  if (at_once) return ahead;
+  ahead.work_ = std::make_shared<Ahead::Work>();
+  // What cannot be had here is missed, and reported, where it is needed.
+  const auto rest = [&impl, target, piece, &work = *ahead.work_] {
+    (void)catching([&]() -> Status {
+      const MutexLock held(impl.mutex);
+      while (!work.stop && !impl.ending && impl.held < target)
+        TORPOR_TRY(impl.grow(std::min(target - impl.held, piece)));
+      return ok();
+    });
+  };
+  (void)catching([&] {  // no thread to be had: it comes as it is needed
+    ahead.work_->thread = std::thread(rest);
+    return ok();
+  });
+  return ahead;
+}
 
 void HostArena::prefault_in_background(uint64_t bytes) {
   Impl& impl = *impl_;
   const auto work = [&impl, bytes] {
     const Status done = catching([&]() -> Status {
       const BringUp method = fastest_bring_up(impl.options.prefault_threads);
-      {
-        const MutexLock lock(impl.mutex);
-        impl.method = method;
-      }
+      const MutexLock lock(impl.mutex);
+      impl.method = method;
       return impl.grow_to(bytes, std::max(impl.options.slab_bytes, kPage));
     });
     const MutexLock lock(impl.mutex);
@@ -389,16 +396,19 @@ Status HostArena::wait_prefault() {
   return impl_->background_result;
 }
 
-Result<uint64_t> HostArena::prefault_slowly(uint64_t bytes, const GoOn& go_on) {
+Result<uint64_t> HostArena::prefault_slowly(uint64_t bytes, const GoOn& go_on, const Touch& touch) {
+  const Touch here = [](std::byte* data, uint64_t size) { torpor::touch(data, size, /*populate=*/true); };
   return catching([&]() -> Result<uint64_t> {
     const MutexLock lock(impl_->mutex);
-    return impl_->grow_slowly(bytes, go_on);
+    return impl_->grow_slowly(bytes, go_on, touch ? touch : here);
   });
 }
 
 uint64_t HostArena::trim(uint64_t keep_bytes) {
   const MutexLock lock(impl_->mutex);
-  return impl_->trim(keep_bytes);
+  const uint64_t given = impl_->trim(keep_bytes);
+  impl_->try_pinning_again();
+  return given;
 }
 
 void HostArena::ask_when_short(GiveUp give_up) {
@@ -419,14 +429,14 @@ HostArenaInfo HostArena::info() const {
 HostArena::Span::~Span() {
   if (arena_ == nullptr) return;
   const MutexLock lock(arena_->impl_->mutex);
-  arena_->impl_->give_back(data_, align_up(size_, kPage), std::move(range_));
+  arena_->impl_->give_back(range_);
 }
 
 HostArena::Span::Span(Span&& other) noexcept
     : arena_(std::exchange(other.arena_, nullptr)),
       data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)),
-      range_(std::move(other.range_)) {}
+      range_(std::exchange(other.range_, nullptr)) {}
 
 HostArena::Span& HostArena::Span::operator=(Span&& other) noexcept {
   std::swap(arena_, other.arena_);

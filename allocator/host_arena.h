@@ -6,14 +6,16 @@
 // needs more than that waits.
 //
 // For a device that wants it, the memory is taken from the NUMA node that the device is attached to, and pinned. Where
-// that fails it is used as it is, which is slower: see HostArenaInfo. Memory that cannot be unpinned is never given
-// back to the system.
+// that fails it is used as it is, which is slower: see HostArenaInfo. What the device would not pin at the time only is
+// tried again when memory is brought up or given back, as long as nobody uses it. Memory that cannot be unpinned is
+// never given back to the system.
+//
+// An allocation takes constant time, however many ranges are free (allocator/arena_ranges.h).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -21,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "allocator/arena_ranges.h"
 #include "allocator/fresh_memory.h"
 #include "base/status.h"
 
@@ -33,7 +36,8 @@ struct HostArenaOptions {
   uint64_t slab_bytes = 64ull << 20;  // memory is taken from the system in pieces of at least this size; the first ones
                                       // may be smaller
   int prefault_threads = 0;           // 0: as many as the machine has cores, at most 8
-  DeviceMemory* pin_for = nullptr;    // outlives the arena; null: nothing is pinned, memory comes from any node
+  uint64_t piece_bytes = 256ull << 20;  // prefault_ahead() brings up so much at once
+  DeviceMemory* pin_for = nullptr;      // outlives the arena; null: nothing is pinned, memory comes from any node
 };
 
 struct HostArenaInfo {
@@ -46,8 +50,6 @@ struct HostArenaInfo {
 };
 
 class HostArena {
-  using FreeRange = std::map<uint64_t, uint64_t>::node_type;
-
  public:
   class Span {
    public:
@@ -63,7 +65,7 @@ class HostArena {
     HostArena* arena_ = nullptr;
     std::byte* data_ = nullptr;
     uint64_t size_ = 0;
-    FreeRange range_;  // to be put back with: giving memory back needs none
+    ArenaRanges::Range* range_ = nullptr;
   };
 
   static Result<std::unique_ptr<HostArena>> create(HostArenaOptions options = {});
@@ -81,6 +83,23 @@ class HostArena {
   Span allocate_held(uint64_t bytes);
   // Takes memory from the system and touches it now, so that at least `bytes` are held and not in use.
   Status prefault(uint64_t bytes);
+  // The same, but returns when a piece of what is missing is there (HostArenaOptions::piece_bytes). The rest comes on a
+  // thread of its own, piece by piece, while what is there is used, until the result goes; the arena outlives that. A
+  // piece that cannot be had is missed where it is needed. Near the budget all comes at once: what is left between
+  // pieces would be missing there.
+  class Ahead {
+   public:
+    Ahead();
+    ~Ahead();
+    Ahead(Ahead&& other) noexcept;
+    Ahead& operator=(Ahead&& other) noexcept;
+
+   private:
+    friend class HostArena;
+    struct Work;
+    std::shared_ptr<Work> work_;
+  };
+  Result<Ahead> prefault_ahead(uint64_t bytes);
   // The same on a thread of its own, slab by slab, in the way that a short measurement finds the fastest. Who needs
   // more than there is meanwhile waits for a slab at most. What could not be had is told by wait_prefault(); the
   // arena's end stops it.
@@ -90,8 +109,10 @@ class HostArena {
   // `go_on` (asked before each, without locks) says so. While somebody else needs fresh memory it ends with what it
   // has: nobody waits for it. Returns the bytes that came; 0: nothing is missing, the budget has no room, or it was not
   // to go on.
+  // Touched by `touch`, if it is given, and pinned on this thread in pieces of at most 8 MiB.
   using GoOn = std::function<bool(uint64_t next_bytes)>;
-  Result<uint64_t> prefault_slowly(uint64_t bytes, const GoOn& go_on);
+  using Touch = std::function<void(std::byte* data, uint64_t bytes)>;
+  Result<uint64_t> prefault_slowly(uint64_t bytes, const GoOn& go_on, const Touch& touch = {});
   // The span's memory is never used again: a copy may still write into it. It counts as used for ever.
   static void quarantine(Span span) { span.arena_ = nullptr; }
   // Gives slabs without a live span back to the system, while more than `keep_bytes` are held; returns how many bytes.

@@ -126,9 +126,7 @@ class HostDevice final : public DeviceMemory {
   }
 
   Status do_set_access(DeviceAddress address, uint64_t size, Access access) override {
-    int protection = PROT_NONE;
-    if (access == Access::kRead) protection = PROT_READ;
-    if (access == Access::kReadWrite) protection = PROT_READ | PROT_WRITE;
+    const int protection = access == Access::kReadWrite ? PROT_READ | PROT_WRITE : PROT_NONE;
     if (::mprotect(pointer(address), size, protection) != 0) {
       return device_error(errno, fmt::format("cannot set access to {} bytes at {:#x}", size, address));
     }

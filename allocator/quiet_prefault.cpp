@@ -31,10 +31,74 @@ QuietPrefault::~QuietPrefault() {
   if (last.joinable()) last.join();
 }
 
+// A thread of the lowest priority that touches memory for another, one piece at a time. Where there is no thread to be
+// had, the caller does it.
+class QuietPrefault::Toucher {
+ public:
+  Toucher() {
+    (void)catching([this] {
+      thread_ = std::thread([this] { run(); });
+      return ok();
+    });
+  }
+  ~Toucher() {
+    if (!thread_.joinable()) return;
+    give({}, /*last=*/true);
+    thread_.join();
+  }
+  Toucher(const Toucher&) = delete;
+  Toucher& operator=(const Toucher&) = delete;
+
+  void touch(std::byte* data, uint64_t bytes) {
+    if (!thread_.joinable()) return torpor::touch(data, bytes, /*populate=*/true);
+    give({data, bytes}, /*last=*/false);
+    const MutexLock lock(mutex_);
+    while (!piece_.empty()) changed_.wait(mutex_);
+  }
+
+ private:
+  void give(std::span<std::byte> piece, bool last) {
+    const MutexLock lock(mutex_);
+    piece_ = piece;
+    last_ = last;
+    changed_.notify_all();
+  }
+  void run() noexcept {
+    take_lowest_priority();
+    MutexLock lock(mutex_);
+    while (true) {
+      while (piece_.empty() && !last_) changed_.wait(mutex_);
+      if (last_) return;
+      const std::span<std::byte> piece = piece_;
+      lock.unlock();
+      torpor::touch(piece.data(), piece.size(), /*populate=*/true);
+      lock.lock();
+      piece_ = {};
+      changed_.notify_all();
+    }
+  }
+
+  Mutex mutex_;
+  CondVar changed_;
+  std::span<std::byte> piece_ TORPOR_GUARDED_BY(mutex_);
+  bool last_ TORPOR_GUARDED_BY(mutex_) = false;
+  std::thread thread_;  // last: it uses the others
+};
+
 void QuietPrefault::want(uint64_t bytes) noexcept {
   const MutexLock lock(mutex_);
   wanted_ = std::max(wanted_, bytes);
-  if (running_ || ended_) return;
+  begin();
+}
+
+void QuietPrefault::start() noexcept {
+  const MutexLock lock(mutex_);
+  waits_ = false;
+  begin();
+}
+
+void QuietPrefault::begin() {
+  if (wanted_ == 0 || waits_ || running_ || ended_) return;
   if (thread_.joinable()) thread_.join();  // its work is done
   running_ = true;
   const Status begun = catching([&]() TORPOR_REQUIRES(mutex_) -> Status {
@@ -45,7 +109,8 @@ void QuietPrefault::want(uint64_t bytes) noexcept {
 }
 
 void QuietPrefault::run() noexcept {
-  take_lowest_priority();
+  Toucher toucher;
+  const HostArena::Touch touch = [&](std::byte* data, uint64_t bytes) { toucher.touch(data, bytes); };
   Clock::time_point rested = Clock::now();
   bool full = false;
   // False: the next page is not to be brought up.
@@ -68,7 +133,7 @@ void QuietPrefault::run() noexcept {
       const MutexLock lock(mutex_);
       wanted = wanted_;
     }
-    const Result<uint64_t> came = arena_.prefault_slowly(wanted, go_on);
+    const Result<uint64_t> came = arena_.prefault_slowly(wanted, go_on, touch);
     const MutexLock lock(mutex_);
     if (came && !full && !ended_ && (*came > 0 || wanted_ > wanted)) continue;
     running_ = false;

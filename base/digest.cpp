@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <new>
 
 #include <sodium.h>
-#define XXH_STATIC_LINKING_ONLY  // the state by value: memory for it that is not there is std::bad_alloc, as elsewhere
+#define XXH_STATIC_LINKING_ONLY  // the state by value: there is no memory for it that might be missing
 #include <xxhash.h>
 
 #include "base/xxh3.h"
@@ -62,23 +63,20 @@ std::array<uint8_t, 32> sha256_of(std::span<const std::byte> bytes) {
   return hash;
 }
 
-struct StreamingDigest::State {
-  XXH3_state_t xxh;
-  State() {
-    XXH3_INITSTATE(&xxh);
-    XXH3_128bits_reset(&xxh);
-  }
-};
-
-StreamingDigest::StreamingDigest() : state_(std::make_unique<State>()) {}
-StreamingDigest::~StreamingDigest() = default;
-StreamingDigest::StreamingDigest(StreamingDigest&&) noexcept = default;
-StreamingDigest& StreamingDigest::operator=(StreamingDigest&&) noexcept = default;
-
-void StreamingDigest::update(std::span<const std::byte> bytes) {
-  widest().update(&state_->xxh, bytes.data(), bytes.size());
+// Nothing of the state is read before it was set, but for two fields: see XXH3_INITSTATE.
+StreamingDigest::StreamingDigest() {  // NOLINT(cppcoreguidelines-pro-type-member-init): half of it stays unused mostly
+  static_assert(sizeof(XXH3_state_t) == kStateBytes && alignof(XXH3_state_t) == 64);
+  auto* const state = new (state_.data()) XXH3_state_t;
+  XXH3_INITSTATE(state);
+  XXH3_128bits_reset(state);
 }
 
-Digest StreamingDigest::finish() const { return canonical(XXH3_128bits_digest(&state_->xxh)); }
+void StreamingDigest::update(std::span<const std::byte> bytes) {
+  widest().update(state_.data(), bytes.data(), bytes.size());
+}
+
+Digest StreamingDigest::finish() const {
+  return canonical(XXH3_128bits_digest(reinterpret_cast<const XXH3_state_t*>(state_.data())));
+}
 
 }  // namespace torpor

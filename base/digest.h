@@ -5,7 +5,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string>
 
@@ -23,19 +22,17 @@ Digest digest_of(std::span<const std::byte> bytes);
 
 std::array<uint8_t, 32> sha256_of(std::span<const std::byte> bytes);  // library: libsodium
 
-// Digest of bytes that arrive in pieces; equal to digest_of their concatenation. Not thread-safe.
+// Digest of bytes that arrive in pieces; equal to digest_of their concatenation. Not thread-safe. A value: takes no
+// memory.
 class StreamingDigest {
  public:
   StreamingDigest();
-  ~StreamingDigest();
-  StreamingDigest(StreamingDigest&&) noexcept;
-  StreamingDigest& operator=(StreamingDigest&&) noexcept;
   void update(std::span<const std::byte> bytes);
   Digest finish() const;
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  static constexpr size_t kStateBytes = 576;  // of the library; digest.cpp compares
+  alignas(64) std::array<std::byte, kStateBytes> state_;
 };
 
 }  // namespace torpor

@@ -73,16 +73,17 @@ void bind_memory(py::module_& module) {
   module.def(
       "memory_of",
       [](int device, const py::dict& dict) {
-        const RankMemoryOptions options = rank_memory_options_from(dict);
+        RankMemoryOptions options = rank_memory_options_from(dict);
         const auto make = [&](int ordinal) -> Result<std::unique_ptr<RankMemory>> {
           TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> made, make_process_device(ordinal));
+          options.prefault_waits = made->kind() != "host";  // the engine captures CUDA graphs first
           return RankMemory::create(std::move(made), module_files(), options);
         };
         return value_or_raise(without_lock([&] { return memory_saver().memory_of(device, make); }));
       },
       py::arg("device"), py::arg("options"), py::return_value_policy::reference,
       "The RankMemory that torch's allocations on this device come from; made with these options if there is none "
-      "yet.");
+      "yet. On a GPU it brings up no host memory before start_prefault().");
   module.def(
       "memory_saved",
       [](uint64_t address, uint64_t bytes) {

@@ -106,6 +106,9 @@ void bind_rank_memory(py::module_& module) {
           "doubt", [](RankMemory& self, const std::string& tag) { without_lock([&] { self.doubt(tag); }); },
           py::arg("tag"), "Somebody may have changed bytes of this tag: they are read when they are wanted next.")
       .def(
+          "start_prefault", [](RankMemory& self) { without_lock([&] { self.start_prefault(); }); },
+          "Begin to bring up host memory for the first sleep, which waits for this on a GPU; else it has begun.")
+      .def(
           "load_tag",
           [](RankMemory& self, const std::string& tag, const std::string& directory, uint64_t generation,
              const py::bytes& id) {

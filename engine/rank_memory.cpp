@@ -41,9 +41,8 @@ uint64_t process_bytes(std::string_view name) {
   char line[256];
   while (std::fgets(line, sizeof line, file.get()) != nullptr) {
     const std::string_view text = line;
-    if (text.starts_with(name) && text.substr(name.size()).starts_with(":")) {
+    if (text.starts_with(name) && text.substr(name.size()).starts_with(":"))
       return std::strtoull(line + name.size() + 1, nullptr, 10) * kKiB;
-    }
   }
   return 0;
 }
@@ -112,13 +111,17 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .late_job_bytes = options.late_job_bytes,
                                                          .late_thread = options.late_thread && options.own_threads,
                                                          .own_threads = options.own_threads});
-  const uint64_t prefault = options.arena_prefault_bytes.value_or(0);
-  if (prefault > 0) memory->arena_->prefault_in_background(prefault);
-  if (!options.arena_prefault_bytes && other_memory) {
-    if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
-    memory->quiet_ = std::make_unique<QuietPrefault>(*memory->arena_, std::move(options.prefault_room));
-  }
+  memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
+  if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
+  if (!options.arena_prefault_bytes && other_memory)
+    memory->quiet_ = std::make_unique<QuietPrefault>(*memory->arena_, std::move(options.prefault_room), /*waits=*/true);
+  if (!options.prefault_waits) memory->start_prefault();
   return memory;
+}
+
+void RankMemory::start_prefault() {
+  if (const uint64_t bytes = prefault_waiting_.exchange(0); bytes > 0) arena_->prefault_in_background(bytes);
+  if (quiet_ != nullptr) quiet_->start();
 }
 
 Status RankMemory::same_process() const {

@@ -8,6 +8,7 @@
 // has the addresses, but not the device: same_process().
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -37,6 +38,9 @@ struct RankMemoryOptions {
   // (allocator/quiet_prefault.h) what the first sleep will need: all regions, of KV blocks as much as of all else at
   // most, as long as the system has half of its memory free (base/free_memory.h). The first sleep ends it.
   std::optional<uint64_t> arena_prefault_bytes = 0;
+  // None of that before start_prefault(): for an engine that captures CUDA graphs first, and loads, beside which pinned
+  // memory is slow to come.
+  bool prefault_waits = false;
   QuietPrefault::Room prefault_room{};  // that, in a test
   // Most host memory that stays held between operations, for the next sleep to find it ready; what backups need stays
   // in any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
@@ -95,6 +99,8 @@ class RankMemory {
 
   RankLedger ledger() const;
   const EventPort& events() const { return options_.events; }
+  // Begin to bring up host memory, where options.prefault_waits holds it back; else it has begun.
+  void start_prefault();
   void wait_quiet_prefault() const noexcept {
     if (quiet_ != nullptr) quiet_->wait();
   }
@@ -149,7 +155,8 @@ class RankMemory {
   // Made by create(), and safe from any thread.
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;
-  std::unique_ptr<QuietPrefault> quiet_;  // null: there is none
+  std::unique_ptr<QuietPrefault> quiet_;        // null: there is none
+  std::atomic<uint64_t> prefault_waiting_ = 0;  // bytes that start_prefault() brings up
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);  // but this one

@@ -12,7 +12,9 @@
 namespace torpor {
 
 Status HostTier::prepare(uint64_t bytes, uint64_t chunks) {
-  return arena_.prefault((codec_ == Codec::kNone ? bytes : bf16::least_compressed(bytes)) + chunks * kPage);
+  const uint64_t least = codec_ == Codec::kNone ? bytes : bf16::least_compressed(bytes);
+  TORPOR_ASSIGN(ahead_, arena_.prefault_ahead(least + chunks * kPage));
+  return ok();
 }
 
 Result<std::span<std::byte>> HostTier::place(SavedChunk& chunk) {

@@ -3,7 +3,7 @@
 //
 // With a codec each chunk is packed on its way in and unpacked on its way out, in pieces of memory of the caller's: the
 // tier is not addressable then. What does not get smaller lies there as it is. Each takes whole pages. Until finish()
-// the tier also has memory for a packed chunk for each thread that puts some.
+// the tier also has memory for a packed chunk for each thread that puts some, and the arena brings up what is missing.
 #pragma once
 
 #include <memory>
@@ -23,13 +23,15 @@ class HostTier final : public Tier {
   std::string_view kind() const override { return "host"; }
   bool addressable() const override { return codec_ == Codec::kNone; }
   bool in_memory() const override { return true; }
-  Status prepare(uint64_t bytes, uint64_t chunks) override;  // packed: as much as they need at least
+  // Packed: as much as they need at least. Of much that is missing, a piece is there when it returns.
+  Status prepare(uint64_t bytes, uint64_t chunks) override;
   Result<std::span<std::byte>> place(SavedChunk& chunk) override;
   std::span<std::byte> view(const SavedChunk& chunk) override;  // empty for a packed one, too
   void put(std::span<TierPart> parts) override;
   void get(std::span<TierPart> parts) override;
   Status finish() override {
     scratch_.clear();
+    ahead_ = {};
     return ok();
   }
   // A chunk whose bytes lie in the arena already; fills its offset. Takes memory first, then the span.
@@ -50,6 +52,7 @@ class HostTier final : public Tier {
   HostArena& arena_;
   const Codec codec_;
   ScratchPool scratch_;
+  HostArena::Ahead ahead_;  // ends before the spans go
   const HostTier* abandoned_before_ = nullptr;
   Mutex mutex_;
   struct Place {

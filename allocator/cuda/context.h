@@ -34,13 +34,19 @@ CUresult twice(const Call& call) {
   return result == CUDA_SUCCESS || is_sticky(result) ? result : call();
 }
 
-// Makes a context current for the time of a call.
+// Makes a context current for the time of a call, and lets the thread make calls that are unsafe beside a capture of a
+// stream: while vLLM captures CUDA graphs, in the mode that concerns all threads, the driver refuses such calls of
+// every thread that is not relaxed, and the capture is lost. No work of torpor's belongs into a graph. Where the mode
+// cannot be exchanged the call goes on without.
 class Current {
  public:
   Current(const CudaDriver& driver, CUcontext context)
-      : driver_(driver), result_(twice([&] { return driver.cuCtxPushCurrent(context); })) {}
+      : driver_(driver), result_(twice([&] { return driver.cuCtxPushCurrent(context); })) {
+    exchanged_ = result_ == CUDA_SUCCESS && driver.cuThreadExchangeStreamCaptureMode(&mode_) == CUDA_SUCCESS;
+  }
   ~Current() {
     CUcontext popped = nullptr;
+    if (exchanged_) (void)twice([&] { return driver_.cuThreadExchangeStreamCaptureMode(&mode_); });
     if (result_ == CUDA_SUCCESS) (void)twice([&] { return driver_.cuCtxPopCurrent(&popped); });
   }
   Current(const Current&) = delete;
@@ -50,6 +56,8 @@ class Current {
  private:
   const CudaDriver& driver_;
   const CUresult result_;
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;  // then the caller's
+  bool exchanged_ = false;
 };
 
 inline Error unknown_id(std::string_view what, uint64_t id) {

@@ -48,7 +48,7 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_TRY(driver_.cuDeviceGetName(name, sizeof name - 1, device_), "reading the name of {}", kind_);
     info.name = name;
     TORPOR_CUDA_TRY(driver_.cuDriverGetVersion(&info.driver_version), "reading the driver's version");
-    info.batched_copies = driver_.cuMemcpyBatchAsync != nullptr;
+    TORPOR_ASSIGN(info.batched_copies, copies_.find_batches(device_));
     int managed = 0;
     TORPOR_CUDA_TRY(
         driver_.cuDeviceGetAttribute(&managed, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device_),
@@ -61,10 +61,11 @@ class CudaDevice final : public DeviceMemory {
     }
     properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     properties_.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device_};
-    const auto has = [&](CUdevice_attribute attribute, bool wanted, std::string_view what) {
+    const auto has = [&](CUdevice_attribute attribute, std::optional<bool> wanted, std::string_view what) {
       int there = 0;
-      if (!wanted) return false;
+      if (wanted == false) return false;
       if (driver_.cuDeviceGetAttribute(&there, attribute, device_) == CUDA_SUCCESS && there != 0) return true;
+      if (!wanted) return false;
       info.notes.push_back(fmt::format("{} has no {}: its memory is made without", kind_, what));
       log().warn("{}", info.notes.back());
       return false;
@@ -89,8 +90,7 @@ class CudaDevice final : public DeviceMemory {
     capacity_ = total;
     TORPOR_CUDA_TRY(driver_.cuStreamCreate(&zeroing_, CU_STREAM_NON_BLOCKING), "creating a stream on {}", kind_);
     if (options.gather_below_bytes > 0) {
-      const Status loaded =
-          copies_.load_gather(device_, info.driver_version, options.gather_image, options.gather_below_bytes);
+      const Status loaded = copies_.load_gather(info.driver_version, options.gather_image, options.gather_below_bytes);
       info.gathers = loaded.has_value();
       if (!loaded) {
         info.notes.push_back(
@@ -306,9 +306,8 @@ class CudaDevice final : public DeviceMemory {
   Status grant(DeviceAddress address, uint64_t size, Access access) {
     CUmemAccessDesc description{};
     description.location = properties_.location;
-    description.flags = access == Access::kReadWrite ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-                        : access == Access::kRead    ? CU_MEM_ACCESS_FLAGS_PROT_READ
-                                                     : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+    description.flags =
+        access == Access::kReadWrite ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE;
     TORPOR_CUDA_TRY(driver_.cuMemSetAccess(address, size, &description, 1), "setting access to {} bytes at {:#x} on {}",
                     size, address, kind_);
     return ok();

@@ -2,13 +2,15 @@
 //
 // One object a GPU. Works in the device's primary context, the one that torch and the CUDA runtime use; each call makes
 // it current and puts back what was. New memory is zeroed when it first gets write access. Copies go through the copy
-// engines, many at once in one call where the driver can; many small ones, if that is asked for, through a kernel.
+// engines, many at once in one call where the driver can and the memory is pinned; many small ones, if that is asked
+// for, through a kernel. No call breaks a capture of a CUDA graph by another thread (allocator/cuda/context.h).
 //
 // A wait that fails is decided by the stream: if it is proven empty, the work is over (kDrainedWithError), else nothing
 // is known (kUnproven).
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -21,7 +23,8 @@ struct CudaDriver;
 
 struct CudaDeviceOptions {
   int ordinal = 0;
-  bool rdma = false;        // memory that other devices on the bus may read and write (GPUDirect RDMA)
+  // Memory that other devices on the bus may read and write (GPUDirect RDMA). None: where the device can.
+  std::optional<bool> rdma{};
   bool exportable = false;  // memory that can be handed to another process as a file descriptor
   // Copies in one call that are smaller than this on average, all to or from pinned memory, are made by a kernel, while
   // the GPU has nothing else to do. 0: by the copy engines like all others. tools/gpu_check measures which is faster
@@ -35,8 +38,8 @@ struct CudaDeviceOptions {
 
 struct CudaDeviceInfo {
   std::string name;
-  int driver_version = 0;  // 12080 is 12.8
-  bool batched_copies = false;
+  int driver_version = 0;            // 12080 is 12.8
+  bool batched_copies = false;       // of pinned memory; else, and of other memory, one by one
   bool gathers = false;              // by the kernel
   std::vector<std::string> notes{};  // what was asked for and is not there
 };

@@ -78,12 +78,19 @@ Error cuda_error(const CudaDriver& driver, CUresult result, std::string_view doi
   const char* text = nullptr;
   if (driver.cuGetErrorName(result, &name) != CUDA_SUCCESS || name == nullptr) name = "an unknown error";
   if (driver.cuGetErrorString(result, &text) != CUDA_SUCCESS || text == nullptr) text = "no description";
-  const bool memory = result == CUDA_ERROR_OUT_OF_MEMORY;
-  return Error{.code = memory ? Code::kResourceExhausted : Code::kDevice,
-               .what = fmt::format("{}: {} ({}, {})", doing, text, name, static_cast<int>(result)),
-               .next_step = memory ? "free device memory and call again" : "see the driver's log (dmesg, Xid)",
-               .origin = Origin::kDevice,
-               .native = static_cast<int64_t>(result)};
+  Error error{.code = Code::kDevice,
+              .what = fmt::format("{}: {} ({}, {})", doing, text, name, static_cast<int>(result)),
+              .next_step = "see the driver's log (dmesg, Xid)",
+              .origin = Origin::kDevice,
+              .native = static_cast<int64_t>(result)};
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) {
+    error.code = Code::kResourceExhausted;
+    error.next_step = "free device memory and call again";
+  } else if (result == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) {
+    error.code = Code::kUnavailable;
+    error.next_step = "call again when no CUDA graph is being captured";
+  }
+  return error;
 }
 
 }  // namespace torpor

@@ -18,44 +18,45 @@
 namespace torpor {
 
 // Name and the CUDA version whose signature is meant. All are in drivers for CUDA 11.4 and newer.
-#define TORPOR_CUDA_FUNCTIONS(F)          \
-  F(cuInit, 2000)                         \
-  F(cuDriverGetVersion, 2020)             \
-  F(cuGetErrorName, 6000)                 \
-  F(cuGetErrorString, 6000)               \
-  F(cuDeviceGetCount, 2000)               \
-  F(cuDeviceGet, 2000)                    \
-  F(cuDeviceGetName, 2000)                \
-  F(cuDeviceGetAttribute, 2000)           \
-  F(cuDevicePrimaryCtxRetain, 7000)       \
-  F(cuDevicePrimaryCtxRelease, 11000)     \
-  F(cuCtxPushCurrent, 4000)               \
-  F(cuCtxPopCurrent, 4000)                \
-  F(cuCtxSynchronize, 2000)               \
-  F(cuMemGetInfo, 3020)                   \
-  F(cuMemGetAllocationGranularity, 10020) \
-  F(cuMemAddressReserve, 10020)           \
-  F(cuMemAddressFree, 10020)              \
-  F(cuMemCreate, 10020)                   \
-  F(cuMemRelease, 10020)                  \
-  F(cuMemMap, 10020)                      \
-  F(cuMemUnmap, 10020)                    \
-  F(cuMemSetAccess, 10020)                \
-  F(cuMemHostRegister, 6050)              \
-  F(cuMemHostUnregister, 4000)            \
-  F(cuMemsetD8Async, 3020)                \
-  F(cuMemcpyDtoHAsync, 3020)              \
-  F(cuMemcpyHtoDAsync, 3020)              \
-  F(cuModuleLoadData, 2000)               \
-  F(cuModuleGetFunction, 2000)            \
-  F(cuModuleUnload, 2000)                 \
-  F(cuLaunchKernel, 4000)                 \
-  F(cuStreamCreate, 2000)                 \
-  F(cuStreamDestroy, 4000)                \
-  F(cuStreamSynchronize, 2000)            \
-  F(cuEventCreate, 2000)                  \
-  F(cuEventRecord, 2000)                  \
-  F(cuEventSynchronize, 2000)             \
+#define TORPOR_CUDA_FUNCTIONS(F)              \
+  F(cuInit, 2000)                             \
+  F(cuDriverGetVersion, 2020)                 \
+  F(cuGetErrorName, 6000)                     \
+  F(cuGetErrorString, 6000)                   \
+  F(cuDeviceGetCount, 2000)                   \
+  F(cuDeviceGet, 2000)                        \
+  F(cuDeviceGetName, 2000)                    \
+  F(cuDeviceGetAttribute, 2000)               \
+  F(cuDevicePrimaryCtxRetain, 7000)           \
+  F(cuDevicePrimaryCtxRelease, 11000)         \
+  F(cuCtxPushCurrent, 4000)                   \
+  F(cuCtxPopCurrent, 4000)                    \
+  F(cuCtxSynchronize, 2000)                   \
+  F(cuThreadExchangeStreamCaptureMode, 10010) \
+  F(cuMemGetInfo, 3020)                       \
+  F(cuMemGetAllocationGranularity, 10020)     \
+  F(cuMemAddressReserve, 10020)               \
+  F(cuMemAddressFree, 10020)                  \
+  F(cuMemCreate, 10020)                       \
+  F(cuMemRelease, 10020)                      \
+  F(cuMemMap, 10020)                          \
+  F(cuMemUnmap, 10020)                        \
+  F(cuMemSetAccess, 10020)                    \
+  F(cuMemHostRegister, 6050)                  \
+  F(cuMemHostUnregister, 4000)                \
+  F(cuMemsetD8Async, 3020)                    \
+  F(cuMemcpyDtoHAsync, 3020)                  \
+  F(cuMemcpyHtoDAsync, 3020)                  \
+  F(cuModuleLoadData, 2000)                   \
+  F(cuModuleGetFunction, 2000)                \
+  F(cuModuleUnload, 2000)                     \
+  F(cuLaunchKernel, 4000)                     \
+  F(cuStreamCreate, 2000)                     \
+  F(cuStreamDestroy, 4000)                    \
+  F(cuStreamSynchronize, 2000)                \
+  F(cuEventCreate, 2000)                      \
+  F(cuEventRecord, 2000)                      \
+  F(cuEventSynchronize, 2000)                 \
   F(cuEventDestroy, 4000)
 
 // Used where the driver has them, else something slower.
@@ -75,7 +76,8 @@ Result<const CudaDriver*> cuda_driver();
 // Another function of that library, by the driver's own look-up; null if there is none.
 void* cuda_function(const char* name, int version);
 
-// The error of a driver call: `doing` says what was tried. Out of memory is kResourceExhausted, all else kDevice.
+// The error of a driver call: `doing` says what was tried. Out of memory is kResourceExhausted, a call that is refused
+// beside a capture kUnavailable, all else kDevice.
 Error cuda_error(const CudaDriver& driver, CUresult result, std::string_view doing);
 
 }  // namespace torpor

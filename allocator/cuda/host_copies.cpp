@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <sys/mman.h>
+
 #include <fmt/core.h>
 
 #include "allocator/cuda/context.h"
@@ -14,16 +16,37 @@ void HostCopies::unload() {
   module_ = nullptr;
 }
 
+Result<bool> HostCopies::find_batches(CUdevice device) {
+  int same = 0;
+  TORPOR_CUDA_TRY(
+      driver_.cuDeviceGetAttribute(&same, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, device),
+      "asking {} how it reaches host memory", kind_);
+  same_addresses_ = same != 0;
+  return same_addresses_ && driver_.cuMemcpyBatchAsync != nullptr;
+}
+
+// A batch is given the host's addresses, which are illegal where the device has others (sgl-project/sglang issue
+// 40232), and what it makes of memory that is not pinned is nowhere said: such pieces are copied one by one.
 Status HostCopies::begin(CUstream stream, Direction direction, std::span<const Copy> wanted) {
-  const std::vector<Copy> copies = divided(wanted);
-  if (gathers(copies)) return gather(stream, direction, copies);
-  if (copies.size() > 1 && driver_.cuMemcpyBatchAsync != nullptr) return copy_batch(stream, direction, copies);
-  for (const Copy& copy : copies) {
-    TORPOR_CUDA_TRY(direction == Direction::kDeviceToHost
-                        ? driver_.cuMemcpyDtoHAsync(copy.host, copy.device, copy.bytes, stream)
-                        : driver_.cuMemcpyHtoDAsync(copy.device, copy.host, copy.bytes, stream),
-                    "copying {} bytes at {:#x} on {}", copy.bytes, copy.device, kind_);
+  const Divided pieces = divided(wanted);
+  if (gathers(pieces)) return gather(stream, direction, pieces.copies);
+  const bool batches = same_addresses_ && driver_.cuMemcpyBatchAsync != nullptr && pieces.pinned_copies > 1;
+  std::vector<Copy> batch;
+  for (size_t i = 0; i < pieces.copies.size(); ++i) {
+    if (batches && pieces.pinned[i]) {
+      batch.push_back(pieces.copies[i]);
+    } else {
+      TORPOR_TRY(copy_one(stream, direction, pieces.copies[i]));
+    }
   }
+  return batch.empty() ? ok() : copy_batch(stream, direction, batch);
+}
+
+Status HostCopies::copy_one(CUstream stream, Direction direction, const Copy& copy) {
+  TORPOR_CUDA_TRY(direction == Direction::kDeviceToHost
+                      ? driver_.cuMemcpyDtoHAsync(copy.host, copy.device, copy.bytes, stream)
+                      : driver_.cuMemcpyHtoDAsync(copy.device, copy.host, copy.bytes, stream),
+                  "copying {} bytes at {:#x} on {}", copy.bytes, copy.device, kind_);
   return ok();
 }
 
@@ -31,6 +54,8 @@ Status HostCopies::pin(std::span<std::byte> host) {
   for (uint64_t at = 0; at < host.size(); at += pin_step_bytes_) {
     const uint64_t bytes = std::min<uint64_t>(pin_step_bytes_, host.size() - at);
     std::map<std::byte*, uint64_t> made{{host.data() + at, bytes}};
+    // A fork would copy pages that are pinned at once, all of them.
+    (void)::madvise(host.data() + at, bytes, MADV_DONTFORK);
     const CUresult result =
         driver_.cuMemHostRegister(host.data() + at, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
     if (result == CUDA_SUCCESS) {
@@ -38,6 +63,7 @@ Status HostCopies::pin(std::span<std::byte> host) {
       pinned_.merge(made);
       continue;
     }
+    (void)::madvise(host.data() + at, bytes, MADV_DOFORK);
     Error error = cuda_error(driver_, result, fmt::format("pinning {} bytes of host memory", bytes));
     error.state_changed = !unpin(host);
     return error;
@@ -65,19 +91,14 @@ Status HostCopies::copy_batch(CUstream stream, Direction direction, std::span<co
   return ok();
 }
 
-Status HostCopies::load_gather(CUdevice device, int driver_version, std::span<const std::byte> wanted,
-                               uint64_t below_bytes) {
+Status HostCopies::load_gather(int driver_version, std::span<const std::byte> wanted, uint64_t below_bytes) {
   const auto missing = [](std::string what) {
     return Error{.code = Code::kUnsupported, .what = std::move(what), .origin = Origin::kDevice};
   };
   const std::span<const std::byte> image = wanted.empty() ? cuda::gather_image() : wanted;
   if (image.empty()) return missing("this build has no kernel, nvcc was not found");
   if (driver_version < cuda::kGatherDriver) return missing("the driver is older than CUDA 12.1");
-  int same_address = 0;
-  TORPOR_CUDA_TRY(
-      driver_.cuDeviceGetAttribute(&same_address, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, device),
-      "asking {} how it reaches host memory", kind_);
-  if (same_address == 0) return missing("its kernels cannot use the addresses of host memory");
+  if (!same_addresses_) return missing("its kernels cannot use the addresses of host memory");
   CUmodule module = nullptr;
   TORPOR_CUDA_TRY(driver_.cuModuleLoadData(&module, image.data()), "loading a kernel on {}", kind_);
   if (const CUresult result = driver_.cuModuleGetFunction(&gather_, module, cuda::kGatherName);
@@ -92,21 +113,26 @@ Status HostCopies::load_gather(CUdevice device, int driver_version, std::span<co
 
 // The driver refuses a copy whose host memory lies in two registrations, or partly in one (seen with
 // cudaMemcpyBatchAsync, sgl-project/sglang pull request 36798): each result lies in one, or in none.
-std::vector<Copy> HostCopies::divided(std::span<const Copy> copies) {
-  std::vector<Copy> pieces;
-  pieces.reserve(copies.size());
+HostCopies::Divided HostCopies::divided(std::span<const Copy> copies) {
+  Divided pieces;
+  pieces.copies.reserve(copies.size());
+  pieces.pinned.reserve(copies.size());
   const MutexLock lock(mutex_);
   for (Copy rest : copies) {
     while (rest.bytes > 0) {
       const auto next = pinned_.upper_bound(rest.host);
       uint64_t undivided = next == pinned_.end() ? rest.bytes : static_cast<uint64_t>(next->first - rest.host);
+      bool pinned = false;
       if (next != pinned_.begin()) {
         const auto& [base, size] = *std::prev(next);
-        if (rest.host < base + size) undivided = static_cast<uint64_t>(base + size - rest.host);
+        pinned = rest.host < base + size;
+        if (pinned) undivided = static_cast<uint64_t>(base + size - rest.host);
       }
       Copy piece = rest;
       piece.bytes = std::min(rest.bytes, undivided);
-      pieces.push_back(piece);
+      pieces.copies.push_back(piece);
+      pieces.pinned.push_back(pinned);
+      pieces.pinned_copies += pinned ? 1 : 0;
       rest.device += piece.bytes;
       rest.host += piece.bytes;
       rest.bytes -= piece.bytes;
@@ -115,16 +141,12 @@ std::vector<Copy> HostCopies::divided(std::span<const Copy> copies) {
   return pieces;
 }
 
-bool HostCopies::gathers(std::span<const Copy> copies) {
-  if (module_ == nullptr || copies.size() < 2) return false;
+bool HostCopies::gathers(const Divided& pieces) const {
+  const size_t count = pieces.copies.size();
+  if (module_ == nullptr || count < 2 || pieces.pinned_copies < count) return false;
   uint64_t bytes = 0;
-  const MutexLock lock(mutex_);
-  for (const Copy& copy : copies) {
-    bytes += copy.bytes;
-    auto pinned = pinned_.upper_bound(copy.host);
-    if (pinned == pinned_.begin() || (--pinned)->first + pinned->second < copy.host + copy.bytes) return false;
-  }
-  return bytes / copies.size() < gather_below_bytes_;
+  for (const Copy& copy : pieces.copies) bytes += copy.bytes;
+  return bytes / count < gather_below_bytes_;
 }
 
 Status HostCopies::gather(CUstream stream, Direction direction, std::span<const Copy> copies) {
@@ -157,7 +179,9 @@ Status HostCopies::unpin(std::span<std::byte> host) {
     const CUresult result = twice([&] { return driver_.cuMemHostUnregister(base); });
     if (result == CUDA_SUCCESS) {
       const MutexLock lock(mutex_);
-      pinned_.erase(base);
+      const auto gone = pinned_.find(base);
+      (void)::madvise(base, gone->second, MADV_DOFORK);
+      pinned_.erase(gone);
     } else if (first) {
       first = cuda_error(driver_, result, "unpinning host memory");
     }

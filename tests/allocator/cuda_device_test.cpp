@@ -24,6 +24,8 @@ using test::FakeCudaOptions;
 using test::value_of;
 using Lasting = FakeCuda::Lasting;
 
+constexpr uint64_t kEntered = 2;  // calls before a method's own: the context, and the mode of captures
+
 // Over the fake driver; the one before ends, and with it fails the test that misused it.
 std::unique_ptr<DeviceMemory> over_fake(FakeCudaOptions options) {
   static std::optional<FakeCuda> fake;
@@ -32,10 +34,11 @@ std::unique_ptr<DeviceMemory> over_fake(FakeCudaOptions options) {
 }
 std::unique_ptr<DeviceMemory> batched() { return over_fake({}); }
 std::unique_ptr<DeviceMemory> one_by_one() {
-  return over_fake({.granularity_bytes = 2 * kMiB, .batched_copies = false, .seed = 2});
+  return over_fake({.granularity_bytes = 64 * kKiB, .batched_copies = false, .seed = 2});
 }
+std::unique_ptr<DeviceMemory> other_addresses() { return over_fake({.host_pointers = false, .seed = 3}); }
 
-INSTANTIATE_TEST_SUITE_P(FakeCuda, DeviceMemoryContract, ::testing::Values(batched, one_by_one));
+INSTANTIATE_TEST_SUITE_P(FakeCuda, DeviceMemoryContract, ::testing::Values(batched, one_by_one, other_addresses));
 
 // The same on real ones, where there are any.
 std::vector<test::DeviceFactory> real_devices() {
@@ -99,7 +102,9 @@ TEST(CudaDevice, TheCallersContextIsPutBackWhateverHappens) {
 }
 
 TEST(CudaDevice, AnotherProcessMayHoldTheMemory) {
-  FakeCuda fake({.memory_bytes = kMiB});
+  constexpr uint64_t kMost = 16 * kMiB;
+  constexpr uint64_t kUnit = 2 * kMiB;
+  FakeCuda fake({.memory_bytes = kMost});
   const auto device = value_of(make_cuda_device(fake.driver(), {}));
   CUcontext own = nullptr;
   ASSERT_EQ(fake.driver().cuDevicePrimaryCtxRetain(&own, 0), CUDA_SUCCESS);
@@ -107,11 +112,11 @@ TEST(CudaDevice, AnotherProcessMayHoldTheMemory) {
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   CUmemGenericAllocationHandle other = 0;
-  ASSERT_EQ(fake.driver().cuMemCreate(&other, kMiB - 64 * kKiB, &properties, 0), CUDA_SUCCESS);
-  EXPECT_FAILS(device->create(128 * kKiB), Code::kResourceExhausted, "free device memory");
-  EXPECT_EQ(*device->info().used_bytes - device->info().physical_bytes, kMiB - 64 * kKiB);  // what is not torpor's
+  ASSERT_EQ(fake.driver().cuMemCreate(&other, kMost - kUnit, &properties, 0), CUDA_SUCCESS);
+  EXPECT_FAILS(device->create(2 * kUnit), Code::kResourceExhausted, "free device memory");
+  EXPECT_EQ(*device->info().used_bytes - device->info().physical_bytes, kMost - kUnit);  // what is not torpor's
   ASSERT_EQ(fake.driver().cuMemRelease(other), CUDA_SUCCESS);
-  const PhysicalId id = value_of(device->create(128 * kKiB));
+  const PhysicalId id = value_of(device->create(2 * kUnit));
   ASSERT_SUCCEEDS(device->release(id));
   CUcontext popped = nullptr;
   ASSERT_EQ(fake.driver().cuCtxPopCurrent(&popped), CUDA_SUCCESS);
@@ -158,7 +163,7 @@ class CudaDeviceTest : public ::testing::Test {
 TEST_F(CudaDeviceTest, AnUnmapThatFailsHalfWayIsUndone) {
   std::vector<std::byte> content(4 * unit_, std::byte{7});
   ASSERT_EQ(copy(Direction::kHostToDevice, content).drain, Drain::kCompleted);
-  fake_.fail(4, CUDA_ERROR_UNKNOWN, Lasting::kForever);  // context, two unmaps, then the third for ever
+  fake_.fail(kEntered + 3, CUDA_ERROR_UNKNOWN, Lasting::kForever);  // two unmaps, then the third for ever
   const Status done = device_->unmap(address_, 4 * unit_);
   EXPECT_EQ(fake_.failed_function(), "cuMemUnmap");
   ASSERT_FALSE(done);
@@ -175,7 +180,7 @@ TEST_F(CudaDeviceTest, AWaitThatFailsIsDecidedByTheStream) {
     std::vector<Copy> copies = {{address_, host.data(), unit_}};
     EXPECT_SUCCEEDS(device_->copy_async(stream_, Direction::kDeviceToHost, copies));
     const EventId event = value_of(device_->record(stream_));
-    fake_.fail(2, code, lasting);  // context, then the event
+    fake_.fail(kEntered + 1, code, lasting);  // the event
     const DrainResult drained = device_->wait(event);
     EXPECT_EQ(fake_.failed_function(), "cuEventSynchronize");
     fake_.heal();
@@ -196,7 +201,7 @@ TEST_F(CudaDeviceTest, WhatAStickyErrorMayHaveTakenDownIsNotTakenDownAgain) {
   const PhysicalId id = value_of(device_->create(unit_));
   for (const auto& [code, calls] : {std::pair(CUDA_ERROR_ILLEGAL_ADDRESS, 1u), std::pair(CUDA_ERROR_UNKNOWN, 2u)}) {
     const uint64_t before = fake_.counts()["cuMemRelease"];
-    fake_.fail(2, code, Lasting::kForever);  // context, then the release
+    fake_.fail(kEntered + 1, code, Lasting::kForever);  // the release
     EXPECT_FAILS(device_->release(id), Code::kDevice);
     EXPECT_EQ(fake_.failed_function(), "cuMemRelease");
     EXPECT_EQ(fake_.counts()["cuMemRelease"] - before, calls);
@@ -209,10 +214,10 @@ TEST_F(CudaDeviceTest, WhatIsNotProvenToBeZeroedIsNotUnmappedUntilItIs) {
   const DeviceAddress address = value_of(device_->reserve(unit_));
   const PhysicalId id = value_of(device_->create(unit_));
   ASSERT_SUCCEEDS(device_->map(address, id));
-  fake_.fail(4, CUDA_ERROR_LAUNCH_FAILED, Lasting::kSticky);  // context, access, memset, then its wait
+  fake_.fail(kEntered + 3, CUDA_ERROR_LAUNCH_FAILED, Lasting::kSticky);  // access, memset, then its wait
   EXPECT_FAILS(device_->set_access(address, unit_, Access::kReadWrite), Code::kDevice, "zeroing");
   EXPECT_EQ(fake_.failed_function(), "cuStreamSynchronize");
-  fake_.fail(2, CUDA_ERROR_LAUNCH_FAILED, Lasting::kSticky);
+  fake_.fail(kEntered + 1, CUDA_ERROR_LAUNCH_FAILED, Lasting::kSticky);
   EXPECT_FAILS(device_->unmap(address, unit_), Code::kDevice);
   fake_.heal();
   EXPECT_SUCCEEDS(device_->unmap(address, unit_));
@@ -256,7 +261,7 @@ TEST(CudaDevice, ANumaNodeThatTheSystemDoesNotHaveIsDoneWithout) {
 
 TEST_F(CudaDeviceTest, AnArenaThatCannotBePinnedWorksAndSaysSo) {
   const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .pin_for = device_.get()}));
-  fake_.fail(2, CUDA_ERROR_OUT_OF_MEMORY, Lasting::kOnce);
+  fake_.fail(kEntered + 1, CUDA_ERROR_OUT_OF_MEMORY, Lasting::kOnce);
   {
     const auto span = value_of(arena->allocate(kMiB));
     EXPECT_EQ(fake_.failed_function(), "cuMemHostRegister");
@@ -303,11 +308,11 @@ TEST_F(CudaDeviceTest, WhatCouldNotBeUnpinnedIsTriedAgainAndNothingElse) {
   const auto device = value_of(make_cuda_device(fake_.driver(), {.pin_step_bytes = kMiB}));
   std::vector<std::byte> memory(4 * kMiB);
   ASSERT_SUCCEEDS(device->pin_host(memory));
-  fake_.fail(3, CUDA_ERROR_ILLEGAL_ADDRESS, Lasting::kOnce);  // context, the first, then the second
+  fake_.fail(kEntered + 2, CUDA_ERROR_ILLEGAL_ADDRESS, Lasting::kOnce);  // the second, and all after it
   EXPECT_FAILS(device->unpin_host(memory), Code::kDevice);
   EXPECT_EQ(fake_.failed_function(), "cuMemHostUnregister");
   fake_.heal();
-  EXPECT_NE(fake_.left().find("1 pinned"), std::string::npos);
+  EXPECT_NE(fake_.left().find("3 pinned"), std::string::npos);
   EXPECT_SUCCEEDS(device->unpin_host(memory));
   EXPECT_EQ(fake_.left().find("pinned"), std::string::npos);
 }
@@ -315,7 +320,7 @@ TEST_F(CudaDeviceTest, WhatCouldNotBeUnpinnedIsTriedAgainAndNothingElse) {
 TEST_F(CudaDeviceTest, MemoryThatCannotBeUnpinnedStays) {
   const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .pin_for = device_.get()}));
   (void)value_of(arena->allocate(kMiB));
-  fake_.fail(2, CUDA_ERROR_UNKNOWN, Lasting::kForever);
+  fake_.fail(kEntered + 1, CUDA_ERROR_UNKNOWN, Lasting::kForever);
   EXPECT_EQ(arena->trim(), 0u);
   EXPECT_EQ(fake_.failed_function(), "cuMemHostUnregister");
   EXPECT_EQ(arena->info().held_bytes, 2 * kMiB);

@@ -1,6 +1,10 @@
 #include "allocator/quiet_prefault.h"
 
+#include <filesystem>
+#include <string>
 #include <thread>
+
+#include <sched.h>
 
 #include "base/units.h"
 #include "tests/support/results.h"
@@ -25,6 +29,38 @@ TEST(QuietPrefault, WhatIsWantedIsThere) {
   const uint64_t held = arena->info().held_bytes;
   const HostArena::Span span = value_of(arena->allocate(4 * kMiB));
   EXPECT_EQ(arena->info().held_bytes, held);
+}
+
+TEST(QuietPrefault, BeginsNothingBeforeItIsTold) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 4 * kMiB}));
+  QuietPrefault quiet(
+      *arena, [] { return kPlenty; }, /*waits=*/true);
+  quiet.want(8 * kMiB);
+  quiet.wait();
+  EXPECT_EQ(arena->info().held_bytes, 0u);
+  quiet.start();
+  quiet.wait();
+  EXPECT_EQ(arena->info().held_bytes, 8 * kMiB);
+  quiet.want(12 * kMiB);
+  quiet.wait();
+  EXPECT_EQ(arena->info().held_bytes, 12 * kMiB);
+}
+
+// Of this process some thread stands back for all others, and it is not the one that asks and pins.
+TEST(QuietPrefault, AThreadOfTheLowestPriorityTouchesThePages) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 4 * kMiB}));
+  bool somebody = false;
+  bool who_asks = false;
+  QuietPrefault quiet(*arena, [&] {
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task"))
+      somebody = somebody || ::sched_getscheduler(std::stoi(task.path().filename())) == SCHED_IDLE;
+    who_asks = who_asks || ::sched_getscheduler(0) == SCHED_IDLE;
+    return kPlenty;
+  });
+  quiet.want(8 * kMiB);
+  quiet.wait();
+  EXPECT_TRUE(somebody);
+  EXPECT_FALSE(who_asks);
 }
 
 TEST(QuietPrefault, ItEndsWhereTheSystemHasNoRoom) {

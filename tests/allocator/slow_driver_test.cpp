@@ -18,7 +18,7 @@ using test::FakeCuda;
 using test::value_of;
 using namespace std::chrono_literals;
 
-constexpr uint64_t kUnit = 64 * kKiB;
+constexpr uint64_t kUnit = 2 * kMiB;
 
 // Two ranges of memory, one mapped, one to be.
 class SlowDriverTest : public ::testing::Test {

@@ -15,6 +15,18 @@ TEST(Digest, IsXxh3Of128BitsInCanonicalOrder) {
   EXPECT_EQ(digest_of({}).hex(), "99aa06d3014798d86001c324468d497f");  // published for the empty input, seed 0
 }
 
+// One for each piece of a batch: no memory is taken for it, and a copy goes its own way.
+TEST(Digest, IsAValue) {
+  static_assert(std::is_trivially_copyable_v<StreamingDigest>);
+  StreamingDigest first;
+  first.update(bytes_of("one"));
+  StreamingDigest second = first;
+  first.update(bytes_of("two"));
+  second.update(bytes_of("three"));
+  EXPECT_EQ(first.finish(), digest_of(bytes_of("onetwo")));
+  EXPECT_EQ(second.finish(), digest_of(bytes_of("onethree")));
+}
+
 TEST(Digest, InPiecesEqualsInOne) {
   std::string text(100'000, '\0');
   for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 131);

@@ -121,12 +121,14 @@ TEST_P(DeviceMemoryContract, CopiesNeedAccess) {
   const Copy copy{address, host.data(), unit_};
   const Copy beyond{address, host.data(), 2 * unit_};
   EXPECT_FAILS(device_->copy_async(stream_, Direction::kDeviceToHost, {&copy, 1}), Code::kInvalidArgument);
-  ASSERT_SUCCEEDS(device_->set_access(address, unit_, Access::kRead));
-  EXPECT_SUCCEEDS(device_->copy_async(stream_, Direction::kDeviceToHost, {&copy, 1}));
   EXPECT_FAILS(device_->copy_async(stream_, Direction::kHostToDevice, {&copy, 1}), Code::kInvalidArgument);
+  ASSERT_SUCCEEDS(device_->set_access(address, unit_, Access::kReadWrite));
+  EXPECT_SUCCEEDS(device_->copy_async(stream_, Direction::kDeviceToHost, {&copy, 1}));
   EXPECT_FAILS(device_->copy_async(stream_, Direction::kDeviceToHost, {&beyond, 1}), Code::kInvalidArgument);
   EXPECT_EQ(device_->wait(value_of(device_->record(stream_))).drain, Drain::kCompleted);
-  EXPECT_FAILS(device_->set_access(address, 2 * unit_, Access::kRead), Code::kInvalidArgument);
+  EXPECT_FAILS(device_->set_access(address, 2 * unit_, Access::kReadWrite), Code::kInvalidArgument);
+  ASSERT_SUCCEEDS(device_->set_access(address, unit_, Access::kNone));
+  EXPECT_FAILS(device_->copy_async(stream_, Direction::kDeviceToHost, {&copy, 1}), Code::kInvalidArgument);
   ASSERT_SUCCEEDS(device_->unmap(address, unit_));
   ASSERT_SUCCEEDS(device_->release(id));
   ASSERT_SUCCEEDS(device_->free_reservation(address));

@@ -1,5 +1,5 @@
 // While one region is mapped and zeroed by a driver that takes its time, chunks go up into another that is there; and
-// the other way round.
+// the other way round. While host memory is pinned, chunks go down into what is there.
 #include <cstring>
 #include <future>
 #include <thread>
@@ -19,13 +19,13 @@ using test::FakeCuda;
 using test::value_of;
 using namespace std::chrono_literals;
 
-constexpr uint64_t kBytes = 256 * kKiB;
+constexpr uint64_t kBytes = 4 * kMiB;
 
 class MappingOverlapTest : public ::testing::Test {
  protected:
   MappingOverlapTest()
       : device_(value_of(make_cuda_device(fake_.driver(), {}))),
-        allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = 64 * kKiB}))),
+        allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = 2 * kMiB}))),
         arena_(value_of(HostArena::create({.slab_bytes = 2 * kMiB}))),
         transfers_(value_of(TransferEngine::create(*device_, *arena_, {.threads = 1}))),
         backup_(*arena_) {
@@ -96,6 +96,31 @@ TEST_F(MappingOverlapTest, WithoutAThreadAllIsMappedBeforeAnythingIsCopied) {
   ASSERT_SUCCEEDS(mapper.wait(2));
   for (size_t region = 0; region < 2; ++region) EXPECT_SUCCEEDS(restore(region));
   EXPECT_SUCCEEDS(allocator_->finish_restore(tags_));
+}
+
+TEST(FirstSleepOverlap, ChunksGoDownWhileMoreHostMemoryIsPinned) {
+  FakeCuda fake;
+  const auto device = value_of(make_cuda_device(fake.driver(), {}));
+  const auto allocator = value_of(SleepAllocator::create(*device, {.handle_bytes = 2 * kMiB}));
+  const auto arena = value_of(HostArena::create({.slab_bytes = kMiB, .piece_bytes = kMiB, .pin_for = device.get()}));
+  const auto transfers = value_of(TransferEngine::create(*device, *arena, {.threads = 1}));
+  std::vector<ChunkPlan> plans;
+  std::vector<DeviceAddress> regions;
+  for (const char* const name : {"a", "b", "c"}) {
+    regions.push_back(value_of(allocator->allocate("weights", name, kMiB - 4 * kPage)));
+    plans.push_back({.key = {.tag = "weights", .region = name}, .pieces = {{regions.back(), kMiB - 4 * kPage}}});
+  }
+  fake.hold("cuMemHostRegister", 2);  // that of a third piece, after the arena's first slab
+  HostTier backup(*arena);
+  std::future<Result<std::vector<SavedChunk>>> saved =
+      std::async(std::launch::async, [&] { return transfers->save(plans, backup); });
+  fake.wait_until_held();
+  const auto down = [&] { return fake.counts()["cuMemcpyDtoHAsync"] + fake.counts()["cuMemcpyBatchAsync"]; };
+  for (int i = 0; i < 20'000 && down() == 0; ++i) std::this_thread::sleep_for(1ms);
+  EXPECT_GT(down(), 0u) << "copies wait for memory that they do not need yet";
+  fake.let_go();
+  EXPECT_EQ(value_of(saved.get()).size(), 3u);
+  for (const DeviceAddress region : regions) EXPECT_SUCCEEDS(allocator->free(region));
 }
 
 }  // namespace

@@ -23,12 +23,12 @@ using test::value_of;
 using Lasting = FakeCuda::Lasting;
 using Tags = std::vector<std::string>;
 
-constexpr uint64_t kUnit = 64 * kKiB;
+constexpr uint64_t kUnit = 64 * kKiB;  // small: what is tried is calls, not bytes
 constexpr uint64_t kRegion = 5 * kUnit;
 
 class PublicFailures : public ::testing::Test {
  protected:
-  PublicFailures() : fake_({.memory_bytes = 32 * kUnit}) {
+  PublicFailures() : fake_({.memory_bytes = 32 * kUnit, .granularity_bytes = kUnit}) {
     memory_ = make();
     for (const char* tag : {"weights", "kv_cache", "runtime"}) {
       addresses_[tag] = value_of(memory_->allocate(tag, "all", kRegion));

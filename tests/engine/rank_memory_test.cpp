@@ -119,6 +119,20 @@ TEST_F(FirstSleep, TakesWhatItSaysOrNothing) {
   EXPECT_EQ(held(*make({.arena_prefault_bytes = {}, .prefault_room = [] { return uint64_t{0}; }})), 0u);
 }
 
+// As for an engine that captures CUDA graphs first.
+TEST_F(FirstSleep, WaitsWithItsHostMemoryUntilItIsToldToBegin) {
+  for (const std::optional<uint64_t> prefault : {std::optional<uint64_t>(), std::optional(6 * kMiB)}) {
+    const auto memory = make({.arena_slab_bytes = 2 * kMiB, .arena_prefault_bytes = prefault, .prefault_waits = true});
+    EXPECT_EQ(held(*memory), 0u);
+    memory->start_prefault();
+    memory->start_prefault();  // nothing more
+    memory->wait_quiet_prefault();
+    (void)memory->arena().wait_prefault();
+    EXPECT_GE(held(*memory), prefault.value_or(2 * 2 * kSize));
+    EXPECT_LE(held(*memory), prefault.value_or(2 * 2 * kSize) + 2 * kMiB);
+  }
+}
+
 TEST_F(RankMemoryTest, TheLedgerNamesEveryByte) {
   const auto memory = make(false);
   EXPECT_EQ(memory->ledger().device_physical_bytes, kSize);

@@ -1,12 +1,14 @@
 #include "tests/support/fake_cuda_driver.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <numeric>
 
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
+#include "allocator/cuda/context.h"
 #include "allocator/cuda/gather.h"
 #include "tests/support/fake_cuda_handles.h"
 
@@ -29,15 +31,17 @@ std::string plain(std::string function) {
 
 }  // namespace
 
-void FakeCuda::hold(std::string function) {
+void FakeCuda::hold(std::string function, uint64_t after) {
   const std::lock_guard lock(gate_mutex_);
+  gate_after_ = after;
   gate_of_ = std::move(function);
   held_ = false;
 }
 
 void FakeCuda::wait_until_held() {
   std::unique_lock lock(gate_mutex_);
-  gate_changed_.wait(lock, [this] { return held_; });
+  if (!gate_changed_.wait_for(lock, std::chrono::seconds(20), [this] { return held_; }))
+    ADD_FAILURE() << "nobody called " << gate_of_;
 }
 
 void FakeCuda::let_go() {
@@ -49,6 +53,10 @@ void FakeCuda::let_go() {
 void FakeCuda::pass_gate(std::string function) {
   std::unique_lock lock(gate_mutex_);
   if (gate_of_.empty() || held_ || gate_of_ != plain(std::move(function))) return;
+  if (gate_after_ > 0) {
+    --gate_after_;
+    return;
+  }
   held_ = true;
   gate_changed_.notify_all();
   gate_changed_.wait(lock, [this] { return gate_of_.empty(); });
@@ -58,7 +66,9 @@ void FakeCuda::pass_gate(std::string function) {
 CUresult FakeCuda::enter(std::string function, bool needs_context) {
   function = plain(std::move(function));
   ++counts_[function];
+  charge(function, kFakeCudaPrices.call);
   some_time_passes();
+  if (lost_ != CUDA_SUCCESS && needs_context && function != "cuCtxPopCurrent") return lost_;
   if (paused_) return needs_context && contexts.empty() ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
   ++calls_;
   if (calls_ == fail_at_) failing_ = function;
@@ -102,6 +112,10 @@ void FakeCuda::run_one(Stream& stream) {
   const Work work = stream.queue.front();
   stream.queue.pop_front();
   ++stream.done;
+  if (work.illegal) {
+    lost_ = CUDA_ERROR_ILLEGAL_ADDRESS;
+    return;
+  }
   if (!accessible(work.device, work.bytes, work.kind != Work::Kind::kDown)) {
     misuse(fmt::format("work on {:#x} ran when that was not mapped with access", work.device));
     return;
@@ -149,6 +163,7 @@ CUresult FakeCuda::enqueue(uint64_t id, const Work& work) {
   if (stream == streams_.end()) return CUDA_ERROR_INVALID_HANDLE;
   if (work.bytes == 0 || !accessible(work.device, work.bytes, work.kind != Work::Kind::kDown))
     return CUDA_ERROR_INVALID_VALUE;
+  if (const CUresult captured = use_of_stream(id); captured != CUDA_SUCCESS) return captured;
   for (const auto& [base, size] : pinned_) {  // host memory lies in one registration, or in none
     if (work.host != nullptr && overlap(number(base), size, number(work.host), work.bytes) &&
         (work.host < base || base + size < work.host + work.bytes))
@@ -165,6 +180,10 @@ CUresult FakeCuda::enqueue(uint64_t id, const Work& work) {
       if (overlap(work.device, work.bytes, running.device, running.bytes) && !both_read_device)
         misuse("device memory is written while work on another stream uses it");
     }
+  }
+  if (work.host != nullptr) {
+    const double rate = is_pinned(work.host, work.bytes) ? kFakeCudaPrices.link_bytes : kFakeCudaPrices.pageable_bytes;
+    cost_.link += static_cast<uint64_t>(static_cast<double>(work.bytes) / rate);
   }
   stream->second.queue.push_back(work);
   ++stream->second.enqueued;
@@ -190,6 +209,7 @@ FakeCuda::FakeCuda(FakeCudaOptions options)
     : options_(options), random_(options.seed), used_(static_cast<size_t>(options.devices)) {
   fill_table();
   contexts.clear();
+  capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
   active_ = this;
 }
 
@@ -203,13 +223,14 @@ void FakeCuda::fail(uint64_t nth_call_from_now, CUresult code, Lasting lasting) 
   calls_ = 0;
   fail_at_ = nth_call_from_now;
   code_ = code;
-  lasting_ = lasting;
+  lasting_ = is_sticky(code) ? Lasting::kSticky : lasting;
   failing_.clear();
 }
 
 void FakeCuda::heal() {
   const std::lock_guard lock(mutex_);
   fail_at_ = 0;
+  lost_ = CUDA_SUCCESS;
 }
 
 void FakeCuda::pause(bool paused) {
@@ -257,6 +278,13 @@ std::string FakeCuda::left() const {
 uint64_t FakeCuda::used_bytes(int device) const {
   const std::lock_guard lock(mutex_);
   return used_.at(static_cast<size_t>(device));
+}
+
+uint64_t FakeCuda::rdma_bytes() const {
+  const std::lock_guard lock(mutex_);
+  uint64_t bytes = 0;
+  for (const auto& [id, physical] : physical_) bytes += physical.rdma ? physical.bytes.size() : 0;
+  return bytes;
 }
 
 size_t FakeCuda::contexts_of_this_thread() const { return contexts.size(); }

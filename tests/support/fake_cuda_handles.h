@@ -18,7 +18,12 @@ inline bool overlap(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size) {
   return a < b + b_size && b < a + a_size;
 }
 
-// The contexts that this thread has pushed.
+// The contexts that this thread has pushed, and how it takes captures of others.
 inline thread_local std::vector<CUcontext> contexts;
+inline thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+// Where the device sees registered host memory that it does not see at the host's addresses: by so much further on.
+// Beyond all addresses of processes, and of the fake's devices.
+inline constexpr uint64_t kDeviceView = uint64_t{1} << 52;
 
 }  // namespace torpor::test

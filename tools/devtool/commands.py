@@ -35,6 +35,7 @@ BENCHES = {
     "kv_copy_torch": "tools/bench/kv_copy_torch_bench.py",
     "store": "build/release/tools/bench/store_bench",
     "tier_replay": "build/release/tools/bench/tier_replay_bench",
+    "arena": "build/release/tools/bench/arena_bench",
     "block_index": "build/release/tools/bench/block_index_bench",
     "checkpoint": "build/release/tools/bench/checkpoint_bench",
     "scheduler_snapshot": "build/release/tools/bench/scheduler_snapshot_bench",

@@ -160,6 +160,8 @@ class RankMemory:
         """Of what load_tag() filled: its digest; None if it was seen to be written since."""
     def set_kv_layout(self, tag: str, layout: dict) -> None:
         """From now on `tag` holds KV blocks laid out like this."""
+    def start_prefault(self) -> None:
+        """Begin to bring up host memory for the first sleep, which waits for this on a GPU; else it has begun."""
     def states(self) -> dict:
         """The state of each tag."""
 
@@ -343,7 +345,7 @@ def memory_mark_dirty(tags: Sequence[str]) -> None: ...
 
 def memory_of(device: int, options: dict) -> RankMemory:
     """The RankMemory that torch's allocations on this device come from; made with these options if there is none
-    yet.
+    yet. On a GPU it brings up no host memory before start_prefault().
     """
 
 def memory_plan_sleep(tags: Sequence[str], keep: Sequence[str] | None) -> dict: ...
