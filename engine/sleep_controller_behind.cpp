@@ -39,7 +39,9 @@ struct SleepController::Behind {
 
   // Blocks first: the ranks know their contents by place.
   void say_what_is_saved(const std::vector<std::string>& tags, bool as_proven) {
-    for (const std::string& tag : tags) (tag == kWeightsTag ? save.carried : save.tags).push_back(tag);
+    for (const std::string& tag : tags) {
+      if (!is_scratch(tag)) (tag == kWeightsTag ? save.carried : save.tags).push_back(tag);
+    }
     std::stable_partition(save.tags.begin(), save.tags.end(),
                           [](const std::string& tag) { return tag == kKvCacheTag; });
     save.directory = pending->staging_path();

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torpor import _core
 from torpor.errors import Unsupported, WrongState
 from torpor.vllm import kv_layout, weights_layout
 from torpor.vllm.worker_memory import WorkerMemory
@@ -35,6 +36,11 @@ def being_loaded() -> CpuWorkerMemory | None:
 def region_tensor(address: int, size: int) -> torch.Tensor:
     """The bytes at `address` as a flat uint8 tensor. The region outlives it: it lives as long as the worker."""
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+
+
+def start_prefault(rank_memory: _core.RankMemory) -> None:
+    if (start := getattr(rank_memory, "start_prefault", None)) is not None:  # else it began with the memory
+        start()
 
 
 def views_of_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -68,6 +74,15 @@ class CpuWorkerMemory(WorkerMemory):
         if tag == "weights":
             return self.loading_weights(model_runner)
         return self.allocating_kv() if tag == "kv_cache" else nullcontext()
+
+    def start_prefault(self) -> None:
+        start_prefault(self.rank_memory)
+
+    def close(self) -> None:
+        """The regions go with the RankMemory, which is this worker's own."""
+
+    def note_order(self) -> None:
+        """Parameters and buffers need nothing: buffers stay where they are, parameters are always saved."""
 
     @contextmanager
     def loading_weights(self, model_runner):
