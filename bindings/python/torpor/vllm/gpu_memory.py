@@ -171,6 +171,19 @@ class GpuWorkerMemory(WorkerMemory):
         if not found.loaded:
             raise Unsupported("vLLM loads the model otherwise than torpor expects", "switch gpu_preserve_state off")
         self._model, self._beside = model_runner.model, found.beside
+        self._name_weights(found)
+
+    def _name_weights(self, found: _Loaded) -> None:
+        """Say what of the weights' memory decides tokens: where it lies and what is beside it is of this process."""
+        tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        places: dict[int, int] = {}
+        forms = []
+        for name, tensor in sorted(tensors.items()):
+            at = _storage(tensor)
+            if at is not None and found.holds(at):
+                forms.append(f"{name} {tensor.dtype} {list(tensor.shape)} {list(tensor.stride())}")
+                places.setdefault(at, tensor.untyped_storage().nbytes())
+        self.rank_memory.name_weights(_core.digest("\n".join(forms).encode()), list(places.items()))
 
     def start_prefault(self) -> None:
         start_prefault(self.rank_memory)
@@ -254,20 +267,24 @@ class _Loaded:
     def __init__(self) -> None:
         self.loaded = False
         self.beside: list[weakref.ref[torch.Tensor]] = []  # in the memory of the weights, and no parameters
+        self._segments: list[tuple[int, int]] = []  # of that memory: begin and end of each, in order
 
     def look_at(self, model: torch.nn.Module, pool: torch.cuda.MemPool) -> None:
         gc.collect()
         segments = pool.snapshot(include_traces=False)
         _clear_unused(segments)
-        ends = sorted((each["address"], each["address"] + each["total_size"]) for each in segments)
+        self._segments = sorted((each["address"], each["address"] + each["total_size"]) for each in segments)
         written = {_storage(parameter) for parameter in model.parameters()}
         for each in gc.get_objects():
             # isinstance() would ask objects that stand for others, and import what those are.
-            if issubclass(type(each), torch.Tensor) and (at := _storage(each)) is not None and at not in written:
-                place = bisect.bisect_right(ends, (at, sys.maxsize)) - 1
-                if place >= 0 and at < ends[place][1]:
+            if issubclass(type(each), torch.Tensor) and (at := _storage(each)) is not None:
+                if at not in written and self.holds(at):
                     self.beside.append(weakref.ref(each))
         self.loaded = True
+
+    def holds(self, address: int) -> bool:
+        place = bisect.bisect_right(self._segments, (address, sys.maxsize)) - 1
+        return place >= 0 and address < self._segments[place][1]
 
 
 @contextmanager
