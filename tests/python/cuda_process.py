@@ -4,6 +4,7 @@ Prints what is in force, and what differed over sleeps: to host, to disk and bac
 without weights.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -136,6 +137,7 @@ def given_back() -> dict:
 def with_a_tensor_beside_parameters(load):
     """As kernels have it: made while the model is loaded, in an object that is no module, and read in each step."""
 
+    @functools.wraps(load)
     def load_model(self, *args, **kwargs):
         import torch
 
@@ -147,7 +149,7 @@ def with_a_tensor_beside_parameters(load):
 
 
 def end(one: InProcess) -> dict:
-    """The engine and all that it has ends. Returns the tags that are left."""
+    """The engine and all that it has ends. Returns the bytes of each tag that is left."""
     import gc
 
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -178,12 +180,12 @@ def main() -> None:
     result["recomputed"] = one.llm.torpor.state().recomputed_tokens
     result["answers"] = len(paused(one, 1))
     result["left_by_the_first"] = end(one)
-    # Another engine in its place, of another kind: bf16, drafts by n-grams.
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    other = InProcess(model, folder / "second", torpor=torpor, dtype="bfloat16", speculative_config=drafts)
+    # Another engine in its place, of another type.
+    other = InProcess(model, folder / "second", torpor=torpor, dtype="bfloat16")
     result["dtype"] = str(next(other.runner.model.parameters()).dtype)
     for to, steps in SLEEPS:
         result["differing"] += [f"the second, {found}" for found in slept(other, to, steps)]
+    result["left_by_the_second"] = end(other)
     print("RESULT " + json.dumps(result), flush=True)
 
 
