@@ -112,7 +112,7 @@ def kept_parameters(one: InProcess, steps: int) -> list[str]:
 
 
 def given_back() -> dict:
-    """What torpor has of memory that was freed in a pool: its tag is gone; of a workspace only the grown one is left."""
+    """What torpor has of memory that was freed in a pool: the tag is gone; of a workspace the grown one is left."""
     import torch
 
     from torpor import memory

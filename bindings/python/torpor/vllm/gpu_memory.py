@@ -277,9 +277,9 @@ class _Loaded:
         written = {_storage(parameter) for parameter in model.parameters()}
         for each in gc.get_objects():
             # isinstance() would ask objects that stand for others, and import what those are.
-            if issubclass(type(each), torch.Tensor) and (at := _storage(each)) is not None:
-                if at not in written and self.holds(at):
-                    self.beside.append(weakref.ref(each))
+            at = _storage(each) if issubclass(type(each), torch.Tensor) else None
+            if at is not None and at not in written and self.holds(at):
+                self.beside.append(weakref.ref(each))
         self.loaded = True
 
     def holds(self, address: int) -> bool:

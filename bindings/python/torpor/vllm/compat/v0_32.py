@@ -117,6 +117,7 @@ ENGINE = (
                     "is_scheduler_paused": "self",
                     "_finish_pause": "self, clear_cache",
                     "release_kv_cache_memory": "self",
+                    "shutdown": "self",
                     "step_with_batch_queue": "self",
                     "post_step": "self, model_executed",
                 },
