@@ -149,20 +149,28 @@ def with_a_tensor_beside_parameters(load):
 
 
 def end(one: InProcess) -> dict:
-    """The engine and all that it has ends. Returns the bytes of each tag that is left."""
+    """The engine and all that it has ends. Returns which tags have memory, and what is still there."""
     import gc
+    import weakref
 
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from torpor import memory
 
+    worker = one.core.model_executor.driver_worker.worker
+    parts = {"core": one.core, "worker": worker, "runner": one.runner, "model": one.runner.model}
+    parts = {name: weakref.ref(part) for name, part in parts.items()}
+    del worker
     one.engine.engine_core.shutdown()
     one.core.model_executor.driver_worker.worker.rig_scratch = None
     one.llm = one.engine = None
     cleanup_dist_env_and_memory()
     gc.collect()
     memory.give_back()
-    return {tag: held["region_bytes"] for tag, held in memory.ledger()[0]["tags"].items()}
+    return {
+        "tags": sorted(memory.ledger()[0]["tags"]),
+        "alive": [name for name, part in parts.items() if part() is not None],
+    }
 
 
 def main() -> None:
