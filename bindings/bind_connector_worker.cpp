@@ -113,12 +113,7 @@ class ConnectorWorker {
 
   // Of the weights as they are now.
   std::string weights_digest() const {
-    return value_or_raise(without_lock([&]() TORPOR_NO_THREAD_SAFETY_ANALYSIS -> Result<std::string> {
-      const MutexLock lock(memory_.mutex());
-      TORPOR_ASSIGN(const orders::DigestTags::Reply reply, memory_.carry_out(orders::DigestTags{.tags = {"weights"}}));
-      const auto found = reply.digests.find("weights");
-      return found == reply.digests.end() ? std::string() : found->second;
-    }));
+    return value_or_raise(without_lock([&] { return memory_.weights_digest(); }));
   }
 
   void open_space(uint32_t space, const std::string& name, const std::string& shared) {

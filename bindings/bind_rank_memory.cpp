@@ -109,6 +109,16 @@ void bind_rank_memory(py::module_& module) {
           "start_prefault", [](RankMemory& self) { without_lock([&] { self.start_prefault(); }); },
           "Begin to bring up host memory for the first sleep, which waits for this on a GPU; else it has begun.")
       .def(
+          "name_weights",
+          [](RankMemory& self, const std::string& label, const std::vector<std::pair<uint64_t, uint64_t>>& places) {
+            std::vector<DevicePiece> pieces;
+            pieces.reserve(places.size());
+            for (const auto& [address, bytes] : places) pieces.push_back({address, bytes});
+            value_or_raise(without_lock([&] { return self.name_weights(label, std::move(pieces)); }));
+          },
+          py::arg("label"), py::arg("places"),
+          "The weights are these bytes, address and size of each: fingerprints are of them, not of their whole tag.")
+      .def(
           "load_tag",
           [](RankMemory& self, const std::string& tag, const std::string& directory, uint64_t generation,
              const py::bytes& id) {

@@ -89,6 +89,12 @@ class RankMemory {
   // The owner changed bytes of `tag`: a kept backup is no longer that of its content. On the device without a GPU most
   // changes are noticed without it, when the tag is described next: a sample of its bytes is compared.
   void mark_dirty(std::string_view tag);
+  // The engine's weights are these bytes of regions of their tag, in this order; `label` says which and of what kind. A
+  // fingerprint is of them alone: beside them, and in where they lie, two processes of an engine may differ.
+  // kInvalidArgument: they lie elsewhere.
+  Status name_weights(std::string label, std::vector<DevicePiece> pieces);
+  // Of them, or of their whole tag where none were named.
+  Result<std::string> weights_digest();
   // Somebody may have: what was known of its content is not believed any more, and is read when it is wanted next.
   void doubt(std::string_view tag);
   // Fills the regions of a tag, which are there and attached, with what a committed checkpoint has of this rank's: each
@@ -144,10 +150,18 @@ class RankMemory {
 
  private:
   RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions options);
+  Result<orders::DigestTags::Reply> digest_named(bool as_proven) TORPOR_REQUIRES(mutex_);
   Status nothing_moves() TORPOR_REQUIRES(mutex_);
   Result<orders::Save::Reply> save_giving(const orders::Save& order) TORPOR_REQUIRES(mutex_);
   void give_back_unused() noexcept TORPOR_REQUIRES(mutex_);
   void tell(const RankLedger& ledger) const noexcept;
+
+  struct NamedWeights {
+    std::string label;
+    std::vector<DevicePiece> pieces;
+    std::string digest{};  // empty: it is not known
+    uint64_t writes = 0;   // of the tag, when it was taken
+  };
 
   const RankMemoryOptions options_;
   const int64_t process_;  // that made it
@@ -160,7 +174,8 @@ class RankMemory {
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);  // but this one
-  uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;                    // of regions
+  std::optional<NamedWeights> named_weights_ TORPOR_GUARDED_BY(mutex_);
+  uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of regions
   uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::weak_ptr<HostStore> packed_store_ TORPOR_GUARDED_BY(mutex_);
   uint64_t packed_store_batch_ TORPOR_GUARDED_BY(mutex_) = 0;  // bytes of staging that its blocks need

@@ -113,7 +113,7 @@ void serialize(Archive& archive, orders::Finish& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::DigestTags& v) {
-  archive(v.tags, v.as_proven);
+  archive(v.tags, v.as_proven, v.named);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::LoadBlocks& v) {

@@ -181,6 +181,9 @@ struct DigestTags {
   };
   std::vector<std::string> tags;
   bool as_proven = false;
+  // Only of what the owner has named of the weights (RankMemory::name_weights), wherever it lies; nothing of other
+  // tags, and where nothing was named.
+  bool named = false;
 };
 
 // KV blocks of a committed checkpoint -> attached memory, verified. Each rank reads its own refs there.

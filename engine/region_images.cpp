@@ -268,6 +268,7 @@ Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& orde
     const auto state = states.find(tag);
     const bool went =
         state != states.end() && state->second != RegionState::kAttached && state->second != RegionState::kSaving;
+    if (image == nullptr && is_scratch(tag)) continue;
     if (image == nullptr && tag != kv_tag_ && went) contents_.came_back_empty(tag);
     if ((image == nullptr && went) || contents_.missing(tag)) reply.without_content.push_back(tag);
     if (image == nullptr) continue;

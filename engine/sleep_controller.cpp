@@ -187,11 +187,22 @@ Result<Fingerprint> SleepController::fingerprint_of(const Described& described, 
   fields["ranks"] = std::to_string(described.size());
   if (weights != WeightsDigest::kNone && described.front().ledger.tags.contains(kWeightsTag)) {
     const bool as_proven = weights == WeightsDigest::kReadOrProven;
+    TORPOR_ASSIGN(const bool named, add_named_weights(fields, as_proven));
+    if (named) return fields;
     TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
                   ranks_.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven}));
     add_weights(fields, digested);
   }
   return fields;
+}
+
+Result<bool> SleepController::add_named_weights(Fingerprint& fields, bool as_proven) {
+  TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
+                ranks_.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven, .named = true}));
+  if (std::any_of(digested.begin(), digested.end(), [](const auto& reply) { return reply.digests.empty(); }))
+    return false;
+  add_weights(fields, digested);
+  return true;
 }
 
 Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {

@@ -229,6 +229,8 @@ class SleepController final : private Operation::Owner {
   Result<Fingerprint> fingerprint_now();
   enum class WeightsDigest { kNone, kRead, kReadOrProven };
   Result<Fingerprint> fingerprint_of(const Described& described, WeightsDigest weights);
+  // What the ranks have named of the weights, into a fingerprint. False: one has named nothing.
+  Result<bool> add_named_weights(Fingerprint& fields, bool as_proven);
   Result<SleepPlan> plan_sleep_now(const SleepOptions& options);
   Error busy() const;  // another operation is in progress
   Status check(const SleepOptions& options) const;

@@ -39,7 +39,9 @@ struct SleepController::Behind {
 
   // Blocks first: the ranks know their contents by place.
   void say_what_is_saved(const std::vector<std::string>& tags, bool as_proven) {
-    for (const std::string& tag : tags) (tag == kWeightsTag ? save.carried : save.tags).push_back(tag);
+    for (const std::string& tag : tags) {
+      if (!is_scratch(tag)) (tag == kWeightsTag ? save.carried : save.tags).push_back(tag);
+    }
     std::stable_partition(save.tags.begin(), save.tags.end(),
                           [](const std::string& tag) { return tag == kKvCacheTag; });
     save.directory = pending->staging_path();
@@ -352,7 +354,10 @@ Status SleepController::stand_still(FallingAsleep& sleep) {
   sleep.operation.begin("save");
   TORPOR_ASSIGN(const std::vector<orders::SaveBehind::Reply> saved,
                 ranks_.call(orders::SaveBehind{.save = behind.save}));
-  if (!behind.save.carried.empty()) add_weights(behind.captured.fingerprint, saved);
+  if (!behind.save.carried.empty()) {
+    TORPOR_ASSIGN(const bool named, add_named_weights(behind.captured.fingerprint, behind.save.as_proven));
+    if (!named) add_weights(behind.captured.fingerprint, saved);
+  }
   sign(*behind.pending, behind.captured.fingerprint);
   sleep.report.kept_blocks = static_cast<int64_t>(behind.save.blocks.size());
   behind.copied = total_bytes(saved);

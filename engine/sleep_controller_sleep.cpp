@@ -337,7 +337,10 @@ Status SleepController::save(FallingAsleep& sleep) {
       for (const auto& [tag, sums] : reply.saved.tags) sleep.report.checkpoint_parts[tag] += sums.stored_bytes;
       sleep.pending->add_rank(reply.saved);
     }
-    if (has_tag(sleep.save.tags, kWeightsTag)) add_weights(sleep.captured.fingerprint, saved);
+    if (has_tag(sleep.save.tags, kWeightsTag)) {
+      TORPOR_ASSIGN(const bool named, add_named_weights(sleep.captured.fingerprint, sleep.save.as_proven));
+      if (!named) add_weights(sleep.captured.fingerprint, saved);
+    }
     sleep.pending->set_fingerprint(sleep.captured.fingerprint);
   }
   for (const orders::Save::Reply& reply : saved) {

@@ -44,7 +44,7 @@ Status SleepController::has_content(const Described& described) {
 void SleepController::say_what_to_load(FallingAsleep& sleep) {
   SleepReport& report = sleep.report;
   for (const std::string& tag : sleep.tags) {
-    if (tag != kKvCacheTag && (sleep.options.drops(tag) || are_missing(sleep.described, tag)))
+    if (tag != kKvCacheTag && !is_scratch(tag) && (sleep.options.drops(tag) || are_missing(sleep.described, tag)))
       report.reload.push_back(tag);
   }
   if (report.reload.empty()) return;

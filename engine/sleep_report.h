@@ -49,7 +49,8 @@ struct SleepOptions {
   bool drops(const std::string& tag) const {
     const bool by_level = level == 2 && !preserve_state;
     const bool no_weights = weights == Weights::kByLevel ? by_level : weights == Weights::kReload;
-    return (tag == kWeightsTag && no_weights) || (tag == kKvCacheTag && !preserve_state);
+    return (tag == kWeightsTag && no_weights) || (tag == kKvCacheTag && !preserve_state) ||
+           (is_scratch(tag) && swap_out_to.empty());  // what is given page by page is given whole
   }
 };
 

@@ -10,10 +10,14 @@ namespace torpor {
 
 inline constexpr const char* kWeightsTag = "weights";
 inline constexpr const char* kKvCacheTag = "kv_cache";
+inline constexpr const char* kWorkspaceTag = "workspace";
 
 inline bool has_tag(const std::vector<std::string>& tags, std::string_view tag) {
   return std::find(tags.begin(), tags.end(), tag) != tags.end();
 }
+
+// Its content is of no use after the step that wrote it: no sleep saves it, and it comes back zeroed.
+inline bool is_scratch(std::string_view tag) { return tag == kWorkspaceTag; }
 
 // A wake that names tags takes all others with it, as vLLM's does: an engine without them can do nothing.
 inline bool may_wait(std::string_view tag) { return tag == kWeightsTag || tag == kKvCacheTag; }

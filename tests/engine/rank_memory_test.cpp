@@ -56,6 +56,37 @@ TEST_F(RankMemoryTest, AKeptBackupIsNotCopiedAgainUntilTheOwnerMarksItDirty) {
   EXPECT_EQ(sleep_and_wake(*memory).first, kSize);
 }
 
+// Two processes: the same weights in other places, with other bytes beside them.
+TEST_F(RankMemoryTest, TheDigestOfNamedWeightsIsOfTheirBytesAlone) {
+  const auto here = make(false);
+  const DeviceAddress first = address_;
+  const auto there = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(), {.threads = 1}));
+  ASSERT_SUCCEEDS(there->allocate("weights", "other", kSize));
+  const DeviceAddress second = value_of(there->allocate("weights", "another name", kSize));
+  std::memset(reinterpret_cast<void*>(second), 6, kSize);            // NOLINT(performance-no-int-to-ptr)
+  std::memset(reinterpret_cast<void*>(second + kMiB), 5, 6 * kMiB);  // NOLINT(performance-no-int-to-ptr)
+  const auto named = [](RankMemory& memory, bool as_proven) {
+    return call(memory, orders::DigestTags{.tags = {"weights"}, .as_proven = as_proven, .named = true}).digests;
+  };
+  EXPECT_TRUE(named(*here, false).empty());
+  ASSERT_SUCCEEDS(here->name_weights("two", {{first, 5 * kMiB}, {first + 8 * kMiB, kMiB}}));
+  ASSERT_SUCCEEDS(there->name_weights("two", {{second + kMiB, 5 * kMiB}, {second + 6 * kMiB, kMiB}}));
+  const std::string digest = named(*here, false).at("weights");
+  EXPECT_EQ(named(*there, false).at("weights"), digest);
+  EXPECT_EQ(value_of(there->weights_digest()), digest);
+  EXPECT_NE(RankMemoryTest::digest(*there), RankMemoryTest::digest(*here));
+  // Bytes beside them do not count; theirs do, once they are known to be written.
+  *reinterpret_cast<char*>(second) = 1;  // NOLINT(performance-no-int-to-ptr)
+  EXPECT_EQ(named(*there, true).at("weights"), digest);
+  *reinterpret_cast<char*>(second + 3 * kMiB + 100) = 1;  // NOLINT(performance-no-int-to-ptr)
+  there->doubt("weights");
+  EXPECT_NE(named(*there, true).at("weights"), digest);
+  // Of another kind they are others.
+  ASSERT_SUCCEEDS(here->name_weights("of another type", {{first, 5 * kMiB}, {first + 8 * kMiB, kMiB}}));
+  EXPECT_NE(named(*here, true).at("weights"), digest);
+  EXPECT_FAILS(here->name_weights("two", {{first + kSize - 1, 2}}), Code::kInvalidArgument);
+}
+
 TEST_F(RankMemoryTest, WithoutAKeptBackupNoHostMemoryIsHeldWhileAwake) {
   const auto memory = make(false);
   EXPECT_EQ(sleep_and_wake(*memory).first, kSize);

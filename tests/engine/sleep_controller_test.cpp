@@ -212,6 +212,34 @@ TEST_P(SleepControllerTest, AWakeOfSomeTagsBringsBackAllThatMayNotWait) {
   EXPECT_EQ(finish(slept.engine), expected());
 }
 
+// What an engine computes with and keeps for no step: no copy of it is made, and nobody is asked to load it.
+TEST_P(SleepControllerTest, AWorkspaceIsNotSavedAndComesBackZeroed) {
+  SleepingEngine slept = make();
+  std::vector<DeviceAddress> workspaces;
+  for (int rank = 0; rank < GetParam().ranks; ++rank) {
+    workspaces.push_back(value_of(slept.engine.memory(rank).allocate("workspace", "scratch", 1 << 20)));
+  }
+  const auto first_bytes = [](DeviceAddress address) {
+    return reinterpret_cast<unsigned char*>(address);  // NOLINT(performance-no-int-to-ptr)
+  };
+  add_example_requests(slept.engine);
+  for (int i = 0; i < 4; ++i) slept.engine.step();
+  for (const bool to_disk : {false, true}) {
+    for (const DeviceAddress address : workspaces) std::memset(first_bytes(address), 0xA5, 1 << 20);
+    const SleepPlan plan = value_of(slept.controller.plan_sleep(preserving(to_disk)));
+    EXPECT_FALSE(plan.save_bytes.contains("workspace"));
+    EXPECT_EQ(plan.free_bytes.at("workspace"), workspaces.size() << 20);
+    const SleepReport report = value_of(slept.controller.sleep(preserving(to_disk)));
+    EXPECT_EQ(report.reload, std::vector<std::string>{});
+    EXPECT_EQ(slept.controller.state().tags.at("workspace"), "detached");
+    const SleepReport woken = value_of(slept.controller.wake_up({}));
+    EXPECT_TRUE(woken.fully_awake);
+    EXPECT_EQ(woken.reload, std::vector<std::string>{});
+    for (const DeviceAddress address : workspaces) EXPECT_EQ(first_bytes(address)[4096], 0);
+  }
+  EXPECT_EQ(finish(slept.engine), expected());
+}
+
 TEST_P(SleepControllerTest, OnlyTheKvCacheMaySleep) {
   SleepingEngine slept = make();
   add_example_requests(slept.engine);

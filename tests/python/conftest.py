@@ -107,6 +107,17 @@ def rig_zygote():
     zygote.close()
 
 
+def kept_tags() -> set[str]:
+    """What an engine in this process has beside weights, KV and scratch memory, and each sleep saves."""
+    return {"runtime", "cudagraph"} if rig.pretends_cuda() else set()
+
+
+def tags(weights: str, kv_cache: str, others: str = "attached") -> dict[str, str]:
+    """The state of each tag; of all but weights and KV: `others`."""
+    own = {*kept_tags(), "workspace"} if rig.pretends_cuda() else set()
+    return {"weights": weights, "kv_cache": kv_cache} | dict.fromkeys(own, others)
+
+
 def result_of(done):
     """What a process of the tests printed after "RESULT"."""
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

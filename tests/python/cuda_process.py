@@ -4,6 +4,7 @@ Prints what is in force, and what differed over sleeps: to host, to disk and bac
 without weights.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -86,15 +87,113 @@ def reloaded(one: InProcess, steps: int) -> list[str]:
     return [] if one.finish(answers) == twin else [f"reloaded at {steps}"]
 
 
+def kept_parameters(one: InProcess, steps: int) -> list[str]:
+    """vLLM's sleep_preserve_parameter_names: what it names is there after a sleep without weights. So is what has no
+    name; buffers that were loaded with new weights stay."""
+    twin = paused(one, steps)
+    model = one.runner.model
+    answers = one.begin(steps, NAMES)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    unnamed = model.torpor_test_unnamed.clone()
+    one.llm.sleep(level=2, preserve_state=True, weights="reload")
+    answers |= one.stopped()
+    one.llm.wake_up()
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter.eq(before[name]).all() != name.endswith("norm.weight"):
+            found.append(f"{name} at {steps}")
+    if not model.torpor_test_unnamed.eq(unnamed).all():
+        found.append(f"a tensor without a name at {steps}")
+    one.llm.collective_rpc("reload_weights")
+    model.torpor_test_unnamed.fill_(3)  # as a loader would
+    one.llm.wake_up(kv="keep")
+    found += [] if model.torpor_test_unnamed.eq(3).all() else [f"what was loaded at {steps}"]
+    return found if one.finish(answers) == twin else [*found, f"kept parameters at {steps}"]
+
+
+def given_back() -> dict:
+    """What torpor has of memory that was freed in a pool: the tag is gone; of a workspace the grown one is left."""
+    import torch
+
+    from torpor import memory
+
+    with memory.region("transient"):
+        torch.zeros(1 << 20, dtype=torch.uint8)
+    with memory.region("outlives"):
+        tensor = torch.zeros(1 << 20, dtype=torch.uint8)
+    later = "outlives" in memory.ledger()[0]["tags"]
+    del tensor
+    with memory.region("outlives"):
+        pass
+    tags = memory.ledger()[0]["tags"]
+    return {
+        "at_the_end": "transient" not in tags,
+        "not_before": later,
+        "at_the_next": "outlives" not in tags,
+        "workspaces": tags["workspace"]["region_bytes"],
+    }
+
+
+def with_a_tensor_beside_parameters(load):
+    """As kernels have it: made while the model is loaded, in an object that is no module, and read in each step."""
+
+    @functools.wraps(load)
+    def load_model(self, *args, **kwargs):
+        import torch
+
+        model = load(self, *args, **kwargs)
+        object.__setattr__(model, "torpor_test_unnamed", torch.arange(1000, dtype=torch.float32))
+        return model
+
+    return load_model
+
+
+def end(one: InProcess) -> dict:
+    """The engine and all that it has ends. Returns which tags have memory, and what is still there."""
+    import gc
+    import weakref
+
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from torpor import memory
+
+    worker = one.core.model_executor.driver_worker.worker
+    parts = {"core": one.core, "worker": worker, "runner": one.runner, "model": one.runner.model}
+    parts = {name: weakref.ref(part) for name, part in parts.items()}
+    del worker
+    one.engine.engine_core.shutdown()
+    one.core.model_executor.driver_worker.worker.rig_scratch = None
+    one.llm = one.engine = None
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    memory.give_back()
+    return {
+        "tags": sorted(memory.ledger()[0]["tags"]),
+        "alive": [name for name, part in parts.items() if part() is not None],
+    }
+
+
 def main() -> None:
-    one = InProcess(Path(sys.argv[1]), Path(sys.argv[2]), torpor={"gpu_preserve_state": True})
-    result = {"in_force": in_force(one), "differing": []}
-    for to, steps in SLEEPS:
-        result["differing"] += slept(one, to, steps)
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    model, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    torpor = {"gpu_preserve_state": True}
+    BaseModelLoader.load_model = with_a_tensor_beside_parameters(BaseModelLoader.load_model)
+    one = InProcess(model, folder / "first", torpor=torpor)
+    result = {"in_force": in_force(one), "differing": [], "given_back": given_back()}
     result["differing"] += woken_by_tags(one, BY_TAGS_AT)
     result["differing"] += reloaded(one, RELOADED_AT)
+    one.core.model_executor.driver_worker.worker.torpor_memory._preserved_parameters = ["*norm.weight"]
+    result["differing"] += kept_parameters(one, RELOADED_AT)
     result["recomputed"] = one.llm.torpor.state().recomputed_tokens
     result["answers"] = len(paused(one, 1))
+    result["left_by_the_first"] = end(one)
+    # Another engine in its place, of another type.
+    other = InProcess(model, folder / "second", torpor=torpor, dtype="bfloat16")
+    result["dtype"] = str(next(other.runner.model.parameters()).dtype)
+    for to, steps in SLEEPS:
+        result["differing"] += [f"the second, {found}" for found in slept(other, to, steps)]
+    result["left_by_the_second"] = end(other)
     print("RESULT " + json.dumps(result), flush=True)
 
 

@@ -147,9 +147,25 @@ def test_an_engine_has_the_memory_of_a_gpu(engine):
         "scheduler": "torpor.vllm.scheduler",
         "backend": "torpor",
         "sleep_mode": True,
-        "tags": ["kv_cache", "runtime", "weights"],
+        "tags": ["cudagraph", "kv_cache", "runtime", "weights", "workspace"],
         "weights_in_regions": True,
     }
+
+
+@pytest.mark.slow
+def test_what_is_freed_in_a_pool_is_given_back(engine):
+    """At the end of its region, and when the next one of its tag begins. A pool has segments of at least this size."""
+    assert engine["given_back"] == {
+        "at_the_end": True, "not_before": True, "at_the_next": True, "workspaces": 1280 << 10,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_leaves_nothing_to_the_next_of_its_process(engine):
+    for left in (engine["left_by_the_first"], engine["left_by_the_second"]):
+        assert "model" not in left["alive"]
+        assert set(left["tags"]) <= {"weights", "runtime"}  # vLLM keeps tensors of its own, as of a model it reloaded
+    assert engine["dtype"] == "torch.bfloat16"
 
 
 @pytest.mark.slow
@@ -210,7 +226,7 @@ async def over_a_sleep(url: str) -> None:
                 report = await client.post("/sleep", level=1)
                 assert report["status"] == "sleeping" and report["requests"] > 0
                 state = (await client.http.get("/torpor/state")).json()
-                assert set(state["engine"]["tags"]) == {"kv_cache", "runtime", "weights"}
+                assert set(state["engine"]["tags"]) == {"cudagraph", "kv_cache", "runtime", "weights", "workspace"}
                 assert set(state["engine"]["tags"].values()) == {"detached"}
                 assert (await client.post("/wake_up"))["status"] == "awake"
             await asyncio.gather(*begun)

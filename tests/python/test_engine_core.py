@@ -50,6 +50,14 @@ def test_a_call_of_the_workers_that_times_out_makes_no_other_call(core):
     assert len(core.model_executor.calls) == 1 and weight_updates.take_doubt(core)
 
 
+def test_an_engine_core_that_ends_lets_go_of_its_controller(core, monkeypatch):
+    """Nobody sees that the controller holds hooks, and they the engine core: its memory would never be given back."""
+    monkeypatch.setattr(EngineCore, "shutdown", lambda self: None)
+    core.torpor_side = SimpleNamespace(hooks=VllmHooks(core))
+    core.shutdown()
+    assert not hasattr(core, "torpor_side")
+
+
 def test_a_time_out_in_this_process_leaves_no_answer_behind(core):
     core.vllm_config.parallel_config.distributed_executor_backend = "uni"
     with pytest.raises(TimeoutError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import rig
-from conftest import result_of
+from conftest import result_of, tags
 from requests_of_tests import REQUESTS, run
 
 from torpor import errors
@@ -27,6 +27,24 @@ def paused(one, steps: int) -> dict:
     answers |= one.stopped()
     one.llm.wake_up()
     return one.finish(answers)
+
+
+@pytest.mark.core
+def test_torpor_has_its_memory_of_a_gpu(one):
+    """Five tags, and what torch's pools have of the model: several tensors in a segment, several segments in a tag."""
+    from rig import pools
+
+    worker = one.core.model_executor.driver_worker.worker
+    assert type(worker.torpor_memory).__name__ == "GpuWorkerMemory"
+    assert one.llm.torpor.state().tags == tags("attached", "attached")
+    places = {parameter.untyped_storage().data_ptr() for parameter in one.runner.model.parameters()}
+    segments = [
+        [at for at in places if segment.address <= at < segment.address + segment.size]
+        for pool in pools.alive()
+        for segment in pool.segments
+    ]
+    assert sum(map(len, segments)) == len(places)
+    assert len([inside for inside in segments if inside]) > 1 and max(map(len, segments)) > 1
 
 
 @pytest.mark.core
@@ -118,10 +136,11 @@ def test_no_time_for_the_batches_in_flight_changes_nothing(one, options):
 
 
 def test_what_vllm_keeps_beside_the_weights_is_rebuilt_after_level_2(one, tiny_model):
-    """Penalty counts, bias tables and the rest of the sampler lie in the pool of the weights, on a GPU."""
+    """Penalty counts, bias tables and the rest of the sampler: vLLM makes them while it loads the model."""
     answers = one.begin(12)
     one.llm.sleep(level=2, preserve_state=True, weights="reload")
     answers |= one.stopped()
+    one.llm.wake_up()
     sampler, states = one.runner.sampler, one.runner.req_states
     bias, penalties, bad_words = sampler.logits_processors
     lost = [penalties.prompt_bin_mask, penalties.output_bin_counts, bias.logit_bias_token_ids.gpu, bias.logit_bias.gpu]
@@ -129,7 +148,6 @@ def test_what_vllm_keeps_beside_the_weights_is_rebuilt_after_level_2(one, tiny_m
     lost += [sampler.logprob_token_ids_state.token_ids.gpu, states.last_sampled_tokens, states.next_prefill_tokens]
     for tensor in lost:
         tensor.fill_(7)
-    one.llm.wake_up()
     one.llm.collective_rpc("reload_weights")
     assert one.llm.wake_up(kv="keep")
     assert one.finish(answers) == one.expected

@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from conftest import LONG_ON_RIG
+from conftest import LONG_ON_RIG, kept_tags
 import rig
 import torch
 from requests_of_tests import REQUESTS, run
@@ -119,35 +119,38 @@ def test_a_second_sleep_to_disk_reads_and_writes_only_kv_that_changed(one):
     expected = one.expected
     answers = one.begin(20)
     first = _sleep_to_disk_and_wake(one)
+    # Of what a GPU's engine has besides nobody knows what changed.
+    regions = first.ledgers[0]["tags"]
+    always, chunks = sum(regions[tag]["region_bytes"] for tag in kept_tags()), None
     for _ in range(2):
         again = _sleep_to_disk_and_wake(one)
-        assert again.saved_bytes == 0 < again.reused_bytes == first.saved_bytes + first.reused_bytes
-        assert _moved_chunks(again) == _moved_chunks(one.before)
+        assert again.saved_bytes == always < again.reused_bytes == first.saved_bytes + first.reused_bytes - always
+        assert chunks in (None, chunks := _moved_chunks(again) - _moved_chunks(one.before))
+        assert bool(chunks) == bool(always)
     answers |= run(one.engine, 3)
     after_steps = _sleep_to_disk_and_wake(one)
     weights = after_steps.ledgers[0]["tags"]["weights"]
-    kv = after_steps.saved_bytes + after_steps.reused_bytes - weights["region_bytes"]
+    kv = after_steps.saved_bytes + after_steps.reused_bytes - weights["region_bytes"] - always
     assert weights["reused_bytes"] == weights["region_bytes"]
-    assert 0 < after_steps.saved_bytes <= 2 * kv / after_steps.kept_blocks * len(one.core.scheduler.running)
-    assert (
-        _moved_chunks(after_steps) - _moved_chunks(one.before) == after_steps.saved_bytes * after_steps.kept_blocks / kv
-    )
+    saved_kv = after_steps.saved_bytes - always
+    assert 0 < saved_kv <= 2 * kv / after_steps.kept_blocks * len(one.core.scheduler.running)
+    assert _moved_chunks(after_steps) - _moved_chunks(one.before) - chunks == saved_kv * after_steps.kept_blocks / kv
     # Who calls methods of the workers may have written weights.
     one.llm.collective_rpc(lambda worker: None)
     doubted = _sleep_to_disk_and_wake(one)
-    assert doubted.saved_bytes == weights["region_bytes"] and doubted.reused_bytes == kv
+    assert doubted.saved_bytes == weights["region_bytes"] + always and doubted.reused_bytes == kv
     # While serving it is the same, and the weights are handed on to the next sleep.
     one.llm.checkpoint()
     plan = one.llm.torpor.plan_sleep(preserve_state=True, to="disk")
-    assert sum(plan.save_bytes.values()) == 0 and plan.reused_bytes == kv + weights["region_bytes"]
-    assert _sleep_to_disk_and_wake(one).saved_bytes == 0
+    assert sum(plan.save_bytes.values()) == always and plan.reused_bytes == kv + weights["region_bytes"]
+    assert _sleep_to_disk_and_wake(one).saved_bytes == always
     served = one.llm.checkpoint()
-    assert served.saved_bytes == 0 and served.reused_bytes == kv + weights["region_bytes"]
+    assert served.saved_bytes == always and served.reused_bytes == kv + weights["region_bytes"]
     # As in a new process: what it has woken from is known.
     run(one.engine)
     one.llm.reset_prefix_cache()
     assert one.llm.wake_up(from_checkpoint=served.checkpoint)
-    assert one.llm.checkpoint().saved_bytes == 0
+    assert one.llm.checkpoint().saved_bytes == always
     assert one.finish(answers) == expected
     assert one.llm.torpor.state().recomputed_tokens == 0
 

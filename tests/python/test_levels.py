@@ -1,7 +1,7 @@
 """Levels, tags and what becomes of requests without preserve_state."""
 
 import pytest
-from conftest import LONG_ON_RIG
+from conftest import LONG_ON_RIG, kept_tags, tags
 from requests_of_tests import REQUESTS, final
 from tiny_model import make_model
 
@@ -111,7 +111,8 @@ def test_a_sleep_that_fails_after_the_wait_leaves_the_engine_awake(one, tmp_path
 def test_level_2_says_what_to_reload(one):
     one.begin(5)
     report = one.llm.sleep(level=2)
-    assert report.saved_bytes == 0
+    ledger = report.ledgers[0]["tags"]
+    assert report.saved_bytes == sum(ledger[tag]["region_bytes"] for tag in kept_tags())
     assert report.reload == ["weights"] and "loaded after the wake" in report.note
     woken = one.llm.wake_up()
     assert woken and woken.reload == ["weights"] and "answers are wrong until" in woken.note
@@ -125,7 +126,7 @@ def test_level_2_with_preserve_state_keeps_all_and_a_bare_wake_goes_on(one):
     report = one.llm.sleep(level=2, preserve_state=True)
     assert report.level == 2 and report.kept_blocks > 0 and report.reload == [] and report.note == ""
     assert report.ledgers[0]["tags"]["weights"]["backup_host_bytes"] > 0
-    assert one.llm.torpor.state().tags == {"weights": "detached", "kv_cache": "detached"}
+    assert one.llm.torpor.state().tags == tags("detached", "detached", "detached")
     answers |= one.stopped()
     woken = one.llm.wake_up()
     assert woken and woken.reload == [] and woken.note == ""
@@ -169,7 +170,7 @@ def test_tags_wake_one_by_one(one):
     first = one.llm.wake_up(tags=["weights"])
     assert first.changed and not first and one.llm.is_sleeping()
     answers |= one.stopped()
-    assert one.llm.torpor.state().tags == {"weights": "attached", "kv_cache": "detached"}
+    assert one.llm.torpor.state().tags == tags("attached", "detached")
     assert one.llm.wake_up(tags=["kv_cache"])
     assert one.finish(answers) == one.expected
 

@@ -59,16 +59,95 @@ def test_weights_that_were_packed_by_other_code_are_refused(worker_memory):
         stock(model.linear, remove_weight=True)
 
 
-def test_buffers_outlive_a_sleep_on_a_gpu_but_not_those_that_show_weights():
-    from torpor.vllm.gpu_memory import GpuWorkerMemory
+class FakeRankMemory:
+    """The state of the weights, as an order of the controller leaves it."""
 
+    def __init__(self):
+        self.state, self.named, self.prefaults = "attached", None, 0
+
+    def states(self) -> dict:
+        return {"weights": self.state}
+
+    def start_prefault(self) -> None:
+        self.prefaults += 1
+
+
+def gpu_memory_of(model, monkeypatch, *preserved):
+    from torpor.vllm import gpu_memory
+
+    monkeypatch.setattr(_core, "memory_of", lambda device, options: FakeRankMemory())
+    memory = gpu_memory.GpuWorkerMemory(torch.device("cuda", 0), {}, preserved)
+    memory._model = model
+    return memory
+
+
+def lose(memory, model) -> None:
+    """The controller takes the weights away, and brings back zeros."""
+    memory.rank_memory.state = "detached"
+    memory.note_order()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    memory.rank_memory.state = "restoring"
+    memory.note_order()
+
+
+def linear_with_buffers() -> torch.nn.Linear:
     model = torch.nn.Linear(4, 4)
     model.register_buffer("table", torch.arange(4.0))
     model.register_buffer("shown", model.weight.data[0])
-    one = object.__new__(GpuWorkerMemory)
-    one._model = model
-    one.release_derived()
-    model.table.zero_()
-    model.weight.data.fill_(2)  # the weights that came meanwhile
-    one.rebuild_derived()
-    assert model.table.tolist() == [0, 1, 2, 3] and model.shown.tolist() == [2, 2, 2, 2]
+    return model
+
+
+def test_buffers_outlive_a_sleep_on_a_gpu_but_not_those_that_show_weights(monkeypatch):
+    model = linear_with_buffers()
+    memory = gpu_memory_of(model, monkeypatch)
+    memory.release_derived()
+    lose(memory, model)
+    assert model.table.tolist() == [0, 1, 2, 3] and model.shown.tolist() == [0, 0, 0, 0]
+    memory.rank_memory.state = "attached"
+    model.table.fill_(9)  # a loader has one for it
+    memory.note_order()
+    memory.rebuild_derived()
+    assert model.table.tolist() == [9, 9, 9, 9], "what was loaded is written over"
+
+
+def test_a_wake_that_fails_loses_no_buffer(monkeypatch):
+    model = linear_with_buffers()
+    memory = gpu_memory_of(model, monkeypatch)
+    memory.release_derived()
+    lose(memory, model)
+    lose(memory, model)  # the wake was undone
+    assert model.table.tolist() == [0, 1, 2, 3]
+
+
+def test_vllms_option_keeps_parameters(monkeypatch):
+    model = linear_with_buffers()
+    bias = model.bias.tolist()
+    memory = gpu_memory_of(model, monkeypatch, "bia*", "draft.*")
+    memory.release_derived()
+    lose(memory, model)
+    assert model.bias.tolist() == bias and not model.weight.any()
+    with pytest.raises(errors.InvalidArgument, match="no parameter is 'head'"):
+        gpu_memory_of(model, monkeypatch, "head").release_derived()
+
+
+def test_host_memory_is_prefaulted_when_graphs_were_captured_not_before(monkeypatch):
+    from torpor.vllm import worker
+
+    order = []
+    memory = gpu_memory_of(linear_with_buffers(), monkeypatch)
+    monkeypatch.setattr(memory.rank_memory, "start_prefault", lambda: order.append("prefault"), raising=False)
+
+    class Stock:
+        torpor_memory = memory
+
+        def compile_or_warm_up_model(self):
+            order.append("captured")
+            return 3
+
+    class Both(worker.WorkerMixin, Stock):
+        pass
+
+    assert Both.compile_or_warm_up_model(object.__new__(Both)) == 3
+    assert order == ["captured", "prefault"]

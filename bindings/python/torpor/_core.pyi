@@ -156,6 +156,8 @@ class RankMemory:
         """Fills the regions of a tag from this checkpoint, each piece proved before it is copied."""
     def mark_dirty(self, tag: str) -> None:
         """The owner changed bytes of this tag: a kept backup is no longer that of its content."""
+    def name_weights(self, label: str, places: Sequence[tuple[int, int]]) -> None:
+        """The weights are these bytes, address and size of each: fingerprints are of them, not of their whole tag."""
     def proven_digest(self, tag: str) -> str | None:
         """Of what load_tag() filled: its digest; None if it was seen to be written since."""
     def set_kv_layout(self, tag: str, layout: dict) -> None:

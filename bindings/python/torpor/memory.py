@@ -28,7 +28,9 @@ from torpor.errors import Unsupported
 if TYPE_CHECKING:
     import torch
 
-_pools: list = []  # kept for ever: torch must not free what a sleeping region holds
+_allocator: torch.cuda.memory.CUDAPluggableAllocator | None = None  # never freed: torch's pools point to it
+_entered: set[str] = set()  # tags that had a region()
+_ended_in_capture: list = []  # torch's pools; no memory can be freed while a CUDA graph is captured
 
 
 @contextmanager
@@ -45,28 +47,53 @@ def scope(tag: str, keep: bool = True) -> Iterator[None]:
 def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
     """scope(tag, keep), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool.
 
+    At the end, and when a region of the same tag begins, torch gives back what was freed: until then it keeps such
+    memory for the pool. What is still in use then is given back by torch.cuda.empty_cache() once it is freed. A caller
+    that keeps the MemPool keeps all of its memory.
+
     Raises Unsupported where torch has no GPU.
     """
     import torch
 
     pool = new_pool()
-    with scope(tag, keep), torch.cuda.use_mem_pool(pool):
-        yield pool
+    give_back(tag)
+    _entered.add(tag)
+    try:
+        with scope(tag, keep), torch.cuda.use_mem_pool(pool):
+            yield pool
+    finally:
+        if torch.cuda.is_current_stream_capturing():
+            _ended_in_capture.append(pool)
+        del pool  # torch frees what nobody uses of a pool that is gone
+
+
+def give_back(tag: str | None = None) -> None:
+    """Have torch free the memory that it keeps for pools that are gone; with `tag`, only if it had a region()."""
+    import torch
+
+    if tag is not None and tag not in _entered:
+        return
+    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        _ended_in_capture.clear()
+        torch.cuda.empty_cache()
 
 
 def new_pool() -> torch.cuda.MemPool:
-    """A torch.cuda.MemPool whose memory is of the scope that its allocations are made in. It is never freed.
+    """A torch.cuda.MemPool whose memory is of the scope that its allocations are made in.
+
+    While somebody has the object torch gives nothing back that was freed in the pool. Without it, what is in use stays
+    in use, and torch frees the rest.
 
     Raises Unsupported where torch has no GPU.
     """
+    global _allocator
     import torch
 
     if not torch.cuda.is_available():
         raise Unsupported("torch has no GPU here", "use scope() and allocate() with TORPOR_MEMORY_DEVICE=host")
-    allocator = pluggable_allocator()
-    pool = torch.cuda.MemPool(allocator.allocator())
-    _pools.append((pool, allocator))
-    return pool
+    if _allocator is None:
+        _allocator = pluggable_allocator()
+    return torch.cuda.MemPool(_allocator.allocator())
 
 
 def pluggable_allocator() -> torch.cuda.memory.CUDAPluggableAllocator:

@@ -17,9 +17,11 @@ KV_LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
 
 
 def environment(
-    *, kv_layout: str | None = None, kernel_block: int | None = None, slow_copies: bool = False, cuda: bool = False
+    *, kv_layout: str | None = None, kernel_block: int | None = None, slow_copies: bool = False, cuda: bool = True
 ) -> dict[str, str]:
     """The variables that put a new process, and those that it starts, on the rig.
+
+    cuda: torpor has the memory that it has on a GPU, with gpu_preserve_state; else that of a CPU.
 
     A running process cannot get onto it: Triton looks at its variable when vLLM is imported.
     """
@@ -39,7 +41,7 @@ def environment(
     if slow_copies:
         variables["TORPOR_RIG_SLOW_COPIES"] = "1"
     if cuda:
-        variables |= {"TORPOR_RIG_CUDA": "1", "TORPOR_MEMORY_DEVICE": "host"}
+        variables |= {"TORPOR_RIG_CUDA": "1", "TORPOR_MEMORY_DEVICE": "host", "TORPOR_GPU_PRESERVE_STATE": "1"}
     return variables
 
 

@@ -1,27 +1,30 @@
 """TORPOR_RIG_CUDA=1: memory as torpor has it on a GPU, below tensors of the CPU; platform.py says CUDA to torpor.
 
-Workers have GpuWorkerMemory, with vLLM's tags of a GPU (weights, kv_cache, runtime, workspace). region() takes memory
-from the device without a GPU (TORPOR_MEMORY_DEVICE=host) instead of a torch.cuda.MemPool: each tensor that is made
-inside has a region of its own, which is given back with the tensor. Memory that sleeps cannot be touched.
+Workers have GpuWorkerMemory, and torch has pools (pools.py) over the device without a GPU (TORPOR_MEMORY_DEVICE=host).
+Memory that sleeps cannot be touched. Of a GPU's five tags the engine makes weights, kv_cache and runtime itself. The
+rig makes the other two, when the engine has warmed up:
+
+- workspace: vLLM's WorkspaceManager, which grows once. Each step writes into it, and expects nothing of it.
+- cudagraph: what a captured graph has. Each step expects what the step before has left there.
 """
 
 from __future__ import annotations
 
-import ctypes
-import weakref
-from contextlib import contextmanager
+import itertools
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+WORKSPACE_BYTES = 300 << 10
+GRAPH_VALUES = 40_000  # more than a small segment
 
 
 def install() -> None:
     import vllm.model_executor.layers.utils as layer_utils
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from torpor import memory
+    from rig import pools
 
-    memory.region = region
+    pools.install()
     stock = layer_utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer, remove_weight) -> None:
@@ -32,49 +35,45 @@ def install() -> None:
             layer.cpu_linear = torch.nn.functional.linear
 
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+    warm_up, execute_model = CPUWorker.compile_or_warm_up_model, CPUWorker.execute_model
 
-
-@contextmanager
-def region(tag: str, keep: bool = True):
-    """torpor.memory.region(), for CPU tensors."""
-    from torpor import memory
-
-    with memory.scope(tag, keep), _InRegions():
-        yield
-
-
-class _InRegions(TorchDispatchMode):
-    """What an operation allocates for its results is moved into regions."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        before = () if function is torch.ops.aten.lift_fresh.default else (args, kwargs)  # of torch.tensor()
-        known = {_address(tensor) for tensor in tree_leaves(before) if _has_storage(tensor)}
-        for tensor in tree_leaves(result):
-            if _has_storage(tensor) and _address(tensor) not in known:
-                known.add(_move(tensor, zeros=function is torch.ops.aten.zeros.default))
+    def compile_or_warm_up_model(self):
+        result = warm_up(self)
+        self.rig_scratch = _Scratch(self)
         return result
 
+    def execute_and_check(self, *args, **kwargs):
+        if (scratch := getattr(self, "rig_scratch", None)) is not None:
+            scratch.step()
+        return execute_model(self, *args, **kwargs)
 
-def _has_storage(item) -> bool:
-    return isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.untyped_storage().nbytes() > 0
+    CPUWorker.compile_or_warm_up_model, CPUWorker.execute_model = compile_or_warm_up_model, execute_and_check
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+class _Scratch:
+    """Memory of the tags workspace and cudagraph, of one worker."""
 
+    def __init__(self, worker):
+        from rig import pools
+        from torpor.vllm.gpu_memory import TorporAllocator
+        from vllm.v1.worker import workspace
 
-def _move(tensor: torch.Tensor, zeros: bool) -> int:
-    """Returns the new address. Memory of a region is zeros when it is new."""
-    from torpor import memory
+        workspace.reset_workspace_manager()
+        workspace.init_workspace_manager(worker.device)
+        self._workspace = workspace.current_workspace_manager()
+        # vLLM 0.31 has its workspace in torch's own pool
+        self._workspace._alloc_context = lambda: worker._maybe_get_memory_pool_context("workspace")
+        for part in (3, 1):  # it grows, and outgrown memory is to be given back
+            self._workspace.get_simultaneous(((WORKSPACE_BYTES // part,), torch.uint8))
+        self._workspace.lock()
+        with TorporAllocator.get_instance().cudagraph_pool() as pool_id, pools.captured(pool_id):
+            self._graph = torch.zeros(GRAPH_VALUES, dtype=torch.int64)
+        self._numbers = itertools.count(1)
+        self._left = 0
 
-    old = tensor.untyped_storage()
-    size = old.nbytes()
-    address = memory.allocate(size)
-    buffer = (ctypes.c_char * size).from_address(address)
-    weakref.finalize(buffer, memory.free, address).atexit = False
-    if not zeros:
-        ctypes.memmove(address, old.data_ptr(), size)
-    new = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()  # it holds the buffer
-    tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
-    return address
+    def step(self) -> None:
+        [scratch] = self._workspace.get_simultaneous(((WORKSPACE_BYTES,), torch.uint8))
+        scratch.fill_(0xA5)
+        assert self._graph.eq(self._left).all(), "what a graph has is not what its last step left there"
+        self._left = next(self._numbers)
+        self._graph.fill_(self._left)

@@ -35,7 +35,8 @@ def describe(device: torch.device) -> dict[str, str]:
     finally:
         pynvml.nvmlShutdown()
     found = torch.cuda.get_device_properties(device)
+    major = driver.split(".")[0]  # later digits mend faults, and change no digit of a kernel that is compiled elsewhere
     return {
         "gpu": f"{found.name}, compute capability {found.major}.{found.minor}",
-        "cuda": f"{torch.version.cuda}, driver {driver}",
+        "cuda": f"{torch.version.cuda}, driver {major}",
     }

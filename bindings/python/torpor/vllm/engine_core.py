@@ -260,6 +260,11 @@ class EngineCoreMixin(Stock):
         finally:
             doubt_weights_after(self, method)
 
+    def shutdown(self) -> None:
+        """Let go of the controller: it holds its hooks, which hold this engine core and all that the workers have."""
+        super().shutdown()
+        self.__dict__.pop("torpor_side", None)
+
     def is_scheduler_paused(self) -> bool:
         return freezing.is_scheduler_paused(self, super().is_scheduler_paused)
 

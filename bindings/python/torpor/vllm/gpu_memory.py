@@ -10,19 +10,24 @@ the CPU, over the same regions.
 
 from __future__ import annotations
 
+import bisect
+import fnmatch
 import gc
 import sys
+import weakref
+from collections.abc import Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from torpor import _core, memory
-from torpor.errors import Unsupported, WrongState
+from torpor.errors import InvalidArgument, Unsupported, WrongState
 from torpor.vllm import kv_layout
 from torpor.vllm.compat import lookup
-from torpor.vllm.memory import views_of_parameters
+from torpor.vllm.memory import region_tensor
 from torpor.vllm.worker_memory import WorkerMemory
 
 # A wake of some tags brings back all others.
@@ -59,6 +64,12 @@ class TorporAllocator:
             self._graph_pool = memory.new_pool()
         with memory.scope("cudagraph"):
             yield self._graph_pool.id
+
+    def release_pools(self) -> None:
+        """Give up the pool of CUDA graphs. Memory that nobody uses any more is given back to the device."""
+        self._graph_pool = None
+        gc.collect()
+        memory.give_back()
 
     def _tags(self, state: str, wanted) -> list[str]:
         found = {
@@ -133,12 +144,17 @@ class GpuWorkerMemory(WorkerMemory):
 
     weights_layout = None  # where torch puts what depends on all that it allocated before
 
-    def __init__(self, device: torch.device, options: dict):
+    def __init__(self, device: torch.device, options: dict, preserved_parameters: Sequence[str] = ()):
+        """preserved_parameters: patterns of names that keep their content where the weights are dropped."""
         self.rank_memory = _core.memory_of(device.index or 0, options)
         self.new_weights = 0
         self.kv_is_bf16 = False
+        self._preserved_parameters = preserved_parameters
         self._model: torch.nn.Module  # when its weights are loaded
-        self._buffers: dict[str, torch.Tensor] = {}  # on the host, while the weights are away
+        self._beside: list[weakref.ref[torch.Tensor]] = []  # in the memory of the weights, and no parameters
+        # Over a sleep of the weights: a tensor of the device, and its content on the host.
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._weights_left = False  # and are not back
 
     @contextmanager
     def allocating(self, tag: str, model_runner):
@@ -146,13 +162,35 @@ class GpuWorkerMemory(WorkerMemory):
             with TorporAllocator.get_instance().use_memory_pool(tag):
                 yield
             return
+        # The first product of matrices makes cuBLAS take a workspace: not among the weights.
+        torch.ones((1, 1), device=model_runner.device).mm(torch.ones((1, 1), device=model_runner.device))
         # vLLM makes the sampler, adapters' slots and a draft model there too. Requests write into them, so they are no
         # weights: a sleep always keeps them, and no digest has them.
-        with TorporAllocator.get_instance().use_memory_pool("runtime"), _weights_apart(model_runner) as loaded:
+        with TorporAllocator.get_instance().use_memory_pool("runtime"), _weights_apart(model_runner) as found:
             yield
-        if not loaded:
+        if not found.loaded:
             raise Unsupported("vLLM loads the model otherwise than torpor expects", "switch gpu_preserve_state off")
-        self._model = model_runner.model
+        self._model, self._beside = model_runner.model, found.beside
+        self._name_weights(found)
+
+    def _name_weights(self, found: _Loaded) -> None:
+        """Say what of the weights' memory decides tokens: where it lies and what is beside it is of this process."""
+        tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        places: dict[int, int] = {}
+        forms = []
+        for name, tensor in sorted(tensors.items()):
+            at = _storage(tensor)
+            if at is not None and found.holds(at):
+                forms.append(f"{name} {tensor.dtype} {list(tensor.shape)} {list(tensor.stride())}")
+                places.setdefault(at, tensor.untyped_storage().nbytes())
+        self.rank_memory.name_weights(_core.digest("\n".join(forms).encode()), list(places.items()))
+
+    def start_prefault(self) -> None:
+        self.rank_memory.start_prefault()
+
+    def close(self) -> None:
+        self._saved, self._beside, self._model = [], [], torch.nn.Module()
+        TorporAllocator.get_instance().release_pools()
 
     def note_new_weights(self) -> None:
         self.new_weights += 1
@@ -180,37 +218,91 @@ class GpuWorkerMemory(WorkerMemory):
         self.rank_memory.set_kv_layout("kv_cache", kv_layout.to_value(kv_cache_config, addresses.pop()))
 
     def release_derived(self) -> None:
-        """Weight files have no buffers, and a sleep may not keep the weights."""
-        views = views_of_parameters(self._model)  # new weights must not be written over with old ones
-        self._buffers = {
-            name: buffer.to("cpu", copy=True) for name, buffer in self._model.named_buffers() if name not in views
-        }
+        """Save what weight files do not have: buffers, tensors of no name, and parameters that vLLM's option keeps."""
+        written = {_storage(parameter) for parameter in self._model.parameters()}  # with new weights
+        beside = [tensor for each in self._beside if (tensor := each()) is not None]
+        own = [tensor for tensor in (*self._model.buffers(), *beside) if _storage(tensor) not in written]
+        tensors = {id(tensor): tensor for tensor in (*own, *self._preserved())}.values()
+        self._saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+        self._weights_left = False
         gc.collect()
         _empty_cache()
 
+    def note_order(self) -> None:
+        """What release_derived() saved comes back with the weights, before somebody loads new ones: those stay."""
+        if not self._saved:
+            return
+        state = self.rank_memory.states().get("weights")
+        if state == "detached":
+            self._weights_left = True
+        elif state in ("restoring", "attached"):
+            self._bring_back()
+
     def rebuild_derived(self) -> None:
-        for name, buffer in self._model.named_buffers():
-            if name in self._buffers:
-                buffer.copy_(self._buffers[name])
-        self._buffers = {}
+        self._bring_back()
+        self._saved = []  # not before: a wake that fails takes the weights away again
+
+    @torch.no_grad()
+    def _bring_back(self) -> None:
+        if self._weights_left:
+            for tensor, content in self._saved:
+                tensor.copy_(content)
+            self._weights_left = False
+
+    def _preserved(self) -> list[torch.Tensor]:
+        """The parameters that vLLM's option sleep_preserve_parameter_names names. A draft model is kept as a whole."""
+        parameters = dict(self._model.named_parameters())
+        names: set[str] = set()
+        for pattern in self._preserved_parameters:
+            found = fnmatch.filter(parameters, pattern)
+            if not found and not pattern.startswith("draft."):
+                raise InvalidArgument(f"sleep_preserve_parameter_names: no parameter is {pattern!r}", "name one")
+            names.update(found)
+        return [parameters[name] for name in sorted(names)]
+
+
+class _Loaded:
+    """What vLLM's loader has made."""
+
+    def __init__(self) -> None:
+        self.loaded = False
+        self.beside: list[weakref.ref[torch.Tensor]] = []  # in the memory of the weights, and no parameters
+        self._segments: list[tuple[int, int]] = []  # of that memory: begin and end of each, in order
+
+    def look_at(self, model: torch.nn.Module, pool: torch.cuda.MemPool) -> None:
+        gc.collect()
+        segments = pool.snapshot(include_traces=False)
+        _clear_unused(segments)
+        self._segments = sorted((each["address"], each["address"] + each["total_size"]) for each in segments)
+        written = {_storage(parameter) for parameter in model.parameters()}
+        for each in gc.get_objects():
+            # isinstance() would ask objects that stand for others, and import what those are.
+            at = _storage(each) if issubclass(type(each), torch.Tensor) else None
+            if at is not None and at not in written and self.holds(at):
+                self.beside.append(weakref.ref(each))
+        self.loaded = True
+
+    def holds(self, address: int) -> bool:
+        place = bisect.bisect_right(self._segments, (address, sys.maxsize)) - 1
+        return place >= 0 and address < self._segments[place][1]
 
 
 @contextmanager
 def _weights_apart(model_runner):
-    """While vLLM loads the model, what its loader allocates has the tag "weights". Yields the models' names, once there
-    are any."""
+    """While vLLM loads the model, what its loader allocates has the tag "weights". Yields a _Loaded."""
     modules = (sys.modules[cls.__module__] for cls in type(model_runner).__mro__)
     module: Any = next(module for module in modules if hasattr(module, "get_model_loader"))
-    stock, loaded = module.get_model_loader, []
+    stock, found = module.get_model_loader, _Loaded()
 
     def get_model_loader(*args, **kwargs):
         loader = stock(*args, **kwargs)
         load = loader.load_model
 
         def load_model(*args, **kwargs):
-            with TorporAllocator.get_instance().use_memory_pool("weights"):
+            with memory.region("weights") as pool:
                 model = load(*args, **kwargs)
-            loaded.append(type(model).__name__)
+                found.look_at(model, pool)
+                del pool  # region() ends it
             return model
 
         loader.load_model = load_model
@@ -218,11 +310,37 @@ def _weights_apart(model_runner):
 
     module.get_model_loader = get_model_loader
     try:
-        yield loaded
+        yield found
     finally:
         module.get_model_loader = stock
 
 
+def _storage(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor's memory; None if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):  # of a kind without storage
+        return None
+
+
+def _clear_unused(segments: list[dict]) -> None:
+    """Write zeros where a pool has nothing that is in use: that is what such memory has when it comes back unsaved.
+
+    So the digest of the weights is the same after they were loaded again, and in another process.
+    """
+    for segment in segments:
+        for block in segment["blocks"]:
+            used = 0 if block["state"] == "inactive" else block["requested_size"]
+            if block["size"] > used:
+                _bytes_at(block["address"] + used, block["size"] - used).zero_()
+
+
+def _bytes_at(address: int, size: int) -> torch.Tensor:
+    if not torch.version.cuda:
+        return region_tensor(address, size)
+    interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device="cuda")
+
+
 def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    memory.give_back()

@@ -69,6 +69,15 @@ class CpuWorkerMemory(WorkerMemory):
             return self.loading_weights(model_runner)
         return self.allocating_kv() if tag == "kv_cache" else nullcontext()
 
+    def start_prefault(self) -> None:
+        self.rank_memory.start_prefault()
+
+    def close(self) -> None:
+        """The regions go with the RankMemory, which is this worker's own."""
+
+    def note_order(self) -> None:
+        """Parameters and buffers need nothing: buffers stay where they are, parameters are always saved."""
+
     @contextmanager
     def loading_weights(self, model_runner):
         global _being_loaded

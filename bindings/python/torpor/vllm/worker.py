@@ -68,7 +68,8 @@ def _memory(self) -> WorkerMemory:
         else:
             from torpor.vllm.gpu_memory import GpuWorkerMemory
 
-            self.torpor_memory = GpuWorkerMemory(self.device, of_rank)
+            preserved = self.vllm_config.model_config.sleep_preserve_parameter_names
+            self.torpor_memory = GpuWorkerMemory(self.device, of_rank, preserved)
     return self.torpor_memory
 
 
@@ -92,6 +93,26 @@ class WorkerMixin(Stock):
         with self.torpor_memory.reloading_weights() if hasattr(self, "torpor_memory") else nullcontext():
             super().reload_weights(*args, **kwargs)
 
+    def compile_or_warm_up_model(self):
+        """Begin to prefault host memory in the background when CUDA graphs are captured, not before.
+
+        While one is captured the driver may refuse to pin memory, and the capture then fails as well.
+        """
+        result = super().compile_or_warm_up_model()
+        if hasattr(self, "torpor_memory"):
+            self.torpor_memory.start_prefault()
+        return result
+
+    def shutdown(self) -> None:
+        """Give back what vLLM's pools hold, so that another engine of this process can have it."""
+        super().shutdown()
+        if hasattr(self, "torpor_memory"):
+            self.torpor_memory.close()
+        elif has_torpor_backend(self.vllm_config):
+            from torpor.vllm.gpu_memory import TorporAllocator
+
+            TorporAllocator.get_instance().release_pools()
+
     def torpor_rank(self, order: bytes, weights_doubted: bool = False) -> bytes:
         """Passes an order of the controller to this rank's memory. A failure is in the reply.
 
@@ -103,7 +124,9 @@ class WorkerMixin(Stock):
         if getattr(self.model_runner, "kv_caches", None) and not getattr(self, "_torpor_kv_described", False):
             memory.describe_kv(self.model_runner)
             self._torpor_kv_described = True
-        return memory.rank_memory.call(order)
+        reply = memory.rank_memory.call(order)
+        memory.note_order()
+        return reply
 
     def torpor_transfer(self, orders):
         """The connector's orders outside of a step, and all that is under way: vLLM's KVConnectorOutput of it."""

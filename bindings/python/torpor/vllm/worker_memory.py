@@ -21,6 +21,15 @@ class WorkerMemory(Protocol):
     def allocating(self, tag: str, model_runner) -> AbstractContextManager[None]:
         """Around what vLLM allocates for `tag`. The model of `model_runner` is there when that of "weights" ends."""
 
+    def start_prefault(self) -> None:
+        """Prefault host memory in the background from now on, as the options say."""
+
+    def close(self) -> None:
+        """The engine has ended: give its memory back."""
+
+    def note_order(self) -> None:
+        """An order of the controller was carried out: tags may have left the device, or be back."""
+
     def describe_kv(self, model_runner) -> None:
         """Tells the core where each block lies. Raises Unsupported for a KV cache that lies elsewhere."""
 

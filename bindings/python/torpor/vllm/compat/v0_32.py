@@ -117,6 +117,7 @@ ENGINE = (
                     "is_scheduler_paused": "self",
                     "_finish_pause": "self, clear_cache",
                     "release_kv_cache_memory": "self",
+                    "shutdown": "self",
                     "step_with_batch_queue": "self",
                     "post_step": "self, model_executed",
                 },
@@ -855,7 +856,7 @@ ENGINE = (
                 "ModelConfig",
                 fields="""
                     hf_config dtype quantization max_model_len runner_type convert_type use_fp64_gumbel
-                    enable_sleep_mode enable_cumem_allocator sleep_mode_backend
+                    enable_sleep_mode enable_cumem_allocator sleep_mode_backend sleep_preserve_parameter_names
                 """,
                 properties="is_multimodal_model is_encoder_decoder",
             ),
@@ -945,7 +946,9 @@ _WORKER = Module(
             "Worker",
             calls={
                 "_maybe_get_memory_pool_context": "self, tag",
+                "compile_or_warm_up_model": "self",
                 "reload_weights": "self, *args, **kwargs",
+                "shutdown": "self",
                 "synchronize_device": "self",
             },
             fields="vllm_config rank device model_runner use_v2_model_runner _pp_send_work",
@@ -1065,6 +1068,7 @@ CPU_WORKER = (
                 "CPUWorker",
                 calls={
                     "_maybe_get_memory_pool_context": "self, tag",
+                    "compile_or_warm_up_model": "self",
                 },
                 fields="vllm_config rank device model_runner use_v2_model_runner",
             ),

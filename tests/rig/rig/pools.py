@@ -1,0 +1,255 @@
+"""torch.cuda.MemPool for CPU tensors, over torpor's allocator: memory as torch's caching allocator gives it out.
+
+A pool takes segments from torpor and divides them. What is freed stays in its segment, and is given out again in the
+same pool only. torpor gets a segment back when nothing of it is in use, the MemPool object is gone, and torch empties
+its cache; the end of a MemPool object empties the cache of its own pool. Memory that is given out again has the content
+that it had before.
+
+The sizes are torch's divided by 16, because the models are small: several tensors share a segment, and a tag has
+several segments.
+
+install() puts it in place of torch's classes, which a torch for CPUs has only by name. torch has a GPU to torpor only.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import itertools
+import sys
+import threading
+import weakref
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_ALIGNMENT = 512
+_SMALL, _SMALL_SEGMENT = 64 << 10, 128 << 10  # blocks up to the first come from segments of the second size
+_MEDIUM, _MEDIUM_SEGMENT = 640 << 10, 1280 << 10
+_ROUND = 128 << 10  # a larger block has a segment of its own, of a multiple of this size
+
+_pools: weakref.WeakValueDictionary[tuple[int, int], _PrivatePool] = weakref.WeakValueDictionary()
+_orphans: list[_PrivatePool] = []  # whose MemPool is gone, with memory in use
+_active = threading.local()  # .pools: of this thread, the innermost last
+_lock = threading.RLock()  # a tensor may be freed at any allocation
+
+
+def install() -> None:
+    stock_available = torch.cuda.is_available
+
+    def is_available() -> bool:
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        return asks.split(".")[0] == "torpor" or stock_available()
+
+    torch.cuda.is_available = is_available
+    torch.cuda.is_current_stream_capturing = lambda: bool(getattr(_active, "captures", 0))
+    torch.cuda.MemPool = MemPool
+    torch.cuda.use_mem_pool = use_mem_pool
+    torch.cuda.empty_cache = empty_cache
+    torch.accelerator.empty_cache = empty_cache
+    torch.cuda.memory.CUDAPluggableAllocator = PluggableAllocator
+
+
+class PluggableAllocator:
+    def __init__(self, path: str, malloc: str, free: str):
+        pass
+
+    def allocator(self) -> PluggableAllocator:
+        return self
+
+
+class MemPool:
+    """As torch has it: the object keeps what was freed in its pool."""
+
+    def __init__(self, allocator: PluggableAllocator):
+        self._pool = _PrivatePool()
+        weakref.finalize(self, _PrivatePool.orphan, self._pool).atexit = False
+
+    @property
+    def id(self) -> tuple[int, int]:
+        return self._pool.id
+
+    def snapshot(self, include_traces: bool = True) -> list[dict]:
+        return self._pool.snapshot()
+
+
+def alive() -> list[_PrivatePool]:
+    return list(_pools.values())
+
+
+@contextmanager
+def use_mem_pool(pool: MemPool, device=None):
+    with _into(pool._pool):
+        yield
+
+
+@contextmanager
+def captured(pool_id: tuple[int, int]):
+    """As torch.cuda.graph(pool=…): what is allocated inside comes from that pool, and nothing can be freed."""
+    _active.captures = getattr(_active, "captures", 0) + 1
+    try:
+        with _into(_pools[pool_id]):
+            yield
+    finally:
+        _active.captures -= 1
+
+
+def empty_cache() -> None:
+    with _lock:
+        for pool in list(_orphans):
+            pool.release()
+            if not pool.segments:
+                _orphans.remove(pool)
+
+
+@contextmanager
+def _into(pool: _PrivatePool):
+    stack = _active.__dict__.setdefault("pools", [])
+    with nullcontext() if stack else _Allocating():  # one is enough: the innermost pool has what is allocated
+        stack.append(pool)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+
+class _Segment:
+    def __init__(self, address: int, size: int):
+        self.address = address
+        self.size = size
+        self._blocks: list[list[int]] = [[0, size, 0]]  # in order: offset, size, bytes asked for; 0: it is free
+
+    def take(self, asked: int) -> int | None:
+        size = _rounded(asked, _ALIGNMENT)
+        for number, (offset, room, used) in enumerate(self._blocks):
+            if not used and room >= size:
+                rest = [[offset + size, room - size, 0]] if room > size else []
+                self._blocks[number : number + 1] = [[offset, size, asked], *rest]
+                return self.address + offset
+        return None
+
+    def give(self, address: int) -> None:
+        next(block for block in self._blocks if block[0] == address - self.address)[2] = 0
+        joined: list[list[int]] = []  # free neighbours are one
+        for block in self._blocks:
+            if joined and not block[2] and not joined[-1][2]:
+                joined[-1][1] += block[1]
+            else:
+                joined.append(block)
+        self._blocks = joined
+
+    @property
+    def allocated_size(self) -> int:
+        return sum(size for _, size, used in self._blocks if used)
+
+    def snapshot(self) -> dict:
+        blocks = [
+            {
+                "address": self.address + offset,
+                "size": size,
+                "requested_size": used,
+                "state": "active_allocated" if used else "inactive",
+            }
+            for offset, size, used in self._blocks
+        ]
+        whole = {"address": self.address, "total_size": self.size, "allocated_size": self.allocated_size}
+        return whole | {"blocks": blocks}
+
+
+class _PrivatePool:
+    _numbers = itertools.count(1)
+
+    def __init__(self):
+        self.id = (0, next(self._numbers))
+        self._segments: list[_Segment] = []
+        self._freed: collections.deque[int] = collections.deque()  # addresses
+        _pools[self.id] = self
+
+    @property
+    def segments(self) -> list[_Segment]:
+        while self._freed:
+            address = self._freed.popleft()
+            segment = next(each for each in self._segments if each.address <= address < each.address + each.size)
+            segment.give(address)
+        return self._segments
+
+    def take(self, size: int) -> tuple[int, bool]:
+        """An address, and whether its memory was never used."""
+        from torpor import memory
+
+        with _lock:
+            whole = _SMALL_SEGMENT if size <= _SMALL else _MEDIUM_SEGMENT if size <= _MEDIUM else _rounded(size, _ROUND)
+            for segment in self.segments:
+                if segment.size == whole and (address := segment.take(size)) is not None:
+                    return address, False
+            segment = _Segment(memory.allocate(whole), whole)
+            self._segments.append(segment)
+            address = segment.take(size)
+            assert address is not None
+            return address, True
+
+    def give(self, address: int) -> None:
+        """Called wherever Python frees a tensor, so perhaps in the middle of take()."""
+        self._freed.append(address)
+
+    def orphan(self) -> None:
+        assert not getattr(_active, "captures", 0), "a pool ends while a graph is captured"
+        with _lock:
+            _orphans.append(self)
+            self.release()
+
+    def release(self) -> None:
+        from torpor import memory
+
+        for segment in [each for each in self.segments if each.allocated_size == 0]:
+            self._segments.remove(segment)
+            memory.free(segment.address)
+
+    def snapshot(self) -> list[dict]:
+        with _lock:
+            return [each.snapshot() for each in self.segments]
+
+
+_CONTENT = {torch.ops.aten.empty.memory_format: "none", torch.ops.aten.zeros.default: "zeros"}
+
+
+class _Allocating(TorchDispatchMode):
+    """What an operation allocates for its results is moved into the innermost pool."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        before = () if function is torch.ops.aten.lift_fresh.default else (args, kwargs)  # of torch.tensor()
+        known = {_address(tensor) for tensor in tree_leaves(before) if _has_storage(tensor)}
+        for tensor in tree_leaves(result):
+            if _has_storage(tensor) and _address(tensor) not in known:
+                known.add(_move(tensor, _CONTENT.get(function, "copied")))
+        return result
+
+
+def _has_storage(item) -> bool:
+    return isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.untyped_storage().nbytes() > 0
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _rounded(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _move(tensor: torch.Tensor, content: str) -> int:
+    """Return the new address. Without content the tensor has what was there."""
+    old = tensor.untyped_storage()
+    size = old.nbytes()
+    pool = _active.pools[-1]
+    address, fresh = pool.take(size)
+    buffer = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(buffer, pool.give, address).atexit = False
+    if content == "copied" or (content == "zeros" and not fresh):
+        ctypes.memmove(address, old.data_ptr(), size)
+    new = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()  # it holds the buffer
+    tensor.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return address
