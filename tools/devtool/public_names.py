@@ -19,7 +19,7 @@ PRIVATE = {
     "silence": "peer_timeout",
     "told": "events",
     "late": "deferred",
-    "skipped": "skipped",
+    "forgone": "skipped",
     "behind": "background",
     "stood": "pause_seconds",
     "give": "swap_out",
@@ -43,7 +43,7 @@ PRIVATE = {
 }
 # Whole names that say too little.
 TOO_SHORT = {
-    "checkpoint_dir": "checkpoint_dir, or another KIND_dir",
+    "dir": "checkpoint_dir, or another KIND_dir",
     "directory": "checkpoint_dir, or another KIND_dir",
     "lost": "unrecoverable, unreadable or missing",
     "left": "pending",
