@@ -5,8 +5,9 @@ from torpor import _core
 
 OPTIONS = {"late_thread": False, "late_job_bytes": 1}
 
-_stock = _core.RankMemory
+_stock, _of_device = _core.RankMemory, _core.memory_of
 _core.RankMemory = lambda given: _stock(given | OPTIONS)
+_core.memory_of = lambda device, given: _of_device(device, given | OPTIONS)
 
 
 class LateByHand:

@@ -2,6 +2,7 @@
 on over a sleep, on the rig (TORPOR_RIG_CUDA=1), whose platform is CUDA to torpor alone. Nothing here is a GPU."""
 
 import asyncio
+import inspect
 import json
 import os
 from pathlib import Path
@@ -112,7 +113,9 @@ def test_the_memory_of_each_device_offers_what_is_asked_of_one(monkeypatch):
     for memory in both:
         assert {name for name in asked if not hasattr(memory, name)} == set(), type(memory).__name__
         for name in asked - set(WorkerMemory.__annotations__):
-            assert getattr(type(memory), name) is not getattr(WorkerMemory, name), f"{type(memory).__name__}.{name}"
+            own, wanted = getattr(type(memory), name), getattr(WorkerMemory, name)
+            assert own is not wanted, f"{type(memory).__name__}.{name}"
+            assert list(inspect.signature(own).parameters) == list(inspect.signature(wanted).parameters), name
 
 
 def test_what_is_asked_of_a_workers_memory_stands_in_the_protocol():

@@ -99,7 +99,8 @@ def test_a_rank_that_is_told_of_the_doubt_hashes_its_weights_again():
 
     told = []
     memory = SimpleNamespace(doubt=lambda tag: told.append(tag), call=lambda order: told.append(order) or b"answer")
-    one = SimpleNamespace(torpor_memory=SimpleNamespace(rank_memory=memory), model_runner=None)
+    of_worker = SimpleNamespace(rank_memory=memory, note_order=lambda: None)
+    one = SimpleNamespace(torpor_memory=of_worker, model_runner=None)
     call = worker.WorkerMixin.torpor_rank
     assert call(one, b"1") == b"answer" and call(one, b"2", True) == b"answer"
     assert told == [b"1", "weights", b"2"]

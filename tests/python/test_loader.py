@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import long_on_rig, result_of, without_weights
+from conftest import result_of, without_weights
 from requests_of_tests import final, run
 
 HERE = Path(__file__).parent
@@ -46,8 +46,6 @@ def test_a_real_model_goes_on_with_the_very_next_token(zygote, real_model, tmp_p
     assert woken["recomputed"] == 0
 
 
-@pytest.mark.rig
-@long_on_rig
 @pytest.mark.core
 def test_weights_are_read_once_and_what_does_not_fit_is_refused_by_name(one, zygote, tiny_model, tmp_path):
     expected = json.loads(json.dumps(one.expected))
