@@ -357,7 +357,13 @@ Result<orders::CopyAhead::Reply> RankMemory::carry_out(const orders::CopyAhead& 
   return images_->copy_ahead(order);
 }
 Result<orders::SaveBehind::Reply> RankMemory::carry_out(const orders::SaveBehind& order) {
-  return images_->save_behind(order);
+  TORPOR_ASSIGN(orders::SaveBehind::Reply reply, images_->save_behind(order));
+  if (const auto weights = reply.digests.find(kWeightsTag); weights != reply.digests.end() && named_weights_) {
+    TORPOR_ASSIGN(orders::DigestTags::Reply named, digest_named(order.save.as_proven));
+    weights->second = std::move(named.digests.at(kWeightsTag));
+    reply.digested_bytes += named.bytes;
+  }
+  return reply;
 }
 Result<orders::LookBehind::Reply> RankMemory::carry_out(const orders::LookBehind& order) {
   TORPOR_ASSIGN(orders::LookBehind::Reply reply, images_->look_behind(order));

@@ -354,10 +354,7 @@ Status SleepController::stand_still(FallingAsleep& sleep) {
   sleep.operation.begin("save");
   TORPOR_ASSIGN(const std::vector<orders::SaveBehind::Reply> saved,
                 ranks_.call(orders::SaveBehind{.save = behind.save}));
-  if (!behind.save.carried.empty()) {
-    TORPOR_ASSIGN(const bool named, add_named_weights(behind.captured.fingerprint, behind.save.as_proven));
-    if (!named) add_weights(behind.captured.fingerprint, saved);
-  }
+  if (!behind.save.carried.empty()) add_weights(behind.captured.fingerprint, saved);
   sign(*behind.pending, behind.captured.fingerprint);
   sleep.report.kept_blocks = static_cast<int64_t>(behind.save.blocks.size());
   behind.copied = total_bytes(saved);
