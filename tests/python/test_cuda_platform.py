@@ -88,6 +88,25 @@ def test_another_backend_beside_preserving_state_is_refused_by_name(on_cuda):
         finished(PRESERVING, enable_sleep_mode=True, sleep_mode_backend="theirs")
 
 
+def test_torpors_backend_without_its_memory_is_refused(on_cuda, monkeypatch):
+    """It would free nothing, and say that it had."""
+    from torpor.vllm import asking, plugin
+    from vllm.config import VllmConfig
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    made = {}
+    monkeypatch.setattr(VllmConfig, "_post_init_kv_transfer_config", lambda self: None)
+    monkeypatch.setattr(SleepModeBackendFactory, "register_backend", lambda *_: None)
+    asking.watch(SimpleNamespace(set=lambda _, name, value: made.update({name: value})))
+    for name, value in (("activate", False), ("memory_fits", False), ("inactive", "vLLM is not as expected")):
+        monkeypatch.setattr(plugin, name, lambda value=value: value)
+    model = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="torpor")
+    with pytest.raises(errors.Unsupported, match="vLLM is not as expected"):
+        made["_post_init_kv_transfer_config"](SimpleNamespace(additional_config={}, model_config=model))
+    model.sleep_mode_backend = "cumem"
+    made["_post_init_kv_transfer_config"](SimpleNamespace(additional_config={}, model_config=model))
+
+
 def test_a_server_knows_it_before_its_engine_is_there(on_cuda, monkeypatch):
     def args(torpor, **more):
         return SimpleNamespace(additional_config={"torpor": torpor}, scheduler_cls=None, **more)
@@ -237,3 +256,16 @@ async def over_a_sleep(url: str) -> None:
         assert all(reading.text and reading.interruptions == 0 for reading in readings)
     finally:
         await client.close()
+
+
+@pytest.mark.slow
+def test_where_requests_cannot_be_kept_vllms_sleep_mode_still_has_torpors_memory(rig_zygote, rig_model, tmp_path):
+    words = [HERE / "memory_alone_process.py", rig_model, tmp_path]
+    result = result_of(rig_zygote.run(words, timeout=300, env=os.environ | rig.environment(cuda=True)))
+    tiers = result["tiers"]
+    assert tiers.pop("memory") is None
+    assert all("BlockPool.free_blocks takes (self, ordered_blocks, also=None)" in why for why in tiers.values()), tiers
+    assert [line for line in result["said"] if "keeps no requests over a sleep" in line]
+    assert result["backend"] == "torpor" and result["worker"] == "torpor.vllm.memory_worker, False"
+    assert all(result["awake"].values()) and {"weights", "kv_cache", "runtime"} <= result["awake"].keys()
+    assert not any(result["asleep"].values()) and result["same"]

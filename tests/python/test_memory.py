@@ -205,7 +205,7 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
 
     from torpor.vllm import patches
     from torpor.vllm.patching import Patches
-    from torpor.vllm.gpu_memory import TorporAllocator
+    from torpor.vllm.gpu_allocator import TorporAllocator
 
     monkeypatch.setattr(
         VllmConfig, "use_cumem_cudagraph_pool", VllmConfig.use_cumem_cudagraph_pool

@@ -55,7 +55,7 @@ class _Scratch:
 
     def __init__(self, worker):
         from rig import pools
-        from torpor.vllm.gpu_memory import TorporAllocator
+        from torpor.vllm.gpu_allocator import TorporAllocator
         from vllm.v1.worker import workspace
 
         workspace.reset_workspace_manager()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from torpor.errors import Unsupported
 from torpor.vllm import connector_options
-from torpor.vllm.options import VARIABLES
+from torpor.vllm.options import VARIABLES, has_torpor_backend
 from torpor.vllm.patching import Patches
 
 
@@ -46,10 +47,18 @@ def watch(patches: Patches) -> None:
             from torpor.vllm import configuration
 
             configuration.finish(self)
+        elif asks(self) and _memory_fits():
+            from torpor.vllm import sleep_backend
+
+            sleep_backend.finish_memory_alone(self)
+        elif has_torpor_backend(self):  # which would free nothing
+            from torpor.vllm import plugin
+
+            raise Unsupported(f'sleep_mode_backend="torpor": {plugin.inactive()}', 'use "cumem"')
         elif current_platform.is_cpu() and self.model_config is not None and self.model_config.enable_sleep_mode:
             raise ValueError("Sleep mode is not supported on current platform.")  # as vLLM says without torpor
 
-    SleepModeBackendFactory.register_backend("torpor", "torpor.vllm.gpu_memory", "TorporBackend")
+    SleepModeBackendFactory.register_backend("torpor", "torpor.vllm.gpu_allocator", "TorporBackend")
     patches.set(VllmConfig, "_post_init_kv_transfer_config", post_init)
     if current_platform.is_cpu():  # vLLM looks there before it knows whether the engine asks for torpor
         from vllm.platforms.cpu import CpuPlatform
@@ -61,3 +70,9 @@ def _is_active() -> bool:
     from torpor.vllm import plugin  # which imports this module
 
     return plugin.activate()
+
+
+def _memory_fits() -> bool:
+    from torpor.vllm import plugin
+
+    return plugin.memory_fits()

@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 
 from torpor.errors import InvalidArgument, Unsupported
-from torpor.vllm import connector_options, scheduler, worker
-from torpor.vllm.options import Options, names_torpor, has_torpor_backend, holds_memory_of
-
-_DEFAULT_BACKEND, _BACKEND = "cumem", "torpor"
+from torpor.vllm import connector_options, scheduler, sleep_backend, worker
+from torpor.vllm.options import Options, holds_memory_of
 
 
 def finish(vllm_config) -> None:
@@ -22,13 +20,13 @@ def finish(vllm_config) -> None:
     if not options.enabled:
         return
     refuse_rust_front_end()
-    _choose_sleep_backend(vllm_config, options)
+    sleep_backend.choose(vllm_config, options)
     _choose_connector(vllm_config, options)
-    holds = holds_memory_of(vllm_config)
-    if holds:
+    if holds_memory_of(vllm_config):
         scheduler.choose(vllm_config)
-    if holds or has_torpor_backend(vllm_config):
         worker.choose(vllm_config)
+    else:
+        sleep_backend.choose_worker(vllm_config)
 
 
 def refuse_rust_front_end() -> None:
@@ -36,28 +34,6 @@ def refuse_rust_front_end() -> None:
     serves = Path(sys.argv[0]).name in ("vllm", "main.py") and sys.argv[1:2] == ["serve"]
     if serves and os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise Unsupported("torpor behind vLLM's Rust front end", "unset VLLM_USE_RUST_FRONTEND")
-
-
-def _choose_sleep_backend(vllm_config, options: Options) -> None:
-    """On a GPU: vLLM 0.31 and 0.32 have no argument for the backend of their sleep mode, so it follows from torpor's.
-
-    gpu_preserve_state switches the sleep mode on. Other options of torpor leave that to enable_sleep_mode.
-    """
-    from vllm.platforms import current_platform
-
-    model = vllm_config.model_config
-    if model is None or not current_platform.is_cuda():
-        return
-    if options.gpu_preserve_state:
-        if model.sleep_mode_backend not in (_DEFAULT_BACKEND, _BACKEND):
-            raise InvalidArgument(
-                f"gpu_preserve_state beside sleep_mode_backend={model.sleep_mode_backend!r}", "leave one of them out"
-            )
-        model.enable_sleep_mode = True
-        model.enable_cumem_allocator = True  # as vLLM does with its sleep mode: the name says less than it means
-    elif not (model.enable_sleep_mode and model.sleep_mode_backend == _DEFAULT_BACKEND and names_torpor(vllm_config)):
-        return
-    model.sleep_mode_backend = _BACKEND
 
 
 def _choose_connector(vllm_config, options: Options) -> None:

@@ -1,11 +1,6 @@
-"""vLLM's sleep mode on a GPU through torpor's memory; configuration.py says when it is chosen.
+"""A worker's memory on a GPU, as the controller sees it: what CpuWorkerMemory is on a CPU.
 
-TorporAllocator has the calls of vLLM's MemAllocator; workers allocate through it where they would through
-CuMemAllocator. TorporBackend is vLLM's SleepModeBackend: level 1 keeps weights, runtime state and graph pools, level 2
-all but the weights; a wake of some tags brings back every tag that may not be deferred.
-
-With the option gpu_preserve_state the controller takes their place: GpuWorkerMemory is to it what CpuWorkerMemory is on
-the CPU, over the same regions.
+With the option gpu_preserve_state it takes the place of vLLM's sleep mode (gpu_allocator.py), over the same regions.
 """
 
 from __future__ import annotations
@@ -21,122 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from torpor import _core, memory
-from torpor.errors import InvalidArgument, Unsupported, WrongState
+from torpor.errors import InvalidArgument, Unsupported
 from torpor.vllm import kv_layout
-from torpor.vllm.compat import lookup
+from torpor.vllm.gpu_allocator import TorporAllocator
 from torpor.vllm.memory import region_tensor
 from torpor.vllm.worker_memory import WorkerMemory
-
-# A wake of some tags brings back all others.
-DEFERRABLE_TAGS = lookup("vllm.device_allocator", "DEFERRABLE_TAGS") or ("weights", "kv_cache")
-ALWAYS_KEPT = ("runtime", "cudagraph")
-
-
-class TorporAllocator:
-    """One a process, as vLLM has it."""
-
-    of_this_process: TorporAllocator | None = None
-
-    def __init__(self) -> None:
-        self._graph_pool: torch.cuda.MemPool | None = None
-
-    @classmethod
-    def get_instance(cls) -> TorporAllocator:
-        if cls.of_this_process is None:
-            cls.of_this_process = cls()
-        return cls.of_this_process
-
-    @contextmanager
-    def use_memory_pool(self, tag: str | None = None):
-        with memory.region(tag or "default"):
-            yield
-
-    @contextmanager
-    def cudagraph_pool(self):
-        """What a graph captured here allocates has the tag "cudagraph". Yields the id of its pool, one for all graphs.
-
-        The capture itself sends allocations to the pool; use_mem_pool would do it twice.
-        """
-        if self._graph_pool is None:
-            self._graph_pool = memory.new_pool()
-        with memory.scope("cudagraph"):
-            yield self._graph_pool.id
-
-    def release_pools(self) -> None:
-        """Give up the pool of CUDA graphs. Memory that nobody uses any more is given back to the device."""
-        self._graph_pool = None
-        gc.collect()
-        memory.give_back()
-
-    def _tags(self, state: str, wanted) -> list[str]:
-        found = {
-            tag
-            for device in memory.ledger().values()
-            for tag, held in device["tags"].items()
-            if (held["state"] == "attached") == (state == "awake")
-        }
-        return sorted(tag for tag in found if wanted(tag))
-
-    def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
-        """Frees all that is awake; what is in `offload_tags` is saved before."""
-        kept = (
-            ("default",)
-            if offload_tags is None
-            else (offload_tags,)
-            if isinstance(offload_tags, str)
-            else tuple(offload_tags)
-        )
-        gc.collect()
-        if awake := self._tags("awake", lambda tag: True):
-            # Kept backups are compared: vLLM says neither of new weights nor of LoRA adapters what it wrote.
-            memory.sleep(*awake, keep=kept, check=True)
-        _empty_cache()
-
-    def discard(self, tags: tuple[str, ...] | str) -> None:
-        named = (tags,) if isinstance(tags, str) else tags
-        if awake := self._tags("awake", lambda tag: tag in named):
-            memory.sleep(*awake, keep=())
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        gc.collect()
-        _empty_cache()
-        if asleep := self._tags("asleep", lambda tag: tags is None or tag in tags or tag not in DEFERRABLE_TAGS):
-            memory.wake(*asleep)
-
-    def get_current_usage(self) -> int:
-        return sum(held["region_bytes"] for device in memory.ledger().values() for held in device["tags"].values())
-
-
-class TorporBackend(SleepModeBackend):
-    def suspend(self, level: int = 1) -> None:
-        if level not in (1, 2):
-            raise WrongState(f"there is no sleep level {level} for memory", "use 1 or 2")
-        TorporAllocator.get_instance().sleep(("weights", *ALWAYS_KEPT) if level == 1 else ALWAYS_KEPT)
-        self._state = "SUSPENDED"
-
-    def resume(self, tags: list[str] | None = None) -> None:
-        self._state = "RESUMING"
-        try:
-            TorporAllocator.get_instance().wake_up(tags)
-        except Exception:
-            self._state = "SUSPENDED"
-            raise
-        self._state = "RUNNING"
-
-    def discard(self, tags: tuple[str, ...]) -> None:
-        TorporAllocator.get_instance().discard(tags)
-        self._state = "SUSPENDED"
-
-    @classmethod
-    def preserves_communicators(cls) -> bool:
-        return True  # they are not in its memory
-
-    @classmethod
-    def is_supported(cls) -> bool:
-        return _core.built_with_cuda()
 
 
 class GpuWorkerMemory(WorkerMemory):
@@ -226,7 +112,7 @@ class GpuWorkerMemory(WorkerMemory):
         self._saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
         self._weights_left = False
         gc.collect()
-        _empty_cache()
+        memory.give_back()
 
     def note_order(self) -> None:
         """What release_derived() saved comes back with the weights, before somebody loads new ones: those stay."""
@@ -340,7 +226,3 @@ def _bytes_at(address: int, size: int) -> torch.Tensor:
         return region_tensor(address, size)
     interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
     return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device="cuda")
-
-
-def _empty_cache() -> None:
-    memory.give_back()

@@ -51,7 +51,7 @@ def _graph_pool(patches: Patches) -> None:
         return stock_used(SimpleNamespace(model_config=as_stock, compilation_config=self.compilation_config))
 
     def instance():
-        from torpor.vllm.gpu_memory import TorporAllocator
+        from torpor.vllm.gpu_allocator import TorporAllocator
 
         return TorporAllocator.of_this_process or stock_instance()  # made when weights were loaded, before any capture
 

@@ -1,8 +1,9 @@
 """The entry point `vllm.general_plugins`. vLLM calls register() in every process, before its classes are built.
 
 register() only watches for an engine that asks for torpor (asking.py). For the first one activate() changes vLLM:
-torpor.vllm.patches says what, torpor.vllm.compat has a guard for each thing that torpor relies on. All guards pass or
-nothing is changed at all: beside a vLLM that torpor does not know, vLLM runs as if torpor were not there.
+torpor.vllm.patches says what, torpor.vllm.compat has a guard for each thing that torpor relies on. If a guard of the
+engine does not pass, activate() changes nothing: vLLM runs as if torpor were not there, but for the memory of its sleep
+mode on a GPU, if that fits. Guards of single features switch off those features.
 """
 
 from __future__ import annotations
@@ -61,6 +62,19 @@ def _try_step(reason: str | None, step: Callable[[Patches], None]) -> None:
     logger.warning("torpor is inactive in this process, vLLM runs without it: %s", _reason)
 
 
+@functools.cache
+def memory_fits() -> bool:
+    """Return whether torpor, which is inactive, can give vLLM's own sleep mode its memory: on a GPU, where it fits."""
+    from vllm.platforms import current_platform
+
+    if activate() or switched_off() or not current_platform.is_cuda():
+        return False
+    _parts["memory"] = _why_not("memory")
+    if _parts["memory"] is None:
+        logger.warning("torpor gives vLLM's sleep mode its memory, and keeps no requests over a sleep")
+    return _parts["memory"] is None
+
+
 def inactive() -> str | None:
     """Why torpor changed nothing in this process, or None if it is active."""
     return _reason
@@ -75,7 +89,7 @@ def tiers() -> dict[str, str | None]:
     """Return None for each tier that is on in this process, or why it is off. "connector" and "server" are included
     once fits() was called for them: what they need of vLLM is imported only for an engine that has them."""
     unknown = compat.first_of(_unknown_fields) if _unknown_fields else None
-    of_engine = {"requests": _reason, "early_wake": _reason, "new_process": _reason or unknown}
+    of_engine = {"memory": _reason, "requests": _reason, "early_wake": _reason, "new_process": _reason or unknown}
     return of_engine | _parts
 
 

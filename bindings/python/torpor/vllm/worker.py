@@ -17,7 +17,7 @@ from torpor.vllm.inputs import Inputs
 from torpor.vllm.memory import CpuWorkerMemory
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.named_mixins import NamedMixins, resolved
-from torpor.vllm.options import Options, has_torpor_backend, holds_memory_of
+from torpor.vllm.options import Options, holds_memory_of
 from torpor.vllm.slots import begin_events
 from torpor.vllm.worker_memory import WorkerMemory
 
@@ -83,10 +83,6 @@ class WorkerMixin(Stock):
             if current_platform.is_cpu() and tag not in ("weights", "kv_cache"):
                 return super()._maybe_get_memory_pool_context(tag)
             return _in_regions(self, tag)
-        if has_torpor_backend(self.vllm_config):  # vLLM's sleep mode, and no more
-            from torpor.vllm.gpu_memory import TorporAllocator
-
-            return TorporAllocator.get_instance().use_memory_pool(tag)
         return super()._maybe_get_memory_pool_context(tag)
 
     def reload_weights(self, *args, **kwargs) -> None:
@@ -108,10 +104,6 @@ class WorkerMixin(Stock):
         super().shutdown()
         if hasattr(self, "torpor_memory"):
             self.torpor_memory.close()
-        elif has_torpor_backend(self.vllm_config):
-            from torpor.vllm.gpu_memory import TorporAllocator
-
-            TorporAllocator.get_instance().release_pools()
 
     def torpor_rank(self, order: bytes, weights_doubted: bool = False) -> bytes:
         """Passes an order of the controller to this rank's memory. A failure is in the reply.

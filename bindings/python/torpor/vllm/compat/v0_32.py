@@ -7,6 +7,45 @@ test (tests/python/test_compat.py).
 
 from torpor.vllm.compat.guards import Class, Module
 
+# vLLM's own sleep mode, and names by which torpor is chosen for it.
+_SLEEP_MODE = (
+    Module(
+        "vllm.platforms",
+        names=("current_platform",),
+    ),
+    Module(
+        "vllm.utils.import_utils",
+        functions={"resolve_obj_by_qualname": "qualname"},
+    ),
+    Module(
+        "vllm.device_allocator",
+        names=("DEFERRABLE_TAGS",),
+    ),
+    Module(
+        "vllm.device_allocator.sleep_mode_backend",
+        classes=(
+            Class(
+                "SleepModeBackendFactory",
+                calls={
+                    "register_backend": "cls, name, module_path, class_name",
+                },
+            ),
+            Class(
+                "SleepModeBackend",
+                calls={
+                    "__init__": "self",
+                    "suspend": "self, level=1",
+                    "resume": "self, tags=None",
+                    "discard": "self, tags",
+                    "preserves_communicators": "cls",
+                    "is_supported": "cls",
+                },
+                fields="_state",
+            ),
+        ),
+    ),
+)
+
 # Front ends, engine core, scheduler, block pool: in every process.
 ENGINE = (
     Module(
@@ -902,41 +941,7 @@ ENGINE = (
             ),
         ),
     ),
-    Module(
-        "vllm.platforms",
-        names=("current_platform",),
-    ),
-    Module(
-        "vllm.utils.import_utils",
-        functions={"resolve_obj_by_qualname": "qualname"},
-    ),
-    Module(
-        "vllm.device_allocator",
-        names=("DEFERRABLE_TAGS",),
-    ),
-    Module(
-        "vllm.device_allocator.sleep_mode_backend",
-        classes=(
-            Class(
-                "SleepModeBackendFactory",
-                calls={
-                    "register_backend": "cls, name, module_path, class_name",
-                },
-            ),
-            Class(
-                "SleepModeBackend",
-                calls={
-                    "__init__": "self",
-                    "suspend": "self, level=1",
-                    "resume": "self, tags=None",
-                    "discard": "self, tags",
-                    "preserves_communicators": "cls",
-                    "is_supported": "cls",
-                },
-                fields="_state",
-            ),
-        ),
-    ),
+    *_SLEEP_MODE,
 )
 
 _WORKER = Module(
@@ -1659,6 +1664,25 @@ OTHER_CONNECTORS = (
 )
 
 # For each token of a seeded request: "a number", or "a number a word" of the vocabulary.
+# vLLM's own sleeps, with torpor's memory below them on a GPU (memory_worker.py).
+MEMORY = (
+    *_SLEEP_MODE,
+    Module(
+        "vllm.v1.worker.gpu_worker",
+        classes=(
+            Class(
+                "Worker",
+                calls={"_maybe_get_memory_pool_context": "self, tag", "shutdown": "self"},
+                fields="vllm_config",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.config",
+        classes=(Class("ModelConfig", fields="enable_sleep_mode enable_cumem_allocator sleep_mode_backend"),),
+    ),
+)
+
 # A post-copy wake (late_blocks.py) needs these besides: where vLLM gives blocks to requests, and looks prefixes up.
 EARLY_WAKE = (
     Module(
@@ -1679,6 +1703,7 @@ PARTS = {
     "cpu": CPU_WORKER,
     "cuda": CUDA_WORKER,
     "v2": V2_RUNNER,
+    "memory": MEMORY,
     "early_wake": EARLY_WAKE,
     "server": SERVER,
     "connector": CONNECTOR,
