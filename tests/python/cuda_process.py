@@ -166,7 +166,7 @@ def end(one: InProcess) -> dict:
     one.llm = one.engine = None
     cleanup_dist_env_and_memory()
     gc.collect()
-    memory.give_back()
+    memory.release_unused()
     return {
         "tags": sorted(memory.ledger()[0]["tags"]),
         "alive": [name for name, part in parts.items() if part() is not None],

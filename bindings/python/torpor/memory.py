@@ -18,6 +18,7 @@ copied only where a digest differs.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -28,9 +29,8 @@ from torpor.errors import Unsupported
 if TYPE_CHECKING:
     import torch
 
-_allocator: torch.cuda.memory.CUDAPluggableAllocator | None = None  # never freed: torch's pools point to it
-_entered: set[str] = set()  # tags that had a region()
-_ended_in_capture: list = []  # torch's pools; no memory can be freed while a CUDA graph is captured
+_allocator: torch.cuda.memory.CUDAPluggableAllocator | None = None
+_retired: dict[str, list[torch.cuda.MemPool]] = {}  # by tag: pools that something may still be in use of
 
 
 @contextmanager
@@ -47,42 +47,55 @@ def scope(tag: str, keep: bool = True) -> Iterator[None]:
 def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
     """scope(tag, keep), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool.
 
-    At the end, and when a region of the same tag begins, torch gives back what was freed: until then it keeps such
-    memory for the pool. What is still in use then is given back by torch.cuda.empty_cache() once it is freed. A caller
-    that keeps the MemPool keeps all of its memory.
+    torch keeps what is freed in a pool for that pool. So at the end, when the next region of the same tag begins, and
+    by release_unused(), the memory of each pool of which nothing is in use goes back to the device. What is freed in a
+    pool that still has other memory in use stays taken.
 
     Raises Unsupported where torch has no GPU.
     """
     import torch
 
     pool = new_pool()
-    give_back(tag)
-    _entered.add(tag)
+    release_unused(tag)
     try:
         with scope(tag, keep), torch.cuda.use_mem_pool(pool):
             yield pool
     finally:
-        if torch.cuda.is_current_stream_capturing():
-            _ended_in_capture.append(pool)
-        del pool  # torch frees what nobody uses of a pool that is gone
+        retire(pool, tag)
+        del pool
+        release_unused(tag)
 
 
-def give_back(tag: str | None = None) -> None:
-    """Have torch free the memory that it keeps for pools that are gone; with `tag`, only if it had a region()."""
+def retire(pool: torch.cuda.MemPool, tag: str) -> None:
+    """Keep a pool, from which nothing more is allocated, until nothing of it is in use.
+
+    A MemPool object must not end before: vLLM keeps its own for https://github.com/pytorch/pytorch/issues/146431.
+    """
+    _retired.setdefault(tag, []).append(pool)
+
+
+def release_unused(tag: str | None = None) -> None:
+    """Give the memory of each retired pool of which nothing is in use back to the device. tag: of its pools alone."""
     import torch
 
-    if tag is not None and tag not in _entered:
+    if not _retired or (tag is not None and tag not in _retired):
         return
-    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
-        _ended_in_capture.clear()
-        torch.cuda.empty_cache()
+    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():  # a capture forbids it
+        return
+    for each in [tag] if tag is not None else list(_retired):
+        pools = _retired.pop(each)
+        if used := [pool for pool in pools if _is_used(pool)]:
+            _retired[each] = used
+    del pools  # the end of the others frees them
+    torch.cuda.empty_cache()
+
+
+def _is_used(pool: torch.cuda.MemPool) -> bool:
+    return any(segment["active_size"] > 0 for segment in pool.snapshot(include_traces=False))
 
 
 def new_pool() -> torch.cuda.MemPool:
-    """A torch.cuda.MemPool whose memory is of the scope that its allocations are made in.
-
-    While somebody has the object torch gives nothing back that was freed in the pool. Without it, what is in use stays
-    in use, and torch frees the rest.
+    """A torch.cuda.MemPool whose memory is of the scope that its allocations are made in. Give it to retire() at last.
 
     Raises Unsupported where torch has no GPU.
     """
@@ -93,6 +106,8 @@ def new_pool() -> torch.cuda.MemPool:
         raise Unsupported("torch has no GPU here", "use scope() and allocate() with TORPOR_MEMORY_DEVICE=host")
     if _allocator is None:
         _allocator = pluggable_allocator()
+        # It never ends: pools have a bare pointer to it, and may end later than it when the interpreter does.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_allocator))
     return torch.cuda.MemPool(_allocator.allocator())
 
 

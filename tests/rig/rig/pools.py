@@ -1,9 +1,9 @@
 """torch.cuda.MemPool for CPU tensors, over torpor's allocator: memory as torch's caching allocator gives it out.
 
 A pool takes segments from torpor and divides them. What is freed stays in its segment, and is given out again in the
-same pool only. torpor gets a segment back when nothing of it is in use, the MemPool object is gone, and torch empties
-its cache; the end of a MemPool object empties the cache of its own pool. Memory that is given out again has the content
-that it had before.
+same pool only. torpor gets the segments back when the MemPool object ends. It must not end while something of it is in
+use, or while a graph is captured: some versions of torch then free memory that tensors have. Memory that is given out
+again has the content that it had before.
 
 The sizes are torch's divided by 16, because the models are small: several tensors share a segment, and a tag has
 several segments.
@@ -31,7 +31,7 @@ _MEDIUM, _MEDIUM_SEGMENT = 640 << 10, 1280 << 10
 _ROUND = 128 << 10  # a larger block has a segment of its own, of a multiple of this size
 
 _pools: weakref.WeakValueDictionary[tuple[int, int], _PrivatePool] = weakref.WeakValueDictionary()
-_orphans: list[_PrivatePool] = []  # whose MemPool is gone, with memory in use
+_misused: list[str] = []  # what nobody may do; what is asked next fails with it
 _active = threading.local()  # .pools: of this thread, the innermost last
 _lock = threading.RLock()  # a tensor may be freed at any allocation
 
@@ -65,7 +65,7 @@ class MemPool:
 
     def __init__(self, allocator: PluggableAllocator):
         self._pool = _PrivatePool()
-        weakref.finalize(self, _PrivatePool.orphan, self._pool).atexit = False
+        weakref.finalize(self, _PrivatePool.end, self._pool).atexit = False
 
     @property
     def id(self) -> tuple[int, int]:
@@ -97,11 +97,8 @@ def captured(pool_id: tuple[int, int]):
 
 
 def empty_cache() -> None:
-    with _lock:
-        for pool in list(_orphans):
-            pool.release()
-            if not pool.segments:
-                _orphans.remove(pool)
+    assert not getattr(_active, "captures", 0), "the cache is emptied while a graph is captured"
+    assert not _misused, _misused
 
 
 @contextmanager
@@ -154,7 +151,8 @@ class _Segment:
             }
             for offset, size, used in self._blocks
         ]
-        whole = {"address": self.address, "total_size": self.size, "allocated_size": self.allocated_size}
+        used = self.allocated_size
+        whole = {"address": self.address, "total_size": self.size, "allocated_size": used, "active_size": used}
         return whole | {"blocks": blocks}
 
 
@@ -179,6 +177,7 @@ class _PrivatePool:
         """An address, and whether its memory was never used."""
         from torpor import memory
 
+        assert not _misused, _misused
         with _lock:
             whole = _SMALL_SEGMENT if size <= _SMALL else _MEDIUM_SEGMENT if size <= _MEDIUM else _rounded(size, _ROUND)
             for segment in self.segments:
@@ -194,18 +193,19 @@ class _PrivatePool:
         """Called wherever Python frees a tensor, so perhaps in the middle of take()."""
         self._freed.append(address)
 
-    def orphan(self) -> None:
-        assert not getattr(_active, "captures", 0), "a pool ends while a graph is captured"
-        with _lock:
-            _orphans.append(self)
-            self.release()
-
-    def release(self) -> None:
+    def end(self) -> None:
+        """Called when the MemPool object has ended, where an exception would reach nobody."""
         from torpor import memory
 
-        for segment in [each for each in self.segments if each.allocated_size == 0]:
-            self._segments.remove(segment)
-            memory.free(segment.address)
+        with _lock:
+            if getattr(_active, "captures", 0):
+                _misused.append("a pool ended while a graph was captured")
+            if used := sum(each.allocated_size for each in self.segments):
+                _misused.append(f"a pool ended with {used} bytes in use")
+                return
+            for segment in self._segments:
+                memory.free(segment.address)
+            self._segments = []
 
     def snapshot(self) -> list[dict]:
         with _lock:

@@ -53,10 +53,12 @@ class TorporAllocator:
             yield self._graph_pool.id
 
     def release_pools(self) -> None:
-        """Give up the pool of CUDA graphs. Memory that nobody uses any more is given back to the device."""
-        self._graph_pool = None
+        """Give up the pool of CUDA graphs, and give memory of pools of which nothing is in use back to the device."""
+        if self._graph_pool is not None:
+            memory.retire(self._graph_pool, "cudagraph")
+            self._graph_pool = None
         gc.collect()
-        memory.give_back()
+        memory.release_unused()
 
     def _tags(self, state: str, wanted) -> list[str]:
         found = {
@@ -80,7 +82,7 @@ class TorporAllocator:
         if awake := self._tags("awake", lambda tag: True):
             # Kept backups are compared: vLLM says neither of new weights nor of LoRA adapters what it wrote.
             memory.sleep(*awake, keep=kept, check=True)
-        memory.give_back()
+        memory.release_unused()
 
     def discard(self, tags: tuple[str, ...] | str) -> None:
         named = (tags,) if isinstance(tags, str) else tags
@@ -89,7 +91,7 @@ class TorporAllocator:
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         gc.collect()
-        memory.give_back()
+        memory.release_unused()
         if asleep := self._tags("asleep", lambda tag: tags is None or tag in tags or tag not in DEFERRABLE_TAGS):
             memory.wake(*asleep)
 

@@ -112,7 +112,7 @@ class GpuWorkerMemory(WorkerMemory):
         self._saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
         self._weights_left = False
         gc.collect()
-        memory.give_back()
+        memory.release_unused()
 
     def note_order(self) -> None:
         """What release_derived() saved comes back with the weights, before somebody loads new ones: those stay."""
