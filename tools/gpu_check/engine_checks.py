@@ -91,7 +91,7 @@ def parts(options) -> list[Part]:
         Part("MLA", [("13 MLA", SAME, "sleeps", {})],
              no_device or ("" if options.mla_model else "--mla-model names none")),
         Part("drafts", [("14 EAGLE, probabilistic drafts", "the twin's tokens", "", {})],
-             "torpor refuses speculative decoding by name"),
+             "needs a draft model, for which there is no option yet"),
     ]  # fmt: skip
     return found
 
