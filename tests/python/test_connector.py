@@ -402,7 +402,7 @@ def test_a_tilde_in_a_path_is_the_home_of_its_user(monkeypatch):
     assert options.checkpoint_dir == "/home/somebody/checkpoints" and options.spill_dir == "/home/somebody/spill"
     assert options.key_file == "/keys/~"
     connector = ConnectorOptions.of({"host_bytes": 1 << 20, "disk_bytes": "1GiB", "disk_dir": "~/kv"})
-    assert connector.directory == "/home/somebody/kv"
+    assert connector.disk_dir == "/home/somebody/kv"
     with pytest.raises(InvalidArgument, match="~nobody-has-this-name/x"):
         Options.of(SimpleNamespace(additional_config={"torpor": {"checkpoint_dir": "~nobody-has-this-name/x"}}))
 

@@ -80,7 +80,7 @@ def test_when_the_network_is_mended_engines_share_again(shared):
     ("options", "words"),
     [
         ({"kv_store": "redis://h", "disk_bytes": 1, "disk_dir": "/d"}, "host_bytes is 0"),
-        ({"host_bytes": 1, "kv_store_ca": "x"}, "without remote"),
+        ({"host_bytes": 1, "kv_store_ca": "x"}, "without kv_store"),
         ({"host_bytes": 1, "kv_store": 7}, "kv_store is 7"),
         ({"host_bytes": 1, "kv_store": "redis://h", "kv_store_blocks": 0}, "kv_store_blocks is 0"),
         ({"host_bytes": 1, "kv_store": "redis://h", "block_compression": "lz4"}, "'none' or 'bf16' or 'zstd'"),

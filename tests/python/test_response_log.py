@@ -227,7 +227,7 @@ def test_what_the_limit_drops_is_counted_and_named_and_what_runs_is_not_dropped(
                 assert (await other.get("/torpor/requests/0")).status_code == 404
             for name in ("runs-1", "runs-2"):
                 assert (await http.get(f"/torpor/requests/{name}")).json()["state"] == "running"
-            counts = (await http.get("/torpor/state")).json()["answers"]
+            counts = (await http.get("/torpor/state")).json()["responses"]
         dropped = states.count(410)
         assert counts["dropped"] == dropped and counts["running"] == 2 and counts["ended"] == 6 - dropped
         assert server.metrics.answers_dropped._value.get() == dropped

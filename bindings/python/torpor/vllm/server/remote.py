@@ -66,14 +66,16 @@ class Remote:
             except Busy as problem:  # one call that took too long; a store that is gone is waited for no longer
                 if time.monotonic() - answered > term:
                     raise
-                logger.warning("torpor: %s did not answer and is asked again: %s", self._settings.remote, problem)
+                logger.warning("torpor: %s did not answer and is asked again: %s", self._settings.object_store, problem)
                 await asyncio.sleep(term / _LOOKS_PER_TERM)
                 continue
             if not said:
-                logger.info("torpor: another server may own what is in %s; waiting", self._settings.remote)
+                logger.info("torpor: another server may own what is in %s; waiting", self._settings.object_store)
                 said = True
             if time.monotonic() - began > _PATIENCE_TERMS * term:
-                raise Busy(f"another server owns what is in {self._settings.remote}", "end it first, or start again")
+                raise Busy(
+                    f"another server owns what is in {self._settings.object_store}", "end it first, or start again"
+                )
             await asyncio.sleep(term / _LOOKS_PER_TERM)
         return await asyncio.to_thread(self._fetch, fingerprint)
 
