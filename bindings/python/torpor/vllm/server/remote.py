@@ -11,7 +11,9 @@ from vllm.logger import init_logger
 
 from torpor import _core
 from torpor.errors import Aborted, Busy, Error, Incompatible, InvalidArgument, Unsupported
+from torpor.vllm.options import Options
 from torpor.vllm.server import durable
+from torpor.vllm.server.settings import Settings
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -25,7 +27,7 @@ _HOLDER_FILE = "remote.holder"
 class Remote:
     """For one life.Server, in its event loop."""
 
-    def __init__(self, settings, options):
+    def __init__(self, settings: Settings, options: Options):
         if not options.checkpoint_dir:
             raise InvalidArgument("--torpor-object-store without a directory", "name one with --torpor-checkpoint-dir")
         if settings.ownership_term_seconds < 1:
@@ -35,7 +37,8 @@ class Remote:
                 "--torpor-object-store: this build of torpor knows no object stores",
                 "install libcurl and pugixml with their headers, then build it on this machine: pip install .",
             )
-        self._settings, self._directory = settings, Path(options.checkpoint_dir)
+        self._settings = settings
+        self._directory = Path(options.checkpoint_dir)
         self._home = _core.RemoteHome(
             settings.object_store, settings.ownership_term_seconds, options.key_file, settings.advertise_address
         )
