@@ -21,11 +21,10 @@ Result<std::vector<DeviceAddress>> allocate_scattered(RankMemory& memory, std::s
   std::iota(order.begin(), order.end(), size_t{0});
   std::mt19937_64 random(seed);
   for (size_t left = order.size(); left > 1; --left) std::swap(order[left - 1], order[random() % left]);
-  // The second comes where something was before the first: above it, where the third comes below it. That something
-  // is larger, since a mapping that is aligned takes more room than its bytes for a moment.
+  // The second comes where something was before the first: above it, where the third comes below it.
   DeviceAddress before = 0;
   if (order.size() > 1) {
-    TORPOR_ASSIGN(before, memory.allocate(tag, "before", 2 * sizes[order[1]] + 4 * kMiB));
+    TORPOR_ASSIGN(before, memory.allocate(tag, "before", sizes[order[1]]));
   }
   std::vector<DeviceAddress> addresses(sizes.size());
   for (size_t i = 0; i < order.size(); ++i) {

@@ -74,12 +74,19 @@ class Regions : public ::testing::Test {
   std::unique_ptr<SwapChannel> room_;
 };
 
+// The kernel decides where a mapping lies, so one seed alone may have them in order.
 TEST_F(Regions, AddressesNeitherRiseNorFallInTheOrderOfAllocation) {
   make();
-  std::vector<DeviceAddress> allocated;
-  for (const RegionInfo& region : memory_->allocator().regions_of(tag_)) allocated.push_back(region.address);
-  EXPECT_FALSE(std::is_sorted(allocated.begin(), allocated.end()));
-  EXPECT_FALSE(std::is_sorted(allocated.rbegin(), allocated.rend()));
+  size_t scattered = 0;
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    const std::string tag = "t" + std::to_string(seed);
+    (void)value_of(reference::allocate_scattered(*memory_, tag, std::vector<uint64_t>(3, kSize), seed));
+    std::vector<DeviceAddress> allocated;
+    for (const RegionInfo& region : memory_->allocator().regions_of(tag)) allocated.push_back(region.address);
+    if (!std::is_sorted(allocated.begin(), allocated.end()) && !std::is_sorted(allocated.rbegin(), allocated.rend()))
+      ++scattered;
+  }
+  EXPECT_GT(scattered, 0U);
 }
 
 TEST_F(Regions, WhatWasGivenToAnotherEngineWakesAndHasTheSameDigest) {
