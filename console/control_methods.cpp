@@ -91,7 +91,7 @@ std::span<const ControlMethod> control_methods() {
        "transfer.cancel",
        true,
        {{"candidate", kNumber, "as events have it"}},
-       "of a candidate down or on: `blocks` that do not go; `committed`: too late"},
+       "of a candidate of `offload` or `demote`: `blocks` that do not go; `committed`: too late"},
       {ControlCall::kDropBlocks,
        "block.drop",
        true,

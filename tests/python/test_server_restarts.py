@@ -378,7 +378,7 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
         await second.post("/sleep")
         late = (await woken(1))["deferred_blocks"]
         state = (await second.http.get("/torpor/state")).json()
-        assert state["engine"]["late"]["left"] == late > 0 and drained.finish_reason is None
+        assert state["engine"]["deferred"]["pending"] == late > 0 and drained.finish_reason is None
         await restarted(other, other.terminate)
         await last
         assert drained.text == whole.text and drained.taken_up_at
