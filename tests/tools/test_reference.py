@@ -66,14 +66,17 @@ def test_every_option_of_the_engine_is_told_with_its_default():
 def test_every_option_of_the_connector_is_told_with_its_default():
     told = rows("vllm.md", "Offloading KV while serving")
     real = defaults(connector_options.ConnectorOptions)
-    computed = {"disk": "`through` where there are `disk_bytes`", "directory": "`DIR/offload` of torpor's `dir`"}
+    computed = {
+        "disk": "`through` where there are `disk_bytes`",
+        "disk_dir": "`DIR/offload` of torpor's `checkpoint_dir`",
+    }
     assert {name: told.pop(name) for name in computed} == computed
     assert differences(told, {name: default for name, default in real.items() if name not in computed}) == []
 
 
 def test_every_option_of_the_server_is_told_with_its_default_and_shown_by_its_help(capsys):
     told = {name.removeprefix("--torpor-").replace("-", "_"): row for name, row in rows("server.md", "Options").items()}
-    of_engine = {"dir": None}
+    of_engine = {"checkpoint_dir": None}
     page = (ROOT / "docs/server.md").read_text()
     in_text = {name for name in defaults(Settings) if f"`--torpor-{name.replace('_', '-')}`" in page} - told.keys()
     real = {name: default for name, default in defaults(Settings).items() if name not in in_text}

@@ -202,18 +202,6 @@ class RemoteHome:
     @property
     def term(self) -> int: ...
 
-class SwapChannel:
-    """Device memory that one engine gives and another takes, in a file."""
-
-    def __init__(self, path: str, most_silence: typing.SupportsFloat | typing.SupportsIndex = 60.0) -> None:
-        """A half that has no sign of the other for so many seconds gives the swap up."""
-    def has_come(self, side: str) -> bool:
-        """An engine has begun with this half. It may have failed since."""
-    def stop(self, side: str) -> None:
-        """One of the two cannot: the other is told."""
-    def stopped_by(self) -> str:
-        """"gives" or "takes": the side that failed first; or ""."""
-
 class SentCheckpoint:
     """A checkpoint and answers that were copied to an object store."""
 
@@ -290,6 +278,18 @@ class Slots:
     def step(
         self, running: int, waiting: int, tokens: int, nanoseconds: int, used_blocks: int, free_blocks: int
     ) -> None: ...
+
+class SwapChannel:
+    """Device memory that one engine gives and another takes, in a file."""
+
+    def __init__(self, path: str, most_silence: typing.SupportsFloat | typing.SupportsIndex = 60.0) -> None:
+        """A half that has no sign of the other for so many seconds gives the swap up."""
+    def has_come(self, side: str) -> bool:
+        """An engine has begun with this half. It may have failed since."""
+    def stop(self, side: str) -> None:
+        """One of the two cannot: the other is told."""
+    def stopped_by(self) -> str:
+        """"gives" or "takes": the side that failed first; or ""."""
 
 def begin_control(operates: bool, records: str = '') -> str:
     """A socket beside the ring of this process; returns its path. `operates`: who connects may stop the engine.
