@@ -67,7 +67,7 @@ def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
 
 
 def retire(pool: torch.cuda.MemPool, tag: str) -> None:
-    """Keep a pool, from which nothing more is allocated, until nothing of it is in use.
+    """Keep a pool, from which nothing more is allocated, until nothing of it is in use. tag: of its region.
 
     A MemPool object must not end before: vLLM keeps its own for https://github.com/pytorch/pytorch/issues/146431.
     """
