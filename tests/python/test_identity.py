@@ -116,6 +116,8 @@ def _sleep_and_wake(one) -> dict:
 
 @pytest.mark.rig
 def test_a_second_sleep_to_disk_reads_and_writes_only_kv_that_changed(one):
+    if rig.pretends_cuda():
+        pytest.skip("after many sleeps a checkpoint of a GPU's memory writes unchanged KV again (docs/limits.md)")
     expected = one.expected
     answers = one.begin(20)
     first = _sleep_to_disk_and_wake(one)
