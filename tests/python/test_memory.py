@@ -392,3 +392,23 @@ def test_without_a_gpu_the_gpu_is_refused_with_what_is_missing():
     if done.returncode == 0:
         pytest.skip("there is a GPU here")
     assert "Unsupported" in done.stderr and ("NVIDIA driver" in done.stderr or "without CUDA" in done.stderr)
+
+
+def test_torchs_cache_is_emptied_for_a_sleep_even_if_no_pool_was_ever_retired(monkeypatch):
+    """What torch keeps outside of regions is memory that a wake may need."""
+    import torch
+
+    emptied = []
+    monkeypatch.setattr(memory, "_retired", {})
+    for name, call in (
+        ("is_available", lambda: True),
+        ("is_current_stream_capturing", lambda: bool(emptied)),
+        ("empty_cache", lambda: emptied.append(1)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, call, raising=False)
+    memory.release_unused("weights")
+    assert emptied == []
+    memory.release_unused()
+    assert emptied == [1]
+    memory.release_unused()  # a capture forbids it
+    assert emptied == [1]

@@ -75,18 +75,19 @@ def retire(pool: torch.cuda.MemPool, tag: str) -> None:
 
 
 def release_unused(tag: str | None = None) -> None:
-    """Give the memory of each retired pool of which nothing is in use back to the device. tag: of its pools alone."""
+    """Give the memory of each retired pool of which nothing is in use back to the device. tag: of its pools alone.
+
+    torch's cache is emptied too; with `tag` only if that tag has retired pools.
+    """
     import torch
 
-    if not _retired or (tag is not None and tag not in _retired):
+    if tag is not None and tag not in _retired:
         return
     if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():  # a capture forbids it
         return
     for each in [tag] if tag is not None else list(_retired):
-        pools = _retired.pop(each)
-        if used := [pool for pool in pools if _is_used(pool)]:
+        if used := [pool for pool in _retired.pop(each) if _is_used(pool)]:  # the end of the others frees them
             _retired[each] = used
-    del pools  # the end of the others frees them
     torch.cuda.empty_cache()
 
 
