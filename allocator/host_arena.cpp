@@ -166,8 +166,8 @@ struct HostArena::Impl {
     return came;
   }
 
-  // What the device would not pin at the time. Only slabs that nobody uses: a copy that is being given to the device
-  // must not find a part of its memory pinned. Gives the lock back meanwhile.
+  // Pin slabs that the device would not pin before. Only slabs that nobody uses: a copy that is being given to the
+  // device must not find a part of its memory pinned. Releases the lock meanwhile.
   void try_pinning_again() TORPOR_REQUIRES(mutex) {
     std::byte* next = nullptr;
     while (pin_later > 0) {
@@ -345,7 +345,7 @@ Result<HostArena::Ahead> HostArena::prefault_ahead(uint64_t bytes) {
   TORPOR_TRY(impl.grow_to(at_once ? bytes : bytes - missing + piece, std::numeric_limits<uint64_t>::max()));
   if (at_once) return ahead;
   ahead.work_ = std::make_shared<Ahead::Work>();
-  // What cannot be had here is missed, and reported, where it is needed.
+  // An error here is reported where the memory is needed.
   const auto rest = [&impl, target, piece, &work = *ahead.work_] {
     (void)catching([&]() -> Status {
       const MutexLock held(impl.mutex);

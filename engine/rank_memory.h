@@ -93,7 +93,7 @@ class RankMemory {
   // fingerprint is of them alone: beside them, and in where they lie, two processes of an engine may differ.
   // kInvalidArgument: they lie elsewhere.
   Status name_weights(std::string label, std::vector<DevicePiece> pieces);
-  // Of them, or of their whole tag where none were named.
+  // Return the digest of the named weights, or of their whole tag where none were named.
   Result<std::string> weights_digest();
   // Somebody may have: what was known of its content is not believed any more, and is read when it is wanted next.
   void doubt(std::string_view tag);

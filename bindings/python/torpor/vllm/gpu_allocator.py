@@ -43,7 +43,7 @@ class TorporAllocator:
 
     @contextmanager
     def cudagraph_pool(self):
-        """What a graph captured here allocates has the tag "cudagraph". Yields the id of its pool, one for all graphs.
+        """Give the tag "cudagraph" to what a graph captured inside allocates. Yield the id of the pool of all graphs.
 
         The capture itself sends allocations to the pool; use_mem_pool would do it twice.
         """

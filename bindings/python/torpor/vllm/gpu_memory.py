@@ -115,7 +115,7 @@ class GpuWorkerMemory(WorkerMemory):
         memory.release_unused()
 
     def note_order(self) -> None:
-        """What release_derived() saved comes back with the weights, before somebody loads new ones: those stay."""
+        """Copy back what release_derived() saved once the weights are back, before somebody loads new ones."""
         if not self._saved:
             return
         state = self.rank_memory.states().get("weights")
@@ -148,7 +148,7 @@ class GpuWorkerMemory(WorkerMemory):
 
 
 class _Loaded:
-    """What vLLM's loader has made."""
+    """Record of what vLLM's loader has made."""
 
     def __init__(self) -> None:
         self.loaded = False

@@ -1,7 +1,7 @@
 """What an operator may set of the server: --torpor-NAME of `python -m torpor.vllm.serve`, or TORPOR_SERVER_NAME (of the
 admin key: TORPOR_ADMIN_KEY, TORPOR_ADMIN_KEY_FILE).
 
-What concerns the engine (checkpoint_dir, key_file, encrypt, retain_checkpoints, …) stands in torpor.vllm.options.
+torpor.vllm.options has the options of the engine (checkpoint_dir, key_file, encrypt, retain_checkpoints, …).
 """
 
 from __future__ import annotations
