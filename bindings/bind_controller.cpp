@@ -177,6 +177,7 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
   out["checkpoint_parts"] = report.checkpoint_parts;
   out["requests"] = report.requests;
   out["saved_bytes"] = report.saved_bytes;
+  out["compacted_bytes"] = report.compacted_bytes;
   out["reused_bytes"] = report.reused_bytes;
   out["host_bytes"] = report.host_bytes;
   out["disk_bytes"] = report.disk_bytes;

@@ -172,7 +172,7 @@ void serialize(Archive& archive, orders::Describe::Reply& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save::Reply& v) {
-  archive(v.bytes, v.reused_bytes, v.spilled_bytes, v.saved, v.digests);
+  archive(v.bytes, v.compacted_bytes, v.reused_bytes, v.spilled_bytes, v.saved, v.digests);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::CopyAhead::Reply& v) {

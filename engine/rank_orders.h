@@ -72,6 +72,7 @@ struct Save {
   static constexpr std::string_view kName = "save";
   struct Reply {
     uint64_t bytes = 0;                          // copied
+    uint64_t compacted_bytes = 0;                // of these: unchanged, see RankWriter::sparse()
     uint64_t reused_bytes = 0;                   // backed up before, or linked, and not read
     uint64_t spilled_bytes = 0;                  // of the copied ones: to a file, for want of room in the arena
     RankSummary saved;                           // to disk: for the manifest

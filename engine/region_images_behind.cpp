@@ -61,11 +61,7 @@ Result<RegionImages::Storing> RegionImages::look_behind(const orders::Save& save
   });
   TORPOR_TRY(carry(storing, in_base, save));
   TORPOR_TRY(storing.take_over_linked(writer));
-  std::vector<size_t> sparse = writer.sparse(storing.records);
-  if (std::any_of(sparse.begin(), sparse.end(), [own](size_t place) { return place >= own; })) {
-    storing.shrink(own);  // what is only carried is never read for it
-    std::erase_if(sparse, [own](size_t place) { return place >= own; });
-  }
+  const std::vector<size_t> sparse = storing.to_compact(writer, own);
   storing.missing.insert(storing.missing.end(), sparse.begin(), sparse.end());
   return storing;
 }
@@ -101,7 +97,7 @@ Result<orders::SaveBehind::Reply> RegionImages::save_behind(const orders::SaveBe
       .bytes = bytes_of(plans), .digested_bytes = digested.bytes, .digests = std::move(digested.digests)};
   std::vector<bool> copied(storing.plans.size());
   for (const size_t place : storing.missing) copied[place] = true;
-  orders::Save::Reply saved;
+  orders::Save::Reply saved{.compacted_bytes = storing.compacted_bytes};
   for (size_t i = 0; i < storing.plans.size(); ++i) {
     const bool linked = !copied[i] && storing.records[i].file != 0;
     (linked ? saved.reused_bytes : saved.bytes) += storing.bytes_at(i);

@@ -20,14 +20,10 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
   TORPOR_TRY(carry(storing, in_base, order));
   TORPOR_TRY(storing.take_over_linked(*writer));
   TORPOR_TRY(write(storing, storing.missing, *writer));
-  std::vector<size_t> sparse = writer->sparse(storing.records);
-  if (std::any_of(sparse.begin(), sparse.end(), [own](size_t place) { return place >= own; })) {
-    storing.shrink(own);  // what is only carried is never read for it
-    std::erase_if(sparse, [own](size_t place) { return place >= own; });
-  }
+  const std::vector<size_t> sparse = storing.to_compact(*writer, own);
   TORPOR_TRY(write(storing, sparse, *writer));
 
-  orders::Save::Reply reply;
+  orders::Save::Reply reply{.compacted_bytes = storing.compacted_bytes};
   std::vector<bool> copied(storing.plans.size());
   for (const size_t place : storing.missing) copied[place] = true;
   for (const size_t place : sparse) copied[place] = true;

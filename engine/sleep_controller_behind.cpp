@@ -93,6 +93,7 @@ Status SleepController::Behind::commit(FileSystem& file_system, const std::share
     for (const orders::LookBehind::Reply& rank : ranks) {
       for (const auto& [tag, sums] : rank.saved.saved.tags) report.checkpoint_parts[tag] += sums.stored_bytes;
       report.saved_bytes += rank.saved.bytes;
+      report.compacted_bytes += rank.saved.compacted_bytes;
       report.reused_bytes += rank.saved.reused_bytes;
       pending->add_rank(rank.saved.saved);
     }

@@ -349,6 +349,7 @@ Status SleepController::save(FallingAsleep& sleep) {
   }
   sleep.report.saved_bytes = total_bytes(saved);
   for (const orders::Save::Reply& reply : saved) {
+    sleep.report.compacted_bytes += reply.compacted_bytes;
     sleep.report.reused_bytes += reply.reused_bytes;
     sleep.report.disk_bytes += sleep.pending ? reply.bytes + reply.reused_bytes : reply.spilled_bytes;
   }

@@ -19,6 +19,7 @@ struct RegionImages::Storing {
   std::vector<SavedChunk> records;  // of these
   std::vector<size_t> linked;       // places of those that the base has
   std::vector<size_t> missing;      // and of those that it has not
+  uint64_t compacted_bytes = 0;     // of what to_compact() named
   // Of `linked`: KV blocks that the base has under another number.
   std::unordered_map<size_t, uint64_t> other_numbers;
 
@@ -38,6 +39,17 @@ struct RegionImages::Storing {
       records[place].key = plans[place].key;
     }
     return ok();
+  }
+  // Places of linked records that are to be written again (RankWriter::sparse()), of the first `own`. What is only
+  // carried is never read for it: where such a file would have to go, all that is carried stays out of the checkpoint.
+  std::vector<size_t> to_compact(RankWriter& writer, size_t own) {
+    std::vector<size_t> sparse = writer.sparse(records);
+    if (std::any_of(sparse.begin(), sparse.end(), [own](size_t place) { return place >= own; })) {
+      shrink(own);
+      std::erase_if(sparse, [own](size_t place) { return place >= own; });
+    }
+    for (const size_t place : sparse) compacted_bytes += bytes_at(place);
+    return sparse;
   }
   void shrink(size_t size) {
     plans.erase(plans.begin() + static_cast<std::ptrdiff_t>(size), plans.end());

@@ -24,7 +24,8 @@ from torpor.vllm.support import compute_for_each_other
 _ONLY_LOOK = ("fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drain")
 _SET_OPTIONS = ("retain_checkpoints", "retain_checkpoint_seconds", "retain_checkpoint_bytes", "key_file", "encrypt")
 _SUMS = (
-    "requests", "saved_bytes", "reused_bytes", "host_bytes", "disk_bytes", "freed_bytes", "restored_bytes",
+    "requests", "saved_bytes", "compacted_bytes", "reused_bytes", "host_bytes", "disk_bytes", "freed_bytes",
+    "restored_bytes",
     "deferred_blocks", "deferred_bytes", "unread_bytes", "kept_blocks", "dropped_blocks", "checkpoint_bytes",
 )  # fmt: skip
 
