@@ -41,6 +41,7 @@ BENCHES = {
     "scheduler_snapshot": "build/release/tools/bench/scheduler_snapshot_bench",
     "python_baselines": "tools/bench/python_baselines_bench.py",
     "server": "tools/bench/server_bench.py",
+    "start": "tools/bench/start_bench.py",
     "response_log": "tools/bench/response_log_bench.py",
     "server_sleeps": "tools/bench/server_sleeps_bench.py",
     "continuous": "tools/bench/continuous_bench.py",
