@@ -67,14 +67,20 @@ class PackedRank : public SleepFailure {
   std::span<std::byte> content() const {
     return {reinterpret_cast<std::byte*>(weights_), kBytes};  // NOLINT(performance-no-int-to-ptr)
   }
-  // Values of bf16, or noise.
-  void fill(RankMemory& memory, bool bf16, uint64_t seed = 1) const {
-    uint64_t random = seed;
-    for (uint64_t i = 0; i < kBytes; i += 2) {
+  // Values of bf16, or noise: the same MiB again and again, numbered. Each byte by itself takes a minute where a
+  // sanitizer watches.
+  void fill(RankMemory& memory, bool bf16) const {
+    uint64_t random = 1;
+    std::vector<std::byte> values(kMiB);
+    for (uint64_t i = 0; i < kMiB; i += 2) {
       random = random * 6364136223846793005u + 1442695040888963407u;
-      content()[i] = static_cast<std::byte>(random >> 56);
+      values[i] = static_cast<std::byte>(random >> 56);
       const auto upper = static_cast<std::byte>(random >> 48);
-      content()[i + 1] = bf16 ? (upper & std::byte{0x81}) | std::byte{0x3c} : upper;
+      values[i + 1] = bf16 ? (upper & std::byte{0x81}) | std::byte{0x3c} : upper;
+    }
+    for (uint64_t at = 0; at < kBytes; at += kMiB) {
+      values[0] = static_cast<std::byte>(at / kMiB);
+      std::copy(values.begin(), values.end(), content().begin() + static_cast<std::ptrdiff_t>(at));
     }
     memory.mark_dirty("weights");
     digest_ = digest_of(content());

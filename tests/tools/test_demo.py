@@ -84,10 +84,7 @@ def test_on_the_gpu_path_with_a_step_in_flight(tmp_path):
     assert {name: result[name] for name in in_force} == in_force
 
 
-WITH_MODEL = pytest.mark.parametrize("model", ["tiny", pytest.param("real_model", marks=pytest.mark.long)])
-
-
-@WITH_MODEL
+@pytest.mark.parametrize("model", ["tiny", pytest.param("real_model", marks=pytest.mark.long)])
 @pytest.mark.parametrize("where", [[], pytest.param(["--gpu-path"], marks=pytest.mark.long)])
 def test_one_request_of_each_kind(tmp_path, where, model, request):
     words = ["--json", "--features", *where, "--dir", tmp_path, "--max-tokens", 32, "--freeze-after", 12]
@@ -99,7 +96,8 @@ def test_one_request_of_each_kind(tmp_path, where, model, request):
     assert {"JSON schema", "regular expression", "choice"} <= set(result["sampling"])
 
 
-@WITH_MODEL
+@pytest.mark.long  # tests/python/test_server_restarts.py has each part
+@pytest.mark.parametrize("model", ["tiny", "real_model"])
 def test_a_drained_server_and_its_clients(tmp_path, model, request):
     (tmp_path / "prompts").write_text("Say hello in French.\nTell me a story.\nWhat is a bridge?\nHow is bread made?\n")
     words = ["--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", 200]

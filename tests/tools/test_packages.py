@@ -46,6 +46,7 @@ def wheel():
     return made("wheel", "torpor-*.whl")
 
 
+@pytest.mark.long  # the library is compiled once more for it
 def test_it_needs_nothing_that_a_linux_of_2018_lacks(wheel, tmp_path):
     assert wheel.name.endswith("-manylinux_2_28_x86_64.whl")  # auditwheel has looked at the symbols' versions
     with zipfile.ZipFile(wheel) as archive:
@@ -62,6 +63,7 @@ def test_it_needs_nothing_that_a_linux_of_2018_lacks(wheel, tmp_path):
     assert all(name.startswith(("PyInit__core", "torpor_", "tms_", "set_memory_margin_bytes")) for name in exported)
 
 
+@pytest.mark.long
 def test_it_works_where_nothing_of_the_checkout_is(wheel, tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
     subprocess.run([*pip, "--target", tmp_path / "site", wheel], check=True, timeout=100)

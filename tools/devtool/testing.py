@@ -152,7 +152,8 @@ def ctest(preset: str, at_once: int, *arguments: str) -> list:
 
 def compiled_and_run(preset: str) -> list:
     """Compilers keep cores busy that engines leave idle."""
-    words = ["cmake", "--preset", preset], ["cmake", "--build", "--preset", preset], ctest(preset, 1)
+    build = ["cmake", "--build", "--preset", preset, "--target", "unit_tests"]
+    words = ["cmake", "--preset", preset], build, ctest(preset, 1)
     return ["sh", "-c", " && ".join(shlex.join(map(str, command)) for command in words)]
 
 
@@ -179,7 +180,8 @@ def other_versions() -> int:
 
 
 def whole_gpu_path() -> int:
-    """All tests of engines on the rig, what is too long for `test` on both paths, and of tools with nothing forked."""
+    """All tests of engines on the rig, what `test` runs there only, what is too long for it on both paths, and tests of
+    tools with nothing forked."""
     python, model = setup.everything()
     env = environment(model) | rig_environment()
     engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES))
@@ -192,6 +194,7 @@ def whole_gpu_path() -> int:
     commands = (
         (engines, env),
         (seldom, env),
+        ([python, *PYTEST, *BUT_SERVERS, "-m", "rig and not core and not long"], environment(model)),
         ([*too_long, "tests/python"], env | longer),
         ([python, *PYTEST, "tests/tools"], environment(model) | longer),
     )
@@ -257,7 +260,8 @@ def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str
     parts.beside_each_other(
         {
             **sanitized,
-            "Python tests, engines": Job([*PYTEST, *BUT_SERVERS, "-m", "not long"], env, zygote),
+            # What the GPU's path has too runs there, and the core on both.
+            "Python tests, engines": Job([*PYTEST, *BUT_SERVERS, "-m", "not long and (core or not rig)"], env, zygote),
             "C++ tests, release": Job(ctest("release", 1, "-L", "proof"), env),
             "Python tests, vLLM's GPU path": Job(
                 [*PYTEST, "tests/python", "-m", "rig and not long"], on_rig, rig_zygote
