@@ -26,9 +26,9 @@ class Core:
         report = {
             "changed": what == ("end_sleep", True), "fully_awake": False, "note": "", "checkpoint_parts": {},
             "reload": [], "failed_requests": [], "phases": [], "seconds": 1.0, "ledgers": [{}],
-            "requests": self.requests, "saved_bytes": 5, "compacted_bytes": 0, "reused_bytes": 0,
-            "host_bytes": 5, "disk_bytes": 0, "freed_bytes": 7, "restored_bytes": 0, "deferred_blocks": 0, "deferred_bytes": 0, "unread_bytes": 0,
-            "kept_blocks": 1, "dropped_blocks": 0,
+            "requests": self.requests, "saved_bytes": 5, "compacted_bytes": 0, "reused_bytes": 0, "host_bytes": 5,
+            "disk_bytes": 0, "freed_bytes": 7, "restored_bytes": 0, "deferred_blocks": 0, "deferred_bytes": 0,
+            "unread_bytes": 0, "kept_blocks": 1, "dropped_blocks": 0,
             "checkpoint_bytes": 3, "checkpoint": str(self.path) if options.get("to") == "disk" else "",
         }  # fmt: skip
         return {"result": report | ({"held": True} if method == "sleep" else {})}
