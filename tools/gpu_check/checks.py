@@ -49,6 +49,22 @@ def sleeps(one: CheckedEngine, options, to: str = "host") -> str:
     return f"equal after steps {', '.join(map(str, STEPS))}, none recomputed; uninterrupted run: {told}"
 
 
+def drafts(one: CheckedEngine, options) -> str:
+    """Check 14."""
+    most, length = 0, dict.fromkeys(one.requests, 0)
+    answers = one.begin(0)
+    while one.engine.has_unfinished_requests():
+        step = one.run(1)
+        for name, value in step.items():
+            most = max(most, len(value[1][0][0]) - length[name])
+            length[name] = len(value[1][0][0])
+        answers |= step
+    if most < 2:
+        raise Failed("no draft was accepted: each step gave one token a request")
+    _same(one.finish(answers), one.uninterrupted(), "the second run")
+    return f"up to {most} tokens a step; {sleeps(one, options)}"
+
+
 def addresses(one: CheckedEngine, options) -> str:
     """Check 4."""
 
