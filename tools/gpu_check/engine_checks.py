@@ -94,9 +94,9 @@ def parts(options) -> list[Part]:
         Part("FP8", [("13 FP8 KV", SAME, "sleeps", {})], no_device, kv_cache_dtype="fp8"),
         Part("MLA", [("13 MLA", SAME, "sleeps", {})],
              no_device or ("" if options.mla_model else "--mla-model names none")),
-        Part("n-grams", [("14 drafts by n-grams", f"drafts accepted, {SAME}", "drafts", {})],
+        Part("n-grams", [("14 drafts by n-grams", f"some accepted, {SAME}", "drafts", {"accepted": True})],
              speculative_config=_NGRAMS),
-        Part("EAGLE", [("14 drafts by EAGLE", f"drafts accepted, {SAME}", "drafts", {})],
+        Part("EAGLE", [("14 drafts by EAGLE", SAME, "drafts", {"accepted": False})],
              "" if options.eagle_head else "--eagle-head names none",
              speculative_config=_EAGLE | {"model": options.eagle_head} | probabilistic),
     ]  # fmt: skip
