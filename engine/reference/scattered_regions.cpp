@@ -105,7 +105,8 @@ void StepRegions::write(Region& region) {
 Status StepRegions::step() {
   for (Region& region : regions_) {
     const std::span<const std::byte> now = content(region);
-    if (is_scratch(tag_) && std::all_of(now.begin(), now.end(), [](std::byte each) { return each == std::byte{0}; }))
+    if (tag_ == kWorkspaceTag &&
+        std::all_of(now.begin(), now.end(), [](std::byte each) { return each == std::byte{0}; }))
       region.written = 0;
     for (uint64_t i = 0; const std::byte byte : now) {
       if (byte == value(region, i++)) continue;

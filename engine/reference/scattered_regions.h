@@ -59,7 +59,7 @@ class StepRegions {
   // As ScatteredBytes.
   static Result<StepRegions> allocate(RankMemory& memory, std::string tag, uint64_t bytes, uint64_t seed,
                                       uint64_t order, size_t regions = kRegionsPerTag);
-  // Writes all of it. kCorruption: a byte is not as it was left; an engine must not run then. Of scratch (is_scratch())
+  // Writes all of it. kCorruption: a byte is not as it was left; an engine must not run then. Of the workspace
   // a region may be zeroed instead, as a sleep leaves it.
   Status step();
   // A region goes, and another of its size comes in its place: awake, or asleep. Nothing where neither is the case.
