@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
 
 #include <fmt/core.h>
 
@@ -12,16 +11,12 @@
 
 namespace torpor {
 
-Result<std::byte*> map_slab(uint64_t size, std::optional<int>& node) {
+Result<std::byte*> map_slab(uint64_t size, NumaSystem& numa, NumaTarget& target) {
   std::byte* const data = map_fresh(size);
   if (data == nullptr)
     return system_error(errno, fmt::format("cannot take {} bytes of host memory", size),
                         "free memory, or sleep to disk");
-  if (const int failed = node ? prefer_node(data, size, *node) : 0; failed != 0) {
-    log().warn("host memory comes from any NUMA node, copies may be slower: node {} refused: {}", *node,
-               std::generic_category().message(failed));
-    node.reset();
-  }
+  prefer_target(numa, target, data, size);
   return data;
 }
 

@@ -6,9 +6,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 
 #include "allocator/arena_ranges.h"
+#include "allocator/numa_memory.h"
 #include "base/status.h"
 
 namespace torpor {
@@ -26,8 +26,8 @@ struct ArenaSlab {
   bool unused() const { return range->free && range->size == size; }
 };
 
-// Take `size` bytes from the system; nothing is touched. `node` becomes none if the system refuses it.
-Result<std::byte*> map_slab(uint64_t size, std::optional<int>& node);
+// Take `size` bytes from the system, for `target` (prefer_target()); nothing is touched.
+Result<std::byte*> map_slab(uint64_t size, NumaSystem& numa, NumaTarget& target);
 // Pin what is not, in pieces of at most `piece` bytes, each a call of the device. Null: there is nobody to pin for.
 void pin_slab(ArenaSlab& slab, DeviceMemory* device, uint64_t piece) noexcept;
 // Give it back to the system. False: it must stay, for the device may still know it.

@@ -1,17 +1,13 @@
 #include "allocator/fresh_memory.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <exception>
 #include <limits>
 #include <thread>
 #include <vector>
 
-#include <linux/mempolicy.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <fmt/core.h>
 
@@ -42,17 +38,6 @@ void unmap_fresh(std::byte* data, uint64_t size) {
   if (size > 0) ::munmap(data, size);
 }
 
-int prefer_node(std::byte* data, uint64_t size, int node) {
-  constexpr int kNodes = 1024;  // Linux's most
-  constexpr size_t kBits = 8 * sizeof(unsigned long);
-  unsigned long mask[kNodes / kBits] = {};
-  if (node >= kNodes) return EINVAL;
-  mask[static_cast<size_t>(node) / kBits] = 1ul << (static_cast<size_t>(node) % kBits);
-  return ::syscall(SYS_mbind, data, size, MPOL_PREFERRED, mask, kNodes + 1, 0) == 0
-             ? 0
-             : errno;  // it takes one bit less than it is told
-}
-
 void prefer_huge_pages(std::byte* data, uint64_t size, bool huge) {
   ::madvise(data, size, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // advice only
 }
@@ -62,9 +47,9 @@ void touch(std::byte* data, uint64_t size, bool populate) {
   for (uint64_t at = 0; at < size; at += kPage) *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
 }
 
-void bring_up(std::byte* data, uint64_t size, const BringUp& method) {
+void bring_up(std::byte* data, uint64_t size, const BringUp& method, const TouchPages& touch) {
   prefer_huge_pages(data, size, method.huge_pages);
-  const auto run = [data, &method](uint64_t from, uint64_t to) { touch(data + from, to - from, method.populate); };
+  const auto run = [&](uint64_t from, uint64_t to) { touch(data + from, to - from, method.populate); };
   const uint64_t share = align_up(size / static_cast<uint64_t>(method.threads) + 1, kHugePage);
   std::vector<std::thread> workers;
   uint64_t from = std::min(size, share);

@@ -1,8 +1,10 @@
-// Memory fresh from the system: mapped, from a NUMA node, and brought up, so that later use pays no page fault.
+// Memory fresh from the system: mapped and brought up, so that later use pays no page fault. From which NUMA node:
+// allocator/numa_memory.h.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace torpor {
@@ -10,9 +12,6 @@ namespace torpor {
 // At a multiple of a huge page, and in no core file; null when the system has none.
 std::byte* map_fresh(uint64_t size);
 void unmap_fresh(std::byte* data, uint64_t size);  // of that, from a page on; nothing of 0 bytes
-// Asks that pages of untouched memory come from a NUMA node, from others when it is full. Returns 0 or the system's
-// error.
-int prefer_node(std::byte* data, uint64_t size, int node);
 void prefer_huge_pages(std::byte* data, uint64_t size, bool huge);
 
 // How it is brought up. Which way is the fastest differs from machine to machine.
@@ -21,10 +20,11 @@ struct BringUp {
   bool populate = false;  // by madvise(MADV_POPULATE_WRITE), else by touching each page
   int threads = 1;
 };
-std::string to_string(const BringUp& method);  // "huge pages, populated, 8 threads"
-// Makes every page present. Several threads, because faults of one process scale.
-void bring_up(std::byte* data, uint64_t size, const BringUp& method);
+std::string to_string(const BringUp& method);               // "huge pages, populated, 8 threads"
 void touch(std::byte* data, uint64_t size, bool populate);  // on this thread
+using TouchPages = std::function<void(std::byte* data, uint64_t size, bool populate)>;
+// Makes every page present. Several threads, because faults of one process scale; each calls `touch`.
+void bring_up(std::byte* data, uint64_t size, const BringUp& method, const TouchPages& touch = torpor::touch);
 // Tries the ways on some MiB each, about a tenth of a second in all, and returns the fastest.
 BringUp fastest_bring_up(int threads);
 

@@ -36,7 +36,7 @@ struct HostArena::Impl {
   uint64_t unpinned TORPOR_GUARDED_BY(mutex) = 0;
   uint64_t pin_later TORPOR_GUARDED_BY(mutex) = 0;  // slabs whose pinning is tried again
   BringUp method TORPOR_GUARDED_BY(mutex);
-  std::optional<int> numa_node TORPOR_GUARDED_BY(mutex);
+  NumaTarget numa TORPOR_GUARDED_BY(mutex);
   uint64_t growing TORPOR_GUARDED_BY(mutex) = 0;   // bytes that are being brought up; one slab at a time
   uint64_t dropping TORPOR_GUARDED_BY(mutex) = 0;  // bytes that are being given back, or pinned again
   bool ending TORPOR_GUARDED_BY(mutex) = false;
@@ -82,24 +82,27 @@ struct HostArena::Impl {
       changed.wait(mutex);
       return ok();
     }
+    const BringUp how = method;
+    NumaTarget target = numa;
+    const TouchPages touch = [&](std::byte* data, uint64_t part, bool populate) {
+      touch_on_target(*options.numa, target, data, part, populate);
+    };
     Slabs fresh;
     ArenaSlab& slab = fresh.emplace(nullptr, ArenaSlab{.size = size}).first->second;
     slab.range = ranges.make();
-    const BringUp how = method;
-    std::optional<int> node = numa_node;
     growing = size;
     held += size;
     hurry = true;
     mutex.unlock();
     const Status taken = catching([&]() -> Status {
-      TORPOR_ASSIGN(slab.data, map_slab(size, node));
-      torpor::bring_up(slab.data, size, how);
+      TORPOR_ASSIGN(slab.data, map_slab(size, *options.numa, target));
+      torpor::bring_up(slab.data, size, how, touch);
       return ok();
     });
     if (taken) pin_slab(slab, options.pin_for, size);
     mutex.lock();
     growing = 0;
-    numa_node = node;
+    numa = std::move(target);
     if (taken) {
       insert(fresh);
     } else {
@@ -128,28 +131,28 @@ struct HostArena::Impl {
   }
 
   // As HostArena::prefault_slowly(). Gives the lock back meanwhile.
-  Result<uint64_t> grow_slowly(uint64_t bytes, const GoOn& go_on, const Touch& touch) TORPOR_REQUIRES(mutex) {
+  Result<uint64_t> grow_slowly(uint64_t bytes, const GoOn& go_on, const OnThread& on_thread) TORPOR_REQUIRES(mutex) {
     while (growing > 0) changed.wait(mutex);
     try_pinning_again();
     if (free_bytes() >= bytes) return 0;
     const uint64_t size = align_up(std::min(bytes - free_bytes(), options.slab_bytes), kPage);
     if (over_budget(size)) return 0;
+    NumaTarget target = numa;
     Slabs fresh;
     ArenaSlab& slab = fresh.emplace(nullptr, ArenaSlab{}).first->second;
     slab.range = ranges.make();
-    std::optional<int> node = numa_node;
     if (coming == 0) hurry = false;
     coming += size;
     held += size;
     mutex.unlock();
     const Status taken = catching([&]() -> Status {
-      TORPOR_ASSIGN(slab.data, map_slab(size, node));
+      TORPOR_ASSIGN(slab.data, map_slab(size, *options.numa, target));
       prefer_huge_pages(slab.data, size, true);
       for (uint64_t piece = 0; slab.size < size; slab.size += piece) {
         if (slab.size - slab.pinned >= kQuietPin && !slab.refused) pin_slab(slab, options.pin_for, kQuietPin);
         piece = std::min(kHugePage, size - slab.size);
         if (!go_on(piece) || hurry) break;
-        touch(slab.data + slab.size, piece);
+        on_thread([&] { touch_on_target(*options.numa, target, slab.data + slab.size, piece, /*populate=*/true); });
       }
       return ok();
     });
@@ -158,7 +161,7 @@ struct HostArena::Impl {
     mutex.lock();
     coming -= size;
     held -= size - slab.size;
-    numa_node = node;
+    numa = std::move(target);
     const uint64_t came = slab.size;
     came > 0 ? insert(fresh) : ranges.forget(slab.range);
     changed.notify_all();
@@ -283,7 +286,7 @@ Result<std::unique_ptr<HostArena>> HostArena::create(HostArenaOptions options) {
   std::unique_ptr<HostArena> arena(new HostArena(options));
   const MutexLock lock(arena->impl_->mutex);
   arena->impl_->method.threads = options.prefault_threads;
-  if (options.pin_for != nullptr) arena->impl_->numa_node = options.pin_for->host_numa_node();
+  if (options.pin_for != nullptr) arena->impl_->numa.node = options.pin_for->host_numa_node();
   return arena;
 }
 
@@ -396,11 +399,11 @@ Status HostArena::wait_prefault() {
   return impl_->background_result;
 }
 
-Result<uint64_t> HostArena::prefault_slowly(uint64_t bytes, const GoOn& go_on, const Touch& touch) {
-  const Touch here = [](std::byte* data, uint64_t size) { torpor::touch(data, size, /*populate=*/true); };
+Result<uint64_t> HostArena::prefault_slowly(uint64_t bytes, const GoOn& go_on, const OnThread& on_thread) {
+  const OnThread here = [](const std::function<void()>& touch) { touch(); };
   return catching([&]() -> Result<uint64_t> {
     const MutexLock lock(impl_->mutex);
-    return impl_->grow_slowly(bytes, go_on, touch ? touch : here);
+    return impl_->grow_slowly(bytes, go_on, on_thread ? on_thread : here);
   });
 }
 
@@ -422,7 +425,7 @@ HostArenaInfo HostArena::info() const {
           .held_bytes = impl_->held - impl_->growing - impl_->coming,
           .used_bytes = impl_->used,
           .unpinned_bytes = impl_->unpinned,
-          .numa_node = impl_->numa_node,
+          .numa_node = impl_->numa.node,
           .bring_up = impl_->method};
 }
 

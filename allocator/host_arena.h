@@ -5,10 +5,10 @@
 // any thread. While memory is brought up and pinned, or unpinned and given back, what is there can be had; only who
 // needs more than that waits.
 //
-// For a device that wants it, the memory is taken from the NUMA node that the device is attached to, and pinned. Where
-// that fails it is used as it is, which is slower: see HostArenaInfo. What the device would not pin at the time only is
-// tried again when memory is brought up or given back, as long as nobody uses it. Memory that cannot be unpinned is
-// never given back to the system.
+// For a device that wants it, the memory is taken from the NUMA node that the device is attached to (numa_memory.h),
+// and pinned. Where that fails it is used as it is, which is slower: see HostArenaInfo. What the device would not pin
+// at the time only is tried again when memory is brought up or given back, as long as nobody uses it. Memory that
+// cannot be unpinned is never given back to the system.
 //
 // An allocation takes constant time, however many ranges are free (allocator/arena_ranges.h).
 #pragma once
@@ -25,6 +25,7 @@
 
 #include "allocator/arena_ranges.h"
 #include "allocator/fresh_memory.h"
+#include "allocator/numa_memory.h"
 #include "base/status.h"
 
 namespace torpor {
@@ -38,6 +39,7 @@ struct HostArenaOptions {
   int prefault_threads = 0;           // 0: as many as the machine has cores, at most 8
   uint64_t piece_bytes = 256ull << 20;  // prefault_ahead() brings up so much at once
   DeviceMemory* pin_for = nullptr;      // outlives the arena; null: nothing is pinned, memory comes from any node
+  NumaSystem* numa = &linux_numa();     // outlives the arena
 };
 
 struct HostArenaInfo {
@@ -109,10 +111,11 @@ class HostArena {
   // `go_on` (asked before each, without locks) says so. While somebody else needs fresh memory it ends with what it
   // has: nobody waits for it. Returns the bytes that came; 0: nothing is missing, the budget has no room, or it was not
   // to go on.
-  // Touched by `touch`, if it is given, and pinned on this thread in pieces of at most 8 MiB.
+  // `on_thread`, if it is given, calls what touches the memory, on a thread of its choice, and returns after it. Memory
+  // is pinned on this thread in pieces of at most 8 MiB.
   using GoOn = std::function<bool(uint64_t next_bytes)>;
-  using Touch = std::function<void(std::byte* data, uint64_t bytes)>;
-  Result<uint64_t> prefault_slowly(uint64_t bytes, const GoOn& go_on, const Touch& touch = {});
+  using OnThread = std::function<void(const std::function<void()>& touch)>;
+  Result<uint64_t> prefault_slowly(uint64_t bytes, const GoOn& go_on, const OnThread& on_thread = {});
   // The span's memory is never used again: a copy may still write into it. It counts as used for ever.
   static void quarantine(Span span) { span.arena_ = nullptr; }
   // Gives slabs without a live span back to the system, while more than `keep_bytes` are held; returns how many bytes.

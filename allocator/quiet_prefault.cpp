@@ -31,8 +31,8 @@ QuietPrefault::~QuietPrefault() {
   if (last.joinable()) last.join();
 }
 
-// A thread of the lowest priority that touches memory for another, one piece at a time. Where there is no thread to be
-// had, the caller does it.
+// A thread of the lowest priority that touches memory for another, one piece after the other. Where there is no thread
+// to be had, the caller does it.
 class QuietPrefault::Toucher {
  public:
   Toucher() {
@@ -43,21 +43,21 @@ class QuietPrefault::Toucher {
   }
   ~Toucher() {
     if (!thread_.joinable()) return;
-    give({}, /*last=*/true);
+    give(nullptr, /*last=*/true);
     thread_.join();
   }
   Toucher(const Toucher&) = delete;
   Toucher& operator=(const Toucher&) = delete;
 
-  void touch(std::byte* data, uint64_t bytes) {
-    if (!thread_.joinable()) return torpor::touch(data, bytes, /*populate=*/true);
-    give({data, bytes}, /*last=*/false);
+  void run_there(const std::function<void()>& touch) {
+    if (!thread_.joinable()) return touch();
+    give(&touch, /*last=*/false);
     const MutexLock lock(mutex_);
-    while (!piece_.empty()) changed_.wait(mutex_);
+    while (piece_ != nullptr) changed_.wait(mutex_);
   }
 
  private:
-  void give(std::span<std::byte> piece, bool last) {
+  void give(const std::function<void()>* piece, bool last) {
     const MutexLock lock(mutex_);
     piece_ = piece;
     last_ = last;
@@ -67,20 +67,20 @@ class QuietPrefault::Toucher {
     take_lowest_priority();
     MutexLock lock(mutex_);
     while (true) {
-      while (piece_.empty() && !last_) changed_.wait(mutex_);
+      while (piece_ == nullptr && !last_) changed_.wait(mutex_);
       if (last_) return;
-      const std::span<std::byte> piece = piece_;
+      const std::function<void()>& piece = *piece_;
       lock.unlock();
-      torpor::touch(piece.data(), piece.size(), /*populate=*/true);
+      piece();
       lock.lock();
-      piece_ = {};
+      piece_ = nullptr;
       changed_.notify_all();
     }
   }
 
   Mutex mutex_;
   CondVar changed_;
-  std::span<std::byte> piece_ TORPOR_GUARDED_BY(mutex_);
+  const std::function<void()>* piece_ TORPOR_GUARDED_BY(mutex_) = nullptr;  // null: there is none
   bool last_ TORPOR_GUARDED_BY(mutex_) = false;
   std::thread thread_;  // last: it uses the others
 };
@@ -110,7 +110,7 @@ void QuietPrefault::begin() {
 
 void QuietPrefault::run() noexcept {
   Toucher toucher;
-  const HostArena::Touch touch = [&](std::byte* data, uint64_t bytes) { toucher.touch(data, bytes); };
+  const HostArena::OnThread on_thread = [&](const std::function<void()>& touch) { toucher.run_there(touch); };
   Clock::time_point rested = Clock::now();
   bool full = false;
   // False: the next page is not to be brought up.
@@ -133,7 +133,7 @@ void QuietPrefault::run() noexcept {
       const MutexLock lock(mutex_);
       wanted = wanted_;
     }
-    const Result<uint64_t> came = arena_.prefault_slowly(wanted, go_on, touch);
+    const Result<uint64_t> came = arena_.prefault_slowly(wanted, go_on, on_thread);
     const MutexLock lock(mutex_);
     if (came && !full && !ended_ && (*came > 0 || wanted_ > wanted)) continue;
     running_ = false;

@@ -45,15 +45,17 @@ Result<std::unique_ptr<SleepAllocator>> SleepAllocator::create(DeviceMemory& dev
 }
 
 SleepAllocator::~SleepAllocator() {
-  for (const auto& [address, region] : regions_) {
+  const auto give_up = [&](Region& region) {
     const auto report = [&](const Status& done) {
       if (!done)
-        log().error("region {}/{} was not freed: {}", region->info.tag, region->info.name, done.error().to_string());
+        log().error("region {}/{} was not freed: {}", region.info.tag, region.info.name, done.error().to_string());
     };
-    report(region->unmap_each(device_));
-    report(region->release(device_));
-    report(device_.free_reservation(region->info.address));
-  }
+    report(region.unmap_each(device_));
+    report(region.release(device_));
+    report(device_.free_reservation(region.info.address));
+  };
+  for (const auto& [address, region] : regions_) give_up(*region);
+  for (const auto& [address, region] : trimmed_) give_up(*region);
 }
 
 Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string_view region_name,
@@ -109,29 +111,41 @@ Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string
   return address;
 }
 
+Result<SleepAllocator::Region*> SleepAllocator::find(DeviceAddress address, const std::string* tag) const {
+  for (const auto* regions : {&regions_, &trimmed_}) {
+    const auto found = regions->find(address);
+    if (found != regions->end() && (tag == nullptr || found->second->info.tag == *tag)) return found->second.get();
+  }
+  return Error{.code = Code::kNotFound,
+               .what = fmt::format("no region begins at {:#x}", address),
+               .next_step = "free what allocate() returned"};
+}
+
+// The caller holds the tag of `region`, and nothing of it moves.
+static Status settled(const RegionInfo& region, RegionState state) {
+  if (state != RegionState::kSaving && state != RegionState::kAttaching && state != RegionState::kRestoring)
+    return ok();
+  return Error{.code = Code::kFailedPrecondition,
+               .what = fmt::format("the region {}/{} is {}", region.tag, region.name, name(state)),
+               .next_step = "wait for the operation to end"};
+}
+
 Status SleepAllocator::free(DeviceAddress address) {
-  const std::optional<RegionInfo> wanted = region_at(address);
-  const auto unknown = [&] {
-    return Error{.code = Code::kNotFound,
-                 .what = fmt::format("no region begins at {:#x}", address),
-                 .next_step = "free what allocate() returned"};
-  };
-  if (!wanted) return unknown();
-  const Hold hold(*this, Tags{wanted->tag});
+  std::string tag;
+  {
+    const MutexLock lock(mutex_);
+    TORPOR_ASSIGN(const Region* const wanted, find(address, nullptr));
+    tag = wanted->info.tag;
+  }
+  const Hold hold(*this, Tags{tag});
   Region* region = nullptr;
   RegionState state{};
   {
     const MutexLock lock(mutex_);
-    const auto found = regions_.find(address);
-    if (found == regions_.end() || found->second->info.tag != wanted->tag) return unknown();
-    region = found->second.get();
+    TORPOR_ASSIGN(region, find(address, &tag));
     state = region->info.state;
   }
-  if (state == RegionState::kSaving || state == RegionState::kAttaching || state == RegionState::kRestoring) {
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("the region {}/{} is {}", region->info.tag, region->info.name, name(state)),
-                 .next_step = "wait for the operation to end"};
-  }
+  TORPOR_TRY(settled(region->info, state));
   TORPOR_TRY(device_.synchronize());
   if (region->mapped() && !region->broken) {
     if (Status done = region->unmap(device_); !done) {
@@ -145,9 +159,51 @@ Status SleepAllocator::free(DeviceAddress address) {
   TORPOR_TRY(region->release(device_));
   TORPOR_TRY(device_.free_reservation(address));
   const MutexLock lock(mutex_);
+  if (trimmed_.erase(address) > 0) return ok();  // its name may be another one's by now
   names_.erase({region->info.tag, region->info.name});
   regions_.erase(address);
   return ok();
+}
+
+Result<uint64_t> SleepAllocator::trim(DeviceAddress address) {
+  std::string tag;
+  {
+    const MutexLock lock(mutex_);
+    TORPOR_ASSIGN(const Region* const wanted, find(address, nullptr));
+    tag = wanted->info.tag;
+  }
+  const Hold hold(*this, Tags{tag});
+  Region* region = nullptr;
+  RegionState state{};
+  {
+    const MutexLock lock(mutex_);
+    TORPOR_ASSIGN(region, find(address, &tag));
+    if (region->handles.empty() && trimmed_.contains(address)) return uint64_t{0};
+    state = region->info.state;
+  }
+  TORPOR_TRY(settled(region->info, state));
+  if (!region->handles.empty()) TORPOR_TRY(device_.synchronize());
+  {
+    const MutexLock lock(mutex_);
+    if (regions_.contains(address)) {
+      names_.erase({region->info.tag, region->info.name});
+      trimmed_.insert(regions_.extract(address));
+      region->info.state = RegionState::kDetached;
+    }
+  }
+  region->broken = false;  // its content is nobody's, so any part of its memory may stay or go
+  const auto held = [&] {
+    uint64_t bytes = 0;
+    for (const RegionMemory::Handle& handle : region->handles) bytes += handle.size;
+    return bytes;
+  };
+  const uint64_t before = held();
+  Status done = region->unmap_each(device_);
+  if (done) done = region->release(device_);
+  if (done) return before;
+  Error error = std::move(done).error();
+  return error.within(fmt::format("trimming {}/{}, of which {} of {} bytes are left", region->info.tag,
+                                  region->info.name, held(), before));
 }
 
 Result<std::vector<SleepAllocator::Region*>> SleepAllocator::select(std::span<const std::string> tags,

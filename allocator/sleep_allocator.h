@@ -66,6 +66,13 @@ class SleepAllocator {
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
   // In any state but kSaving, kAttaching and kRestoring. After a failure the rest may be freed by another call.
   Status free(DeviceAddress address);
+  // Give back the physical memory of a region of which nothing is in use, and take it out of its tag: no sleep, wake,
+  // regions() or states() has it from then on. Its addresses stay reserved until free(), because the caller still knows
+  // them; nobody may touch them. Return the bytes given back: 0 if an earlier call, or a sleep, did that.
+  // Precondition: nothing reads or writes there, now or later; work on the device is waited for here.
+  // Errors: as free(). If the wait fails nothing has changed. If the device keeps memory, the region has left its tag
+  // all the same, all other regions can be used, and another trim() or free() tries again.
+  Result<uint64_t> trim(DeviceAddress address);
 
   // `tags` empty: all tags that exist. An unknown tag is kNotFound.
   Status begin_save(std::span<const std::string> tags);  // attached -> saving
@@ -111,6 +118,8 @@ class SleepAllocator {
                                       bool coming = false) const;
   // The caller holds the tags of `selected`.
   Status take_memory(const std::vector<Region*>& selected);
+  // The region that begins at `address`, in its tag or trimmed. `tag`: which the caller holds; null: any.
+  Result<Region*> find(DeviceAddress address, const std::string* tag) const TORPOR_REQUIRES(mutex_);
   template <class Call>
   Status on_page(const DevicePage& page, std::initializer_list<RegionState> allowed, const Call& call);
   void settle(std::span<Region* const> regions, RegionState state);  // broken ones are broken
@@ -128,7 +137,9 @@ class SleepAllocator {
   Tags held_ TORPOR_GUARDED_BY(mutex_);  // by calls that are at work
   bool all_held_ TORPOR_GUARDED_BY(mutex_) = false;
   std::map<DeviceAddress, std::unique_ptr<Region>> regions_ TORPOR_GUARDED_BY(mutex_);
-  std::set<std::pair<std::string, std::string>> names_ TORPOR_GUARDED_BY(mutex_);  // tag and name of each
+  // Those that trim() took out of their tags, with what the device did not let go of their memory.
+  std::map<DeviceAddress, std::unique_ptr<Region>> trimmed_ TORPOR_GUARDED_BY(mutex_);
+  std::set<std::pair<std::string, std::string>> names_ TORPOR_GUARDED_BY(mutex_);  // tag and name of each of regions_
   uint64_t last_number_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 

@@ -71,6 +71,14 @@ void bind_memory(py::module_& module) {
       },
       py::arg("device"), py::arg("address"));
   module.def(
+      "memory_trim",
+      [](int device, const std::vector<uint64_t>& addresses) {
+        return without_lock([&] { return memory_saver().trim(device, addresses); });
+      },
+      py::arg("device"), py::arg("addresses"),
+      "Give the memory of allocations of which nothing is in use back to the device. Their addresses stay taken until "
+      "they are freed. Return the bytes given back.");
+  module.def(
       "memory_of",
       [](int device, const py::dict& dict) {
         RankMemoryOptions options = rank_memory_options_from(dict);

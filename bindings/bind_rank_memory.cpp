@@ -48,7 +48,9 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   in.read_if_given("arena_budget_bytes", options.arena_budget_bytes);
   options.arena_prefault_bytes.reset();  // unless it is said
   in.read_if_given("arena_prefault_bytes", options.arena_prefault_bytes);
-  in.read_if_given("threads", options.threads);
+  std::optional<int> threads;
+  in.read_if_given("copy_threads", threads);
+  options.threads = threads.value_or(0);
   in.read_if_given("keep_backup", options.keep_backup);
   in.read_if_given("retain_kv_bytes", options.retain_kv_bytes);
   std::optional<std::string> host_compression;

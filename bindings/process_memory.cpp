@@ -16,8 +16,6 @@
 namespace torpor {
 namespace {
 
-constexpr int kMostThreads = 256;
-
 std::string_view environment(const char* name) {
   const char* const value = std::getenv(name);
   return value == nullptr ? "" : value;
@@ -52,7 +50,7 @@ Result<int> threads_from_environment() {
   constexpr const char* kNextStep = "give a number of threads from 1 to 256";
   TORPOR_ASSIGN(const std::optional<uint64_t> threads, number_from_environment(kName, kNextStep));
   if (!threads) return 0;
-  if (*threads >= 1 && *threads <= kMostThreads) return static_cast<int>(*threads);
+  if (*threads >= 1 && *threads <= TransferEngineOptions::kMostThreads) return static_cast<int>(*threads);
   return Error{
       .code = Code::kInvalidArgument, .what = fmt::format("{} is {}", kName, *threads), .next_step = kNextStep};
 }

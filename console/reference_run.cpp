@@ -39,6 +39,9 @@ json to_json(const RunOptions& run) {
           {"max_running", of.max_running},
           {"by_priority", of.by_priority},
           {"kv_of_step", of.kv_of_step},
+          {"regions_per_tag", of.regions_per_tag},
+          {"spare_kv_regions", of.spare_kv_regions},
+          {"step_tags", of.step_tags},
           {"transfer_threads", of.transfer_threads},
           {"transfers_have_threads", of.transfers_have_threads},
           {"late_job_bytes", of.late_job_bytes},
@@ -76,6 +79,9 @@ RunOptions run_options_from(const json& words) {
   of.max_running = words.at("max_running");
   of.by_priority = words.at("by_priority");
   of.kv_of_step = words.at("kv_of_step");
+  of.regions_per_tag = words.value("regions_per_tag", of.regions_per_tag);
+  of.spare_kv_regions = words.value("spare_kv_regions", of.spare_kv_regions);
+  of.step_tags = words.value("step_tags", of.step_tags);
   of.transfer_threads = words.at("transfer_threads");
   of.transfers_have_threads = words.at("transfers_have_threads");
   if (!words.at("retain_kv_bytes").is_null()) of.retain_kv_bytes = words.at("retain_kv_bytes").get<uint64_t>();

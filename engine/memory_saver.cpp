@@ -6,6 +6,7 @@
 #include <fmt/core.h>
 
 #include "base/event.h"
+#include "base/log.h"
 #include "base/text.h"
 #include "engine/phases.h"
 #include "engine/tags.h"
@@ -78,6 +79,22 @@ Status MemorySaver::free(int device, DeviceAddress address) {
                  .next_step = "free what was allocated here"};
   }
   return found->second.memory->free(address);
+}
+
+uint64_t MemorySaver::trim(int device, std::span<const DeviceAddress> addresses) {
+  const MutexLock lock(mutex_);
+  const auto found = devices_.find(device);
+  if (found == devices_.end() || found->second.memory == nullptr) return 0;
+  uint64_t bytes = 0;
+  for (const DeviceAddress address : addresses) {
+    const Result<uint64_t> trimmed = found->second.memory->trim(address);
+    if (trimmed) {
+      bytes += *trimmed;
+    } else if (trimmed.error().code != Code::kNotFound && trimmed.error().code != Code::kFailedPrecondition) {
+      log().warn("memory that nothing uses stays with the device for now: {}", trimmed.error().to_string());
+    }
+  }
+  return bytes;
 }
 
 void MemorySaver::set_margin(uint64_t bytes) {

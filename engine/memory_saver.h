@@ -43,6 +43,10 @@ class MemorySaver {
 
   Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the present scope
   Status free(int device, DeviceAddress address);
+  // Give the memory of allocations of which nothing is in use back to the device; their addresses stay taken until
+  // free(). Nobody may touch them. Return the bytes given back. What fails is logged, and stays as usable as it was:
+  // the next call tries again. Nothing happens to addresses that were not allocated here, or while their tag moves.
+  uint64_t trim(int device, std::span<const DeviceAddress> addresses);
   // From now on an allocation fails that would leave less than this free on its device, where that is known.
   void set_margin(uint64_t bytes);
   // What is saved of memory that sleeps. kNotFound: nothing is.

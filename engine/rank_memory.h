@@ -45,7 +45,8 @@ struct RankMemoryOptions {
   // Most host memory that stays held between operations, for the next sleep to find it ready; what backups need stays
   // in any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
   std::optional<uint64_t> arena_keep_bytes;
-  int threads = 0;  // for copies; 0: as many as the machine has cores, at most 8
+  // For copies and digests, and as many for files; 0: as many as the machine has cores, at most 8.
+  int threads = 0;
   bool own_threads =
       true;  // off: who waits makes the copies, in one order, and maps memory before them (TransferEngine)
   // Backups are kept after a wake. That of the weights is not copied again until somebody marks them dirty: the owner's
@@ -78,6 +79,9 @@ class RankMemory {
   // A new zeroed region; its address is valid for the life of this object, its bytes while its tag is attached.
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
   Status free(DeviceAddress address);
+  // Give the memory of a region of which nothing is in use back to the device. Its addresses stay taken until free();
+  // no sleep, wake or ledger has it from then on. Return the bytes given back. Errors: SleepAllocator::trim().
+  Result<uint64_t> trim(DeviceAddress address);
   // What is saved of these bytes of a region. kNotFound: they are in none, or nothing is.
   Status read_saved(DeviceAddress address, std::span<std::byte> out) const;
   // From now on `tag` holds KV blocks laid out like this.
@@ -152,6 +156,7 @@ class RankMemory {
   RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions options);
   Result<orders::DigestTags::Reply> digest_named(bool as_proven) TORPOR_REQUIRES(mutex_);
   Status nothing_moves() TORPOR_REQUIRES(mutex_);
+  void forget(const RegionInfo& region) TORPOR_REQUIRES(mutex_);  // it was freed, or trimmed
   Result<orders::Save::Reply> save_giving(const orders::Save& order) TORPOR_REQUIRES(mutex_);
   void give_back_unused() noexcept TORPOR_REQUIRES(mutex_);
   void tell(const RankLedger& ledger) const noexcept;

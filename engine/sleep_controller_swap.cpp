@@ -36,6 +36,8 @@ class Room {
   std::unique_ptr<SwapChannel> file;
 };
 
+// In place of a path: all memory goes page by page, scratch too, but through a channel that exchange() makes.
+constexpr const char* kThisProcess = "this process";
 constexpr std::chrono::seconds kMemoryComes{30};
 constexpr std::chrono::milliseconds kLookAgain{50};
 
@@ -55,7 +57,8 @@ Result<SwapReport> SleepController::swap_now(SleepController& to, const SwapOpti
   const SleepOptions asked{.preserve_state = true,
                            .timeout_seconds = options.timeout_seconds,
                            .outputs = options.outputs,
-                           .progress = options.progress};
+                           .progress = options.progress,
+                           .swap_out_to = kThisProcess};
   Result<SwapReport> swapped = leave(
       asked,
       {.admit = [&]() -> Status {

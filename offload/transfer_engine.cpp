@@ -40,10 +40,11 @@ TransferEngine::TransferEngine(DeviceMemory& device, HostArena& arena, int threa
 
 Result<std::unique_ptr<TransferEngine>> TransferEngine::create(DeviceMemory& device, HostArena& arena,
                                                                TransferEngineOptions options) {
-  if (options.threads < 0 || options.queued_jobs < 1) {
+  if (options.threads < 0 || options.threads > TransferEngineOptions::kMostThreads || options.queued_jobs < 1) {
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("threads is {}, queued_jobs {}", options.threads, options.queued_jobs),
-                 .next_step = "use 0 threads for the machine's own number, and 1 job or more"};
+                 .next_step = fmt::format("use 1 to {} threads, or 0 for the machine's own number, and 1 job or more",
+                                          TransferEngineOptions::kMostThreads)};
   }
   const int cores = static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
   const int threads = !options.own_threads ? 1 : options.threads != 0 ? options.threads : cores;

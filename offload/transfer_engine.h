@@ -35,7 +35,8 @@
 namespace torpor {
 
 struct TransferEngineOptions {
-  int threads = 0;            // of each lane; 0: as many as the machine has cores, at most 8
+  int threads = 0;  // of each lane, at most kMostThreads; 0: as many as the machine has cores, at most 8
+  static constexpr int kMostThreads = 256;
   int32_t queued_jobs = 256;  // most that wait in each lane
   bool own_threads = true;
   EventPort events{};  // each batch: begins, and how it ended

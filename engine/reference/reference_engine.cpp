@@ -76,11 +76,12 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
   const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
   const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;
   const auto seed = static_cast<uint64_t>(rank) + options_.weights_seed;  // of the order; sizes are those of any engine
-  TORPOR_ASSIGN(ScatteredBytes weights, ScatteredBytes::allocate(*made.memory, "weights", options_.weight_bytes,
-                                                                 static_cast<uint64_t>(rank), seed));
-  // Each layer in a region of its own, and one that no layer needs.
+  TORPOR_ASSIGN(ScatteredBytes weights,
+                ScatteredBytes::allocate(*made.memory, "weights", options_.weight_bytes, static_cast<uint64_t>(rank),
+                                         seed, options_.regions_per_tag));
+  // Each layer in a region of its own, and some that no layer needs.
   std::vector<uint64_t> sizes(shape.layers, layer_bytes);
-  sizes.push_back(1 + layer_bytes / 3);
+  sizes.insert(sizes.end(), options_.spare_kv_regions, 1 + layer_bytes / 3);
   TORPOR_ASSIGN(const std::vector<DeviceAddress> layers, allocate_scattered(*made.memory, "kv_cache", sizes, seed));
   KvLayout layout{.num_blocks = static_cast<uint32_t>(options_.num_blocks), .tensors = {}};
   for (uint32_t layer = 0; layer < shape.layers; ++layer) {
@@ -91,8 +92,12 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
                               .block_bytes = block_bytes});
   }
   TORPOR_TRY(made.memory->set_kv_layout("kv_cache", std::move(layout)));
-  TORPOR_ASSIGN(RuntimeRegions runtime, RuntimeRegions::allocate(*made.memory, seed, seed));
-  made.runtime = std::move(runtime);
+  for (const std::string& tag : options_.step_tags) {
+    TORPOR_ASSIGN(StepRegions beside,
+                  StepRegions::allocate(*made.memory, tag, StepRegions::kBytes / options_.step_tags.size(), seed, seed,
+                                        options_.regions_per_tag));
+    made.beside.push_back(std::move(beside));
+  }
   made.model = std::make_unique<ByteModel>(shape, std::move(weights), made.memory->kv_layout());
   made.model->load_weights(options_.weights_seed + static_cast<uint64_t>(rank));
   made.memory->mark_dirty("weights");
@@ -133,7 +138,9 @@ Status ReferenceEngine::add(const ReferenceRequest& request, int32_t samples) {
                  .what = fmt::format("request {} is there already", id_of(sample)),
                  .next_step = "use another id"};
   }
-  for (Rank& rank : ranks_) TORPOR_TRY(rank.runtime.exchange());
+  for (Rank& rank : ranks_) {
+    for (StepRegions& regions : rank.beside) TORPOR_TRY(regions.exchange());
+  }
   for (int32_t sample = 0; sample < samples; ++sample) {
     auto made = std::make_unique<Request>();
     made->asked = request;
@@ -352,7 +359,9 @@ std::vector<ReferenceOutput> ReferenceEngine::step() {
   }
   if (frozen_ || requests_.empty() || !prepared() || !port_.may_step()) return outputs;
   for (Rank& rank : ranks_) {
-    if (const Status well = rank.runtime.step(); !well) return {{.id = well.error().what, .token = -1}};
+    for (StepRegions& regions : rank.beside) {
+      if (const Status well = regions.step(); !well) return {{.id = well.error().what, .token = -1}};
+    }
   }
   if (!loading_.empty()) (void)step_offload();
   const int64_t began = port_.now();
@@ -382,12 +391,14 @@ std::vector<ReferenceOutput> ReferenceEngine::step() {
   return outputs;
 }
 
-// Regions of the runtime go and come while it sleeps, too, as when a framework tidies up.
+// Regions go and come while their tag sleeps, too, as when a framework tidies up.
 Status ReferenceEngine::exchange_asleep() {
   for (Rank& rank : ranks_) {
     const std::map<std::string, RegionState> states = rank.memory->states();
-    const auto state = states.find(RuntimeRegions::kTag);
-    if (state != states.end() && state->second == RegionState::kDetached) TORPOR_TRY(rank.runtime.exchange());
+    for (StepRegions& regions : rank.beside) {
+      const auto state = states.find(regions.tag());
+      if (state != states.end() && state->second == RegionState::kDetached) TORPOR_TRY(regions.exchange());
+    }
   }
   return ok();
 }

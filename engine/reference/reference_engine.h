@@ -52,6 +52,9 @@ struct ReferenceOptions {
   bool by_priority = false;  // else first come, first served
   bool kv_of_step = false;   // computed again in another step, equal tokens have other KV
   TierOptions tiers;
+  size_t regions_per_tag = kRegionsPerTag;          // of all tags but the KV cache
+  size_t spare_kv_regions = 1;                      // of the KV cache, which has one a layer beside these
+  std::vector<std::string> step_tags{kRuntimeTag};  // beside weights and KV cache; each step writes them
   int transfer_threads = 1;
   bool transfers_have_threads = true;       // off: copies are made by the thread that waits for them
   std::optional<uint64_t> retain_kv_bytes;  // RankMemoryOptions
@@ -171,7 +174,7 @@ class ReferenceEngine final : public EngineHooks {
   struct Rank {
     std::unique_ptr<RankMemory> memory;
     std::unique_ptr<ByteModel> model;
-    RuntimeRegions runtime{};
+    std::vector<StepRegions> beside{};  // by options_.step_tags
   };
   struct Scheduled {
     Request* request = nullptr;

@@ -6,6 +6,8 @@
 
 #include <fmt/core.h>
 
+#include "engine/tags.h"
+
 namespace torpor::reference {
 namespace {
 
@@ -76,34 +78,40 @@ void ScatteredBytes::add_first(StreamingDigest& digest, uint64_t bytes) const {
   }
 }
 
-Result<RuntimeRegions> RuntimeRegions::allocate(RankMemory& memory, uint64_t seed, uint64_t order) {
-  RuntimeRegions made;
+Result<StepRegions> StepRegions::allocate(RankMemory& memory, std::string tag, uint64_t bytes, uint64_t seed,
+                                          uint64_t order, size_t regions) {
+  StepRegions made;
   made.memory_ = &memory;
-  const std::vector<uint64_t> sizes = random_sizes(kBytes, kRegionsPerTag, seed);
-  TORPOR_ASSIGN(const std::vector<DeviceAddress> addresses, allocate_scattered(memory, kTag, sizes, order));
+  made.tag_ = std::move(tag);
+  const std::vector<uint64_t> sizes = random_sizes(bytes, regions, seed);
+  TORPOR_ASSIGN(const std::vector<DeviceAddress> addresses, allocate_scattered(memory, made.tag_, sizes, order));
   for (size_t i = 0; i < sizes.size(); ++i)
     made.regions_.push_back({.name = fmt::format("{}", i), .address = addresses[i], .bytes = sizes[i]});
   return made;
 }
 
-std::span<std::byte> RuntimeRegions::content(const Region& region) { return {at(region.address), region.bytes}; }
+std::span<std::byte> StepRegions::content(const Region& region) { return {at(region.address), region.bytes}; }
 
 // Of a region that was not written yet: 0.
-std::byte RuntimeRegions::value(const Region& region, uint64_t at) {
+std::byte StepRegions::value(const Region& region, uint64_t at) {
   return static_cast<std::byte>(region.written == 0 ? 0 : (at * 2654435761u + region.written * 97) >> 7);
 }
 
-void RuntimeRegions::write(Region& region) {
+void StepRegions::write(Region& region) {
   region.written = ++writes_;
   for (uint64_t i = 0; std::byte & byte : content(region)) byte = value(region, i++);
 }
 
-Status RuntimeRegions::step() {
+Status StepRegions::step() {
   for (Region& region : regions_) {
-    for (uint64_t i = 0; const std::byte byte : content(region)) {
+    const std::span<const std::byte> now = content(region);
+    if (tag_ == kWorkspaceTag &&
+        std::all_of(now.begin(), now.end(), [](std::byte each) { return each == std::byte{0}; }))
+      region.written = 0;
+    for (uint64_t i = 0; const std::byte byte : now) {
       if (byte == value(region, i++)) continue;
       return Error{.code = Code::kCorruption,
-                   .what = fmt::format("byte {} of the region {}/{} is not as it was left", i - 1, kTag, region.name)};
+                   .what = fmt::format("byte {} of the region {}/{} is not as it was left", i - 1, tag_, region.name)};
     }
     write(region);
   }
@@ -111,15 +119,15 @@ Status RuntimeRegions::step() {
 }
 
 // The new one is written at once, also asleep: who allocates does so for that.
-Status RuntimeRegions::exchange() {
+Status StepRegions::exchange() {
   const std::map<std::string, RegionState> states = memory_->states();
-  const auto state = states.find(kTag);
+  const auto state = states.find(tag_);
   if (state == states.end() || (state->second != RegionState::kAttached && state->second != RegionState::kDetached))
     return ok();
   Region& region = regions_[exchanges_ % regions_.size()];
   Region fresh{.name = fmt::format("exchanged {}", ++exchanges_), .bytes = region.bytes};
   TORPOR_TRY(memory_->free(region.address));
-  TORPOR_ASSIGN(fresh.address, memory_->allocate(kTag, fresh.name, fresh.bytes));  // perhaps where the old one was
+  TORPOR_ASSIGN(fresh.address, memory_->allocate(tag_, fresh.name, fresh.bytes));  // perhaps where the old one was
   region = std::move(fresh);
   write(region);
   return ok();

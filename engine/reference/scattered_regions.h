@@ -48,17 +48,23 @@ class ScatteredBytes {
   std::vector<std::span<std::byte>> parts_;
 };
 
-// The tag `runtime`: what an engine keeps beside weights and KV, written anew in each step. Its size stays the same.
-class RuntimeRegions {
+inline constexpr const char* kRuntimeTag = "runtime";
+inline constexpr const char* kGraphTag = "cudagraph";
+
+// A tag that an engine has beside weights and KV, written anew in each step. Its size stays the same.
+class StepRegions {
  public:
-  static constexpr const char* kTag = "runtime";
   static constexpr uint64_t kBytes = 6'000;
 
-  static Result<RuntimeRegions> allocate(RankMemory& memory, uint64_t seed, uint64_t order);  // as ScatteredBytes
-  // Writes all of it. kCorruption: a byte is not as it was left; an engine must not run then.
+  // As ScatteredBytes.
+  static Result<StepRegions> allocate(RankMemory& memory, std::string tag, uint64_t bytes, uint64_t seed,
+                                      uint64_t order, size_t regions = kRegionsPerTag);
+  // Writes all of it. kCorruption: a byte is not as it was left; an engine must not run then. Of the workspace
+  // a region may be zeroed instead, as a sleep leaves it.
   Status step();
   // A region goes, and another of its size comes in its place: awake, or asleep. Nothing where neither is the case.
   Status exchange();
+  const std::string& tag() const { return tag_; }
   uint64_t next_bytes() const { return regions_[exchanges_ % regions_.size()].bytes; }  // of the one that goes next
 
  private:
@@ -73,6 +79,7 @@ class RuntimeRegions {
   void write(Region& region);
 
   RankMemory* memory_ = nullptr;
+  std::string tag_;
   std::vector<Region> regions_;
   uint64_t writes_ = 0;
   uint64_t exchanges_ = 0;

@@ -267,6 +267,76 @@ TEST(SleepAllocator, WhatWasNotReleasedIsReleasedByATryLater) {
   EXPECT_EQ(points, 6u);
 }
 
+TEST_F(SleepAllocatorTest, TrimmedMemoryGoesBackItsAddressesStayAndNoSleepHasIt) {
+  const DeviceMemoryInfo before = device_.info();
+  EXPECT_EQ(value_of(allocator_->trim(weights_)), 3 * kUnit);
+  EXPECT_EQ(value_of(allocator_->trim(weights_)), 0u);
+  EXPECT_EQ(device_.info().physical_bytes, before.physical_bytes - 3 * kUnit);
+  EXPECT_EQ(device_.info().reserved_bytes, before.reserved_bytes);
+  EXPECT_FALSE(allocator_->region_at(weights_));
+  EXPECT_EQ(allocator_->regions_of("weights").size(), 1u);
+  const DeviceAddress again = value_of(allocator_->allocate("weights", "a", kUnit));  // its name is free, it is not
+  EXPECT_NE(again, weights_);
+  const uint64_t awake = device_.info().physical_bytes;
+  ASSERT_SUCCEEDS(allocator_->detach(both_));
+  EXPECT_EQ(device_.info().physical_bytes, 0u);
+  ASSERT_SUCCEEDS(attach(*allocator_, both_));
+  ASSERT_SUCCEEDS(allocator_->finish_restore(both_));
+  EXPECT_EQ(device_.info().physical_bytes, awake);
+  EXPECT_SUCCEEDS(allocator_->free(weights_));  // the caller is done with the addresses, too
+  EXPECT_EQ(device_.info().reserved_bytes, before.reserved_bytes - 3 * kUnit + kUnit);
+  EXPECT_FAILS(allocator_->trim(weights_), Code::kNotFound, "no region");
+  EXPECT_FAILS(allocator_->allocate("weights", "a", kUnit), Code::kInvalidArgument, "exists");
+}
+
+TEST_F(SleepAllocatorTest, WhatIsTrimmedWhileItSleepsDoesNotComeBackAndNothingIsTrimmedWhileItMoves) {
+  ASSERT_SUCCEEDS(allocator_->begin_save(both_));
+  EXPECT_FAILS(allocator_->trim(weights_), Code::kFailedPrecondition, "saving");
+  ASSERT_SUCCEEDS(allocator_->detach(both_));
+  EXPECT_EQ(value_of(allocator_->trim(weights_)), 0u);
+  ASSERT_SUCCEEDS(allocator_->begin_attach(both_));
+  EXPECT_FAILS(allocator_->trim(more_weights_), Code::kFailedPrecondition, "attaching");
+  ASSERT_SUCCEEDS(allocator_->attach_region(more_weights_));
+  ASSERT_SUCCEEDS(allocator_->attach_region(kv_));
+  ASSERT_SUCCEEDS(allocator_->finish_restore(both_));
+  EXPECT_EQ(device_.info().physical_bytes, 3 * kUnit);
+  EXPECT_SUCCEEDS(allocator_->trim(kv_));  // all that the tag had
+  EXPECT_FALSE(allocator_->states().contains("kv_cache"));
+  EXPECT_FAILS(allocator_->detach(both_), Code::kNotFound, "kv_cache");
+}
+
+TEST_F(SleepAllocatorTest, ATrimThatFailsLeavesAllElseUsableAndATryLaterGivesTheRest) {
+  uint64_t points = 0;
+  const DeviceMemoryInfo before = device_.info();
+  for (uint64_t n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    const DeviceAddress unused = value_of(allocator_->allocate("weights", "unused", 3 * kUnit));
+    device_.fail_at(n);
+    const Result<uint64_t> done = allocator_->trim(unused);
+    const bool fired = device_.fired();
+    device_.fail_at(0);
+    if (fired) {
+      ++points;
+      ASSERT_FALSE(done.has_value());
+      EXPECT_FALSE(done.error().state_changed);
+      EXPECT_GT(device_.info().physical_bytes, before.physical_bytes);
+      EXPECT_EQ(allocator_->regions_of("weights").size(), n == 1 ? 3u : 2u);  // the first call waits for work
+    }
+    ASSERT_SUCCEEDS(allocator_->begin_save(both_));
+    ASSERT_SUCCEEDS(allocator_->cancel_save(both_));
+    expect_content();
+    if (n % 2 == 0) {
+      EXPECT_SUCCEEDS(allocator_->trim(unused));
+    }
+    EXPECT_SUCCEEDS(allocator_->free(unused));
+    EXPECT_EQ(device_.info().physical_bytes, before.physical_bytes);
+    EXPECT_EQ(device_.info().reserved_bytes, before.reserved_bytes);
+    EXPECT_EQ(device_.info().mapped_bytes, before.mapped_bytes);
+    if (!fired) break;
+  }
+  EXPECT_EQ(points, 1u + 3 + 3);  // a wait, three pieces are unmapped and released
+}
+
 TEST_F(SleepAllocatorTest, AllocateUndoesItselfWhereverTheDeviceFails) {
   const DeviceMemoryInfo before = device_.info();
   for (uint64_t n = 1;; ++n) {

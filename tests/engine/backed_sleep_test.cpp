@@ -285,8 +285,8 @@ class BackedSleep : public ::testing::TestWithParam<BackedBy> {
     const SleepPlan plan = value_of(engine.controller->plan_sleep({.preserve_state = true}));
     const SleepReport report = value_of(engine.controller->sleep({.preserve_state = true}));
     const uint64_t block = engine.engine->memory().kv_layout().bytes_per_block();
-    const uint64_t copied = report.saved_bytes - (kWeightBytes + reference::RuntimeRegions::kBytes) *
-                                                     static_cast<uint64_t>(GetParam().ranks);
+    const uint64_t copied =
+        report.saved_bytes - (kWeightBytes + reference::StepRegions::kBytes) * static_cast<uint64_t>(GetParam().ranks);
     EXPECT_EQ(plan.reused_bytes, report.reused_bytes);
     EXPECT_EQ(plan.save_bytes.at("kv_cache"), copied);
     return {copied / block, report.reused_bytes / block};

@@ -55,6 +55,51 @@ TEST_F(MemorySaverTest, WhatIsSavedCanBeReadFromAnyPlaceOfItsRegionWhileItSleeps
   EXPECT_FALSE(memory_.read_saved(address, read));
 }
 
+TEST_F(MemorySaverTest, WhatIsTrimmedIsNeitherCountedNorCopiedAndTheRestKeepsItsContent) {
+  const DeviceAddress used = value_of(memory_.allocate(0, 2 * kMiB));
+  const DeviceAddress unused = value_of(memory_.allocate(0, 6 * kMiB));
+  std::memset(at(used), 5, 2 * kMiB);
+  const std::vector<DeviceAddress> trimmed{unused, 4096};  // one that torpor does not know
+  EXPECT_EQ(memory_.trim(1, trimmed), 0u);                 // on another device
+  EXPECT_EQ(memory_.trim(0, trimmed), 6 * kMiB);
+  EXPECT_EQ(memory_.trim(0, trimmed), 0u);
+  const RankLedger ledger = memory_.ledgers().at(0);
+  EXPECT_EQ(ledger.tags.at("default").region_bytes, 2 * kMiB);
+  EXPECT_EQ(ledger.tags.at("default").physical_bytes, 2 * kMiB);
+  EXPECT_EQ(ledger.device_physical_bytes, 2 * kMiB);
+  const TagMove slept = value_of(memory_.sleep({}));
+  EXPECT_EQ(slept.copied_bytes, 2 * kMiB);
+  EXPECT_EQ(value_of(memory_.wake({})).physical_bytes, 2 * kMiB);
+  EXPECT_EQ(at(used)[2 * kMiB - 1], std::byte{5});
+  EXPECT_TRUE(memory_.free(0, unused));
+  EXPECT_FALSE(memory_.free(0, unused));
+  EXPECT_TRUE(memory_.sleep({}));
+}
+
+TEST_F(MemorySaverTest, WhatWasSavedOfTrimmedMemoryIsForgotten) {
+  const DeviceAddress used = value_of(memory_.allocate(0, 2 * kMiB));
+  const DeviceAddress unused = value_of(memory_.allocate(0, 6 * kMiB));
+  std::memset(at(used), 5, 2 * kMiB);
+  ASSERT_TRUE(memory_.sleep({}));
+  EXPECT_EQ(memory_.trim(0, std::vector{unused}), 0u);
+  EXPECT_EQ(value_of(memory_.plan_wake({})).physical_bytes, 2 * kMiB);
+  ASSERT_TRUE(memory_.wake({}));
+  EXPECT_EQ(memory_.ledgers().at(0).device_physical_bytes, 2 * kMiB);
+  EXPECT_EQ(at(used)[0], std::byte{5});
+}
+
+TEST_F(MemorySaverTest, WeightsOfWhichAPartWasTrimmedAreNotTakenForTheNamedOnes) {
+  MemorySaver::scopes().push_back({.tag = "weights"});
+  const DeviceAddress used = value_of(memory_.allocate(0, 2 * kMiB));
+  const DeviceAddress replaced = value_of(memory_.allocate(0, 2 * kMiB));
+  MemorySaver::scopes().pop_back();
+  RankMemory& rank = *value_of(memory_.memory_of(0));
+  ASSERT_SUCCEEDS(rank.name_weights("w", {{used, 4096}, {replaced + 4096, 4096}}));
+  const std::string named = value_of(rank.weights_digest());
+  ASSERT_EQ(memory_.trim(0, std::vector{replaced}), 2 * kMiB);
+  EXPECT_NE(value_of(rank.weights_digest()), named);  // and does not read what is not there
+}
+
 TEST_F(MemorySaverTest, ABackupOnDiskIsRefusedByName) {
   MemorySaver::scopes().push_back({.tag = "t", .on_disk = true});
   const auto refused = memory_.allocate(0, 5000);

@@ -16,9 +16,9 @@ namespace {
 
 // One trial; false: there was nothing left to fail.
 template <class Arm, class Disarm>
-void attempt(const Scenario& scenario, bool own_threads, Counts& counts, bool& fired, const Arm& arm,
-             const Disarm& disarm) {
-  World world(own_threads);
+void attempt(const Scenario& scenario, bool own_threads, const Shape& shape, Counts& counts, bool& fired,
+             const Arm& arm, const Disarm& disarm) {
+  World world(own_threads, 1, shape);
   scenario.prepare(world);
   if (testing::Test::HasFatalFailure()) return;
   const std::string directory = world.temporary / "store";
@@ -61,12 +61,14 @@ void attempt(const Scenario& scenario, bool own_threads, Counts& counts, bool& f
 }
 
 // Every n-th occasion of every scenario, until none is left. What is done behind the engine has threads of its own only
-// where it is told to: how often who asks for it looks differs from run to run.
+// where it is told to: how often who asks for it looks differs from run to run. The memory of each scenario has another
+// shape, counted from `shapes_from`.
 enum class Behind : uint8_t { kInOneOrder, kWithThreads };
 template <class Arm, class Disarm>
-Counts fail_each(uint64_t stride, Behind how, const Arm& arm, const Disarm& disarm) {
+Counts fail_each(uint64_t stride, size_t shapes_from, Behind how, const Arm& arm, const Disarm& disarm) {
   Counts counts;
   for (const Scenario& scenario : scenarios()) {
+    const Shape shape = Shape::of(shapes_from++);
     const bool own_threads = !scenario.behind || how == Behind::kWithThreads;
     const uint64_t step = scenario.behind && stride > 1 ? 3 * stride : stride;
     SCOPED_TRACE(scenario.name);
@@ -74,7 +76,7 @@ Counts fail_each(uint64_t stride, Behind how, const Arm& arm, const Disarm& disa
       SCOPED_TRACE(testing::Message() << "occasion " << n);
       bool fired = false;
       attempt(
-          scenario, own_threads, counts, fired, [&](World& world) { arm(world, n); }, disarm);
+          scenario, own_threads, shape, counts, fired, [&](World& world) { arm(world, n); }, disarm);
       if (testing::Test::HasFatalFailure()) return counts;
       if (!fired) break;
     }
@@ -96,7 +98,7 @@ TEST_F(EngineFaults, EveryAllocationFails) {
         long_run() ? 1
         : for_ever ? 31
                    : 5,
-        Behind::kInOneOrder, [&](World&, uint64_t n) { allocations.arm(n, for_ever); },
+        for_ever ? 1 : 0, Behind::kInOneOrder, [&](World&, uint64_t n) { allocations.arm(n, for_ever); },
         [](World&) { return allocations.disarm(); });
     print(for_ever ? "allocations failed from then on" : "allocations failed once", counts);
     if (!for_ever) {
@@ -109,7 +111,7 @@ TEST_F(EngineFaults, EveryAllocationFails) {
 TEST_F(EngineFaults, EveryStartOfAThreadFails) {
   for (const bool for_ever : {false, true}) {
     const Counts counts = fail_each(
-        1, Behind::kWithThreads, [&](World&, uint64_t n) { thread_starts.arm(n, for_ever); },
+        1, for_ever ? 3 : 2, Behind::kWithThreads, [&](World&, uint64_t n) { thread_starts.arm(n, for_ever); },
         [](World&) { return thread_starts.disarm(); });
     print(for_ever ? "thread starts failed from then on" : "thread starts failed once", counts);
     EXPECT_EQ(counts.lost, 0u);
@@ -143,10 +145,11 @@ TEST_F(EngineFaults, EveryStartOfAThreadFailsWhenAnEngineIsMade) {
 TEST_F(EngineFaults, I11EveryHookThrows) {
   for (const bool for_ever : {false, true}) {
     Counts all;
+    size_t shapes_from = for_ever ? 3 : 0;
     for (const bool after : {false, true}) {
       for (const Thrown thrown : {Thrown::kRuntimeError, Thrown::kBadAlloc, Thrown::kNumber}) {
         const Counts counts = fail_each(
-            1, Behind::kInOneOrder,
+            1, shapes_from++, Behind::kInOneOrder,
             [&](World& world, uint64_t n) {
               ThrowingHooks& hooks = world.machine->hooks;
               hooks.thrown = thrown;

@@ -15,6 +15,7 @@
 #include "allocator/host_device.h"
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
+#include "engine/tags.h"
 #include "tests/proof/failing_calls.h"
 #include "tests/proof/workloads.h"
 #include "tests/support/results.h"
@@ -116,19 +117,36 @@ class ThrowingHooks final : public EngineHooks {
   EngineHooks& inner_;
 };
 
+// How an engine's memory lies: 1 to 5 regions a tag, three tags or all five of a GPU. Tokens do not depend on it.
+struct Shape {
+  size_t regions_per_tag = reference::kRegionsPerTag;
+  size_t spare_kv_regions = 1;
+  std::vector<std::string> step_tags{reference::kRuntimeTag};
+  static Shape of(size_t number) {
+    Shape shape{.regions_per_tag = 1 + number % 5, .spare_kv_regions = number % 3};
+    if (number % 2 == 0) shape.step_tags = {reference::kRuntimeTag, reference::kGraphTag, kWorkspaceTag};
+    return shape;
+  }
+};
+
 struct Machine {
   // Without threads of its own all that is done behind the engine is done in one order, by who asks for it.
-  explicit Machine(const std::string& directory, bool own_threads = true, uint64_t weights_seed = 1)
-      : engine(make(own_threads, weights_seed)),
+  explicit Machine(const std::string& directory, bool own_threads = true, uint64_t weights_seed = 1,
+                   const Shape& shape = {})
+      : engine(make(own_threads, weights_seed, shape)),
         hooks(*engine),
         controller(hooks, linux_file_system(), system_clock(), options(directory, own_threads)) {}
-  static std::unique_ptr<ReferenceEngine> make(bool own_threads = true, uint64_t weights_seed = 1) {
+  static std::unique_ptr<ReferenceEngine> make(bool own_threads = true, uint64_t weights_seed = 1,
+                                               const Shape& shape = {}) {
     std::vector<std::unique_ptr<DeviceMemory>> devices;
     for (size_t rank = 0; rank < kRanks; ++rank) devices.push_back(test::value_of(make_host_device()));
     return test::value_of(ReferenceEngine::create(std::move(devices), linux_file_system(), system_clock(),
                                                   ReferenceOptions{.weight_bytes = 8192,
                                                                    .weights_seed = weights_seed,
                                                                    .num_blocks = 24,
+                                                                   .regions_per_tag = shape.regions_per_tag,
+                                                                   .spare_kv_regions = shape.spare_kv_regions,
+                                                                   .step_tags = shape.step_tags,
                                                                    .transfers_have_threads = own_threads,
                                                                    .late_job_bytes = 1,  // a block a job
                                                                    .late_thread = own_threads}));
@@ -171,10 +189,13 @@ inline const Tokens& uninterrupted(uint64_t weights_seed = 1) {
 
 // One engine after the other on the same directory of checkpoints, and what came out of them.
 struct World {
-  explicit World(bool threads, uint64_t seed = 1) : own_threads(threads), weights_seed(seed) { restart(); }
+  explicit World(bool threads, uint64_t seed = 1, Shape shape_of_memory = {})
+      : own_threads(threads), weights_seed(seed), shape(std::move(shape_of_memory)) {
+    restart();
+  }
   void restart() {
     machine.reset();
-    machine = std::make_unique<Machine>(temporary / "store", own_threads, weights_seed);
+    machine = std::make_unique<Machine>(temporary / "store", own_threads, weights_seed, shape);
   }
   void serve() {
     begin(*machine->engine);
@@ -193,6 +214,7 @@ struct World {
   }
   const bool own_threads;
   const uint64_t weights_seed;
+  const Shape shape;
   test::TemporaryDirectory temporary{test::in_memory()};
   std::unique_ptr<Machine> machine;
   Tokens tokens;

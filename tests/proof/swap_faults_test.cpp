@@ -14,7 +14,7 @@ namespace {
 
 // Nothing of one engine is right in the other.
 struct Pair {
-  Pair() {
+  explicit Pair(size_t shape) : from{true, 1, Shape::of(shape)}, to{true, 2, Shape::of(shape)} {
     to.serve();
     EXPECT_SUCCEEDS(to.controller().sleep(kToHost));
     from.serve();
@@ -23,14 +23,14 @@ struct Pair {
     TORPOR_TRY(SleepController::swap(from.controller(), to.controller()));
     return ok();
   }
-  World from{true, 1};  // serves
-  World to{true, 2};    // is asleep in the middle of its requests
+  World from;  // serves
+  World to;    // is asleep in the middle of its requests
 };
 
 // One trial; false: there was nothing left to fail.
 template <class Arm, class Disarm>
-bool attempt(Counts& counts, const Arm& arm, const Disarm& disarm) {
-  Pair pair;
+bool attempt(size_t shape, Counts& counts, const Arm& arm, const Disarm& disarm) {
+  Pair pair(shape);
   const Seen from_before(pair.from), to_before(pair.to);
   arm(pair);
   const Status done = pair.swap();
@@ -78,12 +78,12 @@ bool attempt(Counts& counts, const Arm& arm, const Disarm& disarm) {
 }
 
 template <class Arm, class Disarm>
-Counts fail_each(uint64_t stride, const Arm& arm, const Disarm& disarm) {
+Counts fail_each(uint64_t stride, size_t shape, const Arm& arm, const Disarm& disarm) {
   Counts counts;
   for (uint64_t n = 1;; n += stride) {
     SCOPED_TRACE(testing::Message() << "occasion " << n);
     const bool fired = attempt(
-        counts, [&](Pair& pair) { arm(pair, n); }, disarm);
+        shape, counts, [&](Pair& pair) { arm(pair, n); }, disarm);
     if (!fired || testing::Test::HasFailure()) return counts;
   }
 }
@@ -102,7 +102,8 @@ TEST_F(SwapFaults, EveryAllocationFails) {
         long_run() ? 1
         : for_ever ? 7
                    : 5,
-        [&](Pair&, uint64_t n) { allocations.arm(n, for_ever); }, [](Pair&) { return allocations.disarm(); });
+        for_ever ? 0 : 3, [&](Pair&, uint64_t n) { allocations.arm(n, for_ever); },
+        [](Pair&) { return allocations.disarm(); });
     print(for_ever ? "allocations of a swap failed from then on" : "allocations of a swap failed once", counts);
     EXPECT_GT(counts.undone, 0u);
     if (!for_ever) {
@@ -114,7 +115,8 @@ TEST_F(SwapFaults, EveryAllocationFails) {
 TEST_F(SwapFaults, EveryStartOfAThreadFails) {
   for (const bool for_ever : {false, true}) {
     const Counts counts = fail_each(
-        1, [&](Pair&, uint64_t n) { thread_starts.arm(n, for_ever); }, [](Pair&) { return thread_starts.disarm(); });
+        1, for_ever ? 1 : 4, [&](Pair&, uint64_t n) { thread_starts.arm(n, for_ever); },
+        [](Pair&) { return thread_starts.disarm(); });
     print("thread starts of a swap failed", counts);
     EXPECT_EQ(counts.lost + counts.changed, 0u);
     EXPECT_GE(counts.tried, 1u);
@@ -124,11 +126,12 @@ TEST_F(SwapFaults, EveryStartOfAThreadFails) {
 TEST_F(SwapFaults, I11EveryHookThrows) {
   for (const bool for_ever : {false, true}) {
     Counts all;
+    size_t shape = for_ever ? 2 : 0;
     for (World Pair::*const engine : {&Pair::from, &Pair::to}) {
       for (const bool after : {false, true}) {
         const auto hooks = [engine](Pair& pair) -> ThrowingHooks& { return (pair.*engine).machine->hooks; };
         const Counts counts = fail_each(
-            1,
+            1, shape++,
             [&](Pair& pair, uint64_t n) {
               hooks(pair).after = after;
               hooks(pair).fuse.arm(n, for_ever);

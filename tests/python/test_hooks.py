@@ -18,7 +18,7 @@ class Hooks:
     name, raising = "", None
 
     def __init__(self):
-        self.memory = _core.RankMemory({"threads": 1})
+        self.memory = _core.RankMemory({"copy_threads": 1})
         self.memory.allocate("weights", "w", 1 << 16)
         self.frozen = False
 

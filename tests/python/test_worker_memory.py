@@ -1,5 +1,6 @@
 """A worker's memory without an engine: what vLLM allocates otherwise than expected is noticed, not used."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import vllm.model_executor.layers.utils as layer_utils
 
 from torpor import _core, errors
+from torpor.vllm import worker
 from torpor.vllm.memory import CpuWorkerMemory
 
 
@@ -151,3 +153,25 @@ def test_host_memory_is_prefaulted_when_graphs_were_captured_not_before(monkeypa
 
     assert Both.compile_or_warm_up_model(object.__new__(Both)) == 3
     assert order == ["captured", "prefault"]
+
+
+def _begun(copy_threads: int | None) -> int:
+    """How many threads a worker's memory has begun."""
+    config = SimpleNamespace(
+        additional_config={"torpor": {"copy_threads": copy_threads}}, parallel_config=SimpleNamespace(world_size=1)
+    )
+    before = len(os.listdir("/proc/self/task"))
+    memory = worker._memory(SimpleNamespace(vllm_config=config, rank=0))
+    begun = len(os.listdir("/proc/self/task")) - before
+    del memory
+    return begun
+
+
+def test_an_option_says_how_many_threads_copy_and_how_many_write_files():
+    # The device without a GPU has a thread for the stream of each.
+    assert _begun(5) - _begun(2) == 2 * 2 * (5 - 2)
+    cores = min(8, os.cpu_count() or 1)
+    assert _begun(None) == _begun(cores)
+    with pytest.raises(errors.InvalidArgument, match="threads is 257") as refused:
+        _begun(257)
+    assert "1 to 256" in refused.value.next_step

@@ -18,6 +18,7 @@
 #include "console/source_events.h"
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
+#include "engine/tags.h"
 #include "tests/support/manual_clock.h"
 
 namespace torpor::test {
@@ -92,6 +93,12 @@ inline Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& dire
   options.late_thread = false;                  // whose order nobody could repeat
   options.late_job_bytes = seed % 5 * 4096;     // a block, some, most
   options.retain_kv_bytes = seed % 3 * 20'000;  // nothing, some blocks, most
+  Dice shape(seed * 7919u + 5);  // of its own: what happens in a seed does not depend on where its memory lies
+  options.regions_per_tag = static_cast<size_t>(shape.between(1, 5));
+  options.spare_kv_regions = static_cast<size_t>(shape.between(0, 5 - options.model.layers));
+  for (const char* tag : {reference::kGraphTag, kWorkspaceTag}) {
+    if (shape.chance(0.5)) options.step_tags.emplace_back(tag);
+  }
   options.model.bf16 = seed % 7 < 4;
   if (seed % 7 < 3) options.host_compression = Codec::kBf16;
   options.num_blocks =

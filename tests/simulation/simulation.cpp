@@ -34,6 +34,8 @@ class Run {
         early_dice_(seed * 40503u + 7),
         blocks_dice_(seed * 69069u + 3) {
     result_.exact = scenario_.exact;
+    ++result_.regions.at(scenario_.options.regions_per_tag - 1);
+    ++result_.tags.at(scenario_.options.step_tags.size() - 1);
     if (recorded == nullptr) stops_.emplace(*ring_, clock_, seed, !scenario_.exact);  // else nobody could replay it
   }
 
@@ -420,6 +422,8 @@ void SimulationResult::add(const SimulationResult& other) {
   late += other.late;
   late_lost += other.late_lost;
   for (size_t edge = 0; edge < stops.size(); ++edge) stops[edge] += other.stops[edge];
+  for (size_t i = 0; i < regions.size(); ++i) regions[i] += other.regions[i];
+  for (size_t i = 0; i < tags.size(); ++i) tags[i] += other.tags[i];
 }
 
 SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell, SourceEvents* recorded) {

@@ -49,6 +49,8 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
   EXPECT_GT(sum.early, 0);
   EXPECT_GT(sum.early_steps, 0);
   EXPECT_GT(sum.late, 0);
+  for (const int runs : sum.regions) EXPECT_GT(runs, 0);
+  for (const int runs : sum.tags) EXPECT_GT(runs, 0);
   for (const console::StopEdge edge :
        {console::StopEdge::kBegun, console::StopEdge::kResumed, console::StopEdge::kExpired, console::StopEdge::kGone,
         console::StopEdge::kOperation})

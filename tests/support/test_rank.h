@@ -21,11 +21,11 @@ struct TestRank {
   FaultyDevice* device = nullptr;
   reference::ScatteredBytes weights{};
   std::vector<DeviceAddress> kv{};  // by layer
-  reference::RuntimeRegions runtime{};
+  reference::StepRegions runtime{};
 
   bool is_asleep() const {
     const auto states = memory->states();
-    const auto state = states.find(reference::RuntimeRegions::kTag);
+    const auto state = states.find(reference::kRuntimeTag);
     return state != states.end() && state->second == RegionState::kDetached;
   }
   // A region of the runtime goes and another comes, as when a framework tidies up, whatever the engine does then.
@@ -40,7 +40,6 @@ struct TestRank {
 
 inline TestRank make_rank(const TestEngineOptions& options, int rank, FileSystem& file_system) {
   static std::atomic<uint64_t> made_before = 0;  // one is allocated in another order than the next
-  static_assert(reference::RuntimeRegions::kBytes == kRuntimeBytes);
   auto device = std::make_unique<FaultyDevice>(value_of(
       make_host_device({.capacity_bytes = options.device_capacity_bytes, .defer_copies = options.defer_copies})));
   TestRank made{.memory = nullptr, .device = device.get()};
@@ -75,7 +74,7 @@ inline TestRank make_rank(const TestEngineOptions& options, int rank, FileSystem
                               .block_bytes = kBlockBytes});
   }
   EXPECT_SUCCEEDS(memory.set_kv_layout("kv_cache", std::move(layout)));
-  made.runtime = value_of(reference::RuntimeRegions::allocate(memory, seed, order));
+  made.runtime = value_of(reference::StepRegions::allocate(memory, reference::kRuntimeTag, kRuntimeBytes, seed, order));
   return made;
 }
 

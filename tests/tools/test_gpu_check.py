@@ -19,13 +19,14 @@ PASSED = {
     "4 addresses over a sleep", "5 checkpoint for a new process", "5 new process",
     "6 generators, unseeded top-k and top-p", "7 level 2, reload_weights", "8 KV blocks",
     "8 KV blocks, layout BLHNC", "8 KV blocks, layout BHLNC", "9 sleep right after a step", "10 unified buffers",
-    "11 two steps in flight", "12 tensor parallel, two ranks", "15 memory and time",
+    "11 two steps in flight", "12 tensor parallel, two ranks", "14 drafts by n-grams",
+    "15 memory and time",
 }  # fmt: skip
 NOT_HERE = {
     "3 sleep and wake, CUDA graphs, host", "3 sleep and wake, CUDA graphs, disk", "4 addresses, graphs replay",
     "5 checkpoint, CUDA graphs", "5 new process, graphs captured again", "5 checkpoint, no autotuning",
     "5 new process, no autotuning", "6 generators, FlashInfer", "12 NCCL and custom all-reduce", "13 FP8 KV", "13 MLA",
-    "14 EAGLE, probabilistic drafts",
+    "14 drafts by EAGLE",
 }  # fmt: skip
 
 
@@ -48,7 +49,17 @@ def test_every_check_that_needs_no_gpu_passes_and_no_other_does(tmp_path):
     assert done.returncode == 0
     assert f"{len(PASSED)} passed, 0 failed, {len(NOT_HERE)} not here" in done.stderr
     assert found["9 sleep right after a step"]["seen"].startswith("20 sleeps")
-    assert "speculative decoding" in found["14 EAGLE, probabilistic drafts"]["seen"]
+    assert "--eagle-head" in found["14 drafts by EAGLE"]["seen"]
+
+
+@pytest.mark.long
+def test_drafts_of_a_head_are_checked_where_one_is_given(tmp_path, real_model):
+    from feature_models import beside, with_eagle_head
+
+    model = with_eagle_head(tmp_path / "model", real_model)
+    words = ["--rig", "--dir", tmp_path / "checks", "--only", 14, "--model", model]
+    found = rows(started(CHECKS, *words, "--eagle-head", beside(model, "eagle")))
+    assert set(verdicts(found).values()) == {"passed"} and len(found) == 2, found
 
 
 def test_a_fault_is_a_failed_row_and_the_other_checks_run(tmp_path):

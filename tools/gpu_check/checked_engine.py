@@ -35,6 +35,13 @@ UNSEEDED = {
     f"unseeded-{number}": (prompt, _params(temperature=1.0, top_k=40, top_p=0.9))
     for number, prompt in enumerate(("My name is", "In a small town", "He said", "They were"))
 }
+# With drafts, which are often right here: without the options that vLLM refuses beside them.
+DRAFTED = {
+    "greedy": ("la la la la la la", _params(temperature=0)),
+    "seeded": ("once once once once", _params(temperature=0.6, seed=7, repetition_penalty=1.1, logprobs=2)),
+    "unseeded": REQUESTS["unseeded"],
+    "long": REQUESTS["long"],
+}
 OPTIONS = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128, "seed": 0, "enforce_eager": True}
 ON_RIG = {"block_size": 32, "dtype": "float32"}
 ON_CUDA = {"kv_cache_memory_bytes": 2 << 30}
@@ -48,6 +55,7 @@ class CheckedEngine:
             {} if rig else {"gpu_preserve_state": True}
         )
         self.rig = rig
+        self.requests = DRAFTED if "speculative_config" in options else REQUESTS
         self.directory = directory
         options = OPTIONS | (ON_RIG if rig else ON_CUDA) | options
         self.llm = LLM(model, additional_config={"torpor": torpor}, **options)
@@ -63,7 +71,7 @@ class CheckedEngine:
     def runner(self):
         return self.core.model_executor.driver_worker.worker.model_runner
 
-    def begin(self, steps: int, requests: dict = REQUESTS) -> dict:
+    def begin(self, steps: int, requests: dict | None = None) -> dict:
         """The requests from the same start each time, whatever the run before left; then so many steps."""
         import numpy
         import torch
@@ -76,7 +84,7 @@ class CheckedEngine:
         self.llm.reset_prefix_cache()
         torch.manual_seed(3)  # of the GPUs too
         numpy.random.seed(3)
-        for name, (prompt, params) in requests.items():
+        for name, (prompt, params) in (requests or self.requests).items():
             self.engine.add_request(name, prompt, params)
         return self.run(steps)
 

@@ -49,6 +49,35 @@ def sleeps(one: CheckedEngine, options, to: str = "host") -> str:
     return f"equal after steps {', '.join(map(str, STEPS))}, none recomputed; uninterrupted run: {told}"
 
 
+def drafts(one: CheckedEngine, options, accepted: bool) -> str:
+    """Check 14. accepted: some drafts must be right; a head that was made up has none."""
+    scheduler = one.core.scheduler
+    stock, drafted = scheduler.schedule, 0
+
+    def schedule(*args, **kwargs):
+        nonlocal drafted
+        planned = stock(*args, **kwargs)
+        drafted += sum(map(len, planned.scheduled_spec_decode_tokens.values()))
+        return planned
+
+    scheduler.schedule = schedule
+    most, length = 0, dict.fromkeys(one.requests, 0)
+    answers = one.begin(0)
+    while one.engine.has_unfinished_requests():
+        step = one.run(1)
+        for name, value in step.items():
+            most = max(most, len(value[1][0][0]) - length[name])
+            length[name] = len(value[1][0][0])
+        answers |= step
+    del scheduler.schedule
+    if drafted == 0:
+        raise Failed("nothing was drafted")
+    if accepted and most < 2:
+        raise Failed(f"of {drafted} drafts none was accepted: each step gave one token a request")
+    _same(one.finish(answers), one.uninterrupted(), "the second run")
+    return f"{drafted} drafts, up to {most} tokens a step; {sleeps(one, options)}"
+
+
 def addresses(one: CheckedEngine, options) -> str:
     """Check 4."""
 

@@ -26,6 +26,8 @@ sys.path.insert(0, str(HERE))
 RIG = HERE.parents[1] / "tests/rig"  # of a checkout; not in the bundle
 
 LOG = "engines.log"
+_NGRAMS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+_EAGLE = {"method": "eagle", "num_speculative_tokens": 2}
 SAME = "tokens, texts and log probabilities of the paused twin, nothing recomputed"
 
 
@@ -80,6 +82,8 @@ def parts(options) -> list[Part]:
     for layout in ("BLHNC", "BHLNC") if rig else ("LBNHC", "LBHNC", "BLHNC"):  # the rig's own is in "eager"
         check = (f"8 KV blocks, layout {layout}", "each block hashes as before", "kv_bytes", {"layout": layout})
         found.append(Part(f"layout {layout}", [check], "", {"VLLM_KV_CACHE_LAYOUT": layout}))
+    # Kernels that the interpreter does not run.
+    probabilistic = {} if rig else {"draft_sample_method": "probabilistic"}
     one_device = "" if rig or here["devices"] > 1 else "needs two GPUs"
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if rig else {}
     found += [
@@ -90,8 +94,11 @@ def parts(options) -> list[Part]:
         Part("FP8", [("13 FP8 KV", SAME, "sleeps", {})], no_device, kv_cache_dtype="fp8"),
         Part("MLA", [("13 MLA", SAME, "sleeps", {})],
              no_device or ("" if options.mla_model else "--mla-model names none")),
-        Part("drafts", [("14 EAGLE, probabilistic drafts", "the twin's tokens", "", {})],
-             "needs a draft model, for which there is no option yet"),
+        Part("n-grams", [("14 drafts by n-grams", f"some accepted, {SAME}", "drafts", {"accepted": True})],
+             speculative_config=_NGRAMS),
+        Part("EAGLE", [("14 drafts by EAGLE", SAME, "drafts", {"accepted": False})],
+             "" if options.eagle_head else "--eagle-head names none",
+             speculative_config=_EAGLE | {"model": options.eagle_head} | probabilistic),
     ]  # fmt: skip
     return found
 
@@ -148,6 +155,7 @@ def in_own_process(part: Part, options, program: list[str], end: float) -> list[
     at the time `end` is killed, and the rest is not here."""
     words = [*program, "--part", part.name, "--dir", options.dir, "--model", options.model, "--sleeps", options.sleeps]
     words += ["--rig"] * options.rig + ["--mla-model", options.mla_model] * bool(options.mla_model)
+    words += ["--eagle-head", options.eagle_head] * bool(options.eagle_head)
     words += ["--only", *options.only] if options.only else []
     log = Path(options.dir) / LOG
     with open(log, "a") as errors:
@@ -207,6 +215,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rig", action="store_true", help="on CPU tensors, in a checkout of torpor")
     parser.add_argument("--model", default="", help="a folder or a name that vLLM knows; not needed on the rig")
     parser.add_argument("--mla-model", default="", help="one with multi-head latent attention, for check 13")
+    parser.add_argument("--eagle-head", default="", help="a head of EAGLE for the model, for check 14")
     parser.add_argument("--sleeps", type=int, help="of check 9; 1,000, or 20 on the rig")
     parser.add_argument("--minutes", type=float, help="after so many nothing goes on; 10, or a day on the rig")
     parser.add_argument("--only", type=int, nargs="+", default=[], metavar="N", help="checks with these numbers")

@@ -362,6 +362,11 @@ def memory_set_margin(bytes: int) -> None:
 
 def memory_sleep(tags: Sequence[str], keep: Sequence[str] | None, check: bool) -> dict: ...
 
+def memory_trim(device: int, addresses: Sequence[int]) -> int:
+    """Give the memory of allocations of which nothing is in use back to the device. Their addresses stay taken until
+    they are freed. Return the bytes given back.
+    """
+
 def memory_wake(tags: Sequence[str]) -> dict: ...
 
 def open_set(path: str, key_file: str | None = None) -> dict:

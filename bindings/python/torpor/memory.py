@@ -19,6 +19,7 @@ copied only where a digest differs.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -48,8 +49,9 @@ def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
     """scope(tag, keep), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool.
 
     torch keeps what is freed in a pool for that pool. So at the end, when the next region of the same tag begins, and
-    by release_unused(), the memory of each pool of which nothing is in use goes back to the device. What is freed in a
-    pool that still has other memory in use stays taken.
+    by release_unused(), the device gets back what nothing is in use of: whole pools, and single segments of pools that
+    still have other memory in use. While you keep the MemPool, or a graph that was captured into it, torch may hand its
+    segments out again, so they stay.
 
     Raises Unsupported where torch has no GPU.
     """
@@ -75,9 +77,11 @@ def retire(pool: torch.cuda.MemPool, tag: str) -> None:
 
 
 def release_unused(tag: str | None = None) -> None:
-    """Give the memory of each retired pool of which nothing is in use back to the device. tag: of its pools alone.
+    """Give memory of retired pools of which nothing is in use back to the device. tag: of its pools alone.
 
-    torch's cache is emptied too; with `tag` only if that tag has retired pools.
+    A pool of which nothing is in use ends. Of the others each segment of which nothing is in use loses its memory and
+    leaves its tag; torch keeps the addresses until the pool ends. torch's cache is emptied too; with `tag` only if that
+    tag has retired pools.
     """
     import torch
 
@@ -88,11 +92,35 @@ def release_unused(tag: str | None = None) -> None:
     for each in [tag] if tag is not None else list(_retired):
         if used := [pool for pool in _retired.pop(each) if _is_used(pool)]:  # the end of the others frees them
             _retired[each] = used
+        for at in range(len(used)):
+            if _is_left(used, at):
+                _trim(used[at])
     torch.cuda.empty_cache()
 
 
 def _is_used(pool: torch.cuda.MemPool) -> bool:
     return any(segment["active_size"] > 0 for segment in pool.snapshot(include_traces=False))
+
+
+def _references(items: list, at: int) -> int:
+    return sys.getrefcount(items[at])
+
+
+def _is_left(pools: list[torch.cuda.MemPool], at: int) -> bool:
+    """Whether torch can allocate nothing in this pool any more: nobody else has the object, and no graph has the pool.
+
+    A segment without memory that torch hands out again would be an invalid address, and nothing tells torpor of it.
+    """
+    return _references(pools, at) == _references([object()], 0) and pools[at].use_count() == 1
+
+
+def _trim(pool: torch.cuda.MemPool) -> None:
+    unused: dict[int, list[int]] = {}
+    for segment in pool.snapshot(include_traces=False):
+        if segment["allocated_size"] == 0:
+            unused.setdefault(segment["device"], []).append(segment["address"])
+    for device, addresses in unused.items():
+        _core.memory_trim(device, addresses)
 
 
 def new_pool() -> torch.cuda.MemPool:

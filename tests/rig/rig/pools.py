@@ -3,7 +3,7 @@
 A pool takes segments from torpor and divides them. What is freed stays in its segment, and is given out again in the
 same pool only. torpor gets the segments back when the MemPool object ends. It must not end while something of it is in
 use, or while a graph is captured: some versions of torch then free memory that tensors have. Memory that is given out
-again has the content that it had before.
+again has the content that it had before; what torpor took meanwhile is an invalid address then, and the process ends.
 
 The sizes are torch's divided by 16, because the models are small: several tensors share a segment, and a tag has
 several segments.
@@ -71,6 +71,10 @@ class MemPool:
     def id(self) -> tuple[int, int]:
         return self._pool.id
 
+    def use_count(self) -> int:
+        """This object, who allocates from the pool now, and graphs that were captured into it."""
+        return 1 + self._pool.users
+
     def snapshot(self, include_traces: bool = True) -> list[dict]:
         return self._pool.snapshot()
 
@@ -91,6 +95,7 @@ def captured(pool_id: tuple[int, int]):
     _active.captures = getattr(_active, "captures", 0) + 1
     try:
         with _into(_pools[pool_id]):
+            _pools[pool_id].users += 1  # for good: the graph is never reset
             yield
     finally:
         _active.captures -= 1
@@ -106,9 +111,11 @@ def _into(pool: _PrivatePool):
     stack = _active.__dict__.setdefault("pools", [])
     with nullcontext() if stack else _Allocating():  # one is enough: the innermost pool has what is allocated
         stack.append(pool)
+        pool.users += 1
         try:
             yield
         finally:
+            pool.users -= 1
             stack.pop()
 
 
@@ -152,8 +159,8 @@ class _Segment:
             for offset, size, used in self._blocks
         ]
         used = self.allocated_size
-        whole = {"address": self.address, "total_size": self.size, "allocated_size": used, "active_size": used}
-        return whole | {"blocks": blocks}
+        sizes = {"total_size": self.size, "allocated_size": used, "active_size": used}
+        return {"device": 0, "address": self.address} | sizes | {"blocks": blocks}
 
 
 class _PrivatePool:
@@ -161,6 +168,7 @@ class _PrivatePool:
 
     def __init__(self):
         self.id = (0, next(self._numbers))
+        self.users = 0  # beside its MemPool
         self._segments: list[_Segment] = []
         self._freed: collections.deque[int] = collections.deque()  # addresses
         _pools[self.id] = self

@@ -79,10 +79,10 @@ class TorporAllocator:
             else tuple(offload_tags)
         )
         gc.collect()
+        memory.release_unused()  # what was freed is not to be copied
         if awake := self._tags("awake", lambda tag: True):
             # Kept backups are compared: vLLM says neither of new weights nor of LoRA adapters what it wrote.
             memory.sleep(*awake, keep=kept, check=True)
-        memory.release_unused()
 
     def discard(self, tags: tuple[str, ...] | str) -> None:
         named = (tags,) if isinstance(tags, str) else tags

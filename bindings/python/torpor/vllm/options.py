@@ -53,6 +53,13 @@ class Options:
         "none",
         "bf16",
     )
+    copy_threads: int | None = described(
+        None,
+        WHOLE,
+        "threads that copy saved memory and take its digests, per rank, and as many that read and write files; at most "
+        "256; none: as many as the machine has cores, at most 8",
+        least=1,
+    )
     spill_dir: str | None = described(
         None,
         PATH,

@@ -59,8 +59,8 @@ def _memory(self) -> WorkerMemory:
         alone = self.vllm_config.parallel_config.world_size == 1  # perhaps in the process of the scheduler
         begin_events(self.vllm_config, "core" if alone else "rank", self.rank)
         names = (
-            "arena_budget_bytes", "arena_prefault_bytes", "retain_kv_bytes", "host_compression", "spill_dir",
-            "key_file", "encrypt",
+            "arena_budget_bytes", "arena_prefault_bytes", "copy_threads", "retain_kv_bytes", "host_compression",
+            "spill_dir", "key_file", "encrypt",
         )  # fmt: skip
         of_rank = {"rank": self.rank} | {name: getattr(options, name) for name in names}
         if current_platform.is_cpu():
