@@ -279,6 +279,7 @@ def proof(arguments: list[str]) -> int:
     code |= subprocess.run(["ctest", "--preset", "tsan-rest"], cwd=ROOT).returncode
     code |= testing.whole_gpu_path()
     code |= testing.other_versions()
+    code |= vllm_tests.main([])
     code |= deploy.main([])
     code |= site.main([])
     code |= fuzz(arguments)
