@@ -84,9 +84,7 @@ struct HostArena::Impl {
     }
     const BringUp how = method;
     NumaTarget target = numa;
-    const TouchPages touch = [&](std::byte* data, uint64_t part, bool populate) {
-      touch_on_target(*options.numa, target, data, part, populate);
-    };
+    const TouchPages touch = [&](auto... how_much) { touch_on_target(*options.numa, target, how_much...); };
     Slabs fresh;
     ArenaSlab& slab = fresh.emplace(nullptr, ArenaSlab{.size = size}).first->second;
     slab.range = ranges.make();

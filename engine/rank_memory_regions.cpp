@@ -1,0 +1,55 @@
+// RankMemory: regions that go, and what is saved of those that are there.
+#include <algorithm>
+
+#include <fmt/core.h>
+
+#include "engine/rank_memory.h"
+#include "engine/tags.h"
+
+namespace torpor {
+
+Status RankMemory::free(DeviceAddress address) {
+  TORPOR_TRY(same_process());
+  const MutexLock lock(mutex_);
+  const std::optional<RegionInfo> region = allocator_->region_at(address);
+  if (region) images_->before_free(*region);
+  TORPOR_TRY(allocator_->free(address));
+  if (region) forget(*region);  // trim() has it forgotten
+  return ok();
+}
+
+Result<uint64_t> RankMemory::trim(DeviceAddress address) {
+  TORPOR_TRY(same_process());
+  const MutexLock lock(mutex_);
+  const std::optional<RegionInfo> region = allocator_->region_at(address);
+  if (region) images_->before_free(*region);
+  Result<uint64_t> bytes = allocator_->trim(address);
+  if (region && !allocator_->region_at(address)) forget(*region);
+  return bytes;
+}
+
+void RankMemory::forget(const RegionInfo& region) {
+  images_->on_freed(region);
+  (region.tag == kKvCacheTag ? kv_bytes_ : other_bytes_) -= region.size_bytes;
+  if (!named_weights_ || region.tag != kWeightsTag) return;
+  // What was named is not the engine's weights any more.
+  const bool named = std::any_of(named_weights_->pieces.begin(), named_weights_->pieces.end(), [&](const auto& piece) {
+    return piece.address >= region.address && piece.address - region.address < region.size_bytes;
+  });
+  if (named) named_weights_.reset();
+}
+
+Status RankMemory::read_saved(DeviceAddress address, std::span<std::byte> out) const {
+  TORPOR_TRY(same_process());
+  const MutexLock lock(mutex_);
+  for (const RegionInfo& region : allocator_->regions()) {
+    if (address < region.address || address - region.address >= region.size_bytes) continue;
+    if (out.size() > region.size_bytes - (address - region.address)) break;
+    return images_->read_saved(region, address - region.address, out);
+  }
+  return Error{.code = Code::kNotFound,
+               .what = fmt::format("{} bytes at {:#x} are of no region", out.size(), address),
+               .next_step = "ask for what was allocated here"};
+}
+
+}  // namespace torpor

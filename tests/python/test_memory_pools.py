@@ -1,0 +1,81 @@
+"""Memory that torch's pools keep below torpor's regions, over pools as strict as torch's (tests/rig). Without a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+RIG = Path(__file__).parents[1] / "rig"
+
+
+def test_what_is_freed_in_a_pool_that_is_in_use_goes_back_to_the_device():
+    """Over pools as torch has them: a pool that hands out a segment which torpor took the memory of ends the process."""
+    code = """
+import torch
+from rig import pools
+pools.install()
+from torpor import memory
+
+def held(tag):
+    [ledger] = memory.ledger().values()
+    tag = ledger["tags"].get(tag, {"region_bytes": 0})
+    return tag["region_bytes"] >> 20, ledger["device_physical_bytes"] >> 20
+
+def fresh(value, mebibytes=1):
+    return torch.full((mebibytes << 20,), value, dtype=torch.uint8)
+
+with memory.region("weights"):
+    used = fresh(7)
+    later = fresh(8)
+    fresh(9, mebibytes=4)  # repacking frees it at once
+assert held("weights") == (2, 2), held("weights")
+assert memory.sleep("weights")["copied_bytes"] == 2 << 20
+memory.wake("weights")
+assert used.eq(7).all() and later.eq(8).all()
+del later
+assert held("weights") == (2, 2)
+with memory.region("weights"):
+    assert held("weights") == (1, 1)
+    third = fresh(3)  # torch does not hand out again what has no memory
+assert held("weights") == (2, 2) and used.eq(7).all() and third.eq(3).all()
+memory.sleep("weights")
+del third
+memory.release_unused()  # also while it sleeps
+assert memory.wake("weights")["physical_bytes"] == 1 << 20
+assert used.eq(7).all()
+del used
+memory.release_unused()
+assert held("weights") == (0, 0)
+
+# What torch can hand out again stays: somebody has the pool, or a graph.
+with memory.region("held") as pool:
+    used = fresh(7)
+    fresh(9)
+assert held("held") == (2, 2)
+with torch.cuda.use_mem_pool(pool):
+    again = fresh(4)
+assert held("held") == (2, 2) and again.eq(4).all() and used.eq(7).all()
+del again
+memory.release_unused()
+assert held("held") == (2, 2)
+del pool
+memory.release_unused()
+assert held("held") == (1, 1)
+
+with memory.region("graphs") as pool:
+    used = fresh(7)
+    with pools.captured(pool.id):
+        fresh(9)  # a replay writes there
+    del pool
+memory.release_unused()
+assert held("graphs") == (2, 2)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ
+        | {"TORPOR_MEMORY_DEVICE": "host", "PYTHONPATH": os.pathsep.join((str(RIG), os.environ.get("PYTHONPATH", "")))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
