@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
@@ -223,6 +223,9 @@ class EngineSide:
 
     def state(self, _: dict) -> dict:
         scheduler = self.hooks.scheduler
+        if not self.controller.state()["tags"]:  # an engine that never slept: nobody has asked the ranks yet
+            with suppress(Error):
+                self.controller.ledger()
         return self.controller.state() | {
             "tiers": plugin.tiers(),
             "recomputed_tokens": getattr(scheduler, "torpor_recomputed", 0),
