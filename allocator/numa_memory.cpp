@@ -20,6 +20,14 @@ namespace {
 
 constexpr int kMostNodes = 1024;  // Linux's
 
+// Those on which the calling thread may run; none where that is not known.
+std::vector<int> usable(std::vector<int> cores) {
+  cpu_set_t allowed;
+  if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return {};
+  std::erase_if(cores, [&](int core) { return core < 0 || core >= CPU_SETSIZE || !CPU_ISSET(core, &allowed); });
+  return cores;
+}
+
 }  // namespace
 
 NumaSystem& linux_numa() {
@@ -73,7 +81,7 @@ void prefer_target(NumaSystem& system, NumaTarget& target, std::byte* data, uint
   const int refused = system.prefer(data, size, *target.node);
   if (refused == 0) return;
   (void)catching([&] {
-    target.cores = system.cores(*target.node);
+    target.cores = usable(system.cores(*target.node));
     const std::string why = std::generic_category().message(refused);
     if (target.cores.empty()) {
       log().warn("host memory comes from any NUMA node, copies may be slower: node {} refused: {}", *target.node, why);

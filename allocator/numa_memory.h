@@ -1,4 +1,4 @@
-// Memory of one NUMA node: asked for at the system (mbind), or, where the system refuses that, as Docker's default
+// Memory of one NUMA node: asked of the system (mbind), or, where the system refuses that, as Docker's default
 // seccomp profile does, touched first by threads that run on the node's cores.
 //
 // Owner: the arena, which keeps what it found out; linux_numa() is the process's. Threads: any. Failure: memory comes
@@ -35,15 +35,15 @@ std::vector<int> parse_cores(std::string_view list);
 // Where memory is to come from.
 struct NumaTarget {
   std::optional<int> node{};  // none: any
-  std::vector<int> cores{};   // not empty: the system refused to be asked; these touch the memory first
+  std::vector<int> cores{};   // not empty: the system refused; threads on these touch the memory first
 };
-// Ask for untouched memory of the target's node. If the system refuses, the target becomes the node's cores, or any
-// node where these are not known; the log says so.
+// Ask for untouched memory of the target's node. If the system refuses, the target becomes those of the node's cores
+// that this thread may use, or any node where there is none; the log says so.
 void prefer_target(NumaSystem& system, NumaTarget& target, std::byte* data, uint64_t size);
 // Make pages present, on this thread, for which it runs on the target's cores meanwhile.
 void touch_on_target(NumaSystem& system, const NumaTarget& target, std::byte* data, uint64_t size, bool populate);
 
-// The calling thread runs on those of `cores` that it may use, as long as this is there. If it may use none of them, or
+// The calling thread runs on those of `cores` that it may use, while this object lives. If it may use none of them, or
 // the system refuses, it runs where it did.
 class OnCores {
  public:

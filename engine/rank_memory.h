@@ -80,7 +80,8 @@ class RankMemory {
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
   Status free(DeviceAddress address);
   // Give the memory of a region of which nothing is in use back to the device. Its addresses stay taken until free();
-  // no sleep, wake or ledger has it from then on. Return the bytes given back. Errors: SleepAllocator::trim().
+  // no sleep, wake or ledger has it from then on. Return the bytes given back. A checkpoint that is
+  // being written is given up, as by free(). Errors: SleepAllocator::trim().
   Result<uint64_t> trim(DeviceAddress address);
   // What is saved of these bytes of a region. kNotFound: they are in none, or nothing is.
   Status read_saved(DeviceAddress address, std::span<std::byte> out) const;

@@ -23,7 +23,7 @@ Result<uint64_t> RankMemory::trim(DeviceAddress address) {
   const MutexLock lock(mutex_);
   const std::optional<RegionInfo> region = allocator_->region_at(address);
   if (region) images_->before_free(*region);
-  Result<uint64_t> bytes = allocator_->trim(address);
+  Result<uint64_t> bytes = catching([&] { return allocator_->trim(address); });
   if (region && !allocator_->region_at(address)) forget(*region);
   return bytes;
 }

@@ -61,7 +61,8 @@ Result<RegionImages::Storing> RegionImages::look_behind(const orders::Save& save
   });
   TORPOR_TRY(carry(storing, in_base, save));
   TORPOR_TRY(storing.take_over_linked(writer));
-  const std::vector<size_t> sparse = storing.to_compact(writer, own);
+  const std::vector<size_t> sparse = storing.leave_sparse(writer, own);
+  for (const size_t place : sparse) behind.note_sparse(storing.plans[place].key.index);
   storing.missing.insert(storing.missing.end(), sparse.begin(), sparse.end());
   return storing;
 }
@@ -97,7 +98,11 @@ Result<orders::SaveBehind::Reply> RegionImages::save_behind(const orders::SaveBe
       .bytes = bytes_of(plans), .digested_bytes = digested.bytes, .digests = std::move(digested.digests)};
   std::vector<bool> copied(storing.plans.size());
   for (const size_t place : storing.missing) copied[place] = true;
-  orders::Save::Reply saved{.compacted_bytes = storing.compacted_bytes};
+  orders::Save::Reply saved;
+  for (size_t i = 0; i < save.blocks.size(); ++i) {
+    const bool changed = !stored_.find(save.writing.base_id, save.blocks[i], contents[i]);
+    if (!changed && behind->is_sparse(storing.plans[i].key.index)) saved.compacted_bytes += storing.block_bytes;
+  }
   for (size_t i = 0; i < storing.plans.size(); ++i) {
     const bool linked = !copied[i] && storing.records[i].file != 0;
     (linked ? saved.reused_bytes : saved.bytes) += storing.bytes_at(i);

@@ -20,10 +20,11 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
   TORPOR_TRY(carry(storing, in_base, order));
   TORPOR_TRY(storing.take_over_linked(*writer));
   TORPOR_TRY(write(storing, storing.missing, *writer));
-  const std::vector<size_t> sparse = storing.to_compact(*writer, own);
+  const std::vector<size_t> sparse = storing.leave_sparse(*writer, own);
   TORPOR_TRY(write(storing, sparse, *writer));
 
-  orders::Save::Reply reply{.compacted_bytes = storing.compacted_bytes};
+  orders::Save::Reply reply;
+  for (const size_t place : sparse) reply.compacted_bytes += storing.bytes_at(place);
   std::vector<bool> copied(storing.plans.size());
   for (const size_t place : storing.missing) copied[place] = true;
   for (const size_t place : sparse) copied[place] = true;

@@ -36,7 +36,7 @@ class Room {
   std::unique_ptr<SwapChannel> file;
 };
 
-// In place of a path: all memory goes page by page, scratch too, but through a channel that exchange() makes.
+// Stands in for the path of a channel, so that the sleep keeps scratch memory too. exchange() makes the channel.
 constexpr const char* kThisProcess = "this process";
 constexpr std::chrono::seconds kMemoryComes{30};
 constexpr std::chrono::milliseconds kLookAgain{50};

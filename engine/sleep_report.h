@@ -117,7 +117,7 @@ struct SleepReport {  // also of a wake
   std::map<std::string, uint64_t> checkpoint_parts;  // section or tag -> stored bytes
   int64_t requests = 0;
   uint64_t saved_bytes = 0;      // copied
-  uint64_t compacted_bytes = 0;  // of these: unchanged, written again so that linked files hold little else
+  uint64_t compacted_bytes = 0;  // of these: unchanged, written again so that linked files are half in use
   uint64_t reused_bytes = 0;     // kept without a copy: the one of the last sleep still holds
   uint64_t host_bytes = 0;       // where it lies: in host memory
   uint64_t disk_bytes = 0;       // in the checkpoint, or for want of room in a file that ends with the sleep

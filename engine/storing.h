@@ -19,7 +19,6 @@ struct RegionImages::Storing {
   std::vector<SavedChunk> records;  // of these
   std::vector<size_t> linked;       // places of those that the base has
   std::vector<size_t> missing;      // and of those that it has not
-  uint64_t compacted_bytes = 0;     // of what to_compact() named
   // Of `linked`: KV blocks that the base has under another number.
   std::unordered_map<size_t, uint64_t> other_numbers;
 
@@ -40,15 +39,14 @@ struct RegionImages::Storing {
     }
     return ok();
   }
-  // Places of linked records that are to be written again (RankWriter::sparse()), of the first `own`. What is only
-  // carried is never read for it: where such a file would have to go, all that is carried stays out of the checkpoint.
-  std::vector<size_t> to_compact(RankWriter& writer, size_t own) {
+  // Return the places, of the first `own`, whose linked records are to be written again, because they lie in sparse
+  // files (RankWriter::sparse()). If a sparse file has carried records, drop all that is carried: it is never read.
+  std::vector<size_t> leave_sparse(RankWriter& writer, size_t own) {
     std::vector<size_t> sparse = writer.sparse(records);
     if (std::any_of(sparse.begin(), sparse.end(), [own](size_t place) { return place >= own; })) {
       shrink(own);
       std::erase_if(sparse, [own](size_t place) { return place >= own; });
     }
-    for (const size_t place : sparse) compacted_bytes += bytes_at(place);
     return sparse;
   }
   void shrink(size_t size) {

@@ -19,6 +19,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "base/background.h"
@@ -58,6 +59,9 @@ class WriteBehind {
   Status copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, size_t rooms,
                     uint64_t room_bytes);
   const SavedChunk* ahead(const ChunkKey& block, const BlockContent& content) const;  // null: it was not, or is another
+  // Blocks that the checkpoint before has in a file that this one is not to link (RankWriter::sparse()).
+  void note_sparse(uint64_t block) { sparse_.insert(block); }
+  bool is_sparse(uint64_t block) const { return sparse_.contains(block); }
   Status copy_now(std::vector<ChunkPlan> plans);
   // `records`: all that the rank has; `places`: those of copy_now()'s, in its order.
   Status write(std::vector<SavedChunk> records, std::vector<size_t> places, orders::Save::Reply reply);
@@ -82,6 +86,7 @@ class WriteBehind {
   std::unique_ptr<RankWriter> writer_;
   std::optional<std::string> digest_;
   std::unordered_map<uint64_t, Ahead> ahead_;  // by block
+  std::unordered_set<uint64_t> sparse_;        // of them, since open()
   std::vector<ChunkPlan> plans_;               // of what is under way
   std::vector<BlockContent> contents_;
   std::vector<HostArena::Span> rooms_;  // for copy_now(), brought up before

@@ -157,6 +157,21 @@ TEST_F(ContinuousCheckpoint, TheStopCopiesOnlyWhatWasNotFullBefore) {
   EXPECT_LE(phase_bytes(later.report, "save"), 6 * kOneBlock + kRuntimeBytes);
 }
 
+// What is unchanged and written again, because a link would keep a file that holds little else, counts for itself.
+TEST_F(ContinuousCheckpoint, OfUnchangedBlocksTheReportSaysHowManyItWroteAgain) {
+  const Variant options{.num_blocks = 64, .mix_steps = true, .incremental = true, .own_threads = false};
+  SleepingEngine serving = make(options);
+  begin(serving.engine);
+  value_of(checkpoint(serving));
+  uint64_t compacted = 0;
+  for (int turn = 0; turn < 12; ++turn) {
+    const SleepReport report = value_of(checkpoint(serving, 1)).report;
+    compacted += report.compacted_bytes;
+    EXPECT_LE(report.saved_bytes - report.compacted_bytes, 6 * kOneBlock + kRuntimeBytes) << turn;
+  }
+  EXPECT_GT(compacted, 0u);
+}
+
 // All else was asked before, or is done after.
 TEST_F(ContinuousCheckpoint, InTheStopTheEngineIsAskedForItsStateAndTheRanksOnce) {
   const Variant options = one_thread();

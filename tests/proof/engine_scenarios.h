@@ -117,7 +117,8 @@ class ThrowingHooks final : public EngineHooks {
   EngineHooks& inner_;
 };
 
-// How an engine's memory lies: 1 to 5 regions a tag, three tags or all five of a GPU. Tokens do not depend on it.
+// How an engine's memory lies: 1 to 5 regions a tag (of the KV cache 2 to 4), three tags or all five of a GPU. Tokens
+// do not depend on it.
 struct Shape {
   size_t regions_per_tag = reference::kRegionsPerTag;
   size_t spare_kv_regions = 1;

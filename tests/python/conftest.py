@@ -31,8 +31,8 @@ ENGINE = {
 
 IN_PROOF = os.environ.get("TORPOR_PROOF") == "long"  # tests with the mark "longer" do more there
 
-# The mark of what runs there in tools/dev proof only; on the CPU in each run.
-LONG_ON_RIG = [pytest.mark.long] if rig.active() else []
+# The marks of what runs there in tools/dev proof only; on the CPU in each run.
+LONG_ON_RIG = [pytest.mark.cpu, *([pytest.mark.long] if rig.active() else [])]
 
 
 def long_on_rig(test):
@@ -46,10 +46,11 @@ COLLECTED = pytest.StashKey[list]()  # of each mark "feature": the test's file, 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: more than a few seconds for itself")
-    config.addinivalue_line("markers", "rig: for vLLM's GPU path too (tests/rig); the others are, in tools/dev proof")
+    config.addinivalue_line("markers", "rig: on vLLM's GPU path (tests/rig), and on the CPU's in tools/dev proof")
+    config.addinivalue_line("markers", "cpu: of the mark rig, on the CPU's path in each run")
     config.addinivalue_line("markers", "long: only in tools/dev proof")
     config.addinivalue_line("markers", "longer: more of it in tools/dev proof")
-    config.addinivalue_line("markers", "core: with the older vLLM too")
+    config.addinivalue_line("markers", "core: on both paths, and with the other releases of vLLM")
     config.addinivalue_line("markers", "feature(row, *ways): makes the table of features in docs/vllm.md")
 
 

@@ -92,7 +92,8 @@ class Producer(Side):
                     connection.send(("failed", traceback.format_exc()))
 
 
-def produce(connection, model: Path, directory: Path) -> None:
+def produce(connection, others, model: Path, directory: Path) -> None:
+    others.close()  # so that it ends with the consumer
     Producer("producer", model, directory).serve(connection)
 
 
@@ -100,7 +101,9 @@ class Pair:
     def __init__(self, model: Path, directory: Path):
         processes = multiprocessing.get_context("fork")
         self._connection, theirs = processes.Pipe()
-        processes.Process(target=produce, args=(theirs, model, directory), daemon=True).start()
+        words = (theirs, self._connection, model, directory)
+        processes.Process(target=produce, args=words, daemon=True).start()
+        theirs.close()
         self.consumer = Side("consumer", model, directory)
         self.expected = {name: self.finish(self.pull(name))[name] for name in PROMPTS}
 

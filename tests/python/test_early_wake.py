@@ -89,7 +89,6 @@ def expected_of(one: InProcess, *added: str) -> dict:
     return known[added]
 
 
-@pytest.mark.rig
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_the_engine_runs_and_a_prefix_that_is_late_is_waited_for(early, to):
     expected = expected_of(early, "hit")

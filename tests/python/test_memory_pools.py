@@ -9,7 +9,7 @@ RIG = Path(__file__).parents[1] / "rig"
 
 
 def test_what_is_freed_in_a_pool_that_is_in_use_goes_back_to_the_device():
-    """Over pools as torch has them: a pool that hands out a segment which torpor took the memory of ends the process."""
+    """Over pools as torch has them: a pool that hands out a segment without memory ends the process."""
     code = """
 import torch
 from rig import pools

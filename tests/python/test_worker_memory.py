@@ -1,6 +1,7 @@
 """A worker's memory without an engine: what vLLM allocates otherwise than expected is noticed, not used."""
 
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -155,14 +156,22 @@ def test_host_memory_is_prefaulted_when_graphs_were_captured_not_before(monkeypa
     assert order == ["captured", "prefault"]
 
 
+def _threads() -> int:
+    """Of this process. Linux shows one that was joined for some moments more."""
+    seen = None
+    while seen != (seen := len(os.listdir("/proc/self/task"))):
+        time.sleep(0.02)
+    return seen
+
+
 def _begun(copy_threads: int | None) -> int:
     """How many threads a worker's memory has begun."""
     config = SimpleNamespace(
         additional_config={"torpor": {"copy_threads": copy_threads}}, parallel_config=SimpleNamespace(world_size=1)
     )
-    before = len(os.listdir("/proc/self/task"))
+    before = _threads()
     memory = worker._memory(SimpleNamespace(vllm_config=config, rank=0))
-    begun = len(os.listdir("/proc/self/task")) - before
+    begun = _threads() - before
     del memory
     return begun
 

@@ -258,8 +258,8 @@ def fuzz(arguments: list[str]) -> int:
 def proof(arguments: list[str]) -> int:
     """The long versions: a million states after power cuts, every bit flipped under every seal, 5,000 lives of an
     offload scheduler, 1,000 recorded simulations replayed event by event, 100,000 requests to servers that go on
-    elsewhere, the S3 tests against Ceph where it is installed, the rooms with threads that `test` does not run under
-    ThreadSanitizer, vLLM's own tests, the fuzzers, the mutants. With them the unit tests in the build that users
+    elsewhere, the S3 tests against Ceph where it is installed, the libraries with threads that `test` does not run
+    under ThreadSanitizer, vLLM's own tests, the fuzzers, the mutants. With them the unit tests in the build that users
     have."""
     setup.system_packages()
     cmake_build("release")

@@ -35,6 +35,7 @@ ENGINES = (
     "other_processes",
     "gpu_path",
 )
+RIG_ALONE = "rig and not core and not cpu"  # marks of tests of engines that `test` runs on the GPU's path alone
 SANITIZERS = ("asan", "tsan")
 ONE_COMPILER = {"CMAKE_BUILD_PARALLEL_LEVEL": "1"}
 # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
@@ -180,8 +181,8 @@ def other_versions() -> int:
 
 
 def whole_gpu_path() -> int:
-    """All tests of engines on the rig, what `test` runs there only, what is too long for it on both paths, and tests of
-    tools with nothing forked."""
+    """All tests of engines on the rig; on the CPU's path what `test` runs on the rig alone; on both what takes too long
+    for `test`; and tests of tools with nothing forked."""
     python, model = setup.everything()
     env = environment(model) | rig_environment()
     engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES))
@@ -194,7 +195,7 @@ def whole_gpu_path() -> int:
     commands = (
         (engines, env),
         (seldom, env),
-        ([python, *PYTEST, *BUT_SERVERS, "-m", "rig and not core and not long"], environment(model)),
+        ([python, *PYTEST, *BUT_SERVERS, "-m", f"not long and {RIG_ALONE}"], environment(model)),
         ([*too_long, "tests/python"], env | longer),
         ([python, *PYTEST, "tests/tools"], environment(model) | longer),
     )
@@ -260,8 +261,7 @@ def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str
     parts.beside_each_other(
         {
             **sanitized,
-            # What the GPU's path has too runs there, and the core on both.
-            "Python tests, engines": Job([*PYTEST, *BUT_SERVERS, "-m", "not long and (core or not rig)"], env, zygote),
+            "Python tests, engines": Job([*PYTEST, *BUT_SERVERS, "-m", f"not long and not ({RIG_ALONE})"], env, zygote),
             "C++ tests, release": Job(ctest("release", 1, "-L", "proof"), env),
             "Python tests, vLLM's GPU path": Job(
                 [*PYTEST, "tests/python", "-m", "rig and not long"], on_rig, rig_zygote

@@ -52,12 +52,12 @@ def sleeps(one: CheckedEngine, options, to: str = "host") -> str:
 def drafts(one: CheckedEngine, options, accepted: bool) -> str:
     """Check 14. accepted: some drafts must be right; a head that was made up has none."""
     scheduler = one.core.scheduler
-    stock, drafted = scheduler.schedule, 0
+    stock, places = scheduler.schedule, 0  # a place is filled on the device: whether by a draft is not seen here
 
     def schedule(*args, **kwargs):
-        nonlocal drafted
+        nonlocal places
         planned = stock(*args, **kwargs)
-        drafted += sum(map(len, planned.scheduled_spec_decode_tokens.values()))
+        places += sum(map(len, planned.scheduled_spec_decode_tokens.values()))
         return planned
 
     scheduler.schedule = schedule
@@ -70,12 +70,12 @@ def drafts(one: CheckedEngine, options, accepted: bool) -> str:
             length[name] = len(value[1][0][0])
         answers |= step
     del scheduler.schedule
-    if drafted == 0:
-        raise Failed("nothing was drafted")
+    if places == 0:
+        raise Failed("no step had places for drafts: vLLM does not speculate")
     if accepted and most < 2:
-        raise Failed(f"of {drafted} drafts none was accepted: each step gave one token a request")
+        raise Failed(f"of {places} places for drafts none was accepted: each step gave one token a request")
     _same(one.finish(answers), one.uninterrupted(), "the second run")
-    return f"{drafted} drafts, up to {most} tokens a step; {sleeps(one, options)}"
+    return f"{places} places for drafts, up to {most} tokens a step; {sleeps(one, options)}"
 
 
 def addresses(one: CheckedEngine, options) -> str:

@@ -48,10 +48,10 @@ def scope(tag: str, keep: bool = True) -> Iterator[None]:
 def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
     """scope(tag, keep), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool.
 
-    torch keeps what is freed in a pool for that pool. So at the end, when the next region of the same tag begins, and
-    by release_unused(), the device gets back what nothing is in use of: whole pools, and single segments of pools that
-    still have other memory in use. While you keep the MemPool, or a graph that was captured into it, torch may hand its
-    segments out again, so they stay.
+    torch keeps what is freed in a pool for that pool. At the end, when the next region of the same tag begins, and by
+    release_unused(), torpor gives unused memory back to the device: whole pools, and single segments of pools that are
+    in use otherwise. While you keep the MemPool, or a graph that was captured into it, torch may hand its segments out
+    again, so they stay. Keep no id of a MemPool that you do not keep.
 
     Raises Unsupported where torch has no GPU.
     """
@@ -91,7 +91,7 @@ def release_unused(tag: str | None = None) -> None:
         return
     for each in [tag] if tag is not None else list(_retired):
         if used := [pool for pool in _retired.pop(each) if _is_used(pool)]:  # the end of the others frees them
-            _retired[each] = used
+            _retired.setdefault(each, []).extend(used)
         for at in range(len(used)):
             if _is_left(used, at):
                 _trim(used[at])
@@ -117,7 +117,7 @@ def _is_left(pools: list[torch.cuda.MemPool], at: int) -> bool:
 def _trim(pool: torch.cuda.MemPool) -> None:
     unused: dict[int, list[int]] = {}
     for segment in pool.snapshot(include_traces=False):
-        if segment["allocated_size"] == 0:
+        if segment["active_size"] == 0:  # no event of another stream is waited for either
             unused.setdefault(segment["device"], []).append(segment["address"])
     for device, addresses in unused.items():
         _core.memory_trim(device, addresses)

@@ -18,13 +18,22 @@ SWITCH, TEXT, PATH, BYTES, WHOLE, NUMBER = "switch", "text", "path", "bytes", "w
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-def described(default, kind: str, text: str, *choices: str, least: float | None = None, secret=False, **more):
+def described(
+    default,
+    kind: str,
+    text: str,
+    *choices: str,
+    least: float | None = None,
+    most: int | None = None,
+    secret=False,
+    **more,
+):
     """A field of a dataclass of options.
 
-    text: what the option does, for people who start an engine. choices: the words that it may be. least: of a number.
-    secret: it is not shown. more: what else the class knows of the option.
+    text: what the option does, for people who start an engine. choices: the words that it may be. least, most: of a
+    number. secret: it is not shown. more: what else the class knows of the option.
     """
-    about = {"kind": kind, "help": text, "choices": choices, "least": least} | more
+    about = {"kind": kind, "help": text, "choices": choices, "least": least, "most": most} | more
     return field(default=default, repr=not secret, metadata=about)
 
 
@@ -49,13 +58,13 @@ def value_of(option: Field, given, spelled: str):
     if kind == BYTES:
         return size(spelled, given)
     if kind in (WHOLE, NUMBER):
-        return _number(spelled, given, kind == WHOLE, option.metadata["least"])
+        return _number(spelled, given, kind == WHOLE, option.metadata["least"], option.metadata["most"])
     if not isinstance(given, (str, os.PathLike)):
         raise InvalidArgument(f"{spelled} is {given!r}", "use text")
     return expanded(str(given)) if kind == PATH and str(given) else given
 
 
-def _number(spelled: str, given, whole: bool, least: float | None):
+def _number(spelled: str, given, whole: bool, least: float | None, most: int | None):
     try:
         number = None if isinstance(given, bool) else float(given)
         if number is not None and whole:
@@ -64,8 +73,9 @@ def _number(spelled: str, given, whole: bool, least: float | None):
         number = None
     if number is None or number != number:
         raise InvalidArgument(f"{spelled} is {given!r}", "use a whole number" if whole else "use a number")
-    if least is not None and number < least:
-        raise InvalidArgument(f"{spelled} is {given!r}", f"use {least} or more")
+    if (least is not None and number < least) or (most is not None and number > most):
+        fits = f"{least} or more" if most is None else f"{least} to {most}"
+        raise InvalidArgument(f"{spelled} is {given!r}", f"use {fits}")
     return number
 
 

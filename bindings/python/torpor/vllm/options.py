@@ -56,9 +56,10 @@ class Options:
     copy_threads: int | None = described(
         None,
         WHOLE,
-        "threads that copy saved memory and take its digests, per rank, and as many that read and write files; at most "
+        "threads that copy saved memory and take its digests, per rank, and as many that read and write files; 1 to "
         "256; none: as many as the machine has cores, at most 8",
         least=1,
+        most=256,
     )
     spill_dir: str | None = described(
         None,
