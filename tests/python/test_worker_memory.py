@@ -156,6 +156,21 @@ def test_host_memory_is_prefaulted_when_graphs_were_captured_not_before(monkeypa
     assert order == ["captured", "prefault"]
 
 
+def test_a_cpus_matrix_unit_is_asked_for_before_any_step(monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: order.append("asked"))
+
+    class Stock:
+        def compile_or_warm_up_model(self):
+            order.append("warmed up")
+
+    class Both(worker.WorkerMixin, Stock):
+        pass
+
+    object.__new__(Both).compile_or_warm_up_model()
+    assert order == ["asked", "warmed up"]
+
+
 def _threads() -> int:
     """Of this process. Linux shows one that was joined for some moments more."""
     seen = None

@@ -93,7 +93,13 @@ class WorkerMixin(Stock):
         """Begin to prefault host memory in the background when CUDA graphs are captured, not before.
 
         While one is captured the driver may refuse to pin memory, and the capture then fails as well.
+
+        On a CPU, ask Linux for AMX first. vLLM's kernels ask in large steps only, and in small ones use it unasked: the
+        first step after a wake may be small, and the process would end with SIGILL.
         """
+        ask_for_amx = getattr(torch.cpu, "_init_amx", None)  # not public
+        if current_platform.is_cpu() and ask_for_amx is not None:
+            ask_for_amx()
         result = super().compile_or_warm_up_model()
         if hasattr(self, "torpor_memory"):
             self.torpor_memory.start_prefault()
