@@ -68,7 +68,7 @@ def test_values_of_their_own_type_are_taken_and_win_over_the_environment(monkeyp
         ("retain_checkpoints", "many", "whole number"),
         ("retain_checkpoints", 2.5, "whole number"),
         ("retain_checkpoints", True, "whole number"),
-        ("copy_threads", 0, "use 1 or more"),
+        ("copy_threads", 0, "use 1 to 256"),
         ("encrypt", "perhaps", "1 or 0"),
         ("encrypt", 1, "true or false"),
         ("compression", "gzip", "'none' or 'bf16' or 'zstd'"),

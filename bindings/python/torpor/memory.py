@@ -90,11 +90,14 @@ def release_unused(tag: str | None = None) -> None:
     if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():  # a capture forbids it
         return
     for each in [tag] if tag is not None else list(_retired):
-        if used := [pool for pool in _retired.pop(each) if _is_used(pool)]:  # the end of the others frees them
-            _retired.setdefault(each, []).extend(used)
-        for at in range(len(used)):
-            if _is_left(used, at):
-                _trim(used[at])
+        used = [pool for pool in _retired.pop(each) if _is_used(pool)]  # the end of the others frees them
+        try:
+            for at in range(len(used)):
+                if _is_left(used, at):
+                    _trim(used[at])
+        finally:
+            if used:
+                _retired.setdefault(each, []).extend(used)  # another thread may have retired some meanwhile
     torch.cuda.empty_cache()
 
 
