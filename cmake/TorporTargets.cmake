@@ -6,7 +6,8 @@
 # steps of an engine go through is not COLD.
 # torpor_test(NAME SOURCES … [APART …] [ONE_THREAD …] [FORKS …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes
 # a GoogleTest program and registers it with CTest, its cases divided among n processes; what has the longest time is
-# begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests builds all programs.
+# begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests builds all programs, and all_tests
+# builds those of any label.
 # ThreadSanitizer's build does without two kinds of the sources named before: ONE_THREAD, whose tests start no thread,
 # so that it would find nothing; and FORKS, whose tests start threads in processes that they fork, where it cannot
 # follow.
@@ -133,7 +134,7 @@ function(torpor_test name)
   if(NOT TORPOR_SANITIZE)
     target_link_libraries(${name} PRIVATE torpor_crash_trace)
   endif()
-  foreach(label ${TEST_LABELS})
+  foreach(label ${TEST_LABELS} all)
     if(NOT TARGET ${label}_tests)
       add_custom_target(${label}_tests)
     endif()

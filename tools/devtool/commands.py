@@ -275,7 +275,7 @@ def proof(arguments: list[str]) -> int:
         [ROOT / "build/release/tests/simulation/simulate", "--replay", "--seeds", str(REPLAYED_SEEDS)]
     ).returncode
     setup.clang()
-    cmake_build("tsan-rest", ("unit_tests",))
+    cmake_build("tsan-rest", ("all_tests",))
     code |= subprocess.run(["ctest", "--preset", "tsan-rest"], cwd=ROOT).returncode
     code |= testing.whole_gpu_path()
     code |= testing.other_versions()

@@ -153,7 +153,7 @@ def ctest(preset: str, at_once: int, *arguments: str) -> list:
 
 def compiled_and_run(preset: str) -> list:
     """Compilers keep cores busy that engines leave idle."""
-    build = ["cmake", "--build", "--preset", preset, "--target", "unit_tests"]
+    build = ["cmake", "--build", "--preset", preset, "--target", "all_tests"]
     words = ["cmake", "--preset", preset], build, ctest(preset, 1)
     return ["sh", "-c", " && ".join(shlex.join(map(str, command)) for command in words)]
 
