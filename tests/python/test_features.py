@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import rig
-from conftest import COLLECTED, result_of
+from conftest import LONG_ON_RIG, COLLECTED, result_of
 from feature_models import write_adapter
 from features import FEATURES, WAYS
 from requests_of_tests import run
@@ -24,7 +24,9 @@ def _marked():
         marks = [pytest.mark.feature(feature.row or name, *feature.ways)]
         if "rig" in feature.on:
             marks.append(pytest.mark.rig)
-        if RUNNER in feature.long_on:
+        if "rig" in feature.long_on:
+            marks += LONG_ON_RIG
+        if "CPU" in feature.long_on and not rig.active():
             marks.append(pytest.mark.long)
         if name == "prefix hashes by xxhash":  # it has a take-over, and little else
             marks.append(pytest.mark.core)

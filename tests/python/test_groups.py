@@ -30,6 +30,7 @@ IN_PROOF = tuple(KINDS) if rig.active() else ("chunks",)
 
 @pytest.mark.slow
 @pytest.mark.rig
+@pytest.mark.cpu
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.long) if k in IN_PROOF else k for k in KINDS])
 def test_tables_and_prefixes_of_all_groups_survive(kind, zygote, tmp_path):
     options, managers = KINDS[kind]

@@ -36,6 +36,7 @@ ENGINES = (
     "gpu_path",
 )
 RIG_ALONE = "rig and not core and not cpu"  # marks of tests of engines that `test` runs on the GPU's path alone
+ON_RIG = "rig and not long"  # and of all that it runs there
 SANITIZERS = ("asan", "tsan")
 ONE_COMPILER = {"CMAKE_BUILD_PARALLEL_LEVEL": "1"}
 # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
@@ -263,9 +264,7 @@ def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str
             **sanitized,
             "Python tests, engines": Job([*PYTEST, *BUT_SERVERS, "-m", f"not long and not ({RIG_ALONE})"], env, zygote),
             "C++ tests, release": Job(ctest("release", 1, "-L", "proof"), env),
-            "Python tests, vLLM's GPU path": Job(
-                [*PYTEST, "tests/python", "-m", "rig and not long"], on_rig, rig_zygote
-            ),
+            "Python tests, vLLM's GPU path": Job([*PYTEST, "tests/python", "-m", ON_RIG], on_rig, rig_zygote),
             "Python tests, servers": Job([*PYTEST, *SERVERS], env, zygote),
             "Tools and documents": Job([*PYTEST, "tests/tools", "-m", "not long"], env, zygote),
             **{
