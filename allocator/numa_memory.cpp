@@ -18,9 +18,9 @@
 namespace torpor {
 namespace {
 
-constexpr int kMostNodes = 1024;  // Linux's
+constexpr int kMostNodes = 1024;  // Linux has no more
 
-// Those on which the calling thread may run; none where that is not known.
+// Return those of `cores` on which the calling thread may run; none if that is not known.
 std::vector<int> usable(std::vector<int> cores) {
   cpu_set_t allowed;
   if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return {};

@@ -16,7 +16,7 @@
 
 namespace torpor {
 
-// What the system does for it. Tests have another one.
+// Linux, as far as NUMA goes. Tests replace it.
 class NumaSystem {
  public:
   virtual ~NumaSystem() = default;

@@ -121,89 +121,79 @@ Result<SleepAllocator::Region*> SleepAllocator::find(DeviceAddress address, cons
                .next_step = "free what allocate() returned"};
 }
 
-// The caller holds the tag of `region`, and nothing of it moves.
-static Status settled(const RegionInfo& region, RegionState state) {
-  if (state != RegionState::kSaving && state != RegionState::kAttaching && state != RegionState::kRestoring)
-    return ok();
-  return Error{.code = Code::kFailedPrecondition,
-               .what = fmt::format("the region {}/{} is {}", region.tag, region.name, name(state)),
-               .next_step = "wait for the operation to end"};
+template <class Call>
+auto SleepAllocator::on_region(DeviceAddress address, const Call& call)
+    -> decltype(call(std::declval<Region&>(), RegionState{})) {
+  std::string tag;
+  {
+    const MutexLock lock(mutex_);
+    TORPOR_ASSIGN(const Region* const wanted, find(address, nullptr));
+    tag = wanted->info.tag;
+  }
+  const Hold hold(*this, Tags{tag});
+  Region* region = nullptr;
+  RegionState state{};
+  {
+    const MutexLock lock(mutex_);
+    TORPOR_ASSIGN(region, find(address, &tag));
+    state = region->info.state;
+  }
+  if (state == RegionState::kSaving || state == RegionState::kAttaching || state == RegionState::kRestoring) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("the region {}/{} is {}", region->info.tag, region->info.name, name(state)),
+                 .next_step = "wait for the operation to end"};
+  }
+  return call(*region, state);
 }
 
 Status SleepAllocator::free(DeviceAddress address) {
-  std::string tag;
-  {
-    const MutexLock lock(mutex_);
-    TORPOR_ASSIGN(const Region* const wanted, find(address, nullptr));
-    tag = wanted->info.tag;
-  }
-  const Hold hold(*this, Tags{tag});
-  Region* region = nullptr;
-  RegionState state{};
-  {
-    const MutexLock lock(mutex_);
-    TORPOR_ASSIGN(region, find(address, &tag));
-    state = region->info.state;
-  }
-  TORPOR_TRY(settled(region->info, state));
-  TORPOR_TRY(device_.synchronize());
-  if (region->mapped() && !region->broken) {
-    if (Status done = region->unmap(device_); !done) {
-      settle({&region, 1}, state);
-      return done;
+  return on_region(address, [&](Region& region, RegionState state) -> Status {
+    Region* const one = &region;
+    TORPOR_TRY(device_.synchronize());
+    if (region.mapped() && !region.broken) {
+      if (Status done = region.unmap(device_); !done) {
+        settle({&one, 1}, state);
+        return done;
+      }
     }
-  }
-  region->broken = true;  // until it is gone: what fails now, free() may try again
-  settle({&region, 1}, state);
-  TORPOR_TRY(region->unmap_each(device_));
-  TORPOR_TRY(region->release(device_));
-  TORPOR_TRY(device_.free_reservation(address));
-  const MutexLock lock(mutex_);
-  if (trimmed_.erase(address) > 0) return ok();  // its name may be another one's by now
-  names_.erase({region->info.tag, region->info.name});
-  regions_.erase(address);
-  return ok();
+    region.broken = true;  // until it is gone: what fails now, free() may try again
+    settle({&one, 1}, state);
+    TORPOR_TRY(region.unmap_each(device_));
+    TORPOR_TRY(region.release(device_));
+    TORPOR_TRY(device_.free_reservation(address));
+    const MutexLock lock(mutex_);
+    if (trimmed_.erase(address) > 0) return ok();  // its name may be another one's by now
+    names_.erase({region.info.tag, region.info.name});
+    regions_.erase(address);
+    return ok();
+  });
 }
 
 Result<uint64_t> SleepAllocator::trim(DeviceAddress address) {
-  std::string tag;
-  {
-    const MutexLock lock(mutex_);
-    TORPOR_ASSIGN(const Region* const wanted, find(address, nullptr));
-    tag = wanted->info.tag;
-  }
-  const Hold hold(*this, Tags{tag});
-  Region* region = nullptr;
-  RegionState state{};
-  {
-    const MutexLock lock(mutex_);
-    TORPOR_ASSIGN(region, find(address, &tag));
-    if (region->handles.empty() && trimmed_.contains(address)) return uint64_t{0};
-    state = region->info.state;
-  }
-  TORPOR_TRY(settled(region->info, state));
-  if (!region->handles.empty()) TORPOR_TRY(device_.synchronize());
-  {
-    const MutexLock lock(mutex_);
-    if (regions_.contains(address)) {
-      names_.erase({region->info.tag, region->info.name});
-      trimmed_.insert(regions_.extract(address));
-      region->info.state = RegionState::kDetached;
+  return on_region(address, [&](Region& region, RegionState) -> Result<uint64_t> {
+    if (!region.handles.empty()) TORPOR_TRY(device_.synchronize());
+    {
+      const MutexLock lock(mutex_);
+      if (regions_.contains(address)) {
+        names_.erase({region.info.tag, region.info.name});
+        trimmed_.insert(regions_.extract(address));
+        region.info.state = RegionState::kDetached;
+      }
     }
-  }
-  region->broken = false;  // its content is nobody's, so any part of its memory may stay or go
-  const auto held = [&] {
-    uint64_t bytes = 0;
-    for (const RegionMemory::Handle& handle : region->handles) bytes += handle.size;
-    return bytes;
-  };
-  const uint64_t before = held();
-  Status done = region->unmap_each(device_);
-  if (done) done = region->release(device_);
-  if (done) return before;
-  Error error = std::move(done).error();
-  return error.within(fmt::format("trimming {}/{}, of which {} of {} bytes are left", region->info.tag,
-                                  region->info.name, held(), before));
+    region.broken = false;  // its content is nobody's, so any part of its memory may stay or go
+    const auto held = [&] {
+      uint64_t bytes = 0;
+      for (const RegionMemory::Handle& handle : region.handles) bytes += handle.size;
+      return bytes;
+    };
+    const uint64_t before = held();
+    Status done = region.unmap_each(device_);
+    if (done) done = region.release(device_);
+    if (done) return before;
+    Error error = std::move(done).error();
+    return error.within(fmt::format("trimming {}/{}, of which {} of {} bytes are left", region.info.tag,
+                                    region.info.name, held(), before));
+  });
 }
 
 Result<std::vector<SleepAllocator::Region*>> SleepAllocator::select(std::span<const std::string> tags,

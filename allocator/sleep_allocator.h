@@ -120,6 +120,10 @@ class SleepAllocator {
   Status take_memory(const std::vector<Region*>& selected);
   // The region that begins at `address`, in its tag or trimmed. `tag`: which the caller holds; null: any.
   Result<Region*> find(DeviceAddress address, const std::string* tag) const TORPOR_REQUIRES(mutex_);
+  // Call `call(region, state)`, which returns a Status or Result, with the region that begins at `address`; the tag is
+  // held meanwhile. kNotFound: there is none. kFailedPrecondition: its tag is saving, attaching or restoring.
+  template <class Call>
+  auto on_region(DeviceAddress address, const Call& call) -> decltype(call(std::declval<Region&>(), RegionState{}));
   template <class Call>
   Status on_page(const DevicePage& page, std::initializer_list<RegionState> allowed, const Call& call);
   void settle(std::span<Region* const> regions, RegionState state);  // broken ones are broken
@@ -137,7 +141,7 @@ class SleepAllocator {
   Tags held_ TORPOR_GUARDED_BY(mutex_);  // by calls that are at work
   bool all_held_ TORPOR_GUARDED_BY(mutex_) = false;
   std::map<DeviceAddress, std::unique_ptr<Region>> regions_ TORPOR_GUARDED_BY(mutex_);
-  // Those that trim() took out of their tags, with what the device did not let go of their memory.
+  // trim() took these out of their tags. They have the memory that the device did not let go of.
   std::map<DeviceAddress, std::unique_ptr<Region>> trimmed_ TORPOR_GUARDED_BY(mutex_);
   std::set<std::pair<std::string, std::string>> names_ TORPOR_GUARDED_BY(mutex_);  // tag and name of each of regions_
   uint64_t last_number_ TORPOR_GUARDED_BY(mutex_) = 0;

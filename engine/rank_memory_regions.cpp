@@ -32,7 +32,7 @@ void RankMemory::forget(const RegionInfo& region) {
   images_->on_freed(region);
   (region.tag == kKvCacheTag ? kv_bytes_ : other_bytes_) -= region.size_bytes;
   if (!named_weights_ || region.tag != kWeightsTag) return;
-  // What was named is not the engine's weights any more.
+  // The names are not those of the engine's weights any more.
   const bool named = std::any_of(named_weights_->pieces.begin(), named_weights_->pieces.end(), [&](const auto& piece) {
     return piece.address >= region.address && piece.address - region.address < region.size_bytes;
   });

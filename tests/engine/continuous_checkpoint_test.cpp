@@ -157,7 +157,7 @@ TEST_F(ContinuousCheckpoint, TheStopCopiesOnlyWhatWasNotFullBefore) {
   EXPECT_LE(phase_bytes(later.report, "save"), 6 * kOneBlock + kRuntimeBytes);
 }
 
-// What is unchanged and written again, because a link would keep a file that holds little else, counts for itself.
+// A link would keep a file that is little in use, so its unchanged blocks are written again. The report counts them.
 TEST_F(ContinuousCheckpoint, OfUnchangedBlocksTheReportSaysHowManyItWroteAgain) {
   const Variant options{.num_blocks = 64, .mix_steps = true, .incremental = true, .own_threads = false};
   SleepingEngine serving = make(options);

@@ -1,6 +1,6 @@
 """Two engines in processes of their own, one of which computes prompts for the other: NIXL carries the KV over.
 
-This process has the consumer, its child the producer. Prints what became of each scenario.
+This process has the consumer, its child the producer. It prints what became of each scenario.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Side:
 
 class Producer(Side):
     def prefill(self, name: str) -> dict:
-        """Of a prompt that is now in the KV cache: what the consumer needs to pull its blocks."""
+        """Compute a prompt. Return what the consumer needs to pull its blocks."""
         self.engine.add_request(name, prompt(name), params(1, ASK))
         outputs = []
         while not outputs:

@@ -1,7 +1,6 @@
 """A worker's memory without an engine: what vLLM allocates otherwise than expected is noticed, not used."""
 
 import os
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -171,31 +170,22 @@ def test_a_cpus_matrix_unit_is_asked_for_before_any_step(monkeypatch):
     assert order == ["asked", "warmed up"]
 
 
-def _threads() -> int:
-    """Of this process. Linux shows one that was joined for some moments more."""
-    seen = None
-    while seen != (seen := len(os.listdir("/proc/self/task"))):
-        time.sleep(0.02)
-    return seen
-
-
-def _begun(copy_threads: int | None) -> int:
-    """How many threads a worker's memory has begun."""
+def _begun(copy_threads: int | None, alive: list) -> int:
+    """Return how many threads a worker's memory has begun. `alive` keeps it: a thread that ends counts for a while."""
     config = SimpleNamespace(
         additional_config={"torpor": {"copy_threads": copy_threads}}, parallel_config=SimpleNamespace(world_size=1)
     )
-    before = _threads()
-    memory = worker._memory(SimpleNamespace(vllm_config=config, rank=0))
-    begun = _threads() - before
-    del memory
-    return begun
+    before = len(os.listdir("/proc/self/task"))
+    alive.append(worker._memory(SimpleNamespace(vllm_config=config, rank=0)))
+    return len(os.listdir("/proc/self/task")) - before
 
 
 def test_an_option_says_how_many_threads_copy_and_how_many_write_files():
+    alive: list = []
     # The device without a GPU has a thread for the stream of each.
-    assert _begun(5) - _begun(2) == 2 * 2 * (5 - 2)
+    assert _begun(5, alive) - _begun(2, alive) == 2 * 2 * (5 - 2)
     cores = min(8, os.cpu_count() or 1)
-    assert _begun(None) == _begun(cores)
+    assert _begun(None, alive) == _begun(cores, alive)
     with pytest.raises(errors.InvalidArgument, match="threads is 257") as refused:
-        _begun(257)
+        _begun(257, alive)
     assert "1 to 256" in refused.value.next_step
