@@ -6,7 +6,6 @@
 #include <boost/filesystem.hpp>
 
 #include "base/units.h"
-#include "checkpoint/format_v2_files.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/refs_codec.h"
 #include "checkpoint/state_sections.h"
@@ -46,11 +45,7 @@ Result<OpenChunkFile> Checkpoint::Impl::open(const LinkedFile& wanted, FileIo io
   OpenChunkFile file{.seal = opened.seal};
   if (opened.seal != nullptr && wanted.id != manifest.id)
     file.seal = std::make_shared<Seal>(*key, wanted.id, manifest.protection);
-  if (manifest.format_version == kOldestFormatVersion) {
-    TORPOR_ASSIGN(file.file, format_v2::open_file(file_system, *directory, wanted, key.get()));
-  } else {
-    TORPOR_ASSIGN(file.file, directory->open_file(wanted.name, io));
-  }
+  TORPOR_ASSIGN(file.file, directory->open_file(wanted.name, io));
   TORPOR_ASSIGN(const uint64_t size, file.file->size());
   if (size != wanted.bytes)
     return damaged(fmt::format("{} has {} bytes, {} were written", file.file->name(), size, wanted.bytes));
@@ -59,11 +54,6 @@ Result<OpenChunkFile> Checkpoint::Impl::open(const LinkedFile& wanted, FileIo io
 
 Result<RankRefs> Checkpoint::refs(const RankSummary& rank) const {
   const OpenedManifest& opened = impl_->opened;
-  if (opened.manifest.format_version == kOldestFormatVersion) {
-    for (const RankRefs& each : opened.refs) {
-      if (each.rank == rank.rank) return each;
-    }
-  }
   TORPOR_ASSIGN(const Bytes bytes, read_whole(*impl_->directory, rank.refs, rank.refs_bytes));
   Result<RankRefs> refs = decode_refs(std::as_bytes(std::span(bytes)), rank, opened.manifest.id, opened.seal.get());
   if (!refs) return refs.error().within(path());

@@ -5,7 +5,6 @@
 #include <fmt/core.h>
 
 #include "base/log.h"
-#include "checkpoint/format_v2_files.h"
 #include "checkpoint/store_contents.h"
 #include "checkpoint/store_names.h"
 #include "offload/codec.h"
@@ -86,7 +85,7 @@ RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& gene
   }();
   if (!base) {
     log().warn("not incremental this time: {}", base.error().to_string());
-  } else if (base->manifest.format_version > kOldestFormatVersion && base->manifest.protection == writing.protection) {
+  } else if (base->manifest.protection == writing.protection) {
     writing.base = fmt::format("{}/{}", store.path(), newest);
     writing.base_id = base->manifest.id;
   }
@@ -114,14 +113,6 @@ Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
       return Error{.code = Code::kNotFound,
                    .what = fmt::format("there is no {} in {}", generation_name(generation), impl_->directory),
                    .next_step = "see torpor ls"};
-    for (const CheckpointInfo& info : infos) {
-      const std::vector<uint64_t> needs = format_v2::needs(info.manifest);
-      if (std::find(needs.begin(), needs.end(), generation) == needs.end()) continue;
-      return Error{
-          .code = Code::kFailedPrecondition,
-          .what = fmt::format("{}, of format version 2, needs chunks of {}", info.name, generation_name(generation)),
-          .next_step = fmt::format("remove {} first", info.name)};
-    }
     return dry_run ? ok() : remove_generation(*opened.store, generation);
   });
 }

@@ -88,7 +88,7 @@ class PendingCheckpoint {
 };
 
 // How the ranks write the next checkpoint of a directory that has these, but for its id. Its base: the newest one, if
-// it can be built on; none is no failure, all is written then. One of version 2 has no refs.
+// it can be built on; none is no failure, all is written then.
 RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& generations,
                        const CheckpointManagerOptions& options);
 
@@ -105,8 +105,7 @@ class CheckpointManager {
   Result<PendingCheckpoint> begin(uint64_t expected_bytes);
   // How the ranks would write now, but for the id. Changes nothing.
   RankWriting next_writing() const;
-  // Takes one away. kNotFound; kFailedPrecondition when one of version 2 needs its chunks. `dry_run`: only says whether
-  // it could.
+  // Removes one. kNotFound. `dry_run`: only says whether it could.
   Status remove(uint64_t generation, bool dry_run = false);
   // After a wake from `generation`: marks it, then retires older ones of its owner.
   Status woken_from(uint64_t generation);

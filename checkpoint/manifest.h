@@ -18,7 +18,7 @@
 namespace torpor {
 
 inline constexpr uint32_t kFormatVersion = 4;
-inline constexpr uint32_t kOldestFormatVersion = 2;  // that is read: checkpoint/format_v2.h
+inline constexpr uint32_t kOldestFormatVersion = 3;  // that is read
 
 // Names and values that must be equal for tokens to be equal.
 using Fingerprint = std::map<std::string, std::string>;
@@ -61,7 +61,6 @@ struct Manifest {
 struct OpenedManifest {
   Manifest manifest;
   std::shared_ptr<const Seal> seal;  // of a sealed checkpoint; else null
-  std::vector<RankRefs> refs;        // of version 2, where no other file has them
 };
 
 Error damaged_manifest(std::string what);

@@ -4,7 +4,6 @@
 #include <set>
 
 #include "checkpoint/archived_values.h"
-#include "checkpoint/format_v2.h"
 #include "checkpoint/refs_codec.h"
 
 namespace torpor {
@@ -158,9 +157,7 @@ Result<OpenedManifest> decode_manifest(std::span<const std::byte> file, const Ke
     clear = std::as_bytes(std::span(decrypted));
   }
   OpenedManifest opened{.seal = std::move(seal)};
-  if (beginning.format_version == kOldestFormatVersion) {
-    TORPOR_TRY(format_v2::decode_body(clear, header.id, opened));
-  } else if (beginning.format_version == 3) {
+  if (beginning.format_version == 3) {
     TORPOR_ASSIGN(BodyOfVersion3 body, from_bytes<BodyOfVersion3>(clear, "MANIFEST"));
     opened.manifest = std::move(body.manifest);
   } else {
@@ -170,7 +167,7 @@ Result<OpenedManifest> decode_manifest(std::span<const std::byte> file, const Ke
   opened.manifest.protection = protection;
   opened.manifest.id = header.id;
   if (beginning.format_version < 4) opened.manifest.owner = owner_of(opened.manifest.fingerprint);
-  if (beginning.format_version > kOldestFormatVersion) TORPOR_TRY(check(opened.manifest));
+  TORPOR_TRY(check(opened.manifest));
   return opened;
 }
 

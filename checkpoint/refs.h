@@ -15,7 +15,7 @@
 
 namespace torpor {
 
-// A file of records. Checkpoints of version 2 have no links: theirs are named where they are, "g-000001/chunks-r0".
+// A file of records.
 struct LinkedFile {
   std::string name;    // in the checkpoint's directory
   SealId id{};         // of the checkpoint that wrote it: whose seal its records have
@@ -41,7 +41,7 @@ struct RecordSums {
 // What the manifest has of a rank: which refs are the right ones, and what need not be counted from them.
 struct RankSummary {
   int32_t rank = 0;
-  std::string refs;  // name of the file; in checkpoints of version 2 there is none
+  std::string refs;  // name of the file
   uint64_t refs_bytes = 0;
   ManifestMac refs_mac{};         // BLAKE2b-256 over it, keyed if the checkpoint is sealed
   std::vector<LinkedFile> files;  // those of the refs

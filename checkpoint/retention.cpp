@@ -5,8 +5,6 @@
 #include <map>
 #include <set>
 
-#include "checkpoint/format_v2_files.h"
-
 namespace torpor {
 
 uint64_t DiskUsage::with(const Manifest& manifest, uint64_t own_bytes) const {
@@ -45,26 +43,19 @@ std::vector<uint64_t> retired(const std::vector<CheckpointInfo>& checkpoints, co
     if (info.woken) own.woken = &info;
   }
   std::set<uint64_t> kept;
-  bool any_unreadable = false;
   for (auto info = checkpoints.rbegin(); info != checkpoints.rend(); ++info) {
-    if (!info->readable) {
-      any_unreadable = true;
-      continue;
-    }
+    if (!info->readable) continue;
     OfOwner& own = owners[info->manifest.owner.bytes];
     const int place = own.place++;
     const bool others = owner && info->manifest.owner != *owner;
     const bool last_good = place == 0 || &*info == own.woken || (place == 1 && !own.newest->woken);
-    const bool may_be_needed = any_unreadable && info->manifest.format_version == kOldestFormatVersion;
     const bool wanted =
         place < std::max(retention.keep, 1) &&
         !(retention.max_age_seconds &&
           now_unix_seconds - info->manifest.created_unix_seconds > *retention.max_age_seconds) &&
         !(retention.max_total_bytes && own.usage.with(info->manifest, info->bytes) > *retention.max_total_bytes);
-    if (!others && !last_good && !may_be_needed && !wanted && !kept.contains(info->manifest.generation)) continue;
+    if (!others && !last_good && !wanted) continue;
     kept.insert(info->manifest.generation);
-    const std::vector<uint64_t> needs = format_v2::needs(info->manifest);
-    kept.insert(needs.begin(), needs.end());
     own.usage.add(info->manifest, info->bytes);
   }
   std::vector<uint64_t> gone;

@@ -15,8 +15,7 @@ namespace torpor {
 
 // Which committed checkpoints may go. Each owner's (Manifest::owner) are counted by themselves: never the newest goes,
 // nor the last one that was woken from, nor, until the newest was woken from, the one before it. A checkpoint that
-// cannot be read is not counted and never goes. What a kept one of version 2 needs stays with it; and one that cannot
-// be read may be of version 2, so older ones of that version stay as well.
+// cannot be read is not counted and never goes.
 struct Retention {
   int keep = 2;                             // the newest ones
   std::optional<double> max_age_seconds;    // older ones go

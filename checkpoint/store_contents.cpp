@@ -78,8 +78,6 @@ Status remove_leftovers(Directory& store) {
   return ok();
 }
 
-// The newest first: one of version 2 goes before those whose files it needs, so that a kill in between leaves no one
-// incomplete.
 Result<std::vector<std::string>> retire(Directory& store, const Key* key, const Retention& retention,
                                         double now_unix_seconds, bool dry_run, const std::optional<Digest>& owner) {
   TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(store, key, Trust::kAnySeal));

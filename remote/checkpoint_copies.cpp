@@ -207,11 +207,6 @@ Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, O
                         const CopyOptions& options) {
   return catching([&]() -> Result<CopyReport> {
     const Manifest& manifest = checkpoint.manifest();
-    if (manifest.format_version == kOldestFormatVersion)
-      return Error{.code = Code::kIncompatible,
-                   .what = fmt::format("{} is of format version {}, whose chunks lie in other checkpoints too",
-                                       checkpoint.path(), manifest.format_version),
-                   .next_step = "wake from it and write a new one"};
     if (is_set(manifest))
       return Error{.code = Code::kUnsupported,
                    .what = fmt::format("{} is of data parallel ranks", checkpoint.path()),

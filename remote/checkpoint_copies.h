@@ -39,7 +39,7 @@ struct CopyReport {
   bool was_there = false;    // the whole checkpoint
 };
 
-// kIncompatible: of format version 2, which shares chunks with other directories. kUnavailable: a removal is under way.
+// kUnavailable: a removal is under way.
 Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, ObjectStore& store,
                         const CopyOptions& options = {});
 

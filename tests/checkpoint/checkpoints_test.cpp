@@ -79,9 +79,6 @@ TEST(Retention, CountAgeAndSizeNeverTakeTheLastGoodOne) {
   EXPECT_EQ(retired(infos, {.keep = 1}, 600), (Gone{1, 3, 4}));
   infos[5].woken = true;
   EXPECT_EQ(retired(infos, {.keep = 1}, 600), (Gone{1, 2, 3, 4, 5}));
-  infos[5].manifest.format_version = 2;
-  infos[5].manifest.ranks = {{.files = {{.name = "chunks-r0"}, {.name = "g-000003/chunks-r0"}}}};
-  EXPECT_EQ(retired(infos, {.keep = 1}, 600), (Gone{1, 2, 4, 5}));
 }
 
 // One that cannot be read is neither counted nor taken; it switches nothing off.
@@ -95,8 +92,6 @@ TEST(Retention, GoesOnBesideACheckpointThatCannotBeRead) {
   using Gone = std::vector<uint64_t>;
   EXPECT_EQ(retired(infos, {.keep = 3}, 0), (Gone{1}));  // 6, 4, 3 are kept
   EXPECT_EQ(retired(infos, {.keep = 1}, 0), (Gone{1, 3}));
-  infos[0].manifest.format_version = 2;  // which the fifth may need, if it is of that version
-  EXPECT_EQ(retired(infos, {.keep = 1}, 0), (Gone{3}));
 }
 
 TEST(Retention, CountsTheCheckpointsOfEachOwnerByThemselves) {

@@ -37,20 +37,6 @@ class GoldenCheckpoint : public ::testing::Test {
   test::TemporaryDirectory temporary_;
 };
 
-TEST_F(GoldenCheckpoint, OfVersion2ThatNamesChunksOfAnEarlierOneIsWoken) {
-  const std::string store = copy_of_golden("v2-incremental", temporary_ / "store");
-  for (const auto& [name, steps] : {std::pair("/g-000001", 6), std::pair("/g-000002", 10)}) {
-    const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), store + name, golden_key()));
-    EXPECT_EQ(checkpoint.manifest().format_version, 2u);
-    EXPECT_TRUE(value_of(verify(checkpoint)).problems.empty());
-    TestEngine engine(linux_file_system(), options(2));
-    SleepController controller(engine, linux_file_system(), system_clock(), in(store));
-    wake(controller, engine, store + name, steps);
-    EXPECT_EQ(finish(engine), uninterrupted({.ranks = 2}));
-    EXPECT_EQ(engine.recomputed(), 0);
-  }
-}
-
 // The second of two, kept without the first: its links are copies now, as after cp -r.
 TEST_F(GoldenCheckpoint, OfVersions3And4AreWholeWithoutTheOnesBefore) {
   for (const uint32_t version : {3u, 4u}) {

@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "checkpoint/format_v2_files.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/refs_codec.h"
 
@@ -40,14 +39,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const Bytes again = encode_manifest(decoded->manifest);
     const Result<OpenedManifest> twice = decode_manifest(std::as_bytes(std::span(again)));
     if (!twice || encode_manifest(twice->manifest) != again) std::abort();
-  }
-  const Result<OpenedManifest> older = with_right_header(data, size, kOldestFormatVersion);
-  if (older) {
-    if (older->refs.size() != older->manifest.ranks.size()) std::abort();
-    for (const RankRefs& refs : older->refs) {
-      if (summary_of(refs) != *older->manifest.find_rank(refs.rank) || !check_records(refs, "MANIFEST")) std::abort();
-    }
-    (void)format_v2::needs(older->manifest);
   }
   return 0;
 }

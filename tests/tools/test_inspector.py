@@ -153,7 +153,7 @@ def test_text_is_what_the_engine_said(shown):
 def test_diff_tells_what_differs_by_exit_code(shown, tmp_path):
     assert as_json("diff", shown["checkpoint"], copied(shown, tmp_path))["equal"] is True
     old = tmp_path / "old" / "g-000001"
-    shutil.copytree(ROOT_OF_TESTS / "golden/v2/g-000001", old)
+    shutil.copytree(ROOT_OF_TESTS / "golden/v4-unsealed/g-000001", old)
     restrict(tmp_path)
     difference = as_json("diff", shown["checkpoint"], old, code=6)
     assert difference["requests"]["removed"] and difference["requests"]["added"]

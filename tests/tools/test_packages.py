@@ -75,7 +75,7 @@ def test_it_works_where_nothing_of_the_checkout_is(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "/nowhere" in done.stdout
     inspector = tmp_path / "site/bin/torpor"
-    golden = shutil.copytree(ROOT / "tests/golden/v2/g-000001", tmp_path / "g-000001")
+    golden = shutil.copytree(ROOT / "tests/golden/v4-unsealed/g-000001", tmp_path / "g-000001")
     assert json.loads(output(inspector, "verify", "--json", golden))["whole"] is True
     refused = subprocess.run([inspector, "push", golden, "s3://bucket/prefix"], capture_output=True, text=True)
     assert refused.returncode != 0 and "without libcurl" in refused.stderr
