@@ -5,7 +5,7 @@
 #include <fmt/core.h>
 
 #include "base/units.h"
-#include "engine/region_mapper.h"
+#include "engine/rank_restorer.h"
 #include "engine/renumbered_tier.h"
 #include "engine/swap_pages.h"
 #include "engine/tags.h"
@@ -14,9 +14,6 @@
 namespace torpor {
 namespace {
 
-// Copied at a time while mapping goes on: enough that filling the pipeline anew does not count.
-constexpr uint64_t kBytesBehindMapping = kGiB;
-
 uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
   uint64_t bytes = 0;
   for (const SavedChunk& chunk : chunks) bytes += chunk.bytes;
@@ -24,55 +21,6 @@ uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
 }
 
 }  // namespace
-
-// The regions of a wake, in the order in which they are copied into while those behind are still being mapped.
-class RegionImages::OnTheWay {
- public:
-  OnTheWay(SleepAllocator& allocator, const std::vector<std::string>& tags, bool own_thread) {
-    mapper_.emplace(allocator, order(allocator, tags), own_thread);
-  }
-  // Page by page, as another engine gives them.
-  OnTheWay(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& room, size_t rank) {
-    pages_.emplace(allocator, tags, room, rank);
-  }
-  PageTaker* by_page() { return pages_ ? &*pages_ : nullptr; }
-  bool all_mapped() const { return mapper_->finished(); }
-  // Until the regions of all of them are there.
-  Status wait_for(std::span<const ChunkPlan> plans) {
-    size_t needed = 0;
-    const ChunkKey* last = nullptr;
-    for (const ChunkPlan& plan : plans) {
-      const ChunkKey& key = plan.key;
-      if (last == nullptr || key.region != last->region || key.tag != last->tag)
-        needed = std::max(needed, end_of_.at({key.tag, key.region}));
-      last = &key;
-    }
-    return mapper_->wait(needed);
-  }
-  Status wait_for_all() { return pages_ ? pages_->take_all() : mapper_->wait(count_); }
-
- private:
-  std::vector<DeviceAddress> order(SleepAllocator& allocator, const std::vector<std::string>& tags) {
-    std::vector<DeviceAddress> regions;
-    for (const std::string& tag : tags) {
-      const std::vector<RegionInfo> all = allocator.regions_of(tag);
-      const bool went = std::any_of(all.begin(), all.end(), [](const auto& each) { return is_asleep(each.state); });
-      for (const RegionInfo& region : all) {
-        // One that came while the others were asleep is there.
-        if (!went || region.state != RegionState::kAttached) regions.push_back(region.address);
-        end_of_[{tag, region.name}] = regions.size();
-      }
-      end_of_[{tag, ""}] = regions.size();  // where KV blocks need all of them
-    }
-    count_ = regions.size();
-    return regions;
-  }
-  // Tag and name of a region -> how many there are up to and with that one.
-  std::map<std::pair<std::string, std::string>, size_t> end_of_;
-  size_t count_ = 0;
-  std::optional<PageTaker> pages_;
-  std::optional<RegionMapper> mapper_;  // last: its thread ends first
-};
 
 RegionImages::RegionImages(Parts parts) : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {
   parts_.arena.ask_when_short([retained = retained_](uint64_t bytes) { return retained->give_up(bytes); });
@@ -213,39 +161,36 @@ Result<const RankSummary*> RegionImages::own_summary(const Checkpoint& checkpoin
                .next_step = "start the engine with as many ranks as the one that slept"};
 }
 
-Status RegionImages::copy_up(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source,
-                             OnTheWay& regions) {
-  if (regions.by_page() != nullptr) return copy_up_by_page(chunks, plans, source, *regions.by_page());
-  for (size_t first = 0; first < plans.size();) {
-    size_t end = first;
-    for (uint64_t bytes = 0; end < plans.size() && (bytes < kBytesBehindMapping || regions.all_mapped()); ++end)
-      bytes += plans[end].bytes();
-    TORPOR_TRY(regions.wait_for(plans.subspan(first, end - first)));
-    TORPOR_TRY(parts_.transfers.restore(chunks.subspan(std::min(first, chunks.size())),
-                                        plans.subspan(first, end - first), source));
-    first = end;
-  }
-  return ok();
-}
-
-Status RegionImages::restore_image(Image& image, OnTheWay& regions) {
-  TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(image.chunks));
+Status RegionImages::restore_image(Image& image, RankRestorer& restorer) {
+  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_for(image.chunks));
   if (image.host == nullptr) {
-    TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, open_image(image));
-    return copy_up(image.chunks, plans, *tier, regions);
+    TORPOR_ASSIGN(std::unique_ptr<DiskTier> opened, open_image(image));
+    const std::shared_ptr<DiskTier> tier = std::move(opened);
+    restorer.keep(tier);
+    return restorer.copy(image.chunks, std::move(plans), *tier);
   }
   const std::span<const SavedChunk> chunks = image.chunks;
-  const std::span<const ChunkPlan> all = plans;
-  const size_t in_host = std::min(image.in_host, all.size());
-  TORPOR_TRY(copy_up(chunks.first(in_host), all.first(in_host), *image.host, regions));
-  if (image.spilled == nullptr) return ok();
-  return bring_back_spilled(image, chunks.subspan(in_host), all.subspan(in_host), regions);
+  const size_t in_host = std::min(image.in_host, chunks.size());
+  std::vector<ChunkPlan> spilled(std::make_move_iterator(plans.begin() + static_cast<std::ptrdiff_t>(in_host)),
+                                 std::make_move_iterator(plans.end()));
+  plans.resize(in_host);
+  TORPOR_TRY(restorer.copy(chunks.first(in_host), std::move(plans), *image.host));
+  return restore_spilled(image, chunks.subspan(in_host), std::move(spilled), restorer);
 }
 
 Result<std::unique_ptr<DiskTier>> RegionImages::open_image(const Image& image) const {
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, image.directory, parts_.key));
   TORPOR_ASSIGN(const RankSummary* const own, own_summary(checkpoint));
   return checkpoint.open_rank(*own, nullptr, FileIo::kCached);
+}
+
+// With a channel the regions come page by page, as the other engine releases them.
+Result<std::unique_ptr<RestoreGate>> RegionImages::gate_of(const std::vector<std::string>& tags,
+                                                           SwapChannel* channel) const {
+  if (channel == nullptr) return std::make_unique<MappedRegions>(parts_.allocator, tags, parts_.own_threads);
+  auto pages = std::make_unique<PageTaker>(parts_.allocator, tags, *channel, static_cast<size_t>(parts_.rank));
+  TORPOR_TRY(pages->begin());
+  return pages;
 }
 
 Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& order) {
@@ -257,10 +202,8 @@ Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& orde
   if (!order.room.empty()) {
     TORPOR_ASSIGN(room, SwapChannel::open(order.room));
   }
-  const std::vector<std::string> asleep = asleep_of(tags);
-  OnTheWay regions = room == nullptr ? OnTheWay(parts_.allocator, asleep, parts_.own_threads)
-                                     : OnTheWay(parts_.allocator, asleep, *room, static_cast<size_t>(parts_.rank));
-  if (regions.by_page() != nullptr) TORPOR_TRY(regions.by_page()->begin());
+  TORPOR_ASSIGN(const std::unique_ptr<RestoreGate> gate, gate_of(asleep_of(tags), room.get()));
+  RankRestorer restorer(parts_.transfers, *gate);
   for (const std::string& tag : tags) {
     const auto found = images_.find(tag);
     Image* const image = found == images_.end() ? nullptr : &found->second;
@@ -274,12 +217,12 @@ Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& orde
     if (image == nullptr) continue;
     reply.bytes += image->bytes();
     if (tag != kv_tag_ || order.late.empty()) {
-      TORPOR_TRY(restore_image(*image, regions));
+      TORPOR_TRY(restore_image(*image, restorer));
     } else {
-      TORPOR_ASSIGN(late, restore_early(*image, order.late, regions));
+      TORPOR_ASSIGN(late, restore_early(*image, order.late, restorer));
     }
   }
-  TORPOR_TRY(regions.wait_for_all());
+  TORPOR_TRY(restorer.wait());
   if (late) reply.late_bytes = begin_late(std::move(*late));
   reply.bytes -= reply.late_bytes;
   return reply;

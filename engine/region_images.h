@@ -37,7 +37,8 @@
 
 namespace torpor {
 
-class PageTaker;
+class RankRestorer;
+class RestoreGate;
 class WriteBehind;
 
 // Where the content of a tag is stored.
@@ -175,7 +176,6 @@ class RegionImages {
 
  private:
   static constexpr uint64_t kRegionChunk = 4ull << 20;
-  class OnTheWay;
   struct Portion;
 
   Result<ChunkKey> key_of(int32_t block) const;
@@ -221,22 +221,20 @@ class RegionImages {
   };
   Result<std::vector<Giving>> prepare_giving(const orders::Save& order, orders::Save::Reply& reply);
   Result<std::vector<Giving>> make_room(const orders::Save& order, orders::Save::Reply& reply);
-  Status copy_up_by_page(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source,
-                         PageTaker& pages);
-  Status copy_up(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source, OnTheWay& regions);
-  Status restore_image(Image& image, OnTheWay& regions);
+  Result<std::unique_ptr<RestoreGate>> gate_of(const std::vector<std::string>& tags, SwapChannel* channel) const;
+  Status restore_image(Image& image, RankRestorer& restorer);
   Result<std::unique_ptr<DiskTier>> open_image(const Image& image) const;
   Status load_all_but_late(const std::vector<SavedChunk>& blocks, const std::vector<int32_t>& late,
                            std::unique_ptr<Tier> tier, orders::LoadBlocks::Reply& reply);
   bool stays_for_late(bool keep) noexcept;
-  Status bring_back_spilled(Image& image, std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans,
-                            OnTheWay& regions);
+  Status restore_spilled(Image& image, std::span<const SavedChunk> chunks, std::vector<ChunkPlan> plans,
+                         RankRestorer& restorer);
   struct Halves {  // of what is saved: copied before the engine runs, and behind it, in the order of need
     std::vector<SavedChunk> first{}, first_spilled{};
     std::vector<SavedChunk> late{}, late_spilled{};
   };
   struct Late {
-    std::unique_ptr<Tier> disk{};  // they come from, if it is not an image's
+    std::shared_ptr<Tier> disk{};  // they come from, if it is not an image's
     std::vector<LateBlocks::Part> parts{};
     uint64_t bytes = 0;
     bool of_image = false;
@@ -245,7 +243,7 @@ class RegionImages {
   };
   static Halves halves_of(std::span<const SavedChunk> chunks, size_t in_host, const std::vector<int32_t>& late);
   Status add_late(Late& late, std::vector<SavedChunk> chunks, Tier& source, uint64_t job_bytes, bool alone) const;
-  Result<Late> restore_early(Image& image, const std::vector<int32_t>& late, OnTheWay& regions);
+  Result<Late> restore_early(Image& image, const std::vector<int32_t>& late, RankRestorer& restorer);
   uint64_t begin_late(Late late);
   void forget_clean(std::string_view tag);
 

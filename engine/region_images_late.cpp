@@ -7,6 +7,7 @@
 
 #include "base/units.h"
 #include "engine/late_blocks.h"
+#include "engine/rank_restorer.h"
 #include "engine/region_images.h"
 #include "engine/write_behind.h"
 
@@ -63,20 +64,21 @@ Status RegionImages::add_late(Late& late, std::vector<SavedChunk> chunks, Tier& 
 }
 
 Result<RegionImages::Late> RegionImages::restore_early(Image& image, const std::vector<int32_t>& late_blocks,
-                                                       OnTheWay& regions) {
+                                                       RankRestorer& restorer) {
   const size_t in_host = image.host == nullptr ? image.chunks.size() : image.in_host;
   Halves halves = halves_of(image.chunks, in_host, late_blocks);
   Late late{.of_image = true};
   if (image.host == nullptr) {
     TORPOR_ASSIGN(late.disk, open_image(image));
+    restorer.keep(late.disk);
   }
   Tier& source = image.host != nullptr ? static_cast<Tier&>(*image.host) : *late.disk;
-  TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, plans_for(halves.first));
-  TORPOR_TRY(copy_up(halves.first, plans, source, regions));
+  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_for(halves.first));
+  TORPOR_TRY(restorer.copy(halves.first, std::move(plans), source));
   TORPOR_TRY(add_late(late, std::move(halves.late), source, parts_.late_job_bytes, /*alone=*/false));
   if (image.spilled == nullptr) return late;
-  TORPOR_ASSIGN(const std::vector<ChunkPlan> spilled, plans_for(halves.first_spilled));
-  TORPOR_TRY(bring_back_spilled(image, halves.first_spilled, spilled, regions));
+  TORPOR_ASSIGN(std::vector<ChunkPlan> spilled, plans_for(halves.first_spilled));
+  TORPOR_TRY(restore_spilled(image, halves.first_spilled, std::move(spilled), restorer));
   TORPOR_TRY(add_late(late, std::move(halves.late_spilled), *image.spilled, parts_.spill_staging_bytes,
                       /*alone=*/true));
   return late;

@@ -5,6 +5,7 @@
 
 #include "base/units.h"
 #include "engine/combined_digest.h"
+#include "engine/rank_restorer.h"
 #include "engine/region_images.h"
 #include "engine/spill_file.h"
 
@@ -374,17 +375,11 @@ Status RegionImages::spill(Portion& portion) {
   return ok();
 }
 
-Status RegionImages::bring_back_spilled(Image& image, std::span<const SavedChunk> chunks,
-                                        std::span<const ChunkPlan> plans, OnTheWay& regions) {
+Status RegionImages::restore_spilled(Image& image, std::span<const SavedChunk> chunks, std::vector<ChunkPlan> plans,
+                                     RankRestorer& restorer) {
+  if (image.spilled == nullptr) return ok();
   image.staging = {};
-  for (size_t first = 0; first < plans.size();) {
-    const size_t end = end_of_job(plans, first, parts_.spill_staging_bytes);
-    parts_.transfers.release_staging();
-    TORPOR_TRY(copy_up(chunks.subspan(first, end - first), plans.subspan(first, end - first), *image.spilled, regions));
-    first = end;
-  }
-  parts_.transfers.release_staging();
-  return ok();
+  return restorer.copy_in_turn(chunks, std::move(plans), *image.spilled, parts_.spill_staging_bytes);
 }
 
 Status RegionImages::copy_to_host(Portion& portion) {

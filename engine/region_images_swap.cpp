@@ -1,7 +1,6 @@
 // RegionImages: memory that one engine gives to another while it is copied.
 #include <algorithm>
 #include <deque>
-#include <numeric>
 
 #include "engine/region_images.h"
 #include "engine/swap_pages.h"
@@ -97,48 +96,6 @@ Status RegionImages::take_back(const std::vector<std::string>& tags) {
   }
   pages_gone_ = false;
   return ok();
-}
-
-Status RegionImages::copy_up_by_page(std::span<const SavedChunk> chunks, std::span<const ChunkPlan> plans, Tier& source,
-                                     PageTaker& pages) {
-  std::vector<size_t> order(plans.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::sort(order.begin(), order.end(),
-            [&](size_t a, size_t b) { return plans[a].pieces.front().address < plans[b].pieces.front().address; });
-  std::vector<ChunkPlan> by_address;
-  std::vector<SavedChunk> saved;
-  by_address.reserve(order.size());
-  saved.reserve(order.size());
-  for (const size_t i : order) {
-    by_address.push_back(plans[i]);
-    if (i < chunks.size()) saved.push_back(chunks[i]);
-  }
-  std::deque<JobId> under_way;
-  const auto end_oldest = [&]() -> Status {
-    const JobId job = under_way.front();
-    under_way.pop_front();
-    return parts_.transfers.end_restore(job);
-  };
-  const Status copied = catching([&]() -> Status {
-    const std::span<const ChunkPlan> all = by_address;
-    for (size_t first = 0, end = 0; first < all.size(); first = end) {
-      for (uint64_t bytes = 0; end < all.size() && bytes < pages.page_bytes(); ++end) {
-        TORPOR_TRY(pages.take_for(all[end]));
-        bytes += all[end].bytes();
-      }
-      under_way.push_back(JobId::kNone);
-      Result<JobId> begun =
-          parts_.transfers.begin_restore(std::span<const SavedChunk>(saved).subspan(std::min(first, saved.size())),
-                                         all.subspan(first, end - first), source);
-      if (!begun) under_way.pop_back();
-      TORPOR_ASSIGN(under_way.back(), std::move(begun));
-      if (under_way.size() == kUnderWay) TORPOR_TRY(end_oldest());
-    }
-    while (!under_way.empty()) TORPOR_TRY(end_oldest());
-    return ok();
-  });
-  for (; !under_way.empty(); under_way.pop_front()) (void)parts_.transfers.end_restore(under_way.front());
-  return copied;
 }
 
 }  // namespace torpor

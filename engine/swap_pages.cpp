@@ -26,15 +26,15 @@ Status PageTaker::take(size_t page) {
   return ok();
 }
 
-Status PageTaker::take_for(const ChunkPlan& plan) {
+Status PageTaker::wait_for(const ChunkPlan& chunk) {
   Status taken;
-  pages_.each_of(plan, [&](size_t page) {
+  pages_.each_of(chunk, [&](size_t page) {
     if (taken && !there_[page]) taken = take(page);
   });
   return taken;
 }
 
-Status PageTaker::take_all() {
+Status PageTaker::wait_for_all() {
   for (size_t page = 0; page < pages_.size(); ++page) {
     if (!there_[page]) TORPOR_TRY(take(page));
   }

@@ -1,4 +1,4 @@
-// The memory of a rank page by page, while an engine gives it to another one (engine/region_images_swap.cpp): which
+// The memory of a rank page by page, while an engine gives it to another one: which
 // pages have bytes that are still to be copied, and which have to be there before bytes are.
 //
 // Owner: one order to a rank. Threads: one.
@@ -9,6 +9,7 @@
 
 #include "allocator/sleep_allocator.h"
 #include "base/swap_channel.h"
+#include "engine/restore_gate.h"
 #include "offload/chunk.h"
 
 namespace torpor {
@@ -43,14 +44,16 @@ class SwapPages {
 };
 
 // The pages of tags that are attaching, each taken when somebody wants it and the other engine has given as much.
-class PageTaker {
+class PageTaker final : public RestoreGate {
  public:
   // All but the tags outlive it.
   PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& room, size_t rank);
   Status begin();  // says how much it needs
-  Status take_for(const ChunkPlan& plan);
-  Status take_all();
-  uint64_t page_bytes() const { return pages_.most_bytes(); }
+  Status wait_for(const ChunkPlan& chunk) override;
+  Status wait_for_all() override;
+  bool all_there() const override { return false; }
+  uint64_t job_bytes() const override { return pages_.most_bytes(); }
+  bool by_address() const override { return true; }
 
  private:
   Status take(size_t page);

@@ -1,0 +1,58 @@
+// RestoreGate: says when the memory of a chunk is there, so that its bytes can be copied into it.
+//
+// Owner: one order to a rank. Threads: one calls it.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "allocator/sleep_allocator.h"
+#include "engine/region_mapper.h"
+#include "offload/chunk.h"
+
+namespace torpor {
+
+class RestoreGate {
+ public:
+  virtual ~RestoreGate() = default;
+  // Wait until the memory of the chunk is there. Return an error if it will not be.
+  virtual Status wait_for(const ChunkPlan& chunk) = 0;
+  // Wait until all memory of the wake is there. Return an error if it will not be.
+  virtual Status wait_for_all() = 0;
+  // Return whether all memory is there. False where that is not known.
+  virtual bool all_there() const = 0;
+  // Return the bytes of a job until then: it is begun when the memory of all its chunks is there.
+  virtual uint64_t job_bytes() const = 0;
+  // Return whether memory comes by rising addresses: chunks are to be copied in that order then.
+  virtual bool by_address() const = 0;
+};
+
+// The regions of a wake, which a thread attaches one after the other.
+class MappedRegions final : public RestoreGate {
+ public:
+  // The regions of `tags`, in this order; `allocator` outlives this. Without a thread all of them are attached here.
+  MappedRegions(SleepAllocator& allocator, const std::vector<std::string>& tags, bool own_thread);
+
+  Status wait_for(const ChunkPlan& chunk) override;
+  Status wait_for_all() override { return mapper_.wait(order_.regions.size()); }
+  bool all_there() const override { return mapper_.finished(); }
+  uint64_t job_bytes() const override;
+  bool by_address() const override { return false; }
+
+ private:
+  struct Order {
+    std::vector<DeviceAddress> regions;
+    // Tag and name of a region -> how many regions there are up to and with that one. Without a name: of the whole tag.
+    std::map<std::pair<std::string, std::string>, size_t> end_of;
+  };
+  static Order order_of(const SleepAllocator& allocator, const std::vector<std::string>& tags);
+
+  const Order order_;
+  ChunkKey last_{};  // that was waited for
+  RegionMapper mapper_;
+};
+
+}  // namespace torpor
