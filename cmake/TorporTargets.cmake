@@ -4,13 +4,14 @@
 # few rooms make up for when their tests run. COLD are sources that run a few times a sleep, or wait for files, a
 # network or the driver: they are optimised for users, too, only as far as it is fast to do. What bytes, blocks or the
 # steps of an engine go through is not COLD.
-# torpor_test(NAME SOURCES … [APART …] [ONE_THREAD …] [FORKS …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes
+# torpor_test(NAME SOURCES … [APART …] [ONE_THREAD …] [FORKS …] [REPEATS …] USES … [LABELS …] [TIMEOUT seconds] [SHARDS n]) makes
 # a GoogleTest program and registers it with CTest, its cases divided among n processes; what has the longest time is
 # begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests builds all programs, and all_tests
 # builds those of any label.
 # ThreadSanitizer's build does without two kinds of the sources named before: ONE_THREAD, whose tests start no thread,
 # so that it would find nothing; and FORKS, whose tests start threads in processes that they fork, where it cannot
-# follow.
+# follow. Only the preset tsan-rest (TORPOR_TSAN_REPEATS) has a third kind: REPEATS, whose threads do what those of the
+# program's other sources do.
 
 # Line tables suffice for stack traces; everything that -g adds to them takes a third of the time of a compile.
 string(REGEX REPLACE "-g( |$)" "-g1\\1" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")
@@ -112,7 +113,7 @@ function(torpor_room name)
 endfunction()
 
 function(torpor_test name)
-  cmake_parse_arguments(TEST "" "TIMEOUT;SHARDS" "SOURCES;APART;ONE_THREAD;FORKS;USES;LABELS" ${ARGN})
+  cmake_parse_arguments(TEST "" "TIMEOUT;SHARDS" "SOURCES;APART;ONE_THREAD;FORKS;REPEATS;USES;LABELS" ${ARGN})
   if(NOT TEST_TIMEOUT)
     set(TEST_TIMEOUT 1200)
   endif()
@@ -123,6 +124,9 @@ function(torpor_test name)
     set(TEST_SHARDS 1)
   endif()
   set(without ${TEST_ONE_THREAD} ${TEST_FORKS})
+  if(NOT TORPOR_TSAN_REPEATS)
+    list(APPEND without ${TEST_REPEATS})
+  endif()
   if(TORPOR_SANITIZE STREQUAL "thread" AND without)
     list(REMOVE_ITEM TEST_SOURCES ${without})
     list(REMOVE_ITEM TEST_APART ${without})

@@ -8,17 +8,22 @@
 #include "base/units.h"
 #include "tests/engine/sleep_controller_scene.h"
 #include "tests/support/disk_reads.h"
+#include "tests/support/sanitizers.h"
 
 namespace torpor {
 namespace {
 
 using namespace test;
 
-INSTANTIATE_TEST_SUITE_P(
-    Engines, SleepControllerTest,
-    ::testing::Values(SleepVariant{1, false}, SleepVariant{1, true}, SleepVariant{2, false}), [](const auto& info) {
-      return std::string(info.param.ranks == 2 ? "TwoRanks" : info.param.defer_copies ? "CopiesLate" : "OneRank");
-    });
+// Under ThreadSanitizer two ranks alone: the others have no thread that these have not.
+std::vector<SleepVariant> variants() {
+  if (kThreadSanitizer) return {{2, false}};
+  return {{1, false}, {1, true}, {2, false}};
+}
+
+INSTANTIATE_TEST_SUITE_P(Engines, SleepControllerTest, ::testing::ValuesIn(variants()), [](const auto& info) {
+  return std::string(info.param.ranks == 2 ? "TwoRanks" : info.param.defer_copies ? "CopiesLate" : "OneRank");
+});
 
 TEST_P(SleepControllerTest, AfterASleepAtAnyStepEveryTokenIsTheSame) {
   for (const bool to_disk : {false, true}) {

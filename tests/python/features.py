@@ -287,6 +287,7 @@ FEATURES = {
         lambda model: {"structured_outputs_config": {"backend": "xgrammar"}, "reasoning_parser": "deepseek_r1"},
         shown=_reasoning_ended_before_the_sleep,
         row="structured output after reasoning, thinking budgets",
+        long_on=("CPU", "rig"),
     ),
     "prefix hashes by xxhash": Feature(_plain, lambda model: {"prefix_caching_hash_algo": "xxhash"}, long_on=("rig",)),
     "speculation, n-gram": Feature(
@@ -338,6 +339,7 @@ FEATURES = {
         steps=(2, 9),
         shown=_asked_for_is_there,
         row="prompts as embeddings; given tokens and scores of a prompt (V2)",
+        long_on=("rig",),
     ),
     "sampling masks": Feature(
         _masked,

@@ -25,7 +25,7 @@ from torpor.vllm.options import Options
 PROCESS = Path(__file__).parent / "connector_process.py"
 
 
-@pytest.fixture(scope="module", params=["eager", "lazy"])
+@pytest.fixture(scope="module", params=["eager", pytest.param("lazy", marks=pytest.mark.long)])
 def served(request, zygote, tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("connector")
     return result_of(zygote.run([PROCESS, request.param, tiny_model, folder], timeout=200)) | {"mode": request.param}

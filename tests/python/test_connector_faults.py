@@ -90,6 +90,7 @@ def test_refused_host_memory_and_a_disk_that_is_full_and_then_gone_cost_time_onl
     assert result["stats"].get("demote_failed", 0) + result["stats"].get("demote_degraded", 0) > 0
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_at_the_start_costs_hits_only(load):
     result = load("full")
     check(result, load)
@@ -97,6 +98,7 @@ def test_a_disk_that_is_full_at_the_start_costs_hits_only(load):
     assert result["stats"].get("demote_failed", 0) + result["stats"].get("demote_degraded", 0) > 0
 
 
+@pytest.mark.long
 def test_without_host_memory_blocks_go_to_disk(load):
     result = load("disk_only")
     check(result, load)

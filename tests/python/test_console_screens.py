@@ -248,6 +248,7 @@ def until(app, condition, seconds=20):
     return wait
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SIZES)
 def test_every_key_does_something_and_ends_nothing_on_a_made_up_engine(mock, size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for the picture
@@ -264,6 +265,7 @@ def test_every_key_does_something_and_ends_nothing_on_a_made_up_engine(mock, siz
     assert [path.suffix for path in tmp_path.iterdir()] == [".svg"]
 
 
+@pytest.mark.long
 def test_readonly_every_key_only_reads(mock, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torpor.console, "connect", lambda *_, **__: pytest.fail("it connected"))

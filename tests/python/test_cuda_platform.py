@@ -212,7 +212,7 @@ class OnRig(Server):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torpor.vllm.serve", "vllm serve"])
+@pytest.mark.parametrize("kind", [pytest.param("torpor.vllm.serve", marks=pytest.mark.long), "vllm serve"])
 def test_a_server_starts_and_its_streams_go_on_over_a_sleep(rig_zygote, rig_model, tmp_path, kind):
     own = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONHASHSEED": "0"}
     options = ["--dtype", "float32", "--max-num-seqs", "8"]

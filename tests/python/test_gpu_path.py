@@ -48,7 +48,7 @@ def test_torpor_has_its_memory_of_a_gpu(one):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("steps", [2, *(pytest.param(steps, marks=pytest.mark.long) for steps in (15, 17)), 16])
+@pytest.mark.parametrize("steps", [*(pytest.param(steps, marks=pytest.mark.long) for steps in (2, 15, 17)), 16])
 def test_a_sleep_with_a_batch_in_flight_is_its_paused_twin(one, steps):
     twin = paused(one, steps)
     answers = one.begin(steps)
@@ -154,7 +154,7 @@ def test_what_vllm_keeps_beside_the_weights_is_rebuilt_after_level_2(one, tiny_m
 
 
 @pytest.mark.parametrize(
-    "layout", ["BHLNC", *(pytest.param(n, marks=pytest.mark.long) for n in ("LBHNC", "BLNHC", "BLHNC"))]
+    "layout", [pytest.param(n, marks=pytest.mark.long) for n in ("BHLNC", "LBHNC", "BLNHC", "BLHNC")]
 )
 @pytest.mark.slow
 def test_every_kv_layout_sleeps(zygote, tiny_model, tmp_path, layout):
@@ -170,6 +170,7 @@ def test_a_layout_whose_blocks_are_scattered_is_refused_by_name(zygote, tiny_mod
 
 
 @pytest.mark.core
+@pytest.mark.long
 @pytest.mark.slow
 def test_blocks_that_attention_divides_sleep(zygote, tiny_model, tmp_path):
     result = variant(zygote, tiny_model, tmp_path, {"block_size": 64}, rig.environment(kernel_block=32))

@@ -25,7 +25,7 @@ KINDS = {
     "convolutions": ({"prefix_match_unit": 16}, ["MambaManager", "MambaManager", "FullAttentionManager"]),
 }
 # Tables there are as on the CPU; that tokens are, is in test_features.py.
-IN_PROOF = tuple(KINDS) if rig.active() else ("chunks",)
+IN_PROOF = tuple(KINDS) if rig.active() else ("chunks", "windows")
 
 
 @pytest.mark.slow

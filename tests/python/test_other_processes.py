@@ -109,7 +109,11 @@ def test_an_engine_does_not_stand_still_for_a_sleep_that_was_interrupted(interru
 @pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=[pytest.mark.rig, *(() if rig.active() else [pytest.mark.long])])]
+    "ranks",
+    [
+        pytest.param(1, marks=pytest.mark.long),
+        pytest.param(2, marks=[pytest.mark.rig, *(() if rig.active() else [pytest.mark.long])]),
+    ],
 )
 def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
     in_other_processes, zygote, tiny_model, tmp_path, events_dir, monkeypatch, ranks

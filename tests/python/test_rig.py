@@ -68,6 +68,7 @@ def test_what_stands_in_for_kernels_does_what_they_do(in_process):
     assert log_probabilities < 1e-5 and ranks == 0
 
 
+@pytest.mark.long
 def test_what_the_interpreter_remembers_changes_no_digit(on_rig, in_process):
     stock = on_rig("stock-interpreter")
     assert stock["runs"] == in_process["runs"][:1] and stock["by_grammar"] == in_process["by_grammar"]
@@ -86,11 +87,7 @@ def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, w
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        layout if layout == "BLHNC" else pytest.param(layout, marks=pytest.mark.long)
-        for layout in rig.KV_LAYOUTS
-        if layout != "LBNHC"
-    ],
+    [pytest.param(layout, marks=pytest.mark.long) for layout in rig.KV_LAYOUTS if layout != "LBNHC"],
 )
 def test_every_kv_layout_answers_the_same(on_rig, in_process, layout):
     result = on_rig("briefly", kv_layout=layout)

@@ -156,6 +156,7 @@ def test_whom_a_directory_goes_on_from_is_on_disk_when_it_is_said(tmp_path, monk
     assert [path.name for path in (tmp_path / "dir").iterdir()] == ["remote.holder"]
 
 
+@pytest.mark.long
 def test_what_was_pushed_goes_on_elsewhere(s3, tiny_model, tmp_path):
     store = f"s3://{BUCKET}/servers"
     options = [

@@ -124,6 +124,7 @@ def slept_by_socket(events: str) -> None:
     assert recorded["processes"] >= 2  # the server and its engine
 
 
+@pytest.mark.long
 def test_every_answer_of_200_requests_is_whole_and_identical_over_10_sleeps(server, events):
     """Greedy and seeded requests in float32, whose tokens do not depend on who else is in the batch here.
 
@@ -282,6 +283,7 @@ def test_a_pause_that_waits_is_over_when_the_answers_are_beside_checkpoints(serv
     run(server, scene)
 
 
+@pytest.mark.long
 def test_a_server_starts_with_another_option_where_nothing_runs_or_its_operator_wants_it(server, folder):
     """As an upgrade of vLLM does: the checkpoint fits the engine no more."""
 

@@ -115,6 +115,7 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_streams_of_two_engines_go_on_where_they_were(in_other_processes, zygote, tiny_model, tmp_path):  # noqa: F811
     asyncio.run(_streams(zygote, tiny_model, tmp_path))
 
@@ -227,6 +228,7 @@ async def until_stopped(side: Side) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_servers_take_turns_and_one_that_is_killed_leaves_the_other(zygote, tiny_model, tmp_path):
     sides = []
     try:

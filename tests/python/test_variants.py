@@ -43,11 +43,17 @@ VARIANTS = {
 
 
 ON_RIG = ("scheduling by priority, no prefix cache",)  # preemption there: test_gpu_path.py
+IN_PROOF = ("linear weights left unpacked", "nothing cached is kept", "bfloat16, compressed, large steps")
+
+
+def _marked(name):
+    marks = [*([pytest.mark.rig] if name in ON_RIG else []), *([pytest.mark.long] if name in IN_PROOF else [])]
+    return pytest.param(name, marks=marks)
 
 
 @long_on_rig
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.rig) if n in ON_RIG else n for n in VARIANTS])
+@pytest.mark.parametrize("name", [_marked(name) for name in VARIANTS])
 def test_identical_with(name, zygote, tiny_model, tmp_path):
     key = tmp_path / "key"
     key.touch(mode=0o600)

@@ -241,24 +241,6 @@ def wrong_types(root: Path) -> list[str]:
     return [line for line in (done.stdout + done.stderr).splitlines() if ": note: " not in line]
 
 
-# Sources that may be longer: a table of what one release of vLLM has.
-_LONG = {
-    "bindings/python/torpor/vllm/compat/v0_32.py",
-}
-_MOST_LINES = 450
-
-
-def too_long(root: Path) -> list[str]:
-    """Sources that are better split along a seam."""
-    sources = [p for p in tracked(root) if p.suffix in (".h", ".cpp", ".cu", ".py")]
-    lengths = {str(p.relative_to(root)): p.read_text().count("\n") for p in sources}
-    return [
-        f"{name}: has {lines} lines, more than {_MOST_LINES}: split it along a seam"
-        for name, lines in lengths.items()
-        if lines > _MOST_LINES and name not in _LONG
-    ]
-
-
 def all_problems(root: Path) -> list[str]:
     checks = (
         missing_paths,
@@ -269,7 +251,6 @@ def all_problems(root: Path) -> list[str]:
         ends_the_process,
         broken_promises,
         private_names,
-        too_long,
         stale_mutants,
         unformatted,
         wrong_python,

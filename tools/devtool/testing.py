@@ -265,7 +265,7 @@ def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str
             "Python tests, engines": Job([*PYTEST, *BUT_SERVERS, "-m", f"not long and not ({RIG_ALONE})"], env, zygote),
             "C++ tests, release": Job(ctest("release", 1, "-L", "proof"), env),
             "Python tests, vLLM's GPU path": Job([*PYTEST, "tests/python", "-m", ON_RIG], on_rig, rig_zygote),
-            "Python tests, servers": Job([*PYTEST, *SERVERS], env, zygote),
+            "Python tests, servers": Job([*PYTEST, *SERVERS, "-m", "not long"], env, zygote),
             "Tools and documents": Job([*PYTEST, "tests/tools", "-m", "not long"], env, zygote),
             **{
                 f"Python tests, core, vLLM {version}": Job(CORE_TESTS, variables, own)
