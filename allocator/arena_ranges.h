@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ArenaRanges: which ranges of an arena's slabs are free, found by size in constant time, whatever the number of ranges
 // and slabs.
 //

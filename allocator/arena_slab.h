@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ArenaSlab: one piece of host memory that an arena has from the system: taken, pinned for a device, given back.
 //
 // Owner: HostArena, which alone is at work on it. Threads: none; called without the arena's lock, for all of it takes

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DeviceMemory: the seam to GPU memory, about a dozen verbs in the shape of CUDA's virtual memory management.
 //
 // A range of addresses is reserved; physical memory is created; physical memory is mapped at an address of a reserved

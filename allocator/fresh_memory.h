@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory fresh from the system: mapped and brought up, so that later use pays no page fault. From which NUMA node:
 // allocator/numa_memory.h.
 #pragma once

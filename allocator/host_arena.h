@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HostArena: host memory for saved bytes and staging, pre-faulted once, reused for ever, charged against a budget.
 //
 // Owner: one a process. Spans are move-only and return themselves; the arena must outlive them. Memory of returned

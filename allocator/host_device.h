@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HostDevice: DeviceMemory without a GPU, over private memory and reserved addresses. A real product path: it gives
 // memory back to the system on release, so an engine on the CPU can sleep too.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of one NUMA node: asked of the system (mbind), or, where the system refuses that, as Docker's default
 // seccomp profile does, touched first by threads that run on the node's cores.
 //

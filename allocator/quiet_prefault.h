@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // QuietPrefault: memory for an arena that may be wanted later, brought up beside work that must not notice: three
 // quarters of the time nothing is done, and only as long as the system has room for it.
 //

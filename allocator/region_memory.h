@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RegionMemory: physical memory behind one reserved range of addresses. What is done is written down at once, so that
 // it can be undone, or tried again, wherever something fails. Threads: one at a time.
 #pragma once

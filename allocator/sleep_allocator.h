@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SleepAllocator: regions of device memory by tag. Sleep takes the physical memory away and keeps the addresses; wake
 // puts fresh memory under the same addresses.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the files of SleepAllocator share; they have its own header before.
 #pragma once
 

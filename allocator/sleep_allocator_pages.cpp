@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SleepAllocator: memory that goes and comes page by page.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Background: one piece of work at a time on a thread of its own, for an owner that asks now and then whether it has
 // ended. Without a thread the work is done when the owner asks, on its thread: for simulations that must replay
 // exactly.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Time as a dependency. `now()` is monotonic (for durations and deadlines), `unix_seconds()` is wall time (for
 // records).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies of much memory, past the cache: with ordinary stores the machine reads every line of the target before it
 // writes it. Measured on AVX2 and AVX-512 machines: streaming stores copy pieces of 12 KiB as fast as megabytes, as
 // long as nobody waits for them after each piece.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // XXH3-128 digests: they find accidents (bit rot, torn writes, wrong copies), they do not stop an attacker; base/seal.h
 // does. Library: xxHash. The 16 bytes are in XXH128's canonical (big-endian) order, so they read the same everywhere.
 #pragma once

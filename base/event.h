@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Event: what happened, in 64 bytes; EventPort: what components tell events to. Both are values.
 //
 // Telling an event waits for nobody, takes no memory and no lock, and is legal under any lock and on any thread

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EventRing: the last events of a process, in memory that others may read while it is written and after its process was
 // killed: a file that is mapped and shared. Nobody empties it: the newest event goes where the oldest was.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files through one seam: everything torpor stores goes through Directory and File, so that tests can fail, count and
 // cut any call. The real one is Linux: directory descriptors, no symbolic link is ever followed below the opened path,
 // files 0600 in directories 0700 whatever the umask, O_CLOEXEC. Files and directories that belong to others, or that

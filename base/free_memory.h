@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much memory the system can still give this process: the machine, and each control group above the process that
 // has a limit (version 2 or 1). What is only cached of files counts as free.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The name of this machine, for messages that ranks on several of them send to one.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files of Linux as File: descriptors that are never those of standard streams and never follow a link, plain files,
 // and files for large transfers with direct I/O and io_uring, which may read from the page cache what lies there.
 // Owner: linux_file_system.cpp, which says what may be opened.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Log lines: one log, "torpor", on standard error, its level from TORPOR_LOG (trace…off; default warn). spdlog writes
 // them. Only log.cpp includes it: its calls are templates that compile most of fmt into each source that makes them.
 #pragma once

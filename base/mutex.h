@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Mutex, MutexLock and CondVar that clang's thread-safety analysis understands (base/thread_annotations.h). std::mutex
 // of libstdc++ has no such attributes, hence the wrappers; they add nothing else.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PageBuffer: memory at a multiple of a page, as direct I/O wants it, that grows on demand and forgets its content
 // then.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Progress of long work, and its cancellation.
 //
 // Threads: ProgressMeter::add() from any; the sink is called under the meter's lock, by the thread that did the work.

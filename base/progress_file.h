@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ProgressFile: how far an operation is, and the wish to cancel it, between who asked for it and the processes that do
 // it: a page of a file that all of them map. Those that work add up what they move; who watches reads, or cancels.
 //

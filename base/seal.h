@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Seal: what makes the bytes of one checkpoint unforgeable, and, if wished, unreadable. Library: libsodium.
 //
 // A user's Key (32 bytes, from a file) and the checkpoint's random id give the checkpoint's own keys (BLAKE2b, keyed),

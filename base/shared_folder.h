@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SharedFolder: a folder of its own for pages that processes of this machine map (SwapChannel, ProgressFile), in memory
 // where the system has such a place. It goes with this object.
 //

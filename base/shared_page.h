@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SharedPage: a page of a file that several processes map. What lies in it begins with a mark that says what it is; all
 // else is zero at first, and made of atomics.
 #pragma once

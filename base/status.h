@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Errors as values: Status, Result<T> and the Error they carry.
 //
 // A code is chosen by what the caller should do next, not by where the failure happened. `what` says what was wrong and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SwapChannel: device memory that one engine gives and another takes, rank by rank: a page of a file that the processes
 // of both map. Rank r of both is on the same device. What was taken is never more than what was given and lent, so that
 // both together never have more than the larger of them.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SwapHandshake: how far the two halves of a swap are, and whether it is given up or for good, in one word of a
 // SwapChannel. Each step makes another word of the one that was read, and counts only if nobody was faster. So all see
 // the steps in one order, and of "it is given up" and "the engine that comes runs" only one ever happens.

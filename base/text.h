@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parts of sentences. What fmt/ranges.h does too, but that compiles fmt's own output of strings into each source.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attributes of clang's thread-safety analysis as macros. What a lock guards is written at the fields (GUARDED_BY),
 // what a function needs at the function, or at the lambda (REQUIRES). Clang checks it wherever it compiles a room: in
 // the presets `asan` and `fuzz`. With other compilers the macros are empty. The locks: base/mutex.h.

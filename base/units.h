@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sizes and small arithmetic on them. Every size in torpor is in bytes unless its name says otherwise.
 #pragma once
 

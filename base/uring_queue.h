@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // UringQueue: many reads or writes of one file at once through io_uring. Library: liburing.
 // Threads: one batch at a time; others wait.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Value: a plain tree of data, for what an engine's adapter keeps that torpor does not interpret.
 //
 // Copyable, comparable, no pointers, no cycles. Depth is limited to kMaxValueDepth wherever a Value comes from outside.

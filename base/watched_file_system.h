@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A FileSystem in front of another one, which asks a function before every call. What it says no to is not done and
 // fails with its error; before a file or directory is closed (`call` "close") it is only told.
 //

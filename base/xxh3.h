@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // XXH3 in 128 bits with vectors of one width. The library's own choice of the width is only in its shared form, which a
 // portable module cannot use. Digests are the same with all. x86-64 only; elsewhere the library's functions serve.
 #pragma once

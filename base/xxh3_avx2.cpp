@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "base/xxh3_wide.h"
 
 static_assert(XXH_VECTOR == XXH_AVX2);

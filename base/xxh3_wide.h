@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The text of xxh3_avx2.cpp and xxh3_avx512.cpp, which differ in what they are compiled for. It includes nothing but
 // static functions: what is compiled here must not run elsewhere.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sets of checkpoints for Python: what the front end of several engines writes and reads.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

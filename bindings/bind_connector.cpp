@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The scheduler's side of vLLM's KV connector (torpor/vllm/connector.py): vLLM's objects in, OffloadScheduler's
 // decisions out, one call a hook. What is done for each block is done in connector_hits and connector_offers.
 #include <pybind11/pybind11.h>

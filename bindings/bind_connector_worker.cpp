@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank's side of vLLM's KV connector: OffloadWorker over the memory of the rank.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

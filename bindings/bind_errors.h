@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Errors across the Python border: an Error value becomes an exception of torpor.errors, and back.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Events of this process, and the requests of an engine as their states, for Python.
 #include <unistd.h>
 

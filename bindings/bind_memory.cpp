@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // torpor.memory for Python: regions by tag, without an engine.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

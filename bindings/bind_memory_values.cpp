@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a rank's memory is told and says: its key, its KV layout, its ledger.
 #include <pybind11/stl.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankMemory for Python: one a worker process.
 #include <algorithm>
 

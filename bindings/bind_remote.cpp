@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of a server is in an object store, for Python: who owns it, its newest checkpoint and its answers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One function a subject; core_module.cpp calls them.
 #pragma once
 

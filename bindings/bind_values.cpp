@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/bind_values.h"
 
 #include <fmt/core.h>

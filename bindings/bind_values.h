@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values across the Python border: the structs of scheduler_state, kvcache and checkpoint to and from plain dicts,
 // lists and array.array. Strict: a key that is missing, unknown or of another type is an invalid_argument that names
 // it. Token ids and block numbers are array('i'), copied in one piece.

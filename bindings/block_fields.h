@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BlockField: one attribute of vLLM's KVCacheBlock. Where its class has it as a slot, the slot is read and written
 // where it lies, without the interpreter; of any other object it is asked for by name, slower and as right.
 //

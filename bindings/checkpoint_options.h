@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How checkpoints are written, from a Python dict: the same entries wherever they are taken.
 #pragma once
 

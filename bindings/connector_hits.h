@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ConnectorHits: how much of a request's prompt can be loaded, for all KV cache groups of the engine; and GroupTables,
 // their block tables. A group is layers with one table; its blocks have keys of their own.
 //

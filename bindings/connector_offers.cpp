@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/connector_offers.h"
 
 #include <algorithm>

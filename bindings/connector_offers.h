@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ConnectorOffers: which of vLLM's blocks are offered to the tiers, and when. Eager: what a step fills, and what a
 // request has filled at its end. Lazy: what lies at the head of vLLM's free queue, which it evicts next.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What both sides of vLLM's KV connector tell each other besides plans and reports, and what it tells vLLM.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // torpor._core: the C++ library for Python.
 #include <pybind11/pybind11.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DictReader: takes the entries of a Python dict one by one and refuses what is missing, unknown or of another type.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EngineBlocks: vLLM's BlockPool as DeviceBlocks. A block's content is known by its hash object: vLLM makes a new one
 // each time it enters a block into the prefix cache, and drops it when the block is evicted (vllm/block_stamps.py).
 // Objects are kept, so that none comes to lie where another was.

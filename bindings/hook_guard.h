@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How another thread uses what the engine's thread has in Python: with the interpreter's lock, and between two hooks.
 #pragma once
 

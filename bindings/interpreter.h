@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether Python can still be called.
 #pragma once
 

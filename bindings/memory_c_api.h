@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C ABI of torpor's memory, exported by the Python module's shared library and by libtorpor_memory.so
 // (bindings/memory_library), which needs no Python; for torch's pluggable allocators, ctypes and other programs.
 // Nothing here ends the process: a failure is a null pointer or a code that is not 0, and torpor_last_error() says what

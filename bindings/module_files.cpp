@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/module_files.h"
 
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Mooncake's client, which exists as a Python extension: torpor/vllm/mooncake.py makes it.
 #pragma once
 

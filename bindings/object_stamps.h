@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ObjectStamps: stamps of KV blocks (KvBlock::stamp) for an engine in Python that has an object of its own for each
 // content of a block: the same object, the same stamp. Objects are kept, so that none comes to lie where another was.
 //

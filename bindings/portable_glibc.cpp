@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For manylinux_2_28 (cmake/TorporPortable.cmake): what this machine's C++ library wants of glibc and version 2.28 does
 // not have. Declared by hand, as the headers of a newer glibc declare them.
 #include <pthread.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For the portable module and inspector (cmake/TorporPortable.cmake): fmt and spdlog, which Debian has as shared
 // libraries only. Their header-only form has the same functions; -fkeep-inline-functions compiles them all.
 #undef FMT_SHARED

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The events of this process: one ring, however many engines and ranks it has.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The MemorySaver of this process, for the C interface of memory and for Python, with the settings that the environment
 // gives (docs/memory.md).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arrays and sequences of Python, in one piece.
 #pragma once
 

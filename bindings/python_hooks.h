@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EngineHooks that call a Python object.
 #pragma once
 

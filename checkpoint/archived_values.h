@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How each value struct is laid out in an archive: its fields in this order. A change here is a change of the format:
 // raise kSectionVersion (state_sections.cpp) or kFormatVersion (manifest.h); checkpoint/FORMAT.md says what then.
 #pragma once

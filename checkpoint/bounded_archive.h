@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The only way from values to bytes and back: Cereal through archives of our own.
 //
 // Bytes are hostile until decoded: a length is checked against the bytes that remain before anything is allocated for

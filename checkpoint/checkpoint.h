@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoint: a committed one, opened for reading: its manifest was whole and, with a key, authentic.
 //
 // Owner: whoever reads. Threads: all methods from any thread. Nothing here writes.

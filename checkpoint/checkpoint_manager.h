@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CheckpointManager: a directory of checkpoints, each written once, committed atomically, verified before it is
 // believed.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints of several engines that belong together, one each: data parallel ranks behind one front end. All of them
 // are woken, or none.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EngineCheckpoint and SchedulerCheckpoint: everything of a sleeping engine except the bytes of its memory.
 //
 // Values only; the structs of the interruptible-inference design. checkpoint/state_sections.h turns them into the

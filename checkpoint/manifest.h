@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Manifest: the table of contents of a checkpoint. checkpoint/manifest_codec.h turns it into the file MANIFEST and
 // back.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The file MANIFEST: a Manifest as bytes, and back. The bytes: checkpoint/FORMAT.md.
 //
 // The file describes itself: magic, format version, byte order, length, id, and a BLAKE2b-256 over header and body,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/prefix_hash.h"
 
 #include <string_view>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recomputes the chain of prefix hashes of a request from its tokens, as the engine that wrote the checkpoint computed
 // it.
 //

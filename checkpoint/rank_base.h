@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankBase: what one rank has in the checkpoint that another one is built on. Only its manifest and refs are read.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankWriter: what one rank writes of a checkpoint under construction: its chunk file, hard links to files of the base
 // checkpoint, and last of all its refs.
 //

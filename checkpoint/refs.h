@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankRefs: one rank's share of a checkpoint: the files in which its memory lies, and which record lies where. Written,
 // synced and read by that rank alone, as the file refs-rN (checkpoint/refs_codec.h); the manifest has its summary.
 //

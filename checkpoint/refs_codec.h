@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The file refs-rN: a RankRefs as bytes, and back. The bytes: checkpoint/FORMAT.md.
 //
 // The file has no digest of its own: MANIFEST names it with its length and its BLAKE2b-256, keyed if the checkpoint is

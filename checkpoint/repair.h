@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Repair: from a damaged checkpoint a new one with the requests that are whole.
 //
 // A request goes if a block of its is damaged on some rank. Cached blocks that are damaged lose their hash. A tag whose

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which checkpoints of a directory may go: the decision alone, over what list() knows.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SectionReader: takes the values out of named sections, each of which is its version (u32) and then its values.
 #pragma once
 

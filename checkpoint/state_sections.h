@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An EngineCheckpoint as the sections of a checkpoint, and back: Cereal through a bounded archive, so that a hostile or
 // damaged section is an error, never a large allocation. The bytes: checkpoint/FORMAT.md.
 #pragma once

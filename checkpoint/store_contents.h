@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is done to a directory of checkpoints as a whole: looking at all of them, and taking them away. Whoever changes
 // it holds its lock.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Names inside a directory of checkpoints, and what reader and writer of a checkpoint share.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // verify(): everything that can be wrong with a checkpoint, looked for: every byte against its digest (and seal), every
 // value against the others, every live block against what was saved, every chain of prefix hashes against the tokens.
 #pragma once

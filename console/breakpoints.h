@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Breakpoints: where an engine stops so that it can be looked at as it stands, and for how long.
 //
 // A stop means that no further step is taken: requests may come and be aborted, copies under way end, and a sleep, wake

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Breakpoints that hold one request or transfer, and leave the engine running.
 #include <algorithm>
 #include <bit>

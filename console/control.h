@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Control: what a process answers to who looks at it and stops it, without the socket (control_server.h); and
 // ControlSession: one peer's lines in, answers and events out.
 //

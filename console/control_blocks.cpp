@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls that change what an engine's stores have, and what is on its way there.
 #include <array>
 

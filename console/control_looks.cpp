@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Answers that change nothing: requests and events.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The calls of a process's socket, in one table: from it come what the server takes, by HTTP as well, `torpor live
 // --help`, the table of docs/console.md, and the names in events. Numbers are told in events: methods are only ever
 // added, at the end.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls that the front end carries out, and recordings of a process's own.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ControlServer: a process's socket, for who looks at it and stops it (control.h has what is said there).
 //
 // A Unix socket beside the process's ring, 0600 in a directory that is 0700. Who connects must be of the same user, or

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EngineView: what is now, folded from events: the same for an engine that lives, for last words and for a recording.
 //
 // What it does not know it leaves out: a view that began late learns of each request again when its slots are told anew

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Events for other programs: a JSON object a line, a trace for Perfetto (ui.perfetto.dev), comma-separated values, a
 // web page (event_page.h).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the events of processes are: rings in a directory of its own, one a process and role, and recordings.
 //
 // A directory of rings is 0700 and the user's, on tmpfs. Who ends by itself takes its ring away; the rings of killed

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Words in events: parts of 32 bytes that are put together again; the names of requests and of memory's tags.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FrontAccess: what only an engine's front end can do for a console: plan, sleep, wake, checkpoint.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a reference engine was given (console/reference_run.h), as recordings name it.
 #pragma once
 

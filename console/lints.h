@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lints: what an operator should look at, found in what an engine tells: live, in last words and in recordings. Each is
 // a pure function of the events; times are those of the events.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a recording's requests would have found in tiers of other sizes: by a model, of a recording whose engine told
 // the keys of their blocks (option events_keys). It has the order of the requests, the keys of their prompts and of
 // what they made, and nothing of time: a device and host memory by use, a disk by whole segments, the oldest first, all

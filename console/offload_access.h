@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // OffloadAccess: how a console uses the OffloadScheduler of a running engine, which has one thread and no locks.
 #pragma once
 

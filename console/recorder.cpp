@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "console/recorder.h"
 
 #include <fmt/core.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recorder: what the rings of a directory tell, into a directory of recordings, one a process: `torpor record`, and
 // record.start of a console.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A recording: the events of one process in a file. RECORDING.md has the format.
 //
 // It is written by a process of its own (torpor record), never by an engine: an engine writes to no file, and a

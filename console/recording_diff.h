@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What differs between two recordings, as somebody who looks for the cause wants it: the first event that differs, what
 // requests went through, how long transfers took, what sleeps and wakes took.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ReferenceRun: a reference engine with its controller whose inputs are told as events, before each is carried out: the
 // engine's options, requests, aborts, steps, sleeps and wakes. Nothing else decides what it does, so its recording can
 // be replayed event by event (console/replay.h). Time is an input, too: it stands still while one is carried out.

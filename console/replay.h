@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replay: a recording of a reference engine (console/reference_run.h) is given to another one, input by input, and
 // every event is compared, all 64 bytes. The first that differs is where two versions of the code part ways.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RequestStory: all that the events of one process say of one request, by its name.
 #pragma once
 

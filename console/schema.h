@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the fields of each type of event mean, in words: for people, for JSON, and to know which events make sense.
 #pragma once
 

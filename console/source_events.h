@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What was read of one process.
 #pragma once
 

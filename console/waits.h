@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Waits: what each request of an engine waits for, in words for people.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BehindEvents: what is told of a checkpoint that is written while the engine serves: an operation like any other
 // (engine/operation.h), whose phases in the stop are told by the Operation that is a part of it. It stops nobody from
 // stopping the engine.

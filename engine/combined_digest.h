@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One digest for all content of a tag: over its chunks' keys and digests. In the order of the keys: in which order the
 // regions were allocated, saved or read, it does not say.
 #pragma once

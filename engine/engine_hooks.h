@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EngineHooks: what an inference engine does for the controller. Implementations: vLLM's adapter through the Python
 // bindings, and the small engine of the tests.
 //

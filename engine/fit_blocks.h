@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // fit_blocks(): the KV blocks of a checkpoint in the engine that wakes from it, which may have more or fewer.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // GuardedHooks: an engine's hooks, whose exceptions are errors like any other. The one border between the controller
 // and code that may throw.
 #pragma once

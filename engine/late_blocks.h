@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LateBlocks: the KV blocks of a wake whose engine runs already. They are copied up behind it, in the order of need, a
 // job at a time with the next one waiting; each block is checked, and has an end of its own. What an engine waits for
 // comes next, and what it can do without does not come at all.

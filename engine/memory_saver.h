@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MemorySaver: the memory of one process for programs that have no controller: an allocator below torch, tags, sleep
 // and wake. One RankMemory for each device in use, made when it is first asked for.
 //

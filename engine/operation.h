@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operation: one sleep, wake or checkpoint while it runs: its phases with their clock, and the steps that undo it, in
 // reverse, unless it is kept. Lives on the stack of the call; one thread.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operations of a SleepController, their phases, and parts of a rank's memory, by number: for events, which hold no
 // words.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankGroup: all worker ranks as one: an order succeeds on every rank or it is an error.
 #pragma once
 

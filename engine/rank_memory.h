@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankMemory: the memory of one worker rank: its device, its regions by tag, its arena, what carries bytes between
 // them, and the steps of a sleep and a wake. A step is an order (rank_orders.h); each is all or nothing.
 //

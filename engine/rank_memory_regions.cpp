@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankMemory: regions that go, and what is saved of those that are there.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Digests of what a rank holds: of the weights by the bytes that were named, wherever they lie in their regions.
 
 #include <algorithm>

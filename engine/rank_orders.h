@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The orders of the controller to the memory of each worker rank, and what a rank answers. Values in bytes, so that
 // they cross processes; a failure is a value in the answer, so that the controller sees the outcome of every rank.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankRestorer: copies what was saved of a rank back into its device memory, in the order in which it is given.
 //
 // A gate says when the memory of each chunk is there. Two jobs are under way, so that copying and checking go on while

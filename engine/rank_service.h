@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankService: the end of the controller's orders on a rank: decodes one, carries it out on the rank's memory, encodes
 // the answer. It has no state of its own: make one where it is needed.
 #pragma once

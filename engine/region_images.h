@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RegionImages: the images of a rank's tags. The image of a tag is what is saved of it while its memory is away: chunks
 // in the arena, or in a checkpoint's chunk file. With a KV layout one tag is saved block by block, only the blocks that
 // are named; every other tag region by region, whole.

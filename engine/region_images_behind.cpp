@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RegionImages: the way into a checkpoint that is written while the engine serves.
 #include <algorithm>
 

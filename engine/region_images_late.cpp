@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RegionImages: a wake whose engine runs before all of its KV blocks are back.
 #include <algorithm>
 #include <unordered_map>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RegionImages: what a stored checkpoint has of a tag -> the regions of a new process.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RegionImages: regions that come and go, and what is known of the content of those that are there.
 #include <algorithm>
 #include <cstring>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RegionImages: the way into the arena, and into a file what has no room there.
 #include <algorithm>
 #include <numeric>

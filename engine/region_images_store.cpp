@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RegionImages: the way into a checkpoint. What the one before has already is linked, and not read.
 #include <algorithm>
 

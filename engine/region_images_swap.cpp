@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RegionImages: memory that one engine gives to another while it is copied.
 #include <algorithm>
 #include <deque>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RegionMapper: on a thread of its own, attaches regions one after the other while what is there is copied into
 // already. Without one, all of them before anything is copied: so that the device's calls have one order.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RenumberedTier: reads KV blocks by the numbers that they get from a checkpoint that has them under others. A seal
 // binds the number that a block had when it was written, so each is read under that one.
 //

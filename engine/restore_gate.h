@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RestoreGate: says when the memory of a chunk is there, so that its bytes can be copied into it.
 //
 // Owner: one order to a rank. Threads: one calls it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RetainedBlocks: what the last sleep copied of KV blocks, after the wake. The next sleep takes over what is still the
 // content of its block, and copies the rest.
 //

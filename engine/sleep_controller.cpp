@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/sleep_controller.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SleepController: sleep(level, preserve_state) and wake_up, step by step, each all or nothing.
 //
 // It lives where the scheduler lives, asks the engine through EngineHooks, and orders the memory of all worker ranks.

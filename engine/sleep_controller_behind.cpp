@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checkpoint that is written while the engine serves. Each step is short: what takes long is done in the background,
 // here (opening, the state, the commit) and on the ranks (engine/write_behind.h).
 #include <algorithm>

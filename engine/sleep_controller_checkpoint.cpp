@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SleepController::checkpoint(), and what is held for a front end: end_sleep().
 #include "base/log.h"
 #include "engine/sleep_controller.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SleepController: an early wake, whose engine runs while KV blocks still come back.
 #include <algorithm>
 

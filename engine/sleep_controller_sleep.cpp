@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SleepController::sleep(): the steps in their order.
 #include "engine/sleep_controller.h"
 

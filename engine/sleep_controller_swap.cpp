@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SleepController::swap(): one engine falls asleep while another wakes on its memory.
 //
 // In this order: the one that goes stands still and is captured; then, at once, it is copied and gives its memory page

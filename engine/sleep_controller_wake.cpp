@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SleepController::wake_up() and end_hold().
 #include "engine/sleep_controller.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SleepController: weights that are not kept, and weights that are loaded while the engine sleeps.
 #include <algorithm>
 

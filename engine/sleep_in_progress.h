@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sleep or checkpoint while it runs: of SleepController alone.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What callers ask of a sleep and a wake, and what they are told. The fields for users: docs/vllm.md and
 // docs/semantics.md.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A chunk file that nobody else sees: for what of a sleep has no room in host memory. It loses its name as soon as it
 // exists, so that nothing of it is left when it is closed, or when the process ends in whatever way.
 #pragma once

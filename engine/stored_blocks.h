@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // StoredBlocks: which content of each KV block the newest checkpoint has, so that the next one can link it unread.
 //
 // A checkpoint is known by its id, a content as in engine/retained_blocks.h. What is noted of a checkpoint that is not

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All that a checkpoint has of a rank, by place: of RegionImages alone.
 #pragma once
 

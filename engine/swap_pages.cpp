@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/swap_pages.h"
 
 namespace torpor {

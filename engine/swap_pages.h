@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory of a rank page by page, while an engine gives it to another one: which
 // pages have bytes that are still to be copied, and which have to be there before bytes are.
 //

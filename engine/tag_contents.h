@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TagContents: what is known of the content of each tag of a rank: how often it was written, whether it came back from
 // a sleep without any, and its digest where it was read, or a load has proved it. The tag of the KV cache is not among
 // them.

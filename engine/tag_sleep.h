@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TagSleep: sleep and wake of tags without a controller, for allocators below other programs (memory_saver.h). It has
 // no state of its own: make one where it is needed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory tags that torpor itself tells apart. All others are the engine's own and are kept whole.
 #pragma once
 

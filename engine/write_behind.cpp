@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/write_behind.h"
 
 #include "base/units.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // WriteBehind: what one rank writes of a checkpoint while its engine serves, in the background and piece by piece, so
 // that whatever is more urgent waits for one piece at most.
 //

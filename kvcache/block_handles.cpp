@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The handles of a block pool: BlockRef, WeakBlock, MutableBlock.
 #include "kvcache/block_pool.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BlockIndex: which key lies where, in host memory, on disk and in a remote store, and what may go when room is needed.
 //
 // It knows keys, slots and pins, and never touches bytes: slots are numbers that mean the same on every rank. A slot is

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Everything of a BlockIndex against everything else.
 #include <algorithm>
 #include <bit>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Segments: how disk slots are handed out, and which segment goes.
 #include "kvcache/block_index.h"
 

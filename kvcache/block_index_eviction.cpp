@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of the BlockIndex goes when there is no room: stale spaces first, then what is on disk too, then the rest, each
 // in order of use; and how a slot leaves the index.
 #include <algorithm>

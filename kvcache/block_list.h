@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BlockList: a list through the numbers of a pool's blocks, each in it at most once. It has room for all of them from
 // the beginning, so nothing but its making takes memory or fails. Threads: the owner's lock guards it.
 #pragma once

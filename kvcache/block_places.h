@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What names a block's content and where its bytes lie: stamps, stores, slots. Values.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BlockPool: the KV blocks of one tier: who owns which, which are shared, which may be taken again, and the prefix
 // index.
 //

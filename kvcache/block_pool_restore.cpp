@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BlockPool: what it is as values, and an unused one made into what such values say.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The states of a KV block and every transition between them.
 //
 //   Empty -> Partial -> ReadyForScheduling -> Inflight -> Partial (room is left) or Complete -> Registered -> Empty

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DeviceBlocks: the engine's KV blocks as offloading sees them. They stay the engine's: it says what content a block
 // has now, and keeps it while somebody asks for that. BlockPool implements it; an engine with blocks of its own does
 // too.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EvictionOrder: which of the cached blocks of a pool is taken next when room is needed.
 //
 // Only blocks that nobody keeps stand in it. All of them forget a block when it is evicted, except for S3-FIFO's

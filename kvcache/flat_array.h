@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FlatArray: zeroed memory for a fixed number of plain values, in huge pages where the system gives them. Pages that
 // were never written take no memory. Threads: the owner's.
 #pragma once

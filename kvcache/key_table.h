@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KeyTable: from a block's key to where it lies, one entry a key: open addressing over numbers of entries, which lie
 // beside each other in an array of their own. A probe reads one line of cells and one entry.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KvLayout: where the bytes of a KV block lie in device memory.
 //
 // A KV cache is one or more tensors; in each, layer l of block b is one contiguous piece of `block_bytes` at

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an operator asks of an OffloadScheduler, which takes memory of its own and is rare; and events of what is
 // stored.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a step commits, and how it ends: the strong half of OffloadScheduler.
 #include <algorithm>
 

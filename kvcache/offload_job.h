@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A job of OffloadWorker, from its plan to its report.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the remote store has: asked by way of the ranks, and known from their answers on.
 #include "kvcache/offload_scheduler.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // OffloadQueue: blocks on their way, from the moment they are offered until their job ends: down from the device, on
 // from host memory to disk, out to the remote store, and up again. What the remote store is asked for is counted as a
 // way of its own, and does not wait here. A pipeline without threads: OffloadScheduler::plan_step() is its tick.

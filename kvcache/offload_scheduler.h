@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // OffloadScheduler: the scheduler's part of offloading: which blocks go where and when, for all ranks at once. It knows
 // keys, slots and pins and touches no bytes (S4); OffloadWorkers do what its plans say.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // OffloadWorker: one rank's part of offloading. It runs the scheduler's plans over this rank's stores and says what
 // became of each block; it decides nothing (S4). Where the bytes of a slot lie and what their digest is, each rank
 // knows for itself: a slot on disk is a place in the plan's numbers, and gets one in a segment that was never written

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // OffloadWorker: what became of its jobs. Without memory for a report nothing of it is lost: what was not reported is,
 // by a later poll().
 #include <algorithm>

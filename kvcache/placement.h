@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Placement: which blocks are worth storing and where, and which hits are worth loading. It decides only: no state of
 // blocks, no slots. UseCounts: how often a key was used, in fixed memory.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SlotList: a list through records that have fields `before` and `after`, each in one list at most. Takes no memory.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The states of a request as it is served, and every transition between them.
 //
 //   Initialized -> Onboard staged -> Onboarding -> Prefilling -> Decoding -> Finishing -> Finished

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SlotTable: the requests that an engine serves, each with its state (kvcache/slot_state.h), told as events.
 //
 // Who calls it says what the engine's scheduler did; what did not change costs a comparison and is not told: a decode

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // StoreTier: a store as one job of the transfer engine sees it: chunk number i of the job is the job's i-th slot. Made
 // for one job and never changed, so the engine's threads need no lock for it.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TransferPlan: what the scheduler tells all ranks to move, the same bytes for each of them; TransferReport: what
 // became of it on one rank. Flat arrays, so that a plan of a hundred blocks costs a few allocations.
 //

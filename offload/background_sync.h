@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BackgroundSync: makes safe what was put into a store while it is used, every so often, on a thread of its own, so
 // that little is left for whoever must wait for it. What cannot be made safe the store drops and counts (Store::sync).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BatchCopier: what one thread of a lane works with: a stream of the device, and two places in staging memory, so that
 // the copies of one batch run while the batch before is written, and the next is read and checked.
 //

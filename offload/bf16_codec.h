@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lossless compression of bf16 values to about three quarters, nearly as fast as a copy: most exponents of weights and
 // of KV lie close together, so four bits name them. The idea: SplitZip (arXiv 2605.01708); the format is of this
 // project.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "offload/bf16_words.h"
 
 #include <algorithm>

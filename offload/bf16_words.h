@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The words of a frame of compressed bf16 values (bf16_codec.h), taken apart and put together, by the widest
 // instructions that the processor has.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BlockKey: a full KV block by what it was computed from; KeySpace: all else that its bytes depend on. Values.
 //
 // A key serves new requests. It does not name bytes: the same tokens computed in another batch have the same key and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chunk: the unit in which bytes are saved, proven and restored: a piece of a region, or one KV block over all layers.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compression of stored bytes. Library: zstd; of bf16 values a codec of our own (bf16_codec.h), ten times as fast.
 // Bytes that do not get smaller are stored as they are.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DiskTier: chunks in a rank's chunk file: a header page, then the chunks, each at a multiple of 4096 bytes, compressed
 // and sealed if wished. The file has no index: the caller keeps each chunk's SavedChunk (a checkpoint: in its manifest)
 // and needs it to read the chunk back. checkpoint/FORMAT.md has the bytes.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HostStore: blocks in host memory: slots of one size in the arena, each at a multiple of 4096, or of 64 where they are
 // packed. Used again and again; what is put into a used slot replaces what was there. Nothing outlives it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HostTier: chunks in the host arena, one span each, or in memory that somebody lends. Destroying it gives the memory
 // back to the arena.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lane: the jobs that wait for one kind of medium, the most urgent first, and how they are cut into batches: by bytes,
 // so that all threads have something to do and an urgent job waits for one batch at most, and by count, so that small
 // chunks go many at a time. Bookkeeping only: no threads, no bytes; not thread-safe.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What became of a chunk or block that was to be moved. Each that is given to a pipeline or to the transfer engine ends
 // as exactly one of these, and is counted (I6).
 #pragma once

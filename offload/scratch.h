@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ScratchPool: page-aligned memory for the stored form of one batch, lent to one call and kept for the next. A stack,
 // so that giving memory back needs none. Threads: leases may be taken and end on any; a lease belongs to one.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One segment as its store knows it. All under the store's lock.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bytes of a segment file: its header page and its batch pages (offload/SEGMENTS.md). Pure functions: what comes
 // from a file is checked here before anything is believed.
 #pragma once

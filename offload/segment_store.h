@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SegmentStore: blocks on disk, in append-only segments: files PATH/rN/seg-000123 of rank N (SEGMENTS.md has the
 // bytes).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The life of segments: their end, sync, drop, recovery.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading from segments, and their open files.
 #include <algorithm>
 #include <iterator>

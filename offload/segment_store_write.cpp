@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The way of blocks into a segment: places reserved for a batch, its page and records encoded, written, settled.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The word in the name of a key space that changes when the tiers are to forget. What was stored under another one is
 // found by nobody, after a restart neither. It lies beside the stores, as files `space-N` of which the last whole one
 // counts; it is durable before anything is stored under it.

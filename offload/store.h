@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Store: one rank's bytes of one tier, in numbered slots, a block's share in each. Who may use which slot, and what
 // goes first when it is full, the caller decides: a store does what it is told. Implementations: HostStore
 // (host_store.h), SegmentStore (segment_store.h, on disk) and, on other machines, RespStore and MooncakeStore

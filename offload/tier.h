@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tier: a place below device memory where chunks are put and found again. Implementations: HostTier in the arena,
 // DiskTier (a checkpoint's chunk file), and a job of blocks' slots of a Store (offload/store.h).
 //

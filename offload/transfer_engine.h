@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TransferEngine: the one way in which bytes leave device memory and come back. It lives as long as its rank.
 //
 // A job (offload/transfer_job.h) is a list of chunks on their way into a tier or out of it. Jobs wait in lanes

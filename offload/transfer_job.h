@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a TransferEngine is asked to do, and what it says became of it. Values.
 #pragma once
 

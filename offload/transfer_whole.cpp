@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TransferEngine: jobs that are waited for, all of them or nothing.
 #include <fmt/core.h>
 

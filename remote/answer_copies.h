@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The response log of a server on another machine: its files, cut into parts as a checkpoint's are.
 #pragma once
 

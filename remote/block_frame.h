@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a KV block is in a remote store: its key there, and the 160 bytes in front of its own that say what it is.
 // Whoever wrote them: nothing is believed before it fits (remote/FORMAT.md). Values and pure functions.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BlockStore: what all stores of KV blocks on other machines have in common, whatever they speak with them (RespStore,
 // MooncakeStore): what one engine computed, another finds.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Breaker: after so many failures in a row nothing is asked of a server for a while, so that nobody waits for one that
 // is gone. Then one may try; if that fails too, the while is twice as long. Any answer closes it again.
 //

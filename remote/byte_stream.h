@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ByteStream: a connection, over TCP or TLS, whose every call has a deadline. Library: OpenSSL.
 //
 // Errors: kTimeout: the deadline is over. kUnavailable: refused, reset, ended. kUnauthenticated: a certificate that is

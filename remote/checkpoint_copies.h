@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints on another machine: pushed to an ObjectStore, and pulled from it into a directory of checkpoints.
 //
 // A checkpoint's files are cut into parts of 16 MiB that are named by their BLAKE2b-256, so that what the store has

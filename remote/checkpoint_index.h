@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The index of a checkpoint that was pushed: which parts make up its files. remote/FORMAT.md has the keys and the JSON.
 #pragma once
 

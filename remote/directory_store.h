@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DirectoryStore: an ObjectStore in a directory that several machines see, on NFS or another shared file system. A key
 // is a file; it appears under its name only when it is whole and synced.
 #pragma once

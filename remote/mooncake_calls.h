@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MooncakeCalls: calls of a MooncakeClient that nobody has to wait for longer than he wants to.
 //
 // A call cannot be broken off, so it is made by a thread of its own, on memory of its own. Who does not want to wait

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MooncakeClient: the calls of Mooncake's store that torpor needs. Its client exists as a Python extension only, so who
 // links Python implements this (bindings/mooncake_client.h).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MooncakeSettings: where the master of a Mooncake store is, and how this engine is one of its clients.
 //   mooncake://HOST:PORT[/NAME][?protocol=tcp&devices=…&metadata=P2PHANDSHAKE&local=HOST&segment=BYTES&buffer=BYTES]
 // NAME begins every key. Mooncake has neither TLS nor passwords.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MooncakeStore: KV blocks in a Mooncake store that engines share (remote/block_store.h). It is asked through a
 // MooncakeClient.
 //

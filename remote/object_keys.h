@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a key of an ObjectStore may look like: nothing that a store, a URL or a file system takes apart or rewrites.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "remote/object_store.h"
 
 #include <fmt/core.h>

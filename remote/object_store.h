@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ObjectStore: named bytes on another machine, each written once, and removed when nobody needs it. What the S3
 // protocol offers, and a directory that several machines see.
 //

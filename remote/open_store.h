@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An ObjectStore by its URL.
 #pragma once
 

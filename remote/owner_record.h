@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who may go on with what was pushed: records under owner/<number>, each written once; the highest one counts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ownership of what was pushed to an ObjectStore: one server at a time goes on with it. remote/ownership_steps.h has
 // the protocol.
 #pragma once

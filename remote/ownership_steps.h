@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The protocol of ownership, one call of the store after the other, without the store: what a checker can explore.
 //
 // Records are written once, under numbers that go up by one. Who writes the record behind the highest one goes on; the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RespConnection: requests and replies of RESP, the protocol of Redis and Valkey, over a ByteStream. Values go out of
 // the caller's memory and come into it: nothing is copied on the way but the last few KiB that were read ahead.
 //

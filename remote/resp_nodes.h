@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RespNodes: connections to the nodes of a Redis or Valkey server or cluster, and which node has a key.
 //
 // A connection is lent to one caller at a time and comes back when every reply was taken; one that failed does not. Who

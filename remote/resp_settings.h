@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RespSettings: where a server of KV blocks is and who asks it.
 //   redis://HOST[:PORT][,HOST[:PORT]…][/NAME]     rediss://… over TLS
 // Several hosts are nodes of one cluster, of which one is enough to find the others. NAME begins every key: engines

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RespStore: KV blocks on a Redis or Valkey server or cluster that engines share: what one computed, another finds.
 // What is not of its protocol: remote/block_store.h.
 //

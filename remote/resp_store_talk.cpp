@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a RespStore says to the server, and what it believes of the answers.
 #include <algorithm>
 #include <random>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "remote/s3_settings.h"
 
 #include <sys/stat.h>

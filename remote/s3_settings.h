@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where an S3 bucket is and who asks: from the URL and from the environment variables and file that AWS's own tools
 // read, so that what works with them works here.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Authorization header of the S3 protocol: AWS Signature Version 4, as the S3 API reference describes it
 // ("Authenticating Requests: Using the Authorization Header"). SHA-256 and HMAC are libsodium's.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // S3Store: an ObjectStore over the S3 protocol: AWS, Ceph, SeaweedFS and others. Library: libcurl (HTTP, TLS), pugixml.
 //
 // A key is created with "If-None-Match: *", which the servers grant to exactly one of several writers. What fails on

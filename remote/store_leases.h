@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Leases of an ObjectStore, by which pushes and removals keep out of each other's way: a push relies on parts that are
 // there already and that no checkpoint may name yet.
 //

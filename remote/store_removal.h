@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What goes from an ObjectStore: checkpoints that nobody wants any more, and what no checkpoint names. What the owner
 // of the store goes on from (remote/ownership.h) stays unless it is forced, and no push is under way meanwhile
 // (remote/store_leases.h). Names go before what they name: whoever dies in the middle leaves checkpoints that are

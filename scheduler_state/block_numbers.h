@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block numbers: a saved state in an engine with another number of KV blocks than the one that saved it.
 //
 // Blocks that requests hold always come along. Cached ones that no request has come along as far as there is room, the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "scheduler_state/kv_snapshot.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KvSnapshot: an engine's KV bookkeeping as values: block tables, reference counts, prefix index, free order.
 //
 // It is captured while the engine is quiescent, checked with validate(), pruned to what is kept, stored, and put back

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RequestState: one request as a value, engine-neutral: what it asked for, how far it is, how it samples.
 #pragma once
 

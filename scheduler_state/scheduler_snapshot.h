@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SchedulerSnapshot: all requests and the queues with their order, as values; and the sampler state of each worker.
 #pragma once
 

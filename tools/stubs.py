@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Type stubs of the compiled module, from what it says of itself; tests/tools/test_stubs.py compares them.
 
 tools/dev python tools/stubs.py > bindings/python/torpor/_core.pyi

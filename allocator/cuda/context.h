@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every call of the driver needs: its context current, its errors as values, and another try for what takes down.
 #pragma once
 

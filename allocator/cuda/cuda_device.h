@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CudaDevice: DeviceMemory on an NVIDIA GPU, over the driver's virtual memory management.
 //
 // One object a GPU. Works in the device's primary context, the one that torch and the CUDA runtime use; each call makes

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CudaDriver: the functions of NVIDIA's driver that torpor calls, as a plain table.
 //
 // The real table is filled at run time from libcuda.so.1, so that one binary runs with and without a GPU; nothing of

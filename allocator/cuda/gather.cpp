@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "allocator/cuda/gather.h"
 
 #ifdef TORPOR_GATHER_IMAGE

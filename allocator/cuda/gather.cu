@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled by nvcc alone, to an image of the kernel for several GPUs; see gather.h.
 #include "allocator/cuda/gather.h"
 

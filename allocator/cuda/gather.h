@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernel that copies many small pieces between device memory and pinned host memory in one launch, where the copy
 // engines would pay for each piece. Compiled by nvcc into an image (gather.cu) that the driver loads; optional in a
 // build.

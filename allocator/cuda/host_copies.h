@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HostCopies: how bytes go between a GPU and host memory: registrations of host memory, and copies by the driver one by
 // one; of pinned memory in a batch or, small pieces, by a kernel (allocator/cuda/gather.h).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CudaStreams: a device's streams and events by number, and what is known of their work: done, done with an error, or
 // not proven to be over (I3).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Answer: what one request of a server asked, and what its readers were given so far. Values only.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AnswerTable: the answers of a server in memory, by id and by the response that clients know.
 //
 // Owner: DeliveryLog, whose lock guards it. Threads: none of its own; no call waits for anything. Errors: kNotFound for

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DeliveryLog: what each request of a server asked and what its readers were given so far; in memory, and in a log that
 // survives the end of the process.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bytes of a delivery log: its files (engine/delivery/FORMAT.md), and answers on their way to another process.
 //
 // A file begins with the state at its begin, whose end a mark tells: only with it the file is whole and counts alone;

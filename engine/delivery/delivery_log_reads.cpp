@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What readers of a DeliveryLog look at: memory alone, never a file.
 #include "engine/delivery/delivery_log.h"
 

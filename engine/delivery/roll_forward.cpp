@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/delivery/roll_forward.h"
 
 #include <algorithm>

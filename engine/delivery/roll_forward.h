@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rolling forward: from the state of a checkpoint, or of an empty engine, to the state that lets each request go on
 // from what its reader was given since.
 //

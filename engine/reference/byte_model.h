@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ByteModel: not a language model. The next token is a hash over every byte of KV that the request may attend to, and
 // the KV of a token is a hash over the weights, the token and the KV of the token before it: one byte that is lost,
 // stale or misplaced changes the stream.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ReferenceEngine: a small continuous-batching engine on torpor's own block pool, offloading and values: chunked
 // prefill, prefix caching, asynchronous loads, priorities, preemption, greedy, seeded and unseeded sampling, parallel
 // samples. Its model is a ByteModel.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a sleep needs of an engine, for the reference engine: to stand still, to hand its state over as values, to take
 // it back.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an early wake needs of an engine, for the reference engine: to run while the content of some blocks is not there
 // yet, and to do without what never comes.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Offloading, as an engine calls it: what a scheduler's hooks do with OffloadScheduler, and each rank's step with its
 // OffloadWorker.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory as an engine on a GPU has it: several regions a tag, of sizes and at addresses that follow nothing, and
 // regions that come and go while the engine serves and while it sleeps.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Beside a capture of a CUDA graph: what the fake driver refuses, and that no call of torpor's is refused or spoils the
 // capture.
 #include <future>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small pieces in pinned memory, copied by a kernel.
 #include <random>
 

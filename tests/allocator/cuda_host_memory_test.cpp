@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host memory as a GPU takes it: pinned or not, at its own addresses or at others, in a forked child, and what it
 // costs.
 #include <fstream>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "allocator/host_arena.h"
 
 #include <cstring>

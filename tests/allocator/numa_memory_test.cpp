@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory from the NUMA node that a GPU is attached to, where the system refuses to be asked for it.
 #include "allocator/numa_memory.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A driver that takes its time holds up who asked it, and nobody else: while one call stands still inside the fake
 // driver, calls about other memory come back.
 #include <future>

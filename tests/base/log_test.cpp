@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Log lines, and parts of the sentences in them (base/text.h).
 #include "base/log.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Explores every interleaving of the two halves of a swap: each may stand still between any two of its steps for as
 // long as it likes, fail at any of them, die, be given up by the other one, or by somebody else. The steps on the word
 // that both see are those that engines take (base/swap_handshake.h); memory is some pages of a device that has as many

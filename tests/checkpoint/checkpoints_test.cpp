@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Retention that keeps what is needed, repair, progress, and prefix hashes.
 #include <fmt/core.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The format over time and under lock and key: kept checkpoints are read, other versions refused, unknown sections kept
 // or refused, seals hold.
 #include <filesystem>

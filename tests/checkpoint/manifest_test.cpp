@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/manifest.h"
 #include "checkpoint/manifest_codec.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Incremental checkpoints: what is linked, what is written, and that each is whole by itself.
 #include "checkpoint/rank_writer.h"
 

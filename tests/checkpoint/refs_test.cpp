@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The file of a rank's refs, and all that can be wrong with it.
 #include "checkpoint/refs_codec.h"
 

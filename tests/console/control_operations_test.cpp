@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a console asks of a server: plan, sleep, wake, checkpoint; and recordings that a process makes of itself.
 #include <thread>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The socket, a reference engine that is stopped through it, and consoles that are killed, stopped, slow or hostile.
 #include "console/control_server.h"
 

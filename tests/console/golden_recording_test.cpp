@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recordings of vLLM by each version of the schema, as they were written: whoever changes what events mean breaks them.
 // 1.0 has all but offloading; 1.2 has the connector, a sleep, memory and keys; 1.5
 // blocks of host memory one by one.

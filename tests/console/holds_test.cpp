@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Breakpoints that hold one request or transfer, and calls that change what an engine's stores have.
 #include <fmt/core.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whoever may leave a step undone (EventPort::may_step, may_go) asks where it holds no lock, of torpor's or anybody's:
 // a stop is for seconds. Each lock of this program is counted by the thread that has it.
 #include <dlfcn.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Each lint with the fault that it is for, and the same without it.
 #include "console/lints.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Requests whose hits can be counted by hand, in tiers of chosen sizes.
 #include "console/model_replay.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whoever records is killed at any call of a file, or the power goes: what is left is a beginning of what was told,
 // with all that was acknowledged.
 #include <sys/mman.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recordings of a reference engine that goes through offloading, a sleep and a new engine: replayed, compared, damaged.
 // Seeds by the hundred: tests/simulation.
 #include "console/replay.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every DeviceMemory must do. An implementation's test includes this and instantiates it with a factory:
 //   INSTANTIATE_TEST_SUITE_P(Name, DeviceMemoryContract, ::testing::Values(factory));
 // The suite needs a device whose granularity is at most 2 MiB and that can hold 64 MiB.

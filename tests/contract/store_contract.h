@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every Store must do. A store's test includes this and instantiates it with ways to make one:
 //   INSTANTIATE_TEST_SUITE_P(Name, StoreContract, ::testing::Values(way, …));
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A store under test, and records to put there.
 #pragma once
 

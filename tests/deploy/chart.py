@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Helm chart of deploy/helm, rendered. As a program: prints the Kustomize base."""
 
 from __future__ import annotations

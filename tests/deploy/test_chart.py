@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chart with many values: valid for Kubernetes, and its promises kept in each. Alerts and metrics by promtool."""
 
 from __future__ import annotations

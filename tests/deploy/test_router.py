@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """deploy/router: nginx and three servers that sleep, for real."""
 
 from __future__ import annotations

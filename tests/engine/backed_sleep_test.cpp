@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sleep to host of an engine that offloads: what its host store has of live blocks is not copied again. S1, S3, S10.
 #include "allocator/host_device.h"
 #include "base/units.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Engines that share a directory of checkpoints, and what each way of reading one notices of damage in stored weights.
 #include <fstream>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checkpoint that is written while the engine serves: it stands still for the last blocks alone. I7, I8, I10, S1.
 #include <filesystem>
 #include <thread>

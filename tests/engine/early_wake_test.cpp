@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A wake whose engine runs while KV blocks still come back. I3, I5, I7, I10.
 #include <fstream>
 #include <set>

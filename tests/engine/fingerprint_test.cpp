@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The weights in the fingerprint of a checkpoint: right, whoever took the digests, and read at most once.
 #include <algorithm>
 #include <fstream>

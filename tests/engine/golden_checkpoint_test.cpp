@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints that engines of earlier versions of torpor wrote are woken, token for token.
 #include "checkpoint/verify.h"
 #include "tests/support/golden.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // While one region is mapped and zeroed by a driver that takes its time, chunks go up into another that is there; and
 // the other way round. While host memory is pinned, chunks go down into what is there.
 #include <cstring>

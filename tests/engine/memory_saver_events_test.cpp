@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a program without a controller tells of its memory: who has how much of it, after each sleep and wake.
 #include "allocator/host_device.h"
 #include "base/event_ring.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What sleeps and wakes tell, whatever fails: nothing but the events is looked at, and they must say what the report
 // and the controller say.
 #include <map>

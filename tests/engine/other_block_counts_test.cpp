@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A new process with another number of KV blocks than the one that slept goes on all the same: blocks get other
 // numbers, cached ones go where there is no room, and only requests that do not fit are refused.
 #include <filesystem>

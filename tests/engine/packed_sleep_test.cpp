@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What sleeps in host memory is packed there: the same tokens, less memory, and no more than the budget.
 #include <boost/filesystem.hpp>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operations that are watched: what they tell, and that they can be cancelled anywhere without a trace.
 #include "base/progress_file.h"
 #include "engine/phases.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Failures of other systems' sleep and wake that are public, each as a test, on a fake GPU. Where a test lies
 // elsewhere:
 //   a request that comes in while the engine sleeps (vLLM 15483)            tests/python/test_levels.py

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What RankRestorer has under way while its gate makes it wait.
 #include "engine/rank_restorer.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks on two hosts, each of which has a directory of its own at the same path: what is refused, by name, and what is
 // woken from copies on each (docs/elsewhere.md, "Ranks on several hosts").
 #include "base/host_name.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/region_mapper.h"
 
 #include "allocator/host_device.h"

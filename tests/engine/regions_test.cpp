@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tags of several regions, which come and go: each way down and up plans from what it has, not from the order in which
 // regions were allocated.
 #include <cstring>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // S9: the engine's prefix index never has a block whose bytes are not there.
 #include <cstring>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sleep to disk or a checkpoint after another one: what has not changed is neither read nor written. S1, S8, I8, I10.
 #include <filesystem>
 #include <fstream>

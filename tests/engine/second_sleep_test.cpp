@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sleep after a wake in the same process copies of KV only what changed since: S1, S8, I10.
 #include "allocator/host_device.h"
 #include "base/units.h"

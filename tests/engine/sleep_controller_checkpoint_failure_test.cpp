@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When a sleep to disk or a checkpoint fails (docs/semantics.md, "When something fails"): what becomes of it, of older
 // ones, and of what it was to keep.
 #include "engine/sleep_controller.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When a sleep or checkpoint fails (docs/semantics.md, "When something fails"): one test for each row, and faults
 // everywhere. Of a wake: sleep_controller_wake_failure_test.cpp; of what is on disk:
 // sleep_controller_checkpoint_failure_test.cpp.

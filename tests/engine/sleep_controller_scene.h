@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An engine whose tokens depend on every byte, and a controller: what sleep and wake mean (docs/semantics.md).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints of an engine that serves on, and what was given since the last one.
 #include <fmt/core.h>
 

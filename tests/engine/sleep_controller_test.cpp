@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What sleep and wake mean (docs/semantics.md), with an engine whose tokens depend on every byte.
 #include "engine/sleep_controller.h"
 

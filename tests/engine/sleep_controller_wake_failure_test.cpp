@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When a wake fails (docs/semantics.md, "When something fails"), in the same process or in a new one.
 #include <fstream>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sleep over weights that change, or that are not kept: what becomes of KV and requests.
 #include <fmt/core.h>
 

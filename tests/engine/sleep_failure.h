@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the tests of failures share: an engine that sleeps, on a file system that fails on command.
 #pragma once
 

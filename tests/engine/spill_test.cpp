@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What has no room in host memory goes to disk in the same sleep.
 #include <fstream>
 #include <iterator>

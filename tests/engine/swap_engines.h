@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engines that the tests of a swap use.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A swap of engines in two processes, each of which does its half (SleepOptions::swap_out_to,
 // WakeOptions::swap_in_from): both or none, wherever one of them fails or is killed.
 #include <sys/mman.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One engine falls asleep while another wakes on its memory (SleepController::swap): within the memory of one, and all
 // or nothing.
 #include <fcntl.h>

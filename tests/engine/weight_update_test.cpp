@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reference engine over an update of its weights: KV of the old ones is in the device, in host memory and on disk.
 #include <list>
 #include <map>

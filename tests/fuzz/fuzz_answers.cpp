@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Answers as they travel, with bytes from the fuzzer: decoded, and a state rolled forward to them, which must stay
 // whole.
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The archive alone: a tree of values, and lists of everything that the format knows.
 #include <cstdlib>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compressed bf16 values. The first two bytes are the promised size, the third says what the rest is: what a file may
 // hold, which is refused or decodes to that many bytes; or values, which come back as they were.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What comes through a process's socket: whatever bytes they are, each line that is taken gets one answer, nothing
 // beyond the limits is kept, and what was stopped ends with the connection.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A file of the response log, with bytes from the fuzzer, and a server that starts with it. Each record has a digest,
 // which would keep the fuzzer out: so the first byte says whether the rest is the file, or records of one length each
 // that get a right one. Whatever is believed must be of one piece, and the same for the server after this one.

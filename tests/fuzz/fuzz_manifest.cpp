@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MANIFEST, of both versions that are read. A checksum would keep the fuzzer out, so the body is also given a right
 // one; the header is once the fuzzer's too.
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What crosses between the controller and a rank, with bytes from the fuzzer: the first says whether the rest is an
 // order, or the answer to which.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A recording with bytes from the fuzzer, and everybody who reads one. Head and parts have digests, which would keep
 // the fuzzer out: so the first byte says whether the rest is the file, or events that get right ones. Whatever they
 // say, they are folded, looked at for lints, and written as lines that are JSON.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // refs-rN. MANIFEST says its length, its digest and its sums, which would keep the fuzzer out: so they are made from
 // the body, with a right header; what is believed then must lie inside its files. The header is once the fuzzer's too.
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a server of RESP may say, in pieces of any size: replies are read whole or refused, and a frame that is accepted
 // encodes to the same bytes.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One section of a checkpoint, named by the environment's TORPOR_FUZZ_SECTION, with bytes from the fuzzer and the
 // others as they should be: decoded, validated, and, if it was believed, encoded and decoded again to the same.
 #include <cstdlib>

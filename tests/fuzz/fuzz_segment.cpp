@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A segment file with bytes from the fuzzer, and a store that recovers it. Header and batch pages have digests, which
 // would keep the fuzzer out: so the first byte says whether the rest is the beginnings of its pages (256 bytes of
 // each), or what stands in pages that get right ones. Whatever is believed must lie within the file and be readable,

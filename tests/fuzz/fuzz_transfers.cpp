@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What crosses between the scheduler and the ranks in a step, with bytes from the fuzzer: what is accepted encodes to
 // the same bytes, and every job of it lies within its blocks, keys and outcomes.
 #include <cstdlib>

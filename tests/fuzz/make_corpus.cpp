@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes the seed corpus: for each target what the real encoder makes. Run once when the format changes: make_corpus
 // DIR.
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A program with memory that can sleep: what docs/memory.md shows, against the installed library.
 #include <cstdio>
 #include <cstring>

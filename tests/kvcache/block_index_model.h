@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of the index, by looking through everything at each question.
 #pragma once
 

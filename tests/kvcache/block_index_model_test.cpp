@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The index beside a naive model of its rules, step by step over random calls: every answer is the same, every key is
 // found in the same places, and the index agrees with itself after each step. What it tells is what is found.
 #include <map>

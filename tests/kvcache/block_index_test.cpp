@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of the index, one by one. What goes first, what is visible, what stays pinned.
 #include "kvcache/block_index.h"
 

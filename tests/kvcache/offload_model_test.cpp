@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random use of a scheduler with two ranks against a model that knows which computation each block and key stands for:
 // what comes up is of one computation, of its key and of the present space, on all ranks the same (S1, S2, S7).
 // Requests are admitted, asked for again, preempted, aborted and finished; reports come late, twice, from one rank

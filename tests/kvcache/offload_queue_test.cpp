@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of the queue by their numbers, without stores and ranks.
 #include "kvcache/offload_queue.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One rank as offloading sees it: a device with KV blocks whose layers lie apart, stores, and the worker over them.
 #pragma once
 

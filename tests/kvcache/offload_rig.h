@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A scheduler over ranks with real stores, driven step by step; the device blocks are numbers with stamps.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // In which order blocks go, what events tell of them, and what an operator asks.
 #include "tests/kvcache/offload_scheduler_scene.h"
 

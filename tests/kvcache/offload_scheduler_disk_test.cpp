@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks on disk, as the scheduler sees them: on from host memory, found after a restart, used and written again.
 #include "tests/kvcache/offload_scheduler_scene.h"
 

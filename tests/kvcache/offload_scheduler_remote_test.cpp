@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two engines over one store on another machine.
 #include "tests/kvcache/offload_rig.h"
 #include "tests/kvcache/shared_store.h"

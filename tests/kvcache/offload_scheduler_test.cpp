@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The scheduler with workers in one process, step by step; every byte is compared.
 #include "kvcache/offload_scheduler.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans on ranks with real stores; every byte is compared.
 #include "kvcache/offload_worker.h"
 

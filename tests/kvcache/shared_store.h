@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A store on another machine, in memory: what several engines put and find; it can be gone.
 #pragma once
 

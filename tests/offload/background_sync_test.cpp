@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is put is made safe while the store is used.
 #include "offload/background_sync.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Segments on a disk whose file operations can fail, for the tests of the store.
 #pragma once
 

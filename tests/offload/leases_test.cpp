@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Segments that a checkpoint keeps.
 #include <fmt/core.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chunks that are packed in host memory: what they take there, that they come back, and what a full arena must not
 // hinder.
 #include <numeric>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a restart believes of segments, and what not. I8.
 #include "tests/offload/disk_world.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The life of segments: what is refused, what goes and comes, what fails. S5, S6.
 #include <fcntl.h>
 #include <sys/stat.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The word of a key space: it lasts until the next one, whenever the process ends, and is believed only whole.
 #include "offload/space_word.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The contract over both stores, and host memory.
 #include "allocator/host_arena.h"
 #include "offload/host_store.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every tier must do, run on all.
 #include <numeric>
 #include <thread>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the tests of the transfer engine share: a megabyte of device memory, and a tier that stands still.
 #pragma once
 

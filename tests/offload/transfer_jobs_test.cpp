@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Jobs of the transfer engine: lanes that are full, what goes first, and what is cancelled.
 #include "tests/offload/transfer_engine_scene.h"
 #include "tests/support/temporary_directory.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every allocation fails in turn, once and for ever, while a state is encoded, written, read and decoded: an error
 // comes back, nothing ends the process, nothing leaks, and the same call works afterwards.
 #include <cstdlib>

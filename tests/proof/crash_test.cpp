@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A child process is killed at every call to the file system: before it, after it, and in the middle of every write.
 
 #include "tests/proof/killed_child.h"

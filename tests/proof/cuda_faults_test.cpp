@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every call of the driver, in turn, fails in a full life of a rank's memory over the fake driver: load, sleep, wake,
 // sleep, wake, unload. After each the memory is awake with identical bytes, or asleep with a complete backup, or says
 // by name that it is broken; a retry without the fault succeeds; nothing is left behind, and nothing was done to memory

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever is thrown, wherever, in a sleep, a wake or a checkpoint, those behind a serving engine too: every allocation
 // fails in turn, once and for as long as the call lasts; every start of a thread fails in turn; every hook throws in
 // turn, before it has done its work and after. The engine (two ranks, to host and to disk) is then awake and unchanged,

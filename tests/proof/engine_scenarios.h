@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an engine is in the middle of when something fails: a reference engine with two ranks that serves, sleeps, wakes
 // or is checkpointed, what can be seen of it, and the run to which nothing happens.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/proof/failing_calls.h"
 
 #include <cerrno>

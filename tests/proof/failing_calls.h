@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Calls that fail where a test wants it: every allocation and every start of a thread of the program that links this.
 #pragma once
 

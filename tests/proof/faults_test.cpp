@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every operation on a file fails, with every error, once and for ever; and the system calls below come back short or
 // interrupted. Whatever fails, what was acknowledged stays, nothing partial is seen, nothing leaks, and a retry works.
 #include <cerrno>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checkpoint of 64 KiB with every bit flipped in turn, cut at every length, with sections and chunks of another one
 // put into it, sealed and not: none is believed, and the memory taken before it is authenticated stays within its size.
 #include <malloc.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A child process that is killed at a chosen call to the file system, and what it said until then.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who may read and write what is stored: under every umask, with other owners, and with links swapped in.
 #include <atomic>
 #include <filesystem>

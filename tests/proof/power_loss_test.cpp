@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The power goes after any change that a workload made; what the disk may then hold, by all that POSIX allows, is
 // tried. And planted mistakes in the order of syncs and renames are all found, so that the trials can be believed.
 #include <fmt/core.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a store of segments does, and what must hold afterwards however it was cut off. Records are made from their
 // slots: whoever finds slot n knows its key and its bytes.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Segments of blocks through kills and power cuts: what was acknowledged is there, and nothing is believed that was not
 // written. And planted mistakes in the order of writes, syncs and links are all found.
 

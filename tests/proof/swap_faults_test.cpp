@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever is thrown, wherever, in a swap of two engines with two ranks each (SleepController::swap): every allocation
 // (every 5th, every 7th if not TORPOR_PROOF=long) fails in turn, once and for as long as the call lasts; every start of
 // a thread; every hook of either engine throws in turn, before it has done its work and after. Then both are as before,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two halves of a swap in two processes, in one of which anything goes wrong (SleepOptions::swap_out_to,
 // WakeOptions::swap_in_from): every allocation fails in turn, once and for as long as the call lasts; every hook
 // throws; the process is killed at an allocation, or stopped there until the other half has given it up. A half starts

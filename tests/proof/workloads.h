@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What writers of checkpoints do, and what must hold afterwards however they were cut off. The crash, power-loss and
 // fault proofs share them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A process is killed at any file operation of a checkpoint that is written while it serves: the one before it is
 // there, whole, and so is this one if it was acknowledged. A new engine goes on from either with the very tokens.
 #include <fmt/core.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Started by test_compat.py: lets torpor meet several vLLMs, each in a fork of this process, which has the stock one.
 
 Takes a JSON list of cases, {"change": code, "environment": {}, "additional_config": {}}; prints what was seen when an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One engine in this process for all tests that need no other; its model is a random tiny Llama."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: vLLM's scheduler with torpor's KV connector, without a model, and workers that are made up.
 
     connector_failures_process.py MODEL    prints what came of each of SCENARIOS

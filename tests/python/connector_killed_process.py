@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine with torpor's KV connector, whose worker has a process of its own.
 
     connector_killed_process.py WHOM MODEL FOLDER

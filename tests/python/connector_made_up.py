@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler with torpor's KV connector, without a model, and workers that are made up: what they say, and when,
 is the scenario's of `connector_failures_process.py`."""
 

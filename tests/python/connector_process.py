@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine with torpor's KV connector, and a device pool that is far too small.
 
     connector_process.py MODE MODEL FOLDER    with MODE "eager" or "lazy"

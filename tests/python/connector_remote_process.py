@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine that shares KV blocks through a Redis server.
 
     connector_remote_process.py MODEL FOLDER OPTIONS SERVER NEAR FAR

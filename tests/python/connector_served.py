@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One engine with torpor's KV connector in this process, and requests that are asked of it again and again."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine with the connector told as events, folded by hand: for connector_process.py."""
 
 import json

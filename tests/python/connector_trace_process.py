@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: requests of a trace, scaled down, on an engine whose device pool is far too small.
 
     connector_trace_process.py MODE MODEL FOLDER REQUESTS MOST_BLOCKS COMPUTED

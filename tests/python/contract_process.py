@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: vLLM as torpor finds it, with nothing replaced. Prints what its source says otherwise."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests on the rig where the platform is CUDA to torpor: an engine with torpor's memory of a GPU.
 
 Prints what is in force, and what differed over sleeps: to host, to disk and back from the checkpoint, woken tag by tag,

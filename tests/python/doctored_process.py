@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: beside a vLLM that has changed in what only some of torpor needs, an engine sleeps.
 
 Prints which tiers are on, what was said of it, and what became of sleeps to host memory and to disk.

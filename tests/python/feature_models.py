@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of the features: the tiny one with what a feature needs beside it, all random."""
 
 from __future__ import annotations

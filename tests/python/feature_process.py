@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine with a feature of features.py.
 
     feature_process.py first NAME FOLDER TOKENIZER    sleeps and wakes in this process, leaves a checkpoint

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Features of vLLM that change what engines keep of requests: how to switch each on, and requests that use it."""
 
 from __future__ import annotations

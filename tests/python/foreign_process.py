@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine whose scheduler has vLLM's interface, not its class. Prints its answers."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: a server without an engine, whose console is asked over its socket. Prints the answers."""
 
 import asyncio

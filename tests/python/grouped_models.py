@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random tiny models of other kinds than the rig's Llama, most with several KV groups: 512 words, made in a moment.
 
 `windows` is built as Gemma 3: layers that see the last WINDOW tokens alternate with layers that see all. `states` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine whose model has several KV groups. Prints what its tables look like asleep, and
 what requests that begin after a wake find in the prefix cache, beside what they find if the engine only stood still."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: one of the two hosts of an engine whose tensor parallel ranks are on both.
 
     hosts_process.py NUMBER HOLDER MODEL [SHARED OWN REMOTE TORPOR]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: on the first of two hosts, a server whose tensor parallel ranks are on both, and its clients.
 
     hosts_server_process.py FIRST SECOND MODEL FOLDER OWN REMOTE

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inspector of the release build, in JSON."""
 
 from __future__ import annotations

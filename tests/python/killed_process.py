@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests that sleeps twice and kills itself in a given phase, or wakes what another one left."""
 
 import json

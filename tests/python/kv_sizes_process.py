@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine whose KV vLLM has sized sleeps to disk, and others with more and with fewer blocks
 wake from it, one after another. Prints a JSON object."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: engines with load_format="torpor", and a model directory without weights.
 
 loader_process.py first MODEL STORE           an engine with the model's own files leaves a checkpoint

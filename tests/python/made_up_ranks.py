@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engine cores of data parallel ranks that answer as they are told."""
 
 import asyncio

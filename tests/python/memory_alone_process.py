@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests on the rig where the platform is CUDA to torpor: vLLM differs in what keeping requests needs.
 
 torpor then gives vLLM's sleep mode its memory and no more. Prints the tiers, what was said, how much memory each level

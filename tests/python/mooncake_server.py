@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real Mooncake store on this machine: its master and a node with memory. The programs are those of the wheel:
 pip install --no-deps --target DIR mooncake-transfer-engine-non-cuda, with Debian's libibverbs1 and libnuma1; DIR is
 TORPOR_MOONCAKE in the environment. Where they are not, missing() says so."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A new process of the tests: wakes checkpoints one after another and runs each to its end. Prints a JSON object."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two engines in processes of their own, one of which computes prompts for the other: NIXL carries the KV over.
 
 This process has the consumer, its child the producer. It prints what became of each scenario.

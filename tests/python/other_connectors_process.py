@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine beside a KV connector that is not torpor's, whose transfers are under way.
 
 Prints what became of each scenario.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: two ranks beside a KV connector that is not torpor's. Prints what became of two sleeps."""
 
 import json

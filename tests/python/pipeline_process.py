@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine whose model lies in two stages of a pipeline, each in a process of its own.
 
 `sleep`: sleeps at some steps, to host, to disk and restored by the same process. Prints what differed from the twin

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a zygote (zygote.py) does before it forks: imports, and work that vLLM or torpor would repeat each time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine with a feature that cannot be preserved.
 
 Prints what became of a sleep and of its requests.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: what torpor replaces in vLLM, beside what the known releases call there by."""
 
 import ast

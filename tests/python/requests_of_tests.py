@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requests that the tests put to an engine, and what is compared of their answers."""
 
 from __future__ import annotations

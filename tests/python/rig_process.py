@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests on the rig: an engine in it or in other processes. Prints what is in force and its answers."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A KV connector of the tests that is not torpor's. It sends the KV of each request that ends, and loads what was sent.
 
 Both sides share LEDGER, where they live in one process; else nothing is loaded. A transfer takes as many steps as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server can be asked, by what it takes: for the tests of who may call what, and when."""
 
 CHANGES_THE_ENGINE = [

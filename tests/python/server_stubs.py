@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server without an engine: its real life, gate and routes over routes that only say that they were reached."""
 
 from __future__ import annotations

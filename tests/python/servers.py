@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers and clients of the server tests: tools/demo/serving.py with what all of them need."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For workers in other processes, as their extension (vLLM's `worker_extension_cls`): before the order that the file
 TORPOR_TEST_STOP names a worker's process stops, until it is continued or killed. The import does it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that no checkpoint can hold: they sleep in their process, and a new one ends them alone, by name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The manifest of vLLM against the installed one, without an engine; and torpor beside a vLLM that it does not know."""
 
 from __future__ import annotations

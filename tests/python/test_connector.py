@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV connector: blocks go to host memory and come back, and nobody sees a difference but in time."""
 
 import itertools

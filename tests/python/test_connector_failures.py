@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failures that KV connectors had, each by name, with vLLM's scheduler and workers that are made up.
 
 Those that need an engine are elsewhere: `first_schedule_after_wake` is in test_connector.py,

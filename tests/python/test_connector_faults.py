@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV connector under a load: requests of a trace, scaled down, concurrent, aborted, preempted and reset on a far
 too small device pool; disks that are full and gone; a killed process, and a killed worker. All answers are those
 without a connector."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that share KV blocks through a real Mooncake store: what one computed, another finds; its master is killed
 while requests run. In `tools/dev proof`, where Mooncake is installed (mooncake_server.py)."""
 

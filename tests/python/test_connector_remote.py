@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that share KV blocks through a real Redis: what one computed, another finds; without it they compute."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's engine, stopped and looked at through its socket: no token is another, and nothing else is held up by it."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The screens of the console, driven key by key: over a recording, and over a made-up engine that is really stopped."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The source of vLLM, read without importing it: equal to what the imported one shows; and tools/dev contract."""
 
 from __future__ import annotations

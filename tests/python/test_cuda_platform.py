@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the platform is CUDA: how torpor is switched on there, and an engine and servers that start to their end and go
 on over a sleep, on the rig (TORPOR_RIG_CUDA=1), whose platform is CUDA to torpor alone. Nothing here is a GPU."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data parallel engines behind one AsyncLLM: each has requests of its own; they sleep and are checkpointed together."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of vLLM's workers beside torpor, and what an engine core does to its process. One test has an engine."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine says of itself, in types: nothing that the engine core says is left out or made up."""
 
 from dataclasses import asdict

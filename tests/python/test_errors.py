@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors are torpor's by name and by code, and the builtins that they resemble."""
 
 import copy

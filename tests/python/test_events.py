@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vLLM's engine tells as events, and the verbs of `torpor` that read it."""
 
 import contextlib

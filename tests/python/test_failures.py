@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input and failures on the real engine: a clear error, nothing lost, and tokens as if nothing had been asked."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Features of vLLM, each in an engine of its own: it sleeps, a new process goes on, another takes over."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No binding calls a file with the interpreter's lock held: the module checks it here (bindings/module_files.h)."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's pauses beside checkpoints, sleeps and wakes: a frozen engine is neither idle nor paused."""
 
 import asyncio

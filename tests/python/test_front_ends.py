@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Front ends of engines that ask, and of others in the same process, made by hand: no engine runs."""
 
 from types import SimpleNamespace

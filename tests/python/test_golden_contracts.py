@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every manifest beside what its release has (tests/golden/vllm), so that no change switches a release off unseen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only vLLM's default GPU path has, on the rig: batches in flight, slots, seeds; and what shows that they matter.
 
 The oracle of a run that stood still once is its twin that did nothing else: a drain lets the scheduler see finished

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with several KV groups: windows, states. What is in the tables of a sleeping engine, and found after its wake.
 
 That they go on with the same tokens is in test_features.py, too.

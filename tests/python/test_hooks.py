@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of the controller that raise: whatever it is, it is torpor's error to the caller, and the sleep is undone."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tensor parallel engine with a rank on each of two hosts: two networks, and mounts of their own."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The oracle: an uninterrupted run. After any kind of sleep at any step, every answer is the same to the last digit."""
 
 from array import array

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept of a request: as long as it is what it was made from, and of no other request."""
 
 from types import SimpleNamespace

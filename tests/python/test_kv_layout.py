@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where torpor takes the bytes of a KV block to lie, against vLLM's own views of a KV cache. Without an engine."""
 
 from types import SimpleNamespace

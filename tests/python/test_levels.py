@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Levels, tags and what becomes of requests without preserve_state."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """load_format="torpor": a new process fills its weights from a checkpoint and reads no weights of the model's own.
 
 That it goes on with each kind of model, and with several ranks: test_features, test_other_processes, test_pipeline and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Regions by tag without an engine: torpor.memory, its C ABI, and vLLM's sleep-mode backend over it. Without a GPU."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that torch's pools keep below torpor's regions, over pools as strict as torch's (tests/rig). Without a GPU."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch_memory_saver's interface over torpor.memory, without a GPU."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects of vLLM's classes, and of users' subclasses of them, get a mixin of torpor; their classes do not."""
 
 import abc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that slept is gone; another goes on from its checkpoint."""
 
 import json

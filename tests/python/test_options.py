@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user may set, in additional_config and in the environment: one description of each option."""
 
 from dataclasses import fields

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sleep beside a KV connector that is not torpor's: vLLM 0.33 has hooks for it, before that torpor refuses it."""
 
 from __future__ import annotations

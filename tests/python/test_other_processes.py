@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engine cores in other processes: LLM as it is by default, AsyncLLM with streaming readers, tensor parallel 2.
 
 In tools/dev proof the first engine is started as vLLM does it, with a new interpreter; all other processes come from

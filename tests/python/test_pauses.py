@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pause that users of vLLM asked for lasts over sleeps, with what it says to new requests, and into a new process."""
 
 from types import SimpleNamespace

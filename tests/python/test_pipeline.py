@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model in two stages of a pipeline, each in a process of its own; only the last one samples."""
 
 import json

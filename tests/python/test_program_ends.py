@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine in a user's process never ends that process: what could is reached in processes of torpor's own alone."""
 
 import ast

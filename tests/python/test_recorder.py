@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The record of answers beside an engine in this process: it has what clients were given, no more and no less."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server's recorder over vLLM's own OutputProcessor, without an engine: what it records and refuses, what waits."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot be preserved is refused by its name before anything is touched, alone where it is of one request."""
 
 from pathlib import Path

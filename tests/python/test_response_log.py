@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the response log reads of vLLM's requests by itself, how it writes that, and its limit in bytes: no engine."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LLM's own calls beside requests that a wake from a checkpoint has restored: none is given another one's output."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rig (tests/rig): vLLM's default GPU path is in force on it, and it answers the same each time."""
 
 import os

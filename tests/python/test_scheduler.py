@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torpor's part of a scheduler: in front of the class that vLLM would take, in torpor's engines and no others."""
 
 import copy

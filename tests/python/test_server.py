@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One server over sleeps to host: its routes, its clients, and what it refuses."""
 
 import asyncio

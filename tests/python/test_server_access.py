@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may call what, and which tenant a key is: without an engine."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server does unasked: sleep when idle, wake for a request. Without an engine, and without waiting."""
 
 import asyncio

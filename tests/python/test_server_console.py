@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The console of a server, over HTTP and over its socket, and its page: without an engine."""
 
 import base64

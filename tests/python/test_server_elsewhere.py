@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two servers on two machines: nothing in common but an object store. One is killed, the other one goes on."""
 
 import asyncio

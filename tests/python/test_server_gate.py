@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of a call while the engine is not awake: without an engine."""
 
 import asyncio

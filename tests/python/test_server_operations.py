@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Alive, ready, deploy/, sleeping by vLLM's modes, metrics: without an engine."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clients of a server that sleeps, is drained, is killed and comes back: each gets its whole answer, once."""
 
 import asyncio

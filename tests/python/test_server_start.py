@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that finds a checkpoint which does not fit its engine. Without an engine."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /swap without an engine: whom it asks, what that one may answer, and what becomes of this server then."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server does beside its requests survives any failure, and is counted. Without an engine."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server without a response log: what it refuses, what it keeps, and that it records nothing."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two engines, each with its engine core in a process of its own, take turns on the memory of one: torpor.swap(), and
 POST /swap of servers."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torpor sets on vLLM is counted, in processes with an engine that uses it and with one that does not."""
 
 import os

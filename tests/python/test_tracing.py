@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans of sleeps, wakes and checkpoints, as a collector gets them by vLLM's own exporter."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TRL's GRPO with a colocated vLLM that sleeps between its steps: as it is, and with half-done rollouts (torpor.trl).
 
 TRL has an environment of its own beside that of the tests (tools/devtool/trainers.py), made when first needed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values across the Python border: what goes in comes out, and what is missing, unknown or of another type is named."""
 
 import sys

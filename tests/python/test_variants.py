@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other options of the engine and of torpor: the same oracle."""
 
 import json

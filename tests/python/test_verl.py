@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torpor.verl under the calls of verl's trainers: verl's real server, a real AsyncLLM, weights by verl's own transfer.
 
 verl has an environment of its own beside that of the tests (tools/devtool/trainers.py), made when first needed.

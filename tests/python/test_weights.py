@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that change while requests are kept: what may still be found, what must be loaded first, and who may load."""
 
 import pytest

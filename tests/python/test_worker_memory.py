@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's memory without an engine: what vLLM allocates otherwise than expected is noticed, not used."""
 
 import os

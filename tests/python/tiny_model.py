@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A random tiny Llama with a tokenizer of 2,048 tokens, made on the spot: fast enough for wide test matrices."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process with an engine that has served, and slept if it is one of torpor's: prints what stands on vLLM's classes,
 modules and instances. Started twice by tools/dev contract --touches, with and without torpor in use.
 

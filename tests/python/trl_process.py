@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of TRL's GRPO with a colocated vLLM: `trl_process.py MODEL awake|asleep|partial`."""
 
 import json

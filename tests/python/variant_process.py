@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine with other options, put to sleep at some steps (the option "sleep_at"), to host and
 to disk ("to"). Prints what differed from its own uninterrupted run, how often it preempted, and what torpor refuses."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A platform of verl without an accelerator, by verl's own seam for other devices: VERL_PLATFORM=cpu."""
 
 from types import SimpleNamespace

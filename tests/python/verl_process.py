@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's own server over a real AsyncLLM, called as verl's trainers do it: `verl_process.py MODEL OTHER`.
 
 OTHER has other weights of the same shape.

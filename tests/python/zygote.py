@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts processes that use vLLM in a fraction of a second: they are forked from one that has imported it, the zygote.
 
     zygote = Zygote()                                      # starts `python zygote.py FD`, which imports vLLM once

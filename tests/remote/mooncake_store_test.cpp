@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The contract of stores over a scripted Mooncake, and all that the real one answers rarely. Against a real master,
 // killed: tests/python/test_connector_mooncake.py.
 #include "remote/mooncake_store.h"

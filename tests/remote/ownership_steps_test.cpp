@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Explores every interleaving of two engines that want to own, one store, and what can go wrong between them: engines
 // that die or stand still at any moment, calls that fail before or after they took effect, calls that take effect long
 // after nobody waits for them. The steps that are explored are those that servers run (remote/ownership.h).

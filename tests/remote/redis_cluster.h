@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A cluster of three real Redis servers on this machine, in processes that end with the test's.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KV blocks on a real cluster of three Redis servers: slots on their way, and a node that is killed or stands still.
 #include "remote/resp_store.h"
 #include "tests/contract/store_world.h"

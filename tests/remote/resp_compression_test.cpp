@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks that are compressed in a remote store: what comes back, and what of it is not believed.
 #include <bit>
 #include <random>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server of RESP in this process: what the store asks of a Redis, and what a real one does rarely.
 #pragma once
 

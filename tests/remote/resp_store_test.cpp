@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The contract of stores over a server of KV blocks, and what such a server does rarely. Against a real Redis, killed
 // and paused: tests/python/test_connector_remote.py and tests/tools/test_resp.py.
 #include "remote/resp_store.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The examples of the S3 API reference, "Signature Calculations for the Authorization Header".
 #include "remote/s3_signature.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What servers rarely do, done by a scripted peer: each connection is answered with the next of its answers. Against
 // real servers: tests/tools/test_remote.py.
 #include "remote/s3_store.h"

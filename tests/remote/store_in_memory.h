@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An ObjectStore that can fail at its n-th call, before or after that took effect.
 #pragma once
 

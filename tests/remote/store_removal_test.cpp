@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What goes from a store, and what does not: beside pushes that are under way, owners, and whoever dies in the middle.
 #include "remote/store_removal.h"
 

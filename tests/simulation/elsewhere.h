@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Simulation of servers that go on elsewhere: a number from which clients, servers and what becomes of them are drawn.
 // Checkpoints and leases have random ids, so the same number does not replay every call of the store. Servers on three
 // machines have nothing in common but an object store. The one that owns it serves, pushes checkpoints and its log of

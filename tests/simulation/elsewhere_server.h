@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server of the simulation, as far as it concerns its store: the reference engine with its controller and log of
 // answers, what owns and pushes for it, and the way to the store, on which calls fail.
 #pragma once

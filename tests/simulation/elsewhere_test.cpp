@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Servers that go on elsewhere: a few seeds; with TORPOR_PROOF=long over 100,000 requests.
 #include "tests/simulation/elsewhere.h"
 

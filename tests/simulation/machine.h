@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The devices and files of a simulated run, and their faults, which are inputs of it.
 #pragma once
 

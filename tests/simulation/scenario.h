@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What happens in one run of the simulation, drawn from its seed: options, requests, sleeps, faults; and the twin, the
 // same requests in a run to which nothing happens.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checkpoint that is written while steps go on: begun, cancelled, taken and ended in random steps. Now and then the
 // engine ends when it is there, and another one goes on from where it was taken.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // simulate: runs simulation seeds. Exit code 0: all passed; 1: some failed, their numbers are printed; 2: bad
 // arguments.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Deterministic simulation: one number fixes an engine's shape, its requests, and everything that happens to it: steps,
 // offload steps, cancellations, aborts, faults of the device and of the disk, sleeps to host and to disk, wakes in the
 // same and in a new engine. Each token is compared with that of a twin to which none of this happens.

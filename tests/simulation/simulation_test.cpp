@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The seeds of the normal run. More: tools/dev simulate --seeds N.
 #include "tests/simulation/simulation.h"
 

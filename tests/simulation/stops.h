@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who stops the engine of a simulation, as a console would, and lets it go in every way there is: resumed, after some
 // steps, with the end of its lease, because its console is gone, by a sleep.
 #pragma once

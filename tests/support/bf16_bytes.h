@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bytes that bf16's codec makes smaller, and bytes that it does not.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Part of every test program that no sanitizer watches: a crash that happens once, on a machine of others, says where
 // it was. `addr2line -Cfie PROGRAM OFFSET...` names the lines of the offsets in round brackets.
 #include <array>

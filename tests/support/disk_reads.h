@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What this process had from disks, and what of a file the page cache has: for tests of reads that go past it, or not.
 #pragma once
 

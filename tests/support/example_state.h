@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small, valid state of an engine, to copy and to damage: three requests (running, waiting, held), a shared prefix
 // block, a cached block without a request, and one worker.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Starts of threads that fail, as under a limit of processes: this program's pthread_create() goes through here.
 // Link tests/support/failing_threads.cpp and ${CMAKE_DL_LIBS}.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The functions of the fake driver's table: what each refuses, and what it changes in FakeCuda's model of a machine.
 #include <algorithm>
 #include <cstring>

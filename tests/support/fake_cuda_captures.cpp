@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fake driver's captures of streams, pinned memory as the device sees it, and prices.
 #include <algorithm>
 

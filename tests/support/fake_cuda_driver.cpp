@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/support/fake_cuda_driver.h"
 
 #include <algorithm>

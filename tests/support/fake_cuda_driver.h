@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A strict NVIDIA driver without a GPU, for tests: the same table as the real one (allocator/cuda/driver.h).
 //
 // It models devices, contexts, address ranges, physical memory, maps, access, streams, events, pinned host memory, the

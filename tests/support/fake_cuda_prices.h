@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What calls of a driver cost, in simulated time, for tests that compare sequences of calls. No wall clock has a part.
 //
 // The figures are others' reports, rounded; the order of magnitude is what a test may rely on.

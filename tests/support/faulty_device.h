@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A DeviceMemory that fails on command: the n-th call that can fail, once or from then on; or a wait that proves
 // nothing.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A FileSystem over the real one, or another, that counts every call that changes or reads something, and at the n-th
 // call fails or kills the process with SIGKILL, before or after the call took effect.
 #pragma once

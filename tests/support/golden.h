@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints that are kept in the repository, copied: a clone's modes follow its umask.
 #pragma once
 

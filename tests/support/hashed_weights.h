@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an order to a rank cost that it has to wait for.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether tests try more, as in `tools/dev proof`: TORPOR_PROOF=long.
 #pragma once
 

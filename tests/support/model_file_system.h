@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A file system in memory that records what is done to it, and from the record makes the states in which a disk may be
 // found after a power cut: what was synced is there; of what was not, any part.
 //

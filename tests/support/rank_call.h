@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An order to one rank and its answer, through the bytes that cross processes.
 #pragma once
 

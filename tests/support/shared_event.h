@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SharedEvent: something that happens once, in memory that several processes share. Takes no memory.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A test engine with its controller, and the requests that the tests of the controller use.
 #pragma once
 

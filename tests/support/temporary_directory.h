@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A directory of its own for one test, removed at its end.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small engine whose every token depends on every byte that a sleep must keep: on the weights, on the KV of all
 // tokens before it on all ranks, on block tables and prefix hits, on batch order and on a shared generator.
 //

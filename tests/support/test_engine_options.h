@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Of what size a TestEngine is, and how it is made.
 #pragma once
 

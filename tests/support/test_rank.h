@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory of one rank of a TestEngine: each tag in several regions whose addresses follow nothing.
 #pragma once
 

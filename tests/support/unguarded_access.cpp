@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Touches what a lock guards without it, in the ways that clang must find. Never linked.
 #include "base/mutex.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes a whole checkpoint: the example state, and a chunk for each of its blocks.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real Ceph with its S3 server (RGW) on this machine: one monitor, one OSD in memory, one gateway, one bucket. The
 programs are Debian's: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw. Where they are not, missing()
 names the first."""

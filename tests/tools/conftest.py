@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of the demo, whose checkpoint the other tests look into."""
 
 from __future__ import annotations

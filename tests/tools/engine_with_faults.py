@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """engine_checks.py with faults planted in torpor and in its own checks: each must be told as failed."""
 
 import os

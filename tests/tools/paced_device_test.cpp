@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device of the paced benches charges what its table says. Nothing is timed: it only counts.
 #include "tools/bench/paced_device.h"
 

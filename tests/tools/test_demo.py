@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo is the acceptance test of the main job: a real model, a killed process, the very next token."""
 
 import json

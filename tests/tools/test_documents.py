@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents name only what exists, and sources keep to their rooms; and the checks themselves find what they should."""
 
 import re

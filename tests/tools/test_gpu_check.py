@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks of an engine for a machine with a GPU, on the rig."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inspector on a checkpoint that a real engine wrote. Exit codes: tools/torpor/README.md."""
 
 import json

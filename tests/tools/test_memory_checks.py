@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks of torch over torpor, with a stand-in for torch and its GPU, and with faults in it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """libtorpor_memory.so by ctypes from the system's own Python, over the device without a GPU."""
 
 from __future__ import annotations

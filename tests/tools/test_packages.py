@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users install, made as they get it, put where nothing of this checkout is, and used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `tools/dev test` leaves out on one path of vLLM it runs on the other."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference pages against what they describe: every option, setting and argument is told, with its default, and
 none that does not exist. Without an engine."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torpor push and pull against real S3 servers, which are killed, paused and written to by several at once: SeaweedFS,
 and in `tools/dev proof` Ceph's gateway, where that is installed."""
 

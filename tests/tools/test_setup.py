@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When torpor is compiled to be installed, and when a wheel that is there will do. Without pip and a compiler."""
 
 from pathlib import Path

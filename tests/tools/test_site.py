@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The site's parts without MkDocs: what is copied for it, and that a link that leads nowhere is found."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Type stubs say what the compiled module says of itself, and are Python."""
 
 import ast

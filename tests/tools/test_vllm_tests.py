@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `tools/dev vllm-tests` makes of the records of its three runs. No test of vLLM runs here."""
 
 import json

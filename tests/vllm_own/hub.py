@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models for vLLM's own tests, in the layout of the Hugging Face hub's cache: hub.py FOLDER TOKENIZER.
 
 vLLM's tests name models of the hub. With HF_HUB_OFFLINE the libraries look in this folder alone, so each name leads to

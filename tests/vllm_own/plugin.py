@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plugin of pytest for vLLM's own tests, in their three runs: `python -m pytest -p plugin`.
 
 VLLM_OWN_RUN says which run it is, `without` (torpor is not installed), `unused` or `used`; VLLM_OWN_RECORD is the

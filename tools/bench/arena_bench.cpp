@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Time of an allocation of host memory, and of giving it back, with many free ranges that lie scattered over one slab
 // or many. Baseline: the smallest range that fits, looked for among all of them, as the arena did it before. Ceiling:
 // taking the arena's lock, and no more.

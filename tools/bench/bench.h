@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the benchmark programs share: errors end them, times are medians of rounds after one that only warms.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An engine of weights and twice as much KV, all of it of running requests. A token of a request is made by reading all
 // of its KV and comparing it with what was there before a sleep.
 #pragma once

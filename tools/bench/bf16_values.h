@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random values of bf16: such as weights have (normal, each row with a scale of its own), and such as KV has (normal,
 // each channel with a scale of its own, from a wider range).
 #pragma once

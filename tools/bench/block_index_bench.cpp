@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The index of blocks when every slot is taken by another key: bytes a slot, and the time of a probe (in chains of 32
 // keys, one by one, and of keys that are not there), of a backing, and of storing a block where another one has to go.
 //

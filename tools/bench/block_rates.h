@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks to a remote store and back, digests taken and checked: what resp_bench and mooncake_bench measure.
 #pragma once
 

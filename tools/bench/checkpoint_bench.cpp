@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A durable sleep to disk and the wake from it, beside raw direct I/O and plain files; `verify` beside the same reads;
 // and listing many checkpoints. Bytes are logical: as many as were in device memory.
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // codec_bench: lossless compression of bf16 values on one core, beside zstd and beside a copy of the same bytes.
 // The values are random, as weights and KV have them (bf16_values.h).
 #include <algorithm>

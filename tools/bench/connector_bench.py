@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What a KV connector adds to vLLM's scheduler: torpor's beside vLLM's own, over a trace's requests, without a model.
 
 The real scheduler, once without a connector, then with SimpleCPUOffloadConnector (eager and lazy), OffloadingConnector

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace through vLLM's real scheduler with a KV connector, without a model: what `connector_bench.py` measures.
 
 Outputs are made up, and so are the workers' reports: what a step orders is done in the next one. So all contestants see

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real engines on the CPU, with torpor's KV connector and without one: what `connector_bench.py --serve` measures.
 
 First tokens of prompts that are computed, come from host memory, and come from disk in a new process after SIGKILL; how

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What it costs to tell what an engine does, and to look at it.
 
 slots:    what telling adds to a step of vLLM's scheduler without a model, over the requests of connector_bench.py, with

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint while serving, written in the background, beside one for which the engine stands still.
 
 stall:  how long the engine stood still (own: by its report; with the front end: from the end of its last step to where

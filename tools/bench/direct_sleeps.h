@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Regions moved without torpor, on the same kind of device: nothing is proven, nothing undone. The baseline of
 // sleep_wake_bench has one thread and fresh host memory at each sleep; the ceiling all cores, one region and one warm
 // buffer.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sleeps of one rank to disk, one after the other: the first, one after no step, one after steps that changed one block
 // in a hundred; beside what their files cost without any content: as many files of a page, made durable and renamed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The first token of an early wake, beside a wake that brings back everything before it.
 //
 // An engine of weights and twice as much KV, all of it of running requests, falls asleep to host memory, or to disk,

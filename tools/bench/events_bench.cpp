@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an event costs who tells it: with a port of no ring, with one, two and four writers, and while a reader reads.
 // Baseline: a queue behind a lock. Ceiling: reading the clock and storing 64 bytes; and each of these for itself, the
 // ring without its clock, and one of the two atomic operations that it needs. Interleaved, medians of the rounds

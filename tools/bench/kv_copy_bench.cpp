@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scattered KV blocks from the device to host memory, as a sleep or an offload copies them: with a digest of every
 // block.
 //

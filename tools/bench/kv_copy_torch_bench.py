@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Scattered KV blocks to one host tensor with torch, as Python code does it today: index_select and advanced indexing.
 
 The shapes of kv_copy_bench.cpp. Ceiling: copying as many bytes from one tensor to another. No digests are taken.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sleeps of an engine's KV blocks in host memory: the first, the second after no step, and one after steps that changed
 // one block in a hundred; beside giving back as much device memory and nothing else.
 #pragma once

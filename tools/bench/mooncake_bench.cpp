@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KV blocks to a Mooncake store and back by MooncakeStore: a library for remote_mooncake.py. Mooncake's client is an
 // object of Python, so its calls come in as a function.
 #include "remote/mooncake_store.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What offloading costs the scheduler a step: so many blocks stored and so many loaded while so many requests run, on
 // two ranks, with an index that is full. No bytes move: reports are made up.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PacedDevice: torpor's device without a GPU, where each call takes the time that a GPU's driver and link would take,
 // slowed by one factor. Bytes really move; what is simulated is only how long it takes, so that the overlap of threads
 // shows on a machine whose memory is much faster than the slowed link.

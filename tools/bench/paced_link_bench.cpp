@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sleeps and wakes over a link with an H100's prices, all slowed by one factor (paced_device.h has the table): how much
 // of the link the real save and restore code reaches, and where the rest of the time goes.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sleeps of bf16 weights and KV, half and half, whose bytes in host memory are packed, beside such as are not: what
 // they hold there, and how fast they are; the ceiling is all cores copying.
 #pragma once

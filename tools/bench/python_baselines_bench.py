@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What Python code does today, beside torpor in the same run: a checkpoint of memory, and a busy scheduler's state.
 
 memory:    torch.save + fsync and torch.load (cold: page cache dropped) of as many random bytes as checkpoint_bench puts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV blocks of 2 MiB to a Redis server and back, over loopback, beside redis-benchmark, its own benchmark, with
 as many connections. Interleaved, medians of the rounds after one that only warms. Server and client share the cores.
 With --mooncake (`remote_mooncake.py`) the same with a Mooncake store, with --engines (`remote_engines.py`) what it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a remote store costs engines and saves them: `tools/dev bench remote`, beside resp_bench.
 
 Tokens a second with a store that answers, and with one that is gone, beside the same engine without one. Time to first

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV blocks of 2 MiB to a Mooncake store and back, over TCP on this machine: `tools/dev bench remote --mooncake`.
 
 torpor's store (`mooncake_bench.cpp`) beside a plain loop over Mooncake's own Python client: its wheel has no benchmark

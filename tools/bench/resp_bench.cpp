@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KV blocks to a Redis server and back by RespStore: for remote_bench.py, which starts the server and has its own
 // benchmark beside this.
 #include <iostream>

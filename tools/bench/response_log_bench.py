@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What the response log costs the server's event loop, for each request and step of an engine.
 
 Fake requests get a token and a word a step; the recorder listens as it does in a server. The unit is microseconds of

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Rollouts with a training step in the middle: what becomes of the half-done ones, and what that costs.
 
 Real vLLM on the CPU, one engine, groups of rollouts that share a prompt, as GRPO draws them; half of them sampled with

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The state of a busy scheduler to bytes and back, C++ values on both sides, beside plain Cereal. Ceiling: copying as
 // many bytes.
 #include <malloc.h>

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Serializing the state of a busy scheduler: torpor beside pickle (protocol 5) of the same values.
 
 256 running and 1,000 waiting requests with prompts of 16 to 4,000 tokens, block tables, hashes and a prefix index. Both

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What clients of a server notice: the pause over a sleep and over a checkpoint, and tokens a second.
 
 pause:  last piece of text before to the first after, median over clients, at 1, 8 and 32 streams; for a sleep to host

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A server's sleep to host and its wake, beside the same two calls of an engine in one process with its caller.
 
 Both run the same requests, on one core, as vLLM's server does on two: it leaves one to its front end. Seconds from the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sleep and wake of regions in host memory: torpor beside a loop that, region after region, allocates host memory,
 // copies and unmaps, and beside the machine's own speed for the same bytes.
 //

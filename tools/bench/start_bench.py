@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What an installed torpor costs the start of a vLLM process that does not use it.
 
 Both start as vLLM's processes do: vLLM's plugins are loaded once the engine's arguments are imported, then the engine

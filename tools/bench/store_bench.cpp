@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KV blocks from the device to segments on disk and back, digests taken and checked, durable at the end of the writing;
 // beside the disk itself: direct I/O of the same sizes and the same depth into a file of the same kind, fresh in each
 // round, preallocated, synced, in place of the last round's, which goes. Baseline: plain pwrite and pread of block

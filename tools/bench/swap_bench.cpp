@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One engine goes and another comes on its memory: a swap, beside a sleep and then a wake.
 //
 // Two engines of the same size, on devices whose link carries both directions at once, each at its own rate. In turn

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A swap of two servers (POST /swap), beside a sleep of one and then a wake of the other.
 
 Both serve the model, each with a stream that goes on whenever its server is awake. In turn one falls asleep and then

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A trace of requests through block pools in three tiers (device, host, disk): which share of the prompts' blocks is
 // found, where, and how that depends on the eviction policy. Beside it what no policy can beat: Belady's offline
 // optimum for one cache of all three together.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Weights of a new process: from a checkpoint (load_format="torpor") and from the model's safetensors (vLLM's loader).
 
 fill:  the bytes from the file into the model, each piece of ours proved by its digest. Baseline: vLLM's default loader,

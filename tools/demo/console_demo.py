@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tools/dev demo --console`: the same session, with its blocks offloaded, told as events: what is left of both
 processes is recorded, and the console draws pictures of it. docs/console.md shows them."""
 

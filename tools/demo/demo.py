@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The main job, shown: chats stream from a real engine, fall asleep mid-sentence, and go on from the very next token.
 
 To disk, the engine's process is killed with SIGKILL while it sleeps and a new process wakes from the checkpoint. Every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The child with the engine, as the demo's parent sees it: orders and answers as JSON lines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The child of the demo: one vLLM engine in this process, told what to do by JSON lines.
 
 Orders come on the file descriptor of --orders, answers go to that of --answers: one object a line, {"event": …} while

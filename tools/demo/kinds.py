@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `tools/dev demo --features` shows: one request of each kind, in one engine that has all of it switched on."""
 
 from __future__ import annotations

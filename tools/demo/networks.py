@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two networks of this machine's kernel with a wire between them, which can be slowed and cut: for tests of what
 happens between an engine and a store."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tools/dev demo --offload`: a long conversation is evicted from the device by others and returns; its engine is
 killed with SIGKILL, and it returns to a new one. Beside it, the same with vLLM alone."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Redis server on this machine, for the demo, the benchmark and the tests of what engines share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes from engine to engine over a network: KV blocks through a Redis server, and a checkpoint that is pushed to
 an S3 server, gone here, and pulled into an empty directory."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real S3 server on this machine: SeaweedFS, with one bucket, for the demo and the tests of what goes to one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the demo shows to people: stages, the chats as they grow, the table at the end. Plain text when piped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tools/dev demo --server`: clients stream from a server, it is drained with SIGTERM, a new one starts, the clients
 take up their streams. Every answer is compared with one that was never interrupted."""
 

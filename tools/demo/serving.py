@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server of torpor as a child process, and clients that lose no answer: for the demo, the benchmark and the tests."""
 
 from __future__ import annotations

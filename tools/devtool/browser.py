@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of a site as a browser has them: scripts run, what they ask for is there, and no error is said."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of documents and sources: every path that a document names exists, and nothing names what it must not."""
 
 from __future__ import annotations
@@ -241,9 +242,23 @@ def wrong_types(root: Path) -> list[str]:
     return [line for line in (done.stdout + done.stderr).splitlines() if ": note: " not in line]
 
 
+_LICENCE = "SPDX-License-Identifier: Apache-2.0"
+
+
+def without_licence(root: Path) -> list[str]:
+    """Sources whose first line, or second behind a shebang, does not name the licence."""
+    sources = [path for path in tracked(root) if path.suffix in (".h", ".cpp", ".cu", ".py")]
+    return [
+        f"{path.relative_to(root)}: the first line is not {_LICENCE}"
+        for path in sources
+        if _LICENCE not in "".join(path.read_text().splitlines(keepends=True)[:2])
+    ]
+
+
 def all_problems(root: Path) -> list[str]:
     checks = (
         missing_paths,
+        without_licence,
         forbidden_includes,
         wrong_arrows,
         include_cycles,

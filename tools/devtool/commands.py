@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each word after tools/dev does."""
 
 from __future__ import annotations

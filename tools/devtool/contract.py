@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/dev contract: what a release of vLLM has otherwise than torpor expects. Its source is read, and not run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/dev deploy: makes the Kustomize base from the Helm chart, and checks deploy/ with the programs that read it."""
 
 from __future__ import annotations

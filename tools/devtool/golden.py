@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tests/golden/vllm/VERSION.json: what a release of vLLM has, where torpor looks; read as its source is (source.py).
 
 Of the classes and modules in the manifest it has all names, so that a manifest that names more of them is checked too;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/dev gpu_check: a bundle for a machine with an NVIDIA GPU, which needs neither vLLM nor a network there."""
 
 from __future__ import annotations

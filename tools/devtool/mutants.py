@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/dev mutants: plants each fault of tests/mutants.toml in a copy of the tree; its test must catch it.
 
 `caught_by` is a program of the C++ tests and a pattern of its cases, or, for faults of the adapter, `pytest` and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments with another vLLM than the one all tests run with: an older, and a newer one without a build for CPUs.
 
 Each is a virtual environment of its own that finds in python_environment()'s what fits both.

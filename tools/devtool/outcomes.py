@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outcomes of vLLM's own tests in their three runs, compared test by test. tests/vllm_own/plugin.py records them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sources of a release of vLLM with its tests, which no wheel has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users install: the portable wheel, the sources of it, and Debian's package of the inspector."""
 
 from __future__ import annotations

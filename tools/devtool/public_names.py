@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the names that users write or read: options, Python, HTTP, metrics, events. Each uses the glossary's words.
 
 The names are read from the sources, so that a new one is checked where it is made. Nothing is imported.

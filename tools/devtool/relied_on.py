@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of vLLM whose behaviour torpor relies on or does itself, beyond their signatures, and where.
 
 `tools/dev contract` says which of them a release has changed: each is to be read then beside what is named here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets up what the other commands need. Each step is done once and marked; a step that was interrupted is done again.
 
 Nothing is written into the checkout but build/. Progress goes to standard error, output of installers into log files.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/dev docs: the documents as a site, each page of which is opened in a browser and every link followed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/dev test: compiles and runs everything, and says how long each part took."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/dev contract --touches: what torpor sets on vLLM's classes, modules and instances, counted.
 
 An engine with torpor serves, sleeps and wakes in one process; in another one an engine without torpor serves. What the

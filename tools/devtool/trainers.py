@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments with RL trainers beside vLLM, for the tests of what torpor offers them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a package writes and reads fields of these names: by name alone, whatever object they are of."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/dev vllm-tests: vLLM's own tests without torpor, with torpor installed and unused, and with torpor used.
 
 A test whose outcome is not the same in all three is a fault of torpor's, unless tests/vllm_own/explained.txt has its

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Budget: the time of a run, divided among its checks. The checks behind one get the time that it leaves.
 //
 // Owner: the run. Threads: one.

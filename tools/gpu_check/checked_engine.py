@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine that the checks put to sleep, and the requests that they give it."""
 
 from __future__ import annotations

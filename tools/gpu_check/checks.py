@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is checked of one engine. Each check takes a CheckedEngine and returns what it saw, or raises Failed."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Whether an engine that sleeps and wakes answers as one that only stood still, on vLLM's default GPU path.
 
 Needs vLLM's CUDA build and torpor, and a model; --rig runs the same here, without a GPU. Each row says what was

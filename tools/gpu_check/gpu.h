@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A GPU as a check uses it beside torpor: the driver's own calls, each waited for.
 #pragma once
 

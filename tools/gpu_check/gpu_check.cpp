@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tools/gpu_check/gpu_check.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks and figures of torpor on a machine with an NVIDIA GPU, over a table of the driver's functions.
 //
 // Owner: the caller, who keeps the table. Threads: one run at a time. Failure: a check that fails is a row, and the

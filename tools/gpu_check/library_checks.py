@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of libtorpor_memory.so by itself, over torpor's device without a GPU: they run on every machine.
 
 Owner: memory_checks.py, which sets TORPOR_MEMORY_DEVICE=host. Threads: one. Failure: an exception fails the check.

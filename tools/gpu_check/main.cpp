@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gpu_check: run on a machine with an NVIDIA GPU; prints each row when it is known, as text or as JSON lines, and
 // appends it to a file. Exit code 0: no check failed.
 #include <fstream>

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Check torpor's memory below torch, part by part, on a machine with an NVIDIA GPU.
 
 Each check has a process of its own, so that one that dies fails only itself. A row is printed when it is known, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """libtorpor_memory.so by ctypes: regions by tag that sleep and wake, from any Python 3.8 or newer.
 
 Owner: the process; load the library once. Threads: any; the scope of an allocation belongs to its thread. Failure: a

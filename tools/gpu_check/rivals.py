@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocators below torch whose memory sleeps: torpor, vLLM's cumem, torch_memory_saver. All have the same four calls.
 
 Owner: the check that makes one, in a process of its own. Threads: one. Failure: make() raises NotHere where the machine

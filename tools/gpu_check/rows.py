@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of the checks of memory: how a check reports, and how rows are printed and kept as they come.
 
 A row is {"check", "expected", "seen", "verdict", "figures"}. A verdict is "passed", "failed" or "not here"; "not here"

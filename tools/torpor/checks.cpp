@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // verify, diff: whether a checkpoint is whole, how two differ.
 #include <algorithm>
 #include <fstream>

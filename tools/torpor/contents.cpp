@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cat, extract: the bytes themselves.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // events, record, console: what engines tell while they run (console/), and what is left of those that were killed.
 #include <sys/ioctl.h>
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // fits: whether a checkpoint may be woken here. Also asked by pull, before it fetches anything.
 #include "tools/torpor/fits.h"
 

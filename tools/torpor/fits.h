@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether a checkpoint may be woken into a model, a configuration and this machine, as far as the arguments tell.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // live: calls to an engine that runs, through its socket (console/control.h).
 #include <poll.h>
 #include <unistd.h>

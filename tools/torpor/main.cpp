@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // torpor: looks into checkpoints, without an engine, a GPU or Python. Verbs and exit codes: tools/torpor/README.md.
 #include <csignal>
 #include <cstdio>

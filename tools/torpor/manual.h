@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The man page and shell completions, made from the same App that reads the command line.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // mock: a small engine that serves made-up chats, to look at, stop, record and replay without vLLM and without a GPU.
 #include <unistd.h>
 

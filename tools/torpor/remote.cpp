@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // push, pull, and ls, gc and rm of a URL: checkpoints in an object store.
 #include "tools/torpor/remote.h"
 

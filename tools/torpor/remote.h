@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ls, gc and rm of a URL: what checkpoints an object store has, and what goes from it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // push, pull, and ls of a URL where the inspector was built without libcurl: it says what it lacks.
 #include "tools/torpor/remote.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // replay: a recording of a reference engine, given to another one.
 #include <unistd.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // requests, show: the saved requests.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Text for people out of an answer. Text out of a checkpoint is made harmless first: no control characters.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tokenizer: tokens back to text, by a tokenizer.json (Hugging Face tokenizers). Decoding only; byte-level BPE (GPT-2,
 // Llama 3, Qwen, SmolLM) and BPE with byte fallback (Llama 2, Mistral, Gemma). Others are refused by name.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Verb: one word of `torpor`: what it is asked with, its answer as JSON, and that JSON as text. Tables and --json come
 // from one answer, so they cannot differ; help, man page, completion and the list in README.md come from verbs().
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torpor: puts a running LLM inference engine to sleep mid-sentence and wakes it with the very next token.
 
 With vLLM there is nothing to import: the package registers itself as a vLLM plugin, and `LLM.sleep`, `AsyncLLM.sleep`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exceptions of torpor. Each says what was wrong (`what`), what to do (`next_step`), and whether anything changed
 (`state_changed`); `code` is the machine-readable kind, the same in C++, in the command line and here.
 

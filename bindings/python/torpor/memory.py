@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that can sleep, for programs without an engine: regions by tag, below torch's allocator.
 
     from torpor import memory

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of torch_memory_saver (0.0.10) over torpor's memory: region, pause, resume, cpu backup.
 
     from torpor.torch_memory_saver import torch_memory_saver

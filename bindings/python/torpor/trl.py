@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Half-done rollouts that stay over a training step, for TRL's GRPO with a colocated vLLM in sleep mode.
 
     from torpor.trl import PartialRolloutGRPOTrainer      # arguments as of trl.GRPOTrainer, and two more

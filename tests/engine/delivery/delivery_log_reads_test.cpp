@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "engine/delivery/delivery_log.h"
 
 #include "tests/engine/delivery/delivery_log_scene.h"

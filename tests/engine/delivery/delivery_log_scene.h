@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A delivery log in a directory of its own, with clocks that a test moves, and short words for what it records.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A delivery log whose files fail, whose process is killed, whose power goes; and who waits for whom meanwhile.
 #include <array>
 #include <atomic>

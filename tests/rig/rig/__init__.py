@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's default GPU path on CPU tensors, for tests and the demo; see ../README.md.
 
     subprocess.run([sys.executable, "script.py"], env=os.environ | rig.environment())

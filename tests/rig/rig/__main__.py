@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m rig WORDS`: as `python WORDS`, on the rig."""
 
 import os

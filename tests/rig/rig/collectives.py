@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What experts need of data parallel ranks and vLLM's communicator for CPUs lacks: pieces of each rank's own size."""
 
 from __future__ import annotations

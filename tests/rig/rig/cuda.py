@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TORPOR_RIG_CUDA=1: memory as torpor has it on a GPU, below tensors of the CPU; platform.py says CUDA to torpor.
 
 Workers have GpuWorkerMemory, and torch has pools (pools.py) over the device without a GPU (TORPOR_MEMORY_DEVICE=host).

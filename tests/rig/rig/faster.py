@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter finds out about types and shapes in each operation of a kernel, which takes most of a step.
 
 Here that is found out once for each type and shape. Values and types are what they were: each function below asks the

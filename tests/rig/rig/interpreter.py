@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter, which runs the kernels of vLLM's GPU path on CPU tensors: what it needs for it, and for speed.
 
 Kernels mean what they meant; a step takes less than half as long.

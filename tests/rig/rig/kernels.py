@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that PyTorch stands in for: one that the interpreter cannot run, and two that it takes longest for. Each is a
 function of the logits alone. All that keep the runner's state (staged writes, block tables, penalties) and the one that
 samples by seed and position are run as they are.

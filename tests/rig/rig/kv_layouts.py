@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every KV cache layout of vLLM, named by VLLM_KV_CACHE_LAYOUT; without it that of a GPU, LBNHC.
 
 Where a block of a layer lies is as on a GPU. Inside of it vLLM's attention for CPUs has heads outside and tokens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A random Llama of 512 words and its byte-level tokenizer, written in a moment: needs neither torch nor a model.
 
 Its answers are no sentences, but text: whatever it samples is a printable character or the beginning of a word.

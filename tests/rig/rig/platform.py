@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's platform for CPUs, without the one thing that keeps it from batches in flight.
 
 With TORPOR_RIG_CUDA=1 it is CUDA to torpor, and stays a CPU to vLLM.

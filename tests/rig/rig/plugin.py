@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry points: vLLM calls both in every process, the platform's first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.cuda.MemPool for CPU tensors, over torpor's allocator: memory as torch's caching allocator gives it out.
 
 A pool takes segments from torpor and divides them. What is freed stays in its segment, and is given out again in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams on which nothing happens before somebody waits for it, in place of vLLM's placeholders, which never wait.
 
 On a GPU a step returns while the device still works. Here two things that it leaves behind are late: the copies of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for vLLM's cumem_allocator: memory of this process, whose content goes when it is unmapped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks at engines that run, and stops them: the calls of `torpor live` for Python.
 
     with torpor.console.connect() as engine:

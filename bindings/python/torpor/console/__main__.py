@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m torpor.console: the screens. Without Textual there is `torpor console`, which prints them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The screens in a terminal. Needs Textual: pip install torpor[console]."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each screen shows, as lines of text: pure functions of a snapshot and events of the inspector's JSON."""
 
 from __future__ import annotations

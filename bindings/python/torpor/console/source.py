@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the screens have it from: the inspector's JSON, of engines that run and of recordings alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's vLLM rollout, of which half-done requests stay over sleep and weight sync: `rollout.name=torpor`.
 
     VERL_USE_EXTERNAL_MODULES=torpor.verl python -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=torpor …

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's server and replica over a vLLM that keeps its requests. How to use them: docs/trainers/verl.md.
 
 Where verl aborts what runs, for clients to send it again, the engine stands still between two steps instead; clients

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vLLM adapter: translates vLLM's objects to values and back.
 
 Deciding, copying, hashing, serializing and files are C++. Nothing here is imported by torpor itself; vLLM loads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA adapters: requests name one, workers hold its weights. A new process loads it again; it must be the same one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine asks for torpor. In a process where no engine asks, vLLM stays as it is but for what watch() sets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tells the contents of a KV block apart, so that a sleep copies only what changed since the one before.
 
 Each time a block is entered into the prefix cache vLLM makes a new bytes object, the hash with its group, and drops it

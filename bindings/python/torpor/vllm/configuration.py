@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torpor's options change in the configuration of an engine, as vLLM's own options would.
 
 vLLM finishes its configuration in every process that copies it, so all of this can be done twice.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's KV connector: while serving, full KV blocks go to host memory, disk and a store that engines share, and come
 back on a prefix hit.
 

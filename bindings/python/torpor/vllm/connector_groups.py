@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's KV cache groups as the connector sees them: layers with one block table, and what of the past they see."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the two sides of the connector tell each other through vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of the KV connector: kv_connector_extra_config, or torpor's own in additional_config. A wrong one is named,
 and so is one that does not exist.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector in the scheduler's process: vLLM's hooks in the order in which they are called."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector and a sleep: before it transfers end, over it the tiers stay, after it their blocks are found again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the connector counts, for vLLM's log and for Prometheus: `torpor_offload_*`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The connector in a worker: orders of the scheduler to the rank's memory, and what became of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seeded requests of the CPU's model runner whose prompts are computed in several steps."""
 
 from __future__ import annotations

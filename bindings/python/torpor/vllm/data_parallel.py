@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several engine cores behind one AsyncLLM: data parallel ranks, each an engine of its own with its own requests.
 
 All of them are asked and all replies gathered. They sleep together or not at all: each keeps what it must keep and

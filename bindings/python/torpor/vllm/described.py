@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options as fields of dataclasses that describe themselves. The engine, its KV connector and a server have such.
 
 One description has the default, how a value is written, what is refused, and the text of --torpor-help.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What depends on the device of a worker: its default generator, and what of it can change tokens."""
 
 from __future__ import annotations

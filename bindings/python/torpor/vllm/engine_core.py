@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine-core side: controller, hooks, and the mixin with the utility method `torpor_call`, by which front ends
 reach them."""
 

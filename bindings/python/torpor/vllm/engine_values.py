@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types of the answers of `llm.torpor`: state(), ledger(), plan_sleep(…) and continue_wake() return them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`torpor.swap(a, b)`: one engine falls asleep while another wakes on its memory, each in a process of its own.
 
 Each engine core does its half (engine/sleep_controller_swap.cpp); they meet in a page of memory that both map

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything besides the weights that must be equal for tokens to be equal; compared field by field on wake."""
 
 from __future__ import annotations

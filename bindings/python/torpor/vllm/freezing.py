@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A freeze is no pause: what vLLM's pauses mean while torpor has the scheduler stand still.
 
 vLLM takes an engine without a step to do for idle: it then completes pauses and clears caches. An engine that torpor

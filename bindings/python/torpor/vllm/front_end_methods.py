@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The methods that LLM, LLMEngine and AsyncLLM get: what they take, and what it means. The flow: frontend.py."""
 
 from __future__ import annotations

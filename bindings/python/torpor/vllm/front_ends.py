@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What LLM, LLMEngine and AsyncLLM of an engine that asks do otherwise than vLLM's, as mixins (mixed_in.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sleep`, `wake_up` and their relatives on LLM, LLMEngine and AsyncLLM. The semantics are in docs/semantics.md."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's sleep mode on a GPU through torpor's memory; sleep_backend.py says when it is chosen.
 
 TorporAllocator has the calls of vLLM's MemAllocator; workers allocate through it where they would through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's memory on a GPU, as the controller sees it: what CpuWorkerMemory is on a CPU.
 
 With the option gpu_preserve_state it takes the place of vLLM's sleep mode (gpu_allocator.py), over the same regions.

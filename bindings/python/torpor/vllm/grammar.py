@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structured output: a grammar cannot be copied. It is compiled again, and given the tokens that it has taken."""
 
 from __future__ import annotations

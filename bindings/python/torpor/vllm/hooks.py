@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EngineHooks (engine/engine_hooks.h) over vLLM: the C++ controller decides; a hook asks or tells vLLM one thing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the prompt of a request has besides tokens: images and the like (multimodal.py), and embeddings.
 
 Embeddings stand in the place of tokens, of all or of some: a tensor of the request's own, which nothing could compute

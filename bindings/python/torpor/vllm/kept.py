@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a request stays as it is, as values made once, so that an engine stands still only for the rest.
 
 Kept with vLLM's object of the request: another request of the same id has none of it. Beside a value is what it was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vLLM's managers of KV groups keep of requests besides their block tables, as values and back.
 
 A group is layers with one block table: those of full attention, of a sliding window, of attention in chunks, of Mamba

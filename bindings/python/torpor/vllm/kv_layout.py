@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the bytes of each KV block lie, from vLLM's description of its KV cache."""
 
 from __future__ import annotations

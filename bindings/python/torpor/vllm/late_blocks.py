@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """After an early wake: KV blocks of the prefix cache whose content still comes back, while the engine runs.
 
 No step is made up in another way than without a sleep: vLLM decides as ever which blocks a prompt finds and which are

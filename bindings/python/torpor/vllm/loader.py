@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's load_format="torpor": a new process fills its weights from a checkpoint and reads none of the model's files.
 
 vLLM makes the model, its parameters get their places in a region of the checkpoint's layout, the region is filled, each

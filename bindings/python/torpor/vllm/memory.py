@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights and KV cache of a CPU worker inside torpor's regions.
 
 vLLM enters `Worker._maybe_get_memory_pool_context(tag)` around loading the model ("weights") and around allocating the

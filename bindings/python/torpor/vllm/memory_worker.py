@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torpor's part of a worker whose memory is torpor's and whose sleeps are vLLM's own, on a GPU: they keep no requests.
 
 It needs little of vLLM (the part "memory" of the manifest), so it works beside a vLLM that changed in other things.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects of vLLM that get a mixin of torpor, for an engine that asks: front ends, engine cores, clients, requests.
 
 vLLM has extension points for schedulers and workers only (named_mixins.py). What else torpor does otherwise stands in

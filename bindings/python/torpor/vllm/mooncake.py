@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mooncake's client: one a process for the same master, until the process ends, since its end takes seconds where the
 master is gone. remote/mooncake_store.h is what asks it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images, sounds and videos of a request: their processed inputs. What an encoder made of them is computed again."""
 
 from __future__ import annotations

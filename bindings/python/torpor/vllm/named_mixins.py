@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixins of torpor in front of classes of vLLM or of a user, as classes that every process finds by a name.
 
 A class that is made at run time cannot be pickled. So each has a name, `MODULE.NAME`, and the module's `__getattr__`

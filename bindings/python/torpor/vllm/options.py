@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of an engine: `additional_config={"torpor": {...}}`, or the environment (TORPOR_CHECKPOINT_DIR …)."""
 
 from __future__ import annotations

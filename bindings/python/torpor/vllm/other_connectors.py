@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sleep beside a KV connector that is not torpor's.
 
 Before the sleep the connector's transfers end, by steps of vLLM that compute nothing. Then each worker's connector

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The front end's part of a request as values and back: what was delivered, its detokenizer, its log probabilities.
 
 Tokens and sampling parameters are not stored twice: the engine core adds its own on wake (engine_core._with_tokens).

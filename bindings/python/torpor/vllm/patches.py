@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torpor replaces these attributes of vLLM's classes for the engines that asked. No file of vLLM is changed.
 
 To be imported once the guards have passed. Each replacement does what vLLM does, unless torpor holds the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attributes that are set on classes and modules of vLLM: all of them, or none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paths as a user writes them."""
 
 from __future__ import annotations

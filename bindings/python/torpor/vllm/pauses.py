@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pause that vLLM's users asked for, over a sleep: which requests wait, and whether new ones are turned away.
 
 From vLLM 0.33 on, pause_generation() with "abort" or "wait" has the engine core answer new requests with an error that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry point `vllm.general_plugins`. vLLM calls register() in every process, before its classes are built.
 
 register() only watches for an engine that asks for torpor (asking.py). For the first one activate() changes vLLM:

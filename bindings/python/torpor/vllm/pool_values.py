@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's block pool, block tables and prefix index as values, and back."""
 
 from __future__ import annotations

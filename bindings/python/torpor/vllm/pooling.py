@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pooling requests (embeddings, scores): they give one answer at their end, and begin again in a new process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a sleep, wake or checkpoint is, told to a function of the caller while the engine works in other processes.
 
 They add up what they copy in a page of memory that this process reads (base/progress_file.h)."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LLM.generate() and its relatives beside requests that a wake in a new process has restored.
 
 vLLM returns whatever ends while it runs the engine, in the order of ids that LLM made itself. Restored requests have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model runner V1, which vLLM uses on the CPU: its state as values and back.
 
 Its batch is kept row by row; each seeded request has a generator of its own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model runner V2, vLLM's default on a GPU: its state as values and back.
 
 Each request has a slot; what the sampler needs of it stands in tensors at that slot. There is no persistent batch and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a client, a gateway or a router said of a request, which its tokens do not depend on: the headers of its trace,
 hints for the KV cache, parameters for KV connectors. It goes wherever the request goes, as it was said."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torpor's part of a scheduler: a mixin in front of the class that vLLM would take, where torpor holds the memory.
 
 choose() names the class in `scheduler_config.scheduler_cls`. Other engines keep their scheduler as it is.

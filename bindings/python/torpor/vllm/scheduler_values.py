@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler as values and back: requests, queues, block tables, block pool, prefix index."""
 
 from __future__ import annotations

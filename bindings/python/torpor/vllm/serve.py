@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's OpenAI-compatible server with torpor:
 `python -m torpor.vllm.serve MODEL [vLLM's options] [--torpor-… options]`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backend vLLM's sleep mode has, on a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requests of vLLM's scheduler as slots, told as events: what `torpor events`, `record` and `console` show.
 
 Looked at after each Scheduler.schedule(), from its output; what is found and loaded below the device is told by

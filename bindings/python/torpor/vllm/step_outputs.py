@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LLMEngine.step() returns more than vLLM's own step. This module holds that state beside each engine, not on it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot be preserved yet, by name. Asked before anything is touched; the engine serves on."""
 
 from __future__ import annotations

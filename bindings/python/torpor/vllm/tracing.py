@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans of sleeps, wakes and checkpoints, and of their phases, where vLLM was told to trace (--otlp-traces-endpoint).
 
 They go where vLLM's own go: it has made the exporter. Without that option OpenTelemetry is not looked at.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's per-request objects as plain values and back: SamplingParams, tensors, log probabilities, completions."""
 
 from __future__ import annotations

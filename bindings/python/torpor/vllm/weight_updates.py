@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`updating_weights()`: new weights are loaded into an engine that stands still, and its label of them follows."""
 
 from __future__ import annotations

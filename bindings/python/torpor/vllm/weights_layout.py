@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each weight of a model lies in torpor's region, and what vLLM keeps beside it. Written into each checkpoint.
 
 A new process finds the places of its parameters in a stored region by it, and sees afterwards whether vLLM made of them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torpor's part of a worker: a mixin in front of the class that vLLM would take, which choose() names in
 `parallel_config.worker_cls`. Its methods are reached by `collective_rpc`; their names begin with `torpor_`.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torpor asks of a worker's memory, on every device: memory.py has it for CPUs, gpu_memory.py for NVIDIA GPUs."""
 
 from __future__ import annotations

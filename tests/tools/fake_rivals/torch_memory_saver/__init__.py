@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for torch_memory_saver, over the stand-in for cumem."""
 
 from __future__ import annotations

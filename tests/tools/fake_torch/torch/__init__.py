@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for torch with a GPU, for the checks of memory: tensors of bytes in torpor's memory without a GPU.
 
 A tensor's operations write bytes that depend on every byte they read. A pool keeps what was freed until it goes. A

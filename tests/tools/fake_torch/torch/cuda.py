@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand in for torch.cuda: pools over a library's malloc and free, memory in use, captured graphs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which vLLM this is, and whether it is as torpor expects. One module a version: its manifest.
 
 v0_32.py is whole; those of other versions say what differs from it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes down a manifest by what differs from another one's, and finds what has another place in a version."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a manifest says of vLLM, and whether a vLLM agrees. Nothing here changes vLLM or needs an engine.
 
 A guard compares what can be seen without running anything: that a name exists, the whole signature of what is called or

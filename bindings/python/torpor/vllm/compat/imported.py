@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the installed vLLM by importing it, for guards.py."""
 
 from __future__ import annotations

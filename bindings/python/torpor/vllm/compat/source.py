@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the source of a vLLM without running any of it, for guards.py: any release, on a machine that cannot import it.
 
 What a name stands for is followed through imports and assignments within the package. Where a condition decides which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tiers of torpor: a difference between vLLM and its manifest switches off all of torpor, or only checkpoints.
 
 An object of vLLM stays in its process over a sleep, with fields that torpor does not know. A new process makes the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM 0.31, by what differs from 0.32. How to read it: changes.py."""
 
 from torpor.vllm.compat import v0_32

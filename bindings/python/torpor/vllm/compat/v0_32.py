@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM 0.32: all of it that torpor imports, calls, replaces, reads or sets, each with its guard.
 
 Where `exact` is set, a field that does not stand here would be state that a sleep loses: torpor then stays inactive.

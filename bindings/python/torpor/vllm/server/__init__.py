@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torpor in vLLM's OpenAI-compatible server: the entry point `vllm.endpoint_plugins`. See docs/server.md."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who calls: the keys of clients, the admin key, and the tenants that clients are told apart by."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server does without being asked: checkpoints while it serves, sleep when it is idle, wake for a request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small files that are there whole after a loss of power, or not at all."""
 
 from __future__ import annotations

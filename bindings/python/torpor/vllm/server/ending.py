@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a server: on SIGTERM what can be saved is saved; one that lost its ownership ends at once."""
 
 from __future__ import annotations

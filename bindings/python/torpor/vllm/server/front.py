@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a console asks of the server itself, not of its engine: plan, sleep, wake, checkpoint (docs/console.md).
 
 By HTTP and by a socket of this process, beside that of the engine core; both end here.

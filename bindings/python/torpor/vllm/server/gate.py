@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The way into a server that may be asleep: ASGI middleware that by its route lets a call in, holds or refuses it."""
 
 from __future__ import annotations

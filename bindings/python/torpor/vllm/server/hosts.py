@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on several hosts: whether all see the directory of checkpoints, asked when a server starts."""
 
 from __future__ import annotations

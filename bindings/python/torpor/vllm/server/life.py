@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The life of a server: it wakes at its start, sleeps and wakes, checkpoints while serving, and ends without loss."""
 
 from __future__ import annotations

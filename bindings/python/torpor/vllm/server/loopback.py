@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The address of another server on this host, for calls that carry the admin key: they must not leave the host.
 
 Only loopback addresses are taken: whatever the host's routes and settings are, these never lead outside. A name is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torpor_* on vLLM's /metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each request of a server was given, recorded before it is delivered; and those who wait for more of it.
 
 The record itself is C++ (engine/delivery/delivery_log.h). This listens to vLLM's OutputProcessor, in the server's event

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server has in an object store: it owns it while it serves, and another one on any machine goes on after it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every route of vLLM's server and of torpor's: who may call it, and what becomes of a call while the engine sleeps.
 
 A test compares this table with the routes of the installed vLLM. What is not in it at run time, as a route of another

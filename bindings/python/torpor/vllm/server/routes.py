@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server's routes: sleep and wake as vLLM's callers know them, and /torpor/*. For users: docs/server.md."""
 
 from __future__ import annotations

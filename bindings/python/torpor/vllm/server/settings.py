@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operator may set of the server: --torpor-NAME of `python -m torpor.vllm.serve`, or TORPOR_SERVER_NAME (of the
 admin key: TORPOR_ADMIN_KEY, TORPOR_ADMIN_KEY_FILE).
 

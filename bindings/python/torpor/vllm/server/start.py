@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The start of a server: it wakes what an earlier one left, or goes on without, as its operator wants it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """POST /swap: this server falls asleep while another one of this host wakes on the memory that this one gives.
 
 Each has its engine do its half (../exchange.py). This one makes the channel and asks the other one to come by its own

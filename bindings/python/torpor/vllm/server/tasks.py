@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server does beside its requests: tasks that nobody waits for, whose failures are seen and end nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server without a response log (--torpor-response-log off): its directory, and its wake from a checkpoint.
 
 Requests go on over sleeps and from checkpoints. Nobody can resume an answer. After a kill only a checkpoint is left.
