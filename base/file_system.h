@@ -83,8 +83,9 @@ class Directory {
   virtual Status remove_tree(std::string_view name) = 0;  // never leaves the tree through a link
   virtual Status sync() = 0;                              // makes entries of this directory durable
   virtual Result<uint64_t> free_bytes() const = 0;        // what an unprivileged writer may still use
-  // Takes an exclusive lock on the file `name` (made if absent), held until the result is destroyed or the process
-  // ends, however it ends. kUnavailable when another holder has it.
+  // Take an exclusive lock on the file `name` (made if absent). It is held until the result is destroyed or the process
+  // has ended, however it ends; but a child that was forked meanwhile and runs no other program holds it, too, until it
+  // has ended. kUnavailable: another holder has it.
   virtual Result<std::unique_ptr<File>> lock(std::string_view name) = 0;
 };
 

@@ -23,9 +23,8 @@ uint64_t bytes_of(const std::vector<SavedChunk>& chunks) {
 
 }  // namespace
 
-RegionImages::RegionImages(Parts parts) : parts_(std::move(parts)), contents_(parts_.device, parts_.allocator) {
-  parts_.arena.ask_when_short([retained = retained_](uint64_t bytes) { return retained->give_up(bytes); });
-}
+RegionImages::RegionImages(Parts parts)
+    : parts_(std::move(parts)), index_(parts_.device, parts_.allocator, parts_.arena, parts_.retain_kv_bytes) {}
 
 uint64_t RegionImages::Image::bytes() const { return bytes_of(chunks); }
 
@@ -56,18 +55,15 @@ Status RegionImages::set_kv_layout(std::string tag, KvLayout layout) {
 }
 
 void RegionImages::note_write(std::string_view tag) {
-  if (tag == kWeightsTag) digest_holds_ = false;
   forget_clean(tag);
-  contents_.note_write(tag);
+  index_.note_write(tag);
 }
 
 void RegionImages::describe(orders::Describe::Reply& reply) {
   for (const auto& [tag, state] : parts_.allocator.states()) {
-    if (state != RegionState::kAttached || tag == kv_tag_ || !contents_.was_written(tag)) continue;
-    note_write(tag);
-    contents_.look_anew(tag);
+    if (state == RegionState::kAttached && tag != kv_tag_ && index_.notice_write(tag)) forget_clean(tag);
   }
-  contents_.describe(reply);
+  index_.describe(reply);
   reply.bytes_per_block = kv_layout_.bytes_per_block();
   reply.num_blocks = kv_layout_.num_blocks;
 }
@@ -75,15 +71,14 @@ void RegionImages::describe(orders::Describe::Reply& reply) {
 void RegionImages::forget_clean(std::string_view tag) {
   if (tag == kv_tag_) {
     forget_blocks();
-    host_store_.reset();  // whose stamps do not tell of this
+    index_.set_host_store({});  // whose stamps do not tell of this
   }
   if (const auto found = images_.find(tag); found != images_.end() && found->second.kept) images_.erase(found);
 }
 
 void RegionImages::doubt(std::string_view tag) {
-  if (tag == kWeightsTag) digest_holds_ = false;
   forget_clean(tag);
-  contents_.forget_proof(tag);
+  index_.doubt(tag);
 }
 
 // --- the way down ---
@@ -141,8 +136,8 @@ void RegionImages::on_detached(const std::vector<std::string>& tags, std::set<st
     const auto found = images_.find(tag);
     if (found != images_.end()) found->second.kept = found->second.clean = false;
     if (tag != kv_tag_) continue;
-    retained_->clear();
-    stored_.keep_only(found == images_.end() ? std::span<const SavedChunk>() : found->second.chunks);
+    index_.release_retained();
+    index_.checkpoints().keep_only(found == images_.end() ? std::span<const SavedChunk>() : found->second.chunks);
   }
   pages_gone_ = false;
 }
@@ -213,8 +208,8 @@ Result<orders::Restore::Reply> RegionImages::restore(const orders::Restore& orde
     const bool went =
         state != states.end() && state->second != RegionState::kAttached && state->second != RegionState::kSaving;
     if (image == nullptr && is_scratch(tag)) continue;
-    if (image == nullptr && tag != kv_tag_ && went) contents_.came_back_empty(tag);
-    if ((image == nullptr && went) || contents_.missing(tag)) reply.without_content.push_back(tag);
+    if (image == nullptr && tag != kv_tag_ && went) index_.note_missing(tag);
+    if ((image == nullptr && went) || index_.missing(tag)) reply.without_content.push_back(tag);
     if (image == nullptr) continue;
     reply.bytes += image->bytes();
     if (tag != kv_tag_ || order.late.empty()) {
@@ -254,7 +249,7 @@ Result<orders::LoadBlocks::Reply> RegionImages::load_blocks(const orders::LoadBl
   }
   orders::LoadBlocks::Reply reply{.bytes = bytes_of(blocks)};
   TORPOR_TRY(load_all_but_late(blocks, order.late, std::move(tier), reply));
-  stored_.note_loaded(order.id, blocks, there);
+  index_.checkpoints().note_loaded(order.id, blocks, there);
   return reply;
 }
 
@@ -274,7 +269,7 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
   }
   // Writes from here on show against what a tag is without content.
   for (const std::string& tag : tags) {
-    if (tag != kv_tag_ && find(tag) == nullptr) contents_.look_anew(tag);
+    if (tag != kv_tag_ && find(tag) == nullptr) index_.look_anew(tag);
   }
   if (!unfinished.empty()) TORPOR_TRY(parts_.allocator.finish_restore(unfinished));
   // From here on nothing fails.
@@ -290,7 +285,7 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep) {
       found->second.reused_bytes = 0;
       continue;
     }
-    if (tag == kv_tag_) keep ? retain(found->second) : stored_.clear();
+    if (tag == kv_tag_) keep ? retain(found->second) : index_.checkpoints().clear();
     images_.erase(found);
   }
   return ok();
@@ -317,7 +312,7 @@ void RegionImages::fill(RankLedger& ledger) const {
     }
     ledger.tags[tag].reused_bytes += image.reused_bytes;
   }
-  if (const uint64_t bytes = retained_->bytes(); bytes > 0) ledger.tags[kv_tag_].backup_host_bytes += bytes;
+  if (const uint64_t bytes = index_.retained_bytes(); bytes > 0) ledger.tags[kv_tag_].backup_host_bytes += bytes;
   const OutcomeCounts counts = parts_.transfers.counts();
   for (size_t outcome = 0; outcome < counts.size(); ++outcome) {
     if (counts[outcome] == 0) continue;

@@ -6,7 +6,7 @@
 // An image may be kept after a wake. A clean one is still equal to the content of its attached tag: it is not copied
 // again. That of the weights is believed to be until somebody says that they were written, or it is noticed; that of
 // any other tag, which anybody writes at any time, only where the content was just read (compare()). Of KV blocks each
-// is kept by itself, by its version (engine/retained_blocks.h).
+// is kept by itself, by its version (engine/content_index.h).
 //
 // All bytes of a sleep, a wake or a digest go through here. Owner: RankMemory; its lock is held at every call.
 #pragma once
@@ -25,11 +25,9 @@
 #include "base/file_system.h"
 #include "base/swap_channel.h"
 #include "checkpoint/checkpoint.h"
+#include "engine/content_index.h"
 #include "engine/late_blocks.h"
 #include "engine/rank_orders.h"
-#include "engine/retained_blocks.h"
-#include "engine/stored_blocks.h"
-#include "engine/tag_contents.h"
 #include "kvcache/kv_layout.h"
 #include "offload/disk_tier.h"
 #include "offload/host_store.h"
@@ -97,7 +95,7 @@ class RegionImages {
   Status set_kv_layout(std::string tag, KvLayout layout);
   const KvLayout& kv_layout() const { return kv_layout_; }  // merged
   // Blocks of this layout, that orders may name by their slots there (orders::Save::host_slots).
-  void set_host_store(std::weak_ptr<HostStore> store) { host_store_ = std::move(store); }
+  void set_host_store(std::weak_ptr<HostStore> store) { index_.set_host_store(std::move(store)); }
 
   // The tag's content is another one.
   void note_write(std::string_view tag);
@@ -118,8 +116,7 @@ class RegionImages {
   Status take_back(const std::vector<std::string>& tags);
   // Blocks were written by others than the engine: nobody has their content.
   void forget_blocks() noexcept {
-    retained_->clear();
-    stored_.clear();
+    index_.forget_blocks();
     if (late_ != nullptr) late_->keep = false;
   }
   // Nothing is clean without content. `away`: the same tags; takes no memory.
@@ -188,7 +185,9 @@ class RegionImages {
   Result<orders::Save::Reply> save_to_arena(const orders::Save& order, uint64_t unused);
   Result<std::vector<Portion>> portions_of(const orders::Save& order, bool take) const;
   Status fill_blocks(Portion& portion, const orders::Save& order, bool take) const;
-  bool borrow(Portion& portion, const std::shared_ptr<HostStore>& store, int32_t block, Slot slot, bool take) const;
+  bool can_borrow(const Portion& portion, const HostPlaces& places) const;
+  void borrow(Portion& portion, const HostStore::Stored& stored, int32_t block,
+              const std::shared_ptr<HostStore>& store) const;
   void place(std::vector<Portion>& portions, uint64_t going, uint64_t coming) const;
   uint64_t staging_for(uint64_t padded_bytes, uint64_t largest) const;
   uint64_t batch_staging(const std::vector<Portion>& portions) const;
@@ -254,13 +253,9 @@ class RegionImages {
   Images images_;
   std::set<std::string, std::less<>> away_;  // tags, from the time their memory goes until they are awake
   std::map<std::string, uint64_t, std::less<>> packed_shares_;  // by tag: what its chunks took of the arena, of 1024
-  std::weak_ptr<HostStore> host_store_;
-  StoredBlocks stored_;                                                                  // of the tag with blocks
-  const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();  // of the tag with blocks
-  TagContents contents_;
-  std::unique_ptr<Late> late_;  // last: what it copies is in the others
-  bool pages_gone_ = false;     // for another engine, and not taken back with their content
-  bool digest_holds_ = false;   // what behind_ finds of the weights: nobody was seen to write them since it began
+  ContentIndex index_;
+  std::unique_ptr<Late> late_;           // last: what it copies is in the others
+  bool pages_gone_ = false;              // for another engine, and not taken back with their content
   std::unique_ptr<WriteBehind> behind_;  // null: none; last: it reads what all above have
 };
 

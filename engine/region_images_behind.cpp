@@ -18,7 +18,7 @@ Result<orders::OpenBehind::Reply> RegionImages::open_behind(const orders::OpenBe
   if (there && !proven(kWeightsTag)) {
     TORPOR_ASSIGN(weights, plans_of(kWeightsTag, {}));
   }
-  digest_holds_ = true;
+  index_.watch_weights();
   auto behind = std::make_unique<WriteBehind>(parts_.transfers, parts_.arena, order.writing,
                                               ProgressFile::of_caller(order.progress));
   TORPOR_TRY(behind->open(parts_.file_system, order.directory, parts_.rank, parts_.key, std::move(weights)));
@@ -34,9 +34,7 @@ Result<WriteBehind*> RegionImages::behind_of(const orders::Save& save) {
                  .next_step = "begin it again"};
   }
   TORPOR_TRY(behind_->settle());
-  if (std::optional<std::string> digest = behind_->take_digest();
-      digest && digest_holds_ && !contents_.was_written(std::string(kWeightsTag)))
-    contents_.know(std::string(kWeightsTag), std::move(*digest));
+  if (std::optional<std::string> digest = behind_->take_digest()) index_.note_watched_digest(std::move(*digest));
   return behind_.get();
 }
 
@@ -101,7 +99,7 @@ Result<orders::SaveBehind::Reply> RegionImages::save_behind(const orders::SaveBe
   for (const size_t place : storing.missing) copied[place] = true;
   orders::Save::Reply saved;
   for (size_t i = 0; i < save.blocks.size(); ++i) {
-    const bool changed = !stored_.find(save.writing.base_id, save.blocks[i], contents[i]);
+    const bool changed = !index_.checkpoints().find(save.writing.base_id, save.blocks[i], contents[i]);
     if (!changed && behind->is_sparse(storing.plans[i].key.index)) saved.compacted_bytes += storing.block_bytes;
   }
   for (size_t i = 0; i < storing.plans.size(); ++i) {
@@ -110,7 +108,7 @@ Result<orders::SaveBehind::Reply> RegionImages::save_behind(const orders::SaveBe
   }
   TORPOR_TRY(behind->copy_now(std::move(plans)));
   TORPOR_TRY(behind->write(std::move(storing.records), std::move(storing.missing), std::move(saved)));
-  stored_.note(save.writing.id, save.writing.base_id, save.blocks, contents);
+  index_.checkpoints().note(save.writing.id, save.writing.base_id, save.blocks, contents);
   return reply;
 }
 

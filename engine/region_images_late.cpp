@@ -17,8 +17,6 @@ namespace torpor {
 RegionImages::~RegionImages() {
   behind_.reset();
   late_.reset();
-  parts_.arena.ask_when_short(nullptr);
-  retained_->clear();
 }
 
 RegionImages::Halves RegionImages::halves_of(std::span<const SavedChunk> chunks, size_t in_host,
@@ -150,7 +148,7 @@ void RegionImages::end_late() noexcept {
   if (parts_.transfers.quarantined()) {
     HostTier::abandon(std::move(found->second.host));  // a copy may still read there
   } else {
-    keep ? retain(found->second) : stored_.clear();
+    keep ? retain(found->second) : index_.checkpoints().clear();
   }
   images_.erase(found);
 }

@@ -71,7 +71,7 @@ Result<LoadedTag> RegionImages::load_tag(const StoredTag& stored) {
   TORPOR_TRY(fill_tag(tag, chunks, *tier));
   LoadedTag loaded{.digest = combined_digest(chunks)};
   for (const SavedChunk& chunk : chunks) loaded.bytes += chunk.bytes;
-  contents_.prove(tag, loaded.digest);
+  index_.note_filled(tag, loaded.digest);
   return loaded;
 }
 
@@ -96,19 +96,18 @@ Status RegionImages::fill_tag(const std::string& tag, std::vector<SavedChunk> ch
   if (!same) return other_layout(tag, chunks, plans);
   note_write(tag);
   const Status filled = catching([&] { return parts_.transfers.restore(chunks, plans, source); });
-  if (!filled) contents_.came_back_empty(tag);
+  if (!filled) index_.note_missing(tag);
   return filled;
 }
 
 std::optional<std::string> RegionImages::proven(const std::string& tag) {
-  std::optional<std::string> digest = contents_.proven(tag);
+  std::optional<std::string> digest = index_.digest(tag);
   if (!digest) return digest;
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   const auto state = states.find(tag);
   if (state == states.end() || state->second != RegionState::kAttached) return std::nullopt;
-  if (!contents_.was_written(tag)) return digest;
-  note_write(tag);
-  contents_.look_anew(tag);
+  if (!index_.notice_write(tag)) return digest;
+  forget_clean(tag);
   return std::nullopt;
 }
 

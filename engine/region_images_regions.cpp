@@ -146,7 +146,7 @@ Result<orders::DigestTags::Reply> RegionImages::digest(const orders::DigestTags&
       reply.bytes += plans[i].bytes();
     }
     reply.digests[tag] = all.finish();
-    if (state != states.end() && state->second == RegionState::kAttached) contents_.know(tag, reply.digests[tag]);
+    if (state != states.end() && state->second == RegionState::kAttached) index_.note_digest(tag, reply.digests[tag]);
   }
   return reply;
 }

@@ -62,10 +62,10 @@ Result<orders::Save::Reply> RegionImages::save(const orders::Save& order) {
   };
   Result<orders::Save::Reply> saved = save_to_arena(order, 0);
   const bool spills = !parts_.spill_dir.empty();
-  if (is_final(saved) || (retained_->bytes() == 0 && !spills)) return saved;
+  if (is_final(saved) || (index_.retained_bytes() == 0 && !spills)) return saved;
   // What is retained, or held unused, may stand in the way of larger pieces; and packed content may be larger than was
   // planned.
-  retained_->clear();
+  index_.release_retained();
   if (parts_.host_codec != Codec::kNone) {
     for (const std::string& tag : order.tags) packed_shares_[tag] = kWhole;
   }
@@ -90,7 +90,7 @@ Result<orders::PlanSave::Reply> RegionImages::plan(const orders::Save& order) co
   const uint64_t batch = batch_staging(portions);
   const uint64_t kept = std::min(batch, parts_.transfers.kept_staging());
   const uint64_t staging = (batch - kept) * parts_.transfers.memory_batches();
-  place(portions, retained_->bytes() - std::min(retained_->bytes(), taken_over), staging);
+  place(portions, index_.retained_bytes() - std::min(index_.retained_bytes(), taken_over), staging);
   for (const Portion& portion : portions) {
     reply.copied_bytes[portion.tag] = portion.copied_bytes();
     reply.reused_bytes += portion.unread_bytes();
@@ -134,7 +134,7 @@ Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& orde
     image.reused_bytes = portion.unread_bytes();
     if (portion.tag != kv_tag_) {
       reply.digests[portion.tag] = combined_digest(image.chunks);
-      contents_.know(portion.tag, reply.digests[portion.tag]);
+      index_.note_digest(portion.tag, reply.digests[portion.tag]);
     }
     images_[portion.tag] = std::move(image);
   }
@@ -145,8 +145,8 @@ Result<orders::Save::Reply> RegionImages::save_to_arena(const orders::Save& orde
 Result<std::vector<RegionImages::Giving>> RegionImages::prepare_giving(const orders::Save& order,
                                                                        orders::Save::Reply& reply) {
   Result<std::vector<Giving>> prepared = make_room(order, reply);
-  if (prepared || prepared.error().code != Code::kResourceExhausted || retained_->bytes() == 0) return prepared;
-  retained_->clear();
+  if (prepared || prepared.error().code != Code::kResourceExhausted || index_.retained_bytes() == 0) return prepared;
+  index_.release_retained();
   parts_.arena.trim();
   return make_room(order, reply);
 }
@@ -217,22 +217,21 @@ Result<std::vector<RegionImages::Portion>> RegionImages::portions_of(const order
   return portions;
 }
 
-// A block whose bytes the host store has in this slot. False: it has not.
-bool RegionImages::borrow(Portion& portion, const std::shared_ptr<HostStore>& store, int32_t block, Slot slot,
-                          bool take) const {
-  const std::optional<HostStore::Stored> stored = store->stored(slot);
-  if (!stored || stored->record.bytes != kv_layout_.bytes_per_block()) return false;
+bool RegionImages::can_borrow(const Portion& portion, const HostPlaces& places) const {
+  return places.in_store && places.in_store->record.bytes == kv_layout_.bytes_per_block() &&
+         portion.image.host->readable(places.in_store->record.codec);
+}
+
+// Put a block into the image whose bytes stay where the host store has them.
+void RegionImages::borrow(Portion& portion, const HostStore::Stored& stored, int32_t block,
+                          const std::shared_ptr<HostStore>& store) const {
   Image& image = portion.image;
-  if (!image.host->readable(stored->record.codec)) return false;
-  portion.borrowed_bytes += stored->record.bytes;
-  if (!take) return true;
   SavedChunk& chunk = image.chunks.emplace_back(
       SavedChunk{.key = {.kind = ChunkKind::kKvBlock, .tag = kv_tag_, .index = static_cast<uint64_t>(block)},
-                 .bytes = stored->record.bytes,
-                 .digest = stored->record.digest});
-  image.host->borrow(chunk, stored->bytes, stored->record.codec, store);
+                 .bytes = stored.record.bytes,
+                 .digest = stored.record.digest});
+  image.host->borrow(chunk, stored.bytes, stored.record.codec, store);
   image.in_host = image.chunks.size();
-  return true;
 }
 
 Status RegionImages::fill_blocks(Portion& portion, const orders::Save& order, bool take) const {
@@ -241,25 +240,28 @@ Status RegionImages::fill_blocks(Portion& portion, const orders::Save& order, bo
     return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the host slot of each"};
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(blocks, order.stamps, order.steps));
 
-  std::vector<uint64_t> known = retained_->find(blocks, contents);
+  const std::shared_ptr<HostStore> store = index_.host_store();  // stays as long as places are used
+  const std::vector<HostPlaces> places = index_.find_in_host(blocks, contents, order.host_slots);
   std::vector<RetainedBlocks::Block> retained;
-  if (take) retained = retained_->take(blocks, contents);
+  if (take) retained = index_.take_retained(blocks, contents);
   Image& image = portion.image;
   std::vector<int32_t> copied;
-  const std::shared_ptr<HostStore> store = order.host_slots.empty() ? nullptr : host_store_.lock();
   for (size_t i = 0; i < blocks.size(); ++i) {
-    if (store != nullptr && borrow(portion, store, blocks[i], order.host_slots[i], take)) {
-      if (take) image.contents.push_back(contents[i]);
+    if (can_borrow(portion, places[i])) {
+      portion.borrowed_bytes += places[i].in_store->record.bytes;
+      if (!take) continue;
+      borrow(portion, *places[i].in_store, blocks[i], store);
+      image.contents.push_back(contents[i]);
       continue;
     }
-    if (take && retained[i].bytes.empty()) known[i] = 0;  // given up meanwhile
-    if (known[i] == 0) {
+    const bool given_up = take && retained[i].bytes.empty();  // meanwhile
+    if (places[i].retained_bytes == 0 || given_up) {
       copied.push_back(blocks[i]);
       portion.contents.push_back(contents[i]);
       continue;
     }
     portion.reused_bytes += kv_layout_.bytes_per_block();
-    portion.retained_bytes += known[i];
+    portion.retained_bytes += places[i].retained_bytes;
     if (!take) continue;
     image.contents.push_back(contents[i]);
     image.chunks.push_back(std::move(retained[i].chunk));
@@ -409,7 +411,7 @@ void RegionImages::retain(Image& image) noexcept {
       HostArena::Span bytes = image.host->release(image.chunks[i]);
       if (!bytes.empty()) blocks.push_back({std::move(image.chunks[i]), std::move(bytes), image.contents[i]});
     }
-    retained_->keep(std::move(blocks), parts_.retain_kv_bytes);
+    index_.retain(std::move(blocks));
     return ok();
   });
 }

@@ -41,12 +41,12 @@ Result<orders::Save::Reply> RegionImages::save_to_disk(const orders::Save& order
     }
     if (tag != kv_tag_) {
       reply.digests[tag] = combined_digest(image.chunks);
-      contents_.know(tag, reply.digests[tag]);
+      index_.note_digest(tag, reply.digests[tag]);
     }
     images_[tag] = std::move(image);
   }
   if (std::find(order.tags.begin(), order.tags.end(), kv_tag_) != order.tags.end())
-    stored_.note(order.writing.id, order.writing.base_id, order.blocks, contents);
+    index_.checkpoints().note(order.writing.id, order.writing.base_id, order.blocks, contents);
   return reply;
 }
 
@@ -93,7 +93,8 @@ Status RegionImages::look_up_blocks(Storing& storing, const BaseRecord& in_base,
   storing.block_bytes = kv_layout_.bytes_per_block();
   for (size_t i = 0; i < order.blocks.size(); ++i) {
     const size_t place = first + i;
-    const std::optional<uint64_t> number = stored_.find(order.writing.base_id, order.blocks[i], contents[i]);
+    const std::optional<uint64_t> number =
+        index_.checkpoints().find(order.writing.base_id, order.blocks[i], contents[i]);
     ChunkKey key = storing.plans[place].key;
     key.index = number.value_or(key.index);
     const SavedChunk* const known = number ? in_base(key) : nullptr;
@@ -114,7 +115,7 @@ Status RegionImages::look_up_tag(Storing& storing, const BaseRecord& in_base, co
   TORPOR_ASSIGN(std::vector<ChunkPlan> plans, plans_of(tag, {}));
   storing.add(std::move(plans));
   const bool believed = as_proven && tag == kWeightsTag;
-  const std::optional<std::string> proven = believed ? contents_.proven(tag) : std::nullopt;
+  const std::optional<std::string> proven = believed ? index_.digest(tag) : std::nullopt;
   CombinedDigest there;
   bool same = proven.has_value();
   for (size_t i = first; i < storing.plans.size() && same; ++i) {
@@ -164,7 +165,7 @@ Status RegionImages::write(Storing& storing, std::span<const size_t> places, Ran
 
 Status RegionImages::tell_contents(const orders::TellContents& order) {
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(order.blocks, order.stamps, order.steps));
-  stored_.tell_contents(order.id, order.blocks, contents);
+  index_.checkpoints().tell_contents(order.id, order.blocks, contents);
   return ok();
 }
 

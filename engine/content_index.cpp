@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/content_index.h"
+
+#include <utility>
+
+#include "engine/tags.h"
+
+namespace torpor {
+
+ContentIndex::ContentIndex(const DeviceMemory& device, const SleepAllocator& allocator, HostArena& arena,
+                           uint64_t retain_bytes)
+    : tags_(device, allocator), arena_(arena), retain_bytes_(retain_bytes) {
+  arena_.ask_when_short([retained = retained_](uint64_t bytes) { return retained->give_up(bytes); });
+}
+
+ContentIndex::~ContentIndex() {
+  arena_.ask_when_short(nullptr);
+  retained_->clear();
+}
+
+void ContentIndex::note_write(std::string_view tag) {
+  if (tag == kWeightsTag) weights_unwritten_ = false;
+  tags_.note_write(tag);
+}
+
+void ContentIndex::doubt(std::string_view tag) {
+  if (tag == kWeightsTag) weights_unwritten_ = false;
+  tags_.forget_proof(tag);
+}
+
+bool ContentIndex::notice_write(const std::string& tag) {
+  if (!tags_.was_written(tag)) return false;
+  note_write(tag);
+  tags_.look_anew(tag);
+  return true;
+}
+
+void ContentIndex::note_watched_digest(std::string digest) {
+  const std::string weights(kWeightsTag);
+  if (weights_unwritten_ && !tags_.was_written(weights)) tags_.know(weights, std::move(digest));
+}
+
+void ContentIndex::forget_blocks() noexcept {
+  retained_->clear();
+  stored_.clear();
+}
+
+std::vector<HostPlaces> ContentIndex::find_in_host(std::span<const int32_t> blocks,
+                                                   std::span<const BlockContent> contents,
+                                                   std::span<const Slot> slots) const {
+  std::vector<HostPlaces> places(blocks.size());
+  const std::vector<uint64_t> retained = retained_->find(blocks, contents);
+  const std::shared_ptr<HostStore> store = slots.empty() ? nullptr : host_store_.lock();
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    places[i].retained_bytes = retained[i];
+    if (store != nullptr) places[i].in_store = store->stored(slots[i]);
+  }
+  return places;
+}
+
+}  // namespace torpor
