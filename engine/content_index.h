@@ -77,8 +77,8 @@ class ContentIndex {
   // Return where the bytes of each block are in host memory. `slots`: of each block in the host store, or empty.
   std::vector<HostPlaces> find_in_host(std::span<const int32_t> blocks, std::span<const BlockContent> contents,
                                        std::span<const Slot> slots) const;
-  // Hand over what is retained of these blocks, without bytes for one of which nothing is. All else goes. (Const: what is
-  // retained may go at any time anyway.)
+  // Hand over what is retained of these blocks, without bytes for one of which nothing is. All else goes. (Const: what
+  // is retained may go at any time anyway.)
   std::vector<RetainedBlocks::Block> take_retained(std::span<const int32_t> blocks,
                                                    std::span<const BlockContent> contents) const {
     return retained_->take(blocks, contents);

@@ -279,7 +279,7 @@ TEST(CudaFaults, WhicheverCallFailsNothingIsLost) {
 // Random orders, copies of an engine that serves, and faults: the fake writes down whatever touches memory in use.
 TEST(CudaFaults, NoMemoryIsTakenAwayReusedOrUnpinnedWhileWorkUsesIt) {
   log().set_level(LogLevel::kOff);
-  const uint64_t wanted = is_long() ? 10'000'000 : 1'000'000;
+  const uint64_t wanted = is_long() ? 10'000'000 : 300'000;
   uint64_t steps = 0;
   uint64_t lives = 0;
   for (uint64_t seed = 1; steps < wanted; ++seed) {
