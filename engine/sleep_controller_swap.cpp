@@ -17,6 +17,7 @@
 #include "base/log.h"
 #include "base/shared_folder.h"
 #include "base/swap_channel.h"
+#include "base/text.h"
 #include "engine/sleep_in_progress.h"
 
 namespace torpor {
