@@ -106,7 +106,8 @@ void bind_rank_memory(py::module_& module) {
           "mark_dirty", [](RankMemory& self, const std::string& tag) { without_lock([&] { self.mark_dirty(tag); }); },
           py::arg("tag"), "The owner changed bytes of this tag: a kept backup is no longer that of its content.")
       .def(
-          "doubt", [](RankMemory& self, const std::string& tag) { without_lock([&] { self.doubt(tag); }); },
+          "invalidate_digest",
+          [](RankMemory& self, const std::string& tag) { without_lock([&] { self.invalidate_digest(tag); }); },
           py::arg("tag"), "Somebody may have changed bytes of this tag: they are read when they are wanted next.")
       .def(
           "start_prefault", [](RankMemory& self) { without_lock([&] { self.start_prefault(); }); },

@@ -24,7 +24,6 @@ Error damaged(std::string what) {
 }  // namespace
 
 struct Checkpoint::Impl {
-  FileSystem& file_system;
   std::unique_ptr<Directory> directory;
   std::shared_ptr<const Key> key;
   OpenedManifest opened;
@@ -113,15 +112,14 @@ Result<EngineCheckpoint> Checkpoint::read_state() const {
   return checkpoint;
 }
 
-Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::unique_ptr<Directory> directory,
-                                             std::shared_ptr<const Key> key) {
+Result<Checkpoint> open_checkpoint_directory(std::unique_ptr<Directory> directory, std::shared_ptr<const Key> key) {
   std::unique_ptr<Checkpoint::Impl> impl(
-      new Checkpoint::Impl{.file_system = file_system, .directory = std::move(directory), .key = std::move(key)});
+      new Checkpoint::Impl{.directory = std::move(directory), .key = std::move(key)});
   TORPOR_ASSIGN(impl->opened, read_manifest(*impl->directory, impl->key.get()));
   return Checkpoint(std::move(impl));
 }
 
-Result<Checkpoint> open_latest(FileSystem& file_system, const Directory& store, std::shared_ptr<const Key> key) {
+Result<Checkpoint> open_latest(const Directory& store, std::shared_ptr<const Key> key) {
   TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(store));
   if (generations.empty()) {
     return Error{.code = Code::kNotFound,
@@ -129,7 +127,7 @@ Result<Checkpoint> open_latest(FileSystem& file_system, const Directory& store, 
                  .next_step = "name a checkpoint, or a directory of checkpoints"};
   }
   TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store.open_directory(generation_name(generations.back())));
-  return open_checkpoint_directory(file_system, std::move(directory), std::move(key));
+  return open_checkpoint_directory(std::move(directory), std::move(key));
 }
 
 Status check_fits(FileSystem& file_system, const Checkpoint& checkpoint, const Fingerprint& engine,
@@ -155,8 +153,8 @@ Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& p
   TORPOR_ASSIGN(const std::vector<Entry> entries, directory->list());
   const bool is_checkpoint =
       std::any_of(entries.begin(), entries.end(), [](const Entry& entry) { return entry.name == kManifestFile; });
-  if (is_checkpoint) return open_checkpoint_directory(file_system, std::move(directory), std::move(key));
-  return open_latest(file_system, *directory, std::move(key));
+  if (is_checkpoint) return open_checkpoint_directory(std::move(directory), std::move(key));
+  return open_latest(*directory, std::move(key));
 }
 
 }  // namespace torpor

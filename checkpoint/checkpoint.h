@@ -44,13 +44,11 @@ class Checkpoint {
   std::unique_ptr<Impl> impl_;
 };
 
-// `file_system` outlives the result. `key` null: only checkpoints without a seal can be read. Errors:
-// decode_manifest().
-Result<Checkpoint> open_checkpoint_directory(FileSystem& file_system, std::unique_ptr<Directory> directory,
+// `key` null: only checkpoints without a seal can be read. Errors: decode_manifest().
+Result<Checkpoint> open_checkpoint_directory(std::unique_ptr<Directory> directory,
                                              std::shared_ptr<const Key> key = nullptr);
 // The latest one of a directory of checkpoints. kNotFound if there is none; a damaged newest one is kCorruption.
-Result<Checkpoint> open_latest(FileSystem& file_system, const Directory& store,
-                               std::shared_ptr<const Key> key = nullptr);
+Result<Checkpoint> open_latest(const Directory& store, std::shared_ptr<const Key> key = nullptr);
 // Returns whether an engine with this fingerprint can go on from the checkpoint. kIncompatible names the checkpoint and
 // each field that differs. `named`: what it was opened by; if that is a directory of checkpoints, the error also names
 // the newest one there that fits.

@@ -155,7 +155,7 @@ Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
 Result<Checkpoint> CheckpointManager::open_latest() const {
   return catching([&]() -> Result<Checkpoint> {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
-    return torpor::open_latest(impl_->file_system, *store, impl_->options.key);
+    return torpor::open_latest(*store, impl_->options.key);
   });
 }
 
@@ -163,7 +163,7 @@ Result<Checkpoint> CheckpointManager::open_generation(uint64_t generation) const
   return catching([&]() -> Result<Checkpoint> {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
     TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store->open_directory(generation_name(generation)));
-    return open_checkpoint_directory(impl_->file_system, std::move(directory), impl_->options.key);
+    return open_checkpoint_directory(std::move(directory), impl_->options.key);
   });
 }
 

@@ -7,7 +7,7 @@
 // any point leaves the old generations and the new one either whole or invisible; leftovers go at the next begin() or
 // collect().
 //
-// Owner: the engine's controller (one writer, held by a lock file, FileSystem::lock()); readers need no lock.
+// Owner: the engine's controller (one writer, held by a lock file, Directory::lock()); readers need no lock.
 // Threads: one at a time. Errors: also kResourceExhausted wherever memory ends; nothing is changed then.
 #pragma once
 

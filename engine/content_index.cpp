@@ -23,7 +23,7 @@ void ContentIndex::note_write(std::string_view tag) {
   tags_.note_write(tag);
 }
 
-void ContentIndex::doubt(std::string_view tag) {
+void ContentIndex::invalidate_digest(std::string_view tag) {
   if (tag == kWeightsTag) weights_unwritten_ = false;
   tags_.forget_proof(tag);
 }
@@ -45,17 +45,16 @@ void ContentIndex::forget_blocks() noexcept {
   stored_.clear();
 }
 
-std::vector<HostPlaces> ContentIndex::find_in_host(std::span<const int32_t> blocks,
-                                                   std::span<const BlockContent> contents,
-                                                   std::span<const Slot> slots) const {
-  std::vector<HostPlaces> places(blocks.size());
+HostPlaces ContentIndex::find_in_host(std::span<const int32_t> blocks, std::span<const BlockContent> contents,
+                                      std::span<const Slot> slots) const {
+  HostPlaces found{.store = slots.empty() ? nullptr : host_store_.lock(),
+                   .of_blocks = std::vector<HostPlace>(blocks.size())};
   const std::vector<uint64_t> retained = retained_->find(blocks, contents);
-  const std::shared_ptr<HostStore> store = slots.empty() ? nullptr : host_store_.lock();
   for (size_t i = 0; i < blocks.size(); ++i) {
-    places[i].retained_bytes = retained[i];
-    if (store != nullptr) places[i].in_store = store->stored(slots[i]);
+    found.of_blocks[i].retained_bytes = retained[i];
+    if (found.store != nullptr) found.of_blocks[i].in_store = found.store->stored(slots[i]);
   }
-  return places;
+  return found;
 }
 
 }  // namespace torpor

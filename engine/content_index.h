@@ -31,9 +31,13 @@
 namespace torpor {
 
 // Where the bytes of a KV block are in host memory.
+struct HostPlace {
+  std::optional<HostStore::Stored> in_store{};
+  uint64_t retained_bytes = 0;  // of the arena; 0: none is retained
+};
 struct HostPlaces {
-  std::optional<HostStore::Stored> in_store{};  // as long as the store has them there
-  uint64_t retained_bytes = 0;                  // of the arena; 0: none is retained
+  std::shared_ptr<HostStore> store;  // null: there is none, or it is not asked
+  std::vector<HostPlace> of_blocks;
 };
 
 class ContentIndex {
@@ -46,8 +50,8 @@ class ContentIndex {
 
   // Note that the tag has other bytes now.
   void note_write(std::string_view tag);
-  // Note that it may have.
-  void doubt(std::string_view tag);
+  // Note that the tag may have other bytes now.
+  void invalidate_digest(std::string_view tag);
   // Look whether an attached tag was written without a note. Return true, and note it, if it was.
   bool notice_write(const std::string& tag);
   // Let later writes be noticed against what the tag has now.
@@ -69,14 +73,13 @@ class ContentIndex {
 
   // --- KV blocks ---
 
-  // Null: none, or none that is to be believed.
+  // Ask this store from now on; null: no store.
   void set_host_store(std::weak_ptr<HostStore> store) { host_store_ = std::move(store); }
   // Forget what the arena and checkpoints have of blocks: all of them may have other bytes now.
   void forget_blocks() noexcept;
-  std::shared_ptr<HostStore> host_store() const { return host_store_.lock(); }
   // Return where the bytes of each block are in host memory. `slots`: of each block in the host store, or empty.
-  std::vector<HostPlaces> find_in_host(std::span<const int32_t> blocks, std::span<const BlockContent> contents,
-                                       std::span<const Slot> slots) const;
+  HostPlaces find_in_host(std::span<const int32_t> blocks, std::span<const BlockContent> contents,
+                          std::span<const Slot> slots) const;
   // Hand over what is retained of these blocks, without bytes for one of which nothing is. All else goes. (Const: what
   // is retained may go at any time anyway.)
   std::vector<RetainedBlocks::Block> take_retained(std::span<const int32_t> blocks,
@@ -85,10 +88,9 @@ class ContentIndex {
   }
   // Keep these in the arena, in place of what is retained, as far as retain_bytes go.
   void retain(std::vector<RetainedBlocks::Block> blocks) noexcept { retained_->keep(std::move(blocks), retain_bytes_); }
-  bool retains() const { return retain_bytes_ > 0; }
   uint64_t retained_bytes() const { return retained_->bytes(); }
   void release_retained() noexcept { retained_->clear(); }
-  // What checkpoints have: engine/stored_blocks.h.
+  // Return the table of what the newest checkpoint and the one before it have.
   StoredBlocks& checkpoints() { return stored_; }
   const StoredBlocks& checkpoints() const { return stored_; }
 

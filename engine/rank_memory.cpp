@@ -178,9 +178,9 @@ void RankMemory::mark_dirty(std::string_view tag) {
   images_->note_write(tag);
 }
 
-void RankMemory::doubt(std::string_view tag) {
+void RankMemory::invalidate_digest(std::string_view tag) {
   const MutexLock lock(mutex_);
-  images_->doubt(tag);
+  images_->invalidate_digest(tag);
   if (tag == kWeightsTag && named_weights_) named_weights_->digest.clear();
 }
 

@@ -102,7 +102,7 @@ class RankMemory {
   // Return the digest of the named weights, or of their whole tag where none were named.
   Result<std::string> weights_digest();
   // Somebody may have: what was known of its content is not believed any more, and is read when it is wanted next.
-  void doubt(std::string_view tag);
+  void invalidate_digest(std::string_view tag);
   // Fills the regions of a tag, which are there and attached, with what a committed checkpoint has of this rank's: each
   // piece is proved by its digest, and seal, before it is copied. kIncompatible: other regions, or nothing of the tag.
   Result<LoadedTag> load_tag(const StoredTag& stored);

@@ -3,9 +3,8 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 #include <utility>
-
-#include "base/units.h"
 
 namespace torpor {
 namespace {
@@ -59,11 +58,8 @@ Status RankRestorer::copy_in_turn(std::span<const SavedChunk> saved, std::vector
     for (size_t first = 0, end = 0; first < all.size(); first = end) {
       TORPOR_TRY(end_all());
       transfers_.release_staging();
-      for (uint64_t padded = 0; end < all.size(); ++end) {
-        padded += align_up(all[end].bytes(), kPage);
-        if (end > first && padded > job_bytes) break;
-        TORPOR_TRY(gate_.wait_for(all[end]));
-      }
+      end = end_of_job(all, first, job_bytes);
+      for (const ChunkPlan& chunk : all.subspan(first, end - first)) TORPOR_TRY(gate_.wait_for(chunk));
       TORPOR_TRY(begin(saved.subspan(first, end - first), all.subspan(first, end - first), source));
     }
     TORPOR_TRY(end_all());

@@ -76,9 +76,9 @@ void RegionImages::forget_clean(std::string_view tag) {
   if (const auto found = images_.find(tag); found != images_.end() && found->second.kept) images_.erase(found);
 }
 
-void RegionImages::doubt(std::string_view tag) {
+void RegionImages::invalidate_digest(std::string_view tag) {
   forget_clean(tag);
-  index_.doubt(tag);
+  index_.invalidate_digest(tag);
 }
 
 // --- the way down ---
@@ -172,6 +172,13 @@ Status RegionImages::restore_image(Image& image, RankRestorer& restorer) {
   plans.resize(in_host);
   TORPOR_TRY(restorer.copy(chunks.first(in_host), std::move(plans), *image.host));
   return restore_spilled(image, chunks.subspan(in_host), std::move(spilled), restorer);
+}
+
+Status RegionImages::restore_spilled(Image& image, std::span<const SavedChunk> chunks, std::vector<ChunkPlan> plans,
+                                     RankRestorer& restorer) {
+  if (image.spilled == nullptr) return ok();
+  image.staging = {};
+  return restorer.copy_in_turn(chunks, std::move(plans), *image.spilled, parts_.spill_staging_bytes);
 }
 
 Result<std::unique_ptr<DiskTier>> RegionImages::open_image(const Image& image) const {

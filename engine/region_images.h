@@ -99,7 +99,7 @@ class RegionImages {
 
   // The tag's content is another one.
   void note_write(std::string_view tag);
-  void doubt(std::string_view tag);               // it may be
+  void invalidate_digest(std::string_view tag);   // it may be
   void describe(orders::Describe::Reply& reply);  // looks for writes that nobody told of
   void on_allocated(std::string_view tag);        // a new region: it is in no image
   void before_free(const RegionInfo& region);     // nothing reads or writes it any more
@@ -185,7 +185,7 @@ class RegionImages {
   Result<orders::Save::Reply> save_to_arena(const orders::Save& order, uint64_t unused);
   Result<std::vector<Portion>> portions_of(const orders::Save& order, bool take) const;
   Status fill_blocks(Portion& portion, const orders::Save& order, bool take) const;
-  bool can_borrow(const Portion& portion, const HostPlaces& places) const;
+  bool can_borrow(const Portion& portion, const HostPlace& place) const;
   void borrow(Portion& portion, const HostStore::Stored& stored, int32_t block,
               const std::shared_ptr<HostStore>& store) const;
   void place(std::vector<Portion>& portions, uint64_t going, uint64_t coming) const;

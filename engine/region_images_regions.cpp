@@ -13,7 +13,7 @@
 namespace torpor {
 
 void RegionImages::on_allocated(std::string_view tag) {
-  if (tag != kv_tag_) doubt(tag);  // no block lies in it
+  if (tag != kv_tag_) invalidate_digest(tag);  // no block lies in it
 }
 
 bool RegionImages::holds_blocks(const RegionInfo& region) const {
@@ -36,7 +36,7 @@ void RegionImages::on_freed(const RegionInfo& region) {
     kv_layout_ = {};
     return;
   }
-  doubt(region.tag);
+  invalidate_digest(region.tag);
   const auto found = images_.find(region.tag);
   if (found == images_.end()) return;
   Image& image = found->second;

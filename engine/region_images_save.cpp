@@ -6,7 +6,6 @@
 
 #include "base/units.h"
 #include "engine/combined_digest.h"
-#include "engine/rank_restorer.h"
 #include "engine/region_images.h"
 #include "engine/spill_file.h"
 
@@ -16,16 +15,6 @@ namespace {
 constexpr uint64_t kWhole = 1024;      // shares are of it
 constexpr uint64_t kUsualShare = 784;  // of bf16 values; no less than 768 is possible
 constexpr uint64_t kShareMargin = 16;  // by which other content may be larger
-
-// Of a job of at most so many bytes in pages, or one chunk. Its batches never need more staging memory than that.
-size_t end_of_job(std::span<const ChunkPlan> plans, size_t first, uint64_t most) {
-  size_t end = first;
-  for (uint64_t padded = 0; end < plans.size(); ++end) {
-    padded += align_up(plans[end].bytes(), kPage);
-    if (end > first && padded > most) break;
-  }
-  return end;
-}
 
 }  // namespace
 
@@ -217,9 +206,9 @@ Result<std::vector<RegionImages::Portion>> RegionImages::portions_of(const order
   return portions;
 }
 
-bool RegionImages::can_borrow(const Portion& portion, const HostPlaces& places) const {
-  return places.in_store && places.in_store->record.bytes == kv_layout_.bytes_per_block() &&
-         portion.image.host->readable(places.in_store->record.codec);
+bool RegionImages::can_borrow(const Portion& portion, const HostPlace& place) const {
+  return place.in_store && place.in_store->record.bytes == kv_layout_.bytes_per_block() &&
+         portion.image.host->readable(place.in_store->record.codec);
 }
 
 // Put a block into the image whose bytes stay where the host store has them.
@@ -240,28 +229,28 @@ Status RegionImages::fill_blocks(Portion& portion, const orders::Save& order, bo
     return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the host slot of each"};
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(blocks, order.stamps, order.steps));
 
-  const std::shared_ptr<HostStore> store = index_.host_store();  // stays as long as places are used
-  const std::vector<HostPlaces> places = index_.find_in_host(blocks, contents, order.host_slots);
+  const HostPlaces found = index_.find_in_host(blocks, contents, order.host_slots);
   std::vector<RetainedBlocks::Block> retained;
   if (take) retained = index_.take_retained(blocks, contents);
   Image& image = portion.image;
   std::vector<int32_t> copied;
   for (size_t i = 0; i < blocks.size(); ++i) {
-    if (can_borrow(portion, places[i])) {
-      portion.borrowed_bytes += places[i].in_store->record.bytes;
+    const HostPlace& place = found.of_blocks[i];
+    if (can_borrow(portion, place)) {
+      portion.borrowed_bytes += place.in_store->record.bytes;
       if (!take) continue;
-      borrow(portion, *places[i].in_store, blocks[i], store);
+      borrow(portion, *place.in_store, blocks[i], found.store);
       image.contents.push_back(contents[i]);
       continue;
     }
     const bool given_up = take && retained[i].bytes.empty();  // meanwhile
-    if (places[i].retained_bytes == 0 || given_up) {
+    if (place.retained_bytes == 0 || given_up) {
       copied.push_back(blocks[i]);
       portion.contents.push_back(contents[i]);
       continue;
     }
     portion.reused_bytes += kv_layout_.bytes_per_block();
-    portion.retained_bytes += places[i].retained_bytes;
+    portion.retained_bytes += place.retained_bytes;
     if (!take) continue;
     image.contents.push_back(contents[i]);
     image.chunks.push_back(std::move(retained[i].chunk));
@@ -376,13 +365,6 @@ Status RegionImages::spill(Portion& portion) {
     first = end;
   }
   return ok();
-}
-
-Status RegionImages::restore_spilled(Image& image, std::span<const SavedChunk> chunks, std::vector<ChunkPlan> plans,
-                                     RankRestorer& restorer) {
-  if (image.spilled == nullptr) return ok();
-  image.staging = {};
-  return restorer.copy_in_turn(chunks, std::move(plans), *image.spilled, parts_.spill_staging_bytes);
 }
 
 Status RegionImages::copy_to_host(Portion& portion) {

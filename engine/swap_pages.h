@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory of a rank page by page, while an engine gives it to another one: which
-// pages have bytes that are still to be copied, and which have to be there before bytes are.
+// The memory of a rank page by page, while an engine gives it to another one: which pages have bytes that are still to
+// be copied, and which have to be there before bytes are.
 //
 // Owner: one order to a rank. Threads: one.
 #pragma once

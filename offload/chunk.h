@@ -37,6 +37,9 @@ struct ChunkPlan {
   uint64_t bytes() const;
 };
 uint64_t bytes_of(std::span<const ChunkPlan> plans);
+// Return the end of a job that begins at `first`: it has at most `most` bytes, each chunk in whole pages, or one chunk.
+// The staging memory of its batches is never more than that.
+size_t end_of_job(std::span<const ChunkPlan> plans, size_t first, uint64_t most);
 
 // A chunk that was saved: what it is, what its bytes hash to, where the tier put it.
 struct SavedChunk {

@@ -191,9 +191,8 @@ class Pull {
 };
 
 // What the files say of each other: refs and chunks are there with the sizes that MANIFEST has.
-Status check_whole(FileSystem& file_system, std::unique_ptr<Directory> staging, std::shared_ptr<const Key> key) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint,
-                open_checkpoint_directory(file_system, std::move(staging), std::move(key)));
+Status check_whole(std::unique_ptr<Directory> staging, std::shared_ptr<const Key> key) {
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint_directory(std::move(staging), std::move(key)));
   TORPOR_TRY(checkpoint.read_sections());
   for (const RankSummary& rank : checkpoint.manifest().ranks) {
     TORPOR_TRY(checkpoint.refs(rank));
@@ -278,7 +277,7 @@ Result<CopyReport> pull(FileSystem& file_system, ObjectStore& store, const std::
     }
     TORPOR_TRY(work.fetch_rest());
     TORPOR_TRY((*staging)->sync());
-    TORPOR_TRY(check_whole(file_system, std::move(*staging), options.key));
+    TORPOR_TRY(check_whole(std::move(*staging), options.key));
     TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*target));
     const std::string placed = generation_name(generations.empty() ? 1 : generations.back() + 1);
     TORPOR_TRY(target->rename_new(staged, placed));

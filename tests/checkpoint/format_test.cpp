@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The format over time and under lock and key: kept checkpoints are read, other versions refused, unknown sections kept
 // or refused, seals hold.
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 
@@ -33,6 +34,7 @@ TEST(Format, TheGoldenCheckpointIsReadWholeAndVerified) {
   const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), copy));
   EXPECT_EQ(checkpoint.manifest().format_version, 4u);
   EXPECT_EQ(checkpoint.manifest().creator, "torpor 0.1.0");
+  EXPECT_EQ(std::floor(checkpoint.manifest().created_unix_seconds), 1795691864);
   EXPECT_EQ(value_of(checkpoint.read_state()), example_checkpoint());
   const Verification found = value_of(verify(checkpoint));
   EXPECT_TRUE(found.problems.empty());

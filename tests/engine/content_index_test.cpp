@@ -49,7 +49,7 @@ class ContentIndexTest : public ::testing::Test {
 
 TEST_F(ContentIndexTest, ABlockIsInTheArenaOnlyWithItsVersion) {
   retain({{5, 50}, {6, 61}});
-  const std::vector<HostPlaces> places = index_.find_in_host(blocks_, contents_, {});
+  const std::vector<HostPlace> places = index_.find_in_host(blocks_, contents_, {}).of_blocks;
   EXPECT_EQ(places[0].retained_bytes, kBlock);
   EXPECT_EQ(places[1].retained_bytes, 0u);
   EXPECT_EQ(places[2].retained_bytes, 0u);
@@ -66,13 +66,13 @@ TEST_F(ContentIndexTest, AHostStoreIsAskedUntilItIsNotBelieved) {
   std::memset(value_of(store->place(1, kBlock)).data(), 'x', kBlock);
   ASSERT_SUCCEEDS(store->placed(1, {}, {}));
   const std::vector<Slot> slots{-1, 1, 0};
-  std::vector<HostPlaces> places = index_.find_in_host(blocks_, contents_, slots);
+  const std::vector<HostPlace> places = index_.find_in_host(blocks_, contents_, slots).of_blocks;
   ASSERT_TRUE(places[1].in_store);
   EXPECT_EQ(places[1].in_store->bytes[0], std::byte{'x'});
   EXPECT_FALSE(places[0].in_store || places[2].in_store);
-  EXPECT_FALSE(index_.find_in_host(blocks_, contents_, {})[1].in_store);
+  EXPECT_FALSE(index_.find_in_host(blocks_, contents_, {}).of_blocks[1].in_store);
   index_.set_host_store({});
-  EXPECT_FALSE(index_.find_in_host(blocks_, contents_, slots)[1].in_store);
+  EXPECT_FALSE(index_.find_in_host(blocks_, contents_, slots).of_blocks[1].in_store);
 }
 
 TEST_F(ContentIndexTest, WhatIsRetainedGoesWhereTheArenaNeedsRoom) {
@@ -80,7 +80,7 @@ TEST_F(ContentIndexTest, WhatIsRetainedGoesWhereTheArenaNeedsRoom) {
   EXPECT_EQ(index_.retained_bytes(), 3 * kBlock);
   const HostArena::Span rest = value_of(arena_->allocate(64 * kKiB - 3 * kBlock));
   const HostArena::Span one_more = value_of(arena_->allocate(kBlock));
-  const std::vector<HostPlaces> places = index_.find_in_host(blocks_, contents_, {});
+  const std::vector<HostPlace> places = index_.find_in_host(blocks_, contents_, {}).of_blocks;
   EXPECT_EQ(places[0].retained_bytes, kBlock);
   EXPECT_EQ(places[1].retained_bytes, kBlock);
   EXPECT_EQ(places[2].retained_bytes, 0u) << "the last goes first";
@@ -92,7 +92,7 @@ TEST_F(ContentIndexTest, ForgottenBlocksAreNowhere) {
   index_.checkpoints().note(checkpoint, {}, blocks_, contents_);
   EXPECT_TRUE(index_.checkpoints().find(checkpoint, 5, contents_[0]));
   index_.forget_blocks();
-  EXPECT_EQ(index_.find_in_host(blocks_, contents_, {})[0].retained_bytes, 0u);
+  EXPECT_EQ(index_.find_in_host(blocks_, contents_, {}).of_blocks[0].retained_bytes, 0u);
   EXPECT_FALSE(index_.checkpoints().find(checkpoint, 5, contents_[0]));
 }
 
@@ -107,7 +107,7 @@ TEST_F(ContentIndexTest, ADigestThatIsTakenInTheBackgroundCountsWhereNobodyWrote
   EXPECT_EQ(index_.digest(kWeights), std::nullopt);
 
   index_.watch_weights();
-  index_.doubt(kWeights);
+  index_.invalidate_digest(kWeights);
   index_.note_watched_digest("of bytes that may be others");
   EXPECT_EQ(index_.digest(kWeights), std::nullopt);
 }

@@ -80,7 +80,7 @@ TEST_F(RankMemoryTest, TheDigestOfNamedWeightsIsOfTheirBytesAlone) {
   *reinterpret_cast<char*>(second) = 1;  // NOLINT(performance-no-int-to-ptr)
   EXPECT_EQ(named(*there, true).at("weights"), digest);
   *reinterpret_cast<char*>(second + 3 * kMiB + 100) = 1;  // NOLINT(performance-no-int-to-ptr)
-  there->doubt("weights");
+  there->invalidate_digest("weights");
   EXPECT_NE(named(*there, true).at("weights"), digest);
   // Of another kind they are others.
   ASSERT_SUCCEEDS(here->name_weights("of another type", {{first, 5 * kMiB}, {first + 8 * kMiB, kMiB}}));

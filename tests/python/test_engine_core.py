@@ -99,7 +99,9 @@ def test_a_rank_that_is_told_of_the_doubt_hashes_its_weights_again():
     from torpor.vllm import worker
 
     told = []
-    memory = SimpleNamespace(doubt=lambda tag: told.append(tag), call=lambda order: told.append(order) or b"answer")
+    memory = SimpleNamespace(
+        invalidate_digest=lambda tag: told.append(tag), call=lambda order: told.append(order) or b"answer"
+    )
     of_worker = SimpleNamespace(rank_memory=memory, note_order=lambda: None)
     one = SimpleNamespace(torpor_memory=of_worker, model_runner=None)
     call = worker.WorkerMixin.torpor_rank

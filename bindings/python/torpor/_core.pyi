@@ -149,7 +149,7 @@ class RankMemory:
         """A new zeroed region; returns its address, which stays valid for life."""
     def call(self, order: bytes) -> bytes:
         """Carries out an order of the controller; a failure is in the reply."""
-    def doubt(self, tag: str) -> None:
+    def invalidate_digest(self, tag: str) -> None:
         """Somebody may have changed bytes of this tag: they are read when they are wanted next."""
     def free(self, address: int) -> None: ...
     def load_tag(self, tag: str, directory: str, generation: int, id: bytes) -> dict:

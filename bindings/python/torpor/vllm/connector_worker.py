@@ -83,7 +83,7 @@ class WorkerSide:
         if orders.adopted is not None:
             self.core.adopt(orders.adopted)
         if orders.weights_doubted and self._memory is not None:
-            self._memory.rank_memory.doubt("weights")
+            self._memory.rank_memory.invalidate_digest("weights")
         if orders.space is not None:
             self._open_space(self.core, *orders.space)
         if orders.plan is not None:

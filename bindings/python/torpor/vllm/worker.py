@@ -119,7 +119,7 @@ class WorkerMixin(Stock):
         """
         memory = self.torpor_memory
         if weights_doubted:
-            memory.rank_memory.doubt("weights")
+            memory.rank_memory.invalidate_digest("weights")
         if getattr(self.model_runner, "kv_caches", None) and not getattr(self, "_torpor_kv_described", False):
             memory.describe_kv(self.model_runner)
             self._torpor_kv_described = True
