@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "checkpoint/manifest_codec.h"
-#include "checkpoint/refs_codec.h"
 
 namespace {
 
