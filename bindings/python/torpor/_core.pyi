@@ -149,9 +149,9 @@ class RankMemory:
         """A new zeroed region; returns its address, which stays valid for life."""
     def call(self, order: bytes) -> bytes:
         """Carries out an order of the controller; a failure is in the reply."""
+    def free(self, address: int) -> None: ...
     def invalidate_digest(self, tag: str) -> None:
         """Somebody may have changed bytes of this tag: they are read when they are wanted next."""
-    def free(self, address: int) -> None: ...
     def load_tag(self, tag: str, directory: str, generation: int, id: bytes) -> dict:
         """Fills the regions of a tag from this checkpoint, each piece proved before it is copied."""
     def mark_dirty(self, tag: str) -> None:
