@@ -5,18 +5,11 @@
 #include <array>
 #include <cstring>
 
+#include "engine/reference/made_bytes.h"
+
 namespace torpor::reference {
 
-// Byte `at` of values: of bf16 the second ones have the sign and seven bits of the exponent.
-std::byte ByteModel::value(size_t at, std::byte random) const {
-  return shape_.bf16 && at % 2 == 1 ? (random & std::byte{0x81}) | std::byte{0x3c} : random;
-}
-
-void ByteModel::load_weights(uint64_t seed) {
-  weights_.each([&](uint64_t at, std::byte& byte) {
-    byte = value(at, static_cast<std::byte>((at * 2654435761u + seed * 97) >> 7));
-  });
-}
+void ByteModel::load_weights(uint64_t seed) { weights_.make(seed, shape_.bf16); }
 
 std::span<std::byte> ByteModel::kv(std::span<const int32_t> table, int32_t at, uint32_t layer) const {
   const KvTensor& tensor = layout_.tensors[layer];
@@ -37,8 +30,8 @@ void ByteModel::forward(std::span<const int32_t> table, int32_t at, int32_t toke
     if (at > 0) digest.update(kv(table, at - 1, layer));
     const Digest random = digest.finish();
     const std::span<std::byte> place = kv(table, at, layer);
-    for (size_t i = 0; i < place.size(); ++i)
-      place[i] = value(i, static_cast<std::byte>(random.bytes[i % random.bytes.size()]));
+    for (size_t i = 0; i < place.size(); ++i) place[i] = static_cast<std::byte>(random.bytes[i % random.bytes.size()]);
+    if (shape_.bf16) make_like_bf16(place);
   }
 }
 

@@ -43,7 +43,6 @@ class ByteModel {
   int32_t sample(std::span<const int32_t> table, int32_t length, uint64_t draw) const;
 
  private:
-  std::byte value(size_t at, std::byte random) const;
   std::span<std::byte> kv(std::span<const int32_t> table, int32_t at, uint32_t layer) const;
   const ByteModelShape shape_;
   const ScatteredBytes weights_;

@@ -7,6 +7,7 @@
 
 #include <fmt/core.h>
 
+#include "engine/reference/made_bytes.h"
 #include "engine/tags.h"
 
 namespace torpor::reference {
@@ -79,6 +80,15 @@ void ScatteredBytes::add_first(StreamingDigest& digest, uint64_t bytes) const {
   }
 }
 
+void ScatteredBytes::make(uint64_t seed, bool bf16) const {
+  uint64_t at = 0;
+  for (const std::span<std::byte> part : parts_) {
+    make_bytes(part, at, seed);
+    if (bf16) make_like_bf16(part, at);
+    at += part.size();
+  }
+}
+
 Result<StepRegions> StepRegions::allocate(RankMemory& memory, std::string tag, uint64_t bytes, uint64_t seed,
                                           uint64_t order, size_t regions) {
   StepRegions made;
@@ -93,27 +103,19 @@ Result<StepRegions> StepRegions::allocate(RankMemory& memory, std::string tag, u
 
 std::span<std::byte> StepRegions::content(const Region& region) { return {at(region.address), region.bytes}; }
 
-// Of a region that was not written yet: 0.
-std::byte StepRegions::value(const Region& region, uint64_t at) {
-  return static_cast<std::byte>(region.written == 0 ? 0 : (at * 2654435761u + region.written * 97) >> 7);
-}
-
 void StepRegions::write(Region& region) {
   region.written = ++writes_;
-  for (uint64_t i = 0; std::byte & byte : content(region)) byte = value(region, i++);
+  make_bytes(content(region), 0, region.written);
 }
 
 Status StepRegions::step() {
   for (Region& region : regions_) {
     const std::span<const std::byte> now = content(region);
-    if (tag_ == kWorkspaceTag &&
-        std::all_of(now.begin(), now.end(), [](std::byte each) { return each == std::byte{0}; }))
-      region.written = 0;
-    for (uint64_t i = 0; const std::byte byte : now) {
-      if (byte == value(region, i++)) continue;
+    if (tag_ == kWorkspaceTag && first_not_zero(now) == now.size()) region.written = 0;
+    const size_t other = region.written == 0 ? first_not_zero(now) : first_not_made(now, region.written);
+    if (other != now.size())
       return Error{.code = Code::kCorruption,
-                   .what = fmt::format("byte {} of the region {}/{} is not as it was left", i - 1, tag_, region.name)};
-    }
+                   .what = fmt::format("byte {} of the region {}/{} is not as it was left", other, tag_, region.name)};
     write(region);
   }
   return ok();

@@ -36,14 +36,8 @@ class ScatteredBytes {
   uint64_t size() const;
   Digest digest() const;
   void add_first(StreamingDigest& digest, uint64_t bytes) const;
-  // Calls `write` with the place of each byte among all, and the byte.
-  template <class Write>
-  void each(const Write& write) const {
-    uint64_t at = 0;
-    for (const std::span<std::byte> part : parts_) {
-      for (std::byte& byte : part) write(at++, byte);
-    }
-  }
+  // Writes all of them, as `seed` makes them (made_bytes.h).
+  void make(uint64_t seed, bool bf16) const;
 
  private:
   std::vector<std::span<std::byte>> parts_;
@@ -75,7 +69,6 @@ class StepRegions {
     uint64_t bytes = 0;
     uint64_t written = 0;  // what with; 0: not yet
   };
-  static std::byte value(const Region& region, uint64_t at);
   static std::span<std::byte> content(const Region& region);
   void write(Region& region);
 

@@ -44,10 +44,11 @@ class Stops {
       must(points_.add(made, owner()), "breakpoint");
     }
   }
-  // Until the engine may go on. `step`: of the engine, which has to leave it undone.
+  // Until the engine may go on. `step`: of the engine, which has to leave it undone. Returns whether it stood.
   template <class Step>
-  void stand(const Step& step) {
-    for (int looks = 0; !points_.may_step(); ++looks) {
+  bool stand(const Step& step) {
+    for (int looks = 0;; ++looks) {
+      if (points_.may_step()) return looks > 0;
       if (looks > 500) throw Failed{"the engine stands and does not go on"};
       if (!step().empty()) throw Failed{"a token was made by an engine that stands"};
       const std::vector<console::StopRow> stops = points_.stops();

@@ -15,6 +15,7 @@
 
 #include "engine/engine_hooks.h"
 #include "engine/rank_service.h"
+#include "engine/reference/made_bytes.h"
 #include "engine/tags.h"
 #include "tests/support/hashed_weights.h"
 #include "tests/support/results.h"
@@ -40,9 +41,7 @@ class TestEngine final : public EngineHooks {
   // --- what a user does
   void load_weights(uint64_t seed, bool tell = true) {
     for (Rank& rank : ranks_) {
-      rank.weights.each([&](uint64_t at, std::byte& byte) {
-        byte = options_.value(at, static_cast<std::byte>((at * 2654435761u + seed * 97) >> 7));
-      });
+      rank.weights.make(seed, options_.bf16);
       if (tell) rank.memory->mark_dirty("weights");
     }
     must(rebuild_derived());
@@ -376,8 +375,9 @@ class TestEngine final : public EngineHooks {
           if (options_.mix_steps) digest.update(std::as_bytes(std::span(&steps_, 1)));
           if (at > 0) digest.update(kv(ranks_[r], request, at - 1, layer));
           const Digest finished = digest.finish();
-          for (size_t i = 0; std::byte & byte : kv(ranks_[r], request, at, layer))
-            byte = options_.value(i, static_cast<std::byte>(finished.bytes[i % 16])), ++i;
+          const std::span<std::byte> place = kv(ranks_[r], request, at, layer);
+          for (size_t i = 0; i < place.size(); ++i) place[i] = static_cast<std::byte>(finished.bytes[i % 16]);
+          if (options_.bf16) reference::make_like_bf16(place);
         }
       }
       if (at % kBlockTokens == kBlockTokens - 1) {

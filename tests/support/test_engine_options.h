@@ -40,10 +40,6 @@ struct TestEngineOptions {
   std::shared_ptr<const Key> key;  // of sealed checkpoints
   bool incremental = false;        // checkpoints
   bool always_read_weights = false;
-  // Byte `at` of values: of bf16 the second ones have the sign and seven bits of the exponent.
-  std::byte value(size_t at, std::byte random) const {
-    return bf16 && at % 2 == 1 ? (random & std::byte{0x81}) | std::byte{0x3c} : random;
-  }
   // Of a rank, where all have `others`.
   FileSystem& files_of(int rank, FileSystem& others) const {
     return rank == ranks - 1 && files_of_last_rank != nullptr ? *files_of_last_rank : others;
