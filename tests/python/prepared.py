@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 
 # What vLLM imports until an engine and a server are up. Importing them must start no thread; main() looks.
@@ -46,8 +45,6 @@ def prepare(with_torpor: bool) -> None:
     _replace_kernels()
     _look_at_models_here()
     _list_processors_here()
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        _rewrite_kernels()
     if with_torpor:
         _import_torpor()
     _set_up_logging()
@@ -89,15 +86,6 @@ def _list_processors_here() -> None:
 
         processors = cpu_resource_utils._get_cpu_list()
         cpu_resource_utils._get_cpu_list = lambda: list(processors)
-
-
-def _rewrite_kernels() -> None:
-    """On the rig: Triton's interpreter parses, changes and compiles the source of a kernel before it runs it first."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    for kernel in gc.get_objects():
-        if type(kernel) is InterpretedFunction and kernel.fn.__module__.startswith("vllm.v1.worker.gpu"):
-            kernel.rewrite()
 
 
 def _import_torpor() -> None:

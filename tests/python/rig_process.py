@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conftest import ENGINE, InProcess  # finds the rig
 from requests_of_tests import REQUESTS, add_requests, answer, final, run
-from rig import faster
+from rig import numbers
 
 # Those that an engine in another process answers the same each time: one choice, and no draw of the engine's own.
 CERTAIN = [name for name, (_, p) in REQUESTS.items() if p.n == 1 and (p.seed is not None or p.temperature == 0)]
@@ -60,6 +60,49 @@ def differences_of_kernels() -> list[float]:
     logprob._topk_log_softmax_kernel, logprob._ranks_kernel = instead
     pairs = zip((ours.logprobs, ours.selected_token_ranks), (theirs.logprobs, theirs.selected_token_ranks), strict=True)
     return [float((one - other).abs().max()) for one, other in pairs]
+
+
+class BothWays:
+    """Launches each kernel of the rig with Triton's interpreter too, on the same memory, and compares all that it has
+    afterwards."""
+
+    def __init__(self) -> None:
+        self.launches: dict[str, int] = {}
+        self.different: list[str] = []
+        install = numbers.install
+        numbers.install = lambda interpreter: self._install(interpreter, install)
+
+    def _install(self, interpreter, install) -> None:
+        kind = interpreter.InterpretedFunction
+        theirs = kind.run
+        install(interpreter)
+        ours = kind.run
+
+        def run(kernel, *args, **kwargs):
+            tensors = [each for each in (*args, *kwargs.values()) if hasattr(each, "data_ptr")]
+            before = [tensor.clone() for tensor in tensors]
+            theirs(kernel, *args, **kwargs)
+            expected = [tensor.clone() for tensor in tensors]
+            for tensor, content in zip(tensors, before, strict=True):
+                tensor.copy_(content)
+            ours(kernel, *args, **kwargs)
+            name = kernel.fn.__name__
+            self.launches[name] = self.launches.get(name, 0) + 1
+            for one, other in zip(tensors, expected, strict=True):
+                if not bool(((one == other) | ((one != one) & (other != other))).all()):
+                    self.different.append(name)
+
+        kind.run = run
+
+
+def both_ways(model: Path, directory: Path) -> dict:
+    """An engine, and one that guesses, whose kernels are compared."""
+    compared = BothWays()
+    result = in_this_process(model, directory, 1)
+    guessing = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    other = InProcess(model, directory / "guessing", speculative_config=guessing)
+    other.finish(other.begin(0, ["greedy", "seeded", "penalties"]))
+    return result | {"launches": compared.launches, "different": compared.different}
 
 
 def without_waiting(one: InProcess) -> dict:
@@ -136,9 +179,8 @@ def main() -> None:
     kind, model, directory = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     if kind == "in-process":
         result = in_this_process(model, directory, 2)
-    elif kind == "stock-interpreter":
-        faster.install = lambda interpreter: None
-        result = in_this_process(model, directory, 1)
+    elif kind == "both-ways":
+        result = both_ways(model, directory)
     elif kind == "briefly":
         result = in_this_process(model, directory, 1, ["greedy", "seeded", "penalties", "long"])
     elif kind == "async":

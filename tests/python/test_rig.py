@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import rig
 from conftest import result_of
+from rig import numbers
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.slow  # each starts an engine
@@ -69,10 +70,11 @@ def test_what_stands_in_for_kernels_does_what_they_do(in_process):
     assert log_probabilities < 1e-5 and ranks == 0
 
 
-@pytest.mark.long
-def test_what_the_interpreter_remembers_changes_no_digit(on_rig, in_process):
-    stock = on_rig("stock-interpreter")
-    assert stock["runs"] == in_process["runs"][:1] and stock["by_grammar"] == in_process["by_grammar"]
+def test_kernels_over_numpy_leave_what_the_interpreter_leaves(on_rig, in_process):
+    result = on_rig("both-ways")
+    assert result["runs"] == in_process["runs"][:1] and result["by_grammar"] == in_process["by_grammar"]
+    assert result["launches"].keys() >= numbers.KERNELS
+    assert result["different"] == []
 
 
 @pytest.mark.long  # each of these kinds serves and sleeps in test_other_processes.py
