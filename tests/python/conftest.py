@@ -114,9 +114,16 @@ def kept_tags() -> set[str]:
     return {"runtime", "cudagraph"} if rig.pretends_cuda() else set()
 
 
+def workspace_tag() -> list[str]:
+    """vLLM 0.31 has its workspace in torch's own pool."""
+    from vllm.v1.worker.workspace import WorkspaceManager
+
+    return ["workspace"] if "_alloc_context" in WorkspaceManager.__init__.__code__.co_names else []
+
+
 def tags(weights: str, kv_cache: str, others: str = "attached") -> dict[str, str]:
     """The state of each tag; of all but weights and KV: `others`."""
-    own = {*kept_tags(), "workspace"} if rig.pretends_cuda() else set()
+    own = {*kept_tags(), *workspace_tag()} if rig.pretends_cuda() else set()
     return {"weights": weights, "kv_cache": kv_cache} | dict.fromkeys(own, others)
 
 
