@@ -290,6 +290,7 @@ def test_a_breakpoint_is_set_hit_and_let_go_by_keys(mock):
     assert "type is" in app.said  # what is wrong is said
 
 
+@pytest.mark.long
 def test_many_slots_can_be_chosen_and_stay_in_sight(recording):
     process = recording.snapshot["processes"][0]
     process["slots"] = [dict(process["slots"][0], request=f"r{number:02}", slot=number) for number in range(60)]

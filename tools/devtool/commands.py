@@ -25,7 +25,7 @@ from devtool import (
 )
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
-PRESETS = ("dev", "release", "asan", "tsan", "tsan-rest", "fuzz")
+PRESETS = ("dev", "release", "asan", "asan-rest", "tsan", "tsan-rest", "fuzz")
 FUZZ_RUNS_LONG = 10_000_000
 REPLAYED_SEEDS = 1000
 BENCHES = {
@@ -140,7 +140,7 @@ def build(arguments: list[str]) -> int:
         say(f"error: there is no preset {preset!r}; there are {', '.join(PRESETS)}")
         return 2
     setup.system_packages()
-    if preset in ("asan", "tsan", "tsan-rest", "fuzz"):
+    if preset not in ("dev", "release"):
         setup.clang()
     cmake_build(preset)
     return 0
@@ -259,9 +259,9 @@ def fuzz(arguments: list[str]) -> int:
 def proof(arguments: list[str]) -> int:
     """The long versions: a million states after power cuts, every bit flipped under every seal, 5,000 lives of an
     offload scheduler, 1,000 recorded simulations replayed event by event, 100,000 requests to servers that go on
-    elsewhere, the S3 tests against Ceph where it is installed, the libraries with threads that `test` does not run
-    under ThreadSanitizer, vLLM's own tests, the fuzzers, the mutants. With them the unit tests in the build that users
-    have."""
+    elsewhere, the S3 tests against Ceph where it is installed, what `test` does not run under sanitizers (the
+    simulation, and libraries with threads), vLLM's own tests, the fuzzers, the mutants. With them the unit tests in the
+    build that users have."""
     setup.system_packages()
     cmake_build("release")
     code = subprocess.run(
@@ -276,8 +276,9 @@ def proof(arguments: list[str]) -> int:
         [ROOT / "build/release/tests/simulation/simulate", "--replay", "--seeds", str(REPLAYED_SEEDS)]
     ).returncode
     setup.clang()
-    cmake_build("tsan-rest", ("all_tests",))
-    code |= subprocess.run(["ctest", "--preset", "tsan-rest"], cwd=ROOT).returncode
+    for preset in ("asan-rest", "tsan-rest"):
+        cmake_build(preset, ("all_tests",))
+        code |= subprocess.run(["ctest", "--preset", preset], cwd=ROOT).returncode
     code |= testing.whole_gpu_path()
     code |= testing.other_versions()
     code |= vllm_tests.main([])
