@@ -13,6 +13,7 @@ class Core:
         self.errors: dict[tuple, object] = {}  # by (method, keep)
         self.slow = asyncio.Event()
         self.quiet = False  # frozen, or asleep
+        self.stands: dict = {"engine": "awake", "level": -1, "sent": {}}
         self.requests, self.others_wait = 2, False  # as it says; as the last wake said
 
     async def call(self, method: str, options: dict) -> dict:
@@ -24,6 +25,8 @@ class Core:
             return {"result": self.quiet}
         if (error := self.errors.get(what)) is not None:
             return {"error": error.to_dict()}
+        if method == "freeze":
+            return {"result": self.stands}
         report = {
             "changed": what == ("end_sleep", True), "fully_awake": False, "note": "", "checkpoint_parts": {},
             "reload": [], "failed_requests": [], "phases": [], "seconds": 1.0, "ledgers": [{}],

@@ -330,6 +330,14 @@ def test_a_set_that_cannot_be_written_leaves_all_awake(ranks):
     assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", False)]] * 2
 
 
+def test_engines_that_stand_still_are_awake_if_one_of_them_is(ranks):
+    ranks.cores[0].stands = {"engine": "asleep", "level": 1, "sent": {"a": 3}}
+    ranks.cores[1].stands["sent"] = {"b": 1}
+    assert asyncio.run(ranks.call("freeze", {})) == {"engine": "awake", "level": -1, "sent": {"a": 3, "b": 1}}
+    ranks.cores[1].stands |= {"engine": "asleep", "level": 2}
+    assert asyncio.run(ranks.call("freeze", {}))["engine"] == "asleep"
+
+
 def test_one_that_cannot_let_go_of_its_memory_wakes_the_others(ranks):
     from torpor import errors
 

@@ -180,7 +180,7 @@ class Engine:
         """Tokens of each request that had not ended when the pause was over."""
         await self.llm.pause_generation(mode=mode, clear_cache=clear_cache)
         asleep = (await self.llm.torpor.state()).engine == "asleep"
-        unfinished = await self.llm.torpor.call("freeze")
+        unfinished = (await self.llm.torpor.call("freeze"))["sent"]
         if not asleep:
             await self.llm.torpor.call("unfreeze")
         return unfinished

@@ -269,7 +269,7 @@ async def _streaming(zygote, model, directory) -> None:
     await some_tokens(answers)
     with mock.patch.object(frontend, "call_async", wraps=frontend.call_async) as calls:
         report = await engine.sleep(level=1, preserve_state=True)
-    assert calls.call_args_list[0].args[1] == "freeze", "what is asked before costs its clients a step each"
+    assert [call.args[1] for call in calls.call_args_list] == ["freeze", "sleep"], "each more keeps its clients waiting"
     assert report.changed and await engine.is_sleeping()
     frozen = json.dumps(answers)
     await asyncio.sleep(0.2)

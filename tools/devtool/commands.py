@@ -37,6 +37,7 @@ BENCHES = {
     "store": "build/release/tools/bench/store_bench",
     "tier_replay": "build/release/tools/bench/tier_replay_bench",
     "arena": "build/release/tools/bench/arena_bench",
+    "blocks": "build/release/tools/bench/blocks_bench",
     "block_index": "build/release/tools/bench/block_index_bench",
     "checkpoint": "build/release/tools/bench/checkpoint_bench",
     "scheduler_snapshot": "build/release/tools/bench/scheduler_snapshot_bench",

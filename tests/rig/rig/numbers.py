@@ -267,11 +267,9 @@ def _value(number) -> Value:
     return Value(np.float32(number) if type(number) is float else whole(number))
 
 
-class Range:
+def _range(*bounds, **_) -> range:
     """range() for loops of kernels, whose bounds may be values."""
-
-    def __new__(cls, *bounds, **_):
-        return builtins.range(*(operator.index(bound) for bound in bounds))
+    return range(*(operator.index(bound) for bound in bounds))
 
 
 def _check(condition, *_) -> None:
@@ -309,8 +307,8 @@ def language(place) -> types.SimpleNamespace:
         to_tensor=_value,
         cast=lambda value, kind, **options: _value(value).to(kind, **options),
         pointer_type=PointerType,
-        range=Range,
-        static_range=Range,
+        range=_range,
+        static_range=_range,
         static_assert=_check,
         debug_barrier=lambda: None,
         constexpr=_same,
@@ -339,7 +337,7 @@ class Translator:
 
     def function(self, source: types.FunctionType) -> types.FunctionType:
         if source not in self._made:
-            names: dict[str, object] = {"__builtins__": builtins, "range": Range}
+            names: dict[str, object] = {"__builtins__": builtins, "range": _range}
             made = types.FunctionType(source.__code__, names, source.__name__, None, source.__closure__)
             self._made[source] = made  # before its names are looked at: it may call itself
             made.__defaults__ = tuple(map(self._plain, source.__defaults__ or ())) or None

@@ -104,13 +104,13 @@ class Ranks:
 
     # --- sleep ---
 
-    async def _freeze(self, method: str, options: dict) -> dict[str, int]:
+    async def _freeze(self, method: str, options: dict) -> dict[str, Any]:
         replies = await self._ask(method, [options] * self._size)
         if any(isinstance(reply, BaseException) for reply in replies):
             await self._ask("unfreeze", [{}] * self._size)
-        sent = _all(replies)
-        self._rank_of = {request_id: rank for rank, of_rank in enumerate(sent) for request_id in of_rank}
-        return {request_id: count for of_rank in sent for request_id, count in of_rank.items()}
+        stand = _all(replies)
+        self._rank_of = {request_id: rank for rank, of_rank in enumerate(stand) for request_id in of_rank["sent"]}
+        return _one_to_sleep(stand) | {"sent": {id: count for rank in stand for id, count in rank["sent"].items()}}
 
     async def _sleep(self, method: str, options: dict) -> dict:
         asked = [options | {"data_parallel": [rank, self._size]} for rank in range(self._size)]
@@ -290,10 +290,13 @@ def _merged_outputs(reports: list[dict]) -> dict:
     }
 
 
-def _merged_states(states: list[dict]) -> dict:
+def _one_to_sleep(states: list[dict]) -> dict:
     """Of engines in different states, one that is awake: there is something left to sleep."""
-    shown = next((state for state in states if state["engine"] != "asleep"), states[0])
-    return shown | {"recomputed_tokens": sum(state["recomputed_tokens"] for state in states)}
+    return next((state for state in states if state["engine"] != "asleep"), states[0])
+
+
+def _merged_states(states: list[dict]) -> dict:
+    return _one_to_sleep(states) | {"recomputed_tokens": sum(state["recomputed_tokens"] for state in states)}
 
 
 _PLAN_SUMS = ("reused_bytes", "host_bytes", "disk_bytes", "requests", "kept_blocks", "dropped_blocks")

@@ -67,18 +67,20 @@ class EngineSide:
         self.updates = Updates(self)
 
     def freeze(self, options: dict) -> dict:
-        """Before the front end captures its part: no step from now on.
+        """Take no step from now on; the front end captures its part then.
 
-        Returns how many tokens each request has put out. A negative `timeout` is none here: the controller refuses it.
+        Return the state and level of the engine, and how many tokens each request has put out ("sent"). An engine that
+        is not awake stays as it is. A negative `timeout` is none here: the controller refuses it.
         """
         timeout = options.get("timeout")
         if not self.controller.is_sleeping():
             with self._falling_asleep({"level": options.get("level", 0), "tags": options.get("tags")}):
                 self.hooks.quiesce(None if timeout is None or timeout < 0 else timeout)
             self.hooks.ask_workers()
-        return {
-            request_id: len(request._output_token_ids) for request_id, request in self.hooks.scheduler.requests.items()
-        }
+        requests = self.hooks.scheduler.requests
+        sent = {request_id: len(request._output_token_ids) for request_id, request in requests.items()}
+        state = self.controller.state()
+        return {"engine": state["engine"], "level": state["level"], "sent": sent}
 
     def unfreeze(self, _: dict) -> None:
         if not self.controller.is_sleeping():

@@ -171,25 +171,14 @@ class AsyncSide:
 
 async def sleep(side: BlockingSide | AsyncSide, mode: str, values: dict) -> Report:
     level = values["level"]
+    preserves = values["preserve_state"] and level >= 1
     loggers = side.engine.logger_manager
     if level >= 1:
         await side.clear_caches()
-    frozen = values["preserve_state"] and level >= 1
-    state: dict[str, Any] = {"engine": "", "level": 0}
-    if frozen and mode != "wait" and side.serves_meanwhile():
-        await _freeze(side, values)  # what is asked then is answered at once, and not after one more step each
-        try:
-            state = await side.call("state")
-        except BaseException:
-            await side.call("unfreeze")
-            raise
-    elif frozen or mode == "wait":
-        state = await side.call("state")
-    if mode == "wait" and state["engine"] == "awake":
+    if mode == "wait" and (await side.call("state"))["engine"] == "awake":
         await _finish_running(side, values)
-    with_outputs = frozen and state["engine"] in ("awake", "asleep") and state["level"] <= 0  # awake, or only paused
     try:
-        report = await while_frozen(side, "sleep", values) if with_outputs else Report(await side.call("sleep", values))
+        report = await _preserving(side, values) if preserves else Report(await side.call("sleep", values))
     except BaseException as problem:
         if mode == "wait":
             await side.call("end_drain")
@@ -200,6 +189,15 @@ async def sleep(side: BlockingSide | AsyncSide, mode: str, values: dict) -> Repo
     if report.changed and loggers is not None:
         loggers.record_sleep_state(1, level)
     return report
+
+
+async def _preserving(side: BlockingSide | AsyncSide, values: dict) -> Report:
+    """Sleep with the requests. Nothing is asked before the engine stands still: it would cost clients a step each."""
+    stands = await _freeze(side, values)
+    has_requests = stands["engine"] == "awake" or (stands["engine"] == "asleep" and stands["level"] <= 0)
+    if not has_requests:
+        return Report(await side.call("sleep", values))
+    return await _with_outputs(side, "sleep", values, stands["sent"])
 
 
 async def _finish_running(side: BlockingSide | AsyncSide, values: dict) -> None:
@@ -217,8 +215,8 @@ async def _finish_running(side: BlockingSide | AsyncSide, values: dict) -> None:
         raise
 
 
-async def _freeze(side: BlockingSide | AsyncSide, values: dict) -> dict[str, int]:
-    """How many tokens each request has been sent, of an engine that stands still from now on, or that is asleep."""
+async def _freeze(side: BlockingSide | AsyncSide, values: dict) -> dict[str, Any]:
+    """Let the engine stand still, unless it is asleep. Return what EngineSide.freeze() says of it."""
     try:
         return await side.call(
             "freeze", {name: values[name] for name in ("timeout", "level", "tags") if name in values}
@@ -229,16 +227,18 @@ async def _freeze(side: BlockingSide | AsyncSide, values: dict) -> dict[str, int
 
 
 async def while_frozen(side: BlockingSide | AsyncSide, method: str, values: dict) -> Report:
-    """Calls `method` of an engine that stands still, with this front end's part under "outputs"."""
-    frozen = False
+    """Let the engine stand still, and call `method` of it with this front end's part under "outputs"."""
+    stands = await _freeze(side, values)
+    return await _with_outputs(side, method, values, stands["sent"])
+
+
+async def _with_outputs(side: BlockingSide | AsyncSide, method: str, values: dict, sent: dict[str, int]) -> Report:
+    """Call `method` of an engine that stands still. If that fails, the engine goes on."""
     try:
-        sent = await _freeze(side, values)
-        frozen = True
         await _caught_up(side, sent)
         return Report(await side.call(method, values | {"outputs": front_end.capture(side.engine.output_processor)}))
     except BaseException:
-        if frozen:
-            await side.call("unfreeze")
+        await side.call("unfreeze")
         raise
 
 
@@ -282,7 +282,7 @@ async def _so_far(side: BlockingSide | AsyncSide) -> list[dict]:
     """The tokens of all requests of an engine that is asleep."""
     if (await side.call("state"))["engine"] != "asleep":
         return []
-    await _caught_up(side, await side.call("freeze"))
+    await _caught_up(side, (await side.call("freeze"))["sent"])
     return front_end.so_far(side.engine.output_processor)
 
 

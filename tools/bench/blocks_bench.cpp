@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// Bookkeeping of a rank for each KV block of a sleep to host memory: blocks so small that their bytes cost next to
+// nothing. In microseconds a block: planning, a sleep that copies all blocks, one that finds all of them unchanged, and
+// the wake, orders encoded and decoded as between processes. Then the same of a pool in which few blocks are live,
+// beside a pool of only those.
+//
+// Baseline: a map from block to a copy of its bytes, filled and written back. Ceiling: one copy of all bytes, there and
+// back. Median of the rounds, interleaved, after one that only warms.
+#include <cstring>
+#include <iostream>
+#include <unordered_map>
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include "allocator/host_device.h"
+#include "engine/rank_service.h"
+#include "tools/bench/bench.h"
+
+namespace {
+
+using namespace torpor;
+using bench::median;
+using bench::must;
+using bench::seconds;
+
+constexpr uint64_t kBlockBytes = 64;
+
+// A rank with a pool of KV blocks, of which `live` lie scattered over it.
+class Pool {
+ public:
+  Pool(uint32_t blocks, uint32_t live) {
+    memory_ = must(
+        RankMemory::create(must(make_host_device()), linux_file_system(), {.retain_kv_bytes = blocks * kBlockBytes}));
+    const uint64_t bytes = blocks * kBlockBytes;
+    const DeviceAddress address = must(memory_->allocate("kv_cache", "kv", bytes));
+    content_ = {reinterpret_cast<std::byte*>(address), bytes};  // NOLINT(performance-no-int-to-ptr)
+    std::memset(content_.data(), 7, bytes);
+    must(memory_->set_kv_layout("kv_cache", {.num_blocks = blocks,
+                                             .tensors = {{.address = address,
+                                                          .layers = 1,
+                                                          .layer_stride = bytes,
+                                                          .block_stride = kBlockBytes,
+                                                          .block_bytes = kBlockBytes}}}));
+    save_.tags = kTags;
+    save_.steps = 1;
+    for (uint64_t i = 0; i < live; ++i) save_.blocks.push_back(static_cast<int32_t>(i * blocks / live));
+    write();
+  }
+  void write() {  // every live block has other content
+    save_.stamps.clear();
+    for (size_t i = 0; i < save_.blocks.size(); ++i) save_.stamps.push_back(++last_stamp_);
+  }
+  void plan() { call(orders::PlanSave{.save = save_}); }
+  uint64_t save() { return call(orders::Save(save_)).bytes; }
+  void release() { call(orders::Detach{.tags = kTags}); }
+  void attach() { call(orders::Attach{.tags = kTags}); }
+  void restore() {
+    call(orders::Restore{.tags = kTags});
+    call(orders::Finish{.tags = kTags, .keep_backup = true});
+  }
+  std::span<std::byte> content() const { return content_; }
+  const std::vector<int32_t>& live() const { return save_.blocks; }
+
+ private:
+  template <class Order>
+  typename Order::Reply call(const Order& order) {
+    return must(decode_reply<Order>(RankService(*memory_).call(encode_order(order))));
+  }
+  inline static const std::vector<std::string> kTags{"kv_cache"};
+  std::unique_ptr<RankMemory> memory_;
+  std::span<std::byte> content_;
+  uint64_t last_stamp_ = 0;
+  orders::Save save_;
+};
+
+// By stage, of each round.
+using Times = std::map<std::string, std::vector<double>>;
+
+void sleep_and_wake(Pool& pool, bool counts, Times& times) {
+  const auto take = [&](const char* stage, const std::function<void()>& work) {
+    const double taken = seconds(work);
+    if (counts) times[stage].push_back(taken);
+  };
+  pool.write();
+  take("plan", [&] { pool.plan(); });
+  uint64_t copied = 0;
+  take("save", [&] { copied = pool.save(); });
+  if (copied != pool.live().size() * kBlockBytes) must(Error{.code = Code::kInternal, .what = "not all was copied"});
+  pool.release();
+  pool.attach();
+  take("restore", [&] { pool.restore(); });
+  take("save_unchanged", [&] { copied = pool.save(); });
+  if (copied != 0) must(Error{.code = Code::kInternal, .what = "an unchanged block was copied"});
+  pool.release();
+  pool.attach();
+  pool.restore();
+}
+
+void copy_by_map(const Pool& pool, bool counts, Times& times) {
+  std::unordered_map<int32_t, std::vector<std::byte>> kept;
+  const auto at = [&](int32_t block) {
+    return pool.content().subspan(static_cast<size_t>(block) * kBlockBytes, kBlockBytes);
+  };
+  const double taken = seconds([&] {
+    for (const int32_t block : pool.live())
+      kept.emplace(block, std::vector<std::byte>(at(block).begin(), at(block).end()));
+    for (const int32_t block : pool.live()) std::memcpy(at(block).data(), kept.at(block).data(), kBlockBytes);
+  });
+  if (counts) times["map"].push_back(taken);
+}
+
+void copy_at_once(const Pool& pool, std::vector<std::byte>& room, bool counts, Times& times) {
+  const size_t bytes = pool.live().size() * kBlockBytes;
+  const double taken = seconds([&] {
+    std::memcpy(room.data(), pool.content().data(), bytes);
+    std::memcpy(pool.content().data(), room.data(), bytes);
+  });
+  if (counts) times["copy"].push_back(taken);
+}
+
+// Microseconds for each of so many blocks.
+nlohmann::ordered_json a_block(const Times& times, uint32_t blocks) {
+  nlohmann::ordered_json rows;
+  for (const auto& [stage, taken] : times) rows[stage] = 1e6 * median(taken) / blocks;
+  return rows;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"Bookkeeping of a rank for each KV block of a sleep and a wake."};
+  uint32_t blocks = 200'000;
+  uint32_t live = 10'000;
+  int rounds = 5;
+  bool as_json = false;
+  app.add_option("--blocks", blocks, "of the pool")->capture_default_str()->check(CLI::Range(1'000, 4'000'000));
+  app.add_option("--live", live, "of them, in the sparse pool")
+      ->capture_default_str()
+      ->check(CLI::Range(100, 1'000'000));
+  app.add_option("--rounds", rounds, "measured rounds")->capture_default_str()->check(CLI::Range(1, 1000));
+  app.add_flag("--json", as_json, "print one JSON object");
+  CLI11_PARSE(app, argc, argv);
+  live = std::min(live, blocks);
+
+  Times full;
+  Times sparse;
+  Times small;
+  {
+    Pool all(blocks, blocks);
+    Pool few(blocks, live);
+    Pool only(live, live);
+    std::vector<std::byte> room(blocks * kBlockBytes, std::byte{1});
+    for (int round = 0; round <= rounds; ++round) {
+      sleep_and_wake(all, round > 0, full);
+      copy_by_map(all, round > 0, full);
+      copy_at_once(all, room, round > 0, full);
+      sleep_and_wake(few, round > 0, sparse);
+      sleep_and_wake(only, round > 0, small);
+    }
+  }
+  const nlohmann::ordered_json of_all = a_block(full, blocks);
+  const nlohmann::ordered_json of_few = a_block(sparse, live);
+  const nlohmann::ordered_json of_only = a_block(small, live);
+  const auto sum = [](const nlohmann::ordered_json& rows) {
+    return rows["plan"].get<double>() + rows["save_unchanged"].get<double>() + rows["restore"].get<double>();
+  };
+  const nlohmann::ordered_json json = {{"blocks", blocks},
+                                       {"live", live},
+                                       {"rounds", rounds},
+                                       {"unit", "us a live block, median"},
+                                       {"all_live", of_all},
+                                       {"few_live", of_few},
+                                       {"pool_of_the_few", of_only},
+                                       {"bookkeeping_us", sum(of_all)},
+                                       {"few_beside_pool_of_the_few", sum(of_few) / sum(of_only)}};
+  if (as_json) {
+    std::cout << json.dump(2) << '\n';
+    return 0;
+  }
+  fmt::print("{:<34}{:>8}{:>8}{:>11}{:>9} |{:>8}{:>8}\n", "us a live block", "plan", "save", "unchanged", "restore",
+             "(map)", "(copy)");
+  const auto row = [](const std::string& title, const nlohmann::ordered_json& rows) {
+    const auto value = [&](const char* name) { return rows.contains(name) ? rows[name].get<double>() : 0.0; };
+    fmt::print("{:<34}{:>8.3f}{:>8.3f}{:>11.3f}{:>9.3f} |{:>8.3f}{:>8.3f}\n", title, value("plan"), value("save"),
+               value("save_unchanged"), value("restore"), value("map"), value("copy"));
+  };
+  row(fmt::format("{} blocks, all live", blocks), of_all);
+  row(fmt::format("{} blocks, {} live", blocks, live), of_few);
+  row(fmt::format("{} blocks, all live", live), of_only);
+  fmt::print("plan + unchanged + restore: {:.2f} us a block; few live beside a pool of only those: {:.2f}\n",
+             sum(of_all), sum(of_few) / sum(of_only));
+  fmt::print("map: copied into a map and back; copy: all bytes at once, there and back; median of {} rounds\n", rounds);
+  return 0;
+}
