@@ -45,6 +45,7 @@ class PythonHooks final : public EngineHooks {
       moment.read = [this, captured, stamps = moment.kv.stamps, steps = moment.kv.steps] {
         return guarded<SchedulerCheckpoint>([&] {
           SchedulerCheckpoint state = scheduler_checkpoint_from(*captured);
+          state.kv.complete_free_order();
           state.kv.steps = steps;
           for (size_t i = 0; i < stamps.size(); ++i) state.kv.blocks[i].stamp = stamps[i];
           return state;

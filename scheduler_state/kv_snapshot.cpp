@@ -134,6 +134,24 @@ Status check_free_order(const KvSnapshot& snapshot, const BlockMap& by_id) {
 
 }  // namespace
 
+void KvSnapshot::complete_free_order() {
+  std::vector<bool> known(static_cast<size_t>(std::max(num_blocks, 0)), false);
+  const auto know = [&](int32_t id) {
+    if (id >= 0 && id < num_blocks) known[static_cast<size_t>(id)] = true;  // else validate() says it
+  };
+  know(null_block);
+  for (const KvBlock& block : blocks) {
+    if (block.ref_count > 0) know(block.id);
+  }
+  std::for_each(free_order.begin(), free_order.end(), know);
+  std::vector<int32_t> order;
+  for (int32_t id = 0; id < num_blocks; ++id) {
+    if (!known[static_cast<size_t>(id)]) order.push_back(id);
+  }
+  order.insert(order.end(), free_order.begin(), free_order.end());
+  free_order = std::move(order);
+}
+
 Status KvSnapshot::validate() const {
   if (num_blocks <= 0 || null_block < -1 || null_block >= num_blocks) {
     return contradiction(fmt::format("{} blocks, null block {}", num_blocks, null_block));

@@ -68,6 +68,9 @@ struct KvSnapshot {
   // same (scheduler_state/block_numbers.h). In no checkpoint.
   std::vector<int32_t> block_numbers;
 
+  // Put the blocks without a reference that `free_order` does not name before those that it names, by number. They have
+  // no content, so no token depends on which is taken first.
+  void complete_free_order();
   // Every cross-reference: ids in range, tables name blocks that are listed, reference counts equal the number of
   // tables that name the block, prefix entries and blocks agree, the free order is exactly the blocks without
   // reference, once each. kCorruption with the first contradiction.

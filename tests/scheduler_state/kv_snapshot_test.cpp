@@ -63,6 +63,22 @@ TEST(KvSnapshot, EachContradictionIsFound) {
   }
 }
 
+TEST(KvSnapshot, FreeBlocksThatNobodyNamedComeFirst) {
+  const KvSnapshot whole = example_kv();
+  ASSERT_GT(whole.free_order.size(), 2u);
+  KvSnapshot kv = whole;
+  kv.complete_free_order();
+  EXPECT_EQ(kv, whole);
+  kv.free_order = {whole.free_order.back()};
+  kv.complete_free_order();
+  EXPECT_EQ(kv.free_order.back(), whole.free_order.back());
+  EXPECT_TRUE(std::is_sorted(kv.free_order.begin(), kv.free_order.end() - 1));
+  EXPECT_SUCCEEDS(kv.validate());
+  kv.free_order = {kv.num_blocks, -1};
+  kv.complete_free_order();
+  EXPECT_FAILS(kv.validate(), Code::kCorruption, "free order");
+}
+
 TEST(KvSnapshot, BlocksOfAllGroupsAreCounted) {
   const KvSnapshot two = test::example_of_two_groups().state.kv;
   ASSERT_SUCCEEDS(two.validate());

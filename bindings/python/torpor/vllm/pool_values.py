@@ -44,9 +44,24 @@ def pool_to_value(scheduler: Scheduler, blocks: list | None = None) -> dict:
             (key, list(found) if isinstance(found, dict) else [found.block_id])
             for key, found in pool.cached_block_hash_to_block._cache.items()
         ],
-        "free_order": array("i", [b.block_id for b in pool.free_block_queue.get_all_free_blocks()]),
+        "free_order": _last_free(pool.free_block_queue, sum(b.ref_cnt == 0 for b in blocks)),
         "engine": {"groups": beside} if any(beside) else {},
     }
+
+
+def _last_free(queue, cached: int) -> array:
+    """The end of the free list, from the first of its blocks on that has content (there are `cached` of them).
+
+    The blocks before have none; they are named where the value is read (KvSnapshot::complete_free_order()).
+    """
+    ids = array("i")
+    block = queue.fake_free_list_tail.prev_free_block
+    while cached > 0 and block is not queue.fake_free_list_head:
+        ids.append(block.block_id)
+        cached -= block._block_hash is not None
+        block = block.prev_free_block
+    ids.reverse()
+    return ids
 
 
 def pool_from_value(scheduler: Scheduler, value: dict, lost_requests: set[str]) -> None:
