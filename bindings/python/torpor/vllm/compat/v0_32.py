@@ -820,7 +820,6 @@ ENGINE = (
                 calls={
                     "append_n": "self, blocks",
                     "remove": "self, block",
-                    "get_all_free_blocks": "self",
                 },
                 fields="fake_free_list_head fake_free_list_tail num_free_blocks",
                 exact=True,
