@@ -13,76 +13,28 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
-#include "allocator/host_device.h"
-#include "engine/rank_service.h"
 #include "tools/bench/bench.h"
+#include "tools/bench/kv_rank.h"
 
 namespace {
 
 using namespace torpor;
+using bench::KvRank;
 using bench::median;
 using bench::must;
 using bench::seconds;
 
 constexpr uint64_t kBlockBytes = 64;
 
-// A rank with a pool of KV blocks, of which `live` lie scattered over it.
-class Pool {
- public:
-  Pool(uint32_t blocks, uint32_t live) {
-    memory_ = must(
-        RankMemory::create(must(make_host_device()), linux_file_system(), {.retain_kv_bytes = blocks * kBlockBytes}));
-    const uint64_t bytes = blocks * kBlockBytes;
-    const DeviceAddress address = must(memory_->allocate("kv_cache", "kv", bytes));
-    content_ = {reinterpret_cast<std::byte*>(address), bytes};  // NOLINT(performance-no-int-to-ptr)
-    std::memset(content_.data(), 7, bytes);
-    must(memory_->set_kv_layout("kv_cache", {.num_blocks = blocks,
-                                             .tensors = {{.address = address,
-                                                          .layers = 1,
-                                                          .layer_stride = bytes,
-                                                          .block_stride = kBlockBytes,
-                                                          .block_bytes = kBlockBytes}}}));
-    save_.tags = kTags;
-    save_.steps = 1;
-    for (uint64_t i = 0; i < live; ++i) save_.blocks.push_back(static_cast<int32_t>(i * blocks / live));
-    write();
-  }
-  void write() {  // every live block has other content
-    save_.stamps.clear();
-    for (size_t i = 0; i < save_.blocks.size(); ++i) save_.stamps.push_back(++last_stamp_);
-  }
-  void plan() { call(orders::PlanSave{.save = save_}); }
-  uint64_t save() { return call(orders::Save(save_)).bytes; }
-  void release() { call(orders::Detach{.tags = kTags}); }
-  void attach() { call(orders::Attach{.tags = kTags}); }
-  void restore() {
-    call(orders::Restore{.tags = kTags});
-    call(orders::Finish{.tags = kTags, .keep_backup = true});
-  }
-  std::span<std::byte> content() const { return content_; }
-  const std::vector<int32_t>& live() const { return save_.blocks; }
-
- private:
-  template <class Order>
-  typename Order::Reply call(const Order& order) {
-    return must(decode_reply<Order>(RankService(*memory_).call(encode_order(order))));
-  }
-  inline static const std::vector<std::string> kTags{"kv_cache"};
-  std::unique_ptr<RankMemory> memory_;
-  std::span<std::byte> content_;
-  uint64_t last_stamp_ = 0;
-  orders::Save save_;
-};
-
-// By stage, of each round.
+// The seconds of each round, by stage.
 using Times = std::map<std::string, std::vector<double>>;
 
-void sleep_and_wake(Pool& pool, bool counts, Times& times) {
+void sleep_and_wake(KvRank& pool, bool counts, Times& times) {
   const auto take = [&](const char* stage, const std::function<void()>& work) {
     const double taken = seconds(work);
     if (counts) times[stage].push_back(taken);
   };
-  pool.write();
+  pool.change(1);
   take("plan", [&] { pool.plan(); });
   uint64_t copied = 0;
   take("save", [&] { copied = pool.save(); });
@@ -97,7 +49,7 @@ void sleep_and_wake(Pool& pool, bool counts, Times& times) {
   pool.restore();
 }
 
-void copy_by_map(const Pool& pool, bool counts, Times& times) {
+void copy_by_map(const KvRank& pool, bool counts, Times& times) {
   std::unordered_map<int32_t, std::vector<std::byte>> kept;
   const auto at = [&](int32_t block) {
     return pool.content().subspan(static_cast<size_t>(block) * kBlockBytes, kBlockBytes);
@@ -110,7 +62,7 @@ void copy_by_map(const Pool& pool, bool counts, Times& times) {
   if (counts) times["map"].push_back(taken);
 }
 
-void copy_at_once(const Pool& pool, std::vector<std::byte>& room, bool counts, Times& times) {
+void copy_at_once(const KvRank& pool, std::vector<std::byte>& room, bool counts, Times& times) {
   const size_t bytes = pool.live().size() * kBlockBytes;
   const double taken = seconds([&] {
     std::memcpy(room.data(), pool.content().data(), bytes);
@@ -147,9 +99,9 @@ int main(int argc, char** argv) {
   Times sparse;
   Times small;
   {
-    Pool all(blocks, blocks);
-    Pool few(blocks, live);
-    Pool only(live, live);
+    KvRank all(blocks, kBlockBytes, blocks);
+    KvRank few(blocks, kBlockBytes, live);
+    KvRank only(live, kBlockBytes, live);
     std::vector<std::byte> room(blocks * kBlockBytes, std::byte{1});
     for (int round = 0; round <= rounds; ++round) {
       sleep_and_wake(all, round > 0, full);
