@@ -5,12 +5,12 @@
 # network or the driver: they are optimised for users, too, only as far as it is fast to do. What bytes, blocks or the
 # steps of an engine go through is not COLD.
 # torpor_test(NAME SOURCES … [APART …] [ONE_THREAD …] [FORKS …] [REPEATS …] USES … [LABELS …] [TIMEOUT seconds]
-# [SHARDS n]) makes a GoogleTest program and registers it with CTest, its cases divided among n processes; what has the longest time is
-# begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests builds all programs, and all_tests
-# builds those of any label.
-# ThreadSanitizer's build leaves out some of these sources. ONE_THREAD: their tests start no thread, so it would find
-# nothing. FORKS: their tests start threads in processes that they fork, where it cannot follow. REPEATS: their threads
-# do what those of the program's other sources do; the preset tsan-rest (TORPOR_TSAN_REPEATS) has them.
+# [SHARDS n]) makes a GoogleTest program and registers it with CTest, its cases divided among n processes; what has the
+# longest time is begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests builds all programs,
+# and all_tests builds those of any label. ThreadSanitizer's build leaves out some of these sources. ONE_THREAD: their
+# tests start no thread, so it would find nothing. FORKS: their tests start threads in processes that they fork, where
+# it cannot follow. REPEATS: their threads do what those of the program's other sources do; the preset tsan-rest
+# (TORPOR_TSAN_REPEATS) has them.
 
 # Line tables suffice for stack traces; everything that -g adds to them takes a third of the time of a compile.
 string(REGEX REPLACE "-g( |$)" "-g1\\1" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")

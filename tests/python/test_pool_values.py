@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of vLLM's block pool at a sleep: the blocks that have content, and no others."""
+"""A sleep reads the blocks of vLLM's pool that have content, and no others."""
 
 from types import SimpleNamespace
 
@@ -11,8 +11,8 @@ from torpor.vllm import block_stamps, pool_values
 
 @pytest.fixture
 def scheduler():
-    """Of a pool of 64 blocks: two requests have 1 to 3 and 4 to 6; 7 to 9 are cached and free, 9 the next to go; 10 to
-    12 were freed without content, between them and after."""
+    """A pool has 64 blocks. Two requests hold 1 to 3 and 4 to 6. Blocks 7 to 9 are cached and free; 9 is evicted first.
+    Blocks 10 to 12 are free without content: 10 stands between the cached ones, 11 and 12 behind them."""
     pool = BlockPool(64, True, 16)
     taken = pool.get_new_blocks(12)
     assert [block.block_id for block in taken] == list(range(1, 13))

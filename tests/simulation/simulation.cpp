@@ -163,7 +163,8 @@ class Run {
     const int64_t before = engine().counts().steps;
     arm();
     std::vector<ReferenceOutput> outputs = run_.step();
-    // A copying thread told something after stand() had looked, and a stop was set for that: the step was left undone.
+    // A copying thread emitted an event after stand() had looked. If a breakpoint waited for it, the step was not
+    // taken.
     while (stops_ && engine().counts().steps == before && stops_->stand([&] { return run_.step(); }))
       outputs = run_.step();
     disarm();
@@ -175,7 +176,8 @@ class Run {
       const std::vector<std::pair<std::string, int32_t>> none;
       const auto& expected =
           static_cast<size_t>(step_) < twin_.steps.size() ? twin_.steps[static_cast<size_t>(step_)] : none;
-      if (made != expected) throw Failed{fmt::format("the step put out {}, the twin's {}", made, expected)};
+      if (made != expected)
+        throw Failed{fmt::format("the step put out {}, that of the reference run {}", made, expected)};
     }
     for (const ReferenceOutput& output : outputs) {
       std::vector<int32_t>& stream = streams_[output.id];

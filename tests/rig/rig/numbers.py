@@ -44,12 +44,8 @@ class Type:
     def is_int(self) -> bool:
         return self.np.kind in "biu"
 
-    def is_floating(self) -> bool:
-        return self.np.kind == "f"
 
-
-NAMES = "int1 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64".split()
-TYPES = {name: Type(name) for name in NAMES}
+TYPES = {name: Type(name) for name in "int1 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64".split()}
 _BY_NP = {kind.np: kind for kind in TYPES.values()}
 
 
@@ -80,8 +76,6 @@ class Value:
         if bitcast and kind.np.itemsize == self.data.dtype.itemsize:
             return Value(self.data.view(kind.np))
         return self if self.data.dtype == kind.np else Value(self.data.astype(kind.np))
-
-    cast = to
 
     def reshape(self, *shape) -> Value:
         return Value(self.data.reshape(*shape))
@@ -114,7 +108,7 @@ _known: dict[tuple[np.dtype, np.dtype], np.dtype] = {}
 
 
 def _pair(a, b):
-    """Both operands as NumPy has them, of one type."""
+    """Return both operands as NumPy has them, of one type."""
     if type(a) is not Value:
         b = b.data
         kind = b.dtype
@@ -281,7 +275,7 @@ def _same(value, *_, **__):
 
 
 def language(place) -> types.SimpleNamespace:
-    """What kernels find as `tl`. `place.at`, `place.of`: the program's place in the grid, and the grid."""
+    """Return the module that kernels use as `tl`. `place` holds the program's place in the grid, and the grid."""
     binary = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
     return types.SimpleNamespace(
         **TYPES,
@@ -313,7 +307,6 @@ def language(place) -> types.SimpleNamespace:
         debug_barrier=lambda: None,
         constexpr=_same,
         multiple_of=_same,
-        max_contiguous=_same,
     )
 
 
@@ -360,7 +353,7 @@ class Translator:
 
 
 def _argument(value):
-    """As a kernel gets it; NotImplemented for a tensor of a type that NumPy has not."""
+    """Return the argument as a kernel takes it; NotImplemented for a tensor of a type that NumPy has not."""
     kind = getattr(value, "dtype", None)
     if kind is None:
         return value
@@ -371,7 +364,7 @@ def _argument(value):
 
 
 def install(interpreter) -> None:
-    """In place of the interpreter's way to run the programs of a grid, for the kernels of KERNELS."""
+    """Replace the interpreter's way to run the programs of a grid, for the kernels of KERNELS."""
     translator = Translator()
     stock = interpreter.InterpretedFunction.run
     signatures: dict[types.FunctionType, inspect.Signature] = {}

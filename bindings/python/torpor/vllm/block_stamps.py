@@ -20,7 +20,7 @@ _GROUP_BYTES = 4  # at the end of a hash (vLLM's make_block_hash_with_group_id)
 
 
 def used_blocks(scheduler) -> list:
-    """Those with a reference or a hash, by number. Of a large pool only they are looked at."""
+    """Return the blocks with a reference or a hash, by number. All other blocks of the pool are not looked at."""
     pool = scheduler.kv_cache_manager.block_pool
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     found = {b.block_id: b for manager in managers for held in manager.req_to_blocks.values() for b in held}
@@ -29,7 +29,7 @@ def used_blocks(scheduler) -> list:
     used = [b for _, b in sorted(found.items()) if not b.is_null and (b.ref_cnt > 0 or b._block_hash is not None)]
     if sum(b.ref_cnt > 0 for b in used) == pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks:
         return used
-    # Somebody holds blocks that no request has.
+    # Somebody holds blocks that no request has: look at all.
     return [b for b in pool.blocks if not b.is_null and (b.ref_cnt > 0 or b._block_hash is not None)]
 
 

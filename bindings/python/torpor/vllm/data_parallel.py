@@ -291,7 +291,7 @@ def _merged_outputs(reports: list[dict]) -> dict:
 
 
 def _one_to_sleep(states: list[dict]) -> dict:
-    """Of engines in different states, one that is awake: there is something left to sleep."""
+    """Return the state of an engine that is awake, if there is one: it is left to sleep."""
     return next((state for state in states if state["engine"] != "asleep"), states[0])
 
 

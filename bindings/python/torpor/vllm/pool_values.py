@@ -50,9 +50,9 @@ def pool_to_value(scheduler: Scheduler, blocks: list | None = None) -> dict:
 
 
 def _last_free(queue, cached: int) -> array:
-    """The end of the free list, from the first of its blocks on that has content (there are `cached` of them).
+    """Return the ids of the free list from its first block with content on. `cached` of its blocks have content.
 
-    The blocks before have none; they are named where the value is read (KvSnapshot::complete_free_order()).
+    The blocks before that one have none; KvSnapshot::complete_free_order() names them.
     """
     ids = array("i")
     block = queue.fake_free_list_tail.prev_free_block
