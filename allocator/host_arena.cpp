@@ -265,10 +265,7 @@ struct HostArena::Impl {
 HostArena::HostArena(HostArenaOptions options) : impl_(std::make_unique<Impl>()) { impl_->options = options; }
 
 HostArena::~HostArena() {
-  {
-    const MutexLock lock(impl_->mutex);
-    impl_->ending = true;
-  }
+  end_background();
   if (impl_->background.joinable()) impl_->background.join();
   for (const auto& [base, slab] : impl_->slabs) (void)drop_slab(slab, impl_->options.pin_for);
 }
@@ -396,6 +393,12 @@ Status HostArena::wait_prefault() {
   const MutexLock lock(impl_->mutex);
   while (impl_->prefaulting) impl_->changed.wait(impl_->mutex);
   return impl_->background_result;
+}
+
+void HostArena::end_background() noexcept {
+  const MutexLock lock(impl_->mutex);
+  impl_->ending = true;
+  while (impl_->prefaulting) impl_->changed.wait(impl_->mutex);
 }
 
 Result<uint64_t> HostArena::prefault_slowly(uint64_t bytes, const GoOn& go_on, const OnThread& on_thread) {

@@ -88,6 +88,13 @@ Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
                              .events = parts.events});
 }
 
+// The driver shuts down in a function of its own at exit, which it registered when it was initialised: what is
+// registered later runs before it.
+void end_prefault_at_exit() {
+  static const int registered = std::atexit([] { memory_saver().end_prefault(); });
+  (void)registered;
+}
+
 }  // namespace
 
 MemorySaver& memory_saver() {
@@ -98,7 +105,10 @@ MemorySaver& memory_saver() {
 Result<std::unique_ptr<DeviceMemory>> make_process_device(int ordinal) {
   TORPOR_ASSIGN(const std::optional<uint64_t> gather_below, bytes_from_environment("TORPOR_CUDA_GATHER_BELOW_BYTES"));
   if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
-  return make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below.value_or(0)});
+  TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device,
+                make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below}));
+  end_prefault_at_exit();
+  return device;
 }
 
 bool backups_kept() { return kept_backups().wanted; }

@@ -246,4 +246,11 @@ std::map<int, RankLedger> MemorySaver::ledgers() const {
   return ledgers;
 }
 
+void MemorySaver::end_prefault() noexcept {
+  if (!mutex_.try_lock()) return;
+  const MutexLock lock(mutex_, std::adopt_lock);
+  for (const auto& [ordinal, device] : devices_)
+    if (device.memory != nullptr) device.memory->end_prefault();
+}
+
 }  // namespace torpor

@@ -66,6 +66,7 @@ class MemorySaver {
   Result<TagMove> plan_wake(const std::vector<std::string>& tags);
   void mark_dirty(const std::vector<std::string>& tags);  // empty: all
   std::map<int, RankLedger> ledgers() const;              // of each device; states by tag in it
+  void end_prefault() noexcept;  // RankMemory's, of each device; not while another thread allocates, sleeps or wakes
 
  private:
   struct Device {

@@ -125,6 +125,16 @@ void RankMemory::start_prefault() {
   if (quiet_ != nullptr) quiet_->start();
 }
 
+void RankMemory::end_prefault() noexcept {
+  if (!same_process()) return;
+  prefault_waiting_ = 0;
+  if (quiet_ != nullptr) {
+    quiet_->end();
+    quiet_->wait();
+  }
+  arena_->end_background();
+}
+
 Status RankMemory::same_process() const {
   if (::getpid() == process_) return ok();
   return Error{.code = Code::kFailedPrecondition,

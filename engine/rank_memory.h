@@ -113,6 +113,9 @@ class RankMemory {
   const EventPort& events() const { return options_.events; }
   // Begin to bring up host memory, where options.prefault_waits holds it back; else it has begun.
   void start_prefault();
+  // Bring up no more host memory from now on, and wait for what is being brought up. For the end of the process: no
+  // thread may call the driver of a GPU once that shuts down.
+  void end_prefault() noexcept;
   void wait_quiet_prefault() const noexcept {
     if (quiet_ != nullptr) quiet_->wait();
   }

@@ -79,6 +79,10 @@ Error cuda_error(const CudaDriver& driver, CUresult result, std::string_view doi
   const char* text = nullptr;
   if (driver.cuGetErrorName(result, &name) != CUDA_SUCCESS || name == nullptr) name = "an unknown error";
   if (driver.cuGetErrorString(result, &text) != CUDA_SUCCESS || text == nullptr) text = "no description";
+  if (result == CUDA_ERROR_DEINITIALIZED) {  // which it cannot say any more
+    name = "CUDA_ERROR_DEINITIALIZED";
+    text = "the driver has shut down, the process is ending";
+  }
   Error error{.code = Code::kDevice,
               .what = fmt::format("{}: {} ({}, {})", doing, text, name, static_cast<int>(result)),
               .next_step = "see the driver's log (dmesg, Xid)",

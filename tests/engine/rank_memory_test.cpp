@@ -165,6 +165,28 @@ TEST_F(FirstSleep, WaitsWithItsHostMemoryUntilItIsToldToBegin) {
   }
 }
 
+// As at the end of a process, when no thread may call the driver any more.
+TEST_F(FirstSleep, BringsUpNothingMoreOnceItIsEnded) {
+  for (const std::optional<uint64_t> prefault : {std::optional<uint64_t>(), std::optional(8 * kGiB)}) {
+    auto device = std::make_unique<test::FaultyDevice>(value_of(make_host_device()));
+    device->has_own_memory();
+    RankMemoryOptions options{.arena_slab_bytes = 2 * kMiB, .arena_prefault_bytes = prefault, .threads = 1};
+    options.prefault_room = [] { return 16 * kGiB; };
+    const auto memory = value_of(RankMemory::create(std::move(device), linux_file_system(), std::move(options)));
+    ASSERT_SUCCEEDS(memory->allocate("kv_cache", "kv", kGiB));  // hours of work at its slow pace
+    memory->end_prefault();
+    const uint64_t came = held(*memory);
+    EXPECT_LT(came, kGiB);
+    memory->wait_quiet_prefault();
+    (void)memory->arena().wait_prefault();
+    ASSERT_SUCCEEDS(memory->allocate("weights", "more", kSize));
+    memory->start_prefault();
+    memory->wait_quiet_prefault();
+    EXPECT_EQ(held(*memory), came);
+    EXPECT_EQ(sleep_and_wake(*memory).first, kSize);  // what a sleep needs comes all the same
+  }
+}
+
 TEST_F(RankMemoryTest, TheLedgerNamesEveryByte) {
   const auto memory = make(false);
   EXPECT_EQ(memory->ledger().device_physical_bytes, kSize);
