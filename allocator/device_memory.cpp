@@ -237,7 +237,7 @@ Result<bool> DeviceMemory::find_for_copies(std::span<const Copy> copies, std::ve
   return !in_use;
 }
 
-Status DeviceMemory::copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) {
+Status DeviceMemory::copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by) {
   for (const Copy& copy : copies) {
     if (copy.bytes == 0 || copy.host == nullptr) return invalid("a copy of no bytes, or without host memory");
   }
@@ -250,7 +250,7 @@ Status DeviceMemory::copy_async(StreamId stream, Direction direction, std::span<
   }
   for (const MappingAt at : touched) ++at->second.copies;
   lock.unlock();
-  Status done = catching([&] { return do_copy_async(stream, direction, copies); });
+  Status done = catching([&] { return do_copy_async(stream, direction, copies, by); });
   lock.lock();
   for (const MappingAt at : touched) --at->second.copies;
   changed_.notify_all();

@@ -37,6 +37,8 @@ enum class EventId : uint64_t {};
 
 enum class Access : uint8_t { kNone, kReadWrite };  // drivers differ on memory that can only be read
 enum class Direction : uint8_t { kDeviceToHost, kHostToDevice };
+// kEngines: by the copy engines alone, for the device's processors are at work for an engine's steps.
+enum class CopyBy : uint8_t { kFastest, kEngines };
 
 struct Copy {
   DeviceAddress device = 0;
@@ -90,7 +92,7 @@ class DeviceMemory {
   Status destroy_stream(StreamId stream);  // waits for its work
   // Enqueues copies. Host memory must stay valid and, for kDeviceToHost, untouched until an event after them completed.
   // The device side must be mapped with access for the whole time.
-  Status copy_async(StreamId stream, Direction direction, std::span<const Copy> copies);
+  Status copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by = CopyBy::kFastest);
   Result<EventId> record(StreamId stream);
   DrainResult wait(EventId event);     // consumes the event
   DrainResult drain(StreamId stream);  // waits for all work of the stream; where record() or wait() proved nothing
@@ -122,7 +124,7 @@ class DeviceMemory {
   virtual Status do_unmap(DeviceAddress address, uint64_t size) = 0;
   virtual Result<StreamId> do_create_stream() = 0;
   virtual Status do_destroy_stream(StreamId stream) = 0;
-  virtual Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) = 0;
+  virtual Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by) = 0;
   virtual Result<EventId> do_record(StreamId stream) = 0;
   virtual DrainResult do_wait(EventId event) = 0;
   virtual DrainResult do_drain(StreamId stream) = 0;

@@ -209,7 +209,7 @@ class HostDevice final : public DeviceMemory {
     return ok();
   }
 
-  Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) override {
+  Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy) override {
     const std::shared_ptr<HostStream> found = stream_of(stream);
     if (found == nullptr) return unknown("stream", static_cast<uint64_t>(stream));
     std::vector<Copy> ordered(copies.begin(), copies.end());

@@ -47,6 +47,7 @@ Status copied(const Error& error) noexcept {
 // A batch on its way. The vectors keep their memory from batch to batch.
 struct BatchCopier::Place {
   JobKind kind = JobKind::kSave;
+  CopyBy copy_by = CopyBy::kEngines;
   Tier* tier = nullptr;
   Tier* source = nullptr;
   std::span<ChunkTransfer> batch;
@@ -125,6 +126,7 @@ uint64_t BatchCopier::kept_staging() const { return places_->front().kept.bytes(
 bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
   Place& place = (*places_)[begun_ % 2];
   place.kind = job.kind;
+  place.copy_by = job.copy_by;
   place.tier = job.tier;
   place.source = job.source;
   place.batch = batch;
@@ -264,7 +266,7 @@ void BatchCopier::list_copies(Place& place) {
 void BatchCopier::enqueue(Place& place, std::span<const Copy> copies) {
   place.on_stream = true;
   place.event.reset();
-  place.enqueued = catching([&] { return device_.copy_async(stream_, place.direction(), copies); });
+  place.enqueued = catching([&] { return device_.copy_async(stream_, place.direction(), copies, place.copy_by); });
   // Even a refused batch may have begun: its end is waited for in any case.
   Status recorded = catching([&]() -> Status {
     TORPOR_ASSIGN(place.event, device_.record(stream_));

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "allocator/device_memory.h"
 #include "base/progress_file.h"
 #include "base/status.h"
 #include "offload/chunk.h"
@@ -41,9 +42,10 @@ struct Job {
   Tier* source = nullptr;  // kMove: the same
   std::vector<ChunkTransfer> chunks;
   Urgency urgency = Urgency::kOffload;
-  bool all_or_nothing = false;  // after the first chunk that failed, those that are not begun are cancelled
-  bool polled = false;          // its result is for poll(), otherwise for wait()
-  uint64_t number = 0;          // who asked knows it by this; for events
+  CopyBy copy_by = CopyBy::kEngines;  // kFastest: the engine stands still meanwhile
+  bool all_or_nothing = false;        // after the first chunk that failed, those that are not begun are cancelled
+  bool polled = false;                // its result is for poll(), otherwise for wait()
+  uint64_t number = 0;                // who asked knows it by this; for events
   // Is told what was moved; once it is cancelled, what is not begun is, too. May be null.
   std::shared_ptr<ProgressFile> progress{};
 };

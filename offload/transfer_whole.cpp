@@ -81,8 +81,11 @@ Status TransferEngine::move(std::span<const ChunkPlan> plans, std::span<SavedChu
 
 Result<JobId> TransferEngine::begin_save(std::span<const ChunkPlan> plans, Tier& target) {
   return catching([&]() -> Result<JobId> {
-    return submit_watched(
-        {.kind = JobKind::kSave, .tier = &target, .chunks = transfers_of(plans), .urgency = Urgency::kSleep});
+    return submit_watched({.kind = JobKind::kSave,
+                           .tier = &target,
+                           .chunks = transfers_of(plans),
+                           .urgency = Urgency::kSleep,
+                           .copy_by = CopyBy::kFastest});
   });
 }
 
@@ -121,8 +124,11 @@ Result<JobId> TransferEngine::begin_restore(std::span<const SavedChunk> saved, s
       }
       chunks[i].saved = saved[i];
     }
-    return submit_watched(
-        {.kind = JobKind::kRestore, .tier = &source, .chunks = std::move(chunks), .urgency = Urgency::kLoad});
+    return submit_watched({.kind = JobKind::kRestore,
+                           .tier = &source,
+                           .chunks = std::move(chunks),
+                           .urgency = Urgency::kLoad,
+                           .copy_by = CopyBy::kFastest});
   });
 }
 

@@ -90,13 +90,14 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_TRY(driver_.cuMemGetInfo(&free, &total), "asking {} for its size", kind_);
     capacity_ = total;
     TORPOR_CUDA_TRY(driver_.cuStreamCreate(&zeroing_, CU_STREAM_NON_BLOCKING), "creating a stream on {}", kind_);
-    if (options.gather_below_bytes > 0) {
-      const Status loaded = copies_.load_gather(info.driver_version, options.gather_image, options.gather_below_bytes);
+    const uint64_t gather_below = options.gather_below_bytes.value_or(CudaDeviceOptions::kGatherBelowBytes);
+    if (gather_below > 0) {
+      const Status loaded = copies_.load_gather(info.driver_version, options.gather_image, gather_below);
       info.gathers = loaded.has_value();
       if (!loaded) {
         info.notes.push_back(
             fmt::format("{} copies small pieces by its copy engines: {}", kind_, loaded.error().to_string()));
-        log().warn("{}", info.notes.back());
+        if (options.gather_below_bytes) log().warn("{}", info.notes.back());
       }
     }
     return ok();
@@ -232,11 +233,11 @@ class CudaDevice final : public DeviceMemory {
     return streams_.destroy(id);
   }
 
-  Status do_copy_async(StreamId id, Direction direction, std::span<const Copy> wanted) override {
+  Status do_copy_async(StreamId id, Direction direction, std::span<const Copy> wanted, CopyBy by) override {
     TORPOR_CUDA_CURRENT();
     const CUstream stream = streams_.find(id);
     if (stream == nullptr) return unknown_id("stream", static_cast<uint64_t>(id));
-    return copies_.begin(stream, direction, wanted);
+    return copies_.begin(stream, direction, wanted, by);
   }
 
   Result<EventId> do_record(StreamId id) override {

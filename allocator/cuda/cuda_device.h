@@ -27,10 +27,12 @@ struct CudaDeviceOptions {
   // Memory that other devices on the bus may read and write (GPUDirect RDMA). None: where the device can.
   std::optional<bool> rdma{};
   bool exportable = false;  // memory that can be handed to another process as a file descriptor
-  // Copies in one call that are smaller than this on average, all to or from pinned memory, are made by a kernel, while
-  // the GPU has nothing else to do. 0: by the copy engines like all others. tools/gpu_check measures which is faster
-  // where.
-  uint64_t gather_below_bytes = 0;
+  // Copies in one call that are smaller than this on average, all to or from pinned memory, are made by a kernel unless
+  // CopyBy says otherwise. 0: by the copy engines like all others. None: kGatherBelowBytes, where the kernel can be
+  // had.
+  std::optional<uint64_t> gather_below_bytes{};
+  // On an H100 the kernel was faster with pieces of 128 KiB, and no slower with 512 KiB (docs/measurements.md).
+  static constexpr uint64_t kGatherBelowBytes = uint64_t{256} << 10;
   std::span<const std::byte> gather_image = {};  // of the kernel; empty: the one in this build
   // Host memory is registered in pieces of this size, whole pages: one of much more holds the driver's lock for long,
   // and from 512 GiB on it fails.

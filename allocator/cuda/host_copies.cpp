@@ -28,9 +28,9 @@ Result<bool> HostCopies::find_batches(CUdevice device) {
 
 // A batch is given the host's addresses, which are illegal where the device has others (sgl-project/sglang issue
 // 40232), and what it makes of memory that is not pinned is nowhere said: such pieces are copied one by one.
-Status HostCopies::begin(CUstream stream, Direction direction, std::span<const Copy> wanted) {
+Status HostCopies::begin(CUstream stream, Direction direction, std::span<const Copy> wanted, CopyBy by) {
   const Divided pieces = divided(wanted);
-  if (gathers(pieces)) return gather(stream, direction, pieces.copies);
+  if (by == CopyBy::kFastest && gathers(pieces)) return gather(stream, direction, pieces.copies);
   const bool batches = same_addresses_ && driver_.cuMemcpyBatchAsync != nullptr && pieces.pinned_copies > 1;
   std::vector<Copy> batch;
   for (size_t i = 0; i < pieces.copies.size(); ++i) {

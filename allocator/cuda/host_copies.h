@@ -30,7 +30,7 @@ class HostCopies {
   // fails, copies go without.
   Status load_gather(int driver_version, std::span<const std::byte> image, uint64_t below_bytes);
   void unload();  // nothing runs any more
-  Status begin(CUstream stream, Direction direction, std::span<const Copy> copies);
+  Status begin(CUstream stream, Direction direction, std::span<const Copy> copies, CopyBy by);
   Status pin(std::span<std::byte> host);
   // What is still registered of `host`; a failure leaves the rest to the next call.
   Status unpin(std::span<std::byte> host);

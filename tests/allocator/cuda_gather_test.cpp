@@ -108,6 +108,25 @@ TEST_F(CudaGatherTest, OnlySmallPiecesInPinnedMemoryGoThatWay) {
   EXPECT_EQ(launches(), 1u);
 }
 
+TEST_F(CudaGatherTest, NoPieceGoesThatWayWhileTheProcessorsAreAtWork) {
+  const std::vector<Copy> small = {{address_, host_.bytes().data(), 512},
+                                   {address_ + kMiB, host_.bytes().data() + kMiB, 512}};
+  ASSERT_SUCCEEDS(device_->copy_async(stream_, Direction::kDeviceToHost, small, CopyBy::kEngines));
+  ASSERT_EQ(device_->wait(value_of(device_->record(stream_))).drain, Drain::kCompleted);
+  EXPECT_EQ(launches(), 0u);
+}
+
+TEST(CudaGather, IsThereUnlessItIsNotWanted) {
+  FakeCuda fake;
+  CudaDeviceInfo info;
+  ASSERT_TRUE(make_cuda_device(fake.driver(), {.gather_image = kImage}, &info));
+  EXPECT_TRUE(info.gathers);
+  CudaDeviceInfo without;
+  ASSERT_TRUE(make_cuda_device(fake.driver(), {.gather_below_bytes = 0, .gather_image = kImage}, &without));
+  EXPECT_FALSE(without.gathers);
+  EXPECT_TRUE(without.notes.empty());
+}
+
 TEST(CudaGather, IsInThisBuildsImageOrSaidToBeMissing) {
   FakeCuda fake;
   CudaDeviceInfo info;

@@ -121,5 +121,20 @@ TEST_P(TransferEngineTest, LoadsGoBeforeWhatWaitsAlready) {
   EXPECT_FAILS(transfers_->wait(later).status, Code::kNotFound);
 }
 
+// An engine's steps have the device's processors meanwhile.
+TEST_P(TransferEngineTest, WhatMovesBesideAnEngineIsCopiedByTheCopyEngines) {
+  HostTier tier(*arena_);
+  const auto saved = value_of(transfers_->save(plans_, tier));
+  EXPECT_EQ(device_->copied_by(), CopyBy::kFastest);
+  HostTier kept(*arena_);
+  ASSERT_SUCCEEDS(transfers_->put(plans_, kept));
+  EXPECT_EQ(device_->copied_by(), CopyBy::kEngines);
+  ASSERT_SUCCEEDS(transfers_->restore(saved, plans_, tier));
+  EXPECT_EQ(device_->copied_by(), CopyBy::kFastest);
+  const JobId load = value_of(transfers_->submit(job(JobKind::kRestore, &tier, saved)));  // as a KV connector's
+  ASSERT_SUCCEEDS(transfers_->wait(load).status);
+  EXPECT_EQ(device_->copied_by(), CopyBy::kEngines);
+}
+
 }  // namespace
 }  // namespace torpor

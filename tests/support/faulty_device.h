@@ -36,6 +36,7 @@ class FaultyDevice final : public DeviceMemory {
     FaultyDevice& device_;
   };
   uint64_t calls() const { return calls_; }
+  CopyBy copied_by() const { return copied_by_; }  // the last copies
   bool fired() const { return fail_at_ != 0 && calls_ >= fail_at_; }
 
   std::string_view kind() const override { return own_memory_ ? "faulty" : inner_->kind(); }
@@ -77,8 +78,9 @@ class FaultyDevice final : public DeviceMemory {
   }
   Result<StreamId> do_create_stream() override { return inner_->create_stream(); }
   Status do_destroy_stream(StreamId stream) override { return inner_->destroy_stream(stream); }
-  Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) override {
-    return fails() ? Status(injected()) : inner_->copy_async(stream, direction, copies);
+  Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by) override {
+    copied_by_ = by;
+    return fails() ? Status(injected()) : inner_->copy_async(stream, direction, copies, by);
   }
   Result<EventId> do_record(StreamId stream) override { return inner_->record(stream); }
   DrainResult do_wait(EventId event) override {
@@ -114,6 +116,7 @@ class FaultyDevice final : public DeviceMemory {
   std::atomic<uint64_t> fail_at_ = 0;
   std::atomic<bool> sticky_ = false;
   std::atomic<Drain> drain_ = Drain::kCompleted;
+  std::atomic<CopyBy> copied_by_ = CopyBy::kFastest;
   std::function<void()> on_synchronize_;
   std::function<void()> on_change_;
 };

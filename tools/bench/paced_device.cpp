@@ -160,14 +160,14 @@ Status PacedDevice::do_unmap(DeviceAddress address, uint64_t size) {
 Result<StreamId> PacedDevice::do_create_stream() { return impl_->device->create_stream(); }
 Status PacedDevice::do_destroy_stream(StreamId stream) { return impl_->device->destroy_stream(stream); }
 
-Status PacedDevice::do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) {
+Status PacedDevice::do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by) {
   Impl& impl = *impl_;
   const Prices& prices = impl.options.prices;
   const bool down = direction == Direction::kDeviceToHost;
   uint64_t bytes = 0;
   for (const Copy& copy : copies) bytes += copy.bytes;
   if (!down) impl.take_digests(bytes);
-  const bool kernel = impl.by_kernel(copies, bytes);
+  const bool kernel = by == CopyBy::kFastest && impl.by_kernel(copies, bytes);
   const auto calls = static_cast<int64_t>(kernel ? (copies.size() + kPiecesOfALaunch - 1) / kPiecesOfALaunch : 1);
   impl.call(&Charges::copy_calls, calls * prices.copy_call_ns);
   TORPOR_TRY(impl.device->copy_async(stream, direction, copies));

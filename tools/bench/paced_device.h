@@ -85,7 +85,7 @@ class PacedDevice final : public DeviceMemory {
   Status do_unmap(DeviceAddress address, uint64_t size) override;
   Result<StreamId> do_create_stream() override;
   Status do_destroy_stream(StreamId stream) override;
-  Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies) override;
+  Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by) override;
   Result<EventId> do_record(StreamId stream) override;
   DrainResult do_wait(EventId event) override;
   DrainResult do_drain(StreamId stream) override;
