@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+
 from vllm import LLM, SamplingParams
 
 TOKENS = 24  # of each answer; the steps of a run are few more
@@ -59,7 +61,10 @@ class CheckedEngine:
         self.requests = DRAFTED if "speculative_config" in options else REQUESTS
         self.directory = directory
         options = OPTIONS | (ON_RIG if rig else ON_CUDA) | options
-        self.llm = LLM(model, additional_config={"torpor": torpor}, **options)
+        self.uses_torpor = os.environ.get("TORPOR_ENABLED") != "0"
+        if self.uses_torpor:
+            options["additional_config"] = {"torpor": torpor}
+        self.llm = LLM(model, **options)
         self.engine = self.llm.llm_engine
         self._twins: dict[int, dict] = {}
         self._uninterrupted: dict | None = None
@@ -77,7 +82,7 @@ class CheckedEngine:
         import numpy
         import torch
 
-        if self.llm.is_sleeping():
+        if self.uses_torpor and self.llm.is_sleeping():
             self.llm.wake_up()
         if left := [state.external_req_id for state in self.engine.output_processor.request_states.values()]:
             self.engine.abort_request(left)

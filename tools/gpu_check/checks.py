@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import shutil
 import time
 from pathlib import Path
+
+from vllm import SamplingParams
 
 from checked_engine import REQUESTS, UNSEEDED, CheckedEngine, differing, pause
 
@@ -320,6 +324,48 @@ def memory_back(one: CheckedEngine, options) -> str:
         f"{given_back} bytes given back, {report.saved_bytes} saved; "
         f"sleep {report.seconds:.4f} s, wake {woken.seconds:.4f} s ({seconds:.4f} s as its caller sees it)"
     )
+
+
+def shaped_as_8b(model: str, folder: Path) -> str:
+    """Return a model of the shape of Llama 3 8B with the tokenizer and the vocabulary of `model`, without weights."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 16384, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def loaded(one: CheckedEngine, options) -> str:
+    """Check 16."""
+    count, length, tokens = (6, 100, 24) if options.rig else (options.loaded, 4000, 120)
+    draws = random.Random(1)
+    requests = {
+        f"r{number}": (
+            {"prompt_token_ids": [draws.randrange(10, 500) for _ in range(length)]},
+            SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.8 * (number % 2), seed=number),
+        )
+        for number in range(count)
+    }
+    budget = one.engine.vllm_config.scheduler_config.max_num_batched_tokens
+    steps = count * length // budget + tokens // 2  # in the middle of every answer, if all run at once
+    twin = one.slept(one.begin(steps, requests), pause)
+    told = []
+    for number in (1, 2):
+        answers = one.begin(steps, requests)
+        report = one.llm.sleep(level=1, preserve_state=True)
+        answers |= one.run(1)
+        woken = one.llm.wake_up()
+        _same(one.finish(answers), twin, f"after sleep {number}")
+        if recomputed := one.llm.torpor.state().recomputed_tokens:
+            raise Failed(f"tokens equal, but {recomputed} of them were computed again")
+        told.append(
+            f"{report.saved_bytes / 1e9:.3g} GB saved, {report.freed_bytes / 1e9:.3g} GB given back, "
+            f"sleep {report.seconds:.3f} s, wake {woken.seconds:.3f} s"
+        )
+    return f"{len(twin)} answers equal; {'; again: '.join(told)}"
 
 
 def _held(one: CheckedEngine) -> int:

@@ -45,8 +45,11 @@ def parts(options) -> list[Part]:
     """All checks, on the rig or on CUDA."""
     rig, here = options.rig, _here(options)
     graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
+    if options.no_compile:
+        graphs["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL"}
     no_device = "needs a GPU" if rig else ""
     no_flashinfer = no_device or ("" if here["flashinfer"] else "FlashInfer is not installed")
+    torch_samples = {} if rig else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     found = [
         Part("eager", [
             ("1 deterministic without a sleep", "two runs give the same", "repeats", {}),
@@ -61,10 +64,13 @@ def parts(options) -> list[Part]:
             ("11 two steps in flight", "ended before the sleep: the twin's tokens", "two_in_flight", {}),
             ("15 memory and time", "at least 90 % is given back", "memory_back", {}),
             ("5 checkpoint for a new process", "one is committed", "leaves_checkpoint", {}),
-        ], variables={} if rig else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}),
-        Part("new process", [("5 new process", SAME, "wakes_checkpoint", {})],
-             variables={} if rig else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}),
+        ], variables=torch_samples),
+        Part("new process", [("5 new process", SAME, "wakes_checkpoint", {})], variables=torch_samples),
+        Part("graphs, without torpor", [
+            ("1 deterministic, CUDA graphs, without torpor", "two runs give the same", "repeats", {}),
+        ], no_device, {"TORPOR_ENABLED": "0"}, **graphs),
         Part("graphs", [
+            ("1 deterministic without a sleep, CUDA graphs", "two runs give the same", "repeats", {}),
             ("3 sleep and wake, CUDA graphs, host", SAME, "sleeps", {}),
             ("3 sleep and wake, CUDA graphs, disk", SAME, "sleeps", {"to": "disk"}),
             ("4 addresses, graphs replay", "none is captured again", "addresses", {}),
@@ -80,6 +86,9 @@ def parts(options) -> list[Part]:
             ("6 generators, FlashInfer", "the twin's tokens, generators disturbed", "generators", {"flashinfer": True}),
         ], no_flashinfer, {"VLLM_USE_FLASHINFER_SAMPLER": "1"}),
     ]  # fmt: skip
+    large = {"load_format": "dummy", "kv_cache_memory_bytes": options.kv_gib << 30}
+    large |= {"max_model_len": 8192, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    found.append(Part("loaded", [("16 a loaded engine", f"twice {SAME}", "loaded", {})], **({} if rig else large)))
     for layout in ("BLHNC", "BHLNC") if rig else ("LBNHC", "LBHNC", "BLHNC"):  # the rig's own is in "eager"
         check = (f"8 KV blocks, layout {layout}", "each block hashes as before", "kv_bytes", {"layout": layout})
         found.append(Part(f"layout {layout}", [check], "", {"VLLM_KV_CACHE_LAYOUT": layout}))
@@ -129,6 +138,8 @@ def run_part(part: Part, options) -> None:
         from checked_engine import CheckedEngine
 
         model = options.mla_model if part.name == "MLA" else options.model
+        if part.name == "loaded" and not options.rig:
+            model = checks.shaped_as_8b(options.model, Path(options.dir) / "8b")
         one = CheckedEngine(model, options.dir, options.rig, part.options)
     except Exception as problem:
         absent = "VLLM_KV_CACHE_LAYOUT" in part.variables and "does not satisfy every" in str(problem)
@@ -155,8 +166,10 @@ def in_own_process(part: Part, options, program: list[str], end: float) -> list[
     """Return the rows of a part. A process that ends before it told them all has failed the rest; one that is at work
     at the time `end` is killed, and the rest is not here."""
     words = [*program, "--part", part.name, "--dir", options.dir, "--model", options.model, "--sleeps", options.sleeps]
+    words += ["--no-compile"] * options.no_compile
     words += ["--rig"] * options.rig + ["--mla-model", options.mla_model] * bool(options.mla_model)
     words += ["--eagle-head", options.eagle_head] * bool(options.eagle_head)
+    words += ["--loaded", options.loaded, "--kv-gib", options.kv_gib]
     words += ["--only", *options.only] if options.only else []
     log = Path(options.dir) / LOG
     with open(log, "a") as errors:
@@ -201,6 +214,8 @@ def environment(part: Part, options) -> dict[str, str]:
         variables |= rig.environment(slow_copies=True)
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
         variables |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    elif not _here(options)["flashinfer"]:
+        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM takes it for granted
     return os.environ | variables | part.variables
 
 
@@ -217,7 +232,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="", help="a folder or a name that vLLM knows; not needed on the rig")
     parser.add_argument("--mla-model", default="", help="one with multi-head latent attention, for check 13")
     parser.add_argument("--eagle-head", default="", help="a head of EAGLE for the model, for check 14")
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="CUDA graphs of whole steps without torch.compile, for a torch that is not vLLM's own",
+    )
     parser.add_argument("--sleeps", type=int, help="of check 9; 1,000, or 20 on the rig")
+    parser.add_argument(
+        "--loaded",
+        type=int,
+        default=48,
+        metavar="N",
+        help="requests of check 16, each with a prompt of 4,000 tokens (default 48); on the rig 6 of 100",
+    )
+    parser.add_argument("--kv-gib", type=int, default=30, metavar="N", help="GiB of its KV cache (default 30)")
     parser.add_argument("--minutes", type=float, help="after so many nothing goes on; 10, or a day on the rig")
     parser.add_argument("--only", type=int, nargs="+", default=[], metavar="N", help="checks with these numbers")
     parser.add_argument("--dir", help="where checkpoints and the engines' log are left; else only if a check failed")
@@ -229,10 +257,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         options.minutes = 24 * 60 if options.rig else 10
     if options.minutes <= 0:
         parser.error(f"--minutes is {options.minutes:g}; use more than 0")
-    if unknown := [number for number in options.only if not 1 <= number <= 15]:
-        parser.error(f"--only {unknown[0]}: there are the checks 1 to 15")
+    if unknown := [number for number in options.only if not 1 <= number <= 16]:
+        parser.error(f"--only {unknown[0]}: there are the checks 1 to 16")
     if options.sleeps < 1:
         parser.error(f"--sleeps is {options.sleeps}; use 1 or more")
+    if options.loaded < 1 or options.kv_gib < 1:
+        parser.error("--loaded and --kv-gib are 1 or more")
     if options.rig and not (RIG / "rig").is_dir():
         parser.error(f"--rig needs a checkout of torpor: there is no {RIG}")
     if missing := [name for name in ("torch", "vllm", "torpor") if importlib.util.find_spec(name) is None]:
