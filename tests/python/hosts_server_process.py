@@ -116,6 +116,7 @@ async def gone_on(
     interrupted = sum(not task.done() for task in tasks)
     there = await started(elsewhere)
     client.http.base_url = elsewhere.url  # a gateway would send it there
+    client.also_at[:] = [elsewhere.url]
     await asyncio.gather(*tasks)
     await client.close()
     return there, {

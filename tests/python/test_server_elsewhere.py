@@ -187,6 +187,7 @@ async def started(server):
 def elsewhere(client: Client, server) -> Client:
     """A client that goes on at another server: a gateway would send it there."""
     client.http.base_url = server.url
+    client.also_at[:] = [server.url]
     return client
 
 

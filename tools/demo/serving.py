@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -19,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import openai
+
+from torpor.client import HAS_CHARACTERS, AsyncOpenAI, Interruption
 
 START_SECONDS = 400
 KEY, ADMIN_KEY = "demo", "demo-admin"
@@ -146,23 +145,19 @@ class Reading:
 
 
 class Client:
-    """Streams chats with the OpenAI client; when its connection breaks, takes up its answer by the request's id.
+    """Streams chats with torpor's OpenAI client, and keeps what happened to each of them.
 
     `http` asks as the client, `admin` and post() as the operator.
     """
 
     def __init__(self, url: str, key: str = KEY, admin_key: str = ADMIN_KEY):
         self.url = url
-        # vLLM closes a connection that was idle for 5 s. A client that uses one until then meets the close now and
-        # then: "Server disconnected without sending a response".
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
-        self._openai = openai.AsyncOpenAI(
-            base_url=f"{url}/v1",
-            api_key=key,
-            max_retries=0,
-            timeout=600,
-            http_client=openai.DefaultAsyncHttpxClient(limits=limits),
+        self.also_at: list[str] = []  # other servers that may have the answers
+        self._readings: dict[str, Reading] = {}
+        self._openai = AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=key, max_retries=0, also_at=self.also_at, on_interruption=self._interrupted
         )
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2)  # vLLM closes what was idle for 5 s
         self.http, self.admin = (
             httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {each}"}, timeout=600, limits=limits)
             for each in (key, admin_key)
@@ -175,54 +170,32 @@ class Client:
 
     async def chat(self, reading: Reading, prompt: str, **sampling) -> Reading:
         """The whole answer, whatever happens to the server meanwhile, as long as one comes back."""
-        while reading.finish_reason is None:
-            try:
-                if reading.text or reading.interruptions > reading.begun_again:
-                    await self._take_up(reading)
-                else:
-                    await self._begin(reading, prompt, sampling)
-            except (openai.APIError, httpx.TransportError) as error:
-                reading.interruptions += 1
-                reading.errors.append(f"{len(reading.text)} characters read: {error!r}, from {error.__cause__!r}")
-                await asyncio.sleep(0.2)
-        return reading
-
-    async def _begin(self, reading: Reading, prompt: str, sampling: dict) -> None:
+        self._readings[reading.request_id] = reading
         stream = await self._openai.chat.completions.create(
             model="model",
             messages=[{"role": "user", "content": prompt}],
             stream=True,
-            extra_headers={"X-Request-Id": reading.request_id},
+            extra_headers={"X-Request-Id": reading.request_id}
+            | ({HAS_CHARACTERS: str(len(reading.text))} if reading.text else {}),
             **sampling,
         )
         async for chunk in stream:
             for choice in chunk.choices:
-                self._add(reading, choice.delta.content or "", choice.finish_reason)
+                if choice.delta.content:
+                    reading.text += choice.delta.content
+                    reading.times.append(time.monotonic())
+                reading.finish_reason = choice.finish_reason or reading.finish_reason
+        return reading
 
-    async def _take_up(self, reading: Reading) -> None:
-        async with self.http.stream(
-            "GET", f"/torpor/requests/{reading.request_id}/stream", params={"from_text": len(reading.text)}
-        ) as answer:
-            if answer.status_code == 404 and not reading.text:
-                reading.begun_again = reading.interruptions  # it never arrived
-                return
-            if answer.status_code != 200:
-                raise httpx.ReadError(f"{answer.status_code}: {(await answer.aread()).decode()}")
-            reading.taken_up_at.append(len(reading.text))
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise httpx.ReadError(str(event["error"]))
-                    choice = event["choices"][0]
-                    self._add(reading, choice["delta"]["content"], choice["finish_reason"])
-
-    @staticmethod
-    def _add(reading: Reading, text: str, finish_reason: str | None) -> None:
-        if text:
-            reading.text += text
-            reading.times.append(time.monotonic())
-        reading.finish_reason = finish_reason or reading.finish_reason
+    def _interrupted(self, what: Interruption) -> None:
+        reading = self._readings[what.request_id]
+        if what.sent_again:
+            reading.begun_again = reading.interruptions
+            return
+        reading.interruptions += 1
+        reading.errors.append(f"{what.characters} characters read: {what.problem}")
+        if what.characters:
+            reading.taken_up_at.append(what.characters)
 
     async def whole(self, request_id: str) -> dict:
         answer = await self.http.get(f"/torpor/requests/{request_id}")

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from devtool import setup
+from devtool import gpu_engine, setup
 from devtool.setup import ROOT, SetupError, cmake_build
 
 SOURCES = ROOT / "tools/gpu_check"
@@ -16,8 +16,9 @@ PROGRAMS = (RELEASE / "tools/gpu_check/gpu_check", RELEASE / "tests/allocator/cu
 LIBRARY = RELEASE / "bindings/memory_library/libtorpor_memory.so"
 TARGETS = ("gpu_check", "cuda_device_test", "torpor_memory")
 MOST_BYTES = 64 << 20  # one carry of a borrowed machine
-HELP = """usage: tools/dev gpu_check            make build/gpu_check.tar.gz for a machine with an NVIDIA GPU
-       tools/dev gpu_check --rig …    run its checks of an engine here, without a GPU (--rig --help)
+HELP = """usage: tools/dev gpu_check             make build/gpu_check.tar.gz for a machine with an NVIDIA GPU
+       tools/dev gpu_check --engine …  make build/gpu_engine.tar.xz, with vLLM's CUDA build and torpor (--engine --help)
+       tools/dev gpu_check --rig …     run its checks of an engine here, without a GPU (--rig --help)
 
 On the target:  tar xf gpu_check.tar.gz && gpu_check/run --help
 It needs there: an NVIDIA driver, glibc 2.36; for the parts torch and speed a Python 3.8 or newer with torch.
@@ -25,6 +26,8 @@ Not needed: vLLM, torpor, this Python, a network. tools/gpu_check/on_the_target.
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--engine"]:
+        return gpu_engine.main(arguments[1:])
     if "--rig" in arguments:
         python_path, _ = setup.everything()
         return subprocess.run([python_path, SOURCES / "engine_checks.py", *arguments]).returncode
@@ -55,13 +58,9 @@ def main(arguments: list[str]) -> int:
 
 def add_programs(bundle: Path, programs: tuple[Path, ...] = PROGRAMS) -> None:
     """Add the programs with their libraries, but for those of libc, which are the target's own."""
-    (bundle / "lib").mkdir()
     for program in programs:
         subprocess.run(["strip", "-o", bundle / program.name, program], check=True)
-        for line in subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout.splitlines():
-            name, _, path = line.partition(" => ")
-            if path and not name.strip().startswith(("libc.", "libm.")):
-                shutil.copy(path.split()[0], bundle / "lib" / name.strip())
+        gpu_engine.copy_libraries(program, bundle / "lib", but=("libc.", "libm."))
     subprocess.run(["strip", "-o", bundle / LIBRARY.name, LIBRARY], check=True)
 
 

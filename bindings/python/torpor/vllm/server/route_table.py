@@ -67,8 +67,8 @@ ROUTES: dict[tuple[str, str], Rule] = (
     )
     | _all(
         Who.CLIENT, Asleep.SERVED,
-        "GET /torpor/requests/{response}", "GET /torpor/requests/{response}/stream",
-        "DELETE /torpor/requests/{response}",
+        "GET /torpor/requests/{response:path}", "GET /torpor/requests/{response:path}/stream",
+        "DELETE /torpor/requests/{response:path}",
     )
     | _all(
         Who.CLIENT, Asleep.HELD,

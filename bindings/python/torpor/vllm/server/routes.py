@@ -216,36 +216,8 @@ def routes() -> APIRouter:
             return refused(problem)
         return JSONResponse({"directory": options.checkpoint_dir, "checkpoints": found})
 
-    @router.get("/torpor/requests/{response}")
-    async def answer(raw_request: Request, response: str) -> Response:
-        life = server(raw_request)
-        ids = choices(life, response, raw_request)
-        if isinstance(ids, Response):
-            return ids
-        parts = [life.log.answers.part(each) for each in ids]
-        await life.log.durable()
-        content = [
-            {
-                "index": index,
-                "state": part["state"],
-                "text": part["text"],
-                "token_ids": part["tokens"],
-                "finish_reason": part["finish_reason"] or None,
-                "stop_reason": part["stop_reason"],
-            }
-            for index, part in enumerate(parts)
-        ]
-        running = any(part["state"] == "running" for part in parts)
-        return JSONResponse(
-            {
-                "id": life.log.answers.get(ids[0])["response"],
-                "object": "torpor.response",
-                "state": "running" if running else "ended",
-                "choices": content,
-            }
-        )
-
-    @router.get("/torpor/requests/{response}/stream")
+    # Before the next, which takes any path: an id may have slashes.
+    @router.get("/torpor/requests/{response:path}/stream")
     async def stream(
         raw_request: Request,
         response: str,
@@ -276,7 +248,36 @@ def routes() -> APIRouter:
             return refused(problem)
         return StreamingResponse(_events(life, ids, starts, from_text is not None), media_type=_EVENT_STREAM)
 
-    @router.delete("/torpor/requests/{response}")
+    @router.get("/torpor/requests/{response:path}")
+    async def answer(raw_request: Request, response: str) -> Response:
+        life = server(raw_request)
+        ids = choices(life, response, raw_request)
+        if isinstance(ids, Response):
+            return ids
+        parts = [life.log.answers.part(each) for each in ids]
+        await life.log.durable()
+        content = [
+            {
+                "index": index,
+                "state": part["state"],
+                "text": part["text"],
+                "token_ids": part["tokens"],
+                "finish_reason": part["finish_reason"] or None,
+                "stop_reason": part["stop_reason"],
+            }
+            for index, part in enumerate(parts)
+        ]
+        running = any(part["state"] == "running" for part in parts)
+        return JSONResponse(
+            {
+                "id": life.log.answers.get(ids[0])["response"],
+                "object": "torpor.response",
+                "state": "running" if running else "ended",
+                "choices": content,
+            }
+        )
+
+    @router.delete("/torpor/requests/{response:path}")
     async def abort(raw_request: Request, response: str) -> Response:
         life = server(raw_request)
         ids = choices(life, response, raw_request)
@@ -304,7 +305,8 @@ def choices(life: Server, response: str, request: Request) -> list[str] | Respon
     if life.recorder is None:
         return refused(WrongState(f"the server is {life.state}", "ask again once /torpor/ready is 200"), 503)
     whose = life.tenant(request.headers)
-    names = (response, *(start + response for start in RESPONSE_ID_STARTS))
+    # vLLM's request of a response of /v1/responses has a number behind its id.
+    names = (response, *(start + response for start in RESPONSE_ID_STARTS), f"{response}_0")
     for name in names:
         if ids := life.recorder.answers.find(name, whose):
             return ids

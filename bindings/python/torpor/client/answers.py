@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client has of its answer, and what it does next when a connection breaks. Nothing here waits or sends.
+
+conversation() is a generator: it yields what to do, and is sent what came of it. transports.py does it, with and
+without asyncio.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import httpx
+
+# Of a request whose answer was begun by another client, or process: what it has of it, one number a choice.
+HAS_CHARACTERS = "X-Torpor-Has-Characters"
+_WAIT_SECONDS = 0.2  # between two tries
+_JSON = {"Content-Type": "application/json"}
+_PATHS = ("/v1/chat/completions", "/v1/completions")
+_MOST_REDIRECTS = 5
+_NOT_NOW = (425, 502, 503, 504)  # a server that starts, wakes, ends, or is not there yet
+_LATER = (*_NOT_NOW, 429, 500)  # nor is an answer that was begun given up for these
+# Fields of a request after which an answer's text alone is not what its client gets.
+_PARSED = ("tools", "functions", "echo", "logprobs")
+
+
+class NotResumable(httpx.ReadError):
+    """The connection broke, and the rest of the answer cannot be had: why, and from what error."""
+
+
+class Interruption(NamedTuple):
+    """What a client is told when a connection broke."""
+
+    request_id: str
+    characters: int  # of text that it has, of all choices
+    problem: str
+    sent_again: bool  # no server had it
+
+
+class Send(NamedTuple):
+    request: httpx.Request
+
+
+class Read(NamedTuple):
+    """The next piece of the body, b"" at its end."""
+
+    response: Any
+
+
+class Close(NamedTuple):
+    response: Any
+
+
+class Wait(NamedTuple):
+    seconds: float
+
+
+class Give(NamedTuple):
+    """Part of the body, for the caller."""
+
+    body: bytes
+
+
+class Respond(NamedTuple):
+    """The response, for the caller; `passed_on`: with the body that it has."""
+
+    response: httpx.Response
+    passed_on: bool
+
+
+Step = Send | Read | Close | Wait | Give | Respond
+
+
+class Call:
+    """A chat or a completion, and what there is of its answer."""
+
+    def __init__(self, request: httpx.Request, body: dict):
+        self.request = request
+        self.request_id = request.headers.setdefault("X-Request-Id", str(uuid.uuid4()))
+        self.streamed = bool(body.get("stream"))
+        self._body = body
+        self._chat = request.url.path.endswith(_PATHS[0])
+        has = request.headers.pop(HAS_CHARACTERS, "")
+        if not all(count.isascii() and count.isdigit() for count in has.split(",") if has):
+            raise ValueError(f"{HAS_CHARACTERS} is {has!r}: give a number, or one a choice with commas between them")
+        self._texts = {index: int(count) for index, count in enumerate(has.split(","))} if has else {}  # of each choice
+        self._ended: set[int] = set()
+        self._count = body["n"] if isinstance(body.get("n"), int) and body["n"] > 0 else 1
+        self._unresumable = next((f"it has {name!r}" for name in _PARSED if body.get(name)), "")
+        self._rest = b""  # of an event
+        self.complete = False
+        self.broken = b""  # the event by which the server said that it gave up
+        self.for_now = False  # as it ends or starts
+
+    @classmethod
+    def of(cls, request: httpx.Request) -> Call | None:
+        """None: an answer to this request is not recorded."""
+        if request.method != "POST" or not request.url.path.endswith(_PATHS):
+            return None
+        try:
+            body = json.loads(request.content)
+        except (ValueError, httpx.RequestNotRead):
+            return None
+        return cls(request, body) if isinstance(body, dict) else None
+
+    @property
+    def characters(self) -> int:
+        return sum(self._texts.values())
+
+    @property
+    def why_not(self) -> str:
+        """Why the rest of the answer cannot be had; empty: it can."""
+        if self._unresumable or not self.streamed:
+            return self._unresumable
+        return "" if isinstance(self._body.get("prompt"), str | None) else "it has several prompts, or token ids"
+
+    def ask(self, base: str = "") -> httpx.Request:
+        """The request for the answer from its beginning. `base`: of `also_at`; empty: the first server."""
+        if not base:
+            return self.request
+        url = self._at(base, self.request.url.path[self.request.url.path.rindex("/v1/") :])
+        headers = self.request.headers.copy()
+        headers["Host"] = url.netloc.decode()
+        extensions = self.request.extensions
+        return httpx.Request("POST", url, headers=headers, content=self.request.content, extensions=extensions)
+
+    def take_up(self, base: str = "", location: str = "") -> httpx.Request:
+        """The request for the rest, or for the whole answer. `location`: the URL to which a server sent it on."""
+        path = f"/torpor/requests/{quote(self.request_id, safe='')}"
+        if self.streamed:
+            has = (str(self._texts.get(index, 0)) for index in range(self._count))
+            path += f"/stream?from_text={','.join(has)}"
+        url = self._at(base or str(self.request.url), path)
+        if location:
+            url = url.join(location)
+            if url.scheme != self.request.url.scheme:
+                raise NotResumable(f"the answer is at {url}: the key is not sent there", request=self.request)
+        kept = ("authorization", "x-api-key", "cookie", "user-agent")
+        headers = {name: value for name, value in self.request.headers.items() if name in kept}
+        return httpx.Request("GET", url, headers=headers, extensions=self.request.extensions)
+
+    @staticmethod
+    def _at(base: str, path: str) -> httpx.URL:
+        url = httpx.URL(base)
+        prefix = url.path.rstrip("/")
+        for end in (*_PATHS, "/v1"):
+            prefix = prefix.removesuffix(end)
+        return url.copy_with(raw_path=(prefix + path).encode())
+
+    def feed(self, piece: bytes) -> bytes:
+        """Return the whole events of a stream so far, for the caller, up to one that says that the server gave up."""
+        *events, self._rest = (self._rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        given = b""
+        for event in events:
+            data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+            known = self._note(data)
+            if known is None:
+                self.broken = event + b"\n\n"
+                break
+            given += b"" if known else event + b"\n\n"
+        return given
+
+    def begin_reading(self) -> None:
+        self._rest, self.broken = b"", b""  # of a connection that broke
+
+    def end_without_done(self) -> bytes:
+        """Return what is missing behind the last event where all choices have ended."""
+        self.complete = len(self._ended) >= self._count
+        return b"data: [DONE]\n\n" if self.complete else b""
+
+    def _note(self, data: bytes) -> bool | None:
+        """Whether the caller has it: a choice that has ended, told again by another connection. None: an error."""
+        self.complete = self.complete or data == b"[DONE]"
+        try:
+            event = json.loads(data)
+        except ValueError:
+            return False
+        if not isinstance(event, dict):
+            return False
+        if "error" in event:
+            error = event["error"]
+            self.for_now = isinstance(error, dict) and error.get("code") in _NOT_NOW
+            return None
+        choices = event.get("choices") or ()
+        if choices and all(choice.get("index", 0) in self._ended for choice in choices):
+            return True
+        for choice in choices:
+            index, delta = choice.get("index", 0), choice.get("delta") or {}
+            text = delta.get("content") if self._chat else choice.get("text")
+            self._texts[index] = self._texts.get(index, 0) + len(text or "")
+            for name in ("tool_calls", "function_call", "reasoning", "reasoning_content"):
+                if delta.get(name):
+                    self._unresumable = f"its answer has {name!r}"
+            if choice.get("finish_reason"):
+                self._ended.add(index)
+        return False
+
+    def whole(self, answer: dict) -> bytes | None:
+        """The answer that the server recorded as vLLM would have given it; None: it has not ended."""
+        if answer["state"] == "running":
+            return None
+        choices = []
+        for part in answer["choices"]:
+            text: dict = {"message": {"role": "assistant", "content": part["text"]}} if self._chat else {
+                "text": part["text"]
+            }  # fmt: skip
+            ends = {name: part[name] for name in ("index", "finish_reason", "stop_reason")}
+            choices.append(ends | text | {"logprobs": None})
+        kind = "chat.completion" if self._chat else "text_completion"
+        about = {"id": answer["id"], "object": kind, "created": int(time.time()), "model": self._body.get("model")}
+        return json.dumps(about | {"choices": choices, "usage": None}).encode()
+
+
+def conversation(
+    call: Call,
+    give_up_after: float,
+    on_interruption: Callable[[Interruption], None] | None,
+    also_at: Sequence[str] = (),
+) -> Generator[Step, Any, None]:
+    """Yield what to do for this call. Send and Read are sent a response and bytes, or have httpx's error thrown."""
+    base, responded = "", False
+    failures, redirects, heard = int(call.characters > 0), 0, time.monotonic()
+    request = call.take_up() if failures else call.ask()
+    while True:
+        asks = request.method == "GET"
+        try:
+            response = yield Send(request)
+            if failures == 0 and response.status_code not in (200, *_NOT_NOW):
+                yield Respond(response, True)
+                return
+            if asks and response.status_code in (307, 308) and redirects < _MOST_REDIRECTS:
+                yield Close(response)
+                redirects += 1
+                request = call.take_up(base, response.headers["Location"])
+                continue
+            if asks and response.status_code == 404 and call.characters == 0:
+                yield Close(response)
+                if call.broken and not call.for_now:
+                    yield Give(call.broken)
+                    return
+                _tell(on_interruption, call, "no server has it", sent_again=True)
+                request = call.ask(base)
+                continue
+            if response.status_code != 200:
+                told = f"{response.status_code}: {(yield from _body(response)).decode(errors='replace')[:400]}"
+                if response.status_code in _LATER or (not asks and response.status_code == 409):  # it has arrived
+                    raise httpx.ReadError(told, request=call.request)
+                raise NotResumable(told, request=call.request)
+            if asks and call.why_not:
+                raise _not_resumable(call, "the connection broke")
+            if not call.streamed:
+                body = yield from _body(response)
+                whole = call.whole(json.loads(body)) if asks else body
+                if whole is not None:
+                    headers = _JSON if asks else response.headers
+                    yield Respond(httpx.Response(200, headers=headers, content=whole), True)
+                    return
+                heard = time.monotonic()  # the server has it, and works at it
+                yield Wait(_WAIT_SECONDS)
+                continue
+            if not responded:
+                yield Respond(response, False)
+                responded = True
+            call.begin_reading()
+            while piece := (yield Read(response)):
+                if events := call.feed(piece):
+                    heard = time.monotonic()
+                    yield Give(events)
+                if call.complete or call.broken:
+                    break
+            yield Close(response)
+            if call.complete:
+                return
+            why = call.broken.decode(errors="replace")[:400] or "the stream ended before [DONE]"
+            raise httpx.ReadError(why, request=call.request)
+        except NotResumable:
+            raise
+        except httpx.TransportError as problem:
+            if time.monotonic() - heard > give_up_after:
+                raise
+            if responded and call.why_not:
+                raise _not_resumable(call, repr(problem)) from problem
+            if missing := call.end_without_done():
+                yield Give(missing)
+                return
+            failures += 1
+            if failures == 1 or not isinstance(problem, httpx.ConnectError):  # or still nobody listens
+                _tell(on_interruption, call, repr(problem))
+        servers = ["", *also_at]
+        base = servers[failures % len(servers)] if failures > 1 else ""
+        request, redirects = call.take_up(base), 0
+        yield Wait(_WAIT_SECONDS)
+
+
+def _not_resumable(call: Call, problem: str) -> NotResumable:
+    what = f"{problem}, and the rest of the answer cannot be taken up: {call.why_not}"
+    return NotResumable(what, request=call.request)
+
+
+def _tell(on_interruption, call: Call, problem: str, sent_again: bool = False) -> None:
+    if on_interruption is not None:
+        on_interruption(Interruption(call.request_id, call.characters, problem, sent_again))
+
+
+def _body(response) -> Generator[Step, Any, bytes]:
+    found = b""
+    while piece := (yield Read(response)):
+        found += piece
+    yield Close(response)
+    return found

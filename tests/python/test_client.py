@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torpor.client beside a server that breaks its connections: no piece of an answer is lost, none comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+from answering_server import TEXT, AnsweringServer
+
+from torpor import client
+from torpor.client import answers
+
+WHOLE = "".join(TEXT)
+MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(answers, "_WAIT_SECONDS", 0.001)
+
+
+@pytest.fixture
+def server():
+    one = AnsweringServer()
+    yield one
+    one.close()
+
+
+class Told(list):
+    def __call__(self, what: client.Interruption) -> None:
+        self.append(what)
+
+
+def made(server: AnsweringServer, **options) -> openai.OpenAI:
+    return client.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0, **options)
+
+
+def streamed(one: openai.OpenAI, request_id: str = "mine", **options) -> dict[int, str]:
+    """The texts of the choices; fails if one goes on behind its end."""
+    texts: dict[int, str] = {}
+    ended = set()
+    headers = {"X-Request-Id": request_id} | options.pop("headers", {})
+    stream = one.chat.completions.create(model="m", messages=MESSAGES, stream=True, extra_headers=headers, **options)
+    for chunk in stream:
+        for choice in chunk.choices:
+            assert choice.index not in ended
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            if choice.finish_reason:
+                ended.add(choice.index)
+    return texts
+
+
+def test_wherever_a_stream_breaks_its_text_is_whole(server):
+    """At every byte, in the middle of a character too; the second connection breaks as well."""
+    server.stream_piece = 1000
+    with made(server) as one:
+        assert streamed(one, "unbroken") == {0: WHOLE}
+        for cut in range(1, 700, 5):
+            server.cuts, server.resets = [cut, cut // 2 + 1], cut % 2 == 0
+            assert streamed(one, f"cut-{cut}") == {0: WHOLE}, cut
+            if server.cuts:  # behind the end of the body
+                assert cut > 500
+                return
+    pytest.fail("no body was shorter than the cuts")
+
+
+def test_choices_go_on_where_each_of_them_is():
+    server = AnsweringServer(choices=3)
+    with made(server) as one:
+        for cut in (60, 150, 260, 400, 555):
+            server.cuts = [cut]
+            assert streamed(one, f"cut-{cut}", n=3) == {0: WHOLE, 1: WHOLE, 2: WHOLE}
+    server.close()
+
+
+def test_a_call_that_never_arrived_is_sent_again_and_one_that_did_is_not(server):
+    told = Told()
+    with made(server, on_interruption=told) as one:
+        server.lost = 2
+        assert streamed(one) == {0: WHOLE}
+        assert [call.split()[0] for call in server.calls] == ["POST", "GET", "POST", "GET", "POST"]
+        assert [each.sent_again for each in told] == [False, True, False, True]
+        server.calls.clear()
+        server.cuts = [1]
+        assert streamed(one, "arrived") == {0: WHOLE}
+        assert [call.split()[0] for call in server.calls] == ["POST", "GET"]
+
+
+def begun(one: openai.OpenAI, request_id: str):
+    """A stream whose first connection is there."""
+    headers = {"X-Request-Id": request_id}
+    return one.chat.completions.create(model="m", messages=MESSAGES, stream=True, extra_headers=headers)
+
+
+def text_of(stream) -> str:
+    return "".join(chunk.choices[0].delta.content for chunk in stream)
+
+
+def test_a_server_that_starts_is_waited_for_and_other_refusals_reach_the_caller(server):
+    told = Told()
+    with made(server, on_interruption=told) as one:
+        server.cuts = [200]
+        stream = begun(one, "starts")
+        server.statuses = [503, 503]
+        assert text_of(stream) == WHOLE
+        assert told[0].request_id == "starts" and len(told) == 3 and "503" in told[1].problem
+        server.statuses = [503, 503, 503]  # to the first call, and to the question for its answer
+        assert text_of(begun(one, "too early")) == WHOLE
+        server.statuses = [400]
+        with pytest.raises(openai.BadRequestError):
+            begun(one, "refused")
+        assert text_of(begun(one, "taken")) == WHOLE
+        with pytest.raises(openai.ConflictError):  # the id is another call's
+            begun(one, "taken")
+        server.cuts = [300]
+        stream = begun(one, "dropped")
+        server.statuses = [410]
+        with not_resumable("410"):
+            list(stream)
+
+
+@contextmanager
+def not_resumable(why: str):
+    """openai has errors of its own around those of httpx."""
+    with pytest.raises(openai.APIConnectionError) as problem:
+        yield
+    assert isinstance(problem.value.__cause__, client.NotResumable) and why in str(problem.value.__cause__)
+
+
+def test_an_error_event_is_taken_up_and_not_given(server):
+    server.error_event = 2
+    with made(server) as one:
+        assert streamed(one) == {0: WHOLE}
+        server.refused = True  # by an event alone, as vLLM refuses what it finds out late
+        with pytest.raises(openai.APIError, match="the engine is gone"):
+            streamed(one, "refused")
+        assert server.calls[-1].startswith("GET /torpor/requests/refused/stream")
+        server.refused, server.error_code = True, 503  # it ends; the next one has not heard of this call
+        assert streamed(one, "too late") == {0: WHOLE}
+
+
+def test_what_is_parsed_is_not_taken_up_as_text(server):
+    server.lost = 1
+    with made(server) as one:  # nothing of it was given
+        assert streamed(one, "never arrived", tools=[{"type": "function", "function": {"name": "f"}}]) == {0: WHOLE}
+    server.cuts = [400]
+    with made(server) as one, not_resumable("'tools'"):
+        streamed(one, tools=[{"type": "function", "function": {"name": "f"}}])
+    server.cuts, server.extra = [400], {"reasoning": "so"}
+    with made(server) as one, not_resumable("'reasoning'"):
+        streamed(one, "thinks")
+
+
+def test_a_whole_answer_is_fetched_when_it_has_ended(server):
+    server.running = 3
+    with made(server) as one:
+        server.lost = 1
+        server.answers["whole"] = {"messages": MESSAGES}  # it arrived, and the connection broke
+        found = one.chat.completions.create(model="m", messages=MESSAGES, extra_headers={"X-Request-Id": "whole"})
+        assert found.choices[0].message.content == WHOLE and found.choices[0].finish_reason == "length"
+        assert [call.split()[0] for call in server.calls] == ["POST", "GET", "GET", "GET", "GET"]
+        plain = one.chat.completions.create(model="m", messages=MESSAGES, extra_headers={"X-Request-Id": "plain"})
+        assert plain.choices[0].message.content == WHOLE
+
+
+def test_another_server_has_it(server):
+    second = AnsweringServer()
+    also_at = []
+    with made(server, also_at=also_at) as one:
+        server.cuts = [250]
+        stream = begun(one, "moved")
+        second.answers["moved"] = {"messages": MESSAGES}
+        also_at.append(f"{second.url}/v1")
+        server.close()
+        assert text_of(stream) == WHOLE
+    assert second.calls and all(call.startswith("GET") for call in second.calls)
+    second.close()
+
+
+def test_an_answer_that_another_process_began_is_taken_up(server):
+    server.answers["theirs/1"] = {"messages": MESSAGES}
+    with made(server) as one:
+        with pytest.raises((openai.APIConnectionError, ValueError), match=r"Connection error|'ten'"):
+            streamed(one, "theirs/1", headers={client.HAS_CHARACTERS: "ten"})
+        texts = streamed(one, "theirs/1", headers={client.HAS_CHARACTERS: "10"})
+    assert texts == {0: WHOLE[10:]} and server.calls == ["GET /torpor/requests/theirs%2F1/stream?from_text=10"]
+
+
+def test_it_gives_up_after_its_time_with_the_first_error(server):
+    server.cuts = [250]
+    with made(server, give_up_after=0.05) as one:
+        stream = begun(one, "mine")
+        server.close()
+        with pytest.raises(openai.APIConnectionError) as problem:
+            list(stream)
+        assert isinstance(problem.value.__cause__, httpx.ConnectError)
+
+
+def test_the_asynchronous_client_does_the_same(server):
+    async def scene() -> None:
+        async with client.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0) as one:
+
+            async def read(number: int) -> str:
+                stream = await one.chat.completions.create(
+                    model="m", messages=MESSAGES, stream=True, extra_headers={"X-Request-Id": f"r{number}"}
+                )
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            server.cuts = [cut for cut in range(20, 500, 20)]
+            assert await asyncio.gather(*(read(number) for number in range(12))) == [WHOLE] * 12
+            server.lost = 1
+            found = await one.chat.completions.create(model="m", messages=MESSAGES)
+            assert found.choices[0].message.content == WHOLE
+
+    asyncio.run(scene())
+
+
+def test_completions_and_other_calls(server):
+    with made(server) as one:
+        server.cuts = [200]
+        stream = one.completions.create(model="m", prompt="Tell", stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == WHOLE
+        server.cuts = [200]
+        with not_resumable("several prompts"):
+            list(one.completions.create(model="m", prompt=["a", "b"], stream=True))
+    with client.http_client(base_url=server.url) as http:
+        assert http.get("/torpor/requests/none", headers={"Authorization": "Bearer key"}).status_code == 404
