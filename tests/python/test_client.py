@@ -174,6 +174,7 @@ def test_another_server_has_it(server):
         server.cuts = [250]
         stream = begun(one, "moved")
         second.answers["moved"] = {"messages": MESSAGES}
+        second.statuses = [404, 400]  # it has not heard of it, and then it has less of it than the client
         also_at.append(f"{second.url}/v1")
         server.close()
         assert text_of(stream) == WHOLE

@@ -187,6 +187,16 @@ def test_answers_are_there_by_request_id_for_their_tenant_only(server):
             assert answer.text.rstrip().endswith("data: [DONE]")
         resumed = await client.http.get("/torpor/requests/mine/stream", headers={"Last-Event-ID": "28"})
         assert resumed.text.startswith("id: 30\n")
+        slashed, task = begin(client, "7f3c/ab#1", max_tokens=5)
+        await task
+        for name in ("7f3c/ab%231", "7f3c%2Fab%231", "cmpl-7f3c"):
+            answer = await client.http.get(f"/torpor/requests/{name}")
+            assert answer.status_code == (404 if name == "cmpl-7f3c" else 200), name
+        assert slashed.text == (await client.whole("7f3c%2Fab%231"))["choices"][0]["text"]
+        body = {"model": "model", "input": "Hi", "max_output_tokens": 5, "temperature": 0}
+        answer = (await client.http.post("/v1/responses", json=body)).json()
+        recorded = await client.whole(answer["id"])
+        assert recorded["choices"][0]["text"] == answer["output"][0]["content"][0]["text"]
         bob = httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {BOB}"})
         nobody = httpx.AsyncClient(base_url=server.url)
         assert (await bob.get("/torpor/requests/mine")).status_code == 404

@@ -171,6 +171,8 @@ class Client:
     async def chat(self, reading: Reading, prompt: str, **sampling) -> Reading:
         """The whole answer, whatever happens to the server meanwhile, as long as one comes back."""
         self._readings[reading.request_id] = reading
+        if reading.text:  # it was begun elsewhere
+            reading.taken_up_at.append(len(reading.text))
         stream = await self._openai.chat.completions.create(
             model="model",
             messages=[{"role": "user", "content": prompt}],

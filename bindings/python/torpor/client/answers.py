@@ -247,7 +247,9 @@ def conversation(
                 continue
             if response.status_code != 200:
                 told = f"{response.status_code}: {(yield from _body(response)).decode(errors='replace')[:400]}"
-                if response.status_code in _LATER or (not asks and response.status_code == 409):  # it has arrived
+                # 409: it has arrived. 400: the server that took it over has not come so far yet.
+                for_now = (*_LATER, 400, *((404,) if also_at else ())) if asks else (*_LATER, 409)
+                if response.status_code in for_now:
                     raise httpx.ReadError(told, request=call.request)
                 raise NotResumable(told, request=call.request)
             if asks and call.why_not:
