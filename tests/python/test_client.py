@@ -36,7 +36,9 @@ class Told(list):
 
 
 def made(server: AnsweringServer, **options) -> openai.OpenAI:
-    return client.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0, **options)
+    return client.OpenAI(
+        **{"base_url": f"{server.url}/v1", "api_key": "key", "max_retries": 0, "give_up_after": 10} | options
+    )
 
 
 def streamed(one: openai.OpenAI, request_id: str = "mine", **options) -> dict[int, str]:
@@ -69,9 +71,9 @@ def test_wherever_a_stream_breaks_its_text_is_whole(server):
 
 
 def test_choices_go_on_where_each_of_them_is():
-    server = AnsweringServer(choices=3)
+    server = AnsweringServer(choices=3, stream_piece=1000)
     with made(server) as one:
-        for cut in (60, 150, 260, 400, 555):
+        for cut in range(40, 1500, 20):  # some end before others
             server.cuts = [cut]
             assert streamed(one, f"cut-{cut}", n=3) == {0: WHOLE, 1: WHOLE, 2: WHOLE}
     server.close()

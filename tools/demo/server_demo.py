@@ -49,7 +49,7 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
         await answering
         screen.line(f"{len(prompts)} answers")
 
-        screen.stage(f"3. The same {len(prompts)} clients again (the OpenAI client, each with an X-Request-Id)")
+        screen.stage(f"3. The same {len(prompts)} clients again (from torpor.client import AsyncOpenAI)")
         readings, answering = await everybody("demo")
         while (
             sum(len(reading.text) for reading in readings)
