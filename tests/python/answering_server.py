@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that records answers as torpor's does, breaks connections when it is told to, and is otherwise as strict."""
+"""A server that records answers as strictly as torpor's, and breaks connections where the test says so."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AnsweringServer:
         self.error_event: int | None = None  # of the next stream: after so many chunks it says that it gave up
         self.error_code = 500
         self.refused = False  # the next stream is nothing but an error event, and not recorded
-        self.running = 0  # so many times a whole answer is told as running
+        self.running = 0  # so many times a whole answer is said to be running
         self.answers: dict[str, dict] = {}
         self.calls: list[str] = []
         self.extra: dict = {}  # in each delta
@@ -63,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.lost -= 1
             return self._break()
         if server.statuses:
-            return self._json({"error": "told to"}, server.statuses.pop(0))
+            return self._json({"error": "as the test says"}, server.statuses.pop(0))
         if request_id in server.answers:
             return self._json({"error": "used"}, 409)
         if server.refused:
@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         server, address = self.server_of_answers, urlsplit(self.path)
         server.calls.append(f"GET {address.path}?{address.query}")
         if server.statuses:
-            return self._json({"error": "told to"}, server.statuses.pop(0))
+            return self._json({"error": "as the test says"}, server.statuses.pop(0))
         assert self.headers["Authorization"] == "Bearer key", "the key is missing"
         request_id = unquote(address.path.removeprefix("/torpor/requests/").removesuffix("/stream"))
         if request_id not in server.answers:

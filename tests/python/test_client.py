@@ -30,7 +30,7 @@ def server():
     one.close()
 
 
-class Told(list):
+class Interruptions(list):
     def __call__(self, what: client.Interruption) -> None:
         self.append(what)
 
@@ -80,12 +80,12 @@ def test_choices_go_on_where_each_of_them_is():
 
 
 def test_a_call_that_never_arrived_is_sent_again_and_one_that_did_is_not(server):
-    told = Told()
-    with made(server, on_interruption=told) as one:
+    broken = Interruptions()
+    with made(server, on_interruption=broken) as one:
         server.lost = 2
         assert streamed(one) == {0: WHOLE}
         assert [call.split()[0] for call in server.calls] == ["POST", "GET", "POST", "GET", "POST"]
-        assert [each.sent_again for each in told] == [False, True, False, True]
+        assert [each.sent_again for each in broken] == [False, True, False, True]
         server.calls.clear()
         server.cuts = [1]
         assert streamed(one, "arrived") == {0: WHOLE}
@@ -103,13 +103,13 @@ def text_of(stream) -> str:
 
 
 def test_a_server_that_starts_is_waited_for_and_other_refusals_reach_the_caller(server):
-    told = Told()
-    with made(server, on_interruption=told) as one:
+    broken = Interruptions()
+    with made(server, on_interruption=broken) as one:
         server.cuts = [200]
         stream = begun(one, "starts")
         server.statuses = [503, 503]
         assert text_of(stream) == WHOLE
-        assert told[0].request_id == "starts" and len(told) == 3 and "503" in told[1].problem
+        assert broken[0].request_id == "starts" and len(broken) == 3 and "503" in broken[1].problem
         server.statuses = [503, 503, 503]  # to the first call, and to the question for its answer
         assert text_of(begun(one, "too early")) == WHOLE
         server.statuses = [400]

@@ -32,14 +32,18 @@ __all__ = [
     "http_client",
 ]
 
-# vLLM closes a connection that was idle for 5 s; who uses one at that moment is told that the server disconnected.
+# vLLM closes a connection that was idle for 5 s; who uses one at that moment gets "Server disconnected".
 _LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2)
 _SECONDS = 600.0
-Told = Callable[[Interruption], None]
+OnInterruption = Callable[[Interruption], None]
 
 
 def http_client(
-    *, give_up_after: float = _SECONDS, also_at: Sequence[str] = (), on_interruption: Told | None = None, **options: Any
+    *,
+    give_up_after: float = _SECONDS,
+    also_at: Sequence[str] = (),
+    on_interruption: OnInterruption | None = None,
+    **options: Any,
 ) -> httpx.Client:
     """An httpx.Client whose calls take up their answers.
 
@@ -54,7 +58,11 @@ def http_client(
 
 
 def async_http_client(
-    *, give_up_after: float = _SECONDS, also_at: Sequence[str] = (), on_interruption: Told | None = None, **options: Any
+    *,
+    give_up_after: float = _SECONDS,
+    also_at: Sequence[str] = (),
+    on_interruption: OnInterruption | None = None,
+    **options: Any,
 ) -> httpx.AsyncClient:
     """The same, an httpx.AsyncClient."""
     inner = options.pop("transport", None) or httpx.AsyncHTTPTransport(limits=options.pop("limits", _LIMITS))

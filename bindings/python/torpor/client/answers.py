@@ -33,7 +33,7 @@ class NotResumable(httpx.ReadError):
 
 
 class Interruption(NamedTuple):
-    """What a client is told when a connection broke."""
+    """What on_interruption gets when a connection broke."""
 
     request_id: str
     characters: int  # of text that it has, of all choices
@@ -173,7 +173,7 @@ class Call:
         return b"data: [DONE]\n\n" if self.complete else b""
 
     def _note(self, data: bytes) -> bool | None:
-        """Whether the caller has it: a choice that has ended, told again by another connection. None: an error."""
+        """Whether the caller has it: a choice that has ended, given again by another connection. None: an error."""
         self.complete = self.complete or data == b"[DONE]"
         try:
             event = json.loads(data)
@@ -242,16 +242,16 @@ def conversation(
                 if call.broken and not call.for_now:
                     yield Give(call.broken)
                     return
-                _tell(on_interruption, call, "no server has it", sent_again=True)
+                _report(on_interruption, call, "no server has it", sent_again=True)
                 request = call.ask(base)
                 continue
             if response.status_code != 200:
-                told = f"{response.status_code}: {(yield from _body(response)).decode(errors='replace')[:400]}"
+                refusal = f"{response.status_code}: {(yield from _body(response)).decode(errors='replace')[:400]}"
                 # 409: it has arrived. 400: the server that took it over has not come so far yet.
                 for_now = (*_LATER, 400, *((404,) if also_at else ())) if asks else (*_LATER, 409)
                 if response.status_code in for_now:
-                    raise httpx.ReadError(told, request=call.request)
-                raise NotResumable(told, request=call.request)
+                    raise httpx.ReadError(refusal, request=call.request)
+                raise NotResumable(refusal, request=call.request)
             if asks and call.why_not:
                 raise _not_resumable(call, "the connection broke")
             if not call.streamed:
@@ -291,7 +291,7 @@ def conversation(
                 return
             failures += 1
             if failures == 1 or not isinstance(problem, httpx.ConnectError):  # or still nobody listens
-                _tell(on_interruption, call, repr(problem))
+                _report(on_interruption, call, repr(problem))
         servers = ["", *also_at]
         base = servers[failures % len(servers)] if failures > 1 else ""
         request, redirects = call.take_up(base), 0
@@ -303,7 +303,7 @@ def _not_resumable(call: Call, problem: str) -> NotResumable:
     return NotResumable(what, request=call.request)
 
 
-def _tell(on_interruption, call: Call, problem: str, sent_again: bool = False) -> None:
+def _report(on_interruption, call: Call, problem: str, sent_again: bool = False) -> None:
     if on_interruption is not None:
         on_interruption(Interruption(call.request_id, call.characters, problem, sent_again))
 

@@ -61,18 +61,18 @@ class _Body(httpx.SyncByteStream):
 
     def _until_given(self) -> Any:
         """The next Respond or Give; None: it is over."""
-        told: Any = None
+        outcome: Any = None
         problem: httpx.TransportError | None = None
         while True:
             try:
-                step = self._steps.throw(problem) if problem is not None else self._steps.send(told)
+                step = self._steps.throw(problem) if problem is not None else self._steps.send(outcome)
             except StopIteration:
                 return None
-            told = problem = None
+            outcome = problem = None
             if isinstance(step, Respond | Give):
                 return step
             try:
-                told = self._do(step)
+                outcome = self._do(step)
             except httpx.TransportError as failed:
                 problem = failed
 
@@ -138,18 +138,18 @@ class _AsyncBody(httpx.AsyncByteStream):
             self._open = None
 
     async def _until_given(self) -> Any:
-        told: Any = None
+        outcome: Any = None
         problem: httpx.TransportError | None = None
         while True:
             try:
-                step = self._steps.throw(problem) if problem is not None else self._steps.send(told)
+                step = self._steps.throw(problem) if problem is not None else self._steps.send(outcome)
             except StopIteration:
                 return None
-            told = problem = None
+            outcome = problem = None
             if isinstance(step, Respond | Give):
                 return step
             try:
-                told = await self._do(step)
+                outcome = await self._do(step)
             except httpx.TransportError as failed:
                 problem = failed
 
