@@ -265,7 +265,7 @@ struct HostArena::Impl {
 HostArena::HostArena(HostArenaOptions options) : impl_(std::make_unique<Impl>()) { impl_->options = options; }
 
 HostArena::~HostArena() {
-  end_background();
+  end_prefault();
   if (impl_->background.joinable()) impl_->background.join();
   for (const auto& [base, slab] : impl_->slabs) (void)drop_slab(slab, impl_->options.pin_for);
 }
@@ -395,7 +395,7 @@ Status HostArena::wait_prefault() {
   return impl_->background_result;
 }
 
-void HostArena::end_background() noexcept {
+void HostArena::end_prefault() noexcept {
   const MutexLock lock(impl_->mutex);
   impl_->ending = true;
   while (impl_->prefaulting) impl_->changed.wait(impl_->mutex);

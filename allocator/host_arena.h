@@ -107,7 +107,7 @@ class HostArena {
   // more than there is meanwhile waits for a slab at most. What could not be had is told by wait_prefault(); the
   // arena's end stops it.
   void prefault_in_background(uint64_t bytes);
-  void end_background() noexcept;  // it brings up nothing more; waits for the piece at work
+  void end_prefault() noexcept;  // prefault_in_background() brings up nothing more; waits for the piece at work
   Status wait_prefault();
   // Brings up one slab, of what is missing for `bytes` to be held and not in use, huge page by huge page as long as
   // `go_on` (asked before each, without locks) says so. While somebody else needs fresh memory it ends with what it

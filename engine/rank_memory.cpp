@@ -132,7 +132,7 @@ void RankMemory::end_prefault() noexcept {
     quiet_->end();
     quiet_->wait();
   }
-  arena_->end_background();
+  arena_->end_prefault();
 }
 
 Status RankMemory::same_process() const {

@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments:
         raise SetupError(
-            f"tools/dev gpu_check makes a bundle, without {arguments[0]!r}; with --rig it checks an engine here"
+            f"tools/dev gpu_check makes a bundle, without {arguments[0]!r}; --engine makes one with vLLM, --rig checks an "
+            "engine here"
         )
     setup.system_packages()
     python_path = setup.python_environment()

@@ -351,21 +351,21 @@ def loaded(one: CheckedEngine, options) -> str:
     }
     budget = one.engine.vllm_config.scheduler_config.max_num_batched_tokens
     steps = count * length // budget + tokens // 2  # in the middle of every answer, if all run at once
-    twin = one.slept(one.begin(steps, requests), pause)
+    expected = one.slept(one.begin(steps, requests), pause)
     sleeps = []
     for number in (1, 2):
         answers = one.begin(steps, requests)
         report = one.llm.sleep(level=1, preserve_state=True)
         answers |= one.run(1)
         woken = one.llm.wake_up()
-        _same(one.finish(answers), twin, f"after sleep {number}")
+        _same(one.finish(answers), expected, f"after sleep {number}")
         if recomputed := one.llm.torpor.state().recomputed_tokens:
             raise Failed(f"tokens equal, but {recomputed} of them were computed again")
         sleeps.append(
             f"{report.saved_bytes / 1e9:.3g} GB saved, {report.freed_bytes / 1e9:.3g} GB given back, "
             f"sleep {report.seconds:.3f} s, wake {woken.seconds:.3f} s"
         )
-    return f"{len(twin)} answers equal; {'; again: '.join(sleeps)}"
+    return f"{len(expected)} answers equal; {'; again: '.join(sleeps)}"
 
 
 def _held(one: CheckedEngine) -> int:

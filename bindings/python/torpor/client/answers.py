@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client has of its answer, and what it does next when a connection breaks. Nothing here waits or sends.
+"""A Call knows what its client has of an answer, and what to do when a connection breaks. This module neither waits
+nor sends.
 
 conversation() is a generator: it yields what to do, and is sent what came of it. transports.py does it, with and
 without asyncio.
@@ -33,7 +34,7 @@ class NotResumable(httpx.ReadError):
 
 
 class Interruption(NamedTuple):
-    """What on_interruption gets when a connection broke."""
+    """A connection broke; on_interruption gets this."""
 
     request_id: str
     characters: int  # of text that it has, of all choices

@@ -64,13 +64,10 @@ class _Body(httpx.SyncByteStream):
         outcome: Any = None
         problem: httpx.TransportError | None = None
         while True:
-            try:
-                step = self._steps.throw(problem) if problem is not None else self._steps.send(outcome)
-            except StopIteration:
-                return None
-            outcome = problem = None
-            if isinstance(step, Respond | Give):
+            step = _next_step(self._steps, outcome, problem)
+            if step is None or isinstance(step, Respond | Give):
                 return step
+            outcome = problem = None
             try:
                 outcome = self._do(step)
             except httpx.TransportError as failed:
@@ -141,13 +138,10 @@ class _AsyncBody(httpx.AsyncByteStream):
         outcome: Any = None
         problem: httpx.TransportError | None = None
         while True:
-            try:
-                step = self._steps.throw(problem) if problem is not None else self._steps.send(outcome)
-            except StopIteration:
-                return None
-            outcome = problem = None
-            if isinstance(step, Respond | Give):
+            step = _next_step(self._steps, outcome, problem)
+            if step is None or isinstance(step, Respond | Give):
                 return step
+            outcome = problem = None
             try:
                 outcome = await self._do(step)
             except httpx.TransportError as failed:
@@ -167,6 +161,14 @@ class _AsyncBody(httpx.AsyncByteStream):
             self._open = None
             return None
         await asyncio.sleep(step.seconds)
+        return None
+
+
+def _next_step(steps: Generator, outcome: Any, problem: httpx.TransportError | None) -> Any:
+    """Give the conversation what came of its last step. None: it is over."""
+    try:
+        return steps.throw(problem) if problem is not None else steps.send(outcome)
+    except StopIteration:
         return None
 
 
