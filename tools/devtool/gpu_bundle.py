@@ -36,8 +36,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments:
         raise SetupError(
-            f"tools/dev gpu_check makes a bundle, without {arguments[0]!r}; --engine makes one with vLLM, --rig checks an "
-            "engine here"
+            f"{arguments[0]!r} is no word of tools/dev gpu_check: use none, --engine or --rig (--help says for what)"
         )
     setup.system_packages()
     python_path = setup.python_environment()
