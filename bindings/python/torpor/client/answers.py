@@ -19,7 +19,8 @@ import httpx
 
 # Of a request whose answer was begun by another client, or process: what it has of it, one number a choice.
 HAS_CHARACTERS = "X-Torpor-Has-Characters"
-_WAIT_SECONDS = 0.2  # between two tries
+_WAIT_SECONDS = 0.2  # before the first new try; twice as long before each further one that brings nothing
+_LONGEST_WAIT_SECONDS = 2.0
 _JSON = {"Content-Type": "application/json"}
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 _MOST_REDIRECTS = 5
@@ -224,6 +225,7 @@ def conversation(
 ) -> Generator[Step, Any, None]:
     """Yield what to do for this call. Send and Read are sent a response and bytes, or have httpx's error thrown."""
     base, responded = "", False
+    in_vain = 0
     failures, redirects, heard = int(call.characters > 0), 0, time.monotonic()
     request = call.take_up() if failures else call.ask()
     while True:
@@ -271,7 +273,7 @@ def conversation(
             call.begin_reading()
             while piece := (yield Read(response)):
                 if events := call.feed(piece):
-                    heard = time.monotonic()
+                    heard, in_vain = time.monotonic(), 0
                     yield Give(events)
                 if call.complete or call.broken:
                     break
@@ -290,13 +292,13 @@ def conversation(
             if missing := call.end_without_done():
                 yield Give(missing)
                 return
-            failures += 1
+            failures, in_vain = failures + 1, in_vain + 1
             if failures == 1 or not isinstance(problem, httpx.ConnectError):  # or still nobody listens
                 _report(on_interruption, call, repr(problem))
         servers = ["", *also_at]
         base = servers[failures % len(servers)] if failures > 1 else ""
         request, redirects = call.take_up(base), 0
-        yield Wait(_WAIT_SECONDS)
+        yield Wait(min(_WAIT_SECONDS * 2 ** min(in_vain - 1, 10), _LONGEST_WAIT_SECONDS))
 
 
 def _not_resumable(call: Call, problem: str) -> NotResumable:
