@@ -3,7 +3,8 @@
 // cut any call. The real one is Linux: directory descriptors, no symbolic link is ever followed below the opened path,
 // files 0600 in directories 0700 whatever the umask, O_CLOEXEC. Files and directories that belong to others, or that
 // others may write to, are refused (kFailedPrecondition); so is a directory that is opened by its path when its parent
-// belongs to others or everybody may write to it.
+// belongs to others or everybody may write to it. A group may write if this process is in it and there is no access
+// control list.
 //
 // Threads: File::pread, pwrite and sync may be called from several threads at once; all else from one at a time.
 // Names are single path components; one with '/', or "." or "..", is kInvalidArgument.

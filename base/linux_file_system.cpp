@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #include <fmt/core.h>
@@ -51,25 +52,44 @@ class Terminated {
   bool fits_ = false;
 };
 
-// What others could have put there, or could exchange meanwhile, is not believed.
-Status check_owned(const struct stat& info, const std::string& full) {
+// Return whether this process is in a group. Its members may do what the user of this process may: kubelet gives each
+// file of a volume to the group that a pod names as fsGroup.
+bool is_own_group(gid_t group) {
+  if (group == ::getegid()) return true;
+  std::vector<gid_t> groups(static_cast<size_t>(std::max(::getgroups(0, nullptr), 0)));
+  const int known = ::getgroups(static_cast<int>(groups.size()), groups.data());
+  groups.resize(static_cast<size_t>(std::max(known, 0)));
+  return std::find(groups.begin(), groups.end(), group) != groups.end();
+}
+
+// Return whether a file has an access control list: the group bits of its mode are then the most that anybody in the
+// list may do.
+bool has_access_list(int fd) { return ::fgetxattr(fd, "system.posix_acl_access", nullptr, 0) > 0; }
+
+// Refuse what others could have put there, or could exchange meanwhile.
+Status check_owned(int fd, const struct stat& info, const std::string& full) {
   if (info.st_uid != ::geteuid() && info.st_uid != 0) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("{} belongs to user {}, this is user {}", full, info.st_uid, ::geteuid()),
                  .next_step = "run as its owner, or change its owner if you trust what is in it"};
   }
-  if ((info.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
+  if ((info.st_mode & S_IWOTH) != 0) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("others may write to {}", full),
                  .next_step = "chmod go-w it, if you trust what is in it"};
   }
-  return ok();
+  if ((info.st_mode & S_IWGRP) == 0 || (is_own_group(info.st_gid) && !has_access_list(fd))) return ok();
+  return Error{.code = Code::kFailedPrecondition,
+               .what = has_access_list(fd) ? fmt::format("others may write to {}: it has an access control list", full)
+                                           : fmt::format("others may write to {}: this process is not in its group {}",
+                                                         full, info.st_gid),
+               .next_step = "chmod go-w it, if you trust what is in it"};
 }
 
 Status check_owned(int fd, const std::string& full) {
   struct stat info {};
   if (::fstat(fd, &info) != 0) return system_error(errno, fmt::format("cannot ask what {} is", full));
-  return check_owned(info, full);
+  return check_owned(fd, info, full);
 }
 
 // Whoever owns the parent, or may rename its entries, may exchange the directory; with the sticky bit only its owner
@@ -243,7 +263,7 @@ class LinuxDirectory final : public Directory {
   static Status check_regular(int fd, const std::string& full) {
     struct stat info {};
     if (::fstat(fd, &info) != 0) return system_error(errno, fmt::format("cannot ask what {} is", full));
-    if (S_ISREG(info.st_mode)) return check_owned(info, full);
+    if (S_ISREG(info.st_mode)) return check_owned(fd, info, full);
     return Error{
         .code = Code::kCorruption, .what = fmt::format("{} is not a regular file", full), .next_step = "remove it"};
   }

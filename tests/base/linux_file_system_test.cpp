@@ -12,12 +12,14 @@
 #include <linux/openat2.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #include "base/file_system.h"
 #include "base/page_buffer.h"
 #include "base/units.h"
 #include "tests/support/disk_reads.h"
+#include "tests/support/groups.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 
@@ -106,6 +108,66 @@ TEST_F(LinuxFileSystem, FilesAreForTheirOwnerOnly) {
   EXPECT_EQ(mode("f"), 0600u);
   EXPECT_EQ(mode("d"), 0700u);
   EXPECT_EQ(mode("a/b"), 0700u);
+}
+
+// As kubelet leaves a volume at each start of a pod that has an fsGroup.
+TEST_F(LinuxFileSystem, AGroupOfThisProcessMayWrite) {
+  const auto use = [&]() -> Status {
+    TORPOR_ASSIGN(const auto root, linux_file_system().open_directory(temporary_.path(), false));
+    TORPOR_ASSIGN(const auto below, root->open_directory("d"));
+    for (Directory* each : {root.get(), below.get()}) {
+      TORPOR_ASSIGN(const auto file, each->open_file("f", FileIo::kPlain));
+      std::string content(5, '\0');
+      TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(content)), 0));
+      EXPECT_EQ(content, "hello");
+    }
+    TORPOR_ASSIGN(const auto slots, below->open_slots("f", FileIo::kPlain));
+    TORPOR_TRY(slots->pwrite(bytes("hello"), 0));
+    TORPOR_TRY(root->lock("LOCK"));
+    return ok();
+  };
+  const auto root = open();
+  const auto below = value_of(root->create_directory("d"));
+  for (Directory* each : {root.get(), below.get()})
+    ASSERT_SUCCEEDS(value_of(each->create_file("f"))->pwrite(bytes("hello"), 0));
+  const auto own = test::own_group();
+  for (int mount = 0; mount < 2; ++mount) {
+    test::give_to_group(temporary_.path(), own);
+    EXPECT_SUCCEEDS(use());
+  }
+  if (::geteuid() == 0) {
+    test::give_to_group(temporary_.path(), test::kForeignGroup);
+    EXPECT_FAILS(use(), Code::kFailedPrecondition, "not in its group 4711");
+    const test::InGroup member(test::kForeignGroup);
+    EXPECT_SUCCEEDS(use());
+  }
+  test::give_to_group(temporary_.path(), own);
+  for (const char* name : {"", "/f", "/d", "/d/f"}) {
+    const std::string path = temporary_.path() + name;
+    const mode_t before = mode(name);
+    ASSERT_EQ(::chmod(path.c_str(), before | S_IWOTH), 0);
+    EXPECT_FAILS(use(), Code::kFailedPrecondition, "chmod go-w") << path;
+    ASSERT_EQ(::chmod(path.c_str(), before), 0);
+  }
+}
+
+// The bits of the group are then the most that anybody in the list may do.
+TEST_F(LinuxFileSystem, AnAccessControlListIsNoGroup) {
+  const auto directory = open();
+  ASSERT_SUCCEEDS(directory->create_file("f"));
+  const std::string path = temporary_ / "f";
+  struct Entry {
+    uint16_t tag, permissions;
+    uint32_t id;
+  };
+  struct {
+    uint32_t version = 2;
+    Entry owner{0x01, 6, ~0u}, another{0x02, 6, 12345}, group{0x04, 0, ~0u}, mask{0x10, 6, ~0u}, others{0x20, 0, ~0u};
+  } const list;
+  if (::setxattr(path.c_str(), "system.posix_acl_access", &list, sizeof list, 0) != 0)
+    GTEST_SKIP() << "no access control lists here: " << std::strerror(errno);
+  EXPECT_EQ(mode("f"), 0660u);
+  EXPECT_FAILS(directory->open_file("f"), Code::kFailedPrecondition, "access control list");
 }
 
 TEST_F(LinuxFileSystem, NoSymbolicLinkIsFollowed) {

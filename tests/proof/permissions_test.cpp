@@ -3,6 +3,7 @@
 #include <atomic>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <thread>
 
 #include <fcntl.h>
@@ -10,6 +11,7 @@
 #include <unistd.h>
 
 #include "tests/proof/workloads.h"
+#include "tests/support/groups.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 #include "tests/support/written_checkpoint.h"
@@ -71,6 +73,9 @@ TEST_F(Foreign, WhatOthersMayWriteToIsRefused) {
     const fs::path path = store_ + entry;
     const mode_t before = mode_of(path);
     for (const mode_t more : {020, 002}) {
+      if (more == 020 && ::geteuid() != 0) continue;  // only root can give files to a group it is not in
+      const gid_t group = more == 020 ? test::kForeignGroup : test::own_group();
+      ASSERT_EQ(::chown(path.c_str(), static_cast<uid_t>(-1), group), 0);
       ASSERT_EQ(::chmod(path.c_str(), before | more), 0);
       EXPECT_FAILS(path == store_ ? use() : read(), Code::kFailedPrecondition, "chmod go-w") << path;
       ASSERT_EQ(::chmod(path.c_str(), before), 0);
@@ -81,6 +86,27 @@ TEST_F(Foreign, WhatOthersMayWriteToIsRefused) {
   EXPECT_FAILS(use(), Code::kFailedPrecondition, "everybody may write");
   ASSERT_EQ(::chmod(temporary_.path().c_str(), 01777), 0);  // as /tmp: only an owner may rename
   EXPECT_SUCCEEDS(use());
+}
+
+// kubelet gives the whole tree to the pod's fsGroup at each mount.
+TEST_F(Foreign, AVolumeOfAGroupOfThisProcessGoesOn) {
+  const gid_t group = ::geteuid() == 0 ? test::kForeignGroup : test::own_group();
+  std::optional<test::InGroup> member;
+  if (group == test::kForeignGroup) {
+    test::give_to_group(temporary_.path(), group);
+    EXPECT_FAILS(use(), Code::kFailedPrecondition, "not in its group");
+    member.emplace(group);
+  }
+  for (int mount = 0; mount < 2; ++mount) {
+    test::give_to_group(temporary_.path(), group);
+    EXPECT_SUCCEEDS(read());
+    const auto manager = value_of(CheckpointManager::open(linux_file_system(), store_, {.retention = {.keep = 4}}));
+    ASSERT_SUCCEEDS(test::write_checkpoint(*manager));
+    const std::vector<CheckpointInfo> found = value_of(manager->list());
+    ASSERT_EQ(found.size(), static_cast<size_t>(mount) + 2);
+    for (const CheckpointInfo& each : found) EXPECT_TRUE(each.readable) << each.problem.to_string();
+    EXPECT_SUCCEEDS(manager->woken_from(1));
+  }
 }
 
 TEST_F(Foreign, WhatBelongsToAnotherUserIsRefused) {
