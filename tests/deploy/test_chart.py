@@ -46,6 +46,8 @@ def test_what_it_renders_is_valid_and_keeps_its_promises(changes):
     for name in ("llm", "llm-pods"):
         assert found["Service", name]["spec"]["selector"].items() == selector
     assert found["StatefulSet", "llm"]["spec"]["serviceName"] == "llm-pods"
+    # Without that kubelet changes the mode of every file of the volume at each mount.
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     assert {mount["name"] for mount in container["volumeMounts"]} <= {v["name"] for v in pod["volumes"]} | {"state"}
 
 
