@@ -3,6 +3,7 @@
 
 import gc
 import logging
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,7 +230,7 @@ def test_one_key_is_one_tenant_however_it_is_written(monkeypatch):
     assert tenant_of(server) == ""
 
 
-@pytest.mark.parametrize("harm", ["short", "link", "readable", "directory"])
+@pytest.mark.parametrize("harm", ["short", "link", "readable", "directory", "group"])
 def test_a_secret_that_was_tampered_with_is_refused_and_kept(monkeypatch, tmp_path, harm):
     directory = tmp_path / "torpor" / "answers"
     directory.mkdir(mode=0o700, parents=True)
@@ -241,8 +242,12 @@ def test_a_secret_that_was_tampered_with_is_refused_and_kept(monkeypatch, tmp_pa
     elif harm == "directory":
         file.mkdir()
     else:
-        file.write_bytes(b"x" * (32 if harm == "readable" else 5))
-        file.chmod(0o644 if harm == "readable" else 0o600)
+        file.write_bytes(b"x" * (5 if harm == "short" else 32))
+        file.chmod({"readable": 0o644, "group": 0o640}.get(harm, 0o600))
+        if harm == "group":
+            if os.geteuid() != 0:
+                pytest.skip("only root can give a file to a group that it is not in")
+            os.chown(file, -1, 4711)
 
     async def scene():
         _, server = build(monkeypatch, [], engine=Engine(directory.parent))
@@ -251,6 +256,18 @@ def test_a_secret_that_was_tampered_with_is_refused_and_kept(monkeypatch, tmp_pa
 
     run(scene())
     assert file.is_symlink() or file.exists()
+
+
+def test_a_secret_that_kubelet_gave_to_the_group_of_the_pod_is_taken_back(tmp_path):
+    from torpor.vllm.server.access import tenant_secret
+
+    file = tmp_path / "tenants.secret"
+    secret = tenant_secret(str(tmp_path))
+    for _ in range(2):
+        os.chown(file, -1, os.getegid())
+        file.chmod(0o660)
+        assert tenant_secret(str(tmp_path)) == secret
+        assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_two_that_begin_at_once_get_one_secret(tmp_path):

@@ -110,7 +110,8 @@ def tenant(headers: Headers, tenant_header: str, secret: bytes) -> str:
 def tenant_secret(directory: str | None) -> bytes:
     """The secret of the answers in `directory`, made at first: a server that goes on with them knows their tenants.
 
-    Without a directory: a new one. Raises what names the file if that is not a plain file of ours for us alone.
+    Without a directory: a new one. Raises what names the file if that is not a plain file of ours for us alone, or for
+    a group of this process, from which it is then taken.
     """
     if directory is None:
         return secrets.token_bytes(_SECRET_BYTES)
@@ -142,8 +143,15 @@ def _read_secret(path: Path) -> bytes:
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(file)
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        own_group = about.st_gid in (os.getegid(), *os.getgroups())
+        if (
+            not stat.S_ISREG(about.st_mode)
+            or about.st_uid != os.geteuid()
+            or about.st_mode & (0o007 if own_group else 0o077)
+        ):
             raise Damaged(f"{path} is not a plain file that only its owner, this server's user, may use", _SECRET_STEP)
+        if about.st_mode & 0o070:  # kubelet gave it to the group that the pod names as fsGroup
+            os.fchmod(file, 0o600)
         content = os.read(file, _SECRET_BYTES + 1)
     finally:
         os.close(file)
