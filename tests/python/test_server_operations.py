@@ -2,6 +2,7 @@
 """Alive, ready, deploy/, sleeping by vLLM's modes, metrics: without an engine."""
 
 import asyncio
+import errno
 import os
 import re
 import sys
@@ -31,13 +32,18 @@ KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
 
 @pytest.mark.parametrize(("code", "health"), [
     ("incompatible", 200), ("corruption", 200), ("unauthenticated", 200), ("unsupported", 200), ("not_found", 200),
-    ("resource_exhausted", 503), ("io", 503), ("unavailable", 503), ("device", 503),
+    ("invalid_argument", 200), ("failed_precondition", 200), ("io EROFS", 200), ("io ENOTDIR", 200),
+    ("resource_exhausted", 503), ("io", 503), ("io EIO", 503), ("unavailable", 503), ("device", 503),
+    ("device ENOENT", 503), ("timeout", 503), ("aborted", 503), ("internal", 503),
 ])  # fmt: skip
 def test_a_server_is_alive_where_a_restart_cannot_help(monkeypatch, tmp_path, code, health):
     async def scene():
         from torpor import errors
 
-        problem = errors.make(code, "the checkpoint is of another model", "use another one")
+        nonlocal code
+        code, *name = code.split()
+        native = getattr(errno, name[0]) if name else 0
+        problem = errors.make(code, "the checkpoint is of another model", "use another one", native=native)
         app, server = build(monkeypatch, EVERYTHING, engine=Engine(tmp_path / "d", problem), wake_from=str(tmp_path))
         await started(server)
         assert server.state == "failed"
@@ -63,7 +69,7 @@ def test_a_directory_that_another_host_does_not_see_is_told_of_at_the_start(monk
         async with client(app) as http:
             ready, alive = await http.get("/torpor/ready"), await http.get("/health")
         assert len(said) == 1 and "the host b does not see" in said[0]
-        assert (alive.status_code, ready.status_code) == ((503, 503) if settings else (200, 200))
+        assert (alive.status_code, ready.status_code) == ((200, 503) if settings else (200, 200))
         assert ("wake_up" in dict(server.engine.calls)) == (not settings)
         if settings:
             assert "the host b does not see" in ready.json()["error"]["what"]
@@ -96,6 +102,21 @@ def test_an_engine_that_was_lost_asks_for_a_restart(monkeypatch):
             assert (await http.get("/health")).status_code == 503
             assert (await http.get("/torpor/ready")).status_code == 503
             assert (await asyncio.wait_for(http.post("/v1/completions"), 5)).status_code == 503
+
+    run(scene())
+
+
+def test_an_engine_that_the_start_has_lost_asks_for_a_restart(monkeypatch, tmp_path):
+    """The wake has lost the engine, so going on without the checkpoint does not fit its state."""
+
+    async def scene():
+        engine = Engine(tmp_path, WrongState("the engine is unrecoverable", "start a new one"))
+        engine.state = "unrecoverable"
+        app, server = build(monkeypatch, EVERYTHING, engine=engine, on_wake_error="recompute")
+        await started(server)
+        async with client(app) as http:
+            assert (await http.get("/health")).status_code == 503
+            assert (await http.get("/torpor/ready")).json()["restart_may_help"] is True
 
     run(scene())
 
@@ -147,6 +168,7 @@ def test_a_pod_starts_a_server_that_keeps_its_promises(monkeypatch):
     settings = Settings.from_environment()
     assert rest.model_tag == "/models/llm" and rest.port == container["ports"][0]["containerPort"]
     assert settings.wake_on_request and os.environ["TORPOR_CHECKPOINT_DIR"].startswith("/state/")
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"  # the volume's modes stay
     delay = container["lifecycle"]["preStop"]["exec"]["command"]
     assert delay[:2] == ["/bin/sh", "-c"] and re.fullmatch(r"sleep \d+", delay[2])
     assert pod["terminationGracePeriodSeconds"] >= int(delay[2].split()[1]) + settings.sigterm_seconds + 10

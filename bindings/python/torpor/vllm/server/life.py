@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import time
 from contextvars import ContextVar
@@ -36,8 +37,15 @@ let_in: ContextVar[bool] = ContextVar("torpor_let_in", default=False)  # set by 
 _WAIT_SECONDS = 0.01  # between looks whether requests have ended
 _LATE_SECONDS = 0.5  # between looks whether an early wake is over
 
-# A new process would meet the same: the checkpoint, the key or the configuration is what has to change.
-_RESTART_CANNOT_HELP = ("incompatible", "corruption", "unauthenticated", "unsupported", "invalid_argument", "not_found")
+# A new process would meet the same: the checkpoint, the directory, the key or the configuration is what has to change.
+_RESTART_CANNOT_HELP = (
+    "incompatible", "corruption", "unauthenticated", "unsupported", "invalid_argument", "not_found",
+    "failed_precondition",
+)  # fmt: skip
+# The same, of a system call: the path, its owner or its mode has to change.
+_OF_THE_PATH = (
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
+)  # fmt: skip
 
 
 class Server:
@@ -52,6 +60,7 @@ class Server:
         self.begun = 0  # requests that were given to the engine
         self._directory: unlogged.Directory | None = None  # held without a response log
         self.problem: Error | None = None  # why the server failed
+        self._unrecoverable = False  # the engine; a new process has a new one
         self.last_checkpoint: dict | None = None
         self.left_checkpoint: dict | None = None  # that the start passed over: it fits no more, and had no requests
         self.remote: Remote | None = None
@@ -91,19 +100,31 @@ class Server:
         try:
             await self._begin()
         except Error as problem:
-            self._fail(problem)
+            self._fail(problem, isinstance(problem, WrongState) and await self._is_unrecoverable())
             self.metrics.failed("wake", "disk")
             logger.error("torpor: the server cannot go on with what it finds: %s", problem)
             if self.remote is not None:
                 await self.remote.release()
         self.tasks.keep(lambda: ending.take_signals(self), "taking signals")
 
-    def _fail(self, problem: Error) -> None:
-        self.problem = problem
+    def _fail(self, problem: Error, unrecoverable: bool = False) -> None:
+        self.problem, self._unrecoverable = problem, unrecoverable
         self.enter("failed")
 
     def restart_may_help(self) -> bool:
-        return self.problem is not None and self.problem.code not in _RESTART_CANNOT_HELP
+        if self.problem is None:
+            return False
+        if self._unrecoverable:
+            return True
+        if self.problem.code == "io":
+            return self.problem.native not in _OF_THE_PATH
+        return self.problem.code not in _RESTART_CANNOT_HELP
+
+    async def _is_unrecoverable(self) -> bool:
+        try:
+            return (await self.engine.torpor.call("state"))["engine"] == "unrecoverable"
+        except EngineDeadError:
+            return False  # /health says so
 
     async def _begin(self) -> None:
         if not holds_memory_of(self.engine.vllm_config):
@@ -376,12 +397,10 @@ class Server:
         """An engine that could not undo what failed runs no more; a new process goes on from its checkpoint and log."""
         lost = False
         try:
-            lost = isinstance(problem, Error) and (await self.engine.torpor.call("state"))["engine"] == "unrecoverable"
-        except EngineDeadError:
-            pass  # /health says so
+            lost = isinstance(problem, Error) and await self._is_unrecoverable()
         finally:
             if lost:
-                self._fail(WrongState(f"the engine is unrecoverable: {problem}", "restart the server"))
+                self._fail(WrongState(f"the engine is unrecoverable: {problem}", "restart the server"), True)
             else:
                 self.enter(before)
 
