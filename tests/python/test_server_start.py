@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that finds a checkpoint which does not fit its engine. Without an engine."""
+"""What a server finds at its start: a checkpoint which does not fit its engine, and what it sees before it has an
+engine. Without an engine."""
 
+import os
+import shutil
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from server_stubs import Engine, build, no_settings, run, started  # noqa: F401
-from torpor.errors import Damaged, Incompatible
+from server_stubs import Engine, arguments, build, no_settings, run, started  # noqa: F401
+from servers import ServerEnded, make_server
+from torpor import _core
+from torpor.errors import Busy, Damaged, Error, Incompatible, InvalidArgument, WrongState
 from torpor.vllm.scheduler_values import unstarted_request
 from torpor.vllm.values import sampling_to_value
 from vllm import SamplingParams
@@ -111,3 +118,170 @@ def test_one_in_an_object_store_is_left_there_where_no_answer_runs(monkeypatch, 
     server, _ = outcome(monkeypatch, tmp_path, None, ended=("b",), running=running, object_store=store)
     assert server.state == state
     assert server.left_checkpoint == (None if running else {"path": store, "why": str(OTHER)})
+
+
+# --- before the engine starts ----------------------------------------------------------------------------------------
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CLIENTS, ADMIN = ("--api-key", "key-of-a-client"), {"admin_key": "key-of-the-operator"}
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The lines that the check logs, each with its level."""
+    from torpor.vllm.server import preflight
+
+    lines = []
+    for level in ("info", "warning", "error"):
+        monkeypatch.setattr(preflight.logger, level, lambda text, *v, level=level: lines.append((level, text % v)))
+    return lines
+
+
+def check(directory: Path | None, *words: str, options: dict | None = None, **settings) -> None:
+    from torpor.vllm.options import Options
+    from torpor.vllm.server import preflight
+    from torpor.vllm.server.settings import Settings
+
+    given = Options(checkpoint_dir=None if directory is None else str(directory), **(options or {}))
+    preflight.check(arguments("--port", "0", *words), given, Settings(**settings))
+
+
+def open_log(directory: Path, **options) -> _core.DeliveryLog:
+    return _core.DeliveryLog({"directory": str(directory / "answers"), "engine": {"model": "tiny"}} | options)
+
+
+def with_checkpoint(directory: Path) -> Path:
+    """Copies one with three requests."""
+    copied = shutil.copytree(GOLDEN / "v4-unsealed/g-000001", directory / "g-000001")
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    return copied
+
+
+def key_in(path: Path, byte: bytes = b"k") -> str:
+    path.write_bytes(byte * 32)
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_without_a_directory_it_says_what_a_drain_ends(told):
+    check(None)
+    [(level, line)] = told
+    assert level == "warning" and "--torpor-checkpoint-dir" in line and "SIGTERM ends the streams" in line
+
+
+def test_one_line_says_what_it_found_and_what_it_will_do(told, tmp_path):
+    directory = tmp_path / "new" / "torpor"
+    check(directory)
+    log = open_log(directory)
+    log.start(answer("a"))
+    log.sync()
+    del log
+    with_checkpoint(directory)
+    check(directory, *CLIENTS, on_sigterm="stop", **ADMIN)
+    assert told == [
+        ("info", f"torpor: directory {directory}: no checkpoint, 0 running answers in the response log; not sealed; "
+         "no keys; on SIGTERM a checkpoint within 25 s"),
+        ("info", f"torpor: directory {directory}: checkpoint {directory}/g-000001 with 3 requests, 1 running answers "
+         "in the response log; not sealed; keys of clients and of the admin; "
+         "on SIGTERM no checkpoint: running answers are computed again"),
+    ]  # fmt: skip
+
+
+def test_the_check_holds_nothing_and_a_server_that_runs_is_seen(tmp_path, told):
+    for _ in range(2):
+        check(tmp_path / "d")
+    log = open_log(tmp_path / "d")
+    with pytest.raises(Busy, match="another server uses"):
+        check(tmp_path / "d")
+    log.start(answer("a"))
+    log.sync()
+    del log
+    check(tmp_path / "d")
+    assert "1 running answers" in told[-1][1]
+    with pytest.raises(InvalidArgument, match="1 answers that still run"):
+        check(tmp_path / "d", response_log="off")
+
+
+@pytest.mark.parametrize("harm", ["a file", "below a file", "for others", "answers for others", "unwritable"])
+def test_a_directory_that_cannot_be_used_ends_the_start(tmp_path, told, harm):
+    directory = tmp_path / "d"
+    if harm in ("a file", "below a file"):
+        directory.write_text("")
+        directory = directory / "below" if harm == "below a file" else directory
+    elif harm == "unwritable":
+        directory = Path("/proc/torpor")
+    else:
+        check(directory)
+        told.clear()
+        (directory / "answers" if harm == "answers for others" else directory).chmod(0o777)
+    with pytest.raises(Error) as problem:
+        check(directory)
+    assert str(directory) in str(problem.value) and told == []
+    if "others" in harm:
+        assert isinstance(problem.value, WrongState) and "may write to" in str(problem.value)
+
+
+def test_keys_that_cannot_be_used_end_the_start(tmp_path, told):
+    key = key_in(tmp_path / "key")
+    check(tmp_path / "d", options={"key_file": key, "encrypt": True})
+    assert f"encrypted with {key}" in told[-1][1]
+    os.chmod(key, 0o644)
+    for options, words in (
+        ({"key_file": key}, "may be read by others"), ({"key_file": "/none/key"}, "/none/key"),
+        ({"encrypt": True}, "encrypt without key_file"),
+    ):  # fmt: skip
+        with pytest.raises(Error, match=words):
+            check(tmp_path / "d", options=options)
+    with pytest.raises(InvalidArgument, match="is a client's key too"):
+        check(tmp_path / "d", *CLIENTS, admin_key=CLIENTS[1])
+    assert len(told) == 1
+
+
+def test_a_port_that_is_in_use_ends_the_start(tmp_path, told):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        with pytest.raises(Busy, match=f"port {port} is in use"):
+            check(None, "--host", "127.0.0.1", "--port", port)
+    check(None, "--host", "127.0.0.1", "--port", port)
+    with pytest.raises(InvalidArgument, match="cannot listen on 192.0.2.1:"):
+        check(None, "--host", "192.0.2.1")
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("on_wake_error", ["fail", "recompute", "discard"])
+@pytest.mark.parametrize("harm", ["damaged", "other key", "not there"])
+def test_a_checkpoint_that_cannot_be_used_is_told_of_and_left_to_the_start(tmp_path, told, harm, on_wake_error):
+    options, settings = {}, {"on_wake_error": on_wake_error}
+    checkpoint = with_checkpoint(tmp_path / "d")
+    if harm == "damaged":
+        (checkpoint / "STATE").write_bytes(b"x" * 100)
+    elif harm == "other key":
+        options["key_file"] = key_in(tmp_path / "key")
+    else:
+        settings["wake_from"] = str(tmp_path / "none")
+    check(tmp_path / "d", options=options, **settings)
+    then = {"fail": "not be ready", "recompute": "computed again", "discard": "go on without"}[on_wake_error]
+    (level, error), (_, line) = told
+    assert level == "error" and then in error and "a checkpoint that cannot be used" in line
+
+
+def test_a_log_with_another_key_is_told_of_and_left_to_the_start(tmp_path, told):
+    log = open_log(tmp_path / "d", key_file=key_in(tmp_path / "one"))
+    log.start(answer("a"))
+    log.sync()
+    del log
+    check(tmp_path / "d", options={"key_file": key_in(tmp_path / "other", b"o")})
+    assert told[0][0] == "error" and "a response log that cannot be used" in told[1][1]
+
+
+@pytest.mark.slow
+def test_the_command_ends_before_its_engine_starts(tiny_model, tmp_path):
+    server = make_server(tiny_model, tmp_path / "d")
+    held = open_log(tmp_path / "d")
+    server.start()
+    with pytest.raises(ServerEnded, match="exit code 2"):
+        server.wait_until_ready()
+    said = server.log.read_text()
+    assert "error: another server uses" in said and "EngineCore" not in said
+    del held

@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> int:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from torpor.vllm.compat import lookup
+    from torpor.vllm.server import preflight
 
     lookup("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup")()
     parser = lookup("vllm.entrypoints.launchers.cli_args", "make_arg_parser")(
@@ -59,6 +60,7 @@ def main(arguments: list[str]) -> int:
         raise Unsupported("torpor does not hold this engine's memory", next_step)
     configure_logging_from_args(options)
     lookup("vllm.entrypoints.launchers.cli_args", "validate_parsed_serve_args")(options)
+    preflight.check(options, Options.of(options), Settings.from_environment())
     uvloop.run(run_server(options))
     return 0
 

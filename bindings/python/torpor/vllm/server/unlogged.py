@@ -30,11 +30,8 @@ class Directory:
         self._file = -1
         folder = Path(path)
         log = {"directory": path, "engine": engine, "key_file": key_file, "other_engine": "refuse"}
-        if any(folder.glob("answers-*")) and (running := _core.DeliveryLog.count_running(log)) > 0:
-            raise InvalidArgument(
-                f"the response log in {path} has {running} answers that still run, and --torpor-response-log is off",
-                "start the server with --torpor-response-log on until they have ended, or give it another directory",
-            )
+        if any(folder.glob("answers-*")):
+            refuse_to_lose(_core.DeliveryLog.count_running(log), path)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(folder / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -56,6 +53,15 @@ class Directory:
             self._file = -1
 
     __del__ = close
+
+
+def refuse_to_lose(running: int, path: str) -> None:
+    """Raises where the response log in `path` has answers that still run."""
+    if running > 0:
+        raise InvalidArgument(
+            f"the response log in {path} has {running} answers that still run, and --torpor-response-log is off",
+            "start the server with --torpor-response-log on until they have ended, or give it another directory",
+        )
 
 
 async def wake(server, named: str) -> None:

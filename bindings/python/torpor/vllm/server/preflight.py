@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check before the engine starts: what a server would fail on after loading its model, it fails on at once.
+
+It raises for the port, the key file and the directory: its owner and mode, whether it can be written, its lock. It
+says in one line what the server will do. Damage of a checkpoint, or another key, is told of only: the start decides
+about that (--torpor-on-wake-error), and /torpor/ready has it then. Nothing is held when the check is over.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from argparse import Namespace
+
+from vllm.logger import init_logger
+
+from torpor import _core
+from torpor.errors import Busy, Damaged, Error, Incompatible, InvalidArgument, NotFound, Unauthenticated
+from torpor.vllm.options import Options
+from torpor.vllm.server import unlogged
+from torpor.vllm.server.access import Access, client_keys
+from torpor.vllm.server.settings import Settings
+
+logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
+
+# What is in a file, not whether it may be used: the start has an option for that.
+_OF_CONTENT = (Damaged, Incompatible, Unauthenticated)
+
+
+def check(args: Namespace, options: Options, settings: Settings) -> None:
+    """Raises what would end the start, and logs what the server will do."""
+    _check_port(args)
+    keys = _keys(args, settings)
+    if options.encrypt and not options.key_file:
+        raise InvalidArgument("encrypt without key_file", "name a file with a key: --torpor-key-file")
+    if not options.checkpoint_dir:
+        logger.warning(
+            "torpor: no --torpor-checkpoint-dir: nothing outlives this process, and SIGTERM ends the streams of "
+            "clients; %s", keys,
+        )  # fmt: skip
+        return
+    answers = _answers(options, settings)
+    found = _checkpoint(options, settings)
+    logger.info(
+        "torpor: directory %s: %s, %s; %s; %s; %s",
+        options.checkpoint_dir, found, answers, _sealing(options), keys, _drain(settings),
+    )  # fmt: skip
+
+
+def _check_port(args: Namespace) -> None:
+    if getattr(args, "uds", None):
+        return
+    host, port = args.host or "", args.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM's
+        try:
+            trial.bind((host, port))
+        except OSError as problem:
+            if problem.errno == errno.EADDRINUSE:
+                raise Busy(f"port {port} is in use", "end what listens there, or choose another --port") from None
+            where = f"{host}:{port}" if host else f"port {port}"
+            raise InvalidArgument(f"cannot listen on {where}: {problem.strerror}", "see --host and --port") from None
+
+
+def _keys(args: Namespace, settings: Settings) -> str:
+    clients, admin = client_keys(args), settings.admin()
+    if clients and admin:
+        Access.of(args, settings)  # raises if they are the same
+        return "keys of clients and of the admin"
+    return "keys of clients" if clients else "key of the admin" if admin else "no keys"
+
+
+def _answers(options: Options, settings: Settings) -> str:
+    """What runs by the response log. Makes the directory, and takes its lock for a moment."""
+    directory = os.path.join(options.checkpoint_dir, "answers")
+    discard = settings.on_wake_error == "discard"
+    log = {
+        "directory": directory, "engine": {}, "key_file": options.key_file, "encrypt": options.encrypt,
+        "other_engine": "set_aside" if discard else "take_up",  # which engine this is, is not known yet
+    }  # fmt: skip
+    try:
+        running = _core.DeliveryLog.count_running(log)
+    except _OF_CONTENT as problem:
+        _tell("the response log", problem, settings)
+        return "a response log that cannot be used"
+    if settings.response_log == "off":
+        unlogged.refuse_to_lose(running, directory)
+        return "no response log"
+    return f"{running} running answers in the response log"
+
+
+def _checkpoint(options: Options, settings: Settings) -> str:
+    """Which one the start will wake."""
+    try:
+        where = settings.wake_from
+        if not where:
+            checkpoints = _core.list_checkpoints(options.checkpoint_dir, options.key_file)
+            if not checkpoints:
+                return f"no checkpoint there, {settings.object_store}" if settings.object_store else "no checkpoint"
+            where = checkpoints[-1]["path"]
+        requests = _core.read_checkpoint(where, options.key_file).to_dict()["scheduler"]["requests"]
+    except (*_OF_CONTENT, NotFound) as problem:
+        _tell("the checkpoint", problem, settings)
+        return "a checkpoint that cannot be used"
+    return f"checkpoint {where} with {len(requests)} requests"
+
+
+def _tell(what: str, problem: Error, settings: Settings) -> None:
+    then = {
+        "fail": "the server will not be ready",
+        "recompute": "requests will be computed again",
+        "discard": "the server will go on without",
+    }[settings.on_wake_error]
+    logger.error("torpor: %s cannot be used, so %s: %s", what, then, problem)
+
+
+def _sealing(options: Options) -> str:
+    if not options.key_file:
+        return "not sealed"
+    return f"{'encrypted' if options.encrypt else 'sealed'} with {options.key_file}"
+
+
+def _drain(settings: Settings) -> str:
+    if settings.on_sigterm == "checkpoint":
+        return f"on SIGTERM a checkpoint within {settings.sigterm_seconds:g} s"
+    again = "running answers are computed again" if settings.response_log == "on" else "running requests are lost"
+    return f"on SIGTERM no checkpoint: {again}"
