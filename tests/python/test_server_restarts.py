@@ -2,6 +2,7 @@
 """Clients of a server that sleeps, is drained, is killed and comes back: each gets its whole answer, once."""
 
 import asyncio
+import os
 import random
 import shutil
 import tempfile
@@ -259,6 +260,37 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
         await asyncio.gather(*tasks)
         await whole_and_once(client, readings)
         assert [reading.text for reading in readings] == [reading.text for reading in expected]
+
+    run(server, scene)
+
+
+def mounted(volume: Path) -> None:
+    """As kubelet leaves the volume of a pod that has an fsGroup, at each mount."""
+    for path in (volume, *volume.rglob("*")):
+        os.chown(path, -1, os.getegid())
+        path.chmod(path.stat().st_mode | (0o2770 if path.is_dir() else 0o660))
+
+
+def test_a_volume_that_was_given_to_the_group_of_the_pod_goes_on(server, folder):
+    """Answers, their tenants and the checkpoint are found."""
+
+    async def scene(client):
+        expected, reading = Reading("g-expected"), Reading("g")
+        await client.chat(expected, prompt(1), **sampling(1, 400))
+        task = asyncio.create_task(client.chat(reading, prompt(1), **sampling(1, 400)))
+        while not reading.text:
+            await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(server.terminate) == 0
+        assert reading.finish_reason is None
+        for _ in range(2):
+            mounted(folder / "torpor")
+        server.start()
+        await asyncio.to_thread(server.wait_until_ready)
+        await task
+        assert reading.text == expected.text and reading.taken_up_at
+        await whole_and_once(client, [reading, expected])
+        line = server.log.read_text().split("torpor: directory ")[-1].splitlines()[0]
+        assert "g-0" in line and " with 1 request, 1 running answer in the response log" in line
 
     run(server, scene)
 

@@ -40,8 +40,8 @@ def check(args: Namespace, options: Options, settings: Settings) -> None:
             "clients; %s", keys,
         )  # fmt: skip
         return
-    answers = _answers(options, settings)
-    found = _checkpoint(options, settings)
+    answers = _answers(options.checkpoint_dir, options, settings)
+    found = _checkpoint(options.checkpoint_dir, options, settings)
     logger.info(
         "torpor: directory %s: %s, %s; %s; %s; %s",
         options.checkpoint_dir, found, answers, _sealing(options), keys, _drain(settings),
@@ -71,12 +71,12 @@ def _keys(args: Namespace, settings: Settings) -> str:
     return "keys of clients" if clients else "key of the admin" if admin else "no keys"
 
 
-def _answers(options: Options, settings: Settings) -> str:
+def _answers(directory: str, options: Options, settings: Settings) -> str:
     """What runs by the response log. Makes the directory, and takes its lock for a moment."""
-    directory = os.path.join(options.checkpoint_dir, "answers")
+    folder = os.path.join(directory, "answers")
     discard = settings.on_wake_error == "discard"
-    log = {
-        "directory": directory, "engine": {}, "key_file": options.key_file, "encrypt": options.encrypt,
+    log: dict = {
+        "directory": folder, "engine": {}, "key_file": options.key_file, "encrypt": options.encrypt,
         "other_engine": "set_aside" if discard else "take_up",  # which engine this is, is not known yet
     }  # fmt: skip
     try:
@@ -85,25 +85,30 @@ def _answers(options: Options, settings: Settings) -> str:
         _tell("the response log", problem, settings)
         return "a response log that cannot be used"
     if settings.response_log == "off":
-        unlogged.refuse_to_lose(running, directory)
+        unlogged.refuse_to_lose(running, folder)
         return "no response log"
-    return f"{running} running answers in the response log"
+    return f"{_counted(running, 'running answer')} in the response log"
 
 
-def _checkpoint(options: Options, settings: Settings) -> str:
+def _checkpoint(directory: str, options: Options, settings: Settings) -> str:
     """Which one the start will wake."""
     try:
         where = settings.wake_from
         if not where:
-            checkpoints = _core.list_checkpoints(options.checkpoint_dir, options.key_file)
+            checkpoints = _core.list_checkpoints(directory, options.key_file)
             if not checkpoints:
-                return f"no checkpoint there, {settings.object_store}" if settings.object_store else "no checkpoint"
+                store = settings.object_store
+                return f"no checkpoint but what {store} may have" if store else "no checkpoint"
             where = checkpoints[-1]["path"]
         requests = _core.read_checkpoint(where, options.key_file).to_dict()["scheduler"]["requests"]
     except (*_OF_CONTENT, NotFound) as problem:
         _tell("the checkpoint", problem, settings)
         return "a checkpoint that cannot be used"
-    return f"checkpoint {where} with {len(requests)} requests"
+    return f"checkpoint {where} with {_counted(len(requests), 'request')}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _tell(what: str, problem: Error, settings: Settings) -> None:
