@@ -3,6 +3,7 @@
 #include "base/progress_file.h"
 #include "engine/phases.h"
 #include "tests/engine/sleep_failure.h"
+#include "tests/support/sanitizers.h"
 
 namespace torpor {
 namespace {
@@ -64,7 +65,7 @@ TEST_F(WatchedSleep, TellsItsPhasesAndAllBytesOfAllRanks) {
 TEST_F(WatchedSleep, CancelledAnywhereItIsUndoneAndNothingIsDiscarded) {
   int undone = 0;
   for (const bool disk : {false, true}) {
-    for (int n = 1, left = 0; left <= 0; ++n) {
+    for (int n = 1, left = 0; left <= 0; n += test::next_case()) {
       SleepingEngine slept = make(options_);
       begin(slept.engine);
       cancel_at(slept, n, watch(), left);
@@ -81,13 +82,13 @@ TEST_F(WatchedSleep, CancelledAnywhereItIsUndoneAndNothingIsDiscarded) {
       boost::filesystem::remove_all(temporary_ / "g-000001");
     }
   }
-  EXPECT_GT(undone, 10);
+  EXPECT_GT(undone * test::next_case(), 10);
 }
 
 TEST_F(WatchedSleep, ACancelledWakeStaysAsleepAndCanBeWokenAgain) {
   int undone = 0;
   for (const bool disk : {false, true}) {
-    for (int n = 1, left = 0; left <= 0; ++n) {
+    for (int n = 1, left = 0; left <= 0; n += test::next_case()) {
       SleepingEngine slept = make(options_);
       begin(slept.engine);
       ASSERT_SUCCEEDS(slept.controller.sleep(disk ? to_disk() : to_host()));
@@ -103,7 +104,7 @@ TEST_F(WatchedSleep, ACancelledWakeStaysAsleepAndCanBeWokenAgain) {
       boost::filesystem::remove_all(temporary_ / "g-000001");
     }
   }
-  EXPECT_GT(undone, 3);
+  EXPECT_GT(undone * test::next_case(), 3);
 }
 
 TEST_F(WatchedSleep, ACancelledWakeOfANewProcessDiscardsNothing) {

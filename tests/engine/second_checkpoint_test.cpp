@@ -5,6 +5,7 @@
 
 #include "checkpoint/verify.h"
 #include "tests/engine/sleep_failure.h"
+#include "tests/support/sanitizers.h"
 
 namespace torpor {
 namespace {
@@ -266,7 +267,7 @@ TEST_F(SecondCheckpoint, I7WhereverAFileFailsTheNextOneIsWhole) {
   begin(slept.engine, 3);
   ASSERT_SUCCEEDS(slept.controller.sleep(to_disk()));
   int failures = 0;
-  for (uint64_t n = 1; n < 400; n += 7) {
+  for (uint64_t n = 1; n < 400; n += 7 * test::next_case()) {
     SCOPED_TRACE(n);
     ASSERT_SUCCEEDS(slept.controller.wake_up({}));
     if (n % 4 == 1) slept.engine.step();
@@ -283,7 +284,7 @@ TEST_F(SecondCheckpoint, I7WhereverAFileFailsTheNextOneIsWhole) {
     if (n % 4 == 1) expect_to_wake(third.checkpoint, slept.engine, options, expected);
     if (!fired) break;
   }
-  EXPECT_GT(failures, 10);
+  EXPECT_GT(failures * test::next_case(), 10);
 }
 
 TEST_F(SecondCheckpoint, WhatBecameOfTheOneBeforeIsNoticed) {

@@ -225,7 +225,8 @@ def test_two_ranks_find_what_both_have_after_a_sleep_and_in_a_new_engine(zygote,
 @long_on_rig
 @pytest.mark.rig
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["windows", pytest.param("chunks", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["windows", "chunks"])
+@pytest.mark.long
 def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygote, tmp_path):
     model = MODELS[kind](tmp_path / "model")
 

@@ -351,6 +351,7 @@ def contract(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.long
 def test_the_command_says_what_changed(tmp_path):
     done = contract(PACKAGE)
     assert (done.returncode, done.stdout.count("\n")) == (0, 1) and "0 differences" in done.stdout, done

@@ -64,9 +64,8 @@ def test_tables_and_prefixes_of_all_groups_survive(kind, zygote, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(rig.active(), reason="preempted requests there: the test above")
-@pytest.mark.parametrize(
-    ("kind", "blocks"), [pytest.param("windows", 44, marks=pytest.mark.long), ("convolutions", 34)]
-)
+@pytest.mark.parametrize(("kind", "blocks"), [("windows", 44), ("convolutions", 34)])
+@pytest.mark.long
 def test_so_few_blocks_that_requests_of_all_groups_are_preempted(kind, blocks, zygote, tmp_path):
     model = MODELS[kind](tmp_path / "model")
     options = json.dumps({"num_gpu_blocks_override": blocks, "max_model_len": 704})

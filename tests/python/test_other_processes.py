@@ -213,6 +213,7 @@ def _ranks_told(report, processes: list[dict]) -> None:
 @pytest.mark.slow
 @pytest.mark.rig
 @long_on_rig
+@pytest.mark.long
 def test_streaming_readers_stay_connected_over_a_sleep_and_take_up_their_answers_after_a_restart(
     in_other_processes, zygote, tiny_model, tmp_path
 ):  # fmt: skip

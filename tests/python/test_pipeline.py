@@ -18,6 +18,7 @@ DEPTH = 3 if rig.active() else 2  # batches at most, and one less between steps
 @pytest.mark.slow
 @pytest.mark.rig
 @long_on_rig
+@pytest.mark.long
 def test_two_stages_sleep_and_a_new_process_goes_on(zygote, tiny_model, tmp_path):
     def process(what, values):
         words = [HERE / "pipeline_process.py", what, tiny_model, tmp_path / "store", json.dumps(values)]

@@ -70,6 +70,7 @@ def test_what_stands_in_for_kernels_does_what_they_do(in_process):
     assert log_probabilities < 1e-5 and ranks == 0
 
 
+@pytest.mark.long
 def test_kernels_over_numpy_leave_what_the_interpreter_leaves(on_rig, in_process):
     result = on_rig("both-ways")
     assert result["runs"] == in_process["runs"][:1] and result["by_grammar"] == in_process["by_grammar"]

@@ -192,6 +192,7 @@ def test_clients_are_told_what_they_can_do_when_the_server_ends(monkeypatch, log
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_requests_go_on_over_sleeps_and_a_restart_and_nothing_is_recorded(tiny_model, tmp_path):
     directory = tmp_path / "torpor"
     server = make_server(tiny_model, directory, "--torpor-response-log", "off", "--max-num-seqs", "16")

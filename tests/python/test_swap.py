@@ -45,6 +45,7 @@ def while_stopped(pid: int):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_engines_take_turns_and_each_request_has_its_tokens(
     in_other_processes, zygote, tiny_model, tmp_path  # noqa: F811
 ):  # fmt: skip
