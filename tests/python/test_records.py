@@ -270,9 +270,10 @@ def test_failures_of_the_log_are_a_counter():
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = Metrics("model", registry)
     metrics.log_failures.inc()
-    assert registry.get_sample_value("torpor_response_log_failures_total") == 1
+    labels = {"model_name": "model", "engine": "0"}
+    assert registry.get_sample_value("torpor_response_log_failures_total", labels) == 1
 
 
 def test_a_failed_write_is_counted(tokenizer, caplog):

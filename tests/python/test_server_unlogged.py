@@ -219,7 +219,7 @@ def test_requests_go_on_over_sleeps_and_a_restart_and_nothing_is_recorded(tiny_m
             log = server.log.read_text()
             assert "1 requests go on, without clients (--torpor-response-log off)" in log
             metrics = (await client.http.get("/metrics")).text
-            assert "torpor_requests_restored_total 1.0" in metrics
+            assert 'torpor_start_requests{engine="0",model_name="model",result="restored"} 1.0' in metrics
         finally:
             await client.close()
 
