@@ -65,7 +65,7 @@ class Watched:
         app, server = build(self._monkeypatch, COMPLETIONS, engine=engine, **settings)
         server.app = app
         server.tokens = Counter(
-            "vllm:generation_tokens", "Of vLLM.", ["model_name", "engine"], registry=app.state.registry
+            "vllm:generation_tokens", "Of vLLM.", ["model_name", "engine"], registry=server.metrics.registry
         ).labels("model", "0")
         self._servers[address] = server
         return server
@@ -83,7 +83,7 @@ class Watched:
             each()
             seen = {}
             for address, server in self._servers.items():
-                for family in server.app_state.registry.collect():
+                for family in server.metrics.registry.collect():
                     for sample in family.samples:
                         if not sample.name.endswith(("_created", "_bucket")):
                             labels = sample.labels | {"instance": address, "job": "torpor"}

@@ -133,11 +133,10 @@ def build(monkeypatch, routes: list[tuple[str, str]], *words: str, engine: Engin
     from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
 
     monkeypatch.setattr(plugins, "load_endpoint_plugins", lambda tasks: [ServerPlugin()])
-    registry = CollectorRegistry()
-    monkeypatch.setattr(life, "Metrics", lambda model: metrics.Metrics(model, registry))
+    monkeypatch.setattr(life, "Metrics", lambda model: metrics.Metrics(model, CollectorRegistry()))
     monkeypatch.setattr(life, "holds_memory_of", lambda config: True)
     app = FastAPI()
-    app.state.args, app.state.registry = arguments(*words), registry
+    app.state.args = arguments(*words)
     app.root_path = app.state.args.root_path
     for method, path in routes:
         add_echo(app, method, path)
@@ -169,12 +168,12 @@ OF_ENGINE = {"model_name": "model", "engine": "0"}  # the labels of all metrics 
 
 def metric(server, name: str, **labels: str) -> float | None:
     """None: there is no such series."""
-    return server.app_state.registry.get_sample_value(name, OF_ENGINE | labels)
+    return server.metrics.registry.get_sample_value(name, OF_ENGINE | labels)
 
 
 def metrics_by(server, name: str, label: str) -> dict[str, float]:
     """The values of a metric with one label of its own."""
-    samples = [sample for family in server.app_state.registry.collect() for sample in family.samples]
+    samples = [sample for family in server.metrics.registry.collect() for sample in family.samples]
     return {sample.labels[label]: sample.value for sample in samples if sample.name == name}
 
 

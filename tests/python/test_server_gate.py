@@ -247,6 +247,8 @@ def test_a_client_that_goes_gives_its_place_in_the_queue_back(monkeypatch):
 
 def test_a_large_request_is_not_kept_without_bound_while_it_waits(monkeypatch):
     async def scene():
+        from starlette.datastructures import Headers
+        from torpor.vllm.server.event_stream import EventStream
         from torpor.vllm.server.gate import _MOST_KEPT_BYTES, _Held
 
         _, server = build(monkeypatch, [])
@@ -259,7 +261,8 @@ def test_a_large_request_is_not_kept_without_bound_while_it_waits(monkeypatch):
             taken += 1 << 16
             return {"type": "http.request", "body": b"l" * (1 << 16), "more_body": True}
 
-        held = _Held(receive, True)
+        scope = {"type": "http", "path": "/v1/completions"}
+        held = _Held(receive, EventStream(server, "/v1/completions", None, 1), scope, Headers())
         waiting = asyncio.create_task(held.until_let_in(server))
         for _ in range(1000):
             await asyncio.sleep(0)

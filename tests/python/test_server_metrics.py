@@ -70,7 +70,7 @@ def test_counters_and_histograms_get_no_series_that_they_do_not_begin_with(monke
     def series(server):
         return {
             (sample.name, *sorted(sample.labels.items())): sample.value
-            for family in server.app_state.registry.collect()
+            for family in server.metrics.registry.collect()
             if family.type in ("counter", "histogram")
             for sample in family.samples
             if not sample.name.endswith("_created")

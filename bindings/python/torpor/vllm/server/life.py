@@ -84,6 +84,10 @@ class Server:
         moved.set()
         self._automatic.entered(state)
 
+    async def changed(self) -> None:
+        """Returns at the next change of the state."""
+        await self._moved.wait()
+
     # --- the start ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:

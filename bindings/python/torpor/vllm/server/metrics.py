@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import product
 
 import vllm
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from torpor import _core
 from torpor.vllm.server.tasks import TASKS
@@ -36,13 +36,14 @@ _PARTS = {"engine": "physical_bytes", "host": "backup_host_bytes", "disk": "back
 class _Of:
     """Makes the metrics of one engine, each with the labels of the engine before its own."""
 
-    def __init__(self, model: str, registry):
+    def __init__(self, model: str, registry: CollectorRegistry):
         self._labels = {"model_name": model, "engine": "0"}
-        self._where = {} if registry is None else {"registry": registry}
+        self._registry = registry
 
     def __call__(self, kind, name: str, text: str, labels: tuple[str, ...] = (), values=((),), **more) -> _Series:
         """`values`: those of `labels` whose series begin with 0."""
-        made = _Series(kind(name, text, (*self._labels, *labels), **more, **self._where), tuple(self._labels.values()))
+        metric = kind(name, text, (*self._labels, *labels), registry=self._registry, **more)
+        made = _Series(metric, tuple(self._labels.values()))
         for each in values:
             made.labels(*each)
         return made
@@ -61,8 +62,9 @@ class _Series:
 
 
 class Metrics:
-    def __init__(self, model: str, registry=None):
-        """Of the engine that serves `model`; in prometheus_client's own registry, or in another one."""
+    def __init__(self, model: str, registry: CollectorRegistry = REGISTRY):
+        """Of the engine that serves `model`."""
+        self.registry = registry
         of = _Of(model, registry)
         versions = (_core.__version__, vllm.__version__)
         of(

@@ -28,6 +28,7 @@ from torpor.vllm.server import front, swapping
 from torpor.vllm.server.front import summary
 from torpor.vllm.server.life import Server
 from torpor.vllm.server.recorder import RESPONSE_ID_STARTS
+from torpor.vllm.server.strict import StrictRoute, as_vllm_has_it, takes_body
 from torpor.vllm.weight_updates import kv_option
 
 sleep_mode_operation_metrics = lookup("vllm.entrypoints.serve.dev.sleep.metrics", "sleep_mode_operation_metrics")
@@ -51,7 +52,7 @@ def recorded(operation: str):
 
 def routes() -> APIRouter:
     """Who may call them is decided by the Gate, from route_table.py."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictRoute)
 
     def server(request: Request) -> Server:
         return request.app.state.torpor
@@ -105,10 +106,12 @@ def routes() -> APIRouter:
         return await answered(call, raw_request)
 
     @router.get("/is_sleeping")
+    @as_vllm_has_it
     async def is_sleeping(raw_request: Request) -> JSONResponse:
         return JSONResponse({"is_sleeping": server(raw_request).state != "awake"})
 
     @router.get("/health")
+    @as_vllm_has_it
     async def health(raw_request: Request) -> Response:
         """Whether the process is worth keeping: also asleep, and where a new one would meet the same problem."""
         life = server(raw_request)
@@ -157,6 +160,7 @@ def routes() -> APIRouter:
         return Response(*_page())
 
     @router.post("/torpor/console/{method}")
+    @takes_body
     async def console(raw_request: Request, method: str) -> Response:
         """A call of docs/console.md. What it stops stays for its lease: each call is a connection of its own."""
         try:
