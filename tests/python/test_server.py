@@ -373,6 +373,27 @@ def test_the_bad_is_refused_by_name_and_nothing_happens(server):
     played(server, scene)
 
 
+def test_a_text_that_begins_with_its_prompt_is_taken_up_where_its_client_is(server):
+    async def scene(client):
+        prompt = "Once upon a time in a länd far away"
+        body = {"model": "model", "prompt": [prompt, "Two"], "max_tokens": 40, "temperature": 0, "echo": True}
+        answer = await client.http.post("/v1/completions", json=body, headers={"X-Request-Id": "echoed"})
+        wholes = [choice["text"] for choice in answer.json()["choices"]]
+        assert wholes[0].startswith(prompt) and wholes[1].startswith("Two") and min(map(len, wholes)) > 10
+        for has in ((0, 0), (4, 1), (len(prompt), 3), (len(prompt) + 5, 6), (len(wholes[0]) - 1, len(wholes[1]))):
+            stream = await client.http.get(f"/torpor/requests/echoed/stream?from_text={has[0]},{has[1]}")
+            texts = [whole[:count] for whole, count in zip(wholes, has, strict=True)]
+            for line in stream.text.splitlines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"]
+                    texts[choice["index"]] += choice["text"]
+            assert texts == wholes, has
+        beyond = await client.http.get(f"/torpor/requests/echoed/stream?from_text={len(wholes[0]) + 1},0")
+        assert beyond.status_code == 400
+
+    played(server, scene)
+
+
 async def told(client, path, **params) -> tuple[dict, dict]:
     """The report of an operation that is asked for events, and the last progress before it."""
     answer = await client.admin.post(path, params=params, headers={"Accept": "text/event-stream"})

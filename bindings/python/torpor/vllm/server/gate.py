@@ -14,7 +14,7 @@ from torpor.vllm.server import event_stream
 from torpor.vllm.server.access import Access
 from torpor.vllm.server.event_stream import EventStream, asks_for_events
 from torpor.vllm.server.life import let_in
-from torpor.vllm.server.recorder import call_of_client, new_call, tenant_of_call
+from torpor.vllm.server.recorder import Echo, call_of_client, echo_of_call, new_call, tenant_of_call
 from torpor.vllm.server.route_table import UNKNOWN, Asleep, Rule, Who, rule_of
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
@@ -37,6 +37,10 @@ class Gate:
             tenant_of_call.set(server.tenant(headers))
             call_of_client.set(new_call())
             refusal = self.access.refusal(rule.who, headers)
+            if scope["type"] == "http" and get_route_path(scope) == "/v1/completions":
+                echo = Echo(receive)
+                receive = echo.receive
+                echo_of_call.set(echo)
             if refusal is None and rule.who is Who.CLIENT and scope["type"] == "http":
                 seconds = getattr(scope["app"].state.args, "sse_keep_alive_interval", 0) or event_stream.SECONDS
                 send = EventStream(server, get_route_path(scope), send, seconds)

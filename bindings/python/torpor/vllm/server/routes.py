@@ -246,11 +246,14 @@ def routes() -> APIRouter:
             if from_tokens is not None and from_text is not None:
                 raise InvalidArgument("both from and from_text are given", "give one of them")
             starts = numbers(given, len(ids))
+            before = [""] * len(ids)
+            if from_text is not None:
+                before, starts = behind_echo(life, ids, starts)
             for each, start in zip(ids, starts, strict=True):  # refused before the stream begins
                 life.log.answers.part(each, *((start, 0) if from_text is None else (0, start)))
         except Error as problem:
             return refused(problem)
-        return StreamingResponse(_events(life, ids, starts, from_text is not None), media_type=_EVENT_STREAM)
+        return StreamingResponse(_events(life, ids, starts, from_text is not None, before), media_type=_EVENT_STREAM)
 
     @router.get("/torpor/requests/{response:path}")
     async def answer(raw_request: Request, response: str) -> Response:
@@ -331,8 +334,20 @@ def numbers(text: str, count: int) -> list[int]:
     return [int(part) for part in parts] * (count if len(parts) == 1 else 1)
 
 
-async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool) -> AsyncIterator[str]:
-    """Chunks as vLLM sends them, with their token ids; the id of an event is the `from` that goes on behind it."""
+def behind_echo(life: Server, ids: list[str], starts: list[int]) -> tuple[list[str], list[int]]:
+    """Where a reader has so many characters of each answer, and the prompt was given before it (echo): what is missing
+    of the prompt, and how many characters of the answer itself the reader has."""
+    echoes = [(life.log.answers.get(each) or {}).get("front", {}).get("echo", "") for each in ids]
+    missing = [echo[start:] for echo, start in zip(echoes, starts, strict=True)]
+    return missing, [max(0, start - len(echo)) for echo, start in zip(echoes, starts, strict=True)]
+
+
+async def _events(
+    life: Server, ids: list[str], starts: list[int], by_text: bool, before: list[str]
+) -> AsyncIterator[str]:
+    """Chunks as vLLM sends them, with their token ids; the id of an event is the `from` that goes on behind it. The
+    first text of each choice stands behind its `before`."""
+    before = list(before)
     response = life.log.answers.get(ids[0])["response"]
     chat = response.startswith("chatcmpl-")
     head = {
@@ -351,6 +366,7 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index, part = waits.pop(task), task.result()
+                text, before[index] = before[index] + part["text"], ""
                 ends[index] = part["tokens_end"]
                 ended = part["state"] != "running"
                 choice = {
@@ -359,7 +375,7 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
                     "finish_reason": part["finish_reason"] or None,
                     "stop_reason": part["stop_reason"],
                 }
-                choice |= {"delta": {"content": part["text"]}} if chat else {"text": part["text"]}
+                choice |= {"delta": {"content": text}} if chat else {"text": text}
                 yield f"id: {','.join(map(str, ends))}\ndata: {json.dumps(head | {'choices': [choice]})}\n\n"
                 if not ended:
                     waits[asyncio.create_task(life.log.more(ids[index], part["tokens_end"]))] = index
