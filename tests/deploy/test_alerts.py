@@ -21,10 +21,10 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 sys.path.insert(0, str(ROOT / "tests/python"))
 
-from server_stubs import Engine, build, client, no_settings, run, started  # noqa: E402, F401
-from torpor.errors import FileError, Incompatible, NotEnoughRoom  # noqa: E402
-from torpor.vllm.server import life  # noqa: E402
-from torpor.vllm.server.metrics import Metrics  # noqa: E402
+from server_stubs import Engine, build, client, no_settings, run, started  # noqa: F401
+from torpor.errors import FileError, Incompatible, NotEnoughRoom
+from torpor.vllm.server import life
+from torpor.vllm.server.metrics import Metrics
 
 RULES = CHART / "files/alerts.yaml"
 COMPLETIONS = [("POST", "/v1/completions")]
@@ -293,9 +293,7 @@ async def those_who_wait_and_those_who_are_refused(watched):
         for _ in range(7):
             assert (await refused.post("/v1/completions")).status_code == 503
             watched.scrape()
-        watched.firing(
-            "TorporRequestsWait", "4 requests have waited for a to wake for 5 minutes", instance="a", **of
-        )
+        watched.firing("TorporRequestsWait", "4 requests have waited for a to wake for 5 minutes", instance="a", **of)
         watched.firing("TorporRequestsRefused", "b answers requests with 503", instance="b", **of)
         await waits.wake_up()
         await asyncio.gather(*waiting)

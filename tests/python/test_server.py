@@ -454,14 +454,14 @@ def test_metrics_tell_what_happened(server):
         assert awake["torpor_response_log_bytes", of()] > 0
         assert awake["torpor_start_requests", of(result="failed")] == 0
         assert awake["torpor_queue_seconds_count", of()] >= 0
-        # The alerts are tried on what the class itself exports (tests/deploy): a server exports that, and what it knows.
+        # The alerts are tried on what the class exports (tests/deploy): a server exports that, and what it knows.
         registry = CollectorRegistry()
         Metrics("model", registry)
         begins_with = samples(generate_latest(registry).decode()).keys()
         own = {series for series in awake if series[0].startswith("torpor_")}
         assert begins_with <= own and {name for name, _ in own - begins_with} <= {
-            "torpor_tag_bytes", "torpor_start_timestamp_seconds", "torpor_response_log_bytes", "torpor_checkpoint_bytes",
-            "torpor_checkpoint_timestamp_seconds",
+            "torpor_tag_bytes", "torpor_start_timestamp_seconds", "torpor_response_log_bytes",
+            "torpor_checkpoint_bytes", "torpor_checkpoint_timestamp_seconds",
         }  # fmt: skip
 
     played(server, scene)

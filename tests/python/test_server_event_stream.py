@@ -21,9 +21,7 @@ class Caller:
         body = json.dumps(content).encode()
         at = len(body) // pieces
         parts = [body[:at], body[at:]] if pieces == 2 else [body]
-        self._parts = [
-            {"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts
-        ]
+        self._parts = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
         named = {"content-type": "application/json"} | (headers or {})
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
         scope["headers"] = [(name.encode(), value.encode()) for name, value in named.items()]

@@ -54,7 +54,9 @@ def test_an_unknown_parameter_is_refused_with_the_nearest_one(monkeypatch, tmp_p
     answer, calls = asked(monkeypatch, tmp_path, method, address(path), params={wrong: "2"})
     assert answer.status_code == 400 and calls == []
     error = answer.json()["error"]
-    assert error["code"] == "invalid_argument" and error["what"] == f"{method} {address(path)} has no parameter {wrong!r}"
+    assert (
+        error["code"] == "invalid_argument" and error["what"] == f"{method} {address(path)} has no parameter {wrong!r}"
+    )
     assert error["next_step"].startswith(f"did you mean {meant}? It has " if meant else "It has none")
 
 

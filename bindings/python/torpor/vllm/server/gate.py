@@ -141,7 +141,6 @@ class _Held:
         finally:
             entering.cancel()
 
-
     async def _begin_events(self, events: EventStream) -> None:
         """Where its whole body asks for a stream, its client gets status and headers while it waits."""
         body = b"".join(message.get("body", b"") for message in self._kept)

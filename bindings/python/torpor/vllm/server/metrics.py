@@ -78,7 +78,7 @@ class Metrics:
             Counter,
             "torpor_operations",
             "Sleeps, wakes and checkpoints, by the tier that a sleep or a checkpoint writes to and a wake reads from, "
-            "and by outcome: ok or error. A call that changes nothing, as a sleep of an engine that is asleep, is none.",
+            "and by outcome: ok or error. A call that changes nothing, as a sleep of an engine that sleeps, is none.",
             ("operation", "tier", "outcome"),
             [(*each, outcome) for each, outcome in product(OPERATIONS, ("ok", "error"))],
         )

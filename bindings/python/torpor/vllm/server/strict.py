@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from torpor.errors import InvalidArgument
 
 _MOST_BYTES = 4096  # of a body that is read to say what is wrong with it
+_TAKES_BODY, _TAKES_ANYTHING = "torpor_takes_body", "torpor_takes_anything"  # set on endpoints
 _SIMILAR = 0.5  # of 1: a name that is less so is not what the caller meant
 
 Endpoint = TypeVar("Endpoint", bound=Callable)
@@ -25,20 +26,20 @@ Endpoint = TypeVar("Endpoint", bound=Callable)
 
 def takes_body(endpoint: Endpoint) -> Endpoint:
     """Mark a route that reads its body, and says itself what is wrong with it."""
-    endpoint.takes_body = True
+    setattr(endpoint, _TAKES_BODY, True)
     return endpoint
 
 
 def as_vllm_has_it(endpoint: Endpoint) -> Endpoint:
     """Mark a route of vLLM's that takes nothing and changes nothing: probes add what they like to it."""
-    endpoint.takes_anything = True
+    setattr(endpoint, _TAKES_ANYTHING, True)
     return endpoint
 
 
 class StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
-        if getattr(self.endpoint, "takes_anything", False):
+        if getattr(self.endpoint, _TAKES_ANYTHING, False):
             return handler
         known = [field.alias for field in self.dependant.query_params]
 
@@ -48,7 +49,7 @@ class StrictRoute(APIRoute):
                 for given in request.query_params:
                     if given not in known:
                         raise InvalidArgument(f"{name} has no parameter {given!r}", _known(given, known))
-                if not getattr(self.endpoint, "takes_body", False) and (body := await _body(request)):
+                if not getattr(self.endpoint, _TAKES_BODY, False) and (body := await _body(request)):
                     raise _of_body(name, request.url.path, body, known)
             except InvalidArgument as problem:
                 return JSONResponse({"error": problem.to_dict()}, 400)
