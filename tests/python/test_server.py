@@ -394,6 +394,34 @@ def test_a_text_that_begins_with_its_prompt_is_taken_up_where_its_client_is(serv
     played(server, scene)
 
 
+def test_a_stream_that_waits_for_a_wake_hears_of_the_sleep_at_once(server):
+    def text_of(lines: list[str]) -> str:
+        assert lines[-1] == "data: [DONE]"
+        return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {"))
+
+    async def scene(client):
+        body = {"model": "model", "prompt": "The sea", "max_tokens": 30, "temperature": 0, "stream": True}
+        awake = await client.http.post("/v1/completions", json=body)
+        expected = text_of([line for line in awake.text.splitlines() if line])
+        await client.post("/sleep")
+        async with client.http.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
+            lines = answer.aiter_lines()
+            assert await asyncio.wait_for(anext(lines), 10) == ": asleep"
+            assert (await client.http.get("/torpor/state")).json()["queued"] == 1
+            await client.post("/wake_up")
+            assert text_of([line async for line in lines if line]) == expected != ""
+        await client.post("/sleep")
+        unknown = asyncio.create_task(client.http.post("/v1/completions", json=body | {"model": "nobody"}))
+        while (await client.http.get("/torpor/state")).json()["queued"] == 0:
+            await asyncio.sleep(0.01)
+        await client.post("/wake_up")
+        refused = [line for line in (await unknown).text.splitlines() if line and line != ": asleep"]
+        assert json.loads(refused[0][6:])["error"]["code"] == 404 and refused[1:] == ["data: [DONE]"]
+
+    played(server, scene)
+
+
 async def told(client, path, **params) -> tuple[dict, dict]:
     """The report of an operation that is asked for events, and the last progress before it."""
     answer = await client.admin.post(path, params=params, headers={"Accept": "text/event-stream"})
