@@ -9,8 +9,20 @@ import httpx
 import pytest
 from conftest import IN_PROOF
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
-from servers import ALICE, BOB, Reading, begin, make_server, played, reloaded, sampling, until, until_sleeping
+from servers import (
+    ALICE,
+    BOB,
+    Reading,
+    begin,
+    make_server,
+    of,
+    played,
+    reloaded,
+    samples,
+    sampling,
+    until,
+    until_sleeping,
+)
 from serving import ADMIN_KEY
 from torpor.vllm.server.metrics import Metrics
 from trace_collector import Collector, attributes
@@ -449,17 +461,6 @@ def test_a_sleep_to_disk_reports_what_it_does_and_plans_tell_the_truth(server):
         assert reading.interruptions == 0 and reading.finish_reason == "length"
 
     played(server, scene)
-
-
-def samples(text: str) -> dict[tuple[str, frozenset], float]:
-    """By name and labels."""
-    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in found}
-
-
-def of(**labels: str) -> frozenset:
-    """The labels of a metric of the engine, beside its own."""
-    return frozenset(({"model_name": "model", "engine": "0"} | labels).items())
 
 
 def test_metrics_tell_what_happened(server):
