@@ -41,6 +41,7 @@ class Engine:
         self.alive, self.errored, self.paused = True, False, False
         self.tags = {"weights": "attached", "kv_cache": "attached"}
         self.state = "awake"
+        self.changes = True  # what its reports of sleeps and wakes say
         self.late = 0  # blocks that an early wake leaves to come, one with each look
         self.calls: list[tuple] = []
         self.torpor = SimpleNamespace(call=self._torpor)
@@ -74,7 +75,8 @@ class Engine:
         self.calls.append(("sleep", level, mode, options))
         self._fail()
         self.state, self.tags = "asleep", dict.fromkeys(self.tags, "detached")
-        return report(freed_bytes=1)
+        written = {"checkpoint": "g-000001", "checkpoint_bytes": 1} if options.get("to") == "disk" else {}
+        return report(freed_bytes=1, changed=self.changes, **(written if self.changes else {}))
 
     async def wake_up(self, tags=None, **options):
         self.calls.append(("wake_up", tags, options))
@@ -84,7 +86,7 @@ class Engine:
         self.tags |= dict.fromkeys(tags or self.tags, "attached")
         awake = set(self.tags.values()) == {"attached"}
         self.state = "awake" if awake else "asleep"
-        return report(fully_awake=awake, deferred_blocks=self.late if options.get("early") else 0)
+        return report(fully_awake=awake, changed=self.changes, deferred_blocks=self.late if options.get("early") else 0)
 
     def _fail(self):
         if self.fails_with is not None:
@@ -131,7 +133,7 @@ def build(monkeypatch, routes: list[tuple[str, str]], *words: str, engine: Engin
     from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
 
     monkeypatch.setattr(plugins, "load_endpoint_plugins", lambda tasks: [ServerPlugin()])
-    monkeypatch.setattr(life, "Metrics", lambda: metrics.Metrics(CollectorRegistry()))
+    monkeypatch.setattr(life, "Metrics", lambda model: metrics.Metrics(model, CollectorRegistry()))
     monkeypatch.setattr(life, "holds_memory_of", lambda config: True)
     app = FastAPI()
     app.state.args = arguments(*words)
@@ -159,6 +161,20 @@ def add_echo(app: FastAPI, method: str, path: str) -> None:
         app.mount(path, inner)
     else:
         app.add_api_route(path, lambda: {"reached": path}, methods=[method])
+
+
+OF_ENGINE = {"model_name": "model", "engine": "0"}  # the labels of all metrics of build()'s server
+
+
+def metric(server, name: str, **labels: str) -> float | None:
+    """None: there is no such series."""
+    return server.metrics.registry.get_sample_value(name, OF_ENGINE | labels)
+
+
+def metrics_by(server, name: str, label: str) -> dict[str, float]:
+    """The values of a metric with one label of its own."""
+    samples = [sample for family in server.metrics.registry.collect() for sample in family.samples]
+    return {sample.labels[label]: sample.value for sample in samples if sample.name == name}
 
 
 async def started(server) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
+from prometheus_client.parser import text_string_to_metric_families
 from s3_server import BUCKET, S3Server
 from serving import Client, Reading, Server, ServerEnded
 from zygote import shared
 
 __all__ = [
     "ALICE", "BOB", "BUCKET", "LATE_BY_HAND", "Client", "Reading", "S3Server", "Server", "ServerEnded", "begin",
-    "make_server", "played", "reloaded", "sampling", "until", "until_sleeping",
+    "make_server", "of", "played", "reloaded", "samples", "sampling", "start_requests", "until", "until_sleeping",
 ]  # fmt: skip
 
 LATE_BY_HAND = ("--worker-extension-cls", "late_by_hand.LateByHand")
@@ -40,6 +41,23 @@ def make_server(
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     own = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1", "PYTHONPATH": path} | (environment or {})
     return ForkedServer(model, directory, ["--dtype", dtype, *options], own, keys=(ALICE, BOB), name=name)
+
+
+def samples(metrics: str) -> dict[tuple[str, frozenset], float]:
+    """What /metrics has, by name and labels."""
+    found = [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]
+    return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in found}
+
+
+def of(**labels: str) -> frozenset:
+    """Labels of a metric, with those of the engine."""
+    return frozenset(({"model_name": "model", "engine": "0"} | labels).items())
+
+
+def start_requests(metrics: dict[tuple[str, frozenset], float]) -> dict[str, float]:
+    """Of samples(): what the start of the server found, but for what it did not find."""
+    found = [(dict(labels), count) for (name, labels), count in metrics.items() if name == "torpor_start_requests"]
+    return {labels["result"]: count for labels, count in found if count > 0}
 
 
 def sampling(number: int, max_tokens: int) -> dict:

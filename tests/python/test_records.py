@@ -25,7 +25,7 @@ from torpor.vllm import multimodal, plugin
 from torpor.vllm.scheduler_values import request_from_value, unrecordable
 from torpor.vllm.server.life import Server
 from torpor.vllm.server.metrics import Metrics
-from torpor.vllm.server.recorder import Recorder, call_of_client, new_call, tenant_of_call
+from torpor.vllm.server.recorder import Echo, Recorder, call_of_client, echo_of_call, new_call, tenant_of_call
 
 plugin.activate()  # as for an engine that asks
 
@@ -179,30 +179,36 @@ def test_every_field_of_vllms_requests_is_decided_upon():
     assert unrecordable(new_request()) == []
 
 
-def test_an_id_is_of_one_call_until_its_answer_has_failed(tokenizer):
+def test_an_id_is_of_one_call_until_its_answer_has_ended(tokenizer):
     scene = Scene(tokenizer)
-    first = new_request(1)
+    first, second, third, fourth = (new_request(number) for number in (1, 2, 3, 4))
     scene.add(first)
-    for state in ("is being given", "was given"):
-        with pytest.raises(
-            GracefulHTTPError, match=f"chatcmpl-r {state}.*/torpor/requests/chatcmpl-r/stream"
-        ) as refused:
-            scene.add(new_request(2))
-        assert refused.value.http_status == 409
-        assert scene.recorder.used_request_id("r") is not None and scene.recorder.used_request_id("other") is None
-        assert new_request(2).request_id not in scene.processor.request_states
-        if state == "is being given":
-            scene.give(first, 5, finish=FinishReason.STOP)
+    scene.give(first, 4)
+    told = "chatcmpl-r is being given.*/torpor/requests/chatcmpl-r/stream"
+    with pytest.raises(GracefulHTTPError, match=told) as refused:
+        scene.add(second)
+    assert refused.value.http_status == 409
+    assert scene.recorder.used_request_id("r") is not None and scene.recorder.used_request_id("other") is None
+    assert second.request_id not in scene.processor.request_states
     tenant_of_call.set("another tenant")
     assert scene.recorder.used_request_id("r") is None
     tenant_of_call.set("")
 
-    aborted = new_request(3, "chatcmpl-again")
-    scene.add(aborted)
-    scene.processor.abort_requests([aborted.request_id], internal=True)
-    again = new_request(4, "chatcmpl-again")
-    scene.add(again)
-    assert scene.answers.find("chatcmpl-again", "") == [again.request_id]
+    scene.give(first, 5, finish=FinishReason.STOP)
+    assert scene.recorder.used_request_id("r") is None
+    scene.add(second)  # the id names it from now on; who reads the first one already has its rest
+    assert scene.answers.find("chatcmpl-r", "") == [second.request_id]
+    assert scene.answers.part(first.request_id, 1)["tokens"] == [5]
+    scene.give(second, 6)
+    assert scene.recorder.used_request_id("r") is None  # of its own call
+    call_of_client.set(new_call())
+    assert scene.recorder.used_request_id("r") is not None
+    scene.processor.abort_requests([second.request_id], internal=True)
+    scene.add(third)
+    scene.recorder.end(third.request_id, "failed", "error", "why")
+    scene.processor.abort_requests([third.request_id], internal=True)
+    scene.add(fourth)
+    assert scene.answers.find("chatcmpl-r", "") == [fourth.request_id]
 
 
 def test_choices_of_two_calls_are_not_mixed(tokenizer):
@@ -217,6 +223,25 @@ def test_choices_of_two_calls_are_not_mixed(tokenizer):
     again = new_request(3)
     scene.add(again)
     assert scene.answers.find("chatcmpl-r", "") == [again.request_id]
+
+
+def test_a_prompt_that_is_given_before_its_answer_is_in_the_record(tokenizer):
+    async def receive():
+        return {"type": "http.request", "body": b'{"prompt": "prompt", "echo": true}'}
+
+    async def scene_of_echo():
+        scene, echo = Scene(tokenizer), Echo(receive)
+        await echo.receive()
+        echo_of_call.set(echo)
+        plain, lost = new_request(1), new_request(2, "chatcmpl-2", data_parallel_rank=1)
+        for request in (plain, lost):
+            scene.add(request)
+            assert scene.answers.get(request.request_id)["front"]["echo"] == "prompt"
+        echo.asked = False
+        scene.add(other := new_request(3, "chatcmpl-3"))
+        assert "echo" not in scene.answers.get(other.request_id)["front"]
+
+    asyncio.run(scene_of_echo())
 
 
 class SlowSync:
@@ -270,9 +295,10 @@ def test_failures_of_the_log_are_a_counter():
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = Metrics("model", registry)
     metrics.log_failures.inc()
-    assert registry.get_sample_value("torpor_response_log_failures_total") == 1
+    labels = {"model_name": "model", "engine": "0"}
+    assert registry.get_sample_value("torpor_response_log_failures_total", labels) == 1
 
 
 def test_a_failed_write_is_counted(tokenizer, caplog):

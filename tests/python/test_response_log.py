@@ -5,7 +5,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from server_stubs import CLIENT, OTHER_CLIENT, Engine, build, client, no_settings, run, started  # noqa: F401
+from server_stubs import CLIENT, OTHER_CLIENT, Engine, build, client, metric, no_settings, run, started  # noqa: F401
 from torpor import _core
 from torpor.errors import InvalidArgument
 from torpor.vllm.scheduler_values import unstarted_request
@@ -231,7 +231,7 @@ def test_what_the_limit_drops_is_counted_and_named_and_what_runs_is_not_dropped(
             counts = (await http.get("/torpor/state")).json()["responses"]
         dropped = states.count(410)
         assert counts["dropped"] == dropped and counts["running"] == 2 and counts["ended"] == 6 - dropped
-        assert server.metrics.answers_dropped._value.get() == dropped
+        assert metric(server, "torpor_responses_dropped_total") == dropped
         assert len([text for text in said if "the response log is full" in text]) == 1
 
     run(scene())

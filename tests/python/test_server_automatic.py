@@ -5,7 +5,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from server_stubs import Engine, build, client, no_settings, run, started  # noqa: F401
+from server_stubs import Engine, build, client, metrics_by, no_settings, run, started  # noqa: F401
 from torpor.errors import NotEnoughRoom
 
 COMPLETIONS = [("POST", "/v1/completions")]
@@ -60,8 +60,7 @@ def slept(server) -> list[str]:
 
 
 def automatic(server) -> dict[str, float]:
-    samples = next(iter(server.metrics.automatic.collect())).samples
-    return {s.labels["operation"]: s.value for s in samples if s.name.endswith("_total")}
+    return metrics_by(server, "torpor_automatic_operations_total", "operation")
 
 
 def test_a_sleep_that_was_asked_for_stays_as_it_is(monkeypatch, tmp_path):

@@ -245,8 +245,45 @@ def test_a_client_that_goes_gives_its_place_in_the_queue_back(monkeypatch):
     run(scene())
 
 
+@pytest.mark.parametrize("asleep", [False, True])
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        ({"echo": True}, True), ({"echo": "True"}, True), ({"echo": 1}, True), ({"echo": False}, False), ({}, False),
+        ({"echo": "false"}, False), ({"echo": True, "return_token_ids": True}, False), (["echo"], False),
+        ({"prompt": '"echo": true'}, False),
+    ],
+)  # fmt: skip
+def test_whether_a_prompt_is_given_back_is_known_to_those_who_record(monkeypatch, body, asked, asleep):
+    async def scene():
+        from torpor.vllm.server.recorder import echo_of_call
+
+        app, server = build(monkeypatch, [])
+        await started(server)
+        seen = []
+
+        async def echo(request: Request):
+            await request.body()
+            seen.append(echo_of_call.get().asked)
+
+        app.add_api_route("/v1/completions", echo, methods=["POST"])
+        async with client(app) as http:
+            if asleep:
+                await server.sleep()
+            call = asyncio.create_task(http.post("/v1/completions", json=body))
+            while asleep and server.queued == 0:
+                await asyncio.sleep(0)
+            if asleep:
+                await server.wake_up()
+            assert (await call).status_code == 200 and seen == [asked]
+
+    run(scene())
+
+
 def test_a_large_request_is_not_kept_without_bound_while_it_waits(monkeypatch):
     async def scene():
+        from starlette.datastructures import Headers
+        from torpor.vllm.server.event_stream import EventStream
         from torpor.vllm.server.gate import _MOST_KEPT_BYTES, _Held
 
         _, server = build(monkeypatch, [])
@@ -259,7 +296,8 @@ def test_a_large_request_is_not_kept_without_bound_while_it_waits(monkeypatch):
             taken += 1 << 16
             return {"type": "http.request", "body": b"l" * (1 << 16), "more_body": True}
 
-        held = _Held(receive, True)
+        scope = {"type": "http", "path": "/v1/completions"}
+        held = _Held(receive, EventStream(server, "/v1/completions", None, 1), scope, Headers())
         waiting = asyncio.create_task(held.until_let_in(server))
         for _ in range(1000):
             await asyncio.sleep(0)

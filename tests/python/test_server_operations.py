@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alive, ready, deploy/, sleeping by vLLM's modes, metrics: without an engine."""
+"""Alive, ready, deploy/, sleeping by vLLM's modes: without an engine."""
 
 import asyncio
 import errno
@@ -136,7 +136,7 @@ def test_the_page_for_operators_names_every_alert_and_only_metrics_that_exist():
     alerts = yaml.safe_load((DEPLOY / "helm/torpor/files/alerts.yaml").read_text())["groups"][0]["rules"]
     assert set(re.findall(r"\[`(Torpor\w+)`\]", page)) == {each["alert"] for each in alerts}
     registry = CollectorRegistry()
-    Metrics(registry)
+    Metrics("model", registry)
     offloading = set(re.findall(r'"(torpor_offload_\w+)"', Path(connector_stats.__file__).read_text()))
     names = {metric.name for metric in registry.collect()} | offloading
     told = {name.removesuffix("_total") for name in re.findall(r"`(torpor_\w+)", page)}
@@ -188,7 +188,7 @@ def test_alerts_and_board_ask_for_metrics_that_exist(monkeypatch):
     from torpor.vllm.server.metrics import Metrics
 
     registry = CollectorRegistry()
-    Metrics(registry)
+    Metrics("model", registry)
     suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
     exist = {family.name + end for family in registry.collect() for end in suffixes[family.type]}
     board = json.loads((DEPLOY / "grafana/torpor.json").read_text())
@@ -198,7 +198,7 @@ def test_alerts_and_board_ask_for_metrics_that_exist(monkeypatch):
     assert set(re.findall(r"\btorpor_\w+", "\n".join(asked))) - {"torpor_phase_seconds"} <= exist
 
 
-# --- sleeping by mode, metrics ---------------------------------------------------------------------------------------
+# --- sleeping by mode -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
@@ -297,40 +297,3 @@ def test_an_early_wake_ends_without_a_step(monkeypatch):
         assert await looks(10**9, early=True, then_sleep=True) < 10  # the sleep waits for the rest itself
 
     run(scene())
-
-
-def test_counts_are_counters_and_amounts_are_gauges(monkeypatch):
-    from prometheus_client import CollectorRegistry
-    from torpor.vllm.server.metrics import Metrics
-
-    registry = CollectorRegistry()
-    Metrics(registry)
-    kinds = {family.name: family.type for family in registry.collect()}
-    assert {name for name, kind in kinds.items() if kind == "counter"} == {
-        "torpor_operations", "torpor_moved_bytes", "torpor_requests_restored", "torpor_requests_refused",
-        "torpor_requests_failed", "torpor_requests_replayed", "torpor_response_log_failures",
-        "torpor_automatic_operations", "torpor_task_failures", "torpor_responses_dropped",
-    }  # fmt: skip
-    assert {name for name, kind in kinds.items() if kind == "histogram"} == {
-        "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds",
-    }  # fmt: skip
-    assert kinds["torpor_response_log_bytes"] == "gauge" and kinds["torpor_requests_queued"] == "gauge"
-
-
-def test_waiting_is_measured(monkeypatch):
-    async def scene():
-        app, server = build(monkeypatch, EVERYTHING)
-        await started(server)
-        async with client(app) as http:
-            await http.post("/v1/completions")
-            await server.sleep()
-            call = asyncio.create_task(http.post("/v1/completions"))
-            while server.queued == 0:
-                await asyncio.sleep(0)
-            await server.wake_up()
-            await call
-        return {s.name: s.value for s in next(iter(server.metrics.waited.collect())).samples if "bucket" not in s.name}
-
-    samples = run(scene())
-    assert samples["torpor_queue_seconds_count"] == 1  # not the one that did not wait
-    assert samples["torpor_queue_seconds_sum"] > 0

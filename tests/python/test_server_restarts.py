@@ -4,6 +4,7 @@
 import asyncio
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -11,7 +12,18 @@ from pathlib import Path
 
 import pytest
 from conftest import IN_PROOF
-from servers import ALICE, LATE_BY_HAND, Client, Reading, ServerEnded, make_server, sampling
+from servers import (
+    ALICE,
+    LATE_BY_HAND,
+    Client,
+    Reading,
+    ServerEnded,
+    make_server,
+    of,
+    samples,
+    sampling,
+    start_requests,
+)
 from tiny_model import make_model
 
 import torpor.console
@@ -245,6 +257,10 @@ def test_a_server_that_cannot_wake_says_so_and_keeps_what_is_there(server, real_
             "--torpor-on-wake-error=recompute --torpor-sigterm-seconds=0 --torpor-checkpoint-interval-seconds=0".split()
         )
         await asyncio.to_thread(server.wait_until_ready)
+        metrics = samples((await client.http.get("/metrics")).text)
+        assert start_requests(metrics) == {"added": 3}
+        assert metrics["torpor_operations_total", of(operation="wake", tier="response_log", outcome="ok")] == 1
+        assert ("torpor_checkpoint_timestamp_seconds", of()) not in metrics  # it goes on from none
         at = [len(reading.text) for reading in readings]
         while any(
             len(reading.text) == before and reading.finish_reason is None
@@ -478,6 +494,10 @@ def test_a_server_may_wake_by_itself_and_go_on_without_its_clients(tiny_model, f
         assert state["engine"]["checkpoint"] and state["ledger"][0]["tags"]["weights"]["backup_host_bytes"] == 0
         again = await client.chat(Reading("wakes again"), "Hi", max_tokens=5, temperature=0)
         assert again.text == reading.text and again.interruptions == 0
+        log = server.log.read_text()
+        assert len(re.findall(r"torpor: woken in \d+\.\d\d s for [1-9]\d* requests that waited", log)) >= 2
+        metrics = samples((await client.http.get("/metrics")).text)
+        assert metrics["torpor_operations_total", of(operation="wake", tier="disk", outcome="ok")] >= 1
 
     try:
         run(server, scene, 300)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from server_stubs import Engine, arguments, build, no_settings, run, started  # noqa: F401
+from server_stubs import Engine, arguments, build, metric, no_settings, run, started  # noqa: F401
 from servers import ServerEnded, make_server
 from torpor import _core
 from torpor.errors import Busy, Damaged, Error, Incompatible, InvalidArgument, WrongState
@@ -87,8 +87,7 @@ def test_damage_says_nothing_of_requests(monkeypatch, tmp_path):
 def test_discard_ends_only_those_that_run(monkeypatch, tmp_path):
     server, states = outcome(monkeypatch, tmp_path, OTHER, running=("a",), ended=("b",), on_wake_error="discard")
     assert server.state == "awake" and states == {"a": "failed", "b": "finished"}
-    [family] = server.metrics.failed_requests.collect()
-    assert family.samples[0].value == 1
+    assert metric(server, "torpor_start_requests", result="failed") == 1
 
 
 class Store:

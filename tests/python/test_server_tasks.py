@@ -6,15 +6,15 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from server_stubs import Engine, build, client, no_settings, run, started  # noqa: F401
+from server_stubs import Engine, build, client, metrics_by, no_settings, run, started  # noqa: F401
 
 PLAIN = Exception("Call to torpor_call method failed: a worker failed")  # as vLLM's client raises it
 COMPLETIONS = [("POST", "/v1/completions")]
 
 
 def failures(server) -> dict[str, float]:
-    [family] = server.metrics.task_failures.collect()
-    return {sample.labels["task"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
+    counted = metrics_by(server, "torpor_task_failures_total", "task")
+    return {task: count for task, count in counted.items() if count > 0}
 
 
 @pytest.fixture
@@ -46,11 +46,11 @@ def test_a_loop_that_fails_is_begun_anew_and_counted(monkeypatch, at_once):
                 raise PLAIN
 
         await server.tasks.keep(loop, "a loop")
-        assert attempts == 4 and failures(server) == {"a loop": 3}
+        assert attempts == 4 and failures(server) == {"a_loop": 3}
         assert await server.tasks.run(asyncio.sleep(0, "done"), "a task") == "done"
         with pytest.raises(ZeroDivisionError):  # somebody waits for it
             await server.tasks.run(divide())
-        assert failures(server) == {"a loop": 3}
+        assert failures(server) == {"a_loop": 3}
         await asyncio.sleep(0)
         assert not server.tasks.running
 
@@ -90,7 +90,7 @@ def test_periodic_checkpoints_go_on_after_any_failure(monkeypatch, tmp_path, at_
         server.engine.checkpoint = checkpoint
         task = server.tasks.keep(server._automatic.checkpoints, "periodic checkpoints")
         await written.wait()
-        assert not task.done() and failures(server)["periodic checkpoints"] >= 3 and server.state == "awake"
+        assert not task.done() and failures(server)["periodic_checkpoints"] >= 3 and server.state == "awake"
         task.cancel()
 
     run(scene())
@@ -108,7 +108,7 @@ def test_a_request_wakes_the_engine_after_any_failure(monkeypatch, tmp_path, at_
                 await asyncio.sleep(0)
             server.engine.fails_with = None
             assert (await asked).status_code == 200
-        assert server.state == "awake" and failures(server) == {"waking for a request": 1}  # said once
+        assert server.state == "awake" and failures(server) == {"waking_for_a_request": 1}  # said once
 
     run(scene())
 
@@ -120,7 +120,7 @@ def test_an_idle_server_tries_a_term_later_after_any_failure(monkeypatch, tmp_pa
         await started(server)
         server.engine.fails_with = PLAIN
         task = server.tasks.keep(server._automatic.watch, "watching for idleness")
-        while failures(server).get("watching for idleness", 0) < 3:
+        while failures(server).get("watching_for_idleness", 0) < 3:
             await asyncio.sleep(0)
         server.engine.fails_with = None
         while server.state != "asleep":
@@ -147,7 +147,7 @@ def test_a_server_that_may_not_own_its_answers_any_more_ends(monkeypatch, tmp_pa
         server.engine.output_processor.request_states["one"] = None  # the clients cannot be told
         await server.tasks.run(ending.end_when_disowned(server), "keeping ownership")
         assert killed == [signal.SIGINT] and server.state == "ending"
-        assert failures(server).get("keeping ownership", 0) == (how == "nobody knows")
+        assert failures(server).get("keeping_ownership", 0) == (how == "nobody knows")
 
     run(scene())
 

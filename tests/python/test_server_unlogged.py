@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from server_stubs import CLIENT, Engine, build, client, no_settings, run, started  # noqa: F401
-from servers import ALICE, Client, Reading, begin, make_server, sampling, until
+from servers import ALICE, Client, Reading, begin, make_server, of, samples, sampling, start_requests, until
 from torpor import _core
 from torpor.errors import Incompatible, InvalidArgument
 from torpor.vllm.scheduler_values import unstarted_request
@@ -219,8 +219,11 @@ def test_requests_go_on_over_sleeps_and_a_restart_and_nothing_is_recorded(tiny_m
             await asyncio.to_thread(server.wait_until_ready)
             log = server.log.read_text()
             assert "1 requests go on, without clients (--torpor-response-log off)" in log
-            metrics = (await client.http.get("/metrics")).text
-            assert "torpor_requests_restored_total 1.0" in metrics
+            metrics = samples((await client.http.get("/metrics")).text)
+            assert start_requests(metrics) == {"restored": 1}
+            written, began = (metrics[f"torpor_{each}_timestamp_seconds", of()] for each in ("checkpoint", "start"))
+            assert began - 600 < written < began  # by the process before it
+            assert metrics["torpor_operations_total", of(operation="wake", tier="disk", outcome="ok")] == 1
         finally:
             await client.close()
 

@@ -38,8 +38,7 @@ ENGINES = (
 )
 RIG_ALONE = "rig and not core and not cpu"  # marks of tests of engines that `test` runs on the GPU's path alone
 ON_RIG = "rig and not long"  # and of all that it runs there
-SANITIZERS = ("asan", "tsan")
-ONE_COMPILER = {"CMAKE_BUILD_PARALLEL_LEVEL": "1"}
+SANITIZERS = {"asan": 2, "tsan": 1}  # how many compilers at a time: what takes longest, so that it does not end last
 # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
 SERVERS = [
     f"tests/python/test_server{name}.py"
@@ -258,7 +257,10 @@ def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str
     # C++ unit tests run where sanitizers watch them, the proofs as they are built for users; `quick` runs both so.
     parts.compile("release", "proof_tests", "libraries", "tools")
     sanitized = {
-        f"C++ tests, {preset}, compiled": Job(compiled_and_run(preset), env | ONE_COMPILER) for preset in SANITIZERS
+        f"C++ tests, {preset}, compiled": Job(
+            compiled_and_run(preset), env | {"CMAKE_BUILD_PARALLEL_LEVEL": str(compilers)}
+        )
+        for preset, compilers in SANITIZERS.items()
     }
     parts.beside_each_other(
         {

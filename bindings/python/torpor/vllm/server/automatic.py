@@ -87,8 +87,9 @@ class Automatic:
         said = ""
         while self._wanted > 0 and self._server.state == "asleep":
             try:
-                await self._server.wake_up()
+                report = await self._server.wake_up()
                 self._server.metrics.automatic.labels("wake").inc()
+                logger.info("torpor: woken in %.2f s for %d requests that waited", report.seconds, self._wanted)
                 return
             except Exception as problem:
                 if self._server.state != "asleep":  # the operator wakes it, or it is lost

@@ -10,10 +10,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match, get_route_path
 from vllm.logger import init_logger
 
+from torpor.vllm.server import event_stream
 from torpor.vllm.server.access import Access
+from torpor.vllm.server.event_stream import EventStream, asks_for_events
 from torpor.vllm.server.life import let_in
-from torpor.vllm.server.recorder import call_of_client, new_call, tenant_of_call
-from torpor.vllm.server.route_table import UNKNOWN, Asleep, Rule, rule_of
+from torpor.vllm.server.recorder import Echo, call_of_client, echo_of_call, new_call, tenant_of_call
+from torpor.vllm.server.route_table import UNKNOWN, Asleep, Rule, Who, rule_of
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -35,19 +37,35 @@ class Gate:
             tenant_of_call.set(server.tenant(headers))
             call_of_client.set(new_call())
             refusal = self.access.refusal(rule.who, headers)
-            if refusal is None and rule.asleep is Asleep.HELD:
-                receive = _Held(receive, scope["type"] == "http")
+            if scope["type"] == "http" and get_route_path(scope) == "/v1/completions":
+                echo = Echo(receive)
+                receive = echo.receive
+                echo_of_call.set(echo)
+            if refusal is None and rule.who is Who.CLIENT and scope["type"] == "http":
+                seconds = getattr(scope["app"].state.args, "sse_keep_alive_interval", 0) or event_stream.SECONDS
+                send = EventStream(server, get_route_path(scope), send, seconds)
+            try:
+                return await self._answer(scope, receive, send, rule, headers, refusal)
+            finally:
+                if isinstance(send, EventStream):
+                    send.close()
+        return await self.app(scope, receive, send)
+
+    async def _answer(self, scope, receive, send, rule: Rule, headers: Headers, refusal) -> None:
+        server = scope["app"].state.torpor
+        if refusal is None and rule.asleep is Asleep.HELD:
+            refusal = _used_id(server, headers)  # at once, and again when it is let in: another one may have come
+            if refusal is None:
+                receive = _Held(receive, send if isinstance(send, EventStream) else None, scope, headers)
                 refusal = await receive.until_let_in(server)
                 if receive.gone:
-                    return
+                    return None
                 let_in.set(True)
-                if refusal is None and server.recorder is not None and (given_id := headers.get("X-Request-Id")):
-                    why = server.recorder.used_request_id(given_id)
-                    refusal = None if why is None else (409, why)
-            elif refusal is None:
-                refusal = await self._refusal_by_state(rule, server)
-            if refusal is not None:
-                return await _refuse(scope, receive, send, *refusal)
+                refusal = refusal or _used_id(server, headers)
+        elif refusal is None:
+            refusal = await self._refusal_by_state(rule, server)
+        if refusal is not None:
+            return await _refuse(scope, receive, send, *refusal)
         return await self.app(scope, receive, send)
 
     def _rule(self, scope) -> Rule | None:
@@ -75,13 +93,20 @@ class Gate:
         return None
 
 
+def _used_id(server, headers: Headers) -> tuple[int, str] | None:
+    given_id = headers.get("X-Request-Id")
+    why = server.recorder.used_request_id(given_id) if given_id and server.recorder is not None else None
+    return None if why is None else (409, why)
+
+
 class _Held:
     """A request that waits, as long as its client does: what it sends meanwhile is kept for the application."""
 
-    def __init__(self, receive, watch: bool):
+    def __init__(self, receive, events: EventStream | None, scope, headers: Headers):
+        """`events`: its way out; None: it is no HTTP request, and nobody looks whether its client goes."""
         self.gone = False
         self._receive = receive
-        self._watch = watch
+        self._events, self._scope, self._headers = events, scope, headers
         self._kept: list[dict] = []
         self._next: asyncio.Task | None = None
 
@@ -99,7 +124,7 @@ class _Held:
         try:
             await asyncio.sleep(0)
             kept_bytes = 0
-            while self._watch and not entering.done() and kept_bytes < _MOST_KEPT_BYTES:
+            while self._events is not None and not entering.done() and kept_bytes < _MOST_KEPT_BYTES:
                 self._next = self._next or asyncio.ensure_future(self._receive())
                 await asyncio.wait({entering, self._next}, return_when=asyncio.FIRST_COMPLETED)
                 if self._next.done():
@@ -109,10 +134,18 @@ class _Held:
                         return None
                     self._kept.append(message)
                     kept_bytes += len(message.get("body", b""))
+                    if not message.get("more_body", False) and not entering.done():
+                        await self._begin_events(self._events)
             why = await entering
             return None if why is None else (503, why)
         finally:
             entering.cancel()
+
+    async def _begin_events(self, events: EventStream) -> None:
+        """Where its whole body asks for a stream, its client gets status and headers while it waits."""
+        body = b"".join(message.get("body", b"") for message in self._kept)
+        if asks_for_events(get_route_path(self._scope), self._headers, body):
+            await events.begin()
 
 
 async def _refuse(scope, receive, send, status: int, why: str) -> None:

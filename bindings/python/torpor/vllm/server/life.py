@@ -54,7 +54,7 @@ class Server:
     def __init__(self, engine: AsyncLLM, app_state, settings: Settings, model: str):
         self.engine, self.settings, self.model = engine, settings, model
         self.options = Options.of(engine.vllm_config)
-        self.metrics = Metrics()
+        self.metrics = Metrics(model)
         self.recorder: Recorder | None = None  # none before the start, after a failed one, and without a response log
         self.has_log = settings.response_log == "on"
         self.begun = 0  # requests that were given to the engine
@@ -71,7 +71,8 @@ class Server:
         self.operation = asyncio.Lock()
         self._moved = asyncio.Event()  # set, and replaced, at each change of the state
         self._adding = 0  # requests on their way into the engine
-        self.tasks = Tasks(lambda name: self.metrics.task_failures.labels(name).inc())
+        self._slept_to = "host"  # the tier that it sleeps in, or that its last sleep wrote to
+        self.tasks = Tasks(self.metrics.task_failed)
         self._automatic = Automatic(self)
         self.state = "starting"
         self.enter("starting")
@@ -91,6 +92,10 @@ class Server:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
         self._automatic.entered(state)
+
+    async def changed(self) -> None:
+        """Returns at the next change of the state."""
+        await self._moved.wait()
 
     # --- the start ----------------------------------------------------------------------------------------------------
 
@@ -156,10 +161,13 @@ class Server:
             named = self.settings.wake_from or pulled
             await (start.wake(self, named) if self.has_log else unlogged.wake(self, named))
             self._reserve_adapter_numbers()
+        self.metrics.ledger(await self.engine.torpor.call("ledger"))
+        self.metrics.start_time.set(time.time())
         self.enter("awake")
         if self.has_log and self.settings.response_log_sync == "second" and directory is not None:
             self.tasks.keep(self._sync_each_second, "syncing the log")
         if self.settings.checkpoint_interval_seconds > 0:
+            self.metrics.checkpoint_interval.set(self.settings.checkpoint_interval_seconds)
             self.tasks.keep(self._automatic.checkpoints, "periodic checkpoints")
         if self.settings.sleep_after_seconds > 0:
             self.tasks.keep(self._automatic.watch, "watching for idleness")
@@ -199,7 +207,7 @@ class Server:
 
     def end_failed(self, request_id: str, why: str) -> None:
         self.log.end(request_id, "failed", "error", why)
-        self.metrics.failed_requests.inc()
+        self.metrics.start_requests.labels("failed").inc()
 
     # --- what vLLM asks of the engine, with a look at the state -------------------------------------------------------
 
@@ -325,9 +333,11 @@ class Server:
         if to == "disk":
             await self.sync_log()
         report = await self.engine.sleep(level, mode, preserve_state=preserve_state, to=to, **options)
-        self.metrics.record("sleep", to, report)
+        if report.changed:
+            self._slept_to = "disk" if report.checkpoint else "host"
+        self.metrics.record("sleep", self._slept_to, report)
         if report.checkpoint:
-            self.remember(report)
+            self.remember(report, time.time())
             await self._push(report)
         return report
 
@@ -378,11 +388,11 @@ class Server:
                     tags, kv=kv, progress=progress, early=early, swap_in_from=swap_in_from
                 )
             except BaseException as problem:
-                self.metrics.failed("wake", "host")
+                self.metrics.failed("wake", self._slept_to)
                 await self._after_failure(problem, before)
                 raise
             self.enter("awake" if report.fully_awake else "asleep")
-            self.metrics.record("wake", "host", report)
+            self.metrics.record("wake", self._slept_to, report)
             if report.get("deferred_blocks", 0) > 0:
                 self.tasks.keep(self._until_none_is_late, "looking for deferred blocks")
             return report
@@ -415,18 +425,30 @@ class Server:
                 self.metrics.failed("checkpoint", "disk")
                 raise
             self.metrics.record("checkpoint", "disk", report)
-            self.remember(report)
+            self.remember(report, time.time())
             await self._push(report)
             return report
 
-    def remember(self, report: Report) -> None:
+    async def remember_woken(self, report: Report) -> None:
+        """The checkpoint that this process goes on from: an earlier one has written it."""
+        folder, name = os.path.split(report.checkpoint)
+        try:
+            there = await asyncio.to_thread(_core.list_checkpoints, folder, self.options.key_file)
+        except Error as problem:
+            logger.warning("torpor: it is not known when %s was written: %s", report.checkpoint, problem)
+            there = []
+        self.remember(report, next((each["created"] for each in there if each["name"] == name), None))
+
+    def remember(self, report: Report, written: float | None) -> None:
+        """`written`: as Unix time; None: nobody knows."""
         self.last_checkpoint = {
             "path": report.checkpoint,
             "bytes": report.checkpoint_bytes,
             "requests": report.requests,
-            "time": time.time(),
+            "time": written,
         }
-        self.metrics.checkpoint_time.set_to_current_time()
+        if written is not None:
+            self.metrics.checkpoint_time.set(written)
         self.metrics.checkpoint_bytes.set(report.checkpoint_bytes)
 
     def leave_checkpoint(self, path: str, problem: Error) -> None:

@@ -9,6 +9,7 @@ thread, and the outputs are delivered after it, in their order.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -32,14 +33,43 @@ from torpor.vllm.scheduler_values import (
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
 tenant_of_call: ContextVar[str] = ContextVar("torpor_tenant", default="")  # set by the Gate for each call
+echo_of_call: ContextVar[Echo | None] = ContextVar("torpor_echo", default=None)  # set by the Gate, as the next
 call_of_client: ContextVar[int] = ContextVar("torpor_call", default=0)  # a number of its own for each call, by the Gate
 
+_TRUE = ("true", "1", "1.0", "yes", "y", "on", "t")  # as pydantic reads a bool
 # What may stand before a client's X-Request-Id in the id of its response.
 RESPONSE_ID_STARTS = ("chatcmpl-", "cmpl-", "resp_", "generate-tokens-")
 
 
 def new_call() -> int:
     return secrets.randbits(63) | 1
+
+
+class Echo:
+    """Whether a call has its prompt given back before its answer (`echo` of /v1/completions), as its body says."""
+
+    def __init__(self, receive):
+        self.asked = False
+        self._receive = receive
+        self._body = bytearray()
+
+    async def receive(self) -> dict:
+        message = await self._receive()
+        self._body += message.get("body", b"")
+        if not message.get("more_body", False):
+            self.asked, self._body = self.asked or _asks_for_echo(self._body), bytearray()
+        return message
+
+
+def _asks_for_echo(body: bytearray) -> bool:
+    if b'"echo"' not in body:
+        return False
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):  # vLLM says what is wrong with it
+        return False
+    asked = isinstance(content, dict) and str(content.get("echo")).lower() in _TRUE
+    return asked and str(content.get("return_token_ids")).lower() not in _TRUE  # vLLM gives it as token ids then
 
 
 class Nobody:
@@ -120,15 +150,17 @@ class Recorder:
             "call": call_of_client.get(),
             "choice": prompt_index * (parent_req or request).sampling_params.n + request_index,
         }
+        echoes = echo_of_call.get()
+        echo = {"echo": state.prompt or ""} if echoes is not None and echoes.asked else {}
         lost = unrecordable(request)
         if not lost:
             try:
-                front: dict[str, Any] = {"state": state_to_value(state)}
+                front: dict[str, Any] = {"state": state_to_value(state)} | echo
                 return self._start(answer | {"request": new_request_to_value(request), "front": front})
             except (Unsupported, InvalidArgument) as problem:  # InvalidArgument: something of it is no plain value
                 lost = [problem.what]
         # It is served and recorded, but a new process must not go on with it: it would be another request.
-        front = {"state": None, "lost": ", ".join(lost)}
+        front = {"state": None, "lost": ", ".join(lost)} | echo
         self._write(self._start, answer | {"request": unrestorable_request_to_value(request), "front": front})
 
     def _start(self, answer: dict) -> None:
@@ -153,20 +185,16 @@ class Recorder:
         self._dropped = dropped
 
     def used_id(self, response: str) -> str | None:
-        """Why the present call may not begin an answer under this id: a reader would be given two answers as one.
+        """Why the present call may not begin an answer under this id: another one is being given under it.
 
-        An answer that was aborted or has failed may be asked for again under its id.
+        When that has ended, in whatever way, the id may be used again, and names the newest answer from then on: a
+        service mesh has an application send one X-Request-Id with all calls that belong together.
         """
         parts = [self.answers.position(each) for each in self.answers.find(response, tenant_of_call.get())]
-        if (
-            not parts
-            or parts[0]["call"] == call_of_client.get()
-            or all(part["state"] in ("aborted", "failed") for part in parts)
-        ):
+        if not any(part["state"] == "running" for part in parts) or parts[0]["call"] == call_of_client.get():
             return None
-        how = "is being given" if any(part["state"] == "running" for part in parts) else "was given"
         return (
-            f"an answer with the id {response} {how}: take it up at /torpor/requests/{response}/stream, "
+            f"an answer with the id {response} is being given: take it up at /torpor/requests/{response}/stream, "
             "or ask again with another id"
         )
 

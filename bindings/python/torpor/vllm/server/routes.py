@@ -28,6 +28,7 @@ from torpor.vllm.server import front, swapping
 from torpor.vllm.server.front import summary
 from torpor.vllm.server.life import Server
 from torpor.vllm.server.recorder import RESPONSE_ID_STARTS
+from torpor.vllm.server.strict import StrictRoute, as_vllm_has_it, takes_body
 from torpor.vllm.weight_updates import kv_option
 
 sleep_mode_operation_metrics = lookup("vllm.entrypoints.serve.dev.sleep.metrics", "sleep_mode_operation_metrics")
@@ -51,7 +52,7 @@ def recorded(operation: str):
 
 def routes() -> APIRouter:
     """Who may call them is decided by the Gate, from route_table.py."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictRoute)
 
     def server(request: Request) -> Server:
         return request.app.state.torpor
@@ -105,10 +106,12 @@ def routes() -> APIRouter:
         return await answered(call, raw_request)
 
     @router.get("/is_sleeping")
+    @as_vllm_has_it
     async def is_sleeping(raw_request: Request) -> JSONResponse:
         return JSONResponse({"is_sleeping": server(raw_request).state != "awake"})
 
     @router.get("/health")
+    @as_vllm_has_it
     async def health(raw_request: Request) -> Response:
         """Whether the process is worth keeping: also asleep, and where a new one would meet the same problem."""
         life = server(raw_request)
@@ -157,6 +160,7 @@ def routes() -> APIRouter:
         return Response(*_page())
 
     @router.post("/torpor/console/{method}")
+    @takes_body
     async def console(raw_request: Request, method: str) -> Response:
         """A call of docs/console.md. What it stops stays for its lease: each call is a connection of its own."""
         try:
@@ -242,11 +246,14 @@ def routes() -> APIRouter:
             if from_tokens is not None and from_text is not None:
                 raise InvalidArgument("both from and from_text are given", "give one of them")
             starts = numbers(given, len(ids))
+            before = [""] * len(ids)
+            if from_text is not None:
+                before, starts = behind_echo(life, ids, starts)
             for each, start in zip(ids, starts, strict=True):  # refused before the stream begins
                 life.log.answers.part(each, *((start, 0) if from_text is None else (0, start)))
         except Error as problem:
             return refused(problem)
-        return StreamingResponse(_events(life, ids, starts, from_text is not None), media_type=_EVENT_STREAM)
+        return StreamingResponse(_events(life, ids, starts, from_text is not None, before), media_type=_EVENT_STREAM)
 
     @router.get("/torpor/requests/{response:path}")
     async def answer(raw_request: Request, response: str) -> Response:
@@ -327,8 +334,20 @@ def numbers(text: str, count: int) -> list[int]:
     return [int(part) for part in parts] * (count if len(parts) == 1 else 1)
 
 
-async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool) -> AsyncIterator[str]:
-    """Chunks as vLLM sends them, with their token ids; the id of an event is the `from` that goes on behind it."""
+def behind_echo(life: Server, ids: list[str], starts: list[int]) -> tuple[list[str], list[int]]:
+    """Where a reader has so many characters of each answer, and the prompt was given before it (echo): what is missing
+    of the prompt, and how many characters of the answer itself the reader has."""
+    echoes = [(life.log.answers.get(each) or {}).get("front", {}).get("echo", "") for each in ids]
+    missing = [echo[start:] for echo, start in zip(echoes, starts, strict=True)]
+    return missing, [max(0, start - len(echo)) for echo, start in zip(echoes, starts, strict=True)]
+
+
+async def _events(
+    life: Server, ids: list[str], starts: list[int], by_text: bool, before: list[str]
+) -> AsyncIterator[str]:
+    """Chunks as vLLM sends them, with their token ids; the id of an event is the `from` that goes on behind it. The
+    first text of each choice stands behind its `before`."""
+    before = list(before)
     response = life.log.answers.get(ids[0])["response"]
     chat = response.startswith("chatcmpl-")
     head = {
@@ -347,6 +366,7 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index, part = waits.pop(task), task.result()
+                text, before[index] = before[index] + part["text"], ""
                 ends[index] = part["tokens_end"]
                 ended = part["state"] != "running"
                 choice = {
@@ -355,7 +375,7 @@ async def _events(life: Server, ids: list[str], starts: list[int], by_text: bool
                     "finish_reason": part["finish_reason"] or None,
                     "stop_reason": part["stop_reason"],
                 }
-                choice |= {"delta": {"content": part["text"]}} if chat else {"text": part["text"]}
+                choice |= {"delta": {"content": text}} if chat else {"text": text}
                 yield f"id: {','.join(map(str, ends))}\ndata: {json.dumps(head | {'choices': [choice]})}\n\n"
                 if not ended:
                     waits[asyncio.create_task(life.log.more(ids[index], part["tokens_end"]))] = index

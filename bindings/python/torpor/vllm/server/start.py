@@ -47,7 +47,6 @@ async def wake(server, named: str) -> None:
         else:
             raise
     rolled = report.replayed
-    server.metrics.roll_forward(rolled)
     logger.info(
         "torpor: woken from %s in %.2f s: %d requests go on "
         "(%d of them rolled forward, %d computed anew, %d had ended)",
@@ -101,8 +100,9 @@ async def _wake_new(server, checkpoint: str | None) -> Report:
     if unwanted:
         await server.engine.engine_core.abort_requests_async(unwanted)
     server.engine._run_output_handler()
-    server.metrics.record("wake", "disk", report)
-    server.metrics.restored.inc(report.requests)
+    server.metrics.record("wake", "disk" if report.checkpoint else "response_log", report)
+    ended = {each: "dropped" if server.recorder.answers.get(each) is None else "failed" for each in unwanted}
+    server.metrics.started(report.requests, report.replayed, ended)
     if report.checkpoint:
-        server.remember(report)
+        await server.remember_woken(report)
     return report

@@ -10,6 +10,11 @@ from vllm.logger import init_logger
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
+# What the tasks are called in the log and, with _ for blanks, in torpor_task_failures_total.
+TASKS = (
+    "taking signals", "syncing the log", "periodic checkpoints", "watching for idleness", "waking for a request",
+    "looking for deferred blocks", "keeping ownership", "answering a console", "ending",
+)  # fmt: skip
 _RESTART_SECONDS = 1.0  # so that a loop that fails at once does not take the event loop for itself
 
 

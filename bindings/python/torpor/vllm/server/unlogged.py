@@ -82,20 +82,20 @@ async def wake(server, named: str) -> None:
     for state in server.engine.output_processor.request_states.values():
         state.queue = Nobody()  # their clients are gone with the server that they asked
     server.engine.torpor_collectors = {}
-    _count(server, report)
+    await _count(server, report)
     logger.info(
         "torpor: woken from %s in %.2f s: %d requests go on, without clients (--torpor-response-log off)",
         report.checkpoint, report.seconds, report.requests,
     )  # fmt: skip
 
 
-def _count(server, report: Report) -> None:
+async def _count(server, report: Report) -> None:
     server.metrics.record("wake", "disk", report)
-    server.metrics.restored.inc(report.requests)
-    server.metrics.failed_requests.inc(len(report.failed_requests))
+    server.metrics.started(report.requests, report.replayed, {})
+    server.metrics.start_requests.labels("failed").inc(len(report.failed_requests))
     for failed in report.failed_requests:
         logger.error("torpor: request %s cannot go on: %s", failed["id"], failed["error"])
-    server.remember(report)
+    await server.remember_woken(report)
 
 
 def _has_no_request(server, where: str) -> bool:

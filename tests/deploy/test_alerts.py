@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each alert over failures, crashes and restarts, by promtool, on the series of real servers without an engine.
+
+A scene lets servers live and scrapes them once a minute, as Prometheus does: what a process exports, under the address
+that it has, and nothing of a process that has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from chart import CHART, ROOT
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+sys.path.insert(0, str(ROOT / "tests/python"))
+
+from server_stubs import Engine, build, client, no_settings, run, started  # noqa: F401
+from torpor.errors import FileError, Incompatible, NotEnoughRoom
+from torpor.vllm.server import life
+from torpor.vllm.server.metrics import Metrics
+
+RULES = CHART / "files/alerts.yaml"
+COMPLETIONS = [("POST", "/v1/completions")]
+SCENES: dict[str, tuple[set[str], Callable]] = {}
+
+
+def scene(*alerts: str):
+    """A scene that tries these alerts."""
+
+    def added(function):
+        SCENES[function.__name__] = set(alerts), function
+        return function
+
+    return added
+
+
+class Watched:
+    """Servers by address, as Prometheus sees them, and what is to be firing when."""
+
+    def __init__(self, monkeypatch, folder: Path):
+        self._monkeypatch, self._folder = monkeypatch, folder
+        self._series: dict[str, list[str]] = {}
+        self._servers: dict[str, life.Server] = {}
+        self._minute = 0
+        self.tests: list[dict] = []
+        self.fired: set[str] = set()
+        clock = SimpleNamespace(time=lambda: self._minute * 60.0, monotonic=lambda: self._minute * 60.0)
+        monkeypatch.setattr(life, "time", clock)
+
+    def unfit(self) -> Engine:
+        """An engine that the checkpoint of its own directory does not fit."""
+        folder = self._folder / str(len(list(self._folder.iterdir())))
+        folder.mkdir()
+        return Engine(folder, wakes_with=Incompatible("another model", "use another one"))
+
+    def process(self, address: str, engine: Engine | None = None, **settings) -> life.Server:
+        """A new process that is about to start."""
+        app, server = build(self._monkeypatch, COMPLETIONS, engine=engine, **settings)
+        server.app = app
+        server.tokens = Counter(
+            "vllm:generation_tokens", "Of vLLM.", ["model_name", "engine"], registry=server.metrics.registry
+        ).labels("model", "0")
+        self._servers[address] = server
+        return server
+
+    async def serve(self, address: str, engine: Engine | None = None, **settings) -> life.Server:
+        server = self.process(address, engine, **settings)
+        await started(server)
+        return server
+
+    def kill(self, address: str) -> None:
+        del self._servers[address]
+
+    def scrape(self, minutes: int = 1, each: Callable[[], None] = lambda: None) -> None:
+        for _ in range(minutes):
+            each()
+            seen = {}
+            for address, server in self._servers.items():
+                for family in server.metrics.registry.collect():
+                    for sample in family.samples:
+                        if not sample.name.endswith(("_created", "_bucket")):
+                            labels = sample.labels | {"instance": address, "job": "torpor"}
+                            words = ",".join(f'{name}="{value}"' for name, value in labels.items())
+                            seen[f"{sample.name}{{{words}}}"] = f"{sample.value:g}"
+            for name in seen.keys() - self._series.keys():
+                self._series[name] = ["_"] * self._minute
+            for name, values in self._series.items():
+                gone = "stale" if values and values[-1] not in ("_", "stale") else "_"
+                values.append(seen.get(name, gone))
+            self._minute += 1
+
+    def silent(self, *alerts: str) -> None:
+        self.tests += [{"eval_time": f"{self._minute - 1}m", "alertname": alert} for alert in alerts]
+
+    def firing(self, alert: str, summary: str, **labels: str) -> None:
+        rule = next(each for each in rules() if each["alert"] == alert)
+        self.fired.add(alert)
+        told = {
+            "exp_labels": rule["labels"] | {"model_name": "model"} | labels,
+            "exp_annotations": {"summary": summary, "description": rule["annotations"]["description"]},
+        }
+        self.tests.append({"eval_time": f"{self._minute - 1}m", "alertname": alert, "exp_alerts": [told]})
+
+    def document(self) -> dict:
+        series = [{"series": name, "values": " ".join(values)} for name, values in self._series.items()]
+        test = {"interval": "1m", "input_series": series, "alert_rule_test": self.tests}
+        return {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}
+
+
+def rules() -> list[dict]:
+    return yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+
+
+@scene("TorporOperationsFail")
+async def the_first_failure_counts_also_of_a_new_process(watched):
+    server = await watched.serve("a")
+    watched.scrape(5)
+    watched.silent("TorporOperationsFail")
+    server.engine.fails_with = NotEnoughRoom("the volume is full")
+    with pytest.raises(NotEnoughRoom):
+        await server.sleep(to="disk")
+    server.engine.fails_with = None
+    watched.scrape()
+    failing = {"instance": "a", "operation": "sleep", "tier": "disk"}
+    watched.firing("TorporOperationsFail", "sleep (disk) fails on a", **failing)
+    await server.sleep(to="disk")  # now there is room
+    watched.scrape(13)
+    watched.firing("TorporOperationsFail", "sleep (disk) fails on a", **failing)
+    watched.scrape(3)
+    watched.silent("TorporOperationsFail")
+    watched.kill("a")  # a crash, and a new process with the same address
+    watched.scrape(2)
+    server = await watched.serve("a")
+    watched.scrape(3)
+    watched.silent("TorporOperationsFail")
+    watched.kill("a")
+    server = await watched.serve("b")  # and with another one
+    server.engine.fails_with = NotEnoughRoom("the volume is full")
+    with pytest.raises(NotEnoughRoom):
+        await server.sleep()
+    watched.scrape()
+    failing = {"instance": "b", "operation": "sleep", "tier": "host"}
+    watched.firing("TorporOperationsFail", "sleep (host) fails on b", **failing)
+    watched.scrape(16)
+    watched.silent("TorporOperationsFail")
+
+
+@scene("TorporServerFailed", "TorporOperationsFail")
+async def a_server_that_fails_at_each_start(watched):
+    def told(address: str) -> str:
+        return f"{address} cannot go on with what it finds, and serves nothing"
+
+    of = {"engine": "0", "job": "torpor", "state": "failed"}
+    await watched.serve("a")
+    watched.scrape(5)
+    watched.kill("a")
+    watched.scrape(1)
+    for _ in range(4):  # restarted by its liveness probe; it loads its model for two minutes
+        assert (await watched.serve("a", watched.unfit())).problem.what == "another model"
+        watched.scrape(1)
+        watched.kill("a")
+        watched.scrape(2)
+    watched.firing("TorporServerFailed", told("a"), instance="a", **of)
+    watched.firing("TorporOperationsFail", "wake (disk) fails on a", instance="a", operation="wake", tier="disk")
+    await watched.serve("a")
+    watched.scrape(1)
+    watched.silent("TorporServerFailed")
+    watched.kill("a")
+    await watched.serve("b", watched.unfit())
+    watched.scrape(1)
+    watched.silent("TorporServerFailed")  # not yet
+    watched.scrape(1)
+    watched.firing("TorporServerFailed", told("b"), instance="b", **of)
+    watched.kill("b")
+    await watched.serve("c")
+    watched.scrape(9)
+    watched.firing("TorporServerFailed", told("b"), instance="b", **of)  # nobody knows that it does not come again
+    watched.scrape(2)
+    watched.silent("TorporServerFailed")
+
+
+@scene("TorporRequestsLost")
+async def a_new_address_that_lost_requests(watched):
+    def lost(address: str, count: int) -> str:
+        return f"{address} could not go on with {count} requests of its predecessor"
+
+    of = {"engine": "0", "job": "torpor", "result": "failed"}
+    await watched.serve("a")
+    watched.scrape(5)
+    watched.kill("a")
+    server = watched.process("b")
+    server.metrics.start_requests.labels("failed").inc(3)
+    await started(server)
+    watched.scrape()
+    watched.firing("TorporRequestsLost", lost("b", 3), instance="b", **of)
+    watched.scrape(58)
+    watched.firing("TorporRequestsLost", lost("b", 3), instance="b", **of)
+    watched.scrape(2)
+    watched.silent("TorporRequestsLost")
+    watched.kill("b")
+    server = watched.process("b")
+    server.metrics.start_requests.labels("failed").inc(1)
+    await started(server)
+    watched.scrape()
+    watched.firing("TorporRequestsLost", lost("b", 1), instance="b", **of)
+    watched.kill("b")
+    await watched.serve("b")  # the next process has nothing to lose
+    watched.scrape()
+    watched.silent("TorporRequestsLost")
+
+
+@scene("TorporAnswersAtRisk")
+async def a_log_that_cannot_be_written(watched):
+    of = {"engine": "0", "job": "torpor"}
+    server = await watched.serve("a")
+    watched.scrape(5)
+    watched.silent("TorporAnswersAtRisk")
+    server.recorder._failed(FileError("no space left on device", ""))
+    watched.scrape()
+    watched.firing("TorporAnswersAtRisk", "a cannot write its response log", instance="a", **of)
+    watched.scrape(5)
+    watched.silent("TorporAnswersAtRisk")
+    watched.kill("a")
+    await watched.serve("b")
+    watched.scrape(2)
+    watched.silent("TorporAnswersAtRisk")
+    server = await watched.serve("c")
+    server.recorder._failed(FileError("no space left on device", ""))  # before anybody has looked
+    watched.scrape()
+    watched.firing("TorporAnswersAtRisk", "c cannot write its response log", instance="c", **of)
+    watched.scrape(6)
+    watched.silent("TorporAnswersAtRisk")
+
+
+@scene("TorporCheckpointOld")
+async def a_checkpoint_that_is_due(watched):
+    of = {"engine": "0"}
+    due = await watched.serve("a", checkpoint_interval_seconds=60)
+    idle = await watched.serve("idle", checkpoint_interval_seconds=60)
+    never = await watched.serve("never asked")
+    rare = await watched.serve("rare", checkpoint_interval_seconds=3600)
+
+    def give() -> None:
+        for server in (due, never, rare):
+            server.tokens.inc(100)
+
+    watched.scrape(20, give)
+    watched.silent("TorporCheckpointOld")
+    watched.scrape(3, give)
+    watched.firing("TorporCheckpointOld", "a has written no checkpoint for 22m 0s", instance="a", **of)
+    await due.checkpoint()
+    await never.checkpoint()
+    watched.scrape(1, give)
+    watched.silent("TorporCheckpointOld")
+    watched.scrape(20, give)
+    watched.silent("TorporCheckpointOld")
+    watched.scrape(3, give)
+    watched.firing("TorporCheckpointOld", "a has written no checkpoint for 23m 0s", instance="a", **of)
+    watched.kill("a")  # what comes up elsewhere goes on from that checkpoint, and writes one soon
+    due = await watched.serve("b", checkpoint_interval_seconds=60)
+    due.metrics.checkpoint_time.set(23 * 60)
+    watched.scrape(3, give)
+    watched.silent("TorporCheckpointOld")
+    await due.checkpoint()
+    watched.scrape(10, give)
+    watched.silent("TorporCheckpointOld")
+    assert idle.state == "awake"
+
+
+@scene("TorporRequestsWait", "TorporRequestsRefused", "TorporStuck")
+async def those_who_wait_and_those_who_are_refused(watched):
+    alerts = ("TorporRequestsWait", "TorporRequestsRefused", "TorporStuck")
+    of = {"engine": "0", "job": "torpor"}
+    waits, refuses = await watched.serve("a"), await watched.serve("b", new_requests="refuse")
+    watched.scrape(3)
+    for server in (waits, refuses):
+        await server.sleep()
+    async with client(waits.app) as http, client(refuses.app) as refused:
+        waiting = [asyncio.create_task(http.post("/v1/completions")) for _ in range(4)]
+        while waits.queued < 4:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            assert (await refused.post("/v1/completions")).status_code == 503
+            watched.scrape()
+        watched.silent(*alerts)
+        for _ in range(7):
+            assert (await refused.post("/v1/completions")).status_code == 503
+            watched.scrape()
+        watched.firing("TorporRequestsWait", "4 requests have waited for a to wake for 5 minutes", instance="a", **of)
+        watched.firing("TorporRequestsRefused", "b answers requests with 503", instance="b", **of)
+        await waits.wake_up()
+        await asyncio.gather(*waiting)
+        await refuses.wake_up()
+    watched.scrape(6)
+    watched.silent(*alerts)
+    waits.enter("falling asleep")
+    watched.scrape(3)
+    waits.enter("waking")
+    watched.scrape(7)
+    watched.silent("TorporStuck")
+    watched.scrape()
+    watched.firing("TorporStuck", "a has been on its way for 10 minutes", instance="a")
+    watched.kill("a")  # it is restarted
+    watched.scrape()
+    watched.silent(*alerts)
+    await watched.serve("c")
+    watched.scrape(12)
+    watched.silent(*alerts)
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_alerts_fire_and_stop(monkeypatch, tmp_path, name):
+    alerts, play = SCENES[name]
+    watched = Watched(monkeypatch, tmp_path)
+    run(play(watched))
+    assert watched.fired == alerts
+    file = tmp_path / "scene.yaml"
+    file.write_text(yaml.safe_dump(watched.document(), width=1 << 20))
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_tried():
+    assert {rule["alert"] for rule in rules()} == {alert for alerts, _ in SCENES.values() for alert in alerts}
+
+
+def test_prometheus_likes_the_metrics():
+    registry = CollectorRegistry()
+    Metrics("model", registry).enter("awake")
+    subprocess.run(["promtool", "check", "metrics"], input=generate_latest(registry), check=True)
