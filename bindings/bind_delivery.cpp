@@ -252,6 +252,10 @@ void bind_delivery(py::module_& module) {
       .def("step_states", &step_states, py::arg("states"), py::arg("running"), py::arg("others"), py::arg("plain"),
            py::arg("step_of"), "step() of what vLLM's states have beyond their record.")
       .def("sync", [](DeliveryLog& self) { value_or_raise(without_lock([&] { return self.sync(); })); })
+      .def(
+          "rotate", [](DeliveryLog& self) { value_or_raise(without_lock([&] { return self.rotate(); })); },
+          "Begin the log anew. Busy: that is being done already.")
+      .def("unwritten", &DeliveryLog::unwritten, "Ids of the answers of which the file lacks records.")
       .def("close", &DeliveryLog::close, "Nothing is recorded from now on.")
       .def("dropped", &DeliveryLog::dropped, "Ended answers that went for keep_bytes.")
       .def("was_dropped", &DeliveryLog::was_dropped, py::arg("response"), py::arg("tenant"))

@@ -284,6 +284,7 @@ Status DeliveryLog::switch_to(const std::shared_ptr<DeliveryLogFile>& file) {
   file_.swap(closed_last);
   log_bytes_ = began_with_ = file->bytes();
   problem_.clear();
+  unwritten_.clear();
   writable_ = true;
   rotation_->switched = true;
   return ok();
@@ -354,9 +355,9 @@ Status DeliveryLog::start(Answer answer) {
                      .next_step = "give each request an id of its own"};
     }
     const Bytes record = file() != nullptr ? answer_record(answer) : Bytes{};
+    const std::string id = answer.request.id;
     {
       const MutexLock lock(mutex_);
-      const std::string id = answer.request.id;
       answers_.put(std::move(answer));
       if (forget_ || answers_.over_budget()) forget_old();
       note([&]() TORPOR_REQUIRES(mutex_) {
@@ -364,7 +365,12 @@ Status DeliveryLog::start(Answer answer) {
         return record;
       });
     }
-    return append(record);
+    const Status written = append(record);
+    if (!writable_) {
+      const MutexLock lock(mutex_);
+      unwritten_.insert(id);
+    }
+    return written;
   });
 }
 
@@ -391,7 +397,10 @@ Status DeliveryLog::step(std::vector<AnswerStep> steps) {
       if (known.size() == steps.size()) return record;
       return known.empty() ? Bytes{} : steps_record(known);
     });
-    for (size_t i = 0; i < steps.size(); ++i) answers_.apply(steps[i], *answers[i]);
+    for (size_t i = 0; i < steps.size(); ++i) {
+      answers_.apply(steps[i], *answers[i]);
+      if (!writable_) unwritten_.insert(steps[i].id);
+    }
     return written;
   });
 }

@@ -99,6 +99,8 @@ class DeliveryLog {
   // open(), and only of the last 65,536 that did.
   bool was_dropped(std::string_view response, std::string_view tenant) const;
   uint64_t dropped() const;  // ended answers that went for keep_bytes since open()
+  // Ids of the answers of which the file lacks records, because it could not be written. rotate() writes them.
+  std::vector<std::string> unwritten() const;
   std::optional<Answer> get(const std::string& id) const;
   std::vector<Answer> all() const;  // in the order of their start
 
@@ -166,7 +168,8 @@ class DeliveryLog {
   bool sets_aside_ TORPOR_GUARDED_BY(mutex_) = false;  // the files that the first new one replaces
   std::string set_aside_ TORPOR_GUARDED_BY(mutex_);
   std::string problem_ TORPOR_GUARDED_BY(mutex_);
-  std::chrono::nanoseconds retry_at_ TORPOR_GUARDED_BY(mutex_){0};  // no rotation before, by Clock::now()
+  std::unordered_set<std::string> unwritten_ TORPOR_GUARDED_BY(mutex_);  // as unwritten()
+  std::chrono::nanoseconds retry_at_ TORPOR_GUARDED_BY(mutex_){0};       // no rotation before, by Clock::now()
   bool closed_ TORPOR_GUARDED_BY(mutex_) = false;
   bool ends_ TORPOR_GUARDED_BY(mutex_) = false;
 

@@ -45,6 +45,11 @@ uint64_t DeliveryLog::dropped() const {
   return answers_.dropped();
 }
 
+std::vector<std::string> DeliveryLog::unwritten() const {
+  const MutexLock lock(mutex_);
+  return {unwritten_.begin(), unwritten_.end()};
+}
+
 DeliveryLog::Counts DeliveryLog::counts() const {
   const MutexLock lock(mutex_);
   return {.running = answers_.running(),

@@ -2,14 +2,17 @@
 """A server without a response log: what it refuses, what it keeps, and that it records nothing."""
 
 import asyncio
+import contextlib
 import gc
+import resource
+import shutil
 from types import SimpleNamespace
 
 import pytest
 from server_stubs import CLIENT, Engine, build, client, no_settings, run, started  # noqa: F401
 from servers import ALICE, Client, Reading, begin, make_server, of, samples, sampling, start_requests, until
 from torpor import _core
-from torpor.errors import Incompatible, InvalidArgument
+from torpor.errors import Error, Incompatible, InvalidArgument
 from torpor.vllm.scheduler_values import unstarted_request
 from torpor.vllm.values import sampling_to_value
 from vllm import SamplingParams
@@ -104,6 +107,11 @@ def log_in(directory, **options) -> _core.DeliveryLog:
     return _core.DeliveryLog({"directory": str(directory / "answers"), "engine": {"model": "tiny"}} | options)
 
 
+def answer(request_id: str) -> dict:
+    request = unstarted_request(request_id, [1, 2], sampling_to_value(SamplingParams(max_tokens=4)), 0.0)
+    return {"request": request, "response": request_id, "tenant": "", "choice": 0, "front": {"state": {}}}
+
+
 def server_on(monkeypatch, directory, **settings):
     async def scene():
         _, server = build(monkeypatch, [], engine=Engine(directory), **settings)
@@ -129,8 +137,7 @@ def test_two_servers_do_not_use_one_directory_whichever_has_a_log(monkeypatch, t
 @pytest.mark.parametrize("ended", [True, False])
 def test_answers_that_run_in_an_earlier_log_are_not_lost(monkeypatch, tmp_path, ended):
     log = log_in(tmp_path)
-    request = unstarted_request("a", [1, 2], sampling_to_value(SamplingParams(max_tokens=4)), 0.0)
-    log.start({"request": request, "response": "a", "tenant": "", "choice": 0, "front": {"state": {}}})
+    log.start(answer("a"))
     if ended:
         log.step([{"id": "a", "at": 0, "tokens": [1], "text": "x", "state": "finished", "finish_reason": "stop"}])
     log.sync()
@@ -186,6 +193,43 @@ def test_clients_are_told_what_they_can_do_when_the_server_ends(monkeypatch, log
         assert [words in str(each) for each in told] == [True]
 
     run(scene())
+
+
+@pytest.mark.parametrize("room_comes", [False, True])
+def test_a_drain_promises_only_answers_that_the_log_has(monkeypatch, tmp_path, room_comes):
+    """The disk takes no byte from some moment on: no answer that ran then is there for the next server."""
+    from torpor.vllm.server import ending
+
+    def ask(server, name: str) -> list:
+        said: list = []
+        server.engine.output_processor.request_states[name] = SimpleNamespace(queue=SimpleNamespace(put=said.append))
+        with contextlib.suppress(Error):  # the log cannot be written
+            server.log.answers.start(answer(name))
+        return said
+
+    async def scene():
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path))
+        await started(server)
+        before = ask(server, "before")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            after = ask(server, "after")
+            if room_comes:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            await ending._end(server)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return before, after
+
+    ended_with: list = []
+    monkeypatch.setattr(ending.logger, "info", lambda words, *values: ended_with.append(words % values))
+    [before], [after] = run(scene())
+    there = log_in(shutil.copytree(tmp_path, tmp_path / "copy"))  # the server may still hold the lock of its own
+    assert there.get("before") is not None and (there.get("after") is not None) == room_comes
+    assert "of the next one" in str(before)
+    assert ("of the next one" if room_comes else "send it again") in str(after)
+    assert f"ended with {2 if room_comes else 1} requests to go on" in ended_with[-1]
 
 
 # --- with a real server -----------------------------------------------------------------------------------------------

@@ -106,12 +106,16 @@ class DeliveryLog:
     def part(self, id: str, from_token: int = 0, from_text: int = 0) -> dict: ...
     def position(self, id: str) -> dict:
         """As part(), without tokens and text."""
+    def rotate(self) -> None:
+        """Begin the log anew. Busy: that is being done already."""
     def start(self, answer: dict) -> None: ...
     def step(self, steps: list) -> None:
         """What one engine step gave, all in one record."""
     def step_states(self, states: list, running: dict, others: set, plain: object, step_of: Callable) -> bool:
         """step() of what vLLM's states have beyond their record."""
     def sync(self) -> None: ...
+    def unwritten(self) -> list[str]:
+        """Ids of the answers of which the file lacks records."""
     def was_dropped(self, response: str, tenant: str) -> bool: ...
 
 class EngineCheckpoint:

@@ -34,11 +34,16 @@ TEST_F(DeliveryLogTest, ALogThatCannotBeWrittenLosesNothingInMemoryAndIsWrittenW
   test::FaultPlan& plan = faulty.plan;
   auto answers = value_of(DeliveryLog::open(faulty, options()));
   ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  ASSERT_TRUE(succeeded(answers->start(asked("whole"))));
+  EXPECT_THAT(answers->unwritten(), ::testing::IsEmpty());
   plan.set(test::Fault::kError, 1, ENOSPC, true);
   EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x")}), Code::kResourceExhausted));
+  EXPECT_THAT(answers->unwritten(), ::testing::ElementsAre("a"));
+  ASSERT_TRUE(succeeded(answers->start(asked("new"))));
   EXPECT_TRUE(succeeded(answers->step({given("a", 1, {2}, "y")})));  // said once, and in the counts
   EXPECT_NE(answers->counts().problem, "");
   EXPECT_EQ(answers->get("a")->text, "xy");
+  EXPECT_THAT(answers->unwritten(), ::testing::UnorderedElementsAre("a", "new"));
   plan.clear();
   EXPECT_FALSE(answers->rotation_due());  // not a second later yet
   clock_.pass(2);
@@ -46,6 +51,7 @@ TEST_F(DeliveryLogTest, ALogThatCannotBeWrittenLosesNothingInMemoryAndIsWrittenW
   ASSERT_TRUE(answers->rotation_due());
   ASSERT_TRUE(succeeded(answers->rotate()));
   EXPECT_EQ(answers->counts().problem, "");
+  EXPECT_THAT(answers->unwritten(), ::testing::IsEmpty());
   answers.reset();
   EXPECT_EQ(open()->get("a")->text, "xyz");
 }

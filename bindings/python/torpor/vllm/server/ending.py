@@ -7,12 +7,13 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Collection
 from http import HTTPStatus
 
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 
-from torpor.errors import WrongState
+from torpor.errors import Error, WrongState
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -50,6 +51,10 @@ async def _end(server) -> None:
         problem = (
             saving.exception() if done else TimeoutError(f"it takes longer than {server.settings.sigterm_seconds:g} s")
         )
+        lost = await _unwritten(server)
+        if lost:
+            running -= len(lost)
+            logger.error("torpor: the response log lacks %d running answers: they are lost", len(lost))
         if problem is not None:
             logger.error(
                 "torpor: no checkpoint on SIGTERM: %s. The KV cache of %d requests was not saved: %s.",
@@ -59,7 +64,7 @@ async def _end(server) -> None:
                 if server.has_log
                 else "without a response log these requests end here, or go on from an older checkpoint",
             )
-        await _goodbye(server)
+        await _goodbye(server, lost)
     if server.remote is not None:
         await server.tasks.run(server.remote.release(), _ENDING)
     logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
@@ -81,13 +86,28 @@ async def end_when_disowned(server) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-async def _goodbye(server) -> None:
+async def _unwritten(server) -> set[str]:
+    """Return the ids of running requests that the next server will not find whole in the response log.
+
+    A log that could not be written, on a disk that was full, is written anew first: there may be room now.
+    """
+    if server.recorder is None or not server.recorder.answers.unwritten():
+        return set()
+    try:
+        await asyncio.to_thread(server.recorder.answers.rotate)
+    except Error as problem:
+        logger.error("torpor: the response log cannot be written: %s", problem)
+    return set(server.recorder.answers.unwritten()).intersection(server.engine.output_processor.request_states)
+
+
+async def _goodbye(server, lost: Collection[str] = ()) -> None:
+    """`lost`: ids of requests that the next server will not have."""
     try:
         if server.recorder is not None:
             server.recorder.close()
     except Exception as problem:
         server.tasks.failed(_ENDING, problem)
-    await server.tasks.run(_tell_clients(server), _ENDING)
+    await server.tasks.run(_tell_clients(server, lost), _ENDING)
 
 
 async def _save_before_end(server, before: str) -> None:
@@ -111,11 +131,14 @@ async def _save_before_end(server, before: str) -> None:
         )
 
 
-async def _tell_clients(server) -> None:
+async def _tell_clients(server, lost: Collection[str]) -> None:
     """Their connections end. Without a word a stream that ends looks complete to some."""
-    next_step = "take up this answer at /torpor/requests/{id} of the next one" if server.has_log else "send it again"
-    goodbye = GracefulHTTPError(f"the server ends; {next_step}", HTTPStatus.SERVICE_UNAVAILABLE)
-    for state in server.engine.output_processor.request_states.values():
-        if state.queue is not None:
-            state.queue.put(goodbye)
+    for request_id, state in server.engine.output_processor.request_states.items():
+        if state.queue is None:
+            continue
+        if server.has_log and request_id not in lost:
+            next_step = "take up this answer at /torpor/requests/{id} of the next one"
+        else:
+            next_step = "send it again"
+        state.queue.put(GracefulHTTPError(f"the server ends; {next_step}", HTTPStatus.SERVICE_UNAVAILABLE))
     await asyncio.sleep(0.1)  # for the words to be written
