@@ -64,6 +64,7 @@ void forget_old_words(const std::string& directory) {
 
 SourceEvents read_ring(const EventRing& ring) {
   SourceEvents read{.source = ring.source(), .path = ring.path(), .alive = is_alive(ring.source())};
+  read.gone = !read.alive;
   EventReader reader(ring);
   reader.read(read.events, !read.alive);
   for (int more = 0; read.alive && more < 4; ++more) {  // what was being written at that moment
@@ -191,8 +192,8 @@ Result<std::vector<SourceEvents>> EventFollower::poll(bool last) {
         each.alive = is_alive(each.ring->source());
         each.looked = now;
       }
-      SourceEvents& read = news.emplace_back(
-          SourceEvents{.source = each.ring->source(), .path = each.ring->path(), .alive = each.alive});
+      SourceEvents& read = news.emplace_back(SourceEvents{
+          .source = each.ring->source(), .path = each.ring->path(), .alive = each.alive, .gone = !each.alive});
       if (!each.ended) each.reader.read(read.events, last || !each.alive);
       each.ended = !each.alive;
       read.lost = each.reader.lost();

@@ -25,7 +25,8 @@ double seconds_of(int64_t nanoseconds) { return static_cast<double>(nanoseconds)
 std::string_view name(Lint lint) {
   constexpr std::array<std::string_view, kLints> kNames = {
       "slow transfer",    "starved",        "stored in vain", "ping-pong",   "unproven copies", "failed copies",
-      "failed operation", "slow operation", "stopped",        "events lost", "idle pins",       "unexplained memory"};
+      "failed operation", "slow operation", "stopped",        "events lost", "idle pins",       "unexplained memory",
+      "ended awake"};
   return kNames[static_cast<size_t>(lint)];
 }
 
@@ -132,8 +133,11 @@ void Lints::check_memory(std::vector<Finding>& findings) const {
   }
 }
 
-std::vector<Finding> Lints::findings(const EngineView& view) const {
+std::vector<Finding> Lints::findings(const EngineView& view, bool is_gone) const {
   std::vector<Finding> findings;
+  if (is_gone && !view.slots().empty() && view.engine() != "asleep")
+    findings.push_back(
+        {Lint::kEnded, {}, fmt::format("the process ended with {} requests, not asleep", view.slots().size())});
   check_transfers(view, findings);
   check_requests(view, findings);
   check_tiers(view, findings);

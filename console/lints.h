@@ -27,8 +27,9 @@ enum class Lint : uint8_t {
   kLost,           // events are missing: what is said here may be wrong
   kIdlePins,       // blocks below the device are pinned, by no request and no transfer
   kUnexplained,    // after each sleep more of the device is in use that torpor does not know
+  kEnded,          // the process is gone, and was awake with requests
 };
-inline constexpr int kLints = 12;
+inline constexpr int kLints = 13;
 std::string_view name(Lint lint);  // "slow transfer", …
 
 struct Finding {
@@ -55,8 +56,8 @@ class Lints {
   explicit Lints(LintLimits limits = {}) : limits_(limits) {}
   // Of one process, in order.
   void apply(const Event& event);
-  // What there is now, by the last event's time.
-  std::vector<Finding> findings(const EngineView& view) const;
+  // What there is now, by the last event's time. `is_gone`: the process has ended.
+  std::vector<Finding> findings(const EngineView& view, bool is_gone = false) const;
 
  private:
   struct Comings {  // of one key

@@ -14,6 +14,7 @@ struct SourceEvents {
   EventSource source;
   std::string path;
   bool alive = false;  // its process is there
+  bool gone = false;   // its process has ended, and left these events; of a recording nobody knows
   std::vector<Event> events;
   uint64_t lost = 0;     // events of which there is only the number
   uint64_t damaged = 0;  // bytes behind the last whole part of a recording

@@ -15,7 +15,7 @@ using test::value_of;
 
 class LintsTest : public testing::Test {
  protected:
-  std::vector<Lint> found() {
+  std::vector<Lint> found(bool is_gone = false) {
     std::vector<Event> events;
     reader_.read(events, true);
     for (const Event& event : events) {
@@ -23,7 +23,7 @@ class LintsTest : public testing::Test {
       lints_.apply(event);
     }
     std::vector<Lint> all;
-    for (const Finding& finding : lints_.findings(view_)) {
+    for (const Finding& finding : lints_.findings(view_, is_gone)) {
       EXPECT_FALSE(finding.what.empty());
       all.push_back(finding.lint);
     }
@@ -257,6 +257,17 @@ TEST_F(LintsTest, PinsOfARequestThatHasFoundThem) {
   clock_.advance(61s);
   step();
   EXPECT_EQ(found(), Found{});
+}
+
+TEST_F(LintsTest, AProcessThatEndedAwakeWithRequests) {
+  step();
+  EXPECT_EQ(found(/*is_gone=*/true), Found{});  // it had none
+  SlotTable table(port_);
+  (void)value_of(table.create("a", 100));
+  EXPECT_EQ(found(/*is_gone=*/false), Found{});
+  EXPECT_EQ(found(/*is_gone=*/true), Found{Lint::kEnded});
+  (void)port_.record({.type = EventType::kEngine, .to = 2});
+  EXPECT_EQ(found(/*is_gone=*/true), Found{});  // asleep: it may have a checkpoint
 }
 
 TEST_F(LintsTest, MemoryThatNobodyExplainsAndThatGrows) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -37,6 +38,8 @@ class Engine:
         )  # fmt: skip
         self._client_count = 1
         self.wakes_with, self.unseen = wakes_with, unseen
+        if wakes_with is not None and directory is not None:  # a checkpoint, as far as a list of names goes
+            (Path(directory) / "g-000001").mkdir(mode=0o700, parents=True, exist_ok=True)
         self.fails_with: Exception | None = None  # the next sleep or wake
         self.alive, self.errored, self.paused = True, False, False
         self.tags = {"weights": "attached", "kv_cache": "attached"}

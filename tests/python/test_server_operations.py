@@ -5,6 +5,8 @@ import asyncio
 import errno
 import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -70,7 +72,7 @@ def test_a_directory_that_another_host_does_not_see_is_told_of_at_the_start(monk
             ready, alive = await http.get("/torpor/ready"), await http.get("/health")
         assert len(said) == 1 and "the host b does not see" in said[0]
         assert (alive.status_code, ready.status_code) == ((200, 503) if settings else (200, 200))
-        assert ("wake_up" in dict(server.engine.calls)) == (not settings)
+        assert ("ledger" in dict(server.engine.calls)) == (not settings)  # it has begun to serve
         if settings:
             assert "the host b does not see" in ready.json()["error"]["what"]
 
@@ -179,6 +181,31 @@ def test_a_pod_starts_a_server_that_keeps_its_promises(monkeypatch):
         "VLLM_API_KEY",
         "TORPOR_ADMIN_KEY",
     }  # not among the arguments
+
+
+def test_a_unit_of_systemd_starts_a_server_that_keeps_its_promises(monkeypatch, tmp_path):
+    from torpor.vllm import serve
+    from torpor.vllm.server.settings import Settings
+
+    text = (DEPLOY / "systemd/torpor@.service").read_text()
+    lines = [line for line in text.replace("\\\n", "").splitlines() if line and not line.startswith("#")]
+    unit = dict(line.split("=", 1) for line in lines if "=" in line)
+    python, *words = unit["ExecStart"].replace("%i", "llm").replace("${PORT}", "8000").split()
+    assert words[:2] == ["-m", serve.__name__]
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    given = arguments(*serve.take_options(words[2:]))
+    settings = Settings.from_environment()
+    assert given.model_tag == "${MODEL}" and given.host == "127.0.0.1" and settings.wake_on_request
+    assert os.environ["TORPOR_CHECKPOINT_DIR"] == "/var/lib/" + unit["StateDirectory"].replace("%i", "llm")
+    assert float(unit["TimeoutStopSec"]) >= settings.sigterm_seconds + 10
+    assert unit["KillMode"] == "mixed" and unit["RestartPreventExitStatus"] == "2"
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not here: systemd's own words were not checked")
+    (tmp_path / "torpor@.service").write_text(text.replace(python, sys.executable))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", tmp_path / "torpor@.service"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_alerts_and_board_ask_for_metrics_that_exist(monkeypatch):

@@ -36,7 +36,8 @@ def outcome(monkeypatch, directory, wakes_with, in_checkpoint=(), ended=(), runn
             values = {"scheduler": {"requests": [{"id": each} for each in in_checkpoint]}}
             return SimpleNamespace(to_dict=lambda: values)  # as EngineCheckpoint has it
 
-        monkeypatch.setattr(start, "_core", SimpleNamespace(read_checkpoint=read_checkpoint))
+        there = SimpleNamespace(read_checkpoint=read_checkpoint, list_checkpoints=lambda *_: ["g-000001"])
+        monkeypatch.setattr(start, "_core", there)
         engine = Engine(directory, wakes_with=wakes_with)
         _, server = build(monkeypatch, [], engine=engine, **settings)
         stock = life.Recorder

@@ -102,6 +102,7 @@ Result<Exit> record(const Context& context) {
 struct Watched {
   EventSource source;
   bool alive = false;
+  bool gone = false;
   uint64_t damaged = 0;
   EngineView view;
   console::Lints lints;
@@ -113,6 +114,7 @@ void take(std::map<std::string, Watched>& watched, const std::vector<SourceEvent
     Watched& of = watched[each.path];
     of.source = each.source;
     of.alive = each.alive;
+    of.gone = each.gone;
     of.damaged = each.damaged;
     for (const Event& event : each.events) {
       if (of.began == 0 && event.type != EventType::kLost) of.began = event.time;
@@ -134,6 +136,7 @@ void cut_at(std::vector<SourceEvents>& sources, double seconds) {
   if (first == INT64_MAX) return;
   const int64_t until = first + static_cast<int64_t>(std::clamp(seconds, 0.0, 1e9) * 1e9);
   for (SourceEvents& source : sources) {
+    source.gone = false;  // at that time it may have been there
     const auto later = [&](const Event& event) {
       return event.type != EventType::kLost && wall(source, event) > until;
     };
@@ -152,7 +155,7 @@ Json snapshot(const std::map<std::string, Watched>& watched) {
                  {"time", of.view.latest() == 0 ? Json() : Json(of.source.wall_seconds(of.view.latest()))}};
     json.update(of.view.to_json());
     Json lints = Json::array();
-    for (const console::Finding& finding : of.lints.findings(of.view))
+    for (const console::Finding& finding : of.lints.findings(of.view, of.gone))
       lints.push_back({{"lint", name(finding.lint)}, {"subject", finding.subject}, {"what", finding.what}});
     json["lints"] = std::move(lints);
     processes.push_back(std::move(json));

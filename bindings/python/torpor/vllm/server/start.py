@@ -8,7 +8,7 @@ import asyncio
 from vllm.logger import init_logger
 
 from torpor import _core
-from torpor.errors import Error, Incompatible, NotFound
+from torpor.errors import Error, Incompatible
 from torpor.vllm import frontend, tracing
 from torpor.vllm.frontend import Report
 
@@ -27,20 +27,19 @@ async def wake(server, named: str) -> None:
         if server.settings.on_wake_error == "discard":
             return _discard(server, f"they are of another engine: {counts['of_another']}")
     unfit = server.remote.unfit if server.remote is not None and not named else None
+    where = named or (server.options.checkpoint_dir if unfit is None else server.settings.object_store)
+    nothing_there = unfit is None and not named and not await asyncio.to_thread(has_checkpoint, server)
+    if nothing_there and counts["running"] == 0:
+        return
     try:
         if unfit is not None:
             raise unfit
-        report = await _wake_new(server, named or server.options.checkpoint_dir)
+        report = await _wake_new(server, None if nothing_there else where)
     except Error as problem:
-        nothing_there = isinstance(problem, NotFound) and not named
-        if nothing_there and counts["running"] == 0:
-            return
-        where = named or (server.options.checkpoint_dir if unfit is None else server.settings.object_store)
         if isinstance(problem, Incompatible) and await asyncio.to_thread(_is_idle, server, where):
             return server.leave_checkpoint(where, problem)
-        if nothing_there or server.settings.on_wake_error == "recompute":
-            if not nothing_there:
-                logger.error("torpor: going on without the checkpoint: %s", problem)
+        if server.settings.on_wake_error == "recompute" and not nothing_there:
+            logger.error("torpor: going on without the checkpoint: %s", problem)
             report = await _wake_new(server, None)
         elif server.settings.on_wake_error == "discard":
             return _discard(server, str(problem))
@@ -55,6 +54,12 @@ async def wake(server, named: str) -> None:
     )  # fmt: skip
     if await server.engine.is_paused():
         logger.warning("torpor: the engine is paused, as it was when it fell asleep: POST /resume ends that")
+
+
+def has_checkpoint(server) -> bool:
+    """Whether the server's own directory has one. An engine is not asked to wake from nothing: that would be an error,
+    and told as one."""
+    return bool(_core.list_checkpoints(server.options.checkpoint_dir, server.options.key_file))
 
 
 def _is_idle(server, where: str) -> bool:

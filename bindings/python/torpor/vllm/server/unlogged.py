@@ -15,9 +15,10 @@ from pathlib import Path
 from vllm.logger import init_logger
 
 from torpor import _core
-from torpor.errors import Busy, Error, FileError, Incompatible, InvalidArgument, NotFound
+from torpor.errors import Busy, Error, FileError, Incompatible, InvalidArgument
 from torpor.vllm.frontend import Report
 from torpor.vllm.server.recorder import Nobody
+from torpor.vllm.server.start import has_checkpoint
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -67,11 +68,11 @@ def refuse_to_lose(running: int, path: str) -> None:
 async def wake(server, named: str) -> None:
     """`named`: a checkpoint, or a directory of them; empty: the newest of the server's own."""
     where = named or server.options.checkpoint_dir
+    if not named and not await asyncio.to_thread(has_checkpoint, server):
+        return
     try:
         report = await server.engine.wake_up(from_checkpoint=where)
     except Error as problem:
-        if isinstance(problem, NotFound) and not named:
-            return
         if isinstance(problem, Incompatible) and await asyncio.to_thread(_has_no_request, server, where):
             server.leave_checkpoint(where, problem)
         elif server.settings.on_wake_error == "discard":
