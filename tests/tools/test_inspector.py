@@ -176,10 +176,15 @@ def test_cat_and_extract_give_the_bytes(shown, tmp_path):
     assert inspector("extract", shown["checkpoint"], "weights", "-o", weights).returncode == 5  # it is there already
 
 
-def test_fits_says_by_field(shown):
+def test_fits_says_by_field(shown, tmp_path):
     import os
 
-    assert as_json("fits", shown["checkpoint"], "--model", os.environ["TORPOR_TEST_MODEL"])["fits"] is True
+    alike = as_json("fits", shown["checkpoint"], "--model", os.environ["TORPOR_TEST_MODEL"], code=9)
+    assert alike["fits"] is True and "dtype" in [field["field"] for field in alike["not_known_here"]]
+    assert "not known here" in inspector("fits", shown["checkpoint"]).stdout.splitlines()[-1]
+    engine = tmp_path / "engine.json"
+    engine.write_text(inspector("info", shown["checkpoint"], "--json").stdout)
+    assert as_json("fits", shown["checkpoint"], "--like", engine)["not_known_here"] == []
     wrong = as_json("fits", shown["checkpoint"], "--field", "dtype=torch.int3", code=6)
     assert [c["field"] for c in wrong["checks"] if not c["fits"]] == ["dtype"]
     assert inspector("fits", shown["checkpoint"], "--memory", "1KB").returncode == 6
@@ -189,10 +194,10 @@ def test_fits_wants_room_for_the_requests_and_no_certain_number_of_blocks(shown)
     blocks = as_json("blocks", shown["checkpoint"])
     fewest = 1 + sum(bool(block["requests"]) for block in blocks["blocks"])
     assert fewest < blocks["num_blocks"]
-    for here, code in ((fewest, 0), (blocks["num_blocks"] + 7, 0), (fewest - 1, 6)):
+    for here, code in ((fewest, 9), (blocks["num_blocks"] + 7, 9), (fewest - 1, 6)):
         found = as_json("fits", shown["checkpoint"], "--field", f"kv_num_blocks={here}", code=code)
         [check] = [check for check in found["checks"] if check["field"] == "kv_num_blocks"]
-        assert check["fits"] == (code == 0) and check["checkpoint"] == f"{blocks['num_blocks']}, needs {fewest}"
+        assert check["fits"] == (code == 9) and check["checkpoint"] == f"{blocks['num_blocks']}, needs {fewest}"
 
 
 def test_repair_drops_what_is_damaged_and_the_rest_is_whole(shown, tmp_path):

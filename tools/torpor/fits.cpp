@@ -157,8 +157,12 @@ std::string show_fits(const Json& json) {
                     check["fits"] ? good("fits") : bad("DIFFERS")});
   for (const Json& open : json["not_known_here"])
     rows.push_back({cell(open["field"]), cell(open["checkpoint"]), "-", "not known here"});
-  return table(rows) + fmt::format("{}: {}\n", cell(json["path"]),
-                                   json["fits"] ? good("nothing speaks against it") : bad("does not fit"));
+  const size_t open = json["not_known_here"].size();
+  const std::string found =
+      !json["fits"] ? bad("does not fit")
+      : open == 0   ? good("fits")
+                    : fmt::format("nothing differs, but {} fields are not known here: give --like an engine's", open);
+  return table(rows) + fmt::format("{}: {}\n", cell(json["path"]), found);
 }
 
 }  // namespace
@@ -174,7 +178,11 @@ Verb fits_verb() {
               },
           .ask = fits,
           .show = show_fits,
-          .exit = [](const Json& json) { return json["fits"] ? kFine : kDiffers; }};
+          .exit =
+              [](const Json& json) {
+                if (!json["fits"]) return kDiffers;
+                return json["not_known_here"].empty() ? kFine : kUnknown;
+              }};
 }
 
 }  // namespace torpor::cli

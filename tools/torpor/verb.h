@@ -30,7 +30,8 @@ enum Exit {
   kFailed = 5,
   kDiffers = 6,
   kKey = 7,
-  kRefused = 8
+  kRefused = 8,
+  kUnknown = 9
 };
 struct ExitCode {
   Exit code;

@@ -22,7 +22,8 @@ const std::vector<ExitCode>& exit_codes() {
       {kFailed, "could not be read or written, or is not to be trusted (its owner, who may write to it)"},
       {kDiffers, "diff, replay: they differ; fits: it does not fit; console --lint: there is something"},
       {kKey, "the key is missing, or another one"},
-      {kRefused, "refused: another process is writing, or there is no room or memory"}};
+      {kRefused, "refused: another process is writing, or there is no room or memory"},
+      {kUnknown, "fits: nothing differs, but not all that counts is known here"}};
   return codes;
 }
 
