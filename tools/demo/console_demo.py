@@ -15,7 +15,7 @@ from pathlib import Path
 from engine_child import DemoError
 
 ROOT = Path(__file__).resolve().parents[2]
-BINARY = ROOT / "build/release/tools/torpor/torpor"
+BINARY = os.environ.get("TORPOR_BINARY") or ROOT / "build/release/tools/torpor/torpor"
 TEXTUAL = ROOT / "build/console"
 # KV that was computed in another batch differs in its last digits: in float32 that rounds no token otherwise.
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "num_gpu_blocks_override": 48}

@@ -156,6 +156,10 @@ def make_directory(path: Path | None) -> Path:
     return path.resolve()
 
 
+def bytes_in(directory: Path) -> int:
+    return sum(path.lstat().st_size for path in directory.rglob("*"))
+
+
 def gpu_path(directory: Path) -> tuple[Path, dict[str, str]]:
     """A model small enough for interpreted kernels, and the environment of an engine that runs them."""
     sys.path.append(str(RIG))
@@ -170,7 +174,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         prompts = [prompt for _, prompt, *_ in kinds.shown(options.gpu_path)]
     else:
         prompts = read_prompts(options.prompts)
-    directory = make_directory(options.dir)
+    directory = options.dir
     log = directory / "engine.log"
     shared = {}
     if options.remote:
@@ -382,14 +386,13 @@ def show(result: dict, screen: Screen) -> None:
 def main() -> int:
     options = parse(sys.argv[1:])
     screen = Screen(quiet=options.json)
+    is_temporary = options.dir is None
     try:
+        options.dir = make_directory(options.dir)
         if options.server:
-            options.dir = make_directory(options.dir)
             result = server_demo.run(options, read_prompts(options.prompts), screen)
         elif options.offload:
-            result = offload_demo.run(
-                options.model, make_directory(options.dir), options.conversation, options.max_tokens, screen
-            )
+            result = offload_demo.run(options.model, options.dir, options.conversation, options.max_tokens, screen)
         else:
             result = run(options, screen)
     except (DemoError, ServerEnded) as problem:
@@ -403,6 +406,8 @@ def main() -> int:
         offload_demo.show(result, screen)
     else:
         show(result, screen)
+    if is_temporary and not options.json:
+        screen.line(f"It left {size(bytes_in(options.dir))} in {options.dir}: rm -r {options.dir}")
     return 0 if result["identical"] == result["requests"] else 1
 
 

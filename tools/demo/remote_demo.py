@@ -19,7 +19,7 @@ from redis_server import RedisServer
 from s3_server import BUCKET, S3Server
 from screen import Screen, size
 
-TORPOR = Path(__file__).resolve().parents[2] / "build/release/tools/torpor/torpor"
+TORPOR = os.environ.get("TORPOR_BINARY") or Path(__file__).resolve().parents[2] / "build/release/tools/torpor/torpor"
 
 
 DOCUMENT_TOKENS = 1000

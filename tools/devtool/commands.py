@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -62,6 +63,15 @@ BENCHES = {
 }
 
 
+_HAVE_HELP = ("demo", "gpu_check", "torpor", "python")  # of their own
+
+
+def _part_of(manual: str, word: str) -> str:
+    """Return the lines of the manual about a word."""
+    entries = re.split(r"\n(?=  tools/dev )", manual.split("\n\n")[1])
+    return next(entry for entry in entries if re.match(rf"\s*tools/dev {word}\b(?!-)", entry))
+
+
 def main(arguments: list[str], manual: str) -> int:
     words = {
         "demo": demo,
@@ -92,6 +102,9 @@ def main(arguments: list[str], manual: str) -> int:
     if arguments[0] not in words:
         say(f"error: tools/dev has no word {arguments[0]!r}; there are {', '.join(words)}")
         return 2
+    if arguments[0] not in _HAVE_HELP and {"-h", "--help"} & set(arguments[1:]):
+        print(_part_of(manual, arguments[0]))
+        return 0
     try:
         return words[arguments[0]](arguments[1:])
     except SetupError as problem:
@@ -107,7 +120,7 @@ def demo(arguments: list[str]) -> int:
     if "--remote" in arguments:
         setup.install_stores(python_path)
     if "--console" in arguments or "--remote" in arguments:
-        cmake_build("release", ("torpor",))
+        os.environ["TORPOR_BINARY"] = str(inspector())
     python_path, env = with_vllm(other, python_path)
     return subprocess.run([python_path, ROOT / "tools/demo/demo.py", "--model", model, *arguments], env=env).returncode
 
@@ -148,27 +161,16 @@ def build(arguments: list[str]) -> int:
 
 
 def torpor(arguments: list[str]) -> int:
-    binary = ROOT / "build/release/tools/torpor/torpor"
-    newest = max(
-        p.stat().st_mtime
-        for top in (
-            "base",
-            "offload",
-            "kvcache",
-            "scheduler_state",
-            "checkpoint",
-            "engine",
-            "console",
-            "remote",
-            "tools/torpor",
-        )
-        for p in (ROOT / top).rglob("*")
-        if p.is_file()
-    )
-    if not binary.exists() or binary.stat().st_mtime < newest:
-        setup.system_packages()
-        cmake_build("release", ("torpor",))
-    return subprocess.run([binary, *arguments]).returncode
+    return subprocess.run([inspector(), *arguments]).returncode
+
+
+def inspector() -> Path:
+    """Return the program `torpor`: the one that is installed, else it is compiled."""
+    if installed := setup.installed_program():
+        return installed
+    setup.system_packages()
+    cmake_build("release", ("torpor",))
+    return ROOT / "build/release/tools/torpor/torpor"
 
 
 def bench(arguments: list[str]) -> int:

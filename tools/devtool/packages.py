@@ -30,7 +30,6 @@ def wheel(arguments: list[str]) -> int:
         old.unlink()
     settings = {
         "build-dir": "build/portable",
-        "build.targets": "_core;torpor",
         "cmake.define.TORPOR_PORTABLE": "ON",
         "cmake.define.TORPOR_ZIG": f"{tools};-m;ziglang",
         "cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR": "ON",

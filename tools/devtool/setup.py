@@ -189,7 +189,7 @@ def model(python: Path) -> Path:
 def sources_digest() -> str:
     """Of everything that `pip install .` builds from."""
     digest = hashlib.sha256()
-    for top in (*ROOMS, "cmake", "CMakeLists.txt", "pyproject.toml"):
+    for top in (*ROOMS, "remote", "tools/torpor", "cmake", "CMakeLists.txt", "pyproject.toml"):
         path = ROOT / top
         files = (
             [path]
@@ -226,6 +226,14 @@ def install_torpor(python: Path, portable: bool = False) -> None:
     shutil.rmtree(SITE, ignore_errors=True)
     run("torpor (pip install)", [*pip, "install", "--no-deps", "--target", SITE, wheel], log_name="torpor-install")
     stamp.write_text(stamped)
+    if stamped == built.name:  # with everything
+        (SITE / "torpor-digest").write_text(digest)
+
+
+def installed_program() -> Path | None:
+    """Return the inspector that install_torpor() has put into SITE, if it was made of the sources that are here."""
+    mark = SITE / "torpor-digest"
+    return SITE / "bin/torpor" if mark.exists() and mark.read_text() == sources_digest() else None
 
 
 def keep_newest(folder: Path) -> None:

@@ -7,16 +7,22 @@ import json
 import os
 import shutil
 import subprocess
+import sysconfig
 import threading
+from pathlib import Path
 
 from torpor import errors
 
 
 def inspector() -> str:
-    """The program `torpor`: $TORPOR_BINARY, or the one on the path."""
-    if found := os.environ.get("TORPOR_BINARY") or shutil.which("torpor"):
-        return found
-    raise errors.NotFound("the program torpor is not on the path", "install torpor-tools, or set TORPOR_BINARY")
+    """Return the program `torpor`: $TORPOR_BINARY, the one that came with this package, or one on the path."""
+    if named := os.environ.get("TORPOR_BINARY"):
+        return named
+    package = Path(__file__).parents[2]  # where `pip install --target` puts packages, bin/ is beside them
+    for folder in (sysconfig.get_path("scripts"), str(package / "bin"), None):
+        if found := shutil.which("torpor", path=folder):
+            return found
+    raise errors.NotFound("there is no program torpor", "install this package anew, or set TORPOR_BINARY")
 
 
 def ask(*words: str) -> str:
