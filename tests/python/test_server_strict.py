@@ -54,6 +54,7 @@ def test_an_unknown_parameter_is_refused_with_the_nearest_one(monkeypatch, tmp_p
     answer, calls = asked(monkeypatch, tmp_path, method, address(path), params={wrong: "2"})
     assert answer.status_code == 400 and calls == []
     error = answer.json()["error"]
+    assert error["message"] == f"{error['what']} ({error['next_step']})" and error["type"] == "InvalidArgument"
     assert (
         error["code"] == "invalid_argument" and error["what"] == f"{method} {address(path)} has no parameter {wrong!r}"
     )

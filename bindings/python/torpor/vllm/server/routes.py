@@ -28,6 +28,7 @@ from torpor.vllm.server import front, swapping
 from torpor.vllm.server.front import summary
 from torpor.vllm.server.life import Server
 from torpor.vllm.server.recorder import RESPONSE_ID_STARTS
+from torpor.vllm.server.refusals import content_of
 from torpor.vllm.server.strict import StrictRoute, as_vllm_has_it, takes_body
 from torpor.vllm.weight_updates import kv_option
 
@@ -381,7 +382,7 @@ async def _events(
                     waits[asyncio.create_task(life.log.more(ids[index], part["tokens_end"]))] = index
         yield "data: [DONE]\n\n"
     except Error as problem:  # the server ends; without a word the answer would look complete
-        yield f"event: error\ndata: {json.dumps({'error': problem.to_dict()})}\n\n"
+        yield f"event: error\ndata: {json.dumps(content_of(problem))}\n\n"
     finally:
         for task in waits:
             task.cancel()
@@ -403,7 +404,7 @@ async def _with_progress(task: asyncio.Task, so_far: dict) -> AsyncIterator[str]
 
 
 def refused(problem: Error, status: int | None = None) -> JSONResponse:
-    return JSONResponse({"error": problem.to_dict()}, status or _STATUS.get(type(problem), 500))
+    return JSONResponse(content_of(problem), status or _STATUS.get(type(problem), 500))
 
 
 async def _params(request: Request) -> dict:

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
 from torpor.errors import InvalidArgument
+from torpor.vllm.server.refusals import content_of
 
 _MOST_BYTES = 4096  # of a body that is read to say what is wrong with it
 _TAKES_BODY, _TAKES_ANYTHING = "torpor_takes_body", "torpor_takes_anything"  # set on endpoints
@@ -52,7 +53,7 @@ class StrictRoute(APIRoute):
                 if not getattr(self.endpoint, _TAKES_BODY, False) and (body := await _body(request)):
                     raise _of_body(name, request.url.path, body, known)
             except InvalidArgument as problem:
-                return JSONResponse({"error": problem.to_dict()}, 400)
+                return JSONResponse(content_of(problem), 400)
             return await handler(request)
 
         return checked
