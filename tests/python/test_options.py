@@ -89,8 +89,18 @@ def test_a_wrong_value_is_refused_by_the_name_it_was_given_by(monkeypatch, name,
 
 
 def test_an_option_that_does_not_exist_is_named():
-    with pytest.raises(InvalidArgument, match="unknown torpor option speed"):
+    with pytest.raises(InvalidArgument, match="unknown torpor option speed") as refused:
         given(speed=9)
+    assert refused.value.next_step.startswith("The options are ")  # none is like it
+    with pytest.raises(InvalidArgument, match=r"did you mean compression\? "):
+        given(compresion="zstd")
+
+
+def test_a_word_of_the_server_that_does_not_exist_is_named_with_the_nearest_one(capsys):
+    with pytest.raises(SystemExit):
+        serve.take_options(["MODEL", "--torpor-checkpoint-dirr=/d"])
+    said = capsys.readouterr().err
+    assert "there is no option --torpor-checkpoint-dirr; did you mean --torpor-checkpoint-dir?" in said
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -60,3 +60,11 @@ def test_half_done_rollouts_stay_over_training_steps(steps):
     assert result["errors"]
     for error in result["errors"]:
         assert error["newest"] < 0.05 < 0.2 < error["older"]  # vLLM computes in bfloat16 there
+
+
+def test_no_group_is_older_than_its_bound(steps):
+    result = steps("bounded")
+    of_phases = [max(phase["staleness"]) for phase in result["phases"]]
+    assert len(of_phases) == 8 and max(of_phases) == 2, of_phases
+    assert any(phase["left"] > 0 for phase in result["phases"])
+    assert result["logged"] == of_phases

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of TRL's GRPO with a colocated vLLM: `trl_process.py MODEL awake|asleep|partial`."""
+"""Steps of TRL's GRPO with a colocated vLLM: `trl_process.py MODEL awake|asleep|partial|bounded`."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def milder(model: str) -> str:
     return "milder"
 
 
-def partial(model: str) -> dict:
+def partial(model: str, max_staleness: int | None) -> dict:
     """Half-done rollouts over steps that change the weights much; `errors`: in each version's log probabilities."""
     from torpor.trl import PartialRolloutGRPOTrainer
 
@@ -102,8 +102,8 @@ def partial(model: str) -> dict:
             return {"older": max(wrong[:start]), "newest": max(wrong[start:])}
 
     stops = {"stop_token_ids": list(range(100, 160))}  # of 2,048: answers are of many lengths
-    more = {"max_steps": 4, "max_completion_length": 48, "learning_rate": 2e-2, "generation_kwargs": stops}
-    trainer = Trainer(milder(model), extra_groups=2, **options("out", **more))
+    more = {"max_steps": 4 if max_staleness is None else 8, "max_completion_length": 48, "learning_rate": 2e-2, "generation_kwargs": stops}
+    trainer = Trainer(milder(model), extra_groups=2, max_staleness=max_staleness, **options("out", **more))
     trainer.train()
     llm = trainer.vllm_generation.llm
     return {
@@ -111,13 +111,17 @@ def partial(model: str) -> dict:
         "errors": errors,
         "steps": steps_of(trainer),
         "open": trainer.open_rollouts,
+        "logged": [entry["rollouts/staleness"] for entry in trainer.state.log_history if "loss" in entry],
         "tags": llm.torpor.state().tags,
     }
 
 
 def main() -> None:
     model, mode = sys.argv[1:]
-    result = partial(model) if mode == "partial" else unchanged(model, mode == "asleep")
+    if mode in ("partial", "bounded"):
+        result = partial(model, 2 if mode == "bounded" else None)
+    else:
+        result = unchanged(model, mode == "asleep")
     print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)
 

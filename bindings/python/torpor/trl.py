@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections import deque
 from dataclasses import dataclass, field
 
 from trl import GRPOTrainer
@@ -27,12 +26,13 @@ from torpor.errors import InvalidArgument, Unsupported
 from torpor.vllm.weight_updates import STALE_KV
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """The rollouts of one prompt."""
 
     inputs: list[dict]  # an example for each
     outputs: list[RequestOutput | None]
+    begun: int = 0  # in which generation, from 0
 
     @property
     def complete(self) -> list[RequestOutput]:
@@ -55,6 +55,7 @@ class Phase:
     left: int = 0  # and when it ended
     saved_bytes: int = 0  # by the sleep at its end
     freed_bytes: int = 0
+    staleness: list[int] = field(default_factory=list)  # of each group that was taken: generations since it was begun
     versions: list[list[tuple[str, int, int]]] = field(default_factory=list)  # of each completion: version, start, end
 
 
@@ -62,16 +63,24 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
     """extra_groups: how many groups are begun ahead, and so stay half-done at most; they come from the training set.
 
     kv: what becomes of the KV of half-done rollouts when the weights have changed, "recompute" or "keep".
+
+    max_staleness: the most generations between that in which a group is begun and the one that trains on it. A
+    generation then lasts until no group would come too late. None: groups are taken as they become complete, so that
+    long ones may be overtaken without end. Each generation logs rollouts/kept, rollouts/left and rollouts/staleness.
     """
 
-    def __init__(self, *args, extra_groups: int = 1, kv: str = "recompute", **kwargs):
+    def __init__(
+        self, *args, extra_groups: int = 1, kv: str = "recompute", max_staleness: int | None = None, **kwargs
+    ):
         if kv not in STALE_KV or kv == "abort":
             raise InvalidArgument(f"kv is {kv!r}", 'use "recompute" or "keep"')
         if extra_groups < 1:
             raise InvalidArgument(f"extra_groups is {extra_groups}", "use at least 1, or the plain GRPOTrainer")
-        self._extra_groups, self._kv = extra_groups, kv
+        if max_staleness is not None and max_staleness < 1:
+            raise InvalidArgument(f"max_staleness is {max_staleness}", "use at least 1, or None for no bound")
+        self._extra_groups, self._kv, self._max_staleness = extra_groups, kv, max_staleness
         self._groups: dict[int, Group] = {}  # by the order in which they were begun
-        self._complete: deque[Group] = deque()
+        self._complete: list[Group] = []
         self._ready: list[RequestOutput] = []  # of the batch that is being made
         self._begun = 0
         self.phases: list[Phase] = []
@@ -91,6 +100,9 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
             ),
             "structured outputs": backend is not None and backend.structured_outputs_regex is not None,
         }
+        of_trl = [(self, ("_metrics", "_tokenize_prompts"))]
+        of_trl += [(backend, ("_llm_weights_sleeping", "sync_weights"))] if backend is not None else []
+        checks |= {f"a TRL without {name}": not hasattr(of, name) for of, names in of_trl for name in names}
         if found := [name for name, is_so in checks.items() if is_so]:
             raise Unsupported(f"half-done rollouts with {'; '.join(found)}", "use the plain GRPOTrainer")
 
@@ -117,21 +129,23 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
 
     def _generate_groups(self, begin: list[list[dict]]) -> list[Group]:
         """Begins these groups, and returns as many that are complete."""
+        needed = len(begin)
+        self._check_bound(needed)
         backend, phase = self.vllm_generation, Phase(self.state.global_step, kept=self.open_rollouts)
         self._wake()
-        needed = len(begin)
         if self._begun == 0:
             ahead = random.Random(self.args.seed).choices(range(len(self.train_dataset)), k=self._extra_groups)
             begin = begin + [[self.train_dataset[i]] * self.num_generations for i in ahead]
         for examples in begin:
             self._begin(examples)
-        while len(self._complete) < needed:
+        while (taken := self._complete_in_time(needed)) is None:
             phase.steps += 1
             for output in backend.llm.llm_engine.step():
                 self._take(output)
         report = backend.llm.sleep(level=2, preserve_state=True, weights="reload")
         backend._llm_weights_sleeping = True
-        taken = [self._complete.popleft() for _ in range(needed)]
+        self._complete = [group for group in self._complete if group not in taken]
+        phase.staleness = [len(self.phases) - group.begun for group in taken]
         phase.left, phase.saved_bytes, phase.freed_bytes = self.open_rollouts, report.saved_bytes, report.freed_bytes
         phase.versions = [
             [(span.version, span.start, span.end) for span in output.outputs[0].weight_versions or ()]
@@ -139,7 +153,39 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
             for output in group.complete
         ]
         self.phases.append(phase)
+        logged = {"kept": phase.kept, "left": phase.left, "staleness": max(phase.staleness)}
+        for name, value in logged.items():
+            self._metrics["train"][f"rollouts/{name}"].append(value)  # as TRL's own, of which it logs the means
         return taken
+
+    def _check_bound(self, needed: int) -> None:
+        """Refuse a bound that cannot be kept even where the oldest groups are always taken first."""
+        least = -(-self._extra_groups // needed)
+        if self._max_staleness is not None and self._max_staleness < least:
+            raise InvalidArgument(
+                f"max_staleness is {self._max_staleness} with {self._extra_groups} extra groups, of which a generation "
+                f"takes {needed}",
+                f"use at least {least}, or fewer extra groups",
+            )
+
+    def _complete_in_time(self, needed: int) -> list[Group] | None:
+        """Return the groups to train on now, or None while more have to be complete first.
+
+        With a bound the oldest complete groups are taken, and only if each of those that are left can still be taken in
+        time, should all of them be taken in their order from the next generation on.
+        """
+        if len(self._complete) < needed:
+            return None
+        if self._max_staleness is None:
+            return self._complete[:needed]
+        taken = sorted(self._complete, key=lambda group: group.begun)[:needed]
+        there = sorted([*self._complete, *self._groups.values()], key=lambda group: group.begun)
+        left = [group for group in there if group not in taken]
+        following = len(self.phases) + 1
+        in_time = all(
+            following + index // needed <= group.begun + self._max_staleness for index, group in enumerate(left)
+        )
+        return taken if in_time else None
 
     def _wake(self) -> None:
         """With the weights of the present step."""
@@ -155,7 +201,7 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
         (ids,), images, fields = self._tokenize_prompts([examples[0]["prompt"]])
         if images or fields:
             raise Unsupported("half-done rollouts of prompts with images", "use the plain GRPOTrainer")
-        self._groups[number] = Group(examples, [None] * len(examples))
+        self._groups[number] = Group(examples, [None] * len(examples), len(self.phases))
         for index in range(len(examples)):
             prompt = {"prompt_token_ids": ids}
             self.vllm_generation.llm.llm_engine.add_request(f"{number}/{index}", prompt, self._sampling())

@@ -10,6 +10,7 @@ from typing import Any
 from torpor.errors import InvalidArgument
 from torpor.vllm import connector_options
 from torpor.vllm.described import BYTES, PATH, SWITCH, TEXT, WHOLE, described, switch, value_of
+from torpor.vllm.near_names import meant
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,10 @@ class Options:
         values |= given
         connector = {name: values.pop(name) for name in connector_options.NAMES if name in values}
         if unknown := sorted(set(values) - _DESCRIBED.keys()):
+            known = sorted({*_DESCRIBED, *connector_options.NAMES})
             raise InvalidArgument(
                 f"unknown torpor option {', '.join(map(str, unknown))}",
-                f"the options are {', '.join(sorted({*_DESCRIBED, *connector_options.NAMES}))}",
+                f"{meant(str(unknown[0]), known)}The options are {', '.join(known)}",
             )
         if connector and "offload" not in connector:
             raise InvalidArgument(f"{', '.join(connector)} without offload", 'set offload to "eager" or "lazy"')

@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from itertools import pairwise
 
 from torpor.errors import Error, Unsupported
+from torpor.vllm.near_names import meant
 from torpor.vllm.options import Options, holds_memory_by
 from torpor.vllm.server.settings import Settings, variable
 
@@ -75,11 +76,13 @@ def take_options(arguments: list[str]) -> list[str]:
         allow_abbrev=False,
     )
     variables: dict[str, str] = {}
+    flags: list[str] = []
     switches: set[str] = set()
 
     def add(name: str, default, text: str, choices: tuple[str, ...], variable: str) -> None:
         action = _add(parser, name, default, text, choices)
         variables[action.dest] = variable
+        flags.extend(action.option_strings)
         if action.nargs == 0:
             switches.update(action.option_strings)
 
@@ -100,8 +103,9 @@ def take_options(arguments: list[str]) -> list[str]:
         if flag in switches and word.lower() in _VALUES_OF_SWITCHES:
             parser.error(f"{flag} takes no value: leave out {word!r}")
     if unknown := [word for word in rest if word.startswith("--torpor-")]:
+        wrong = unknown[0].split("=")[0]
         parser.error(
-            f"there is no option {unknown[0].split('=')[0]}; python -m torpor.vllm.serve --torpor-help lists them"
+            f"there is no option {wrong}; {meant(wrong, flags)}python -m torpor.vllm.serve --torpor-help lists them"
         )
     for name, value in vars(given).items():
         if value is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -16,11 +15,11 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
 from torpor.errors import InvalidArgument
+from torpor.vllm.near_names import meant
 from torpor.vllm.server.refusals import content_of
 
 _MOST_BYTES = 4096  # of a body that is read to say what is wrong with it
 _TAKES_BODY, _TAKES_ANYTHING = "torpor_takes_body", "torpor_takes_anything"  # set on endpoints
-_SIMILAR = 0.5  # of 1: a name that is less so is not what the caller meant
 
 Endpoint = TypeVar("Endpoint", bound=Callable)
 
@@ -60,9 +59,7 @@ class StrictRoute(APIRoute):
 
 
 def _known(given: str, known: list[str]) -> str:
-    nearest = get_close_matches(given.lower(), known, 1, _SIMILAR)
-    meant = f"did you mean {nearest[0]}? " if nearest else ""
-    return f"{meant}It has {', '.join(known)}" if known else "It has none: leave it out"
+    return f"{meant(given, known)}It has {', '.join(known)}" if known else "It has none: leave it out"
 
 
 def _of_body(name: str, path: str, body: bytes, known: list[str]) -> InvalidArgument:
