@@ -38,7 +38,7 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
     boost::filesystem::remove_all(directory);
     sum.add(result);
   }
-  if (each < 30) return;
+  if (each < 50) return;
   // What is to be tested did happen.
   EXPECT_GT(sum.sleeps, 0);
   EXPECT_GT(sum.reused, 0u);
