@@ -102,7 +102,12 @@ def partial(model: str, max_staleness: int | None) -> dict:
             return {"older": max(wrong[:start]), "newest": max(wrong[start:])}
 
     stops = {"stop_token_ids": list(range(100, 160))}  # of 2,048: answers are of many lengths
-    more = {"max_steps": 4 if max_staleness is None else 8, "max_completion_length": 48, "learning_rate": 2e-2, "generation_kwargs": stops}
+    more = {
+        "max_steps": 4 if max_staleness is None else 8,
+        "max_completion_length": 48,
+        "learning_rate": 2e-2,
+        "generation_kwargs": stops,
+    }
     trainer = Trainer(milder(model), extra_groups=2, max_staleness=max_staleness, **options("out", **more))
     trainer.train()
     llm = trainer.vllm_generation.llm

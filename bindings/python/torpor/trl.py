@@ -69,9 +69,7 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
     long ones may be overtaken without end. Each generation logs rollouts/kept, rollouts/left and rollouts/staleness.
     """
 
-    def __init__(
-        self, *args, extra_groups: int = 1, kv: str = "recompute", max_staleness: int | None = None, **kwargs
-    ):
+    def __init__(self, *args, extra_groups: int = 1, kv: str = "recompute", max_staleness: int | None = None, **kwargs):
         if kv not in STALE_KV or kv == "abort":
             raise InvalidArgument(f"kv is {kv!r}", 'use "recompute" or "keep"')
         if extra_groups < 1:
