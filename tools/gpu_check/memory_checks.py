@@ -61,7 +61,7 @@ def torch_part() -> list[Check]:
         Check("graph_pool", "a capture may allocate in torpor's pool", "torch_checks.graph_pool", 60, {}, {}),
         Check("trim", "freed memory comes back when its pool goes", "torch_checks.trim", 60, {}, {}),
         Check("capture", "no capture fails while host memory is pinned", "torch_checks.capture", 60, BACKGROUND, {}),
-        Check("stall", "no step waits 100 ms longer beside pinning", "torch_checks.stall", 60, BACKGROUND, {}),
+        Check("stall", "no step waits --stall-ms longer beside pinning", "torch_checks.stall", 60, BACKGROUND, {}),
     ]
 
 
@@ -135,7 +135,7 @@ def in_own_process(check: Check, number: int, options: Any, seconds: float, repo
     same_python = [sys.executable, *(["-I"] if sys.flags.isolated else []), *(["-S"] if sys.flags.no_site else [])]
     words = [*same_python, str(Path(__file__).resolve()), options.part, "--check", str(number)]
     words += ["--gib", str(options.gib), "--seconds", str(seconds)]
-    words += ["--stretch-seconds", str(options.stretch_seconds)]
+    words += ["--stretch-seconds", str(options.stretch_seconds), "--stall-ms", str(options.stall_ms)]
     environment = {**os.environ, **check.environment, PATH_VARIABLE: str(options.library)}
     process = subprocess.Popen(
         words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -217,6 +217,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--gib", type=float, default=8.0, help="GiB of weights (default 8)")
     parser.add_argument("--most-seconds", type=float, default=1e9, help="most that one check may take")
     parser.add_argument("--stretch-seconds", type=float, default=20.0, help="measured beside pinning (default 20)")
+    parser.add_argument(
+        "--stall-ms", type=float, default=100.0, help="longest that a step may wait beside pinning (default 100)"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="checks with one of these in their name")
     parser.add_argument("--library", type=Path, default=library_path(), help="libtorpor_memory.so")
     parser.add_argument("--out", type=Path, help="file for the rows as JSON lines, as they come")
