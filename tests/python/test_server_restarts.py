@@ -379,6 +379,7 @@ def test_a_server_starts_with_another_option_where_nothing_runs_or_its_operator_
 
 
 @pytest.mark.longer
+@pytest.mark.long
 def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, folder):
     """One sleeps while the other serves; clients of both stream all the time. The second one wakes early, so that it
     falls asleep, and in the end is drained, while KV blocks are still to come."""

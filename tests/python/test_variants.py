@@ -49,6 +49,7 @@ IN_PROOF = (
     "nothing cached is kept",
     "scheduling by priority, no prefix cache",
     "bfloat16, compressed, large steps",
+    "bfloat16, packed in host memory",
 )
 
 
