@@ -56,7 +56,7 @@ class Lints {
   explicit Lints(LintLimits limits = {}) : limits_(limits) {}
   // Of one process, in order.
   void apply(const Event& event);
-  // What there is now, by the last event's time. `is_gone`: the process has ended.
+  // Returns what is wrong now, by the last event's time. `is_gone`: the process has ended.
   std::vector<Finding> findings(const EngineView& view, bool is_gone = false) const;
 
  private:

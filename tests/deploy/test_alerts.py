@@ -102,11 +102,11 @@ class Watched:
     def firing(self, alert: str, summary: str, **labels: str) -> None:
         rule = next(each for each in rules() if each["alert"] == alert)
         self.fired.add(alert)
-        told = {
+        expected = {
             "exp_labels": rule["labels"] | {"model_name": "model"} | labels,
             "exp_annotations": {"summary": summary, "description": rule["annotations"]["description"]},
         }
-        self.tests.append({"eval_time": f"{self._minute - 1}m", "alertname": alert, "exp_alerts": [told]})
+        self.tests.append({"eval_time": f"{self._minute - 1}m", "alertname": alert, "exp_alerts": [expected]})
 
     def document(self) -> dict:
         series = [{"series": name, "values": " ".join(values)} for name, values in self._series.items()]
@@ -154,7 +154,7 @@ async def the_first_failure_counts_also_of_a_new_process(watched):
 
 @scene("TorporServerFailed", "TorporOperationsFail")
 async def a_server_that_fails_at_each_start(watched):
-    def told(address: str) -> str:
+    def summary(address: str) -> str:
         return f"{address} cannot go on with what it finds, and serves nothing"
 
     of = {"engine": "0", "job": "torpor", "state": "failed"}
@@ -167,7 +167,7 @@ async def a_server_that_fails_at_each_start(watched):
         watched.scrape(1)
         watched.kill("a")
         watched.scrape(2)
-    watched.firing("TorporServerFailed", told("a"), instance="a", **of)
+    watched.firing("TorporServerFailed", summary("a"), instance="a", **of)
     watched.firing("TorporOperationsFail", "wake (disk) fails on a", instance="a", operation="wake", tier="disk")
     await watched.serve("a")
     watched.scrape(1)
@@ -177,11 +177,11 @@ async def a_server_that_fails_at_each_start(watched):
     watched.scrape(1)
     watched.silent("TorporServerFailed")  # not yet
     watched.scrape(1)
-    watched.firing("TorporServerFailed", told("b"), instance="b", **of)
+    watched.firing("TorporServerFailed", summary("b"), instance="b", **of)
     watched.kill("b")
     await watched.serve("c")
     watched.scrape(9)
-    watched.firing("TorporServerFailed", told("b"), instance="b", **of)  # nobody knows that it does not come again
+    watched.firing("TorporServerFailed", summary("b"), instance="b", **of)  # nobody knows that it does not come again
     watched.scrape(2)
     watched.silent("TorporServerFailed")
 
@@ -191,25 +191,24 @@ async def a_new_address_that_lost_requests(watched):
     def lost(address: str, count: int) -> str:
         return f"{address} could not go on with {count} requests of its predecessor"
 
+    async def starts_and_loses(address: str, count: int) -> None:
+        server = watched.process(address)
+        server.metrics.start_requests.labels("failed").inc(count)
+        await started(server)
+        watched.scrape()
+        watched.firing("TorporRequestsLost", lost(address, count), instance=address, **of)
+
     of = {"engine": "0", "job": "torpor", "result": "failed"}
     await watched.serve("a")
     watched.scrape(5)
     watched.kill("a")
-    server = watched.process("b")
-    server.metrics.start_requests.labels("failed").inc(3)
-    await started(server)
-    watched.scrape()
-    watched.firing("TorporRequestsLost", lost("b", 3), instance="b", **of)
+    await starts_and_loses("b", 3)
     watched.scrape(58)
     watched.firing("TorporRequestsLost", lost("b", 3), instance="b", **of)
     watched.scrape(2)
     watched.silent("TorporRequestsLost")
     watched.kill("b")
-    server = watched.process("b")
-    server.metrics.start_requests.labels("failed").inc(1)
-    await started(server)
-    watched.scrape()
-    watched.firing("TorporRequestsLost", lost("b", 1), instance="b", **of)
+    await starts_and_loses("b", 1)
     watched.kill("b")
     await watched.serve("b")  # the next process has nothing to lose
     watched.scrape()

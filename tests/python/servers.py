@@ -55,7 +55,7 @@ def of(**labels: str) -> frozenset:
 
 
 def start_requests(metrics: dict[tuple[str, frozenset], float]) -> dict[str, float]:
-    """Of samples(): what the start of the server found, but for what it did not find."""
+    """Return those of samples() that say what the start of the server found, without zeros."""
     found = [(dict(labels), count) for (name, labels), count in metrics.items() if name == "torpor_start_requests"]
     return {labels["result"]: count for labels, count in found if count > 0}
 

@@ -102,13 +102,19 @@ def test_a_stream_that_waits_gets_its_status_at_once_and_then_comments(monkeypat
     run(scene())
 
 
+async def streaming(monkeypatch, seconds: float):
+    """A server, its caller that has one event of a stream, and what gives the next ones."""
+    app, server, go = serving(monkeypatch, seconds)
+    await started(server)
+    caller = Caller(app, "/v1/completions", STREAMED)
+    go.release()
+    await caller.until(lambda: caller.body == b"data: one\n\n")
+    return server, caller, go
+
+
 def test_a_stream_that_runs_gets_comments_between_its_events(monkeypatch):
     async def scene():
-        app, server, go = serving(monkeypatch, 0.05)
-        await started(server)
-        caller = Caller(app, "/v1/completions", STREAMED)
-        go.release()
-        await caller.until(lambda: caller.body == b"data: one\n\n")
+        server, caller, go = await streaming(monkeypatch, 0.05)
         await asyncio.sleep(0.1)
         assert caller.body == b"data: one\n\n"  # awake, it needs none
         await server.sleep()
@@ -130,13 +136,9 @@ def test_a_stream_that_runs_gets_comments_between_its_events(monkeypatch):
     run(scene())
 
 
-def test_each_sleep_is_told_at_once(monkeypatch):
+def test_a_stream_hears_of_each_sleep_at_once(monkeypatch):
     async def scene():
-        app, server, go = serving(monkeypatch, 1000)
-        await started(server)
-        caller = Caller(app, "/v1/completions", STREAMED)
-        go.release()
-        await caller.until(lambda: caller.body)
+        server, caller, _ = await streaming(monkeypatch, 1000)
         for count in (1, 2, 3):
             await server.sleep()
             await asyncio.wait_for(caller.until(lambda count=count: caller.body.count(ASLEEP) == count), 5)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server finds at its start: a checkpoint which does not fit its engine, and what it sees before it has an
-engine. Without an engine."""
+"""A server starts, without an engine: it checks what it finds before it has one, and its checkpoint may not fit."""
 
 import os
 import shutil

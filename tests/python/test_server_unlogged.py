@@ -6,13 +6,14 @@ import contextlib
 import gc
 import resource
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
 from server_stubs import CLIENT, Engine, build, client, no_settings, run, started  # noqa: F401
 from servers import ALICE, Client, Reading, begin, make_server, of, samples, sampling, start_requests, until
 from torpor import _core
-from torpor.errors import Error, Incompatible, InvalidArgument
+from torpor.errors import Busy, Error, Incompatible, InvalidArgument
 from torpor.vllm.scheduler_values import unstarted_request
 from torpor.vllm.values import sampling_to_value
 from vllm import SamplingParams
@@ -230,6 +231,34 @@ def test_a_drain_promises_only_answers_that_the_log_has(monkeypatch, tmp_path, r
     assert "of the next one" in str(before)
     assert ("of the next one" if room_comes else "send it again") in str(after)
     assert f"ended with {2 if room_comes else 1} requests to go on" in ended_with[-1]
+
+
+@pytest.mark.parametrize("rotates", ["already", "for ever"])
+def test_the_last_try_to_write_the_log_waits_for_one_under_way_and_not_for_ever(monkeypatch, rotates):
+    from torpor.vllm.server import ending
+
+    missing, calls, go_on = ["a", "of nobody"], [], threading.Event()
+
+    def rotate():
+        calls.append("rotate")
+        if rotates == "for ever":
+            go_on.wait(30)
+        elif len(calls) < 3:
+            raise Busy("the response log is being written anew", "wait")
+        missing.clear()
+
+    monkeypatch.setattr(ending, "_WRITING_SECONDS", 30 if rotates == "already" else 0.1)
+    answers = SimpleNamespace(rotate=rotate, unwritten=lambda: list(missing))
+    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states={"a": None, "b": None}))
+    server = SimpleNamespace(recorder=SimpleNamespace(answers=answers), engine=engine)
+
+    async def scene():
+        lost = await ending._unwritten(server)
+        go_on.set()
+        return lost
+
+    assert run(scene()) == (set() if rotates == "already" else {"a"})
+    assert len(calls) == (3 if rotates == "already" else 1)
 
 
 # --- with a real server -----------------------------------------------------------------------------------------------

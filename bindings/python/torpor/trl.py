@@ -23,6 +23,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from torpor.errors import InvalidArgument, Unsupported
+from torpor.staleness import least_bound, taken_in_time
 from torpor.vllm.weight_updates import STALE_KV
 
 
@@ -136,7 +137,7 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
             begin = begin + [[self.train_dataset[i]] * self.num_generations for i in ahead]
         for examples in begin:
             self._begin(examples)
-        while (taken := self._complete_in_time(needed)) is None:
+        while (taken := self._taken(needed)) is None:
             phase.steps += 1
             for output in backend.llm.llm_engine.step():
                 self._take(output)
@@ -157,8 +158,8 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
         return taken
 
     def _check_bound(self, needed: int) -> None:
-        """Refuse a bound that cannot be kept even where the oldest groups are always taken first."""
-        least = -(-self._extra_groups // needed)
+        """Refuse a bound that cannot be kept even if the oldest groups are always taken first."""
+        least = least_bound(self._extra_groups, needed)
         if self._max_staleness is not None and self._max_staleness < least:
             raise InvalidArgument(
                 f"max_staleness is {self._max_staleness} with {self._extra_groups} extra groups, of which a generation "
@@ -166,24 +167,9 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
                 f"use at least {least}, or fewer extra groups",
             )
 
-    def _complete_in_time(self, needed: int) -> list[Group] | None:
-        """Return the groups to train on now, or None while more have to be complete first.
-
-        With a bound the oldest complete groups are taken, and only if each of those that are left can still be taken in
-        time, should all of them be taken in their order from the next generation on.
-        """
-        if len(self._complete) < needed:
-            return None
-        if self._max_staleness is None:
-            return self._complete[:needed]
-        taken = sorted(self._complete, key=lambda group: group.begun)[:needed]
-        there = sorted([*self._complete, *self._groups.values()], key=lambda group: group.begun)
-        left = [group for group in there if group not in taken]
-        following = len(self.phases) + 1
-        in_time = all(
-            following + index // needed <= group.begun + self._max_staleness for index, group in enumerate(left)
-        )
-        return taken if in_time else None
+    def _taken(self, needed: int) -> list[Group] | None:
+        open_groups = self._groups.values()
+        return taken_in_time(self._complete, open_groups, needed, len(self.phases), self._max_staleness)
 
     def _wake(self) -> None:
         """With the weights of the present step."""

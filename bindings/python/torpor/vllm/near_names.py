@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody meant who typed a name that is not there."""
+"""Guess which name a caller meant who typed one that does not exist."""
 
 from __future__ import annotations
 

@@ -13,11 +13,12 @@ from http import HTTPStatus
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 
-from torpor.errors import Error, WrongState
+from torpor.errors import Busy, Error, WrongState
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
 _ENDING = "ending"  # the name of its tasks
+_WRITING_SECONDS = 5.0  # most that the last try to write the response log may take
 
 
 async def take_signals(server) -> None:
@@ -91,13 +92,19 @@ async def _unwritten(server) -> set[str]:
 
     A log that could not be written, on a disk that was full, is written anew first: there may be room now.
     """
-    if server.recorder is None or not server.recorder.answers.unwritten():
+    if server.recorder is None:
         return set()
+    answers = server.recorder.answers
     try:
-        await asyncio.to_thread(server.recorder.answers.rotate)
-    except Error as problem:
-        logger.error("torpor: the response log cannot be written: %s", problem)
-    return set(server.recorder.answers.unwritten()).intersection(server.engine.output_processor.request_states)
+        async with asyncio.timeout(_WRITING_SECONDS):
+            while answers.unwritten():
+                try:
+                    await asyncio.to_thread(answers.rotate)
+                except Busy:  # the log's own thread does the same
+                    await asyncio.sleep(0.05)
+    except (Error, TimeoutError) as problem:
+        logger.error("torpor: the response log cannot be written: %s", problem or "it takes too long")
+    return set(answers.unwritten()).intersection(server.engine.output_processor.request_states)
 
 
 async def _goodbye(server, lost: Collection[str] = ()) -> None:

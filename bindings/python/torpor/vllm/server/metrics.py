@@ -63,7 +63,7 @@ class _Series:
 
 class Metrics:
     def __init__(self, model: str, registry: CollectorRegistry = REGISTRY):
-        """Of the engine that serves `model`."""
+        """Make the metrics of the engine that serves `model`."""
         self.registry = registry
         of = _Of(model, registry)
         versions = (_core.__version__, vllm.__version__)
@@ -138,7 +138,7 @@ class Metrics:
             "torpor_start_requests",
             "Requests of an earlier process, by what this one did with them at its start. restored: goes on as the "
             "checkpoint has it; extended: goes on with tokens that were given since; added: goes on from the response "
-            "log alone; dropped: it had ended since; failed: it could not go on, and its client is told why.",
+            "log alone; dropped: it had ended since; failed: it could not go on, and its client gets the reason.",
             ("result",),
             [(each,) for each in RESULTS],
         )

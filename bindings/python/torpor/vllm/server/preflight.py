@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check before the engine starts: what a server would fail on after loading its model, it fails on at once.
 
-It raises for the port, the key file and the directory: its owner and mode, whether it can be written, its lock. It
-says in one line what the server will do. Damage of a checkpoint, or another key, is told of only: the start decides
-about that (--torpor-on-wake-error), and /torpor/ready has it then. Nothing is held when the check is over.
+check() raises for the port, the key file and the directory: its owner and mode, whether it can be written, its lock. It
+logs in one line what the server will do. Damage of a checkpoint, or another key, it only logs: the start decides about
+that (--torpor-on-wake-error), and /torpor/ready has it then. check() holds nothing when it is over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_CONTENT = (Damaged, Incompatible, Unauthenticated)
 
 
 def check(args: Namespace, options: Options, settings: Settings) -> None:
-    """Raises what would end the start, and logs what the server will do."""
+    """Raise what would end the start, and log what the server will do."""
     _check_port(args)
     keys = _keys(args, settings)
     if options.encrypt and not options.key_file:
@@ -72,7 +72,7 @@ def _keys(args: Namespace, settings: Settings) -> str:
 
 
 def _answers(directory: str, options: Options, settings: Settings) -> str:
-    """What runs by the response log. Makes the directory, and takes its lock for a moment."""
+    """Return how many answers still run by the response log. Make the directory, and take its lock for a moment."""
     folder = os.path.join(directory, "answers")
     discard = settings.on_wake_error == "discard"
     log: dict = {
@@ -91,7 +91,7 @@ def _answers(directory: str, options: Options, settings: Settings) -> str:
 
 
 def _checkpoint(directory: str, options: Options, settings: Settings) -> str:
-    """Which one the start will wake."""
+    """Return which checkpoint the start will wake."""
     try:
         where = settings.wake_from
         if not where:

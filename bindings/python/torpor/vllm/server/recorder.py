@@ -46,7 +46,7 @@ def new_call() -> int:
 
 
 class Echo:
-    """Whether a call has its prompt given back before its answer (`echo` of /v1/completions), as its body says."""
+    """Read from the body of a call whether its answer begins with its prompt (`echo` of /v1/completions)."""
 
     def __init__(self, receive):
         self.asked = False

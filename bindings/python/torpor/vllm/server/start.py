@@ -57,8 +57,8 @@ async def wake(server, named: str) -> None:
 
 
 def has_checkpoint(server) -> bool:
-    """Whether the server's own directory has one. An engine is not asked to wake from nothing: that would be an error,
-    and told as one."""
+    """Return whether the server's own directory has one. The start asks no engine to wake from nothing: that fails, and
+    is recorded as a failure."""
     return bool(_core.list_checkpoints(server.options.checkpoint_dir, server.options.key_file))
 
 

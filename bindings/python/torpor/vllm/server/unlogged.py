@@ -57,7 +57,7 @@ class Directory:
 
 
 def refuse_to_lose(running: int, path: str) -> None:
-    """Raises where the response log in `path` has answers that still run."""
+    """Raise InvalidArgument if the response log in `path` has answers that still run."""
     if running > 0:
         raise InvalidArgument(
             f"the response log in {path} has {running} answers that still run, and --torpor-response-log is off",
