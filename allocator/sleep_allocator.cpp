@@ -335,22 +335,6 @@ Status SleepAllocator::begin_attach(std::span<const std::string> tags) {
     const MutexLock lock(mutex_);
     std::erase_if(selected, [](const Region* region) { return region->info.state != RegionState::kDetached; });
   }
-  for (size_t made = 0; made < selected.size(); ++made) {
-    Status done = selected[made]->create(device_, options_.handle_bytes);
-    if (done) continue;
-    for (size_t undone = made; undone-- > 0;) (void)selected[undone]->release(device_);
-    settle(selected, RegionState::kDetached);
-    uint64_t missing = 0;
-    bool changed = false;
-    for (const Region* region : selected) {
-      missing += region->info.reserved_bytes;
-      changed = changed || region->broken;
-    }
-    Error error = std::move(done).error();
-    error.state_changed = changed;
-    return error.within(fmt::format("{} bytes of device memory are needed to wake; region {}/{}", missing,
-                                    selected[made]->info.tag, selected[made]->info.name));
-  }
   settle(selected, RegionState::kAttaching);
   return ok();
 }
@@ -379,10 +363,20 @@ Status SleepAllocator::attach_region(DeviceAddress address) {
     settle({&region, 1}, RegionState::kAttaching);
     Error error = std::move(done).error();
     error.state_changed = region->broken;
+    if (error.code == Code::kResourceExhausted)
+      error = error.within(fmt::format("{} more bytes of device memory are needed to wake", attaching_bytes()));
     return error.within(fmt::format("attaching {}/{}", region->info.tag, region->info.name));
   }
   settle({&region, 1}, RegionState::kRestoring);
   return ok();
+}
+
+uint64_t SleepAllocator::attaching_bytes() const {
+  uint64_t bytes = 0;
+  for (const RegionInfo& region : regions()) {
+    if (region.state == RegionState::kAttaching) bytes += region.reserved_bytes;
+  }
+  return bytes;
 }
 
 Status SleepAllocator::finish_restore(std::span<const std::string> tags) {

@@ -82,11 +82,11 @@ class SleepAllocator {
   // saving or attached -> detached. First every region is unmapped (undone by mapping the same memory, which still
   // holds the content), only then is memory released. Precondition: device work on the regions is proven done.
   Status detach(std::span<const std::string> tags);
-  // detached -> attaching: fresh physical memory for all, mapped nowhere yet. kResourceExhausted says how much is
-  // missing. Also of tags that cancel_restore() left attaching or restoring.
+  // detached -> attaching, without memory yet. Also of tags that cancel_restore() left attaching or restoring.
   Status begin_attach(std::span<const std::string> tags);
-  // attaching -> restoring, of one region: its memory, zeroed, under its old addresses. Nothing happens if it is there.
-  // Regions may be copied into while others are still to come.
+  // attaching -> restoring, of one region: fresh memory, zeroed, under its old addresses. Nothing happens if it is
+  // there. Regions may be copied into while others are still to come. kResourceExhausted says how many bytes are
+  // missing of all that are attaching; the region is still attaching then.
   Status attach_region(DeviceAddress address);
   // Page by page, where memory goes, or comes, while other memory is still copied (engine/swap_pages.h). A region that
   // is saving may have given pages: cancel_save() refuses it until all are taken back, detach() does not.
@@ -96,8 +96,7 @@ class SleepAllocator {
   // Of one that is saving or attaching: zeroed memory under its address. Nothing happens if it is there, as in one that
   // cancel_restore() left restoring.
   Status take_page(const DevicePage& page);
-  Status begin_attach_by_page(std::span<const std::string> tags);  // as begin_attach(), but takes no memory
-  Status finish_restore(std::span<const std::string> tags);        // restoring -> attached
+  Status finish_restore(std::span<const std::string> tags);  // restoring -> attached
   Status cancel_restore(
       std::span<const std::string> tags);  // attaching, restoring -> detached; where that fails, as before
 
@@ -117,6 +116,7 @@ class SleepAllocator {
   // attached ones of a tag that has others: they were allocated while those were detached.
   Result<std::vector<Region*>> select(std::span<const std::string> tags, std::initializer_list<RegionState> allowed,
                                       bool coming = false) const;
+  uint64_t attaching_bytes() const;  // of address space of all regions that are attaching
   // The caller holds the tags of `selected`.
   Status take_memory(const std::vector<Region*>& selected);
   // The region that begins at `address`, in its tag or trimmed. `tag`: which the caller holds; null: any.

@@ -57,16 +57,4 @@ Status SleepAllocator::take_page(const DevicePage& page) {
                  [&](Region& region) { return region.take(device_, page.offset, page.size_bytes); });
 }
 
-Status SleepAllocator::begin_attach_by_page(std::span<const std::string> tags) {
-  const Hold hold(*this, tags);
-  TORPOR_ASSIGN(std::vector<Region*> selected,
-                select(tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}, true));
-  {
-    const MutexLock lock(mutex_);
-    std::erase_if(selected, [](const Region* region) { return region->info.state != RegionState::kDetached; });
-  }
-  settle(selected, RegionState::kAttaching);
-  return ok();
-}
-
 }  // namespace torpor

@@ -274,19 +274,14 @@ Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order)
   return reply;
 }
 
-Result<orders::Attach::Reply> RankMemory::carry_out(const orders::Attach& order) {
-  const std::vector<std::string> tags = images_->asleep_of(order.tags);
-  if (tags.empty() && !order.tags.empty()) return orders::Attach::Reply{};  // the allocator takes none for all
-  TORPOR_TRY(order.by_page ? allocator_->begin_attach_by_page(tags) : allocator_->begin_attach(tags));
-  return orders::Attach::Reply{};
-}
-
 Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& order) {
   const std::map<std::string, RegionState> states = allocator_->states();
   const auto kv = states.find(kKvCacheTag);
   // Then they are of a wake that was undone, and this rank was not told.
   if (kv != states.end() && kv->second != RegionState::kAttached) images_->cancel_late();
   TORPOR_TRY(images_->nothing_late());
+  const std::vector<std::string> tags = images_->asleep_of(order.tags);
+  if (!tags.empty() || order.tags.empty()) TORPOR_TRY(allocator_->begin_attach(tags));  // it takes none for all
   const Watched watched(*transfers_, order.progress);
   return images_->restore(order);
 }

@@ -97,10 +97,6 @@ void serialize(Archive& archive, orders::Detach& v) {
   archive(v.tags);
 }
 template <class Archive>
-void serialize(Archive& archive, orders::Attach& v) {
-  archive(v.tags, v.by_page);
-}
-template <class Archive>
 void serialize(Archive& archive, orders::Restore& v) {
   archive(v.tags, v.progress, v.late, v.room);
 }
@@ -273,7 +269,6 @@ TORPOR_ORDER(Written)
 TORPOR_ORDER(Save)
 TORPOR_ORDER(CancelSave)
 TORPOR_ORDER(Detach)
-TORPOR_ORDER(Attach)
 TORPOR_ORDER(Restore)
 TORPOR_ORDER(CancelRestore)
 TORPOR_ORDER(Finish)

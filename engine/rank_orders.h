@@ -133,15 +133,8 @@ struct Detach {
   std::vector<std::string> tags;
 };
 
-// Fresh memory is taken.
-struct Attach {
-  static constexpr std::string_view kName = "attach";
-  struct Reply {};
-  std::vector<std::string> tags;
-  bool by_page = false;  // not yet: Restore with `room` takes it page by page
-};
-
-// It comes under the same addresses, and backup -> content, verified.
+// Fresh memory comes under the same addresses, region by region; into what is there goes the backup, verified. Whoever
+// gets an error sends CancelRestore: part of the memory may have come.
 struct Restore {
   static constexpr std::string_view kName = "restore";
   struct Reply {
@@ -156,7 +149,7 @@ struct Restore {
   std::string room{};  // path of a SwapChannel, or empty: memory is taken as another engine gives it. Without `late`
 };
 
-// Undoes Attach and Restore; backups stay.
+// Undoes Restore; backups stay.
 struct CancelRestore {
   static constexpr std::string_view kName = "cancel_restore";
   struct Reply {};
@@ -296,7 +289,7 @@ struct Moved {
 }  // namespace orders
 
 using RankOrder =
-    std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Attach,
+    std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach,
                  orders::Restore, orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks,
                  orders::Moved, orders::PlanSave, orders::TellContents, orders::Arrivals, orders::OpenBehind,
                  orders::CopyAhead, orders::SaveBehind, orders::LookBehind, orders::LeaveSign, orders::TakeBack>;

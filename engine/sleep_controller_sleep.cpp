@@ -421,7 +421,6 @@ Status SleepController::detach(FallingAsleep& sleep) {
 
 // After a detach that failed on some rank: bring the others back from their backups.
 Status SleepController::undo_detach(const std::vector<std::string>& tags) {
-  TORPOR_TRY(ranks_.undo(orders::Attach{.tags = tags}));
   TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored, ranks_.undo(orders::Restore{.tags = tags}));
   for (const orders::Restore::Reply& reply : restored) {
     if (has_tag(reply.without_content, kWeightsTag)) {

@@ -106,11 +106,8 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
       options.old_kv == OldKv::kUnsaid)
     late = late_blocks_;
   if (!tags.empty()) {
-    operation.begin("attach");
-    operation.undo_with([this, tags] { return undo_restore(tags); });
-    TORPOR_TRY(ranks_.call(orders::Attach{.tags = tags, .by_page = !room.empty()}));
-    operation.end("attach");
     operation.begin("restore");
+    operation.undo_with([this, tags] { return undo_restore(tags); });
     TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored,
                   ranks_.call(orders::Restore{.tags = tags, .progress = options.progress, .late = late, .room = room}));
     report.restored_bytes = total_bytes(restored);

@@ -140,8 +140,6 @@ Result<TagMove> TagSleep::wake_now(std::vector<std::string> wanted) {
   const orders::Restore restoring{.tags = tags};
   const orders::Finish finishing{.tags = tags, .keep_backup = true};
   const orders::CancelRestore undoing{.tags = tags};
-  TORPOR_TRY(carry_out(orders::Attach{.tags = tags}));
-  phases.done("attach");
   const Status restored = [&]() TORPOR_REQUIRES(memory_.mutex()) -> Status {
     TORPOR_ASSIGN(const orders::Restore::Reply reply, carry_out(restoring));
     phases.done("restore");

@@ -31,7 +31,6 @@ DeviceAddress allocate_blocks(RankMemory& memory, uint32_t blocks, uint64_t bloc
 // From when it is saved to when it is back.
 void detach_and_wake(RankMemory& memory) {
   value_of(call_rank(memory, orders::Detach{.tags = {"kv_cache"}}));
-  value_of(call_rank(memory, orders::Attach{.tags = {"kv_cache"}}));
   value_of(call_rank(memory, orders::Restore{.tags = {"kv_cache"}}));
   value_of(call_rank(memory, orders::Finish{.tags = {"kv_cache"}}));
 }
@@ -81,7 +80,6 @@ class BorrowedKv : public ::testing::Test {
   }
   void detach() { call(orders::Detach{.tags = {"kv_cache"}}); }
   void wake() {
-    call(orders::Attach{.tags = {"kv_cache"}});
     call(orders::Restore{.tags = {"kv_cache"}});
     call(orders::Finish{.tags = {"kv_cache"}, .keep_backup = true});
   }
@@ -196,7 +194,6 @@ TEST_F(BorrowedKv, AWrongByteInTheStoreIsSeenByTheWake) {
   EXPECT_EQ(save(saving({1}, {0})), Moved(0, 1));
   detach();
   store_->view(0)[5000] = std::byte{1};
-  call(orders::Attach{.tags = {"kv_cache"}});
   EXPECT_FAILS(call_rank(*memory_, orders::Restore{.tags = {"kv_cache"}}), Code::kCorruption, "block 1");
   call(orders::CancelRestore{.tags = {"kv_cache"}});
   store_->view(0)[5000] = std::byte{11};

@@ -183,7 +183,6 @@ TEST_F(PackedRank, ABudgetForRetainedBlocksCountsWhatTheyTake) {
     const auto saved = value_of(call_rank(*memory, order));
     EXPECT_EQ(again == 0 ? saved.bytes : saved.reused_bytes, kBlocks * kBlock);
     value_of(call_rank(*memory, orders::Detach{.tags = tags}));
-    value_of(call_rank(*memory, orders::Attach{.tags = tags}));
     value_of(call_rank(*memory, orders::Restore{.tags = tags}));
     value_of(call_rank(*memory, orders::Finish{.tags = tags, .keep_backup = true}));
     EXPECT_EQ(digest_of({reinterpret_cast<const std::byte*>(kv), kBlocks * kBlock}), digest);  // NOLINT

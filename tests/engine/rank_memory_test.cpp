@@ -38,7 +38,6 @@ class RankMemoryTest : public ::testing::Test {
     return {copied, std::move(asleep)};
   }
   static void wake(RankMemory& memory, const std::string& tag = "weights") {
-    call(memory, orders::Attach{.tags = {tag}});
     call(memory, orders::Restore{.tags = {tag}});
     call(memory, orders::Finish{.tags = {tag}, .keep_backup = true});
   }

@@ -57,7 +57,6 @@ class Regions : public ::testing::Test {
     return bytes;
   }
   void wake() {
-    ASSERT_SUCCEEDS(call(orders::Attach{.tags = {tag_}}));
     ASSERT_SUCCEEDS(call(orders::Restore{.tags = {tag_}}));
     ASSERT_SUCCEEDS(call(orders::Finish{.tags = {tag_}, .keep_backup = true}));
   }
@@ -137,7 +136,7 @@ TEST_F(Regions, OneThatWasAllocatedAsleepStaysAsItIs) {
     write(3, 33);
     EXPECT_EQ(memory_->ledger().tags.at(tag_).state, "detached");
     EXPECT_EQ(memory_->ledger().tags.at(tag_).physical_bytes, kSize);
-    ASSERT_SUCCEEDS(call(orders::Attach{.tags = {tag_}}));
+    ASSERT_SUCCEEDS(call(orders::Restore{.tags = {tag_}}));
     ASSERT_SUCCEEDS(call(orders::CancelRestore{.tags = {tag_}}));  // undone: it stays, too
     EXPECT_TRUE(holds(3, 33));
     wake();
@@ -162,7 +161,6 @@ TEST_F(Regions, ATagOfWhichAllWasFreedAsleepIsNoReasonNotToWake) {
       write(0, 33);
     }
     for (const std::vector<std::string>& tags : {std::vector<std::string>{"workspace"}, {"weights", "workspace"}}) {
-      ASSERT_SUCCEEDS(call(orders::Attach{.tags = tags}));
       const orders::Restore::Reply restored = value_of(call(orders::Restore{.tags = tags}));
       EXPECT_TRUE(restored.without_content.empty());
       if (tags.size() == 1) continue;  // and undone
@@ -178,9 +176,9 @@ TEST_F(Regions, NeitherComesWhileMemoryIsOnItsWay) {
   ASSERT_SUCCEEDS(call(orders::Save{.tags = {tag_}}));
   EXPECT_FAILS(memory_->allocate(tag_, "new", kSize), Code::kFailedPrecondition, "saving");
   ASSERT_SUCCEEDS(call(orders::Detach{.tags = {tag_}}));
-  ASSERT_SUCCEEDS(call(orders::Attach{.tags = {tag_}}));
-  EXPECT_FAILS(memory_->allocate(tag_, "new", kSize), Code::kFailedPrecondition, "attaching");
-  EXPECT_FAILS(memory_->free(at_[0]), Code::kFailedPrecondition, "attaching");
+  ASSERT_SUCCEEDS(call(orders::Restore{.tags = {tag_}}));
+  EXPECT_FAILS(memory_->allocate(tag_, "new", kSize), Code::kFailedPrecondition, "restoring");
+  EXPECT_FAILS(memory_->free(at_[0]), Code::kFailedPrecondition, "restoring");
 }
 
 TEST_F(Regions, BlocksWhosePlaceWasFreedAsleepAreNotCopiedThere) {
@@ -194,7 +192,6 @@ TEST_F(Regions, BlocksWhosePlaceWasFreedAsleepAreNotCopiedThere) {
   ASSERT_SUCCEEDS(call(orders::Detach{.tags = {tag_}}));
   ASSERT_SUCCEEDS(memory_->free(at_[0]));  // no block is there
   ASSERT_SUCCEEDS(memory_->free(at_[1]));
-  ASSERT_SUCCEEDS(call(orders::Attach{.tags = {tag_}}));
   EXPECT_FAILS(call(orders::Restore{.tags = {tag_}}), Code::kIncompatible, "KV block 2 does not exist");
 }
 

@@ -50,7 +50,6 @@ class RetainedKv : public ::testing::Test {
   }
   void detach() { call(orders::Detach{.tags = {"kv_cache"}}); }
   void wake(bool keep = true) {
-    call(orders::Attach{.tags = {"kv_cache"}});
     call(orders::Restore{.tags = {"kv_cache"}});
     call(orders::Finish{.tags = {"kv_cache"}, .keep_backup = keep});
   }

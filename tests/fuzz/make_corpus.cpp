@@ -56,7 +56,6 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
   write_order(directory, orders::CancelSave{.tags = tags}, {});
   write_order(directory, orders::TakeBack{.tags = tags}, {});
   write_order(directory, orders::Detach{.tags = tags}, {.ledger = ledger, .bytes = 4096});
-  write_order(directory, orders::Attach{.tags = tags}, {});
   write_order(directory, orders::Restore{.tags = tags}, {.bytes = 4000, .without_content = {"weights"}});
   write_order(directory, orders::CancelRestore{.tags = tags}, {});
   write_order(directory, orders::Finish{.tags = tags, .keep_backup = true}, {.ledger = ledger});

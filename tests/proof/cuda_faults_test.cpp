@@ -79,7 +79,6 @@ class Rank {
     return detached;
   }
   Status wake() {
-    if (state() != "restoring") TORPOR_TRY(call(orders::Attach{.tags = kTags}));
     if (const Status restored = call(orders::Restore{.tags = kTags}); !restored) {
       (void)call(orders::CancelRestore{.tags = kTags});
       return restored;

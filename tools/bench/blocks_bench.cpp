@@ -40,12 +40,10 @@ void sleep_and_wake(KvRank& pool, bool counts, Times& times) {
   take("save", [&] { copied = pool.save(); });
   if (copied != pool.live().size() * kBlockBytes) must(Error{.code = Code::kInternal, .what = "not all was copied"});
   pool.release();
-  pool.attach();
   take("restore", [&] { pool.restore(); });
   take("save_unchanged", [&] { copied = pool.save(); });
   if (copied != 0) must(Error{.code = Code::kInternal, .what = "an unchanged block was copied"});
   pool.release();
-  pool.attach();
   pool.restore();
 }
 

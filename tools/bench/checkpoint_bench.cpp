@@ -103,7 +103,6 @@ class Sleeper {
     pending.retire_older();
   }
   void wake() {
-    call(orders::Attach{.tags = kTags});
     call(orders::Restore{.tags = kTags});
   }
   void finish() {

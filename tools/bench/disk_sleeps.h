@@ -64,7 +64,6 @@ class DiskSleeper {
     return saved.bytes;
   }
   void wake() {
-    call(orders::Attach{.tags = kTags});
     call(orders::Restore{.tags = kTags});
     call(orders::Finish{.tags = kTags, .keep_backup = true});
   }

@@ -44,7 +44,6 @@ class KvRank {
   // Return the bytes that were copied.
   uint64_t save() { return call(orders::Save(save_)).bytes; }
   void release() { call(orders::Detach{.tags = kTags}); }
-  void attach() { call(orders::Attach{.tags = kTags}); }
   void restore() {
     call(orders::Restore{.tags = kTags});
     call(orders::Finish{.tags = kTags, .keep_backup = true});

@@ -55,7 +55,6 @@ inline KvSleeps sleep_kv_again(uint64_t bytes, int rounds) {
       sleep.bytes = kv.save();
       kv.release();
     });
-    kv.attach();
     kv.restore();
   };
   for (int round = 0; round <= rounds; ++round) {

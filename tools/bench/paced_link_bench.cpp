@@ -157,7 +157,6 @@ class Pieces {
       return TagMove{.copied_bytes = copied};
     });
     measure(rank_, wake_, counts, [&] {
-      call(orders::Attach{.tags = kKv});
       const uint64_t copied = call(orders::Restore{.tags = kKv}).bytes;
       call(orders::Finish{.tags = kKv});
       return TagMove{.copied_bytes = copied};

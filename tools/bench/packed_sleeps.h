@@ -45,7 +45,6 @@ class Bf16Rank {
     held_ = memory_->ledger();
   }
   void wake() {
-    call(orders::Attach{.tags = kTags});
     call(orders::Restore{.tags = kTags});
     call(orders::Finish{.tags = kTags, .keep_backup = false});
   }

@@ -76,7 +76,6 @@ class Torpor {
     call(orders::Detach{.tags = kTags});
   }
   void wake() {
-    call(orders::Attach{.tags = kTags});
     call(orders::Restore{.tags = kTags});
     call(orders::Finish{.tags = kTags, .keep_backup = true});
   }

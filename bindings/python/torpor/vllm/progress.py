@@ -24,7 +24,7 @@ _SECONDS = 0.1  # between two looks
 class Progress:
     """A moment of a sleep, wake or checkpoint.
 
-    phase: "quiesce", "capture", "commit", "save", "verify", "detach", "open", "attach", "restore", "reconnect"; ""
+    phase: "quiesce", "capture", "commit", "save", "verify", "detach", "open", "restore", "reconnect"; ""
         before the first.
     bytes_done, bytes_total: of copies, all ranks together. The total grows when a rank begins its own.
     seconds: since the first copy was begun.

@@ -24,7 +24,7 @@ OPERATIONS = (
 )  # fmt: skip
 PHASES = {  # engine/sleep_controller_*.cpp
     "sleep": ("quiesce", "capture", "commit", "save", "verify", "detach"),
-    "wake": ("open", "quiesce", "attach", "restore", "reconnect"),
+    "wake": ("open", "quiesce", "restore", "reconnect"),
     "checkpoint": ("open", "save", "verify", "commit", "quiesce", "capture"),
 }
 AUTOMATIC = ("sleep", "sleep_to_disk", "wake")
