@@ -18,8 +18,12 @@ namespace torpor {
 void bind_checkpoint(py::module_& module) {
   py::class_<EngineCheckpoint>(module, "EngineCheckpoint",
                                "All state of an engine but the bytes of its memory, as values.")
-      .def(py::init([](const py::dict& dict) { return engine_checkpoint_from(dict); }), py::arg("values"))
-      .def("to_dict", [](const EngineCheckpoint& self) { return to_python(self); })
+      .def_static(
+          "from_dict", [](const py::dict& values) { return engine_checkpoint_from(values); }, py::arg("values"),
+          "The reverse of to_dict(). Raises InvalidArgument, which names the value that is missing or of another type.")
+      .def(
+          "to_dict", [](const EngineCheckpoint& self) { return to_python(self); },
+          "Plain values, by the names of the structs: fingerprint, scheduler, kv, workers, outputs, metadata.")
       .def(
           "validate", [](const EngineCheckpoint& self) { value_or_raise(self.state.validate()); },
           "Raises for the first contradiction.")
@@ -74,6 +78,7 @@ void bind_checkpoint(py::module_& module) {
           item["problem"] = info.readable ? "" : info.problem.to_string();
           item["created"] = info.manifest.created_unix_seconds;
           item["bytes"] = info.bytes;
+          item["metadata"] = info.metadata;
           item["woken"] = info.woken;
           list.append(item);
         }

@@ -96,6 +96,7 @@ SleepOptions sleep_options_from(const py::dict& dict) {
   in.read_if_given("weights", weights);
   in.read_if_given("progress", options.progress);
   in.read_if_given("swap_out_to", options.swap_out_to);
+  in.read_if_given("metadata", options.metadata);
   if (in.has("data_parallel")) options.data_parallel = data_parallel_from(in.take("data_parallel"));
   if (in.has("outputs")) options.outputs = value_from(in.take("outputs"));
   in.finish();
@@ -201,6 +202,7 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
   out["replayed"] = py::dict(py::arg("extended") = rolled.extended, py::arg("added") = rolled.added,
                              py::arg("dropped") = rolled.dropped);
   out["outputs"] = torpor::to_python(report.outputs);
+  out["metadata"] = report.metadata;
   py::list phases;
   for (const Phase& phase : report.phases) {
     py::dict item;
@@ -308,20 +310,28 @@ void bind_controller(py::module_& module) {
       .def(
           "checkpoint",
           [](BoundController& self, const py::handle& outputs, const std::pair<int, int>& place,
-             const std::string& progress) {
+             const std::string& progress, const Metadata& metadata) {
             const Value value = value_from(outputs);
             const DataParallel of = {.rank = place.first, .size = place.second};
-            return to_python(
-                value_or_raise(without_lock([&] { return self.controller.checkpoint(value, of, progress); })));
+            return to_python(value_or_raise(
+                without_lock([&] { return self.controller.checkpoint(value, of, progress, metadata); })));
           },
           py::arg("outputs"), py::arg("data_parallel") = std::pair(0, 1), py::arg("progress") = "",
+          py::arg("metadata") = Metadata(),
           "A checkpoint of an engine that serves on; `outputs` is the front end's part.")
       .def(
-          "begin_checkpoint",
-          [](BoundController& self, const std::string& progress) {
-            value_or_raise(without_lock([&] { return self.controller.begin_checkpoint(progress); }));
+          "checkpoint_to_wake",
+          [](BoundController& self) {
+            return value_or_raise(without_lock([&] { return self.controller.checkpoint_to_wake(); }));
           },
-          py::arg("progress") = "",
+          "The directory of checkpoints, if it has one and this engine has had neither a step nor a request; else "
+          "\"\".")
+      .def(
+          "begin_checkpoint",
+          [](BoundController& self, const std::string& progress, const Metadata& metadata) {
+            value_or_raise(without_lock([&] { return self.controller.begin_checkpoint(progress, metadata); }));
+          },
+          py::arg("progress") = "", py::arg("metadata") = Metadata(),
           "One that is written while the engine serves: continued until it is ready, taken, continued until it has "
           "ended.")
       .def("continue_checkpoint",

@@ -364,6 +364,7 @@ EngineCheckpoint engine_checkpoint_from(const py::dict& dict) {
   v.fingerprint = fingerprint_from(in.take("fingerprint"));
   v.state = state_from(in);
   v.outputs = value_from(in.take("outputs"));
+  in.read_if_given("metadata", v.metadata);
   in.finish();
   return v;
 }
@@ -377,6 +378,7 @@ py::dict to_python(const EngineCheckpoint& checkpoint) {
   out["kv"] = std::move(kv);
   out["workers"] = to_python(checkpoint.state.workers);
   out["outputs"] = to_python(checkpoint.outputs);
+  out["metadata"] = checkpoint.metadata;
   return out;
 }
 

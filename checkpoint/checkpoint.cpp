@@ -105,6 +105,16 @@ Result<std::vector<Section>> Checkpoint::read_sections() const {
   return sections;
 }
 
+Result<Metadata> Checkpoint::read_metadata() const {
+  const std::vector<SectionInfo>& sections = impl_->opened.manifest.sections;
+  const auto found = std::find_if(sections.begin(), sections.end(),
+                                  [](const SectionInfo& info) { return info.name == kMetadataSection; });
+  if (found == sections.end()) return Metadata{};
+  TORPOR_ASSIGN(const std::unique_ptr<File> file, impl_->directory->open_file(kStateFile));
+  TORPOR_ASSIGN(const Section section, impl_->read(*file, *found));
+  return decode_metadata(std::span(&section, 1));
+}
+
 Result<EngineCheckpoint> Checkpoint::read_state() const {
   TORPOR_ASSIGN(const std::vector<Section> sections, read_sections());
   TORPOR_ASSIGN(EngineCheckpoint checkpoint, decode(sections));

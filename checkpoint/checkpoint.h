@@ -23,6 +23,8 @@ class Checkpoint {
   const Manifest& manifest() const;
   // Verified, unsealed and decompressed. kCorruption names the section.
   Result<std::vector<Section>> read_sections() const;
+  // What a user attached; reads only the section that has it. kCorruption as above.
+  Result<Metadata> read_metadata() const;
   // The sections' values with the fingerprint; not yet validated.
   Result<EngineCheckpoint> read_state() const;
   // What `rank`, one of the manifest's, has where. kCorruption names its refs file.

@@ -11,6 +11,15 @@
 #include "offload/codec.h"
 
 namespace torpor {
+namespace {
+
+Result<Metadata> metadata_of(const Directory& store, const std::string& name, std::shared_ptr<const Key> key) {
+  TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store.open_directory(name));
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint_directory(std::move(directory), std::move(key)));
+  return checkpoint.read_metadata();
+}
+
+}  // namespace
 
 struct CheckpointManager::Impl {
   FileSystem& file_system;
@@ -148,7 +157,18 @@ Result<std::vector<std::string>> CheckpointManager::collect(bool dry_run) {
 Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
   return catching([&]() -> Result<std::vector<CheckpointInfo>> {
     TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
-    return infos_in(*store, impl_->options.key.get(), Trust::kThisKey);
+    TORPOR_ASSIGN(std::vector<CheckpointInfo> infos, infos_in(*store, impl_->options.key.get(), Trust::kThisKey));
+    for (CheckpointInfo& info : infos) {
+      if (!info.readable) continue;
+      Result<Metadata> metadata = metadata_of(*store, info.name, impl_->options.key);
+      if (metadata) {
+        info.metadata = *std::move(metadata);
+      } else {
+        info.readable = false;
+        info.problem = std::move(metadata).error();
+      }
+    }
+    return infos;
   });
 }
 

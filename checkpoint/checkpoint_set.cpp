@@ -95,6 +95,7 @@ Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& dire
                   CheckpointManager::open(file_system, directory, std::move(options)));
     TORPOR_ASSIGN(PendingCheckpoint pending, manager->begin(0));
     std::vector<SetMember> members;
+    Metadata metadata;  // that of the first is that of all
     for (size_t rank = 0; rank < paths.size(); ++rank) {
       SetMember member{.name = name_below(directory, paths[rank])};
       if (!check_name(member, rank, paths.size())) {
@@ -105,11 +106,15 @@ Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& dire
       }
       TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system, paths[rank], key));
       member.id = checkpoint.manifest().id;
-      if (rank == 0) pending.set_owner(checkpoint.manifest().owner);
+      if (rank == 0) {
+        pending.set_owner(checkpoint.manifest().owner);
+        TORPOR_ASSIGN(metadata, checkpoint.read_metadata());
+      }
       members.push_back(std::move(member));
     }
     std::vector<Section> sections;
     sections.push_back({std::string(kSetSection), to_bytes_after(0, kSetVersion, members)});
+    if (!metadata.empty()) sections.push_back(encode_metadata(metadata));
     TORPOR_TRY(pending.write_state(Fingerprint{{"data_parallel_size", std::to_string(paths.size())}}, sections));
     TORPOR_ASSIGN(std::string path, pending.commit());
     return CommittedSet{.pending = std::move(pending), .path = std::move(path)};

@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "base/value.h"
 #include "checkpoint/manifest.h"
+#include "checkpoint/metadata.h"
 #include "scheduler_state/kv_snapshot.h"
 #include "scheduler_state/scheduler_snapshot.h"
 
@@ -45,6 +46,7 @@ struct EngineCheckpoint {
   Fingerprint fingerprint;
   SchedulerCheckpoint state;
   Value outputs;                 // the front end's part: what was already delivered of each request
+  Metadata metadata;             // what a user attached
   std::vector<Section> carried;  // sections of a newer writer that are not required: kept as they are
   friend bool operator==(const EngineCheckpoint&, const EngineCheckpoint&) = default;
 };

@@ -31,7 +31,8 @@ struct CheckpointInfo {  // a line of `torpor ls`
   bool woken = false;     // it was woken from
   // Meaningful if readable; without sections.
   Manifest manifest;
-  uint64_t bytes = 0;  // of the files that it wrote itself
+  uint64_t bytes = 0;   // of the files that it wrote itself
+  Metadata metadata{};  // what a user attached; only list() looks
 };
 
 // Bytes on disk of several checkpoints together, where a file to which several have links counts once.

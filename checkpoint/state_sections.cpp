@@ -33,6 +33,7 @@ std::vector<Section> encode(const EngineCheckpoint& checkpoint) {
   sections.push_back(pack("samplers", checkpoint.state.workers));
   sections.push_back(pack("engine", scheduler.engine, kv.engine));
   sections.push_back(pack("outputs", checkpoint.outputs));
+  if (!checkpoint.metadata.empty()) sections.push_back(encode_metadata(checkpoint.metadata));
   sections.insert(sections.end(), checkpoint.carried.begin(), checkpoint.carried.end());
   return sections;
 }
@@ -57,8 +58,9 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
   TORPOR_TRY(reader.take("samplers", checkpoint.state.workers));
   TORPOR_TRY(reader.take("engine", scheduler.engine, kv.engine));
   TORPOR_TRY(reader.take("outputs", checkpoint.outputs));
+  TORPOR_ASSIGN(checkpoint.metadata, decode_metadata(sections));
   for (const Section& section : sections) {
-    if (reader.taken(section.name)) continue;
+    if (reader.taken(section.name) || section.name == kMetadataSection) continue;
     if (section.required) {
       return Error{.code = Code::kIncompatible,
                    .what = fmt::format("section {}: this torpor does not know it, and it is needed", section.name),
@@ -67,6 +69,20 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
     checkpoint.carried.push_back(section);
   }
   return checkpoint;
+}
+
+Section encode_metadata(const Metadata& metadata) {
+  Section section = pack(std::string(kMetadataSection), metadata);
+  section.required = false;
+  return section;
+}
+
+Result<Metadata> decode_metadata(std::span<const Section> sections) {
+  Metadata metadata;
+  if (std::none_of(sections.begin(), sections.end(), [](const Section& s) { return s.name == kMetadataSection; }))
+    return metadata;
+  TORPOR_TRY(SectionReader(sections, kSectionVersion).take(kMetadataSection, metadata));
+  return metadata;
 }
 
 }  // namespace torpor

@@ -12,7 +12,7 @@ namespace torpor {
 // `from` of an operation's events. Appended only.
 inline constexpr std::array<std::string_view, 4> kOperationNames = {"other", "sleep", "wake", "checkpoint"};
 
-// `from` of a phase's events. Appended only.
+// `from` of a phase's events. Appended only; "attach" is in older recordings, a wake is without it now.
 inline constexpr std::array<std::string_view, 11> kPhaseNames = {
     "other", "quiesce", "capture", "commit", "save", "verify", "detach", "attach", "restore", "reconnect", "open"};
 

@@ -289,10 +289,10 @@ struct Moved {
 }  // namespace orders
 
 using RankOrder =
-    std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach,
-                 orders::Restore, orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks,
-                 orders::Moved, orders::PlanSave, orders::TellContents, orders::Arrivals, orders::OpenBehind,
-                 orders::CopyAhead, orders::SaveBehind, orders::LookBehind, orders::LeaveSign, orders::TakeBack>;
+    std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Restore,
+                 orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks, orders::Moved,
+                 orders::PlanSave, orders::TellContents, orders::Arrivals, orders::OpenBehind, orders::CopyAhead,
+                 orders::SaveBehind, orders::LookBehind, orders::LeaveSign, orders::TakeBack>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

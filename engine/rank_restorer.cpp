@@ -6,10 +6,15 @@
 #include <tuple>
 #include <utility>
 
+#include "base/units.h"
+
 namespace torpor {
 namespace {
 
 constexpr size_t kAtOnce = 2;  // jobs under way
+// Of the first job; each next one may be as large as all before it, up to the gate's. So copies begin as soon as some
+// memory is there, and few jobs are small.
+constexpr uint64_t kFirstJobBytes = 32 * kMiB;
 
 // Return the chunks by rising addresses of their first pieces.
 std::pair<std::vector<SavedChunk>, std::vector<ChunkPlan>> by_address(std::span<const SavedChunk> saved,
@@ -41,9 +46,11 @@ Status RankRestorer::copy(std::span<const SavedChunk> saved, std::vector<ChunkPl
     }
     const std::span<const ChunkPlan> all = plans_.emplace_back(std::move(plans));
     for (size_t first = 0, end = 0; first < all.size(); first = end) {
-      for (uint64_t bytes = 0; end < all.size() && (bytes < gate_.job_bytes() || gate_.all_there()); ++end) {
+      const uint64_t most = std::min(gate_.job_bytes(), std::max(kFirstJobBytes, begun_bytes_));
+      for (uint64_t bytes = 0; end < all.size() && (bytes < most || gate_.all_there()); ++end) {
         TORPOR_TRY(gate_.wait_for(all[end]));
         bytes += all[end].bytes();
+        begun_bytes_ += all[end].bytes();
       }
       TORPOR_TRY(begin(saved.subspan(first, end - first), all.subspan(first, end - first), source));
     }

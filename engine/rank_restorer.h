@@ -46,6 +46,7 @@ class RankRestorer {
   std::vector<std::shared_ptr<Tier>> sources_;
   std::deque<std::vector<ChunkPlan>> plans_;  // to which the jobs point
   std::deque<JobId> under_way_;
+  uint64_t begun_bytes_ = 0;  // of all jobs of copy()
 };
 
 }  // namespace torpor

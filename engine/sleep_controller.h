@@ -59,7 +59,8 @@ class SleepController final : private Operation::Owner {
   // engine that wakes from it has loaded them; they are in it only where a link to the checkpoint before is enough. The
   // engine stands still meanwhile; the report's seconds say how long.
   Result<SleepReport> checkpoint(const Value& outputs, DataParallel data_parallel = {},
-                                 const std::string& progress = {});  // as in SleepOptions
+                                 const std::string& progress = {},
+                                 const Metadata& metadata = {});  // as in SleepOptions
   // The same while the engine serves, which stands still for the state and the last blocks alone:
   //   begin_checkpoint()     opens the checkpoint, in the background
   //   continue_checkpoint()  how far it is; takes the next step. Called until it is ready, and until it has ended
@@ -67,7 +68,7 @@ class SleepController final : private Operation::Owner {
   //   end_checkpoint()       of one that has ended: the report, or why there is none. Waits for one that was taken
   // Committed, or never there: an error leaves the checkpoints and the engine as they were. A sleep, a wake and another
   // checkpoint give up one that was not taken, and wait for one that was.
-  Status begin_checkpoint(const std::string& progress = {});
+  Status begin_checkpoint(const std::string& progress = {}, const Metadata& metadata = {});
   Result<CheckpointStage> continue_checkpoint();
   Status take_checkpoint(const Value& outputs);
   Result<SleepReport> end_checkpoint();
@@ -88,6 +89,9 @@ class SleepController final : private Operation::Owner {
   // at once. Each returns when both have ended well, or when it has undone its own part; the end of the other process
   // undoes it.
   static Result<SwapReport> swap(SleepController& from, SleepController& to, const SwapOptions& options = {});
+  // The directory of checkpoints, if it has one, for an engine that is awake and has had neither a step nor a request;
+  // else empty. Errors: those of reading the directory.
+  Result<std::string> checkpoint_to_wake();
   // All that must be equal for tokens to be equal, the weights' digest included.
   Result<Fingerprint> fingerprint();
   // After wake_up with `hold`: lets the engine run, or throws away what was restored. Only when it runs does the
@@ -150,7 +154,7 @@ class SleepController final : private Operation::Owner {
   Result<SleepReport> end_sleep_now(bool keep);
 
   // A checkpoint while serving (sleep_controller_behind.cpp).
-  Status begin_checkpoint_now(const std::string& progress) TORPOR_REQUIRES(operation_mutex_);
+  Status begin_checkpoint_now(const std::string& progress, const Metadata& metadata) TORPOR_REQUIRES(operation_mutex_);
   Result<CheckpointStage> advance(bool wait) TORPOR_REQUIRES(operation_mutex_);
   Status look_ahead() TORPOR_REQUIRES(operation_mutex_);
   Status copy_ahead() TORPOR_REQUIRES(operation_mutex_);

@@ -103,6 +103,7 @@ Status SleepController::Behind::commit(FileSystem& file_system, const std::share
     TORPOR_ASSIGN(report.checkpoint, pending->commit());
     TORPOR_ASSIGN(const Checkpoint made, open_checkpoint(file_system, report.checkpoint, key));
     report.checkpoint_bytes = made.manifest().total_bytes();
+    report.metadata = captured.metadata;
     for (const SectionInfo& section : made.manifest().sections)
       report.checkpoint_parts[section.name] = section.stored_bytes;
     return ok();
@@ -115,16 +116,17 @@ Status SleepController::Behind::commit(FileSystem& file_system, const std::share
   return ok();
 }
 
-Status SleepController::begin_checkpoint(const std::string& progress) {
+Status SleepController::begin_checkpoint(const std::string& progress, const Metadata& metadata) {
   return catching([&]() -> Status {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-    return begin_checkpoint_now(progress);
+    return begin_checkpoint_now(progress, metadata);
   });
 }
 
-Status SleepController::begin_checkpoint_now(const std::string& progress) {
+Status SleepController::begin_checkpoint_now(const std::string& progress, const Metadata& metadata) {
   auto behind = std::make_unique<Behind>(options_.own_threads);
+  behind->options.metadata = metadata;
   TORPOR_TRY(may_checkpoint(behind->options));
   if (behind_ != nullptr && behind_->at != Behind::At::kEnded)
     return Error{.code = Code::kUnavailable,
@@ -310,6 +312,7 @@ Status SleepController::take_now(const Value& outputs) {
                  .next_step = "begin one, and continue it until it is ready"};
   Behind& behind = *behind_;
   behind.captured.outputs = outputs;
+  behind.captured.metadata = behind.options.metadata;
   FallingAsleep sleep(*this, "checkpoint", behind.options, behind.events->number());
   set_state(State::kFallingAsleep);
   Status stood = catching([&]() TORPOR_REQUIRES(operation_mutex_) { return stand_still(sleep); });

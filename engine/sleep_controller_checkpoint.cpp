@@ -7,12 +7,13 @@
 namespace torpor {
 
 Result<SleepReport> SleepController::checkpoint(const Value& outputs, DataParallel data_parallel,
-                                                const std::string& progress) {
+                                                const std::string& progress, const Metadata& metadata) {
   return catching([&] {
     return checkpoint_now({.preserve_state = true,
                            .to_disk = true,
                            .weights = Weights::kReload,
                            .outputs = outputs,
+                           .metadata = metadata,
                            .data_parallel = data_parallel,
                            .progress = progress});
   });

@@ -267,6 +267,7 @@ Status SleepController::capture(FallingAsleep& sleep) {
   if (!sleep.preserved) sleep.captured.state = without_requests(std::move(sleep.captured.state));
   TORPOR_TRY(sleep.captured.state.validate());
   sleep.captured.outputs = sleep.options.outputs;
+  sleep.captured.metadata = sleep.options.metadata;
   if (with_kv) {
     sleep.live =
         select_live_blocks(sleep.captured.state.kv, block_bytes(sleep.described).most, options_.kv_budget_bytes);
@@ -374,6 +375,7 @@ Status SleepController::prove(FallingAsleep& sleep) {
     TORPOR_ASSIGN(const Checkpoint committed,
                   open_checkpoint(file_system_, report.checkpoint, options_.checkpoints.key));
     report.checkpoint_bytes = committed.manifest().total_bytes();
+    report.metadata = sleep.captured.metadata;
     for (const SectionInfo& section : committed.manifest().sections)
       report.checkpoint_parts[section.name] = section.stored_bytes;
     TORPOR_TRY(ranks_.call(orders::Moved{.directory = report.checkpoint}));

@@ -292,6 +292,20 @@ Status SleepController::undo_restore(const std::vector<std::string>& tags) {
   return ok();
 }
 
+Result<std::string> SleepController::checkpoint_to_wake() {
+  return catching([&]() -> Result<std::string> {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    if (options_.directory.empty() || state().engine != "awake") return std::string();
+    TORPOR_ASSIGN(const int64_t unfinished, hooks_.unfinished_requests());
+    TORPOR_ASSIGN(const KvContents contents, hooks_.kv_contents());
+    if (unfinished > 0 || contents.steps != 1) return std::string();
+    const Result<Checkpoint> latest = open_checkpoint(file_system_, options_.directory, options_.checkpoints.key);
+    if (!latest && latest.error().code == Code::kNotFound) return std::string();
+    return options_.directory;  // what is wrong with it, the wake says
+  });
+}
+
 Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& options, Operation& operation) {
   SleepReport report;
   report.fully_awake = true;
@@ -407,6 +421,7 @@ Status SleepController::restore(const WakeOptions& options, Operation& operation
   report.requests = static_cast<int64_t>(state.state.scheduler.requests.size() - report.failed_requests.size());
   report.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
   report.outputs = state.outputs;
+  report.metadata = state.metadata;
   operation.end("reconnect");
   if (checkpoint) {
     restored_from_ = place_of(checkpoint->path());

@@ -40,6 +40,7 @@ struct SleepOptions {
   std::vector<std::string> tags;          // empty: all
   std::optional<double> timeout_seconds;  // for the quiesce
   Value outputs;                          // the front end's part of the checkpoint
+  Metadata metadata;                      // for the checkpoint; refused without one
   DataParallel data_parallel;
   std::string progress{};  // path of a ProgressFile that is told how far it is, and may cancel it; or empty
   // Path of a SwapChannel, or empty: device memory is given to an engine that wakes with `swap_in_from` of this path,
@@ -133,7 +134,8 @@ struct SleepReport {  // also of a wake
   // nothing runs before that.
   std::vector<std::string> reload;
   std::vector<FailedRequest> failed_requests;
-  Value outputs;  // of a restored checkpoint
+  Value outputs;      // of a restored checkpoint
+  Metadata metadata;  // of the checkpoint that was written or restored
   std::vector<Phase> phases;
   double seconds = 0;
   std::vector<RankLedger> ledgers;  // by rank, at the end

@@ -62,7 +62,8 @@ struct KvSnapshot {
   std::vector<ExtraHashes> extra_hashes;
   std::vector<int32_t> free_order;  // in the order in which the engine would take them
   Value engine;                     // what the adapter keeps beside
-  // Equal in two captures of one process: no block was written between them. 0: not told. In no checkpoint.
+  // Equal in two captures of one process: no block was written between them. 1: before the first step. 0: not told. In
+  // no checkpoint.
   uint64_t steps = 0;
   // Of each number that a block had when this was saved, the one that it has here, or -1: it is not here. Empty: the
   // same (scheduler_state/block_numbers.h). In no checkpoint.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// While one region is mapped and zeroed by a driver that takes its time, chunks go up into another that is there; and
-// the other way round. While host memory is pinned, chunks go down into what is there.
+// While memory of one region is created or zeroed by a driver that takes its time, chunks go up into another that is
+// there; and the other way round. While host memory is pinned, chunks go down into what is there.
 #include <cstring>
 #include <future>
 #include <thread>
@@ -53,9 +53,13 @@ class MappingOverlapTest : public ::testing::Test {
   std::vector<SavedChunk> saved_;
 };
 
-TEST_F(MappingOverlapTest, ChunksGoUpWhileTheNextRegionIsZeroed) {
+class WhatARegionWaitsFor : public MappingOverlapTest, public ::testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Calls, WhatARegionWaitsFor, ::testing::Values("cuMemCreate", "cuMemsetD8Async"),
+                         [](const auto& each) { return std::string(each.param); });
+
+TEST_P(WhatARegionWaitsFor, ChunksGoUpMeanwhile) {
   ASSERT_SUCCEEDS(allocator_->attach_region(regions_[0]));
-  fake_.hold("cuMemsetD8Async");  // of the second region
+  fake_.hold(GetParam());  // of the second region
   RegionMapper mapper(*allocator_, regions_);
   ASSERT_SUCCEEDS(mapper.wait(1));
   fake_.wait_until_held();

@@ -39,7 +39,7 @@ TEST_F(RegionMapperTest, RegionsCanBeUsedAsSoonAsTheyAreThere) {
 }
 
 TEST_F(RegionMapperTest, AFailureEndsItAndIsToldToWhoeverWaits) {
-  device_.fail_at(2 * 7 + 1);  // seven regions are mapped and get access
+  device_.fail_at(3 * 7 + 1);  // seven regions are created, mapped and get access
   {
     RegionMapper mapper(*allocator_, regions_);
     EXPECT_FAILS(mapper.wait(regions_.size()), Code::kDevice, "attaching weights/7");

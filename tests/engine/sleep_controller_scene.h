@@ -8,7 +8,7 @@
 
 namespace torpor::test {
 
-constexpr SleepOptions preserving(bool to_disk) { return {.preserve_state = true, .to_disk = to_disk}; }
+inline SleepOptions preserving(bool to_disk) { return {.preserve_state = true, .to_disk = to_disk}; }
 inline SleepOptions dropping(int level, std::string in_flight) {
   return {.level = level, .in_flight = std::move(in_flight)};
 }

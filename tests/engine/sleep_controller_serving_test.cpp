@@ -119,6 +119,70 @@ TEST_P(SleepControllerTest, ACheckpointThatFailsLeavesTheEngineServing) {
   EXPECT_GT(calls, 20U);
 }
 
+// By all ways that write a checkpoint, and back by the wake.
+TEST_P(SleepControllerTest, MetadataIsInTheCheckpointAndInTheReportsOfBoth) {
+  for (const std::string_view way : {"sleep", "checkpoint", "while serving"}) {
+    SCOPED_TRACE(way);
+    const Metadata metadata{{"way", std::string(way)}};
+    SleepReport report;
+    {
+      SleepingEngine slept = make();
+      add_example_requests(slept.engine);
+      slept.engine.step();
+      if (way == "sleep") {
+        SleepOptions options = preserving(true);
+        options.metadata = metadata;
+        report = value_of(slept.controller.sleep(options));
+      } else if (way == "checkpoint") {
+        report = value_of(slept.controller.checkpoint({}, {}, {}, metadata));
+      } else {
+        ASSERT_SUCCEEDS(slept.controller.begin_checkpoint({}, metadata));
+        while (value_of(slept.controller.continue_checkpoint()) == CheckpointStage::kCopying) {}
+        ASSERT_SUCCEEDS(slept.controller.take_checkpoint({}));
+        while (value_of(slept.controller.continue_checkpoint()) == CheckpointStage::kWriting) {}
+        report = value_of(slept.controller.end_checkpoint());
+      }
+    }
+    EXPECT_EQ(report.metadata, metadata);
+    SleepingEngine woken = make();
+    const SleepReport restored = value_of(woken.controller.wake_up({.from_checkpoint = report.checkpoint}));
+    EXPECT_EQ(restored.metadata, metadata);
+  }
+}
+
+// Not one that has served, nor one that has slept, nor where there is no checkpoint.
+TEST_P(SleepControllerTest, OnlyAnEngineThatNeverServedFindsACheckpointToWake) {
+  SleepingEngine first = make();
+  EXPECT_EQ(value_of(first.controller.checkpoint_to_wake()), "");
+  add_example_requests(first.engine);
+  value_of(first.controller.checkpoint({}));
+  EXPECT_EQ(value_of(first.controller.checkpoint_to_wake()), "");  // it has requests
+  finish(first.engine);
+  EXPECT_EQ(value_of(first.controller.checkpoint_to_wake()), "");  // it had
+  SleepingEngine fresh = make();
+  EXPECT_EQ(value_of(fresh.controller.checkpoint_to_wake()), temporary_.path());
+  value_of(fresh.controller.sleep(preserving(false)));
+  EXPECT_EQ(value_of(fresh.controller.checkpoint_to_wake()), "");
+  value_of(fresh.controller.wake_up({}));
+  value_of(fresh.controller.wake_up({.from_checkpoint = value_of(fresh.controller.checkpoint_to_wake())}));
+  EXPECT_EQ(value_of(fresh.controller.checkpoint_to_wake()), "");  // it has requests now
+  EXPECT_EQ(finish(fresh.engine), expected());
+}
+
+TEST_P(SleepControllerTest, MetadataWithoutACheckpointOrBeyondItsLimitsIsRefused) {
+  SleepingEngine serving = make();
+  SleepOptions to_host = preserving(false);
+  to_host.metadata = {{"run", "7"}};
+  EXPECT_TRUE(failed_with(serving.controller.sleep(to_host), Code::kInvalidArgument, "writes none"));
+  const Metadata unnamed{{"", "7"}};
+  SleepOptions to_disk = preserving(true);
+  to_disk.metadata = unnamed;
+  EXPECT_TRUE(failed_with(serving.controller.sleep(to_disk), Code::kInvalidArgument, "name"));
+  EXPECT_TRUE(failed_with(serving.controller.checkpoint({}, {}, {}, unnamed), Code::kInvalidArgument, "name"));
+  EXPECT_TRUE(failed_with(serving.controller.begin_checkpoint({}, unnamed), Code::kInvalidArgument, "name"));
+  EXPECT_EQ(serving.controller.state().engine, "awake");
+}
+
 TEST_P(SleepControllerTest, AnEngineThatSleepsWritesNoCheckpointWhileServing) {
   SleepingEngine slept = make();
   value_of(slept.controller.sleep(preserving(false)));

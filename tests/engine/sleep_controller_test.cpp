@@ -375,7 +375,7 @@ TEST_P(SleepControllerTest, OnlyOneOperationAtATimeAndStateCanAlwaysBeAsked) {
   add_example_requests(slept.engine);
   std::vector<std::string> seen;
   slept.engine.before_hook = [&](const std::string& hook) {
-    if (hook != "capture" && hook != "rank attach") return;
+    if (hook != "capture" && hook != "rank restore") return;
     std::thread other([&] {
       seen.push_back(slept.controller.state().engine);
       EXPECT_TRUE(slept.controller.is_sleeping());

@@ -35,7 +35,7 @@ TEST_F(SleepFailure, AnEngineWithAFeatureThatCannotBePreservedDoesNotGoOnWithWha
 
 TEST_F(SleepFailure, I7WhereverAWakeFailsItStaysAsleepAndARetryWorks) {
   for (const bool disk : {false, true}) {
-    for (const char* hook : {"rank attach", "rank restore", "rebuild_derived", "reconnect", "rank finish"}) {
+    for (const char* hook : {"rank restore", "rebuild_derived", "reconnect", "rank finish"}) {
       SCOPED_TRACE(testing::Message() << hook << (disk ? " to disk" : " to host"));
       SleepingEngine slept = make();
       begin(slept.engine);

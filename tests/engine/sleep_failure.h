@@ -25,8 +25,8 @@ class SleepFailure : public ::testing::Test {
     }
     return bytes + 16 * kKiB;
   }
-  static constexpr SleepOptions to_host() { return {.preserve_state = true}; }
-  static constexpr SleepOptions to_disk() { return {.preserve_state = true, .to_disk = true}; }
+  static SleepOptions to_host() { return {.preserve_state = true}; }
+  static SleepOptions to_disk() { return {.preserve_state = true, .to_disk = true}; }
   // It serves on as if nothing had been asked.
   static void expect_untouched(test::SleepingEngine& slept, const test::TestEngineOptions& options = {}) {
     EXPECT_FALSE(slept.controller.is_sleeping());

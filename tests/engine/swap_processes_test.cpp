@@ -200,7 +200,7 @@ TEST_F(SwapProcessesTest, WhereverTheOneThatGoesIsKilledTheOtherStaysAsleep) {
 }
 
 TEST_F(SwapProcessesTest, WhereverTheOneThatComesIsKilledTheOtherServesOn) {
-  for (const char* hook : {"rank attach", "rank restore", "rebuild_derived", "reconnect", "rank finish", "resume"}) {
+  for (const char* hook : {"rank restore", "rebuild_derived", "reconnect", "rank finish", "resume"}) {
     SCOPED_TRACE(hook);
     swap({}, {.kill_before = hook});
   }
@@ -215,7 +215,7 @@ TEST_F(SwapProcessesTest, WhereverOneFailsBothAreAsBefore) {
     SCOPED_TRACE(hook);
     swap({.fail = hook}, {});
   }
-  for (const char* hook : {"rank attach", "rank restore", "reconnect", "rank finish"}) {
+  for (const char* hook : {"rank restore", "reconnect", "rank finish"}) {
     SCOPED_TRACE(hook);
     swap({}, {.fail = hook}, 2);
   }
@@ -226,7 +226,7 @@ TEST_F(SwapProcessesTest, AnEngineThatIsStoppedIsGivenUpAndUndoesItsHalfWhenItGo
     SCOPED_TRACE(hook);
     swap({.stop_before = hook}, {});
   }
-  for (const char* hook : {"rank attach", "rank restore", "reconnect"}) {
+  for (const char* hook : {"rank restore", "reconnect"}) {
     SCOPED_TRACE(hook);
     swap({}, {.stop_before = hook});
   }
@@ -268,7 +268,7 @@ TEST_F(SwapProcessesTest, MemoryOfOneThatIsStoppedIsNotWaitedForForEver) {
     DeviceMemory& device = half.engine.device();
     std::optional<PhysicalId> others;
     half.engine.before_hook = [&](const std::string& hook) {
-      if (hook != "rank attach" && hook != "rank take_back") return;
+      if (hook != "rank restore" && hook != "rank take_back") return;
       if (!others) others = value_of(device.create(20 * kSwapPageBytes - device.info().physical_bytes));
       clock.advance(std::chrono::seconds{20});
     };

@@ -168,8 +168,8 @@ TEST_F(SwapTest, WhereverAHookFailsBothAreAsBefore) {
   for (const char* hook : {"unsupported", "unfinished_requests", "quiesce", "capture", "release_derived",
                            "rank describe", "rank save", "rank detach"})
     check(hook, true, false);
-  for (const char* hook : {"unfinished_requests", "rank attach", "rank restore", "rank describe", "rebuild_derived",
-                           "reconnect", "rank finish"}) {
+  for (const char* hook :
+       {"unfinished_requests", "rank restore", "rank describe", "rebuild_derived", "reconnect", "rank finish"}) {
     check(hook, false, false);
     if (hook != std::string_view("rank finish")) check(hook, false, true);
   }

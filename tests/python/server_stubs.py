@@ -70,7 +70,7 @@ class Engine:
             return {"pending": self.late}
         return [] if method == "ledger" else {}
 
-    async def checkpoint(self, *, progress=None):
+    async def checkpoint(self, *, metadata=None, progress=None):
         self.calls.append(("checkpoint",))
         return report(checkpoint="g-000001", checkpoint_bytes=1)
 

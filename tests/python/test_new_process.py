@@ -86,15 +86,17 @@ def test_a_checkpoint_without_weights_wakes_too(one, zygote, tiny_model):
     answers = one.begin(15)
     for earlier in one.directory.glob("g-*"):  # with `incremental`, weights of the one before would be linked
         shutil.rmtree(earlier)
-    report = one.llm.sleep(preserve_state=True, to="disk", weights="reload")
+    report = one.llm.sleep(preserve_state=True, to="disk", weights="reload", metadata={"step": "12"})
     assert "weights" not in report.checkpoint_parts
+    assert report.metadata == {"step": "12"}
     woken = one.llm.wake_up()
     assert woken.reload == ["weights"]  # in this process the weights are gone: the caller loads them
     one.llm.collective_rpc("reload_weights")
     assert one.llm.wake_up()  # the checkpoint has their digest: they are the same
     assert one.finish(answers) == one.expected
-    [result] = wake_in_new_process(zygote, tiny_model, one.directory, [report.checkpoint])
+    [result] = wake_in_new_process(zygote, tiny_model, one.directory, ["latest"])
     assert final(as_json(answers) | result["answers"]) == expected
+    assert result["metadata"] == {"step": "12"}
 
 
 def test_the_version_of_the_weights_goes_with_them(one, zygote, tiny_model, monkeypatch):

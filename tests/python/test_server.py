@@ -449,7 +449,10 @@ def test_a_sleep_to_disk_reports_what_it_does_and_plans_tell_the_truth(server):
         await until(lambda: reading.text)
         plan = await client.post("/torpor/plan", to="disk")
         assert plan["requests"] == 1 and plan["free_bytes"]["kv_cache"] > 1e9 and not plan["problems"]
-        done, last = await told(client, "/torpor/checkpoint")
+        done, last = await told(client, "/torpor/checkpoint", metadata=["run=7", "note=a=b"])
+        assert done["metadata"] == {"run": "7", "note": "a=b"}
+        listed = (await client.http.get("/torpor/checkpoints")).json()["checkpoints"]
+        assert listed[-1]["metadata"] == done["metadata"]
         assert last["phase"] == "verify" and last["bytes_done"] == last["bytes_total"] >= done["saved_bytes"] > 0
         done, last = await told(client, "/sleep", to="disk")
         assert last["phase"] == "detach" and last["bytes_done"] == last["bytes_total"] == done["saved_bytes"] > 0

@@ -156,7 +156,7 @@ def test_an_operator_waits_for_the_servers_own_checkpoint_though_requests_come(m
         begun, may_end = asyncio.Event(), asyncio.Event()
         stock = engine.checkpoint
 
-        async def slow_checkpoint(*, progress=None):
+        async def slow_checkpoint(**_):
             begun.set()
             await may_end.wait()
             return await stock()

@@ -15,6 +15,7 @@ MEANT = {
     ("POST", "/wake_up"): ("tag", "tags"),
     ("POST", "/swap"): ("peer-timeout", "peer_timeout"),
     ("POST", "/torpor/plan"): ("preserve-state", "preserve_state"),
+    ("POST", "/torpor/checkpoint"): ("metdata", "metadata"),
     ("GET", "/torpor/requests/{response:path}/stream"): ("from_txt", "from_text"),
 }
 
@@ -80,6 +81,16 @@ def test_a_body_is_refused_where_none_is_read(monkeypatch, tmp_path, method, pat
 def test_a_body_with_parameters_is_told_where_they_belong(monkeypatch, tmp_path, body, next_step):
     answer, _ = asked(monkeypatch, tmp_path, "POST", "/sleep", json=body)
     assert answer.json()["error"]["next_step"].startswith(next_step)
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/torpor/checkpoint"])
+@pytest.mark.parametrize(
+    ("pairs", "what"), [(["run"], "metadata has 'run'"), (["a=1", "a=2"], "metadata has 'a' twice")]
+)
+def test_metadata_is_names_with_values(monkeypatch, tmp_path, path, pairs, what):
+    answer, calls = asked(monkeypatch, tmp_path, "POST", path, params={"metadata": pairs})
+    assert answer.status_code == 400 and answer.json()["error"]["what"] == what
+    assert not {"sleep", "checkpoint"} & {call[0] for call in calls}
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b" {} "])

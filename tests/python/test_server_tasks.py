@@ -81,7 +81,7 @@ def test_periodic_checkpoints_go_on_after_any_failure(monkeypatch, tmp_path, at_
         attempts = []
         written = asyncio.Event()
 
-        async def checkpoint(*, progress=None):
+        async def checkpoint(**_):
             attempts.append(server._automatic.checkpointing)
             if len(attempts) > 3:
                 written.set()

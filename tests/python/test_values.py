@@ -14,11 +14,11 @@ from torpor import EngineCheckpoint, errors
 
 def test_what_is_encoded_is_decoded():
     values = busy_scheduler(5, 7)
-    checkpoint = EngineCheckpoint(values)
+    checkpoint = EngineCheckpoint.from_dict(values)
     checkpoint.validate()
     again = EngineCheckpoint.decode(checkpoint.encode(), values["fingerprint"])
     assert again == checkpoint
-    assert EngineCheckpoint(again.to_dict()) == checkpoint
+    assert EngineCheckpoint.from_dict(again.to_dict()) == checkpoint
 
 
 def _set(values: dict, path: list, value) -> None:
@@ -51,11 +51,11 @@ def test_a_wrong_entry_is_named(path, value, named):
     values = busy_scheduler(2, 2)
     _set(values, path, value)
     with pytest.raises(errors.InvalidArgument, match=named):
-        EngineCheckpoint(values)
+        EngineCheckpoint.from_dict(values)
 
 
 def test_hostile_sections_are_refused():
-    sections = EngineCheckpoint(busy_scheduler(2, 2)).encode()
+    sections = EngineCheckpoint.from_dict(busy_scheduler(2, 2)).encode()
     for number in range(len(sections)):
         cut = [(name, content[:-1] if at == number else content) for at, (name, content) in enumerate(sections)]
         with pytest.raises(errors.Damaged, match=sections[number][0]):

@@ -141,8 +141,8 @@ TEST_F(PacedDeviceTest, OneFactorSlowsEveryPrice) {
   const Prices slow = prices_.slowed(110);
   EXPECT_NEAR(slow.link_rate, 0.5e9, 1);
   EXPECT_EQ(slow.copy_call_ns, 220'000);
-  EXPECT_EQ(slow.piece_ns, 165'000);
-  EXPECT_NEAR(slow.pin_rate, 72.7e6, 0.1e6);
+  EXPECT_EQ(slow.piece_ns, 77'000);
+  EXPECT_NEAR(slow.pin_rate, 154.5e6, 0.1e6);
   EXPECT_EQ(slow.create_ns, 110 * prices_.create_ns);
   EXPECT_EQ(slow.unmap_ns, 110 * prices_.unmap_ns);
   for (const auto rate : {&Prices::kernel_down_rate, &Prices::kernel_up_rate, &Prices::zero_rate, &Prices::digest_rate})

@@ -42,6 +42,8 @@ def test_ls_lists_the_checkpoints_of_a_directory(shown):
     [entry] = as_json("ls", store)["checkpoints"]
     assert entry["name"] == "g-000001" and entry["readable"] and entry["bytes"] == shown["checkpoint_bytes"]
     assert "g-000001" in inspector("ls", store).stdout
+    assert entry["metadata"] == {"made_by": "tools/dev demo"}
+    assert "made_by=tools/dev demo" in inspector("ls", store).stdout
     assert len(entry["owner"]) == 32 and entry["owner"][:8] in inspector("ls", store).stdout
 
 
@@ -52,7 +54,9 @@ def test_info_tells_what_is_in_it(shown):
     assert info["fingerprint"]["architecture"] == "LlamaForCausalLM"
     assert sum(s["stored_bytes"] for s in info["sections"]) < 1e6
     assert as_json("info", Path(shown["checkpoint"]).parent)["path"] == info["path"]  # the latest of a directory
-    assert "LlamaForCausalLM" in inspector("info", shown["checkpoint"]).stdout
+    assert info["metadata"] == {"made_by": "tools/dev demo"}
+    said = inspector("info", shown["checkpoint"]).stdout
+    assert "LlamaForCausalLM" in said and "metadata: made_by=tools/dev demo" in said
 
 
 def test_requests_lists_each_with_its_progress(shown):

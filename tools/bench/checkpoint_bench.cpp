@@ -102,9 +102,7 @@ class Sleeper {
     call(orders::Detach{.tags = kTags});
     pending.retire_older();
   }
-  void wake() {
-    call(orders::Restore{.tags = kTags});
-  }
+  void wake() { call(orders::Restore{.tags = kTags}); }
   void finish() {
     call(orders::Finish{.tags = kTags});
     must(manager_->woken_from(must(open_checkpoint(linux_file_system(), path_)).manifest().generation));

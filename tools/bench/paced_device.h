@@ -20,8 +20,8 @@
 
 namespace torpor::bench {
 
-// Times in nanoseconds, rates in bytes a second. "Measured": on one H100 on PCIe 5 x16 (docs/measurements.md, On a GPU).
-// The others are figures of an H100, H20 or A100 that somebody published, or an estimate where nobody did.
+// Times in nanoseconds, rates in bytes a second. "Measured": on one H100 on PCIe 5 x16 (docs/measurements.md, On a
+// GPU). The others are figures of an H100, H20 or A100 that somebody published, or an estimate where nobody did.
 struct Prices {
   double link_rate = 55e9;           // each direction. Measured: 55.2 and 55.1, one large copy
   double kernel_down_rate = 47.4e9;  // copies by a kernel. Measured, pieces of 64 KiB
@@ -29,7 +29,7 @@ struct Prices {
   int64_t copy_call_ns = 2'000;      // giving one copy, one batch or one kernel. FlexKV pull request 193, H20: 2.3 us
   int64_t piece_ns = 700;            // on the link, of each piece. Measured: 0.66 to 0.92 us at 4 and 16 KiB
   double pin_rate = 17e9;            // touched and pinned. Measured: 17.3, 8 GiB
-  int64_t reserve_ns = 19'000;     // kvcached's bench_vmm, A100, handles of 2 MiB: this and the next four
+  int64_t reserve_ns = 19'000;       // kvcached's bench_vmm, A100, handles of 2 MiB: this and the next four
   int64_t create_ns = 193'000;
   int64_t map_ns = 1'450;
   int64_t set_access_ns = 36'000;

@@ -104,7 +104,7 @@ def measure(values: dict, rounds: int) -> dict:
         if round_number == 1:
             for taken in times.values():
                 taken.clear()
-        seconds, sections = timed(lambda: EngineCheckpoint(values).encode())
+        seconds, sections = timed(lambda: EngineCheckpoint.from_dict(values).encode())
         times["torpor_write"].append(seconds)
         seconds, pickled = timed(lambda: pickle.dumps(values, protocol=5))
         times["pickle_write"].append(seconds)
@@ -123,7 +123,9 @@ def measure(values: dict, rounds: int) -> dict:
         target[:] = source  # warm
         seconds, _ = timed(lambda source=source, target=target: target.__setitem__(slice(None), source))
         times["copy"].append(seconds)
-    assert EngineCheckpoint(again) == EngineCheckpoint(values), "what was read is not what was written"
+    assert EngineCheckpoint.from_dict(again) == EngineCheckpoint.from_dict(values), (
+        "what was read is not what was written"
+    )
     median = {name: statistics.median(taken) for name, taken in times.items()}
     return {
         "torpor_bytes": size,

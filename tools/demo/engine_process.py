@@ -144,7 +144,8 @@ class Engine:
         }
 
     def sleep(self, level: int, to: str) -> dict:
-        return dict(self._llm.sleep(level=level, preserve_state=True, to=to))
+        metadata = {"made_by": "tools/dev demo"} if to == "disk" else None
+        return dict(self._llm.sleep(level=level, preserve_state=True, to=to, metadata=metadata))
 
     def wake(self, from_checkpoint: str | None) -> dict:
         woken = self._llm.wake_up(from_checkpoint=from_checkpoint)

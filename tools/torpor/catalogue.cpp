@@ -66,6 +66,7 @@ Result<Json> ls(const Context& context) {
                   {"woken", checkpoint.woken}};
     if (checkpoint.readable) {
       entry.update(summary(checkpoint.manifest, checkpoint.bytes));
+      entry["metadata"] = checkpoint.metadata;
     } else {
       entry["problem"] = to_json(checkpoint.problem);
     }
@@ -74,15 +75,28 @@ Result<Json> ls(const Context& context) {
   return Json{{"directory", context.arguments.path}, {"checkpoints", std::move(checkpoints)}};
 }
 
+// "name=value, …", without characters that a terminal would obey.
+std::string metadata_text(const Json& metadata) {
+  std::string text;
+  for (const auto& [name, value] : metadata.items())
+    text += fmt::format("{}{}={}", text.empty() ? "" : ", ", harmless(name), cell(value));
+  return text;
+}
+
 std::string show_ls(const Json& json) {
   if (json.contains("url")) return show_ls_of_store(json);
   if (json["checkpoints"].empty()) return fmt::format("no checkpoints in {}\n", cell(json["directory"]));
   std::vector<Row> rows = {{"NAME", "CREATED", "SIZE", "LINKED", "RANKS", "SEAL", "WOKEN", "OWNER", "CREATOR"}};
+  const bool labelled = std::any_of(json["checkpoints"].begin(), json["checkpoints"].end(), [](const Json& entry) {
+    return entry.contains("metadata") && !entry["metadata"].empty();
+  });
+  if (labelled) rows[0].push_back("METADATA");
   for (const Json& entry : json["checkpoints"]) {
     if (entry["readable"]) {
       rows.push_back({cell(entry["name"]), cell(entry["created"]), size_text(entry["bytes"]),
                       size_text(entry["linked_bytes"]), cell(entry["ranks"]), cell(entry["protection"]),
                       entry["woken"] ? "yes" : "no", cell(entry["owner"]).substr(0, 8), cell(entry["creator"])});
+      if (labelled) rows.back().push_back(metadata_text(entry["metadata"]));
     } else {
       rows.push_back({cell(entry["name"]), bad(fmt::format("{}:", cell(entry["problem"]["code"]))),
                       cell(entry["problem"]["what"])});
@@ -114,6 +128,7 @@ Result<Json> info(const Context& context) {
       {"num_blocks", kv.num_blocks}, {"kept_blocks", kv.blocks.size()}, {"prefix_entries", kv.prefix_index.size()}};
   json["sections"] = sections_of(checkpoint.manifest());
   json["memory"] = memory_of(checkpoint.manifest());
+  json["metadata"] = engine.metadata;
   json["fingerprint"] = engine.fingerprint;
   return json;
 }
@@ -140,6 +155,7 @@ std::string show_info(const Json& json) {
     sections.push_back({cell(entry["name"]), size_text(entry["bytes"]), size_text(entry["stored_bytes"])});
   std::vector<Row> fields = {{"MUST BE EQUAL", "VALUE"}};
   for (const auto& [name, value] : json["fingerprint"].items()) fields.push_back({harmless(name), cell(value)});
+  if (!json["metadata"].empty()) text += fmt::format("  metadata: {}\n", metadata_text(json["metadata"]));
   return text + '\n' + table(memory) + '\n' + table(sections) + '\n' + table(fields) +
          "\nnext: torpor fits, torpor requests, torpor verify\n";
 }
@@ -287,7 +303,7 @@ Verb ls_verb() {
       .help = "the checkpoints of a directory, oldest first, damaged ones with their problem",
       .json =
           "directory, checkpoints: [{name, path, readable, woken, generation, created, creator, format_version, "
-          "protection, owner, id, bytes, linked_bytes, ranks | problem}]",
+          "protection, owner, id, bytes, linked_bytes, ranks, metadata | problem}]",
       .declare = [](CLI::App& app,
                     Arguments& a) { app.add_option("directory", a.path, "a directory of checkpoints")->required(); },
       .ask = ls,
@@ -298,7 +314,7 @@ Verb info_verb() {
           .help = "what a checkpoint holds and what an engine needs to wake it",
           .json =
               "path, (as ls), requests: {running, waiting, held, tokens, prompt_tokens, output_tokens}, kv: "
-              "{num_blocks, kept_blocks, prefix_entries}, sections, memory, fingerprint",
+              "{num_blocks, kept_blocks, prefix_entries}, sections, memory, metadata, fingerprint",
           .declare = declare_path,
           .ask = info,
           .show = show_info};

@@ -121,12 +121,17 @@ class DeliveryLog:
 class EngineCheckpoint:
     """All state of an engine but the bytes of its memory, as values."""
 
-    def __init__(self, values: dict) -> None: ...
     @staticmethod
     def decode(sections: list, fingerprint: dict = {}) -> EngineCheckpoint: ...
     def encode(self) -> list:
         """The sections of a checkpoint, uncompressed: a list of (name, bytes). The fingerprint is not among them."""
-    def to_dict(self) -> dict: ...
+    @staticmethod
+    def from_dict(values: dict) -> EngineCheckpoint:
+        """The reverse of to_dict(). Raises InvalidArgument, which names the value that is missing or of another
+        type.
+        """
+    def to_dict(self) -> dict:
+        """Plain values, by the names of the structs: fingerprint, scheduler, kv, workers, outputs, metadata."""
     def validate(self) -> None:
         """Raises for the first contradiction."""
 
@@ -232,15 +237,19 @@ class SleepController:
     """Sleep and wake of one engine; lives where its scheduler lives."""
 
     def __init__(self, hooks: object, options: dict = {}) -> None: ...
-    def begin_checkpoint(self, progress: str = '') -> None:
+    def begin_checkpoint(self, progress: str = '', metadata: Mapping[str, str] = {}) -> None:
         """One that is written while the engine serves: continued until it is ready, taken, continued until it has
         ended.
         """
     def cancel_checkpoint(self) -> None: ...
     def check_directory(self) -> None:
         """Raises where the host of a rank does not see the directory of checkpoints."""
-    def checkpoint(self, outputs: object, data_parallel: tuple[int, int] = (0, 1), progress: str = '') -> dict:
+    def checkpoint(
+        self, outputs: object, data_parallel: tuple[int, int] = (0, 1), progress: str = '', metadata: Mapping[str, str] = {}
+    ) -> dict:
         """A checkpoint of an engine that serves on; `outputs` is the front end's part."""
+    def checkpoint_to_wake(self) -> str:
+        """The directory of checkpoints, if it has one and this engine has had neither a step nor a request; else ""."""
     def continue_checkpoint(self) -> str: ...
     def continue_wake(self, wait: str = 'none', wanted: Sequence[int] = [], skipped: Sequence[int] = []) -> dict:
         """After an early wake, between two steps: which blocks have arrived. They are released to the engine."""

@@ -316,6 +316,7 @@ def _merged_plans(plans: list[dict]) -> dict:
 _NOTHING_RESTORED: dict[str, Any] = dict.fromkeys(_SUMS, 0) | {
     "changed": False, "fully_awake": True, "level": 0, "preserve_state": False, "to": "", "seconds": 0.0,
     "outputs": None, "checkpoint_parts": {}, "reload": [], "failed_requests": [], "phases": [], "ledgers": [],
+    "metadata": {},
 }  # fmt: skip
 _MERGED: dict[str, Callable[[list], Any]] = {
     "drain": sum,

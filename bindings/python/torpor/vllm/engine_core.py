@@ -32,7 +32,7 @@ _METHODS = frozenset({
     "drain", "end_drain", "freeze", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
     "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
-    "continue_wake", "check_directory",
+    "continue_wake", "check_directory", "checkpoint_to_wake",
 })  # fmt: skip
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
@@ -134,7 +134,10 @@ class EngineSide:
         self.hooks.for_new_process = True
         report = self._with_bound(
             lambda: self.controller.checkpoint(
-                options["outputs"], options.get("data_parallel", (0, 1)), options.get("progress", "")
+                options["outputs"],
+                options.get("data_parallel", (0, 1)),
+                options.get("progress", ""),
+                options.get("metadata", {}),
             )
         )
         return report | {"pause_seconds": self.hooks.pause_seconds}
@@ -142,7 +145,7 @@ class EngineSide:
     def begin_checkpoint(self, options: dict) -> None:
         """One that is written while the engine serves (engine/sleep_controller.h)."""
         self.hooks.for_new_process = True
-        self.controller.begin_checkpoint(options.get("progress", ""))
+        self.controller.begin_checkpoint(options.get("progress", ""), options.get("metadata", {}))
 
     def continue_checkpoint(self, _: dict) -> str:
         return self.controller.continue_checkpoint()
@@ -184,6 +187,9 @@ class EngineSide:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
             report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []
         return report
+
+    def checkpoint_to_wake(self, _: dict) -> str:
+        return self.controller.checkpoint_to_wake()
 
     def _check_early(self) -> None:
         plugin.require("early_wake")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,6 +34,8 @@ _SLEEP = """Gives the engine's memory back and returns when it is free. What eac
     timeout: most seconds to wait for the running step, and with mode="wait" for requests to end; None: no bound.
     weights: "store" keeps them, "reload" does not, at any level: the wake names them, and kept requests wait until they
         are loaded. None: as the level says.
+    metadata: names and values, both str, for the checkpoint: `torpor ls`, the reports of the sleep and of the wake from
+        it have them. At most 16, names of 64 and values of 512 bytes. Refused unless to="disk".
     swap_out_to: path of a swap channel (torpor.vllm.exchange.channel()): one half of a swap. The other half is a
         wake of another engine with `swap_in_from` of the same path. With preserve_state, to host memory, of all tags.
     progress: a function that is called with a torpor.vllm.progress.Progress about ten times a second meanwhile, from a
@@ -49,7 +51,8 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
     tags: of "weights" and "kv_cache" wake only these, with all other tags that sleep; the engine takes no step until
         all are back. None: all. An empty list is refused.
     from_checkpoint: path of a checkpoint, or of a directory whose newest is taken, for a new engine without requests.
-        The report's `checkpoint` says which one it was; an error names it.
+        The report's `checkpoint` says which one it was; an error names it. None: no checkpoint, unless the option
+        `wake_latest` is on.
     on_restore_error: with from_checkpoint. "abort" raises, "discard" wakes without the checkpoint.
     kv: new weights were loaded meanwhile: what becomes of KV of the old ones, which no new request finds. "recompute":
         it is computed again from the tokens so far. "keep": running requests go on with it. "abort": the requests end;
@@ -72,6 +75,7 @@ _CHECKPOINT = """Writes a checkpoint of the running requests to the option `chec
     Returns a Report once it is safe on disk; `seconds` is how long the engine stood still. Raises as sleep(to="disk")
     does, and Aborted if a sleep came first. An engine in this process takes no step meanwhile.
 
+    metadata: as in sleep().
     progress: as in sleep(). One that is cancelled, or whose task is, leaves nothing; requests do not notice.
     """
 
@@ -175,10 +179,12 @@ class Blocking(Stock):
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
         weights: str | None = None,
+        metadata: Mapping[str, str] | None = None,
         swap_out_to: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
         options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, swap_out_to)
+        options |= metadata_option(metadata)
         side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
             return frontend.finish(tracing.traced(side.engine, "sleep", frontend.sleep(side, mode, values)))
@@ -202,9 +208,9 @@ class Blocking(Stock):
             return frontend.finish(tracing.traced(side.engine, "wake_up", frontend.wake_up(side, values)))
 
     @_documented(_CHECKPOINT)
-    def checkpoint(self, *, progress: Watcher | None = None) -> Report:
+    def checkpoint(self, *, metadata: Mapping[str, str] | None = None, progress: Watcher | None = None) -> Report:
         side = frontend.BlockingSide(_engine(self))
-        with watched(progress, {}) as values:
+        with watched(progress, metadata_option(metadata)) as values:
             return frontend.finish(tracing.traced(side.engine, "checkpoint", frontend.checkpoint(side, values)))
 
     @_documented(UPDATING_WEIGHTS)
@@ -232,10 +238,12 @@ class Awaited(Stock):
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
         weights: str | None = None,
+        metadata: Mapping[str, str] | None = None,
         swap_out_to: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
         options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, swap_out_to)
+        options |= metadata_option(metadata)
         side = frontend.AsyncSide(self)
         with watched(progress, options) as values:
             return await tracing.traced(self, "sleep", frontend.sleep(side, mode, values))
@@ -259,9 +267,9 @@ class Awaited(Stock):
             return await tracing.traced(self, "wake_up", frontend.wake_up(side, values))
 
     @_documented(_CHECKPOINT)
-    async def checkpoint(self, *, progress: Watcher | None = None) -> Report:
+    async def checkpoint(self, *, metadata: Mapping[str, str] | None = None, progress: Watcher | None = None) -> Report:
         side = frontend.AsyncSide(self)
-        with watched(progress, {}) as values:
+        with watched(progress, metadata_option(metadata)) as values:
             return await tracing.traced(self, "checkpoint", frontend.checkpoint(side, values))
 
     @_documented(UPDATING_WEIGHTS)
@@ -276,6 +284,15 @@ class Awaited(Stock):
 
 def _engine(front_end) -> LLMEngine:
     return getattr(front_end, "llm_engine", front_end)
+
+
+def metadata_option(metadata: Mapping[str, str] | None) -> dict:
+    if metadata is None:
+        return {}
+    for name, value in metadata.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise InvalidArgument(f"metadata has {name!r}: {value!r}", "give names and values as str")
+    return {"metadata": dict(metadata)}
 
 
 def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, swap_out_to) -> dict:

@@ -20,6 +20,7 @@ from torpor import errors
 from torpor.errors import Error, NotFound, TimedOut, Unsupported, WrongState
 from torpor.vllm import data_parallel, restored, step_outputs
 from torpor.vllm import outputs as front_end
+from torpor.vllm.options import Options
 
 _CHECKPOINT_SECONDS = 0.02  # between looks how far a checkpoint is
 _DRAIN_SECONDS = 30.0  # for outputs that the engine sent before it was frozen to be processed here
@@ -287,6 +288,12 @@ async def _so_far(side: BlockingSide | AsyncSide) -> list[dict]:
 
 
 async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
+    if (
+        not values.keys() - {"on_restore_error", "progress"}
+        and Options.of(side.engine.vllm_config).wake_latest
+        and (directory := await side.call("checkpoint_to_wake"))
+    ):
+        values = values | {"from_checkpoint": directory, "hold": True}
     so_far = await _so_far(side) if values.get("kv") == "abort" else []
     try:
         report = WakeReport(await side.call("wake_up", values))

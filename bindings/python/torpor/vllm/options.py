@@ -111,6 +111,12 @@ class Options:
         SWITCH,
         "on a GPU: keep requests over sleeps, and write checkpoints. Turns on vLLM's sleep mode with torpor's memory",
     )
+    wake_latest: bool = described(
+        False,
+        SWITCH,
+        "wake_up() without arguments, of an engine that has had no request, takes the newest checkpoint in "
+        "checkpoint_dir, where there is one; else only from_checkpoint does",
+    )
     incremental: bool = described(
         False, SWITCH, "a checkpoint links memory that the newest one has already, and does not write it again"
     )

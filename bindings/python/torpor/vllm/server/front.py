@@ -42,24 +42,19 @@ async def carry_out(life: Server, method: str, params: dict) -> dict:
         _word(params, "mode", None, "abort", "wait", "keep"),
         params.get("preserve_state"),
         to,
-        _word(params, "weights", None, "store", "reload"),
-        tags,
+        {"weights": _word(params, "weights", None, "store", "reload"), "tags": tags},
     )
 
 
 async def sleep(
-    life: Server,
-    level: int,
-    mode: str | None,
-    preserve_state: bool | None,
-    to: str,
-    weights: str | None,
-    tags: list[str] | None,
-    progress=None,
+    life: Server, level: int, mode: str | None, preserve_state: bool | None, to: str, options: dict
 ) -> dict:
-    """Without `mode` and `preserve_state` the requests are preserved; a caller that names a mode decides otherwise."""
+    """Without `mode` and `preserve_state` the requests are preserved; a caller that names a mode decides otherwise.
+
+    options: further arguments of AsyncLLM.sleep().
+    """
     preserve = preserve_state if preserve_state is not None else mode is None and level > 0
-    report = await life.sleep(level, mode or "abort", preserve, to, weights=weights, tags=tags, progress=progress)
+    report = await life.sleep(level, mode or "abort", preserve, to, **options)
     return {"status": "sleeping", "level": level} | summary(report)
 
 
@@ -67,6 +62,20 @@ async def plan(life: Server, level: int, preserve_state: bool, to: str) -> dict:
     in_flight = "freeze" if preserve_state or level == 0 else "abort"
     options = {"level": level, "preserve_state": preserve_state, "in_flight": in_flight, "to": to}
     return await life.engine.torpor.call("plan_sleep", options)
+
+
+def metadata_of(pairs: list[str] | None) -> dict[str, str] | None:
+    """Return "name=value", as a query has them, as a dict."""
+    if pairs is None:
+        return None
+    metadata = dict[str, str]()
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or name in metadata:
+            wrong = f"has {name!r} twice" if equals else f"has {pair!r}"
+            raise InvalidArgument(f"metadata {wrong}", "say each as metadata=NAME=VALUE")
+        metadata[name] = value
+    return metadata
 
 
 def summary(report: dict) -> dict:

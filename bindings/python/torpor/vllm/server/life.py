@@ -414,13 +414,13 @@ class Server:
             else:
                 self.enter(before)
 
-    async def checkpoint(self, progress: Watcher | None = None) -> Report:
+    async def checkpoint(self, progress: Watcher | None = None, metadata: dict[str, str] | None = None) -> Report:
         async with self.only_one():
             if self.state != "awake":
                 raise WrongState(f"the server is {self.state}", "wake it, or let it sleep to disk")
             try:
                 await self.sync_log()
-                report = await self.engine.checkpoint(progress=progress)
+                report = await self.engine.checkpoint(progress=progress, metadata=metadata)
             except BaseException:
                 self.metrics.failed("checkpoint", "disk")
                 raise

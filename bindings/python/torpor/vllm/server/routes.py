@@ -82,10 +82,12 @@ def routes() -> APIRouter:
         to: Literal["host", "disk"] = "host",
         weights: Literal["store", "reload", None] = None,
         tags: Annotated[list[str] | None, Query()] = None,
+        metadata: Annotated[list[str] | None, Query()] = None,
     ) -> Response:
         async def call(progress: Watcher | None) -> dict:
+            options = {"weights": weights, "tags": tags, "metadata": front.metadata_of(metadata), "progress": progress}
             with recorded("sleep"):
-                return await front.sleep(server(raw_request), level, mode, preserve_state, to, weights, tags, progress)
+                return await front.sleep(server(raw_request), level, mode, preserve_state, to, options)
 
         return await answered(call, raw_request)
 
@@ -200,9 +202,9 @@ def routes() -> APIRouter:
         return await answered(call, raw_request)
 
     @router.post("/torpor/checkpoint")
-    async def checkpoint(raw_request: Request) -> Response:
+    async def checkpoint(raw_request: Request, metadata: Annotated[list[str] | None, Query()] = None) -> Response:
         async def call(progress: Watcher | None) -> dict:
-            return summary(await server(raw_request).checkpoint(progress))
+            return summary(await server(raw_request).checkpoint(progress, front.metadata_of(metadata)))
 
         return await answered(call, raw_request)
 

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/metadata.h"
+
+#include <filesystem>
+#include <fstream>
+
+#include "checkpoint/checkpoint_set.h"
+#include "checkpoint/state_sections.h"
+#include "checkpoint/verify.h"
+#include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+#include "tests/support/written_checkpoint.h"
+
+namespace torpor {
+namespace {
+
+using test::example_checkpoint;
+using test::value_of;
+
+const Metadata kRun{{"run", "7"}, {"step", "1200"}, {"empty", ""}};
+
+EngineCheckpoint labelled(const Metadata& metadata = kRun) {
+  EngineCheckpoint checkpoint = example_checkpoint();
+  checkpoint.metadata = metadata;
+  return checkpoint;
+}
+
+class MetadataTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<CheckpointManager> manager(const std::string& directory) {
+    return value_of(CheckpointManager::open(linux_file_system(), directory, options_));
+  }
+  std::string write(const Metadata& metadata = kRun) {
+    return value_of(test::write_checkpoint(*manager(temporary_.path()), labelled(metadata)));
+  }
+  std::vector<CheckpointInfo> list() { return value_of(manager(temporary_.path())->list()); }
+
+  test::TemporaryDirectory temporary_;
+  CheckpointManagerOptions options_{.retention = {.keep = 2}};
+};
+
+TEST_F(MetadataTest, IsReadBackAloneAndWithTheState) {
+  for (const bool sealed : {false, true}) {
+    if (sealed)
+      options_ = {.key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1, 2, 3}), .encrypt = true};
+    const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), write(), options_.key));
+    EXPECT_EQ(value_of(checkpoint.read_metadata()), kRun);
+    EXPECT_EQ(value_of(checkpoint.read_state()), labelled());
+    EXPECT_EQ(list().back().metadata, kRun);
+  }
+}
+
+// Older readers carry it along, and a checkpoint without any has the bytes that it always had.
+TEST_F(MetadataTest, IsASectionThatNobodyNeeds) {
+  const std::vector<Section> with = encode(labelled());
+  const std::vector<Section> without = encode(example_checkpoint());
+  ASSERT_EQ(with.size(), without.size() + 1);
+  EXPECT_EQ(with.back().name, "metadata");
+  EXPECT_FALSE(with.back().required);
+  EXPECT_EQ(std::vector<Section>(with.begin(), with.end() - 1), without);
+  EXPECT_TRUE(value_of(decode(with)).carried.empty());
+  EXPECT_TRUE(value_of(value_of(open_checkpoint(linux_file_system(), write({}))).read_metadata()).empty());
+}
+
+TEST_F(MetadataTest, ADamagedSectionIsAnErrorThatNamesIt) {
+  std::vector<Section> sections = encode(labelled());
+  for (size_t bytes = 0; bytes < sections.back().bytes.size(); ++bytes) {
+    std::vector<Section> cut = sections;
+    cut.back().bytes.resize(bytes);
+    EXPECT_FAILS(decode(cut), Code::kCorruption, "metadata");
+  }
+  const std::string path = write();
+  const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), path));
+  const SectionInfo& section = checkpoint.manifest().sections.back();
+  ASSERT_EQ(section.name, "metadata");
+  std::fstream file(path + "/STATE", std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(static_cast<std::streamoff>(section.offset + section.stored_bytes / 2));
+  file.put('\x7f');
+  file.close();
+  EXPECT_FAILS(checkpoint.read_metadata(), Code::kCorruption, "metadata");
+  EXPECT_FALSE(list().back().readable);
+  EXPECT_FALSE(value_of(verify(checkpoint)).problems.empty());
+}
+
+TEST_F(MetadataTest, OfASetIsThatOfItsCheckpoints) {
+  std::vector<std::string> paths;
+  for (const int rank : {0, 1}) {
+    const std::string directory = rank_directory(temporary_.path(), rank, 2);
+    paths.push_back(value_of(test::write_checkpoint(*manager(directory), labelled())));
+  }
+  const CommittedSet set = value_of(commit_set(linux_file_system(), temporary_.path(), options_, paths));
+  EXPECT_EQ(value_of(open_set(linux_file_system(), set.path)).members, paths);
+  EXPECT_EQ(list().back().metadata, kRun);
+}
+
+TEST(CheckMetadata, NamesWhatIsBeyondALimit) {
+  EXPECT_SUCCEEDS(check_metadata(kRun));
+  EXPECT_SUCCEEDS(check_metadata({{std::string(64, 'n'), std::string(512, 'v')}}));
+  EXPECT_FAILS(check_metadata({{"", "lost"}}), Code::kInvalidArgument, "lost");
+  EXPECT_FAILS(check_metadata({{std::string(65, 'n'), ""}}), Code::kInvalidArgument, "65 bytes");
+  EXPECT_FAILS(check_metadata({{"long", std::string(513, 'v')}}), Code::kInvalidArgument, "\"long\" has 513");
+  Metadata many;
+  for (int i = 0; i < 16; ++i) many[std::to_string(i)] = "";
+  EXPECT_SUCCEEDS(check_metadata(many));
+  many["16"] = "";
+  EXPECT_FAILS(check_metadata(many), Code::kInvalidArgument, "17 pairs");
+}
+
+}  // namespace
+}  // namespace torpor
