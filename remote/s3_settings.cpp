@@ -3,7 +3,6 @@
 
 #include <sys/stat.h>
 
-#include <cstdlib>
 #include <fstream>
 
 #include <fmt/core.h>
@@ -51,27 +50,34 @@ Result<S3Credentials> credentials_in(const std::string& path, const std::string&
   return found;
 }
 
-Result<S3Credentials> credentials(const Environment& variable) {
+// Keys as they are, or a role.
+Status who_asks(const Environment& variable, S3Settings& settings) {
   const std::optional<std::string> access_key = variable("AWS_ACCESS_KEY_ID");
   const std::optional<std::string> secret_key = variable("AWS_SECRET_ACCESS_KEY");
-  if (access_key && secret_key)
-    return S3Credentials{*access_key, *secret_key, variable("AWS_SESSION_TOKEN").value_or("")};
+  if (access_key && secret_key) {
+    settings.credentials = {*access_key, *secret_key, variable("AWS_SESSION_TOKEN").value_or("")};
+    return ok();
+  }
   if (access_key || secret_key)
     return wrong(fmt::format("{} is set and {} is not", access_key ? "AWS_ACCESS_KEY_ID" : "AWS_SECRET_ACCESS_KEY",
                              access_key ? "AWS_SECRET_ACCESS_KEY" : "AWS_ACCESS_KEY_ID"),
                  "set both or none");
-  const std::string path =
-      variable("AWS_SHARED_CREDENTIALS_FILE").value_or(variable("HOME").value_or("/root") + "/.aws/credentials");
-  return credentials_in(path, variable("AWS_PROFILE").value_or("default"));
+  TORPOR_ASSIGN(settings.role, web_identity(variable, settings.region, settings.ca_file));
+  if (settings.role != nullptr) return ok();
+  const std::optional<std::string> named = variable("AWS_SHARED_CREDENTIALS_FILE");
+  const std::string path = named.value_or(variable("HOME").value_or("/root") + "/.aws/credentials");
+  struct stat info {};
+  if (!named && ::stat(path.c_str(), &info) != 0) {
+    TORPOR_ASSIGN(settings.role, container_role(variable));
+    if (settings.role != nullptr) return ok();
+    TORPOR_ASSIGN(settings.role, instance_role(variable));
+    if (settings.role != nullptr) return ok();
+  }
+  TORPOR_ASSIGN(settings.credentials, credentials_in(path, variable("AWS_PROFILE").value_or("default")));
+  return ok();
 }
 
 }  // namespace
-
-std::optional<std::string> environment(const char* name) {
-  const char* value = std::getenv(name);
-  if (value == nullptr || *value == '\0') return std::nullopt;
-  return value;
-}
 
 Result<S3Settings> s3_settings(const std::string& url, const Environment& variable) {
   constexpr std::string_view kScheme = "s3://";
@@ -98,7 +104,7 @@ Result<S3Settings> s3_settings(const std::string& url, const Environment& variab
       settings.endpoint.find_first_of("/?#@ ", scheme_end + 3) != std::string::npos)
     return wrong(fmt::format("the endpoint {} is not a URL of a server", settings.endpoint),
                  "set AWS_ENDPOINT_URL to http://HOST:PORT or https://HOST:PORT");
-  TORPOR_ASSIGN(settings.credentials, credentials(variable));
+  TORPOR_TRY(who_asks(variable, settings));
   return settings;
 }
 

@@ -6,16 +6,17 @@
 //   AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL   another server than AWS, as http://127.0.0.1:8333
 //   AWS_REGION, AWS_DEFAULT_REGION          default us-east-1
 //   AWS_CA_BUNDLE                           certificates that are trusted in place of the system's
-//   AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN; or else
+//   AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN; or else a web identity (aws_role.h); or else
 //   AWS_SHARED_CREDENTIALS_FILE             default ~/.aws/credentials; only its owner may read it
 //   AWS_PROFILE                             its section, default "default"
+//   where that file is not there: the role of the container, or of the machine (aws_role.h)
 #pragma once
 
-#include <functional>
-#include <optional>
+#include <memory>
 #include <string>
 
 #include "base/status.h"
+#include "remote/aws_role.h"
 #include "remote/s3_signature.h"
 
 namespace torpor::remote {
@@ -28,12 +29,11 @@ struct S3Settings {
   std::string region;
   std::string ca_file;  // empty: the system's
   S3Credentials credentials;
+  std::shared_ptr<AwsRole> role{};  // in place of `credentials`; or null
 };
 
-using Environment = std::function<std::optional<std::string>(const char* name)>;
-std::optional<std::string> environment(const char* name);  // of this process; empty values are none
-
 // kInvalidArgument says which variable, file or part of the URL is missing or wrong; never with a secret in it.
+// A role is not asked yet.
 Result<S3Settings> s3_settings(const std::string& url, const Environment& variable = environment);
 
 }  // namespace torpor::remote

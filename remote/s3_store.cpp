@@ -257,9 +257,13 @@ class S3Store final : public ObjectStore {
     for (; attempt < retries_.attempts; ++attempt) {
       if (attempt > 0) TORPOR_TRY(pause_before(attempt));
       if (is_over()) break;
+      S3Credentials credentials = settings_.credentials;
+      if (settings_.role != nullptr) {
+        TORPOR_ASSIGN(credentials, settings_.role->credentials(std::time(nullptr)));
+      }
       std::array<char, CURL_ERROR_SIZE> words{};
       Exchange exchange{.handle = handle.get(), .body = call.body, .room = call.room, .stop = &stop_};
-      const CURLcode code = perform(call, exchange, words.data());
+      const CURLcode code = perform(call, credentials, exchange, words.data());
       Answer answer{.status = exchange.status, .received = exchange.received, .text = std::move(exchange.text)};
       if (!worth_another_try(code, answer.status)) {
         if (code != CURLE_OK) return error_of(call, code, exchange, words.data());
@@ -279,7 +283,7 @@ class S3Store final : public ObjectStore {
   }
   bool is_over() const { return retries_.seconds_left && retries_.seconds_left() <= 0; }
 
-  CURLcode perform(const Call& call, Exchange& exchange, char* words) const {
+  CURLcode perform(const Call& call, const S3Credentials& credentials, Exchange& exchange, char* words) const {
     S3Request request{.method = call.method, .host = host_, .query = call.query, .headers = call.headers};
     request.path = settings_.bucket_in_host ? "/" : fmt::format("/{}{}", settings_.bucket, call.key.empty() ? "" : "/");
     if (!call.key.empty()) request.path += settings_.prefix + std::string(call.key);
@@ -287,8 +291,7 @@ class S3Store final : public ObjectStore {
     const std::string address = fmt::format("{}{}{}{}", settings_.endpoint, percent_encoded(request.path, true),
                                             query.empty() ? "" : "?", query);
     curl_slist* lines = curl_slist_append(nullptr, "Expect:");
-    for (const auto& [name, value] :
-         signed_headers(request, settings_.credentials, settings_.region, std::time(nullptr))) {
+    for (const auto& [name, value] : signed_headers(request, credentials, settings_.region, std::time(nullptr))) {
       lines = curl_slist_append(lines, fmt::format("{}: {}", name, value).c_str());
     }
     CURL* const handle = exchange.handle;

@@ -1,19 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What servers rarely do, done by a scripted peer: each connection is answered with the next of its answers. Against
-// real servers: tests/tools/test_remote.py.
+// What servers rarely do, done by a scripted peer. Against real servers: tests/tools/test_remote.py.
 #include "remote/s3_store.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <deque>
-#include <thread>
-
-#include <fmt/core.h>
-
+#include "tests/remote/http_peer.h"
 #include "tests/support/results.h"
 
 namespace torpor::remote {
@@ -22,96 +11,21 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-constexpr const char* kReset = "RESET";  // the connection is broken off
-constexpr const char* kStall = "STALL";  // nothing is said
-
-class Peer {
+class Peer : public HttpPeer {
  public:
-  explicit Peer(std::deque<std::string> answers) : answers_(std::move(answers)) {
-    socket_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    sockaddr_in address{.sin_family = AF_INET};
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof(address);
-    if (::bind(socket_, reinterpret_cast<sockaddr*>(&address), size) != 0 || ::listen(socket_, 8) != 0 ||
-        ::getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &size) != 0)
-      ADD_FAILURE() << "no socket";
-    port_ = ntohs(address.sin_port);
-    thread_ = std::thread([this] { serve(); });
-  }
-  ~Peer() {
-    ended_ = true;
-    ::shutdown(socket_, SHUT_RDWR);
-    if (thread_.joinable()) thread_.join();
-    ::close(socket_);
-    for (const int open : open_) ::close(open);
-  }
+  using HttpPeer::HttpPeer;
   std::unique_ptr<ObjectStore> store(S3Retries retries = {.attempts = 3, .first_pause_seconds = 0.001},
                                      std::function<bool()> stop = {}) const {
     return make_s3_store("s3://bucket/p",
                          {.bucket = "bucket",
                           .prefix = "p/",
-                          .endpoint = fmt::format("http://127.0.0.1:{}", port_),
+                          .endpoint = endpoint(),
                           .region = "us-east-1",
                           .credentials = {"A", "S", ""}},
                          std::move(stop), retries);
   }
-  // Returns when there was a call for each answer.
-  void wait_for_all() { thread_.join(); }
-  // Of what was asked, the first lines. To be read when all answers were given.
-  std::vector<std::string> asked;
-  std::vector<std::string> heads;
-
- private:
-  void serve() {
-    while (!ended_ && !answers_.empty()) {
-      const int connection = ::accept(socket_, nullptr, nullptr);
-      if (connection < 0) return;
-      std::string request;
-      std::array<char, 4096> some{};
-      while (request.find("\r\n\r\n") == std::string::npos) {
-        const ssize_t got = ::recv(connection, some.data(), some.size(), 0);
-        if (got <= 0) break;
-        request.append(some.data(), static_cast<size_t>(got));
-      }
-      const size_t head = request.find("\r\n\r\n");
-      heads.push_back(request.substr(0, head));
-      asked.push_back(request.substr(0, request.find(" HTTP/")));
-      const size_t length_at = request.find("Content-Length: ");
-      size_t left = length_at == std::string::npos ? 0 : std::stoul(request.substr(length_at + 16));
-      left -= std::min(left, request.size() - head - 4);
-      while (left > 0) {
-        const ssize_t got = ::recv(connection, some.data(), std::min(left, some.size()), 0);
-        if (got <= 0) break;
-        left -= static_cast<size_t>(got);
-      }
-      const std::string answer = std::move(answers_.front());
-      answers_.pop_front();
-      if (answer == kStall) {
-        open_.push_back(connection);
-        continue;
-      }
-      if (answer == kReset) {
-        const linger now{.l_onoff = 1, .l_linger = 0};
-        ::setsockopt(connection, SOL_SOCKET, SO_LINGER, &now, sizeof(now));
-      } else {
-        (void)::send(connection, answer.data(), answer.size(), MSG_NOSIGNAL);
-      }
-      ::close(connection);
-    }
-  }
-
-  std::deque<std::string> answers_;
-  std::vector<int> open_;
-  std::atomic<bool> ended_ = false;
-  int socket_ = -1;
-  uint16_t port_ = 0;
-  std::thread thread_;
 };
 
-std::string answer(int status, const std::string& content = "", int64_t length = -1) {
-  return fmt::format("HTTP/1.1 {} X\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}", status,
-                     length < 0 ? static_cast<int64_t>(content.size()) : length, content);
-}
 std::string refusal(int status, const std::string& code) {
   return answer(
       status, fmt::format("<?xml version=\"1.0\"?><Error><Code>{}</Code><Message>no\x1b[31m</Message></Error>", code));

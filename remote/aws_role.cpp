@@ -1,0 +1,357 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "remote/aws_role.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <thread>
+#include <vector>
+
+#include <curl/curl.h>
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+#include <pugixml.hpp>
+
+#include "base/log.h"
+#include "base/mutex.h"
+
+namespace torpor::remote {
+namespace {
+
+constexpr size_t kMostIssuedBytes = 64 << 10;
+constexpr size_t kMostTokenBytes = 64 << 10;
+constexpr std::time_t kRenewSeconds = 300;  // before they end
+constexpr int kAttempts = 3;
+constexpr std::chrono::milliseconds kPause{200};  // before the second attempt; doubles
+
+Error unauthenticated(std::string what, std::string next_step) {
+  return Error{.code = Code::kUnauthenticated, .what = std::move(what), .next_step = std::move(next_step)};
+}
+Error invalid(std::string what, std::string next_step) {
+  return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next_step)};
+}
+
+struct Request {
+  std::string url;
+  std::vector<std::string> headers{};
+  const char* method = "GET";
+  std::string body{};     // of a POST
+  std::string ca_file{};  // empty: the system's
+  bool near = false;      // a service of this machine: never by a proxy, and it answers at once
+};
+struct Answer {
+  long status = 0;
+  std::string text;
+};
+
+size_t append(char* from, size_t size, size_t count, void* to) {
+  auto& text = *static_cast<std::string*>(to);
+  const size_t some = size * count;
+  if (text.size() + some > kMostIssuedBytes) return 0;
+  text.append(from, some);
+  return some;
+}
+
+Result<Answer> ask_once(const Request& request) {
+  static const CURLcode begun = curl_global_init(CURL_GLOBAL_DEFAULT);
+  (void)begun;
+  const std::unique_ptr<CURL, decltype(&curl_easy_cleanup)> handle(curl_easy_init(), &curl_easy_cleanup);
+  if (handle == nullptr)
+    return Error{.code = Code::kResourceExhausted, .what = "no memory for a connection", .next_step = "free some"};
+  CURL* const curl = handle.get();
+  Answer answer;
+  std::array<char, CURL_ERROR_SIZE> words{};
+  curl_slist* lines = curl_slist_append(nullptr, "Expect:");
+  for (const std::string& header : request.headers) lines = curl_slist_append(lines, header.c_str());
+  curl_easy_setopt(curl, CURLOPT_URL, request.url.c_str());
+  curl_easy_setopt(curl, CURLOPT_HTTPHEADER, lines);
+  curl_easy_setopt(curl, CURLOPT_PROTOCOLS_STR, "http,https");
+  curl_easy_setopt(curl, CURLOPT_NOSIGNAL, 1L);
+  curl_easy_setopt(curl, CURLOPT_ERRORBUFFER, words.data());
+  curl_easy_setopt(curl, CURLOPT_CONNECTTIMEOUT_MS, request.near ? 1000L : 5000L);
+  curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, request.near ? 2000L : 10000L);
+  if (request.near) curl_easy_setopt(curl, CURLOPT_NOPROXY, "*");
+  if (!request.ca_file.empty()) curl_easy_setopt(curl, CURLOPT_CAINFO, request.ca_file.c_str());
+  curl_easy_setopt(curl, CURLOPT_WRITEFUNCTION, &append);
+  curl_easy_setopt(curl, CURLOPT_WRITEDATA, &answer.text);
+  if (std::string_view(request.method) == "POST") {
+    curl_easy_setopt(curl, CURLOPT_POSTFIELDSIZE_LARGE, static_cast<curl_off_t>(request.body.size()));
+    curl_easy_setopt(curl, CURLOPT_POSTFIELDS, request.body.c_str());
+  } else {
+    curl_easy_setopt(curl, CURLOPT_CUSTOMREQUEST, request.method);
+  }
+  const CURLcode code = curl_easy_perform(curl);
+  curl_slist_free_all(lines);
+  curl_easy_getinfo(curl, CURLINFO_RESPONSE_CODE, &answer.status);
+  if (code == CURLE_OK) return answer;
+  return Error{.code = Code::kUnavailable,
+               .what = fmt::format("{} does not answer: {}", request.url,
+                                   words[0] != '\0' ? words.data() : curl_easy_strerror(code)),
+               .next_step = "try again"};
+}
+
+// Answers of any status are values here, but for those that say that it may work later.
+Result<Answer> ask(const Request& request) {
+  std::optional<Error> error;
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    if (attempt > 0) std::this_thread::sleep_for(kPause * (1 << (attempt - 1)));
+    Result<Answer> answer = ask_once(request);
+    if (answer && answer->status != 429 && answer->status < 500) return answer;
+    error = answer ? Error{.code = Code::kUnavailable,
+                           .what = fmt::format("{} answers {}", request.url, answer->status),
+                           .next_step = "try again"}
+                   : std::move(answer).error();
+  }
+  return *std::move(error);
+}
+
+// Whether it may stand in a header: printable, without spaces.
+bool is_word(std::string_view text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c > ' ' && c < '\x7f'; });
+}
+
+// "2026-12-31T23:59:59Z", perhaps with a fraction.
+std::optional<std::time_t> moment_of(const std::string& text) {
+  std::tm parts{};
+  const char* const rest = ::strptime(text.c_str(), "%Y-%m-%dT%H:%M:%S", &parts);
+  if (rest == nullptr || (*rest != 'Z' && *rest != '.')) return std::nullopt;
+  return ::timegm(&parts);
+}
+
+struct Issued {
+  S3Credentials credentials;
+  std::time_t ends = 0;
+};
+
+Result<Issued> issued(const std::string& url, std::string access_key, std::string secret_key, std::string token,
+                      const std::string& expiration) {
+  const std::optional<std::time_t> ends = moment_of(expiration);
+  if (!is_word(access_key) || !is_word(secret_key) || !is_word(token) || !ends)
+    return unauthenticated(fmt::format("{} answered without a key, a token and when they end", url),
+                           "check that it is AWS's service, and that the machine has a role");
+  return Issued{{std::move(access_key), std::move(secret_key), std::move(token)}, *ends};
+}
+
+Result<Issued> issued_in_json(const std::string& url, const std::string& text) {
+  const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto value = [&](const char* name) {
+    const auto found = json.is_object() ? json.find(name) : json.end();
+    return json.is_object() && found != json.end() && found->is_string() ? found->get<std::string>() : std::string();
+  };
+  return issued(url, value("AccessKeyId"), value("SecretAccessKey"), value("Token"), value("Expiration"));
+}
+
+Error refused(const std::string& url, const Answer& answer, std::string next_step) {
+  return unauthenticated(fmt::format("{} refuses credentials: it answers {}", url, answer.status),
+                         std::move(next_step));
+}
+
+// A bearer's token, which the system exchanges now and then.
+Result<std::string> token_in(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text(kMostTokenBytes, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<size_t>(std::max<std::streamsize>(file.gcount(), 0)));
+  while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
+  if (!is_word(text))
+    return unauthenticated(fmt::format("{} has no token that can be read", path),
+                           "check that the token is mounted, and that this user may read it");
+  return text;
+}
+
+// Keeps what was issued until it is to be renewed.
+class Renewed : public AwsRole {
+ public:
+  Result<S3Credentials> credentials(std::time_t now) final {
+    const MutexLock lock(mutex_);
+    if (last_ && now < last_->ends - kRenewSeconds) return last_->credentials;
+    Result<Issued> fresh = catching([&]() -> Result<Issued> { return fetch(); });
+    if (fresh) {
+      last_ = *std::move(fresh);
+    } else if (!last_ || now >= last_->ends) {
+      return std::move(fresh).error();
+    } else {
+      log().warn("credentials that end soon cannot be renewed yet: {}", fresh.error().to_string());
+    }
+    return last_->credentials;
+  }
+
+ private:
+  virtual Result<Issued> fetch() = 0;
+  Mutex mutex_;
+  std::optional<Issued> last_ TORPOR_GUARDED_BY(mutex_);
+};
+
+class WebIdentity final : public Renewed {
+ public:
+  WebIdentity(std::string url, std::string role, std::string session, std::string token_file, std::string ca_file)
+      : url_(std::move(url)),
+        role_(std::move(role)),
+        session_(std::move(session)),
+        token_file_(std::move(token_file)),
+        ca_file_(std::move(ca_file)) {}
+
+ private:
+  Result<Issued> fetch() override {
+    TORPOR_ASSIGN(const std::string token, token_in(token_file_));
+    S3Request form;
+    form.query = {{"Action", "AssumeRoleWithWebIdentity"},
+                  {"Version", "2011-06-15"},
+                  {"RoleArn", role_},
+                  {"RoleSessionName", session_},
+                  {"WebIdentityToken", token}};
+    TORPOR_ASSIGN(const Answer answer, ask({.url = url_,
+                                            .headers = {"content-type: application/x-www-form-urlencoded"},
+                                            .method = "POST",
+                                            .body = encoded_query(form),
+                                            .ca_file = ca_file_}));
+    pugi::xml_document document;
+    const bool parsed = static_cast<bool>(document.load_buffer(answer.text.data(), answer.text.size()));
+    if (answer.status != 200) {
+      std::string code = parsed ? document.child("ErrorResponse").child("Error").child_value("Code") : "";
+      if (!is_word(code)) code = fmt::format("{}", answer.status);
+      return unauthenticated(fmt::format("{} refuses the role {}: {}", url_, role_, code.substr(0, 100)),
+                             "check AWS_ROLE_ARN, and that the role trusts this identity");
+    }
+    const pugi::xml_node found = document.child("AssumeRoleWithWebIdentityResponse")
+                                     .child("AssumeRoleWithWebIdentityResult")
+                                     .child("Credentials");
+    return issued(url_, found.child_value("AccessKeyId"), found.child_value("SecretAccessKey"),
+                  found.child_value("SessionToken"), found.child_value("Expiration"));
+  }
+
+  const std::string url_;
+  const std::string role_;
+  const std::string session_;
+  const std::string token_file_;
+  const std::string ca_file_;
+};
+
+class ContainerRole final : public Renewed {
+ public:
+  ContainerRole(std::string url, std::string token, std::string token_file)
+      : url_(std::move(url)), token_(std::move(token)), token_file_(std::move(token_file)) {}
+
+ private:
+  Result<Issued> fetch() override {
+    Request request{.url = url_, .near = true};
+    std::string token = token_;
+    if (!token_file_.empty()) {
+      TORPOR_ASSIGN(token, token_in(token_file_));
+    }
+    if (!token.empty()) request.headers.push_back("Authorization: " + token);
+    TORPOR_ASSIGN(const Answer answer, ask(request));
+    if (answer.status != 200) return refused(url_, answer, "check the role of this container or pod");
+    return issued_in_json(url_, answer.text);
+  }
+
+  const std::string url_;
+  const std::string token_;
+  const std::string token_file_;
+};
+
+class InstanceRole final : public Renewed {
+ public:
+  explicit InstanceRole(std::string endpoint) : endpoint_(std::move(endpoint)) {}
+
+ private:
+  Result<Issued> fetch() override {
+    const std::string roles = endpoint_ + "/latest/meta-data/iam/security-credentials/";
+    Result<Answer> session = ask_once({.url = endpoint_ + "/latest/api/token",
+                                       .headers = {"X-aws-ec2-metadata-token-ttl-seconds: 21600"},
+                                       .method = "PUT",
+                                       .near = true});
+    if (!session)
+      return invalid(fmt::format("there are no credentials: neither in the environment nor in a file, and no instance "
+                                 "metadata ({})",
+                                 session.error().what),
+                     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE");
+    if (session->status != 200 || !is_word(session->text))
+      return refused(endpoint_, *session, "allow this process the instance metadata, version 2");
+    const std::vector<std::string> headers = {"X-aws-ec2-metadata-token: " + session->text};
+    TORPOR_ASSIGN(const Answer names, ask({.url = roles, .headers = headers, .near = true}));
+    const std::string name = names.text.substr(0, names.text.find('\n'));
+    if (names.status != 200 || !is_word(name) || name.find_first_of("/?#%\\") != std::string::npos)
+      return unauthenticated(fmt::format("{} names no role of this machine: it answers {}", roles, names.status),
+                             "give the machine an instance profile");
+    TORPOR_ASSIGN(const Answer answer, ask({.url = roles + name, .headers = headers, .near = true}));
+    if (answer.status != 200) return refused(roles + name, answer, "check the role of this machine");
+    return issued_in_json(roles + name, answer.text);
+  }
+
+  const std::string endpoint_;
+};
+
+std::string without_slash(std::string url) {
+  while (url.ends_with('/')) url.pop_back();
+  return url;
+}
+
+// The host of a URL, without its port and brackets; empty if it is none of http or https.
+std::string host_of(const std::string& url) {
+  const std::unique_ptr<CURLU, decltype(&curl_url_cleanup)> parts(curl_url(), &curl_url_cleanup);
+  char* host = nullptr;
+  if (parts == nullptr || curl_url_set(parts.get(), CURLUPART_URL, url.c_str(), 0) != CURLUE_OK ||
+      curl_url_get(parts.get(), CURLUPART_HOST, &host, 0) != CURLUE_OK)
+    return {};
+  std::string found = host;
+  curl_free(host);
+  if (found.starts_with('[')) found = found.substr(1, found.size() - 2);
+  return found;
+}
+
+// The hosts that the AWS SDKs take by plain HTTP: this machine, and the agents of ECS and EKS.
+bool is_near(const std::string& host) {
+  return host == "localhost" || host == "127.0.0.1" || host == "::1" || host == "169.254.170.2" ||
+         host == "169.254.170.23" || host == "fd00:ec2::23";
+}
+
+}  // namespace
+
+std::optional<std::string> environment(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') return std::nullopt;
+  return value;
+}
+
+Result<std::shared_ptr<AwsRole>> web_identity(const Environment& variable, const std::string& region,
+                                              const std::string& ca_file) {
+  const std::optional<std::string> token_file = variable("AWS_WEB_IDENTITY_TOKEN_FILE");
+  const std::optional<std::string> role = variable("AWS_ROLE_ARN");
+  if (!token_file) return std::shared_ptr<AwsRole>();
+  if (!role) return invalid("AWS_WEB_IDENTITY_TOKEN_FILE is set and AWS_ROLE_ARN is not", "name the role, too");
+  const std::string url =
+      variable("AWS_ENDPOINT_URL_STS").value_or(fmt::format("https://sts.{}.amazonaws.com", region));
+  if (host_of(url).empty()) return invalid(fmt::format("AWS_ENDPOINT_URL_STS is {}", url), "write https://HOST");
+  return std::make_shared<WebIdentity>(without_slash(url) + "/", *role,
+                                       variable("AWS_ROLE_SESSION_NAME").value_or("torpor"), *token_file, ca_file);
+}
+
+Result<std::shared_ptr<AwsRole>> container_role(const Environment& variable) {
+  std::optional<std::string> url = variable("AWS_CONTAINER_CREDENTIALS_FULL_URI");
+  if (const std::optional<std::string> path = variable("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"))
+    url = "http://169.254.170.2" + *path;
+  if (!url) return std::shared_ptr<AwsRole>();
+  const std::string host = host_of(*url);
+  const bool https = url->starts_with("https://") && !host.empty();
+  if (!https && !(url->starts_with("http://") && is_near(host)))
+    return invalid(fmt::format("AWS_CONTAINER_CREDENTIALS_FULL_URI is {}", *url),
+                   "use https, or http to this machine or an agent of ECS or EKS");
+  const std::string token = variable("AWS_CONTAINER_AUTHORIZATION_TOKEN").value_or("");
+  if (!token.empty() && token.find_first_of("\r\n") != std::string::npos)
+    return invalid("AWS_CONTAINER_AUTHORIZATION_TOKEN has more than one line", "give it in one");
+  return std::make_shared<ContainerRole>(*url, token, variable("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE").value_or(""));
+}
+
+Result<std::shared_ptr<AwsRole>> instance_role(const Environment& variable) {
+  if (variable("AWS_EC2_METADATA_DISABLED").value_or("") == "true") return std::shared_ptr<AwsRole>();
+  const std::string endpoint = variable("AWS_EC2_METADATA_SERVICE_ENDPOINT").value_or("http://169.254.169.254");
+  if (host_of(endpoint).empty())
+    return invalid(fmt::format("AWS_EC2_METADATA_SERVICE_ENDPOINT is {}", endpoint), "write http://HOST");
+  return std::make_shared<InstanceRole>(without_slash(endpoint));
+}
+
+}  // namespace torpor::remote
