@@ -20,6 +20,7 @@ EVERYTHING = {
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
     "resources": {"limits": {"nvidia.com/gpu": 2}}, "model.existingClaim": "",
     "networkPolicy.from": [{"namespaceSelector": {"matchLabels": {"name": "gateway"}}}],
+    "serviceAccountName": "reads-the-bucket",
     "serviceMonitor.enabled": True, "prometheusRule.enabled": True,
     "extraEnv": [{"name": "HF_HUB_OFFLINE", "value": "1"}],
 }  # fmt: skip
@@ -60,6 +61,7 @@ def test_every_switch_reaches_the_server():
     assert wanted <= set(words)
     rules = yaml.safe_load((CHART / "files/alerts.yaml").read_text())
     assert found["PrometheusRule", "llm"]["spec"] == rules
+    assert found["StatefulSet", "llm"]["spec"]["template"]["spec"]["serviceAccountName"] == "reads-the-bucket"
     assert found["ServiceMonitor", "llm"]["spec"]["endpoints"][0]["path"] == "/metrics"
     without = manifests(render({"torpor.wakeOnRequest": False}))["StatefulSet", "llm"]
     assert "--torpor-wake-on-request" not in without["spec"]["template"]["spec"]["containers"][0]["args"]
