@@ -15,6 +15,7 @@
 // Failure: a failed call changes nothing, except where it says otherwise.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -56,6 +57,12 @@ struct DeviceMemoryInfo {
   uint64_t reserved_bytes = 0;
   // Of all memory of the device in use by anybody, by the device's own count; none where it keeps none.
   std::optional<uint64_t> used_bytes;
+
+  // Of the capacity, what nobody uses; none where it is not known.
+  std::optional<uint64_t> free_bytes() const {
+    if (capacity_bytes == 0) return std::nullopt;
+    return capacity_bytes - std::min(capacity_bytes, std::max(physical_bytes, used_bytes.value_or(0)));
+  }
 };
 
 // How a wait for device work ended. After kUnproven the work may still be running: memory

@@ -3,7 +3,7 @@
 // puts fresh memory under the same addresses.
 //
 // States of a tag (docs/semantics.md): kAttached -> kSaving -> kDetached -> kAttaching -> kRestoring -> kAttached,
-// and kBroken. The allocator moves no content: between begin_save() and detach(), and between attach() and
+// and kBroken. The allocator moves no content: between begin_save() and detach(), and between attach_region() and
 // finish_restore(), the owner (engine/rank_memory.h) copies through offload.
 //
 // Each call is all or nothing over all regions of all its tags: on failure it undoes exactly what it did, in reverse.
@@ -86,7 +86,7 @@ class SleepAllocator {
   Status begin_attach(std::span<const std::string> tags);
   // attaching -> restoring, of one region: fresh memory, zeroed, under its old addresses. Nothing happens if it is
   // there. Regions may be copied into while others are still to come. kResourceExhausted says how many bytes are
-  // missing of all that are attaching; the region is still attaching then.
+  // still to come; the region is attaching then.
   Status attach_region(DeviceAddress address);
   // Page by page, where memory goes, or comes, while other memory is still copied (engine/swap_pages.h). A region that
   // is saving may have given pages: cancel_save() refuses it until all are taken back, detach() does not.

@@ -17,6 +17,8 @@
 namespace torpor {
 namespace {
 
+constexpr uint64_t kMostMetadataBytes = 64 * 1024;  // of the section; the limits of metadata.h come to 10 KiB
+
 Error damaged(std::string what) {
   return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
 }
@@ -110,6 +112,9 @@ Result<Metadata> Checkpoint::read_metadata() const {
   const auto found = std::find_if(sections.begin(), sections.end(),
                                   [](const SectionInfo& info) { return info.name == kMetadataSection; });
   if (found == sections.end()) return Metadata{};
+  if (std::max(found->stored_bytes, found->bytes) > kMostMetadataBytes)
+    return damaged(
+        fmt::format("the section {} has {} bytes", found->name, std::max(found->stored_bytes, found->bytes)));
   TORPOR_ASSIGN(const std::unique_ptr<File> file, impl_->directory->open_file(kStateFile));
   TORPOR_ASSIGN(const Section section, impl_->read(*file, *found));
   return decode_metadata(std::span(&section, 1));

@@ -160,12 +160,11 @@ Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
     TORPOR_ASSIGN(std::vector<CheckpointInfo> infos, infos_in(*store, impl_->options.key.get(), Trust::kThisKey));
     for (CheckpointInfo& info : infos) {
       if (!info.readable) continue;
-      Result<Metadata> metadata = metadata_of(*store, info.name, impl_->options.key);
+      Result<Metadata> metadata = catching([&] { return metadata_of(*store, info.name, impl_->options.key); });
       if (metadata) {
         info.metadata = *std::move(metadata);
-      } else {
-        info.readable = false;
-        info.problem = std::move(metadata).error();
+      } else if (metadata.error().code != Code::kNotFound) {  // else it went meanwhile
+        log().warn("the metadata of {} cannot be read: {}", info.path, metadata.error().to_string());
       }
     }
     return infos;

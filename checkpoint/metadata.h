@@ -18,7 +18,7 @@ inline constexpr size_t kMostMetadata = 16;
 inline constexpr size_t kMostMetadataName = 64;
 inline constexpr size_t kMostMetadataValue = 512;
 
-// kInvalidArgument names the entry that is beyond a limit, or whose name is empty.
+// kInvalidArgument names the entry that is beyond a limit, whose name is empty, or that is not UTF-8.
 Status check_metadata(const Metadata& metadata);
 
 }  // namespace torpor

@@ -58,9 +58,10 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
   TORPOR_TRY(reader.take("samplers", checkpoint.state.workers));
   TORPOR_TRY(reader.take("engine", scheduler.engine, kv.engine));
   TORPOR_TRY(reader.take("outputs", checkpoint.outputs));
-  TORPOR_ASSIGN(checkpoint.metadata, decode_metadata(sections));
+  Result<Metadata> metadata = decode_metadata(sections);
+  if (metadata) checkpoint.metadata = *std::move(metadata);  // else it is carried: nothing is decided by it
   for (const Section& section : sections) {
-    if (reader.taken(section.name) || section.name == kMetadataSection) continue;
+    if (reader.taken(section.name) || (metadata && section.name == kMetadataSection)) continue;
     if (section.required) {
       return Error{.code = Code::kIncompatible,
                    .what = fmt::format("section {}: this torpor does not know it, and it is needed", section.name),
@@ -82,6 +83,8 @@ Result<Metadata> decode_metadata(std::span<const Section> sections) {
   if (std::none_of(sections.begin(), sections.end(), [](const Section& s) { return s.name == kMetadataSection; }))
     return metadata;
   TORPOR_TRY(SectionReader(sections, kSectionVersion).take(kMetadataSection, metadata));
+  if (const Status fits = check_metadata(metadata); !fits)
+    return Error{.code = Code::kCorruption, .what = fits.error().what, .next_step = "use another checkpoint"};
   return metadata;
 }
 

@@ -281,9 +281,28 @@ Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& orde
   if (kv != states.end() && kv->second != RegionState::kAttached) images_->cancel_late();
   TORPOR_TRY(images_->nothing_late());
   const std::vector<std::string> tags = images_->asleep_of(order.tags);
-  if (!tags.empty() || order.tags.empty()) TORPOR_TRY(allocator_->begin_attach(tags));  // it takes none for all
+  if (!tags.empty() || order.tags.empty()) {  // with no tag named the allocator would take all
+    if (order.room.empty()) TORPOR_TRY(has_room_for(tags));
+    TORPOR_TRY(allocator_->begin_attach(tags));
+  }
   const Watched watched(*transfers_, order.progress);
   return images_->restore(order);
+}
+
+// Before anything is copied, as far as the device tells. Others may take memory meanwhile: then a region fails later.
+Status RankMemory::has_room_for(const std::vector<std::string>& tags) const {
+  uint64_t needed = 0;
+  for (const RegionInfo& region : allocator_->regions()) {
+    const bool comes = region.state == RegionState::kDetached && (tags.empty() || has_tag(tags, region.tag));
+    if (comes) needed += region.reserved_bytes;
+  }
+  const DeviceMemoryInfo device = device_->info();
+  const std::optional<uint64_t> free = device.free_bytes();
+  if (!free || needed <= *free) return ok();
+  return Error{.code = Code::kResourceExhausted,
+               .what = fmt::format("{} bytes of device memory are needed to wake, {} of {} are free", needed, *free,
+                                   device.capacity_bytes),
+               .next_step = "free device memory"};
 }
 
 Result<orders::CancelRestore::Reply> RankMemory::carry_out(const orders::CancelRestore& order) {

@@ -135,6 +135,7 @@ class RankMemory {
   Result<orders::CancelSave::Reply> carry_out(const orders::CancelSave& order) TORPOR_REQUIRES(mutex_);
   Result<orders::TakeBack::Reply> carry_out(const orders::TakeBack& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Detach::Reply> carry_out(const orders::Detach& order) TORPOR_REQUIRES(mutex_);
+  Status has_room_for(const std::vector<std::string>& tags) const;
   Result<orders::Restore::Reply> carry_out(const orders::Restore& order) TORPOR_REQUIRES(mutex_);
   Result<orders::CancelRestore::Reply> carry_out(const orders::CancelRestore& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Finish::Reply> carry_out(const orders::Finish& order) TORPOR_REQUIRES(mutex_);

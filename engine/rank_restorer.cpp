@@ -6,15 +6,10 @@
 #include <tuple>
 #include <utility>
 
-#include "base/units.h"
-
 namespace torpor {
 namespace {
 
 constexpr size_t kAtOnce = 2;  // jobs under way
-// Of the first job; each next one may be as large as all before it, up to the gate's. So copies begin as soon as some
-// memory is there, and few jobs are small.
-constexpr uint64_t kFirstJobBytes = 32 * kMiB;
 
 // Return the chunks by rising addresses of their first pieces.
 std::pair<std::vector<SavedChunk>, std::vector<ChunkPlan>> by_address(std::span<const SavedChunk> saved,
@@ -46,7 +41,7 @@ Status RankRestorer::copy(std::span<const SavedChunk> saved, std::vector<ChunkPl
     }
     const std::span<const ChunkPlan> all = plans_.emplace_back(std::move(plans));
     for (size_t first = 0, end = 0; first < all.size(); first = end) {
-      const uint64_t most = std::min(gate_.job_bytes(), std::max(kFirstJobBytes, begun_bytes_));
+      const uint64_t most = std::min(gate_.job_bytes(), std::max(first_job_bytes_, begun_bytes_));
       for (uint64_t bytes = 0; end < all.size() && (bytes < most || gate_.all_there()); ++end) {
         TORPOR_TRY(gate_.wait_for(all[end]));
         bytes += all[end].bytes();

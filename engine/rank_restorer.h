@@ -13,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "base/units.h"
 #include "engine/restore_gate.h"
 #include "offload/transfer_engine.h"
 
@@ -20,8 +21,10 @@ namespace torpor {
 
 class RankRestorer {
  public:
-  // Both outlive it.
-  RankRestorer(TransferEngine& transfers, RestoreGate& gate) : transfers_(transfers), gate_(gate) {}
+  // Both outlive it. `first_job_bytes`: of the first job; each next one may be as large as all before it, up to the
+  // gate's. So copies begin as soon as some memory is there, and few jobs are small.
+  RankRestorer(TransferEngine& transfers, RestoreGate& gate, uint64_t first_job_bytes = 32 * kMiB)
+      : transfers_(transfers), gate_(gate), first_job_bytes_(first_job_bytes) {}
   ~RankRestorer();  // waits for what is under way
 
   // Keep a source until its jobs have ended. One that is not kept outlives this.
@@ -46,6 +49,7 @@ class RankRestorer {
   std::vector<std::shared_ptr<Tier>> sources_;
   std::deque<std::vector<ChunkPlan>> plans_;  // to which the jobs point
   std::deque<JobId> under_way_;
+  const uint64_t first_job_bytes_;
   uint64_t begun_bytes_ = 0;  // of all jobs of copy()
 };
 

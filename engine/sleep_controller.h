@@ -89,8 +89,8 @@ class SleepController final : private Operation::Owner {
   // at once. Each returns when both have ended well, or when it has undone its own part; the end of the other process
   // undoes it.
   static Result<SwapReport> swap(SleepController& from, SleepController& to, const SwapOptions& options = {});
-  // The directory of checkpoints, if it has one, for an engine that is awake and has had neither a step nor a request;
-  // else empty. Errors: those of reading the directory.
+  // The directory of checkpoints, if it has one and this engine is new: awake, without a step or a request so far, and
+  // without a wake from a checkpoint. Else empty.
   Result<std::string> checkpoint_to_wake();
   // All that must be equal for tokens to be equal, the weights' digest included.
   Result<Fingerprint> fingerprint();
@@ -273,6 +273,8 @@ class SleepController final : private Operation::Owner {
   // The last wake over weights that were written was told what becomes of KV: the next one will be.
   bool is_told_ TORPOR_GUARDED_BY(operation_mutex_) = false;
   bool preserved_ TORPOR_GUARDED_BY(operation_mutex_) = false;
+  bool took_checkpoint_ TORPOR_GUARDED_BY(operation_mutex_) = false;  // in a wake, for good or to throw it away
+  Metadata metadata_ TORPOR_GUARDED_BY(operation_mutex_);             // of the checkpoint of the last sleep
   bool held_ TORPOR_GUARDED_BY(operation_mutex_) = false;
   std::unique_ptr<HeldSleep> held_sleep_ TORPOR_GUARDED_BY(operation_mutex_);
   // What this sleep, or this wake on hold, is of; none: no checkpoint.

@@ -149,6 +149,7 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   std::optional<RestoredFrom> from;
   if (sleep.pending)
     from = {.directory = directory_of(options.data_parallel), .generation = sleep.pending->generation()};
+  Metadata metadata = report.metadata;
   if (!sleep.alone) TORPOR_TRY(sleep.operation.go_on());
   std::vector<std::string> weights = weights_of_kv(sleep);
   if (options.level > 0) say_what_to_load(sleep);
@@ -172,7 +173,10 @@ Status SleepController::let_go(FallingAsleep& sleep) {
   const MutexLock lock(state_mutex_);
   set_state_locked(State::kAsleep);
   public_.level = std::max(public_.level, options.level);
-  if (!sleep.deeper || !checkpoint.empty()) public_.checkpoint = std::move(checkpoint);
+  if (!sleep.deeper || !checkpoint.empty()) {
+    public_.checkpoint = std::move(checkpoint);
+    metadata_ = std::move(metadata);
+  }
   return ok();
 }
 

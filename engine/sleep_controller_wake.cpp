@@ -204,6 +204,7 @@ Result<SleepReport> SleepController::wake_same_process(const WakeOptions& option
     const MutexLock lock(state_mutex_);
     set_state_locked(State::kAwake);
     report.checkpoint = std::move(public_.checkpoint);
+    report.metadata = std::exchange(metadata_, {});
     public_.level = -1;
     public_.checkpoint.clear();
   }
@@ -299,7 +300,7 @@ Result<std::string> SleepController::checkpoint_to_wake() {
     if (options_.directory.empty() || state().engine != "awake") return std::string();
     TORPOR_ASSIGN(const int64_t unfinished, hooks_.unfinished_requests());
     TORPOR_ASSIGN(const KvContents contents, hooks_.kv_contents());
-    if (unfinished > 0 || contents.steps != 1) return std::string();
+    if (unfinished > 0 || contents.steps != 1 || took_checkpoint_) return std::string();
     const Result<Checkpoint> latest = open_checkpoint(file_system_, options_.directory, options_.checkpoints.key);
     if (!latest && latest.error().code == Code::kNotFound) return std::string();
     return options_.directory;  // what is wrong with it, the wake says
@@ -323,12 +324,14 @@ Result<SleepReport> SleepController::wake_from_checkpoint(const WakeOptions& opt
     operation.undo();
     if (lost()) return restored.error();
     log().error("waking without the state: {}", restored.error().to_string());
+    took_checkpoint_ = true;
     SleepReport discarded{.fully_awake = true, .checkpoint = std::move(report.checkpoint)};
     discarded.note = fmt::format("the state was discarded: {}", restored.error().to_string());
     set_state(State::kAwake);
     return discarded;
   }
   report.changed = true;
+  took_checkpoint_ = true;
   if (options.hold) {
     operation.keep();
     held_ = true;
@@ -441,6 +444,7 @@ Status SleepController::end_hold_now(bool keep) {
   if (!held_)
     return Error{.code = Code::kFailedPrecondition, .what = "nothing is held", .next_step = "wake with hold first"};
   held_ = false;
+  took_checkpoint_ = keep;
   const std::optional<RestoredFrom> from = std::move(restored_from_);
   restored_from_.reset();
   Status ended = keep ? ok() : hooks_.forget_restored();

@@ -129,7 +129,8 @@ Result<TagMove> TagSleep::wake(std::vector<std::string> wanted) {
 Result<TagMove> TagSleep::wake_now(std::vector<std::string> wanted) {
   TORPOR_TRY(memory_.same_process());
   const MutexLock lock(memory_.mutex());
-  TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
+  TORPOR_ASSIGN(std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
+  sort_for_wake(tags);
   TagMove move;
   Phases phases(move);
   for (const RegionInfo& region : memory_.allocator().regions()) {
@@ -201,11 +202,9 @@ Result<TagMove> TagSleep::plan_wake(std::vector<std::string> wanted) const {
   }
   move.dropped_bytes -= move.copied_bytes;
   const DeviceMemoryInfo device = memory_.device().info();
-  const uint64_t used = std::max(device.physical_bytes, device.used_bytes.value_or(0));
-  if (device.capacity_bytes != 0 &&
-      move.physical_bytes > device.capacity_bytes - std::min(device.capacity_bytes, used)) {
-    move.obstacle = fmt::format("{} bytes of device memory are needed, {} of {} are free", move.physical_bytes,
-                                device.capacity_bytes - std::min(device.capacity_bytes, used), device.capacity_bytes);
+  if (const std::optional<uint64_t> free = device.free_bytes(); free && move.physical_bytes > *free) {
+    move.obstacle = fmt::format("{} bytes of device memory are needed, {} of {} are free", move.physical_bytes, *free,
+                                device.capacity_bytes);
   }
   if (!memory_.transfers().usable()) move.obstacle = memory_.transfers().usable().error().to_string();
   return move;

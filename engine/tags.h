@@ -23,7 +23,7 @@ inline bool is_scratch(std::string_view tag) { return tag == kWorkspaceTag; }
 // A wake that names tags takes all others with it, as vLLM's does: an engine without them can do nothing.
 inline bool may_wait(std::string_view tag) { return tag == kWeightsTag || tag == kKvCacheTag; }
 
-// Weights wake first, the KV cache last: a wake that fails for want of memory then fails with less to undo.
+// Weights wake first, the KV cache last: its memory comes while weights are copied.
 inline void sort_for_wake(std::vector<std::string>& tags) {
   const auto order = [](const std::string& tag) { return tag == kWeightsTag ? 0 : tag == kKvCacheTag ? 2 : 1; };
   std::stable_sort(tags.begin(), tags.end(),

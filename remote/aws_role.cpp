@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <chrono>
 #include <cstdlib>
 #include <fstream>
@@ -24,7 +25,8 @@ namespace {
 constexpr size_t kMostIssuedBytes = 64 << 10;
 constexpr size_t kMostTokenBytes = 64 << 10;
 constexpr std::time_t kRenewSeconds = 300;  // before they end
-constexpr int kAttempts = 3;
+constexpr std::time_t kAskAgainSeconds = 60;
+constexpr int kRoleAttempts = 3;
 constexpr std::chrono::milliseconds kPause{200};  // before the second attempt; doubles
 
 Error unauthenticated(std::string what, std::string next_step) {
@@ -34,8 +36,11 @@ Error invalid(std::string what, std::string next_step) {
   return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next_step)};
 }
 
+using Until = std::chrono::steady_clock::time_point;
+
 struct Request {
   std::string url;
+  Until until;
   std::vector<std::string> headers{};
   const char* method = "GET";
   std::string body{};     // of a POST
@@ -46,6 +51,12 @@ struct Answer {
   long status = 0;
   std::string text;
 };
+
+// A URL without path and query, which may be secrets.
+std::string place_of(const std::string& url) {
+  const size_t host = url.find("://");
+  return host == std::string::npos ? "" : url.substr(0, url.find_first_of("/?#", host + 3));
+}
 
 size_t append(char* from, size_t size, size_t count, void* to) {
   auto& text = *static_cast<std::string*>(to);
@@ -71,8 +82,9 @@ Result<Answer> ask_once(const Request& request) {
   curl_easy_setopt(curl, CURLOPT_PROTOCOLS_STR, "http,https");
   curl_easy_setopt(curl, CURLOPT_NOSIGNAL, 1L);
   curl_easy_setopt(curl, CURLOPT_ERRORBUFFER, words.data());
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(request.until - Until::clock::now()).count();
   curl_easy_setopt(curl, CURLOPT_CONNECTTIMEOUT_MS, request.near ? 1000L : 5000L);
-  curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, request.near ? 2000L : 10000L);
+  curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, std::clamp<long>(left, 1, request.near ? 2000 : 10000));  // 0: no limit
   if (request.near) curl_easy_setopt(curl, CURLOPT_NOPROXY, "*");
   if (!request.ca_file.empty()) curl_easy_setopt(curl, CURLOPT_CAINFO, request.ca_file.c_str());
   curl_easy_setopt(curl, CURLOPT_WRITEFUNCTION, &append);
@@ -88,7 +100,7 @@ Result<Answer> ask_once(const Request& request) {
   curl_easy_getinfo(curl, CURLINFO_RESPONSE_CODE, &answer.status);
   if (code == CURLE_OK) return answer;
   return Error{.code = Code::kUnavailable,
-               .what = fmt::format("{} does not answer: {}", request.url,
+               .what = fmt::format("{} does not answer: {}", place_of(request.url),
                                    words[0] != '\0' ? words.data() : curl_easy_strerror(code)),
                .next_step = "try again"};
 }
@@ -96,19 +108,26 @@ Result<Answer> ask_once(const Request& request) {
 // Answers of any status are values here, but for those that say that it may work later.
 Result<Answer> ask(const Request& request) {
   std::optional<Error> error;
-  for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    if (attempt > 0) std::this_thread::sleep_for(kPause * (1 << (attempt - 1)));
+  for (int attempt = 0; attempt < kRoleAttempts; ++attempt) {
+    if (attempt > 0) {
+      const auto pause = kPause * (1 << (attempt - 1));
+      if (Until::clock::now() + pause >= request.until) break;
+      std::this_thread::sleep_for(pause);
+    }
     Result<Answer> answer = ask_once(request);
     if (answer && answer->status != 429 && answer->status < 500) return answer;
     error = answer ? Error{.code = Code::kUnavailable,
-                           .what = fmt::format("{} answers {}", request.url, answer->status),
+                           .what = fmt::format("{} answers {}", place_of(request.url), answer->status),
                            .next_step = "try again"}
                    : std::move(answer).error();
   }
   return *std::move(error);
 }
 
-// Whether it may stand in a header: printable, without spaces.
+// Whether it may stand in a header: printable; a word has no spaces.
+bool is_line(std::string_view text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= ' ' && c < '\x7f'; });
+}
 bool is_word(std::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c > ' ' && c < '\x7f'; });
 }
@@ -130,7 +149,7 @@ Result<Issued> issued(const std::string& url, std::string access_key, std::strin
                       const std::string& expiration) {
   const std::optional<std::time_t> ends = moment_of(expiration);
   if (!is_word(access_key) || !is_word(secret_key) || !is_word(token) || !ends)
-    return unauthenticated(fmt::format("{} answered without a key, a token and when they end", url),
+    return unauthenticated(fmt::format("{} answered without a key, a token and when they end", place_of(url)),
                            "check that it is AWS's service, and that the machine has a role");
   return Issued{{std::move(access_key), std::move(secret_key), std::move(token)}, *ends};
 }
@@ -145,7 +164,7 @@ Result<Issued> issued_in_json(const std::string& url, const std::string& text) {
 }
 
 Error refused(const std::string& url, const Answer& answer, std::string next_step) {
-  return unauthenticated(fmt::format("{} refuses credentials: it answers {}", url, answer.status),
+  return unauthenticated(fmt::format("{} refuses credentials: it answers {}", place_of(url), answer.status),
                          std::move(next_step));
 }
 
@@ -156,7 +175,7 @@ Result<std::string> token_in(const std::string& path) {
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<size_t>(std::max<std::streamsize>(file.gcount(), 0)));
   while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
-  if (!is_word(text))
+  if (!is_line(text))
     return unauthenticated(fmt::format("{} has no token that can be read", path),
                            "check that the token is mounted, and that this user may read it");
   return text;
@@ -165,10 +184,23 @@ Result<std::string> token_in(const std::string& path) {
 // Keeps what was issued until it is to be renewed.
 class Renewed : public AwsRole {
  public:
-  Result<S3Credentials> credentials(std::time_t now) final {
+  Result<S3Credentials> credentials(std::time_t now, double seconds) final {
+    const Until until = Until::clock::now() + std::chrono::duration_cast<Until::duration>(
+                                                  std::chrono::duration<double>(std::clamp(seconds, 0.0, 30.0)));
+    {
+      const MutexLock lock(mutex_);
+      if (last_ && now < std::max(last_->ends - kRenewSeconds, std::min(ask_again_, last_->ends)))
+        return last_->credentials;
+      if (last_ && now < last_->ends && fetching_) return last_->credentials;
+      while (fetching_) fetched_.wait(mutex_);
+      if (last_ && now < last_->ends - kRenewSeconds) return last_->credentials;
+      fetching_ = true;
+    }
+    Result<Issued> fresh = catching([&]() -> Result<Issued> { return fetch(until); });
     const MutexLock lock(mutex_);
-    if (last_ && now < last_->ends - kRenewSeconds) return last_->credentials;
-    Result<Issued> fresh = catching([&]() -> Result<Issued> { return fetch(); });
+    fetching_ = false;
+    fetched_.notify_all();
+    ask_again_ = now + kAskAgainSeconds;
     if (fresh) {
       last_ = *std::move(fresh);
     } else if (!last_ || now >= last_->ends) {
@@ -180,9 +212,12 @@ class Renewed : public AwsRole {
   }
 
  private:
-  virtual Result<Issued> fetch() = 0;
+  virtual Result<Issued> fetch(Until until) = 0;
   Mutex mutex_;
+  CondVar fetched_;
   std::optional<Issued> last_ TORPOR_GUARDED_BY(mutex_);
+  std::time_t ask_again_ TORPOR_GUARDED_BY(mutex_) = 0;  // while the last ones are valid
+  bool fetching_ TORPOR_GUARDED_BY(mutex_) = false;
 };
 
 class WebIdentity final : public Renewed {
@@ -195,7 +230,7 @@ class WebIdentity final : public Renewed {
         ca_file_(std::move(ca_file)) {}
 
  private:
-  Result<Issued> fetch() override {
+  Result<Issued> fetch(Until until) override {
     TORPOR_ASSIGN(const std::string token, token_in(token_file_));
     S3Request form;
     form.query = {{"Action", "AssumeRoleWithWebIdentity"},
@@ -204,6 +239,7 @@ class WebIdentity final : public Renewed {
                   {"RoleSessionName", session_},
                   {"WebIdentityToken", token}};
     TORPOR_ASSIGN(const Answer answer, ask({.url = url_,
+                                            .until = until,
                                             .headers = {"content-type: application/x-www-form-urlencoded"},
                                             .method = "POST",
                                             .body = encoded_query(form),
@@ -213,7 +249,7 @@ class WebIdentity final : public Renewed {
     if (answer.status != 200) {
       std::string code = parsed ? document.child("ErrorResponse").child("Error").child_value("Code") : "";
       if (!is_word(code)) code = fmt::format("{}", answer.status);
-      return unauthenticated(fmt::format("{} refuses the role {}: {}", url_, role_, code.substr(0, 100)),
+      return unauthenticated(fmt::format("{} refuses the role {}: {}", place_of(url_), role_, code.substr(0, 100)),
                              "check AWS_ROLE_ARN, and that the role trusts this identity");
     }
     const pugi::xml_node found = document.child("AssumeRoleWithWebIdentityResponse")
@@ -232,12 +268,15 @@ class WebIdentity final : public Renewed {
 
 class ContainerRole final : public Renewed {
  public:
-  ContainerRole(std::string url, std::string token, std::string token_file)
-      : url_(std::move(url)), token_(std::move(token)), token_file_(std::move(token_file)) {}
+  ContainerRole(std::string url, std::string token, std::string token_file, std::string ca_file)
+      : url_(std::move(url)),
+        token_(std::move(token)),
+        token_file_(std::move(token_file)),
+        ca_file_(std::move(ca_file)) {}
 
  private:
-  Result<Issued> fetch() override {
-    Request request{.url = url_, .near = true};
+  Result<Issued> fetch(Until until) override {
+    Request request{.url = url_, .until = until, .ca_file = ca_file_, .near = url_.starts_with("http://")};
     std::string token = token_;
     if (!token_file_.empty()) {
       TORPOR_ASSIGN(token, token_in(token_file_));
@@ -251,6 +290,7 @@ class ContainerRole final : public Renewed {
   const std::string url_;
   const std::string token_;
   const std::string token_file_;
+  const std::string ca_file_;
 };
 
 class InstanceRole final : public Renewed {
@@ -258,26 +298,29 @@ class InstanceRole final : public Renewed {
   explicit InstanceRole(std::string endpoint) : endpoint_(std::move(endpoint)) {}
 
  private:
-  Result<Issued> fetch() override {
+  Result<Issued> fetch(Until until) override {
     const std::string roles = endpoint_ + "/latest/meta-data/iam/security-credentials/";
-    Result<Answer> session = ask_once({.url = endpoint_ + "/latest/api/token",
-                                       .headers = {"X-aws-ec2-metadata-token-ttl-seconds: 21600"},
-                                       .method = "PUT",
-                                       .near = true});
-    if (!session)
-      return invalid(fmt::format("there are no credentials: neither in the environment nor in a file, and no instance "
-                                 "metadata ({})",
-                                 session.error().what),
-                     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE");
+    Result<Answer> session = ask({.url = endpoint_ + "/latest/api/token",
+                                  .until = until,
+                                  .headers = {"X-aws-ec2-metadata-token-ttl-seconds: 21600"},
+                                  .method = "PUT",
+                                  .near = true});
+    if (!session) {
+      Error error = std::move(session).error();
+      error.next_step =
+          "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE, if this is no "
+          "instance of EC2";
+      return error.within("no credentials in the environment or a file, nor from the instance metadata");
+    }
     if (session->status != 200 || !is_word(session->text))
       return refused(endpoint_, *session, "allow this process the instance metadata, version 2");
     const std::vector<std::string> headers = {"X-aws-ec2-metadata-token: " + session->text};
-    TORPOR_ASSIGN(const Answer names, ask({.url = roles, .headers = headers, .near = true}));
+    TORPOR_ASSIGN(const Answer names, ask({.url = roles, .until = until, .headers = headers, .near = true}));
     const std::string name = names.text.substr(0, names.text.find('\n'));
     if (names.status != 200 || !is_word(name) || name.find_first_of("/?#%\\") != std::string::npos)
       return unauthenticated(fmt::format("{} names no role of this machine: it answers {}", roles, names.status),
                              "give the machine an instance profile");
-    TORPOR_ASSIGN(const Answer answer, ask({.url = roles + name, .headers = headers, .near = true}));
+    TORPOR_ASSIGN(const Answer answer, ask({.url = roles + name, .until = until, .headers = headers, .near = true}));
     if (answer.status != 200) return refused(roles + name, answer, "check the role of this machine");
     return issued_in_json(roles + name, answer.text);
   }
@@ -290,21 +333,30 @@ std::string without_slash(std::string url) {
   return url;
 }
 
-// The host of a URL, without its port and brackets; empty if it is none of http or https.
+// The host of a URL, without its port and brackets; empty if it is none of http or https, or names a user.
 std::string host_of(const std::string& url) {
   const std::unique_ptr<CURLU, decltype(&curl_url_cleanup)> parts(curl_url(), &curl_url_cleanup);
+  char* user = nullptr;
   char* host = nullptr;
-  if (parts == nullptr || curl_url_set(parts.get(), CURLUPART_URL, url.c_str(), 0) != CURLUE_OK ||
-      curl_url_get(parts.get(), CURLUPART_HOST, &host, 0) != CURLUE_OK)
+  if (parts == nullptr || !(url.starts_with("http://") || url.starts_with("https://")) ||
+      curl_url_set(parts.get(), CURLUPART_URL, url.c_str(), 0) != CURLUE_OK)
     return {};
+  if (curl_url_get(parts.get(), CURLUPART_USER, &user, 0) == CURLUE_OK) {
+    curl_free(user);
+    return {};
+  }
+  if (curl_url_get(parts.get(), CURLUPART_HOST, &host, 0) != CURLUE_OK) return {};
   std::string found = host;
   curl_free(host);
   if (found.starts_with('[')) found = found.substr(1, found.size() - 2);
   return found;
 }
 
-// The hosts that the AWS SDKs take by plain HTTP: this machine, and the agents of ECS and EKS.
-bool is_near(const std::string& host) {
+// Whether a token may go there: by https, or to a host that the AWS SDKs take by plain HTTP: this machine, and the
+// agents of ECS and EKS.
+bool may_have_token(const std::string& url) {
+  const std::string host = host_of(url);
+  if (host.empty() || url.starts_with("https://")) return !host.empty();
   return host == "localhost" || host == "127.0.0.1" || host == "::1" || host == "169.254.170.2" ||
          host == "169.254.170.23" || host == "fd00:ec2::23";
 }
@@ -324,30 +376,36 @@ Result<std::shared_ptr<AwsRole>> web_identity(const Environment& variable, const
   if (!token_file) return std::shared_ptr<AwsRole>();
   if (!role) return invalid("AWS_WEB_IDENTITY_TOKEN_FILE is set and AWS_ROLE_ARN is not", "name the role, too");
   const std::string url =
-      variable("AWS_ENDPOINT_URL_STS").value_or(fmt::format("https://sts.{}.amazonaws.com", region));
-  if (host_of(url).empty()) return invalid(fmt::format("AWS_ENDPOINT_URL_STS is {}", url), "write https://HOST");
+      variable("AWS_ENDPOINT_URL_STS")
+          .value_or(variable("AWS_ENDPOINT_URL").value_or(fmt::format("https://sts.{}.amazonaws.com", region)));
+  if (!may_have_token(url))
+    return invalid(fmt::format("STS cannot be asked at {}", place_of(url)),
+                   "set AWS_ENDPOINT_URL_STS to https://HOST, and AWS_REGION");
   return std::make_shared<WebIdentity>(without_slash(url) + "/", *role,
                                        variable("AWS_ROLE_SESSION_NAME").value_or("torpor"), *token_file, ca_file);
 }
 
-Result<std::shared_ptr<AwsRole>> container_role(const Environment& variable) {
+Result<std::shared_ptr<AwsRole>> container_role(const Environment& variable, const std::string& ca_file) {
+  const std::optional<std::string> path = variable("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI");
   std::optional<std::string> url = variable("AWS_CONTAINER_CREDENTIALS_FULL_URI");
-  if (const std::optional<std::string> path = variable("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"))
-    url = "http://169.254.170.2" + *path;
+  if (path) url = "http://169.254.170.2" + *path;
   if (!url) return std::shared_ptr<AwsRole>();
-  const std::string host = host_of(*url);
-  const bool https = url->starts_with("https://") && !host.empty();
-  if (!https && !(url->starts_with("http://") && is_near(host)))
-    return invalid(fmt::format("AWS_CONTAINER_CREDENTIALS_FULL_URI is {}", *url),
-                   "use https, or http to this machine or an agent of ECS or EKS");
+  if (!may_have_token(*url)) {
+    return path ? invalid("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI is no path", "begin it with '/', without https")
+                : invalid(fmt::format("AWS_CONTAINER_CREDENTIALS_FULL_URI is at {}", place_of(*url)),
+                          "use https, or http to this machine or an agent of ECS or EKS");
+  }
   const std::string token = variable("AWS_CONTAINER_AUTHORIZATION_TOKEN").value_or("");
-  if (!token.empty() && token.find_first_of("\r\n") != std::string::npos)
+  if (!token.empty() && !is_line(token))
     return invalid("AWS_CONTAINER_AUTHORIZATION_TOKEN has more than one line", "give it in one");
-  return std::make_shared<ContainerRole>(*url, token, variable("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE").value_or(""));
+  return std::make_shared<ContainerRole>(*url, token, variable("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE").value_or(""),
+                                         ca_file);
 }
 
 Result<std::shared_ptr<AwsRole>> instance_role(const Environment& variable) {
-  if (variable("AWS_EC2_METADATA_DISABLED").value_or("") == "true") return std::shared_ptr<AwsRole>();
+  std::string disabled = variable("AWS_EC2_METADATA_DISABLED").value_or("");
+  for (char& letter : disabled) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+  if (disabled == "true") return std::shared_ptr<AwsRole>();
   const std::string endpoint = variable("AWS_EC2_METADATA_SERVICE_ENDPOINT").value_or("http://169.254.169.254");
   if (host_of(endpoint).empty())
     return invalid(fmt::format("AWS_EC2_METADATA_SERVICE_ENDPOINT is {}", endpoint), "write http://HOST");

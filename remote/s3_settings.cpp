@@ -3,6 +3,7 @@
 
 #include <sys/stat.h>
 
+#include <cerrno>
 #include <fstream>
 
 #include <fmt/core.h>
@@ -66,14 +67,15 @@ Status who_asks(const Environment& variable, S3Settings& settings) {
   if (settings.role != nullptr) return ok();
   const std::optional<std::string> named = variable("AWS_SHARED_CREDENTIALS_FILE");
   const std::string path = named.value_or(variable("HOME").value_or("/root") + "/.aws/credentials");
+  const std::optional<std::string> profile = variable("AWS_PROFILE");
   struct stat info {};
-  if (!named && ::stat(path.c_str(), &info) != 0) {
-    TORPOR_ASSIGN(settings.role, container_role(variable));
+  if (!named && !profile && ::stat(path.c_str(), &info) != 0 && errno == ENOENT) {
+    TORPOR_ASSIGN(settings.role, container_role(variable, settings.ca_file));
     if (settings.role != nullptr) return ok();
     TORPOR_ASSIGN(settings.role, instance_role(variable));
     if (settings.role != nullptr) return ok();
   }
-  TORPOR_ASSIGN(settings.credentials, credentials_in(path, variable("AWS_PROFILE").value_or("default")));
+  TORPOR_ASSIGN(settings.credentials, credentials_in(path, profile.value_or("default")));
   return ok();
 }
 

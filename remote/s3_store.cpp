@@ -259,7 +259,9 @@ class S3Store final : public ObjectStore {
       if (is_over()) break;
       S3Credentials credentials = settings_.credentials;
       if (settings_.role != nullptr) {
-        TORPOR_ASSIGN(credentials, settings_.role->credentials(std::time(nullptr)));
+        const double seconds = retries_.seconds_left ? retries_.seconds_left() : 30;
+        TORPOR_ASSIGN(credentials, settings_.role->credentials(std::time(nullptr), seconds));
+        if (is_over()) break;
       }
       std::array<char, CURL_ERROR_SIZE> words{};
       Exchange exchange{.handle = handle.get(), .body = call.body, .room = call.room, .stop = &stop_};

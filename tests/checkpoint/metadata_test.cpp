@@ -67,8 +67,13 @@ TEST_F(MetadataTest, ADamagedSectionIsAnErrorThatNamesIt) {
   for (size_t bytes = 0; bytes < sections.back().bytes.size(); ++bytes) {
     std::vector<Section> cut = sections;
     cut.back().bytes.resize(bytes);
-    EXPECT_FAILS(decode(cut), Code::kCorruption, "metadata");
+    EXPECT_FAILS(decode_metadata(cut), Code::kCorruption, "metadata");
+    const EngineCheckpoint woken = value_of(decode(cut));  // nothing is decided by it
+    EXPECT_EQ(woken.state, labelled().state);
+    EXPECT_EQ(woken.carried, std::vector<Section>{cut.back()});
   }
+  sections.back().bytes[0] ^= 1;  // another version
+  EXPECT_EQ(value_of(decode(sections)).carried, std::vector<Section>{sections.back()});
   const std::string path = write();
   const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), path));
   const SectionInfo& section = checkpoint.manifest().sections.back();
@@ -78,8 +83,17 @@ TEST_F(MetadataTest, ADamagedSectionIsAnErrorThatNamesIt) {
   file.put('\x7f');
   file.close();
   EXPECT_FAILS(checkpoint.read_metadata(), Code::kCorruption, "metadata");
-  EXPECT_FALSE(list().back().readable);
+  EXPECT_TRUE(list().back().readable);
+  EXPECT_TRUE(list().back().metadata.empty());
   EXPECT_FALSE(value_of(verify(checkpoint)).problems.empty());
+}
+
+// A hostile manifest takes no memory.
+TEST_F(MetadataTest, ASectionThatIsTooLargeIsNotRead) {
+  Metadata large;
+  for (int i = 0; i < 200; ++i) large[std::to_string(i)] = std::string(512, 'v');
+  const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), write(large)));
+  EXPECT_FAILS(checkpoint.read_metadata(), Code::kCorruption, "the section metadata has 1");
 }
 
 TEST_F(MetadataTest, OfASetIsThatOfItsCheckpoints) {
@@ -96,7 +110,15 @@ TEST_F(MetadataTest, OfASetIsThatOfItsCheckpoints) {
 TEST(CheckMetadata, NamesWhatIsBeyondALimit) {
   EXPECT_SUCCEEDS(check_metadata(kRun));
   EXPECT_SUCCEEDS(check_metadata({{std::string(64, 'n'), std::string(512, 'v')}}));
-  EXPECT_FAILS(check_metadata({{"", "lost"}}), Code::kInvalidArgument, "lost");
+  EXPECT_FAILS(check_metadata({{"", "lost"}}), Code::kInvalidArgument, "empty");
+  for (const char* text :
+       {"\x80", "\xc1\xbf", "\xe0\x9f\xbf", "\xed\xa0\x80", "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80", "a\xc3"}) {
+    EXPECT_FAILS(check_metadata({{text, ""}}), Code::kInvalidArgument, "not UTF-8");
+    EXPECT_FAILS(check_metadata({{"value", text}}), Code::kInvalidArgument, "not UTF-8");
+    EXPECT_FAILS(decode_metadata(encode(labelled({{"value", text}}))), Code::kCorruption, "not UTF-8");
+  }
+  for (const char* text : {"é", "\xed\x9f\xbf", "\xee\x80\x80", "\xf0\x90\x80\x80", "\xf4\x8f\xbf\xbf"})
+    EXPECT_SUCCEEDS(check_metadata({{text, text}}));
   EXPECT_FAILS(check_metadata({{std::string(65, 'n'), ""}}), Code::kInvalidArgument, "65 bytes");
   EXPECT_FAILS(check_metadata({{"long", std::string(513, 'v')}}), Code::kInvalidArgument, "\"long\" has 513");
   Metadata many;

@@ -27,11 +27,12 @@ class ScriptedGate final : public RestoreGate {
   }
   Status wait_for_all() override { return ok(); }
   bool all_there() const override { return all; }
-  uint64_t job_bytes() const override { return kChunk; }
+  uint64_t job_bytes() const override { return most; }
   bool by_address() const override { return sorted; }
 
   std::function<Status(size_t)> before;
   std::vector<uint64_t> waited_for;
+  uint64_t most = kChunk;
   bool all = false;
   bool sorted = false;
 };
@@ -94,6 +95,25 @@ TEST_F(RankRestorerTest, TwoJobsAreUnderWayWhileTheGateIsWaitedFor) {
   ASSERT_SUCCEEDS(restorer.wait());
   EXPECT_EQ(copied(), kChunks);
   EXPECT_TRUE(all_back());
+}
+
+// 1, 1, 2 and 4 chunks: a job is begun before the next chunk is waited for, and it ends when two others are begun.
+TEST_F(RankRestorerTest, JobsGrowFromTheFirstToTheGates) {
+  for (const uint64_t most : {8 * kChunk, 2 * kChunk}) {
+    SCOPED_TRACE(most / kChunk);
+    before_ = ended();
+    std::vector<uint64_t> ended;
+    gate_.most = most;
+    gate_.before = [&](size_t) {
+      ended.push_back(copied());
+      return ok();
+    };
+    RankRestorer restorer(*transfers_, gate_, kChunk);
+    ASSERT_SUCCEEDS(restorer.copy(saved_, plans_, backup_));
+    EXPECT_EQ(ended, most == 8 * kChunk ? (std::vector<uint64_t>{0, 0, 0, 0, 1, 1, 1, 1})
+                                        : (std::vector<uint64_t>{0, 0, 0, 0, 1, 1, 2, 2}));
+    ASSERT_SUCCEEDS(restorer.wait());
+  }
 }
 
 TEST_F(RankRestorerTest, NothingDrainsFromOneSourceToTheNext) {

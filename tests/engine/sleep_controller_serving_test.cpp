@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints of an engine that serves on, and what was given since the last one.
+#include <filesystem>
+
 #include <fmt/core.h>
 
 #include "engine/delivery/roll_forward.h"
@@ -133,6 +135,9 @@ TEST_P(SleepControllerTest, MetadataIsInTheCheckpointAndInTheReportsOfBoth) {
         SleepOptions options = preserving(true);
         options.metadata = metadata;
         report = value_of(slept.controller.sleep(options));
+        EXPECT_EQ(value_of(slept.controller.wake_up({})).metadata, metadata);
+        EXPECT_TRUE(value_of(slept.controller.sleep(preserving(false))).metadata.empty());
+        EXPECT_TRUE(value_of(slept.controller.wake_up({})).metadata.empty());
       } else if (way == "checkpoint") {
         report = value_of(slept.controller.checkpoint({}, {}, {}, metadata));
       } else {
@@ -164,6 +169,22 @@ TEST_P(SleepControllerTest, OnlyAnEngineThatNeverServedFindsACheckpointToWake) {
   value_of(fresh.controller.sleep(preserving(false)));
   EXPECT_EQ(value_of(fresh.controller.checkpoint_to_wake()), "");
   value_of(fresh.controller.wake_up({}));
+  {  // once is enough, also if it brought no request, or was thrown away
+    SleepingEngine idle = make();
+    const std::string empty = value_of(idle.controller.checkpoint({})).checkpoint;
+    for (const bool held : {true, false}) {
+      SleepingEngine woken = make();
+      value_of(woken.controller.wake_up({.from_checkpoint = temporary_.path(), .hold = held}));
+      EXPECT_EQ(value_of(woken.engine.unfinished_requests()), 0);
+      if (held) {
+        ASSERT_SUCCEEDS(woken.controller.end_hold(false));
+        EXPECT_EQ(value_of(woken.controller.checkpoint_to_wake()), temporary_.path());
+      } else {
+        EXPECT_EQ(value_of(woken.controller.checkpoint_to_wake()), "");
+      }
+    }
+    std::filesystem::remove_all(empty);
+  }
   value_of(fresh.controller.wake_up({.from_checkpoint = value_of(fresh.controller.checkpoint_to_wake())}));
   EXPECT_EQ(value_of(fresh.controller.checkpoint_to_wake()), "");  // it has requests now
   EXPECT_EQ(finish(fresh.engine), expected());

@@ -58,7 +58,7 @@ def test_a_server_sleeps_and_wakes_by_calls_over_http(monkeypatch):
             assert server.engine.calls[-1][1]["to"] == "disk" and server.state == "awake"
             slept = (await call("sleep", level=1, tags="weights")).json()
             assert slept["status"] == "sleeping" and slept["freed_bytes"] == 1 and server.state == "asleep"
-            options = {"preserve_state": True, "to": "host", "weights": None, "tags": ["weights"], "progress": None}
+            options = {"preserve_state": True, "to": "host", "weights": None, "tags": ["weights"]}
             assert server.engine.calls[-1] == ("sleep", 1, "abort", options)
             assert (await call("wake")).json()["status"] == "awake" and server.state == "awake"
             assert (await call("checkpoint")).json()["checkpoint"] == "g-000001"

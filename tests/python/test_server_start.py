@@ -229,6 +229,7 @@ def test_keys_that_cannot_be_used_end_the_start(tmp_path, told):
     for options, words in (
         ({"key_file": key}, "may be read by others"), ({"key_file": "/none/key"}, "/none/key"),
         ({"encrypt": True}, "encrypt without key_file"),
+        ({"wake_latest": True}, "wake_latest"),
     ):  # fmt: skip
         with pytest.raises(Error, match=words):
             check(tmp_path / "d", options=options)

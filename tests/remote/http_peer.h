@@ -46,6 +46,7 @@ class HttpPeer {
   std::string endpoint() const { return fmt::format("http://127.0.0.1:{}", port_); }
   // Returns when there was a call for each answer.
   void wait_for_all() { thread_.join(); }
+  size_t count() const { return taken_; }  // of connections so far
   // Of what was asked, the first lines, the heads and the bodies. To be read when all answers were given.
   std::vector<std::string> asked;
   std::vector<std::string> heads;
@@ -56,6 +57,7 @@ class HttpPeer {
     while (!ended_ && !answers_.empty()) {
       const int connection = ::accept(socket_, nullptr, nullptr);
       if (connection < 0) return;
+      ++taken_;
       std::string request;
       std::array<char, 4096> some{};
       while (request.find("\r\n\r\n") == std::string::npos) {
@@ -95,6 +97,7 @@ class HttpPeer {
   std::deque<std::string> answers_;
   std::vector<int> open_;
   std::atomic<bool> ended_ = false;
+  std::atomic<size_t> taken_ = 0;
   int socket_ = -1;
   uint16_t port_ = 0;
   std::thread thread_;

@@ -318,6 +318,9 @@ def built_with_cuda() -> bool:
 def check_call(method: str, params: str) -> None:
     """Raises if a console has no such method, or it does not take these parameters (JSON)."""
 
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raises InvalidArgument for what is beyond the limits of metadata."""
+
 def commit_set(directory: str, paths: Sequence[str], options: dict = {}) -> CheckpointSet:
     """Makes the checkpoints of all data parallel ranks, by rank, one: a CheckpointSet."""
 

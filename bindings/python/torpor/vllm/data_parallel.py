@@ -22,7 +22,7 @@ from torpor.errors import Error, Incompatible, Unsupported, WrongState
 from torpor.vllm.options import Options
 from torpor.vllm.support import compute_for_each_other
 
-_ONLY_LOOK = ("fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drain")
+_ONLY_LOOK = ("fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drain", "checkpoint_to_wake")
 _SET_OPTIONS = ("retain_checkpoints", "retain_checkpoint_seconds", "retain_checkpoint_bytes", "key_file", "encrypt")
 _SUMS = (
     "requests", "saved_bytes", "compacted_bytes", "reused_bytes", "host_bytes", "disk_bytes", "freed_bytes",
@@ -323,4 +323,5 @@ _MERGED: dict[str, Callable[[list], Any]] = {
     "state": _merged_states,
     "ledger": lambda ledgers: [ledger for of_rank in ledgers for ledger in of_rank],
     "plan_sleep": _merged_plans,
+    "checkpoint_to_wake": lambda found: found[0] if all(found) else "",
 }

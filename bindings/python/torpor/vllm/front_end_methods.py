@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from torpor import _core
 from torpor.errors import InvalidArgument
 from torpor.vllm import frontend, tracing
 from torpor.vllm.engine_values import DeferredBlocks, EngineState, RankLedger, SleepPlan
@@ -184,7 +185,7 @@ class Blocking(Stock):
         progress: Watcher | None = None,
     ) -> Report:
         options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, swap_out_to)
-        options |= metadata_option(metadata)
+        options |= metadata_option(metadata, to)
         side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
             return frontend.finish(tracing.traced(side.engine, "sleep", frontend.sleep(side, mode, values)))
@@ -243,7 +244,7 @@ class Awaited(Stock):
         progress: Watcher | None = None,
     ) -> Report:
         options = sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, swap_out_to)
-        options |= metadata_option(metadata)
+        options |= metadata_option(metadata, to)
         side = frontend.AsyncSide(self)
         with watched(progress, options) as values:
             return await tracing.traced(self, "sleep", frontend.sleep(side, mode, values))
@@ -286,12 +287,17 @@ def _engine(front_end) -> LLMEngine:
     return getattr(front_end, "llm_engine", front_end)
 
 
-def metadata_option(metadata: Mapping[str, str] | None) -> dict:
+def metadata_option(metadata: Mapping[str, str] | None, to: str = "disk") -> dict:
     if metadata is None:
         return {}
+    if metadata and to != "disk":
+        raise InvalidArgument("metadata goes into a checkpoint, and this sleep writes none", 'sleep with to="disk"')
+    if not isinstance(metadata, Mapping):
+        raise InvalidArgument(f"metadata is {metadata!r}", "give a dict of names and values, both str")
     for name, value in metadata.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise InvalidArgument(f"metadata has {name!r}: {value!r}", "give names and values as str")
+    _core.check_metadata(dict(metadata))  # before anything stands still for it
     return {"metadata": dict(metadata)}
 
 

@@ -288,12 +288,23 @@ async def _so_far(side: BlockingSide | AsyncSide) -> list[dict]:
 
 
 async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
-    if (
-        not values.keys() - {"on_restore_error", "progress"}
-        and Options.of(side.engine.vllm_config).wake_latest
-        and (directory := await side.call("checkpoint_to_wake"))
-    ):
-        values = values | {"from_checkpoint": directory, "hold": True}
+    if directory := await _latest(side, values):
+        try:
+            return await _wake_up(side, values | {"from_checkpoint": directory, "hold": True})
+        except WrongState as problem:  # a request has come since
+            if problem.state_changed or await _latest(side, values):
+                raise
+    return await _wake_up(side, values)
+
+
+async def _latest(side: BlockingSide | AsyncSide, values: dict) -> str:
+    """Return the directory of checkpoints if this call is to take the newest one (option `wake_latest`), else ""."""
+    if values.keys() - {"on_restore_error", "progress"} or not Options.of(side.engine.vllm_config).wake_latest:
+        return ""
+    return await side.call("checkpoint_to_wake")
+
+
+async def _wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
     so_far = await _so_far(side) if values.get("kv") == "abort" else []
     try:
         report = WakeReport(await side.call("wake_up", values))

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from torpor import _core
 from torpor.errors import Error, InvalidArgument
+from torpor.vllm.front_end_methods import metadata_option
 from torpor.vllm.server.life import Server
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
@@ -53,6 +54,7 @@ async def sleep(
 
     options: further arguments of AsyncLLM.sleep().
     """
+    metadata_option(options.get("metadata"), to)  # refused before requests are waited for
     preserve = preserve_state if preserve_state is not None else mode is None and level > 0
     report = await life.sleep(level, mode or "abort", preserve, to, **options)
     return {"status": "sleeping", "level": level} | summary(report)

@@ -34,6 +34,8 @@ def check(args: Namespace, options: Options, settings: Settings) -> None:
     keys = _keys(args, settings)
     if options.encrypt and not options.key_file:
         raise InvalidArgument("encrypt without key_file", "name a file with a key: --torpor-key-file")
+    if options.wake_latest:
+        raise InvalidArgument("wake_latest", "leave it out: a server wakes its newest checkpoint when it starts")
     if not options.checkpoint_dir:
         logger.warning(
             "torpor: no --torpor-checkpoint-dir: nothing outlives this process, and SIGTERM ends the streams of "
