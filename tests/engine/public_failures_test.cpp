@@ -126,7 +126,9 @@ TEST_F(PublicFailures, NoMemoryOnWakeLeavesNothingMappedAndTheBackupWhole) {
   ASSERT_SUCCEEDS(TagSleep(*memory_).sleep({}, {"weights", "runtime"}));
   const auto other = take(32 * kUnit - 12 * kUnit);  // the first regions fit
   const uint64_t used = fake_.used_bytes();
-  EXPECT_FAILS(TagSleep(*memory_).wake({}), Code::kResourceExhausted);
+  const uint64_t created = fake_.counts()["cuMemCreate"];
+  EXPECT_FAILS(TagSleep(*memory_).wake({}), Code::kResourceExhausted, "are needed to wake");
+  EXPECT_EQ(fake_.counts()["cuMemCreate"], created);  // nothing was tried
   EXPECT_EQ(fake_.used_bytes(), used);
   give_back(other);
   ASSERT_SUCCEEDS(TagSleep(*memory_).wake({}));
