@@ -58,7 +58,7 @@ struct DeviceMemoryInfo {
   // Of all memory of the device in use by anybody, by the device's own count; none where it keeps none.
   std::optional<uint64_t> used_bytes;
 
-  // Of the capacity, what nobody uses; none where it is not known.
+  // Return the bytes of the capacity that nobody uses; none if the capacity is not known.
   std::optional<uint64_t> free_bytes() const {
     if (capacity_bytes == 0) return std::nullopt;
     return capacity_bytes - std::min(capacity_bytes, std::max(physical_bytes, used_bytes.value_or(0)));

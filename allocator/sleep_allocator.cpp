@@ -357,7 +357,7 @@ Status SleepAllocator::attach_region(DeviceAddress address) {
     if (region->info.state == RegionState::kRestoring || came_asleep(*region)) return ok();
     if (region->info.state != RegionState::kAttaching) return wrong_state(region->info, name(RegionState::kAttaching));
   }
-  Status done = region->create(device_, options_.handle_bytes);  // what of it is not there yet
+  Status done = region->create(device_, options_.handle_bytes);  // the pages that are missing
   if (done) done = region->map(device_);
   if (!done) {
     settle({&region, 1}, RegionState::kAttaching);

@@ -60,8 +60,10 @@ void bind_checkpoint(py::module_& module) {
       .def("__eq__", [](const EngineCheckpoint& a, const EngineCheckpoint& b) { return a == b; });
 
   module.def(
-      "check_metadata", [](const Metadata& metadata) { value_or_raise(check_metadata(metadata)); }, py::arg("metadata"),
-      "Raises InvalidArgument for what is beyond the limits of metadata.");
+      "check_metadata",
+      [](const Metadata& metadata, bool to_disk) { value_or_raise(check_metadata(metadata, to_disk)); },
+      py::arg("metadata"), py::arg("to_disk"),
+      "Raises InvalidArgument for what is beyond the limits of metadata, or where nothing is written to disk.");
   module.def(
       "list_checkpoints",
       [](const std::string& directory, const std::optional<std::string>& key_file) {

@@ -23,7 +23,7 @@ class Checkpoint {
   const Manifest& manifest() const;
   // Verified, unsealed and decompressed. kCorruption names the section.
   Result<std::vector<Section>> read_sections() const;
-  // What a user attached; reads only the section that has it. kCorruption as above.
+  // Return what a user attached. Only its section is read. kCorruption: it is damaged, or too large.
   Result<Metadata> read_metadata() const;
   // The sections' values with the fingerprint; not yet validated.
   Result<EngineCheckpoint> read_state() const;

@@ -18,7 +18,8 @@ inline constexpr size_t kMostMetadata = 16;
 inline constexpr size_t kMostMetadataName = 64;
 inline constexpr size_t kMostMetadataValue = 512;
 
-// kInvalidArgument names the entry that is beyond a limit, whose name is empty, or that is not UTF-8.
-Status check_metadata(const Metadata& metadata);
+// kInvalidArgument names the entry that is beyond a limit, whose name is empty, or that is not UTF-8; or says that
+// nothing is written `to_disk` that could have it.
+Status check_metadata(const Metadata& metadata, bool to_disk = true);
 
 }  // namespace torpor

@@ -22,7 +22,7 @@ std::vector<Section> encode(const EngineCheckpoint& checkpoint);
 // kIncompatible for an unknown one that is required. Does not call validate().
 Result<EngineCheckpoint> decode(std::span<const Section> sections);
 Section encode_metadata(const Metadata& metadata);
-// Of the section kMetadataSection, empty where there is none. Errors: those of decode().
+// Return what the section kMetadataSection has, empty if there is none. Errors: those of decode().
 Result<Metadata> decode_metadata(std::span<const Section> sections);
 
 }  // namespace torpor

@@ -128,9 +128,7 @@ Status SleepController::check(const SleepOptions& options) const {
   }
   if (options.to_disk && options.level == 0)
     return invalid("level 0 keeps all memory, there is nothing to write to disk", "use level 1 or 2");
-  if (!options.to_disk && !options.metadata.empty())
-    return invalid("metadata goes into a checkpoint, and this sleep writes none", "sleep to disk, or leave it out");
-  TORPOR_TRY(check_metadata(options.metadata));
+  TORPOR_TRY(check_metadata(options.metadata, options.to_disk));
   if (options.to_disk && options_.directory.empty()) {
     return invalid("no directory for checkpoints is configured",
                    "set the option checkpoint_dir (or TORPOR_CHECKPOINT_DIR) and start the engine again");

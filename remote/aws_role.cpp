@@ -5,9 +5,7 @@
 #include <array>
 #include <cctype>
 #include <chrono>
-#include <cstdlib>
 #include <fstream>
-#include <sstream>
 #include <thread>
 #include <vector>
 
@@ -124,13 +122,11 @@ Result<Answer> ask(const Request& request) {
   return *std::move(error);
 }
 
-// Whether it may stand in a header: printable; a word has no spaces.
+// Whether the text may stand in a header: it is printable ASCII.
 bool is_line(std::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= ' ' && c < '\x7f'; });
 }
-bool is_word(std::string_view text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c > ' ' && c < '\x7f'; });
-}
+bool is_word(std::string_view text) { return is_line(text) && text.find(' ') == std::string_view::npos; }
 
 // "2026-12-31T23:59:59Z", perhaps with a fraction.
 std::optional<std::time_t> moment_of(const std::string& text) {
@@ -189,11 +185,18 @@ class Renewed : public AwsRole {
                                                   std::chrono::duration<double>(std::clamp(seconds, 0.0, 30.0)));
     {
       const MutexLock lock(mutex_);
-      if (last_ && now < std::max(last_->ends - kRenewSeconds, std::min(ask_again_, last_->ends)))
-        return last_->credentials;
-      if (last_ && now < last_->ends && fetching_) return last_->credentials;
-      while (fetching_) fetched_.wait(mutex_);
-      if (last_ && now < last_->ends - kRenewSeconds) return last_->credentials;
+      for (uint64_t failures = failures_;;) {
+        const bool valid = last_ && now < last_->ends;
+        if (valid && (fetching_ || now < last_->ends - kRenewSeconds || now < ask_again_)) return last_->credentials;
+        if (failures_ != failures) return failure_;  // of the other thread's, which was waited for
+        if (!fetching_) break;
+        const auto left = until - Until::clock::now();
+        if (left <= Until::duration::zero())
+          return Error{.code = Code::kUnavailable,
+                       .what = "another thread still asks for credentials",
+                       .next_step = "try again"};
+        fetched_.wait_for(mutex_, left);
+      }
       fetching_ = true;
     }
     Result<Issued> fresh = catching([&]() -> Result<Issued> { return fetch(until); });
@@ -201,6 +204,10 @@ class Renewed : public AwsRole {
     fetching_ = false;
     fetched_.notify_all();
     ask_again_ = now + kAskAgainSeconds;
+    if (!fresh) {
+      ++failures_;
+      failure_ = fresh.error();
+    }
     if (fresh) {
       last_ = *std::move(fresh);
     } else if (!last_ || now >= last_->ends) {
@@ -218,6 +225,8 @@ class Renewed : public AwsRole {
   std::optional<Issued> last_ TORPOR_GUARDED_BY(mutex_);
   std::time_t ask_again_ TORPOR_GUARDED_BY(mutex_) = 0;  // while the last ones are valid
   bool fetching_ TORPOR_GUARDED_BY(mutex_) = false;
+  uint64_t failures_ TORPOR_GUARDED_BY(mutex_) = 0;
+  Error failure_ TORPOR_GUARDED_BY(mutex_);  // the last one
 };
 
 class WebIdentity final : public Renewed {
@@ -318,7 +327,7 @@ class InstanceRole final : public Renewed {
     TORPOR_ASSIGN(const Answer names, ask({.url = roles, .until = until, .headers = headers, .near = true}));
     const std::string name = names.text.substr(0, names.text.find('\n'));
     if (names.status != 200 || !is_word(name) || name.find_first_of("/?#%\\") != std::string::npos)
-      return unauthenticated(fmt::format("{} names no role of this machine: it answers {}", roles, names.status),
+      return unauthenticated(fmt::format("{} names no role of this machine: it answers {}", endpoint_, names.status),
                              "give the machine an instance profile");
     TORPOR_ASSIGN(const Answer answer, ask({.url = roles + name, .until = until, .headers = headers, .near = true}));
     if (answer.status != 200) return refused(roles + name, answer, "check the role of this machine");
@@ -362,12 +371,6 @@ bool may_have_token(const std::string& url) {
 }
 
 }  // namespace
-
-std::optional<std::string> environment(const char* name) {
-  const char* value = std::getenv(name);
-  if (value == nullptr || *value == '\0') return std::nullopt;
-  return value;
-}
 
 Result<std::shared_ptr<AwsRole>> web_identity(const Environment& variable, const std::string& region,
                                               const std::string& ca_file) {

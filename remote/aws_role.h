@@ -19,23 +19,20 @@
 // the EC2 user guide. Libraries: libcurl, nlohmann/json, pugixml. AWS's SDK for C++ would do this, too, but Debian has
 // no package of it.
 //
-// Threads: any; while one fetches, the others take what is still valid. Errors: kUnauthenticated if the service refuses
-// or answers something else, kUnavailable if it does not answer; never with a secret, a path or a query in them.
+// Threads: any; while one fetches, the others take what is still valid, or wait for it as long as they may. Errors:
+// kUnauthenticated if the service refuses or answers something else, kUnavailable if it does not answer; never with a
+// secret, a path or a query in them.
 #pragma once
 
 #include <ctime>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "base/status.h"
+#include "remote/environment.h"
 #include "remote/s3_signature.h"
 
 namespace torpor::remote {
-
-using Environment = std::function<std::optional<std::string>(const char* name)>;
-std::optional<std::string> environment(const char* name);  // of this process; empty values are none
 
 class AwsRole {
  public:

@@ -17,6 +17,7 @@
 
 #include "base/status.h"
 #include "remote/aws_role.h"
+#include "remote/environment.h"
 #include "remote/s3_signature.h"
 
 namespace torpor::remote {
@@ -33,7 +34,7 @@ struct S3Settings {
 };
 
 // kInvalidArgument says which variable, file or part of the URL is missing or wrong; never with a secret in it.
-// A role is not asked yet.
+// It asks no service: the store does that.
 Result<S3Settings> s3_settings(const std::string& url, const Environment& variable = environment);
 
 }  // namespace torpor::remote

@@ -53,7 +53,8 @@ def definition(doc: str, indent: str = "", decorator: str = "") -> str:
     if len(line) > WIDTH - 4:
         name, _, arguments = signature.partition("(")
         arguments, _, result = arguments.rpartition(")")
-        line = f"{indent}def {name}(\n{indent}    {arguments}\n{indent}){result}:"
+        wrapped = f"\n{indent}    ".join(textwrap.wrap(arguments, WIDTH - len(indent) - 4))
+        line = f"{indent}def {name}(\n{indent}    {wrapped}\n{indent}){result}:"
     return lead + line + documented(inspect.cleandoc(rest), indent)
 
 

@@ -2,9 +2,6 @@
 // HttpPeer: a scripted server. Each connection is answered with the next of its answers.
 #pragma once
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <array>
@@ -17,6 +14,8 @@
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
+#include "tests/remote/listener.h"
+
 namespace torpor::remote {
 
 inline constexpr const char* kReset = "RESET";  // the connection is broken off
@@ -25,29 +24,24 @@ inline constexpr const char* kStall = "STALL";  // nothing is said
 class HttpPeer {
  public:
   explicit HttpPeer(std::deque<std::string> answers) : answers_(std::move(answers)) {
-    socket_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    sockaddr_in address{.sin_family = AF_INET};
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof(address);
-    if (::bind(socket_, reinterpret_cast<sockaddr*>(&address), size) != 0 || ::listen(socket_, 8) != 0 ||
-        ::getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &size) != 0)
-      ADD_FAILURE() << "no socket";
-    port_ = ntohs(address.sin_port);
     thread_ = std::thread([this] { serve(); });
   }
   ~HttpPeer() {
     ended_ = true;
-    ::shutdown(socket_, SHUT_RDWR);
+    ::shutdown(listener_.socket, SHUT_RDWR);
     if (thread_.joinable()) thread_.join();
-    ::close(socket_);
+    ::close(listener_.socket);
     for (const int open : open_) ::close(open);
   }
   // "http://127.0.0.1:PORT"
-  std::string endpoint() const { return fmt::format("http://127.0.0.1:{}", port_); }
+  std::string endpoint() const { return fmt::format("http://127.0.0.1:{}", listener_.port); }
   // Returns when there was a call for each answer.
   void wait_for_all() { thread_.join(); }
   size_t count() const { return taken_; }  // of connections so far
-  // Of what was asked, the first lines, the heads and the bodies. To be read when all answers were given.
+  void wait_for(size_t count) const {
+    for (size_t seen = taken_; seen < count; seen = taken_) taken_.wait(seen);
+  }
+  // What was asked: first lines, heads and bodies. Read them when all answers were given.
   std::vector<std::string> asked;
   std::vector<std::string> heads;
   std::vector<std::string> bodies;
@@ -55,9 +49,10 @@ class HttpPeer {
  private:
   void serve() {
     while (!ended_ && !answers_.empty()) {
-      const int connection = ::accept(socket_, nullptr, nullptr);
+      const int connection = ::accept(listener_.socket, nullptr, nullptr);
       if (connection < 0) return;
       ++taken_;
+      taken_.notify_all();
       std::string request;
       std::array<char, 4096> some{};
       while (request.find("\r\n\r\n") == std::string::npos) {
@@ -98,8 +93,7 @@ class HttpPeer {
   std::vector<int> open_;
   std::atomic<bool> ended_ = false;
   std::atomic<size_t> taken_ = 0;
-  int socket_ = -1;
-  uint16_t port_ = 0;
+  test::Listener listener_;
   std::thread thread_;
 };
 

@@ -2,9 +2,6 @@
 // A server of RESP in this process: what the store asks of a Redis, and what a real one does rarely.
 #pragma once
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -20,6 +17,8 @@
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
+#include "tests/remote/listener.h"
+
 namespace torpor::test {
 
 class RespPeer {
@@ -31,21 +30,13 @@ class RespPeer {
   using Script = std::function<std::string(const Words&)>;
 
   RespPeer() {
-    socket_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    sockaddr_in address{.sin_family = AF_INET};
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof(address);
-    if (::bind(socket_, reinterpret_cast<sockaddr*>(&address), size) != 0 || ::listen(socket_, 64) != 0 ||
-        ::getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &size) != 0)
-      ADD_FAILURE() << "no socket";
-    port_ = ntohs(address.sin_port);
     accepting_ = std::thread([this] { accept_all(); });
   }
   ~RespPeer() {
     ended_ = true;
-    ::shutdown(socket_, SHUT_RDWR);
+    ::shutdown(listener_.socket, SHUT_RDWR);
     accepting_.join();
-    ::close(socket_);
+    ::close(listener_.socket);
     hang_up();
     for (Connection& each : connections_) {
       each.thread.join();
@@ -56,7 +47,7 @@ class RespPeer {
   RespPeer& operator=(const RespPeer&) = delete;
 
   std::string url() const { return fmt::format("redis://{}", address()); }
-  std::string address() const { return fmt::format("127.0.0.1:{}", port_); }
+  std::string address() const { return fmt::format("127.0.0.1:{}", listener_.port); }
   void script(Script script) {
     const std::lock_guard lock(mutex_);
     script_ = std::move(script);
@@ -92,7 +83,7 @@ class RespPeer {
 
   void accept_all() {
     while (!ended_) {
-      const int socket = ::accept(socket_, nullptr, nullptr);
+      const int socket = ::accept(listener_.socket, nullptr, nullptr);
       if (socket < 0) return;
       const std::lock_guard lock(mutex_);
       connections_.push_back({socket, std::thread([this, socket] { serve(socket); })});
@@ -160,8 +151,7 @@ class RespPeer {
     return "+OK\r\n";
   }
 
-  int socket_ = -1;
-  uint16_t port_ = 0;
+  Listener listener_;
   std::atomic<bool> ended_ = false;
   std::atomic<bool> failing_ = false;
   mutable std::mutex mutex_;

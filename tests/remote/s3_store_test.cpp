@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What servers rarely do, done by a scripted peer. Against real servers: tests/tools/test_remote.py.
+// A scripted peer does what servers rarely do. tests/tools/test_remote.py asks real servers.
 #include "remote/s3_store.h"
 
 #include "tests/remote/http_peer.h"

@@ -180,7 +180,8 @@ class RemoteHome:
     """What a server has in an object store, and who may go on with it."""
 
     def __init__(
-        self, url: str, term_seconds: typing.SupportsFloat | typing.SupportsIndex, key_file: str | None = None, address: str = ''
+        self, url: str, term_seconds: typing.SupportsFloat | typing.SupportsIndex, key_file: str | None = None, address:
+        str = ''
     ) -> None: ...
     @property
     def before(self) -> str:
@@ -245,7 +246,8 @@ class SleepController:
     def check_directory(self) -> None:
         """Raises where the host of a rank does not see the directory of checkpoints."""
     def checkpoint(
-        self, outputs: object, data_parallel: tuple[int, int] = (0, 1), progress: str = '', metadata: Mapping[str, str] = {}
+        self, outputs: object, data_parallel: tuple[int, int] = (0, 1), progress: str = '', metadata: Mapping[str, str]
+        = {}
     ) -> dict:
         """A checkpoint of an engine that serves on; `outputs` is the front end's part."""
     def checkpoint_to_wake(self) -> str:
@@ -318,8 +320,8 @@ def built_with_cuda() -> bool:
 def check_call(method: str, params: str) -> None:
     """Raises if a console has no such method, or it does not take these parameters (JSON)."""
 
-def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raises InvalidArgument for what is beyond the limits of metadata."""
+def check_metadata(metadata: Mapping[str, str], to_disk: bool) -> None:
+    """Raises InvalidArgument for what is beyond the limits of metadata, or where nothing is written to disk."""
 
 def commit_set(directory: str, paths: Sequence[str], options: dict = {}) -> CheckpointSet:
     """Makes the checkpoints of all data parallel ranks, by rank, one: a CheckpointSet."""

@@ -288,16 +288,15 @@ def _engine(front_end) -> LLMEngine:
 
 
 def metadata_option(metadata: Mapping[str, str] | None, to: str = "disk") -> dict:
+    """Return the option for the controller, checked."""
     if metadata is None:
         return {}
-    if metadata and to != "disk":
-        raise InvalidArgument("metadata goes into a checkpoint, and this sleep writes none", 'sleep with to="disk"')
     if not isinstance(metadata, Mapping):
         raise InvalidArgument(f"metadata is {metadata!r}", "give a dict of names and values, both str")
     for name, value in metadata.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise InvalidArgument(f"metadata has {name!r}: {value!r}", "give names and values as str")
-    _core.check_metadata(dict(metadata))  # before anything stands still for it
+    _core.check_metadata(dict(metadata), to == "disk")  # before anything stands still for it
     return {"metadata": dict(metadata)}
 
 

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// Environment: how settings read environment variables. Tests give their own.
+#pragma once
+
+#include <cstdlib>
+#include <functional>
+#include <optional>
+#include <string>
+
+namespace torpor::remote {
+
+// Returns the value of a variable; none if it is not set or empty.
+using Environment = std::function<std::optional<std::string>(const char* name)>;
+
+// That of this process.
+inline std::optional<std::string> environment(const char* name) {
+  const char* const value = std::getenv(name);
+  if (value == nullptr || *value == '\0') return std::nullopt;
+  return value;
+}
+
+}  // namespace torpor::remote
