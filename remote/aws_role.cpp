@@ -314,15 +314,14 @@ class InstanceRole final : public Renewed {
                                   .headers = {"X-aws-ec2-metadata-token-ttl-seconds: 21600"},
                                   .method = "PUT",
                                   .near = true});
-    if (!session) {
-      Error error = std::move(session).error();
+    if (!session || session->status != 200 || !is_word(session->text)) {  // other clouds have a service there, too
+      Error error = session ? refused(endpoint_, *session, "") : std::move(session).error();
       error.next_step =
-          "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE, if this is no "
-          "instance of EC2";
+          "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE; on an instance of EC2, "
+          "allow "
+          "this process the instance metadata, version 2";
       return error.within("no credentials in the environment or a file, nor from the instance metadata");
     }
-    if (session->status != 200 || !is_word(session->text))
-      return refused(endpoint_, *session, "allow this process the instance metadata, version 2");
     const std::vector<std::string> headers = {"X-aws-ec2-metadata-token: " + session->text};
     TORPOR_ASSIGN(const Answer names, ask({.url = roles, .until = until, .headers = headers, .near = true}));
     const std::string name = names.text.substr(0, names.text.find('\n'));

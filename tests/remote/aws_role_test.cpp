@@ -158,7 +158,10 @@ TEST_F(AwsRoleTest, AMachineWithoutMetadataOrRoleIsToldWhatToDo) {
   EXPECT_FAILS(role->credentials(kNoon), Code::kUnavailable, "no credentials in the environment or a file");
   HttpPeer metadata(
       {answer(503), answer(403), answer(200, "session"), answer(404), answer(200, "session"), answer(200, "a/../b")});
-  EXPECT_FAILS(instance(metadata)->credentials(kNoon), Code::kUnauthenticated, "answers 403");
+  const auto refused = instance(metadata)->credentials(kNoon);  // as other clouds do there
+  EXPECT_FAILS(refused, Code::kUnauthenticated, "answers 403");
+  EXPECT_THAT(refused.error().what, HasSubstr("no credentials in the environment or a file"));
+  EXPECT_THAT(refused.error().next_step, HasSubstr("AWS_SHARED_CREDENTIALS_FILE"));
   EXPECT_FAILS(instance(metadata)->credentials(kNoon), Code::kUnauthenticated, "names no role");
   EXPECT_FAILS(instance(metadata)->credentials(kNoon), Code::kUnauthenticated, "names no role");
 }
