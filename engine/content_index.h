@@ -8,8 +8,8 @@
 // The bytes of a KV block may also lie in the host store into which an engine offloads, in the arena, where the last
 // wake left them (engine/retained_blocks.h), and in the newest checkpoint (engine/stored_blocks.h).
 //
-// Owner: RegionImages; its lock is held at every call. The arena may take what is retained at any time, from any
-// thread.
+// Owner: RegionImages; RankMemory's lock is held at every call. The arena may take what is retained at any time, from
+// any thread.
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 // comes next, and what it can do without does not come at all.
 //
 // On a thread of its own, or, without one, as far as wait() asks for, so that a run can be repeated. Owner:
-// RegionImages. Threads: the owner's, and its own.
+// RankRestorer. Threads: the owner's, and its own.
 #pragma once
 
 #include <cstdint>

@@ -58,11 +58,16 @@ RankMemory::~RankMemory() {
   if (!forked && (transfers_ == nullptr || !transfers_->quarantined()))
     return;  // members go in reverse: images, transfers, allocator, arena, device
   if (forked) {
+    restorer_.release();
+    saver_.release();
     images_.release();
+    parts_.release();
     transfers_.release();
     quiet_.release();
   } else {
     // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
+    restorer_.reset();
+    saver_.reset();
     if (images_ != nullptr) images_->abandon();
     images_.reset();
     transfers_.reset();  // its threads end; what a copy may still use it keeps itself
@@ -95,8 +100,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                 TransferEngine::create(
                     *memory->device_, *memory->arena_,
                     {.threads = options.threads, .own_threads = options.own_threads, .events = options.events}));
-  memory->images_ =
-      std::make_unique<RegionImages>(RegionImages::Parts{.device = *memory->device_,
+  memory->parts_ = std::make_unique<RankParts>(RankParts{.device = *memory->device_,
                                                          .allocator = *memory->allocator_,
                                                          .arena = *memory->arena_,
                                                          .transfers = *memory->transfers_,
@@ -112,6 +116,9 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .late_job_bytes = options.late_job_bytes,
                                                          .late_thread = options.late_thread && options.own_threads,
                                                          .own_threads = options.own_threads});
+  memory->images_ = std::make_unique<RegionImages>(*memory->parts_);
+  memory->saver_ = std::make_unique<RankSaver>(*memory->parts_, *memory->images_);
+  memory->restorer_ = std::make_unique<RankRestorer>(*memory->parts_, *memory->images_);
   memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
   if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
   if (!options.arena_prefault_bytes && other_memory)
@@ -155,7 +162,7 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
 
 Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
   const MutexLock lock(mutex_);
-  TORPOR_TRY(images_->nothing_late());
+  TORPOR_TRY(restorer_->nothing_late());
   TORPOR_TRY(images_->set_kv_layout(std::move(tag), std::move(layout)));
   if (options_.events.on()) {  // an engine that never sleeps tells its memory, too
     RankLedger ledger;
@@ -197,7 +204,8 @@ void RankMemory::invalidate_digest(std::string_view tag) {
 Result<LoadedTag> RankMemory::load_tag(const StoredTag& stored) {
   TORPOR_TRY(same_process());
   const MutexLock lock(mutex_);
-  Result<LoadedTag> loaded = catching([&]() TORPOR_REQUIRES(mutex_) { return images_->load_tag(stored); });
+  Result<LoadedTag> loaded =
+      catching([&]() TORPOR_REQUIRES(mutex_) { return TagLoader(*parts_, *images_).load(stored); });
   give_back_unused();
   return loaded;
 }
@@ -214,13 +222,13 @@ Result<orders::Written::Reply> RankMemory::carry_out(const orders::Written& orde
 }
 
 Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
-  TORPOR_TRY(images_->nothing_late());
+  TORPOR_TRY(restorer_->nothing_late());
   if (quiet_ != nullptr) quiet_->end();
   const Watched watched(*transfers_, order.progress);
   if (!order.room.empty()) return save_giving(order);
   const bool any = !order.tags.empty();  // the allocator takes none for all
   if (any) TORPOR_TRY(allocator_->begin_save(order.tags));
-  Result<orders::Save::Reply> saved = catching([&]() TORPOR_REQUIRES(mutex_) { return images_->save(order); });
+  Result<orders::Save::Reply> saved = catching([&]() TORPOR_REQUIRES(mutex_) { return saver_->save(order); });
   if (saved) return saved;
   images_->forget_saved(order.tags);
   if (any) TORPOR_TRY(allocator_->cancel_save(order.tags));
@@ -233,16 +241,16 @@ Result<orders::Save::Reply> RankMemory::save_giving(const orders::Save& order) {
   TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> room, SwapChannel::open(order.room));
   TORPOR_TRY(nothing_moves());
   TORPOR_TRY(allocator_->begin_save(order.tags));
-  return catching([&]() TORPOR_REQUIRES(mutex_) { return images_->save_giving(order, *room); });
+  return catching([&]() TORPOR_REQUIRES(mutex_) { return saver_->save_giving(order, *room); });
 }
 
 Result<orders::TakeBack::Reply> RankMemory::carry_out(const orders::TakeBack& order) {
-  TORPOR_TRY(images_->take_back(order.tags));
+  TORPOR_TRY(saver_->take_back(order.tags));
   return orders::TakeBack::Reply{};
 }
 
 Result<orders::PlanSave::Reply> RankMemory::carry_out(const orders::PlanSave& order) {
-  return images_->plan(order.save);
+  return saver_->plan(order.save);
 }
 
 Result<orders::CancelSave::Reply> RankMemory::carry_out(const orders::CancelSave& order) {
@@ -254,8 +262,8 @@ Result<orders::CancelSave::Reply> RankMemory::carry_out(const orders::CancelSave
 
 // Before memory goes.
 Status RankMemory::nothing_moves() {
-  TORPOR_TRY(images_->nothing_late());
-  images_->stop_behind();
+  TORPOR_TRY(restorer_->nothing_late());
+  saver_->checkpoint().stop_behind();
   (void)transfers_->drain();  // of blocks that an engine moves; what counts is that none is left
   return transfers_->usable();
 }
@@ -269,6 +277,7 @@ Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order)
   std::set<std::string, std::less<>> away(order.tags.begin(), order.tags.end());
   TORPOR_TRY(allocator_->detach(order.tags));
   images_->on_detached(order.tags, std::move(away));
+  saver_->on_detached();
   give_back_unused();
   ::malloc_trim(0);  // what the engine derived from the content was freed just before
   return reply;
@@ -278,15 +287,15 @@ Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& orde
   const std::map<std::string, RegionState> states = allocator_->states();
   const auto kv = states.find(kKvCacheTag);
   // Then they are of a wake that was undone, and this rank was not told.
-  if (kv != states.end() && kv->second != RegionState::kAttached) images_->cancel_late();
-  TORPOR_TRY(images_->nothing_late());
+  if (kv != states.end() && kv->second != RegionState::kAttached) restorer_->cancel_late();
+  TORPOR_TRY(restorer_->nothing_late());
   const std::vector<std::string> tags = images_->asleep_of(order.tags);
   if (!tags.empty() || order.tags.empty()) {  // with no tag named the allocator would take all
     if (order.room.empty()) TORPOR_TRY(has_room_for(tags));
     TORPOR_TRY(allocator_->begin_attach(tags));
   }
   const Watched watched(*transfers_, order.progress);
-  return images_->restore(order);
+  return restorer_->restore(order);
 }
 
 // Before anything is copied, as far as the device tells. Others may take memory meanwhile: then a region fails later.
@@ -306,7 +315,7 @@ Status RankMemory::has_room_for(const std::vector<std::string>& tags) const {
 }
 
 Result<orders::CancelRestore::Reply> RankMemory::carry_out(const orders::CancelRestore& order) {
-  images_->cancel_late();
+  restorer_->cancel_late();
   const std::vector<std::string> tags = images_->asleep_of(order.tags);
   if (!tags.empty() || order.tags.empty()) TORPOR_TRY(allocator_->cancel_restore(tags));
   give_back_unused();
@@ -315,7 +324,7 @@ Result<orders::CancelRestore::Reply> RankMemory::carry_out(const orders::CancelR
 
 Result<orders::Finish::Reply> RankMemory::carry_out(const orders::Finish& order) {
   orders::Finish::Reply reply;
-  TORPOR_TRY(images_->finish(order.tags, order.keep_backup));
+  TORPOR_TRY(restorer_->finish(order.tags, order.keep_backup));
   give_back_unused();
   return reply;
 }
@@ -327,22 +336,23 @@ Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags
 }
 
 Result<orders::LoadBlocks::Reply> RankMemory::carry_out(const orders::LoadBlocks& order) {
-  TORPOR_TRY(images_->nothing_late());
+  TORPOR_TRY(restorer_->nothing_late());
   const Watched watched(*transfers_, order.progress);
   images_->forget_blocks();
-  TORPOR_ASSIGN(orders::LoadBlocks::Reply reply, images_->load_blocks(order));
+  TORPOR_ASSIGN(orders::LoadBlocks::Reply reply, restorer_->load_blocks(order));
   give_back_unused();
   return reply;
 }
 
 Result<orders::Arrivals::Reply> RankMemory::carry_out(const orders::Arrivals& order) {
-  orders::Arrivals::Reply reply = images_->arrivals(order);
+  orders::Arrivals::Reply reply = restorer_->arrivals(order);
   if (reply.ended) give_back_unused();
   return reply;
 }
 
 Result<orders::TellContents::Reply> RankMemory::carry_out(const orders::TellContents& order) {
-  TORPOR_TRY(images_->tell_contents(order));
+  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(order.blocks, order.stamps, order.steps));
+  images_->index().checkpoints().tell_contents(order.id, order.blocks, contents);
   return orders::TellContents::Reply{};
 }
 
@@ -352,13 +362,13 @@ Result<orders::Moved::Reply> RankMemory::carry_out(const orders::Moved& order) {
 }
 
 Result<orders::OpenBehind::Reply> RankMemory::carry_out(const orders::OpenBehind& order) {
-  return images_->open_behind(order);
+  return saver_->checkpoint().open_behind(order);
 }
 Result<orders::CopyAhead::Reply> RankMemory::carry_out(const orders::CopyAhead& order) {
-  return images_->copy_ahead(order);
+  return saver_->checkpoint().copy_ahead(order);
 }
 Result<orders::SaveBehind::Reply> RankMemory::carry_out(const orders::SaveBehind& order) {
-  TORPOR_ASSIGN(orders::SaveBehind::Reply reply, images_->save_behind(order));
+  TORPOR_ASSIGN(orders::SaveBehind::Reply reply, saver_->checkpoint().save_behind(order));
   if (const auto weights = reply.digests.find(kWeightsTag); weights != reply.digests.end() && named_weights_) {
     TORPOR_ASSIGN(orders::DigestTags::Reply named, digest_named(order.save.as_proven));
     weights->second = std::move(named.digests.at(kWeightsTag));
@@ -367,13 +377,13 @@ Result<orders::SaveBehind::Reply> RankMemory::carry_out(const orders::SaveBehind
   return reply;
 }
 Result<orders::LookBehind::Reply> RankMemory::carry_out(const orders::LookBehind& order) {
-  TORPOR_ASSIGN(orders::LookBehind::Reply reply, images_->look_behind(order));
+  TORPOR_ASSIGN(orders::LookBehind::Reply reply, saver_->checkpoint().look_behind(order));
   if (order.stop) give_back_unused();
   return reply;
 }
 
 Result<orders::LeaveSign::Reply> RankMemory::carry_out(const orders::LeaveSign& order) {
-  return images_->leave_sign(order);
+  return saver_->checkpoint().leave_sign(order);
 }
 
 // What cannot be given back now is at the next operation.

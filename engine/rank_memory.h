@@ -23,7 +23,11 @@
 #include "base/file_system.h"
 #include "base/mutex.h"
 #include "engine/rank_orders.h"
+#include "engine/rank_parts.h"
+#include "engine/rank_restorer.h"
+#include "engine/rank_saver.h"
 #include "engine/region_images.h"
+#include "engine/tag_loader.h"
 #include "kvcache/kv_layout.h"
 #include "offload/transfer_engine.h"
 
@@ -124,7 +128,7 @@ class RankMemory {
   TransferEngine& transfers() { return *transfers_; }
   HostArena& arena() { return *arena_; }
   // After set_kv_layout(), merged. No lock: it does not change while an engine serves.
-  const KvLayout& kv_layout() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return images_->kv_layout(); }
+  const KvLayout& kv_layout() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return images_->chunks().kv_layout(); }
 
   // --- for RankService and TagSleep ---
   // A reply has no ledger: fill() after it, so that nothing fails once the memory has gone.
@@ -151,6 +155,7 @@ class RankMemory {
   Result<orders::LeaveSign::Reply> carry_out(const orders::LeaveSign& order) TORPOR_REQUIRES(mutex_);
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
+  const RankSaver& saver() const TORPOR_REQUIRES(mutex_) { return *saver_; }
   const SleepAllocator& allocator() const { return *allocator_; }
   DeviceMemory& device() { return *device_; }
   int32_t rank() const { return options_.rank; }
@@ -161,6 +166,7 @@ class RankMemory {
   RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions options);
   Result<orders::DigestTags::Reply> digest_named(bool as_proven) TORPOR_REQUIRES(mutex_);
   Status nothing_moves() TORPOR_REQUIRES(mutex_);
+  void before_free(const RegionInfo& region) TORPOR_REQUIRES(mutex_);
   void forget(const RegionInfo& region) TORPOR_REQUIRES(mutex_);  // it was freed, or trimmed
   Result<orders::Save::Reply> save_giving(const orders::Save& order) TORPOR_REQUIRES(mutex_);
   void give_back_unused() noexcept TORPOR_REQUIRES(mutex_);
@@ -176,14 +182,17 @@ class RankMemory {
   const RankMemoryOptions options_;
   const int64_t process_;  // that made it
   mutable Mutex mutex_;    // one sleep, wake or order at a time
-  // Made by create(), and safe from any thread.
+  // Made by create(). What needs the lock says so; all else is safe from any thread.
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<QuietPrefault> quiet_;        // null: there is none
   std::atomic<uint64_t> prefault_waiting_ = 0;  // bytes that start_prefault() brings up
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferEngine> transfers_;
-  std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);  // but this one
+  std::unique_ptr<const RankParts> parts_;
+  std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);
+  std::unique_ptr<RankSaver> saver_ TORPOR_PT_GUARDED_BY(mutex_);
+  std::unique_ptr<RankRestorer> restorer_ TORPOR_PT_GUARDED_BY(mutex_);
   std::optional<NamedWeights> named_weights_ TORPOR_GUARDED_BY(mutex_);
   uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of regions
   uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;

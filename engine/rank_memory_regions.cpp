@@ -13,7 +13,7 @@ Status RankMemory::free(DeviceAddress address) {
   TORPOR_TRY(same_process());
   const MutexLock lock(mutex_);
   const std::optional<RegionInfo> region = allocator_->region_at(address);
-  if (region) images_->before_free(*region);
+  if (region) before_free(*region);
   TORPOR_TRY(allocator_->free(address));
   if (region) forget(*region);  // trim() has it forgotten
   return ok();
@@ -23,10 +23,17 @@ Result<uint64_t> RankMemory::trim(DeviceAddress address) {
   TORPOR_TRY(same_process());
   const MutexLock lock(mutex_);
   const std::optional<RegionInfo> region = allocator_->region_at(address);
-  if (region) images_->before_free(*region);
+  if (region) before_free(*region);
   Result<uint64_t> bytes = catching([&] { return allocator_->trim(address); });
   if (region && !allocator_->region_at(address)) forget(*region);
   return bytes;
+}
+
+// From now on nothing reads or writes the region.
+void RankMemory::before_free(const RegionInfo& region) {
+  const bool holds_blocks = images_->chunks().holds_blocks(region);
+  if (region.tag == kWeightsTag || holds_blocks) saver_->checkpoint().stop_behind();
+  if (holds_blocks) restorer_->end_late();
 }
 
 void RankMemory::forget(const RegionInfo& region) {

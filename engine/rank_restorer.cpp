@@ -2,105 +2,224 @@
 #include "engine/rank_restorer.h"
 
 #include <algorithm>
-#include <numeric>
+#include <map>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
+
+#include <fmt/core.h>
+
+#include "base/units.h"
+#include "engine/rank_checkpoint.h"
+#include "engine/renumbered_tier.h"
+#include "engine/swap_pages.h"
+#include "engine/tags.h"
 
 namespace torpor {
 namespace {
 
-constexpr size_t kAtOnce = 2;  // jobs under way
-
-// Return the chunks by rising addresses of their first pieces.
-std::pair<std::vector<SavedChunk>, std::vector<ChunkPlan>> by_address(std::span<const SavedChunk> saved,
-                                                                      std::vector<ChunkPlan> plans) {
-  std::vector<size_t> order(plans.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::sort(order.begin(), order.end(),
-            [&](size_t a, size_t b) { return plans[a].pieces.front().address < plans[b].pieces.front().address; });
-  std::pair<std::vector<SavedChunk>, std::vector<ChunkPlan>> sorted;
-  sorted.first.reserve(order.size());
-  sorted.second.reserve(order.size());
-  for (const size_t i : order) {
-    sorted.first.push_back(saved[i]);
-    sorted.second.push_back(std::move(plans[i]));
+// Divide chunks into those that are not late, and those that are, in the order of `late` (numbers of blocks).
+std::pair<std::vector<SavedChunk>, std::vector<SavedChunk>> divide(std::span<const SavedChunk> chunks,
+                                                                   const std::vector<int32_t>& late) {
+  std::unordered_map<uint64_t, size_t> places;
+  places.reserve(late.size());
+  for (size_t i = 0; i < late.size(); ++i) places.emplace(static_cast<uint64_t>(late[i]), i);
+  std::pair<std::vector<SavedChunk>, std::vector<SavedChunk>> divided;
+  std::vector<std::pair<size_t, size_t>> order;  // place, chunk
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const auto place = places.find(chunks[i].key.index);
+    if (place == places.end()) {
+      divided.first.push_back(chunks[i]);
+    } else {
+      order.emplace_back(place->second, i);
+    }
   }
-  return sorted;
+  std::sort(order.begin(), order.end());
+  for (const auto& [place, i] : order) divided.second.push_back(chunks[i]);
+  return divided;
 }
 
 }  // namespace
 
-RankRestorer::~RankRestorer() { (void)end_all(); }
-
-Status RankRestorer::copy(std::span<const SavedChunk> saved, std::vector<ChunkPlan> plans, Tier& source) {
-  return catching([&]() -> Status {
-    std::vector<SavedChunk> sorted;
-    if (gate_.by_address()) {
-      std::tie(sorted, plans) = by_address(saved, std::move(plans));
-      saved = sorted;
-    }
-    const std::span<const ChunkPlan> all = plans_.emplace_back(std::move(plans));
-    for (size_t first = 0, end = 0; first < all.size(); first = end) {
-      const uint64_t most = std::min(gate_.job_bytes(), std::max(first_job_bytes_, begun_bytes_));
-      for (uint64_t bytes = 0; end < all.size() && (bytes < most || gate_.all_there()); ++end) {
-        TORPOR_TRY(gate_.wait_for(all[end]));
-        bytes += all[end].bytes();
-        begun_bytes_ += all[end].bytes();
-      }
-      TORPOR_TRY(begin(saved.subspan(first, end - first), all.subspan(first, end - first), source));
-    }
-    return ok();
-  });
-}
-
-Status RankRestorer::copy_in_turn(std::span<const SavedChunk> saved, std::vector<ChunkPlan> plans, Tier& source,
-                                  uint64_t job_bytes) {
-  return catching([&]() -> Status {
-    const std::span<const ChunkPlan> all = plans_.emplace_back(std::move(plans));
-    for (size_t first = 0, end = 0; first < all.size(); first = end) {
-      TORPOR_TRY(end_all());
-      transfers_.release_staging();
-      end = end_of_job(all, first, job_bytes);
-      for (const ChunkPlan& chunk : all.subspan(first, end - first)) TORPOR_TRY(gate_.wait_for(chunk));
-      TORPOR_TRY(begin(saved.subspan(first, end - first), all.subspan(first, end - first), source));
-    }
-    TORPOR_TRY(end_all());
-    transfers_.release_staging();
-    return ok();
-  });
-}
-
-Status RankRestorer::begin(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source) {
-  if (under_way_.size() == kAtOnce) TORPOR_TRY(end_oldest());
-  under_way_.push_back(JobId::kNone);
-  Result<JobId> begun = transfers_.begin_restore(saved, plans, source);
-  if (begun) {
-    under_way_.back() = *begun;
-    return ok();
+Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& order) {
+  orders::Restore::Reply reply;
+  const std::map<std::string, RegionState> states = parts_.allocator.states();
+  std::unique_ptr<SwapChannel> channel;
+  if (!order.room.empty()) {
+    TORPOR_ASSIGN(channel, SwapChannel::open(order.room));
   }
-  under_way_.pop_back();
-  return std::move(begun).error();
-}
-
-Status RankRestorer::end_oldest() {
-  const JobId oldest = under_way_.front();
-  under_way_.pop_front();
-  return transfers_.end_restore(oldest);
-}
-
-// Return the first error.
-Status RankRestorer::end_all() {
-  Status first;
-  while (!under_way_.empty()) {
-    Status ended = end_oldest();
-    if (first) first = std::move(ended);
+  TORPOR_ASSIGN(const std::unique_ptr<RestoreGate> gate, gate_of(images_.asleep_of(order.tags), channel.get()));
+  ChunkRestorer chunks(parts_.transfers, *gate);
+  Late late{.of_image = true};
+  for (const std::string& tag : order.tags) {
+    TagImage* const image = images_.find(tag);
+    // A tag that never went, as where a detach was undone, has its content.
+    const auto state = states.find(tag);
+    const bool went =
+        state != states.end() && state->second != RegionState::kAttached && state->second != RegionState::kSaving;
+    if (image == nullptr && is_scratch(tag)) continue;
+    if (image == nullptr && !images_.is_kv(tag) && went) images_.index().note_missing(tag);
+    if ((image == nullptr && went) || images_.index().missing(tag)) reply.without_content.push_back(tag);
+    if (image == nullptr) continue;
+    reply.bytes += image->bytes();
+    TORPOR_TRY(restore_image(*image, images_.is_kv(tag) ? order.late : std::vector<int32_t>(), chunks, late));
   }
-  return first;
+  TORPOR_TRY(chunks.wait());
+  reply.late_bytes = begin_late(std::move(late));
+  reply.bytes -= reply.late_bytes;
+  return reply;
 }
 
-Status RankRestorer::wait() {
-  TORPOR_TRY(gate_.wait_for_all());
-  return end_all();
+// With a channel the regions come page by page, as the other engine releases them.
+Result<std::unique_ptr<RestoreGate>> RankRestorer::gate_of(const std::vector<std::string>& tags,
+                                                           SwapChannel* channel) const {
+  if (channel == nullptr) return std::make_unique<MappedRegions>(parts_.allocator, tags, parts_.own_threads);
+  auto pages = std::make_unique<PageTaker>(parts_.allocator, tags, *channel, static_cast<size_t>(parts_.rank));
+  TORPOR_TRY(pages->begin());
+  return pages;
+}
+
+Status RankRestorer::restore_image(TagImage& image, const std::vector<int32_t>& late, ChunkRestorer& chunks,
+                                   Late& behind) const {
+  const std::span<const SavedChunk> all = image.chunks;
+  if (image.host == nullptr) {
+    TORPOR_ASSIGN(std::unique_ptr<DiskTier> opened, open_chunks(parts_, image.directory));
+    const std::shared_ptr<DiskTier> tier = std::move(opened);
+    chunks.keep(tier);
+    if (!late.empty()) behind.disk = tier;
+    return copy({.tier = *tier, .chunks = all}, late, chunks, behind);
+  }
+  const size_t in_host = std::min(image.in_host, all.size());
+  TORPOR_TRY(copy({.tier = *image.host, .chunks = all.first(in_host)}, late, chunks, behind));
+  if (image.spilled == nullptr) return ok();
+  image.staging = {};
+  return copy({.tier = *image.spilled, .chunks = all.subspan(in_host), .in_turn = true}, late, chunks, behind);
+}
+
+// Begin to copy up what is not late; list the others in `behind`.
+Status RankRestorer::copy(const Source& from, const std::vector<int32_t>& late, ChunkRestorer& chunks,
+                          Late& behind) const {
+  std::vector<SavedChunk> first;
+  std::vector<SavedChunk> later;
+  std::span<const SavedChunk> now = from.chunks;
+  if (!late.empty()) {
+    std::tie(first, later) = divide(from.chunks, late);
+    now = first;
+  }
+  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, images_.chunks().of_saved(now));
+  TORPOR_TRY(from.in_turn ? chunks.copy_in_turn(now, std::move(plans), from.tier, parts_.spill_staging_bytes)
+                          : chunks.copy(now, std::move(plans), from.tier));
+  return add_late(std::move(later), from, behind);
+}
+
+// Jobs of at most so many bytes, or one block.
+Status RankRestorer::add_late(std::vector<SavedChunk> chunks, const Source& from, Late& behind) const {
+  const uint64_t job_bytes = from.in_turn ? parts_.spill_staging_bytes : parts_.late_job_bytes;
+  for (auto chunk = chunks.begin(); chunk != chunks.end();) {
+    LateBlocks::Part part{.tier = &from.tier, .alone = from.in_turn};
+    for (uint64_t bytes = 0; chunk != chunks.end(); ++chunk) {
+      bytes += align_up(chunk->bytes, kPage);
+      if (!part.chunks.empty() && bytes > job_bytes) break;
+      behind.bytes += chunk->bytes;
+      part.chunks.push_back(std::move(*chunk));
+    }
+    TORPOR_ASSIGN(part.plans, images_.chunks().of_saved(part.chunks));
+    for (size_t i = 0; i < part.plans.size(); ++i) {
+      if (part.chunks[i].bytes == part.plans[i].bytes()) continue;
+      return Error{.code = Code::kIncompatible,
+                   .what = fmt::format("{} was saved with another size", part.plans[i].key.to_string()),
+                   .next_step = "wake it into the engine configuration that saved it"};
+    }
+    behind.parts.push_back(std::move(part));
+  }
+  return ok();
+}
+
+Result<orders::LoadBlocks::Reply> RankRestorer::load_blocks(const orders::LoadBlocks& order) {
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_same(parts_, order.directory, order.generation, order.id));
+  TORPOR_ASSIGN(const RankSummary* const own, own_summary(parts_, checkpoint));
+  TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
+  std::vector<SavedChunk> blocks;  // by their numbers here
+  std::vector<uint64_t> there;     // of each, its number in the checkpoint
+  orders::LoadBlocks::Reply reply;
+  for (const SavedChunk& chunk : refs.records) {
+    const uint64_t number = chunk.key.index;
+    if (chunk.key.kind != ChunkKind::kKvBlock || !images_.is_kv(chunk.key.tag)) continue;
+    SavedChunk block = chunk;
+    if (!order.numbers.empty()) {
+      if (number >= order.numbers.size() || order.numbers[number] < 0) continue;  // nobody has it here
+      block.key.index = static_cast<uint64_t>(order.numbers[number]);
+    }
+    reply.bytes += block.bytes;
+    blocks.push_back(std::move(block));
+    there.push_back(number);
+  }
+  TORPOR_ASSIGN(std::unique_ptr<Tier> opened, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
+  if (!order.numbers.empty()) {
+    std::unordered_map<uint64_t, uint64_t> stored;
+    for (size_t i = 0; i < blocks.size(); ++i) stored.emplace(blocks[i].key.index, there[i]);
+    opened = std::make_unique<RenumberedTier>(std::move(opened), std::move(stored));
+  }
+  Late late{.disk = std::move(opened)};
+  AllAttached gate;
+  ChunkRestorer chunks(parts_.transfers, gate);
+  TORPOR_TRY(copy({.tier = *late.disk, .chunks = blocks}, order.late, chunks, late));
+  TORPOR_TRY(chunks.wait());
+  reply.late_bytes = begin_late(std::move(late));
+  reply.bytes -= reply.late_bytes;
+  images_.index().checkpoints().note_loaded(order.id, blocks, there);
+  return reply;
+}
+
+// Precondition: all regions are there. Return the bytes that are on their way then.
+uint64_t RankRestorer::begin_late(Late late) {
+  if (late.parts.empty()) return 0;
+  auto begun = std::make_unique<Late>(std::move(late));
+  begun->blocks = std::make_unique<LateBlocks>(parts_.transfers, std::move(begun->parts), parts_.late_thread);
+  late_ = std::move(begun);
+  return late_->bytes;
+}
+
+Status RankRestorer::finish(const std::vector<std::string>& tags, bool keep) {
+  const bool blocks_stay = late_ != nullptr && late_->of_image;
+  TORPOR_TRY(images_.finish(tags, keep, blocks_stay));
+  if (blocks_stay && has_tag(tags, images_.chunks().kv_tag())) {
+    late_->keep = keep;
+    late_->foreign_writes = images_.foreign_block_writes();
+  }
+  return ok();
+}
+
+orders::Arrivals::Reply RankRestorer::arrivals(const orders::Arrivals& order) {
+  orders::Arrivals::Reply reply{.ended = true};
+  if (late_ == nullptr) return reply;
+  LateBlocks& blocks = *late_->blocks;
+  const auto rank = static_cast<size_t>(parts_.rank);
+  reply.first = rank < order.seen.size() ? std::min<uint64_t>(order.seen[rank], blocks.total()) : 0;
+  if (order.cancel) blocks.cancel();
+  blocks.forgo(order.skipped);
+  blocks.prefer(order.wanted);
+  blocks.wait(order.wait, reply.first);
+  reply.arrivals = blocks.from(reply.first);
+  reply.why = blocks.why();
+  reply.ended = reply.first == blocks.total();
+  if (reply.ended) end_late();
+  return reply;
+}
+
+Status RankRestorer::nothing_late() const {
+  if (late_ == nullptr) return ok();
+  return Error{.code = Code::kFailedPrecondition,
+               .what = "KV blocks of the last wake are still on their way",
+               .next_step = "wait for them first"};
+}
+
+void RankRestorer::end_late() noexcept {
+  if (late_ == nullptr) return;
+  const bool of_image = late_->of_image;
+  const bool keep = late_->keep && late_->foreign_writes == images_.foreign_block_writes();
+  late_.reset();
+  if (of_image) images_.end_blocks(keep);
 }
 
 }  // namespace torpor

@@ -1,56 +1,71 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankRestorer: copies what was saved of a rank back into its device memory, in the order in which it is given.
+// RankRestorer: brings what was saved of a rank back into its device memory.
 //
-// A gate says when the memory of each chunk is there. Two jobs are under way, so that copying and checking go on while
-// memory is mapped or another engine releases it, and from one source to the next. A whole wake, the first part of an
-// early wake, a wake from a checkpoint and a swap differ in gate, order and source alone.
+// A whole wake, an early one, one from a checkpoint and a swap differ in what says that memory is there
+// (engine/restore_gate.h), in the source of the bytes, and in the blocks that come late: the engine runs before those
+// are there, and they are copied behind it (engine/late_blocks.h).
 //
-// Owner: one order to a rank. Threads: one.
+// Owner: RankMemory; its lock is held at every call.
 #pragma once
 
-#include <deque>
+#include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
-#include "base/units.h"
+#include "base/swap_channel.h"
+#include "engine/chunk_restorer.h"
+#include "engine/late_blocks.h"
+#include "engine/rank_orders.h"
+#include "engine/rank_parts.h"
+#include "engine/region_images.h"
 #include "engine/restore_gate.h"
-#include "offload/transfer_engine.h"
 
 namespace torpor {
 
 class RankRestorer {
  public:
-  // Both outlive it. `first_job_bytes`: of the first job; each next one may be as large as all before it, up to the
-  // gate's. So copies begin as soon as some memory is there, and few jobs are small.
-  RankRestorer(TransferEngine& transfers, RestoreGate& gate, uint64_t first_job_bytes = 32 * kMiB)
-      : transfers_(transfers), gate_(gate), first_job_bytes_(first_job_bytes) {}
-  ~RankRestorer();  // waits for what is under way
+  RankRestorer(const RankParts& parts, RegionImages& images) : parts_(parts), images_(images) {}  // both outlive it
 
-  // Keep a source until its jobs have ended. One that is not kept outlives this.
-  void keep(std::shared_ptr<Tier> source) { sources_.push_back(std::move(source)); }
-  // Begin to copy chunks from `source`: `saved` says what they are there, `plans`, with as many in the same order,
-  // where they go. Return when the last job is begun. Errors: the gate's, and those of jobs that have ended meanwhile
-  // (kCorruption names the first damaged chunk). After an error the device's bytes are void.
-  Status copy(std::span<const SavedChunk> saved, std::vector<ChunkPlan> plans, Tier& source);
-  // The same, one job of at most `job_bytes` at a time, where staging memory is short. Return when all is copied.
-  Status copy_in_turn(std::span<const SavedChunk> saved, std::vector<ChunkPlan> plans, Tier& source,
-                      uint64_t job_bytes);
-  // Return when all memory is there and all chunks are copied.
-  Status wait();
+  // Attach the tags' regions and copy their images up, but for late blocks, which begin to come.
+  Result<orders::Restore::Reply> restore(const orders::Restore& order);
+  // Copy KV blocks of a committed checkpoint into attached memory, but for late ones, which begin to come.
+  Result<orders::LoadBlocks::Reply> load_blocks(const orders::LoadBlocks& order);
+  // The tags are awake (RegionImages::finish()). The image of late blocks stays until all have ended and were told.
+  Status finish(const std::vector<std::string>& tags, bool keep);
+
+  // Return which late blocks have ended since the controller heard of them.
+  orders::Arrivals::Reply arrivals(const orders::Arrivals& order);
+  Status nothing_late() const;                    // kFailedPrecondition while some are
+  void cancel_late() noexcept { late_.reset(); }  // nothing is written any more; the image stays
+  void end_late() noexcept;                       // the same, and the image goes
 
  private:
-  Status begin(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
-  Status end_oldest();
-  Status end_all();
+  struct Source {
+    Tier& tier;
+    std::span<const SavedChunk> chunks{};
+    bool in_turn = false;  // staging memory is short: one job at a time
+  };
+  struct Late {
+    std::shared_ptr<Tier> disk{};  // they come from, if it is not an image's
+    std::vector<LateBlocks::Part> parts{};
+    uint64_t bytes = 0;
+    bool of_image = false;
+    bool keep = false;                     // the image, as finish() was told
+    uint64_t foreign_writes = 0;           // RegionImages::foreign_block_writes() then
+    std::unique_ptr<LateBlocks> blocks{};  // last: it ends first
+  };
 
-  TransferEngine& transfers_;
-  RestoreGate& gate_;
-  std::vector<std::shared_ptr<Tier>> sources_;
-  std::deque<std::vector<ChunkPlan>> plans_;  // to which the jobs point
-  std::deque<JobId> under_way_;
-  const uint64_t first_job_bytes_;
-  uint64_t begun_bytes_ = 0;  // of all jobs of copy()
+  Result<std::unique_ptr<RestoreGate>> gate_of(const std::vector<std::string>& tags, SwapChannel* channel) const;
+  Status restore_image(TagImage& image, const std::vector<int32_t>& late, ChunkRestorer& chunks, Late& behind) const;
+  Status copy(const Source& from, const std::vector<int32_t>& late, ChunkRestorer& chunks, Late& behind) const;
+  Status add_late(std::vector<SavedChunk> chunks, const Source& from, Late& behind) const;
+  uint64_t begin_late(Late late);
+
+  const RankParts& parts_;
+  RegionImages& images_;
+  std::unique_ptr<Late> late_;  // null: none are
 };
 
 }  // namespace torpor

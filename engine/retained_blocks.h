@@ -6,7 +6,7 @@
 // of steps that the engine had taken when it was copied. Nothing is read to find out. Their memory is the first to go
 // where the arena needs room: give_up().
 //
-// Owner: RegionImages. Threads: any.
+// Owner: ContentIndex. Threads: any.
 #pragma once
 
 #include <cstdint>

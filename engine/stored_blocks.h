@@ -4,7 +4,7 @@
 // A checkpoint is known by its id, a content as in engine/retained_blocks.h. What is noted of a checkpoint that is not
 // committed in the end is never asked for: no later one builds on it. So the one that it was built on stays noted too.
 //
-// Owner: RegionImages; its lock is held at every call.
+// Owner: ContentIndex; RankMemory's lock is held at every call.
 #pragma once
 
 #include <cstdint>

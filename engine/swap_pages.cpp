@@ -3,6 +3,35 @@
 
 namespace torpor {
 
+PageGiver::PageGiver(SleepAllocator& allocator, std::span<const std::string> tags, SwapChannel& room, size_t rank)
+    : allocator_(allocator), room_(room), rank_(rank), pages_(allocator, tags), missing_(pages_.size()) {}
+
+void PageGiver::expect(std::span<const ChunkPlan> chunks) {
+  for (const ChunkPlan& chunk : chunks) pages_.each_of(chunk, [&](size_t page) { ++missing_[page]; });
+}
+
+Status PageGiver::give(size_t page) {
+  TORPOR_TRY(allocator_.give_page(pages_[page]));
+  return room_.give(rank_, pages_[page].size_bytes);
+}
+
+Status PageGiver::begin() {
+  for (size_t page = 0; page < pages_.size(); ++page) {
+    if (missing_[page] == 0) TORPOR_TRY(give(page));
+  }
+  return ok();
+}
+
+Status PageGiver::saved(std::span<const ChunkPlan> chunks) {
+  Status given;
+  for (const ChunkPlan& chunk : chunks) {
+    pages_.each_of(chunk, [&](size_t page) {
+      if (--missing_[page] == 0 && given) given = give(page);
+    });
+  }
+  return given;
+}
+
 PageTaker::PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& room, size_t rank)
     : allocator_(allocator), room_(room), rank_(rank), tags_(tags), pages_(allocator, tags), there_(pages_.size()) {}
 

@@ -10,6 +10,7 @@
 
 #include "allocator/sleep_allocator.h"
 #include "base/swap_channel.h"
+#include "engine/release_gate.h"
 #include "engine/restore_gate.h"
 #include "offload/chunk.h"
 
@@ -42,6 +43,26 @@ class SwapPages {
 
  private:
   std::vector<DevicePage> pages_;
+};
+
+// The pages of tags that are being saved, each given when all is copied that lies in it.
+class PageGiver final : public ReleaseGate {
+ public:
+  // All outlive it. The chunks to be copied are told by expect(), before begin().
+  PageGiver(SleepAllocator& allocator, std::span<const std::string> tags, SwapChannel& room, size_t rank);
+  void expect(std::span<const ChunkPlan> chunks);
+  Status begin();                                            // gives the pages of which nothing is to be copied
+  Status saved(std::span<const ChunkPlan> chunks) override;  // each of them was expected once
+  uint64_t job_bytes() const override { return pages_.most_bytes(); }
+
+ private:
+  Status give(size_t page);
+
+  SleepAllocator& allocator_;
+  SwapChannel& room_;
+  const size_t rank_;
+  const SwapPages pages_;
+  std::vector<uint64_t> missing_;  // of each page: pieces that are not copied
 };
 
 // The pages of tags that are attaching, each taken when somebody wants it and the other engine has given as much.

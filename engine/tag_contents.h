@@ -4,7 +4,7 @@
 // them.
 //
 // Writes are told by who makes them. On the device without a GPU most others are noticed: a sample of the tag's bytes
-// is compared. Owner: RegionImages.
+// is compared. Owner: ContentIndex.
 #pragma once
 
 #include <cstdint>

@@ -104,7 +104,7 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
   }
   // From here on nothing but the orders themselves can fail. What was kept of the others is of no use: they come back
   // without content.
-  RegionImages::Images dropped = memory_.images().take(let_go);
+  TagImages dropped = memory_.images().take(let_go);
   Result<orders::Detach::Reply> detached = carry_out(leaving);
   if (!detached) {
     memory_.images().put_back(std::move(dropped));
@@ -115,7 +115,7 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
   move.physical_bytes = detached->bytes;
   uint64_t backed_up = 0;
   for (const std::string& tag : kept) {
-    if (const RegionImages::Image* const image = memory_.images().find(tag)) backed_up += image->bytes();
+    if (const TagImage* const image = memory_.images().find(tag)) backed_up += image->bytes();
   }
   move.clean_bytes = backed_up - move.copied_bytes;
   move.dropped_bytes = content - backed_up;
@@ -165,18 +165,18 @@ Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std:
   for (const RegionInfo& region : memory_.allocator().regions()) {
     if (!has_tag(tags, region.tag)) continue;
     move.physical_bytes += region.reserved_bytes;
-    const RegionImages::Image* const image = memory_.images().find(region.tag);
-    const bool clean = image != nullptr && image->clean && image->host != nullptr;
+    const TagImage* const image = memory_.images().find(region.tag);
+    const bool clean = image != nullptr && image->needs_no_copy();
     (!has_tag(keep, region.tag) ? move.dropped_bytes
      : clean                    ? move.clean_bytes
                                 : move.copied_bytes) += region.size_bytes;
-    if (has_tag(keep, region.tag) && !clean) needed += memory_.images().held_for(region.tag, region.size_bytes);
+    if (has_tag(keep, region.tag) && !clean) needed += memory_.saver().held_for(region.tag, region.size_bytes);
     if (region.state == RegionState::kBroken)
       move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
   }
   const HostArenaInfo arena = memory_.arena().info();
   const uint64_t free = arena.held_bytes - arena.used_bytes;
-  if (!memory_.images().spills() && arena.budget_bytes != 0 && needed > free &&
+  if (!memory_.saver().spills() && arena.budget_bytes != 0 && needed > free &&
       needed - free > arena.budget_bytes - std::min(arena.budget_bytes, arena.held_bytes)) {
     move.obstacle =
         fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", needed,
@@ -198,7 +198,7 @@ Result<TagMove> TagSleep::plan_wake(std::vector<std::string> wanted) const {
       move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
   }
   for (const std::string& tag : tags) {
-    if (const RegionImages::Image* const image = memory_.images().find(tag)) move.copied_bytes += image->bytes();
+    if (const TagImage* const image = memory_.images().find(tag)) move.copied_bytes += image->bytes();
   }
   move.dropped_bytes -= move.copied_bytes;
   const DeviceMemoryInfo device = memory_.device().info();

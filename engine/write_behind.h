@@ -9,7 +9,7 @@
 //   copy_now()    while the engine stands still: all else, to host memory
 //   write()       that into the file; then the file is made safe, and the refs are written
 //
-// Owner: RegionImages; its lock is held at every call. A thread of its own has the background, and no lock.
+// Owner: CheckpointSaver; RankMemory's lock is held at every call. A thread of its own has the background, and no lock.
 // Failure: what was begun fails at the next settle(), and so does all that follows. The rank's memory and the
 // checkpoint before are as they were.
 #pragma once

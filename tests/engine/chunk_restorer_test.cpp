@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What RankRestorer has under way while its gate makes it wait.
-#include "engine/rank_restorer.h"
+// What ChunkRestorer has under way while its gate makes it wait.
+#include "engine/chunk_restorer.h"
 
 #include <cstring>
 #include <functional>
@@ -38,9 +38,9 @@ class ScriptedGate final : public RestoreGate {
 };
 
 // Nothing is copied but where somebody waits for it: what has ended is what was waited for.
-class RankRestorerTest : public ::testing::Test {
+class ChunkRestorerTest : public ::testing::Test {
  protected:
-  RankRestorerTest()
+  ChunkRestorerTest()
       : device_(value_of(make_host_device())),
         allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = kChunk}))),
         arena_(value_of(HostArena::create({}))),
@@ -83,13 +83,13 @@ class RankRestorerTest : public ::testing::Test {
   ScriptedGate gate_;
 };
 
-TEST_F(RankRestorerTest, TwoJobsAreUnderWayWhileTheGateIsWaitedFor) {
+TEST_F(ChunkRestorerTest, TwoJobsAreUnderWayWhileTheGateIsWaitedFor) {
   std::vector<uint64_t> ended;
   gate_.before = [&](size_t) {
     ended.push_back(copied());
     return ok();
   };
-  RankRestorer restorer(*transfers_, gate_);
+  ChunkRestorer restorer(*transfers_, gate_);
   ASSERT_SUCCEEDS(restorer.copy(saved_, plans_, backup_));
   EXPECT_EQ(ended, (std::vector<uint64_t>{0, 0, 0, 1, 2, 3, 4, 5}));
   ASSERT_SUCCEEDS(restorer.wait());
@@ -98,7 +98,7 @@ TEST_F(RankRestorerTest, TwoJobsAreUnderWayWhileTheGateIsWaitedFor) {
 }
 
 // 1, 1, 2 and 4 chunks: a job is begun before the next chunk is waited for, and it ends when two others are begun.
-TEST_F(RankRestorerTest, JobsGrowFromTheFirstToTheGates) {
+TEST_F(ChunkRestorerTest, JobsGrowFromTheFirstToTheGates) {
   for (const uint64_t most : {8 * kChunk, 2 * kChunk}) {
     SCOPED_TRACE(most / kChunk);
     before_ = ended();
@@ -108,7 +108,7 @@ TEST_F(RankRestorerTest, JobsGrowFromTheFirstToTheGates) {
       ended.push_back(copied());
       return ok();
     };
-    RankRestorer restorer(*transfers_, gate_, kChunk);
+    ChunkRestorer restorer(*transfers_, gate_, kChunk);
     ASSERT_SUCCEEDS(restorer.copy(saved_, plans_, backup_));
     EXPECT_EQ(ended, most == 8 * kChunk ? (std::vector<uint64_t>{0, 0, 0, 0, 1, 1, 1, 1})
                                         : (std::vector<uint64_t>{0, 0, 0, 0, 1, 1, 2, 2}));
@@ -116,8 +116,8 @@ TEST_F(RankRestorerTest, JobsGrowFromTheFirstToTheGates) {
   }
 }
 
-TEST_F(RankRestorerTest, NothingDrainsFromOneSourceToTheNext) {
-  RankRestorer restorer(*transfers_, gate_);
+TEST_F(ChunkRestorerTest, NothingDrainsFromOneSourceToTheNext) {
+  ChunkRestorer restorer(*transfers_, gate_);
   const std::span<const SavedChunk> saved = saved_;
   ASSERT_SUCCEEDS(restorer.copy(saved.first(1), {plans_[0]}, backup_));
   ASSERT_SUCCEEDS(restorer.copy(saved.subspan(1, 1), {plans_[1]}, backup_));
@@ -127,62 +127,62 @@ TEST_F(RankRestorerTest, NothingDrainsFromOneSourceToTheNext) {
   EXPECT_TRUE(all_back());
 }
 
-TEST_F(RankRestorerTest, WhereAllIsThereTheRestIsOneJob) {
+TEST_F(ChunkRestorerTest, WhereAllIsThereTheRestIsOneJob) {
   gate_.before = [&](size_t chunk) {
     gate_.all = chunk >= 1;
     return ok();
   };
-  RankRestorer restorer(*transfers_, gate_);
+  ChunkRestorer restorer(*transfers_, gate_);
   ASSERT_SUCCEEDS(restorer.copy(saved_, plans_, backup_));
   EXPECT_EQ(copied(), 0u);  // two jobs
   ASSERT_SUCCEEDS(restorer.wait());
   EXPECT_TRUE(all_back());
 }
 
-TEST_F(RankRestorerTest, AGateThatFailsEndsWhatIsUnderWay) {
+TEST_F(ChunkRestorerTest, AGateThatFailsEndsWhatIsUnderWay) {
   gate_.before = [](size_t chunk) -> Status {
     if (chunk < 2) return ok();
     return Error{.code = Code::kResourceExhausted, .what = "no memory comes any more"};
   };
   {
-    RankRestorer restorer(*transfers_, gate_);
+    ChunkRestorer restorer(*transfers_, gate_);
     EXPECT_FAILS(restorer.copy(saved_, plans_, backup_), Code::kResourceExhausted, "no memory comes any more");
     EXPECT_EQ(copied(), 0u);
   }
   EXPECT_EQ(copied(), 2u);
 }
 
-TEST_F(RankRestorerTest, ADamagedChunkIsNamedAndTheJobsBesideItEnd) {
+TEST_F(ChunkRestorerTest, ADamagedChunkIsNamedAndTheJobsBesideItEnd) {
   saved_[1].digest = saved_[2].digest;
-  RankRestorer restorer(*transfers_, gate_);
+  ChunkRestorer restorer(*transfers_, gate_);
   EXPECT_FAILS(restorer.copy(saved_, plans_, backup_), Code::kCorruption, "weights/w[1]");
   EXPECT_SUCCEEDS(transfers_->usable());
 }
 
-TEST_F(RankRestorerTest, ChunksThatWereNotSavedAreRefused) {
+TEST_F(ChunkRestorerTest, ChunksThatWereNotSavedAreRefused) {
   plans_[3].key.region = "other";
-  RankRestorer restorer(*transfers_, gate_);
+  ChunkRestorer restorer(*transfers_, gate_);
   EXPECT_FAILS(restorer.copy(saved_, plans_, backup_), Code::kIncompatible, "weights/other[3]");
 }
 
-TEST_F(RankRestorerTest, ByAddressWhereMemoryComesInThatOrder) {
+TEST_F(ChunkRestorerTest, ByAddressWhereMemoryComesInThatOrder) {
   gate_.sorted = true;
   std::reverse(saved_.begin(), saved_.end());
   std::reverse(plans_.begin(), plans_.end());
-  RankRestorer restorer(*transfers_, gate_);
+  ChunkRestorer restorer(*transfers_, gate_);
   ASSERT_SUCCEEDS(restorer.copy(saved_, plans_, backup_));
   ASSERT_SUCCEEDS(restorer.wait());
   EXPECT_EQ(gate_.waited_for, (std::vector<uint64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
   EXPECT_TRUE(all_back());
 }
 
-TEST_F(RankRestorerTest, InTurnNothingIsUnderWayBesideAJob) {
+TEST_F(ChunkRestorerTest, InTurnNothingIsUnderWayBesideAJob) {
   std::vector<uint64_t> ended;
   gate_.before = [&](size_t) {
     ended.push_back(copied());
     return ok();
   };
-  RankRestorer restorer(*transfers_, gate_);
+  ChunkRestorer restorer(*transfers_, gate_);
   const std::span<const SavedChunk> saved = saved_;
   ASSERT_SUCCEEDS(restorer.copy(saved.first(2), {plans_[0], plans_[1]}, backup_));
   ended.clear();

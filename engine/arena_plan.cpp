@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/arena_plan.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/units.h"
+
+namespace torpor {
+
+uint64_t ArenaPlan::Tag::spilled_bytes() const { return bytes_of(std::span(copied).subspan(in_host)); }
+
+Result<ArenaPlan> ArenaPlan::of(const RankParts& parts, const RegionImages& images, const PackedShares& shares,
+                                const orders::Save& order, Take take) {
+  ArenaPlan plan(parts, images, shares);
+  for (const std::string& name : order.tags) {
+    Tag& tag = plan.tags_.emplace_back(Tag{.tag = name});
+    if (const TagImage* const kept = images.find(name); kept != nullptr && kept->needs_no_copy()) {
+      tag.clean_bytes = kept->bytes();
+      continue;
+    }
+    tag.image.host = std::make_unique<HostTier>(parts.arena, parts.host_codec);
+    if (images.is_kv(name)) {
+      TORPOR_TRY(plan.add_blocks(tag, order, take));
+    } else {
+      tag.copied = images.chunks().of_tag(name);
+    }
+    tag.in_host = tag.copied.size();
+  }
+  return plan;
+}
+
+Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) const {
+  const std::vector<int32_t>& blocks = order.blocks;
+  if (!order.host_slots.empty() && order.host_slots.size() != blocks.size())
+    return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the host slot of each"};
+  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(blocks, order.stamps, order.steps));
+
+  const ContentIndex& index = images_->index();
+  const HostPlaces found = index.find_in_host(blocks, contents, order.host_slots);
+  std::vector<RetainedBlocks::Block> retained;
+  if (take == Take::kNow) retained = index.take_retained(blocks, contents);
+  TagImage& image = tag.image;
+  std::vector<int32_t> copied;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    const HostPlace& place = found.of_blocks[i];
+    if (can_borrow(tag, place)) {
+      tag.borrowed_bytes += place.in_store->record.bytes;
+      if (take == Take::kNothing) continue;
+      borrow(tag, *place.in_store, blocks[i], found.store);
+      image.contents.push_back(contents[i]);
+      continue;
+    }
+    const bool given_up = take == Take::kNow && retained[i].bytes.empty();  // meanwhile
+    if (place.retained_bytes == 0 || given_up) {
+      copied.push_back(blocks[i]);
+      tag.contents.push_back(contents[i]);
+      continue;
+    }
+    tag.reused_bytes += images_->chunks().block_bytes();
+    tag.retained_bytes += place.retained_bytes;
+    if (take == Take::kNothing) continue;
+    image.contents.push_back(contents[i]);
+    image.chunks.push_back(std::move(retained[i].chunk));
+    image.host->adopt(image.chunks.back(), std::move(retained[i].bytes));
+    image.in_host = image.chunks.size();
+  }
+  TORPOR_ASSIGN(tag.copied, images_->chunks().of_blocks(copied));
+  return ok();
+}
+
+bool ArenaPlan::can_borrow(const Tag& tag, const HostPlace& place) const {
+  return place.in_store && place.in_store->record.bytes == images_->chunks().block_bytes() &&
+         tag.image.host->readable(place.in_store->record.codec);
+}
+
+// Put a block into the image whose bytes stay where the host store has them.
+void ArenaPlan::borrow(Tag& tag, const HostStore::Stored& stored, int32_t block,
+                       const std::shared_ptr<HostStore>& store) const {
+  TagImage& image = tag.image;
+  SavedChunk& chunk = image.chunks.emplace_back(
+      SavedChunk{.key = {.kind = ChunkKind::kKvBlock, .tag = tag.tag, .index = static_cast<uint64_t>(block)},
+                 .bytes = stored.record.bytes,
+                 .digest = stored.record.digest});
+  image.host->borrow(chunk, stored.bytes, stored.record.codec, store);
+  image.in_host = image.chunks.size();
+}
+
+uint64_t ArenaPlan::room_for(const Tag& tag, const ChunkPlan& chunk) const {
+  return shares_->held_for(tag.tag, chunk.bytes()) + kPage;  // as HostTier::prepare()
+}
+
+uint64_t ArenaPlan::arena_bytes() const {
+  uint64_t bytes = 0;
+  for (const Tag& tag : tags_) {
+    const bool known = shares_->known(tag.tag);
+    for (const ChunkPlan& chunk : tag.copied) bytes += known ? room_for(tag, chunk) : chunk.bytes() + kPage;
+  }
+  return bytes;
+}
+
+uint64_t ArenaPlan::spill_staging(uint64_t padded_bytes, uint64_t largest) const {
+  return std::min(padded_bytes, std::max(parts_->spill_staging_bytes, largest));
+}
+
+uint64_t ArenaPlan::batch_staging() const {
+  if (parts_->host_codec == Codec::kNone) return 0;
+  uint64_t all = 0;
+  uint64_t padded = 0;
+  uint64_t largest = 0;
+  const auto add = [&](uint64_t bytes) {
+    all += bytes;
+    padded += align_up(bytes, kPage);
+    largest = std::max(largest, align_up(bytes, kPage));
+  };
+  const uint64_t block_bytes = images_->chunks().block_bytes();
+  for (const Tag& tag : tags_) {
+    const TagImage* const clean = tag.clean() ? images_->find(tag.tag) : nullptr;
+    for (const ChunkPlan& chunk : tag.copied) add(chunk.bytes());
+    for (const SavedChunk& chunk : (clean != nullptr ? *clean : tag.image).chunks) add(chunk.bytes);
+    if (!tag.image.chunks.empty()) continue;
+    for (uint64_t at = 0; at < tag.reused_bytes + tag.borrowed_bytes; at += block_bytes) add(block_bytes);
+  }
+  return TransferEngine::most_staging(all, padded, largest);
+}
+
+void ArenaPlan::fit(uint64_t going, uint64_t coming) {
+  uint64_t needed = coming;
+  for (Tag& tag : tags_) {
+    tag.in_host = tag.copied.size();
+    for (const ChunkPlan& chunk : tag.copied) needed += room_for(tag, chunk);
+  }
+  const HostArenaInfo arena = parts_->arena.info();
+  if (parts_->spill_dir.empty() || arena.budget_bytes == 0) return;
+  const uint64_t room = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes) + going;
+  for (auto tag = tags_.rbegin(); tag != tags_.rend(); ++tag) {
+    uint64_t padded = 0;
+    uint64_t largest = 0;
+    uint64_t staging = 0;
+    while (needed + staging > room && tag->in_host > 0) {
+      const ChunkPlan& chunk = tag->copied[--tag->in_host];
+      const uint64_t pages = align_up(chunk.bytes(), kPage);
+      needed -= room_for(*tag, chunk);
+      padded += pages;
+      largest = std::max(largest, pages);
+      staging = spill_staging(padded, largest);
+    }
+    needed += staging;
+  }
+}
+
+}  // namespace torpor

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// ChunkRestorer: copies what was saved of a rank back into its device memory, in the order in which it is given.
+//
+// A gate says when the memory of each chunk is there. Two jobs are under way, so that copying and checking go on while
+// memory is mapped or another engine releases it, and from one source to the next. A whole wake, the first part of an
+// early wake, a wake from a checkpoint and a swap differ in gate, order and source alone.
+//
+// Owner: one order to a rank. Threads: one.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/units.h"
+#include "engine/restore_gate.h"
+#include "offload/transfer_engine.h"
+
+namespace torpor {
+
+class ChunkRestorer {
+ public:
+  // Both outlive it. `first_job_bytes`: of the first job; each next one may be as large as all before it, up to the
+  // gate's. So copies begin as soon as some memory is there, and few jobs are small.
+  ChunkRestorer(TransferEngine& transfers, RestoreGate& gate, uint64_t first_job_bytes = 32 * kMiB)
+      : transfers_(transfers), gate_(gate), first_job_bytes_(first_job_bytes) {}
+  ~ChunkRestorer();  // waits for what is under way
+
+  // Keep a source until its jobs have ended. One that is not kept outlives this.
+  void keep(std::shared_ptr<Tier> source) { sources_.push_back(std::move(source)); }
+  // Begin to copy chunks from `source`: `saved` says what they are there, `plans`, with as many in the same order,
+  // where they go. Return when the last job is begun. Errors: the gate's, and those of jobs that have ended meanwhile
+  // (kCorruption names the first damaged chunk). After an error the device's bytes are void.
+  Status copy(std::span<const SavedChunk> saved, std::vector<ChunkPlan> plans, Tier& source);
+  // The same, one job of at most `job_bytes` at a time, where staging memory is short. Return when all is copied.
+  Status copy_in_turn(std::span<const SavedChunk> saved, std::vector<ChunkPlan> plans, Tier& source,
+                      uint64_t job_bytes);
+  // Return when all memory is there and all chunks are copied.
+  Status wait();
+
+ private:
+  Status begin(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
+  Status end_oldest();
+  Status end_all();
+
+  TransferEngine& transfers_;
+  RestoreGate& gate_;
+  std::vector<std::shared_ptr<Tier>> sources_;
+  std::deque<std::vector<ChunkPlan>> plans_;  // to which the jobs point
+  std::deque<JobId> under_way_;
+  const uint64_t first_job_bytes_;
+  uint64_t begun_bytes_ = 0;  // of all jobs of copy()
+};
+
+}  // namespace torpor

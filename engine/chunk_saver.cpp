@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/chunk_saver.h"
+
+#include <iterator>
+#include <limits>
+
+namespace torpor {
+
+ChunkSaver::~ChunkSaver() {
+  for (; !under_way_.empty(); under_way_.pop_front()) (void)transfers_.end_save(under_way_.front().job);
+}
+
+Status ChunkSaver::copy(std::span<const ChunkPlan> chunks, Tier& target, std::vector<SavedChunk>& saved) {
+  return catching([&]() -> Status {
+    TORPOR_TRY(transfers_.usable());
+    TORPOR_TRY(target.prepare(bytes_of(chunks), chunks.size()));
+    targets_.push_back(&target);
+    const uint64_t most = gate_ == nullptr ? std::numeric_limits<uint64_t>::max() : gate_->job_bytes();
+    for (size_t first = 0, end = 0; first < chunks.size(); first = end) {
+      for (uint64_t bytes = 0; end < chunks.size() && bytes < most; ++end) bytes += chunks[end].bytes();
+      TORPOR_TRY(begin({.chunks = chunks.subspan(first, end - first), .saved = &saved}, target));
+    }
+    return ok();
+  });
+}
+
+Status ChunkSaver::copy_in_turn(std::span<const ChunkPlan> chunks, Tier& target, uint64_t job_bytes,
+                                std::vector<SavedChunk>& saved) {
+  for (size_t first = 0, end = 0; first < chunks.size(); first = end) {
+    end = end_of_job(chunks, first, job_bytes);
+    TORPOR_TRY(copy(chunks.subspan(first, end - first), target, saved));
+    TORPOR_TRY(wait());
+    transfers_.release_staging();
+  }
+  return ok();
+}
+
+Status ChunkSaver::wait() {
+  return catching([&]() -> Status {
+    while (!under_way_.empty()) TORPOR_TRY(end_oldest());
+    for (Tier* const target : targets_) TORPOR_TRY(target->finish());
+    targets_.clear();
+    return ok();
+  });
+}
+
+Status ChunkSaver::begin(Part part, Tier& target) {
+  if (under_way_.size() == kAtOnce) TORPOR_TRY(end_oldest());
+  under_way_.push_back(part);
+  Result<JobId> begun = transfers_.begin_save(part.chunks, target);
+  if (begun) {
+    under_way_.back().job = *begun;
+    return ok();
+  }
+  under_way_.pop_back();
+  return std::move(begun).error();
+}
+
+Status ChunkSaver::end_oldest() {
+  const Part oldest = under_way_.front();
+  under_way_.pop_front();
+  TORPOR_ASSIGN(std::vector<SavedChunk> ended, transfers_.end_save(oldest.job));
+  oldest.saved->insert(oldest.saved->end(), std::move_iterator(ended.begin()), std::move_iterator(ended.end()));
+  return gate_ == nullptr ? ok() : gate_->saved(oldest.chunks);
+}
+
+}  // namespace torpor

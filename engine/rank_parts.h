@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// RankParts: what all parts of one rank's memory work with: its device, allocator, arena, transfers and options.
+//
+// Owner: RankMemory, which outlives those who refer to it. All but `key` outlive this.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "allocator/host_arena.h"
+#include "allocator/sleep_allocator.h"
+#include "base/file_system.h"
+#include "base/seal.h"
+#include "offload/transfer_engine.h"
+
+namespace torpor {
+
+struct RankParts {
+  DeviceMemory& device;
+  SleepAllocator& allocator;
+  HostArena& arena;
+  TransferEngine& transfers;
+  FileSystem& file_system;
+  int32_t rank = 0;
+  bool keep_backup = false;         // of tags without blocks, after a wake
+  uint64_t retain_kv_bytes = 0;     // of blocks, after a wake: most
+  Codec host_codec = Codec::kNone;  // of chunks in the arena
+  std::string spill_dir;            // for what has no room in the arena; empty: there is none
+  std::shared_ptr<const Key> key;   // of sealed files; null: there is none
+  bool encrypt = false;             // what is spilled
+  uint64_t spill_staging_bytes = 0;
+  uint64_t late_job_bytes = 0;
+  bool late_thread = false;
+  bool own_threads = true;  // off: a wake maps all regions before it copies
+};
+
+}  // namespace torpor

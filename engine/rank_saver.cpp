@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/rank_saver.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "base/units.h"
+#include "engine/chunk_saver.h"
+#include "engine/combined_digest.h"
+#include "engine/spill_file.h"
+#include "engine/swap_pages.h"
+
+namespace torpor {
+namespace {
+
+// Order the chunks by rising addresses, as the pages go.
+void sort_by_address(ArenaPlan::Tag& tag) {
+  std::vector<size_t> order(tag.copied.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return tag.copied[a].pieces.front().address < tag.copied[b].pieces.front().address;
+  });
+  std::vector<ChunkPlan> copied;
+  std::vector<BlockContent> contents;
+  copied.reserve(order.size());
+  for (const size_t i : order) {
+    copied.push_back(std::move(tag.copied[i]));
+    if (!tag.contents.empty()) contents.push_back(tag.contents[i]);
+  }
+  tag.copied = std::move(copied);
+  tag.contents = std::move(contents);
+}
+
+}  // namespace
+
+Result<orders::Save::Reply> RankSaver::save(const orders::Save& order) {
+  if (!order.directory.empty()) return checkpoint_.save(order);
+  const auto is_final = [](const Result<orders::Save::Reply>& saved) {
+    return saved || saved.error().code != Code::kResourceExhausted;
+  };
+  Result<orders::Save::Reply> saved = save_to_arena(order, 0);
+  if (is_final(saved) || (images_.index().retained_bytes() == 0 && !spills())) return saved;
+  // What is retained, or held unused, may stand in the way of larger pieces; and packed content may be larger than was
+  // planned.
+  images_.index().release_retained();
+  for (const std::string& tag : order.tags) shares_.expect_whole(tag);
+  const auto again = [&](uint64_t unused) {
+    parts_.arena.trim();
+    return save_to_arena(order, unused);
+  };
+  saved = again(0);
+  // The free memory of the arena can lie in pieces that are too small: then more goes to disk, at last all of it.
+  const uint64_t budget = parts_.arena.info().budget_bytes;
+  for (uint64_t unused = budget / 32; spills() && unused != 0 && unused <= budget && !is_final(saved); unused *= 2)
+    saved = again(unused);
+  return saved;
+}
+
+// What goes to the file goes first: while there is room for its staging memory. `unused`: bytes of the arena's room
+// that stay free. After an error blocks that were copied or taken over are retained.
+Result<orders::Save::Reply> RankSaver::save_to_arena(const orders::Save& order, uint64_t unused) {
+  TORPOR_ASSIGN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNow));
+  const Status saved = catching([&]() -> Status {
+    TORPOR_TRY(begin_images(plan));
+    plan.fit(0, unused);
+    for (ArenaPlan::Tag& tag : plan.tags()) TORPOR_TRY(spill(plan, tag));
+    return copy_to_host(plan, nullptr);
+  });
+  if (saved) return end_images(plan, Memory::kThere);
+  abandon_quarantined(order.tags);
+  images_.forget_saved(order.tags);
+  return saved.error();
+}
+
+Result<orders::Save::Reply> RankSaver::save_giving(const orders::Save& order, SwapChannel& room) {
+  Result<ArenaPlan> prepared = prepare_giving(order);
+  if (!prepared && prepared.error().code == Code::kResourceExhausted && images_.index().retained_bytes() > 0) {
+    images_.index().release_retained();
+    parts_.arena.trim();
+    prepared = prepare_giving(order);
+  }
+  TORPOR_ASSIGN(ArenaPlan plan, std::move(prepared));
+  PageGiver giver(parts_.allocator, order.tags, room, static_cast<size_t>(parts_.rank));
+  for (const ArenaPlan::Tag& tag : plan.tags()) giver.expect(tag.copied);
+  const Status saved = catching([&]() -> Status {
+    pages_gone_ = true;
+    TORPOR_TRY(giver.begin());
+    return copy_to_host(plan, &giver);
+  });
+  if (saved) return end_images(plan, Memory::kGone);
+  abandon_quarantined(order.tags);
+  return saved.error();
+}
+
+// Where memory goes while it is copied, nothing may be found to have no room later on: all of it is made before.
+Result<ArenaPlan> RankSaver::prepare_giving(const orders::Save& order) {
+  TORPOR_ASSIGN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNow));
+  const Status prepared = catching([&]() -> Status {
+    TORPOR_TRY(begin_images(plan));
+    TORPOR_TRY(parts_.arena.prefault(plan.arena_bytes()));
+    for (ArenaPlan::Tag& tag : plan.tags()) sort_by_address(tag);
+    return ok();
+  });
+  if (prepared) return plan;
+  images_.forget_saved(order.tags);
+  return prepared.error();
+}
+
+// From here on the images have what was taken over, and get what is copied.
+Status RankSaver::begin_images(ArenaPlan& plan) {
+  parts_.transfers.release_staging();
+  const uint64_t staging = plan.batch_staging();
+  for (ArenaPlan::Tag& tag : plan.tags()) {
+    if (!tag.clean()) images_.put(tag.tag, std::move(tag.image));
+  }
+  return parts_.transfers.keep_staging(staging);
+}
+
+Status RankSaver::spill(const ArenaPlan& plan, ArenaPlan::Tag& tag) {
+  const std::span<const ChunkPlan> rest = std::span(tag.copied).subspan(tag.in_host);
+  if (rest.empty()) return ok();
+  uint64_t padded = 0;
+  uint64_t largest = 0;
+  for (const ChunkPlan& chunk : rest) {
+    padded += align_up(chunk.bytes(), kPage);
+    largest = std::max(largest, align_up(chunk.bytes(), kPage));
+  }
+  TagImage& image = *images_.find(tag.tag);
+  // Before other memory is taken: it lies in the way of none then.
+  TORPOR_ASSIGN(image.staging, parts_.arena.allocate(plan.spill_staging(padded, largest)));
+  TORPOR_ASSIGN(image.spilled,
+                make_spill_file(parts_.file_system, parts_.spill_dir, parts_.rank, parts_.key.get(), parts_.encrypt));
+  const HostArenaInfo arena = parts_.arena.info();
+  const uint64_t room = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes);
+  return ChunkSaver(parts_.transfers)
+      .copy_in_turn(rest, *image.spilled, std::max(parts_.spill_staging_bytes, room / 2), tag.spilled);
+}
+
+// After an error the images have what was copied until then.
+Status RankSaver::copy_to_host(ArenaPlan& plan, ReleaseGate* gate) {
+  const Status copied = catching([&]() -> Status {
+    ChunkSaver saver(parts_.transfers, gate);
+    for (const ArenaPlan::Tag& tag : plan.tags()) {
+      if (tag.clean()) continue;
+      TagImage& image = *images_.find(tag.tag);
+      TORPOR_TRY(saver.copy(std::span(tag.copied).first(tag.in_host), *image.host, image.chunks));
+    }
+    return saver.wait();
+  });
+  for (const ArenaPlan::Tag& tag : plan.tags()) {
+    if (tag.clean()) continue;
+    TagImage& image = *images_.find(tag.tag);
+    image.in_host = image.chunks.size();
+    if (copied) shares_.learn(tag.tag, image.chunks);
+    if (tag.contents.empty()) continue;
+    const auto came = static_cast<std::ptrdiff_t>(image.chunks.size() - image.contents.size());
+    image.contents.insert(image.contents.end(), tag.contents.begin(), tag.contents.begin() + came);
+  }
+  return copied;
+}
+
+orders::Save::Reply RankSaver::end_images(ArenaPlan& plan, Memory memory) {
+  orders::Save::Reply reply;
+  for (ArenaPlan::Tag& tag : plan.tags()) {
+    reply.bytes += bytes_of(tag.copied);
+    reply.spilled_bytes += tag.spilled_bytes();
+    reply.reused_bytes += tag.unread_bytes();
+    TagImage& image = *images_.find(tag.tag);
+    image.reused_bytes = tag.unread_bytes();
+    if (tag.clean()) continue;
+    image.chunks.insert(image.chunks.end(), tag.spilled.begin(), tag.spilled.end());
+    if (images_.is_kv(tag.tag)) continue;
+    reply.digests[tag.tag] = combined_digest(image.chunks);
+    if (memory == Memory::kThere) images_.index().note_digest(tag.tag, reply.digests[tag.tag]);
+  }
+  return reply;
+}
+
+// A copy that is not proven over may still write into the images.
+void RankSaver::abandon_quarantined(const std::vector<std::string>& tags) noexcept {
+  if (!parts_.transfers.quarantined()) return;
+  for (const std::string& tag : tags) {
+    TagImage* const image = images_.find(tag);
+    if (image == nullptr || image->kept) continue;
+    HostTier::abandon(std::move(image->host));
+    images_.drop(tag);
+  }
+}
+
+Status RankSaver::take_back(const std::vector<std::string>& tags) {
+  if (!pages_gone_) return ok();
+  for (const DevicePage& page : parts_.allocator.pages_of(tags)) TORPOR_TRY(parts_.allocator.take_page(page));
+  for (const std::string& tag : tags) {
+    const TagImage* const image = images_.find(tag);
+    if (image == nullptr || image->chunks.empty()) continue;
+    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, images_.chunks().of_saved(image->chunks));
+    TORPOR_TRY(parts_.transfers.restore(image->chunks, plans, *image->host));
+  }
+  pages_gone_ = false;
+  return ok();
+}
+
+Result<orders::PlanSave::Reply> RankSaver::plan(const orders::Save& order) const {
+  if (!order.writing.base.empty()) return checkpoint_.plan(order);
+  TORPOR_ASSIGN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNothing));
+  uint64_t taken_over = 0;
+  for (const ArenaPlan::Tag& tag : plan.tags()) taken_over += tag.retained_bytes;
+  const uint64_t batch = plan.batch_staging();
+  const uint64_t kept = std::min(batch, parts_.transfers.kept_staging());
+  const uint64_t staging = (batch - kept) * parts_.transfers.memory_batches();
+  const uint64_t retained = images_.index().retained_bytes();
+  plan.fit(retained - std::min(retained, taken_over), staging);
+  orders::PlanSave::Reply reply;
+  for (const ArenaPlan::Tag& tag : plan.tags()) {
+    reply.copied_bytes[tag.tag] = bytes_of(tag.copied);
+    reply.reused_bytes += tag.unread_bytes();
+    reply.spilled_bytes += tag.spilled_bytes();
+  }
+  return reply;
+}
+
+}  // namespace torpor
