@@ -41,24 +41,27 @@ Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) con
   std::vector<RetainedBlocks::Block> retained;
   if (take == Take::kNow) retained = index.take_retained(blocks, contents);
   TagImage& image = tag.image;
+  if (take == Take::kNow) {
+    image.chunks.reserve(blocks.size());
+    image.contents.reserve(blocks.size());
+  }
   std::vector<int32_t> copied;
   for (size_t i = 0; i < blocks.size(); ++i) {
-    const HostPlace& place = found.of_blocks[i];
-    if (can_borrow(tag, place)) {
-      tag.borrowed_bytes += place.in_store->record.bytes;
+    if (found.store != nullptr && found.in_store[i] && can_borrow(tag, *found.in_store[i])) {
+      tag.borrowed_bytes += found.in_store[i]->record.bytes;
       if (take == Take::kNothing) continue;
-      borrow(tag, *place.in_store, blocks[i], found.store);
+      borrow(tag, *found.in_store[i], blocks[i], found.store);
       image.contents.push_back(contents[i]);
       continue;
     }
     const bool given_up = take == Take::kNow && retained[i].bytes.empty();  // meanwhile
-    if (place.retained_bytes == 0 || given_up) {
+    if (found.retained_bytes[i] == 0 || given_up) {
       copied.push_back(blocks[i]);
       tag.contents.push_back(contents[i]);
       continue;
     }
     tag.reused_bytes += images_->chunks().block_bytes();
-    tag.retained_bytes += place.retained_bytes;
+    tag.retained_bytes += found.retained_bytes[i];
     if (take == Take::kNothing) continue;
     image.contents.push_back(contents[i]);
     image.chunks.push_back(std::move(retained[i].chunk));
@@ -69,9 +72,8 @@ Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) con
   return ok();
 }
 
-bool ArenaPlan::can_borrow(const Tag& tag, const HostPlace& place) const {
-  return place.in_store && place.in_store->record.bytes == images_->chunks().block_bytes() &&
-         tag.image.host->readable(place.in_store->record.codec);
+bool ArenaPlan::can_borrow(const Tag& tag, const HostStore::Stored& stored) const {
+  return stored.record.bytes == images_->chunks().block_bytes() && tag.image.host->readable(stored.record.codec);
 }
 
 // Put a block into the image whose bytes stay where the host store has them.

@@ -61,7 +61,7 @@ class ArenaPlan {
   ArenaPlan(const RankParts& parts, const RegionImages& images, const PackedShares& shares)
       : parts_(&parts), images_(&images), shares_(&shares) {}
   Status add_blocks(Tag& tag, const orders::Save& order, Take take) const;
-  bool can_borrow(const Tag& tag, const HostPlace& place) const;
+  bool can_borrow(const Tag& tag, const HostStore::Stored& stored) const;
   void borrow(Tag& tag, const HostStore::Stored& stored, int32_t block, const std::shared_ptr<HostStore>& store) const;
   uint64_t room_for(const Tag& tag, const ChunkPlan& chunk) const;
 

@@ -3,66 +3,74 @@
 
 #include <algorithm>
 #include <numeric>
-#include <tuple>
 #include <utility>
 
 namespace torpor {
 namespace {
 
 constexpr size_t kAtOnce = 2;  // jobs under way
-
-// Return the chunks by rising addresses of their first pieces.
-std::pair<std::vector<SavedChunk>, std::vector<ChunkPlan>> by_address(std::span<const SavedChunk> saved,
-                                                                      std::vector<ChunkPlan> plans) {
-  std::vector<size_t> order(plans.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::sort(order.begin(), order.end(),
-            [&](size_t a, size_t b) { return plans[a].pieces.front().address < plans[b].pieces.front().address; });
-  std::pair<std::vector<SavedChunk>, std::vector<ChunkPlan>> sorted;
-  sorted.first.reserve(order.size());
-  sorted.second.reserve(order.size());
-  for (const size_t i : order) {
-    sorted.first.push_back(saved[i]);
-    sorted.second.push_back(std::move(plans[i]));
-  }
-  return sorted;
-}
+// Chunks of a job, at most: what is made for them stays in the caches, and its memory serves the next one.
+constexpr size_t kJobChunks = 4096;
 
 }  // namespace
 
 ChunkRestorer::~ChunkRestorer() { (void)end_all(); }
 
-Status ChunkRestorer::copy(std::span<const SavedChunk> saved, std::vector<ChunkPlan> plans, Tier& source) {
+Result<ChunkRestorer::Plans> ChunkRestorer::locate(std::span<const SavedChunk> saved) const {
+  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, locate_(saved));
+  return std::make_shared<const std::vector<ChunkPlan>>(std::move(plans));
+}
+
+// Return the chunks by rising addresses of their first pieces.
+Result<std::vector<SavedChunk>> ChunkRestorer::by_address(std::span<const SavedChunk> saved) const {
+  TORPOR_ASSIGN(const Plans plans, locate(saved));
+  std::vector<size_t> order(saved.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return (*plans)[a].pieces.front().address < (*plans)[b].pieces.front().address;
+  });
+  std::vector<SavedChunk> sorted;
+  sorted.reserve(order.size());
+  for (const size_t i : order) sorted.push_back(saved[i]);
+  return sorted;
+}
+
+Status ChunkRestorer::copy(std::span<const SavedChunk> saved, Tier& source) {
   return catching([&]() -> Status {
     std::vector<SavedChunk> sorted;
     if (gate_.by_address()) {
-      std::tie(sorted, plans) = by_address(saved, std::move(plans));
+      TORPOR_ASSIGN(sorted, by_address(saved));
       saved = sorted;
     }
-    const std::span<const ChunkPlan> all = plans_.emplace_back(std::move(plans));
-    for (size_t first = 0, end = 0; first < all.size(); first = end) {
-      const uint64_t most = std::min(gate_.job_bytes(), std::max(first_job_bytes_, begun_bytes_));
-      for (uint64_t bytes = 0; end < all.size() && (bytes < most || gate_.all_there()); ++end) {
-        TORPOR_TRY(gate_.wait_for(all[end]));
-        bytes += all[end].bytes();
-        begun_bytes_ += all[end].bytes();
+    while (!saved.empty()) {
+      const std::span<const SavedChunk> some = saved.first(std::min(saved.size(), kJobChunks));
+      saved = saved.subspan(some.size());
+      TORPOR_ASSIGN(const Plans plans, locate(some));
+      const std::vector<ChunkPlan>& all = *plans;
+      for (size_t first = 0, end = 0; first < all.size(); first = end) {
+        const uint64_t most = std::min(gate_.job_bytes(), std::max(first_job_bytes_, begun_bytes_));
+        for (uint64_t bytes = 0; end < all.size() && (bytes < most || gate_.all_there()); ++end) {
+          TORPOR_TRY(gate_.wait_for(all[end]));
+          bytes += all[end].bytes();
+          begun_bytes_ += all[end].bytes();
+        }
+        TORPOR_TRY(begin(some.subspan(first, end - first), plans, first, source));
       }
-      TORPOR_TRY(begin(saved.subspan(first, end - first), all.subspan(first, end - first), source));
     }
     return ok();
   });
 }
 
-Status ChunkRestorer::copy_in_turn(std::span<const SavedChunk> saved, std::vector<ChunkPlan> plans, Tier& source,
-                                   uint64_t job_bytes) {
+Status ChunkRestorer::copy_in_turn(std::span<const SavedChunk> saved, Tier& source, uint64_t job_bytes) {
   return catching([&]() -> Status {
-    const std::span<const ChunkPlan> all = plans_.emplace_back(std::move(plans));
+    TORPOR_ASSIGN(const Plans plans, locate(saved));
+    const std::vector<ChunkPlan>& all = *plans;
     for (size_t first = 0, end = 0; first < all.size(); first = end) {
       TORPOR_TRY(end_all());
       transfers_.release_staging();
       end = end_of_job(all, first, job_bytes);
-      for (const ChunkPlan& chunk : all.subspan(first, end - first)) TORPOR_TRY(gate_.wait_for(chunk));
-      TORPOR_TRY(begin(saved.subspan(first, end - first), all.subspan(first, end - first), source));
+      for (size_t i = first; i < end; ++i) TORPOR_TRY(gate_.wait_for(all[i]));
+      TORPOR_TRY(begin(saved.subspan(first, end - first), plans, first, source));
     }
     TORPOR_TRY(end_all());
     transfers_.release_staging();
@@ -70,12 +78,13 @@ Status ChunkRestorer::copy_in_turn(std::span<const SavedChunk> saved, std::vecto
   });
 }
 
-Status ChunkRestorer::begin(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source) {
+// `saved`: chunks of the job; `first`: the place of the first of them in `plans`.
+Status ChunkRestorer::begin(std::span<const SavedChunk> saved, const Plans& plans, size_t first, Tier& source) {
   if (under_way_.size() == kAtOnce) TORPOR_TRY(end_oldest());
-  under_way_.push_back(JobId::kNone);
-  Result<JobId> begun = transfers_.begin_restore(saved, plans, source);
+  under_way_.push_back({.plans = plans});
+  Result<JobId> begun = transfers_.begin_restore(saved, std::span(*plans).subspan(first, saved.size()), source);
   if (begun) {
-    under_way_.back() = *begun;
+    under_way_.back().id = *begun;
     return ok();
   }
   under_way_.pop_back();
@@ -83,9 +92,9 @@ Status ChunkRestorer::begin(std::span<const SavedChunk> saved, std::span<const C
 }
 
 Status ChunkRestorer::end_oldest() {
-  const JobId oldest = under_way_.front();
+  const Job oldest = std::move(under_way_.front());
   under_way_.pop_front();
-  return transfers_.end_restore(oldest);
+  return transfers_.end_restore(oldest.id);
 }
 
 // Return the first error.

@@ -2,13 +2,14 @@
 // ChunkRestorer: copies what was saved of a rank back into its device memory, in the order in which it is given.
 //
 // A gate says when the memory of each chunk is there. Two jobs are under way, so that copying and checking go on while
-// memory is mapped or another engine releases it, and from one source to the next. A whole wake, the first part of an
-// early wake, a wake from a checkpoint and a swap differ in gate, order and source alone.
+// memory is mapped or another engine releases it, and from one source to the next. What is known of a chunk beside what
+// was saved is made when its job is due, and goes when that has ended: of a million blocks no list of all is made.
 //
 // Owner: one order to a rank. Threads: one.
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -21,34 +22,43 @@ namespace torpor {
 
 class ChunkRestorer {
  public:
-  // Both outlive it. `first_job_bytes`: of the first job; each next one may be as large as all before it, up to the
-  // gate's. So copies begin as soon as some memory is there, and few jobs are small.
-  ChunkRestorer(TransferEngine& transfers, RestoreGate& gate, uint64_t first_job_bytes = 32 * kMiB)
-      : transfers_(transfers), gate_(gate), first_job_bytes_(first_job_bytes) {}
+  // Return where each of these chunks belongs (DeviceChunks::of_saved()).
+  using Locate = std::function<Result<std::vector<ChunkPlan>>(std::span<const SavedChunk>)>;
+
+  // The first two outlive it. `first_job_bytes`: of the first job; each next one may be as large as all before it, up
+  // to the gate's. So copies begin as soon as some memory is there, and few jobs are small.
+  ChunkRestorer(TransferEngine& transfers, RestoreGate& gate, Locate locate, uint64_t first_job_bytes = 32 * kMiB)
+      : transfers_(transfers), gate_(gate), locate_(std::move(locate)), first_job_bytes_(first_job_bytes) {}
   ~ChunkRestorer();  // waits for what is under way
 
   // Keep a source until its jobs have ended. One that is not kept outlives this.
   void keep(std::shared_ptr<Tier> source) { sources_.push_back(std::move(source)); }
-  // Begin to copy chunks from `source`: `saved` says what they are there, `plans`, with as many in the same order,
-  // where they go. Return when the last job is begun. Errors: the gate's, and those of jobs that have ended meanwhile
-  // (kCorruption names the first damaged chunk). After an error the device's bytes are void.
-  Status copy(std::span<const SavedChunk> saved, std::vector<ChunkPlan> plans, Tier& source);
+  // Begin to copy chunks from `source`: `saved` says what they are there. Return when the last job is begun. Errors:
+  // those of locate, the gate's, and those of jobs that have ended meanwhile (kCorruption names the first damaged
+  // chunk). After an error the device's bytes are void.
+  Status copy(std::span<const SavedChunk> saved, Tier& source);
   // The same, one job of at most `job_bytes` at a time, where staging memory is short. Return when all is copied.
-  Status copy_in_turn(std::span<const SavedChunk> saved, std::vector<ChunkPlan> plans, Tier& source,
-                      uint64_t job_bytes);
+  Status copy_in_turn(std::span<const SavedChunk> saved, Tier& source, uint64_t job_bytes);
   // Return when all memory is there and all chunks are copied.
   Status wait();
 
  private:
-  Status begin(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
+  using Plans = std::shared_ptr<const std::vector<ChunkPlan>>;
+  struct Job {
+    JobId id = JobId::kNone;
+    Plans plans;  // to which it points
+  };
+  Result<Plans> locate(std::span<const SavedChunk> saved) const;
+  Result<std::vector<SavedChunk>> by_address(std::span<const SavedChunk> saved) const;
+  Status begin(std::span<const SavedChunk> saved, const Plans& plans, size_t first, Tier& source);
   Status end_oldest();
   Status end_all();
 
   TransferEngine& transfers_;
   RestoreGate& gate_;
+  const Locate locate_;
   std::vector<std::shared_ptr<Tier>> sources_;
-  std::deque<std::vector<ChunkPlan>> plans_;  // to which the jobs point
-  std::deque<JobId> under_way_;
+  std::deque<Job> under_way_;
   const uint64_t first_job_bytes_;
   uint64_t begun_bytes_ = 0;  // of all jobs of copy()
 };

@@ -47,13 +47,12 @@ void ContentIndex::forget_blocks() noexcept {
 
 HostPlaces ContentIndex::find_in_host(std::span<const int32_t> blocks, std::span<const BlockContent> contents,
                                       std::span<const Slot> slots) const {
-  HostPlaces found{.store = slots.empty() ? nullptr : host_store_.lock(),
-                   .of_blocks = std::vector<HostPlace>(blocks.size())};
-  const std::vector<uint64_t> retained = retained_->find(blocks, contents);
-  for (size_t i = 0; i < blocks.size(); ++i) {
-    found.of_blocks[i].retained_bytes = retained[i];
-    if (found.store != nullptr) found.of_blocks[i].in_store = found.store->stored(slots[i]);
-  }
+  HostPlaces found{.retained_bytes = retained_->find(blocks, contents),
+                   .store = slots.empty() ? nullptr : host_store_.lock(),
+                   .in_store = {}};
+  if (found.store == nullptr) return found;
+  found.in_store.reserve(slots.size());
+  for (const Slot slot : slots) found.in_store.push_back(found.store->stored(slot));
   return found;
 }
 

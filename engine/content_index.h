@@ -30,14 +30,11 @@
 
 namespace torpor {
 
-// Where the bytes of a KV block are in host memory.
-struct HostPlace {
-  std::optional<HostStore::Stored> in_store{};
-  uint64_t retained_bytes = 0;  // of the arena; 0: none is retained
-};
+// Where the bytes of KV blocks are in host memory.
 struct HostPlaces {
-  std::shared_ptr<HostStore> store;  // null: there is none, or it is not asked
-  std::vector<HostPlace> of_blocks;
+  std::vector<uint64_t> retained_bytes;                    // of the arena, of each block; 0: none is retained
+  std::shared_ptr<HostStore> store;                        // null: there is none, or it is not asked
+  std::vector<std::optional<HostStore::Stored>> in_store;  // of each block; empty without a store
 };
 
 class ContentIndex {

@@ -49,7 +49,7 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
     TORPOR_ASSIGN(channel, SwapChannel::open(order.room));
   }
   TORPOR_ASSIGN(const std::unique_ptr<RestoreGate> gate, gate_of(images_.asleep_of(order.tags), channel.get()));
-  ChunkRestorer chunks(parts_.transfers, *gate);
+  ChunkRestorer chunks(parts_.transfers, *gate, locate());
   Late late{.of_image = true};
   for (const std::string& tag : order.tags) {
     TagImage* const image = images_.find(tag);
@@ -106,9 +106,8 @@ Status RankRestorer::copy(const Source& from, const std::vector<int32_t>& late, 
     std::tie(first, later) = divide(from.chunks, late);
     now = first;
   }
-  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, images_.chunks().of_saved(now));
-  TORPOR_TRY(from.in_turn ? chunks.copy_in_turn(now, std::move(plans), from.tier, parts_.spill_staging_bytes)
-                          : chunks.copy(now, std::move(plans), from.tier));
+  TORPOR_TRY(from.in_turn ? chunks.copy_in_turn(now, from.tier, parts_.spill_staging_bytes)
+                          : chunks.copy(now, from.tier));
   return add_late(std::move(later), from, behind);
 }
 
@@ -162,7 +161,7 @@ Result<orders::LoadBlocks::Reply> RankRestorer::load_blocks(const orders::LoadBl
   }
   Late late{.disk = std::move(opened)};
   AllAttached gate;
-  ChunkRestorer chunks(parts_.transfers, gate);
+  ChunkRestorer chunks(parts_.transfers, gate, locate());
   TORPOR_TRY(copy({.tier = *late.disk, .chunks = blocks}, order.late, chunks, late));
   TORPOR_TRY(chunks.wait());
   reply.late_bytes = begin_late(std::move(late));

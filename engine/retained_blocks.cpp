@@ -2,7 +2,6 @@
 #include "engine/retained_blocks.h"
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
 namespace torpor {
@@ -37,18 +36,20 @@ void RetainedBlocks::keep(std::vector<Block> blocks, uint64_t budget_bytes) noex
 
 namespace {
 
-constexpr size_t kNone = SIZE_MAX;
+constexpr uint32_t kNone = UINT32_MAX;
 
-// For each of `wanted` its place in `there`, or kNone.
-std::vector<size_t> places(std::span<const RetainedBlocks::Block> there, std::span<const int32_t> wanted,
-                           std::span<const BlockContent> contents) {
-  std::unordered_map<uint64_t, size_t> of_block;
-  of_block.reserve(there.size());
-  for (size_t i = 0; i < there.size(); ++i) of_block.emplace(there[i].chunk.key.index, i);
-  std::vector<size_t> found(wanted.size(), kNone);
+// Return for each of `wanted` its place in `there`, or kNone. Numbers of blocks are dense: a table has room for all.
+std::vector<uint32_t> places(std::span<const RetainedBlocks::Block> there, std::span<const int32_t> wanted,
+                             std::span<const BlockContent> contents) {
+  uint64_t numbers = 0;
+  for (const RetainedBlocks::Block& block : there) numbers = std::max(numbers, block.chunk.key.index + 1);
+  std::vector<uint32_t> of_number(numbers, kNone);
+  for (size_t i = 0; i < there.size(); ++i) of_number[there[i].chunk.key.index] = static_cast<uint32_t>(i);
+  std::vector<uint32_t> found(wanted.size(), kNone);
   for (size_t i = 0; i < wanted.size(); ++i) {
-    const auto at = of_block.find(static_cast<uint64_t>(wanted[i]));
-    if (at != of_block.end() && contents[i].same_as(there[at->second].content)) found[i] = at->second;
+    const auto number = static_cast<uint64_t>(wanted[i]);
+    const uint32_t place = number < numbers ? of_number[number] : kNone;
+    if (place != kNone && contents[i].same_as(there[place].content)) found[i] = place;
   }
   return found;
 }
@@ -59,7 +60,7 @@ std::vector<uint64_t> RetainedBlocks::find(std::span<const int32_t> wanted,
                                            std::span<const BlockContent> contents) const {
   std::vector<uint64_t> found(wanted.size());
   const MutexLock lock(mutex_);
-  const std::vector<size_t> place = places(blocks_, wanted, contents);
+  const std::vector<uint32_t> place = places(blocks_, wanted, contents);
   for (size_t i = 0; i < place.size(); ++i) found[i] = place[i] == kNone ? 0 : blocks_[place[i]].chunk.stored_bytes;
   return found;
 }
@@ -72,8 +73,11 @@ std::vector<RetainedBlocks::Block> RetainedBlocks::take(std::span<const int32_t>
     there.swap(blocks_);
     bytes_ = 0;
   }
+  const std::vector<uint32_t> place = places(there, wanted, contents);
+  bool unchanged = there.size() == wanted.size();
+  for (size_t i = 0; i < place.size() && unchanged; ++i) unchanged = place[i] == i;
+  if (unchanged) return there;
   std::vector<Block> found(wanted.size());
-  const std::vector<size_t> place = places(there, wanted, contents);
   for (size_t i = 0; i < place.size(); ++i) {
     if (place[i] != kNone) found[i] = std::move(there[place[i]]);
   }

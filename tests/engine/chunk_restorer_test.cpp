@@ -56,6 +56,13 @@ class ChunkRestorerTest : public ::testing::Test {
     std::memset(bytes(0), 0, kChunks * kChunk);
     before_ = ended();
   }
+  ChunkRestorer::Locate locate() const {
+    return [this](std::span<const SavedChunk> saved) -> Result<std::vector<ChunkPlan>> {
+      std::vector<ChunkPlan> plans;
+      for (const SavedChunk& chunk : saved) plans.push_back(plans_[chunk.key.index]);
+      return plans;
+    };
+  }
   char* bytes(size_t chunk) {
     return reinterpret_cast<char*>(memory_ + chunk * kChunk);  // NOLINT(performance-no-int-to-ptr)
   }
@@ -89,8 +96,8 @@ TEST_F(ChunkRestorerTest, TwoJobsAreUnderWayWhileTheGateIsWaitedFor) {
     ended.push_back(copied());
     return ok();
   };
-  ChunkRestorer restorer(*transfers_, gate_);
-  ASSERT_SUCCEEDS(restorer.copy(saved_, plans_, backup_));
+  ChunkRestorer restorer(*transfers_, gate_, locate());
+  ASSERT_SUCCEEDS(restorer.copy(saved_, backup_));
   EXPECT_EQ(ended, (std::vector<uint64_t>{0, 0, 0, 1, 2, 3, 4, 5}));
   ASSERT_SUCCEEDS(restorer.wait());
   EXPECT_EQ(copied(), kChunks);
@@ -108,8 +115,8 @@ TEST_F(ChunkRestorerTest, JobsGrowFromTheFirstToTheGates) {
       ended.push_back(copied());
       return ok();
     };
-    ChunkRestorer restorer(*transfers_, gate_, kChunk);
-    ASSERT_SUCCEEDS(restorer.copy(saved_, plans_, backup_));
+    ChunkRestorer restorer(*transfers_, gate_, locate(), kChunk);
+    ASSERT_SUCCEEDS(restorer.copy(saved_, backup_));
     EXPECT_EQ(ended, most == 8 * kChunk ? (std::vector<uint64_t>{0, 0, 0, 0, 1, 1, 1, 1})
                                         : (std::vector<uint64_t>{0, 0, 0, 0, 1, 1, 2, 2}));
     ASSERT_SUCCEEDS(restorer.wait());
@@ -117,12 +124,12 @@ TEST_F(ChunkRestorerTest, JobsGrowFromTheFirstToTheGates) {
 }
 
 TEST_F(ChunkRestorerTest, NothingDrainsFromOneSourceToTheNext) {
-  ChunkRestorer restorer(*transfers_, gate_);
+  ChunkRestorer restorer(*transfers_, gate_, locate());
   const std::span<const SavedChunk> saved = saved_;
-  ASSERT_SUCCEEDS(restorer.copy(saved.first(1), {plans_[0]}, backup_));
-  ASSERT_SUCCEEDS(restorer.copy(saved.subspan(1, 1), {plans_[1]}, backup_));
+  ASSERT_SUCCEEDS(restorer.copy(saved.first(1), backup_));
+  ASSERT_SUCCEEDS(restorer.copy(saved.subspan(1, 1), backup_));
   EXPECT_EQ(copied(), 0u);
-  ASSERT_SUCCEEDS(restorer.copy(saved.subspan(2), {plans_.begin() + 2, plans_.end()}, backup_));
+  ASSERT_SUCCEEDS(restorer.copy(saved.subspan(2), backup_));
   ASSERT_SUCCEEDS(restorer.wait());
   EXPECT_TRUE(all_back());
 }
@@ -132,8 +139,8 @@ TEST_F(ChunkRestorerTest, WhereAllIsThereTheRestIsOneJob) {
     gate_.all = chunk >= 1;
     return ok();
   };
-  ChunkRestorer restorer(*transfers_, gate_);
-  ASSERT_SUCCEEDS(restorer.copy(saved_, plans_, backup_));
+  ChunkRestorer restorer(*transfers_, gate_, locate());
+  ASSERT_SUCCEEDS(restorer.copy(saved_, backup_));
   EXPECT_EQ(copied(), 0u);  // two jobs
   ASSERT_SUCCEEDS(restorer.wait());
   EXPECT_TRUE(all_back());
@@ -145,8 +152,8 @@ TEST_F(ChunkRestorerTest, AGateThatFailsEndsWhatIsUnderWay) {
     return Error{.code = Code::kResourceExhausted, .what = "no memory comes any more"};
   };
   {
-    ChunkRestorer restorer(*transfers_, gate_);
-    EXPECT_FAILS(restorer.copy(saved_, plans_, backup_), Code::kResourceExhausted, "no memory comes any more");
+    ChunkRestorer restorer(*transfers_, gate_, locate());
+    EXPECT_FAILS(restorer.copy(saved_, backup_), Code::kResourceExhausted, "no memory comes any more");
     EXPECT_EQ(copied(), 0u);
   }
   EXPECT_EQ(copied(), 2u);
@@ -154,23 +161,22 @@ TEST_F(ChunkRestorerTest, AGateThatFailsEndsWhatIsUnderWay) {
 
 TEST_F(ChunkRestorerTest, ADamagedChunkIsNamedAndTheJobsBesideItEnd) {
   saved_[1].digest = saved_[2].digest;
-  ChunkRestorer restorer(*transfers_, gate_);
-  EXPECT_FAILS(restorer.copy(saved_, plans_, backup_), Code::kCorruption, "weights/w[1]");
+  ChunkRestorer restorer(*transfers_, gate_, locate());
+  EXPECT_FAILS(restorer.copy(saved_, backup_), Code::kCorruption, "weights/w[1]");
   EXPECT_SUCCEEDS(transfers_->usable());
 }
 
 TEST_F(ChunkRestorerTest, ChunksThatWereNotSavedAreRefused) {
   plans_[3].key.region = "other";
-  ChunkRestorer restorer(*transfers_, gate_);
-  EXPECT_FAILS(restorer.copy(saved_, plans_, backup_), Code::kIncompatible, "weights/other[3]");
+  ChunkRestorer restorer(*transfers_, gate_, locate());
+  EXPECT_FAILS(restorer.copy(saved_, backup_), Code::kIncompatible, "weights/other[3]");
 }
 
 TEST_F(ChunkRestorerTest, ByAddressWhereMemoryComesInThatOrder) {
   gate_.sorted = true;
   std::reverse(saved_.begin(), saved_.end());
-  std::reverse(plans_.begin(), plans_.end());
-  ChunkRestorer restorer(*transfers_, gate_);
-  ASSERT_SUCCEEDS(restorer.copy(saved_, plans_, backup_));
+  ChunkRestorer restorer(*transfers_, gate_, locate());
+  ASSERT_SUCCEEDS(restorer.copy(saved_, backup_));
   ASSERT_SUCCEEDS(restorer.wait());
   EXPECT_EQ(gate_.waited_for, (std::vector<uint64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
   EXPECT_TRUE(all_back());
@@ -182,11 +188,11 @@ TEST_F(ChunkRestorerTest, InTurnNothingIsUnderWayBesideAJob) {
     ended.push_back(copied());
     return ok();
   };
-  ChunkRestorer restorer(*transfers_, gate_);
+  ChunkRestorer restorer(*transfers_, gate_, locate());
   const std::span<const SavedChunk> saved = saved_;
-  ASSERT_SUCCEEDS(restorer.copy(saved.first(2), {plans_[0], plans_[1]}, backup_));
+  ASSERT_SUCCEEDS(restorer.copy(saved.first(2), backup_));
   ended.clear();
-  ASSERT_SUCCEEDS(restorer.copy_in_turn(saved.subspan(2), {plans_.begin() + 2, plans_.end()}, backup_, 3 * kChunk));
+  ASSERT_SUCCEEDS(restorer.copy_in_turn(saved.subspan(2), backup_, 3 * kChunk));
   EXPECT_EQ(ended, (std::vector<uint64_t>{2, 2, 2, 5, 5, 5}));
   EXPECT_EQ(copied(), kChunks);
   ASSERT_SUCCEEDS(restorer.wait());

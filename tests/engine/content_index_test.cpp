@@ -49,11 +49,11 @@ class ContentIndexTest : public ::testing::Test {
 
 TEST_F(ContentIndexTest, ABlockIsInTheArenaOnlyWithItsVersion) {
   retain({{5, 50}, {6, 61}});
-  const std::vector<HostPlace> places = index_.find_in_host(blocks_, contents_, {}).of_blocks;
-  EXPECT_EQ(places[0].retained_bytes, kBlock);
-  EXPECT_EQ(places[1].retained_bytes, 0u);
-  EXPECT_EQ(places[2].retained_bytes, 0u);
-  EXPECT_FALSE(places[0].in_store);
+  const HostPlaces places = index_.find_in_host(blocks_, contents_, {});
+  EXPECT_EQ(places.retained_bytes[0], kBlock);
+  EXPECT_EQ(places.retained_bytes[1], 0u);
+  EXPECT_EQ(places.retained_bytes[2], 0u);
+  EXPECT_TRUE(places.in_store.empty());
   std::vector<RetainedBlocks::Block> taken = index_.take_retained(blocks_, contents_);
   EXPECT_FALSE(taken[0].bytes.empty());
   EXPECT_TRUE(taken[1].bytes.empty() && taken[2].bytes.empty());
@@ -66,13 +66,14 @@ TEST_F(ContentIndexTest, AHostStoreIsAskedUntilItIsNotBelieved) {
   std::memset(value_of(store->place(1, kBlock)).data(), 'x', kBlock);
   ASSERT_SUCCEEDS(store->placed(1, {}, {}));
   const std::vector<Slot> slots{-1, 1, 0};
-  const std::vector<HostPlace> places = index_.find_in_host(blocks_, contents_, slots).of_blocks;
-  ASSERT_TRUE(places[1].in_store);
-  EXPECT_EQ(places[1].in_store->bytes[0], std::byte{'x'});
-  EXPECT_FALSE(places[0].in_store || places[2].in_store);
-  EXPECT_FALSE(index_.find_in_host(blocks_, contents_, {}).of_blocks[1].in_store);
+  const HostPlaces places = index_.find_in_host(blocks_, contents_, slots);
+  ASSERT_EQ(places.in_store.size(), 3u);
+  ASSERT_TRUE(places.in_store[1]);
+  EXPECT_EQ(places.in_store[1]->bytes[0], std::byte{'x'});
+  EXPECT_FALSE(places.in_store[0] || places.in_store[2]);
+  EXPECT_TRUE(index_.find_in_host(blocks_, contents_, {}).in_store.empty());
   index_.set_host_store({});
-  EXPECT_FALSE(index_.find_in_host(blocks_, contents_, slots).of_blocks[1].in_store);
+  EXPECT_TRUE(index_.find_in_host(blocks_, contents_, slots).in_store.empty());
 }
 
 TEST_F(ContentIndexTest, WhatIsRetainedGoesWhereTheArenaNeedsRoom) {
@@ -80,10 +81,10 @@ TEST_F(ContentIndexTest, WhatIsRetainedGoesWhereTheArenaNeedsRoom) {
   EXPECT_EQ(index_.retained_bytes(), 3 * kBlock);
   const HostArena::Span rest = value_of(arena_->allocate(64 * kKiB - 3 * kBlock));
   const HostArena::Span one_more = value_of(arena_->allocate(kBlock));
-  const std::vector<HostPlace> places = index_.find_in_host(blocks_, contents_, {}).of_blocks;
-  EXPECT_EQ(places[0].retained_bytes, kBlock);
-  EXPECT_EQ(places[1].retained_bytes, kBlock);
-  EXPECT_EQ(places[2].retained_bytes, 0u) << "the last goes first";
+  const HostPlaces places = index_.find_in_host(blocks_, contents_, {});
+  EXPECT_EQ(places.retained_bytes[0], kBlock);
+  EXPECT_EQ(places.retained_bytes[1], kBlock);
+  EXPECT_EQ(places.retained_bytes[2], 0u) << "the last goes first";
 }
 
 TEST_F(ContentIndexTest, ForgottenBlocksAreNowhere) {
@@ -92,7 +93,7 @@ TEST_F(ContentIndexTest, ForgottenBlocksAreNowhere) {
   index_.checkpoints().note(checkpoint, {}, blocks_, contents_);
   EXPECT_TRUE(index_.checkpoints().find(checkpoint, 5, contents_[0]));
   index_.forget_blocks();
-  EXPECT_EQ(index_.find_in_host(blocks_, contents_, {}).of_blocks[0].retained_bytes, 0u);
+  EXPECT_EQ(index_.find_in_host(blocks_, contents_, {}).retained_bytes[0], 0u);
   EXPECT_FALSE(index_.checkpoints().find(checkpoint, 5, contents_[0]));
 }
 
