@@ -201,6 +201,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   int64_t tokens_from_remote() const { return hits_.tokens_from(StoreId::kRemote); }
 
   py::dict stats() const { return connector_stats(*scheduler_, blocks_.held(), loading_); }
+  py::dict take_times() { return times_to_python(scheduler_->take_times()); }
   py::object take_events() { return events_to_python(scheduler_->take_events()); }
 
  private:
@@ -386,6 +387,8 @@ void bind_connector(py::module_& module) {
       .def("tokens_from_disk", &ConnectorScheduler::tokens_from_disk)
       .def("tokens_from_remote", &ConnectorScheduler::tokens_from_remote)
       .def("stats", &ConnectorScheduler::stats, py::call_guard<InHook>())
+      .def("take_times", &ConnectorScheduler::take_times, py::call_guard<InHook>(),
+           "Seconds that each batch took, by way, and each request's load (`load`), since the last call.")
       .def("take_events", &ConnectorScheduler::take_events, py::call_guard<InHook>())
       .def("check", &ConnectorScheduler::check, py::call_guard<InHook>(),
            "For tests: raises if the index or the queue contradict themselves.")

@@ -132,6 +132,16 @@ py::dict connector_stats(const OffloadScheduler& scheduler, int64_t held, int64_
   return out;
 }
 
+py::dict times_to_python(const OffloadTimes& times) {
+  py::dict out;
+  for (const Way way : {Way::kUp, Way::kDown, Way::kOn, Way::kOut, Way::kAsk}) {
+    const std::vector<double>& seconds = times.batches[static_cast<size_t>(way)];
+    if (!seconds.empty()) out[py::str(std::string(name(way)))] = py::cast(seconds);
+  }
+  if (!times.loads.empty()) out["load"] = py::cast(times.loads);
+  return out;
+}
+
 py::object events_to_python(const BlockEvents& events) {
   if (events.events.empty() && !events.cleared && events.lost == 0) return py::none();
   py::list list;

@@ -30,6 +30,7 @@ std::vector<AdoptedBlock> adopted_from(const Bytes& bytes);
 
 // Counters since the beginning, and what there is now: flat, by name.
 pybind11::dict connector_stats(const OffloadScheduler& scheduler, int64_t held, int64_t loading);
+pybind11::dict times_to_python(const OffloadTimes& times);
 // None: there are none.
 pybind11::object events_to_python(const BlockEvents& events);
 

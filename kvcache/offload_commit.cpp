@@ -257,6 +257,7 @@ void OffloadScheduler::plan(PlannedBatch& batch, PlanKind kind) {
   }
   for (const OffloadQueue::Owner& owner : batch.owners) queue_.tell_planned(owner.ticket, batch.id, owner.count);
   queue_.job_began(batch.way);
+  batch.planned_at = clock_.now();
 }
 
 // ---- reports
@@ -315,12 +316,19 @@ void OffloadScheduler::end(PlannedBatch& batch) {
   }
   end_owners(batch);
   queue_.job_ended(batch.way);
+  note_time(times_.batches[static_cast<size_t>(batch.way)], batch.planned_at);
   if (batch.way == Way::kDown) {  // without memory for that they stay in host memory alone
     for (const StoreId store : {StoreId::kDisk, StoreId::kRemote})
       (void)catching([&]() -> Status { return send_on(batch, store), ok(); });
   }
   free_batches_.push_back(static_cast<uint32_t>(&batch - batches_.data()));
   batch.id = 0;
+}
+
+// Without memory for it nothing is noted.
+void OffloadScheduler::note_time(std::vector<double>& times, std::chrono::nanoseconds from) noexcept {
+  if (times.size() == OffloadTimes::kMost) return;
+  (void)catching([&]() -> Status { return times.push_back(seconds_between(from, clock_.now())), ok(); });
 }
 
 void OffloadScheduler::end_down(PlannedBatch& batch) {

@@ -183,6 +183,7 @@ TransferHandle OffloadScheduler::allocated(uint32_t number, std::span<const int3
     queued_.push_back({.key = pinned.key, .block = blocks[i], .slot = pinned.slot, .store = pinned.store});
   }
   request.stage = RequestStage::kOnboarding;
+  request.load_began = clock_.now();
   return queue_.enqueue({.way = Way::kUp, .priority = request.priority, .owner = number}, queued_, queued_.size(),
                         BlockOutcome::kFiltered, clock_.now());
 }
@@ -194,6 +195,7 @@ std::vector<EndedLoad> OffloadScheduler::take_loads() {
     const auto bad = std::find_if(request.pinned.begin(), request.pinned.end(),
                                   [this](const Pinned& pinned) { return !pinned.good || pinned.key.space != space_; });
     const bool finishing = request.stage == RequestStage::kFinishing;
+    note_time(times_.loads, request.load_began);
     loads_.push_back({.request = number,
                       .good_blocks = finishing ? 0 : static_cast<int32_t>(bad - request.pinned.begin()),
                       .unproven = std::any_of(request.pinned.begin(), request.pinned.end(),

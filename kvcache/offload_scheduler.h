@@ -93,6 +93,15 @@ struct OffloadOffer {
   int32_t priority = 0;
 };
 
+// How long things took, in seconds, each since it was last asked for. At most kMost of each: more are counted nowhere.
+struct OffloadTimes {
+  static constexpr size_t kMost = 4096;
+  // Of each way: from when a batch was planned until all ranks had told how it ended.
+  std::array<std::vector<double>, kWays> batches;
+  // Of requests: from when one had device blocks for what is loaded until all of it had ended.
+  std::vector<double> loads;
+};
+
 class OffloadScheduler {
  public:
   // kInvalidArgument, kResourceExhausted.
@@ -165,6 +174,7 @@ class OffloadScheduler {
   // Blocks that were used, in segments that were next to go: written again, into later ones.
   int64_t appended_again() const { return appended_again_; }
   int64_t loaded_from_remote() const { return loaded_from_remote_; }  // blocks
+  OffloadTimes take_times() { return std::exchange(times_, {}); }
   const std::vector<StoreReport>& stores(int32_t rank) const { return stores_[static_cast<size_t>(rank)]; }
   Status check() const;
 
@@ -183,6 +193,7 @@ class OffloadScheduler {
     bool used = false;     // the number
     bool counted = false;  // its keys
     uint64_t asked = 0;    // which question of all is its, while it waits for the answer; 0: none
+    std::chrono::nanoseconds load_began{};
     std::vector<Pinned> pinned;
   };
   struct JobBlock {
@@ -199,6 +210,7 @@ class OffloadScheduler {
     uint32_t request = 0;            // up, ask
     uint64_t question = 0;           // ask
     uint64_t reported = 0;           // ranks, a bit each
+    std::chrono::nanoseconds planned_at{};
     std::vector<JobBlock> blocks;
     std::vector<OffloadQueue::Owner> owners;
     Status cause;
@@ -249,6 +261,7 @@ class OffloadScheduler {
   void note_stored(const QueuedBlock& block, StoreId store);
   void note_removed();
   void tell_stores();
+  void note_time(std::vector<double>& times, std::chrono::nanoseconds from) noexcept;
   void tell(const BlockEvent& event) noexcept;
 
   const OffloadSchedulerOptions options_;
@@ -281,6 +294,7 @@ class OffloadScheduler {
   std::vector<Slot> kept_;       // in host memory, by backing()
   std::vector<HostBlock> host_;  // by slot, if they may go on to disk
   BlockEvents events_;
+  OffloadTimes times_;
   std::array<std::pair<uint64_t, uint64_t>, 2> told_{};  // host memory and disk, in an event
   // Of one call; they keep their memory.
   std::vector<Places> places_;

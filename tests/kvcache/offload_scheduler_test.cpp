@@ -35,6 +35,36 @@ TEST_P(OffloadSchedulerTest, BlocksGoDownOnAllRanksAndComeBackUpByteForByte) {
   EXPECT_EQ(rig.scheduler->index().counts(StoreId::kHost).visible, 3);
 }
 
+TEST_P(OffloadSchedulerTest, TimesAreThoseFromThePlanToTheLastRanksReportAndOfTheWholeLoad) {
+  using namespace std::chrono_literals;
+  OffloadRig& rig = this->rig();
+  const auto in_two_seconds = [&] {
+    ASSERT_TRUE(rig.send());
+    for (size_t rank = 0; rank < rig.ranks.size(); ++rank) {
+      if (rank + 1 == rig.ranks.size()) rig.clock.advance(2s);
+      ASSERT_SUCCEEDS(rig.scheduler->apply(rig.report_of(rank)));
+    }
+  };
+  rig.compute(0, 10);
+  (void)rig.offer({1}, {0});
+  rig.clock.advance(1s);  // it waits for its step: that is no batch's time
+  in_two_seconds();
+  const uint32_t request = rig.scheduler->begin_request("r");
+  const std::vector<int32_t> blocks{5};
+  ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({1}), 0), 1);
+  (void)rig.scheduler->allocated(request, blocks);
+  rig.clock.advance(1s);  // it is the load's
+  in_two_seconds();
+  EXPECT_EQ(rig.scheduler->take_loads().size(), 1u);
+  const OffloadTimes times = rig.scheduler->take_times();
+  EXPECT_EQ(times.batches[static_cast<size_t>(Way::kDown)], std::vector<double>{2.0});
+  EXPECT_EQ(times.batches[static_cast<size_t>(Way::kUp)], std::vector<double>{2.0});
+  EXPECT_EQ(times.loads, std::vector<double>{3.0});
+  EXPECT_TRUE(rig.scheduler->take_times().loads.empty());
+  rig.scheduler->loaded(request, blocks);
+  EXPECT_TRUE(rig.scheduler->finished(request));
+}
+
 TEST_P(OffloadSchedulerTest, S1ALiveBlockIsKnownByItsStampAndNeverByItsKey) {
   OffloadRig& rig = this->rig();
   rig.compute(0, 10);

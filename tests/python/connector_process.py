@@ -11,6 +11,7 @@ Prints what came of each of SCENARIOS: answers, tokens that were not computed, c
 """
 
 import atexit
+import dataclasses
 import json
 import os
 import random
@@ -29,6 +30,7 @@ from inspector import BINARY
 from vllm.config import KVEventsConfig
 
 import torpor.console
+from torpor.vllm import connector_scheduler
 
 
 def identical(served: Served) -> dict:
@@ -328,8 +330,24 @@ def several_groups(served: Served) -> dict:
     return result | {"left": served.side.stats()}
 
 
+def measured(served: Served) -> dict:
+    """What LLM.get_metrics() has of all that was told, each step telling at once."""
+    waits = connector_scheduler._STATS_SECONDS, connector_scheduler._LAST_STATS_SECONDS
+    connector_scheduler._STATS_SECONDS = connector_scheduler._LAST_STATS_SECONDS = 0.0
+    for _ in range(2):
+        served.round(prompts())
+    connector_scheduler._STATS_SECONDS, connector_scheduler._LAST_STATS_SECONDS = waits
+    metrics = [dataclasses.asdict(metric) for metric in served.one.llm.get_metrics()]
+    return {
+        "told": dict(served.side._counted),
+        "sizes": worker_side().core.sizes(),
+        "torpor": [metric for metric in metrics if metric["name"].startswith("torpor_offload_")],
+        "vllm": sum(metric["name"].startswith("vllm:") for metric in metrics),
+    }
+
+
 SCENARIOS = (
-    identical, slept, loaded_is_what_prefill_writes, only_what_is_written,
+    identical, measured, slept, loaded_is_what_prefill_writes, only_what_is_written,
     disturbed, aborted_while_loading, told, forgotten,
 )  # fmt: skip
 
@@ -389,6 +407,8 @@ def main() -> None:
         ENGINE["dtype"] = "bfloat16"
     if mode == "disk":  # host memory has fewer blocks than the device
         offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
+    if mode in ("eager", "lazy"):
+        ENGINE["disable_log_stats"] = False
     if mode in ("eager", "lazy", "disk"):
         ENGINE["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if mode == "groups":

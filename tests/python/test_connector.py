@@ -45,6 +45,29 @@ def test_tokens_are_the_same_and_most_prompts_come_from_host_memory(served):
 
 
 @pytest.mark.slow
+def test_get_metrics_has_blocks_bytes_and_seconds_of_each_way(served):
+    """As LLM.get_metrics() gives vLLM's own; every number is what the scheduler counted."""
+    result = served["measured"]
+    told, sizes, block = result["told"], result["sizes"], result["told"]["block_bytes"]
+    assert result["vllm"] > 10 and block == sizes["block_bytes"]
+    values = {
+        (metric["name"], *(metric["labels"].get(name) for name in ("way", "outcome", "store"))): metric
+        for metric in result["torpor"]
+    }
+    for way in ("onboard", "offload"):
+        blocks = values["torpor_offload_blocks", way, "transferred", None]["value"]
+        assert blocks == told[f"{way}_transferred"] > CONVERSATIONS
+        assert values["torpor_offload_bytes", way, None, None]["value"] == blocks * block
+        seconds = values["torpor_offload_seconds", way, None, None]
+        assert 0 < seconds["count"] <= blocks and seconds["sum"] > 0
+        assert seconds["buckets"]["+Inf"] == seconds["count"]
+    loads = values["torpor_offload_load_seconds", None, None, None]
+    assert loads["count"] > CONVERSATIONS and loads["sum"] > 0
+    assert values["torpor_offload_host_capacity_blocks", None, None, None]["value"] == sizes["host_slots"]
+    assert values["torpor_offload_host_blocks", None, None, None]["value"] == told["host_blocks"] > BLOCKS
+
+
+@pytest.mark.slow
 def test_packed_blocks_leave_room_for_more_in_as_many_bytes(served):
     if served["mode"] == "lazy":  # see connector_process.py
         assert 1.2 < served["room"] < 4 / 3
@@ -341,21 +364,32 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
 def test_counters_and_gauges_reach_prometheus():
     from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
-    from torpor.vllm.connector_stats import Metrics, Stats
+    from torpor.vllm.connector_stats import Metrics, Stats, with_bytes
 
     config = SimpleNamespace(kv_transfer_config=None)
     kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
     metrics, counted = Metrics(config, kinds, ["engine"], {0: ["0"]}), {}
     for transferred in (3, 5):
         stats = Stats.since(
-            counted, {"offload_transferred": transferred, "disk_evicted": 1, "host_blocks": transferred}
+            counted,
+            with_bytes({"offload_transferred": transferred, "disk_evicted": 1, "host_blocks": transferred}, 64),
+            {"offload": [0.002], "load": [0.02] * transferred},
         )
         metrics.observe(stats.data)
-    assert stats.data == {"counters": {"offload_transferred": 2}, "gauges": {"host_blocks": 5}}
+    assert stats.data == {
+        "counters": {"offload_transferred": 2, "offload_bytes": 128},
+        "gauges": {"host_blocks": 5},
+        "seconds": {"offload": [0.002], "load": [0.02] * 5},
+    }
+    assert stats.reduce() == {"offload_transferred": 2, "offload_bytes": 128, "host_blocks": 5, "offload_ms": 2.0,
+                              "load_ms": 20.0}  # fmt: skip
     text = generate_latest().decode()
     assert 'torpor_offload_blocks_total{engine="0",outcome="transferred",way="offload"} 5.0' in text
     assert 'torpor_offload_evicted_blocks_total{engine="0",store="disk"} 1.0' in text
     assert 'torpor_offload_host_blocks{engine="0"} 5.0' in text
+    assert 'torpor_offload_bytes_total{engine="0",way="offload"} 320.0' in text
+    assert 'torpor_offload_seconds_bucket{engine="0",le="0.0025",way="offload"} 2.0' in text
+    assert 'torpor_offload_load_seconds_count{engine="0"} 8.0' in text
 
 
 def test_where_the_word_of_a_key_space_cannot_be_kept_nothing_is_found_again(tmp_path):

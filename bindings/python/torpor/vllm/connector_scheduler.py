@@ -15,7 +15,7 @@ from torpor.errors import Unsupported
 from torpor.vllm import connector_groups
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions
-from torpor.vllm.connector_stats import Stats
+from torpor.vllm.connector_stats import Stats, with_bytes
 
 logger = logging.getLogger("vllm.torpor")
 
@@ -24,6 +24,10 @@ _WATERMARK_STEPS = 2  # lazy: blocks are looked at that many steps before vLLM e
 _MOST_EVENTS = 1 << 16
 _STATS_SECONDS, _LAST_STATS_SECONDS = 1.0, 0.1
 _RECOVERED_BYTES = 48  # of a block (bindings/connector_values.cpp)
+
+
+def _size(bytes_: int) -> str:
+    return f"{bytes_ / 2**30:.1f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:.2f} MiB"
 
 
 class SchedulerSide:
@@ -50,6 +54,8 @@ class SchedulerSide:
         self._space: tuple[int, str, str] | None = None
         self._shared_word = ""  # of the remote store: every engine has the same until it is reset
         self._word = "" if options.disk_folder is None else _core.space_word(options.disk_folder)
+        self._block_bytes = 0  # of all ranks
+        self._capacity: dict[str, int] = {}
         self._counted: dict[str, int] = {}  # counters as they were told last
         self._told_at = 0.0
 
@@ -74,7 +80,8 @@ class SchedulerSide:
                 "leave out prefix_match_unit",
             )
         smallest = {name: min(rank.sizes[name] for rank in ranks) for name in ranks[0].sizes}
-        smallest.pop("block_bytes")
+        self._block_bytes = sum(rank.sizes["block_bytes"] for rank in ranks)
+        del smallest["block_bytes"]
         if smallest["host_slots"] == 0 and smallest["disk_segments"] == 0:
             logger.warning("nothing is offloaded: a rank has no room for blocks")
             return
@@ -100,6 +107,19 @@ class SchedulerSide:
         if smallest["disk_segments"] > 0:
             self._adopted = self.core.adopt([rank.recovered for rank in ranks])
             self.recovered_blocks = len(self._adopted) // _RECOVERED_BYTES
+        self._capacity = {
+            "host_capacity_blocks": smallest["host_slots"],
+            "disk_capacity_blocks": smallest["disk_segments"] * smallest["segment_slots"],
+        }
+        logger.info(
+            "torpor's KV connector (%s): room for %s in host memory and %s on disk, where %d blocks were found again; "
+            "a block has %s%s",
+            self.options.offload,
+            *(f"{blocks} blocks ({_size(blocks * self._block_bytes)})" for blocks in self._capacity.values()),
+            self.recovered_blocks,
+            _size(self._block_bytes),
+            "; blocks are shared through a store" if self.options.kv_store else "",
+        )
 
     # --- requests ---
 
@@ -200,7 +220,10 @@ class SchedulerSide:
 
     def stats(self) -> dict[str, int]:
         """Counters since the beginning, and what there is now."""
-        return {} if self.core is None else self.core.stats() | {"recovered_blocks": self.recovered_blocks}
+        if self.core is None:
+            return {}
+        counted = self.core.stats() | {"recovered_blocks": self.recovered_blocks} | self._capacity
+        return with_bytes(counted, self._block_bytes)
 
     def take_stats(self) -> Stats | None:
         """Once a second while there is something to do, and soon after."""
@@ -209,7 +232,7 @@ class SchedulerSide:
         if waited < _STATS_SECONDS and self.core.busy:
             return None
         self._told_at += waited
-        stats = Stats.since(self._counted, self.stats())
+        stats = Stats.since(self._counted, self.stats(), self.core.take_times())
         return None if stats.is_empty() else stats
 
     def take_events(self) -> list:

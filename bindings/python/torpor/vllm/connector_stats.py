@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 _GAUGES = {
+    "host_capacity_blocks": "Blocks that have room in host memory.",
+    "disk_capacity_blocks": "Blocks that have room on disk.",
+    "block_bytes": "Bytes of a block, of all ranks together.",
     "host_blocks": "Blocks in host memory, also those that were forgotten and make room first.",
     "host_quarantined": "Slots of host memory that an unproven copy may still write to.",
     "disk_blocks": "Blocks on disk, also those that were forgotten and make room first.",
@@ -23,21 +26,23 @@ _GAUGES = {
 # To the device; from it to host memory; on to disk; to the store that engines share; lookups there.
 _WAYS = ("onboard", "offload", "demote", "publish", "lookup")
 _STORES = ("host", "disk")
+LOAD = "load"  # beside the ways, among times: of requests
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 @dataclass
 class Stats(KVConnectorStats):
-    """`data`: {"counters": by name, since the last time; "gauges": by name}."""
+    """`data`: {"counters": by name, since the last time; "gauges": by name; "seconds": lists, by way or LOAD}."""
 
     def __post_init__(self):
         if not self.data:
             self.reset()
 
     def reset(self):
-        self.data: dict = {"counters": {}, "gauges": {}}
+        self.data: dict = {"counters": {}, "gauges": {}, "seconds": {}}
 
     @staticmethod
-    def since(counted: dict[str, int], stats: dict[str, int]) -> Stats:
+    def since(counted: dict[str, int], stats: dict[str, int], seconds: dict[str, list[float]]) -> Stats:
         """`counted` becomes what was told."""
         counters = {}
         for name, number in stats.items():
@@ -46,23 +51,27 @@ class Stats(KVConnectorStats):
         gauges = {name: stats[name] for name in _GAUGES if name in stats}
         changed = {name: number for name, number in gauges.items() if counted.get(name) != number}
         counted.update(gauges)
-        return Stats(data={"counters": counters, "gauges": changed})
+        return Stats(data={"counters": counters, "gauges": changed, "seconds": seconds})
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, more in other.data["counters"].items():
             self.data["counters"][name] = self.data["counters"].get(name, 0) + more
         self.data["gauges"].update(other.data["gauges"])
+        for name, more in other.data["seconds"].items():
+            self.data["seconds"].setdefault(name, []).extend(more)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return self.data["counters"] | self.data["gauges"]
+        """For vLLM's log: of times the mean, in milliseconds."""
+        means = {f"{name}_ms": round(sum(each) / len(each) * 1e3, 3) for name, each in self.data["seconds"].items()}
+        return self.data["counters"] | self.data["gauges"] | means
 
     def is_empty(self) -> bool:
-        return not self.data["counters"] and not self.data["gauges"]
+        return not any(self.data.values())
 
 
 class Metrics(KVConnectorPromMetrics):
-    """Counters by way and outcome of a block, and by store what was evicted; gauges of what there is."""
+    """Blocks by way and outcome, bytes and seconds by way, seconds of loads, what was evicted, and what there is."""
 
     def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -71,6 +80,23 @@ class Metrics(KVConnectorPromMetrics):
             documentation="Blocks by way (onboard, offload, demote to disk, publish to the shared store, lookup "
             "there) and by outcome.",
             labelnames=[*labelnames, "way", "outcome"],
+        )
+        self._bytes = self._counter_cls(
+            name="torpor_offload_bytes",
+            documentation="Bytes of the blocks that were transferred, of all ranks together, by way.",
+            labelnames=[*labelnames, "way"],
+        )
+        self._seconds = self._histogram_cls(
+            name="torpor_offload_seconds",
+            documentation="Of a batch of blocks: from when it was planned until all ranks had told how it ended.",
+            labelnames=[*labelnames, "way"],
+            buckets=_SECONDS,
+        )
+        self._load_seconds = self._histogram_cls(
+            name="torpor_offload_load_seconds",
+            documentation="Of a request whose prefix was found: from when it had blocks until all was loaded.",
+            labelnames=labelnames,
+            buckets=_SECONDS,
         )
         self._evicted = self._counter_cls(
             name="torpor_offload_evicted_blocks",
@@ -91,9 +117,21 @@ class Metrics(KVConnectorPromMetrics):
         labels = self.per_engine_labelvalues[engine_idx]
         for name, more in transfer_stats_data["counters"].items():
             kind, _, what = name.partition("_")
-            if kind in _WAYS:
+            if kind in _WAYS and what == "bytes":
+                self._bytes.labels(*labels, kind).inc(more)
+            elif kind in _WAYS:
                 self._blocks.labels(*labels, kind, what).inc(more)
             elif kind in _STORES and what == "evicted":
                 self._evicted.labels(*labels, kind).inc(more)
         for name, number in transfer_stats_data["gauges"].items():
             self._gauges[name].labels(*labels).set(number)
+        for name, times in transfer_stats_data["seconds"].items():
+            told = self._load_seconds.labels(*labels) if name == LOAD else self._seconds.labels(*labels, name)
+            for seconds in times:
+                told.observe(seconds)
+
+
+def with_bytes(stats: dict[str, int], block_bytes: int) -> dict[str, int]:
+    """Add the bytes of each way that moves blocks. `block_bytes`: of a block, of all ranks."""
+    moved = {f"{way}_bytes": stats[name] * block_bytes for way in _WAYS[:-1] if (name := f"{way}_transferred") in stats}
+    return stats | moved | {"block_bytes": block_bytes}

@@ -11,9 +11,10 @@ from vllm import LLM
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import InprocClient, MPClient
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.reader import Metric
 
 from torpor.errors import Unsupported
-from torpor.vllm import engine_core, frontend, restored
+from torpor.vllm import engine_core, frontend, metrics_snapshot, restored
 from torpor.vllm.asking import asks
 from torpor.vllm.front_end_methods import Awaited, Blocking
 from torpor.vllm.mixed_in import mix_in, mix_in_behind
@@ -44,6 +45,9 @@ class LLMEngineMixin(Blocking):
 
     def has_unfinished_requests(self) -> bool:
         return frontend.has_unfinished_requests(self, super().has_unfinished_requests)
+
+    def get_metrics(self) -> list[Metric]:
+        return super().get_metrics() + metrics_snapshot.snapshot()
 
 
 class NotHeld:
