@@ -126,15 +126,15 @@ uint64_t ArenaPlan::batch_staging() const {
   return TransferEngine::most_staging(all, padded, largest);
 }
 
-void ArenaPlan::fit(uint64_t going, uint64_t coming) {
-  uint64_t needed = coming;
+void ArenaPlan::fit(uint64_t freed, uint64_t reserved) {
+  uint64_t needed = reserved;
   for (Tag& tag : tags_) {
     tag.in_host = tag.copied.size();
     for (const ChunkPlan& chunk : tag.copied) needed += room_for(tag, chunk);
   }
   const HostArenaInfo arena = parts_->arena.info();
   if (parts_->spill_dir.empty() || arena.budget_bytes == 0) return;
-  const uint64_t room = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes) + going;
+  const uint64_t room = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes) + freed;
   for (auto tag = tags_.rbegin(); tag != tags_.rend(); ++tag) {
     uint64_t padded = 0;
     uint64_t largest = 0;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -46,11 +47,11 @@ class ArenaPlan {
                               const orders::Save& order, Take take);
 
   std::vector<Tag>& tags() { return tags_; }
-  const std::vector<Tag>& tags() const { return tags_; }
-  // Fill in_host, in the order of need: all that has room in the arena. `going`: bytes of the arena that are free by
-  // then; `coming`: that are not, beside the plan's own.
-  void fit(uint64_t going, uint64_t coming);
-  // Return the staging memory of each batch of this sleep, and of its wake; 0 where chunks need none.
+  // Fill in_host, in the order of need: all that has room in the arena. `freed`: bytes in use now that will be free;
+  // `reserved`: bytes to leave free.
+  void fit(uint64_t freed, uint64_t reserved);
+  // Return the staging memory of each batch of this sleep, and of its wake; 0 where chunks need none. Before the images
+  // are taken out of the plan.
   uint64_t batch_staging() const;
   // Return how many bytes of the arena all copied chunks take.
   uint64_t arena_bytes() const;

@@ -45,7 +45,7 @@ Status CheckpointPlan::add_blocks(const BaseRecord& in_base, const orders::Save&
     // A seal binds the number: under another one the bytes are written again.
     const bool linked =
         known != nullptr && known->bytes == block_bytes() && (there.index == key.index || known->seal == SealTag{});
-    (linked ? linked_ : missing_).push_back(place);
+    (linked ? unchanged_ : missing_).push_back(place);
     if (linked && there.index != key.index) other_numbers_.emplace(place, there.index);
     chunks_.push_back({.key = std::move(key), .pieces = {}});
   }
@@ -70,7 +70,7 @@ bool CheckpointPlan::add_tag(const BaseRecord& in_base, const std::string& tag, 
     if (same) there.add(known->key, known->digest);
   }
   same = same && there.finish() == proven;
-  for (size_t i = first; i < size(); ++i) (same ? linked_ : missing_).push_back(i);
+  for (size_t i = first; i < size(); ++i) (same ? unchanged_ : missing_).push_back(i);
   return same || first == size();
 }
 
@@ -95,8 +95,8 @@ Result<std::vector<ChunkPlan>> CheckpointPlan::chunks_at(std::span<const size_t>
   return found;
 }
 
-Status CheckpointPlan::take_over_linked(RankWriter& writer) {
-  for (const size_t place : linked_) {
+Status CheckpointPlan::take_over_unchanged(RankWriter& writer) {
+  for (const size_t place : unchanged_) {
     ChunkKey there = chunks_[place].key;
     if (const auto other = other_numbers_.find(place); other != other_numbers_.end()) there.index = other->second;
     TORPOR_ASSIGN(records_[place], writer.take_over(there));
@@ -117,7 +117,7 @@ std::vector<size_t> CheckpointPlan::leave_sparse(RankWriter& writer, size_t own)
 void CheckpointPlan::shrink(size_t size) {
   chunks_.erase(chunks_.begin() + static_cast<std::ptrdiff_t>(size), chunks_.end());
   records_.resize(size);
-  for (std::vector<size_t>* const places : {&linked_, &missing_})
+  for (std::vector<size_t>* const places : {&unchanged_, &missing_})
     std::erase_if(*places, [size](size_t place) { return place >= size; });
 }
 

@@ -34,15 +34,16 @@ class CheckpointPlan {
   const ChunkKey& key_at(size_t place) const { return chunks_[place].key; }
   uint64_t bytes_at(size_t place) const;
   uint64_t block_bytes() const { return images_->chunks().block_bytes(); }
-  std::vector<SavedChunk>& records() { return records_; }        // of each place
-  const std::vector<size_t>& linked() const { return linked_; }  // places that the base has
-  std::vector<size_t>& missing() { return missing_; }            // and those that it has not
+  std::vector<SavedChunk>& records() { return records_; }  // of each place
+  // Places that the base has: its record is taken over. The writer has linked its file before (RankWriter::create()).
+  const std::vector<size_t>& unchanged() const { return unchanged_; }
+  std::vector<size_t>& missing() { return missing_; }  // and those that it has not
   // Return where the chunks at these places lie in device memory.
   Result<std::vector<ChunkPlan>> chunks_at(std::span<const size_t> places) const;
 
-  // Fill the records of linked places.
-  Status take_over_linked(RankWriter& writer);
-  // Return the places, of the first `own`, whose linked records are to be written again, because they lie in sparse
+  // Fill the records of unchanged places.
+  Status take_over_unchanged(RankWriter& writer);
+  // Return the places, of the first `own`, whose records are to be written again, because they lie in sparse
   // files (RankWriter::sparse()). If a sparse file has carried records, drop all that is carried: it is never read.
   std::vector<size_t> leave_sparse(RankWriter& writer, size_t own);
 
@@ -53,12 +54,13 @@ class CheckpointPlan {
   void shrink(size_t size);
 
   const RegionImages* images_;
-  // Of KV blocks the key alone: there are many, and most of them are linked. Where the rest lie, chunks_at() says.
+  // Of KV blocks the key alone: there are many, and most of them are unchanged. Where the rest lie, chunks_at() says.
   std::vector<ChunkPlan> chunks_;
   std::vector<SavedChunk> records_;
-  std::vector<size_t> linked_;
+  std::vector<size_t> unchanged_;
   std::vector<size_t> missing_;
-  std::unordered_map<size_t, uint64_t> other_numbers_;  // of linked_: KV blocks that the base has under another number
+  std::unordered_map<size_t, uint64_t>
+      other_numbers_;  // of unchanged_: KV blocks that the base has under another number
 };
 
 }  // namespace torpor

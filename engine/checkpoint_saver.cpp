@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/checkpoint_saver.h"
 
-#include <algorithm>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -9,6 +9,7 @@
 #include "base/progress_file.h"
 #include "checkpoint/rank_base.h"
 #include "checkpoint/rank_writer.h"
+#include "engine/chunk_saver.h"
 #include "engine/combined_digest.h"
 #include "engine/tags.h"
 
@@ -27,7 +28,7 @@ Result<orders::Save::Reply> CheckpointSaver::save(const orders::Save& order) {
   TORPOR_ASSIGN(CheckpointPlan plan, CheckpointPlan::of(images_, in_base, order, contents));
   const size_t own = plan.size();
   plan.carry(in_base, order);
-  TORPOR_TRY(plan.take_over_linked(*writer));
+  TORPOR_TRY(plan.take_over_unchanged(*writer));
   TORPOR_TRY(write(plan, plan.missing(), *writer));
   const std::vector<size_t> sparse = plan.leave_sparse(*writer, own);
   TORPOR_TRY(write(plan, sparse, *writer));
@@ -67,7 +68,7 @@ Result<orders::PlanSave::Reply> CheckpointSaver::plan(const orders::Save& order)
   orders::PlanSave::Reply reply;
   for (const std::string& tag : order.tags) reply.copied_bytes[tag] = 0;
   for (const size_t place : plan.missing()) reply.copied_bytes[plan.key_at(place).tag] += plan.bytes_at(place);
-  for (const size_t place : plan.linked()) reply.reused_bytes += plan.bytes_at(place);
+  for (const size_t place : plan.unchanged()) reply.reused_bytes += plan.bytes_at(place);
   return reply;
 }
 
@@ -75,7 +76,10 @@ Result<orders::PlanSave::Reply> CheckpointSaver::plan(const orders::Save& order)
 Status CheckpointSaver::write(CheckpointPlan& plan, std::span<const size_t> places, RankWriter& writer) const {
   if (places.empty()) return ok();
   TORPOR_ASSIGN(const std::vector<ChunkPlan> chunks, plan.chunks_at(places));
-  TORPOR_ASSIGN(std::vector<SavedChunk> saved, parts_.transfers.save(chunks, writer));
+  std::vector<SavedChunk> saved;
+  ChunkSaver saver(parts_.transfers);
+  TORPOR_TRY(saver.copy(chunks, writer, saved));
+  TORPOR_TRY(saver.wait());
   for (size_t i = 0; i < places.size(); ++i) plan.records()[places[i]] = std::move(saved[i]);
   return ok();
 }
@@ -130,7 +134,7 @@ Result<CheckpointPlan> CheckpointSaver::plan_behind(const orders::Save& save, co
     return ahead != nullptr;
   });
   plan.carry(in_base, save);
-  TORPOR_TRY(plan.take_over_linked(writer));
+  TORPOR_TRY(plan.take_over_unchanged(writer));
   const std::vector<size_t> sparse = plan.leave_sparse(writer, own);
   for (const size_t place : sparse) behind.note_sparse(plan.key_at(place).index);
   plan.missing().insert(plan.missing().end(), sparse.begin(), sparse.end());

@@ -14,7 +14,10 @@ constexpr size_t kJobChunks = 4096;
 
 }  // namespace
 
-ChunkRestorer::~ChunkRestorer() { (void)end_all(); }
+ChunkRestorer::~ChunkRestorer() {
+  for (const Job& job : under_way_) (void)transfers_.cancel(job.id);
+  (void)end_all();
+}
 
 Result<ChunkRestorer::Plans> ChunkRestorer::locate(std::span<const SavedChunk> saved) const {
   TORPOR_ASSIGN(std::vector<ChunkPlan> plans, locate_(saved));
@@ -102,6 +105,9 @@ Status ChunkRestorer::end_all() {
   Status first;
   while (!under_way_.empty()) {
     Status ended = end_oldest();
+    if (!ended) {
+      for (const Job& job : under_way_) (void)transfers_.cancel(job.id);
+    }
     if (first) first = std::move(ended);
   }
   return first;

@@ -2,8 +2,9 @@
 // ChunkRestorer: copies what was saved of a rank back into its device memory, in the order in which it is given.
 //
 // A gate says when the memory of each chunk is there. Two jobs are under way, so that copying and checking go on while
-// memory is mapped or another engine releases it, and from one source to the next. What is known of a chunk beside what
-// was saved is made when its job is due, and goes when that has ended: of a million blocks no list of all is made.
+// memory is mapped or another engine releases it, and from one source to the next. Where chunks belong is asked when
+// their job is due, and forgotten when that has ended, so that a wake of a million blocks has no list of all. (By
+// address, and one job after the other, there is such a list.)
 //
 // Owner: one order to a rank. Threads: one.
 #pragma once
@@ -29,7 +30,7 @@ class ChunkRestorer {
   // to the gate's. So copies begin as soon as some memory is there, and few jobs are small.
   ChunkRestorer(TransferEngine& transfers, RestoreGate& gate, Locate locate, uint64_t first_job_bytes = 32 * kMiB)
       : transfers_(transfers), gate_(gate), locate_(std::move(locate)), first_job_bytes_(first_job_bytes) {}
-  ~ChunkRestorer();  // waits for what is under way
+  ~ChunkRestorer();  // cancels what is under way, and waits for it
 
   // Keep a source until its jobs have ended. One that is not kept outlives this.
   void keep(std::shared_ptr<Tier> source) { sources_.push_back(std::move(source)); }

@@ -7,12 +7,14 @@
 namespace torpor {
 
 ChunkSaver::~ChunkSaver() {
+  for (const Part& part : under_way_) (void)transfers_.cancel(part.job);
   for (; !under_way_.empty(); under_way_.pop_front()) (void)transfers_.end_save(under_way_.front().job);
 }
 
 Status ChunkSaver::copy(std::span<const ChunkPlan> chunks, Tier& target, std::vector<SavedChunk>& saved) {
   return catching([&]() -> Status {
     TORPOR_TRY(transfers_.usable());
+    if (gate_ == nullptr) TORPOR_TRY(end_all());
     TORPOR_TRY(target.prepare(bytes_of(chunks), chunks.size()));
     targets_.push_back(&target);
     const uint64_t most = gate_ == nullptr ? std::numeric_limits<uint64_t>::max() : gate_->job_bytes();
@@ -37,7 +39,7 @@ Status ChunkSaver::copy_in_turn(std::span<const ChunkPlan> chunks, Tier& target,
 
 Status ChunkSaver::wait() {
   return catching([&]() -> Status {
-    while (!under_way_.empty()) TORPOR_TRY(end_oldest());
+    TORPOR_TRY(end_all());
     for (Tier* const target : targets_) TORPOR_TRY(target->finish());
     targets_.clear();
     return ok();
@@ -56,12 +58,17 @@ Status ChunkSaver::begin(Part part, Tier& target) {
   return std::move(begun).error();
 }
 
+Status ChunkSaver::end_all() {
+  while (!under_way_.empty()) TORPOR_TRY(end_oldest());
+  return ok();
+}
+
 Status ChunkSaver::end_oldest() {
   const Part oldest = under_way_.front();
   under_way_.pop_front();
   TORPOR_ASSIGN(std::vector<SavedChunk> ended, transfers_.end_save(oldest.job));
   oldest.saved->insert(oldest.saved->end(), std::move_iterator(ended.begin()), std::move_iterator(ended.end()));
-  return gate_ == nullptr ? ok() : gate_->saved(oldest.chunks);
+  return gate_ == nullptr ? ok() : gate_->on_saved(oldest.chunks);
 }
 
 }  // namespace torpor

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // ChunkSaver: copies chunks of a rank's device memory into tiers, in the order in which they are given.
 //
-// Two jobs are under way, also from one tier to the next. Where nobody takes the memory meanwhile, all chunks of a tier
-// are one job; with a gate (engine/release_gate.h) jobs are small, and memory is released while others are copied.
+// Where nobody takes the memory meanwhile, all chunks of a tier are one job, and it ends before the next tier is made
+// ready: what that brings up of host memory depends on what the one before took. With a gate (engine/release_gate.h)
+// all host memory is there before, and jobs are small. Two are under way, also from one tier to the next, so that
+// memory is released while others are copied.
 //
 // Owner: one order to a rank. Threads: one.
 #pragma once
@@ -20,7 +22,7 @@ class ChunkSaver {
  public:
   // Both outlive it. Without a gate (null) nobody is told what is saved.
   explicit ChunkSaver(TransferEngine& transfers, ReleaseGate* gate = nullptr) : transfers_(transfers), gate_(gate) {}
-  ~ChunkSaver();  // waits for what is under way
+  ~ChunkSaver();  // cancels what is under way, and waits for it
 
   // Make `target` ready and begin to copy the chunks into it; as each job ends, append to `saved` what its chunks are
   // there. All arguments outlive this. Return when the last job is begun. Errors: the target's, and those of jobs that
@@ -41,6 +43,7 @@ class ChunkSaver {
   };
   Status begin(Part part, Tier& target);
   Status end_oldest();
+  Status end_all();
 
   TransferEngine& transfers_;
   ReleaseGate* const gate_;

@@ -56,7 +56,7 @@ RankMemory::RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions o
 RankMemory::~RankMemory() {
   const bool forked = ::getpid() != process_;  // a child has neither the threads nor the device
   if (!forked && (transfers_ == nullptr || !transfers_->quarantined()))
-    return;  // members go in reverse: images, transfers, allocator, arena, device
+    return;  // members go in reverse: restorer, saver, images, parts, transfers, allocator, arena, device
   if (forked) {
     restorer_.release();
     saver_.release();

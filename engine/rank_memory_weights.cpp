@@ -86,6 +86,4 @@ std::optional<std::string> RankMemory::proven_digest(const std::string& tag) {
   return images_->proven(tag);
 }
 
-// --- the steps ---
-
 }  // namespace torpor

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // RankParts: what all parts of one rank's memory work with: its device, allocator, arena, transfers and options.
 //
-// Owner: RankMemory, which outlives those who refer to it. All but `key` outlive this.
+// Owner: RankMemory; all that refer to it end before. What it refers to outlives it.
 #pragma once
 
 #include <cstdint>

@@ -49,7 +49,7 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
     TORPOR_ASSIGN(channel, SwapChannel::open(order.room));
   }
   TORPOR_ASSIGN(const std::unique_ptr<RestoreGate> gate, gate_of(images_.asleep_of(order.tags), channel.get()));
-  ChunkRestorer chunks(parts_.transfers, *gate, locate());
+  ChunkRestorer copier(parts_.transfers, *gate, locate());
   Late late{.of_image = true};
   for (const std::string& tag : order.tags) {
     TagImage* const image = images_.find(tag);
@@ -62,9 +62,9 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
     if ((image == nullptr && went) || images_.index().missing(tag)) reply.without_content.push_back(tag);
     if (image == nullptr) continue;
     reply.bytes += image->bytes();
-    TORPOR_TRY(restore_image(*image, images_.is_kv(tag) ? order.late : std::vector<int32_t>(), chunks, late));
+    TORPOR_TRY(restore_image(*image, images_.is_kv(tag) ? order.late : std::vector<int32_t>(), copier, late));
   }
-  TORPOR_TRY(chunks.wait());
+  TORPOR_TRY(copier.wait());
   reply.late_bytes = begin_late(std::move(late));
   reply.bytes -= reply.late_bytes;
   return reply;
@@ -79,47 +79,47 @@ Result<std::unique_ptr<RestoreGate>> RankRestorer::gate_of(const std::vector<std
   return pages;
 }
 
-Status RankRestorer::restore_image(TagImage& image, const std::vector<int32_t>& late, ChunkRestorer& chunks,
-                                   Late& behind) const {
+Status RankRestorer::restore_image(TagImage& image, const std::vector<int32_t>& late_numbers, ChunkRestorer& copier,
+                                   Late& late) const {
   const std::span<const SavedChunk> all = image.chunks;
   if (image.host == nullptr) {
     TORPOR_ASSIGN(std::unique_ptr<DiskTier> opened, open_chunks(parts_, image.directory));
     const std::shared_ptr<DiskTier> tier = std::move(opened);
-    chunks.keep(tier);
-    if (!late.empty()) behind.disk = tier;
-    return copy({.tier = *tier, .chunks = all}, late, chunks, behind);
+    copier.keep(tier);
+    if (!late_numbers.empty()) late.disk = tier;
+    return copy({.tier = *tier, .chunks = all}, late_numbers, copier, late);
   }
   const size_t in_host = std::min(image.in_host, all.size());
-  TORPOR_TRY(copy({.tier = *image.host, .chunks = all.first(in_host)}, late, chunks, behind));
+  TORPOR_TRY(copy({.tier = *image.host, .chunks = all.first(in_host)}, late_numbers, copier, late));
   if (image.spilled == nullptr) return ok();
   image.staging = {};
-  return copy({.tier = *image.spilled, .chunks = all.subspan(in_host), .in_turn = true}, late, chunks, behind);
+  return copy({.tier = *image.spilled, .chunks = all.subspan(in_host), .in_turn = true}, late_numbers, copier, late);
 }
 
-// Begin to copy up what is not late; list the others in `behind`.
-Status RankRestorer::copy(const Source& from, const std::vector<int32_t>& late, ChunkRestorer& chunks,
-                          Late& behind) const {
+// Begin to copy up what is not late; list the others in `late`.
+Status RankRestorer::copy(const Source& from, const std::vector<int32_t>& late_numbers, ChunkRestorer& copier,
+                          Late& late) const {
   std::vector<SavedChunk> first;
   std::vector<SavedChunk> later;
   std::span<const SavedChunk> now = from.chunks;
-  if (!late.empty()) {
-    std::tie(first, later) = divide(from.chunks, late);
+  if (!late_numbers.empty()) {
+    std::tie(first, later) = divide(from.chunks, late_numbers);
     now = first;
   }
-  TORPOR_TRY(from.in_turn ? chunks.copy_in_turn(now, from.tier, parts_.spill_staging_bytes)
-                          : chunks.copy(now, from.tier));
-  return add_late(std::move(later), from, behind);
+  TORPOR_TRY(from.in_turn ? copier.copy_in_turn(now, from.tier, parts_.spill_staging_bytes)
+                          : copier.copy(now, from.tier));
+  return add_late(std::move(later), from, late);
 }
 
 // Jobs of at most so many bytes, or one block.
-Status RankRestorer::add_late(std::vector<SavedChunk> chunks, const Source& from, Late& behind) const {
+Status RankRestorer::add_late(std::vector<SavedChunk> chunks, const Source& from, Late& late) const {
   const uint64_t job_bytes = from.in_turn ? parts_.spill_staging_bytes : parts_.late_job_bytes;
   for (auto chunk = chunks.begin(); chunk != chunks.end();) {
     LateBlocks::Part part{.tier = &from.tier, .alone = from.in_turn};
     for (uint64_t bytes = 0; chunk != chunks.end(); ++chunk) {
       bytes += align_up(chunk->bytes, kPage);
       if (!part.chunks.empty() && bytes > job_bytes) break;
-      behind.bytes += chunk->bytes;
+      late.bytes += chunk->bytes;
       part.chunks.push_back(std::move(*chunk));
     }
     TORPOR_ASSIGN(part.plans, images_.chunks().of_saved(part.chunks));
@@ -129,7 +129,7 @@ Status RankRestorer::add_late(std::vector<SavedChunk> chunks, const Source& from
                    .what = fmt::format("{} was saved with another size", part.plans[i].key.to_string()),
                    .next_step = "wake it into the engine configuration that saved it"};
     }
-    behind.parts.push_back(std::move(part));
+    late.parts.push_back(std::move(part));
   }
   return ok();
 }
@@ -161,9 +161,9 @@ Result<orders::LoadBlocks::Reply> RankRestorer::load_blocks(const orders::LoadBl
   }
   Late late{.disk = std::move(opened)};
   AllAttached gate;
-  ChunkRestorer chunks(parts_.transfers, gate, locate());
-  TORPOR_TRY(copy({.tier = *late.disk, .chunks = blocks}, order.late, chunks, late));
-  TORPOR_TRY(chunks.wait());
+  ChunkRestorer copier(parts_.transfers, gate, locate());
+  TORPOR_TRY(copy({.tier = *late.disk, .chunks = blocks}, order.late, copier, late));
+  TORPOR_TRY(copier.wait());
   reply.late_bytes = begin_late(std::move(late));
   reply.bytes -= reply.late_bytes;
   images_.index().checkpoints().note_loaded(order.id, blocks, there);
@@ -218,7 +218,7 @@ void RankRestorer::end_late() noexcept {
   const bool of_image = late_->of_image;
   const bool keep = late_->keep && late_->foreign_writes == images_.foreign_block_writes();
   late_.reset();
-  if (of_image) images_.end_blocks(keep);
+  if (of_image) images_.drop_blocks(keep);
 }
 
 }  // namespace torpor

@@ -3,7 +3,8 @@
 //
 // A whole wake, an early one, one from a checkpoint and a swap differ in what says that memory is there
 // (engine/restore_gate.h), in the source of the bytes, and in the blocks that come late: the engine runs before those
-// are there, and they are copied behind it (engine/late_blocks.h).
+// are there, and they are copied behind it (engine/late_blocks.h). Which these are the controller decides
+// (orders::Restore::late).
 //
 // Owner: RankMemory; its lock is held at every call.
 #pragma once
@@ -61,9 +62,10 @@ class RankRestorer {
     return [this](std::span<const SavedChunk> saved) { return images_.chunks().of_saved(saved); };
   }
   Result<std::unique_ptr<RestoreGate>> gate_of(const std::vector<std::string>& tags, SwapChannel* channel) const;
-  Status restore_image(TagImage& image, const std::vector<int32_t>& late, ChunkRestorer& chunks, Late& behind) const;
-  Status copy(const Source& from, const std::vector<int32_t>& late, ChunkRestorer& chunks, Late& behind) const;
-  Status add_late(std::vector<SavedChunk> chunks, const Source& from, Late& behind) const;
+  Status restore_image(TagImage& image, const std::vector<int32_t>& late_numbers, ChunkRestorer& copier,
+                       Late& late) const;
+  Status copy(const Source& from, const std::vector<int32_t>& late_numbers, ChunkRestorer& copier, Late& late) const;
+  Status add_late(std::vector<SavedChunk> chunks, const Source& from, Late& late) const;
   uint64_t begin_late(Late late);
 
   const RankParts& parts_;

@@ -6,8 +6,10 @@
 #include <utility>
 
 #include "base/units.h"
+#include "engine/chunk_restorer.h"
 #include "engine/chunk_saver.h"
 #include "engine/combined_digest.h"
+#include "engine/restore_gate.h"
 #include "engine/spill_file.h"
 #include "engine/swap_pages.h"
 
@@ -67,9 +69,8 @@ Result<orders::Save::Reply> RankSaver::save_to_arena(const orders::Save& order, 
     for (ArenaPlan::Tag& tag : plan.tags()) TORPOR_TRY(spill(plan, tag));
     return copy_to_host(plan, nullptr);
   });
-  if (saved) return end_images(plan, Memory::kThere);
-  abandon_quarantined(order.tags);
-  images_.forget_saved(order.tags);
+  if (saved) return complete_images(plan, Memory::kThere);
+  forget(plan, order.tags);
   return saved.error();
 }
 
@@ -84,11 +85,11 @@ Result<orders::Save::Reply> RankSaver::save_giving(const orders::Save& order, Sw
   PageGiver giver(parts_.allocator, order.tags, room, static_cast<size_t>(parts_.rank));
   for (const ArenaPlan::Tag& tag : plan.tags()) giver.expect(tag.copied);
   const Status saved = catching([&]() -> Status {
-    pages_gone_ = true;
     TORPOR_TRY(giver.begin());
     return copy_to_host(plan, &giver);
   });
-  if (saved) return end_images(plan, Memory::kGone);
+  pages_gone_ = giver.has_given();
+  if (saved) return complete_images(plan, Memory::kGone);
   abandon_quarantined(order.tags);
   return saved.error();
 }
@@ -103,8 +104,17 @@ Result<ArenaPlan> RankSaver::prepare_giving(const orders::Save& order) {
     return ok();
   });
   if (prepared) return plan;
-  images_.forget_saved(order.tags);
+  forget(plan, order.tags);
   return prepared.error();
+}
+
+// Blocks that were copied or taken over are retained, whether the images have them or the plan.
+void RankSaver::forget(ArenaPlan& plan, const std::vector<std::string>& tags) noexcept {
+  abandon_quarantined(tags);
+  images_.forget_saved(tags);
+  for (ArenaPlan::Tag& tag : plan.tags()) {
+    if (images_.is_kv(tag.tag)) images_.retain(tag.image);
+  }
 }
 
 // From here on the images have what was taken over, and get what is copied.
@@ -149,18 +159,23 @@ Status RankSaver::copy_to_host(ArenaPlan& plan, ReleaseGate* gate) {
     return saver.wait();
   });
   for (const ArenaPlan::Tag& tag : plan.tags()) {
-    if (tag.clean()) continue;
-    TagImage& image = *images_.find(tag.tag);
-    image.in_host = image.chunks.size();
-    if (copied) shares_.learn(tag.tag, image.chunks);
-    if (tag.contents.empty()) continue;
-    const auto came = static_cast<std::ptrdiff_t>(image.chunks.size() - image.contents.size());
-    image.contents.insert(image.contents.end(), tag.contents.begin(), tag.contents.begin() + came);
+    if (TagImage* const image = images_.find(tag.tag); !tag.clean()) image->in_host = image->chunks.size();
   }
-  return copied;
+  const Status noted = catching([&]() -> Status {
+    for (const ArenaPlan::Tag& tag : plan.tags()) {
+      if (tag.clean()) continue;
+      TagImage& image = *images_.find(tag.tag);
+      if (copied) shares_.learn(tag.tag, image.chunks);
+      if (tag.contents.empty()) continue;
+      const auto came = static_cast<std::ptrdiff_t>(image.chunks.size() - image.contents.size());
+      image.contents.insert(image.contents.end(), tag.contents.begin(), tag.contents.begin() + came);
+    }
+    return ok();
+  });
+  return copied ? noted : copied;
 }
 
-orders::Save::Reply RankSaver::end_images(ArenaPlan& plan, Memory memory) {
+orders::Save::Reply RankSaver::complete_images(ArenaPlan& plan, Memory memory) {
   orders::Save::Reply reply;
   for (ArenaPlan::Tag& tag : plan.tags()) {
     reply.bytes += bytes_of(tag.copied);
@@ -190,12 +205,16 @@ void RankSaver::abandon_quarantined(const std::vector<std::string>& tags) noexce
 
 Status RankSaver::take_back(const std::vector<std::string>& tags) {
   if (!pages_gone_) return ok();
+  TORPOR_TRY(parts_.transfers.usable());  // else what was saved is not in the images any more
   for (const DevicePage& page : parts_.allocator.pages_of(tags)) TORPOR_TRY(parts_.allocator.take_page(page));
   for (const std::string& tag : tags) {
     const TagImage* const image = images_.find(tag);
     if (image == nullptr || image->chunks.empty()) continue;
-    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, images_.chunks().of_saved(image->chunks));
-    TORPOR_TRY(parts_.transfers.restore(image->chunks, plans, *image->host));
+    AllAttached gate;
+    ChunkRestorer copier(parts_.transfers, gate,
+                         [this](std::span<const SavedChunk> saved) { return images_.chunks().of_saved(saved); });
+    TORPOR_TRY(copier.copy(image->chunks, *image->host));
+    TORPOR_TRY(copier.wait());
   }
   pages_gone_ = false;
   return ok();

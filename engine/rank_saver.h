@@ -32,7 +32,9 @@ class RankSaver {
   // The same, into the arena; the memory of what is safe there goes page by page, for another engine. After an error
   // the images are as far as they came, for take_back(), then forget_saved().
   Result<orders::Save::Reply> save_giving(const orders::Save& order, SwapChannel& room);
-  // Take back the memory that save_giving() gave, with its content. What was not copied never went. May be repeated.
+  // Take back the memory that save_giving() gave: what was saved of it comes from the images, the rest is zeroed. A
+  // page with bytes that were still to be copied never went. kDevice: a copy is not proven over, so nobody knows. May
+  // be repeated.
   Status take_back(const std::vector<std::string>& tags);
   void on_detached() noexcept { pages_gone_ = false; }  // nothing can be taken back any more
   // Return what save() would do.
@@ -50,7 +52,8 @@ class RankSaver {
   Status spill(const ArenaPlan& plan, ArenaPlan::Tag& tag);
   Status copy_to_host(ArenaPlan& plan, ReleaseGate* gate);
   enum class Memory : uint8_t { kThere, kGone };
-  orders::Save::Reply end_images(ArenaPlan& plan, Memory memory);
+  orders::Save::Reply complete_images(ArenaPlan& plan, Memory memory);
+  void forget(ArenaPlan& plan, const std::vector<std::string>& tags) noexcept;
   void abandon_quarantined(const std::vector<std::string>& tags) noexcept;
 
   const RankParts& parts_;

@@ -210,7 +210,7 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep, boo
     TagImage* const image = find(tag);
     if (image == nullptr) continue;
     if (is_kv(tag)) {
-      if (!blocks_stay) end_blocks(keep);
+      if (!blocks_stay) drop_blocks(keep);
       continue;
     }
     const bool in_host = image->host != nullptr && image->spilled == nullptr;
@@ -225,13 +225,14 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep, boo
   return ok();
 }
 
-void RegionImages::end_blocks(bool keep) noexcept {
+void RegionImages::drop_blocks(bool keep) noexcept {
   TagImage* const image = find(chunks_.kv_tag());
   if (image == nullptr) return;
+  if (!keep) index_.checkpoints().clear();
   if (parts_.transfers.quarantined()) {
     HostTier::abandon(std::move(image->host));  // a copy may still read there
-  } else {
-    keep ? retain(*image) : index_.checkpoints().clear();
+  } else if (keep) {
+    retain(*image);
   }
   drop(chunks_.kv_tag());
 }

@@ -60,7 +60,7 @@ class RegionImages {
 
   const TagImage* find(std::string_view tag) const;  // null: there is none
   TagImage* find(std::string_view tag);
-  void put(const std::string& tag, TagImage image) { images_.insert_or_assign(tag, std::move(image)); }
+  void put(const std::string& tag, TagImage&& image) { images_[tag] = std::move(image); }
   void drop(std::string_view tag) noexcept;
   // Drop what is not kept, of tags whose content is there still. Blocks are retained as far as they were copied.
   void forget_saved(const std::vector<std::string>& tags) noexcept;
@@ -68,14 +68,14 @@ class RegionImages {
   void retain(TagImage& image) noexcept;
   // The tags have no content any more: no image is clean. `away`: the same tags; takes no memory.
   void on_detached(const std::vector<std::string>& tags, std::set<std::string, std::less<>> away);
-  // Of tags that are to come back, return those of which a region is asleep. The regions of the others were freed
-  // meanwhile, or all that is there of them was allocated since.
+  // Of tags that are to come back, return those that still have a region asleep. One that went away has none if those
+  // regions were freed, even if others were allocated since.
   std::vector<std::string> asleep_of(const std::vector<std::string>& tags) const;
   // The tags are awake; one that is already stays so. Without `keep` no image is kept. With `blocks_stay` that of the
-  // KV blocks stays as it is: end_blocks() ends it.
+  // KV blocks stays as it is: drop_blocks() ends it.
   Status finish(const std::vector<std::string>& tags, bool keep, bool blocks_stay);
-  // End the image of the KV blocks: with `keep` they are retained.
-  void end_blocks(bool keep) noexcept;
+  // Drop the image of the KV blocks; with `keep` they are retained.
+  void drop_blocks(bool keep) noexcept;
   void on_moved(const std::string& directory);  // the checkpoint under construction was committed to this path
 
   // Read the content of the tags; kept images of another content go, those of the same are clean until distrust().

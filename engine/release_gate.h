@@ -16,7 +16,7 @@ class ReleaseGate {
  public:
   virtual ~ReleaseGate() = default;
   // These chunks are saved: release what is not needed any more. An error ends the sleep.
-  virtual Status saved(std::span<const ChunkPlan> chunks) = 0;
+  virtual Status on_saved(std::span<const ChunkPlan> chunks) = 0;
   // Return the bytes of a job: its chunks are saved together.
   virtual uint64_t job_bytes() const = 0;
 };

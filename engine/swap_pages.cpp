@@ -11,6 +11,7 @@ void PageGiver::expect(std::span<const ChunkPlan> chunks) {
 }
 
 Status PageGiver::give(size_t page) {
+  has_given_ = true;
   TORPOR_TRY(allocator_.give_page(pages_[page]));
   return room_.give(rank_, pages_[page].size_bytes);
 }
@@ -22,7 +23,7 @@ Status PageGiver::begin() {
   return ok();
 }
 
-Status PageGiver::saved(std::span<const ChunkPlan> chunks) {
+Status PageGiver::on_saved(std::span<const ChunkPlan> chunks) {
   Status given;
   for (const ChunkPlan& chunk : chunks) {
     pages_.each_of(chunk, [&](size_t page) {

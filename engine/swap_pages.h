@@ -51,9 +51,10 @@ class PageGiver final : public ReleaseGate {
   // All outlive it. The chunks to be copied are told by expect(), before begin().
   PageGiver(SleepAllocator& allocator, std::span<const std::string> tags, SwapChannel& room, size_t rank);
   void expect(std::span<const ChunkPlan> chunks);
-  Status begin();                                            // gives the pages of which nothing is to be copied
-  Status saved(std::span<const ChunkPlan> chunks) override;  // each of them was expected once
+  Status begin();                                               // gives the pages of which nothing is to be copied
+  Status on_saved(std::span<const ChunkPlan> chunks) override;  // each of them was expected once
   uint64_t job_bytes() const override { return pages_.most_bytes(); }
+  bool has_given() const { return has_given_; }  // a page, or may have
 
  private:
   Status give(size_t page);
@@ -63,6 +64,7 @@ class PageGiver final : public ReleaseGate {
   const size_t rank_;
   const SwapPages pages_;
   std::vector<uint64_t> missing_;  // of each page: pieces that are not copied
+  bool has_given_ = false;
 };
 
 // The pages of tags that are attaching, each taken when somebody wants it and the other engine has given as much.

@@ -112,6 +112,30 @@ TEST_F(RankMemoryTest, TheArenaKeepsForTheNextSleepWhatItMay) {
   }
 }
 
+// Host memory of one tag is counted before the next asks for more: then its rest is one piece, and large enough.
+TEST_F(RankMemoryTest, ASleepThatJustFitsItsBudgetFits) {
+  constexpr uint64_t kBlock = 24 * kKiB;
+  constexpr uint32_t kBlocks = 20;
+  const auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(),
+                                                  {.arena_budget_bytes = 1044 * kKiB,
+                                                   .arena_slab_bytes = 64 * kKiB,
+                                                   .threads = 1,
+                                                   .own_threads = false,
+                                                   .keep_backup = false,
+                                                   .retain_kv_bytes = 0}));
+  ASSERT_SUCCEEDS(memory->allocate("weights", "w", kBlocks * kBlock));
+  const DeviceAddress kv = value_of(memory->allocate("kv_cache", "kv", kBlocks * kBlock));
+  ASSERT_SUCCEEDS(memory->set_kv_layout("kv_cache", {.num_blocks = kBlocks,
+                                                     .tensors = {{.address = kv,
+                                                                  .layers = 1,
+                                                                  .layer_stride = kBlocks * kBlock,
+                                                                  .block_stride = kBlock,
+                                                                  .block_bytes = kBlock}}}));
+  orders::Save order{.tags = {"weights", "kv_cache"}};
+  for (uint32_t block = 0; block < kBlocks; ++block) order.blocks.push_back(static_cast<int32_t>(block));
+  EXPECT_EQ(call(*memory, order).bytes, 2 * kBlocks * kBlock);
+}
+
 // Memory of a device of its own; what is wanted of the machine for its first sleep.
 class FirstSleep : public RankMemoryTest {
  protected:

@@ -243,6 +243,19 @@ TEST_F(SwapTest, ACopyThatIsNotProvenOverKeepsItsMemory) {
   EXPECT_EQ(finish(pair->to.engine), expected(2, 1));
 }
 
+// Its bytes are nowhere any more: it must not go on.
+TEST_F(SwapTest, ACopyThatIsNotProvenOverAfterMemoryWentLosesTheEngine) {
+  static auto* const kept = new std::vector<std::unique_ptr<Pair>>;
+  const auto& pair = kept->emplace_back(make_pair());
+  pair->from.engine.device().on_change([&] { pair->from.engine.device().drain_as(Drain::kUnproven); });
+  const Result<SwapReport> swapped = swap(*pair);
+  EXPECT_FAILS(swapped, Code::kDevice, "swap");
+  EXPECT_EQ(pair->from.controller.state().engine, "unrecoverable");
+  EXPECT_EQ(pair->to.controller.state().engine, "asleep");
+  ASSERT_SUCCEEDS(pair->to.controller.wake_up({}));
+  EXPECT_EQ(finish(pair->to.engine), expected(2, 1));
+}
+
 TEST_F(SwapTest, WithoutRoomInHostMemoryNothingGoes) {
   TestEngineOptions options = paged(1);
   options.arena_budget_bytes = room_for_weights_only();
