@@ -58,11 +58,14 @@ RankMemory::~RankMemory() {
   if (!forked && (transfers_ == nullptr || !transfers_->quarantined()))
     return;  // members go in reverse: images, transfers, allocator, arena, device
   if (forked) {
+    request_images_.release();
     images_.release();
     transfers_.release();
     quiet_.release();
   } else {
     // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
+    if (request_images_ != nullptr) request_images_->abandon();
+    request_images_.reset();
     if (images_ != nullptr) images_->abandon();
     images_.reset();
     transfers_.reset();  // its threads end; what a copy may still use it keeps itself
@@ -112,6 +115,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .late_job_bytes = options.late_job_bytes,
                                                          .late_thread = options.late_thread && options.own_threads,
                                                          .own_threads = options.own_threads});
+  memory->request_images_ = std::make_unique<RankImages>(*memory->arena_, *memory->transfers_);
   memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
   if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
   if (!options.arena_prefault_bytes && other_memory)
@@ -374,6 +378,43 @@ Result<orders::LookBehind::Reply> RankMemory::carry_out(const orders::LookBehind
 
 Result<orders::LeaveSign::Reply> RankMemory::carry_out(const orders::LeaveSign& order) {
   return images_->leave_sign(order);
+}
+
+// Requests that leave and come while the engine serves need its KV cache where it is.
+Status RankMemory::kv_is_attached() const {
+  const std::map<std::string, RegionState> states = allocator_->states();
+  const auto kv = states.find(kKvCacheTag);
+  if (kv != states.end() && kv->second == RegionState::kAttached) return images_->nothing_late();
+  return Error{
+      .code = Code::kFailedPrecondition,
+      .what = kv == states.end() ? "this rank has no KV cache" : fmt::format("the KV cache is {}", name(kv->second)),
+      .next_step = "wake the engine first"};
+}
+
+Result<orders::Extract::Reply> RankMemory::carry_out(const orders::Extract& order) {
+  TORPOR_TRY(kv_is_attached());
+  Result<orders::Extract::Reply> extracted =
+      catching([&]() TORPOR_REQUIRES(mutex_) { return request_images_->extract(order, images_->kv_layout()); });
+  give_back_unused();
+  return extracted;
+}
+
+Result<orders::VerifyImage::Reply> RankMemory::carry_out(const orders::VerifyImage& order) {
+  return request_images_->verify(order);
+}
+
+Result<orders::Admit::Reply> RankMemory::carry_out(const orders::Admit& order) {
+  TORPOR_TRY(kv_is_attached());
+  Result<orders::Admit::Reply> admitted =
+      catching([&]() TORPOR_REQUIRES(mutex_) { return request_images_->admit(order, images_->kv_layout()); });
+  give_back_unused();
+  return admitted;
+}
+
+Result<orders::DropImage::Reply> RankMemory::carry_out(const orders::DropImage& order) {
+  const orders::DropImage::Reply dropped = request_images_->drop(order);
+  give_back_unused();
+  return dropped;
 }
 
 // What cannot be given back now is at the next operation.

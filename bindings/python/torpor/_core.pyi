@@ -212,6 +212,22 @@ class RemoteHome:
     @property
     def term(self) -> int: ...
 
+class RequestImages:
+    """Requests that left a live engine, as values and KV in host memory of each rank."""
+
+    def __init__(self, hooks: object) -> None: ...
+    def admit_order(self, request: str, blocks: Sequence[int]) -> bytes:
+        """The order to all ranks that brings the KV of a request into its blocks, which are in token order."""
+    def begin(self, id: str) -> None:
+        """The requests of the image are on their way into the engine."""
+    def extract(self, id: str, requests: list, tables: Sequence[Sequence[int]], block_tokens: int) -> dict:
+        """Copies the KV of requests of an engine that stands still into a new image, verified. Returns its summary."""
+    def release(self, request: str) -> typing.Any:
+        """A request has its KV, or has ended. Returns the order that frees its image if it was the last, or None."""
+    def summaries(self) -> list: ...
+    def verify(self, id: str) -> list:
+        """Has every rank compare the image with its digests. Returns its requests."""
+
 class SentCheckpoint:
     """A checkpoint and answers that were copied to an object store."""
 
@@ -305,6 +321,9 @@ class SwapChannel:
         """One of the two cannot: the other is told."""
     def stopped_by(self) -> str:
         """"gives" or "takes": the side that failed first; or ""."""
+
+def admit_error(reply: bytes) -> str | None:
+    """Why a rank could not admit a request, by its reply to RequestImages.admit_order(); or None."""
 
 def begin_control(operates: bool, records: str = '') -> str:
     """A socket beside the ring of this process; returns its path. `operates`: who connects may stop the engine.
