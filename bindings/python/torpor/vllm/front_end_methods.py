@@ -12,8 +12,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import _core
 from torpor.errors import InvalidArgument
-from torpor.vllm import frontend, tracing
-from torpor.vllm.engine_values import DeferredBlocks, EngineState, RankLedger, SleepPlan
+from torpor.vllm import frontend, session_calls, tracing
+from torpor.vllm.engine_values import DeferredBlocks, EngineState, Hibernated, RankLedger, Resumed, SleepPlan
 from torpor.vllm.frontend import Report, WakeReport
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.paths import expanded
@@ -90,7 +90,8 @@ def _documented(text: str):
 
 
 class Torpor:
-    """`torpor` of an LLM or LLMEngine. Only call() can change the engine; the other methods look at it."""
+    """`torpor` of an LLM or LLMEngine. call(), hibernate() and resume() can change the engine; the other methods
+    look at it."""
 
     def __init__(self, engine: LLMEngine):
         self._engine = engine
@@ -129,6 +130,21 @@ class Torpor:
         """Raise where the host of a rank does not see the directory of checkpoints."""
         self.call("check_directory")
 
+    @_documented(session_calls.HIBERNATE)
+    def hibernate(
+        self, requests: str | Iterable[str], image: str | None = None, *, timeout: float | None = None
+    ) -> Hibernated:
+        side = frontend.BlockingSide(self._engine)
+        return frontend.finish(session_calls.hibernate(side, requests, image, timeout))
+
+    @_documented(session_calls.RESUME)
+    def resume(self, image: str) -> Resumed:
+        return frontend.finish(session_calls.resume(frontend.BlockingSide(self._engine), image))
+
+    def hibernated(self) -> list[Hibernated]:
+        """Return the images whose requests are hibernated."""
+        return frontend.finish(session_calls.images(frontend.BlockingSide(self._engine)))
+
 
 class AwaitedTorpor:
     """`torpor` of an AsyncLLM. Its methods are those of Torpor, and are awaited."""
@@ -163,6 +179,19 @@ class AwaitedTorpor:
 
     async def check_directory(self) -> None:
         await self.call("check_directory")
+
+    @_documented(session_calls.HIBERNATE)
+    async def hibernate(
+        self, requests: str | Iterable[str], image: str | None = None, *, timeout: float | None = None
+    ) -> Hibernated:
+        return await session_calls.hibernate(frontend.AsyncSide(self._engine), requests, image, timeout)
+
+    @_documented(session_calls.RESUME)
+    async def resume(self, image: str) -> Resumed:
+        return await session_calls.resume(frontend.AsyncSide(self._engine), image)
+
+    async def hibernated(self) -> list[Hibernated]:
+        return await session_calls.images(frontend.AsyncSide(self._engine))
 
 
 class Blocking(Stock):

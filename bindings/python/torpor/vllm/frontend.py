@@ -398,11 +398,15 @@ def refuse_while_asleep(engine: LLMEngine) -> None:
 
 
 def has_unfinished_requests(engine: LLMEngine, stock) -> bool:
-    """LLMEngine.has_unfinished_requests(): also while step() still has stashed outputs to return."""
+    """LLMEngine.has_unfinished_requests(): also while step() still has stashed outputs to return. Hibernated requests
+    do not count: a loop over step() until all have ended would never end."""
     given = step_outputs.of(engine)
     if given.aside is not None:
         return restored.has_others(engine)
-    return bool(given.first) or stock()
+    if not given.hibernated:
+        return bool(given.first) or stock()
+    given.hibernated &= engine.output_processor.request_states.keys()
+    return bool(given.first) or len(engine.output_processor.request_states) > len(given.hibernated)
 
 
 # --- AsyncLLM ---------------------------------------------------------------------------------------------------------
