@@ -62,6 +62,29 @@ void bind_request_images(py::module_& module) {
           py::arg("id"), py::arg("requests"), py::arg("tables"), py::arg("block_tokens"),
           "Copies the KV of requests of an engine that stands still into a new image, verified. Returns its summary.")
       .def(
+          "read",
+          [](BoundImages& self, const std::string& id, const py::list& requests,
+             const std::vector<std::vector<int32_t>>& tables, int32_t block_tokens, const py::dict& checkpoint) {
+            std::vector<RequestState> states;
+            for (const py::handle request : requests) states.push_back(request_state_from(request));
+            RequestImages::StoredBlocks stored;
+            DictReader in(checkpoint, "checkpoint");
+            py::bytes seal;
+            in.read("path", stored.directory);
+            in.read("generation", stored.generation);
+            in.read("id", seal);
+            in.finish();
+            const std::string_view given = seal;
+            if (given.size() != stored.id.size())
+              raise(Error{.code = Code::kInvalidArgument, .what = "that is not the id of a checkpoint"});
+            std::copy(given.begin(), given.end(), stored.id.begin());
+            const RequestImages::Image* const image = value_or_raise(
+                without_lock([&] { return self.images.read(id, std::move(states), tables, block_tokens, stored); }));
+            return summary_of(id, *image);
+          },
+          py::arg("id"), py::arg("requests"), py::arg("tables"), py::arg("block_tokens"), py::arg("checkpoint"),
+          "The same of requests of a checkpoint: its path, generation and id, as describe_checkpoint() gives them.")
+      .def(
           "verify",
           [](BoundImages& self, const std::string& id) {
             const RequestImages::Image* const image =
@@ -92,6 +115,14 @@ void bind_request_images(py::module_& module) {
         for (const auto& [id, image] : self.images.images()) out.append(summary_of(id, image));
         return out;
       });
+  module.def(
+      "check_portable",
+      [](const py::dict& checkpoint, const py::dict& engine) {
+        value_or_raise(compare_portable(fingerprint_from(checkpoint), fingerprint_from(engine)));
+      },
+      py::arg("checkpoint"), py::arg("engine"),
+      "Raises Incompatible, naming each field, where requests of a checkpoint cannot go on with their KV in an "
+      "engine.");
   module.def(
       "admit_error",
       [](const py::bytes& reply) -> std::optional<std::string> {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/rank_images.h"
 
-#include <algorithm>
 #include <set>
+#include <unordered_map>
 
 #include <fmt/core.h>
 
+#include "checkpoint/checkpoint.h"
 #include "engine/tags.h"
 
 namespace torpor {
@@ -45,26 +46,29 @@ Result<const RankImages::Image*> RankImages::find(const std::string& id) const {
                .next_step = "name one that was extracted and not dropped"};
 }
 
+Status RankImages::is_new(const std::string& id) const {
+  if (!images_.contains(id)) return ok();
+  return Error{.code = Code::kFailedPrecondition,
+               .what = fmt::format("there is an image {} already", id),
+               .next_step = "give each image an id of its own"};
+}
+
 Result<orders::Extract::Reply> RankImages::extract(const orders::Extract& order, const KvLayout& layout) {
-  if (images_.contains(order.image)) {
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("there is an image {} already", order.image),
-                 .next_step = "give each image an id of its own"};
-  }
+  TORPOR_TRY(is_new(order.image));
   std::vector<ChunkPlan> plans;
   for (const int32_t block : order.blocks) {
     TORPOR_ASSIGN(ChunkPlan plan, plan_of(layout, block, plans.size()));
     plans.push_back(std::move(plan));
   }
-  Image image{.host = std::make_unique<HostTier>(arena_), .chunks = {}};
+  Image image{.host = std::make_unique<HostTier>(parts_.arena), .chunks = {}};
   if (!plans.empty()) {
-    Result<std::vector<SavedChunk>> saved = transfers_.save(plans, *image.host);
+    Result<std::vector<SavedChunk>> saved = parts_.transfers.save(plans, *image.host);
     if (!saved) {
-      if (transfers_.quarantined()) HostTier::abandon(std::move(image.host));
+      if (parts_.transfers.quarantined()) HostTier::abandon(std::move(image.host));
       return std::move(saved).error();
     }
     image.chunks = std::move(*saved);
-    TORPOR_ASSIGN(const std::vector<Digest> now, transfers_.digests(plans));
+    TORPOR_ASSIGN(const std::vector<Digest> now, parts_.transfers.digests(plans));
     for (size_t i = 0; i < now.size(); ++i) {
       if (now[i] != image.chunks[i].digest) {
         return damaged(order.image, image.chunks[i].key, "changed while it was copied", "try again");
@@ -72,6 +76,54 @@ Result<orders::Extract::Reply> RankImages::extract(const orders::Extract& order,
     }
   }
   const orders::Extract::Reply reply{.bytes = image.bytes()};
+  images_.emplace(order.image, std::move(image));
+  return reply;
+}
+
+Result<orders::ReadImage::Reply> RankImages::read(const orders::ReadImage& order, const KvLayout& layout) {
+  TORPOR_TRY(is_new(order.image));
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts_.file_system, order.directory, parts_.key));
+  const RankSummary* const own = checkpoint.manifest().find_rank(parts_.rank);
+  if (own == nullptr || checkpoint.manifest().generation != order.generation || checkpoint.manifest().id != order.id) {
+    return Error{
+        .code = Code::kIncompatible,
+        .what = fmt::format("{} is not the checkpoint that the engine core sees there, or has nothing of rank {}",
+                            checkpoint.path(), parts_.rank),
+        .next_step = "let all hosts see one directory, of an engine with as many ranks"};
+  }
+  TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
+  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> source, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
+  std::unordered_map<uint64_t, const SavedChunk*> records;  // by block
+  for (const SavedChunk& record : refs.records) {
+    if (record.key.kind == ChunkKind::kKvBlock && record.key.tag == kKvCacheTag)
+      records.emplace(record.key.index, &record);
+  }
+  Image image{.host = std::make_unique<HostTier>(parts_.arena), .chunks = {}};
+  TORPOR_TRY(image.host->prepare(order.blocks.size() * layout.bytes_per_block(), order.blocks.size()));
+  for (const int32_t block : order.blocks) {
+    const auto found = records.find(static_cast<uint64_t>(block));
+    if (block < 0 || found == records.end()) {
+      return Error{.code = Code::kNotFound,
+                   .what = fmt::format("{} has no KV block {}", checkpoint.path(), block),
+                   .next_step = "use another checkpoint"};
+    }
+    const SavedChunk& record = *found->second;
+    if (record.bytes != layout.bytes_per_block()) {
+      return Error{.code = Code::kIncompatible,
+                   .what = fmt::format("{} has KV blocks of {} bytes, this engine of {}", checkpoint.path(),
+                                       record.bytes, layout.bytes_per_block()),
+                   .next_step = "start the engine with the same KV layout"};
+    }
+    SavedChunk chunk{.key = record.key, .bytes = record.bytes, .digest = record.digest};
+    TORPOR_ASSIGN(const std::span<std::byte> bytes, image.host->place(chunk));
+    TORPOR_TRY(source->get_one(record, bytes));
+    if (digest_of(bytes) != record.digest)
+      return damaged(order.image, record.key, "does not match its digest", "use another checkpoint");
+    chunk.key.index = image.chunks.size();
+    image.chunks.push_back(std::move(chunk));
+  }
+  TORPOR_TRY(image.host->finish());
+  const orders::ReadImage::Reply reply{.bytes = image.bytes()};
   images_.emplace(order.image, std::move(image));
   return reply;
 }
@@ -110,8 +162,8 @@ Result<orders::Admit::Reply> RankImages::admit(const orders::Admit& order, const
     plans.push_back(std::move(plan));
   }
   if (plans.empty()) return orders::Admit::Reply{};
-  TORPOR_TRY(transfers_.wait_for_device());  // a step that was begun before may still write into these blocks
-  if (Status copied = transfers_.restore(chunks, plans, *image->host); !copied)
+  TORPOR_TRY(parts_.transfers.wait_for_device());  // a step that was begun before may still write into these blocks
+  if (Status copied = parts_.transfers.restore(chunks, plans, *image->host); !copied)
     return copied.error().within(fmt::format("image {}", order.image));
   return orders::Admit::Reply{.bytes = bytes_of(plans)};
 }
@@ -120,7 +172,7 @@ orders::DropImage::Reply RankImages::drop(const orders::DropImage& order) noexce
   const auto found = images_.find(order.image);
   if (found == images_.end()) return {};
   const orders::DropImage::Reply reply{.bytes = found->second.bytes()};
-  if (transfers_.quarantined()) HostTier::abandon(std::move(found->second.host));
+  if (parts_.transfers.quarantined()) HostTier::abandon(std::move(found->second.host));
   images_.erase(found);
   return reply;
 }

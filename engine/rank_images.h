@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "allocator/host_arena.h"
+#include "base/file_system.h"
+#include "base/seal.h"
 #include "engine/rank_orders.h"
 #include "kvcache/kv_layout.h"
 #include "offload/host_tier.h"
@@ -23,11 +25,21 @@ namespace torpor {
 
 class RankImages {
  public:
-  RankImages(HostArena& arena, TransferEngine& transfers) : arena_(arena), transfers_(transfers) {}  // outlive it
+  struct Parts {  // all but the key outlive the images
+    HostArena& arena;
+    TransferEngine& transfers;
+    FileSystem& file_system;
+    int32_t rank = 0;
+    std::shared_ptr<const Key> key;  // of sealed checkpoints; null: there is none
+  };
+  explicit RankImages(Parts parts) : parts_(std::move(parts)) {}
 
   // Nothing writes into these blocks meanwhile. kFailedPrecondition: there is an image of this id. kInvalidArgument: no
   // such block. kResourceExhausted: the arena has no room. kCorruption: a block was written while it was copied.
   Result<orders::Extract::Reply> extract(const orders::Extract& order, const KvLayout& layout);
+  // The same from a committed checkpoint, which need not stay. kNotFound: it does not have a block. kIncompatible: its
+  // blocks have another size, or it is not the one that the order names. kCorruption names what is damaged.
+  Result<orders::ReadImage::Reply> read(const orders::ReadImage& order, const KvLayout& layout);
   // kNotFound, kCorruption.
   Result<orders::VerifyImage::Reply> verify(const orders::VerifyImage& order) const;
   // Waits for what the device was given before. kNotFound, kInvalidArgument, kCorruption.
@@ -42,9 +54,9 @@ class RankImages {
     uint64_t bytes() const;
   };
   Result<const Image*> find(const std::string& id) const;
+  Status is_new(const std::string& id) const;
 
-  HostArena& arena_;
-  TransferEngine& transfers_;
+  const Parts parts_;
   std::map<std::string, Image, std::less<>> images_;  // by id
 };
 

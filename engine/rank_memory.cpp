@@ -115,7 +115,13 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .late_job_bytes = options.late_job_bytes,
                                                          .late_thread = options.late_thread && options.own_threads,
                                                          .own_threads = options.own_threads});
-  memory->request_images_ = std::make_unique<RankImages>(*memory->arena_, *memory->transfers_);
+  memory->request_images_ = std::make_unique<RankImages>(RankImages::Parts{
+      .arena = *memory->arena_,
+      .transfers = *memory->transfers_,
+      .file_system = file_system,
+      .rank = options.rank,
+      .key = options.key,
+  });
   memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
   if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
   if (!options.arena_prefault_bytes && other_memory)
@@ -397,6 +403,13 @@ Result<orders::Extract::Reply> RankMemory::carry_out(const orders::Extract& orde
       catching([&]() TORPOR_REQUIRES(mutex_) { return request_images_->extract(order, images_->kv_layout()); });
   give_back_unused();
   return extracted;
+}
+
+Result<orders::ReadImage::Reply> RankMemory::carry_out(const orders::ReadImage& order) {
+  Result<orders::ReadImage::Reply> read =
+      catching([&]() TORPOR_REQUIRES(mutex_) { return request_images_->read(order, images_->kv_layout()); });
+  give_back_unused();
+  return read;
 }
 
 Result<orders::VerifyImage::Reply> RankMemory::carry_out(const orders::VerifyImage& order) {

@@ -172,6 +172,14 @@ void serialize(Archive& archive, orders::Extract::Reply& v) {
   archive(v.bytes);
 }
 template <class Archive>
+void serialize(Archive& archive, orders::ReadImage& v) {
+  archive(v.image, v.blocks, v.directory, v.generation, v.id);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::ReadImage::Reply& v) {
+  archive(v.bytes);
+}
+template <class Archive>
 void serialize(Archive& archive, orders::VerifyImage& v) {
   archive(v.image);
 }
@@ -321,6 +329,7 @@ TORPOR_ORDER(Extract)
 TORPOR_ORDER(VerifyImage)
 TORPOR_ORDER(Admit)
 TORPOR_ORDER(DropImage)
+TORPOR_ORDER(ReadImage)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

@@ -290,6 +290,20 @@ struct Extract {
   std::vector<int32_t> blocks;  // the image has them in this order
 };
 
+// As Extract, of KV blocks that a committed checkpoint has. Each rank reads its own refs there.
+struct ReadImage {
+  static constexpr std::string_view kName = "read_image";
+  struct Reply {
+    uint64_t bytes = 0;
+  };
+  std::string image;
+  std::vector<int32_t> blocks;  // by their numbers in the checkpoint
+  std::string directory;
+  uint64_t generation =
+      0;  // of the checkpoint that the engine core has opened there: a rank that finds another refuses
+  SealId id{};
+};
+
 // Compare each chunk of an image with its digest. kCorruption names the first that is damaged.
 struct VerifyImage {
   static constexpr std::string_view kName = "verify_image";
@@ -334,7 +348,7 @@ using RankOrder =
                  orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks, orders::Moved,
                  orders::PlanSave, orders::TellContents, orders::Arrivals, orders::OpenBehind, orders::CopyAhead,
                  orders::SaveBehind, orders::LookBehind, orders::LeaveSign, orders::TakeBack, orders::Extract,
-                 orders::VerifyImage, orders::Admit, orders::DropImage>;
+                 orders::VerifyImage, orders::Admit, orders::DropImage, orders::ReadImage>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

@@ -34,6 +34,27 @@ const RequestImages::Request* RequestImages::find(const std::string& request) co
 Result<const RequestImages::Image*> RequestImages::extract(const std::string& id, std::vector<RequestState> requests,
                                                            const std::vector<std::vector<int32_t>>& tables,
                                                            int32_t block_tokens) {
+  return make(orders::Extract{.image = id, .blocks = {}}, std::move(requests), tables, block_tokens);
+}
+
+Result<const RequestImages::Image*> RequestImages::read(const std::string& id, std::vector<RequestState> requests,
+                                                        std::vector<std::vector<int32_t>> tables, int32_t block_tokens,
+                                                        const StoredBlocks& stored) {
+  for (size_t i = 0; i < std::min(tables.size(), requests.size()) && block_tokens > 0; ++i) {
+    const auto used = static_cast<size_t>((requests[i].num_computed_tokens + block_tokens - 1) / block_tokens);
+    if (tables[i].size() > used) tables[i].resize(used);
+  }
+  return make(
+      orders::ReadImage{
+          .image = id, .blocks = {}, .directory = stored.directory, .generation = stored.generation, .id = stored.id},
+      std::move(requests), tables, block_tokens);
+}
+
+template <class Order>
+Result<const RequestImages::Image*> RequestImages::make(Order order, std::vector<RequestState> requests,
+                                                        const std::vector<std::vector<int32_t>>& tables,
+                                                        int32_t block_tokens) {
+  const std::string id = order.image;
   if (id.empty() || requests.empty()) return invalid("an image needs an id and at least one request");
   if (block_tokens < 1) return invalid(fmt::format("a block of {} tokens", block_tokens));
   if (tables.size() != requests.size())
@@ -42,7 +63,6 @@ Result<const RequestImages::Image*> RequestImages::extract(const std::string& id
     return Error{.code = Code::kFailedPrecondition, .what = what, .next_step = "resume it, or give another id"};
   };
   if (images_.contains(id)) return exists(fmt::format("there is an image {} already", id));
-  orders::Extract order{.image = id, .blocks = {}};
   Image image;
   std::unordered_map<int32_t, int32_t> positions;  // of each block
   std::set<std::string> ids;
@@ -66,13 +86,13 @@ Result<const RequestImages::Image*> RequestImages::extract(const std::string& id
   std::map<std::string, std::string, std::less<>> known = image_of_;
   for (const std::string& request : ids) known.emplace(request, id);
   Image& made = images_[id];
-  Result<std::vector<orders::Extract::Reply>> extracted = catching([&] { return ranks_.call(order); });
-  if (!extracted) {
+  Result<std::vector<typename Order::Reply>> replies = catching([&] { return ranks_.call(order); });
+  if (!replies) {
     images_.erase(id);
     (void)ranks_.undo(orders::DropImage{.image = id});  // what a rank keeps all the same goes with its process
-    return std::move(extracted).error();
+    return std::move(replies).error();
   }
-  image.bytes = total_bytes(*extracted);
+  image.bytes = total_bytes(*replies);
   made = std::move(image);
   image_of_.swap(known);
   return &made;

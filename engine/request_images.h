@@ -34,6 +34,11 @@ class RequestImages {
     uint64_t bytes = 0;               // on all ranks
     bool resuming = false;
   };
+  struct StoredBlocks {  // of a committed checkpoint
+    std::string directory;
+    uint64_t generation = 0;
+    SealId id{};
+  };
   using Images = std::map<std::string, Image, std::less<>>;  // by id
 
   explicit RequestImages(EngineHooks& hooks) : ranks_(hooks) {}  // `hooks` outlives it
@@ -44,6 +49,9 @@ class RequestImages {
   // RankImages.
   Result<const Image*> extract(const std::string& id, std::vector<RequestState> requests,
                                const std::vector<std::vector<int32_t>>& tables, int32_t block_tokens);
+  // The same from a committed checkpoint: `tables` are its block tables, perhaps with blocks for tokens without KV.
+  Result<const Image*> read(const std::string& id, std::vector<RequestState> requests,
+                            std::vector<std::vector<int32_t>> tables, int32_t block_tokens, const StoredBlocks& stored);
   // Have every rank compare its chunks with their digests. Return the image. kNotFound, kCorruption.
   Result<const Image*> verify(const std::string& id);
   // The requests of the image are on their way into the engine. kNotFound; kFailedPrecondition if they are already.
@@ -60,6 +68,10 @@ class RequestImages {
 
  private:
   Result<Image*> image_of(const std::string& id);
+  // `order`: Extract or ReadImage, with all but its blocks.
+  template <class Order>
+  Result<const Image*> make(Order order, std::vector<RequestState> requests,
+                            const std::vector<std::vector<int32_t>>& tables, int32_t block_tokens);
 
   RankGroup ranks_;
   Images images_;

@@ -2,6 +2,10 @@
 // Images of requests that left their engine: the KV of each is whole, verified, and frees its memory.
 #include <algorithm>
 #include <cstring>
+#include <fstream>
+#include <iterator>
+
+#include <boost/filesystem.hpp>
 
 #include "allocator/host_device.h"
 #include "base/units.h"
@@ -11,6 +15,8 @@
 #include "tests/support/process_bytes.h"
 #include "tests/support/rank_call.h"
 #include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+#include "tests/support/written_checkpoint.h"
 
 namespace torpor {
 namespace {
@@ -194,6 +200,81 @@ TEST(RankImages, AreAsBeforeAfterAnyFailureOfTheDevice) {
     ASSERT_LT(call, 100u);
   }
   EXPECT_GE(failures, 2);
+}
+
+// Change one byte of what a file below `directory` has of these bytes.
+void flip_stored_byte(const std::string& directory, const std::vector<std::byte>& bytes) {
+  const std::string pattern(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  for (const auto& entry : boost::filesystem::directory_iterator(directory)) {
+    std::fstream file(entry.path().string(), std::ios::in | std::ios::out | std::ios::binary);
+    const std::string content((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    const size_t place = content.find(pattern);
+    if (place == std::string::npos) continue;
+    file.clear();
+    file.seekp(static_cast<std::streamoff>(place + 17));
+    file.put('?');
+    return;
+  }
+  FAIL() << "no file has these bytes";
+}
+
+// Blocks as write_checkpoint() writes them.
+class ImagesOfCheckpoints : public ::testing::Test {
+ protected:
+  std::unique_ptr<RankMemory> make(uint64_t block_bytes, int32_t rank = 0) {
+    auto memory = value_of(RankMemory::create(value_of(make_host_device()), linux_file_system(),
+                                              {.rank = rank, .arena_slab_bytes = 64 * kKiB, .threads = 1}));
+    kv_ = value_of(memory->allocate("kv_cache", "kv", kBlocks * block_bytes));
+    const KvTensor tensor{
+        .address = kv_, .layers = 1, .layer_stride = 1, .block_stride = block_bytes, .block_bytes = block_bytes};
+    EXPECT_SUCCEEDS(memory->set_kv_layout("kv_cache", {.num_blocks = kBlocks, .tensors = {tensor}}));
+    return memory;
+  }
+  orders::ReadImage reading(std::vector<int32_t> blocks) {
+    const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), path_));
+    return {.image = "a",
+            .blocks = std::move(blocks),
+            .directory = path_,
+            .generation = checkpoint.manifest().generation,
+            .id = checkpoint.manifest().id};
+  }
+  const test::TemporaryDirectory directory_;
+  const std::unique_ptr<CheckpointManager> manager_ =
+      value_of(CheckpointManager::open(linux_file_system(), directory_.path()));
+  const std::string path_ = value_of(test::write_checkpoint(*manager_));
+  DeviceAddress kv_ = 0;
+};
+
+TEST_F(ImagesOfCheckpoints, HaveTheirBlocks) {
+  const auto memory = make(1000);
+  EXPECT_EQ(value_of(call_rank(*memory, reading({3, 1}))).bytes, 2000u);
+  EXPECT_FAILS(call_rank(*memory, reading({3})), Code::kFailedPrecondition);  // the id is taken
+  ASSERT_SUCCEEDS(call_rank(*memory, orders::VerifyImage{.image = "a"}));
+  ASSERT_SUCCEEDS(call_rank(*memory, orders::Admit{.image = "a", .chunks = {1, 0}, .blocks = {6, 9}}));
+  for (const auto& [block, stored] : {std::pair<uint64_t, uint64_t>{6, 1}, {9, 3}}) {
+    const auto* const begin = reinterpret_cast<const std::byte*>(kv_ + block * 1000);  // NOLINT
+    EXPECT_EQ(std::vector<std::byte>(begin, begin + 1000), test::example_block(stored));
+  }
+}
+
+TEST_F(ImagesOfCheckpoints, AreOfTheSameLayoutRankAndCheckpoint) {
+  const auto memory = make(1000);
+  EXPECT_FAILS(call_rank(*memory, reading({1, 5})), Code::kNotFound, "no KV block 5");
+  EXPECT_FAILS(call_rank(*memory, reading({-1})), Code::kNotFound);
+  EXPECT_FAILS(call_rank(*make(2000), reading({1})), Code::kIncompatible, "1000 bytes, this engine of 2000");
+  EXPECT_FAILS(call_rank(*make(1000, 1), reading({1})), Code::kIncompatible, "rank 1");
+  orders::ReadImage other = reading({1});
+  ++other.generation;
+  EXPECT_FAILS(call_rank(*memory, other), Code::kIncompatible);
+  EXPECT_EQ(memory->ledger().arena_used_bytes, 0u);
+}
+
+TEST_F(ImagesOfCheckpoints, HaveNoDamagedBlock) {
+  const auto memory = make(1000);
+  flip_stored_byte(path_, test::example_block(3));
+  EXPECT_FAILS(call_rank(*memory, reading({1, 3})), Code::kCorruption, "kv_cache block 3");
+  EXPECT_EQ(memory->ledger().arena_used_bytes, 0u);
+  ASSERT_SUCCEEDS(call_rank(*memory, reading({1})));
 }
 
 // --- what the engine core knows of them ---

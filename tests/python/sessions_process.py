@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of the tests: an AsyncLLM with its engine core and ranks in other processes, whose requests leave and come
-back while their readers wait. Prints what the readers got, with and without that."""
+"""A process of the tests: an AsyncLLM, or an LLM, with its engine core and ranks in other processes, whose requests
+leave and come back while their readers wait. Prints what the readers got, with and without that."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from conftest import ENGINE
-from requests_of_tests import REQUESTS, answer
+from requests_of_tests import REQUESTS, add_requests, answer, final, run
 
 from torpor.errors import Error
 
@@ -73,6 +73,27 @@ async def cancelled(engine) -> dict:
     return {"error": error, "used": ledger.arena_used_bytes}
 
 
+def blocking(model: Path) -> dict:
+    """An LLM: its engine core takes steps while nobody calls step()."""
+    from vllm import LLM
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    llm = LLM(str(model), additional_config={"torpor": {"sessions": True}}, **ENGINE)
+    engine, result = llm.llm_engine, {}
+    for way in ("plain", "away"):
+        llm.reset_prefix_cache()
+        add_requests(engine, NAMES)
+        answers = run(engine, 4)
+        if way == "away":
+            left = llm.torpor.hibernate([name for name in LEAVING if not answers.get(name, [False])[0]])
+            answers |= run(engine)
+            assert {name for name in NAMES if not answers.get(name, [False])[0]} == set(left.requests) != set()
+            llm.torpor.resume(left.id)
+        result[way] = final(answers | run(engine))
+    engine.engine_core.shutdown()
+    return result
+
+
 async def main(model: Path, ranks: int) -> dict:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -94,4 +115,5 @@ async def main(model: Path, ranks: int) -> dict:
 
 
 if __name__ == "__main__":
-    print("RESULT " + json.dumps(asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))), flush=True)
+    model, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    print("RESULT " + json.dumps(asyncio.run(main(model, ranks)) if ranks else blocking(model)), flush=True)

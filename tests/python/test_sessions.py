@@ -469,3 +469,71 @@ def said(caplog):
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+
+
+# --- a checkpoint whose requests come the same way --------------------------------------------------------------------
+
+
+def checkpoint_of(one, steps: int) -> tuple[str, dict]:
+    """A checkpoint after so many steps, and what its requests had answered; the engine is empty then, and scrambled."""
+    answers = one.begin(steps)
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    answers |= one.stopped()
+    assert one.llm.wake_up()
+    run(one.engine)
+    scramble(one)
+    return path, answers
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_all_requests_of_a_checkpoint_are_admitted_with_their_kv(one, steps):
+    expected = one.expected
+    path, answers = checkpoint_of(one, steps)
+    report = one.llm.wake_up(from_checkpoint=path, identity="portable")
+    assert report and report.checkpoint == path and report.failed_requests == [] and report.restored_bytes > 0
+    begun = {request.request_id: request.num_tokens for request in one.core.scheduler.requests.values()}
+    same(one.finish(answers), expected)
+    assert len(begun) >= report.requests > 5
+    idle(one)
+
+
+def test_no_token_of_a_checkpoint_is_computed_again(one):
+    path, _ = checkpoint_of(one, 9)
+    one.llm.wake_up(from_checkpoint=path, identity="portable")
+    decoding = {i for i, request in one.core.scheduler.requests.items() if request.num_output_tokens > 0}
+    scheduled = 0
+    for _ in range(4):
+        before = {i: request.num_computed_tokens for i, request in one.core.scheduler.requests.items()}
+        one.engine.step()
+        for i, request in one.core.scheduler.requests.items():
+            if i in decoding and before.get(i, 0) > 0:
+                assert request.num_computed_tokens - before[i] <= 1 + rig.active()
+                scheduled += 1
+    assert scheduled > 5
+    run(one.engine)
+    idle(one)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_field(one, monkeypatch):
+    path, _ = checkpoint_of(one, 3)
+    hooks = one.core.torpor_side.hooks
+    fields = hooks.fingerprint()
+    monkeypatch.setattr(type(hooks), "fingerprint", lambda self: fields | {"model_config": "other", "threads": "99"})
+    with pytest.raises(errors.Incompatible, match="model_config: checkpoint has") as refused:
+        one.llm.wake_up(from_checkpoint=path, identity="portable")
+    assert "threads" not in str(refused.value)
+    assert not one.core.scheduler.requests
+    idle(one)
+
+
+def test_an_engine_with_requests_takes_no_checkpoint(one):
+    path, _ = checkpoint_of(one, 3)
+    one.begin(2, ["greedy"])
+    with pytest.raises(errors.WrongState, match="requests of its own"):
+        one.llm.wake_up(from_checkpoint=path, identity="portable")
+    with pytest.raises(errors.InvalidArgument, match="identity is 'near'"):
+        one.llm.wake_up(from_checkpoint=path, identity="near")
+    with pytest.raises(errors.InvalidArgument, match="with other arguments"):
+        one.llm.wake_up(from_checkpoint=path, identity="portable", early=False, kv="keep")
+    run(one.engine)
+    idle(one)

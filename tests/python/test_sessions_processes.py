@@ -21,6 +21,12 @@ def test_readers_of_an_async_engine_wait_and_get_every_token(zygote, tiny_model,
 
 
 @pytest.mark.slow
+def test_an_engine_that_steps_by_itself_gives_every_token(zygote, tiny_model):
+    result = result_of(zygote.run([SCRIPT, tiny_model, 0], timeout=300))
+    same(result["away"], result["plain"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -222,6 +222,10 @@ class RequestImages:
         """The requests of the image are on their way into the engine."""
     def extract(self, id: str, requests: list, tables: Sequence[Sequence[int]], block_tokens: int) -> dict:
         """Copies the KV of requests of an engine that stands still into a new image, verified. Returns its summary."""
+    def read(
+        self, id: str, requests: list, tables: Sequence[Sequence[int]], block_tokens: int, checkpoint: dict
+    ) -> dict:
+        """The same of requests of a checkpoint: its path, generation and id, as describe_checkpoint() gives them."""
     def release(self, request: str) -> typing.Any:
         """A request has its KV, or has ended. Returns the order that frees its image if it was the last, or None."""
     def summaries(self) -> list: ...
@@ -341,6 +345,11 @@ def check_call(method: str, params: str) -> None:
 
 def check_metadata(metadata: Mapping[str, str], to_disk: bool) -> None:
     """Raises InvalidArgument for what is beyond the limits of metadata, or where nothing is written to disk."""
+
+def check_portable(checkpoint: dict, engine: dict) -> None:
+    """Raises Incompatible, naming each field, where requests of a checkpoint cannot go on with their KV in an
+    engine.
+    """
 
 def commit_set(directory: str, paths: Sequence[str], options: dict = {}) -> CheckpointSet:
     """Makes the checkpoints of all data parallel ranks, by rank, one: a CheckpointSet."""

@@ -34,6 +34,7 @@ _METHODS = frozenset({
     "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
     "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
+    "wake_portable", "end_portable",
 })  # fmt: skip
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
@@ -237,6 +238,16 @@ class EngineSide:
     def resume_image(self, options: dict) -> dict:
         self._check_awake()
         return self.sessions.resume(options["image"])
+
+    def wake_portable(self, options: dict) -> dict:
+        self._check_awake()
+        key_file = Options.of(self.hooks.core.vllm_config).key_file
+        report = self.sessions.wake_portable(options, self.controller.fingerprint(), key_file)
+        report["outputs"] = _with_tokens(report["outputs"], report.pop("state"))
+        return report
+
+    def end_portable(self, options: dict) -> None:
+        self.sessions.end_portable(options["keep"])
 
     def images(self, _: dict) -> list[dict]:
         return self.sessions.summaries()

@@ -182,9 +182,18 @@ def _beside_tokens(request: Request, bound: str) -> dict:
     return {"adapter": adapter, "other_hash_keys": other, "said": said.to_value(request)} | inputs.to_value()
 
 
-def without_place(engine: dict) -> dict:
-    """The "engine" of a request's value, without what says where it stood in its engine."""
-    return {name: item for name, item in engine.items() if name not in _PLACE_FIELDS}
+def moved_request(value: dict, block_hasher) -> Request:
+    """As request_from_value(), of a request that stood elsewhere: in another engine, or in this one, which it left. It
+    waits, and has nothing of its place there. Raises Incompatible."""
+    engine = {name: item for name, item in value["engine"].items() if name not in _ENGINE_FIELDS}
+    keys = {"block_hashes": b"", "block_hash_bytes": 0}  # made anew: other engines may hash otherwise
+    request = request_from_value(value | keys | {"engine": engine, "num_computed_tokens": 0}, block_hasher)
+    for name, item in value["engine"].items():
+        if name in _ENGINE_FIELDS and name not in _PLACE_FIELDS and hasattr(request, name):
+            setattr(request, name, item)
+    if not request.use_structured_output:
+        request.status = RequestStatus.WAITING
+    return request
 
 
 def put_pooling_back(scheduler: Scheduler) -> None:

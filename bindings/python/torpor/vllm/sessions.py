@@ -6,6 +6,8 @@ What is hibernated, and where its KV lies, is C++ (engine/request_images.h). How
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -114,18 +116,95 @@ class Sessions:
         summary = next(each for each in images.summaries() if each["id"] == image)
         self._weights.pop(image, None)
         for item, request in zip(items, requests, strict=True):
-            admissions.admit(request, 0 if recomputed else item["num_computed_tokens"], _for_runners(item))
-            self._scheduler.add_request(request)
-            self._clients.pop(request.request_id, None)
+            self._admit(admissions, item, request, 0 if recomputed else item["num_computed_tokens"])
         return summary | {"recomputed": recomputed}
+
+    def _admit(self, admissions, item: dict, request: Request, computed: int) -> None:
+        admissions.admit(request, computed, _for_runners(item))
+        self._scheduler.add_request(request)
+        self._clients.pop(request.request_id, None)
+
+    def wake_portable(self, options: dict, engine: dict[str, str], key_file: str | None) -> dict:
+        """Admit all requests of a checkpoint, which another engine may have written, with their KV. The engine stands
+        still until end_portable(). `engine`: its fingerprint. Return the report of a wake.
+
+        Raises Incompatible, by field, where the KV means something else here; a request that cannot come alone is in
+        `failed_requests`. Then, and after any other error, nothing has changed.
+        """
+        images, admissions = self._begun()
+        if self._scheduler.requests or images.summaries():
+            raise WrongState("this engine has requests of its own", "wake the checkpoint in an engine without requests")
+        began = time.monotonic()
+        stored = _core.describe_checkpoint(options["from_checkpoint"], 0, key_file)
+        _core.check_portable(stored["fingerprint"], engine)
+        checkpoint = _core.read_checkpoint(stored["path"], key_file)
+        checkpoint.validate()
+        state = checkpoint.to_dict()
+        items, failed = self._items_of(state)
+        made = []
+        for item in items:
+            try:
+                made.append((item, self._made(item)))
+            except Exception as problem:  # whatever another release may have written
+                failed.append({"id": item["id"], "error": f"{problem}"})
+        image = f"checkpoint-{uuid.uuid4().hex}"
+        self._hooks.quiesce(None)
+        try:
+            summary = self._read(images, image, made, state, stored)
+        except BaseException:
+            self._hooks.resume()
+            raise
+        for item, request in made:
+            self._admit(admissions, item, request, item["num_computed_tokens"])
+        return {
+            "changed": True, "fully_awake": True, "held": True, "checkpoint": stored["path"], "requests": len(made),
+            "restored_bytes": summary["bytes"], "failed_requests": failed, "outputs": state["outputs"],
+            "metadata": state["metadata"], "seconds": time.monotonic() - began, "state": state,
+        }  # fmt: skip
+
+    @staticmethod
+    def _read(images, image: str, made: list[tuple[dict, Request]], state: dict, stored: dict) -> dict:
+        """Have the ranks read the KV of these requests. Return the summary of their image."""
+        if not made:
+            return {"bytes": 0}
+        (group,) = state["kv"]["groups"]
+        tables = [list(group["tables"].get(item["id"], ())) for item, _ in made]
+        place = {name: stored[name] for name in ("path", "generation", "id")}
+        summary = images.read(image, [item for item, _ in made], tables, group["block_size"], place)
+        images.begin(image)
+        return summary
+
+    def end_portable(self, keep: bool) -> None:
+        """The front end has the requests, or cannot take them: then they end."""
+        if not keep:
+            self._scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self._hooks.resume()
+
+    def _items_of(self, state: dict) -> tuple[list[dict], list[dict]]:
+        """The requests of a checkpoint in the order in which its engine ran them, and those that cannot leave it."""
+        if len(state["kv"]["groups"]) != 1:
+            raise Incompatible("the checkpoint has several KV cache groups", "wake it in an engine like its own")
+        requests = {item["id"]: item for item in state["scheduler"]["requests"]}
+        items, failed = [], []
+        for request_id in (each for queue in ("running", "held", "waiting") for each in state["scheduler"][queue]):
+            item = requests[request_id]
+            if problem := _bound_to_its_engine(item):
+                failed.append({"id": request_id, "error": f"request {request_id}: {problem}"})
+                continue
+            of_runners = [_of_runner(worker, request_id) for worker in state["workers"]]
+            computed = item["num_computed_tokens"]
+            if item["sampling"]["prompt_logprobs"] is not None and len(item["output_token_ids"]) == 0:
+                computed = 0  # as _tokens_with_kv()
+            item |= {"client_index": 0, "num_computed_tokens": computed}
+            item["engine"] = item["engine"] | {"of_runners": of_runners}
+            items.append(item)
+        return items, failed
 
     def _made(self, item: dict) -> Request:
         """A request of an image, as a new one with the tokens that it has. Raises Incompatible."""
-        engine = values.without_place(item["engine"])
+        engine = dict(item["engine"])
         seed = engine.pop("of_runners")[0].get("seed")
-        request = values.request_from_value(item | {"engine": engine}, self._core.request_block_hasher)
-        if request.num_output_tokens == 0:
-            request.status = RequestStatus.WAITING
+        request = values.moved_request(item | {"engine": engine}, self._core.request_block_hasher)
         if seed is not None:
             request.sampling_params.seed = seed  # model runner V2 goes on with the one that it drew
         if (why := values.not_taken(request, self._core.vllm_config.model_config)) is not None:
@@ -204,6 +283,26 @@ def _tokens_with_kv(request: Request) -> int:
     if params is not None and params.prompt_logprobs is not None and request.num_output_tokens == 0:
         return 0
     return request.num_computed_tokens
+
+
+def _bound_to_its_engine(item: dict) -> str | None:
+    """Why a request of a checkpoint cannot come into another engine."""
+    engine = item["engine"]
+    checks = {
+        engine.get("bound"): engine.get("bound"),
+        "a pooling request": engine.get("pooling"),
+        "LoRA": engine.get("adapter"),
+        "images, sounds or videos": engine.get("features") or engine.get("features_elsewhere"),
+        "a prompt of embeddings": engine.get("embeddings"),
+        "its prompt is in no checkpoint": engine.get("elsewhere"),
+    }
+    return next((name for name, is_so in checks.items() if is_so), None)
+
+
+def _of_runner(worker: dict, request_id: str) -> dict:
+    """What a checkpoint has of a request as runner_v1.request_to_value() or runner_v2.request_to_value() gives it."""
+    seeds = {item["id"]: item.get("seed") for item in worker["engine"].get("requests", ())}
+    return {"generator": worker["generators"].get(request_id), "seed": seeds.get(request_id)}
 
 
 def _for_runners(item: dict) -> dict:
