@@ -8,6 +8,7 @@ namespace torpor {
 
 void bind_rank_memory(pybind11::module_& module);
 void bind_controller(pybind11::module_& module);
+void bind_request_images(pybind11::module_& module);
 void bind_checkpoint(pybind11::module_& module);
 void bind_checkpoint_set(pybind11::module_& module);
 void bind_delivery(pybind11::module_& module);

@@ -19,6 +19,7 @@ PYBIND11_MODULE(_core, module) {
       pybind11::arg("bytes"), "XXH3-128 of `bytes`, in hexadecimal.");
   torpor::bind_rank_memory(module);
   torpor::bind_controller(module);
+  torpor::bind_request_images(module);
   torpor::bind_checkpoint(module);
   torpor::bind_checkpoint_set(module);
   torpor::bind_delivery(module);

@@ -2,6 +2,7 @@
 #include "checkpoint/engine_checkpoint.h"
 
 #include <algorithm>
+#include <array>
 #include <set>
 #include <unordered_map>
 
@@ -14,16 +15,36 @@ Error contradiction(std::string what) {
   return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
 }
 
-}  // namespace
+// What tokens and KV that were computed do not depend on.
+constexpr std::array<std::string_view, 17> kOfOneEngine = {
+    "chunked_prefill",
+    "compilation",
+    "cpu_capability",
+    "cpu_linear",
+    "cuda",
+    "kv_num_blocks",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "prefix_caching",
+    "prefix_hash",
+    "prefix_hash_tokens",
+    "prefix_retention",
+    "scheduling_policy",
+    "threads",
+    "torch_version",
+    "transformers_version",
+    "vllm_version",
+};
 
-Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& engine) {
+template <class MayDiffer>
+Status compare(const Fingerprint& checkpoint, const Fingerprint& engine, const MayDiffer& may_differ) {
   std::string differences;
   const auto differs = [&](const std::string& field, std::string_view theirs, std::string_view ours) {
     differences += fmt::format("{}{}: checkpoint has {}, this engine has {}", differences.empty() ? "" : "; ", field,
                                theirs, ours);
   };
   for (const auto& [field, value] : checkpoint) {
-    if (field == kNumBlocksField) continue;
+    if (may_differ(field)) continue;
     const auto found = engine.find(field);
     if (found == engine.end()) {
       differs(field, value, "nothing");
@@ -32,12 +53,32 @@ Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& en
     }
   }
   for (const auto& [field, value] : engine) {
-    if (field != kNumBlocksField && !checkpoint.contains(field)) differs(field, "nothing", value);
+    if (!may_differ(field) && !checkpoint.contains(field)) differs(field, "nothing", value);
   }
   if (differences.empty()) return ok();
   return Error{.code = Code::kIncompatible,
                .what = std::move(differences),
                .next_step = "start the engine as the one that slept was started"};
+}
+
+}  // namespace
+
+Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& engine) {
+  return compare(checkpoint, engine, [](const std::string& field) { return field == kNumBlocksField; });
+}
+
+Status compare_portable(const Fingerprint& checkpoint, const Fingerprint& engine) {
+  // The digest of a model's configuration is of what transformers makes of it. Between releases of that, the digest of
+  // the weights says which model it is.
+  const auto of_transformers = [](const Fingerprint& fields) {
+    const auto found = fields.find("transformers_version");
+    return found == fields.end() ? std::string() : found->second;
+  };
+  const bool same_reader = of_transformers(checkpoint) == of_transformers(engine);
+  return compare(checkpoint, engine, [&](const std::string& field) {
+    if (field == "model_config" && !same_reader) return true;
+    return std::find(kOfOneEngine.begin(), kOfOneEngine.end(), field) != kOfOneEngine.end();
+  });
 }
 
 Status SchedulerCheckpoint::validate() const {

@@ -23,6 +23,10 @@ inline constexpr std::string_view kNumBlocksField = "kv_num_blocks";
 // kIncompatible names every field that differs, with both values.
 Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& engine);
 
+// The same of an engine that takes over requests with their tokens and their KV, and nothing else: fields that only
+// decide how an engine computes and schedules may differ, such as its release and its sizes.
+Status compare_portable(const Fingerprint& checkpoint, const Fingerprint& engine);
+
 struct SchedulerCheckpoint {
   SchedulerSnapshot scheduler;
   KvSnapshot kv;

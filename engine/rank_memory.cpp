@@ -58,6 +58,7 @@ RankMemory::~RankMemory() {
   if (!forked && (transfers_ == nullptr || !transfers_->quarantined()))
     return;  // members go in reverse: restorer, saver, images, parts, transfers, allocator, arena, device
   if (forked) {
+    request_images_.release();
     restorer_.release();
     saver_.release();
     images_.release();
@@ -66,6 +67,8 @@ RankMemory::~RankMemory() {
     quiet_.release();
   } else {
     // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
+    if (request_images_ != nullptr) request_images_->abandon();
+    request_images_.reset();
     restorer_.reset();
     saver_.reset();
     if (images_ != nullptr) images_->abandon();
@@ -119,6 +122,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
   memory->images_ = std::make_unique<RegionImages>(*memory->parts_);
   memory->saver_ = std::make_unique<RankSaver>(*memory->parts_, *memory->images_);
   memory->restorer_ = std::make_unique<RankRestorer>(*memory->parts_, *memory->images_);
+  memory->request_images_ = std::make_unique<RankImages>(*memory->parts_);
   memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
   if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
   if (!options.arena_prefault_bytes && other_memory)
@@ -384,6 +388,50 @@ Result<orders::LookBehind::Reply> RankMemory::carry_out(const orders::LookBehind
 
 Result<orders::LeaveSign::Reply> RankMemory::carry_out(const orders::LeaveSign& order) {
   return saver_->checkpoint().leave_sign(order);
+}
+
+// Requests that leave and come while the engine serves need its KV cache where it is.
+Status RankMemory::kv_is_attached() const {
+  const std::map<std::string, RegionState> states = allocator_->states();
+  const auto kv = states.find(kKvCacheTag);
+  if (kv != states.end() && kv->second == RegionState::kAttached) return restorer_->nothing_late();
+  return Error{
+      .code = Code::kFailedPrecondition,
+      .what = kv == states.end() ? "this rank has no KV cache" : fmt::format("the KV cache is {}", name(kv->second)),
+      .next_step = "wake the engine first"};
+}
+
+Result<orders::Extract::Reply> RankMemory::carry_out(const orders::Extract& order) {
+  TORPOR_TRY(kv_is_attached());
+  Result<orders::Extract::Reply> extracted = catching(
+      [&]() TORPOR_REQUIRES(mutex_) { return request_images_->extract(order, images_->chunks().kv_layout()); });
+  give_back_unused();
+  return extracted;
+}
+
+Result<orders::ReadImage::Reply> RankMemory::carry_out(const orders::ReadImage& order) {
+  Result<orders::ReadImage::Reply> read =
+      catching([&]() TORPOR_REQUIRES(mutex_) { return request_images_->read(order, images_->chunks().kv_layout()); });
+  give_back_unused();
+  return read;
+}
+
+Result<orders::VerifyImage::Reply> RankMemory::carry_out(const orders::VerifyImage& order) {
+  return request_images_->verify(order);
+}
+
+Result<orders::Admit::Reply> RankMemory::carry_out(const orders::Admit& order) {
+  TORPOR_TRY(kv_is_attached());
+  Result<orders::Admit::Reply> admitted =
+      catching([&]() TORPOR_REQUIRES(mutex_) { return request_images_->admit(order, images_->chunks().kv_layout()); });
+  give_back_unused();
+  return admitted;
+}
+
+Result<orders::DropImage::Reply> RankMemory::carry_out(const orders::DropImage& order) {
+  const orders::DropImage::Reply dropped = request_images_->drop(order);
+  give_back_unused();
+  return dropped;
 }
 
 // What cannot be given back now is at the next operation.

@@ -22,6 +22,7 @@
 #include "allocator/sleep_allocator.h"
 #include "base/file_system.h"
 #include "base/mutex.h"
+#include "engine/rank_images.h"
 #include "engine/rank_orders.h"
 #include "engine/rank_parts.h"
 #include "engine/rank_restorer.h"
@@ -153,6 +154,11 @@ class RankMemory {
   Result<orders::SaveBehind::Reply> carry_out(const orders::SaveBehind& order) TORPOR_REQUIRES(mutex_);
   Result<orders::LookBehind::Reply> carry_out(const orders::LookBehind& order) TORPOR_REQUIRES(mutex_);
   Result<orders::LeaveSign::Reply> carry_out(const orders::LeaveSign& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Extract::Reply> carry_out(const orders::Extract& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::ReadImage::Reply> carry_out(const orders::ReadImage& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::VerifyImage::Reply> carry_out(const orders::VerifyImage& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Admit::Reply> carry_out(const orders::Admit& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::DropImage::Reply> carry_out(const orders::DropImage& order) TORPOR_REQUIRES(mutex_);
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
   const RankSaver& saver() const TORPOR_REQUIRES(mutex_) { return *saver_; }
@@ -167,6 +173,7 @@ class RankMemory {
   Result<orders::DigestTags::Reply> digest_named(bool as_proven) TORPOR_REQUIRES(mutex_);
   Status nothing_moves() TORPOR_REQUIRES(mutex_);
   void before_free(const RegionInfo& region) TORPOR_REQUIRES(mutex_);
+  Status kv_is_attached() const TORPOR_REQUIRES(mutex_);
   void forget(const RegionInfo& region) TORPOR_REQUIRES(mutex_);  // it was freed, or trimmed
   Result<orders::Save::Reply> save_giving(const orders::Save& order) TORPOR_REQUIRES(mutex_);
   void give_back_unused() noexcept TORPOR_REQUIRES(mutex_);
@@ -193,6 +200,7 @@ class RankMemory {
   std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);
   std::unique_ptr<RankSaver> saver_ TORPOR_PT_GUARDED_BY(mutex_);
   std::unique_ptr<RankRestorer> restorer_ TORPOR_PT_GUARDED_BY(mutex_);
+  std::unique_ptr<RankImages> request_images_ TORPOR_PT_GUARDED_BY(mutex_);
   std::optional<NamedWeights> named_weights_ TORPOR_GUARDED_BY(mutex_);
   uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of regions
   uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;

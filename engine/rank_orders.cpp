@@ -164,6 +164,47 @@ void serialize(Archive& archive, orders::LeaveSign::Reply& v) {
 }
 
 template <class Archive>
+void serialize(Archive& archive, orders::Extract& v) {
+  archive(v.image, v.blocks);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::Extract::Reply& v) {
+  archive(v.bytes);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::ReadImage& v) {
+  archive(v.image, v.blocks, v.directory, v.generation, v.id);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::ReadImage::Reply& v) {
+  archive(v.bytes);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::VerifyImage& v) {
+  archive(v.image);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::VerifyImage::Reply& v) {
+  archive(v.bytes);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::Admit& v) {
+  archive(v.image, v.chunks, v.blocks);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::Admit::Reply& v) {
+  archive(v.bytes);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::DropImage& v) {
+  archive(v.image);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::DropImage::Reply& v) {
+  archive(v.bytes);
+}
+
+template <class Archive>
 void serialize(Archive& archive, orders::Describe::Reply& v) {
   archive(v.ledger, v.bytes_per_block, v.num_blocks, v.writes, v.without_content, v.proven);
 }
@@ -284,6 +325,11 @@ TORPOR_ORDER(SaveBehind)
 TORPOR_ORDER(LookBehind)
 TORPOR_ORDER(LeaveSign)
 TORPOR_ORDER(TakeBack)
+TORPOR_ORDER(Extract)
+TORPOR_ORDER(VerifyImage)
+TORPOR_ORDER(Admit)
+TORPOR_ORDER(DropImage)
+TORPOR_ORDER(ReadImage)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

@@ -279,6 +279,61 @@ struct LeaveSign {
   std::string directory;
 };
 
+// Copy KV blocks of requests that are about to leave the engine into a new image in host memory
+// (engine/rank_images.h). Each gets a digest, and the device's bytes are compared with it once more.
+struct Extract {
+  static constexpr std::string_view kName = "extract";
+  struct Reply {
+    uint64_t bytes = 0;
+  };
+  std::string image;            // its id; no other image of this rank has it
+  std::vector<int32_t> blocks;  // the image has them in this order
+};
+
+// As Extract, of KV blocks that a committed checkpoint has. Each rank reads its own refs there.
+struct ReadImage {
+  static constexpr std::string_view kName = "read_image";
+  struct Reply {
+    uint64_t bytes = 0;
+  };
+  std::string image;
+  std::vector<int32_t> blocks;  // by their numbers in the checkpoint
+  std::string directory;
+  uint64_t generation =
+      0;  // of the checkpoint that the engine core has opened there: a rank that finds another refuses
+  SealId id{};
+};
+
+// Compare each chunk of an image with its digest. kCorruption names the first that is damaged.
+struct VerifyImage {
+  static constexpr std::string_view kName = "verify_image";
+  struct Reply {
+    uint64_t bytes = 0;
+  };
+  std::string image;
+};
+
+// Copy chunks of an image, verified, into KV blocks that nothing uses. The image stays. After an error the content of
+// these blocks is void.
+struct Admit {
+  static constexpr std::string_view kName = "admit";
+  struct Reply {
+    uint64_t bytes = 0;
+  };
+  std::string image;
+  std::vector<int32_t> chunks;  // positions in the image
+  std::vector<int32_t> blocks;  // of each chunk, where it goes
+};
+
+// Free the host memory of an image. May be repeated.
+struct DropImage {
+  static constexpr std::string_view kName = "drop_image";
+  struct Reply {
+    uint64_t bytes = 0;  // 0: there was none
+  };
+  std::string image;
+};
+
 // The checkpoint under construction was committed to this path.
 struct Moved {
   static constexpr std::string_view kName = "moved";
@@ -292,7 +347,8 @@ using RankOrder =
     std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Restore,
                  orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks, orders::Moved,
                  orders::PlanSave, orders::TellContents, orders::Arrivals, orders::OpenBehind, orders::CopyAhead,
-                 orders::SaveBehind, orders::LookBehind, orders::LeaveSign, orders::TakeBack>;
+                 orders::SaveBehind, orders::LookBehind, orders::LeaveSign, orders::TakeBack, orders::Extract,
+                 orders::VerifyImage, orders::Admit, orders::DropImage, orders::ReadImage>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

@@ -124,5 +124,24 @@ TEST(Fingerprint, EveryDifferenceIsNamedWithBothValues) {
   EXPECT_EQ(compared.error().what.find("dtype"), std::string::npos);
 }
 
+TEST(Fingerprint, RequestsMoveBetweenEnginesOfOtherReleasesAndSizesOfTheSameModel) {
+  const Fingerprint ours{{"model_config", "a"}, {"vllm_version", "0.32"}, {"max_num_seqs", "16"}, {"threads", "2"}};
+  Fingerprint theirs{{"model_config", "a"}, {"vllm_version", "0.33"}, {"max_num_seqs", "8"}, {"prefix_hash", "x"}};
+  EXPECT_SUCCEEDS(compare_portable(theirs, ours));
+  EXPECT_FAILS(compare_fingerprints(theirs, ours), Code::kIncompatible, "vllm_version");
+  theirs["model_config"] = "b";
+  EXPECT_FAILS(compare_portable(theirs, ours), Code::kIncompatible, "model_config: checkpoint has b");
+  theirs["model_config"] = "a";
+  for (const char* field : {"kv_layout", "weights_digest_rank0", "model_runner", "dtype"}) {
+    Fingerprint other = theirs;
+    other[field] = "1";
+    EXPECT_FAILS(compare_portable(other, ours), Code::kIncompatible, field);
+  }
+  // Another release of transformers makes another configuration of the same files.
+  theirs["model_config"] = "b";
+  theirs["transformers_version"] = "5";
+  EXPECT_SUCCEEDS(compare_portable(theirs, ours));
+}
+
 }  // namespace
 }  // namespace torpor

@@ -61,6 +61,14 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
   write_order(directory, orders::Finish{.tags = tags, .keep_backup = true}, {.ledger = ledger});
   write_order(directory, orders::DigestTags{.tags = tags}, {.bytes = 4000, .digests = {{"weights", "00ff"}}});
   write_order(directory, orders::LoadBlocks{.directory = "/checkpoints/g-000001", .generation = 1}, {.ledger = ledger});
+  write_order(directory, orders::Extract{.image = "a", .blocks = {1, 2, 7}}, {.bytes = 192});
+  write_order(directory,
+              orders::ReadImage{
+                  .image = "a", .blocks = {1, 2, 7}, .directory = "/checkpoints/g-000001", .generation = 1, .id = {1}},
+              {.bytes = 192});
+  write_order(directory, orders::VerifyImage{.image = "a"}, {.bytes = 192});
+  write_order(directory, orders::Admit{.image = "a", .chunks = {0, 2}, .blocks = {5, 6}}, {.bytes = 128});
+  write_order(directory, orders::DropImage{.image = "a"}, {.bytes = 192});
   write_order(directory, orders::Moved{.directory = "/checkpoints/g-000001"}, {});
   write_order(directory, orders::TellContents{.id = {1}, .blocks = {1, 2, 7}, .stamps = {4, 0, 6}, .steps = 9}, {});
   write(directory, "orders",

@@ -9,6 +9,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from torpor import errors
 from torpor.vllm import engine_core, plugin, weight_updates
 from torpor.vllm.hooks import VllmHooks
+from torpor.vllm.sessions import Sessions
 
 pytestmark = pytest.mark.core
 
@@ -54,7 +55,8 @@ def test_a_call_of_the_workers_that_times_out_makes_no_other_call(core):
 def test_an_engine_core_that_ends_lets_go_of_its_controller(core, monkeypatch):
     """Nobody sees that the controller holds hooks, and they the engine core: its memory would never be given back."""
     monkeypatch.setattr(EngineCore, "shutdown", lambda self: None)
-    core.torpor_side = SimpleNamespace(hooks=VllmHooks(core))
+    hooks = VllmHooks(core)
+    core.torpor_side = SimpleNamespace(hooks=hooks, sessions=Sessions(hooks))
     core.shutdown()
     assert not hasattr(core, "torpor_side")
 

@@ -21,6 +21,8 @@ class FaultyDevice final : public DeviceMemory {
   void drain_as(Drain drain) { drain_ = drain; }
   // Called by each synchronize(), before it returns.
   void on_synchronize(std::function<void()> call) { on_synchronize_ = std::move(call); }
+  // Called before each batch of copies begins.
+  void on_copy(std::function<void()> call) { on_copy_ = std::move(call); }
   // Called after memory was made, or released.
   void on_change(std::function<void()> call) { on_change_ = std::move(call); }
   void has_own_memory() { own_memory_ = true; }  // or says so: none that the machine has, too
@@ -80,6 +82,7 @@ class FaultyDevice final : public DeviceMemory {
   Status do_destroy_stream(StreamId stream) override { return inner_->destroy_stream(stream); }
   Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by) override {
     copied_by_ = by;
+    if (on_copy_) on_copy_();
     return fails() ? Status(injected()) : inner_->copy_async(stream, direction, copies, by);
   }
   Result<EventId> do_record(StreamId stream) override { return inner_->record(stream); }
@@ -119,6 +122,7 @@ class FaultyDevice final : public DeviceMemory {
   std::atomic<CopyBy> copied_by_ = CopyBy::kFastest;
   std::function<void()> on_synchronize_;
   std::function<void()> on_change_;
+  std::function<void()> on_copy_;
 };
 
 }  // namespace torpor::test

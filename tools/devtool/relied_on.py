@@ -43,6 +43,8 @@ RELIED_ON = {
     f"{_SCHEDULER}.has_requests": "hooks.py: a frozen engine has none",
     f"{_SCHEDULER}._update_from_kv_xfer_finished": "other_connectors.py: when a transfer has ended",
     f"{_SCHEDULER}._free_request": "other_connectors.py: whose blocks a connector still holds",
+    f"{_SCHEDULER}._update_waiting_for_remote_kv": "portable.py: what a request is when its KV has arrived",
+    f"{_SCHEDULER}._handle_failed_recving": "portable.py: KV that did not arrive is computed again",
     # The engine core: steps that compute nothing, pauses, and what a wake ends.
     f"{_CORE}.EngineCore.step": "other_connectors.py ends transfers by it",
     f"{_CORE}.EngineCore.step_with_batch_queue": "other_connectors.py ends transfers by it",

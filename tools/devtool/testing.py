@@ -34,6 +34,7 @@ ENGINES = (
     "refusals",
     "variants",
     "other_processes",
+    "sessions",
     "gpu_path",
 )
 RIG_ALONE = "rig and not core and not cpu"  # marks of tests of engines that `test` runs on the GPU's path alone
@@ -46,7 +47,7 @@ SERVERS = [
 ]
 BUT_SERVERS = ["tests/python", *(f"--ignore={path}" for path in SERVERS)]
 # Files of tests/python with tests that are marked as the core, for every known vLLM; test_gpu_path.py has some too.
-CORE = ("identity", "new_process", "features", "server", "golden_contracts", "refusals", "other_connectors")
+CORE = ("identity", "new_process", "features", "server", "golden_contracts", "refusals", "other_connectors", "sessions")
 
 
 @dataclass

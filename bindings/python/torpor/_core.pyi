@@ -214,6 +214,26 @@ class RemoteHome:
     @property
     def term(self) -> int: ...
 
+class RequestImages:
+    """Requests that left a live engine, as values and KV in host memory of each rank."""
+
+    def __init__(self, hooks: object) -> None: ...
+    def admit_order(self, request: str, blocks: Sequence[int]) -> bytes:
+        """The order to all ranks that brings the KV of a request into its blocks, which are in token order."""
+    def begin(self, id: str) -> None:
+        """The requests of the image are on their way into the engine."""
+    def extract(self, id: str, requests: list, tables: Sequence[Sequence[int]], block_tokens: int) -> dict:
+        """Copies the KV of requests of an engine that stands still into a new image, verified. Returns its summary."""
+    def read(
+        self, id: str, requests: list, tables: Sequence[Sequence[int]], block_tokens: int, checkpoint: dict
+    ) -> dict:
+        """The same of requests of a checkpoint: its path, generation and id, as describe_checkpoint() gives them."""
+    def release(self, request: str) -> typing.Any:
+        """A request has its KV, or has ended. Returns the order that frees its image if it was the last, or None."""
+    def summaries(self) -> list: ...
+    def verify(self, id: str) -> list:
+        """Has every rank compare the image with its digests. Returns its requests."""
+
 class SentCheckpoint:
     """A checkpoint and answers that were copied to an object store."""
 
@@ -308,6 +328,9 @@ class SwapChannel:
     def stopped_by(self) -> str:
         """"gives" or "takes": the side that failed first; or ""."""
 
+def admit_error(reply: bytes) -> str | None:
+    """Why a rank could not admit a request, by its reply to RequestImages.admit_order(); or None."""
+
 def begin_control(operates: bool, records: str = '') -> str:
     """A socket beside the ring of this process; returns its path. `operates`: who connects may stop the engine.
     `records`: a directory, below which they may begin recordings.
@@ -324,6 +347,11 @@ def check_call(method: str, params: str) -> None:
 
 def check_metadata(metadata: Mapping[str, str], to_disk: bool) -> None:
     """Raises InvalidArgument for what is beyond the limits of metadata, or where nothing is written to disk."""
+
+def check_portable(checkpoint: dict, engine: dict) -> None:
+    """Raises Incompatible, naming each field, where requests of a checkpoint cannot go on with their KV in an
+    engine.
+    """
 
 def commit_set(directory: str, paths: Sequence[str], options: dict = {}) -> CheckpointSet:
     """Makes the checkpoints of all data parallel ranks, by rank, one: a CheckpointSet."""

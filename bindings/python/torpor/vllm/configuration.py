@@ -41,6 +41,9 @@ def _choose_connector(vllm_config, options: Options) -> None:
     """torpor's options switch its KV connector on, as vLLM's kv_offloading_size does with others."""
     from vllm.config import KVTransferConfig
 
+    if options.sessions:
+        _choose_admitting(vllm_config, options)
+        return
     wanted = options.connector
     if not wanted or wanted["offload"] == "off":
         return
@@ -57,4 +60,24 @@ def _choose_connector(vllm_config, options: Options) -> None:
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=dict(wanted),
+    )
+
+
+def _choose_admitting(vllm_config, options: Options) -> None:
+    """The option sessions gives the engine the connector by which requests come back (portable.py)."""
+    from vllm.config import KVTransferConfig
+
+    given = vllm_config.kv_transfer_config
+    if given is not None and given.kv_connector == connector_options.ADMIT_CLASS:
+        return  # it was here before
+    offloads = options.connector and options.connector["offload"] != "off"
+    if offloads or (given is not None and given.kv_connector is not None):
+        name = connector_options.CLASS if offloads or given is None else given.kv_connector
+        raise InvalidArgument(f"torpor's option sessions beside the KV connector {name}", "use one of them")
+    vllm_config.kv_transfer_config = KVTransferConfig(
+        kv_connector=connector_options.ADMIT_CLASS,
+        kv_connector_module_path=connector_options.ADMIT_MODULE,
+        # A consumer would delay each free of a block by a step. The ranks wait for the device before they load.
+        kv_role="kv_producer",
+        kv_load_failure_policy="recompute",
     )

@@ -11,6 +11,7 @@ from torpor.errors import InvalidArgument
 from torpor.vllm.described import BYTES, PATH, SWITCH, TEXT, WHOLE, described, value_of
 
 MODULE, CLASS = "torpor.vllm.connector", "TorporConnector"
+ADMIT_MODULE, ADMIT_CLASS = "torpor.vllm.portable", "TorporAdmit"  # of the option sessions
 
 
 def _advanced(default, kind: str, text: str):
@@ -155,7 +156,7 @@ def _flat(given: dict) -> dict:
 
 
 def is_ours(kv_transfer_config) -> bool:
-    """Whether vLLM's KVTransferConfig, or the dict that an argument of its server is, names torpor's connector."""
+    """Whether vLLM's KVTransferConfig, or the dict that an argument of its server is, names a connector of torpor."""
     if isinstance(kv_transfer_config, dict):
-        return kv_transfer_config.get("kv_connector") == CLASS
-    return getattr(kv_transfer_config, "kv_connector", None) == CLASS
+        return kv_transfer_config.get("kv_connector") in (CLASS, ADMIT_CLASS)
+    return getattr(kv_transfer_config, "kv_connector", None) in (CLASS, ADMIT_CLASS)

@@ -15,13 +15,14 @@ from contextlib import contextmanager, suppress
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from torpor import _core
-from torpor.errors import Error, InvalidArgument, Unsupported
+from torpor.errors import Error, InvalidArgument, Unsupported, WrongState
 from torpor.vllm import freezing, plugin, slots
 from torpor.vllm.asking import asks
 from torpor.vllm.hooks import VllmHooks
 from torpor.vllm.mixed_in import Stock, mix_in
 from torpor.vllm.options import Options, holds_memory_of
 from torpor.vllm.patching import Patches
+from torpor.vllm.sessions import Sessions
 from torpor.vllm.slots import begin_events
 from torpor.vllm.support import compute_for_each_other
 from torpor.vllm.weight_updates import Updates, doubt_weights_after, note_timeout
@@ -32,7 +33,8 @@ _METHODS = frozenset({
     "drain", "end_drain", "freeze", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
     "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
-    "continue_wake", "check_directory", "checkpoint_to_wake",
+    "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
+    "wake_portable", "end_portable",
 })  # fmt: skip
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
@@ -65,6 +67,7 @@ class EngineSide:
             | {name: value for name in _CONTROLLER_OPTIONS if (value := getattr(options, name)) is not None},
         )
         self.updates = Updates(self)
+        self.sessions = self.hooks.sessions = Sessions(self.hooks)
 
     def freeze(self, options: dict) -> dict:
         """Take no step from now on; the front end captures its part then.
@@ -78,7 +81,8 @@ class EngineSide:
                 self.hooks.quiesce(None if timeout is None or timeout < 0 else timeout)
             self.hooks.ask_workers()
         requests = self.hooks.scheduler.requests
-        sent = {request_id: len(request._output_token_ids) for request_id, request in requests.items()}
+        sent = self.sessions.held()
+        sent |= {request_id: len(request._output_token_ids) for request_id, request in requests.items()}
         state = self.controller.state()
         return {"engine": state["engine"], "level": state["level"], "sent": sent}
 
@@ -227,6 +231,31 @@ class EngineSide:
         """Whether all ranks, perhaps on other hosts, see the directory of checkpoints."""
         self.controller.check_directory()
 
+    def hibernate(self, options: dict) -> dict:
+        self._check_awake()
+        return self.sessions.hibernate(options["image"], options["requests"], options.get("timeout"))
+
+    def resume_image(self, options: dict) -> dict:
+        self._check_awake()
+        return self.sessions.resume(options["image"])
+
+    def wake_portable(self, options: dict) -> dict:
+        self._check_awake()
+        key_file = Options.of(self.hooks.core.vllm_config).key_file
+        report = self.sessions.wake_portable(options, self.controller.fingerprint(), key_file)
+        report["outputs"] = _with_tokens(report["outputs"], report.pop("state"))
+        return report
+
+    def end_portable(self, options: dict) -> None:
+        self.sessions.end_portable(options["keep"])
+
+    def images(self, _: dict) -> list[dict]:
+        return self.sessions.summaries()
+
+    def _check_awake(self) -> None:
+        if (state := self.controller.state())["engine"] != "awake":
+            raise WrongState(f"the engine is {state['engine']}", "call wake_up() first")
+
     def ledger(self, _: dict) -> list:
         return self.controller.ledger()
 
@@ -275,7 +304,8 @@ class EngineCoreMixin(Stock):
     def shutdown(self) -> None:
         """Let go of the controller: it holds its hooks, which hold this engine core and all that the workers have."""
         super().shutdown()
-        self.__dict__.pop("torpor_side", None)
+        if (side := self.__dict__.pop("torpor_side", None)) is not None:
+            side.sessions.close()
 
     def is_scheduler_paused(self) -> bool:
         return freezing.is_scheduler_paused(self, super().is_scheduler_paused)

@@ -60,6 +60,35 @@ class SleepPlan:
 
 
 @dataclass(frozen=True)
+class Hibernated:
+    """Requests that left the running engine together, and whose KV lies in host memory: an image."""
+
+    id: str
+    requests: tuple[str, ...]  # their ids, as they were made with
+    bytes: int  # of host memory, on all ranks
+    tokens: int  # whose KV it has
+
+    @classmethod
+    def from_value(cls, value: dict, names: dict[str, str]) -> Hibernated:
+        """`names`: the id that each request was made with, by vLLM's own."""
+        requests = dict.fromkeys(names.get(request, request) for request in value["requests"])
+        return cls(value["id"], tuple(requests), value["bytes"], value["tokens"])
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Requests of an image that are on their way back into the engine."""
+
+    id: str
+    requests: tuple[str, ...]
+    recomputed: bool  # weights have changed: their KV is not taken, and is computed again from their tokens
+
+    @classmethod
+    def from_value(cls, value: dict, names: dict[str, str]) -> Resumed:
+        return cls(value["id"], Hibernated.from_value(value, names).requests, value["recomputed"])
+
+
+@dataclass(frozen=True)
 class TagLedger:
     """Memory of one tag on one rank. Sizes in bytes."""
 

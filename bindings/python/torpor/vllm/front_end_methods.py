@@ -12,8 +12,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import _core
 from torpor.errors import InvalidArgument
-from torpor.vllm import frontend, tracing
-from torpor.vllm.engine_values import DeferredBlocks, EngineState, RankLedger, SleepPlan
+from torpor.vllm import frontend, session_calls, tracing
+from torpor.vllm.engine_values import DeferredBlocks, EngineState, Hibernated, RankLedger, Resumed, SleepPlan
 from torpor.vllm.frontend import Report, WakeReport
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.paths import expanded
@@ -62,6 +62,9 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
     weights_changed: True is kv="recompute".
     early: returns, and the engine runs, once weights and the KV of all requests are back. Cached prefixes come behind
         it; torpor.continue_wake() tells how far they are. Not with from_checkpoint.
+    identity: with from_checkpoint. "exact": an engine like the one that wrote it, and the very next token. "portable":
+        an engine of the option sessions, also of another release of vLLM, with the same model, weights and KV layout:
+        requests keep their tokens and KV, the prefix cache stays behind; later tokens are those of this engine.
     swap_in_from: path of a swap channel: the other half of a swap. The engine wakes on the memory that the
         other one releases there, with all tags.
     progress: as in sleep(). A wake that is cancelled leaves the engine asleep as it was.
@@ -90,7 +93,8 @@ def _documented(text: str):
 
 
 class Torpor:
-    """`torpor` of an LLM or LLMEngine. Only call() can change the engine; the other methods look at it."""
+    """`torpor` of an LLM or LLMEngine. call(), hibernate() and resume() can change the engine; the other methods
+    look at it."""
 
     def __init__(self, engine: LLMEngine):
         self._engine = engine
@@ -129,6 +133,21 @@ class Torpor:
         """Raise where the host of a rank does not see the directory of checkpoints."""
         self.call("check_directory")
 
+    @_documented(session_calls.HIBERNATE)
+    def hibernate(
+        self, requests: str | Iterable[str], image: str | None = None, *, timeout: float | None = None
+    ) -> Hibernated:
+        side = frontend.BlockingSide(self._engine)
+        return frontend.finish(session_calls.hibernate(side, requests, image, timeout))
+
+    @_documented(session_calls.RESUME)
+    def resume(self, image: str) -> Resumed:
+        return frontend.finish(session_calls.resume(frontend.BlockingSide(self._engine), image))
+
+    def hibernated(self) -> list[Hibernated]:
+        """Return the images whose requests are hibernated."""
+        return frontend.finish(session_calls.images(frontend.BlockingSide(self._engine)))
+
 
 class AwaitedTorpor:
     """`torpor` of an AsyncLLM. Its methods are those of Torpor, and are awaited."""
@@ -163,6 +182,19 @@ class AwaitedTorpor:
 
     async def check_directory(self) -> None:
         await self.call("check_directory")
+
+    @_documented(session_calls.HIBERNATE)
+    async def hibernate(
+        self, requests: str | Iterable[str], image: str | None = None, *, timeout: float | None = None
+    ) -> Hibernated:
+        return await session_calls.hibernate(frontend.AsyncSide(self._engine), requests, image, timeout)
+
+    @_documented(session_calls.RESUME)
+    async def resume(self, image: str) -> Resumed:
+        return await session_calls.resume(frontend.AsyncSide(self._engine), image)
+
+    async def hibernated(self) -> list[Hibernated]:
+        return await session_calls.images(frontend.AsyncSide(self._engine))
 
 
 class Blocking(Stock):
@@ -200,10 +232,13 @@ class Blocking(Stock):
         kv: str | None = None,
         weights_changed: bool = False,
         early: bool = False,
+        identity: str = "exact",
         swap_in_from: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> WakeReport:
-        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early, swap_in_from)
+        options = wake_options(
+            tags, from_checkpoint, on_restore_error, kv, weights_changed, early, swap_in_from, identity
+        )
         side = frontend.BlockingSide(_engine(self))
         with watched(progress, options) as values:
             return frontend.finish(tracing.traced(side.engine, "wake_up", frontend.wake_up(side, values)))
@@ -259,10 +294,13 @@ class Awaited(Stock):
         kv: str | None = None,
         weights_changed: bool = False,
         early: bool = False,
+        identity: str = "exact",
         swap_in_from: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> WakeReport:
-        options = wake_options(tags, from_checkpoint, on_restore_error, kv, weights_changed, early, swap_in_from)
+        options = wake_options(
+            tags, from_checkpoint, on_restore_error, kv, weights_changed, early, swap_in_from, identity
+        )
         side = frontend.AsyncSide(self)
         with watched(progress, options) as values:
             return await tracing.traced(self, "wake_up", frontend.wake_up(side, values))
@@ -321,8 +359,17 @@ def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout,
 
 
 def wake_options(
-    tags, from_checkpoint, on_restore_error: str, kv: str | None, weights_changed: bool, early: bool, swap_in_from
+    tags,
+    from_checkpoint,
+    on_restore_error: str,
+    kv: str | None,
+    weights_changed: bool,
+    early: bool,
+    swap_in_from,
+    identity: str = "exact",
 ) -> dict:
+    if identity not in ("exact", "portable"):
+        raise InvalidArgument(f"identity is {identity!r}", 'use "exact" or "portable"')
     if early and from_checkpoint is not None:
         raise InvalidArgument("early with from_checkpoint", "wake the checkpoint without early")
     values: dict[str, Any] = {"on_restore_error": on_restore_error}
@@ -336,4 +383,11 @@ def wake_options(
         values["tags"] = list(tags)
     if from_checkpoint is not None:
         values |= {"from_checkpoint": str(expanded(from_checkpoint)), "hold": True}
+    if identity == "portable":
+        if set(values) != {"on_restore_error", "from_checkpoint", "hold"} or on_restore_error != "abort":
+            raise InvalidArgument(
+                'identity="portable" with other arguments than from_checkpoint',
+                "name the checkpoint, and leave them out",
+            )
+        values["portable"] = True
     return values

@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import errors
-from torpor.errors import Error, NotFound, TimedOut, Unsupported, WrongState
+from torpor.errors import Error, InvalidArgument, NotFound, TimedOut, Unsupported, WrongState
 from torpor.vllm import data_parallel, restored, step_outputs
 from torpor.vllm import outputs as front_end
 from torpor.vllm.options import Options
@@ -288,6 +288,10 @@ async def _so_far(side: BlockingSide | AsyncSide) -> list[dict]:
 
 
 async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
+    if values.pop("portable", False):
+        if "progress" in values:
+            raise InvalidArgument('progress with identity="portable"', "leave progress out")
+        return await wake_portable(side, values["from_checkpoint"])
     if directory := await _latest(side, values):
         try:
             return await _wake_up(side, values | {"from_checkpoint": directory, "hold": True})
@@ -295,6 +299,21 @@ async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
             if problem.state_changed or await _latest(side, values):
                 raise
     return await _wake_up(side, values)
+
+
+async def wake_portable(side: BlockingSide | AsyncSide, directory: str) -> WakeReport:
+    """Requests of a checkpoint come into this engine, whichever engine wrote it (sessions.py)."""
+    report = WakeReport(await side.call("wake_portable", {"from_checkpoint": directory}))
+    try:
+        await side.clear_caches()
+        side.take(report)
+    except BaseException:
+        _forget(side.engine.output_processor)
+        await side.call("end_portable", {"keep": False})
+        raise
+    await side.call("end_portable", {"keep": True})
+    side.woken(report)
+    return report
 
 
 async def _latest(side: BlockingSide | AsyncSide, values: dict) -> str:
@@ -398,11 +417,15 @@ def refuse_while_asleep(engine: LLMEngine) -> None:
 
 
 def has_unfinished_requests(engine: LLMEngine, stock) -> bool:
-    """LLMEngine.has_unfinished_requests(): also while step() still has stashed outputs to return."""
+    """LLMEngine.has_unfinished_requests(): also while step() still has stashed outputs to return. Hibernated requests
+    do not count: a loop over step() until all have ended would never end."""
     given = step_outputs.of(engine)
     if given.aside is not None:
         return restored.has_others(engine)
-    return bool(given.first) or stock()
+    if not given.hibernated:
+        return bool(given.first) or stock()
+    given.hibernated &= engine.output_processor.request_states.keys()
+    return bool(given.first) or len(engine.output_processor.request_states) > len(given.hibernated)
 
 
 # --- AsyncLLM ---------------------------------------------------------------------------------------------------------

@@ -66,8 +66,10 @@ def from_value(value: dict | None) -> dict:
 
 
 def remember_beginning(request: Request) -> None:
-    """Called before a request's first step: vLLM changes in place, in a step, what to_value() needs."""
-    if (structured := request.structured_output_request) is not None:
+    """Called before a request's first step: vLLM changes in place, in a step, what to_value() needs. Only the first
+    call counts."""
+    structured = request.structured_output_request
+    if structured is not None and not hasattr(structured, "torpor_reasoning_ended"):
         structured.torpor_reasoning_ended = structured.reasoning_ended
 
 

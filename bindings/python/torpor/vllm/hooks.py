@@ -21,6 +21,7 @@ from torpor.vllm.inputs import Inputs
 from torpor.vllm.late_blocks import LateBlocks
 from torpor.vllm.other_connectors import OtherConnector, open_transfers
 from torpor.vllm.scheduler import watch_recomputation
+from torpor.vllm.sessions import Sessions
 from torpor.vllm.support import lost_in_a_new_process, unsupported_engine, unsupported_scheduler
 
 _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
@@ -44,6 +45,8 @@ class VllmHooks:
         self._own_weight_version: str | None = None  # of this engine, before it was restored
         self._own_pause: dict | None = None  # the same
         self.pause_travels = False  # it falls asleep; an engine that is checkpointed goes on, and may be resumed
+        self.sessions: Sessions | None = None  # set by the engine side that has these hooks
+        self.weights_epoch = 0  # how often KV from before was dropped or became that of other weights
         self.late: LateBlocks | None = None  # of the last early wake
         self.for_new_process = False  # the next unsupported() is asked for a checkpoint, or for a wake from one
         self.bound: list[dict] = []  # requests of the last capture() that no checkpoint can hold: id, and why
@@ -74,6 +77,9 @@ class VllmHooks:
             found.append(f"{blocks} KV blocks whose copies were never proven over")
         found += sorted({name for w in workers for name in w["unsupported"]})
         if self.for_new_process:
+            if self.sessions is not None and (images := self.sessions.summaries()):
+                count = sum(len(image["requests"]) for image in images)
+                found.append(f"hibernated requests ({count}); resume or abort them first; host memory keeps them")
             lost = lost_in_a_new_process(self.scheduler) + sorted({name for w in workers for name in w["lost"]})
             found += [f"{name}, whose own state a new process would lose; host memory keeps it" for name in lost]
             found += [f"{problem}; host memory keeps it" for problem in plugin.unknown_fields()]
@@ -90,7 +96,8 @@ class VllmHooks:
         self._asked = self._send("torpor_describe")
 
     def unfinished_requests(self) -> int:
-        return len(self.scheduler.requests)
+        hibernated = {} if self.sessions is None else self.sessions.held()
+        return len(self.scheduler.requests) + len(hibernated)
 
     def quiesce(self, timeout: float | None) -> None:
         # Utilities run between steps, so no step is running now.
@@ -103,6 +110,8 @@ class VllmHooks:
             began = time.monotonic()
             self._finish_batches(None if timeout is None else time.monotonic() + timeout)
             self._stands_since = time.monotonic()
+            if self.sessions is not None:
+                self.sessions.settle()
             if self.other_connector.follows and self.falling_asleep is not None and self.frees_kv():
                 self.other_connector.finish_transfers(timeout and timeout - (self._stands_since - began))
                 connector_sleep.let_those_with_blocks_go_first(self.scheduler)
@@ -273,6 +282,7 @@ class VllmHooks:
 
     def drop_requests(self, mode: str) -> None:
         """Drop the requests as `mode` says. A KV connector may send those that end, and then unregisters."""
+        self.weights_epoch += 1
         watch_recomputation(self.scheduler)
         self.other_connector.restore(undoing=False)  # where the sleep could not keep the requests after all
         self.other_connector.finish_transfers()  # of an engine that was only paused
@@ -303,6 +313,7 @@ class VllmHooks:
             pool._maybe_evict_cached_block(pool.blocks[block_id])
 
     def retire_prefix(self) -> None:
+        self.weights_epoch += 1
         if (side := connector_sleep.side_of(self.scheduler)) is not None:
             side.new_weights()
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -438,6 +449,10 @@ class VllmHooks:
         except BaseException:
             self.core.torpor_weights_doubted |= doubted
             raise
+
+    def states_of_runners(self, requests: list[str]) -> list[list[dict]]:
+        """What the runner of each rank has of these requests, and that their tokens do not tell."""
+        return self._rpc("torpor_request_states", requests)
 
     def _rpc(self, method: str, *arguments) -> list:
         weight_updates.check_answered(self.core)

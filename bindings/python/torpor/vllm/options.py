@@ -120,6 +120,12 @@ class Options:
     incremental: bool = described(
         False, SWITCH, "a checkpoint links memory that the newest one has already, and does not write it again"
     )
+    sessions: bool = described(
+        False,
+        SWITCH,
+        "requests can leave the running engine and come back: torpor.hibernate() and torpor.resume(). The engine then "
+        "has a KV connector of torpor's, which loads nothing else",
+    )
     weights_check: str = described(
         "writes",
         TEXT,

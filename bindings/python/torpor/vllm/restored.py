@@ -58,8 +58,9 @@ def others(engine: LLMEngine, outputs: list) -> list:
 
 
 def has_others(engine: LLMEngine) -> bool:
-    states = engine.output_processor.request_states.values()
-    return not all(map(is_restored, states)) or not all(map(is_restored, step_outputs.of(engine).first))
+    given = step_outputs.of(engine)
+    states = [s for i, s in engine.output_processor.request_states.items() if i not in given.hibernated]
+    return not all(map(is_restored, states)) or not all(map(is_restored, given.first))
 
 
 def finish(engine: LLMEngine) -> list:

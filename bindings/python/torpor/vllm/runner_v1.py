@@ -126,6 +126,38 @@ def restore(runner, value: dict, given_since: list[dict], inputs: dict[str, Inpu
     device.set_generator_state(runner.device, value["default_generator"])
 
 
+def request_to_value(runner, request_id: str) -> dict:
+    """What this runner has of a request that leaves the engine, and that its tokens do not tell."""
+    state = runner.requests.get(request_id)
+    generator = None if state is None else state.generator
+    return {"generator": None if generator is None else generator.get_state().numpy().tobytes()}
+
+
+def expect(runner, item: dict) -> None:
+    """Keep a request that comes into the engine with output tokens: this runner is about to be given it as resumed.
+
+    `item`: id, prompt and output tokens, sampling parameters, and "of_runner" of request_to_value().
+    """
+    sampling = sampling_from_value(item["sampling"])
+    generator = None
+    if (state := item["of_runner"]["generator"]) is not None:
+        generator = torch.Generator(device=runner.device)
+        generator.set_state(device.state_tensor(state))
+    elif sampling.sampling_type == SamplingType.RANDOM_SEED:  # it had not run
+        generator = torch.Generator(device=runner.device)
+        generator.manual_seed(sampling.seed)
+    runner.requests[item["id"]] = CachedRequestState(
+        req_id=item["id"],
+        prompt_token_ids=list(item["prompt_token_ids"]),
+        mm_features=[],
+        sampling_params=sampling,
+        generator=generator,
+        block_ids=([],),  # it gets them when it is scheduled
+        num_computed_tokens=0,
+        output_token_ids=list(item["output_token_ids"]),
+    )
+
+
 def forget(runner) -> None:
     for request_id in list(runner.input_batch.req_ids):
         runner.input_batch.remove_request(request_id)

@@ -181,6 +181,19 @@ def restore(runner, value: dict, given_since: list[dict], inputs: dict[str, Inpu
     device.set_generator_state(runner.device, value["default_generator"])
 
 
+def request_to_value(runner, request_id: str) -> dict:
+    """What this runner has of a request that leaves the engine, and that its tokens do not tell: the seed of its noise,
+    given or drawn."""
+    slot = runner.req_states.req_id_to_index.get(request_id)
+    if slot is None or runner.sampler is None:
+        return {"seed": None}
+    return {"seed": int(runner.sampler.sampling_states.seeds.np[slot])}
+
+
+def expect(runner, item: dict) -> None:
+    """Nothing: the scheduler gives this runner all tokens of a request with its blocks."""
+
+
 def forget(runner) -> None:
     """All slots are free."""
     for request_id in list(runner.req_states.req_id_to_index):

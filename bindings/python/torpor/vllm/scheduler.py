@@ -31,6 +31,7 @@ class SchedulerMixin(Stock):
     torpor_unproven = 0  # KV blocks that a copy may still write into
     torpor_slots = None  # not asked for yet; False: nobody listens
     torpor_deferred = None  # the LateBlocks of a post-copy wake, until all blocks have arrived
+    torpor_sessions = None  # Sessions, once a request was hibernated
     torpor_gate = None  # says whether a step may be taken
     torpor_console = None  # path of its socket
 
@@ -48,6 +49,11 @@ class SchedulerMixin(Stock):
     def add_request(self, request) -> None:
         grammar.remember_beginning(request)
         super().add_request(request)
+
+    def finish_requests(self, request_ids, finished_status):
+        """Also of requests that are hibernated."""
+        gone: list = [] if self.torpor_sessions is None else self.torpor_sessions.end(request_ids)
+        return super().finish_requests(request_ids, finished_status) + gone
 
     def schedule(self, *args, **kwargs):
         self.torpor_steps += 1

@@ -34,6 +34,11 @@ _ENGINE_FIELDS = (
     "num_nans_in_logits", "skip_reading_prefix_cache", "abort_immediately", "session_id", "kv_cache_report_mode",
     "num_stale_output_tokens", "drop_stale_output", "spec_token_ids",
 )  # fmt: skip
+# of these, what says where it stands in the scheduler of its engine, and in the step under way, …
+_PLACE_FIELDS = {
+    "next_decode_eligible_step", "last_sched_seq", "is_prefill_chunk", "shared_prefix_boundary", "replay_start",
+    "num_stale_output_tokens", "drop_stale_output", "spec_token_ids",
+}  # fmt: skip
 # … that follow from others or are made anew, …
 _DERIVED_FIELDS = {
     "_all_token_ids", "output_token_ids", "all_token_ids", "num_prompt_tokens", "_block_hasher", "events",
@@ -175,6 +180,20 @@ def _beside_tokens(request: Request, bound: str) -> dict:
     adapter, inputs = adapters.to_value(request.lora_request), Inputs.of(request)
     other = adapter is not None or bool(inputs)
     return {"adapter": adapter, "other_hash_keys": other, "said": said.to_value(request)} | inputs.to_value()
+
+
+def moved_request(value: dict, block_hasher) -> Request:
+    """As request_from_value(), of a request that stood elsewhere: in another engine, or in this one, which it left. It
+    waits, and has nothing of its place there. Raises Incompatible."""
+    engine = {name: item for name, item in value["engine"].items() if name not in _ENGINE_FIELDS}
+    keys = {"block_hashes": b"", "block_hash_bytes": 0}  # made anew: other engines may hash otherwise
+    request = request_from_value(value | keys | {"engine": engine, "num_computed_tokens": 0}, block_hasher)
+    for name, item in value["engine"].items():
+        if name in _ENGINE_FIELDS and name not in _PLACE_FIELDS and hasattr(request, name):
+            setattr(request, name, item)
+    if not request.use_structured_output:
+        request.status = RequestStatus.WAITING
+    return request
 
 
 def put_pooling_back(scheduler: Scheduler) -> None:

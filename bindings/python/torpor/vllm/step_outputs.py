@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 class StepOutputs:
     first: list = field(default_factory=list)  # outputs that step() gives first
     aside: list | None = None  # outputs of restored requests, while LLM runs its own
+    hibernated: set = field(default_factory=set)  # vLLM's ids of requests that step() cannot end
     asleep: bool = False  # step() of an engine core in another process gives nothing then
 
 

@@ -193,6 +193,15 @@ class WorkerMixin(Stock):
         state["engine"]["queries"] = pooling.queries_to_value(_runner(self).queries(self.model_runner))
         return state
 
+    def torpor_request_states(self, requests: list[str]) -> list[dict]:
+        """What this worker's runner has of requests that leave the engine, and that their tokens do not tell."""
+        return [_runner(self).request_to_value(self.model_runner, request_id) for request_id in requests]
+
+    def torpor_expect(self, request: dict) -> None:
+        """A request that left an engine is about to come into this one (portable.py)."""
+        of_runner = request["of_runners"][self.rank]
+        _runner(self).expect(self.model_runner, request | {"of_runner": of_runner})
+
     def torpor_reconnect(self, workers: list[dict]) -> None:
         """The same worker lives on: back to where it was, whatever ran in this process meanwhile."""
         _runner(self).reconnect(self.model_runner, workers[self.rank])

@@ -390,6 +390,7 @@ ENGINE = (
                     stop_reason streaming_queue structured_output_request trace_headers
                 """,
                 exact=True,
+                properties="num_output_tokens",
             ),
             Class(
                 "RequestStatus",
@@ -614,6 +615,7 @@ ENGINE = (
                 calls={
                     "schedule": "self, throttle_prefills=False",
                     "has_requests": "self",
+                    "finish_requests": "self, request_ids, finished_status",
                     "set_pause_state": "self, pause_state",
                     "reset_encoder_cache": "self",
                     "_preempt_request": "self, request, timestamp, drop_stale_output=False",
@@ -1695,6 +1697,60 @@ EARLY_WAKE = (
     ),
 )
 
+# Requests that leave a live engine and come back (portable.py, sessions.py). That and "engine" are all they need but in
+# model runners.
+PORTABLE = (
+    Module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        names=("KVConnectorRole", "SupportsHMA", "KVConnectorMetadata"),
+        classes=(
+            Class(
+                "KVConnectorBase_V1",
+                calls={
+                    "bind_connector_metadata": "self, connector_metadata",
+                    "has_connector_metadata": "self",
+                    "_get_connector_metadata": "self",
+                    "register_kv_caches": "self, kv_caches",
+                    "handle_preemptions": "self, kv_connector_metadata",
+                    "start_load_kv": "self, forward_context, **kwargs",
+                    "get_transfer_results": "self, finished_req_ids",
+                    "get_num_new_matched_tokens": "self, request, num_computed_tokens",
+                    "update_state_after_alloc": "self, request, blocks, num_external_tokens",
+                    "build_connector_meta": "self, scheduler_output",
+                    "update_connector_output": "self, connector_output",
+                    "request_finished": "self, request, block_ids",
+                    "has_pending_push_work": "self",
+                },
+            ),
+            Class("KVConnectorTransferResults", fields="finished_sending finished_recving failed_recving", exact=True),
+        ),
+    ),
+    Module("vllm.v1.kv_cache_interface", names=("FullAttentionSpec",)),
+    Module(
+        "vllm.v1.core.kv_cache_manager",
+        classes=(
+            Class("KVCacheManager", calls={"get_block_ids": "self, request_id"}),
+            Class("KVCacheBlocks", calls={"get_block_ids": "self, allow_none=False, *, group_ids=None"}),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.sched.scheduler",
+        classes=(
+            Class(
+                "Scheduler",
+                calls={
+                    "add_request": "self, request",
+                    "_handle_blocked_waiting_request": "self, request",
+                },
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.request",
+        classes=(Class("RequestStatus", members="FINISHED_ABORTED WAITING_FOR_REMOTE_KVS"),),
+    ),
+)
+
 CPU_SAMPLER_DRAWS = "a number"
 
 # What a manifest is looked up by.
@@ -1708,4 +1764,5 @@ PARTS = {
     "server": SERVER,
     "connector": CONNECTOR,
     "other_connectors": OTHER_CONNECTORS,
+    "portable": PORTABLE,
 }

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// RequestImages for Python, with EngineHooks that call a Python object.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bind_errors.h"
+#include "bindings/bind_subjects.h"
+#include "bindings/bind_values.h"
+#include "bindings/python_hooks.h"
+#include "engine/request_images.h"
+
+namespace py = pybind11;
+
+namespace torpor {
+namespace {
+
+// Hooks, then the images that refer to them.
+struct BoundImages {
+  PythonHooks hooks;
+  RequestImages images;
+
+  explicit BoundImages(py::object object) : hooks(std::move(object)), images(hooks) {}
+};
+
+// `requests`: of each, how many output tokens it has. `tokens`: of all that have KV. `bytes`: on all ranks.
+py::dict summary_of(const std::string& id, const RequestImages::Image& image) {
+  py::dict requests;
+  int64_t tokens = 0;
+  for (const RequestImages::Request& request : image.requests) {
+    requests[py::str(request.state.id)] = request.state.output_token_ids.size();
+    tokens += request.state.num_computed_tokens;
+  }
+  py::dict out;
+  out["id"] = id;
+  out["requests"] = requests;
+  out["bytes"] = image.bytes;
+  out["tokens"] = tokens;
+  out["resuming"] = image.resuming;
+  return out;
+}
+
+py::object bytes_or_none(const std::optional<Bytes>& bytes) {
+  return bytes ? py::object(torpor::to_python(*bytes)) : py::object(py::none());
+}
+
+}  // namespace
+
+void bind_request_images(py::module_& module) {
+  py::class_<BoundImages>(module, "RequestImages",
+                          "Requests that left a live engine, as values and KV in host memory of each rank.")
+      .def(py::init<py::object>(), py::arg("hooks"))
+      .def(
+          "extract",
+          [](BoundImages& self, const std::string& id, const py::list& requests,
+             const std::vector<std::vector<int32_t>>& tables, int32_t block_tokens) {
+            std::vector<RequestState> states;
+            for (const py::handle request : requests) states.push_back(request_state_from(request));
+            const RequestImages::Image* const image = value_or_raise(
+                without_lock([&] { return self.images.extract(id, std::move(states), tables, block_tokens); }));
+            return summary_of(id, *image);
+          },
+          py::arg("id"), py::arg("requests"), py::arg("tables"), py::arg("block_tokens"),
+          "Copies the KV of requests of an engine that stands still into a new image, verified. Returns its summary.")
+      .def(
+          "read",
+          [](BoundImages& self, const std::string& id, const py::list& requests,
+             const std::vector<std::vector<int32_t>>& tables, int32_t block_tokens, const py::dict& checkpoint) {
+            std::vector<RequestState> states;
+            for (const py::handle request : requests) states.push_back(request_state_from(request));
+            RequestImages::StoredBlocks stored;
+            DictReader in(checkpoint, "checkpoint");
+            py::bytes seal;
+            in.read("path", stored.directory);
+            in.read("generation", stored.generation);
+            in.read("id", seal);
+            in.finish();
+            const std::string_view given = seal;
+            if (given.size() != stored.id.size())
+              raise(Error{.code = Code::kInvalidArgument, .what = "that is not the id of a checkpoint"});
+            std::copy(given.begin(), given.end(), stored.id.begin());
+            const RequestImages::Image* const image = value_or_raise(
+                without_lock([&] { return self.images.read(id, std::move(states), tables, block_tokens, stored); }));
+            return summary_of(id, *image);
+          },
+          py::arg("id"), py::arg("requests"), py::arg("tables"), py::arg("block_tokens"), py::arg("checkpoint"),
+          "The same of requests of a checkpoint: its path, generation and id, as describe_checkpoint() gives them.")
+      .def(
+          "verify",
+          [](BoundImages& self, const std::string& id) {
+            const RequestImages::Image* const image =
+                value_or_raise(without_lock([&] { return self.images.verify(id); }));
+            py::list requests;
+            for (const RequestImages::Request& request : image->requests)
+              requests.append(torpor::to_python(request.state));
+            return requests;
+          },
+          py::arg("id"), "Has every rank compare the image with its digests. Returns its requests.")
+      .def(
+          "begin", [](BoundImages& self, const std::string& id) { value_or_raise(self.images.begin(id)); },
+          py::arg("id"), "The requests of the image are on their way into the engine.")
+      .def(
+          "admit_order",
+          [](const BoundImages& self, const std::string& request, const std::vector<int32_t>& blocks) {
+            return torpor::to_python(value_or_raise(self.images.admit_order(request, blocks)));
+          },
+          py::arg("request"), py::arg("blocks"),
+          "The order to all ranks that brings the KV of a request into its blocks, which are in token order.")
+      .def(
+          "release",
+          [](BoundImages& self, const std::string& request) { return bytes_or_none(self.images.release(request)); },
+          py::arg("request"),
+          "A request has its KV, or has ended. Returns the order that frees its image if it was the last, or None.")
+      .def("summaries", [](const BoundImages& self) {
+        py::list out;
+        for (const auto& [id, image] : self.images.images()) out.append(summary_of(id, image));
+        return out;
+      });
+  module.def(
+      "check_portable",
+      [](const py::dict& checkpoint, const py::dict& engine) {
+        value_or_raise(compare_portable(fingerprint_from(checkpoint), fingerprint_from(engine)));
+      },
+      py::arg("checkpoint"), py::arg("engine"),
+      "Raises Incompatible, naming each field, where requests of a checkpoint cannot go on with their KV in an "
+      "engine.");
+  module.def(
+      "admit_error",
+      [](const py::bytes& reply) -> std::optional<std::string> {
+        const Result<orders::Admit::Reply> decoded = decode_reply<orders::Admit>(bytes_from(reply, "a reply"));
+        if (decoded) return std::nullopt;
+        return decoded.error().to_string();
+      },
+      py::arg("reply"), "Why a rank could not admit a request, by its reply to RequestImages.admit_order(); or None.");
+}
+
+}  // namespace torpor

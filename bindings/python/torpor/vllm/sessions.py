@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that leave a live engine and come back: `torpor.hibernate()` and `torpor.resume()`, in the engine core.
+
+What is hibernated, and where its KV lies, is C++ (engine/request_images.h). How vLLM takes a request back: portable.py.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import Request, RequestStatus
+
+from torpor import _core
+from torpor.errors import Incompatible, InvalidArgument, NotFound, Unsupported, WrongState
+from torpor.vllm import connector_options, grammar
+from torpor.vllm import scheduler_values as values
+
+if TYPE_CHECKING:
+    from torpor.vllm.portable import Admissions
+
+
+def admissions_of(scheduler) -> Admissions | None:
+    """Return the scheduler's side of TorporAdmit, or None where the engine has no such connector."""
+    connector: Any = scheduler.connector
+    return connector.admissions if type(connector).__name__ == connector_options.ADMIT_CLASS else None
+
+
+class Sessions:
+    """Of one EngineSide. Called between steps, in the engine core's thread."""
+
+    def __init__(self, hooks):
+        self._hooks = hooks
+        self._core = hooks.core
+        self._scheduler = hooks.scheduler
+        self._images: _core.RequestImages | None = None
+        self._weights: dict[str, int] = {}  # of each image: how often weights had changed when it was made
+        self._clients: dict[str, int] = {}  # of each request that was hibernated here: vLLM's number of its front end
+
+    def hibernate(self, image: str, requests: list[str], timeout: float | None) -> dict:
+        """Take these requests out of the engine, all or none, but for those that end with the step under way. Return
+        the summary of their image."""
+        images, admissions = self._begun()
+        if known := next((each for each in images.summaries() if each["id"] == image), None):
+            if not set(known["requests"]) <= set(requests):
+                raise InvalidArgument(f"the image {image} has other requests", "give each image an id of its own")
+            return known
+        for request_id in requests:
+            self._check_runs(request_id)
+        was_quiet = self._hooks.is_quiet
+        self._hooks.quiesce(timeout)
+        try:
+            named, requests = requests, [each for each in requests if each in self._scheduler.requests]
+            if not requests:
+                raise NotFound(f"request {', '.join(named)}: the step under way was the last one", "take its answer")
+            summary = self._extract(images, admissions, image, requests)
+            self._clients |= {each: self._scheduler.requests[each].client_index for each in requests}
+            # Only now: each rank has a whole, verified image. The front end is told nothing, and waits on.
+            self._scheduler.finish_requests(requests, RequestStatus.FINISHED_ABORTED)
+        finally:
+            if not was_quiet:
+                self._hooks.resume()
+        self._weights[image] = self._hooks.weights_epoch
+        return summary
+
+    def _begun(self) -> tuple[_core.RequestImages, Admissions]:
+        admissions = admissions_of(self._scheduler)
+        if admissions is None:
+            raise Unsupported("sessions: this engine was started without them", "start it with the option sessions")
+        if self._images is None:
+            self._images = admissions.images = _core.RequestImages(self._hooks)
+            self._scheduler.torpor_sessions = self
+        return self._images, admissions
+
+    def _check_runs(self, request_id: str) -> Request:
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request.is_finished():
+            raise NotFound(f"request {request_id} does not run here", "it has ended, or is hibernated")
+        return request
+
+    def _extract(self, images, admissions, image: str, requests: list[str]) -> dict:
+        scheduler = self._scheduler
+        values.assert_quiet(scheduler)
+        found = []
+        for request_id in requests:
+            request = self._check_runs(request_id)
+            if request_id in admissions.requests:
+                raise WrongState(f"request {request_id} is being resumed", "wait for its next token")
+            if problems := _unsupported(request):
+                raise Unsupported(f"request {request_id} cannot be hibernated: {', '.join(problems)}")
+            found.append(request)
+        of_runners = self._hooks.states_of_runners(requests)
+        block_tokens, tables, states = scheduler.block_size, [], []
+        for i, request in enumerate(found):
+            value = values.request_to_value(request)
+            value["num_computed_tokens"] = computed = _tokens_with_kv(request)
+            value["engine"]["of_runners"] = [rank[i] for rank in of_runners]
+            states.append(value)
+            (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            tables.append(list(blocks[: -(-computed // block_tokens)]))
+        return images.extract(image, states, tables, block_tokens)
+
+    def resume(self, image: str) -> dict:
+        """Put the requests of an image into the engine, all or none. Return its summary, and whether their KV is of
+        other weights and is computed again."""
+        images, admissions = self._begun()
+        if known := next((each for each in images.summaries() if each["id"] == image and each["resuming"]), None):
+            return known | {"recomputed": False}
+        items = images.verify(image)
+        recomputed = self._weights.get(image) != self._hooks.weights_epoch
+        requests = [self._made(item) for item in items]
+        images.begin(image)
+        summary = next(each for each in images.summaries() if each["id"] == image)
+        self._weights.pop(image, None)
+        for item, request in zip(items, requests, strict=True):
+            self._admit(admissions, item, request, 0 if recomputed else item["num_computed_tokens"])
+        return summary | {"recomputed": recomputed}
+
+    def _admit(self, admissions, item: dict, request: Request, computed: int) -> None:
+        admissions.admit(request, computed, _for_runners(item))
+        self._scheduler.add_request(request)
+        self._clients.pop(request.request_id, None)
+
+    def wake_portable(self, options: dict, engine: dict[str, str], key_file: str | None) -> dict:
+        """Admit all requests of a checkpoint, which another engine may have written, with their KV. The engine stands
+        still until end_portable(). `engine`: its fingerprint. Return the report of a wake.
+
+        Raises Incompatible, by field, where the KV means something else here; a request that cannot come alone is in
+        `failed_requests`. Then, and after any other error, nothing has changed.
+        """
+        images, admissions = self._begun()
+        if self._scheduler.requests or images.summaries():
+            raise WrongState("this engine has requests of its own", "wake the checkpoint in an engine without requests")
+        began = time.monotonic()
+        stored = _core.describe_checkpoint(options["from_checkpoint"], 0, key_file)
+        _core.check_portable(stored["fingerprint"], engine)
+        checkpoint = _core.read_checkpoint(stored["path"], key_file)
+        checkpoint.validate()
+        state = checkpoint.to_dict()
+        items, failed = self._items_of(state)
+        made = []
+        for item in items:
+            try:
+                made.append((item, self._made(item)))
+            except Exception as problem:  # whatever another release may have written
+                failed.append({"id": item["id"], "error": f"{problem}"})
+        image = f"checkpoint-{uuid.uuid4().hex}"
+        self._hooks.quiesce(None)
+        try:
+            summary = self._read(images, image, made, state, stored)
+        except BaseException:
+            self._hooks.resume()
+            raise
+        for item, request in made:
+            self._admit(admissions, item, request, item["num_computed_tokens"])
+        return {
+            "changed": True, "fully_awake": True, "held": True, "checkpoint": stored["path"], "requests": len(made),
+            "restored_bytes": summary["bytes"], "failed_requests": failed, "outputs": state["outputs"],
+            "metadata": state["metadata"], "seconds": time.monotonic() - began, "state": state,
+        }  # fmt: skip
+
+    @staticmethod
+    def _read(images, image: str, made: list[tuple[dict, Request]], state: dict, stored: dict) -> dict:
+        """Have the ranks read the KV of these requests. Return the summary of their image."""
+        if not made:
+            return {"bytes": 0}
+        (group,) = state["kv"]["groups"]
+        tables = [list(group["tables"].get(item["id"], ())) for item, _ in made]
+        place = {name: stored[name] for name in ("path", "generation", "id")}
+        summary = images.read(image, [item for item, _ in made], tables, group["block_size"], place)
+        images.begin(image)
+        return summary
+
+    def end_portable(self, keep: bool) -> None:
+        """The front end has the requests, or cannot take them: then they end."""
+        if not keep:
+            self._scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self._hooks.resume()
+
+    def _items_of(self, state: dict) -> tuple[list[dict], list[dict]]:
+        """The requests of a checkpoint in the order in which its engine ran them, and those that cannot leave it."""
+        if len(state["kv"]["groups"]) != 1:
+            raise Incompatible("the checkpoint has several KV cache groups", "wake it in an engine like its own")
+        requests = {item["id"]: item for item in state["scheduler"]["requests"]}
+        items, failed = [], []
+        for request_id in (each for queue in ("running", "held", "waiting") for each in state["scheduler"][queue]):
+            item = requests[request_id]
+            if problem := _bound_to_its_engine(item):
+                failed.append({"id": request_id, "error": f"request {request_id}: {problem}"})
+                continue
+            of_runners = [_of_runner(worker, request_id) for worker in state["workers"]]
+            computed = item["num_computed_tokens"]
+            if item["sampling"]["prompt_logprobs"] is not None and len(item["output_token_ids"]) == 0:
+                computed = 0  # as _tokens_with_kv()
+            item |= {"client_index": 0, "num_computed_tokens": computed}
+            item["engine"] = item["engine"] | {"of_runners": of_runners}
+            items.append(item)
+        return items, failed
+
+    def _made(self, item: dict) -> Request:
+        """A request of an image, as a new one with the tokens that it has. Raises Incompatible."""
+        engine = dict(item["engine"])
+        seed = engine.pop("of_runners")[0].get("seed")
+        request = values.moved_request(item | {"engine": engine}, self._core.request_block_hasher)
+        if seed is not None:
+            request.sampling_params.seed = seed  # model runner V2 goes on with the one that it drew
+        if (why := values.not_taken(request, self._core.vllm_config.model_config)) is not None:
+            raise Incompatible(f"request {request.request_id}: {why}")
+        if request.use_structured_output:
+            grammar.remember_beginning(request)
+            self._core.structured_output_manager.grammar_init(request)
+            if request.num_output_tokens > 0:
+                grammar.replay(self._core.structured_output_manager, request)
+            else:
+                request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        return request
+
+    def end(self, requests: str | Iterable[str] | None) -> list[SimpleNamespace]:
+        """Forget those of these requests, or all, that are hibernated: their readers have gone. Return them, as far as
+        vLLM looks at what it has ended. One that leaves now is in an image, and in the scheduler still."""
+        if self._images is None:
+            return []
+        held = [request_id for request_id in self.held() if request_id not in self._scheduler.requests]
+        wanted = held if requests is None else [requests] if isinstance(requests, str) else list(requests)
+        gone = []
+        for request_id in [request_id for request_id in held if request_id in wanted]:
+            gone.append(SimpleNamespace(request_id=request_id, client_index=self._clients.pop(request_id)))
+            if (drop := self._images.release(request_id)) is not None:
+                self._hooks.call_ranks(drop)
+        return gone
+
+    def held(self) -> dict[str, int]:
+        """The requests that are hibernated and not being resumed, and how many output tokens each has."""
+        return {
+            request_id: tokens
+            for image in self.summaries()
+            if not image["resuming"]
+            for request_id, tokens in image["requests"].items()
+        }
+
+    def summaries(self) -> list[dict]:
+        return [] if self._images is None else self._images.summaries()
+
+    def settle(self) -> None:
+        """The engine stands still: requests whose KV has arrived wait for their turn from now on."""
+        if admissions_of(self._scheduler) is None:
+            return
+        for request in list(self._scheduler.kv_holding_waiting):
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self._scheduler._handle_blocked_waiting_request(request)
+
+    def close(self) -> None:
+        """The engine has ended."""
+        self._scheduler.torpor_sessions = None
+        if (admissions := admissions_of(self._scheduler)) is not None:
+            admissions.images = None
+        self._images = None
+
+
+def _unsupported(request: Request) -> list[str]:
+    """Return why this request cannot leave its engine, by name."""
+    params = request.sampling_params
+    checks = {
+        "pooling": request.pooling_params is not None,
+        "LoRA": request.lora_request is not None,
+        "images, sounds or videos": bool(request.mm_features),
+        "a prompt of embeddings": request.prompt_embeds is not None,
+        "a prompt that comes in pieces": request.resumable,
+        "a thinking budget": params is not None and params.thinking_token_budget is not None,
+        "scores of given tokens in the prompt's places": params is not None
+        and getattr(params, "prompt_logprob_token_ids", None) is not None,
+    }
+    found = [name for name, is_so in checks.items() if is_so]
+    return found or values.unsupported_status(request) + values.unknown_fields(request)
+
+
+def _tokens_with_kv(request: Request) -> int:
+    """Log probabilities of a prompt that is half-way lie in the runner, which loses them: it begins again."""
+    params = request.sampling_params
+    if params is not None and params.prompt_logprobs is not None and request.num_output_tokens == 0:
+        return 0
+    return request.num_computed_tokens
+
+
+def _bound_to_its_engine(item: dict) -> str | None:
+    """Why a request of a checkpoint cannot come into another engine."""
+    engine = item["engine"]
+    checks = {
+        engine.get("bound"): engine.get("bound"),
+        "a pooling request": engine.get("pooling"),
+        "LoRA": engine.get("adapter"),
+        "images, sounds or videos": engine.get("features") or engine.get("features_elsewhere"),
+        "a prompt of embeddings": engine.get("embeddings"),
+        "its prompt is in no checkpoint": engine.get("elsewhere"),
+    }
+    return next((name for name, is_so in checks.items() if is_so), None)
+
+
+def _of_runner(worker: dict, request_id: str) -> dict:
+    """What a checkpoint has of a request as runner_v1.request_to_value() or runner_v2.request_to_value() gives it."""
+    seeds = {item["id"]: item.get("seed") for item in worker["engine"].get("requests", ())}
+    return {"generator": worker["generators"].get(request_id), "seed": seeds.get(request_id)}
+
+
+def _for_runners(item: dict) -> dict:
+    names = ("id", "prompt_token_ids", "output_token_ids", "sampling")
+    return {name: item[name] for name in names} | {"of_runners": item["engine"]["of_runners"]}

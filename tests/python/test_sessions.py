@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests leave the running engine and come back: each goes on as if it had never been away.
+
+The batches of a run with a hibernation are others, so that log probabilities are compared to four digits; tokens are
+compared as they are. "Scrambled": meanwhile the prefix cache is emptied and every byte of the KV cache overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import rig
+from conftest import InProcess
+from requests_of_tests import REQUESTS, run
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from torpor import errors
+from torpor.vllm import portable
+from torpor.vllm.engine_values import Hibernated
+
+pytestmark = [pytest.mark.rig, pytest.mark.cpu]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 12}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def _structured(seed: int, **grammar) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0, seed=seed, max_tokens=24, structured_outputs=StructuredOutputsParams(**grammar)
+    )
+
+
+# Whose tokens no other request has a part in: one choice, or seeds.
+CERTAIN = {
+    name: request for name, request in REQUESTS.items() if request[1].temperature == 0 or request[1].seed is not None
+} | {
+    "schema": ("A thing as JSON: ", _structured(3, json=SCHEMA)),
+    "regex": ("la la la", _structured(5, regex="[abc]{8}d[efg]{6}")),
+    "bad-words": ("one two", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, bad_words=["the", " a"])),
+    "min-p": (
+        "numbers:",
+        SamplingParams(temperature=1.0, seed=2, min_p=0.01, max_tokens=24, ignore_eos=True, logit_bias={100: 2.0}),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def one(tiny_model, tmp_path_factory) -> InProcess:
+    directory = tmp_path_factory.mktemp("sessions")
+    made = InProcess(tiny_model, directory, torpor={"sessions": True}, requests=CERTAIN, num_gpu_blocks_override=200)
+    yield made
+    if made.engine.engine_core is not None:
+        made.engine.engine_core.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    """Of a test that failed, for the next one."""
+    yield
+    if "one" in request.fixturenames:
+        one = request.getfixturevalue("one")
+        for image in one.llm.torpor.hibernated():
+            one.engine.abort_request(list(image.requests))
+
+
+def rounded(value):
+    """Log probabilities to four digits; the rest as it is."""
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each) for each in value]
+    return value
+
+
+def same(answers: dict, expected: dict) -> None:
+    assert answers.keys() == expected.keys()
+    for name, value in expected.items():
+        assert rounded(answers[name]) == rounded(value), name
+
+
+def unfinished(one) -> list[str]:
+    return list(dict.fromkeys(state.external_req_id for state in one.engine.output_processor.request_states.values()))
+
+
+def scramble(one) -> None:
+    """Nothing of the KV from before is left."""
+    while one.core.scheduler.has_requests() or one.core.batch_queue:
+        one.engine.step()
+    assert one.core.scheduler.reset_prefix_cache()
+    address, size = regions(one)["kv_cache"]
+    ctypes.memset(address, 0x55, size)
+
+
+def regions(one) -> dict[str, tuple[int, int]]:
+    """Address and size of the KV cache."""
+    caches = [cache.untyped_storage() for cache in one.runner.kv_caches]
+    begin = min(storage.data_ptr() for storage in caches)
+    return {"kv_cache": (begin, max(storage.data_ptr() + storage.nbytes() for storage in caches) - begin)}
+
+
+def idle(one) -> None:
+    """Nothing of the test before is left, and the images took no memory along."""
+    run(one.engine)
+    assert one.llm.torpor.hibernated() == [] and not one.engine.has_unfinished_requests()
+    scheduler = one.core.scheduler
+    while scheduler.has_requests():
+        one.engine.step()
+    assert not scheduler.requests
+    assert one.llm.torpor.ledger()[0].arena_used_bytes == 0
+
+
+STEPS = [2, 9] if rig.active() else [1, 3, 9, 20]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_all_requests_leave_the_cache_is_scrambled_and_they_come_back(one, steps):
+    expected = one.expected
+    answers = one.begin(steps)
+    left = one.llm.torpor.hibernate(unfinished(one))
+    answers |= run(one.engine)
+    assert not one.core.scheduler.requests and not one.engine.has_unfinished_requests()
+    assert left.bytes > 0 and left.tokens > 0 and set(left.requests) == set(unfinished(one))
+    assert one.llm.torpor.hibernated() == [left]
+    scramble(one)
+    resumed = one.llm.torpor.resume(left.id)
+    assert resumed.id == left.id and resumed.requests == left.requests and not resumed.recomputed
+    same(one.finish(answers), expected)
+    idle(one)
+
+
+@pytest.mark.core
+def test_some_leave_while_the_others_run_to_their_end(one):
+    expected = one.expected
+    names = ["greedy", "two", "stops", "schema", "long-seeded"]
+    answers = one.begin(6)
+    left = one.llm.torpor.hibernate(names)
+    answers |= run(one.engine)
+    assert set(unfinished(one)) == set(names)
+    scramble(one)
+    one.llm.torpor.resume(left.id)
+    same(one.finish(answers), expected)
+    idle(one)
+
+
+def test_each_goes_alone_and_again(one):
+    """One image a request; each leaves twice, at other steps, beside the others that run."""
+    expected = one.expected
+    answers, away = one.begin(2), {}
+    for turn in range(12):
+        for name in unfinished(one):
+            if name in away:
+                one.llm.torpor.resume(away.pop(name))
+            elif (turn + len(name)) % 3 == 0 and not _is_coming(one, name):
+                with contextlib.suppress(errors.NotFound):  # its last token is in the step under way
+                    away[name] = one.llm.torpor.hibernate(name).id
+        answers |= run(one.engine, 2)
+    for image in away.values():
+        one.llm.torpor.resume(image)
+    same(one.finish(answers), expected)
+    idle(one)
+
+
+def _is_coming(one, name: str) -> bool:
+    coming = one.core.scheduler.connector.admissions.requests
+    return any(i in coming for i in one.engine.output_processor.external_req_ids.get(name, ()))
+
+
+def test_a_delta_stream_loses_no_token_and_has_none_twice(one):
+    from vllm.sampling_params import RequestOutputKind
+
+    def stream(hibernates: bool) -> list[int]:
+        one.begin(0, ["greedy"])
+        one.engine.abort_request(["greedy"])
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        one.engine.add_request("stream", "The capital of France is", params)
+        tokens = []
+        for number in range(100):
+            for output in one.engine.step():
+                tokens += output.outputs[0].token_ids
+            if hibernates and number == 7:
+                one.llm.torpor.resume(one.llm.torpor.hibernate("stream").id)
+            if not one.engine.has_unfinished_requests():
+                break
+        return tokens
+
+    assert len(stream(False)) == 30 and stream(True) == stream(False)
+
+
+def test_llms_own_calls_run_beside_hibernated_requests(one):
+    """Their loop ends when all but these have ended."""
+    expected = one.expected
+    short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    [plain] = one.llm.generate(["Hi"], short, use_tqdm=False)
+    answers = one.begin(6, ["greedy", "two"])
+    left = one.llm.torpor.hibernate(["greedy", "two"])
+    run(one.engine)
+    [output] = one.llm.generate(["Hi"], short, use_tqdm=False)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    one.llm.torpor.resume(left.id)
+    same(one.finish(answers), {name: expected[name] for name in ("greedy", "two")})
+    idle(one)
+
+
+def test_preempted_requests_leave_without_kv(one):
+    expected = one.expected
+    answers = one.begin(9)
+    one.core.reset_prefix_cache(reset_running_requests=True)
+    assert not one.core.scheduler.running
+    left = one.llm.torpor.hibernate(unfinished(one))
+    answers |= run(one.engine)
+    scramble(one)
+    one.llm.torpor.resume(left.id)
+    same(one.finish(answers), expected)
+    idle(one)
+
+
+@pytest.mark.core
+def test_kv_that_comes_back_has_the_bytes_that_left(one):
+    """Of all blocks, also of the last one, which is half full; looked at before the request takes a step."""
+    one.begin(9)
+    one.llm.sleep(level=0)  # ends the step under way
+    one.llm.wake_up()
+    ids = one.engine.output_processor.external_req_ids
+    there = [name for name in unfinished(one) if ids[name][0] in one.core.scheduler.requests]
+    expected = {name: kv for name in there if (kv := kv_of(one, name))}
+    left = one.llm.torpor.hibernate(list(expected))
+    run(one.engine)
+    scramble(one)
+    one.llm.torpor.resume(left.id)
+    found = {}
+    for _ in range(5):
+        arrived = one.core.scheduler.finished_recving_kv_req_ids
+        for name in expected.keys() - found.keys():
+            if _request(one, name).request_id in arrived:
+                found[name] = kv_of(one, name)
+        one.engine.step()
+    assert len(expected) > 5 and found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+    run(one.engine)
+    idle(one)
+
+
+def _request(one, name: str):
+    return one.core.scheduler.requests[one.engine.output_processor.external_req_ids[name][0]]
+
+
+def kv_of(one, name: str) -> bytes:
+    """Of the blocks of a request, block by block, layer by layer."""
+    request = _request(one, name)
+    (blocks,) = one.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    used = blocks[: -(-request.num_computed_tokens // one.core.scheduler.block_size)]
+    count = one.core.scheduler.kv_cache_config.num_blocks
+    caches = [cache.movedim(list(cache.shape).index(count), 0) for cache in one.runner.kv_caches]
+    return b"".join(cache[block].contiguous().view(-1).numpy().tobytes() for block in used for cache in caches)
+
+
+# --- the lifetime of an image -----------------------------------------------------------------------------------------
+
+
+def test_an_abort_reaches_a_hibernated_request_and_frees_its_image(one):
+    one.begin(5, ["greedy", "seeded", "two"])
+    together = one.llm.torpor.hibernate(["greedy", "seeded"])
+    alone = one.llm.torpor.hibernate(["two"])
+    held = one.llm.torpor.ledger()[0].arena_used_bytes
+    one.engine.abort_request(["greedy"])
+    assert [image.requests for image in one.llm.torpor.hibernated()] == [
+        each.requests for each in sorted([Hibernated(together.id, ("seeded",), 0, 0), alone], key=lambda each: each.id)
+    ]
+    one.engine.abort_request(["two"])
+    assert 0 < one.llm.torpor.ledger()[0].arena_used_bytes < held
+    one.engine.abort_request(["seeded"])
+    with pytest.raises(errors.NotFound, match=together.id):
+        one.llm.torpor.resume(together.id)
+    idle(one)
+
+
+def test_an_abort_while_it_comes_back_frees_all(one):
+    free = one.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    one.begin(0, ["greedy"])
+    one.engine.abort_request(["greedy"])
+    run(one.engine)
+    before = free()
+    for steps in range(3):
+        one.begin(5, ["greedy", "seeded"])
+        left = one.llm.torpor.hibernate(["greedy", "seeded"])
+        one.llm.torpor.resume(left.id)
+        for _ in range(steps):
+            one.engine.step()
+        one.engine.abort_request(["greedy", "seeded"])
+        idle(one)
+        assert free() == before
+
+
+def test_calls_may_be_repeated(one):
+    one.begin(5, ["greedy", "seeded"])
+    left = one.llm.torpor.hibernate(["greedy"], "mine")
+    assert left.id == "mine" and one.llm.torpor.hibernate(["greedy"], "mine") == left
+    with pytest.raises(errors.InvalidArgument, match="the image mine has other requests"):
+        one.llm.torpor.hibernate(["seeded"], "mine")
+    with pytest.raises(errors.NotFound, match="does not run here"):
+        one.llm.torpor.hibernate(["greedy"], "other")
+    first = one.llm.torpor.resume("mine")
+    assert one.llm.torpor.resume("mine") == first
+    with pytest.raises(errors.WrongState, match="is being resumed"):
+        one.llm.torpor.hibernate(["greedy"])
+    run(one.engine)
+    with pytest.raises(errors.NotFound, match="there is no image mine"):
+        one.llm.torpor.resume("mine")
+    idle(one)
+
+
+@pytest.mark.parametrize(
+    ("requests", "what"),
+    [(["nobody"], "no unfinished request 'nobody'"), (["greedy", "nobody"], "'nobody'"), ([], "no request is named")],
+)
+def test_an_unknown_request_is_named_and_nothing_leaves(one, requests, what):
+    one.begin(3, ["greedy"])
+    with pytest.raises((errors.NotFound, errors.InvalidArgument), match=what):
+        one.llm.torpor.hibernate(requests)
+    assert one.llm.torpor.hibernated() == []
+    run(one.engine)
+
+
+def test_an_engine_with_hibernated_requests_sleeps_and_wakes_with_them(one):
+    expected = one.expected
+    answers = one.begin(6)
+    names = ["greedy", "two", "schema", "long-seeded"]
+    left = one.llm.torpor.hibernate(names)
+    one.llm.sleep(level=1, preserve_state=True)
+    with pytest.raises(errors.WrongState, match="asleep"):
+        one.llm.torpor.resume(left.id)
+    with pytest.raises(errors.WrongState, match="asleep"):
+        one.llm.torpor.hibernate(["seeded"])
+    answers |= run(one.engine, 1)
+    assert one.llm.wake_up()
+    one.llm.torpor.resume(left.id)
+    one.llm.sleep(level=1, preserve_state=True)  # they are on their way
+    assert one.llm.wake_up()
+    answers |= run(one.engine, 1)
+    one.llm.sleep(level=1, preserve_state=True)
+    assert one.llm.wake_up()
+    same(one.finish(answers), expected)
+    idle(one)
+
+
+def test_no_checkpoint_is_written_without_them(one):
+    expected = one.expected
+    answers = one.begin(6)
+    left = one.llm.torpor.hibernate(["greedy", "two"])
+    for call in (one.llm.checkpoint, lambda: one.llm.sleep(level=1, preserve_state=True, to="disk")):
+        with pytest.raises(errors.Unsupported, match=r"hibernated requests \(3\); resume or abort them first"):
+            call()
+    answers |= run(one.engine, 1)
+    one.llm.torpor.resume(left.id)
+    answers |= run(one.engine, 3)
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    assert one.llm.wake_up() and path
+    same(one.finish(answers), expected)
+    idle(one)
+
+
+def test_a_sleep_that_ends_all_requests_ends_these_too(one):
+    one.begin(6, ["greedy", "two", "seeded"])
+    one.llm.torpor.hibernate(["greedy", "two"])
+    one.llm.sleep(level=1)
+    assert one.llm.wake_up()
+    idle(one)
+
+
+def test_kv_of_other_weights_is_computed_again(one):
+    expected = one.expected
+    answers = one.begin(6)
+    left = one.llm.torpor.hibernate(unfinished(one))
+    answers |= run(one.engine)
+    one.llm.sleep(level=1, mode="keep")  # without KV: what was computed before is not believed any more
+    assert one.llm.wake_up()
+    assert one.llm.torpor.resume(left.id).recomputed
+    same(one.finish(answers), expected)
+    idle(one)
+
+
+# --- damage, and faults that must be found ----------------------------------------------------------------------------
+
+
+def damage(pattern: bytes) -> None:
+    """Overwrite these bytes with zeros wherever this process has them, but for `pattern` itself."""
+    own = id(pattern) + bytes.__basicsize__ - 1
+    piece = bytearray((1 << 20) + len(pattern))
+    buffer = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    memory = os.open("/proc/self/mem", os.O_RDONLY)
+    found = 0
+    try:
+        for begin, end in [
+            map(lambda text: int(text, 16), line.split()[0].split("-")) for line in lines if " rw" in line
+        ]:
+            for at in range(begin, end, 1 << 20):
+                view = memoryview(piece)[: min(len(piece), end - at)]
+                try:
+                    got = os.preadv(memory, [view], at)
+                except OSError:
+                    break
+                place = piece.find(pattern, 0, got)
+                address = at + place
+                if place >= 0 and address != own and not buffer <= address < buffer + len(piece):
+                    ctypes.memset(address, 0, len(pattern))
+                    found += 1
+    finally:
+        os.close(memory)
+    assert found
+
+
+def hibernated_and_damaged(one, resume: bool) -> tuple[dict, Hibernated]:
+    """After some steps, "prefix-a" in an image whose host memory is damaged. `resume`: it is on its way back then."""
+    answers = one.begin(9, ["prefix-a"])
+    content = kv_of(one, "prefix-a")
+    left = one.llm.torpor.hibernate(["prefix-a"])
+    scramble(one)
+    if resume:
+        one.llm.torpor.resume(left.id)
+    damage(content[1024:1536])
+    return answers, left
+
+
+def test_a_damaged_image_is_refused_by_name(one):
+    _, left = hibernated_and_damaged(one, resume=False)
+    with pytest.raises(errors.Damaged, match=f"image {left.id}: kv_cache block 0 does not match its digest"):
+        one.llm.torpor.resume(left.id)
+    assert one.llm.torpor.hibernated() == [left] and not one.core.scheduler.requests
+    one.engine.abort_request(["prefix-a"])
+    idle(one)
+
+
+def test_what_is_damaged_on_the_way_is_computed_again(one, said):
+    answers, _ = hibernated_and_damaged(one, resume=True)
+    tokens = tokens_of(one.finish(answers))
+    assert "is computed again" in said.text and "do not match their digest" in said.text
+    assert tokens == tokens_of({"prefix-a": one.expected["prefix-a"]})
+    idle(one)
+
+
+def test_without_that_check_the_tokens_would_be_others(one, monkeypatch):
+    """So that the test before, and all others here, can fail."""
+    monkeypatch.setattr(portable._core, "admit_error", lambda reply: None)
+    answers, _ = hibernated_and_damaged(one, resume=True)
+    assert tokens_of(one.finish(answers)) != tokens_of({"prefix-a": one.expected["prefix-a"]})
+    one.llm.reset_prefix_cache()
+    idle(one)
+
+
+def tokens_of(answers: dict) -> dict:
+    return {name: [choice[1] for choice in value[1]] for name, value in answers.items()}
+
+
+@pytest.fixture
+def said(caplog):
+    """What torpor logs; vLLM's logger hands nothing on."""
+    logger = logging.getLogger("vllm.torpor")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+# --- a checkpoint whose requests come the same way --------------------------------------------------------------------
+
+
+def checkpoint_of(one, steps: int) -> tuple[str, dict]:
+    """A checkpoint after so many steps, and what its requests had answered; the engine is empty then, and scrambled."""
+    answers = one.begin(steps)
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    answers |= one.stopped()
+    assert one.llm.wake_up()
+    run(one.engine)
+    scramble(one)
+    return path, answers
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_all_requests_of_a_checkpoint_are_admitted_with_their_kv(one, steps):
+    expected = one.expected
+    path, answers = checkpoint_of(one, steps)
+    report = one.llm.wake_up(from_checkpoint=path, identity="portable")
+    assert report and report.checkpoint == path and report.failed_requests == [] and report.restored_bytes > 0
+    begun = {request.request_id: request.num_tokens for request in one.core.scheduler.requests.values()}
+    same(one.finish(answers), expected)
+    assert len(begun) >= report.requests > 5
+    idle(one)
+
+
+def test_no_token_of_a_checkpoint_is_computed_again(one):
+    path, _ = checkpoint_of(one, 9)
+    one.llm.wake_up(from_checkpoint=path, identity="portable")
+    decoding = {i for i, request in one.core.scheduler.requests.items() if request.num_output_tokens > 0}
+    scheduled = 0
+    for _ in range(4):
+        before = {i: request.num_computed_tokens for i, request in one.core.scheduler.requests.items()}
+        one.engine.step()
+        for i, request in one.core.scheduler.requests.items():
+            if i in decoding and before.get(i, 0) > 0:
+                assert request.num_computed_tokens - before[i] <= 1 + rig.active()
+                scheduled += 1
+    assert scheduled > 5
+    run(one.engine)
+    idle(one)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_field(one, monkeypatch):
+    path, _ = checkpoint_of(one, 3)
+    hooks = one.core.torpor_side.hooks
+    fields = hooks.fingerprint()
+    monkeypatch.setattr(type(hooks), "fingerprint", lambda self: fields | {"model_config": "other", "threads": "99"})
+    with pytest.raises(errors.Incompatible, match="model_config: checkpoint has") as refused:
+        one.llm.wake_up(from_checkpoint=path, identity="portable")
+    assert "threads" not in str(refused.value)
+    assert not one.core.scheduler.requests
+    idle(one)
+
+
+def test_an_engine_with_requests_takes_no_checkpoint(one):
+    path, _ = checkpoint_of(one, 3)
+    one.begin(2, ["greedy"])
+    with pytest.raises(errors.WrongState, match="requests of its own"):
+        one.llm.wake_up(from_checkpoint=path, identity="portable")
+    with pytest.raises(errors.InvalidArgument, match="identity is 'near'"):
+        one.llm.wake_up(from_checkpoint=path, identity="near")
+    with pytest.raises(errors.InvalidArgument, match="with other arguments"):
+        one.llm.wake_up(from_checkpoint=path, identity="portable", early=False, kv="keep")
+    run(one.engine)
+    idle(one)
