@@ -49,6 +49,12 @@ class SchedulerMixin(Stock):
         grammar.remember_beginning(request)
         super().add_request(request)
 
+    def _handle_blocked_waiting_request(self, request) -> bool:
+        """Say whether vLLM may admit this request in the present step: not one that a breakpoint holds."""
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        return not self.torpor_slots or self.torpor_slots.may_admit(request)
+
     def schedule(self, *args, **kwargs):
         self.torpor_steps += 1
         slots = self.torpor_slots if self.torpor_slots is not None else Slots.of(self)
