@@ -10,6 +10,7 @@
 #include <pugixml.hpp>
 
 #include "base/mutex.h"
+#include "remote/curl.h"
 #include "remote/object_keys.h"
 
 namespace torpor::remote {
@@ -102,8 +103,6 @@ class S3Store final : public ObjectStore {
  public:
   S3Store(std::string url, S3Settings settings, std::function<bool()> stop, S3Retries retries)
       : url_(std::move(url)), settings_(std::move(settings)), stop_(std::move(stop)), retries_(retries) {
-    static const CURLcode begun = curl_global_init(CURL_GLOBAL_DEFAULT);
-    (void)begun;
     host_ = settings_.endpoint.substr(settings_.endpoint.find("://") + 3);
   }
 
@@ -276,6 +275,7 @@ class S3Store final : public ObjectStore {
 
   // All attempts at one request. Answers of any status are values here.
   Result<Answer> send(const Call& call) {
+    TORPOR_TRY(begin_curl());
     CurlHandle handle = take_handle();
     if (handle == nullptr)
       return Error{.code = Code::kResourceExhausted, .what = "no memory for a connection", .next_step = "free some"};
