@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from devtool import (
+    board,
     checks,
     contract,
     deploy,
@@ -89,6 +90,7 @@ def main(arguments: list[str], manual: str) -> int:
         "deb": packages.deb,
         "deploy": deploy.main,
         "docs": site.main,
+        "board": board.main,
         "torpor": torpor,
         "python": python,
         "lint": lint,
