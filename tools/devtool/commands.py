@@ -53,6 +53,7 @@ BENCHES = {
     "weights_load": "tools/bench/weights_load_bench.py",
     "connector": "tools/bench/connector_bench.py",
     "rl": "tools/bench/rl_bench.py",
+    "trl": "tools/bench/trl_bench.py",
     "codec": "build/release/tools/bench/codec_bench",
     "early": "build/release/tools/bench/early_bench",
     "early_vllm": "tools/bench/early_vllm_bench.py",
