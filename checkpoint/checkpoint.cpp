@@ -23,6 +23,33 @@ Error damaged(std::string what) {
   return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
 }
 
+// `state`: the name of STATE, for messages.
+Result<Section> read_section(const OpenedManifest& opened, const SectionInfo& info, const std::string& state,
+                             const StateReader& read) {
+  Section section{.name = info.name, .required = info.required};
+  Bytes stored(info.stored_bytes);
+  const auto bytes = std::as_writable_bytes(std::span(stored));
+  TORPOR_TRY(read(info.offset, bytes));
+  if (digest_of(bytes) != info.digest)
+    return damaged(fmt::format("the section {} of {} does not match its digest", info.name, state));
+  if (opened.seal != nullptr) TORPOR_TRY(opened.seal->open(bytes, info.seal, section_place(info)));
+  if (info.codec == Codec::kNone && info.bytes == info.stored_bytes) {
+    section.bytes = std::move(stored);
+    return section;
+  }
+  if (info.codec == Codec::kNone || info.bytes > (info.stored_bytes + 1) * kMostExpansion)
+    return damaged(fmt::format("the section {} of {} contradicts itself", info.name, state));
+  section.bytes.resize(info.bytes);
+  if (Status done = decompress(info.codec, bytes, std::as_writable_bytes(std::span(section.bytes))); !done) {
+    return done.error().within(fmt::format("section {}", info.name));
+  }
+  return section;
+}
+
+StateReader reader_of(const File& file) {
+  return [&file](uint64_t offset, std::span<std::byte> room) { return file.pread(room, offset); };
+}
+
 }  // namespace
 
 struct Checkpoint::Impl {
@@ -31,7 +58,6 @@ struct Checkpoint::Impl {
   OpenedManifest opened;
 
   Result<OpenChunkFile> open(const LinkedFile& wanted, FileIo io) const;
-  Result<Section> read(const File& file, const SectionInfo& info) const;
 };
 
 Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -72,27 +98,6 @@ Result<std::unique_ptr<DiskTier>> Checkpoint::open_rank(const RankSummary& rank,
   return DiskTier::open(std::move(files), rank.rank, std::move(progress));
 }
 
-Result<Section> Checkpoint::Impl::read(const File& file, const SectionInfo& info) const {
-  Section section{.name = info.name, .required = info.required};
-  Bytes stored(info.stored_bytes);
-  const auto bytes = std::as_writable_bytes(std::span(stored));
-  TORPOR_TRY(file.pread(bytes, info.offset));
-  if (digest_of(bytes) != info.digest)
-    return damaged(fmt::format("the section {} of {} does not match its digest", info.name, file.name()));
-  if (opened.seal != nullptr) TORPOR_TRY(opened.seal->open(bytes, info.seal, section_place(info)));
-  if (info.codec == Codec::kNone && info.bytes == info.stored_bytes) {
-    section.bytes = std::move(stored);
-    return section;
-  }
-  if (info.codec == Codec::kNone || info.bytes > (info.stored_bytes + 1) * kMostExpansion)
-    return damaged(fmt::format("the section {} of {} contradicts itself", info.name, file.name()));
-  section.bytes.resize(info.bytes);
-  if (Status done = decompress(info.codec, bytes, std::as_writable_bytes(std::span(section.bytes))); !done) {
-    return done.error().within(fmt::format("section {}", info.name));
-  }
-  return section;
-}
-
 Result<std::vector<Section>> Checkpoint::read_sections() const {
   TORPOR_ASSIGN(const std::unique_ptr<File> file, impl_->directory->open_file(kStateFile));
   TORPOR_ASSIGN(const uint64_t size, file->size());
@@ -101,22 +106,30 @@ Result<std::vector<Section>> Checkpoint::read_sections() const {
   if (size != expected) return damaged(fmt::format("{} has {} bytes, {} were written", file->name(), size, expected));
   std::vector<Section> sections;
   for (const SectionInfo& info : impl_->opened.manifest.sections) {
-    TORPOR_ASSIGN(Section section, impl_->read(*file, info));
+    TORPOR_ASSIGN(Section section, read_section(impl_->opened, info, file->name(), reader_of(*file)));
     sections.push_back(std::move(section));
   }
   return sections;
 }
 
 Result<Metadata> Checkpoint::read_metadata() const {
-  const std::vector<SectionInfo>& sections = impl_->opened.manifest.sections;
+  std::unique_ptr<File> file;
+  const std::string name = fmt::format("{}/{}", path(), kStateFile);
+  return torpor::read_metadata(impl_->opened, name, [&](uint64_t offset, std::span<std::byte> room) -> Status {
+    TORPOR_ASSIGN(file, impl_->directory->open_file(kStateFile));
+    return file->pread(room, offset);
+  });
+}
+
+Result<Metadata> read_metadata(const OpenedManifest& opened, const std::string& state, const StateReader& read) {
+  const std::vector<SectionInfo>& sections = opened.manifest.sections;
   const auto found = std::find_if(sections.begin(), sections.end(),
                                   [](const SectionInfo& info) { return info.name == kMetadataSection; });
   if (found == sections.end()) return Metadata{};
   if (std::max(found->stored_bytes, found->bytes) > kMostMetadataBytes)
     return damaged(
         fmt::format("the section {} has {} bytes", found->name, std::max(found->stored_bytes, found->bytes)));
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, impl_->directory->open_file(kStateFile));
-  TORPOR_ASSIGN(const Section section, impl_->read(*file, *found));
+  TORPOR_ASSIGN(const Section section, read_section(opened, *found, state, read));
   return decode_metadata(std::span(&section, 1));
 }
 

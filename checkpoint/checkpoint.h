@@ -4,7 +4,9 @@
 // Owner: whoever reads. Threads: all methods from any thread. Nothing here writes.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -45,6 +47,13 @@ class Checkpoint {
  private:
   std::unique_ptr<Impl> impl_;
 };
+
+// Fills `room` with what STATE has at `offset`.
+using StateReader = std::function<Status(uint64_t offset, std::span<std::byte> room)>;
+// Return what a user attached to the checkpoint that MANIFEST is of. `read` is called once, for its section alone, or
+// never if there is none. `state`: the name of STATE, for messages. Errors: those of Checkpoint::read_metadata() and
+// of `read`.
+Result<Metadata> read_metadata(const OpenedManifest& opened, const std::string& state, const StateReader& read);
 
 // `key` null: only checkpoints without a seal can be read. Errors: decode_manifest().
 Result<Checkpoint> open_checkpoint_directory(std::unique_ptr<Directory> directory,

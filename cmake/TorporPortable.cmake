@@ -1,6 +1,7 @@
 # TORPOR_PORTABLE makes a Python module and an inspector that run on every x86-64 Linux with glibc 2.28 or newer
 # (manylinux_2_28), whatever libraries it has: torpor's are linked statically, and zig's linker links against the symbols
-# of that glibc; this machine's own is too new. What the C++ library wants of a newer glibc is in
+# of that glibc; this machine's own is too new. libcurl and OpenSSL are loaded when they are first needed
+# (bindings/portable_system.cpp). What the C++ library wants of a newer glibc is in
 # bindings/portable_glibc.cpp.
 # TORPOR_ZIG is the linker's command, "python;-m;ziglang" for PyPI's package.
 
@@ -22,7 +23,8 @@ set(CMAKE_CXX_LINK_EXECUTABLE
 # What a target has to carry that is linked so.
 function(torpor_portable target)
   set(here ${PROJECT_SOURCE_DIR}/bindings)
-  target_sources(${target} PRIVATE ${here}/portable_glibc.cpp ${here}/portable_libraries.cpp)
+  target_sources(${target} PRIVATE ${here}/portable_glibc.cpp ${here}/portable_libraries.cpp
+    ${here}/portable_system.cpp)
   set_source_files_properties(${here}/portable_libraries.cpp TARGET_DIRECTORY ${target}
     PROPERTIES COMPILE_OPTIONS -fkeep-inline-functions)
 endfunction()

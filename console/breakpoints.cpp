@@ -344,8 +344,10 @@ void Breakpoints::name_one(uint32_t request, std::string_view name, uint32_t eva
 }
 
 void Breakpoints::named(uint32_t request, std::string_view name) noexcept {
-  const uint32_t armed = armed_.load(std::memory_order_acquire) & kBreakpointBits;
-  if (armed != 0) name_one(request, name, armed, false);
+  // One that holds is asked as long as its stop stands, even if it matches nothing afterwards (`once`).
+  const uint32_t asked =
+      (armed_.load(std::memory_order_acquire) | standing_.load(std::memory_order_acquire)) & kBreakpointBits;
+  if (asked != 0) name_one(request, name, asked, false);
 }
 
 uint32_t Breakpoints::matched_names(uint32_t request) const noexcept {

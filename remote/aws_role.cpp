@@ -16,6 +16,7 @@
 
 #include "base/log.h"
 #include "base/mutex.h"
+#include "remote/curl.h"
 
 namespace torpor::remote {
 namespace {
@@ -65,8 +66,7 @@ size_t append(char* from, size_t size, size_t count, void* to) {
 }
 
 Result<Answer> ask_once(const Request& request) {
-  static const CURLcode begun = curl_global_init(CURL_GLOBAL_DEFAULT);
-  (void)begun;
+  TORPOR_TRY(begin_curl());
   const std::unique_ptr<CURL, decltype(&curl_easy_cleanup)> handle(curl_easy_init(), &curl_easy_cleanup);
   if (handle == nullptr)
     return Error{.code = Code::kResourceExhausted, .what = "no memory for a connection", .next_step = "free some"};

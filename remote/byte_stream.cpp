@@ -264,7 +264,12 @@ std::string Address::text() const {
 TlsTrust::~TlsTrust() { SSL_CTX_free(context_); }
 
 Result<std::shared_ptr<const TlsTrust>> TlsTrust::of(const std::string& authorities) {
-  SSL_CTX* const context = SSL_CTX_new(TLS_client_method());
+  const SSL_METHOD* const method = TLS_client_method();
+  if (method == nullptr)  // of the portable module, which loads it
+    return Error{.code = Code::kUnsupported,
+                 .what = "TLS needs OpenSSL 3, and libssl.so.3 cannot be loaded",
+                 .next_step = "install it: the package libssl3 (Debian, Ubuntu) or openssl-libs (Fedora, RHEL)"};
+  SSL_CTX* const context = SSL_CTX_new(method);
   if (context == nullptr)
     return Error{.code = Code::kResourceExhausted, .what = "no memory for TLS", .next_step = "free some"};
   std::shared_ptr<const TlsTrust> made(new TlsTrust(context));

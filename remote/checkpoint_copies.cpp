@@ -10,6 +10,7 @@
 #include "base/digest.h"
 #include "base/page_buffer.h"
 #include "checkpoint/checkpoint_set.h"
+#include "checkpoint/state_sections.h"
 #include "checkpoint/store_contents.h"
 #include "checkpoint/store_names.h"
 
@@ -78,10 +79,13 @@ Status check_hash(const CheckpointIndex& index, const Part& part, std::span<cons
 
 // The checkpoint's files with their sizes; their hashes are not known yet.
 Result<CheckpointIndex> index_of(const Manifest& manifest, const Directory& directory) {
-  CheckpointIndex index{.id = hex(manifest.id),
-                        .generation = manifest.generation,
-                        .created_unix_seconds = manifest.created_unix_seconds,
-                        .creator = manifest.creator};
+  CheckpointIndex index{
+      .id = hex(manifest.id),
+      .generation = manifest.generation,
+      .created_unix_seconds = manifest.created_unix_seconds,
+      .creator = manifest.creator,
+      .has_metadata = std::any_of(manifest.sections.begin(), manifest.sections.end(),
+                                  [](const SectionInfo& section) { return section.name == kMetadataSection; })};
   std::vector<std::string> names = {std::string(kManifestFile), std::string(kStateFile)};
   for (const RankSummary& rank : manifest.ranks) {
     names.push_back(rank.refs);
@@ -129,6 +133,43 @@ Result<std::vector<std::string>> pushed_names(ObjectStore& store) {
   return keys;
 }
 
+Status check_is_of(const Manifest& manifest, const CheckpointIndex& index) {
+  if (hex(manifest.id) == index.id) return ok();
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("MANIFEST is of checkpoint {}, not of {}", hex(manifest.id), index.id),
+               .next_step = "take another checkpoint"};
+}
+
+Result<OpenedManifest> manifest_in(ObjectStore& store, const CheckpointIndex& index, const Key* key) {
+  Bytes bytes;
+  for (size_t number = 0; number < index.files[0].parts.size(); ++number) {
+    const Part part{0, number};
+    bytes.resize(part.offset() + part.bytes(index));  // a part at a time: the index may claim anything
+    const std::span<std::byte> some = std::as_writable_bytes(std::span(bytes)).subspan(part.offset());
+    TORPOR_ASSIGN(const uint64_t received, store.get(part_key(index.files[0].parts[number]), some));
+    TORPOR_TRY(check_hash(index, part, some.first(received)));
+  }
+  TORPOR_ASSIGN(OpenedManifest opened, decode_manifest(std::as_bytes(std::span(bytes)), key));
+  TORPOR_TRY(check_is_of(opened.manifest, index));
+  return opened;
+}
+
+// Fill `room` with what the file has at `offset`, from as many parts as that lies in.
+Status read_range(ObjectStore& store, const IndexedFile& file, uint64_t offset, std::span<std::byte> room) {
+  if (offset > file.bytes || room.size() > file.bytes - offset)
+    return Error{.code = Code::kCorruption,
+                 .what = fmt::format("{} of {} has {} bytes, MANIFEST names more", file.name, store.url(), file.bytes),
+                 .next_step = "take another checkpoint"};
+  while (!room.empty()) {
+    const uint64_t within = offset % kPartBytes;
+    const std::span<std::byte> some = room.first(std::min<uint64_t>(room.size(), kPartBytes - within));
+    TORPOR_TRY(store.get_range(part_key(file.parts[offset / kPartBytes]), within, some));
+    offset += some.size();
+    room = room.subspan(some.size());
+  }
+  return ok();
+}
+
 // One pull, into a staging directory whose store is locked.
 class Pull {
  public:
@@ -140,10 +181,7 @@ class Pull {
   Status fetch_manifest() {
     TORPOR_TRY(fetch(0, 1, nullptr));
     TORPOR_ASSIGN(const OpenedManifest opened, read_manifest(staging_, options_.key.get()));
-    if (hex(opened.manifest.id) != index_.id)
-      return Error{.code = Code::kCorruption,
-                   .what = fmt::format("MANIFEST is of checkpoint {}, not of {}", hex(opened.manifest.id), index_.id),
-                   .next_step = "take another checkpoint"};
+    TORPOR_TRY(check_is_of(opened.manifest, index_));
     return options_.accept ? options_.accept(opened.manifest) : ok();
   }
 
@@ -304,6 +342,23 @@ Result<std::vector<PushedCheckpoint>> list_pushed(ObjectStore& store) {
       }
     }
     return pushed;
+  });
+}
+
+Result<Metadata> metadata_of(ObjectStore& store, const CheckpointIndex& index, const Key* key) {
+  return catching([&]() -> Result<Metadata> {
+    if (index.has_metadata == false) return Metadata{};
+    TORPOR_ASSIGN(const OpenedManifest opened, manifest_in(store, index, key));
+    const auto state = std::find_if(index.files.begin(), index.files.end(),
+                                    [](const IndexedFile& file) { return file.name == kStateFile; });
+    if (state == index.files.end())
+      return Error{.code = Code::kCorruption,
+                   .what = fmt::format("{} of {} has no {}", index_name(index), store.url(), kStateFile),
+                   .next_step = "take another checkpoint"};
+    const std::string name = fmt::format("{}/{}/{}", store.url(), index_name(index), kStateFile);
+    return read_metadata(opened, name, [&](uint64_t offset, std::span<std::byte> room) {
+      return read_range(store, *state, offset, room);
+    });
   });
 }
 

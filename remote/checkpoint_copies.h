@@ -58,4 +58,9 @@ struct PushedCheckpoint {
 };
 Result<std::vector<PushedCheckpoint>> list_pushed(ObjectStore& store);  // oldest first
 
+// Return what a user attached to a checkpoint of the store. Reads MANIFEST and, if it names such a section, the bytes
+// of that section; nothing if the index says that there is none. Both are verified, and unsealed with `key`. Errors:
+// those of the store, of decode_manifest() and of Checkpoint::read_metadata().
+Result<Metadata> metadata_of(ObjectStore& store, const CheckpointIndex& index, const Key* key = nullptr);
+
 }  // namespace torpor::remote

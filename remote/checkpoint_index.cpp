@@ -71,11 +71,12 @@ std::string encode_index(const CheckpointIndex& index) {
   Json files = Json::array();
   for (const IndexedFile& file : index.files)
     files.push_back({{"name", file.name}, {"bytes", file.bytes}, {"parts", file.parts}});
-  return Json{{"torpor_checkpoint", kIndexFormat}, {"id", index.id},
-              {"generation", index.generation},    {"created_unix_seconds", index.created_unix_seconds},
-              {"creator", index.creator},          {"part_bytes", kPartBytes},
-              {"files", std::move(files)}}
-      .dump(1, ' ', false, Json::error_handler_t::replace);
+  Json json = {{"torpor_checkpoint", kIndexFormat}, {"id", index.id},
+               {"generation", index.generation},    {"created_unix_seconds", index.created_unix_seconds},
+               {"creator", index.creator},          {"part_bytes", kPartBytes}};
+  if (index.has_metadata) json["metadata"] = *index.has_metadata;
+  json["files"] = std::move(files);
+  return json.dump(1, ' ', false, Json::error_handler_t::replace);
 }
 
 Result<CheckpointIndex> decode_index(std::string_view text) {
@@ -101,6 +102,10 @@ Result<CheckpointIndex> decode_index(std::string_view text) {
     if (!is_hex(index.id, sizeof(SealId))) return damaged("its id is none");
     if (!(index.created_unix_seconds >= 0 && index.created_unix_seconds < 2.5e11))  // to the year 9892
       return damaged("its time is none");
+    if (json.contains("metadata")) {
+      if (!json["metadata"].is_boolean()) return damaged("it does not say whether there is metadata");
+      index.has_metadata = json["metadata"].get<bool>();
+    }
     for (const Json& each : json["files"]) {
       TORPOR_ASSIGN(IndexedFile file, read_file(each));
       const bool known = std::any_of(index.files.begin(), index.files.end(),

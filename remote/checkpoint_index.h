@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -28,6 +29,8 @@ struct CheckpointIndex {
   uint64_t generation = 0;
   double created_unix_seconds = 0;
   std::string creator;
+  // Whether it has metadata of a user's; no value in indexes of earlier versions. Not sealed, so it only spares a look.
+  std::optional<bool> has_metadata;
   std::vector<IndexedFile> files;  // MANIFEST first
   uint64_t bytes() const;
   friend bool operator==(const CheckpointIndex&, const CheckpointIndex&) = default;

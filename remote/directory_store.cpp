@@ -71,6 +71,14 @@ class DirectoryStore final : public ObjectStore {
     return bytes;
   }
 
+  Status get_range(std::string_view key, uint64_t offset, std::span<std::byte> room) override {
+    TORPOR_ASSIGN(const Place place, open(key, false));
+    TORPOR_ASSIGN(const std::unique_ptr<File> file, place.directory->open_file(place.name));
+    TORPOR_ASSIGN(const uint64_t bytes, file->size());
+    if (offset > bytes || room.size() > bytes - offset) return ends_too_early(*this, key, offset, room.size());
+    return file->pread(room, offset);
+  }
+
   Result<std::optional<uint64_t>> size(std::string_view key) override {
     const auto found = [&]() -> Result<uint64_t> {
       TORPOR_ASSIGN(const Place place, open(key, false));

@@ -5,6 +5,12 @@
 
 namespace torpor::remote {
 
+Error ends_too_early(const ObjectStore& store, std::string_view key, uint64_t offset, uint64_t bytes) {
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("{} of {} ends before byte {}", key, store.url(), offset + bytes),
+               .next_step = "it is not what torpor stored there"};
+}
+
 Result<std::vector<std::byte>> get_whole(ObjectStore& store, std::string_view key, uint64_t most) {
   TORPOR_ASSIGN(const std::optional<uint64_t> size, store.size(key));
   if (!size)

@@ -27,6 +27,9 @@ class ObjectStore {
   virtual Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) = 0;
   // How many bytes were read into the beginning of `room`. kNotFound; kCorruption: there are more than that.
   virtual Result<uint64_t> get(std::string_view key, std::span<std::byte> room) = 0;
+  // Fill `room`, which is not empty, with the bytes of `key` that begin at `offset`. kNotFound; kCorruption: the object
+  // ends before that.
+  virtual Status get_range(std::string_view key, uint64_t offset, std::span<std::byte> room) = 0;
   virtual Result<std::optional<uint64_t>> size(std::string_view key) = 0;  // no value: there is no such key
   virtual Status remove(std::string_view key) = 0;                         // ok too if there is no such key
   // Keys that begin with `prefix`, in ascending order. kResourceExhausted: more than a million.
@@ -39,6 +42,8 @@ class ObjectStore {
 
 inline constexpr size_t kMostKeys = 1'000'000;
 
+// The error of get_range(): the object has no `bytes` at `offset`.
+Error ends_too_early(const ObjectStore& store, std::string_view key, uint64_t offset, uint64_t bytes);
 // Reads the object whole; `most` bytes at most.
 Result<std::vector<std::byte>> get_whole(ObjectStore& store, std::string_view key, uint64_t most);
 

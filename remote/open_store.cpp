@@ -3,6 +3,7 @@
 
 #include <fmt/core.h>
 
+#include "remote/curl.h"
 #include "remote/directory_store.h"
 #include "remote/s3_store.h"
 
@@ -12,6 +13,7 @@ Result<std::unique_ptr<ObjectStore>> open_object_store(FileSystem& file_system, 
                                                        std::function<bool()> stop,
                                                        std::function<double()> seconds_left) {
   if (url.starts_with("s3://")) {
+    TORPOR_TRY(begin_curl());  // before any role is asked
     TORPOR_ASSIGN(S3Settings settings, s3_settings(url));
     return make_s3_store(url, std::move(settings), std::move(stop), {.seconds_left = std::move(seconds_left)});
   }

@@ -10,6 +10,7 @@
 #include <pugixml.hpp>
 
 #include "base/mutex.h"
+#include "remote/curl.h"
 #include "remote/object_keys.h"
 
 namespace torpor::remote {
@@ -28,9 +29,11 @@ struct Exchange {
   std::span<const std::byte> body{};  // to send
   size_t sent = 0;
   std::span<std::byte> room{};  // for the answer's content, if it is one of success
+  long success = 200;           // the status of such an answer: 206 where a part of an object was asked for
   uint64_t received = 0;        // there
   bool too_large = false;
-  std::string text{};  // of any other answer
+  bool is_whole = false;  // the answer is the object, and a part of it was asked for
+  std::string text{};     // of any other answer
   const std::function<bool()>* stop = nullptr;
   bool stopped = false;
   long status = 0;
@@ -53,7 +56,11 @@ struct Exchange {
     auto& self = *static_cast<Exchange*>(self_pointer);
     const size_t some = size * count;
     curl_easy_getinfo(self.handle, CURLINFO_RESPONSE_CODE, &self.status);
-    if (self.status == 200 && self.room.data() != nullptr) {
+    if (self.status == 200 && self.success == 206) {
+      self.is_whole = true;
+      return 0;
+    }
+    if (self.status == self.success && self.room.data() != nullptr) {
       if (some > self.room.size() - self.received) {
         self.too_large = true;
         return 0;
@@ -96,8 +103,6 @@ class S3Store final : public ObjectStore {
  public:
   S3Store(std::string url, S3Settings settings, std::function<bool()> stop, S3Retries retries)
       : url_(std::move(url)), settings_(std::move(settings)), stop_(std::move(stop)), retries_(retries) {
-    static const CURLcode begun = curl_global_init(CURL_GLOBAL_DEFAULT);
-    (void)begun;
     host_ = settings_.endpoint.substr(settings_.endpoint.find("://") + 3);
   }
 
@@ -116,6 +121,19 @@ class S3Store final : public ObjectStore {
     TORPOR_ASSIGN(const Answer answer, send(call));
     if (answer.status == 200) return answer.received;
     return error_of(call, answer);
+  }
+
+  Status get_range(std::string_view key, uint64_t offset, std::span<std::byte> room) override {
+    Call call{.method = "GET",
+              .key = key,
+              .headers = {{"range", fmt::format("bytes={}-{}", offset, offset + room.size() - 1)}},
+              .room = room,
+              .success = 206};
+    TORPOR_ASSIGN(const Answer answer, send(call));
+    if (answer.status == 416 || (answer.status == 206 && answer.received < room.size()))
+      return ends_too_early(*this, key, offset, room.size());
+    if (answer.status == 200) return gives_no_parts();  // and no byte
+    return answer.status == 206 ? ok() : Status(error_of(call, answer));
   }
 
   Result<std::optional<uint64_t>> size(std::string_view key) override {
@@ -163,6 +181,7 @@ class S3Store final : public ObjectStore {
     std::map<std::string, std::string> headers{};
     std::span<const std::byte> body{};
     std::span<std::byte> room{};
+    long success = 200;
   };
   std::string words_for(const Call& call) const {
     return call.key.empty() ? fmt::format("listing {}", url_) : fmt::format("{} {} of {}", call.method, call.key, url_);
@@ -198,6 +217,12 @@ class S3Store final : public ObjectStore {
                    .what = fmt::format("{} does not say where its list goes on", settings_.endpoint),
                    .next_step = "check that the endpoint speaks S3, version 2 of its lists"};
     return next;
+  }
+
+  Error gives_no_parts() const {
+    return Error{.code = Code::kUnsupported,
+                 .what = fmt::format("{} gives no part of an object", settings_.endpoint),
+                 .next_step = "use an S3 server that knows the header Range"};
   }
 
   Error error_of(const Call& call, const Answer& answer) const {
@@ -236,6 +261,7 @@ class S3Store final : public ObjectStore {
         fmt::format("{} failed: {}", words_for(call), *words != '\0' ? words : curl_easy_strerror(code));
     if (exchange.stopped)
       return Error{.code = Code::kAborted, .what = "stopped", .next_step = "start it again: it goes on where it was"};
+    if (exchange.is_whole) return gives_no_parts();
     if (exchange.too_large)
       return Error{.code = Code::kCorruption,
                    .what = fmt::format("{} of {} is larger than {} bytes", call.key, url_, exchange.room.size()),
@@ -249,6 +275,7 @@ class S3Store final : public ObjectStore {
 
   // All attempts at one request. Answers of any status are values here.
   Result<Answer> send(const Call& call) {
+    TORPOR_TRY(begin_curl());
     CurlHandle handle = take_handle();
     if (handle == nullptr)
       return Error{.code = Code::kResourceExhausted, .what = "no memory for a connection", .next_step = "free some"};
@@ -264,7 +291,8 @@ class S3Store final : public ObjectStore {
         if (is_over()) break;
       }
       std::array<char, CURL_ERROR_SIZE> words{};
-      Exchange exchange{.handle = handle.get(), .body = call.body, .room = call.room, .stop = &stop_};
+      Exchange exchange{
+          .handle = handle.get(), .body = call.body, .room = call.room, .success = call.success, .stop = &stop_};
       const CURLcode code = perform(call, credentials, exchange, words.data());
       Answer answer{.status = exchange.status, .received = exchange.received, .text = std::move(exchange.text)};
       if (!worth_another_try(code, answer.status)) {

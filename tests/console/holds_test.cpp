@@ -110,6 +110,27 @@ TEST_F(HoldsTest, ACandidateIsNotPromotedUntilItsStopEnds) {
   ASSERT_SUCCEEDS(run_.engine().offload()->queue().check());
 }
 
+// Numbers of requests are used again. A hold for one request asks for no further one, but what it matches while it
+// stands waits with it.
+TEST_F(HoldsTest, UnderTheNumberOfAnEarlierMatchAnotherRequestIsNotHeld) {
+  add("a-1", 1);
+  add("a-2", 2);
+  (void)go(40);
+  (void)ask("breakpoint.add", {{"type", "request"}, {"request", "a-*"}, {"alone", true}, {"once", true}});
+  add("a-3", 3);
+  (void)go(2);
+  ASSERT_EQ(ask("stops")["stops"].size(), 1u);
+  add("b", 4);
+  EXPECT_EQ(go(40)["b"].size(), 12u);
+  EXPECT_TRUE(answers_["a-3"].empty());
+  add("a-4", 5);
+  EXPECT_TRUE(go(4)["a-4"].empty());
+  EXPECT_EQ(ask("stops")["stops"][0]["held"], 2);
+  (void)ask("resume");
+  EXPECT_EQ(go(60)["a-3"].size(), 12u);
+  EXPECT_EQ(answers_["a-4"].size(), 12u);
+}
+
 TEST_F(HoldsTest, WithTheLeaseItGoesOnByItself) {
   (void)ask("breakpoint.add", {{"type", "request"}, {"alone", true}, {"once", true}, {"lease", 1}});
   add("a", 1);

@@ -78,6 +78,47 @@ def test_it_stops_behind_an_event_of_a_request_that_is_meant(one, console):
     assert one.finish(answers) == one.expected
 
 
+def tokens_of(answers: dict, *names: str) -> list:
+    return [[completion[1] for completion in answers[name][1]] for name in names]
+
+
+def run_while(one, holds, answers: dict) -> None:
+    while holds():
+        answers |= run(one.engine, 1)
+
+
+def test_one_request_is_held_without_a_connector_and_the_others_are_served(one, console):
+    assert one.core.scheduler.connector is None
+    names = ["greedy", "seeded", "short"]
+    expected = one.finish(one.begin(0, names))
+    hold = console.add_breakpoint(type="request", request="greedy*", alone=True, once=True, lease=60)
+    answers = one.begin(0, names)
+    run_while(one, lambda: one.engine.get_num_unfinished_requests() > 1, answers)
+    [row] = console.stops()["stops"]
+    assert (row["stop"], row["cause"], row["held"]) == (hold, "hold", 1) and row["request"].startswith("greedy")
+    assert tokens_of(answers, "seeded", "short") == tokens_of(expected, "seeded", "short") and "greedy" not in answers
+    [held] = one.core.scheduler.requests.values()
+    assert held.num_computed_tokens == 0 and list(one.core.scheduler.waiting) == [held]
+    assert run(one.engine, 5) == {}
+    console.resume(stop=hold)
+    assert tokens_of(one.finish(answers), *names) == tokens_of(expected, *names)
+    answers = one.finish(one.begin(0, names))  # the breakpoint was for one
+    assert tokens_of(answers, *names) == tokens_of(expected, *names)
+
+
+def test_a_request_that_is_held_sleeps_and_is_admitted_by_that(one, console):
+    names = ["greedy", "short"]
+    expected = one.finish(one.begin(0, names))
+    console.add_breakpoint(type="request", request="greedy*", alone=True, lease=60)
+    answers = one.begin(0, names)
+    run_while(one, lambda: "short" not in answers or not answers["short"][0], answers)
+    assert len(console.stops()["stops"]) == 1 and "greedy" not in answers
+    assert one.llm.sleep(level=1, preserve_state=True, to="host").requests == 1
+    assert console.stops()["stops"] == []
+    one.llm.wake_up()
+    assert tokens_of(one.finish(answers), *names) == tokens_of(expected, *names)  # it is not held a second time
+
+
 def test_a_sleep_and_a_wake_end_the_stop_and_are_not_held_up(one, console):
     answers = one.begin(10)
     console.pause(lease=60)

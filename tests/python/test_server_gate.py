@@ -60,6 +60,11 @@ def test_at_a_path_that_vllm_has_too_torpor_answers():
 
 def routes_of_vllm(monkeypatch) -> set[tuple[str, str]]:
     """Of the application that vLLM builds, with all that can be switched on."""
+    from vllm import envs
+
+    # Once an engine was made in a process, vLLM no longer reads the environment there, but what it noted of it.
+    monkeypatch.setattr(envs, "__getattr__", envs.__getattr__)
+    envs.disable_envs_cache()
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_COHERE_API"):
         monkeypatch.setenv(name, "1")
     from vllm import plugins
@@ -91,7 +96,14 @@ def routes_in_the_source() -> set[tuple[str, str]]:
     return found
 
 
-def test_every_route_of_vllm_and_of_torpor_is_in_the_table_and_no_other(monkeypatch):
+@pytest.mark.parametrize("engine_was_made", [False, True])
+def test_every_route_of_vllm_and_of_torpor_is_in_the_table_and_no_other(monkeypatch, engine_was_made):
+    from vllm import envs
+
+    monkeypatch.setattr(envs, "__getattr__", envs.__getattr__)
+    if engine_was_made:  # before this test, in the same process
+        envs.enable_envs_cache()
+        assert not envs.VLLM_SERVER_DEV_MODE and not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
     from torpor.vllm.server.route_table import ROUTES
 
     vllm = routes_of_vllm(monkeypatch) | routes_in_the_source()

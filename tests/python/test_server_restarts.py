@@ -304,6 +304,7 @@ def test_a_volume_that_was_given_to_the_group_of_the_pod_goes_on(server, folder)
         await asyncio.to_thread(server.wait_until_ready)
         await task
         assert reading.text == expected.text and reading.taken_up_at
+        assert "take up this answer at /torpor/requests/chatcmpl-g of the next one" in reading.errors[0]
         await whole_and_once(client, [reading, expected])
         line = server.log.read_text().split("torpor: directory ")[-1].splitlines()[0]
         assert "g-0" in line and " with 1 request, 1 running answer in the response log" in line

@@ -180,8 +180,15 @@ def test_a_checkpoint_that_does_not_fit_is_left_only_where_it_has_no_request(
     run(scene())
 
 
-@pytest.mark.parametrize("log, words", [("off", "send it again"), ("on", "/torpor/requests/{id} of the next one")])
-def test_clients_are_told_what_they_can_do_when_the_server_ends(monkeypatch, log, words):
+@pytest.mark.parametrize(
+    "log, recorded, words",
+    [
+        ("off", False, "the server ends; send it again"),
+        ("on", False, "the server ends; send it again"),  # a request that makes no text
+        ("on", True, "the server ends; take up this answer at /torpor/requests/chatcmpl-a%2Fb of the next one"),
+    ],
+)
+def test_clients_are_told_what_they_can_do_when_the_server_ends(monkeypatch, log, recorded, words):
     from torpor.vllm.server import ending
 
     async def scene():
@@ -190,8 +197,10 @@ def test_clients_are_told_what_they_can_do_when_the_server_ends(monkeypatch, log
         told = []
         queue = SimpleNamespace(put=told.append)
         server.engine.output_processor.request_states["a"] = SimpleNamespace(queue=queue)
+        if recorded:
+            server.log.answers.start(answer("a") | {"response": "chatcmpl-a/b"})
         await ending._goodbye(server)
-        assert [words in str(each) for each in told] == [True]
+        assert [str(each) for each in told] == [words]
 
     run(scene())
 

@@ -11,6 +11,7 @@
 #include "base/mutex.h"
 #include "base/units.h"
 #include "checkpoint/checkpoint_set.h"
+#include "checkpoint/state_sections.h"
 #include "checkpoint/verify.h"
 #include "remote/open_store.h"
 #include "tests/remote/store_in_memory.h"
@@ -200,6 +201,87 @@ TEST_F(CheckpointCopies, SealedOnesNeedTheirKey) {
   expect_whole(system_, value_of(pull(system_, store_, there.name, "/to", {.key = key})).path, sealed, key);
 }
 
+const Metadata kRun{{"run", "7"}, {"step", "1200"}};
+
+class MetadataInTheStore : public CheckpointCopies {
+ protected:
+  // Push a checkpoint whose STATE has so many bytes in front of its metadata. Return its index, as the store has it.
+  CheckpointIndex push_labelled(const Metadata& metadata = kRun, std::shared_ptr<const Key> key = nullptr,
+                                uint64_t in_front = 0) {
+    EngineCheckpoint state = test::example_checkpoint();
+    state.metadata = metadata;
+    std::vector<Section> sections = encode(state);
+    std::rotate(sections.begin(), sections.end() - 1, sections.end());
+    Bytes filler(in_front);
+    std::mt19937_64 random(1);  // so that they cannot be compressed
+    std::ranges::generate(filler, [&] { return static_cast<uint8_t>(random()); });
+    sections.insert(sections.begin(), {.name = "filler", .bytes = std::move(filler), .required = false});
+    PendingCheckpoint pending =
+        value_of(manager(system_, "/labelled", {.key = key, .encrypt = key != nullptr})->begin(0));
+    EXPECT_SUCCEEDS(pending.write_state(state.fingerprint, std::move(sections)));
+    EXPECT_SUCCEEDS(test::write_rank(pending, state.state.kv, 0));
+    const Checkpoint checkpoint = value_of(open_checkpoint(system_, value_of(pending.commit()), key));
+    store_.objects.clear();
+    value_of(push(system_, checkpoint, store_));
+    const CheckpointIndex index = only_index();
+    store_.read_whole.clear();
+    store_.ranged_bytes = 0;
+    return index;
+  }
+};
+
+TEST_F(MetadataInTheStore, IsReadFromManifestAndFromItsSectionAlone) {
+  const auto key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1});
+  for (const auto& seal : {std::shared_ptr<const Key>(), key}) {
+    for (const uint64_t in_front : {uint64_t{0}, kPartBytes - 10}) {  // the section lies in one part, and in two
+      CheckpointIndex index = push_labelled(kRun, seal, in_front);
+      EXPECT_EQ(index.has_metadata, true);
+      EXPECT_EQ(value_of(metadata_of(store_, index, seal.get())), kRun);
+      EXPECT_EQ(store_.read_whole, std::vector{part_key(index.files[0].parts[0])});
+      EXPECT_LT(store_.ranged_bytes, 200u);
+      index.has_metadata.reset();  // of a version that did not write it
+      EXPECT_EQ(value_of(metadata_of(store_, index, seal.get())), kRun);
+    }
+  }
+}
+
+TEST_F(MetadataInTheStore, WhereTheIndexSaysThatThereIsNoneNothingIsRead) {
+  pushed();
+  CheckpointIndex index = only_index();
+  EXPECT_EQ(index.has_metadata, false);
+  store_.calls = 0;
+  EXPECT_EQ(value_of(metadata_of(store_, index)), Metadata{});
+  EXPECT_EQ(store_.calls, 0u);
+  index.has_metadata.reset();
+  EXPECT_EQ(value_of(metadata_of(store_, index)), Metadata{});
+  EXPECT_EQ(store_.calls, 1u);  // MANIFEST
+}
+
+TEST_F(MetadataInTheStore, WhatIsDamagedOrSealedWithAnotherKeyIsNamed) {
+  const auto key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1});
+  EXPECT_FAILS(metadata_of(store_, push_labelled(kRun, key)), Code::kUnauthenticated);
+  const CheckpointIndex index = push_labelled();
+  std::vector<std::byte>& state = part(index.files[1].parts[0]);
+  for (size_t at = 0; at < 30; ++at) {  // the section is the first of STATE
+    state[at] ^= std::byte{1};
+    EXPECT_FAILS(metadata_of(store_, index), Code::kCorruption, "metadata");
+    state[at] ^= std::byte{1};
+  }
+  state.resize(20);
+  EXPECT_FAILS(metadata_of(store_, index), Code::kCorruption, "ends before byte");
+  CheckpointIndex shorter = index;
+  shorter.files[1].bytes = 20;
+  EXPECT_FAILS(metadata_of(store_, shorter), Code::kCorruption, "STATE of memory:// has 20 bytes");
+  CheckpointIndex without = index;
+  without.files.erase(without.files.begin() + 1);
+  EXPECT_FAILS(metadata_of(store_, without), Code::kCorruption, "has no STATE");
+  CheckpointIndex other = index;
+  other.id = std::string(32, 'a');
+  EXPECT_FAILS(metadata_of(store_, other), Code::kCorruption, "MANIFEST is of checkpoint");
+  part(index.files[0].parts[0]).back() ^= std::byte{1};
+  EXPECT_FAILS(metadata_of(store_, index), Code::kCorruption, "MANIFEST is damaged");
+}
+
 TEST_F(CheckpointCopies, SetsNamesAndUrlsThatCannotBeAreNamed) {
   EXPECT_FAILS(pull(system_, store_, "", "/to"), Code::kNotFound, "no checkpoints");
   EXPECT_FAILS(pull(system_, store_, "20250101T000000Z-x", "/to"), Code::kNotFound);
@@ -286,6 +368,19 @@ TEST_F(CheckpointCopies, EachFileOperationOfAPullFailsOnce) {
     expect_whole(system, value_of(pull(system, store_, "", "/to", {.threads = 1})).path, newest());
   }
   EXPECT_GT(failures, 20u);
+}
+
+TEST(DirectoryStore, GivesAPartOfAnObject) {
+  test::ModelFileSystem system;
+  const auto store = value_of(open_object_store(system, "file:///store"));
+  const std::array<std::byte, 3> bytes = {std::byte{1}, std::byte{2}, std::byte{3}};
+  value_of(store->put_new("a/b", bytes));
+  std::array<std::byte, 2> room{};
+  EXPECT_SUCCEEDS(store->get_range("a/b", 1, room));
+  EXPECT_EQ(room, (std::array{std::byte{2}, std::byte{3}}));
+  for (const uint64_t offset : {uint64_t{2}, uint64_t{3}, uint64_t{4}, UINT64_MAX})
+    EXPECT_FAILS(store->get_range("a/b", offset, room), Code::kCorruption, "a/b of file:///store ends before");
+  EXPECT_FAILS(store->get_range("a/c", 0, room), Code::kNotFound);
 }
 
 TEST(DirectoryStore, IsMadeByWhatIsPutThereAndByNothingElse) {

@@ -24,6 +24,11 @@ CheckpointIndex example() {
 TEST(CheckpointIndex, ComesBackAsItWas) {
   const CheckpointIndex index = example();
   EXPECT_EQ(test::value_of(decode_index(encode_index(index))), index);
+  for (const bool labelled : {false, true}) {
+    CheckpointIndex with = index;
+    with.has_metadata = labelled;
+    EXPECT_EQ(test::value_of(decode_index(encode_index(with))), with);
+  }
   EXPECT_EQ(index_name(index), "20251123T070000Z-" + std::string(32, 'a'));
   EXPECT_TRUE(is_key(index_key(index_name(index))));
   EXPECT_EQ(part_key("abcd"), "parts/ab/abcd");
@@ -44,6 +49,7 @@ TEST(CheckpointIndex, NothingThatNoCheckpointHasIsBelieved) {
   EXPECT_FAILS(changed([](Json& json) { json["files"][2]["parts"][0] = "../../etc"; }), Code::kCorruption, "hash");
   EXPECT_FAILS(changed([](Json& json) { json["files"].erase(0); }), Code::kCorruption, "MANIFEST");
   EXPECT_FAILS(changed([](Json& json) { json["files"] = Json::array(); }), Code::kCorruption, "MANIFEST");
+  EXPECT_FAILS(changed([](Json& json) { json["metadata"] = "yes"; }), Code::kCorruption, "metadata");
   EXPECT_FAILS(changed([](Json& json) { json["id"] = "x"; }), Code::kCorruption, "id");
   EXPECT_FAILS(changed([](Json& json) { json["created_unix_seconds"] = 1e300; }), Code::kCorruption, "time");
   EXPECT_FAILS(changed([](Json& json) { json["torpor_checkpoint"] = 2; }), Code::kIncompatible);

@@ -80,6 +80,24 @@ TEST(S3Store, MoreThanThereIsRoomForIsRefused) {
   EXPECT_FAILS(peer.store()->get("x", room), Code::kCorruption, "larger than 8");
 }
 
+TEST(S3Store, APartOfAnObjectIsAskedForAndNothingElseIsTaken) {
+  Peer peer({answer(206, "cd"), answer(206, "c"), refusal(416, "InvalidRange"), answer(200, std::string(100'000, 'x')),
+             answer(200), answer(206, "cde"), refusal(503, "SlowDown"), answer(206, "cd"), refusal(404, "NoSuchKey")});
+  const auto store = peer.store();
+  std::array<std::byte, 2> room{};
+  EXPECT_SUCCEEDS(store->get_range("x", 2, room));
+  EXPECT_EQ(room, (std::array{std::byte{'c'}, std::byte{'d'}}));
+  EXPECT_FAILS(store->get_range("x", 2, room), Code::kCorruption, "x of s3://bucket/p ends before byte 4");
+  EXPECT_FAILS(store->get_range("x", 2, room), Code::kCorruption, "ends before byte 4");
+  EXPECT_FAILS(store->get_range("x", 2, room), Code::kUnsupported, "gives no part of an object");
+  EXPECT_FAILS(store->get_range("x", 2, room), Code::kUnsupported, "gives no part of an object");
+  EXPECT_FAILS(store->get_range("x", 2, room), Code::kCorruption, "larger than 2");
+  EXPECT_SUCCEEDS(store->get_range("x", 2, room));
+  EXPECT_FAILS(store->get_range("x", 2, room), Code::kNotFound);
+  EXPECT_THAT(peer.heads[0], HasSubstr("range: bytes=2-3"));
+  EXPECT_THAT(peer.heads[0], HasSubstr("SignedHeaders=host;range;"));
+}
+
 TEST(S3Store, OneThatSaysNothingIsLeft) {
   Peer peer({kStall, kStall});
   EXPECT_FAILS(peer.store({.attempts = 2, .first_pause_seconds = 0.001, .stalled_seconds = 1})->size("x"),

@@ -25,7 +25,21 @@ class StoreInMemory final : public remote::ObjectStore {
       if (found == objects.end()) return Error{.code = Code::kNotFound, .what = "no " + std::string(key)};
       if (found->second.size() > room.size()) return Error{.code = Code::kCorruption, .what = "larger"};
       std::copy(found->second.begin(), found->second.end(), room.begin());
+      read_whole.emplace_back(key);
       return found->second.size();
+    });
+  }
+  Status get_range(std::string_view key, uint64_t offset, std::span<std::byte> room) override {
+    return counted([&]() -> Status {
+      const auto found = objects.find(std::string(key));
+      if (found == objects.end()) return Error{.code = Code::kNotFound, .what = "no " + std::string(key)};
+      const std::span<const std::byte> object = found->second;
+      if (room.empty()) return Error{.code = Code::kInternal, .what = "no bytes were asked for"};
+      if (offset > object.size() || room.size() > object.size() - offset)
+        return remote::ends_too_early(*this, key, offset, room.size());
+      std::ranges::copy(object.subspan(offset, room.size()), room.begin());
+      ranged_bytes += room.size();
+      return ok();
     });
   }
   Result<std::optional<uint64_t>> size(std::string_view key) override {
@@ -55,8 +69,10 @@ class StoreInMemory final : public remote::ObjectStore {
 
   std::map<std::string, std::vector<std::byte>> objects;
   uint64_t calls = 0;
-  uint64_t failing = 0;  // the number of the call that fails; 0: none
-  bool after = false;    // it took effect all the same
+  std::vector<std::string> read_whole;  // keys
+  uint64_t ranged_bytes = 0;            // that were read as a part of an object
+  uint64_t failing = 0;                 // the number of the call that fails; 0: none
+  bool after = false;                   // it took effect all the same
 
  private:
   template <class Call>

@@ -60,6 +60,9 @@ class Watched final : public ObjectStore {
   Result<uint64_t> get(std::string_view key, std::span<std::byte> room) override {
     return call(Verb::kGet, key, [&] { return store_.get(key, room); });
   }
+  Status get_range(std::string_view key, uint64_t offset, std::span<std::byte> room) override {
+    return call(Verb::kGet, key, [&] { return store_.get_range(key, offset, room); });
+  }
   Result<std::optional<uint64_t>> size(std::string_view key) override {
     return call(Verb::kSize, key, [&] { return store_.size(key); });
   }

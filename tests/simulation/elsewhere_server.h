@@ -56,6 +56,10 @@ class Link final : public remote::ObjectStore {
     if (!passes()) return failed();
     return store_.get(key, room);
   }
+  Status get_range(std::string_view key, uint64_t offset, std::span<std::byte> room) override {
+    if (!passes()) return failed();
+    return store_.get_range(key, offset, room);
+  }
   Result<std::optional<uint64_t>> size(std::string_view key) override {
     if (!passes()) return failed();
     return store_.size(key);

@@ -86,15 +86,23 @@ def test_the_checks_find_planted_problems(tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "README.md").write_text("See `base/none.h` and [this](docs/none.md), and `base/here.h`.")
     (tmp_path / "base/here.h").write_text("#include <pybind11/pybind11.h>\n")
-    (tmp_path / "base/use.py").write_text("import pickle\n")
+    (tmp_path / "base/use.py").write_text("import pickle\n\nprint('take up {id}', f'{pickle}', '{a}'.format(a=1))\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/mutants.toml").write_text(
         '[[mutant]]\nname = "stale"\nfile = "base/here.h"\nreplace = "gone"\n\n'
         '[[mutant]]\nname = "fresh"\nfile = "base/here.h"\nreplace = "pybind11/pybind11"\n'
     )
     found = "\n".join(checks.all_problems(tmp_path))
-    for part in ("base/none.h", "docs/none.md", "pybind11", "imports pickle", "'stale'"):
+    for part in (
+        "base/none.h",
+        "docs/none.md",
+        "pybind11",
+        "imports pickle",
+        "'stale'",
+        "base/use.py:3: nothing fills {id}",
+    ):
         assert part in found
+    assert found.count("nothing fills") == 1
     assert "names base/here.h" not in found and "'fresh'" not in found
 
 

@@ -91,6 +91,18 @@ def test_what_is_not_wanted_any_more_goes(server, tmp_path):
     assert torpor(server, "gc", url, code=7, environment=server.reader)["error"]["code"] == "unauthenticated"
 
 
+def test_ls_shows_what_a_user_attached(server, shown, monkeypatch):
+    monkeypatch.delitem(server.environment, "TORPOR_KEY_FILE")
+    url = f"s3://{BUCKET}/labelled"
+    torpor(server, "push", shown["checkpoint"], url)
+    [entry] = torpor(server, "ls", url)["checkpoints"]
+    assert entry["metadata"] == {"made_by": "tools/dev demo"}
+    said = subprocess.run(
+        [TORPOR, "ls", url], env=os.environ | server.environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert "METADATA" in said and "made_by=tools/dev demo" in said
+
+
 def test_of_several_at_once_one_creates_it(server):
     url = f"s3://{BUCKET}/race"
     results = [result(process) for process in [start(server, "push", SMALL, url) for _ in range(6)]]

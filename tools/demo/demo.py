@@ -169,6 +169,17 @@ def gpu_path(directory: Path) -> tuple[Path, dict[str, str]]:
     return make_model(directory / "model"), rig.environment()
 
 
+def what_happens(options: argparse.Namespace) -> str:
+    """Return what this demo will show, in two sentences at most."""
+    if options.server:
+        return "8 steps: a server is drained in the middle of its clients' answers, and the next one goes on with them."
+    if options.offload:
+        return "5 steps: a long conversation returns after its KV was evicted, and to a new process; beside vLLM alone."
+    asleep = "its process is killed, a new one" if options.to == "disk" else "the same process wakes and"
+    said = f"7 steps: an engine answers chats, and again with a sleep in the middle: {asleep} goes on."
+    return f"First two engines share KV. Then {said}" if options.remote else said
+
+
 def run(options: argparse.Namespace, screen: Screen) -> dict:
     if options.features:
         prompts = [prompt for _, prompt, *_ in kinds.shown(options.gpu_path)]
@@ -389,12 +400,14 @@ def main() -> int:
     is_temporary = options.dir is None
     try:
         options.dir = make_directory(options.dir)
-        if options.server:
-            result = server_demo.run(options, read_prompts(options.prompts), screen)
-        elif options.offload:
-            result = offload_demo.run(options.model, options.dir, options.conversation, options.max_tokens, screen)
-        else:
-            result = run(options, screen)
+        with screen:
+            screen.say(f"{what_happens(options)} A line at least every five seconds; files are in {options.dir}")
+            if options.server:
+                result = server_demo.run(options, read_prompts(options.prompts), screen)
+            elif options.offload:
+                result = offload_demo.run(options.model, options.dir, options.conversation, options.max_tokens, screen)
+            else:
+                result = run(options, screen)
     except (DemoError, ServerEnded) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

@@ -83,7 +83,7 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
         )
 
         screen.stage(
-            "6. The clients take up their streams by their request ids: GET /torpor/requests/{id}/stream?from_text=N"
+            "6. The clients take up their streams by their request ids: GET /torpor/requests/ID/stream?from_text=N"
         )
         while not answering.done():
             screen.chats({str(n): reading.text for n, reading in enumerate(readings)}, before)

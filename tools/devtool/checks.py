@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -137,6 +138,35 @@ def uses_of_pickle(root: Path) -> list[str]:
     ]
 
 
+_WORD_TO_FILL = re.compile(r"(?<!\{)\{[a-z_][\w.]*\}(?!\})")
+_ROUTE = re.compile(r"(?:(?:GET|POST|PUT|DELETE) )?/")
+
+
+def unfilled_words(root: Path) -> list[str]:
+    """Texts with a word in braces that nothing fills: the f in front of one was forgotten. Routes have such words."""
+    problems = []
+    for source in tracked(root):
+        if source.suffix != ".py" or source.relative_to(root).parts[0] == "tests":
+            continue
+        tree = ast.parse(source.read_text())
+        filled = {
+            id(part)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Attribute) and node.attr == "format")
+            for part in ast.walk(node)
+        }
+        problems += [
+            f"{source.relative_to(root)}:{node.lineno}: nothing fills {found.group(0)}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in filled
+            and not _ROUTE.match(node.value)
+            and (found := _WORD_TO_FILL.search(node.value))
+        ]
+    return problems
+
+
 _ENDS = re.compile(
     r"\b(?:std::|::)?(?<!->)(?<!\.)(abort|exit|_exit|_Exit|quick_exit|terminate)\(|\bassert\(|noexcept\(false\)"
 )
@@ -263,6 +293,7 @@ def all_problems(root: Path) -> list[str]:
         wrong_arrows,
         include_cycles,
         uses_of_pickle,
+        unfilled_words,
         ends_the_process,
         broken_promises,
         private_names,

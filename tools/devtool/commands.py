@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from devtool import (
+    board,
     checks,
     contract,
     deploy,
@@ -52,6 +53,7 @@ BENCHES = {
     "weights_load": "tools/bench/weights_load_bench.py",
     "connector": "tools/bench/connector_bench.py",
     "rl": "tools/bench/rl_bench.py",
+    "trl": "tools/bench/trl_bench.py",
     "codec": "build/release/tools/bench/codec_bench",
     "early": "build/release/tools/bench/early_bench",
     "early_vllm": "tools/bench/early_vllm_bench.py",
@@ -89,6 +91,7 @@ def main(arguments: list[str], manual: str) -> int:
         "deb": packages.deb,
         "deploy": deploy.main,
         "docs": site.main,
+        "board": board.main,
         "torpor": torpor,
         "python": python,
         "lint": lint,

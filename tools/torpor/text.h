@@ -13,9 +13,10 @@ using Row = std::vector<std::string>;
 
 // `text` with control characters as \xNN: it may have been written to change a terminal.
 std::string harmless(const std::string& text);
-std::string cell(const Json& value);         // harmless
-std::string size_text(const Json& bytes);    // "1.23 GB"
-std::string time_text(double unix_seconds);  // "2026-11-20T17:04:12Z"
+std::string cell(const Json& value);              // harmless
+std::string metadata_text(const Json& metadata);  // "name=value, …", harmless
+std::string size_text(const Json& bytes);         // "1.23 GB"
+std::string time_text(double unix_seconds);       // "2026-11-20T17:04:12Z"
 // Columns as wide as their widest cell; the first row is the heading.
 std::string table(const std::vector<Row>& rows);
 // Whether headings and problems are coloured; set once by main(). Off unless standard output is a terminal.

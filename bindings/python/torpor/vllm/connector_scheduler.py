@@ -130,8 +130,6 @@ class SchedulerSide:
             self._hash_bytes = len(request.block_hashes[0])
         if self.slots is not None:
             self.slots.know(request)  # before what is told of it
-            if not self.slots.may_admit(request):
-                return None
         found = self.core.match(request, computed)
         if self.slots is not None:
             self.slots.staged(request, (found or 0) // self.block_tokens)

@@ -55,6 +55,12 @@ class SchedulerMixin(Stock):
         gone: list = [] if self.torpor_sessions is None else self.torpor_sessions.end(request_ids)
         return super().finish_requests(request_ids, finished_status) + gone
 
+    def _handle_blocked_waiting_request(self, request) -> bool:
+        """Say whether vLLM may admit this request in the present step: not one that a breakpoint holds."""
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        return not self.torpor_slots or self.torpor_slots.may_admit(request)
+
     def schedule(self, *args, **kwargs):
         self.torpor_steps += 1
         slots = self.torpor_slots if self.torpor_slots is not None else Slots.of(self)

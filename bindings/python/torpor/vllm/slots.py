@@ -108,6 +108,7 @@ class Slots:
         self._watched: set[str] = set()  # what may be something else than decoding in the next step
         self._onboarding: set[str] = set()
         self._steps = 0
+        self._holds = False  # a request, in the step that is being made
 
     @staticmethod
     def of(scheduler) -> Slots | None:
@@ -137,10 +138,6 @@ class Slots:
         if request.request_id not in self._numbers:
             self._create(request)
 
-    def may_admit(self, request) -> bool:
-        """False: somebody holds it. The others are served meanwhile."""
-        return self._slots.may_admit(self._numbers[request.request_id])
-
     def staged(self, request, blocks: int) -> None:
         """So many blocks were found for it and are kept; 0: none are, or not any more."""
         self._slots.stage(self._numbers[request.request_id], blocks)
@@ -149,6 +146,17 @@ class Slots:
         if (number := self._numbers.get(request_id)) is not None:
             self._slots.onboard(number, blocks)
             self._onboarding.add(request_id)
+
+    # --- asked, in each schedule(), of every request that would be admitted next
+
+    def may_admit(self, request) -> bool:
+        """False: a breakpoint holds it; ask again in the next step. A request that has tokens is never held."""
+        if request.num_computed_tokens > 0:
+            return True
+        self.know(request)
+        admitted = self._slots.may_admit(self._numbers[request.request_id])
+        self._holds = self._holds or not admitted
+        return admitted
 
     # --- observed
 
@@ -179,6 +187,9 @@ class Slots:
             running, len(requests) - running, output.total_num_scheduled_tokens, time.perf_counter_ns() - began,
             pool.num_gpu_blocks - free, free,
         )  # fmt: skip
+        if self._holds and output.total_num_scheduled_tokens == 0:
+            time.sleep(_STANDING_SECONDS)  # who steps an engine with requests does so again at once
+        self._holds = False
 
     def _look(self, requests, scheduled: dict[str, int]) -> None:
         self._steps += 1

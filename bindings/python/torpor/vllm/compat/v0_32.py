@@ -619,6 +619,7 @@ ENGINE = (
                     "set_pause_state": "self, pause_state",
                     "reset_encoder_cache": "self",
                     "_preempt_request": "self, request, timestamp, drop_stale_output=False",
+                    "_handle_blocked_waiting_request": "self, request",
                     "get_num_unfinished_requests": "self",
                     "has_finished_requests": "self",
                 },

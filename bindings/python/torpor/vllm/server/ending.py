@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Collection
 from http import HTTPStatus
+from urllib.parse import quote
 
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
@@ -138,14 +139,19 @@ async def _save_before_end(server, before: str) -> None:
         )
 
 
+def _where_it_goes_on(server, request_id: str) -> str:
+    """Return what the client of this request can do: its answer goes on if the response log has it."""
+    known = server.recorder.answers.get(request_id) if server.recorder is not None else None
+    if known is None:
+        return "send it again"
+    return f"take up this answer at /torpor/requests/{quote(known['response'], safe='')} of the next one"
+
+
 async def _tell_clients(server, lost: Collection[str]) -> None:
     """Their connections end. Without a word a stream that ends looks complete to some."""
     for request_id, state in server.engine.output_processor.request_states.items():
         if state.queue is None:
             continue
-        if server.has_log and request_id not in lost:
-            next_step = "take up this answer at /torpor/requests/{id} of the next one"
-        else:
-            next_step = "send it again"
+        next_step = "send it again" if request_id in lost else _where_it_goes_on(server, request_id)
         state.queue.put(GracefulHTTPError(f"the server ends; {next_step}", HTTPStatus.SERVICE_UNAVAILABLE))
     await asyncio.sleep(0.1)  # for the words to be written

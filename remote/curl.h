@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// libcurl, as a whole.
+#pragma once
+
+#include "base/status.h"
+
+namespace torpor::remote {
+
+// Start libcurl, once in a process. kUnsupported: the portable module or inspector finds none on this machine
+// (bindings/portable_system.cpp).
+Status begin_curl();
+
+}  // namespace torpor::remote

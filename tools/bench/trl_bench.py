@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's GRPO with rollouts that are half-done at each training step: what becomes of them, and what that costs.
+
+A real GRPOTrainer with a colocated vLLM on the CPU, each arm in a process of its own. Rollouts have a seed and a length
+of their own, the same in each arm. The learning rate is 0, so that each has one right answer: that of the same engine
+in one go, asked afterwards.
+
+recompute: torpor.trl, kv="recompute": half-done rollouts sleep, and their KV is computed again with the new weights.
+keep:      torpor.trl, kv="keep": they sleep with their KV.
+resend:    the same trainer; half-done rollouts are aborted, and prompt and tokens so far are sent again.
+plain:     TRL's own trainer: each generation ends with its slowest rollout, and none is half-done.
+
+Seconds: of trainer.train(), and of its generations alone. Tokens computed twice: positions that the scheduler ordered
+although it had before. Tokens that differ: of complete rollouts, from the right answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ARMS = ("recompute", "keep", "resend", "plain")
+WORDS = "the model reads a question about numbers and answers step by step until it has found what was asked".split()
+
+
+def in_float32(model: Path, folder: Path) -> Path:
+    """A copy that vLLM runs in float32, where another batch rounds no token otherwise."""
+    shutil.copytree(model, folder, symlinks=True)
+    configuration = json.loads((folder / "config.json").read_text())
+    configuration |= {"dtype": "float32", "torch_dtype": "float32"}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(configuration))
+    return folder
+
+
+def play(options) -> dict:
+    """One arm, in this process."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from torpor.trl import PartialRolloutGRPOTrainer
+
+    dice = random.Random(3)
+    size, tokens = options.group_size, options.tokens
+    prompts = [" ".join(dice.choices(WORDS, k=options.prompt_words)) for _ in range(options.steps + options.extra)]
+    lengths = [dice.randint(tokens // 3, tokens) for _ in range(size * (options.steps + options.extra))]
+    answers: dict[str, dict] = {}
+
+    def reward(completions, **_) -> list[float]:
+        return [text.count("a") / (1 + len(text)) for text in completions]
+
+    class Seeded(PartialRolloutGRPOTrainer):
+        """Its rollouts have seeds and lengths of their own; it notes what each has become."""
+
+        def __init__(self, *args, **kwargs):
+            self._drawn = 0
+            self.generating = 0.0
+            super().__init__(*args, **kwargs)
+
+        def _sampling(self):
+            params = super()._sampling()
+            params.seed, params.max_tokens = self._drawn, lengths[self._drawn]
+            self._drawn += 1
+            return params
+
+        def _generate_groups(self, begin):
+            began = time.perf_counter()
+            try:
+                return super()._generate_groups(begin)
+            finally:
+                self.generating += time.perf_counter() - began
+
+        def _take(self, output) -> None:
+            answers[output.request_id] = {
+                "prompt": list(output.prompt_token_ids), "tokens": list(output.outputs[0].token_ids),
+            }  # fmt: skip
+            super()._take(output)
+
+    class Resend(Seeded):
+        """Aborts what is half-done, and sends prompt and tokens again."""
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._before: dict[str, tuple] = {}  # prompt, tokens and log probabilities so far
+            llm = self.vllm_generation.llm
+            self._sleep, self._wake_up = llm.sleep, llm.wake_up
+            llm.sleep, llm.wake_up = self._abort_and_sleep, self._wake_and_resend
+
+        def _abort_and_sleep(self, level, preserve_state=None, weights=None, **how):
+            if preserve_state is None:
+                return self._sleep(level=level, **how)
+            states = self.vllm_generation.llm.llm_engine.output_processor.request_states
+            for state in states.values():
+                name = state.external_req_id
+                prompt, had, logprobs = self._before.get(name, (list(state.prompt_token_ids), [], []))
+                self._before[name] = (
+                    prompt,
+                    had + list(state.detokenizer.output_token_ids),
+                    logprobs + list(state.logprobs_processor.logprobs or []),
+                )
+            self._again = [state.external_req_id for state in states.values()]
+            return self._sleep(level=level, mode="abort")
+
+        def _wake_and_resend(self, tags=None, kv=None, **how):
+            report = self._wake_up(tags=tags, **how)
+            if tags == ["kv_cache"]:
+                for name in self.__dict__.pop("_again", []):
+                    number, index = map(int, name.split("/"))
+                    params = PartialRolloutGRPOTrainer._sampling(self)
+                    prompt, had, _ = self._before[name]
+                    params.seed = number * size + index
+                    params.max_tokens = lengths[params.seed] - len(had)
+                    self.vllm_generation.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt + had}, params)
+            return report
+
+        def _take(self, output) -> None:
+            answer = output.outputs[0]
+            if answer.finish_reason == "abort":
+                return
+            if output.request_id in self._before:
+                prompt, had, logprobs = self._before[output.request_id]
+                output.prompt_token_ids = prompt
+                answer.token_ids, answer.logprobs = had + list(answer.token_ids), logprobs + list(answer.logprobs)
+            super()._take(output)
+
+    class Plain(GRPOTrainer):
+        generating = 0.0
+
+        def _generate_single_turn(self, *args, **kwargs):
+            began = time.perf_counter()
+            try:
+                return super()._generate_single_turn(*args, **kwargs)
+            finally:
+                self.generating += time.perf_counter() - began
+
+    config = {
+        "output_dir": options.folder, "max_steps": options.steps, "per_device_train_batch_size": size,
+        "num_generations": size, "max_completion_length": tokens, "use_vllm": True, "vllm_mode": "colocate",
+        "vllm_enable_sleep_mode": True, "vllm_max_model_length": 1024, "use_cpu": True, "bf16": False,
+        "learning_rate": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "gradient_checkpointing": False, "seed": 1, "model_init_kwargs": {"dtype": "float32"},
+        "generation_kwargs": {"ignore_eos": True},
+    }  # fmt: skip
+    kind = {"recompute": Seeded, "keep": Seeded, "resend": Resend, "plain": Plain}[options.arm]
+    more = (
+        {} if kind is Plain else {"extra_groups": options.extra, "kv": "keep" if options.arm == "keep" else "recompute"}
+    )
+    trainer = kind(
+        options.model, reward_funcs=reward, args=GRPOConfig(**config),
+        train_dataset=Dataset.from_dict({"prompt": prompts}), **more,
+    )  # fmt: skip
+    engine = trainer.vllm_generation.llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    reached: dict[str, int] = {}
+    counts = {"computed": 0, "twice": 0}
+    stock = scheduler.schedule
+
+    def schedule(*args, **kwargs):
+        output = stock(*args, **kwargs)
+        for request_id, count in output.num_scheduled_tokens.items():
+            name, end = request_id.rsplit("-", 1)[0], scheduler.requests[request_id].num_computed_tokens
+            counts["computed"] += count
+            counts["twice"] += max(0, min(end, reached.get(name, 0)) - (end - count))
+            reached[name] = max(end, reached.get(name, 0))
+        return output
+
+    scheduler.schedule = schedule
+    began = time.perf_counter()
+    trainer.train()
+    result = {"arm": options.arm, "seconds": time.perf_counter() - began, "generation_seconds": trainer.generating}
+    result |= {"computed": counts["computed"], "computed_twice": counts["twice"]}
+    if kind is Plain:
+        return result | {"rollouts": options.steps * size, "half_done": 0, "tokens": None, "differing": None}
+    half_done = sum(phase.left for phase in trainer.phases)
+    right = in_one_go(
+        trainer, {name: (answer["prompt"], lengths[seed_of(name, size)]) for name, answer in answers.items()}
+    )
+    return result | {
+        "rollouts": len(answers),
+        "half_done": half_done,
+        "tokens": sum(len(answer["tokens"]) for answer in answers.values()),
+        "differing": sum(
+            one != other
+            for name, answer in answers.items()
+            for one, other in zip(answer["tokens"], right[name], strict=True)
+        ),
+    }
+
+
+def seed_of(name: str, size: int) -> int:
+    number, index = map(int, name.split("/"))
+    return number * size + index
+
+
+def in_one_go(trainer, asked: dict[str, tuple[list[int], int]]) -> dict[str, list[int]]:
+    """The right answers: by the same engine, awake, with nothing in between."""
+    from torpor.trl import PartialRolloutGRPOTrainer
+
+    llm = trainer.vllm_generation.llm
+    llm.llm_engine.abort_request(
+        [state.external_req_id for state in llm.llm_engine.output_processor.request_states.values()]
+    )
+    PartialRolloutGRPOTrainer._wake(trainer)
+    llm.llm_engine.abort_request(
+        [state.external_req_id for state in llm.llm_engine.output_processor.request_states.values()]
+    )
+    llm.reset_prefix_cache()
+    size = trainer.num_generations
+    for name, (prompt, length) in asked.items():
+        params = PartialRolloutGRPOTrainer._sampling(trainer)
+        params.seed, params.max_tokens = seed_of(name, size), length
+        llm.llm_engine.add_request(f"right {name}", {"prompt_token_ids": prompt}, params)
+    found = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.request_id.startswith("right "):
+                found[output.request_id.removeprefix("right ")] = list(output.outputs[0].token_ids)
+    return found
+
+
+def measure(options) -> dict:
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from devtool import trainers
+
+    python, rows = trainers.environment("trl"), []
+    environment = os.environ | {
+        "TORPOR_ENABLED": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_USE_AOT_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="torpor-trl-") as folder:
+        model = in_float32(options.model, Path(folder) / "model")
+        words = [f"--{name}={getattr(options, name.replace('-', '_'))}"
+                 for name in ("steps", "group-size", "extra", "tokens", "prompt-words")]  # fmt: skip
+        for arm in options.arms:
+            command = [python, __file__, *words, f"--model={model}", f"--folder={folder}/{arm}", f"--arm={arm}"]
+            done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=900)
+            told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            if done.returncode != 0 or not told:
+                raise SystemExit(f"error: {arm}: {(done.stdout + done.stderr)[-3000:]}")
+            rows.append(json.loads(told[0].removeprefix("RESULT ")))
+    return {
+        "bench": "trl", "model": options.model.name, "steps": options.steps, "group_size": options.group_size,
+        "extra_groups": options.extra, "tokens": options.tokens, "prompt_words": options.prompt_words, "rows": rows,
+    }  # fmt: skip
+
+
+def show(result: dict) -> None:
+    print(
+        f"{result['model']}, float32; {result['steps']} steps of one group of {result['group_size']} rollouts of "
+        f"{result['tokens'] // 3} to {result['tokens']} tokens; {result['extra_groups']} groups are begun ahead"
+    )
+    print(
+        f"{'':11}{'train()':>10}{'generation':>12}{'half-done':>11}{'computed':>10}{'twice':>8}{'differ':>8}{'of':>7}"
+    )
+    for row in result["rows"]:
+        differ, tokens = ("—" if row[name] is None else row[name] for name in ("differing", "tokens"))
+        print(
+            f"{row['arm']:11}{row['seconds']:>8.1f} s{row['generation_seconds']:>10.1f} s{row['half_done']:>11}"
+            f"{row['computed']:>10,}{row['computed_twice']:>8,}{differ:>8}{tokens:>7}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--extra", type=int, default=2, help="groups that are begun ahead")
+    parser.add_argument("--tokens", type=int, default=48, help="of a rollout, at most; at least a third of it")
+    parser.add_argument("--prompt-words", type=int, default=100)
+    parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS))
+    parser.add_argument("--arm", help=argparse.SUPPRESS)  # of this process
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    if unknown := set(options.arms) - set(ARMS):
+        parser.error(f"there is no arm {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
+    if options.arm:
+        options.model = str(options.model)
+        print("RESULT " + json.dumps(play(options)), flush=True)
+        os._exit(0)  # vLLM's libraries complain at the end of an interpreter
+    result = measure(options)
+    print(json.dumps(result)) if options.json else show(result)
+
+
+if __name__ == "__main__":
+    main()
