@@ -76,7 +76,7 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
         await asyncio.to_thread(server.wait_until_ready)
         started = time.monotonic() - began
         state = (await client.http.get("/torpor/state")).json()
-        woken = metric(await client.http.get("/metrics"), 'torpor_operation_seconds_sum{operation="wake"')
+        woken = metric(await client.http.get("/metrics"), "torpor_operation_seconds_sum", 'operation="wake"')
         screen.line(
             f"ready after {started:.0f} s, {woken:.2f} of them to wake {state['last_checkpoint']['requests']} requests "
             f"from {state['last_checkpoint']['path']} ({size(state['last_checkpoint']['bytes'])})"
@@ -118,8 +118,10 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
     }
 
 
-def metric(answer: httpx.Response, start: str) -> float:
-    return sum(float(line.rpartition(" ")[2]) for line in answer.text.splitlines() if line.startswith(start))
+def metric(answer: httpx.Response, name: str, label: str) -> float:
+    """The sum of this metric over all series that have the label, whatever others they have."""
+    lines = [line for line in answer.text.splitlines() if line.startswith(f"{name}{{") and label in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def run(options: argparse.Namespace, prompts: list[str], screen: Screen) -> dict:
