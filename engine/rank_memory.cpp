@@ -119,9 +119,10 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                          .late_job_bytes = options.late_job_bytes,
                                                          .late_thread = options.late_thread && options.own_threads,
                                                          .own_threads = options.own_threads});
-  memory->images_ = std::make_unique<RegionImages>(*memory->parts_);
-  memory->saver_ = std::make_unique<RankSaver>(*memory->parts_, *memory->images_);
-  memory->restorer_ = std::make_unique<RankRestorer>(*memory->parts_, *memory->images_);
+  auto images = std::make_unique<RegionImages>(*memory->parts_);
+  memory->saver_ = std::make_unique<RankSaver>(*memory->parts_, *images);
+  memory->restorer_ = std::make_unique<RankRestorer>(*memory->parts_, *images);
+  memory->images_ = std::move(images);
   memory->request_images_ = std::make_unique<RankImages>(*memory->parts_);
   memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
   if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };

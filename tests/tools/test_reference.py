@@ -90,7 +90,7 @@ def test_every_option_of_the_server_is_told_with_its_default_and_shown_by_its_he
 
 
 def test_the_two_kinds_of_front_end_have_the_same_calls_and_the_docs_name_every_argument():
-    pages = (ROOT / "docs/semantics.md").read_text() + (ROOT / "docs/vllm.md").read_text()
+    pages = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("semantics", "vllm", "sessions"))
     for name in CALLS:
         blocking, awaited = (inspect.signature(getattr(kind, name)) for kind in (Awaited, Blocking))
         assert blocking.parameters == awaited.parameters, name
