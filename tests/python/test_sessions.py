@@ -54,9 +54,9 @@ CERTAIN = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one(tiny_model, tmp_path_factory) -> InProcess:
-    """Beside that of other tests. It is not shut down: what both have of torch.distributed would end with it."""
+    """Beside that of other tests, and as long: with the first that ends vLLM ends what both share of a process."""
     directory = tmp_path_factory.mktemp("sessions")
     return InProcess(tiny_model, directory, torpor={"sessions": True}, requests=CERTAIN, num_gpu_blocks_override=200)
 

@@ -77,6 +77,7 @@ ENGINE = (
                     "step": "self",
                     "has_unfinished_requests": "self",
                     "is_sleeping": "self",
+                    "get_metrics": "self",
                 },
                 fields="engine_core output_processor renderer logger_manager vllm_config",
             ),
@@ -331,6 +332,10 @@ ENGINE = (
                 exact=True,
             ),
         ),
+    ),
+    Module(
+        "vllm.v1.metrics.reader",
+        names=("Counter", "Gauge", "Histogram", "Metric"),
     ),
     Module(
         "vllm.v1.metrics.loggers",
