@@ -145,8 +145,9 @@ SealTag Seal::seal(std::span<const std::byte> in, std::span<std::byte> out, cons
   SealTag tag{};
   unsigned long long tag_bytes = 0;
   if (protection_ == Protection::kEncrypted) {
+    unsigned char none = 0;  // libsodium wants an address, also of no bytes
     crypto_aead_xchacha20poly1305_ietf_encrypt_detached(
-        reinterpret_cast<unsigned char*>(out.data()), tag.data(), &tag_bytes, raw(in), in.size(),
+        out.empty() ? &none : reinterpret_cast<unsigned char*>(out.data()), tag.data(), &tag_bytes, raw(in), in.size(),
         reinterpret_cast<const unsigned char*>(extra.data()), extra.size(), nullptr, npub, chunk_key_.data());
     return tag;
   }
@@ -169,7 +170,8 @@ Status Seal::open(std::span<std::byte> bytes, const SealTag& tag, const SealPlac
   if (protection_ == Protection::kEncrypted) {
     const Nonce nonce = nonce_of(place);
     const std::string extra = associated(place);
-    auto* const data = reinterpret_cast<unsigned char*>(bytes.data());
+    unsigned char none = 0;  // libsodium wants an address, also of no bytes
+    auto* const data = bytes.empty() ? &none : reinterpret_cast<unsigned char*>(bytes.data());
     right = crypto_aead_xchacha20poly1305_ietf_decrypt_detached(
                 data, nullptr, data, bytes.size(), tag.data(), reinterpret_cast<const unsigned char*>(extra.data()),
                 extra.size(), reinterpret_cast<const unsigned char*>(&nonce), chunk_key_.data()) == 0;
