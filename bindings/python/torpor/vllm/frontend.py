@@ -303,7 +303,12 @@ async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
 
 async def wake_portable(side: BlockingSide | AsyncSide, directory: str) -> WakeReport:
     """Requests of a checkpoint come into this engine, whichever engine wrote it (sessions.py)."""
-    report = WakeReport(await side.call("wake_portable", {"from_checkpoint": directory}))
+    try:
+        report = WakeReport(await side.call("wake_portable", {"from_checkpoint": directory}))
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):  # the engine core does it all the same
+        with contextlib.suppress(Error):
+            await side.call("end_portable", {"keep": False})
+        raise
     try:
         await side.clear_caches()
         side.take(report)
