@@ -800,7 +800,7 @@ def test_nothing_else_happens_before_the_front_end_has_the_requests(one, monkeyp
     refused = []
     stock = frontend.BlockingSide.take
 
-    def take(side, report):
+    def take(side, report, *lost):
         for call in (
             lambda: one.llm.sleep(level=1, preserve_state=True),
             lambda: one.llm.sleep(level=0),
@@ -810,12 +810,55 @@ def test_nothing_else_happens_before_the_front_end_has_the_requests(one, monkeyp
             with pytest.raises(errors.Error) as problem:
                 call()
             refused.append(str(problem.value))
-        stock(side, report)
+        stock(side, report, *lost)
 
     monkeypatch.setattr(frontend.BlockingSide, "take", take)
     assert one.llm.wake_up(from_checkpoint=path, identity="portable")
     assert ["a portable wake is under way" in each for each in refused] == [True, True, True, False]
     same(one.finish(answers), expected)
+    idle(one)
+
+
+def test_a_request_whose_text_comes_out_otherwise_fails_alone(one, monkeypatch):
+    """As with a tokenizer that makes another text of its tokens."""
+    expected = one.expected
+    path, answers = checkpoint_of(one, 3)
+    stock = one.core.torpor_call
+
+    def torpor_call(name: str, options: dict):
+        reply = stock(name, options)
+        if name == "wake_portable":
+            for item in reply["result"]["outputs"]["requests"]:
+                item["text"] += "?" if item["external_id"] == "greedy" else ""
+        return reply
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.core, "torpor_call", torpor_call)
+        report = one.llm.wake_up(from_checkpoint=path, identity="portable")
+    [failed] = report.failed_requests
+    assert "greedy" in failed["id"] and "another text of its tokens" in failed["error"]
+    assert failed["id"] not in one.core.scheduler.requests and report.requests == len(one.core.scheduler.requests)
+    found = one.finish(answers)
+    assert found.pop("greedy")[1][0][3] == "error"
+    same(found, {name: value for name, value in expected.items() if name != "greedy"})
+    idle(one)
+
+
+def test_a_front_end_that_cannot_take_the_requests_keeps_those_of_others(one, monkeypatch):
+    expected = one.expected
+    path, _ = checkpoint_of(one, 3)
+    prompt, params = CERTAIN["greedy"]
+
+    def clear_caches(side):
+        one.engine.add_request("new", prompt, params.clone())
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frontend.BlockingSide, "clear_caches", clear_caches)
+        with pytest.raises(RuntimeError, match="no"):
+            one.llm.wake_up(from_checkpoint=path, identity="portable")
+    assert unfinished(one) == ["new"] and len(one.core.scheduler.requests) == 1
+    assert tokens_of(run(one.engine)) == {"new": tokens_of({"greedy": expected["greedy"]})["greedy"]}
     idle(one)
 
 

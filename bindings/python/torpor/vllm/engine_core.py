@@ -259,7 +259,7 @@ class EngineSide:
         return report
 
     def end_portable(self, options: dict) -> None:
-        self.sessions.end_portable(options["keep"])
+        self.sessions.end_portable(options["keep"], options.get("lost", []))
 
     def images(self, _: dict) -> list[dict]:
         return self.sessions.summaries()

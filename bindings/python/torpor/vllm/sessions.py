@@ -213,13 +213,14 @@ class Sessions:
         images.begin(image)
         return summary
 
-    def end_portable(self, keep: bool) -> None:
-        """The front end has the requests, or cannot take them: then they end. Without such a wake nothing happens."""
+    def end_portable(self, keep: bool, lost: Iterable[str] = ()) -> None:
+        """The front end has the requests but for those that it lost, or cannot take them: then they end. Without such
+        a wake nothing happens."""
         requests, self._portable = self._portable, None
         if requests is None:
             return
-        if not keep:
-            self._scheduler.finish_requests(requests, RequestStatus.FINISHED_ABORTED)
+        if ended := list(lost) if keep else requests:
+            self._scheduler.finish_requests(ended, RequestStatus.FINISHED_ABORTED)
         self._hooks.resume()
 
     @property
