@@ -140,7 +140,9 @@ class Stepping:
         return SimpleNamespace(num_scheduled_tokens={})
 
 
-@pytest.mark.parametrize(("name", "moved"), [("NixlConnector", False), ("TorporConnector", True), (None, False)])
+@pytest.mark.parametrize(
+    ("name", "moved"), [("NixlConnector", False), ("TorporConnector", True), ("TorporAdmit", True), (None, False)]
+)
 def test_only_beside_torpors_connector_are_requests_moved(monkeypatch, name, moved):
     seen = []
     monkeypatch.setattr(scheduler, "let_those_with_blocks_go_first", seen.append)

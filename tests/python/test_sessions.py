@@ -19,9 +19,10 @@ from conftest import InProcess
 from requests_of_tests import REQUESTS, run
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.request import Request, RequestStatus
 
 from torpor import errors
-from torpor.vllm import portable
+from torpor.vllm import frontend, portable, scheduler_values, sessions
 from torpor.vllm.engine_values import Hibernated
 
 pytestmark = [pytest.mark.rig, pytest.mark.cpu]
@@ -306,17 +307,120 @@ def test_calls_may_be_repeated(one):
     one.begin(5, ["greedy", "seeded"])
     left = one.llm.torpor.hibernate(["greedy"], "mine")
     assert left.id == "mine" and one.llm.torpor.hibernate(["greedy"], "mine") == left
-    with pytest.raises(errors.InvalidArgument, match="the image mine has other requests"):
-        one.llm.torpor.hibernate(["seeded"], "mine")
+    for others in (["seeded"], ["greedy", "seeded"]):
+        with pytest.raises(errors.InvalidArgument, match="the image mine has other requests"):
+            one.llm.torpor.hibernate(others, "mine")
     with pytest.raises(errors.NotFound, match="does not run here"):
         one.llm.torpor.hibernate(["greedy"], "other")
     first = one.llm.torpor.resume("mine")
     assert one.llm.torpor.resume("mine") == first
-    with pytest.raises(errors.WrongState, match="is being resumed"):
-        one.llm.torpor.hibernate(["greedy"])
+    for image in (None, "mine"):
+        with pytest.raises(errors.WrongState, match="is being resumed"):
+            one.llm.torpor.hibernate(["greedy"], image)
     run(one.engine)
     with pytest.raises(errors.NotFound, match="there is no image mine"):
         one.llm.torpor.resume("mine")
+    idle(one)
+
+
+def test_an_id_of_an_image_may_be_used_again_at_once(one):
+    """Also before the ranks have been told that the first one is gone."""
+    expected = one.expected
+    answers = one.begin(5, ["greedy"])
+    one.llm.torpor.hibernate("greedy", "x")
+    one.llm.torpor.resume("x")
+    while _is_coming(one, "greedy"):
+        answers |= run(one.engine, 1)
+    assert one.core.scheduler.connector.admissions.orders.drops
+    left = one.llm.torpor.hibernate("greedy", "x")
+    scramble(one)
+    assert one.llm.torpor.resume("x").requests == left.requests
+    same(one.finish(answers), {"greedy": expected["greedy"]})
+    idle(one)
+
+
+def test_a_prompt_that_was_preempted_half_way_leaves_and_comes_back(one):
+    """Model runner V1 never began what has no output: vLLM must not resume it there."""
+    prompt = {"prompt_token_ids": [(7 * i) % 1000 + 10 for i in range(700)]}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def answer(leaves: bool) -> list[int]:
+        one.begin(0, ["greedy"])
+        one.engine.abort_request(["greedy"])
+        run(one.engine)
+        one.engine.add_request("half", prompt, params)
+        for _ in range(2):
+            one.engine.step()
+        if leaves:
+            one.core.reset_prefix_cache(reset_running_requests=True)
+            one.engine.step()
+            assert 0 < _request(one, "half").num_computed_tokens < 700
+            one.llm.torpor.resume(one.llm.torpor.hibernate("half").id)
+        tokens = []
+        for _ in range(200):
+            for output in one.engine.step():
+                tokens = list(output.outputs[0].token_ids)
+            if not one.engine.has_unfinished_requests():
+                break
+        return tokens
+
+    plain = answer(False)
+    assert len(plain) == 8 and answer(True) == plain
+    idle(one)
+
+
+def test_what_no_values_can_hold_is_refused_by_name_and_runs_on(one, monkeypatch):
+    expected = one.expected
+    answers = one.begin(3, ["greedy"])
+    odd = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, extra_args={"pair": (1, 2)})
+    one.engine.add_request("odd", "Hello", odd)
+    answers |= run(one.engine, 1)
+    with pytest.raises(errors.Unsupported, match=r"cannot be hibernated: .*extra_args"):
+        one.llm.torpor.hibernate(["greedy", "odd"])
+    one.engine.abort_request(["odd"])
+
+    def moved_request(*_):
+        raise errors.Incompatible("no request can be made of it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions.values, "moved_request", moved_request)
+        with pytest.raises(errors.Unsupported, match="cannot be hibernated: no request can be made of it"):
+            one.llm.torpor.hibernate("greedy")
+    assert one.llm.torpor.hibernated() == []
+    answers |= run(one.engine)
+    same(one.finish({"greedy": answers["greedy"]}), {"greedy": expected["greedy"]})
+    idle(one)
+
+
+@contextlib.contextmanager
+def interrupted(one, monkeypatch, method: str):
+    """The front end is interrupted when the engine core has just done `method`, and before it hears of it."""
+    stock = one.core.torpor_call
+
+    def torpor_call(name: str, options: dict):
+        reply = stock(name, options)
+        if name == method:
+            raise KeyboardInterrupt
+        return reply
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(one.core, "torpor_call", torpor_call, raising=False)
+        yield
+
+
+def test_an_interrupted_call_undoes_what_it_did_and_no_more(one, monkeypatch):
+    expected = one.expected
+    answers = one.begin(5, ["greedy", "seeded"])
+    with interrupted(one, monkeypatch, "hibernate"):
+        one.llm.torpor.hibernate("greedy")
+    answers |= run(one.engine, 3)
+    left = one.llm.torpor.hibernate("greedy", "mine")
+    with interrupted(one, monkeypatch, "hibernate"):
+        one.llm.torpor.hibernate("greedy", "mine")
+    assert one.llm.torpor.hibernated() == [left]
+    with interrupted(one, monkeypatch, "resume_image"):
+        one.llm.torpor.resume("mine")
+    same(one.finish(answers), {name: expected[name] for name in ("greedy", "seeded")})
     idle(one)
 
 
@@ -385,8 +489,122 @@ def test_kv_of_other_weights_is_computed_again(one):
     answers |= run(one.engine)
     one.llm.sleep(level=1, mode="keep")  # without KV: what was computed before is not believed any more
     assert one.llm.wake_up()
+    resumed = one.llm.torpor.resume(left.id)
+    assert resumed.recomputed and one.llm.torpor.resume(left.id) == resumed
+    same(one.finish(answers), expected)
+    idle(one)
+
+
+def _nothing(worker) -> None:
+    """What a call of a function in the workers does to the weights, nobody can know."""
+
+
+def _update(one) -> None:
+    with one.llm.updating_weights():
+        pass
+
+
+WRITES = {
+    "a function": lambda one: one.llm.collective_rpc(_nothing),
+    "reload_weights": lambda one: one.llm.collective_rpc("reload_weights"),
+    "reset_prefix_cache": lambda one: one.llm.reset_prefix_cache(),
+}
+
+
+@pytest.fixture
+def loads(monkeypatch) -> list:
+    """An entry for each request whose KV a rank was told to load."""
+    found: list = []
+    stock = portable._core.admit_error
+
+    def admit_error(reply):
+        found.append(reply)
+        return stock(reply)
+
+    monkeypatch.setattr(portable._core, "admit_error", admit_error)
+    return found
+
+
+@pytest.mark.parametrize("how", [*WRITES, "updating_weights"])
+def test_weights_that_may_have_been_written_are_noticed(one, how, loads):
+    expected = one.expected
+    answers = one.begin(6)
+    left = one.llm.torpor.hibernate(unfinished(one))
+    answers |= run(one.engine)
+    (WRITES | {"updating_weights": _update})[how](one)
     assert one.llm.torpor.resume(left.id).recomputed
     same(one.finish(answers), expected)
+    assert loads == []
+    idle(one)
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_they_are_noticed_while_requests_wait_for_blocks(one, how, loads):
+    expected = one.expected
+    answers = one.begin(6)
+    left = one.llm.torpor.hibernate(unfinished(one))
+    answers |= run(one.engine)
+    assert not one.llm.torpor.resume(left.id).recomputed
+    WRITES[how](one)
+    same(one.finish(answers), expected)
+    assert loads == []
+    idle(one)
+
+
+def test_nothing_comes_while_the_weights_of_an_engine_that_is_awake_are_written(one):
+    one.begin(6, ["greedy"])
+    left = one.llm.torpor.hibernate("greedy")
+    run(one.engine)
+    with one.llm.updating_weights(), pytest.raises(errors.WrongState, match="an update of the weights is under way"):
+        one.llm.torpor.resume(left.id)
+    assert one.llm.torpor.resume(left.id).recomputed
+    run(one.engine)
+    idle(one)
+
+
+GREEDY = ["greedy", "long", "stops", "prefix-a"]
+
+
+def _scale(one, factor: float) -> None:
+    """Of the keys and values of all layers. Exact both ways."""
+    with one.llm.updating_weights():
+        for name, parameter in one.runner.model.named_parameters():
+            if name.endswith("input_layernorm.weight"):
+                parameter.data.mul_(factor)
+
+
+def _over_new_weights(one, kv: str, leaves: bool, steps: int) -> dict:
+    """Tokens of requests that have them in part from the old weights, in part from others."""
+    answers = one.begin(9, GREEDY)
+    if leaves:
+        one.llm.torpor.resume(one.llm.torpor.hibernate(unfinished(one)).id)
+        for _ in range(steps):
+            answers |= run(one.engine, 1)
+    one.llm.sleep(level=1, preserve_state=True)
+    answers |= run(one.engine, 1)
+    one.llm.wake_up(tags=["weights"])
+    _scale(one, 2.0)
+    try:
+        assert one.llm.wake_up(kv=kv)
+        answers |= run(one.engine, 400)
+        assert not one.engine.has_unfinished_requests()
+        return tokens_of(one.finish(answers))
+    finally:
+        one.engine.abort_request(unfinished(one))
+        one.llm.sleep(level=0)
+        _scale(one, 0.5)
+        one.llm.wake_up()
+        one.llm.reset_prefix_cache()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("steps", "kv"), [(0, "recompute"), (0, "keep"), (2, "recompute")])
+def test_kv_of_other_weights_is_not_used_by_requests_on_their_way(one, steps, kv, loads):
+    """Without blocks yet, or with KV that has arrived, and has not run."""
+    expected = _over_new_weights(one, "recompute", leaves=False, steps=0)
+    assert expected != tokens_of({name: one.expected[name] for name in GREEDY})
+    assert _over_new_weights(one, kv, leaves=True, steps=steps) == expected
+    assert (loads == []) == (steps == 0)
     idle(one)
 
 
@@ -456,6 +674,24 @@ def test_without_that_check_the_tokens_would_be_others(one, monkeypatch):
     answers, _ = hibernated_and_damaged(one, resume=True)
     assert tokens_of(one.finish(answers)) != tokens_of({"prefix-a": one.expected["prefix-a"]})
     one.llm.reset_prefix_cache()
+    idle(one)
+
+
+def test_requests_whose_loads_all_fail_run_all_the_same(one, monkeypatch, said):
+    """They hold no blocks then, and vLLM keeps room for none of them."""
+    answers = one.begin(9)
+    left = one.llm.torpor.hibernate(unfinished(one))
+    answers |= run(one.engine)
+    monkeypatch.setattr(portable._core, "admit_error", lambda reply: "broken")
+    one.llm.torpor.resume(left.id)
+    for _ in range(3):
+        answers |= run(one.engine, 1)
+    scheduler = one.core.scheduler
+    ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    assert not [r for r in scheduler._inflight_prefills if r.status in ready and r.num_computed_tokens == 0]
+    answers |= run(one.engine, 400)
+    assert not one.engine.has_unfinished_requests() and "broken" in said.text
+    same(tokens_of(one.finish(answers)), tokens_of(one.expected))
     idle(one)
 
 
@@ -538,3 +774,118 @@ def test_an_engine_with_requests_takes_no_checkpoint(one):
         one.llm.wake_up(from_checkpoint=path, identity="portable", early=False, kv="keep")
     run(one.engine)
     idle(one)
+
+
+def test_a_portable_wake_that_is_interrupted_ends_its_own_requests_and_holds_nothing(one, monkeypatch):
+    expected = one.expected
+    path, answers = checkpoint_of(one, 3)
+    with interrupted(one, monkeypatch, "wake_portable"):
+        one.llm.wake_up(from_checkpoint=path, identity="portable")
+    assert not one.core.scheduler.requests and not one.core.torpor_side.hooks.is_quiet
+    assert one.llm.wake_up(from_checkpoint=path, identity="portable")
+    same(one.finish(answers), expected)
+    one.begin(2, ["greedy"])
+    with interrupted(one, monkeypatch, "wake_portable"):  # refused: it has a request
+        one.core.torpor_call("wake_portable", {"from_checkpoint": path})
+    with pytest.raises(errors.WrongState, match="requests of its own"):
+        one.llm.wake_up(from_checkpoint=path, identity="portable")
+    one.core.torpor_call("end_portable", {"keep": False})
+    same(one.finish({}), {"greedy": expected["greedy"]})
+    idle(one)
+
+
+def test_nothing_else_happens_before_the_front_end_has_the_requests(one, monkeypatch):
+    expected = one.expected
+    path, answers = checkpoint_of(one, 3)
+    refused = []
+    stock = frontend.BlockingSide.take
+
+    def take(side, report, *lost):
+        for call in (
+            lambda: one.llm.sleep(level=1, preserve_state=True),
+            lambda: one.llm.sleep(level=0),
+            one.llm.checkpoint,
+            lambda: one.llm.torpor.hibernate("greedy"),
+        ):
+            with pytest.raises(errors.Error) as problem:
+                call()
+            refused.append(str(problem.value))
+        stock(side, report, *lost)
+
+    monkeypatch.setattr(frontend.BlockingSide, "take", take)
+    assert one.llm.wake_up(from_checkpoint=path, identity="portable")
+    assert ["a portable wake is under way" in each for each in refused] == [True, True, True, False]
+    same(one.finish(answers), expected)
+    idle(one)
+
+
+def test_a_request_whose_text_comes_out_otherwise_fails_alone(one, monkeypatch):
+    """As with a tokenizer that makes another text of its tokens."""
+    expected = one.expected
+    path, answers = checkpoint_of(one, 3)
+    stock = one.core.torpor_call
+
+    def torpor_call(name: str, options: dict):
+        reply = stock(name, options)
+        if name == "wake_portable":
+            for item in reply["result"]["outputs"]["requests"]:
+                item["text"] += "?" if item["external_id"] == "greedy" else ""
+        return reply
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.core, "torpor_call", torpor_call)
+        report = one.llm.wake_up(from_checkpoint=path, identity="portable")
+    [failed] = report.failed_requests
+    assert "greedy" in failed["id"] and "another text of its tokens" in failed["error"]
+    assert failed["id"] not in one.core.scheduler.requests and report.requests == len(one.core.scheduler.requests)
+    found = one.finish(answers)
+    assert found.pop("greedy")[1][0][3] == "error"
+    same(found, {name: value for name, value in expected.items() if name != "greedy"})
+    idle(one)
+
+
+def test_a_front_end_that_cannot_take_the_requests_keeps_those_of_others(one, monkeypatch):
+    expected = one.expected
+    path, _ = checkpoint_of(one, 3)
+    prompt, params = CERTAIN["greedy"]
+
+    def clear_caches(side):
+        one.engine.add_request("new", prompt, params.clone())
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frontend.BlockingSide, "clear_caches", clear_caches)
+        with pytest.raises(RuntimeError, match="no"):
+            one.llm.wake_up(from_checkpoint=path, identity="portable")
+    assert unfinished(one) == ["new"] and len(one.core.scheduler.requests) == 1
+    assert tokens_of(run(one.engine)) == {"new": tokens_of({"greedy": expected["greedy"]})["greedy"]}
+    idle(one)
+
+
+def test_hibernated_requests_do_not_keep_wait_for_completion(one):
+    path, _ = checkpoint_of(one, 3)
+    assert one.llm.wake_up(from_checkpoint=path, identity="portable")
+    names = unfinished(one)
+    one.engine.step()
+    left = one.llm.torpor.hibernate("greedy")
+    steps = iter(range(600))
+    stock = one.engine.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one.engine, "step", lambda: next(steps) >= 0 and stock())
+        ended = one.llm.wait_for_completion()
+        assert {output.request_id for output in ended} == {*names} - {"greedy"}
+        one.llm.torpor.resume(left.id)
+        assert [output.request_id for output in one.llm.wait_for_completion()] == ["greedy"]
+    idle(one)
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        (SamplingParams(thinking_token_budget=4), "a thinking budget"),
+        (SamplingParams(extra_args={"pair": (1, 2)}), "extra_args"),
+    ],
+)
+def test_what_cannot_leave_a_checkpoint_is_known_from_its_values(params, why):
+    request = Request("a", [1, 2, 3], params, None)
+    assert why in sessions._bound_to_its_engine(scheduler_values.request_to_value(request))

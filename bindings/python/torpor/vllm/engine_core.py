@@ -25,7 +25,7 @@ from torpor.vllm.patching import Patches
 from torpor.vllm.sessions import Sessions
 from torpor.vllm.slots import begin_events
 from torpor.vllm.support import compute_for_each_other
-from torpor.vllm.weight_updates import Updates, doubt_weights_after, note_timeout
+from torpor.vllm.weight_updates import Updates, doubt_kv, doubt_weights_after, note_timeout
 
 _STANDING = ("freeze", "sleep", "checkpoint", "wake_up")  # of ranks that compute for each other: only if all stand
 # Methods of EngineSide that a front end may call.
@@ -34,7 +34,12 @@ _METHODS = frozenset({
     "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
     "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
-    "wake_portable", "end_portable",
+    "undo_hibernate", "wake_portable", "end_portable",
+})  # fmt: skip
+# Of these, those that change nothing, or end something: called also before a portable wake has ended.
+_DURING_HOLD = frozenset({
+    "end_portable", "unfreeze", "end_drain", "is_quiet", "go_on", "fingerprint", "ledger", "state", "images",
+    "cancel_checkpoint", "check_directory", "checkpoint_to_wake",
 })  # fmt: skip
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
@@ -87,7 +92,7 @@ class EngineSide:
         return {"engine": state["engine"], "level": state["level"], "sent": sent}
 
     def unfreeze(self, _: dict) -> None:
-        if not self.controller.is_sleeping():
+        if not self.sessions.holds_portable and not self.controller.is_sleeping():
             self.hooks.resume()
 
     def stand(self, _: dict) -> Future | None:
@@ -233,21 +238,28 @@ class EngineSide:
 
     def hibernate(self, options: dict) -> dict:
         self._check_awake()
-        return self.sessions.hibernate(options["image"], options["requests"], options.get("timeout"))
+        return self.sessions.hibernate(options["image"], options["requests"], options.get("timeout"), options["call"])
+
+    def undo_hibernate(self, options: dict) -> None:
+        """Of a call whose caller has gone: resume the image if that call made it."""
+        if self.sessions.was_made_by(options["image"], options["call"]):
+            self.resume_image(options)
 
     def resume_image(self, options: dict) -> dict:
         self._check_awake()
+        self.updates.check_none()
         return self.sessions.resume(options["image"])
 
     def wake_portable(self, options: dict) -> dict:
         self._check_awake()
+        self.updates.check_none()
         key_file = Options.of(self.hooks.core.vllm_config).key_file
         report = self.sessions.wake_portable(options, self.controller.fingerprint(), key_file)
         report["outputs"] = _with_tokens(report["outputs"], report.pop("state"))
         return report
 
     def end_portable(self, options: dict) -> None:
-        self.sessions.end_portable(options["keep"])
+        self.sessions.end_portable(options["keep"], options.get("lost", []))
 
     def images(self, _: dict) -> list[dict]:
         return self.sessions.summaries()
@@ -286,7 +298,10 @@ class EngineCoreMixin(Stock):
         try:
             if method in _STANDING and compute_for_each_other(self.vllm_config):
                 _check_that_all_stand(self)
-            result = getattr(_side(self), method)(options)
+            side = _side(self)
+            if side.sessions.holds_portable and method not in _DURING_HOLD:
+                raise WrongState("a portable wake is under way", "call this again when it has ended")
+            result = getattr(side, method)(options)
         except Error as error:
             return {"error": error.to_dict()}
         return _later(result) if isinstance(result, Future) else {"result": result}
@@ -300,6 +315,11 @@ class EngineCoreMixin(Stock):
             raise
         finally:
             doubt_weights_after(self, method)
+
+    def reset_prefix_cache(self, *args, **kwargs) -> bool:
+        """What was computed before is not to be used again: that goes for hibernated KV too."""
+        doubt_kv(self)
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def shutdown(self) -> None:
         """Let go of the controller: it holds its hooks, which hold this engine core and all that the workers have."""

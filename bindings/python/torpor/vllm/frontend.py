@@ -93,8 +93,10 @@ class BlockingSide:
         given = step_outputs.of(self.engine)
         given.first = given.first + LLMEngine.step(self.engine)
 
-    def take(self, report: Report) -> None:
-        front_end.restore(self.engine.output_processor, report.pop("outputs"), with_queues=False)
+    def take(self, report: Report, lost: list[dict] | None = None) -> None:
+        """Have the requests of a wake. `lost`: as of outputs.restore(); they fail too."""
+        front_end.restore(self.engine.output_processor, report.pop("outputs"), with_queues=False, lost=lost)
+        report["failed_requests"] = [*report.failed_requests, *(lost or ())]
         failed = front_end.fail(self.engine.output_processor, report.failed_requests)
         given = step_outputs.of(self.engine)
         given.first = given.first + failed
@@ -150,10 +152,11 @@ class AsyncSide:
     async def pause(self) -> None:
         await asyncio.sleep(_CHECKPOINT_SECONDS)
 
-    def take(self, report: Report) -> None:
+    def take(self, report: Report, lost: list[dict] | None = None) -> None:
         self.engine.torpor_collectors = front_end.restore(
-            self.engine.output_processor, report.pop("outputs"), with_queues=True
+            self.engine.output_processor, report.pop("outputs"), with_queues=True, lost=lost
         )
+        report["failed_requests"] = [*report.failed_requests, *(lost or ())]
         front_end.fail(self.engine.output_processor, report.failed_requests)
         self.engine._run_output_handler()
 
@@ -303,15 +306,23 @@ async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
 
 async def wake_portable(side: BlockingSide | AsyncSide, directory: str) -> WakeReport:
     """Requests of a checkpoint come into this engine, whichever engine wrote it (sessions.py)."""
-    report = WakeReport(await side.call("wake_portable", {"from_checkpoint": directory}))
+    try:
+        report = WakeReport(await side.call("wake_portable", {"from_checkpoint": directory}))
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):  # the engine core does it all the same
+        with contextlib.suppress(Error):
+            await side.call("end_portable", {"keep": False})
+        raise
+    outputs = report["outputs"]
+    lost: list[dict] = []
     try:
         await side.clear_caches()
-        side.take(report)
+        side.take(report, lost)
     except BaseException:
-        _forget(side.engine.output_processor)
+        front_end.forget(side.engine.output_processor, outputs)
         await side.call("end_portable", {"keep": False})
         raise
-    await side.call("end_portable", {"keep": True})
+    await side.call("end_portable", {"keep": True, "lost": [each["id"] for each in lost]})
+    report["requests"] -= len(lost)
     side.woken(report)
     return report
 

@@ -21,7 +21,7 @@ from torpor.vllm.inputs import Inputs
 from torpor.vllm.late_blocks import LateBlocks
 from torpor.vllm.other_connectors import OtherConnector, open_transfers
 from torpor.vllm.scheduler import watch_recomputation
-from torpor.vllm.sessions import Sessions
+from torpor.vllm.sessions import Sessions, admissions_of
 from torpor.vllm.support import lost_in_a_new_process, unsupported_engine, unsupported_scheduler
 
 _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
@@ -280,13 +280,19 @@ class VllmHooks:
     def fingerprint(self) -> dict[str, str]:
         return fingerprint(self.core.vllm_config, self.scheduler, self._workers or self._rpc("torpor_describe"))
 
+    @property
+    def kv_epoch(self) -> int:
+        """Changes whenever KV that lies outside of the engine may have become that of other weights."""
+        return self.weights_epoch + getattr(self.core, "torpor_kv_doubts", 0)
+
     def drop_requests(self, mode: str) -> None:
         """Drop the requests as `mode` says. A KV connector may send those that end, and then unregisters."""
         self.weights_epoch += 1
         watch_recomputation(self.scheduler)
         self.other_connector.restore(undoing=False)  # where the sleep could not keep the requests after all
         self.other_connector.finish_transfers()  # of an engine that was only paused
-        if self.other_connector.follows and mode != "abort":
+        loads = self.other_connector.follows or admissions_of(self.scheduler) is not None
+        if loads and mode != "abort":
             connector_sleep.take_back_loaded(self.scheduler)
         with connector_sleep.tiers_kept(self.scheduler):
             self._pause("abort" if mode == "abort" else "keep")

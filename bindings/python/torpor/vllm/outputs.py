@@ -70,8 +70,13 @@ def capture(processor: OutputProcessor) -> dict:
     }
 
 
-def restore(processor: OutputProcessor, outputs: dict, with_queues: bool) -> dict[str, RequestOutputCollector]:
-    """Fills an empty processor. With queues (AsyncLLM), returns the collector of each request by its external id."""
+def restore(
+    processor: OutputProcessor, outputs: dict, with_queues: bool, lost: list[dict] | None = None
+) -> dict[str, RequestOutputCollector]:
+    """Fills an empty processor. With queues (AsyncLLM), returns the collector of each request by its external id.
+
+    `lost`: takes the id of each request whose text comes out otherwise, and why; without it this raises Incompatible.
+    """
     parents = {}
     collectors: dict[str, RequestOutputCollector] = {}
     for item in outputs["parents"]:
@@ -80,7 +85,13 @@ def restore(processor: OutputProcessor, outputs: dict, with_queues: bool) -> dic
         if "token_ids" not in item:  # the checkpoint was repaired: the request is not in it any more
             _end_without(item, parents)
             continue
-        state = _state_from_value(processor, item, parents)
+        try:
+            state = _state_from_value(processor, item, parents)
+        except Incompatible as problem:
+            if lost is None:
+                raise
+            lost.append({"id": item["id"], "error": str(problem)})
+            state = _state_from_value(processor, item | {"text": None}, parents)  # it is to end with that error
         if with_queues:
             collector = collectors.setdefault(
                 state.external_req_id, RequestOutputCollector(state.output_kind, state.external_req_id)
@@ -94,6 +105,20 @@ def restore(processor: OutputProcessor, outputs: dict, with_queues: bool) -> dic
         if not parent.child_requests:
             del processor.parent_requests[parent.request_id]
     return collectors
+
+
+def forget(processor: OutputProcessor, outputs: dict) -> None:
+    """Undo restore(), which may have come half-way. Requests of others stay."""
+    for item in outputs["requests"]:
+        if processor.request_states.pop(item["id"], None) is None:
+            continue
+        ids = processor.external_req_ids.get(item["external_id"], [])
+        if item["id"] in ids:
+            ids.remove(item["id"])
+        if not ids:
+            processor.external_req_ids.pop(item["external_id"], None)
+    for item in outputs["parents"]:
+        processor.parent_requests.pop(item["id"], None)
 
 
 def fail(processor: OutputProcessor, failed: list[dict]) -> list[RequestOutput]:

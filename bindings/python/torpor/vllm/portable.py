@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,7 +146,8 @@ class Admissions:
     def __init__(self) -> None:
         self.images: _core.RequestImages | None = None  # until somebody hibernates a request
         self.orders = Orders()  # of the next step
-        self._admitted: dict[str, tuple[int, dict]] = {}  # until its blocks are allocated: tokens with KV, for runners
+        self.kv_epoch: Callable[[], int] = int  # changes when KV from before is not to be used any more
+        self._admitted: dict[str, tuple[int, dict, int]] = {}  # until it has blocks: tokens with KV, for runners, epoch
         self._loading: set[str] = set()
         self._ending: set[str] = set()  # ended, and the runners have not heard of it
 
@@ -159,7 +161,7 @@ class Admissions:
 
         `for_runners`: what model runner V1 must know of one that has output tokens.
         """
-        self._admitted[request.request_id] = (computed, for_runners)
+        self._admitted[request.request_id] = (computed, for_runners, self.kv_epoch())
         request.num_computed_tokens = 0  # as vLLM wants it before it looks for KV
         if computed > 0:
             # The content of a block with an equal key has other last digits: nothing is to be found by keys.
@@ -168,6 +170,8 @@ class Admissions:
             request.num_preemptions += 1  # so vLLM resumes it when its KV is there, and does not begin it
             request.status = RequestStatus.PREEMPTED
             request.skip_reading_prefix_cache = False  # of prompt_logprobs, which it has had: it would skip its KV
+        else:
+            request.num_preemptions = 0  # with any, vLLM would resume one that the model runner never began
 
     def match(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens have KV in an image, and whether they are loaded. `local`: 0 of one that has such."""
@@ -176,7 +180,12 @@ class Admissions:
             return 0, False
         if request.request_id in self._ending:
             return None, False  # a runner that hears of its end later would forget it then
-        return found[0], found[0] > 0
+        computed, for_runners, epoch = found
+        if computed > 0 and epoch != self.kv_epoch():  # the weights have changed since: it computes its tokens again
+            computed = 0
+            self._admitted[request.request_id] = (0, for_runners, epoch)
+            request.update_block_hashes()
+        return computed, computed > 0
 
     def allocated(self, request: Request, blocks, external: int) -> None:
         """Its blocks are there. vLLM calls this again when the request is scheduled."""

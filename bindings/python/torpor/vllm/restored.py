@@ -31,8 +31,14 @@ def is_restored(one) -> bool:
 
 def _are_there(engine: LLMEngine) -> bool:
     """Whether restored requests run, or have outputs that nobody was given."""
-    states = engine.output_processor.request_states.values()
-    return any(map(is_restored, states)) or any(map(is_restored, step_outputs.of(engine).first))
+    given = step_outputs.of(engine)
+    return any(map(is_restored, _states(engine))) or any(map(is_restored, given.first))
+
+
+def _states(engine: LLMEngine) -> list:
+    """Of the requests that step() can end: not of hibernated ones."""
+    hibernated = step_outputs.of(engine).hibernated
+    return [state for i, state in engine.output_processor.request_states.items() if i not in hibernated]
 
 
 @contextmanager
@@ -59,8 +65,7 @@ def others(engine: LLMEngine, outputs: list) -> list:
 
 def has_others(engine: LLMEngine) -> bool:
     given = step_outputs.of(engine)
-    states = [s for i, s in engine.output_processor.request_states.items() if i not in given.hibernated]
-    return not all(map(is_restored, states)) or not all(map(is_restored, given.first))
+    return not all(map(is_restored, _states(engine))) or not all(map(is_restored, given.first))
 
 
 def finish(engine: LLMEngine) -> list:

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 
-from torpor.vllm import grammar, plugin
+from torpor.vllm import connector_options, grammar, plugin
 from torpor.vllm.connector_sleep import let_those_with_blocks_go_first
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.named_mixins import NamedMixins, resolved
@@ -67,13 +67,17 @@ class SchedulerMixin(Stock):
         began = time.perf_counter_ns() if slots else 0
         if self.torpor_deferred is not None:
             self.torpor_deferred.poll()
-        if is_torpors(self.connector):  # another connector's requests stand where vLLM puts them
+        if is_torpors(self.connector) or _admits(self.connector):  # another's requests stand where vLLM puts them
             let_those_with_blocks_go_first(self)
         output = super().schedule(*args, **kwargs)
         count_recomputed(self, output.num_scheduled_tokens)
         if slots:
             slots.step(self, output, began)
         return output
+
+
+def _admits(connector) -> bool:
+    return type(connector).__name__ == connector_options.ADMIT_CLASS
 
 
 def watch_recomputation(scheduler) -> None:

@@ -49,12 +49,12 @@ async def hibernate(
     internal = _internal(side, [requests] if isinstance(requests, str) else list(requests))
     if image is not None and (not isinstance(image, str) or not image):
         raise InvalidArgument(f"the image id {image!r}", "give a str that is not empty")
-    options = {"image": image or uuid.uuid4().hex, "requests": internal, "timeout": timeout}
+    names = {"image": image or uuid.uuid4().hex, "call": uuid.uuid4().hex}
     try:
-        summary = await side.call("hibernate", options)
+        summary = await side.call("hibernate", names | {"requests": internal, "timeout": timeout})
     except (asyncio.CancelledError, KeyboardInterrupt):  # the engine core does it all the same
         with contextlib.suppress(Error):
-            await side.call("resume_image", {"image": options["image"]})
+            await side.call("undo_hibernate", names)
         raise
     if isinstance(side, BlockingSide):
         step_outputs.of(side.engine).hibernated |= set(summary["requests"])
@@ -62,7 +62,13 @@ async def hibernate(
 
 
 async def resume(side: BlockingSide | AsyncSide, image: str) -> Resumed:
-    summary = await side.call("resume_image", {"image": image})
+    try:
+        summary = await side.call("resume_image", {"image": image})
+    except KeyboardInterrupt:  # the engine core may have done it
+        if isinstance(side, BlockingSide):
+            away = [each["requests"] for each in await side.call("images") if not each["resuming"]]
+            step_outputs.of(side.engine).hibernated &= {each for requests in away for each in requests}
+        raise
     if isinstance(side, BlockingSide):
         step_outputs.of(side.engine).hibernated -= set(summary["requests"])
     return Resumed.from_value(summary, _names(side))

@@ -37,16 +37,22 @@ class Sessions:
         self._core = hooks.core
         self._scheduler = hooks.scheduler
         self._images: _core.RequestImages | None = None
-        self._weights: dict[str, int] = {}  # of each image: how often weights had changed when it was made
+        self._epochs: dict[str, int] = {}  # of each image that is not resumed: VllmHooks.kv_epoch when it was made
+        self._makers: dict[str, str] = {}  # of each image: the call that made it
+        self._recomputed: dict[str, bool] = {}  # of each image that is being resumed: what resume() said of it
+        self._portable: list[str] | None = None  # requests of a checkpoint, until its front end has them
         self._clients: dict[str, int] = {}  # of each request that was hibernated here: vLLM's number of its front end
 
-    def hibernate(self, image: str, requests: list[str], timeout: float | None) -> dict:
+    def hibernate(self, image: str, requests: list[str], timeout: float | None, call: str) -> dict:
         """Take these requests out of the engine, all or none, but for those that end with the step under way. Return
-        the summary of their image."""
+        the summary of their image. `call`: an id of this call alone."""
         images, admissions = self._begun()
         if known := next((each for each in images.summaries() if each["id"] == image), None):
-            if not set(known["requests"]) <= set(requests):
+            more = set(requests) - set(known["requests"])
+            if more & self._scheduler.requests.keys() or not set(known["requests"]) <= set(requests):
                 raise InvalidArgument(f"the image {image} has other requests", "give each image an id of its own")
+            if known["resuming"]:
+                raise WrongState(f"the image {image} is being resumed", "wait for the next tokens of its requests")
             return known
         for request_id in requests:
             self._check_runs(request_id)
@@ -56,6 +62,7 @@ class Sessions:
             named, requests = requests, [each for each in requests if each in self._scheduler.requests]
             if not requests:
                 raise NotFound(f"request {', '.join(named)}: the step under way was the last one", "take its answer")
+            self._send_drops(admissions)
             summary = self._extract(images, admissions, image, requests)
             self._clients |= {each: self._scheduler.requests[each].client_index for each in requests}
             # Only now: each rank has a whole, verified image. The front end is told nothing, and waits on.
@@ -63,8 +70,26 @@ class Sessions:
         finally:
             if not was_quiet:
                 self._hooks.resume()
-        self._weights[image] = self._hooks.weights_epoch
+        self._forget_gone(images)
+        self._epochs[image], self._makers[image] = self._hooks.kv_epoch, call
         return summary
+
+    def _send_drops(self, admissions: Admissions) -> None:
+        """The ranks free images that are gone, before the next step would tell them: the next one may have the same
+        id."""
+        drops = admissions.orders.drops
+        while drops:
+            self._hooks.call_ranks(drops[0])
+            del drops[0]
+
+    def _forget_gone(self, images: _core.RequestImages) -> None:
+        known = {each["id"] for each in images.summaries()}
+        for of_images in (self._epochs, self._makers, self._recomputed):
+            for image in of_images.keys() - known:
+                del of_images[image]
+
+    def was_made_by(self, image: str, call: str) -> bool:
+        return self._makers.get(image) == call
 
     def _begun(self) -> tuple[_core.RequestImages, Admissions]:
         admissions = admissions_of(self._scheduler)
@@ -72,6 +97,7 @@ class Sessions:
             raise Unsupported("sessions: this engine was started without them", "start it with the option sessions")
         if self._images is None:
             self._images = admissions.images = _core.RequestImages(self._hooks)
+            admissions.kv_epoch = lambda: self._hooks.kv_epoch
             self._scheduler.torpor_sessions = self
         return self._images, admissions
 
@@ -98,23 +124,32 @@ class Sessions:
             value = values.request_to_value(request)
             value["num_computed_tokens"] = computed = _tokens_with_kv(request)
             value["engine"]["of_runners"] = [rank[i] for rank in of_runners]
+            self._check_comes_back(value)
             states.append(value)
             (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
             tables.append(list(blocks[: -(-computed // block_tokens)]))
         return images.extract(image, states, tables, block_tokens)
+
+    def _check_comes_back(self, item: dict) -> None:
+        """A request that cannot be made of its values does not leave."""
+        try:
+            self._without_grammar(item)
+        except Exception as problem:
+            raise Unsupported(f"request {item['id']} cannot be hibernated: {problem}") from problem
 
     def resume(self, image: str) -> dict:
         """Put the requests of an image into the engine, all or none. Return its summary, and whether their KV is of
         other weights and is computed again."""
         images, admissions = self._begun()
         if known := next((each for each in images.summaries() if each["id"] == image and each["resuming"]), None):
-            return known | {"recomputed": False}
+            return known | {"recomputed": self._recomputed.get(image, False)}
         items = images.verify(image)
-        recomputed = self._weights.get(image) != self._hooks.weights_epoch
+        recomputed = self._epochs.get(image) != self._hooks.kv_epoch
         requests = [self._made(item) for item in items]
         images.begin(image)
         summary = next(each for each in images.summaries() if each["id"] == image)
-        self._weights.pop(image, None)
+        self._forget_gone(images)
+        self._recomputed[image] = recomputed
         for item, request in zip(items, requests, strict=True):
             self._admit(admissions, item, request, 0 if recomputed else item["num_computed_tokens"])
         return summary | {"recomputed": recomputed}
@@ -134,6 +169,8 @@ class Sessions:
         images, admissions = self._begun()
         if self._scheduler.requests or images.summaries():
             raise WrongState("this engine has requests of its own", "wake the checkpoint in an engine without requests")
+        if self._hooks.is_quiet:
+            raise WrongState("the engine stands still for another call", "call this again when that has ended")
         began = time.monotonic()
         stored = _core.describe_checkpoint(options["from_checkpoint"], 0, key_file)
         _core.check_portable(stored["fingerprint"], engine)
@@ -149,13 +186,15 @@ class Sessions:
                 failed.append({"id": item["id"], "error": f"{problem}"})
         image = f"checkpoint-{uuid.uuid4().hex}"
         self._hooks.quiesce(None)
+        self._portable = []
         try:
             summary = self._read(images, image, made, state, stored)
+            for item, request in made:
+                self._portable.append(request.request_id)
+                self._admit(admissions, item, request, item["num_computed_tokens"])
         except BaseException:
-            self._hooks.resume()
+            self.end_portable(keep=False)
             raise
-        for item, request in made:
-            self._admit(admissions, item, request, item["num_computed_tokens"])
         return {
             "changed": True, "fully_awake": True, "held": True, "checkpoint": stored["path"], "requests": len(made),
             "restored_bytes": summary["bytes"], "failed_requests": failed, "outputs": state["outputs"],
@@ -174,11 +213,20 @@ class Sessions:
         images.begin(image)
         return summary
 
-    def end_portable(self, keep: bool) -> None:
-        """The front end has the requests, or cannot take them: then they end."""
-        if not keep:
-            self._scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    def end_portable(self, keep: bool, lost: Iterable[str] = ()) -> None:
+        """The front end has the requests but for those that it lost, or cannot take them: then they end. Without such
+        a wake nothing happens."""
+        requests, self._portable = self._portable, None
+        if requests is None:
+            return
+        if ended := list(lost) if keep else requests:
+            self._scheduler.finish_requests(ended, RequestStatus.FINISHED_ABORTED)
         self._hooks.resume()
+
+    @property
+    def holds_portable(self) -> bool:
+        """Whether the engine stands still for the front end of a portable wake."""
+        return self._portable is not None
 
     def _items_of(self, state: dict) -> tuple[list[dict], list[dict]]:
         """The requests of a checkpoint in the order in which its engine ran them, and those that cannot leave it."""
@@ -202,13 +250,7 @@ class Sessions:
 
     def _made(self, item: dict) -> Request:
         """A request of an image, as a new one with the tokens that it has. Raises Incompatible."""
-        engine = dict(item["engine"])
-        seed = engine.pop("of_runners")[0].get("seed")
-        request = values.moved_request(item | {"engine": engine}, self._core.request_block_hasher)
-        if seed is not None:
-            request.sampling_params.seed = seed  # model runner V2 goes on with the one that it drew
-        if (why := values.not_taken(request, self._core.vllm_config.model_config)) is not None:
-            raise Incompatible(f"request {request.request_id}: {why}")
+        request = self._without_grammar(item)
         if request.use_structured_output:
             grammar.remember_beginning(request)
             self._core.structured_output_manager.grammar_init(request)
@@ -216,6 +258,16 @@ class Sessions:
                 grammar.replay(self._core.structured_output_manager, request)
             else:
                 request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        return request
+
+    def _without_grammar(self, item: dict) -> Request:
+        engine = dict(item["engine"])
+        seed = engine.pop("of_runners")[0].get("seed")
+        request = values.moved_request(item | {"engine": engine}, self._core.request_block_hasher)
+        if seed is not None:
+            request.sampling_params.seed = seed  # model runner V2 goes on with the one that it drew
+        if (why := values.not_taken(request, self._core.vllm_config.model_config)) is not None:
+            raise Incompatible(f"request {request.request_id}: {why}")
         return request
 
     def end(self, requests: str | Iterable[str] | None) -> list[SimpleNamespace]:
@@ -274,6 +326,7 @@ def _unsupported(request: Request) -> list[str]:
         and getattr(params, "prompt_logprob_token_ids", None) is not None,
     }
     found = [name for name, is_so in checks.items() if is_so]
+    found += values.bound_to_process(request)
     return found or values.unsupported_status(request) + values.unknown_fields(request)
 
 
@@ -287,9 +340,11 @@ def _tokens_with_kv(request: Request) -> int:
 
 def _bound_to_its_engine(item: dict) -> str | None:
     """Why a request of a checkpoint cannot come into another engine."""
-    engine = item["engine"]
+    engine, sampling = item["engine"], (item["sampling"] or {}).get("engine", {})
     checks = {
         engine.get("bound"): engine.get("bound"),
+        "a thinking budget": sampling.get("thinking_token_budget") is not None,
+        "scores of given tokens in the prompt's places": sampling.get("prompt_logprob_token_ids") is not None,
         "a pooling request": engine.get("pooling"),
         "LoRA": engine.get("adapter"),
         "images, sounds or videos": engine.get("features") or engine.get("features_elsewhere"),

@@ -12,6 +12,9 @@ _WRITE_NO_WEIGHTS = frozenset({
     "release_late_interaction_query_cache", "reload_weights", "synchronize_device", "update_max_model_len",
 })  # fmt: skip
 
+# Of these the one that writes them: it says so to the rank's memory, but not to the engine core.
+_WRITES_AND_SAYS_SO = "reload_weights"
+
 STALE_KV = ("recompute", "keep", "abort")
 
 UPDATING_WEIGHTS = """`with llm.updating_weights(version="17"): …` (`async with` of an AsyncLLM):
@@ -104,10 +107,16 @@ class Updates:
             return
         core = self._side.hooks.core
         core.collective_rpc("torpor_mark_dirty", args=("weights",))
+        doubt_kv(core)
         if not self._side.controller.is_sleeping():  # nobody runs; what is cached is of the old weights
             self._side.hooks.retire_prefix()
         if options["version"] is not None:
             core.set_weight_version(options["version"])
+
+    def check_none(self) -> None:
+        """Before requests come into an engine that is awake."""
+        if self._open is not None:
+            raise WrongState(self._open, "end it, or load them in updating_weights() first")
 
     def check_wake(self, options: dict) -> None:
         """Before a wake after which requests would run."""
@@ -123,10 +132,18 @@ class Updates:
 def doubt_weights_after(core, method) -> None:
     """`method` of the workers was called, whatever came of it. Who next asks about the weights tells the workers so."""
     if isinstance(method, str) and (method.startswith("torpor_") or method in _WRITE_NO_WEIGHTS):
+        if method == _WRITES_AND_SAYS_SO:
+            doubt_kv(core)
         return
+    doubt_kv(core)
     core.torpor_weights_doubted = True
     if (side := connector_sleep.side_of(getattr(core, "scheduler", None))) is not None:
         side.weights_doubted = True
+
+
+def doubt_kv(core) -> None:
+    """KV of requests that are out of the engine is perhaps of other weights from now on."""
+    core.torpor_kv_doubts = getattr(core, "torpor_kv_doubts", 0) + 1
 
 
 def note_timeout(core, method) -> None:
