@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kAtOnce = 2;  // jobs under way
 // Chunks of a job, at most: what is made for them stays in the caches, and its memory serves the next one.
-constexpr size_t kJobChunks = 4096;
+constexpr size_t kJobChunks = 16384;
 
 }  // namespace
 
