@@ -28,7 +28,7 @@ void* of_curl(const char* name) {
   return library == nullptr ? nullptr : ::dlsym(library, name);
 }
 
-// What libssl needs is found through it, too. Of version 3: 1.1 lays nothing else out, but ended in 2023.
+// The loader finds what libssl needs through it, too. Version 1.1 is not taken: its support ended in 2023.
 void* of_ssl(const char* name) {
   static void* const library = loaded({"libssl.so.3"});
   return library == nullptr ? nullptr : ::dlsym(library, name);

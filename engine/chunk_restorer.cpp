@@ -118,4 +118,12 @@ Status ChunkRestorer::wait() {
   return end_all();
 }
 
+Status restore_attached(TransferEngine& transfers, const DeviceChunks& chunks, std::span<const SavedChunk> saved,
+                        Tier& source) {
+  AllAttached gate;
+  ChunkRestorer copier(transfers, gate, locate_in(chunks));
+  TORPOR_TRY(copier.copy(saved, source));
+  return copier.wait();
+}
+
 }  // namespace torpor

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/units.h"
+#include "engine/device_chunks.h"
 #include "engine/restore_gate.h"
 #include "offload/transfer_engine.h"
 
@@ -63,5 +64,13 @@ class ChunkRestorer {
   const uint64_t first_job_bytes_;
   uint64_t begun_bytes_ = 0;  // of all jobs of copy()
 };
+
+// Return a Locate of a rank's own memory, which outlives it.
+inline ChunkRestorer::Locate locate_in(const DeviceChunks& chunks) {
+  return [&chunks](std::span<const SavedChunk> saved) { return chunks.of_saved(saved); };
+}
+// Copy chunks from `source` into memory of the rank that is there. Errors: ChunkRestorer::copy().
+Status restore_attached(TransferEngine& transfers, const DeviceChunks& chunks, std::span<const SavedChunk> saved,
+                        Tier& source);
 
 }  // namespace torpor

@@ -49,7 +49,7 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
     TORPOR_ASSIGN(channel, SwapChannel::open(order.room));
   }
   TORPOR_ASSIGN(const std::unique_ptr<RestoreGate> gate, gate_of(images_.asleep_of(order.tags), channel.get()));
-  ChunkRestorer copier(parts_.transfers, *gate, locate());
+  ChunkRestorer copier(parts_.transfers, *gate, locate_in(images_.chunks()));
   Late late{.of_image = true};
   for (const std::string& tag : order.tags) {
     TagImage* const image = images_.find(tag);
@@ -161,7 +161,7 @@ Result<orders::LoadBlocks::Reply> RankRestorer::load_blocks(const orders::LoadBl
   }
   Late late{.disk = std::move(opened)};
   AllAttached gate;
-  ChunkRestorer copier(parts_.transfers, gate, locate());
+  ChunkRestorer copier(parts_.transfers, gate, locate_in(images_.chunks()));
   TORPOR_TRY(copy({.tier = *late.disk, .chunks = blocks}, order.late, copier, late));
   TORPOR_TRY(copier.wait());
   reply.late_bytes = begin_late(std::move(late));

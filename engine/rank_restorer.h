@@ -58,9 +58,6 @@ class RankRestorer {
     std::unique_ptr<LateBlocks> blocks{};  // last: it ends first
   };
 
-  ChunkRestorer::Locate locate() const {
-    return [this](std::span<const SavedChunk> saved) { return images_.chunks().of_saved(saved); };
-  }
   Result<std::unique_ptr<RestoreGate>> gate_of(const std::vector<std::string>& tags, SwapChannel* channel) const;
   Status restore_image(TagImage& image, const std::vector<int32_t>& late_numbers, ChunkRestorer& copier,
                        Late& late) const;

@@ -9,7 +9,6 @@
 #include "engine/chunk_restorer.h"
 #include "engine/chunk_saver.h"
 #include "engine/combined_digest.h"
-#include "engine/restore_gate.h"
 #include "engine/spill_file.h"
 #include "engine/swap_pages.h"
 
@@ -210,11 +209,7 @@ Status RankSaver::take_back(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
     const TagImage* const image = images_.find(tag);
     if (image == nullptr || image->chunks.empty()) continue;
-    AllAttached gate;
-    ChunkRestorer copier(parts_.transfers, gate,
-                         [this](std::span<const SavedChunk> saved) { return images_.chunks().of_saved(saved); });
-    TORPOR_TRY(copier.copy(image->chunks, *image->host));
-    TORPOR_TRY(copier.wait());
+    TORPOR_TRY(restore_attached(parts_.transfers, images_.chunks(), image->chunks, *image->host));
   }
   pages_gone_ = false;
   return ok();

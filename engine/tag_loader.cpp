@@ -12,7 +12,6 @@
 #include "engine/chunk_restorer.h"
 #include "engine/combined_digest.h"
 #include "engine/rank_checkpoint.h"
-#include "engine/restore_gate.h"
 
 namespace torpor {
 namespace {
@@ -82,13 +81,7 @@ Status TagLoader::fill(const std::string& tag, std::vector<SavedChunk> chunks, T
                                });
   if (!same) return other_layout(tag, chunks, plans);
   images_.note_write(tag);
-  const Status filled = catching([&]() -> Status {
-    AllAttached gate;
-    ChunkRestorer copier(parts_.transfers, gate,
-                         [this](std::span<const SavedChunk> saved) { return images_.chunks().of_saved(saved); });
-    TORPOR_TRY(copier.copy(chunks, source));
-    return copier.wait();
-  });
+  const Status filled = catching([&] { return restore_attached(parts_.transfers, images_.chunks(), chunks, source); });
   if (!filled) images_.index().note_missing(tag);
   return filled;
 }

@@ -17,28 +17,34 @@ NAMES = [name for name, (_, p) in REQUESTS.items() if p.temperature == 0 or p.se
 LEAVING = ["greedy", "two", "stops", "long"]
 
 
-async def read(engine, name: str, counts: dict[str, int]) -> list:
+class Counts(dict):
+    """Of each request, how many tokens its reader has."""
+
+    def __init__(self):
+        super().__init__()
+        self.changed = asyncio.Event()
+
+    async def reach(self, names: list[str], tokens: int) -> None:
+        while any(self.get(name, 0) < tokens for name in names):
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), timeout=60)
+
+
+async def read(engine, name: str, counts: Counts) -> list:
     prompt, params = REQUESTS[name]
     async for output in engine.generate(prompt, params.clone(), name):
         counts[name] = sum(len(choice.token_ids) for choice in output.outputs)
+        counts.changed.set()
         last = output
     return answer(last)
-
-
-async def until(condition) -> None:
-    for _ in range(20000):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise TimeoutError("it did not come about")
 
 
 async def once(engine, leaving: bool) -> dict:
     """All requests at once. `leaving`: some are away until all others have ended."""
     await engine.reset_prefix_cache()
-    counts: dict[str, int] = {}
+    counts = Counts()
     readers = {name: asyncio.create_task(read(engine, name, counts)) for name in NAMES}
-    await until(lambda: all(counts.get(name, 0) >= 2 for name in LEAVING))
+    await counts.reach(LEAVING, 2)
     if not leaving:
         return {name: await reader for name, reader in readers.items()}
     left = await engine.torpor.hibernate(LEAVING)
@@ -54,16 +60,15 @@ async def once(engine, leaving: bool) -> dict:
 
 async def cancelled(engine) -> dict:
     """A reader goes while its request is hibernated."""
-    counts: dict[str, int] = {}
+    counts = Counts()
     reader = asyncio.create_task(read(engine, "greedy", counts))
-    await until(lambda: counts.get("greedy", 0) >= 3)
+    await counts.reach(["greedy"], 3)
     left = await engine.torpor.hibernate("greedy")
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
-    for _ in range(1000):
+    for _ in range(100_000):  # each asks the engine core
         if not await engine.torpor.hibernated():
             break
-        await asyncio.sleep(0.002)
     try:
         await engine.torpor.resume(left.id)
         error = None

@@ -146,7 +146,8 @@ class Stepping:
 def test_only_beside_torpors_connector_are_requests_moved(monkeypatch, name, moved):
     seen = []
     monkeypatch.setattr(scheduler, "let_those_with_blocks_go_first", seen.append)
-    one = scheduler.over(Stepping)(name and type(name, (), {})())
+    of_admit = {"admissions": object()} if name == "TorporAdmit" else {}
+    one = scheduler.over(Stepping)(name and type(name, (), of_admit)())
     one.schedule()
     assert seen == ([one] if moved else []) and one.torpor_steps == 1
 

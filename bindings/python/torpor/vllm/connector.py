@@ -13,16 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
 from torpor.errors import Unsupported
 from torpor.vllm import connector_stats
 from torpor.vllm.compat import lookup
+from torpor.vllm.connector_base import ConnectorBase
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.connector_scheduler import SchedulerSide
@@ -34,7 +30,7 @@ from torpor.vllm.support import unsupported_by_connector
 CacheHitSource = lookup("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
 
 
-class TorporConnector(KVConnectorBase_V1, SupportsHMA):
+class TorporConnector(ConnectorBase):
     """`scheduler` or `worker`, by its role; neither with offload="off"."""
 
     _cache_hit_source = CacheHitSource and CacheHitSource.HOST
@@ -57,10 +53,6 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self.worker = WorkerSide(vllm_config, kv_cache_config, self.options)
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False  # what is not stored is a miss later, and no more
-
     # --- workers ---
 
     def get_handshake_metadata(self) -> RankIsReady | None:
@@ -70,15 +62,6 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context, **kwargs) -> None:
         if self.worker and self.has_connector_metadata():
             self.worker.begin(self._get_connector_metadata())
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request waits for its load before it is scheduled."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer, attn_metadata, **kwargs) -> None:
-        """Blocks are stored when their step is over."""
-
-    def wait_for_save(self) -> None:
-        """The scheduler keeps blocks until they are stored."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker is None:
@@ -151,9 +134,6 @@ class TorporConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler:
             self.scheduler.finished(request)
         return False, None
-
-    def request_finished_all_groups(self, request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict | None]:
-        return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler is not None and self.scheduler.busy()

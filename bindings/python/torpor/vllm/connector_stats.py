@@ -26,13 +26,13 @@ _GAUGES = {
 # To the device; from it to host memory; on to disk; to the store that engines share; lookups there.
 _WAYS = ("onboard", "offload", "demote", "publish", "lookup")
 _STORES = ("host", "disk")
-LOAD = "load"  # beside the ways, among times: of requests
+LOAD = "load"  # names the seconds of whole requests, beside those of ways
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 @dataclass
 class Stats(KVConnectorStats):
-    """`data`: {"counters": by name, since the last time; "gauges": by name; "seconds": lists, by way or LOAD}."""
+    """`data`: {"counters": by name, since the last call; "gauges": by name; "seconds": lists, by way or LOAD}."""
 
     def __post_init__(self):
         if not self.data:
@@ -62,7 +62,7 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: of times the mean, in milliseconds."""
+        """Return what vLLM's log shows: counters, gauges, and the mean of each list of seconds, in milliseconds."""
         means = {f"{name}_ms": round(sum(each) / len(each) * 1e3, 3) for name, each in self.data["seconds"].items()}
         return self.data["counters"] | self.data["gauges"] | means
 
@@ -88,13 +88,13 @@ class Metrics(KVConnectorPromMetrics):
         )
         self._seconds = self._histogram_cls(
             name="torpor_offload_seconds",
-            documentation="Of a batch of blocks: from when it was planned until all ranks had told how it ended.",
+            documentation="Seconds of a batch of blocks, from its plan to the last rank's report.",
             labelnames=[*labelnames, "way"],
             buckets=_SECONDS,
         )
         self._load_seconds = self._histogram_cls(
             name="torpor_offload_load_seconds",
-            documentation="Of a request whose prefix was found: from when it had blocks until all was loaded.",
+            documentation="Seconds of a request's load, from when it had blocks until all of it had ended.",
             labelnames=labelnames,
             buckets=_SECONDS,
         )
@@ -126,9 +126,9 @@ class Metrics(KVConnectorPromMetrics):
         for name, number in transfer_stats_data["gauges"].items():
             self._gauges[name].labels(*labels).set(number)
         for name, times in transfer_stats_data["seconds"].items():
-            told = self._load_seconds.labels(*labels) if name == LOAD else self._seconds.labels(*labels, name)
+            histogram = self._load_seconds.labels(*labels) if name == LOAD else self._seconds.labels(*labels, name)
             for seconds in times:
-                told.observe(seconds)
+                histogram.observe(seconds)
 
 
 def with_bytes(stats: dict[str, int], block_bytes: int) -> dict[str, int]:

@@ -36,7 +36,7 @@ _METHODS = frozenset({
     "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
     "undo_hibernate", "wake_portable", "end_portable",
 })  # fmt: skip
-# Of these, those that change nothing, or end something: called also before a portable wake has ended.
+# Those of _METHODS that change nothing, or end something: they are called also before a portable wake has ended.
 _DURING_HOLD = frozenset({
     "end_portable", "unfreeze", "end_drain", "is_quiet", "go_on", "fingerprint", "ledger", "state", "images",
     "cancel_checkpoint", "check_directory", "checkpoint_to_wake",
@@ -241,7 +241,7 @@ class EngineSide:
         return self.sessions.hibernate(options["image"], options["requests"], options.get("timeout"), options["call"])
 
     def undo_hibernate(self, options: dict) -> None:
-        """Of a call whose caller has gone: resume the image if that call made it."""
+        """Resume the image if the call of this id made it: its caller has gone."""
         if self.sessions.was_made_by(options["image"], options["call"]):
             self.resume_image(options)
 
@@ -317,7 +317,7 @@ class EngineCoreMixin(Stock):
             doubt_weights_after(self, method)
 
     def reset_prefix_cache(self, *args, **kwargs) -> bool:
-        """What was computed before is not to be used again: that goes for hibernated KV too."""
+        """Reset the prefix cache. Hibernated requests do not use their KV again either."""
         doubt_kv(self)
         return super().reset_prefix_cache(*args, **kwargs)
 

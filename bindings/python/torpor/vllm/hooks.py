@@ -457,7 +457,7 @@ class VllmHooks:
             raise
 
     def states_of_runners(self, requests: list[str]) -> list[list[dict]]:
-        """What the runner of each rank has of these requests, and that their tokens do not tell."""
+        """Return, by rank, the state of each of these requests that its tokens do not tell (runner_v1, runner_v2)."""
         return self._rpc("torpor_request_states", requests)
 
     def _rpc(self, method: str, *arguments) -> list:

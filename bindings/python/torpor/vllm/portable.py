@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
@@ -29,6 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from torpor import _core
 from torpor.errors import Unsupported
 from torpor.vllm import worker
+from torpor.vllm.connector_base import ConnectorBase
 from torpor.vllm.options import holds_memory_of
 from torpor.vllm.plugin import require
 
@@ -37,7 +36,7 @@ logger = logging.getLogger("vllm.torpor")
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """Of one step, for all ranks, in this order."""
+    """What all ranks do in one step, in this order."""
 
     runners: list[dict] = field(default_factory=list)  # requests that model runner V1 is about to be given as resumed
     loads: list[tuple[str, bytes]] = field(default_factory=list)  # of each request: what its rank memory is to do
@@ -45,7 +44,7 @@ class Orders(KVConnectorMetadata):
 
 
 def unsupported(vllm_config, kv_cache_config) -> list[str]:
-    """Return why no request can leave and enter an engine with this configuration, by name."""
+    """Return the name of each setting of this engine with which no request can leave or enter it."""
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     checks = {
@@ -61,7 +60,7 @@ def unsupported(vllm_config, kv_cache_config) -> list[str]:
     return [name for name, is_so in checks.items() if is_so]
 
 
-class TorporAdmit(KVConnectorBase_V1, SupportsHMA):
+class TorporAdmit(ConnectorBase):
     """`scheduler` or `worker`, by its role."""
 
     def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config):
@@ -75,10 +74,6 @@ class TorporAdmit(KVConnectorBase_V1, SupportsHMA):
             self.admissions = Admissions()
         else:
             self.worker = WorkerSide()
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False  # nothing is handed on when a request ends
 
     # --- workers ---
 
@@ -95,15 +90,6 @@ class TorporAdmit(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context, **kwargs) -> None:
         if self.worker and self.has_connector_metadata():
             self.worker.carry_out(self._get_connector_metadata())
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request waits for its load before it is scheduled."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer, attn_metadata, **kwargs) -> None:
-        """Nothing is saved in a step."""
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved in a step."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker is None:
@@ -132,16 +118,13 @@ class TorporAdmit(KVConnectorBase_V1, SupportsHMA):
             self.admissions.finished(request.request_id)
         return False, None
 
-    def request_finished_all_groups(self, request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict | None]:
-        return self.request_finished(request, [])
-
     def has_pending_push_work(self) -> bool:
         """While an image is to be freed the engine takes a step, which tells the ranks."""
         return self.admissions is not None and bool(self.admissions.orders.drops)
 
 
 class Admissions:
-    """In the scheduler's process: requests on their way into the engine."""
+    """The requests that are on their way into the engine, in the scheduler's process."""
 
     def __init__(self) -> None:
         self.images: _core.RequestImages | None = None  # until somebody hibernates a request
@@ -153,7 +136,7 @@ class Admissions:
 
     @property
     def requests(self) -> set[str]:
-        """Those whose KV has not arrived."""
+        """The requests whose KV has not arrived."""
         return {*self._admitted, *self._loading}
 
     def admit(self, request: Request, computed: int, for_runners: dict) -> None:
@@ -174,7 +157,10 @@ class Admissions:
             request.num_preemptions = 0  # with any, vLLM would resume one that the model runner never began
 
     def match(self, request: Request, local: int) -> tuple[int | None, bool]:
-        """Return how many tokens have KV in an image, and whether they are loaded. `local`: 0 of one that has such."""
+        """Return how many tokens of the request have KV in an image, and whether they are to be loaded.
+
+        `local`: tokens that vLLM found in its prefix cache; 0 for a request that has KV in an image.
+        """
         found = self._admitted.get(request.request_id)
         if found is None:
             return 0, False
@@ -226,7 +212,7 @@ class Admissions:
 
 
 class WorkerSide:
-    """In a worker: its rank's memory does what is ordered, within the step."""
+    """Has the memory of its worker's rank carry out the orders of a step, within that step."""
 
     def __init__(self) -> None:
         self._worker: Any = None  # a worker with torpor's mixin

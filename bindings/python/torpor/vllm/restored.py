@@ -36,7 +36,7 @@ def _are_there(engine: LLMEngine) -> bool:
 
 
 def _states(engine: LLMEngine) -> list:
-    """Of the requests that step() can end: not of hibernated ones."""
+    """Return the front end's states of all requests but the hibernated ones, which step() cannot end."""
     hibernated = step_outputs.of(engine).hibernated
     return [state for i, state in engine.output_processor.request_states.items() if i not in hibernated]
 

@@ -127,7 +127,7 @@ def restore(runner, value: dict, given_since: list[dict], inputs: dict[str, Inpu
 
 
 def request_to_value(runner, request_id: str) -> dict:
-    """What this runner has of a request that leaves the engine, and that its tokens do not tell."""
+    """Return the state of a request's random generator, which its tokens do not tell; None: it has none."""
     state = runner.requests.get(request_id)
     generator = None if state is None else state.generator
     return {"generator": None if generator is None else generator.get_state().numpy().tobytes()}

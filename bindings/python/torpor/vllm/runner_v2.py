@@ -182,8 +182,7 @@ def restore(runner, value: dict, given_since: list[dict], inputs: dict[str, Inpu
 
 
 def request_to_value(runner, request_id: str) -> dict:
-    """What this runner has of a request that leaves the engine, and that its tokens do not tell: the seed of its noise,
-    given or drawn."""
+    """Return the seed of a request's noise, given or drawn, which its tokens do not tell; None: it has none yet."""
     slot = runner.req_states.req_id_to_index.get(request_id)
     if slot is None or runner.sampler is None:
         return {"seed": None}

@@ -10,10 +10,11 @@ import functools
 import logging
 import time
 
-from torpor.vllm import connector_options, grammar, plugin
+from torpor.vllm import grammar, plugin
 from torpor.vllm.connector_sleep import let_those_with_blocks_go_first
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.named_mixins import NamedMixins, resolved
+from torpor.vllm.sessions import admissions_of
 from torpor.vllm.slots import Slots, is_torpors, stands
 
 logger = logging.getLogger("vllm.torpor")
@@ -51,7 +52,7 @@ class SchedulerMixin(Stock):
         super().add_request(request)
 
     def finish_requests(self, request_ids, finished_status):
-        """Also of requests that are hibernated."""
+        """Finish these requests, hibernated ones too."""
         gone: list = [] if self.torpor_sessions is None else self.torpor_sessions.end(request_ids)
         return super().finish_requests(request_ids, finished_status) + gone
 
@@ -67,17 +68,13 @@ class SchedulerMixin(Stock):
         began = time.perf_counter_ns() if slots else 0
         if self.torpor_deferred is not None:
             self.torpor_deferred.poll()
-        if is_torpors(self.connector) or _admits(self.connector):  # another's requests stand where vLLM puts them
+        if is_torpors(self.connector) or admissions_of(self) is not None:  # another's stand where vLLM puts them
             let_those_with_blocks_go_first(self)
         output = super().schedule(*args, **kwargs)
         count_recomputed(self, output.num_scheduled_tokens)
         if slots:
             slots.step(self, output, began)
         return output
-
-
-def _admits(connector) -> bool:
-    return type(connector).__name__ == connector_options.ADMIT_CLASS
 
 
 def watch_recomputation(scheduler) -> None:

@@ -27,8 +27,9 @@ HIBERNATE = """Take running or waiting requests out of the engine. Return when t
     image: id for resume(); None: a new one. The same call again, with the same id and requests, changes nothing.
     timeout: most seconds to wait for the running step; None: no bound.
 
-    Raises NotFound for an id that is no unfinished request, Unsupported (by name) for what cannot leave, NotEnoughRoom
-    if the host memory of `arena_budget_bytes` is used up, WrongState if the engine sleeps. Then nothing has changed.
+    Raises NotFound for an id that is no unfinished request, Unsupported, with the reason, for one that cannot leave,
+    NotEnoughRoom if the host memory of `arena_budget_bytes` is used up, WrongState if the engine sleeps. Then nothing
+    has changed.
     """
 
 RESUME = """Put the requests of an image back into the engine. Return when they wait there for their turn.

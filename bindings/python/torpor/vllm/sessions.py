@@ -30,7 +30,7 @@ def admissions_of(scheduler) -> Admissions | None:
 
 
 class Sessions:
-    """Of one EngineSide. Called between steps, in the engine core's thread."""
+    """The images of one EngineSide. The engine core's thread calls it between steps."""
 
     def __init__(self, hooks):
         self._hooks = hooks
@@ -65,7 +65,7 @@ class Sessions:
             self._send_drops(admissions)
             summary = self._extract(images, admissions, image, requests)
             self._clients |= {each: self._scheduler.requests[each].client_index for each in requests}
-            # Only now: each rank has a whole, verified image. The front end is told nothing, and waits on.
+            # Now that each rank has a whole, verified image. The front end hears nothing of it, and waits on.
             self._scheduler.finish_requests(requests, RequestStatus.FINISHED_ABORTED)
         finally:
             if not was_quiet:
@@ -271,8 +271,11 @@ class Sessions:
         return request
 
     def end(self, requests: str | Iterable[str] | None) -> list[SimpleNamespace]:
-        """Forget those of these requests, or all, that are hibernated: their readers have gone. Return them, as far as
-        vLLM looks at what it has ended. One that leaves now is in an image, and in the scheduler still."""
+        """Forget the hibernated ones of these requests, or of all (None): their readers have gone.
+
+        Return an object with `request_id` and `client_index` for each, as vLLM's finish_requests() returns. A request
+        that is just leaving is in an image and still in the scheduler: it is not among them.
+        """
         if self._images is None:
             return []
         held = [request_id for request_id in self.held() if request_id not in self._scheduler.requests]
@@ -313,7 +316,7 @@ class Sessions:
 
 
 def _unsupported(request: Request) -> list[str]:
-    """Return why this request cannot leave its engine, by name."""
+    """Return the name of each property for which this request cannot leave its engine."""
     params = request.sampling_params
     checks = {
         "pooling": request.pooling_params is not None,

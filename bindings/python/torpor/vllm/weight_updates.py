@@ -12,7 +12,7 @@ _WRITE_NO_WEIGHTS = frozenset({
     "release_late_interaction_query_cache", "reload_weights", "synchronize_device", "update_max_model_len",
 })  # fmt: skip
 
-# Of these the one that writes them: it says so to the rank's memory, but not to the engine core.
+# This one of them writes weights: it says so to the rank's memory, but not to the engine core.
 _WRITES_AND_SAYS_SO = "reload_weights"
 
 STALE_KV = ("recompute", "keep", "abort")
@@ -114,7 +114,7 @@ class Updates:
             core.set_weight_version(options["version"])
 
     def check_none(self) -> None:
-        """Before requests come into an engine that is awake."""
+        """Raise WrongState while an update of the weights is open."""
         if self._open is not None:
             raise WrongState(self._open, "end it, or load them in updating_weights() first")
 
@@ -142,7 +142,7 @@ def doubt_weights_after(core, method) -> None:
 
 
 def doubt_kv(core) -> None:
-    """KV of requests that are out of the engine is perhaps of other weights from now on."""
+    """Note that weights may have been written: KV outside of the engine may be that of others from now on."""
     core.torpor_kv_doubts = getattr(core, "torpor_kv_doubts", 0) + 1
 
 

@@ -194,11 +194,11 @@ class WorkerMixin(Stock):
         return state
 
     def torpor_request_states(self, requests: list[str]) -> list[dict]:
-        """What this worker's runner has of requests that leave the engine, and that their tokens do not tell."""
+        """Return the state of each of these requests that its tokens do not tell (runner_v1, runner_v2)."""
         return [_runner(self).request_to_value(self.model_runner, request_id) for request_id in requests]
 
     def torpor_expect(self, request: dict) -> None:
-        """A request that left an engine is about to come into this one (portable.py)."""
+        """Prepare the model runner for a request that comes from an image (portable.py)."""
         of_runner = request["of_runners"][self.rank]
         _runner(self).expect(self.model_runner, request | {"of_runner": of_runner})
 
