@@ -769,6 +769,8 @@ def test_an_engine_with_requests_takes_no_checkpoint(one):
     one.begin(2, ["greedy"])
     with pytest.raises(errors.WrongState, match="requests of its own"):
         one.llm.wake_up(from_checkpoint=path, identity="portable")
+    with pytest.raises(errors.InvalidArgument, match="without a checkpoint"):
+        one.llm.wake_up(identity="portable")
     with pytest.raises(errors.InvalidArgument, match="identity is 'near'"):
         one.llm.wake_up(from_checkpoint=path, identity="near")
     with pytest.raises(errors.InvalidArgument, match="with other arguments"):

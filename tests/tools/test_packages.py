@@ -115,7 +115,7 @@ def test_a_python_that_cannot_build_a_wheel_is_refused_before_anything_is_built(
     for each in (old, bare):
         each.chmod(0o755)
     for python, words in (
-        (old, "needs 3.11 or newer"), (bare, "python3.13-dev"), (tmp_path / "none", "is no Python"),
+        (old, "needs 3.11 or newer"), (bare, "python3.13-dev"), (tmp_path / "none", "does not run as Python"),
     ):  # fmt: skip
         with pytest.raises(setup.SetupError, match=words):
             packages._builder(python)

@@ -79,7 +79,7 @@ def _version_of(python: Path) -> str:
     try:
         told = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
     except (OSError, subprocess.CalledProcessError) as problem:
-        raise SetupError(f"{python} is no Python: {problem}") from problem
+        raise SetupError(f"{python} does not run as Python ({problem}); give the path of a python3") from problem
     version, headers = told[0], Path(told[-1])
     if tuple(map(int, version.split("."))) < (3, 11):
         raise SetupError(f"{python} is Python {version}; torpor needs 3.11 or newer")

@@ -384,10 +384,12 @@ def wake_options(
     if from_checkpoint is not None:
         values |= {"from_checkpoint": str(expanded(from_checkpoint)), "hold": True}
     if identity == "portable":
+        if from_checkpoint is None:
+            raise InvalidArgument('identity="portable" without a checkpoint', "name it in from_checkpoint")
         if set(values) != {"on_restore_error", "from_checkpoint", "hold"} or on_restore_error != "abort":
             raise InvalidArgument(
                 'identity="portable" with other arguments than from_checkpoint',
-                "name the checkpoint, and leave them out",
+                "leave them out",
             )
         values["portable"] = True
     return values
