@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the files of SleepAllocator share; they have its own header before.
+// What the files of SleepAllocator share.
 #pragma once
 
 #include <fmt/core.h>
 
 #include "allocator/region_memory.h"
+#include "allocator/sleep_allocator.h"
 
 namespace torpor {
 

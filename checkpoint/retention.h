@@ -11,6 +11,7 @@
 
 #include "base/status.h"
 #include "checkpoint/manifest.h"
+#include "checkpoint/metadata.h"
 
 namespace torpor {
 

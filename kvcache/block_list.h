@@ -3,6 +3,7 @@
 // the beginning, so nothing but its making takes memory or fails. Threads: the owner's lock guards it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
