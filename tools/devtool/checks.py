@@ -98,13 +98,17 @@ def wrong_arrows(root: Path) -> list[str]:
 
 
 def include_cycles(root: Path) -> list[str]:
-    """Cycles between the files of a room, where NAME.h and NAME.cpp are one file; each once, by its first name."""
+    """Cycles between the files of a room; each once, by its first name.
+
+    NAME.h, NAME.cpp and NAME_inside.h, which NAME's sources share, are one file.
+    """
+
+    def file(path: str) -> str:
+        return path.rsplit(".", 1)[0].removesuffix("_inside")
+
     edges: dict[str, set[str]] = {}
     for source, names in includes(root).items():
-        stem = source.rsplit(".", 1)[0]
-        edges.setdefault(stem, set()).update(
-            n.rsplit(".", 1)[0] for n in names if n.split("/")[0] == source.split("/")[0]
-        )
+        edges.setdefault(file(source), set()).update(file(n) for n in names if n.split("/")[0] == source.split("/")[0])
     problems = []
     for start in sorted(edges):
         path = _way_back(edges, start)
