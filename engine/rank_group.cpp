@@ -3,6 +3,10 @@
 
 #include <algorithm>
 
+#include <fmt/core.h>
+
+#include "base/text.h"
+
 namespace torpor {
 namespace {
 
@@ -46,6 +50,31 @@ int32_t num_blocks(const Described& described) {
     if (reply.num_blocks != 0 && (fewest == 0 || reply.num_blocks < fewest)) fewest = reply.num_blocks;
   }
   return static_cast<int32_t>(std::min<uint32_t>(fewest, INT32_MAX));
+}
+
+Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const Described& described) {
+  const std::map<std::string, RankLedger::Tag>& tags = described.front().ledger.tags;
+  std::vector<std::string> selected;
+  for (const auto& [tag, entry] : tags) {
+    if (wanted.empty() || has_tag(wanted, tag)) selected.push_back(tag);
+  }
+  for (const std::string& tag : wanted) {
+    if (has_tag(selected, tag)) continue;
+    std::vector<std::string> known;
+    for (const auto& [name, entry] : tags) known.push_back(name);
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("there is no tag \"{}\"", tag),
+                 .next_step = fmt::format("use some of: {}", joined(known, ", "))};
+  }
+  sort_for_wake(selected);
+  return selected;
+}
+
+Status has_kv(const std::vector<std::string>& tags) {
+  if (has_tag(tags, kKvCacheTag)) return ok();
+  return Error{.code = Code::kInvalidArgument,
+               .what = "a checkpoint of running requests needs their KV",
+               .next_step = "add \"kv_cache\" to tags"};
 }
 
 std::vector<std::string> requests_by_need(const SchedulerCheckpoint& state) {

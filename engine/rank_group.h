@@ -92,5 +92,10 @@ struct BlockBytes {
 BlockBytes block_bytes(const Described& described);
 // KV blocks that all ranks have; 0: there is no KV.
 int32_t num_blocks(const Described& described);
+// Return the tags of these names, in the order in which they wake; where none is named, all that there are.
+// kInvalidArgument names one that is not there.
+Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const Described& described);
+// Return kInvalidArgument unless the KV cache is among these tags, which a checkpoint will have.
+Status has_kv(const std::vector<std::string>& tags);
 
 }  // namespace torpor

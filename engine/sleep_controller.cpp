@@ -6,80 +6,509 @@
 #include <fmt/core.h>
 
 #include "base/log.h"
+#include "base/swap_channel.h"
 #include "base/text.h"
-#include "checkpoint/checkpoint_set.h"
-#include "checkpoint/store_names.h"
+#include "engine/sleep_planner.h"
 
 namespace torpor {
+namespace {
 
-void SleepController::set_state(State state) noexcept {
-  const MutexLock lock(state_mutex_);
-  set_state_locked(state);
+using At = EngineState::At;
+
+Error cannot(std::string what, std::string next) {
+  return {.code = Code::kFailedPrecondition, .what = std::move(what), .next_step = std::move(next)};
 }
 
-void SleepController::set_state_locked(State state) noexcept {
-  const State before = std::exchange(state_, state);
-  if (before == state) return;
-  (void)port_.record(
-      {.type = EventType::kEngine, .from = static_cast<uint8_t>(before), .to = static_cast<uint8_t>(state)});
+}  // namespace
+
+// A sleep or checkpoint that waits for end_sleep(), with what it was asked for.
+struct SleepController::HeldSleep {
+  HeldSleep(OperationContext& context, std::string_view name, const SleepOptions& asked)
+      : options(asked), sleep(context, name, options) {}
+
+  const SleepOptions options;
+  SleepOperation sleep;
+  bool only_checkpoint = false;
+};
+
+SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, const Clock& clock,
+                                 SleepControllerOptions options, EventPort port)
+    : hooks_(hooks),
+      ranks_(hooks_),
+      clock_(clock),
+      options_(std::move(options)),
+      state_(port),
+      parts_{.hooks = hooks_,
+             .ranks = ranks_,
+             .file_system = file_system,
+             .clock = clock_,
+             .options = options_,
+             .port = port,
+             .state = state_},
+      context_(parts_) {}
+
+// What is held is undone: the requests go on, if anybody can still ask for them.
+SleepController::~SleepController() {
+  cancel_checkpoint();
+  held_sleep_.reset();
 }
 
-bool SleepController::is_in(State state) const noexcept {
-  const MutexLock lock(state_mutex_);
-  return state_ == state;
+ControllerState SleepController::state() const { return state_.view(); }
+bool SleepController::is_sleeping() const { return !state_.is(At::kAwake); }
+
+// --- sleep ---
+
+Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
+  return catching([&] { return options.swap_out_to.empty() ? sleep_now(options) : swap_out(options); });
 }
 
-bool SleepController::lost() const noexcept { return is_in(State::kLost); }
-
-void SleepController::lose(const Error& error) noexcept {
-  set_state(State::kLost);
-  (void)catching([&]() -> Status {
-    log().critical("the engine is unrecoverable: {}", error.to_string());
-    return ok();
-  });
-}
-
-// Takes no memory but for tags that were not known, so that what is recorded of the known ones is always right.
-template <class Reply>
-void SleepController::remember(const std::vector<Reply>& replies) noexcept {
-  const MutexLock lock(state_mutex_);
-  std::erase_if(public_.tags, [&](const auto& known) {
-    return std::none_of(replies.begin(), replies.end(),
-                        [&](const Reply& reply) { return reply.ledger.tags.contains(known.first); });
-  });
-  for (auto& [tag, state] : public_.tags) state.clear();
-  (void)catching([&]() TORPOR_REQUIRES(state_mutex_) -> Status {
-    for (const Reply& reply : replies) {
-      for (const auto& [tag, entry] : reply.ledger.tags) {
-        std::string& state = public_.tags[tag];
-        if (state.empty() || entry.state == "broken") state = entry.state;  // short: kept without memory of its own
-      }
+Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
+  if (!operation_mutex_.try_lock()) return busy();
+  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+  TORPOR_TRY(check(options));
+  TORPOR_TRY(may_begin());
+  TORPOR_TRY(context_.deferred.wait());
+  settle_checkpoint("a sleep was asked for");
+  if (is_sleeping()) {
+    TORPOR_ASSIGN(const bool more, frees_more(options));
+    if (!more) {
+      log().warn("sleep: the engine is already asleep");
+      SleepReport report;
+      report.level = state().level;
+      report.note = "already asleep";
+      report.reload = context_.asleep.without_content;
+      if (options.drops(kWeightsTag) && !has_tag(report.reload, kWeightsTag))
+        report.note += fmt::format(" at level {}; what it saved stays: wake it to sleep deeper", report.level);
+      return report;
     }
+  }
+  const auto prepare = [](SleepOperation& sleep) { return catching([&] { return sleep.prepare_sleep(); }); };
+  if (options.data_parallel.size > 1) {
+    auto held = std::make_unique<HeldSleep>(context_, "sleep", options);
+    if (Status saved = prepare(held->sleep); !saved) return held->sleep.undone(std::move(saved).error());
+    return hold_sleep(std::move(held));
+  }
+  SleepOperation sleep(context_, "sleep", options);
+  if (Status saved = prepare(sleep); !saved) return sleep.undone(std::move(saved).error());
+  return commit(sleep);
+}
+
+// Return whether a sleep of an engine that is asleep would free memory that is left.
+Result<bool> SleepController::frees_more(const SleepOptions& options) {
+  if (options.level == 0) return false;
+  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+  TORPOR_ASSIGN(const std::vector<std::string> tags, select_tags(options.tags, described));
+  const std::vector<std::string>& asleep = context_.asleep.tags;
+  return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) { return !has_tag(asleep, tag); });
+}
+
+Result<SleepReport> SleepController::commit(SleepOperation& sleep) {
+  if (Status asleep = catching([&] { return sleep.commit_sleep(); }); !asleep)
+    return sleep.undone(std::move(asleep).error());
+  sleep.retire_older();
+  return std::move(sleep.report());
+}
+
+Result<SleepReport> SleepController::hold_sleep(std::unique_ptr<HeldSleep> held) {
+  Result<SleepReport> report = catching([&]() -> Result<SleepReport> { return held->sleep.report(); });
+  if (!report) return held->sleep.undone(std::move(report).error());
+  report->held = true;
+  held_sleep_ = std::move(held);
+  return report;
+}
+
+Result<SleepReport> SleepController::end_sleep(bool keep) {
+  return catching([&] { return end_sleep_now(keep); });
+}
+
+Result<SleepReport> SleepController::end_sleep_now(bool keep) {
+  const MutexLock in_progress(operation_mutex_);
+  if (held_sleep_ == nullptr)
+    return Error{.code = Code::kFailedPrecondition, .what = "no sleep is held", .next_step = "sleep with hold first"};
+  const std::unique_ptr<HeldSleep> held = std::move(held_sleep_);
+  if (keep) return held->only_checkpoint ? serve_on(held->sleep) : commit(held->sleep);
+  Error error = held->sleep.undone({.code = Code::kAborted, .what = "it was taken back", .next_step = "none"});
+  if (error.state_changed) return error;
+  SleepReport report;
+  report.note = "taken back";
+  report.fully_awake = !is_sleeping();
+  return report;
+}
+
+Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {
+  return catching([&]() -> Result<SleepPlan> {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    TORPOR_TRY(context_.deferred.wait());
+    return plan_of_sleep(context_, options, check(options), /*being_written=*/background_ != nullptr);
+  });
+}
+
+// --- checkpoint ---
+
+Result<SleepReport> SleepController::checkpoint(const Value& outputs, DataParallel data_parallel,
+                                                const std::string& progress, const Metadata& metadata) {
+  return catching([&] {
+    SleepOptions options = BackgroundCheckpoint::options_of(progress, metadata);
+    options.outputs = outputs;
+    options.data_parallel = data_parallel;
+    return checkpoint_now(options);
+  });
+}
+
+Result<SleepReport> SleepController::checkpoint_now(const SleepOptions& options) {
+  if (!operation_mutex_.try_lock()) return busy();
+  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+  TORPOR_TRY(may_checkpoint(options));
+  settle_checkpoint("another one was asked for");
+  const auto write = [](SleepOperation& sleep) { return catching([&] { return sleep.prepare_checkpoint(); }); };
+  if (options.data_parallel.size > 1) {
+    auto held = std::make_unique<HeldSleep>(context_, "checkpoint", options);
+    held->only_checkpoint = true;
+    if (Status written = write(held->sleep); !written) return held->sleep.undone(std::move(written).error());
+    return hold_sleep(std::move(held));
+  }
+  SleepOperation sleep(context_, "checkpoint", options);
+  if (Status written = write(sleep); !written) return sleep.undone(std::move(written).error());
+  return serve_on(sleep);
+}
+
+Result<SleepReport> SleepController::serve_on(SleepOperation& sleep) {
+  if (Status serves = catching([&] { return sleep.serve_on(); }); !serves)
+    return sleep.undone(std::move(serves).error());
+  sleep.retire_older();  // while the engine runs again
+  return std::move(sleep.report());
+}
+
+// For an engine that serves; it waits for what still comes back of the last wake.
+Status SleepController::may_checkpoint(const SleepOptions& options) {
+  TORPOR_TRY(check(options));
+  TORPOR_TRY(may_begin());
+  if (is_sleeping()) return cannot("the engine is asleep", "wake it first, or let it sleep to disk");
+  return context_.deferred.wait();
+}
+
+Status SleepController::check_directory() {
+  return catching([this]() -> Status {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    TORPOR_ASSIGN(const size_t ranks, count_ranks());
+    return background_ != nullptr ? ok() : context_.checkpoints.check_seen_by_all(options_.directory, ranks);
+  });
+}
+
+Status SleepController::begin_checkpoint(const std::string& progress, const Metadata& metadata) {
+  return catching([&]() -> Status {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    SleepOptions options = BackgroundCheckpoint::options_of(progress, metadata);
+    TORPOR_TRY(may_checkpoint(options));
+    if (background_ != nullptr && !background_->ended())
+      return Error{.code = Code::kUnavailable,
+                   .what = "a checkpoint is being written",
+                   .next_step = "wait for it to end, or cancel it"};
+    TORPOR_TRY(parts_.can_preserve("serve without these features"));
+    auto background = std::make_unique<BackgroundCheckpoint>(context_, std::move(options));
+    TORPOR_TRY(background->begin());
+    background_ = std::move(background);
     return ok();
   });
 }
-template void SleepController::remember(const std::vector<orders::Describe::Reply>&) noexcept;
-template void SleepController::remember(const std::vector<orders::Detach::Reply>&) noexcept;
-template void SleepController::remember(const std::vector<orders::Finish::Reply>&) noexcept;
-template void SleepController::remember(const std::vector<orders::LoadBlocks::Reply>&) noexcept;
 
-// Of a checkpoint in a directory of checkpoints: one that was pulled may have another number there than where it was
-// made.
-std::optional<SleepController::RestoredFrom> SleepController::place_of(const std::string& path) {
-  const size_t name = path.rfind('/') + 1;
-  const std::optional<uint64_t> generation = generation_of(path.substr(name));
-  if (!generation) return std::nullopt;
-  return RestoredFrom{.directory = path.substr(0, name - 1), .generation = *generation};
+Result<CheckpointStage> SleepController::continue_checkpoint() {
+  return catching([this]() -> Result<CheckpointStage> {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    return background_ == nullptr ? CheckpointStage::kNone : background_->advance(/*wait=*/false);
+  });
 }
 
-ControllerState SleepController::state() const {
-  const MutexLock lock(state_mutex_);
-  ControllerState state = public_;
-  state.engine = kEngineStates[static_cast<size_t>(state_)];
-  return state;
+Status SleepController::take_checkpoint(const Value& outputs) {
+  return catching([&]() -> Status {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    if (background_ != nullptr && background_->error()) return *background_->error();
+    TORPOR_TRY(may_begin());
+    if (background_ == nullptr || !background_->ready())
+      return cannot("no checkpoint is ready to be taken", "begin one, and continue it until it is ready");
+    return background_->take(outputs);
+  });
 }
 
-bool SleepController::is_sleeping() const { return !is_in(State::kAwake); }
+Result<SleepReport> SleepController::end_checkpoint() {
+  return catching([this]() -> Result<SleepReport> {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    if (background_ == nullptr || !background_->was_taken())
+      return cannot("no checkpoint was taken", "begin one, continue it until it is ready, and take it");
+    Result<SleepReport> ended = background_->finish();
+    background_.reset();
+    return ended;
+  });
+}
+
+void SleepController::cancel_checkpoint() noexcept {
+  const MutexLock in_progress(operation_mutex_);
+  if (background_ != nullptr) background_->cancel();
+  background_.reset();
+}
+
+// Before another operation.
+void SleepController::settle_checkpoint(std::string_view why) noexcept {
+  if (background_ != nullptr) background_->settle(why);
+}
+
+// --- wake ---
+
+Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
+  return catching([&] { return options.swap_in_from.empty() ? wake_now(options) : swap_in(options); });
+}
+
+Result<SleepReport> SleepController::wake_now(const WakeOptions& options, const SwapIn* swap) {
+  if (!operation_mutex_.try_lock()) return busy();
+  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+  TORPOR_TRY(may_begin());
+  const At before = state_.at();
+  const bool anew = !options.from_checkpoint.empty() || options.catch_up;
+  if (before == At::kAwake && !anew) {
+    log().warn("wake_up: the engine is already awake");
+    SleepReport report;
+    report.note = "already awake";
+    report.fully_awake = true;
+    return report;
+  }
+  if (before == At::kAsleep && anew)
+    return cannot("this engine is asleep with a state of its own",
+                  "wake it without from_checkpoint, or wake the checkpoint in a new engine");
+  TORPOR_TRY(context_.deferred.wait());
+  settle_checkpoint("a wake was asked for");
+  return WakeOperation(context_, options, swap).run();
+}
+
+Result<WakeProgress> SleepController::continue_wake(LateWait wait, const LateWishes& wishes) {
+  return catching([&]() -> Result<WakeProgress> {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    return context_.deferred.take(wait, wishes);
+  });
+}
+
+// The restored requests are in an engine that stands still: if they can be neither dropped nor run, nothing can be said
+// of it.
+Status SleepController::end_hold(bool keep) {
+  return catching([&] { return end_hold_now(keep); });
+}
+
+Status SleepController::end_hold_now(bool keep) {
+  const MutexLock in_progress(operation_mutex_);
+  if (!context_.wake_is_held) return cannot("nothing is held", "wake with hold first");
+  context_.wake_is_held = false;
+  context_.took_checkpoint = keep;
+  const auto from = std::exchange(context_.asleep.checkpoint, {});
+  Status ended = keep ? ok() : hooks_.forget_restored();
+  if (ended) ended = hooks_.resume();
+  if (!ended) {
+    state_.lose(ended.error());
+    Error error = std::move(ended).error();
+    error.state_changed = true;
+    return error;
+  }
+  state_.enter(At::kAwake);
+  if (keep && from) context_.checkpoints.mark_woken(*from);
+  return ok();
+}
+
+Result<std::string> SleepController::checkpoint_to_wake() {
+  return catching([&]() -> Result<std::string> {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    if (options_.directory.empty() || !state_.is(At::kAwake)) return std::string();
+    TORPOR_ASSIGN(const int64_t unfinished, hooks_.unfinished_requests());
+    TORPOR_ASSIGN(const KvContents contents, hooks_.kv_contents());
+    if (unfinished > 0 || contents.steps != 1 || context_.took_checkpoint) return std::string();
+    const Result<Checkpoint> latest = open_checkpoint(parts_.file_system, options_.directory, options_.checkpoints.key);
+    if (!latest && latest.error().code == Code::kNotFound) return std::string();
+    return options_.directory;  // what is wrong with it, the wake says
+  });
+}
+
+// --- swap ---
+
+Result<SwapReport> SleepController::swap(SleepController& from, SleepController& to, const SwapOptions& options) {
+  return catching([&] { return from.swap_with(to, options); });
+}
+
+Result<SwapReport> SleepController::swap_with(SleepController& to, const SwapOptions& options) {
+  if (&to == this)
+    return Error{.code = Code::kInvalidArgument, .what = "swap: it is one engine", .next_step = "name two"};
+  const SleepOptions asked{.preserve_state = true,
+                           .timeout_seconds = options.timeout_seconds,
+                           .outputs = options.outputs,
+                           .progress = options.progress,
+                           .swap_out_to = kThisProcess};
+  Result<SwapReport> swapped = swap_out_for(
+      asked, {.admit = [&]() -> Status {
+                TORPOR_ASSIGN(const size_t others, to.can_swap_in());
+                TORPOR_ASSIGN(const size_t own, count_ranks());
+                if (own == others) return ok();
+                return cannot(fmt::format("the engines have {} and {} ranks", own, others),
+                              "put one to sleep, then wake the other");
+              },
+              .swap =
+                  [&](SleepOperation& sleep, SwapOutEnd&) {
+                    return swap_out_here(sleep, [&](const SwapIn& from) { return to.wake_now({}, &from); });
+                  }});
+  if (swapped || !to.state_.lost()) return swapped;
+  Error error = std::move(swapped).error();
+  error.state_changed = true;
+  return error;
+}
+
+// The half of the engine that goes, with one of another process.
+Result<SleepReport> SleepController::swap_out(const SleepOptions& options) {
+  TORPOR_TRY(check(options));
+  if (options.level == 0 || !options.preserve_state || options.to_disk || options.drops(kWeightsTag) ||
+      !options.tags.empty() || options.data_parallel.size > 1 || options.discard_on_save_error) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "swap: memory is given by a sleep to host memory of all that there is",
+                 .next_step = "ask for preserve_state, and nothing else"};
+  }
+  TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(options.swap_out_to));
+  const auto watched = ProgressFile::of_caller(options.progress);
+  const auto go_on = [&] { return watched == nullptr ? ok() : watched->check(); };
+  Result<SwapReport> left = swap_out_for(
+      options, {.admit = [&]() -> Status {
+                  TORPOR_ASSIGN(const size_t ranks, count_ranks());
+                  TORPOR_TRY(channel->join(SwapChannel::Side::kGives, ranks));
+                  return channel->wait_for(SwapChannel::Stage::kHere, go_on);
+                },
+                .swap = [&](SleepOperation& sleep,
+                            SwapOutEnd& end) { return swap_out_to(sleep, *channel, options.swap_out_to, end); }});
+  if (left) return std::move(left->slept);
+  (void)channel->stop(SwapChannel::Side::kGives);
+  channel->say(SwapChannel::Stage::kFailed);
+  return std::move(left).error();
+}
+
+// The half of the engine that comes, with one of another process.
+Result<SleepReport> SleepController::swap_in(const WakeOptions& options) {
+  if (!options.tags.empty() || !options.from_checkpoint.empty() || options.catch_up || options.hold || options.early ||
+      options.old_kv != OldKv::kUnsaid) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "swap: memory is taken by a wake of all that sleeps in this process",
+                 .next_step = "ask for nothing else"};
+  }
+  TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(options.swap_in_from));
+  const auto watched = ProgressFile::of_caller(options.progress);
+  const auto go_on = [&] { return watched == nullptr ? ok() : watched->check(); };
+  Result<SleepReport> woken = catching([&]() -> Result<SleepReport> {
+    TORPOR_ASSIGN(const size_t ranks, can_swap_in());
+    TORPOR_TRY(channel->join(SwapChannel::Side::kTakes, ranks));
+    TORPOR_TRY(channel->wait_for(SwapChannel::Stage::kReady, go_on));
+    const SwapIn swap{.channel = options.swap_in_from,
+                      .settle = [&]() -> Status {
+                        channel->say(SwapChannel::Stage::kReady);
+                        TORPOR_TRY(channel->wait_for(SwapChannel::Stage::kDone));
+                        return channel->say(SwapChannel::Stage::kReady), ok();  // a heartbeat
+                      },
+                      .commit = [&] { return channel->commit(); }};
+    TORPOR_ASSIGN(SleepReport report, wake_now({.progress = options.progress}, &swap));
+    if (!report.changed) return cannot(fmt::format("the engine that is to come: {}", report.note), "");
+    return report;
+  });
+  if (woken) return channel->say(SwapChannel::Stage::kDone), std::move(woken);
+  (void)channel->stop(SwapChannel::Side::kTakes);
+  channel->say(state_.lost() ? SwapChannel::Stage::kLost : SwapChannel::Stage::kFailed);
+  Error error = std::move(woken).error();
+  (void)catching([&]() -> Status { return error.what = fmt::format("swap: {}", error.what), ok(); });
+  return error;
+}
+
+Result<SwapReport> SleepController::swap_out_for(const SleepOptions& asked, const OtherEngine& other) {
+  const std::chrono::nanoseconds began = clock_.now();
+  SwapOutEnd end;
+  Result<SwapReport> swapped = catching([&]() -> Result<SwapReport> {
+    if (!operation_mutex_.try_lock()) return busy();
+    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+    return begin_swap_out(asked, other, end);
+  });
+  if (swapped) {
+    swapped->seconds = seconds_between(began, clock_.now());
+    return swapped;
+  }
+  Error error = std::move(swapped).error();
+  Status woken;
+  if (end.left == SwappedOut::kMayReturn) {
+    // All of it is in host memory. The other one has given back what it had, unless it is lost or gives no sign.
+    woken = catching([&] {
+      return retry_until_memory_comes(clock_, end.memory_comes_late, [&]() -> Status {
+        TORPOR_TRY(wake_now({}));
+        return ok();
+      });
+    });
+  }
+  const bool stays = end.left == SwappedOut::kStays || (end.left == SwappedOut::kMayReturn && !woken);
+  error.state_changed = state_.lost() || stays;
+  (void)catching([&]() -> Status {
+    error.what = fmt::format("swap: {}", error.what);
+    if (stays) error.what += "; the engine that went stays asleep";
+    if (!woken) error.what += fmt::format(": {}", woken.error().to_string());
+    return ok();
+  });
+  return error;
+}
+
+Result<SwapReport> SleepController::begin_swap_out(const SleepOptions& asked, const OtherEngine& other,
+                                                   SwapOutEnd& end) {
+  TORPOR_TRY(may_begin());
+  if (is_sleeping()) return cannot("the engine that is to go is asleep", "wake the other one without it");
+  TORPOR_TRY(other.admit());
+  TORPOR_TRY(context_.deferred.wait());
+  settle_checkpoint("a swap was asked for");
+  SleepOperation sleep(context_, "sleep", asked);
+  if (Status ready = catching([&] { return sleep.prepare_swap_out(); }); !ready)
+    return sleep.undone(std::move(ready).error());
+  Result<SleepReport> woken = catching([&] { return other.swap(sleep, end); });
+  if (woken) return SwapReport{.slept = std::move(sleep.report()), .woken = std::move(*woken)};
+  if (!state_.is(At::kAsleep)) return sleep.undone(std::move(woken).error());
+  if (end.left == SwappedOut::kNo) end.left = SwappedOut::kMayReturn;
+  return std::move(woken).error();
+}
+
+// Return how many ranks this engine has, if it can be the one that comes.
+Result<size_t> SleepController::can_swap_in() {
+  const ControllerState own = state();
+  if (own.engine != "asleep") return cannot(fmt::format("the engine that is to come is {}", own.engine), "");
+  if (own.level < 1) return cannot("the engine that is to come is only paused", "wake it without the other");
+  if (!operation_mutex_.try_lock()) return busy();
+  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
+  if (const std::vector<std::string>& empty = context_.asleep.without_content; !empty.empty())
+    return cannot(fmt::format("the engine that is to come has not kept its {}", joined(empty, ", ")),
+                  "load them in a wake of its own");
+  return count_ranks();
+}
+
+Result<size_t> SleepController::count_ranks() {
+  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+  return described.size();
+}
+
+// --- what an engine is, and what may be asked of it ---
+
+Result<Fingerprint> SleepController::fingerprint() {
+  return catching([this]() -> Result<Fingerprint> {
+    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+    return fingerprint_of(parts_, described, WeightsDigest::kReadOrProven);
+  });
+}
+
+Result<std::vector<RankLedger>> SleepController::ledgers() {
+  return catching([this]() -> Result<std::vector<RankLedger>> {
+    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+    state_.set_tags(described);
+    return ledgers_of(described);
+  });
+}
 
 Error SleepController::busy() const {
   return {.code = Code::kUnavailable,
@@ -87,29 +516,13 @@ Error SleepController::busy() const {
           .next_step = "wait for that to end"};
 }
 
-// Whether there is an engine to put to sleep.
+// Return an error unless an operation may begin.
 Status SleepController::may_begin() const {
-  if (lost())
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = "the engine is unrecoverable",
-                 .next_step = "start a new one and wake it from its last checkpoint"};
-  if (held_sleep_ != nullptr)
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = "a sleep waits for the word of its front end",
-                 .next_step = "end it first"};
-  if (held_)
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = "a restored checkpoint waits for its front end",
-                 .next_step = "end the wake first"};
+  if (state_.lost())
+    return cannot("the engine is unrecoverable", "start a new one and wake it from its last checkpoint");
+  if (held_sleep_ != nullptr) return cannot("a sleep waits for the word of its front end", "end it first");
+  if (context_.wake_is_held) return cannot("a restored checkpoint waits for its front end", "end the wake first");
   return ok();
-}
-
-Status SleepController::can_preserve(std::string_view otherwise) {
-  TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
-  if (unsupported.empty()) return ok();
-  return Error{.code = Code::kUnsupported,
-               .what = fmt::format("the state of this engine cannot be preserved yet: {}", joined(unsupported, "; ")),
-               .next_step = std::string(otherwise)};
 }
 
 Status SleepController::check(const SleepOptions& options) const {
@@ -139,147 +552,6 @@ Status SleepController::check(const SleepOptions& options) const {
   if (options.timeout_seconds && !(*options.timeout_seconds >= 0))
     return invalid(fmt::format("timeout is {} s", *options.timeout_seconds), "use 0 or more, or none");
   return ok();
-}
-
-std::string SleepController::directory_of(const DataParallel& place) const {
-  return place.size > 1 ? rank_directory(options_.directory, place.rank, place.size) : options_.directory;
-}
-
-Result<std::vector<std::string>> SleepController::select_tags(const std::vector<std::string>& wanted,
-                                                              const RankLedger& ledger) const {
-  std::vector<std::string> selected;
-  for (const auto& [tag, entry] : ledger.tags) {
-    if (wanted.empty() || has_tag(wanted, tag)) selected.push_back(tag);
-  }
-  for (const std::string& tag : wanted) {
-    if (has_tag(selected, tag)) continue;
-    std::vector<std::string> known;
-    for (const auto& [name, entry] : ledger.tags) known.push_back(name);
-    return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("there is no tag \"{}\"", tag),
-                 .next_step = fmt::format("use some of: {}", joined(known, ", "))};
-  }
-  sort_for_wake(selected);
-  return selected;
-}
-
-Result<std::unique_ptr<CheckpointManager>> SleepController::manager(const std::string& directory) const {
-  CheckpointManagerOptions options = options_.checkpoints;
-  options.clock = &clock_;
-  return CheckpointManager::open(file_system_, directory, std::move(options));
-}
-
-// Names the owner in it. The fingerprint is whole by now.
-void SleepController::sign(PendingCheckpoint& checkpoint, const Fingerprint& fingerprint) {
-  if (!owner_) owner_ = owner_of(fingerprint);
-  checkpoint.set_owner(*owner_);
-}
-
-Result<Fingerprint> SleepController::fingerprint() {
-  return catching([this] { return fingerprint_now(); });
-}
-
-Result<Fingerprint> SleepController::fingerprint_now() {
-  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
-  return fingerprint_of(described, WeightsDigest::kReadOrProven);
-}
-
-Result<Fingerprint> SleepController::fingerprint_of(const Described& described, WeightsDigest weights) {
-  TORPOR_ASSIGN(Fingerprint fields, hooks_.fingerprint());
-  fields["ranks"] = std::to_string(described.size());
-  if (weights != WeightsDigest::kNone && described.front().ledger.tags.contains(kWeightsTag)) {
-    const bool as_proven = weights == WeightsDigest::kReadOrProven;
-    TORPOR_ASSIGN(const bool named, add_named_weights(fields, as_proven));
-    if (named) return fields;
-    TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
-                  ranks_.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven}));
-    add_weights(fields, digested);
-  }
-  return fields;
-}
-
-Result<bool> SleepController::add_named_weights(Fingerprint& fields, bool as_proven) {
-  TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
-                ranks_.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven, .named = true}));
-  if (std::any_of(digested.begin(), digested.end(), [](const auto& reply) { return reply.digests.empty(); }))
-    return false;
-  add_weights(fields, digested);
-  return true;
-}
-
-Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {
-  return catching([&] { return plan_sleep_now(options); });
-}
-
-Result<SleepPlan> SleepController::plan_sleep_now(const SleepOptions& options) {
-  if (!operation_mutex_.try_lock()) return busy();
-  const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-  TORPOR_TRY(wait_for_late());
-  SleepPlan plan;
-  if (const Status valid = check(options); !valid) plan.problems.push_back(valid.error().to_string());
-  const bool asleep = state().engine == "asleep";
-  if (is_sleeping() && !asleep) plan.problems.push_back(fmt::format("the engine is {}", state().engine));
-  if (options.preserve_state) {
-    TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks_.unsupported());
-    for (const std::string& feature : unsupported)
-      plan.problems.push_back(fmt::format("cannot be preserved: {}", feature));
-  }
-  if (!plan.problems.empty()) return plan;
-  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
-  TORPOR_ASSIGN(std::vector<std::string> tags, select_tags(options.tags, described.front().ledger));
-  std::erase_if(tags,
-                [&](const std::string& tag) TORPOR_REQUIRES(operation_mutex_) { return has_tag(sleeping_tags_, tag); });
-  if (asleep && (tags.empty() || options.level == 0)) plan.problems.push_back("already asleep");
-  TORPOR_ASSIGN(plan.requests, hooks_.unfinished_requests());
-  if (options.level == 0) return plan;
-  if (options.to_disk && !asleep && !options.discard_on_save_error) {
-    const Status seen = seen_by_all(directory_of(options.data_parallel), described.size());
-    if (!seen) plan.problems.push_back(seen.error().to_string());
-  }
-  orders::PlanSave planned;
-  if (options.preserve_state && has_tag(tags, kKvCacheTag)) {
-    TORPOR_ASSIGN(const SchedulerCheckpoint state, hooks_.capture());
-    const LiveBlocks live = select_live_blocks(state.kv, block_bytes(described).most, options_.kv_budget_bytes);
-    plan.kept_blocks = static_cast<int64_t>(live.kept.size());
-    plan.dropped_blocks = static_cast<int64_t>(live.dropped.size());
-    name_blocks(planned.save, state, live.kept);
-    if (!options.to_disk) {
-      TORPOR_ASSIGN(planned.save.host_slots, hooks_.host_slots(planned.save.blocks, /*keep=*/false));
-    }
-  }
-  for (const std::string& tag : tags) {
-    plan.free_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::physical_bytes);
-    if (tag == kKvCacheTag) {
-      plan.save_bytes[tag] = static_cast<uint64_t>(plan.kept_blocks) * block_bytes(described).all;
-    } else if (!options.drops(tag)) {
-      plan.save_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::region_bytes);
-    }
-    if (!options.drops(tag)) planned.save.tags.push_back(tag);
-  }
-  for (const auto& [tag, bytes] : plan.save_bytes) (options.to_disk ? plan.disk_bytes : plan.host_bytes) += bytes;
-  if (options.to_disk) {
-    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, manager(directory_of(options.data_parallel)));
-    planned.save.writing = checkpoints->next_writing();
-    planned.save.as_proven = !options_.always_read_weights;
-    if (planned.save.writing.base.empty()) return plan;
-  }
-  TORPOR_ASSIGN(const std::vector<orders::PlanSave::Reply> replies, ranks_.call(planned));
-  for (auto& [tag, bytes] : plan.save_bytes) bytes = 0;
-  for (const orders::PlanSave::Reply& reply : replies) {
-    for (const auto& [tag, bytes] : reply.copied_bytes) plan.save_bytes[tag] += bytes;
-    plan.reused_bytes += reply.reused_bytes;
-    plan.disk_bytes += reply.spilled_bytes;
-  }
-  if (!options.to_disk) plan.host_bytes -= plan.disk_bytes;
-  return plan;
-}
-
-Result<std::vector<RankLedger>> SleepController::ledgers() {
-  return catching([this]() -> Result<std::vector<RankLedger>> {
-    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
-    remember(described);
-    return ledgers_of(described);
-  });
 }
 
 }  // namespace torpor

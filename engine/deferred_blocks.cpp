@@ -1,58 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
-// SleepController: an early wake, whose engine runs while KV blocks still come back.
+#include "engine/deferred_blocks.h"
+
 #include <algorithm>
 
 #include <fmt/core.h>
 
 #include "base/log.h"
 #include "base/text.h"
-#include "engine/sleep_controller.h"
 
 namespace torpor {
 
-// Before the engine runs. What is undone after this leaves the blocks where the ranks have them.
-Status SleepController::hold_late(const std::vector<int32_t>& blocks, size_t ranks, Operation& operation) {
+Status DeferredBlocks::hold(const std::vector<int32_t>& blocks, size_t ranks, Operation& operation) {
   Late late{.left = {}, .seen = std::vector<uint64_t>(ranks)};
   for (const int32_t block : blocks) late.left[block].ranks = static_cast<int32_t>(ranks);
-  operation.undo_with([this, blocks]() TORPOR_REQUIRES(operation_mutex_) -> Status {
+  operation.undo_with([this, blocks]() -> Status {
     late_.reset();
-    TORPOR_TRY(hooks_.release_blocks({.arrived = blocks}));
+    TORPOR_TRY(engine_.hooks.release_blocks({.arrived = blocks}));
     return ok();
   });
-  TORPOR_TRY(hooks_.hold_blocks(blocks));
+  TORPOR_TRY(engine_.hooks.hold_blocks(blocks));
   late_ = std::move(late);
   return ok();
 }
 
-Result<WakeProgress> SleepController::continue_wake(LateWait wait, const LateWishes& wishes) {
-  return catching([&]() -> Result<WakeProgress> {
-    if (!operation_mutex_.try_lock()) return busy();
-    const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-    return take_late(wait, wishes);
-  });
-}
-
-// What the engine has already is told also where the rest fails: the next call says why.
-Result<WakeProgress> SleepController::take_late(LateWait wait, const LateWishes& wishes) {
+Result<WakeProgress> DeferredBlocks::take(LateWait wait, const LateWishes& wishes) {
   WakeProgress progress;
   while (late_) {
-    Result<bool> more =
-        catching([&]() TORPOR_REQUIRES(operation_mutex_) { return take_arrivals(wait, wishes, progress); });
+    Result<bool> more = catching([&]() { return take_once(wait, wishes, progress); });
     if (!more && progress.arrived + progress.lost + progress.skipped == 0) return std::move(more).error();
     if (!more || !*more) break;
   }
   return progress;
 }
 
-// One round; whether there is another. What the ranks tell is taken only when the engine has it: a round that fails has
-// changed nothing, and is repeated.
-Result<bool> SleepController::take_arrivals(LateWait wait, const LateWishes& wishes, WakeProgress& progress) {
+// Take one round; return whether there is another. What the ranks tell counts only when the engine has it: a round that
+// fails has changed nothing, and is repeated.
+Result<bool> DeferredBlocks::take_once(LateWait wait, const LateWishes& wishes, WakeProgress& progress) {
   TORPOR_ASSIGN(const std::vector<orders::Arrivals::Reply> replies,
-                ranks_.call(orders::Arrivals{
+                engine_.ranks.call(orders::Arrivals{
                     .seen = late_->seen, .wait = wait, .wanted = wishes.wanted, .skipped = wishes.skipped}));
   Late next = *late_;
   ArrivedBlocks ended;
-  const auto end = [&](std::map<int32_t, LateBlock>::iterator block) {
+  const auto end = [&](std::map<int32_t, Block>::iterator block) {
     (block->second.worst == BlockArrival::kArrived   ? ended.arrived
      : block->second.worst == BlockArrival::kForgone ? ended.skipped
      : block->second.worst == BlockArrival::kLost    ? ended.lost
@@ -80,7 +69,7 @@ Result<bool> SleepController::take_arrivals(LateWait wait, const LateWishes& wis
     block->second.worst = std::max(block->second.worst, BlockArrival::kLost);
     block = end(block);
   }
-  TORPOR_ASSIGN(std::vector<std::string> recomputed, hooks_.release_blocks(ended));
+  TORPOR_ASSIGN(std::vector<std::string> recomputed, engine_.hooks.release_blocks(ended));
   // From here on nothing fails: the engine has them.
   late_ = std::move(next);
   const size_t lost = ended.lost.size() + ended.unproven.size();
@@ -102,21 +91,23 @@ Result<bool> SleepController::take_arrivals(LateWait wait, const LateWishes& wis
   });
   if (all_ended) {
     late_.reset();
-    release_host_slots();
+    engine_.release_host_slots();
   }
   return late_ && (late_->left.empty() || wait == LateWait::kAll);
 }
 
-Status SleepController::wait_for_late() {
-  while (late_) TORPOR_TRY(take_late(LateWait::kAll));
+Status DeferredBlocks::wait() {
+  while (late_) TORPOR_TRY(take(LateWait::kAll));
   return ok();
 }
 
-// Of a wake that cannot be an early one after all: as if nothing had been late. What the blocks came from stays until
-// the wake is over.
-Status SleepController::all_arrived(size_t ranks, Operation& operation) {
+void DeferredBlocks::end_if_all_came() noexcept {
+  if (late_ && late_->left.empty()) (void)catching([this] { return wait(); });
+}
+
+Status DeferredBlocks::wait_before_wake(size_t ranks, Operation& operation) {
   TORPOR_ASSIGN(const std::vector<orders::Arrivals::Reply> replies,
-                ranks_.call(orders::Arrivals{.seen = {}, .wait = LateWait::kAll}));
+                engine_.ranks.call(orders::Arrivals{.seen = {}, .wait = LateWait::kAll}));
   Late late{.left = {}, .seen = std::vector<uint64_t>(ranks)};
   for (size_t rank = 0; rank < std::min(ranks, replies.size()); ++rank) {
     const std::vector<LateArrival>& arrivals = replies[rank].arrivals;
@@ -128,15 +119,14 @@ Status SleepController::all_arrived(size_t ranks, Operation& operation) {
                  .what = fmt::format("rank {}: {}", rank, replies[rank].why),
                  .next_step = "call again; if it stays so, wake a checkpoint in a new engine"};
   }
-  operation.undo_with([this]() TORPOR_REQUIRES(operation_mutex_) -> Status { return late_.reset(), ok(); });
+  operation.undo_with([this]() -> Status { return late_.reset(), ok(); });
   late_ = std::move(late);
   return ok();
 }
 
-// Of a new engine's wake that is undone: nothing is written into its blocks any more.
-Status SleepController::forget_late() {
+Status DeferredBlocks::forget() {
   const auto arrivals = [&](std::vector<uint64_t> seen) {
-    return ranks_.undo(orders::Arrivals{.seen = std::move(seen), .wait = LateWait::kAll, .cancel = true});
+    return engine_.ranks.undo(orders::Arrivals{.seen = std::move(seen), .wait = LateWait::kAll, .cancel = true});
   };
   TORPOR_ASSIGN(const std::vector<orders::Arrivals::Reply> told, arrivals({}));
   std::vector<uint64_t> seen;

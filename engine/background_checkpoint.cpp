@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/background_checkpoint.h"
+
+#include <algorithm>
+
+#include <fmt/core.h>
+
+#include "base/log.h"
+#include "engine/phases.h"
+
+namespace torpor {
+
+BackgroundCheckpoint::BackgroundCheckpoint(OperationContext& context, SleepOptions options)
+    : context_(context),
+      engine_(context.engine),
+      options_(std::move(options)),
+      progress_(ProgressFile::of_caller(options_.progress)),
+      work_(engine_.options.own_threads) {}
+
+SleepOptions BackgroundCheckpoint::options_of(const std::string& progress, const Metadata& metadata) {
+  return {
+      .preserve_state = true, .to_disk = true, .weights = Weights::kReload, .metadata = metadata, .progress = progress};
+}
+
+Status BackgroundCheckpoint::begin() {
+  TORPOR_ASSIGN(checkpoints_, context_.checkpoints.open(engine_.options.directory));
+  TORPOR_TRY(work_.begin([this]() -> Status {
+    TORPOR_ASSIGN(pending_, checkpoints_->begin(0));
+    return ok();
+  }));
+  events_.emplace(engine_.clock, engine_.port);
+  enter("open");
+  return ok();
+}
+
+Result<CheckpointStage> BackgroundCheckpoint::advance(bool wait) {
+  while (true) {
+    Result<bool> stepped = catching([&] { return step(wait); });
+    if (!stepped) {
+      fail(std::move(stepped).error());
+    } else if (*stepped) {
+      continue;
+    }
+    switch (at_) {
+      case At::kReady: return CheckpointStage::kReady;
+      case At::kTaken:
+      case At::kCommitting: return CheckpointStage::kWriting;
+      case At::kEnded: return CheckpointStage::kEnded;
+      default: return CheckpointStage::kCopying;
+    }
+  }
+}
+
+// Take the next step if what it waits for has ended. Return whether there may be another.
+Result<bool> BackgroundCheckpoint::step(bool wait) {
+  const bool may_have_ended = wait || !engine_.options.own_threads;  // what the ranks have just begun
+  if (progress_ != nullptr && at_ != At::kCommitting && at_ != At::kEnded) TORPOR_TRY(progress_->check());
+  switch (at_) {
+    case At::kOpening: {
+      TORPOR_ASSIGN(const bool opened, own_work_ended(wait));
+      if (!opened) return false;
+      TORPOR_TRY(describe_engine());
+      TORPOR_TRY(engine_.ranks.call(orders::OpenBehind{
+          .directory = pending_->staging_path(), .writing = pending_->writing(), .progress = options_.progress}));
+      at_ = At::kOpeningRanks;
+      return may_have_ended;
+    }
+    case At::kOpeningRanks: {
+      TORPOR_ASSIGN(const bool opened, ranks_have_ended(wait));
+      if (!opened) return false;
+      TORPOR_TRY(pending_->see_chunks(ranks_.size()));
+      events_->leave();
+      enter("save");
+      TORPOR_TRY(precopy());
+      at_ = At::kPrecopying;
+      return may_have_ended;
+    }
+    case At::kPrecopying: {
+      TORPOR_ASSIGN(const bool copied, ranks_have_ended(wait));
+      if (!copied) return false;
+      events_->leave(copied_);
+      at_ = At::kReady;
+      return true;
+    }
+    case At::kTaken: {
+      TORPOR_ASSIGN(const bool written, ranks_have_ended(wait));
+      if (!written) return false;
+      TORPOR_ASSIGN(const bool state_written, own_work_ended(wait));
+      if (!state_written) return false;
+      at_ = At::kCommitting;
+      events_->leave(copied_);
+      enter("verify");
+      TORPOR_TRY(work_.begin([this] { return commit(); }));
+      return true;
+    }
+    case At::kCommitting: {
+      TORPOR_ASSIGN(const bool committed, own_work_ended(wait));
+      if (!committed) return false;
+      at_ = At::kEnded;
+      events_->leave();
+      events_->end(Edge::kEnd, {});
+      pending_.reset();  // with the lock of its directory
+      (void)catching([&]() -> Status {
+        const auto stopped = engine_.ranks.undo(orders::LookBehind{.stop = true});
+        if (!stopped) log().warn("{}", stopped.error().to_string());
+        return ok();
+      });
+      return true;
+    }
+    case At::kReady:
+    case At::kEnded: return false;
+  }
+  return false;
+}
+
+Result<bool> BackgroundCheckpoint::own_work_ended(bool wait) {
+  if (!wait && !work_.ended()) return false;
+  TORPOR_TRY(work_.wait());
+  return true;
+}
+
+Result<bool> BackgroundCheckpoint::ranks_have_ended(bool wait) {
+  TORPOR_ASSIGN(ranks_, engine_.ranks.call(orders::LookBehind{.wait = wait}));
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const orders::LookBehind::Reply& rank) { return rank.ended; });
+}
+
+// Ask what the engine is, as long as nothing ends this checkpoint.
+Status BackgroundCheckpoint::describe_engine() {
+  TORPOR_ASSIGN(described_, engine_.ranks.call(orders::Describe{}));
+  engine_.state.set_tags(described_);
+  TORPOR_TRY(all_have_content(described_));
+  TORPOR_ASSIGN(const std::vector<std::string> tags, select_tags({}, described_));
+  TORPOR_TRY(has_kv(tags));
+  choose_tags(tags);
+  TORPOR_ASSIGN(captured_.fingerprint, fingerprint_of(engine_, described_, WeightsDigest::kNone));
+  return ok();
+}
+
+// The tag with KV blocks comes first: the ranks know their contents by place.
+void BackgroundCheckpoint::choose_tags(const std::vector<std::string>& tags) {
+  for (const std::string& tag : tags) {
+    if (!is_scratch(tag)) (tag == kWeightsTag ? save_.carried : save_.tags).push_back(tag);
+  }
+  std::stable_partition(save_.tags.begin(), save_.tags.end(),
+                        [](const std::string& tag) { return tag == kKvCacheTag; });
+  save_.directory = pending_->staging_path();
+  save_.writing = pending_->writing();
+  save_.as_proven = !engine_.options.always_read_weights;
+}
+
+void BackgroundCheckpoint::choose_blocks(KvContents& contents) {
+  save_.blocks = std::move(contents.blocks);
+  save_.stamps = std::move(contents.stamps);
+  save_.steps = contents.steps;
+}
+
+// Between two steps, with none in flight: what has a stamp by then was computed.
+Status BackgroundCheckpoint::precopy() {
+  const std::chrono::nanoseconds began = engine_.clock.now();
+  const std::optional<uint64_t> budget = engine_.options.kv_budget_bytes;
+  const Status asked = catching([&]() -> Status {
+    TORPOR_TRY(engine_.hooks.quiesce(std::nullopt));
+    if (budget) {
+      TORPOR_ASSIGN(const SchedulerCheckpoint state, engine_.hooks.capture());
+      TORPOR_TRY(state.validate());
+      name_blocks(save_, state, select_live_blocks(state.kv, block_bytes(described_).most, budget).kept);
+    } else {
+      TORPOR_ASSIGN(KvContents contents, engine_.hooks.kv_contents());
+      choose_blocks(contents);
+    }
+    TORPOR_ASSIGN(const std::vector<orders::CopyAhead::Reply> copied,
+                  engine_.ranks.call(orders::CopyAhead{.save = save_}));
+    copied_ = total_bytes(copied);
+    return ok();
+  });
+  if (const Status resumed = engine_.hooks.resume(); !resumed) {
+    engine_.state.lose(resumed.error());
+    return resumed.error();
+  }
+  precopy_seconds_ = seconds_between(began, engine_.clock.now());
+  return asked;
+}
+
+Status BackgroundCheckpoint::take(const Value& outputs) {
+  captured_.outputs = outputs;
+  captured_.metadata = options_.metadata;
+  SleepOperation sleep(context_, "checkpoint", options_, events_->number());
+  Status copied = catching([&] { return stop_and_copy(sleep); });
+  if (copied) {
+    sleep.operation().keep();
+    copied = engine_.hooks.resume();
+    if (!copied) engine_.state.lose(copied.error());
+  }
+  if (!copied) {
+    told_why_ = true;
+    return fail(sleep.undone(std::move(copied).error()));
+  }
+  engine_.state.enter(EngineState::At::kAwake);
+  sleep.operation().fill(sleep.report());
+  report_ = std::move(sleep.report());
+  report_.seconds += precopy_seconds_;
+  at_ = At::kTaken;
+  enter("commit");
+  Status begun = work_.begin([this] { return write_state(); });
+  return begun ? ok() : Status(fail(std::move(begun).error()));
+}
+
+// As short as it can be: what the engine is was asked before, and what takes long of its state is read after.
+Status BackgroundCheckpoint::stop_and_copy(SleepOperation& sleep) {
+  SleepReport& report = sleep.report();
+  Operation& operation = sleep.operation();
+  report.to = "disk";
+  report.preserve_state = true;
+  report.changed = true;
+  report.fully_awake = true;
+  TORPOR_TRY(engine_.can_preserve("serve without these features"));  // requests may have come since
+  TORPOR_TRY(sleep.quiesce_engine());
+  operation.begin("capture");
+  TORPOR_ASSIGN(moment_, engine_.hooks.capture_moment());
+  if (const std::optional<uint64_t> budget = engine_.options.kv_budget_bytes) {
+    TORPOR_TRY(read_moment());
+    KvSnapshot& kv = captured_.state.kv;
+    const LiveBlocks live = select_live_blocks(kv, block_bytes(described_).most, budget);
+    drop_hashes(kv, live.dropped);
+    name_blocks(save_, captured_.state, live.kept);
+  } else {
+    choose_blocks(moment_.kv);
+  }
+  operation.end("capture");
+  TORPOR_TRY(operation.go_on());
+  operation.begin("save");
+  TORPOR_ASSIGN(const std::vector<orders::SaveBehind::Reply> saved,
+                engine_.ranks.call(orders::SaveBehind{.save = save_}));
+  if (!save_.carried.empty()) add_weights(captured_.fingerprint, saved);
+  context_.checkpoints.sign(*pending_, captured_.fingerprint);
+  report.kept_blocks = static_cast<int64_t>(save_.blocks.size());
+  copied_ = total_bytes(saved);
+  operation.end("save", copied_);
+  return ok();
+}
+
+Status BackgroundCheckpoint::read_moment() {
+  TORPOR_ASSIGN(captured_.state, std::exchange(moment_, {}).read());
+  return captured_.state.validate();
+}
+
+Status BackgroundCheckpoint::write_state() {
+  if (moment_.read) TORPOR_TRY(read_moment());
+  return pending_->write_state(captured_);
+}
+
+// Commit the whole of it, or nothing: what is committed and cannot be reported is taken away again.
+Status BackgroundCheckpoint::commit() {
+  const Status committed = catching([&]() -> Status {
+    for (const orders::LookBehind::Reply& rank : ranks_) {
+      for (const auto& [tag, sums] : rank.saved.saved.tags) report_.checkpoint_parts[tag] += sums.stored_bytes;
+      report_.saved_bytes += rank.saved.bytes;
+      report_.compacted_bytes += rank.saved.compacted_bytes;
+      report_.reused_bytes += rank.saved.reused_bytes;
+      pending_->add_rank(rank.saved.saved);
+    }
+    report_.disk_bytes = report_.saved_bytes + report_.reused_bytes;
+    stays_ = true;
+    TORPOR_ASSIGN(report_.checkpoint, pending_->commit());
+    TORPOR_ASSIGN(const Checkpoint made,
+                  open_checkpoint(engine_.file_system, report_.checkpoint, engine_.options.checkpoints.key));
+    report_.checkpoint_bytes = made.manifest().total_bytes();
+    report_.metadata = captured_.metadata;
+    for (const SectionInfo& section : made.manifest().sections)
+      report_.checkpoint_parts[section.name] = section.stored_bytes;
+    return ok();
+  });
+  if (!committed) {
+    if (pending_->withdraw() || pending_->withdraw()) stays_ = false;
+    return committed;
+  }
+  pending_->retire_older();
+  return ok();
+}
+
+Result<SleepReport> BackgroundCheckpoint::finish() {
+  while (!ended()) TORPOR_TRY(advance(/*wait=*/true));
+  if (error_) return std::move(*error_);  // a copy could fail, and would not say what has changed
+  return std::move(report_);
+}
+
+void BackgroundCheckpoint::cancel() noexcept {
+  if (at_ == At::kCommitting) {
+    settle("");
+  } else if (at_ != At::kEnded) {
+    fail({.code = Code::kAborted, .what = "cancelled"});
+  }
+}
+
+// Who asked for the checkpoint is told of its end when they ask.
+void BackgroundCheckpoint::settle(std::string_view why) noexcept {
+  if (ended()) return;
+  if (!was_taken()) {
+    Error error{.code = Code::kAborted};
+    (void)catching([&]() -> Status {
+      error.next_step = "ask for it again";
+      error.what = fmt::format("the checkpoint was given up: {}", why);
+      return ok();
+    });
+    fail(std::move(error));
+    return;
+  }
+  while (!ended()) {
+    auto advanced = catching([&] { return advance(/*wait=*/true); });
+    if (!advanced) fail(std::move(advanced).error());
+  }
+}
+
+void BackgroundCheckpoint::enter(std::string_view phase) noexcept {
+  if (progress_ != nullptr) progress_->begin_phase(number_of(phase, kPhaseNames));
+  events_->enter(phase);
+}
+
+// End it with this error, so that nothing of it is left, neither here nor on the ranks. Takes no memory that it needs.
+// Returns the error, without words if there is no memory for them.
+Error BackgroundCheckpoint::fail(Error error) noexcept {
+  const Status stopped = catching([&]() -> Status {
+    TORPOR_TRY(engine_.ranks.undo(orders::LookBehind{.stop = true}));
+    return ok();
+  });
+  (void)work_.wait();
+  pending_.reset();
+  const bool lost = engine_.state.lost();
+  error.state_changed = stays_ || lost;
+  error_ = std::move(error);
+  at_ = At::kEnded;
+  events_->end(lost ? Edge::kLost : Edge::kFailed, told_why_ ? std::string_view() : error_->what);
+  (void)catching([&]() -> Status {
+    if (!stopped) log().warn("{}", stopped.error().to_string());
+    if (stays_) error_->what += fmt::format("; its checkpoint is {}", report_.checkpoint);
+    return ok();
+  });
+  Error told{.code = error_->code, .state_changed = error_->state_changed};
+  (void)catching([&]() -> Status {
+    told = *error_;
+    return ok();
+  });
+  return told;
+}
+
+}  // namespace torpor

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/engine_checkpoints.h"
+
+#include <vector>
+
+#include "base/log.h"
+#include "checkpoint/checkpoint_set.h"
+#include "checkpoint/store_names.h"
+
+namespace torpor {
+
+std::string EngineCheckpoints::directory_of(const DataParallel& place) const {
+  const std::string& directory = engine_.options.directory;
+  return place.size > 1 ? rank_directory(directory, place.rank, place.size) : directory;
+}
+
+Result<std::unique_ptr<CheckpointManager>> EngineCheckpoints::open(const std::string& directory) const {
+  CheckpointManagerOptions options = engine_.options.checkpoints;
+  options.clock = &engine_.clock;
+  return CheckpointManager::open(engine_.file_system, directory, std::move(options));
+}
+
+std::optional<EngineCheckpoints::Generation> EngineCheckpoints::generation_at(const std::string& path) {
+  const size_t name = path.rfind('/') + 1;
+  const std::optional<uint64_t> generation = generation_of(path.substr(name));
+  if (!generation) return std::nullopt;
+  return Generation{.directory = path.substr(0, name - 1), .number = *generation};
+}
+
+void EngineCheckpoints::sign(PendingCheckpoint& checkpoint, const Fingerprint& fingerprint) {
+  if (!owner_) owner_ = owner_of(fingerprint);
+  checkpoint.set_owner(*owner_);
+}
+
+void EngineCheckpoints::mark_woken(const Generation& from) noexcept {
+  const auto mark = [&]() -> Status {
+    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, open(from.directory));
+    return checkpoints->woken_from(from.number);
+  };
+  Status marked = catching(mark);
+  if (!marked) marked = catching(mark);
+  if (marked) return;
+  (void)catching([&]() -> Status {
+    log().warn("older checkpoints were not removed: {}", marked.error().to_string());
+    return ok();
+  });
+}
+
+Status EngineCheckpoints::check_seen_by_all(PendingCheckpoint& checkpoint) const {
+  TORPOR_ASSIGN(std::vector<orders::LeaveSign::Reply> signs,
+                engine_.ranks.call(orders::LeaveSign{.directory = checkpoint.staging_path()}));
+  std::vector<std::string> hosts;
+  for (orders::LeaveSign::Reply& sign : signs) hosts.push_back(std::move(sign.host));
+  return checkpoint.take_signs(hosts);
+}
+
+Status EngineCheckpoints::check_seen_by_all(const std::string& directory, size_t ranks) const {
+  if (ranks < 2) return ok();
+  TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, open(directory));
+  TORPOR_ASSIGN(PendingCheckpoint empty, checkpoints->begin(0));
+  return check_seen_by_all(empty);
+}
+
+}  // namespace torpor

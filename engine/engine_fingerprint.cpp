@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/engine_fingerprint.h"
+
+#include <algorithm>
+
+#include <fmt/core.h>
+
+#include "base/text.h"
+
+namespace torpor {
+
+Result<Fingerprint> fingerprint_of(const EngineParts& engine, const Described& described, WeightsDigest weights) {
+  TORPOR_ASSIGN(Fingerprint fields, engine.hooks.fingerprint());
+  fields["ranks"] = std::to_string(described.size());
+  if (weights != WeightsDigest::kNone && described.front().ledger.tags.contains(kWeightsTag)) {
+    const bool as_proven = weights == WeightsDigest::kReadOrProven;
+    TORPOR_ASSIGN(const bool named, add_named_weights(engine, fields, as_proven));
+    if (named) return fields;
+    TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
+                  engine.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven}));
+    add_weights(fields, digested);
+  }
+  return fields;
+}
+
+Result<bool> add_named_weights(const EngineParts& engine, Fingerprint& fields, bool as_proven) {
+  TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
+                engine.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven, .named = true}));
+  if (std::any_of(digested.begin(), digested.end(), [](const auto& reply) { return reply.digests.empty(); }))
+    return false;
+  add_weights(fields, digested);
+  return true;
+}
+
+std::vector<uint64_t> writes_of_weights(const Described& described) {
+  std::vector<uint64_t> writes;
+  for (const orders::Describe::Reply& reply : described) {
+    const auto found = reply.writes.find(kWeightsTag);
+    writes.push_back(found == reply.writes.end() ? 0 : found->second);
+  }
+  return writes;
+}
+
+bool is_without_content(const Described& described, const std::string& tag) {
+  return std::any_of(described.begin(), described.end(),
+                     [&](const auto& reply) { return has_tag(reply.without_content, tag); });
+}
+
+Status all_have_content(const Described& described) {
+  for (const orders::Describe::Reply& reply : described) {
+    if (reply.without_content.empty()) continue;
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("{} came back without content and were not loaded since",
+                                     joined(reply.without_content, ", ")),
+                 .next_step = "load them, so that the checkpoint names what its tokens come from"};
+  }
+  return ok();
+}
+
+}  // namespace torpor

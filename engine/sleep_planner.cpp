@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/sleep_planner.h"
+
+#include <fmt/core.h>
+
+namespace torpor {
+
+Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOptions& options, const Status& valid,
+                                bool being_written) {
+  const EngineParts& engine = context.engine;
+  SleepPlan plan;
+  if (!valid) plan.problems.push_back(valid.error().to_string());
+  const EngineState::At at = engine.state.at();
+  const bool asleep = at == EngineState::At::kAsleep;
+  if (at != EngineState::At::kAwake && !asleep)
+    plan.problems.push_back(fmt::format("the engine is {}", engine.state.view().engine));
+  if (options.preserve_state) {
+    TORPOR_ASSIGN(const std::vector<std::string> unsupported, engine.hooks.unsupported());
+    for (const std::string& feature : unsupported)
+      plan.problems.push_back(fmt::format("cannot be preserved: {}", feature));
+  }
+  if (!plan.problems.empty()) return plan;
+  TORPOR_ASSIGN(const Described described, engine.ranks.call(orders::Describe{}));
+  TORPOR_ASSIGN(std::vector<std::string> tags, select_tags(options.tags, described));
+  std::erase_if(tags, [&](const std::string& tag) { return has_tag(context.asleep.tags, tag); });
+  if (asleep && (tags.empty() || options.level == 0)) plan.problems.push_back("already asleep");
+  TORPOR_ASSIGN(plan.requests, engine.hooks.unfinished_requests());
+  if (options.level == 0) return plan;
+  const std::string directory = context.checkpoints.directory_of(options.data_parallel);
+  if (options.to_disk && !asleep && !options.discard_on_save_error && !being_written) {
+    const Status seen = context.checkpoints.check_seen_by_all(directory, described.size());
+    if (!seen) plan.problems.push_back(seen.error().to_string());
+  }
+  orders::PlanSave planned;
+  if (options.preserve_state && has_tag(tags, kKvCacheTag)) {
+    TORPOR_ASSIGN(const SchedulerCheckpoint state, engine.hooks.capture());
+    const LiveBlocks live = select_live_blocks(state.kv, block_bytes(described).most, engine.options.kv_budget_bytes);
+    plan.kept_blocks = static_cast<int64_t>(live.kept.size());
+    plan.dropped_blocks = static_cast<int64_t>(live.dropped.size());
+    name_blocks(planned.save, state, live.kept);
+    if (!options.to_disk) {
+      TORPOR_ASSIGN(planned.save.host_slots, engine.hooks.host_slots(planned.save.blocks, /*keep=*/false));
+    }
+  }
+  for (const std::string& tag : tags) {
+    plan.free_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::physical_bytes);
+    if (tag == kKvCacheTag) {
+      plan.save_bytes[tag] = static_cast<uint64_t>(plan.kept_blocks) * block_bytes(described).all;
+    } else if (!options.drops(tag)) {
+      plan.save_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::region_bytes);
+    }
+    if (!options.drops(tag)) planned.save.tags.push_back(tag);
+  }
+  for (const auto& [tag, bytes] : plan.save_bytes) (options.to_disk ? plan.disk_bytes : plan.host_bytes) += bytes;
+  if (options.to_disk) {
+    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, context.checkpoints.open(directory));
+    planned.save.writing = checkpoints->next_writing();
+    planned.save.as_proven = !engine.options.always_read_weights;
+    if (planned.save.writing.base.empty()) return plan;
+  }
+  TORPOR_ASSIGN(const std::vector<orders::PlanSave::Reply> replies, engine.ranks.call(planned));
+  for (auto& [tag, bytes] : plan.save_bytes) bytes = 0;
+  for (const orders::PlanSave::Reply& reply : replies) {
+    for (const auto& [tag, bytes] : reply.copied_bytes) plan.save_bytes[tag] += bytes;
+    plan.reused_bytes += reply.reused_bytes;
+    plan.disk_bytes += reply.spilled_bytes;
+  }
+  if (!options.to_disk) plan.host_bytes -= plan.disk_bytes;
+  return plan;
+}
+
+}  // namespace torpor

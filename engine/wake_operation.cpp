@@ -1,0 +1,464 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/wake_operation.h"
+
+#include <algorithm>
+
+#include <fmt/core.h>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "checkpoint/store_names.h"
+#include "engine/engine_fingerprint.h"
+#include "engine/fit_blocks.h"
+
+namespace torpor {
+
+WakeOperation::WakeOperation(OperationContext& context, const WakeOptions& options, const SwapIn* swap)
+    : context_(context),
+      engine_(context.engine),
+      options_(options),
+      swap_(swap),
+      before_(engine_.state.at()),
+      operation_("wake", engine_.clock, engine_.port, engine_.state, options.progress) {
+  engine_.state.enter(EngineState::At::kWaking);
+}
+
+Result<SleepReport> WakeOperation::run() {
+  Result<SleepReport> report =
+      catching([&] { return before_ == EngineState::At::kAsleep ? wake_this_process() : wake_from_checkpoint(); });
+  if (report) {
+    operation_.fill(*report);
+    return report;
+  }
+  Error error = std::move(report).error();
+  operation_.failed(error);
+  operation_.undo();
+  engine_.state.enter(before_);
+  const std::string_view irreversible = operation_.irreversible();
+  error.state_changed = engine_.state.lost() || !irreversible.empty();
+  (void)catching([&]() -> Status {
+    std::string what = fmt::format("wake: {}", error.what);
+    if (!irreversible.empty()) what += fmt::format("; {}", irreversible);
+    error.what = std::move(what);
+    return ok();
+  });
+  return error;
+}
+
+// --- this process ---
+
+Result<SleepReport> WakeOperation::wake_this_process() {
+  const SleepInForce& asleep = context_.asleep;
+  TORPOR_ASSIGN(const std::vector<std::string> tags, tags_that_wake());
+  std::vector<std::string> still_asleep = asleep.tags;
+  std::erase_if(still_asleep, [&](const std::string& tag) { return has_tag(tags, tag); });
+  std::vector<int32_t> late;
+  if (options_.early && asleep.preserved && still_asleep.empty() && has_tag(tags, kKvCacheTag) && !kv_is_said())
+    late = asleep.deferrable_blocks;
+
+  if (!tags.empty()) TORPOR_TRY(restore_memory(tags, late));
+  const bool reload_first = !report_.reload.empty();
+  if (!still_asleep.empty()) return end_early(tags, std::move(still_asleep));
+
+  TORPOR_ASSIGN(const bool written, weights_were_written());
+  if (!late.empty() && (written || !report_.reload.empty())) {
+    TORPOR_TRY(context_.deferred.wait_before_wake(ranks_, operation_));
+    report_.restored_bytes += std::exchange(report_.late_bytes, 0);
+    late.clear();
+  }
+  TORPOR_ASSIGN(const bool waits, waits_for_weights());
+  if (waits && (reload_first || !kv_is_said()) && swap_ == nullptr) return end_early(tags, {});
+
+  TORPOR_TRY(operation_.go_on());
+  TORPOR_ASSIGN(report_.requests, engine_.hooks.unfinished_requests());
+  const bool kv_of_old_weights = written && (asleep.preserved || !asleep.derived_released);
+  if (kv_of_old_weights && !kv_is_said() && report_.requests > 0) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("the weights were written meanwhile, and {} requests have KV of the old ones",
+                                     report_.requests),
+                 .next_step = "say what becomes of it: kv=\"recompute\", \"keep\" or \"abort\""};
+  }
+  if (swap_ != nullptr) {
+    if (!report_.reload.empty())
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = "the engine that is to come has no weights",
+                   .next_step = "wake it without the other"};
+    TORPOR_TRY(swap_->settle());
+  }
+  operation_.begin("reconnect");
+  TORPOR_TRY(reconnect(kv_of_old_weights));
+  if (!late.empty()) TORPOR_TRY(context_.deferred.hold(late, ranks_, operation_));
+  if (swap_ != nullptr && swap_->commit) TORPOR_TRY(swap_->commit());
+  if (!tags.empty()) TORPOR_TRY(finish(tags));
+  report_.late_blocks = static_cast<int64_t>(late.size());
+  // From here on the backups are gone; only the engine's own resume can still fail.
+  operation_.keep();
+  if (Status resumed = engine_.hooks.resume(); !resumed) {
+    engine_.state.lose(resumed.error());
+    return std::move(resumed).error();
+  }
+  operation_.end("reconnect");
+  let_run(written);
+  return std::move(report_);
+}
+
+// Return which of the tags that sleep this call wakes.
+Result<std::vector<std::string>> WakeOperation::tags_that_wake() const {
+  std::vector<std::string> tags = context_.asleep.tags;
+  for (const std::string& tag : options_.tags) {
+    if (has_tag(tags, tag) || tag == "scheduling") continue;
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("the tag \"{}\" is not asleep", tag),
+                 .next_step = fmt::format("use some of: {}", joined(tags, ", "))};
+  }
+  const bool names_memory =
+      std::any_of(tags.begin(), tags.end(), [&](const auto& tag) { return has_tag(options_.tags, tag); });
+  if (!options_.tags.empty()) {
+    std::erase_if(
+        tags, [&](const std::string& tag) { return !has_tag(options_.tags, tag) && (may_wait(tag) || !names_memory); });
+  }
+  return tags;
+}
+
+Status WakeOperation::restore_memory(const std::vector<std::string>& tags, const std::vector<int32_t>& late) {
+  operation_.begin("restore");
+  operation_.undo_with([this, tags] { return undo_restore(tags); });
+  TORPOR_ASSIGN(
+      const std::vector<orders::Restore::Reply> restored,
+      engine_.ranks.call(orders::Restore{
+          .tags = tags, .progress = options_.progress, .late = late, .room = swap_ == nullptr ? "" : swap_->channel}));
+  report_.restored_bytes = total_bytes(restored);
+  ranks_ = restored.size();
+  for (const orders::Restore::Reply& reply : restored) {
+    report_.late_bytes += reply.late_bytes;
+    for (const std::string& tag : reply.without_content) {
+      if (tag != kKvCacheTag && !has_tag(report_.reload, tag)) report_.reload.push_back(tag);
+    }
+  }
+  operation_.end("restore", report_.restored_bytes);
+  return ok();
+}
+
+// Memory that can be neither mapped nor given back cannot be woken again; its content is safe where it was saved.
+Status WakeOperation::undo_restore(const std::vector<std::string>& tags) {
+  // What stays on the way is taken up by the next wake.
+  if (const auto cancelled = engine_.ranks.undo(orders::CancelRestore{.tags = tags}); !cancelled)
+    log().error("undoing a wake: {}", cancelled.error().to_string());
+  const Result<Described> described = engine_.ranks.undo(orders::Describe{});
+  if (!described) return ok();
+  engine_.state.set_tags(*described);
+  for (const orders::Describe::Reply& reply : *described) {
+    for (const auto& [tag, entry] : reply.ledger.tags) {
+      if (entry.state != "broken") continue;
+      return Error{.code = Code::kDevice,
+                   .what = fmt::format("the tag {} is broken", tag),
+                   .next_step = "start a new engine and wake it from its last checkpoint",
+                   .origin = Origin::kDevice};
+    }
+  }
+  return ok();
+}
+
+// Leave the engine asleep: what was asked for is awake, but other tags are not, or weights must be loaded first.
+Result<SleepReport> WakeOperation::end_early(const std::vector<std::string>& tags,
+                                             std::vector<std::string> still_asleep) {
+  report_.changed = !tags.empty();
+  if (still_asleep.empty()) {
+    report_.note = warning_of(End::kWaits);
+  } else {
+    report_.note = fmt::format("still asleep: {}", joined(still_asleep, ", "));
+    if (!report_.reload.empty()) report_.note += "; " + warning_of(End::kStillAsleep);
+  }
+  if (!tags.empty()) TORPOR_TRY(finish(tags));
+  operation_.keep();
+  std::erase_if(context_.asleep.without_content, [&](const std::string& tag) { return has_tag(tags, tag); });
+  if (still_asleep.empty()) context_.asleep.without_content.clear();
+  context_.asleep.tags = std::move(still_asleep);
+  engine_.state.enter(EngineState::At::kAsleep);
+  return std::move(report_);
+}
+
+Status WakeOperation::reconnect(bool kv_of_old_weights) {
+  const SleepInForce& asleep = context_.asleep;
+  if (asleep.derived_released) {
+    operation_.undo_with([this]() -> Status {
+      // It takes some memory until the next wake makes it again; the engine can be woken all the same.
+      if (const Status released = engine_.hooks.release_derived(); !released)
+        log().error("{}", released.error().to_string());
+      return ok();
+    });
+    TORPOR_TRY(engine_.hooks.rebuild_derived());
+  }
+  if (asleep.preserved) TORPOR_TRY(engine_.hooks.reconnect(asleep.workers));
+  if (drops_kv()) {
+    TORPOR_TRY(drop_old_kv());
+  } else if (kv_of_old_weights || (asleep.preserved && !report_.reload.empty())) {
+    TORPOR_TRY(engine_.hooks.retire_prefix());
+    report_.note = "the weights were written meanwhile: cached prefixes of the old ones are found no more";
+    if (report_.requests > 0) report_.note += ", running requests keep their KV";
+  }
+  if (!report_.reload.empty()) report_.note = warning_of(End::kRuns);
+  return ok();
+}
+
+Status WakeOperation::drop_old_kv() {
+  const bool aborts = options_.old_kv == OldKv::kAbort;
+  if (report_.requests > 0)
+    operation_.irreversible(aborts ? "its requests may have ended" : "its requests may be computed again");
+  TORPOR_TRY(engine_.hooks.drop_requests(aborts ? "abort" : "recompute"));
+  if (report_.requests > 0)
+    operation_.irreversible(aborts ? "its requests have ended" : "its requests are computed again");
+  return ok();
+}
+
+// Give the last order of a wake. A rank that has carried it out has no way back: then all must, or the engine is
+// unrecoverable.
+Status WakeOperation::finish(const std::vector<std::string>& tags) {
+  const orders::Finish order{.tags = tags, .keep_backup = !drops_kv()};
+  const auto attempt = [&]() -> Status {
+    TORPOR_ASSIGN(const std::vector<orders::Finish::Reply> finished, engine_.ranks.call(order));
+    std::vector<RankLedger> after = ledgers_of(finished);
+    engine_.state.set_tags(finished);
+    report_.ledgers = std::move(after);
+    return ok();
+  };
+  const Status first = catching(attempt);
+  if (first) return finished(tags), first;
+  const Result<bool> none_finished = catching([&]() -> Result<bool> {
+    TORPOR_ASSIGN(const Described described, engine_.ranks.call(orders::Describe{}));
+    return std::none_of(described.begin(), described.end(), [&](const orders::Describe::Reply& reply) {
+      return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) {
+        const auto entry = reply.ledger.tags.find(tag);
+        return entry != reply.ledger.tags.end() && entry->second.state == "attached";
+      });
+    });
+  });
+  if (none_finished && *none_finished) return first;
+  const Status second = catching(attempt);
+  if (!second) engine_.state.lose(second.error());
+  if (second) finished(tags);
+  return second;
+}
+
+void WakeOperation::finished(const std::vector<std::string>& tags) noexcept {
+  if (has_tag(tags, kKvCacheTag) && !context_.deferred.any()) engine_.release_host_slots();
+}
+
+// The engine runs: nothing of the sleep is in force any more.
+void WakeOperation::let_run(bool weights_were_written) noexcept {
+  SleepInForce& asleep = context_.asleep;
+  if (weights_were_written) context_.old_kv_is_said = kv_is_said();
+  report_.changed = true;
+  report_.fully_awake = true;
+  report_.metadata = std::move(asleep.metadata);
+  report_.checkpoint = engine_.state.wake();
+  if (asleep.checkpoint) context_.checkpoints.mark_woken(*asleep.checkpoint);
+  asleep = {};
+  context_.deferred.end_if_all_came();
+}
+
+// --- weights that were loaded meanwhile, or are to be ---
+
+// Return whether other weights were loaded since the engine fell asleep: also of the same ones where a word was said
+// about KV, or where it is not known that they are. Adds to the report what must still be loaded.
+Result<bool> WakeOperation::weights_were_written() {
+  const bool loaded = report_.reload.empty();  // else they are still to be loaded, whatever was said
+  if (kv_is_said() && loaded) TORPOR_TRY(engine_.ranks.call(orders::Written{.tags = {kWeightsTag}}));
+  TORPOR_ASSIGN(const Described described, engine_.ranks.call(orders::Describe{}));
+  for (const orders::Describe::Reply& reply : described) {
+    for (const std::string& tag : reply.without_content) {
+      if (tag != kKvCacheTag && !has_tag(report_.reload, tag)) report_.reload.push_back(tag);
+    }
+  }
+  if (writes_of_weights(described) == context_.asleep.writes) return false;
+  if (kv_is_said() || !report_.reload.empty()) return true;
+  TORPOR_ASSIGN(const bool same, weights_are_those_of_kv(described));
+  return !same;
+}
+
+// Return whether the weights, which were written, are the same bytes as before.
+Result<bool> WakeOperation::weights_are_those_of_kv(const Described& described) {
+  const std::vector<std::string>& weights = context_.asleep.weights;
+  if (weights.empty() || weights.size() != described.size()) return false;
+  TORPOR_ASSIGN(
+      const std::vector<orders::DigestTags::Reply> digested,
+      engine_.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = !engine_.options.always_read_weights}));
+  return std::equal(digested.begin(), digested.end(), weights.begin(), weights.end(),
+                    [](const auto& reply, const std::string& digest) {
+                      const auto found = reply.digests.find(kWeightsTag);
+                      return found != reply.digests.end() && found->second == digest;
+                    });
+}
+
+// Return whether requests are kept that must wait until what is missing is loaded.
+Result<bool> WakeOperation::waits_for_weights() {
+  if (report_.reload.empty() || !context_.asleep.preserved) return false;
+  if (options_.others_wait) return true;
+  TORPOR_ASSIGN(const int64_t requests, engine_.hooks.unfinished_requests());
+  return requests > 0;
+}
+
+// Say, and log, what a wake means that leaves tags without content.
+std::string WakeOperation::warning_of(End end) const {
+  std::string warning = joined(report_.reload, ", ");
+  switch (end) {
+    case End::kStillAsleep: return warning + " without content: to be loaded before the rest wakes";
+    case End::kWaits:
+      warning = fmt::format("nothing runs before {} loaded: load what is missing, then call wake_up() again", warning);
+      break;
+    case End::kRuns: warning += " without content: answers are wrong until what is missing is loaded"; break;
+  }
+  log().warn("wake: {}", warning);
+  return warning;
+}
+
+// --- a checkpoint ---
+
+Result<SleepReport> WakeOperation::wake_from_checkpoint() {
+  report_.fully_awake = true;
+  TORPOR_ASSIGN(const int64_t unfinished, engine_.hooks.unfinished_requests());
+  if (unfinished > 0) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("this engine has {} requests of its own", unfinished),
+                 .next_step = "wake the checkpoint in an engine without requests"};
+  }
+  context_.asleep.checkpoint.reset();
+  if (Status restored = catching([&] { return restore_checkpoint(); }); !restored) {
+    if (!options_.discard_on_restore_error || operation_.cancelled()) return restored.error();
+    operation_.undo();
+    if (engine_.state.lost()) return restored.error();
+    log().error("waking without the state: {}", restored.error().to_string());
+    context_.took_checkpoint = true;
+    SleepReport discarded{.fully_awake = true, .checkpoint = std::move(report_.checkpoint)};
+    discarded.note = fmt::format("the state was discarded: {}", restored.error().to_string());
+    engine_.state.enter(EngineState::At::kAwake);
+    return discarded;
+  }
+  report_.changed = true;
+  context_.took_checkpoint = true;
+  if (options_.hold) {
+    operation_.keep();
+    context_.wake_is_held = true;
+    return std::move(report_);
+  }
+  TORPOR_TRY(engine_.hooks.resume());
+  operation_.keep();
+  engine_.state.enter(EngineState::At::kAwake);
+  if (context_.asleep.checkpoint) context_.checkpoints.mark_woken(*context_.asleep.checkpoint);
+  context_.asleep.checkpoint.reset();
+  return std::move(report_);
+}
+
+Status WakeOperation::restore_checkpoint() {
+  // What such an engine was given could not be preserved, nor can it go on with what another one was given.
+  TORPOR_ASSIGN(const std::vector<std::string> unsupported, engine_.hooks.unsupported());
+  if (!unsupported.empty()) {
+    return Error{.code = Code::kUnsupported,
+                 .what = fmt::format("this engine cannot go on with saved requests yet: {}", joined(unsupported, "; ")),
+                 .next_step = "wake them in an engine without these features"};
+  }
+  operation_.begin("open");
+  std::optional<Checkpoint> checkpoint;  // none: all is computed anew
+  EngineCheckpoint state;
+  if (!options_.from_checkpoint.empty()) TORPOR_TRY(open(checkpoint, state));
+  operation_.end("open", report_.checkpoint_bytes);
+
+  operation_.begin("quiesce");
+  operation_.undo_with([this] { return engine_.hooks.resume(); });
+  TORPOR_TRY(engine_.hooks.quiesce(std::nullopt));
+  operation_.end("quiesce");
+
+  operation_.begin("restore");
+  // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
+  TORPOR_TRY(engine_.hooks.drop_requests("abort"));
+  std::vector<int32_t> late;
+  if (checkpoint && options_.early && !options_.hold && !options_.catch_up) {
+    late = late_blocks_of(state.state, blocks_by_need(state.state), engine_.hooks.holds_back());
+    operation_.undo_with([this] { return context_.deferred.forget(); });
+  }
+  if (checkpoint) {
+    TORPOR_ASSIGN(const std::vector<orders::LoadBlocks::Reply> loaded,
+                  engine_.ranks.call(orders::LoadBlocks{.directory = checkpoint->path(),
+                                                        .generation = checkpoint->manifest().generation,
+                                                        .id = checkpoint->manifest().id,
+                                                        .progress = options_.progress,
+                                                        .numbers = state.state.kv.block_numbers,
+                                                        .late = late}));
+    for (const orders::LoadBlocks::Reply& reply : loaded) report_.late_bytes += reply.late_bytes;
+    ranks_ = loaded.size();
+    report_.restored_bytes = total_bytes(loaded);
+    report_.ledgers = ledgers_of(loaded);
+    engine_.state.set_tags(loaded);
+  } else {
+    TORPOR_ASSIGN(state.state, engine_.hooks.capture());
+    if (options_.catch_up) TORPOR_TRY(options_.catch_up(state.state, /*woken_before=*/false));
+  }
+  operation_.end("restore", report_.restored_bytes);
+
+  TORPOR_TRY(operation_.go_on());
+  operation_.begin("reconnect");
+  operation_.undo_with([this] { return engine_.hooks.forget_restored(); });
+  TORPOR_ASSIGN(report_.failed_requests, engine_.hooks.restore(state));
+  if (checkpoint && engine_.options.checkpoints.incremental) tell_contents(*checkpoint);
+  if (!late.empty()) TORPOR_TRY(context_.deferred.hold(late, ranks_, operation_));
+  report_.late_blocks = static_cast<int64_t>(late.size());
+  report_.requests = static_cast<int64_t>(state.state.scheduler.requests.size() - report_.failed_requests.size());
+  report_.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
+  report_.outputs = state.outputs;
+  report_.metadata = state.metadata;
+  operation_.end("reconnect");
+  if (checkpoint) {
+    context_.asleep.checkpoint = EngineCheckpoints::generation_at(checkpoint->path());
+    context_.checkpoints.set_owner(checkpoint->manifest().owner);
+  }
+  return ok();
+}
+
+// Open the checkpoint, read its state, and check that it fits this engine.
+Status WakeOperation::open(std::optional<Checkpoint>& checkpoint, EngineCheckpoint& state) {
+  const std::shared_ptr<const Key>& key = engine_.options.checkpoints.key;
+  TORPOR_ASSIGN(checkpoint, open_checkpoint(engine_.file_system, options_.from_checkpoint, key));
+  report_.checkpoint = checkpoint->path();
+  TORPOR_ASSIGN(state, checkpoint->read_state());
+  TORPOR_TRY(state.state.validate());
+  TORPOR_ASSIGN(const Described described, engine_.ranks.call(orders::Describe{}));
+  TORPOR_ASSIGN(const Fingerprint own, fingerprint_of(engine_, described, WeightsDigest::kReadOrProven));
+  TORPOR_TRY(check_fits(engine_.file_system, *checkpoint, own, options_.from_checkpoint, key.get()));
+  report_.checkpoint_bytes = checkpoint->manifest().total_bytes();
+  report_.unread_bytes = checkpoint->manifest().stored_bytes_but_of(kKvCacheTag);
+  // First: blocks of requests that have ended since need no room.
+  if (options_.catch_up) TORPOR_TRY(catch_up(*checkpoint, state.state));
+  TORPOR_ASSIGN(FittedBlocks fitted, fit_blocks(state.state.kv, described));
+  if (fitted.dropped > 0) log().warn("wake: {}", fitted.note);
+  report_.dropped_blocks = fitted.dropped;
+  report_.note = std::move(fitted.note);
+  return ok();
+}
+
+Status WakeOperation::catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint& state) {
+  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory,
+                engine_.file_system.open_directory(checkpoint.path(), false));
+  const Result<std::unique_ptr<File>> mark = directory->open_file(kWokenFile);
+  if (!mark && mark.error().code != Code::kNotFound) return mark.error();
+  return options_.catch_up(state, mark.has_value());
+}
+
+// Tell the ranks what the engine calls the contents that came back. Where it fails, and is logged, the next checkpoint
+// reads all blocks once.
+void WakeOperation::tell_contents(const Checkpoint& checkpoint) noexcept {
+  const Status told = catching([&]() -> Status {
+    TORPOR_ASSIGN(KvContents contents, engine_.hooks.kv_contents());
+    TORPOR_TRY(engine_.ranks.call(orders::TellContents{.id = checkpoint.manifest().id,
+                                                       .blocks = std::move(contents.blocks),
+                                                       .stamps = std::move(contents.stamps),
+                                                       .steps = contents.steps}));
+    return ok();
+  });
+  if (told) return;
+  (void)catching([&]() -> Status {
+    log().warn("the next checkpoint will read all of the KV: {}", told.error().to_string());
+    return ok();
+  });
+}
+
+}  // namespace torpor

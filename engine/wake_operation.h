@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// WakeOperation: one wake while it runs: of an engine that sleeps in this process, or of a new one from a checkpoint.
+//
+//   this process   restore   reconnect   finish, resume      restore: memory comes back, its content with it
+//   a checkpoint   open   quiesce   restore   reconnect   resume
+//
+// A wake of this process may end early: some tags sleep on, or nothing may run before weights are loaded. A failure
+// undoes this wake and nothing else, until finish has begun: a rank that has carried it out has no way back.
+//
+// Owner: the controller's call. Threads: one.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/operation.h"
+#include "engine/operation_context.h"
+
+namespace torpor {
+
+// For a wake that takes its memory from another engine, which must be asleep before this one runs.
+struct SwapIn {
+  std::string channel;               // path of the SwapChannel
+  std::function<Status()> settle;    // waits until the other engine is asleep
+  std::function<Status()> commit{};  // from then on this one may run, and does what cannot be undone
+};
+
+class WakeOperation {
+ public:
+  // The engine enters kWaking. All that is referred to outlives this. `swap`: null for a wake without a swap.
+  WakeOperation(OperationContext& context, const WakeOptions& options, const SwapIn* swap);
+
+  // Wake, or undo all of it.
+  Result<SleepReport> run();
+
+ private:
+  enum class End : uint8_t { kStillAsleep, kWaits, kRuns };  // how a wake leaves the engine
+
+  // Of this process.
+  Result<SleepReport> wake_this_process();
+  Result<std::vector<std::string>> tags_that_wake() const;
+  Status restore_memory(const std::vector<std::string>& tags, const std::vector<int32_t>& late);
+  Status undo_restore(const std::vector<std::string>& tags);
+  Result<SleepReport> end_early(const std::vector<std::string>& tags, std::vector<std::string> still_asleep);
+  Status reconnect(bool kv_of_old_weights);
+  Status drop_old_kv();
+  Status finish(const std::vector<std::string>& tags);
+  void finished(const std::vector<std::string>& tags) noexcept;
+  void let_run(bool weights_were_written) noexcept;
+  Result<bool> weights_were_written();
+  Result<bool> weights_are_those_of_kv(const Described& described);
+  Result<bool> waits_for_weights();
+  std::string warning_of(End end) const;
+
+  // From a checkpoint.
+  Result<SleepReport> wake_from_checkpoint();
+  Status restore_checkpoint();
+  Status open(std::optional<Checkpoint>& checkpoint, EngineCheckpoint& state);
+  Status catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint& state);
+  void tell_contents(const Checkpoint& checkpoint) noexcept;
+
+  bool kv_is_said() const { return options_.old_kv != OldKv::kUnsaid; }
+  bool drops_kv() const { return options_.old_kv == OldKv::kRecompute || options_.old_kv == OldKv::kAbort; }
+
+  OperationContext& context_;
+  const EngineParts& engine_;
+  const WakeOptions& options_;
+  const SwapIn* const swap_;
+  const EngineState::At before_;
+  SleepReport report_{};
+  size_t ranks_ = 0;
+  Operation operation_;  // last: its undo needs all of the above
+};
+
+}  // namespace torpor
