@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 import networks
 from conftest import InProcess
 from connector_served import ENGINE, Served, prompts
+from suspend import suspend
 
 SLOW = "200kbit"  # a block takes longer than kv_store_timeout_ms
 BACK_WITHIN = 60  # seconds
@@ -64,10 +65,10 @@ def on_a_bad_network(served: Served, wire: networks.Wire) -> dict:
 def without_the_server(served: Served, server: int) -> dict:
     """Nobody waits for one that is stopped, or gone; what it has is computed."""
     result = {}
-    for name, how in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
-        os.kill(server, how)
-        result[name] = cut_off(served, name)
-    return result
+    suspend(server)
+    result = {"stopped": cut_off(served, "stopped")}
+    os.kill(server, signal.SIGKILL)
+    return result | {"killed": cut_off(served, "killed")}
 
 
 def main() -> None:

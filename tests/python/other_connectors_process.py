@@ -63,11 +63,13 @@ class Engine:
         LEDGER.store.update(kept)
         LEDGER.held = True
         answers = self.one.begin(0)
-        while len(LEDGER.open) < 2:
+        statuses: dict = {}
+        # What a connector beside it has of the running one's prompt comes when it comes.
+        while len(LEDGER.open) < 2 or statuses["running"] is RequestStatus.WAITING_FOR_REMOTE_KVS:
             answers |= run(self.one.engine, 1)
+            statuses = {r.request_id.rsplit("-", 1)[0]: r.status for r in self.scheduler.requests.values()}
         LEDGER.held = held
         LEDGER.take()
-        statuses = {r.request_id.rsplit("-", 1)[0]: r.status for r in self.scheduler.requests.values()}
         assert statuses["sent"].name.startswith("FINISHED") and statuses["running"] is RequestStatus.RUNNING, statuses
         assert statuses["loaded"] is RequestStatus.WAITING_FOR_REMOTE_KVS, statuses
         return answers

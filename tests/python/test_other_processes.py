@@ -22,6 +22,7 @@ import vllm
 from conftest import ENGINE, IN_PROOF, long_on_rig, result_of, without_weights
 from inspector import look
 from requests_of_tests import REQUESTS, add_requests, final, run
+from suspend import suspend
 
 import torpor.console
 from torpor.errors import Aborted
@@ -73,7 +74,7 @@ def _interrupted(engine):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    os.kill(core.pid, signal.SIGSTOP)
+    suspend(core.pid)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         yield

@@ -13,6 +13,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from servers import ALICE, BUCKET, Client, Reading, S3Server, ServerEnded, make_server, sampling
+from suspend import suspend
 from torpor import _core
 from torpor.errors import Busy, InvalidArgument, Unsupported
 from torpor.vllm.server import remote
@@ -240,7 +241,7 @@ async def scene(first, second, store, folder):
 
 async def stands_still(server, store):
     """Another one owns meanwhile: the server ends as soon as it runs again, and gives nothing back."""
-    os.kill(server.pid, signal.SIGSTOP)
+    suspend(server.pid)
     other = _core.RemoteHome(store, 60)
     try:
         while not await asyncio.to_thread(other.take):

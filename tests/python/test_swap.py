@@ -16,6 +16,7 @@ from conftest import ENGINE
 from requests_of_tests import REQUESTS, add_requests, run
 from servers import ALICE, Client, Reading, make_server, sampling
 from serving import command_of, descendants
+from suspend import suspend
 from test_other_processes import LONG, in_other_processes, start, stop, written  # noqa: F401
 
 import torpor
@@ -37,7 +38,7 @@ def begin(llm) -> None:
 
 @contextlib.contextmanager
 def while_stopped(pid: int):
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
         yield
     finally:
@@ -102,7 +103,7 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
         awake, asleep = asleep, awake
 
         begin(awake)
-        os.kill(core_of(awake.llm_engine), signal.SIGSTOP)
+        suspend(core_of(awake.llm_engine))
         with ThreadPoolExecutor(1) as other:
             swapping = other.submit(torpor.swap, awake, asleep)
             os.kill(core_of(awake.llm_engine), signal.SIGKILL)

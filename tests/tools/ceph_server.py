@@ -14,6 +14,8 @@ import time
 import uuid
 from pathlib import Path
 
+from suspend import suspend
+
 BUCKET = "torpor"
 STARTED_WITHIN = 180  # seconds; 20 to 60 were seen
 _PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin", "curl")
@@ -144,7 +146,7 @@ class CephServer:
         return subprocess.run(words, capture_output=True, text=True).stdout
 
     def pause(self) -> None:
-        os.killpg(self._gateway.pid, signal.SIGSTOP)
+        suspend(self._gateway.pid, group=True)
 
     def go_on(self) -> None:
         os.killpg(self._gateway.pid, signal.SIGCONT)

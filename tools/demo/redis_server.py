@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from suspend import suspend
+
 STARTED_WITHIN = 60  # seconds; a tenth was seen
 # Debian's redis-tools have the server's program under the name of one of its tools, and start no service.
 PROGRAMS = ("redis-server", "redis-check-rdb")
@@ -87,7 +89,7 @@ class RedisServer:
         return self._process.pid
 
     def pause(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        suspend(self.pid)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

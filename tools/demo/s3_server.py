@@ -14,6 +14,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from suspend import suspend
+
 WEED = Path(__file__).resolve().parents[2] / "build/stores/bin/weed"
 BUCKET = "torpor"
 STARTED_WITHIN = 60  # seconds; 3 to 14 were seen
@@ -147,7 +149,7 @@ class S3Server:
             return 0
 
     def pause(self) -> None:
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        suspend(self._process.pid, group=True)
 
     def go_on(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
