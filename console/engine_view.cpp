@@ -20,7 +20,7 @@ constexpr size_t kMostRows = 1 << 20;  // of slots or candidates: more there nev
 std::string_view EngineView::engine() const { return engine_ ? kEngineStates[*engine_] : std::string_view(); }
 
 // A checkpoint that is written behind the engine leaves it awake but for a stop in its middle; one for which it stands
-// still says that it falls asleep as it begins (engine/behind_events.h).
+// still says that it falls asleep as it begins (engine/background_events.h).
 std::optional<int64_t> EngineView::stands_since(const OperationRow& row) const {
   if (kOperationNames[row.kind] != "checkpoint") return row.began;
   if (!engine_ || *engine_ == 0) return std::nullopt;

@@ -60,8 +60,7 @@ Result<bool> BackgroundCheckpoint::step(bool wait) {
       TORPOR_ASSIGN(const bool opened, own_work_ended(wait));
       if (!opened) return false;
       TORPOR_TRY(describe_engine());
-      TORPOR_TRY(engine_.ranks.call(orders::OpenBehind{
-          .directory = pending_->staging_path(), .writing = pending_->writing(), .progress = options_.progress}));
+      TORPOR_TRY(send(orders::Save::Stage::kOpen));
       at_ = At::kOpeningRanks;
       return may_have_ended;
     }
@@ -101,7 +100,7 @@ Result<bool> BackgroundCheckpoint::step(bool wait) {
       events_->end(Edge::kEnd, {});
       pending_.reset();  // with the lock of its directory
       (void)catching([&]() -> Status {
-        const auto stopped = engine_.ranks.undo(orders::LookBehind{.stop = true});
+        const auto stopped = engine_.ranks.undo(orders::PollSave{.stop = true});
         if (!stopped) log().warn("{}", stopped.error().to_string());
         return ok();
       });
@@ -113,6 +112,11 @@ Result<bool> BackgroundCheckpoint::step(bool wait) {
   return false;
 }
 
+Result<std::vector<orders::Save::Reply>> BackgroundCheckpoint::send(orders::Save::Stage stage) {
+  save_.stage = stage;
+  return engine_.ranks.call(save_);
+}
+
 Result<bool> BackgroundCheckpoint::own_work_ended(bool wait) {
   if (!wait && !work_.ended()) return false;
   TORPOR_TRY(work_.wait());
@@ -120,8 +124,8 @@ Result<bool> BackgroundCheckpoint::own_work_ended(bool wait) {
 }
 
 Result<bool> BackgroundCheckpoint::ranks_have_ended(bool wait) {
-  TORPOR_ASSIGN(ranks_, engine_.ranks.call(orders::LookBehind{.wait = wait}));
-  return std::all_of(ranks_.begin(), ranks_.end(), [](const orders::LookBehind::Reply& rank) { return rank.ended; });
+  TORPOR_ASSIGN(ranks_, engine_.ranks.call(orders::PollSave{.wait = wait}));
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const orders::PollSave::Reply& rank) { return rank.ended; });
 }
 
 // Ask what the engine is, as long as nothing ends this checkpoint.
@@ -146,6 +150,7 @@ void BackgroundCheckpoint::choose_tags(const std::vector<std::string>& tags) {
   save_.directory = pending_->staging_path();
   save_.writing = pending_->writing();
   save_.as_proven = !engine_.options.always_read_weights;
+  save_.progress = options_.progress;
 }
 
 void BackgroundCheckpoint::choose_blocks(KvContents& contents) {
@@ -168,8 +173,7 @@ Status BackgroundCheckpoint::precopy() {
       TORPOR_ASSIGN(KvContents contents, engine_.hooks.kv_contents());
       choose_blocks(contents);
     }
-    TORPOR_ASSIGN(const std::vector<orders::CopyAhead::Reply> copied,
-                  engine_.ranks.call(orders::CopyAhead{.save = save_}));
+    TORPOR_ASSIGN(const std::vector<orders::Save::Reply> copied, send(orders::Save::Stage::kPrecopy));
     copied_ = total_bytes(copied);
     return ok();
   });
@@ -229,8 +233,7 @@ Status BackgroundCheckpoint::stop_and_copy(SleepOperation& sleep) {
   operation.end("capture");
   TORPOR_TRY(operation.go_on());
   operation.begin("save");
-  TORPOR_ASSIGN(const std::vector<orders::SaveBehind::Reply> saved,
-                engine_.ranks.call(orders::SaveBehind{.save = save_}));
+  TORPOR_ASSIGN(const std::vector<orders::Save::Reply> saved, send(orders::Save::Stage::kStopAndCopy));
   if (!save_.carried.empty()) add_weights(captured_.fingerprint, saved);
   context_.checkpoints.sign(*pending_, captured_.fingerprint);
   report.kept_blocks = static_cast<int64_t>(save_.blocks.size());
@@ -252,7 +255,7 @@ Status BackgroundCheckpoint::write_state() {
 // Commit the whole of it, or nothing: what is committed and cannot be reported is taken away again.
 Status BackgroundCheckpoint::commit() {
   const Status committed = catching([&]() -> Status {
-    for (const orders::LookBehind::Reply& rank : ranks_) {
+    for (const orders::PollSave::Reply& rank : ranks_) {
       for (const auto& [tag, sums] : rank.saved.saved.tags) report_.checkpoint_parts[tag] += sums.stored_bytes;
       report_.saved_bytes += rank.saved.bytes;
       report_.compacted_bytes += rank.saved.compacted_bytes;
@@ -286,16 +289,16 @@ Result<SleepReport> BackgroundCheckpoint::finish() {
 
 void BackgroundCheckpoint::cancel() noexcept {
   if (at_ == At::kCommitting) {
-    settle("");
+    end_or_wait("");
   } else if (at_ != At::kEnded) {
     fail({.code = Code::kAborted, .what = "cancelled"});
   }
 }
 
 // Who asked for the checkpoint is told of its end when they ask.
-void BackgroundCheckpoint::settle(std::string_view why) noexcept {
+void BackgroundCheckpoint::end_or_wait(std::string_view why) noexcept {
   if (ended()) return;
-  if (!was_taken()) {
+  if (!can_finish()) {
     Error error{.code = Code::kAborted};
     (void)catching([&]() -> Status {
       error.next_step = "ask for it again";
@@ -320,7 +323,7 @@ void BackgroundCheckpoint::enter(std::string_view phase) noexcept {
 // Returns the error, without words if there is no memory for them.
 Error BackgroundCheckpoint::fail(Error error) noexcept {
   const Status stopped = catching([&]() -> Status {
-    TORPOR_TRY(engine_.ranks.undo(orders::LookBehind{.stop = true}));
+    TORPOR_TRY(engine_.ranks.undo(orders::PollSave{.stop = true}));
     return ok();
   });
   (void)work_.wait();

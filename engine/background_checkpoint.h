@@ -6,7 +6,7 @@
 //                                        └ take(), between two steps of the engine
 //
 // Each step is short: what takes long is done in the background, here (opening, the state, the commit) and on the ranks
-// (engine/write_behind.h). A failure, or cancel(), ends it: nothing of it is left, here or on the ranks.
+// (engine/background_writer.h). A failure, or cancel(), ends it: nothing of it is left, here or on the ranks.
 //
 // Owner: the operation in progress. Threads: one at a time.
 #pragma once
@@ -20,7 +20,7 @@
 
 #include "base/background.h"
 #include "base/progress_file.h"
-#include "engine/behind_events.h"
+#include "engine/background_events.h"
 #include "engine/operation_context.h"
 #include "engine/sleep_operation.h"
 
@@ -47,10 +47,10 @@ class BackgroundCheckpoint {
   // End it, unless it is being committed: then wait for that.
   void cancel() noexcept;
   // Make way for another operation, `why`: give it up, or wait for it if it was taken.
-  void settle(std::string_view why) noexcept;
+  void end_or_wait(std::string_view why) noexcept;
 
   bool ready() const { return at_ == At::kReady; }
-  bool was_taken() const { return at_ == At::kTaken || at_ == At::kCommitting || at_ == At::kEnded; }
+  bool can_finish() const { return at_ == At::kTaken || at_ == At::kCommitting || at_ == At::kEnded; }
   bool ended() const { return at_ == At::kEnded; }
   const std::optional<Error>& error() const { return error_; }  // none before it has ended
 
@@ -61,6 +61,7 @@ class BackgroundCheckpoint {
   Status describe_engine();
   Status precopy();
   Status stop_and_copy(SleepOperation& sleep);
+  Result<std::vector<orders::Save::Reply>> send(orders::Save::Stage stage);
   Result<bool> own_work_ended(bool wait);
   Result<bool> ranks_have_ended(bool wait);
   void choose_tags(const std::vector<std::string>& tags);
@@ -77,11 +78,11 @@ class BackgroundCheckpoint {
   At at_ = At::kOpening;
   std::unique_ptr<CheckpointManager> checkpoints_{};
   std::optional<PendingCheckpoint> pending_{};
-  Described described_{};                           // at its beginning: what changes it later ends this first
-  orders::Save save_{};                             // of the last order to the ranks
-  EngineCheckpoint captured_{};                     // until the stop it has a part of the fingerprint alone
-  Moment moment_{};                                 // of the stop, until it is read
-  std::vector<orders::LookBehind::Reply> ranks_{};  // what they said last
+  Described described_{};                         // at its beginning: what changes it later ends this first
+  orders::Save save_{};                           // of the last order to the ranks
+  EngineCheckpoint captured_{};                   // until the stop it has a part of the fingerprint alone
+  Moment moment_{};                               // of the stop, until it is read
+  std::vector<orders::PollSave::Reply> ranks_{};  // what they said last
   SleepReport report_{};
   std::optional<Error> error_{};              // once it has ended
   bool stays_ = false;                        // it was committed, and could not be taken back
@@ -89,7 +90,7 @@ class BackgroundCheckpoint {
   double precopy_seconds_ = 0;                // that the engine stood still to see what can be copied before
   uint64_t copied_ = 0;                       // bytes, before, then in the stop
   std::shared_ptr<ProgressFile> progress_{};  // of who asked; null: nobody watches
-  std::optional<BehindEvents> events_{};      // once it was begun
+  std::optional<BackgroundEvents> events_{};  // once it was begun
   Background work_;                           // last: it uses all above
 };
 

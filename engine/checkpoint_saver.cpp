@@ -59,13 +59,13 @@ Result<orders::Save::Reply> CheckpointSaver::save(const orders::Save& order) {
   return reply;
 }
 
-Result<orders::PlanSave::Reply> CheckpointSaver::plan(const orders::Save& order) const {
+Result<orders::Save::Reply> CheckpointSaver::plan(const orders::Save& order) const {
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(order.blocks, order.stamps, order.steps));
   const Result<std::unique_ptr<RankBase>> base =
       RankBase::open(parts_.file_system, order.writing, parts_.rank, parts_.key);
   const CheckpointPlan::BaseRecord in_base = [&](const ChunkKey& key) { return base ? (*base)->find(key) : nullptr; };
   TORPOR_ASSIGN(CheckpointPlan plan, CheckpointPlan::of(images_, in_base, order, contents));
-  orders::PlanSave::Reply reply;
+  orders::Save::Reply reply;
   for (const std::string& tag : order.tags) reply.copied_bytes[tag] = 0;
   for (const size_t place : plan.missing()) reply.copied_bytes[plan.key_at(place).tag] += plan.bytes_at(place);
   for (const size_t place : plan.unchanged()) reply.reused_bytes += plan.bytes_at(place);
@@ -86,66 +86,66 @@ Status CheckpointSaver::write(CheckpointPlan& plan, std::span<const size_t> plac
 
 // --- while the engine serves ---
 
-Result<orders::OpenBehind::Reply> CheckpointSaver::open_behind(const orders::OpenBehind& order) {
-  behind_.reset();
+Result<orders::Save::Reply> CheckpointSaver::open(const orders::Save& order) {
+  writer_.reset();
   std::vector<ChunkPlan> weights;
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   const auto state = states.find(std::string(kWeightsTag));
   const bool there = state != states.end() && state->second == RegionState::kAttached;
   if (there && !images_.proven(kWeightsTag)) weights = images_.chunks().of_tag(kWeightsTag);
   images_.index().watch_weights();
-  auto behind = std::make_unique<WriteBehind>(parts_.transfers, parts_.arena, order.writing,
-                                              ProgressFile::of_caller(order.progress));
-  TORPOR_TRY(behind->open(parts_.file_system, order.directory, parts_.rank, parts_.key, std::move(weights)));
-  behind_ = std::move(behind);
-  return orders::OpenBehind::Reply{};
+  auto background = std::make_unique<BackgroundWriter>(parts_.transfers, parts_.arena, order.writing,
+                                                       ProgressFile::of_caller(order.progress));
+  TORPOR_TRY(background->open(parts_.file_system, order.directory, parts_.rank, parts_.key, std::move(weights)));
+  writer_ = std::move(background);
+  return orders::Save::Reply{};
 }
 
 // Return that of this checkpoint, with nothing under way.
-Result<WriteBehind*> CheckpointSaver::behind_of(const orders::Save& save) {
-  if (behind_ == nullptr || behind_->writing().id != save.writing.id) {
+Result<BackgroundWriter*> CheckpointSaver::writer_of(const orders::Save& save) {
+  if (writer_ == nullptr || writer_->writing().id != save.writing.id) {
     return Error{.code = Code::kFailedPrecondition,
-                 .what = "the checkpoint that is written behind is another one, or none",
+                 .what = "the checkpoint that is written in the background is another one, or none",
                  .next_step = "begin it again"};
   }
-  TORPOR_TRY(behind_->settle());
-  if (std::optional<std::string> digest = behind_->take_digest())
+  TORPOR_TRY(writer_->settle());
+  if (std::optional<std::string> digest = writer_->take_digest())
     images_.index().note_watched_digest(std::move(*digest));
-  return behind_.get();
+  return writer_.get();
 }
 
 // Return all that the checkpoint has of this rank. Blocks that were copied ahead have their records, and are not
 // missing.
-Result<CheckpointPlan> CheckpointSaver::plan_behind(const orders::Save& save, const std::vector<BlockContent>& contents,
-                                                    WriteBehind& behind) const {
+Result<CheckpointPlan> CheckpointSaver::plan_serving(const orders::Save& save,
+                                                     const std::vector<BlockContent>& contents,
+                                                     BackgroundWriter& background) const {
   if (save.tags.empty() || !images_.is_kv(save.tags.front()) || has_tag(save.tags, kWeightsTag)) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "while an engine serves its KV cache is saved first, and no weights",
                  .next_step = "this is a mistake in the calling code"};
   }
-  RankWriter& writer = behind.writer();
+  RankWriter& writer = background.writer();
   const CheckpointPlan::BaseRecord in_base = [&](const ChunkKey& key) { return writer.base_record(key); };
   TORPOR_ASSIGN(CheckpointPlan plan, CheckpointPlan::of(images_, in_base, save, contents));
   const size_t own = plan.size();
   std::erase_if(plan.missing(), [&](size_t place) {
     const SavedChunk* const ahead =
-        place < contents.size() ? behind.ahead(plan.key_at(place), contents[place]) : nullptr;
+        place < contents.size() ? background.ahead(plan.key_at(place), contents[place]) : nullptr;
     if (ahead != nullptr) plan.records()[place] = *ahead;
     return ahead != nullptr;
   });
   plan.carry(in_base, save);
   TORPOR_TRY(plan.take_over_unchanged(writer));
   const std::vector<size_t> sparse = plan.leave_sparse(writer, own);
-  for (const size_t place : sparse) behind.note_sparse(plan.key_at(place).index);
+  for (const size_t place : sparse) background.note_sparse(plan.key_at(place).index);
   plan.missing().insert(plan.missing().end(), sparse.begin(), sparse.end());
   return plan;
 }
 
-Result<orders::CopyAhead::Reply> CheckpointSaver::copy_ahead(const orders::CopyAhead& order) {
-  const orders::Save& save = order.save;
-  TORPOR_ASSIGN(WriteBehind* const behind, behind_of(save));
+Result<orders::Save::Reply> CheckpointSaver::precopy(const orders::Save& save) {
+  TORPOR_ASSIGN(BackgroundWriter* const background, writer_of(save));
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
-  TORPOR_ASSIGN(CheckpointPlan plan, plan_behind(save, contents, *behind));
+  TORPOR_ASSIGN(CheckpointPlan plan, plan_serving(save, contents, *background));
   size_t written_into = 0;  // blocks that the engine still fills
   std::erase_if(plan.missing(), [&](size_t place) {
     if (place >= contents.size()) return true;
@@ -155,27 +155,26 @@ Result<orders::CopyAhead::Reply> CheckpointSaver::copy_ahead(const orders::CopyA
   std::vector<BlockContent> of_chunks;
   for (const size_t place : plan.missing()) of_chunks.push_back(contents[place]);
   TORPOR_ASSIGN(std::vector<ChunkPlan> chunks, plan.chunks_at(plan.missing()));
-  const orders::CopyAhead::Reply reply{.bytes = bytes_of(chunks)};
+  orders::Save::Reply reply{.bytes = bytes_of(chunks)};
   // Until the stop each of them may become full, and another one be begun.
-  TORPOR_TRY(behind->copy_ahead(std::move(chunks), std::move(of_chunks), 2 * written_into, plan.block_bytes()));
+  TORPOR_TRY(background->precopy(std::move(chunks), std::move(of_chunks), 2 * written_into, plan.block_bytes()));
   return reply;
 }
 
-Result<orders::SaveBehind::Reply> CheckpointSaver::save_behind(const orders::SaveBehind& order) {
-  const orders::Save& save = order.save;
-  TORPOR_ASSIGN(WriteBehind* const behind, behind_of(save));
+Result<orders::Save::Reply> CheckpointSaver::stop_and_copy(const orders::Save& save) {
+  TORPOR_ASSIGN(BackgroundWriter* const background, writer_of(save));
   TORPOR_ASSIGN(orders::DigestTags::Reply digested,
                 images_.digest({.tags = save.carried, .as_proven = save.as_proven}));
   TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
-  TORPOR_ASSIGN(CheckpointPlan plan, plan_behind(save, contents, *behind));
+  TORPOR_ASSIGN(CheckpointPlan plan, plan_serving(save, contents, *background));
   TORPOR_ASSIGN(std::vector<ChunkPlan> chunks, plan.chunks_at(plan.missing()));
-  orders::SaveBehind::Reply reply{
-      .bytes = bytes_of(chunks), .digested_bytes = digested.bytes, .digests = std::move(digested.digests)};
+  orders::Save::Reply reply{
+      .bytes = bytes_of(chunks), .digests = std::move(digested.digests), .digested_bytes = digested.bytes};
   StoredBlocks& checkpoints = images_.index().checkpoints();
   orders::Save::Reply saved;
   for (size_t i = 0; i < save.blocks.size(); ++i) {
     const bool changed = !checkpoints.find(save.writing.base_id, save.blocks[i], contents[i]);
-    if (!changed && behind->is_sparse(plan.key_at(i).index)) saved.compacted_bytes += plan.block_bytes();
+    if (!changed && background->is_sparse(plan.key_at(i).index)) saved.compacted_bytes += plan.block_bytes();
   }
   std::vector<bool> copied(plan.size());
   for (const size_t place : plan.missing()) copied[place] = true;
@@ -183,25 +182,26 @@ Result<orders::SaveBehind::Reply> CheckpointSaver::save_behind(const orders::Sav
     const bool linked = !copied[i] && plan.records()[i].file != 0;
     (linked ? saved.reused_bytes : saved.bytes) += plan.bytes_at(i);
   }
-  TORPOR_TRY(behind->copy_now(std::move(chunks)));
-  TORPOR_TRY(behind->write(std::move(plan.records()), std::move(plan.missing()), std::move(saved)));
+  TORPOR_TRY(background->copy_rest(std::move(chunks)));
+  TORPOR_TRY(background->write(std::move(plan.records()), std::move(plan.missing()), std::move(saved)));
   checkpoints.note(save.writing.id, save.writing.base_id, save.blocks, contents);
   return reply;
 }
 
-Result<orders::LookBehind::Reply> CheckpointSaver::look_behind(const orders::LookBehind& order) {
-  orders::LookBehind::Reply reply{.ended = true, .saved = {}};
+Result<orders::PollSave::Reply> CheckpointSaver::poll(const orders::PollSave& order) {
+  orders::PollSave::Reply reply{.ended = true, .saved = {}};
   if (order.stop) {
-    stop_behind();
+    stop();
     return reply;
   }
-  if (behind_ == nullptr) {
-    return Error{
-        .code = Code::kFailedPrecondition, .what = "no checkpoint is written behind", .next_step = "begin it again"};
+  if (writer_ == nullptr) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = "no checkpoint is written in the background",
+                 .next_step = "begin it again"};
   }
-  if (!order.wait && !behind_->ended()) return orders::LookBehind::Reply{};
-  TORPOR_TRY(behind_->settle());
-  if (behind_->written()) reply.saved = *behind_->written();
+  if (!order.wait && !writer_->ended()) return orders::PollSave::Reply{};
+  TORPOR_TRY(writer_->settle());
+  if (writer_->written()) reply.saved = *writer_->written();
   return reply;
 }
 

@@ -36,8 +36,8 @@ Result<WakeProgress> DeferredBlocks::take(LateWait wait, const LateWishes& wishe
 // Take one round; return whether there is another. What the ranks tell counts only when the engine has it: a round that
 // fails has changed nothing, and is repeated.
 Result<bool> DeferredBlocks::take_once(LateWait wait, const LateWishes& wishes, WakeProgress& progress) {
-  TORPOR_ASSIGN(const std::vector<orders::Arrivals::Reply> replies,
-                engine_.ranks.call(orders::Arrivals{
+  TORPOR_ASSIGN(const std::vector<orders::PollRestore::Reply> replies,
+                engine_.ranks.call(orders::PollRestore{
                     .seen = late_->seen, .wait = wait, .wanted = wishes.wanted, .skipped = wishes.skipped}));
   Late next = *late_;
   ArrivedBlocks ended;
@@ -52,7 +52,7 @@ Result<bool> DeferredBlocks::take_once(LateWait wait, const LateWishes& wishes, 
   bool all_ended = true;
   std::string why;
   for (size_t rank = 0; rank < replies.size() && rank < next.seen.size(); ++rank) {
-    const orders::Arrivals::Reply& reply = replies[rank];
+    const orders::PollRestore::Reply& reply = replies[rank];
     all_ended = all_ended && reply.ended;
     if (why.empty() && !reply.why.empty()) why = fmt::format("rank {}: {}", rank, reply.why);
     const uint64_t known = next.seen[rank] - std::min(next.seen[rank], reply.first);
@@ -106,8 +106,8 @@ void DeferredBlocks::end_if_all_came() noexcept {
 }
 
 Status DeferredBlocks::wait_before_wake(size_t ranks, Operation& operation) {
-  TORPOR_ASSIGN(const std::vector<orders::Arrivals::Reply> replies,
-                engine_.ranks.call(orders::Arrivals{.seen = {}, .wait = LateWait::kAll}));
+  TORPOR_ASSIGN(const std::vector<orders::PollRestore::Reply> replies,
+                engine_.ranks.call(orders::PollRestore{.seen = {}, .wait = LateWait::kAll}));
   Late late{.left = {}, .seen = std::vector<uint64_t>(ranks)};
   for (size_t rank = 0; rank < std::min(ranks, replies.size()); ++rank) {
     const std::vector<LateArrival>& arrivals = replies[rank].arrivals;
@@ -126,11 +126,11 @@ Status DeferredBlocks::wait_before_wake(size_t ranks, Operation& operation) {
 
 Status DeferredBlocks::forget() {
   const auto arrivals = [&](std::vector<uint64_t> seen) {
-    return engine_.ranks.undo(orders::Arrivals{.seen = std::move(seen), .wait = LateWait::kAll, .cancel = true});
+    return engine_.ranks.undo(orders::PollRestore{.seen = std::move(seen), .wait = LateWait::kAll, .cancel = true});
   };
-  TORPOR_ASSIGN(const std::vector<orders::Arrivals::Reply> told, arrivals({}));
+  TORPOR_ASSIGN(const std::vector<orders::PollRestore::Reply> told, arrivals({}));
   std::vector<uint64_t> seen;
-  for (const orders::Arrivals::Reply& reply : told) seen.push_back(reply.arrivals.size());
+  for (const orders::PollRestore::Reply& reply : told) seen.push_back(reply.arrivals.size());
   TORPOR_TRY(arrivals(std::move(seen)));
   return ok();
 }

@@ -34,7 +34,8 @@ class EngineState final : public Operation::Owner {
   void enter(At at) noexcept;
   // Mark the engine as unrecoverable, and log why.
   void lose(const Error& error) noexcept override;
-  // Enter kAsleep. The level is that of the deepest of several sleeps; an empty checkpoint leaves the one before.
+  // Enter kAsleep. The level is that of the deepest of several sleeps. An empty path leaves the checkpoint of the sleep
+  // before, if that is still in force.
   void fall_asleep(int level, std::string checkpoint) noexcept;
   // Enter kAwake. Return the path of the sleep's checkpoint; empty: there was none.
   std::string wake() noexcept;

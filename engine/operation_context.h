@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// OperationContext: what the operations on one engine share, and what one leaves for the next. It belongs to the
-// operation in progress.
+// OperationContext: what the operations on one engine share, and what one leaves for the next.
+//
+// Owner: SleepController. The operation in progress alone uses it.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +24,8 @@ struct SleepInForce {
   std::vector<std::string> without_content{};  // tags that will come back empty
   // By need, the saved KV blocks that a post-copy wake brings back behind the engine.
   std::vector<int32_t> deferrable_blocks{};
-  std::vector<uint64_t> writes{};      // of each rank's weights, when the engine fell asleep (writes_of_weights)
-  std::vector<std::string> weights{};  // by rank, the digest of those that the kept KV is of; empty: it is not known
+  std::vector<uint64_t> weights_writes{};      // by rank, when the engine fell asleep (writes_of_weights)
+  std::vector<std::string> weights_digests{};  // by rank, of the weights that the kept KV is of; empty: not known
   // The checkpoint that this sleep, or this wake on hold, is of.
   std::optional<EngineCheckpoints::Generation> checkpoint{};
   Metadata metadata{};  // of that checkpoint
@@ -37,8 +38,8 @@ struct OperationContext {
   EngineCheckpoints checkpoints;
   DeferredBlocks deferred;
   SleepInForce asleep{};
-  // The last wake over weights that were written was told what becomes of KV: the next one will be, too.
-  bool old_kv_is_said = false;
+  // The last wake over weights that were written had `old_kv`: expect it of the next one.
+  bool wakes_name_old_kv = false;
   bool took_checkpoint = false;  // in a wake, for good or to throw it away
   bool wake_is_held = false;     // a restored checkpoint waits for its front end
 };

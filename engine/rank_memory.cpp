@@ -221,16 +221,33 @@ Result<orders::Describe::Reply> RankMemory::carry_out(const orders::Describe&) {
   return reply;
 }
 
-Result<orders::Written::Reply> RankMemory::carry_out(const orders::Written& order) {
-  for (const std::string& tag : order.tags) images_->note_write(tag);
-  return orders::Written::Reply{};
+Result<orders::Inform::Reply> RankMemory::carry_out(const orders::Inform& order) {
+  for (const std::string& tag : order.written) images_->note_write(tag);
+  if (!order.committed.empty()) images_->on_moved(order.committed);
+  if (const auto& told = order.contents) {
+    TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(told->blocks, told->stamps, told->steps));
+    images_->index().checkpoints().tell_contents(told->id, told->blocks, contents);
+  }
+  return orders::Inform::Reply{};
 }
 
 Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
+  using Stage = orders::Save::Stage;
+  switch (order.stage) {
+    case Stage::kAll: return save_all(order);
+    case Stage::kPlan: return saver_->plan(order);
+    case Stage::kOpen: return saver_->checkpoint().open(order);
+    case Stage::kPrecopy: return saver_->checkpoint().precopy(order);
+    case Stage::kStopAndCopy: return stop_and_copy(order);
+  }
+  return orders::Save::Reply{};
+}
+
+Result<orders::Save::Reply> RankMemory::save_all(const orders::Save& order) {
   TORPOR_TRY(restorer_->nothing_late());
   if (quiet_ != nullptr) quiet_->end();
   const Watched watched(*transfers_, order.progress);
-  if (!order.room.empty()) return save_giving(order);
+  if (!order.channel.empty()) return save_giving(order);
   const bool any = !order.tags.empty();  // the allocator takes none for all
   if (any) TORPOR_TRY(allocator_->begin_save(order.tags));
   Result<orders::Save::Reply> saved = catching([&]() TORPOR_REQUIRES(mutex_) { return saver_->save(order); });
@@ -241,34 +258,52 @@ Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
   return saved;
 }
 
-// What fails is undone by TakeBack, when the other engine has let go.
+// What fails is undone by Undo of kGiving, when the other engine has let go.
 Result<orders::Save::Reply> RankMemory::save_giving(const orders::Save& order) {
-  TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> room, SwapChannel::open(order.room));
+  TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(order.channel));
   TORPOR_TRY(nothing_moves());
   TORPOR_TRY(allocator_->begin_save(order.tags));
-  return catching([&]() TORPOR_REQUIRES(mutex_) { return saver_->save_giving(order, *room); });
+  return catching([&]() TORPOR_REQUIRES(mutex_) { return saver_->save_giving(order, *channel); });
 }
 
-Result<orders::TakeBack::Reply> RankMemory::carry_out(const orders::TakeBack& order) {
-  TORPOR_TRY(saver_->take_back(order.tags));
-  return orders::TakeBack::Reply{};
+Result<orders::Save::Reply> RankMemory::stop_and_copy(const orders::Save& order) {
+  TORPOR_ASSIGN(orders::Save::Reply reply, saver_->checkpoint().stop_and_copy(order));
+  if (const auto weights = reply.digests.find(kWeightsTag); weights != reply.digests.end() && named_weights_) {
+    TORPOR_ASSIGN(orders::DigestTags::Reply named, digest_named(order.as_proven));
+    weights->second = std::move(named.digests.at(kWeightsTag));
+    reply.digested_bytes += named.bytes;
+  }
+  return reply;
 }
 
-Result<orders::PlanSave::Reply> RankMemory::carry_out(const orders::PlanSave& order) {
-  return saver_->plan(order.save);
+Result<orders::PollSave::Reply> RankMemory::carry_out(const orders::PollSave& order) {
+  TORPOR_ASSIGN(orders::PollSave::Reply reply, saver_->checkpoint().poll(order));
+  if (order.stop) give_back_unused();
+  return reply;
 }
 
-Result<orders::CancelSave::Reply> RankMemory::carry_out(const orders::CancelSave& order) {
-  if (!order.tags.empty()) TORPOR_TRY(allocator_->cancel_save(order.tags));
-  images_->forget_saved(order.tags);
+Result<orders::Undo::Reply> RankMemory::carry_out(const orders::Undo& order) {
+  using What = orders::Undo::What;
+  switch (order.what) {
+    case What::kGiving: TORPOR_TRY(saver_->take_back(order.tags)); return orders::Undo::Reply{};
+    case What::kSave:
+      if (!order.tags.empty()) TORPOR_TRY(allocator_->cancel_save(order.tags));
+      images_->forget_saved(order.tags);
+      break;
+    case What::kRestore:
+      restorer_->cancel_late();
+      const std::vector<std::string> tags = images_->asleep_of(order.tags);
+      if (!tags.empty() || order.tags.empty()) TORPOR_TRY(allocator_->cancel_restore(tags));
+      break;
+  }
   give_back_unused();
-  return orders::CancelSave::Reply{};
+  return orders::Undo::Reply{};
 }
 
 // Before memory goes.
 Status RankMemory::nothing_moves() {
   TORPOR_TRY(restorer_->nothing_late());
-  saver_->checkpoint().stop_behind();
+  saver_->checkpoint().stop();
   (void)transfers_->drain();  // of blocks that an engine moves; what counts is that none is left
   return transfers_->usable();
 }
@@ -289,6 +324,16 @@ Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order)
 }
 
 Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& order) {
+  if (!order.checkpoint) return restore_tags(order);
+  TORPOR_TRY(restorer_->nothing_late());
+  const Watched watched(*transfers_, order.progress);
+  images_->forget_blocks();
+  TORPOR_ASSIGN(orders::Restore::Reply reply, restorer_->load_blocks(order));
+  give_back_unused();
+  return reply;
+}
+
+Result<orders::Restore::Reply> RankMemory::restore_tags(const orders::Restore& order) {
   const std::map<std::string, RegionState> states = allocator_->states();
   const auto kv = states.find(kKvCacheTag);
   // Then they are of a wake that was undone, and this rank was not told.
@@ -296,7 +341,7 @@ Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& orde
   TORPOR_TRY(restorer_->nothing_late());
   const std::vector<std::string> tags = images_->asleep_of(order.tags);
   if (!tags.empty() || order.tags.empty()) {  // with no tag named the allocator would take all
-    if (order.room.empty()) TORPOR_TRY(has_room_for(tags));
+    if (order.channel.empty()) TORPOR_TRY(has_room_for(tags));
     TORPOR_TRY(allocator_->begin_attach(tags));
   }
   const Watched watched(*transfers_, order.progress);
@@ -319,12 +364,10 @@ Status RankMemory::has_room_for(const std::vector<std::string>& tags) const {
                .next_step = "free device memory"};
 }
 
-Result<orders::CancelRestore::Reply> RankMemory::carry_out(const orders::CancelRestore& order) {
-  restorer_->cancel_late();
-  const std::vector<std::string> tags = images_->asleep_of(order.tags);
-  if (!tags.empty() || order.tags.empty()) TORPOR_TRY(allocator_->cancel_restore(tags));
-  give_back_unused();
-  return orders::CancelRestore::Reply{};
+Result<orders::PollRestore::Reply> RankMemory::carry_out(const orders::PollRestore& order) {
+  orders::PollRestore::Reply reply = restorer_->poll(order);
+  if (reply.ended) give_back_unused();
+  return reply;
 }
 
 Result<orders::Finish::Reply> RankMemory::carry_out(const orders::Finish& order) {
@@ -337,53 +380,6 @@ Result<orders::Finish::Reply> RankMemory::carry_out(const orders::Finish& order)
 Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags& order) {
   TORPOR_ASSIGN(orders::DigestTags::Reply reply, order.named ? digest_named(order.as_proven) : images_->digest(order));
   give_back_unused();
-  return reply;
-}
-
-Result<orders::LoadBlocks::Reply> RankMemory::carry_out(const orders::LoadBlocks& order) {
-  TORPOR_TRY(restorer_->nothing_late());
-  const Watched watched(*transfers_, order.progress);
-  images_->forget_blocks();
-  TORPOR_ASSIGN(orders::LoadBlocks::Reply reply, restorer_->load_blocks(order));
-  give_back_unused();
-  return reply;
-}
-
-Result<orders::Arrivals::Reply> RankMemory::carry_out(const orders::Arrivals& order) {
-  orders::Arrivals::Reply reply = restorer_->arrivals(order);
-  if (reply.ended) give_back_unused();
-  return reply;
-}
-
-Result<orders::TellContents::Reply> RankMemory::carry_out(const orders::TellContents& order) {
-  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(order.blocks, order.stamps, order.steps));
-  images_->index().checkpoints().tell_contents(order.id, order.blocks, contents);
-  return orders::TellContents::Reply{};
-}
-
-Result<orders::Moved::Reply> RankMemory::carry_out(const orders::Moved& order) {
-  images_->on_moved(order.directory);
-  return orders::Moved::Reply{};
-}
-
-Result<orders::OpenBehind::Reply> RankMemory::carry_out(const orders::OpenBehind& order) {
-  return saver_->checkpoint().open_behind(order);
-}
-Result<orders::CopyAhead::Reply> RankMemory::carry_out(const orders::CopyAhead& order) {
-  return saver_->checkpoint().copy_ahead(order);
-}
-Result<orders::SaveBehind::Reply> RankMemory::carry_out(const orders::SaveBehind& order) {
-  TORPOR_ASSIGN(orders::SaveBehind::Reply reply, saver_->checkpoint().save_behind(order));
-  if (const auto weights = reply.digests.find(kWeightsTag); weights != reply.digests.end() && named_weights_) {
-    TORPOR_ASSIGN(orders::DigestTags::Reply named, digest_named(order.save.as_proven));
-    weights->second = std::move(named.digests.at(kWeightsTag));
-    reply.digested_bytes += named.bytes;
-  }
-  return reply;
-}
-Result<orders::LookBehind::Reply> RankMemory::carry_out(const orders::LookBehind& order) {
-  TORPOR_ASSIGN(orders::LookBehind::Reply reply, saver_->checkpoint().look_behind(order));
-  if (order.stop) give_back_unused();
   return reply;
 }
 

@@ -134,25 +134,15 @@ class RankMemory {
   // --- for RankService and TagSleep ---
   // A reply has no ledger: fill() after it, so that nothing fails once the memory has gone.
   Result<orders::Describe::Reply> carry_out(const orders::Describe& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Written::Reply> carry_out(const orders::Written& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Inform::Reply> carry_out(const orders::Inform& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Save::Reply> carry_out(const orders::Save& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::PlanSave::Reply> carry_out(const orders::PlanSave& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::CancelSave::Reply> carry_out(const orders::CancelSave& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::TakeBack::Reply> carry_out(const orders::TakeBack& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::PollSave::Reply> carry_out(const orders::PollSave& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Undo::Reply> carry_out(const orders::Undo& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Detach::Reply> carry_out(const orders::Detach& order) TORPOR_REQUIRES(mutex_);
-  Status has_room_for(const std::vector<std::string>& tags) const;
   Result<orders::Restore::Reply> carry_out(const orders::Restore& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::CancelRestore::Reply> carry_out(const orders::CancelRestore& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::PollRestore::Reply> carry_out(const orders::PollRestore& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Finish::Reply> carry_out(const orders::Finish& order) TORPOR_REQUIRES(mutex_);
   Result<orders::DigestTags::Reply> carry_out(const orders::DigestTags& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::LoadBlocks::Reply> carry_out(const orders::LoadBlocks& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::TellContents::Reply> carry_out(const orders::TellContents& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Moved::Reply> carry_out(const orders::Moved& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Arrivals::Reply> carry_out(const orders::Arrivals& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::OpenBehind::Reply> carry_out(const orders::OpenBehind& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::CopyAhead::Reply> carry_out(const orders::CopyAhead& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::SaveBehind::Reply> carry_out(const orders::SaveBehind& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::LookBehind::Reply> carry_out(const orders::LookBehind& order) TORPOR_REQUIRES(mutex_);
   Result<orders::LeaveSign::Reply> carry_out(const orders::LeaveSign& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Extract::Reply> carry_out(const orders::Extract& order) TORPOR_REQUIRES(mutex_);
   Result<orders::ReadImage::Reply> carry_out(const orders::ReadImage& order) TORPOR_REQUIRES(mutex_);
@@ -175,7 +165,11 @@ class RankMemory {
   void before_free(const RegionInfo& region) TORPOR_REQUIRES(mutex_);
   Status kv_is_attached() const TORPOR_REQUIRES(mutex_);
   void forget(const RegionInfo& region) TORPOR_REQUIRES(mutex_);  // it was freed, or trimmed
+  Result<orders::Save::Reply> save_all(const orders::Save& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Save::Reply> save_giving(const orders::Save& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Save::Reply> stop_and_copy(const orders::Save& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::Restore::Reply> restore_tags(const orders::Restore& order) TORPOR_REQUIRES(mutex_);
+  Status has_room_for(const std::vector<std::string>& tags) const;
   void give_back_unused() noexcept TORPOR_REQUIRES(mutex_);
   void tell(const RankLedger& ledger) const noexcept;
 

@@ -32,7 +32,7 @@ Result<uint64_t> RankMemory::trim(DeviceAddress address) {
 // From now on nothing reads or writes the region.
 void RankMemory::before_free(const RegionInfo& region) {
   const bool holds_blocks = images_->chunks().holds_blocks(region);
-  if (region.tag == kWeightsTag || holds_blocks) saver_->checkpoint().stop_behind();
+  if (region.tag == kWeightsTag || holds_blocks) saver_->checkpoint().stop();
   if (holds_blocks) restorer_->end_late();
 }
 

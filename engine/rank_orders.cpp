@@ -68,41 +68,51 @@ void serialize(Archive& archive, RankLedger& v) {
 }
 
 template <class Archive>
-void serialize(Archive& archive, orders::Written& v) {
-  archive(v.tags);
+void serialize(Archive& archive, orders::RestoredContents& v) {
+  archive(v.id, v.blocks, v.stamps, v.steps);
 }
+template <class Archive>
+void serialize(Archive& archive, orders::Inform& v) {
+  archive(v.written, v.committed, v.contents);
+}
+static_assert(orders::Save::kStages.size() == static_cast<size_t>(orders::Save::Stage::kStopAndCopy) + 1);
 template <class Archive>
 void serialize(Archive& archive, orders::Save& v) {
-  archive(v.tags, v.blocks, v.stamps, v.steps, v.directory, v.writing, v.as_proven, v.carried, v.host_slots, v.progress,
-          v.room);
+  archive(checked(v.stage, orders::Save::Stage::kStopAndCopy), v.tags, v.blocks, v.stamps, v.steps, v.directory,
+          v.writing, v.as_proven, v.carried, v.host_slots, v.progress, v.channel);
 }
 template <class Archive>
-void serialize(Archive& archive, orders::PlanSave& v) {
-  archive(v.save);
+void serialize(Archive& archive, orders::PollSave& v) {
+  archive(v.wait, v.stop);
 }
+static_assert(orders::Undo::kWhats.size() == static_cast<size_t>(orders::Undo::What::kRestore) + 1);
 template <class Archive>
-void serialize(Archive& archive, orders::PlanSave::Reply& v) {
-  archive(v.copied_bytes, v.reused_bytes, v.spilled_bytes);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::CancelSave& v) {
-  archive(v.tags);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::TakeBack& v) {
-  archive(v.tags);
+void serialize(Archive& archive, orders::Undo& v) {
+  archive(checked(v.what, orders::Undo::What::kRestore), v.tags);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Detach& v) {
   archive(v.tags);
 }
 template <class Archive>
-void serialize(Archive& archive, orders::Restore& v) {
-  archive(v.tags, v.progress, v.late, v.room);
+void serialize(Archive& archive, orders::CheckpointSource& v) {
+  archive(v.directory, v.generation, v.id, v.numbers);
 }
 template <class Archive>
-void serialize(Archive& archive, orders::CancelRestore& v) {
-  archive(v.tags);
+void serialize(Archive& archive, orders::Restore& v) {
+  archive(v.tags, v.checkpoint, v.progress, v.late, v.channel);
+}
+template <class Archive>
+void serialize(Archive& archive, LateArrival& v) {
+  archive(v.block, checked(v.how, BlockArrival::kUnproven));
+}
+template <class Archive>
+void serialize(Archive& archive, orders::PollRestore& v) {
+  archive(v.seen, checked(v.wait, LateWait::kAll), v.cancel, v.wanted, v.skipped);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::PollRestore::Reply& v) {
+  archive(v.first, v.arrivals, v.why, v.ended);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Finish& v) {
@@ -112,48 +122,6 @@ template <class Archive>
 void serialize(Archive& archive, orders::DigestTags& v) {
   archive(v.tags, v.as_proven, v.named);
 }
-template <class Archive>
-void serialize(Archive& archive, orders::LoadBlocks& v) {
-  archive(v.directory, v.generation, v.id, v.progress, v.numbers, v.late);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::TellContents& v) {
-  archive(v.id, v.blocks, v.stamps, v.steps);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::Moved& v) {
-  archive(v.directory);
-}
-
-template <class Archive>
-void serialize(Archive& archive, LateArrival& v) {
-  archive(v.block, checked(v.how, BlockArrival::kUnproven));
-}
-template <class Archive>
-void serialize(Archive& archive, orders::Arrivals& v) {
-  archive(v.seen, checked(v.wait, LateWait::kAll), v.cancel, v.wanted, v.skipped);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::Arrivals::Reply& v) {
-  archive(v.first, v.arrivals, v.why, v.ended);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::OpenBehind& v) {
-  archive(v.directory, v.writing, v.progress);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::CopyAhead& v) {
-  archive(v.save);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::SaveBehind& v) {
-  archive(v.save);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::LookBehind& v) {
-  archive(v.wait, v.stop);
-}
-
 template <class Archive>
 void serialize(Archive& archive, orders::LeaveSign& v) {
   archive(v.directory);
@@ -210,18 +178,11 @@ void serialize(Archive& archive, orders::Describe::Reply& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Save::Reply& v) {
-  archive(v.bytes, v.compacted_bytes, v.reused_bytes, v.spilled_bytes, v.saved, v.digests);
+  archive(v.bytes, v.compacted_bytes, v.reused_bytes, v.spilled_bytes, v.saved, v.digests, v.digested_bytes,
+          v.copied_bytes);
 }
 template <class Archive>
-void serialize(Archive& archive, orders::CopyAhead::Reply& v) {
-  archive(v.bytes);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::SaveBehind::Reply& v) {
-  archive(v.bytes, v.digested_bytes, v.digests);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::LookBehind::Reply& v) {
+void serialize(Archive& archive, orders::PollSave::Reply& v) {
   archive(v.ended, v.saved);
 }
 template <class Archive>
@@ -239,10 +200,6 @@ void serialize(Archive& archive, orders::Finish::Reply& v) {
 template <class Archive>
 void serialize(Archive& archive, orders::DigestTags::Reply& v) {
   archive(v.bytes, v.digests);
-}
-template <class Archive>
-void serialize(Archive& archive, orders::LoadBlocks::Reply& v) {
-  archive(v.ledger, v.bytes, v.late_bytes);
 }
 template <class Archive, class Reply>
 void serialize(Archive& archive, RankAnswer<Reply>& v) {
@@ -283,7 +240,13 @@ Result<RankOrder> decode_order(const Bytes& bytes) {
 }
 
 std::string_view order_name(const Bytes& bytes) {
-  return bytes.empty() || bytes[0] >= kOrderNames.size() ? "unknown" : kOrderNames[bytes[0]];
+  if (bytes.empty() || bytes[0] >= kOrderNames.size()) return "unknown";
+  const auto part = [&](const auto& names) {
+    return bytes.size() < 2 ? names[0] : bytes[1] < names.size() ? names[bytes[1]] : "unknown";
+  };
+  if (bytes[0] == index_of<orders::Save>()) return part(orders::Save::kStages);
+  if (bytes[0] == index_of<orders::Undo>()) return part(orders::Undo::kWhats);
+  return kOrderNames[bytes[0]];
 }
 
 template <class Order>
@@ -306,30 +269,21 @@ Result<typename Order::Reply> decode_reply(const Bytes& bytes) {
   template Bytes encode_reply<orders::Order>(const orders::Order::Reply&); \
   template Result<orders::Order::Reply> decode_reply<orders::Order>(const Bytes&);
 TORPOR_ORDER(Describe)
-TORPOR_ORDER(Written)
+TORPOR_ORDER(Inform)
 TORPOR_ORDER(Save)
-TORPOR_ORDER(CancelSave)
+TORPOR_ORDER(PollSave)
+TORPOR_ORDER(Undo)
 TORPOR_ORDER(Detach)
 TORPOR_ORDER(Restore)
-TORPOR_ORDER(CancelRestore)
+TORPOR_ORDER(PollRestore)
 TORPOR_ORDER(Finish)
 TORPOR_ORDER(DigestTags)
-TORPOR_ORDER(LoadBlocks)
-TORPOR_ORDER(Moved)
-TORPOR_ORDER(PlanSave)
-TORPOR_ORDER(TellContents)
-TORPOR_ORDER(Arrivals)
-TORPOR_ORDER(OpenBehind)
-TORPOR_ORDER(CopyAhead)
-TORPOR_ORDER(SaveBehind)
-TORPOR_ORDER(LookBehind)
 TORPOR_ORDER(LeaveSign)
-TORPOR_ORDER(TakeBack)
 TORPOR_ORDER(Extract)
+TORPOR_ORDER(ReadImage)
 TORPOR_ORDER(VerifyImage)
 TORPOR_ORDER(Admit)
 TORPOR_ORDER(DropImage)
-TORPOR_ORDER(ReadImage)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

@@ -6,8 +6,10 @@
 // until decoded (checkpoint/bounded_archive.h).
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -61,24 +63,57 @@ struct Describe {
   };
 };
 
-// The content of these tags is another one: what is backed up of it does not hold any more.
-struct Written {
-  static constexpr std::string_view kName = "written";
-  struct Reply {};
-  std::vector<std::string> tags;
+// What the engine calls, from now on, the contents of blocks that Restore has brought from the checkpoint `id` and that
+// nobody has written since.
+struct RestoredContents {
+  SealId id{};
+  std::vector<int32_t> blocks;
+  std::vector<uint64_t> stamps;  // as in Save
+  uint64_t steps = 0;
 };
 
-// Content -> backup.
+// Tell a rank what it cannot know by itself: one of these.
+struct Inform {
+  static constexpr std::string_view kName = "inform";
+  struct Reply {};
+  std::vector<std::string> written;  // tags whose content was written: their backups do not hold any more
+  std::string committed;             // the checkpoint under construction has this path now
+  std::optional<RestoredContents> contents{};
+};
+
+// Copy content to its backup, at once or in stages.
 struct Save {
   static constexpr std::string_view kName = "save";
-  struct Reply {
-    uint64_t bytes = 0;                          // copied
-    uint64_t compacted_bytes = 0;                // of these: unchanged, see RankWriter::sparse()
-    uint64_t reused_bytes = 0;                   // backed up before, or linked, and not read
-    uint64_t spilled_bytes = 0;                  // of the copied ones: to a file, for want of room in the arena
-    RankSummary saved;                           // to disk: for the manifest
-    std::map<std::string, std::string> digests;  // of tags without blocks, where it is known: as DigestTags says it
+  enum class Stage : uint8_t {
+    // Save all of it, while the engine stands still.
+    kAll,
+    // Change nothing. The reply says what kAll would do: into the arena; with a base in `writing`, into a checkpoint.
+    kPlan,
+    // The stages of a checkpoint while the engine serves. Each begins when PollSave says that what the one before does
+    // in the background has ended. PollSave with `stop` ends it.
+    //
+    // Make the files, and take the digest of weights that are not known, in the background.
+    kOpen,
+    // Between two steps of the engine: write, in the background, the blocks with a stamp that the base does not have.
+    kPrecopy,
+    // While the engine stands still: copy to host memory the blocks that were not copied or have changed, and take the
+    // digests of the carried tags. Then write the blocks and sync the file, in the background. `tags` begins with the
+    // one that has blocks, and is without the weights.
+    kStopAndCopy,
   };
+  static constexpr std::array<std::string_view, 5> kStages{"save", "plan_save", "open_save", "precopy",
+                                                           "stop_and_copy"};
+  struct Reply {
+    uint64_t bytes = 0;                              // copied; of kPrecopy, to be written
+    uint64_t compacted_bytes = 0;                    // of these: unchanged, see RankWriter::sparse()
+    uint64_t reused_bytes = 0;                       // backed up before, or linked, and not read
+    uint64_t spilled_bytes = 0;                      // of the copied ones: to a file, for want of room in the arena
+    RankSummary saved;                               // to disk: for the manifest
+    std::map<std::string, std::string> digests;      // of tags without blocks, where it is known: as DigestTags says it
+    uint64_t digested_bytes = 0;                     // of kStopAndCopy: read for the digests
+    std::map<std::string, uint64_t> copied_bytes{};  // of kPlan: by tag
+  };
+  Stage stage = Stage::kAll;
   std::vector<std::string> tags;
   std::vector<int32_t> blocks;   // of the KV cache, the most needed first
   std::vector<uint64_t> stamps;  // KvBlock::stamp of each of them, or empty
@@ -86,44 +121,45 @@ struct Save {
   std::string directory;         // of the checkpoint under construction; empty: into the arena
   RankWriting writing;           // to disk: how
   bool as_proven = false;        // to disk: as DigestTags
-  // To disk: tags that stay as they are; the checkpoint has their content only where the base has it already.
+  // To disk: tags that stay as they are. The checkpoint has their content only where the base has it already.
   std::vector<std::string> carried{};
-  // Into the arena: of each block, the slot of the rank's host store that has its bytes and keeps them until Finish or
-  // CancelSave; -1: none. Or empty.
+  // Into the arena: for each block the slot of the rank's host store that has its bytes, and keeps them until Finish or
+  // Undo; -1: no slot has. Or empty.
   std::vector<int32_t> host_slots{};
   std::string progress{};  // path of a ProgressFile that is told what is copied, and may cancel it; or empty
-  // Into the arena: path of a SwapChannel, or empty. With it the memory of what is copied goes page by page, for
-  // another engine; what fails then leaves the tags saving, and TakeBack follows.
-  std::string room{};
+  // Into the arena: path of a SwapChannel, or empty. With it the memory of what is copied is given page by page to
+  // another engine. A failure leaves the tags saving: send Undo of kGiving.
+  std::string channel{};
 };
 
-// What Save into the arena would do now; with a base in `writing`, into a checkpoint. Changes nothing.
-struct PlanSave {
-  static constexpr std::string_view kName = "plan_save";
+// Ask how far a stage of Save is in the background. Its errors are this order's.
+struct PollSave {
+  static constexpr std::string_view kName = "poll_save";
   struct Reply {
-    std::map<std::string, uint64_t> copied_bytes;  // by tag
-    uint64_t reused_bytes = 0;
-    uint64_t spilled_bytes = 0;
+    bool ended = false;
+    Save::Reply saved;  // after kStopAndCopy
   };
-  Save save;
+  bool wait = false;  // answer when it has ended
+  bool stop = false;  // end it now, and forget it
 };
 
-// Undoes Save.
-struct CancelSave {
-  static constexpr std::string_view kName = "cancel_save";
+// Undo an order, whole or as far as it came. kFailedPrecondition: the tags are in another state, so that there is
+// nothing to undo.
+struct Undo {
+  static constexpr std::string_view kName = "undo";
+  enum class What : uint8_t {
+    kSave,
+    // Take back the memory that Save with a channel gave, before kSave. The other engine has none of it any more.
+    kGiving,
+    kRestore,  // the backups stay
+  };
+  static constexpr std::array<std::string_view, 3> kWhats{"undo_save", "undo_giving", "undo_restore"};
   struct Reply {};
+  What what = What::kSave;
   std::vector<std::string> tags;
 };
 
-// After Save with `room`, before CancelSave, when the other engine has none of it any more: what went is there again.
-// Nothing happens where nothing went.
-struct TakeBack {
-  static constexpr std::string_view kName = "take_back";
-  struct Reply {};
-  std::vector<std::string> tags;
-};
-
-// The memory of the tags goes.
+// Release the memory of the tags.
 struct Detach {
   static constexpr std::string_view kName = "detach";
   struct Reply {
@@ -133,8 +169,19 @@ struct Detach {
   std::vector<std::string> tags;
 };
 
-// Fresh memory comes under the same addresses, region by region; into what is there goes the backup, verified. Whoever
-// gets an error sends CancelRestore: part of the memory may have come.
+// A committed checkpoint, of which each rank reads its own part.
+struct CheckpointSource {
+  std::string directory;
+  // The checkpoint that the controller has opened there. A rank that finds another one refuses.
+  uint64_t generation = 0;
+  SealId id{};
+  // By a block's number in the checkpoint, the number that it gets here; -1: it is not loaded. Empty: the same numbers.
+  std::vector<int32_t> numbers{};
+};
+
+// Copy a backup into device memory, and verify it. In the same process memory is mapped at the same addresses, region
+// by region, and filled from the backup; after an error send Undo, as a part may have been restored. In a new process
+// KV blocks of a committed checkpoint fill memory that is mapped; after an error they have no content.
 struct Restore {
   static constexpr std::string_view kName = "restore";
   struct Reply {
@@ -142,21 +189,32 @@ struct Restore {
     std::vector<std::string> without_content;  // tags that came back empty: nothing was saved of them
     uint64_t late_bytes = 0;                   // still on their way
   };
-  std::vector<std::string> tags;
+  std::vector<std::string> tags;  // of the same process
+  std::optional<CheckpointSource> checkpoint{};
   std::string progress{};  // as in Save
-  // KV blocks that come behind all others, in this order, when the order has been answered already; Arrivals follows.
+  // KV blocks, by the numbers that they get here, that are copied after the order was answered, in this order. Send
+  // PollRestore until they have ended.
   std::vector<int32_t> late{};
-  std::string room{};  // path of a SwapChannel, or empty: memory is taken as another engine gives it. Without `late`
+  std::string channel{};  // path of a SwapChannel, from which memory is taken; or empty. Without `late`
 };
 
-// Undoes Restore; backups stay.
-struct CancelRestore {
-  static constexpr std::string_view kName = "cancel_restore";
-  struct Reply {};
-  std::vector<std::string> tags;
+// Ask what has become of late blocks. May be repeated.
+struct PollRestore {
+  static constexpr std::string_view kName = "poll_restore";
+  struct Reply {
+    uint64_t first = 0;  // so many were told before
+    std::vector<LateArrival> arrivals;
+    std::string why;     // the first was lost, if one was
+    bool ended = false;  // all were told before, and what they came from is given back
+  };
+  std::vector<uint64_t> seen;  // by rank, how many arrivals the controller has
+  LateWait wait = LateWait::kNone;
+  bool cancel = false;             // blocks whose copy has not begun are lost
+  std::vector<int32_t> wanted{};   // copy these next
+  std::vector<int32_t> skipped{};  // do not copy these
 };
 
-// Ends a wake; may be repeated.
+// End a wake. May be repeated.
 struct Finish {
   static constexpr std::string_view kName = "finish";
   struct Reply {
@@ -166,8 +224,8 @@ struct Finish {
   bool keep_backup = false;  // also of KV blocks, where the options allow it
 };
 
-// Reads the content of the tags; of those that are detached, takes the digests of their backups. With `as_proven`, a
-// tag that was read before, or filled by a load, and that nobody was seen to write since, is not read.
+// Take digests of the tags: of the content of attached tags, of the backups of detached ones. With `as_proven` a tag is
+// not read that was read before, or filled by a load, and that nobody was seen to write since.
 struct DigestTags {
   static constexpr std::string_view kName = "digest";
   struct Reply {
@@ -176,101 +234,13 @@ struct DigestTags {
   };
   std::vector<std::string> tags;
   bool as_proven = false;
-  // Only of what the owner has named of the weights (RankMemory::name_weights), wherever it lies; nothing of other
-  // tags, and where nothing was named.
+  // Take only the digest of the weights that the owner has named (RankMemory::name_weights); none where it named
+  // nothing.
   bool named = false;
 };
 
-// KV blocks of a committed checkpoint -> attached memory, verified. Each rank reads its own refs there.
-struct LoadBlocks {
-  static constexpr std::string_view kName = "load_blocks";
-  struct Reply {
-    RankLedger ledger;
-    uint64_t bytes = 0;  // copied
-    uint64_t late_bytes = 0;
-  };
-  std::string directory;
-  // The checkpoint that the controller has opened there: a rank that finds another one refuses.
-  uint64_t generation = 0;
-  SealId id{};
-  std::string progress{};  // as in Save
-  // Of each number that a block has in the checkpoint, the one that it gets, or -1: it stays there. Empty: the same.
-  std::vector<int32_t> numbers{};
-  std::vector<int32_t> late{};  // as in Restore; by the numbers that they get
-};
-
-// What has become of late blocks. May be repeated.
-struct Arrivals {
-  static constexpr std::string_view kName = "arrivals";
-  struct Reply {
-    uint64_t first = 0;  // so many were told before
-    std::vector<LateArrival> arrivals;
-    std::string why;     // the first was lost, if one was
-    bool ended = false;  // all were told before, and what they came from is given back
-  };
-  std::vector<uint64_t> seen;  // of each rank: so many were told
-  LateWait wait = LateWait::kNone;
-  bool cancel = false;             // what has not begun is lost
-  std::vector<int32_t> wanted{};   // they come next
-  std::vector<int32_t> skipped{};  // nobody wants them any more
-};
-
-// Of blocks that LoadBlocks has brought from the checkpoint `id`, and that nobody has written since: what the engine
-// calls their contents from now on.
-struct TellContents {
-  static constexpr std::string_view kName = "tell_contents";
-  struct Reply {};
-  SealId id{};
-  std::vector<int32_t> blocks;
-  std::vector<uint64_t> stamps;  // as in Save
-  uint64_t steps = 0;
-};
-
-// A checkpoint that is written while the engine serves: OpenBehind, CopyAhead, SaveBehind, each once LookBehind says
-// that what the one before has left to be done in the background has ended; LookBehind with `stop` at the end.
-//
-// Its files are made, in the background; and the digest of weights that are not known is taken.
-struct OpenBehind {
-  static constexpr std::string_view kName = "open_behind";
-  struct Reply {};
-  std::string directory;  // of the checkpoint under construction
-  RankWriting writing;
-  std::string progress{};  // as in Save; of all that is done in the background
-};
-
-// Between two steps: of the blocks of `save`, those with a stamp that the base has not are written, in the background.
-struct CopyAhead {
-  static constexpr std::string_view kName = "copy_ahead";
-  struct Reply {
-    uint64_t bytes = 0;  // to be written
-  };
-  Save save;  // as for SaveBehind
-};
-
-// While the engine stands still: blocks that were not copied ahead, or are others by now, go to host memory; from there
-// into the file in the background, which is then made safe. And DigestTags of the tags that are carried.
-struct SaveBehind {
-  static constexpr std::string_view kName = "save_behind";
-  struct Reply {
-    uint64_t bytes = 0;                          // copied now
-    uint64_t digested_bytes = 0;                 // read for the digests
-    std::map<std::string, std::string> digests;  // tag -> of its content
-  };
-  Save save;  // the tag with blocks first, without the weights; `directory` and `writing` as in OpenBehind
-};
-
-// How far it is; its errors are this order's. `wait`: answers when it has ended.
-struct LookBehind {
-  static constexpr std::string_view kName = "look_behind";
-  struct Reply {
-    bool ended = false;
-    Save::Reply saved;  // after SaveBehind
-  };
-  bool wait = false;
-  bool stop = false;  // it ends now, and is forgotten
-};
-
-// Whether this rank sees the directory of a checkpoint under construction, before any saves (checkpoint/rank_writer.h).
+// Put a file into the directory of a checkpoint under construction, to show that this rank sees it, before any saves
+// (checkpoint/rank_writer.h).
 struct LeaveSign {
   static constexpr std::string_view kName = "leave_sign";
   struct Reply {
@@ -334,21 +304,12 @@ struct DropImage {
   std::string image;
 };
 
-// The checkpoint under construction was committed to this path.
-struct Moved {
-  static constexpr std::string_view kName = "moved";
-  struct Reply {};
-  std::string directory;
-};
-
 }  // namespace orders
 
 using RankOrder =
-    std::variant<orders::Describe, orders::Written, orders::Save, orders::CancelSave, orders::Detach, orders::Restore,
-                 orders::CancelRestore, orders::Finish, orders::DigestTags, orders::LoadBlocks, orders::Moved,
-                 orders::PlanSave, orders::TellContents, orders::Arrivals, orders::OpenBehind, orders::CopyAhead,
-                 orders::SaveBehind, orders::LookBehind, orders::LeaveSign, orders::TakeBack, orders::Extract,
-                 orders::VerifyImage, orders::Admit, orders::DropImage, orders::ReadImage>;
+    std::variant<orders::Describe, orders::Inform, orders::Save, orders::PollSave, orders::Undo, orders::Detach,
+                 orders::Restore, orders::PollRestore, orders::Finish, orders::DigestTags, orders::LeaveSign,
+                 orders::Extract, orders::ReadImage, orders::VerifyImage, orders::Admit, orders::DropImage>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>
@@ -362,7 +323,7 @@ Bytes encode_error(const Error& error);  // in place of any reply
 
 // kIncompatible: an order that this version does not know. kCorruption: not an order.
 Result<RankOrder> decode_order(const Bytes& bytes);
-// kName of the order, for logs and tests; nothing else of the bytes is looked at.
+// The name of the order, or of its stage, for logs and tests: by its first two bytes.
 std::string_view order_name(const Bytes& bytes);
 
 }  // namespace torpor

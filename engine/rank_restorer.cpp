@@ -45,8 +45,8 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
   orders::Restore::Reply reply;
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   std::unique_ptr<SwapChannel> channel;
-  if (!order.room.empty()) {
-    TORPOR_ASSIGN(channel, SwapChannel::open(order.room));
+  if (!order.channel.empty()) {
+    TORPOR_ASSIGN(channel, SwapChannel::open(order.channel));
   }
   TORPOR_ASSIGN(const std::unique_ptr<RestoreGate> gate, gate_of(images_.asleep_of(order.tags), channel.get()));
   ChunkRestorer copier(parts_.transfers, *gate, locate_in(images_.chunks()));
@@ -134,27 +134,28 @@ Status RankRestorer::add_late(std::vector<SavedChunk> chunks, const Source& from
   return ok();
 }
 
-Result<orders::LoadBlocks::Reply> RankRestorer::load_blocks(const orders::LoadBlocks& order) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_same(parts_, order.directory, order.generation, order.id));
+Result<orders::Restore::Reply> RankRestorer::load_blocks(const orders::Restore& order) {
+  const orders::CheckpointSource& from = *order.checkpoint;
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_same(parts_, from.directory, from.generation, from.id));
   TORPOR_ASSIGN(const RankSummary* const own, own_summary(parts_, checkpoint));
   TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
   std::vector<SavedChunk> blocks;  // by their numbers here
   std::vector<uint64_t> there;     // of each, its number in the checkpoint
-  orders::LoadBlocks::Reply reply;
+  orders::Restore::Reply reply;
   for (const SavedChunk& chunk : refs.records) {
     const uint64_t number = chunk.key.index;
     if (chunk.key.kind != ChunkKind::kKvBlock || !images_.is_kv(chunk.key.tag)) continue;
     SavedChunk block = chunk;
-    if (!order.numbers.empty()) {
-      if (number >= order.numbers.size() || order.numbers[number] < 0) continue;  // nobody has it here
-      block.key.index = static_cast<uint64_t>(order.numbers[number]);
+    if (!from.numbers.empty()) {
+      if (number >= from.numbers.size() || from.numbers[number] < 0) continue;  // nobody has it here
+      block.key.index = static_cast<uint64_t>(from.numbers[number]);
     }
     reply.bytes += block.bytes;
     blocks.push_back(std::move(block));
     there.push_back(number);
   }
   TORPOR_ASSIGN(std::unique_ptr<Tier> opened, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
-  if (!order.numbers.empty()) {
+  if (!from.numbers.empty()) {
     std::unordered_map<uint64_t, uint64_t> stored;
     for (size_t i = 0; i < blocks.size(); ++i) stored.emplace(blocks[i].key.index, there[i]);
     opened = std::make_unique<RenumberedTier>(std::move(opened), std::move(stored));
@@ -166,7 +167,7 @@ Result<orders::LoadBlocks::Reply> RankRestorer::load_blocks(const orders::LoadBl
   TORPOR_TRY(copier.wait());
   reply.late_bytes = begin_late(std::move(late));
   reply.bytes -= reply.late_bytes;
-  images_.index().checkpoints().note_loaded(order.id, blocks, there);
+  images_.index().checkpoints().note_loaded(from.id, blocks, there);
   return reply;
 }
 
@@ -189,8 +190,8 @@ Status RankRestorer::finish(const std::vector<std::string>& tags, bool keep) {
   return ok();
 }
 
-orders::Arrivals::Reply RankRestorer::arrivals(const orders::Arrivals& order) {
-  orders::Arrivals::Reply reply{.ended = true};
+orders::PollRestore::Reply RankRestorer::poll(const orders::PollRestore& order) {
+  orders::PollRestore::Reply reply{.ended = true};
   if (late_ == nullptr) return reply;
   LateBlocks& blocks = *late_->blocks;
   const auto rank = static_cast<size_t>(parts_.rank);

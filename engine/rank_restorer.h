@@ -32,12 +32,12 @@ class RankRestorer {
   // Attach the tags' regions and copy their images up, but for late blocks, which begin to come.
   Result<orders::Restore::Reply> restore(const orders::Restore& order);
   // Copy KV blocks of a committed checkpoint into attached memory, but for late ones, which begin to come.
-  Result<orders::LoadBlocks::Reply> load_blocks(const orders::LoadBlocks& order);
+  Result<orders::Restore::Reply> load_blocks(const orders::Restore& order);
   // The tags are awake (RegionImages::finish()). The image of late blocks stays until all have ended and were told.
   Status finish(const std::vector<std::string>& tags, bool keep);
 
   // Return which late blocks have ended since the controller heard of them.
-  orders::Arrivals::Reply arrivals(const orders::Arrivals& order);
+  orders::PollRestore::Reply poll(const orders::PollRestore& order);
   Status nothing_late() const;                    // kFailedPrecondition while some are
   void cancel_late() noexcept { late_.reset(); }  // nothing is written any more; the image stays
   void end_late() noexcept;                       // the same, and the image goes

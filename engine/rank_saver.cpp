@@ -73,7 +73,7 @@ Result<orders::Save::Reply> RankSaver::save_to_arena(const orders::Save& order, 
   return saved.error();
 }
 
-Result<orders::Save::Reply> RankSaver::save_giving(const orders::Save& order, SwapChannel& room) {
+Result<orders::Save::Reply> RankSaver::save_giving(const orders::Save& order, SwapChannel& channel) {
   Result<ArenaPlan> prepared = prepare_giving(order);
   if (!prepared && prepared.error().code == Code::kResourceExhausted && images_.index().retained_bytes() > 0) {
     images_.index().release_retained();
@@ -81,7 +81,7 @@ Result<orders::Save::Reply> RankSaver::save_giving(const orders::Save& order, Sw
     prepared = prepare_giving(order);
   }
   TORPOR_ASSIGN(ArenaPlan plan, std::move(prepared));
-  PageGiver giver(parts_.allocator, order.tags, room, static_cast<size_t>(parts_.rank));
+  PageGiver giver(parts_.allocator, order.tags, channel, static_cast<size_t>(parts_.rank));
   for (const ArenaPlan::Tag& tag : plan.tags()) giver.expect(tag.copied);
   const Status saved = catching([&]() -> Status {
     TORPOR_TRY(giver.begin());
@@ -215,7 +215,7 @@ Status RankSaver::take_back(const std::vector<std::string>& tags) {
   return ok();
 }
 
-Result<orders::PlanSave::Reply> RankSaver::plan(const orders::Save& order) const {
+Result<orders::Save::Reply> RankSaver::plan(const orders::Save& order) const {
   if (!order.writing.base.empty()) return checkpoint_.plan(order);
   TORPOR_ASSIGN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNothing));
   uint64_t taken_over = 0;
@@ -225,7 +225,7 @@ Result<orders::PlanSave::Reply> RankSaver::plan(const orders::Save& order) const
   const uint64_t staging = (batch - kept) * parts_.transfers.memory_batches();
   const uint64_t retained = images_.index().retained_bytes();
   plan.fit(retained - std::min(retained, taken_over), staging);
-  orders::PlanSave::Reply reply;
+  orders::Save::Reply reply;
   for (const ArenaPlan::Tag& tag : plan.tags()) {
     reply.copied_bytes[tag.tag] = bytes_of(tag.copied);
     reply.reused_bytes += tag.unread_bytes();

@@ -31,14 +31,14 @@ class RankSaver {
   Result<orders::Save::Reply> save(const orders::Save& order);
   // The same, into the arena; the memory of what is safe there goes page by page, for another engine. After an error
   // the images are as far as they came, for take_back(), then forget_saved().
-  Result<orders::Save::Reply> save_giving(const orders::Save& order, SwapChannel& room);
+  Result<orders::Save::Reply> save_giving(const orders::Save& order, SwapChannel& channel);
   // Take back the memory that save_giving() gave: what was saved of it comes from the images, the rest is zeroed. A
   // page with bytes that were still to be copied never went. kDevice: a copy is not proven over, so nobody knows. May
   // be repeated.
   Status take_back(const std::vector<std::string>& tags);
   void on_detached() noexcept { pages_gone_ = false; }  // nothing can be taken back any more
   // Return what save() would do.
-  Result<orders::PlanSave::Reply> plan(const orders::Save& order) const;
+  Result<orders::Save::Reply> plan(const orders::Save& order) const;
 
   CheckpointSaver& checkpoint() { return checkpoint_; }
   bool spills() const { return !parts_.spill_dir.empty(); }  // what has no room in the arena

@@ -68,7 +68,7 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   TORPOR_TRY(check(options));
   TORPOR_TRY(may_begin());
   TORPOR_TRY(context_.deferred.wait());
-  settle_checkpoint("a sleep was asked for");
+  end_or_wait_for_checkpoint("a sleep was asked for");
   if (is_sleeping()) {
     TORPOR_ASSIGN(const bool more, frees_more(options));
     if (!more) {
@@ -90,7 +90,7 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   }
   SleepOperation sleep(context_, "sleep", options);
   if (Status saved = prepare(sleep); !saved) return sleep.undone(std::move(saved).error());
-  return commit(sleep);
+  return finish_sleep(sleep);
 }
 
 // Return whether a sleep of an engine that is asleep would free memory that is left.
@@ -102,7 +102,7 @@ Result<bool> SleepController::frees_more(const SleepOptions& options) {
   return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) { return !has_tag(asleep, tag); });
 }
 
-Result<SleepReport> SleepController::commit(SleepOperation& sleep) {
+Result<SleepReport> SleepController::finish_sleep(SleepOperation& sleep) {
   if (Status asleep = catching([&] { return sleep.commit_sleep(); }); !asleep)
     return sleep.undone(std::move(asleep).error());
   sleep.retire_older();
@@ -126,7 +126,7 @@ Result<SleepReport> SleepController::end_sleep_now(bool keep) {
   if (held_sleep_ == nullptr)
     return Error{.code = Code::kFailedPrecondition, .what = "no sleep is held", .next_step = "sleep with hold first"};
   const std::unique_ptr<HeldSleep> held = std::move(held_sleep_);
-  if (keep) return held->only_checkpoint ? serve_on(held->sleep) : commit(held->sleep);
+  if (keep) return held->only_checkpoint ? serve_on(held->sleep) : finish_sleep(held->sleep);
   Error error = held->sleep.undone({.code = Code::kAborted, .what = "it was taken back", .next_step = "none"});
   if (error.state_changed) return error;
   SleepReport report;
@@ -160,7 +160,7 @@ Result<SleepReport> SleepController::checkpoint_now(const SleepOptions& options)
   if (!operation_mutex_.try_lock()) return busy();
   const MutexLock in_progress(operation_mutex_, std::adopt_lock);
   TORPOR_TRY(may_checkpoint(options));
-  settle_checkpoint("another one was asked for");
+  end_or_wait_for_checkpoint("another one was asked for");
   const auto write = [](SleepOperation& sleep) { return catching([&] { return sleep.prepare_checkpoint(); }); };
   if (options.data_parallel.size > 1) {
     auto held = std::make_unique<HeldSleep>(context_, "checkpoint", options);
@@ -239,7 +239,7 @@ Result<SleepReport> SleepController::end_checkpoint() {
   return catching([this]() -> Result<SleepReport> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-    if (background_ == nullptr || !background_->was_taken())
+    if (background_ == nullptr || !background_->can_finish())
       return cannot("no checkpoint was taken", "begin one, continue it until it is ready, and take it");
     Result<SleepReport> ended = background_->finish();
     background_.reset();
@@ -254,8 +254,8 @@ void SleepController::cancel_checkpoint() noexcept {
 }
 
 // Before another operation.
-void SleepController::settle_checkpoint(std::string_view why) noexcept {
-  if (background_ != nullptr) background_->settle(why);
+void SleepController::end_or_wait_for_checkpoint(std::string_view why) noexcept {
+  if (background_ != nullptr) background_->end_or_wait(why);
 }
 
 // --- wake ---
@@ -281,7 +281,7 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options, const 
     return cannot("this engine is asleep with a state of its own",
                   "wake it without from_checkpoint, or wake the checkpoint in a new engine");
   TORPOR_TRY(context_.deferred.wait());
-  settle_checkpoint("a wake was asked for");
+  end_or_wait_for_checkpoint("a wake was asked for");
   return WakeOperation(context_, options, swap).run();
 }
 
@@ -406,7 +406,7 @@ Result<SleepReport> SleepController::swap_in(const WakeOptions& options) {
     TORPOR_TRY(channel->join(SwapChannel::Side::kTakes, ranks));
     TORPOR_TRY(channel->wait_for(SwapChannel::Stage::kReady, go_on));
     const SwapIn swap{.channel = options.swap_in_from,
-                      .settle = [&]() -> Status {
+                      .wait_until_asleep = [&]() -> Status {
                         channel->say(SwapChannel::Stage::kReady);
                         TORPOR_TRY(channel->wait_for(SwapChannel::Stage::kDone));
                         return channel->say(SwapChannel::Stage::kReady), ok();  // a heartbeat
@@ -438,7 +438,7 @@ Result<SwapReport> SleepController::swap_out_for(const SleepOptions& asked, cons
   }
   Error error = std::move(swapped).error();
   Status woken;
-  if (end.left == SwappedOut::kMayReturn) {
+  if (end.state == SwappedOut::kAsleepOtherEnded) {
     // All of it is in host memory. The other one has given back what it had, unless it is lost or gives no sign.
     woken = catching([&] {
       return retry_until_memory_comes(clock_, end.memory_comes_late, [&]() -> Status {
@@ -447,7 +447,8 @@ Result<SwapReport> SleepController::swap_out_for(const SleepOptions& asked, cons
       });
     });
   }
-  const bool stays = end.left == SwappedOut::kStays || (end.left == SwappedOut::kMayReturn && !woken);
+  const bool stays =
+      end.state == SwappedOut::kAsleepOtherMayRun || (end.state == SwappedOut::kAsleepOtherEnded && !woken);
   error.state_changed = state_.lost() || stays;
   (void)catching([&]() -> Status {
     error.what = fmt::format("swap: {}", error.what);
@@ -464,14 +465,14 @@ Result<SwapReport> SleepController::begin_swap_out(const SleepOptions& asked, co
   if (is_sleeping()) return cannot("the engine that is to go is asleep", "wake the other one without it");
   TORPOR_TRY(other.admit());
   TORPOR_TRY(context_.deferred.wait());
-  settle_checkpoint("a swap was asked for");
+  end_or_wait_for_checkpoint("a swap was asked for");
   SleepOperation sleep(context_, "sleep", asked);
   if (Status ready = catching([&] { return sleep.prepare_swap_out(); }); !ready)
     return sleep.undone(std::move(ready).error());
   Result<SleepReport> woken = catching([&] { return other.swap(sleep, end); });
   if (woken) return SwapReport{.slept = std::move(sleep.report()), .woken = std::move(*woken)};
   if (!state_.is(At::kAsleep)) return sleep.undone(std::move(woken).error());
-  if (end.left == SwappedOut::kNo) end.left = SwappedOut::kMayReturn;
+  if (end.state == SwappedOut::kAwake) end.state = SwappedOut::kAsleepOtherEnded;
   return std::move(woken).error();
 }
 

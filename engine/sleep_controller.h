@@ -104,14 +104,14 @@ class SleepController final {
 
   Result<SleepReport> sleep_now(const SleepOptions& options);
   Result<bool> frees_more(const SleepOptions& options) TORPOR_REQUIRES(operation_mutex_);
-  Result<SleepReport> commit(SleepOperation& sleep) TORPOR_REQUIRES(operation_mutex_);
+  Result<SleepReport> finish_sleep(SleepOperation& sleep) TORPOR_REQUIRES(operation_mutex_);
   Result<SleepReport> serve_on(SleepOperation& sleep) TORPOR_REQUIRES(operation_mutex_);
   Result<SleepReport> checkpoint_now(const SleepOptions& options);
   Result<SleepReport> hold_sleep(std::unique_ptr<HeldSleep> held) TORPOR_REQUIRES(operation_mutex_);
   Result<SleepReport> end_sleep_now(bool keep);
   Result<SleepReport> wake_now(const WakeOptions& options, const SwapIn* swap = nullptr);
   Status end_hold_now(bool keep);
-  void settle_checkpoint(std::string_view why) noexcept TORPOR_REQUIRES(operation_mutex_);
+  void end_or_wait_for_checkpoint(std::string_view why) noexcept TORPOR_REQUIRES(operation_mutex_);
 
   Result<SwapReport> swap_with(SleepController& to, const SwapOptions& options);
   Result<SleepReport> swap_out(const SleepOptions& options);

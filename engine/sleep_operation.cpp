@@ -52,7 +52,7 @@ const std::array<SleepOperation::Step, SleepOperation::kSteps> SleepOperation::s
     {"commit", &SleepOperation::writes_checkpoint, &SleepOperation::write_state, &SleepOperation::nothing},
     {"save", &SleepOperation::always, &SleepOperation::save, &SleepOperation::cancel_save},
     {"verify", &SleepOperation::always, &SleepOperation::verify, &SleepOperation::withdraw},
-    {"detach", &SleepOperation::releases_memory, &SleepOperation::release, &SleepOperation::rebuild_derived},
+    {"detach", &SleepOperation::releases_memory, &SleepOperation::drop_derived, &SleepOperation::rebuild_derived},
     {"detach", &SleepOperation::releases_memory, &SleepOperation::detach, &SleepOperation::undo_detach},
 }};
 
@@ -124,12 +124,12 @@ Status SleepOperation::prepare_swap_out() {
   TORPOR_TRY(admit());
   TORPOR_TRY(take_steps(kQuiesce, kCapture));
   TORPOR_TRY(not_cancelled());
-  TORPOR_TRY(take(steps_[kRelease]));  // before its phase: memory is given while it is saved
+  TORPOR_TRY(take(steps_[kDropDerived]));  // before its phase: memory is given while it is saved
   return ok();
 }
 
 Status SleepOperation::save_giving(const std::string& path) {
-  save_.room = path;
+  save_.channel = path;
   return take_steps(kSave, kSave);
 }
 
@@ -152,7 +152,7 @@ Status SleepOperation::commit_sleep() {
   if (options_.level > 0) say_what_to_load();
   std::vector<std::string> without_content = report_.reload;
   without_content.insert(without_content.end(), asleep.without_content.begin(), asleep.without_content.end());
-  TORPOR_TRY(take_steps(save_.room.empty() ? kRelease : kDetach, kDetach));
+  TORPOR_TRY(take_steps(save_.channel.empty() ? kDropDerived : kDetach, kDetach));
   // From here on nothing fails: the memory is gone.
   operation_.keep();
   report_.changed = true;
@@ -162,8 +162,8 @@ Status SleepOperation::commit_sleep() {
   asleep.tags = std::move(sleeping);
   if (has_tag(tags_, kKvCacheTag)) asleep.deferrable_blocks = std::move(deferrable_);
   if (!same_workers) asleep.workers = std::move(captured_.state.workers);
-  if (!deeper_) asleep.writes = std::move(writes);
-  if (!deeper_ || !weights.empty()) asleep.weights = std::move(weights);
+  if (!deeper_) asleep.weights_writes = std::move(writes);
+  if (!deeper_ || !weights.empty()) asleep.weights_digests = std::move(weights);
   asleep.without_content = std::move(without_content);
   if (!deeper_ || generation) asleep.checkpoint = std::move(generation);
   if (!deeper_ || !checkpoint.empty()) asleep.metadata = std::move(metadata);
@@ -174,7 +174,7 @@ Status SleepOperation::commit_sleep() {
 
 Status SleepOperation::serve_on() {
   // The memory was only read.
-  TORPOR_TRY(engine_.ranks.undo(orders::CancelSave{.tags = save_.tags}));
+  TORPOR_TRY(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kSave, .tags = save_.tags}));
   operation_.keep();
   if (Status resumed = engine_.hooks.resume(); !resumed) {
     engine_.state.lose(resumed.error());
@@ -236,6 +236,7 @@ void SleepOperation::fall_back(const Error& why) {
   save_.host_slots.clear();
   saved_weights_.clear();
   report_.checkpoint.clear();
+  report_.metadata.clear();
   report_.checkpoint_bytes = 0;
   report_.checkpoint_parts.clear();
   report_.compacted_bytes = report_.reused_bytes = report_.disk_bytes = 0;
@@ -360,13 +361,13 @@ Result<uint64_t> SleepOperation::save() {
 
 // The other engine of a swap has none of the memory any more.
 Status SleepOperation::cancel_save() {
-  if (!save_.room.empty()) {
+  if (!save_.channel.empty()) {
     TORPOR_TRY(retry_until_memory_comes(engine_.clock, memory_comes_late_, [&]() -> Status {
-      TORPOR_TRY(engine_.ranks.undo(orders::TakeBack{.tags = save_.tags}));
+      TORPOR_TRY(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kGiving, .tags = save_.tags}));
       return ok();
     }));
   }
-  TORPOR_TRY(engine_.ranks.undo(orders::CancelSave{.tags = save_.tags}));
+  TORPOR_TRY(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kSave, .tags = save_.tags}));
   return ok();
 }
 
@@ -382,7 +383,7 @@ Result<uint64_t> SleepOperation::verify() {
   report_.metadata = captured_.metadata;
   for (const SectionInfo& section : committed.manifest().sections)
     report_.checkpoint_parts[section.name] = section.stored_bytes;
-  TORPOR_TRY(engine_.ranks.call(orders::Moved{.directory = report_.checkpoint}));
+  TORPOR_TRY(engine_.ranks.call(orders::Inform{.committed = report_.checkpoint}));
   return 0;
 }
 
@@ -394,7 +395,7 @@ Status SleepOperation::withdraw() {
 
 // Let go of what the engine derived from its memory, and of requests and prefixes that are not kept. After all else
 // that can fail but the release of memory: requests that were ended stay so.
-Result<uint64_t> SleepOperation::release() {
+Result<uint64_t> SleepOperation::drop_derived() {
   TORPOR_TRY(engine_.hooks.release_derived());
   TORPOR_TRY(drop());
   return 0;
@@ -473,7 +474,7 @@ std::vector<std::string> SleepOperation::weights_of_kv() noexcept {
     const bool always_read = engine_.options.always_read_weights;
     if (!preserved_ && options_.level > 0) return ok();
     if (is_without_content(described_, kWeightsTag)) return ok();
-    if (deeper_ && writes_of_weights(described_) != context_.asleep.writes) return ok();
+    if (deeper_ && writes_of_weights(described_) != context_.asleep.weights_writes) return ok();
     std::vector<std::string> known = saved_weights_;
     known.resize(described_.size());
     for (size_t rank = 0; rank < known.size(); ++rank) {
@@ -483,7 +484,7 @@ std::vector<std::string> SleepOperation::weights_of_kv() noexcept {
     }
     if (!has_tag(known, "")) return weights = std::move(known), ok();
     const bool go = options_.level > 0 && has_tag(tags_, kWeightsTag) && options_.drops(kWeightsTag);
-    if (!go || context_.old_kv_is_said || report_.requests == 0) return ok();
+    if (!go || context_.wakes_name_old_kv || report_.requests == 0) return ok();
     // A checkpoint has just taken the digest.
     TORPOR_ASSIGN(std::vector<orders::DigestTags::Reply> digested,
                   engine_.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = to_disk_ || !always_read}));

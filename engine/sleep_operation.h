@@ -2,9 +2,12 @@
 // SleepOperation: one sleep, checkpoint or swap-out while it runs. Its steps are a table (sleep_operation.cpp): each
 // has its phase, when it is wanted, what it does, and what undoes it. The modes differ in which steps they take:
 //
-//   sleep         quiesce  capture  commit  save  verify  release  detach       commit: to disk alone
-//   checkpoint    quiesce  capture  commit  save  verify                        then the engine goes on
-//   swap-out      quiesce  capture          release  save          detach       save gives memory page by page
+//   sleep         quiesce  capture  commit  save  verify  drop derived  detach
+//   checkpoint    quiesce  capture  commit  save  verify
+//   swap-out      quiesce  capture  drop derived  save  detach
+//
+// commit writes the state of a sleep to disk or a checkpoint; verify makes it a checkpoint that others see. In a swap,
+// save gives the memory page by page.
 //
 // Owner: the controller's call, or the controller where a front end has the last word. Threads: one at a time. Failure:
 // undone() undoes what was done, in reverse.
@@ -57,9 +60,9 @@ class SleepOperation {
   // By rank, the bytes of device memory that this sleep releases.
   std::vector<uint64_t> bytes_by_rank() const;
   // The other engine of a swap holds a part of the memory and does not give it back: this one cannot be cancelled.
-  void cannot_return() noexcept { cannot_return_ = true; }
+  void forbid_cancel() noexcept { cancel_forbidden_ = true; }
   // The process that took memory has ended, perhaps just now.
-  void memory_comes_late() noexcept { memory_comes_late_ = true; }
+  void set_memory_comes_late() noexcept { memory_comes_late_ = true; }
 
   const SleepOptions& options() const { return options_; }
   Operation& operation() { return operation_; }
@@ -67,11 +70,11 @@ class SleepOperation {
 
  private:
   struct Step;
-  enum : size_t { kQuiesce, kCapture, kCommit, kSave, kVerify, kRelease, kDetach, kSteps };  // places in the table
+  enum : size_t { kQuiesce, kCapture, kCommit, kSave, kVerify, kDropDerived, kDetach, kSteps };  // places in the table
   static const std::array<Step, kSteps> steps_;
   Status take_steps(size_t first, size_t last);
   Result<uint64_t> take(const Step& step);
-  Status not_cancelled() const { return cannot_return_ ? ok() : operation_.go_on(); }
+  Status not_cancelled() const { return cancel_forbidden_ ? ok() : operation_.go_on(); }
 
   // When the steps are wanted.
   bool always() const { return true; }
@@ -89,7 +92,7 @@ class SleepOperation {
   Status cancel_save();
   Result<uint64_t> verify();
   Status withdraw();
-  Result<uint64_t> release();
+  Result<uint64_t> drop_derived();
   Status rebuild_derived();
   Result<uint64_t> detach();
   Status undo_detach();
@@ -118,7 +121,7 @@ class SleepOperation {
   std::unique_ptr<CheckpointManager> checkpoints_{};
   std::optional<PendingCheckpoint> pending_{};  // kept to the end: with its lock a commit can be taken back, or older
                                                 // ones can go
-  bool cannot_return_ = false;
+  bool cancel_forbidden_ = false;
   bool memory_comes_late_ = false;
   bool checkpoint_stays_ = false;  // it was committed, and not taken back
   Operation operation_;            // last: its undo needs all of the above

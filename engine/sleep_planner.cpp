@@ -31,15 +31,15 @@ Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOpti
     const Status seen = context.checkpoints.check_seen_by_all(directory, described.size());
     if (!seen) plan.problems.push_back(seen.error().to_string());
   }
-  orders::PlanSave planned;
+  orders::Save planned{.stage = orders::Save::Stage::kPlan};
   if (options.preserve_state && has_tag(tags, kKvCacheTag)) {
     TORPOR_ASSIGN(const SchedulerCheckpoint state, engine.hooks.capture());
     const LiveBlocks live = select_live_blocks(state.kv, block_bytes(described).most, engine.options.kv_budget_bytes);
     plan.kept_blocks = static_cast<int64_t>(live.kept.size());
     plan.dropped_blocks = static_cast<int64_t>(live.dropped.size());
-    name_blocks(planned.save, state, live.kept);
+    name_blocks(planned, state, live.kept);
     if (!options.to_disk) {
-      TORPOR_ASSIGN(planned.save.host_slots, engine.hooks.host_slots(planned.save.blocks, /*keep=*/false));
+      TORPOR_ASSIGN(planned.host_slots, engine.hooks.host_slots(planned.blocks, /*keep=*/false));
     }
   }
   for (const std::string& tag : tags) {
@@ -49,18 +49,18 @@ Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOpti
     } else if (!options.drops(tag)) {
       plan.save_bytes[tag] = tag_bytes(described, tag, &RankLedger::Tag::region_bytes);
     }
-    if (!options.drops(tag)) planned.save.tags.push_back(tag);
+    if (!options.drops(tag)) planned.tags.push_back(tag);
   }
   for (const auto& [tag, bytes] : plan.save_bytes) (options.to_disk ? plan.disk_bytes : plan.host_bytes) += bytes;
   if (options.to_disk) {
     TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, context.checkpoints.open(directory));
-    planned.save.writing = checkpoints->next_writing();
-    planned.save.as_proven = !engine.options.always_read_weights;
-    if (planned.save.writing.base.empty()) return plan;
+    planned.writing = checkpoints->next_writing();
+    planned.as_proven = !engine.options.always_read_weights;
+    if (planned.writing.base.empty()) return plan;
   }
-  TORPOR_ASSIGN(const std::vector<orders::PlanSave::Reply> replies, engine.ranks.call(planned));
+  TORPOR_ASSIGN(const std::vector<orders::Save::Reply> replies, engine.ranks.call(planned));
   for (auto& [tag, bytes] : plan.save_bytes) bytes = 0;
-  for (const orders::PlanSave::Reply& reply : replies) {
+  for (const orders::Save::Reply& reply : replies) {
     for (const auto& [tag, bytes] : reply.copied_bytes) plan.save_bytes[tag] += bytes;
     plan.reused_bytes += reply.reused_bytes;
     plan.disk_bytes += reply.spilled_bytes;

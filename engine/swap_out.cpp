@@ -52,7 +52,7 @@ Result<SleepReport> swap_out_here(SleepOperation& sleep,
   Status given = ok();
   bool failed_first = false;
   std::thread giver;
-  const SwapIn other{.channel = own->path, .settle = [&]() -> Status {
+  const SwapIn other{.channel = own->path, .wait_until_asleep = [&]() -> Status {
                        giver.join();
                        TORPOR_TRY(given);
                        return sleep.commit_sleep();
@@ -92,16 +92,16 @@ Result<SleepReport> swap_out_to(SleepOperation& sleep, SwapChannel& channel, con
   const SwapChannel::End end = channel.wait_for_end();
   if (given && end == SwapChannel::End::kRuns) return SleepReport{};
   swapped.memory_comes_late = end == SwapChannel::End::kMayHold || channel.other_ended();
-  if (swapped.memory_comes_late) sleep.memory_comes_late();
+  if (swapped.memory_comes_late) sleep.set_memory_comes_late();
   if (given && end == SwapChannel::End::kMayRun) {
-    swapped.left = SwappedOut::kStays;
+    swapped.state = SwappedOut::kAsleepOtherMayRun;
     return Error{.code = Code::kTimeout,
                  .what = "the engine that came has not said that it runs, and gives no sign",
                  .next_step = "see whether it runs; if it has ended, wake this one"};
   }
   if (given) return channel.stopped();
   if (only_waits && end == SwapChannel::End::kMayHold) {
-    sleep.cannot_return();
+    sleep.forbid_cancel();
     (void)catching([&] { return sleep.commit_sleep(); });
   }
   return std::move(given).error();

@@ -20,14 +20,14 @@ namespace torpor {
 
 // What a failed swap leaves of the engine that goes.
 enum class SwappedOut : uint8_t {
-  kNo,         // it never was asleep, or is awake again
-  kMayReturn,  // it is asleep, and the other one does not run
-  kStays,      // it is asleep, and the other one may run
+  kAwake,              // it never was asleep, or is awake again
+  kAsleepOtherEnded,   // it is asleep, and the other one does not run
+  kAsleepOtherMayRun,  // it is asleep, and the other one may run
 };
 
 // How a swap-out ended that failed.
 struct SwapOutEnd {
-  SwappedOut left = SwappedOut::kNo;
+  SwappedOut state = SwappedOut::kAwake;
   bool memory_comes_late = false;  // the process that had the memory has ended, perhaps just now
 };
 

@@ -3,8 +3,8 @@
 
 namespace torpor {
 
-PageGiver::PageGiver(SleepAllocator& allocator, std::span<const std::string> tags, SwapChannel& room, size_t rank)
-    : allocator_(allocator), room_(room), rank_(rank), pages_(allocator, tags), missing_(pages_.size()) {}
+PageGiver::PageGiver(SleepAllocator& allocator, std::span<const std::string> tags, SwapChannel& channel, size_t rank)
+    : allocator_(allocator), channel_(channel), rank_(rank), pages_(allocator, tags), missing_(pages_.size()) {}
 
 void PageGiver::expect(std::span<const ChunkPlan> chunks) {
   for (const ChunkPlan& chunk : chunks) pages_.each_of(chunk, [&](size_t page) { ++missing_[page]; });
@@ -13,7 +13,7 @@ void PageGiver::expect(std::span<const ChunkPlan> chunks) {
 Status PageGiver::give(size_t page) {
   has_given_ = true;
   TORPOR_TRY(allocator_.give_page(pages_[page]));
-  return room_.give(rank_, pages_[page].size_bytes);
+  return channel_.give(rank_, pages_[page].size_bytes);
 }
 
 Status PageGiver::begin() {
@@ -33,25 +33,30 @@ Status PageGiver::on_saved(std::span<const ChunkPlan> chunks) {
   return given;
 }
 
-PageTaker::PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& room, size_t rank)
-    : allocator_(allocator), room_(room), rank_(rank), tags_(tags), pages_(allocator, tags), there_(pages_.size()) {}
+PageTaker::PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& channel, size_t rank)
+    : allocator_(allocator),
+      channel_(channel),
+      rank_(rank),
+      tags_(tags),
+      pages_(allocator, tags),
+      there_(pages_.size()) {}
 
 Status PageTaker::begin() {
   uint64_t bytes = 0;
   for (size_t page = 0; page < pages_.size(); ++page) bytes += pages_[page].size_bytes;
-  return room_.need(rank_, bytes);
+  return channel_.need(rank_, bytes);
 }
 
 // The device may be slow to have what was given, or somebody else may have it: that shows as want of memory, which
 // counts only when nothing more comes.
 Status PageTaker::take(size_t page) {
-  TORPOR_TRY(room_.take(rank_, pages_[page].size_bytes));
+  TORPOR_TRY(channel_.take(rank_, pages_[page].size_bytes));
   for (bool more = true;;) {
-    const uint64_t seen = room_.given(rank_);
+    const uint64_t seen = channel_.given(rank_);
     Status taken = allocator_.take_page(pages_[page]);
     if (taken) break;
     if (taken.error().code != Code::kResourceExhausted || !more) return taken;
-    TORPOR_ASSIGN(more, room_.wait_for_more(rank_, seen));
+    TORPOR_ASSIGN(more, channel_.wait_for_more(rank_, seen));
   }
   there_[page] = true;
   return ok();

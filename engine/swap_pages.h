@@ -49,7 +49,7 @@ class SwapPages {
 class PageGiver final : public ReleaseGate {
  public:
   // All outlive it. The chunks to be copied are told by expect(), before begin().
-  PageGiver(SleepAllocator& allocator, std::span<const std::string> tags, SwapChannel& room, size_t rank);
+  PageGiver(SleepAllocator& allocator, std::span<const std::string> tags, SwapChannel& channel, size_t rank);
   void expect(std::span<const ChunkPlan> chunks);
   Status begin();                                               // gives the pages of which nothing is to be copied
   Status on_saved(std::span<const ChunkPlan> chunks) override;  // each of them was expected once
@@ -60,7 +60,7 @@ class PageGiver final : public ReleaseGate {
   Status give(size_t page);
 
   SleepAllocator& allocator_;
-  SwapChannel& room_;
+  SwapChannel& channel_;
   const size_t rank_;
   const SwapPages pages_;
   std::vector<uint64_t> missing_;  // of each page: pieces that are not copied
@@ -71,7 +71,7 @@ class PageGiver final : public ReleaseGate {
 class PageTaker final : public RestoreGate {
  public:
   // All but the tags outlive it.
-  PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& room, size_t rank);
+  PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& channel, size_t rank);
   Status begin();  // says how much it needs
   Status wait_for(const ChunkPlan& chunk) override;
   Status wait_for_all() override;
@@ -83,7 +83,7 @@ class PageTaker final : public RestoreGate {
   Status take(size_t page);
 
   SleepAllocator& allocator_;
-  SwapChannel& room_;
+  SwapChannel& channel_;
   const size_t rank_;
   const std::vector<std::string> tags_;
   const SwapPages pages_;

@@ -95,8 +95,8 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
     phases.done("check");
   }
   const orders::Detach leaving{.tags = tags};
-  std::vector<orders::CancelSave> undoing;  // tag by tag: one that is broken now is no reason to leave another as it is
-  for (const std::string& tag : kept) undoing.push_back({.tags = {tag}});
+  std::vector<orders::Undo> undoing;  // tag by tag: one that is broken now is no reason to leave another as it is
+  for (const std::string& tag : kept) undoing.push_back({.what = orders::Undo::What::kSave, .tags = {tag}});
   if (!kept.empty()) {
     TORPOR_ASSIGN(const orders::Save::Reply saved, carry_out(orders::Save{.tags = kept}));
     move.copied_bytes = saved.bytes;
@@ -108,7 +108,7 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
   Result<orders::Detach::Reply> detached = carry_out(leaving);
   if (!detached) {
     memory_.images().put_back(std::move(dropped));
-    for (const orders::CancelSave& saving : undoing) (void)carry_out(saving);  // refused where it went
+    for (const orders::Undo& saving : undoing) (void)carry_out(saving);  // refused where it went
     return std::move(detached).error();
   }
   phases.done("detach");
@@ -140,7 +140,7 @@ Result<TagMove> TagSleep::wake_now(std::vector<std::string> wanted) {
   }
   const orders::Restore restoring{.tags = tags};
   const orders::Finish finishing{.tags = tags, .keep_backup = true};
-  const orders::CancelRestore undoing{.tags = tags};
+  const orders::Undo undoing{.what = orders::Undo::What::kRestore, .tags = tags};
   const Status restored = [&]() TORPOR_REQUIRES(memory_.mutex()) -> Status {
     TORPOR_ASSIGN(const orders::Restore::Reply reply, carry_out(restoring));
     phases.done("restore");

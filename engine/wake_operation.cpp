@@ -60,7 +60,7 @@ Result<SleepReport> WakeOperation::wake_this_process() {
   const bool reload_first = !report_.reload.empty();
   if (!still_asleep.empty()) return end_early(tags, std::move(still_asleep));
 
-  TORPOR_ASSIGN(const bool written, weights_were_written());
+  TORPOR_ASSIGN(const bool written, has_other_weights());
   if (!late.empty() && (written || !report_.reload.empty())) {
     TORPOR_TRY(context_.deferred.wait_before_wake(ranks_, operation_));
     report_.restored_bytes += std::exchange(report_.late_bytes, 0);
@@ -83,7 +83,7 @@ Result<SleepReport> WakeOperation::wake_this_process() {
       return Error{.code = Code::kFailedPrecondition,
                    .what = "the engine that is to come has no weights",
                    .next_step = "wake it without the other"};
-    TORPOR_TRY(swap_->settle());
+    TORPOR_TRY(swap_->wait_until_asleep());
   }
   operation_.begin("reconnect");
   TORPOR_TRY(reconnect(kv_of_old_weights));
@@ -123,10 +123,11 @@ Result<std::vector<std::string>> WakeOperation::tags_that_wake() const {
 Status WakeOperation::restore_memory(const std::vector<std::string>& tags, const std::vector<int32_t>& late) {
   operation_.begin("restore");
   operation_.undo_with([this, tags] { return undo_restore(tags); });
-  TORPOR_ASSIGN(
-      const std::vector<orders::Restore::Reply> restored,
-      engine_.ranks.call(orders::Restore{
-          .tags = tags, .progress = options_.progress, .late = late, .room = swap_ == nullptr ? "" : swap_->channel}));
+  TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored,
+                engine_.ranks.call(orders::Restore{.tags = tags,
+                                                   .progress = options_.progress,
+                                                   .late = late,
+                                                   .channel = swap_ == nullptr ? "" : swap_->channel}));
   report_.restored_bytes = total_bytes(restored);
   ranks_ = restored.size();
   for (const orders::Restore::Reply& reply : restored) {
@@ -142,7 +143,8 @@ Status WakeOperation::restore_memory(const std::vector<std::string>& tags, const
 // Memory that can be neither mapped nor given back cannot be woken again; its content is safe where it was saved.
 Status WakeOperation::undo_restore(const std::vector<std::string>& tags) {
   // What stays on the way is taken up by the next wake.
-  if (const auto cancelled = engine_.ranks.undo(orders::CancelRestore{.tags = tags}); !cancelled)
+  if (const auto cancelled = engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kRestore, .tags = tags});
+      !cancelled)
     log().error("undoing a wake: {}", cancelled.error().to_string());
   const Result<Described> described = engine_.ranks.undo(orders::Describe{});
   if (!described) return ok();
@@ -247,7 +249,7 @@ void WakeOperation::finished(const std::vector<std::string>& tags) noexcept {
 // The engine runs: nothing of the sleep is in force any more.
 void WakeOperation::let_run(bool weights_were_written) noexcept {
   SleepInForce& asleep = context_.asleep;
-  if (weights_were_written) context_.old_kv_is_said = kv_is_said();
+  if (weights_were_written) context_.wakes_name_old_kv = kv_is_said();
   report_.changed = true;
   report_.fully_awake = true;
   report_.metadata = std::move(asleep.metadata);
@@ -261,16 +263,16 @@ void WakeOperation::let_run(bool weights_were_written) noexcept {
 
 // Return whether other weights were loaded since the engine fell asleep: also of the same ones where a word was said
 // about KV, or where it is not known that they are. Adds to the report what must still be loaded.
-Result<bool> WakeOperation::weights_were_written() {
+Result<bool> WakeOperation::has_other_weights() {
   const bool loaded = report_.reload.empty();  // else they are still to be loaded, whatever was said
-  if (kv_is_said() && loaded) TORPOR_TRY(engine_.ranks.call(orders::Written{.tags = {kWeightsTag}}));
+  if (kv_is_said() && loaded) TORPOR_TRY(engine_.ranks.call(orders::Inform{.written = {kWeightsTag}}));
   TORPOR_ASSIGN(const Described described, engine_.ranks.call(orders::Describe{}));
   for (const orders::Describe::Reply& reply : described) {
     for (const std::string& tag : reply.without_content) {
       if (tag != kKvCacheTag && !has_tag(report_.reload, tag)) report_.reload.push_back(tag);
     }
   }
-  if (writes_of_weights(described) == context_.asleep.writes) return false;
+  if (writes_of_weights(described) == context_.asleep.weights_writes) return false;
   if (kv_is_said() || !report_.reload.empty()) return true;
   TORPOR_ASSIGN(const bool same, weights_are_those_of_kv(described));
   return !same;
@@ -278,7 +280,7 @@ Result<bool> WakeOperation::weights_were_written() {
 
 // Return whether the weights, which were written, are the same bytes as before.
 Result<bool> WakeOperation::weights_are_those_of_kv(const Described& described) {
-  const std::vector<std::string>& weights = context_.asleep.weights;
+  const std::vector<std::string>& weights = context_.asleep.weights_digests;
   if (weights.empty() || weights.size() != described.size()) return false;
   TORPOR_ASSIGN(
       const std::vector<orders::DigestTags::Reply> digested,
@@ -377,18 +379,18 @@ Status WakeOperation::restore_checkpoint() {
     operation_.undo_with([this] { return context_.deferred.forget(); });
   }
   if (checkpoint) {
-    TORPOR_ASSIGN(const std::vector<orders::LoadBlocks::Reply> loaded,
-                  engine_.ranks.call(orders::LoadBlocks{.directory = checkpoint->path(),
-                                                        .generation = checkpoint->manifest().generation,
-                                                        .id = checkpoint->manifest().id,
-                                                        .progress = options_.progress,
-                                                        .numbers = state.state.kv.block_numbers,
-                                                        .late = late}));
-    for (const orders::LoadBlocks::Reply& reply : loaded) report_.late_bytes += reply.late_bytes;
+    orders::Restore order{.progress = options_.progress, .late = late};
+    order.checkpoint = {.directory = checkpoint->path(),
+                        .generation = checkpoint->manifest().generation,
+                        .id = checkpoint->manifest().id,
+                        .numbers = state.state.kv.block_numbers};
+    TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> loaded, engine_.ranks.call(order));
+    for (const orders::Restore::Reply& reply : loaded) report_.late_bytes += reply.late_bytes;
     ranks_ = loaded.size();
     report_.restored_bytes = total_bytes(loaded);
-    report_.ledgers = ledgers_of(loaded);
-    engine_.state.set_tags(loaded);
+    TORPOR_ASSIGN(const Described described, engine_.ranks.call(orders::Describe{}));
+    report_.ledgers = ledgers_of(described);
+    engine_.state.set_tags(described);
   } else {
     TORPOR_ASSIGN(state.state, engine_.hooks.capture());
     if (options_.catch_up) TORPOR_TRY(options_.catch_up(state.state, /*woken_before=*/false));
@@ -448,10 +450,12 @@ Status WakeOperation::catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint
 void WakeOperation::tell_contents(const Checkpoint& checkpoint) noexcept {
   const Status told = catching([&]() -> Status {
     TORPOR_ASSIGN(KvContents contents, engine_.hooks.kv_contents());
-    TORPOR_TRY(engine_.ranks.call(orders::TellContents{.id = checkpoint.manifest().id,
-                                                       .blocks = std::move(contents.blocks),
-                                                       .stamps = std::move(contents.stamps),
-                                                       .steps = contents.steps}));
+    orders::Inform order;
+    order.contents = {.id = checkpoint.manifest().id,
+                      .blocks = std::move(contents.blocks),
+                      .stamps = std::move(contents.stamps),
+                      .steps = contents.steps};
+    TORPOR_TRY(engine_.ranks.call(order));
     return ok();
   });
   if (told) return;

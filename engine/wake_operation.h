@@ -23,9 +23,9 @@ namespace torpor {
 
 // For a wake that takes its memory from another engine, which must be asleep before this one runs.
 struct SwapIn {
-  std::string channel;               // path of the SwapChannel
-  std::function<Status()> settle;    // waits until the other engine is asleep
-  std::function<Status()> commit{};  // from then on this one may run, and does what cannot be undone
+  std::string channel;                        // path of the SwapChannel
+  std::function<Status()> wait_until_asleep;  // waits until the other engine is asleep
+  std::function<Status()> commit{};           // from then on this one may run, and does what cannot be undone
 };
 
 class WakeOperation {
@@ -50,7 +50,7 @@ class WakeOperation {
   Status finish(const std::vector<std::string>& tags);
   void finished(const std::vector<std::string>& tags) noexcept;
   void let_run(bool weights_were_written) noexcept;
-  Result<bool> weights_were_written();
+  Result<bool> has_other_weights();
   Result<bool> weights_are_those_of_kv(const Described& described);
   Result<bool> waits_for_weights();
   std::string warning_of(End end) const;

@@ -20,6 +20,12 @@ using namespace reference;
 
 // --- one rank ---
 
+// Return the order that plans this one.
+orders::Save planned(orders::Save order) {
+  order.stage = orders::Save::Stage::kPlan;
+  return order;
+}
+
 // One region of blocks, one behind the other; its address.
 DeviceAddress allocate_blocks(RankMemory& memory, uint32_t blocks, uint64_t block_bytes) {
   const DeviceAddress kv = value_of(memory.allocate("kv_cache", "kv", blocks * block_bytes));
@@ -72,7 +78,7 @@ class BorrowedKv : public ::testing::Test {
   // Blocks copied and not.
   using Moved = std::pair<uint64_t, uint64_t>;
   Moved save(const orders::Save& order) {
-    const orders::PlanSave::Reply plan = call(orders::PlanSave{.save = order});
+    const orders::Save::Reply plan = call(planned(order));
     const orders::Save::Reply reply = call(order);
     EXPECT_EQ(plan.copied_bytes.at("kv_cache"), reply.bytes);
     EXPECT_EQ(plan.reused_bytes, reply.reused_bytes);
@@ -140,7 +146,7 @@ TEST(BorrowedPackedKv, IsLentToASleepThatPacksAndNoOther) {
     const orders::Save order{
         .tags = {"kv_cache"}, .blocks = {0, 1}, .stamps = {1, 2}, .steps = 9, .host_slots = {3, 0}};
     const uint64_t reused = of_sleep == Codec::kBf16 ? 2 * kBytes : kBytes;  // what lies there as it is, in any case
-    EXPECT_EQ(value_of(call_rank(*memory, orders::PlanSave{.save = order})).reused_bytes, reused);
+    EXPECT_EQ(value_of(call_rank(*memory, planned(order))).reused_bytes, reused);
     EXPECT_EQ(value_of(call_rank(*memory, order)).reused_bytes, reused);
     detach_and_wake(*memory);
     EXPECT_TRUE(std::equal(before.begin(), before.end(), blocks.begin()));
@@ -195,7 +201,7 @@ TEST_F(BorrowedKv, AWrongByteInTheStoreIsSeenByTheWake) {
   detach();
   store_->view(0)[5000] = std::byte{1};
   EXPECT_FAILS(call_rank(*memory_, orders::Restore{.tags = {"kv_cache"}}), Code::kCorruption, "block 1");
-  call(orders::CancelRestore{.tags = {"kv_cache"}});
+  call(orders::Undo{.what = orders::Undo::What::kRestore, .tags = {"kv_cache"}});
   store_->view(0)[5000] = std::byte{11};
   wake();
   EXPECT_TRUE(holds(1, 11));

@@ -9,8 +9,8 @@
 #include "base/progress_file.h"
 #include "base/units.h"
 #include "checkpoint/verify.h"
+#include "engine/background_writer.h"
 #include "engine/phases.h"
-#include "engine/write_behind.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/support/sanitizers.h"
 
@@ -101,13 +101,13 @@ TEST_F(ContinuousCheckpoint, HostMemoryForTheStopIsThereBefore) {
   const auto arena = value_of(HostArena::create({.budget_bytes = 4 * kMiB, .slab_bytes = kMiB}));
   const auto transfers = value_of(TransferEngine::create(*device, *arena, {.threads = 1, .own_threads = false}));
   for (const size_t rooms : {0, 3, 5}) {
-    WriteBehind behind(*transfers, *arena, RankWriting{}, nullptr);
-    ASSERT_SUCCEEDS(behind.copy_ahead({}, {}, rooms, kMiB));
+    BackgroundWriter behind(*transfers, *arena, RankWriting{}, nullptr);
+    ASSERT_SUCCEEDS(behind.precopy({}, {}, rooms, kMiB));
     ASSERT_SUCCEEDS(behind.settle());
     const HostArenaInfo ready = arena->info();
     EXPECT_EQ(ready.used_bytes, std::min<uint64_t>(rooms, 4) * kMiB);  // beyond the budget it is taken in the stop
     EXPECT_EQ(ready.held_bytes, ready.used_bytes);
-    ASSERT_SUCCEEDS(behind.copy_now({}));
+    ASSERT_SUCCEEDS(behind.copy_rest({}));
     EXPECT_EQ(arena->info().used_bytes, 0u);
     EXPECT_EQ(arena->info().held_bytes, ready.held_bytes);
   }
@@ -183,7 +183,7 @@ TEST_F(ContinuousCheckpoint, InTheStopTheEngineIsAskedForItsStateAndTheRanksOnce
   serving.engine.before_hook = [&](const std::string& hook) { hooks.push_back(hook); };
   ASSERT_SUCCEEDS(serving.controller.take_checkpoint({}));
   EXPECT_EQ(hooks, (std::vector<std::string>{"unsupported", "quiesce", "unfinished_requests", "capture",
-                                             "rank save_behind", "resume"}));
+                                             "rank stop_and_copy", "resume"}));
   const TestEngine::Tokens tokens = serving.engine.tokens();
   const uint64_t steps = serving.engine.steps();
   serving.engine.step();  // what is read later is of the stop
@@ -279,7 +279,7 @@ TEST_F(ContinuousCheckpoint, EachFileOperationThatFailsLeavesTheEngineServingAnd
 TEST_F(ContinuousCheckpoint, EachHookThatFailsLeavesTheEngineServing) {
   for (const std::string hook :
        {"unsupported", "quiesce", "kv_contents", "unfinished_requests", "capture", "read moment", "fingerprint",
-        "rank describe", "rank open_behind", "rank copy_ahead", "rank save_behind", "rank look_behind"}) {
+        "rank describe", "rank open_save", "rank precopy", "rank stop_and_copy", "rank poll_save"}) {
     SCOPED_TRACE(hook);
     std::filesystem::remove_all(temporary_.path());
     const Variant options = one_thread();

@@ -360,7 +360,7 @@ TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
     EXPECT_EQ(value_of(slept->controller.continue_wake(LateWait::kAll)).left, 0);
     EXPECT_EQ(finish(slept->engine), tokens);
   }
-  for (const char* hook : {"rank arrivals", "release_blocks"}) {
+  for (const char* hook : {"rank poll_restore", "release_blocks"}) {
     SCOPED_TRACE(hook);
     const auto slept = make_one();
     const int64_t late = value_of(slept->controller.wake_up({.early = true})).late_blocks;
@@ -380,7 +380,7 @@ TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
   if (!GetParam().to_disk) return;
   const auto slept = make_one();
   const std::string checkpoint = slept->controller.state().checkpoint;
-  for (const char* hook : {"rank load_blocks", "restore", "hold_blocks", "resume"}) {
+  for (const char* hook : {"rank restore", "restore", "hold_blocks", "resume"}) {
     SCOPED_TRACE(hook);
     SleepingEngine woken(linux_file_system(), directory_.path(), {.ranks = GetParam().ranks});
     woken.engine.can_hold = true;
@@ -421,12 +421,13 @@ TEST_P(EarlyWake, NothingElseIsDoneWithMemoryThatIsWrittenInto) {
   RankMemory& memory = engine.engine->memory();
   EXPECT_FAILS(call_rank(memory, orders::Save{.tags = {"kv_cache"}}), Code::kFailedPrecondition, "on their way");
   EXPECT_FAILS(call_rank(memory, orders::Detach{.tags = {"kv_cache"}}), Code::kFailedPrecondition, "on their way");
-  EXPECT_FAILS(call_rank(memory, orders::LoadBlocks{}), Code::kFailedPrecondition, "on their way");
+  EXPECT_FAILS(call_rank(memory, orders::Restore{.checkpoint = orders::CheckpointSource{}}), Code::kFailedPrecondition,
+               "on their way");
   // What a rank has told once it tells again to who has not heard it.
-  (void)value_of(call_rank(memory, orders::Arrivals{.seen = {0, 0}, .wait = LateWait::kSome}));
+  (void)value_of(call_rank(memory, orders::PollRestore{.seen = {0, 0}, .wait = LateWait::kSome}));
   EXPECT_EQ(engine.go_on().arrived, 1);
   (void)engine.go_on(LateWait::kAll);
-  EXPECT_TRUE(value_of(call_rank(memory, orders::Arrivals{})).ended);
+  EXPECT_TRUE(value_of(call_rank(memory, orders::PollRestore{})).ended);
   EXPECT_GT(memory.ledger().tags.at("kv_cache").physical_bytes, 0u);
 }
 
@@ -435,7 +436,7 @@ TEST_P(EarlyWake, WhatIsWantedComesNextAndWhatIsForgoneNotAtAll) {
   for (const bool learns : {true, false}) {
     Engine engine = make();
     begin(engine), (void)sleep(engine), wake_early(engine);
-    orders::Arrivals order{.seen = {0, 0}, .wait = LateWait::kAll};
+    orders::PollRestore order{.seen = {0, 0}, .wait = LateWait::kAll};
     if (!learns) order.wait = LateWait::kSome, order.wanted = {ids.back()};
     for (const LateArrival& each : value_of(call_rank(engine.engine->memory(), order)).arrivals) {
       EXPECT_TRUE(learns || each.block == ids.back());

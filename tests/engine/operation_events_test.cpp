@@ -173,7 +173,7 @@ TEST_F(OperationEvents, ACheckpointBehindTheEngineIsOneOperation) {
     if (stage > 0) {
       while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();
     }
-    if (stage == 2) serving.engine.fail_hook("rank save_behind");
+    if (stage == 2) serving.engine.fail_hook("rank stop_and_copy");
     const Status taken = stage > 1 ? serving.controller.take_checkpoint({}) : ok();
     serving.engine.fail_hook("");
     EXPECT_EQ(taken.has_value(), stage != 2);

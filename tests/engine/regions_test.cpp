@@ -92,7 +92,7 @@ TEST_F(Regions, AddressesNeitherRiseNorFallInTheOrderOfAllocation) {
 TEST_F(Regions, WhatWasGivenToAnotherEngineWakesAndHasTheSameDigest) {
   make();
   const std::string before = digest();
-  ASSERT_SUCCEEDS(call(orders::Save{.tags = {tag_}, .room = room()}));
+  ASSERT_SUCCEEDS(call(orders::Save{.tags = {tag_}, .channel = room()}));
   ASSERT_SUCCEEDS(call(orders::Detach{.tags = {tag_}}));
   EXPECT_EQ(digest(), before);
   wake();
@@ -102,9 +102,9 @@ TEST_F(Regions, WhatWasGivenToAnotherEngineWakesAndHasTheSameDigest) {
 
 TEST_F(Regions, WhatWasGivenIsTakenBack) {
   make();
-  ASSERT_SUCCEEDS(call(orders::Save{.tags = {tag_}, .room = room()}));
-  ASSERT_SUCCEEDS(call(orders::TakeBack{.tags = {tag_}}));
-  ASSERT_SUCCEEDS(call(orders::CancelSave{.tags = {tag_}}));
+  ASSERT_SUCCEEDS(call(orders::Save{.tags = {tag_}, .channel = room()}));
+  ASSERT_SUCCEEDS(call(orders::Undo{.what = orders::Undo::What::kGiving, .tags = {tag_}}));
+  ASSERT_SUCCEEDS(call(orders::Undo{.what = orders::Undo::What::kSave, .tags = {tag_}}));
   EXPECT_TRUE(holds(0, 5) && holds(1, 6) && holds(2, 7));
 }
 
@@ -137,7 +137,7 @@ TEST_F(Regions, OneThatWasAllocatedAsleepStaysAsItIs) {
     EXPECT_EQ(memory_->ledger().tags.at(tag_).state, "detached");
     EXPECT_EQ(memory_->ledger().tags.at(tag_).physical_bytes, kSize);
     ASSERT_SUCCEEDS(call(orders::Restore{.tags = {tag_}}));
-    ASSERT_SUCCEEDS(call(orders::CancelRestore{.tags = {tag_}}));  // undone: it stays, too
+    ASSERT_SUCCEEDS(call(orders::Undo{.what = orders::Undo::What::kRestore, .tags = {tag_}}));  // undone: it stays, too
     EXPECT_TRUE(holds(3, 33));
     wake();
     EXPECT_EQ(memory_->states().at(tag_), RegionState::kAttached);

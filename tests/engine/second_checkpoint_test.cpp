@@ -242,7 +242,7 @@ TEST_F(SecondCheckpoint, OfANewProcessLinksWhatItHasWokenFrom) {
 TEST_F(SecondCheckpoint, AfterOneThatFailedNothingIsBelievedThatIsNotThere) {
   const Variant options = variant(2);
   const TestEngine::Tokens expected = uninterrupted(options);
-  for (const char* hook : {"rank save", "rank moved", "release_derived", "rank detach"}) {
+  for (const char* hook : {"rank save", "rank inform", "release_derived", "rank detach"}) {
     SCOPED_TRACE(hook);
     fs::remove_all(temporary_.path());
     SleepingEngine slept = make(options);

@@ -141,7 +141,8 @@ TEST_F(RetainedKv, WhateverWritesBlocksBesideTheEngineForgetsThem) {
       {"a sleep without the blocks", [&] { detach(), wake(); }},
       {"a wake that says that they are of no use", [&] { save(order), detach(), wake(/*keep=*/false); }},
       {"a checkpoint", [&] {
-         const orders::LoadBlocks load{.directory = "/nonexistent"};
+         orders::Restore load;
+         load.checkpoint = {.directory = "/nonexistent"};
          EXPECT_FAILS(call_rank(*memory_, load), Code::kNotFound);
        }}};
   for (const auto& [what, happens] : writers) {
@@ -158,7 +159,7 @@ TEST_F(RetainedKv, ASleepThatIsUndoneLeavesItsCopiesForTheNext) {
   make(kMuch);
   write(1, 11), write(2, 12);
   EXPECT_EQ(save(saving({1, 2}, {5, 0}, 9)), Moved(2, 0));
-  call(orders::CancelSave{.tags = {"kv_cache"}});
+  call(orders::Undo{.what = orders::Undo::What::kSave, .tags = {"kv_cache"}});
   EXPECT_EQ(retained(), 2u);
   EXPECT_EQ(sleep_and_wake(saving({1, 2}, {5, 0}, 9)), Moved(0, 2));
   EXPECT_TRUE(holds(1, 11) && holds(2, 12));

@@ -77,7 +77,7 @@ TEST_F(SleepFailure, OnRequestWhateverFailsOfACheckpointTheRequestsAreKeptInHost
 }
 
 TEST_F(SleepFailure, OnRequestWhateverHookFailsTheRequestsAreKeptInHostMemory) {
-  for (const char* hook : {"capture", "fingerprint", "rank save", "rank moved", "rank digest"}) {
+  for (const char* hook : {"capture", "fingerprint", "rank save", "rank inform", "rank digest"}) {
     SCOPED_TRACE(hook);
     SleepingEngine slept = make();
     begin(slept.engine);
@@ -132,8 +132,8 @@ TEST_F(SleepFailure, OlderCheckpointsGoOnlyWhenTheNewOneStays) {
   const std::vector<std::string> after{"g-000002", "g-000003"};
   for (const bool checkpoint_only : {false, true}) {
     const std::vector<const char*> hooks =
-        checkpoint_only ? std::vector{"rank moved", "rank cancel_save", "resume"}
-                        : std::vector{"rank moved", "release_derived", "drop_prefix", "rank detach"};
+        checkpoint_only ? std::vector{"rank inform", "rank undo_save", "resume"}
+                        : std::vector{"rank inform", "release_derived", "drop_prefix", "rank detach"};
     for (const char* hook : hooks) {
       SCOPED_TRACE(testing::Message() << (checkpoint_only ? "checkpoint, " : "sleep, ") << hook);
       const std::string directory = temporary_ / hook + (checkpoint_only ? " of a checkpoint" : " of a sleep");

@@ -147,7 +147,7 @@ TEST_F(SleepFailure, AFeatureThatCannotBePreservedIsRefusedByNameBeforeAnythingI
 
 TEST_F(SleepFailure, I7WhereverAHookFailsTheEngineStaysAwakeWithNothingLost) {
   for (const char* hook : {"unsupported", "quiesce", "capture", "fingerprint", "release_derived", "rank describe",
-                           "rank save", "rank detach", "rank moved"}) {
+                           "rank save", "rank detach", "rank inform"}) {
     SCOPED_TRACE(hook);
     SleepingEngine slept = make();
     begin(slept.engine);

@@ -174,11 +174,12 @@ TEST_F(SleepFailure, ARankThatFindsAnotherCheckpointThanTheControllerRefusesItsB
   const std::string path = written_checkpoint();
   const Manifest manifest = value_of(open_checkpoint(file_system_, path)).manifest();
   SleepingEngine woken = make();
-  const orders::LoadBlocks load{.directory = path, .generation = manifest.generation, .id = manifest.id};
-  orders::LoadBlocks later = load;
-  ++later.generation;
-  orders::LoadBlocks other = load;
-  other.id[3] ^= 1;
+  orders::Restore load;
+  load.checkpoint = {.directory = path, .generation = manifest.generation, .id = manifest.id};
+  orders::Restore later = load;
+  ++later.checkpoint->generation;
+  orders::Restore other = load;
+  other.checkpoint->id[3] ^= 1;
   EXPECT_FAILS(call_rank(woken.engine.memory(), later), Code::kIncompatible, "not the checkpoint");
   EXPECT_FAILS(call_rank(woken.engine.memory(), other), Code::kIncompatible, "not the checkpoint");
   EXPECT_GT(value_of(call_rank(woken.engine.memory(), load)).bytes, 0u);
@@ -200,7 +201,7 @@ TEST_F(SleepFailure, AnEngineWithRequestsTakesNoCheckpoint) {
 
 TEST_F(SleepFailure, I7WhereverARestoreFailsTheNewEngineStaysEmptyAndUsable) {
   const std::string path = written_checkpoint();
-  for (const char* hook : {"quiesce", "fingerprint", "drop_requests", "rank load_blocks", "restore", "resume"}) {
+  for (const char* hook : {"quiesce", "fingerprint", "drop_requests", "rank restore", "restore", "resume"}) {
     SCOPED_TRACE(hook);
     SleepingEngine woken = make();
     woken.engine.fail_hook(hook);

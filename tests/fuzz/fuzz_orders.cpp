@@ -14,11 +14,18 @@ void require(bool held) {
   if (!held) std::abort();
 }
 
+template <class Order>
+std::string_view name_of(const Order& order) {
+  if constexpr (std::is_same_v<Order, orders::Save>) return order.kStages[static_cast<size_t>(order.stage)];
+  if constexpr (std::is_same_v<Order, orders::Undo>) return order.kWhats[static_cast<size_t>(order.what)];
+  return order.kName;
+}
+
 void try_order(const Bytes& bytes) {
   const Result<RankOrder> order = decode_order(bytes);
   if (!order) return;
   require(std::visit([](const auto& one) { return encode_order(one); }, *order) == bytes);
-  require(std::visit([](const auto& one) { return one.kName; }, *order) == order_name(bytes));
+  require(std::visit([](const auto& one) { return name_of(one); }, *order) == order_name(bytes));
 }
 
 // A map of an answer may come in another order of its keys, or with one of them twice: the second encoding is final.

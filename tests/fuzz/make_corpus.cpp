@@ -32,8 +32,10 @@ torpor::Bytes numbered(size_t number, torpor::Bytes bytes) {
 template <class Order>
 void write_order(const std::filesystem::path& directory, const Order& order, const typename Order::Reply& reply) {
   using namespace torpor;
-  const std::string name(Order::kName);
-  write(directory, "orders", numbered(0, encode_order(order)), name);
+  static int written = 0;  // several are of one kind
+  const Bytes encoded = encode_order(order);
+  const std::string name = std::string(order_name(encoded)) + "_" + std::to_string(written++);
+  write(directory, "orders", numbered(0, encoded), name);
   write(directory, "orders", numbered(1 + RankOrder(order).index(), encode_reply<Order>(reply)), name + "_answer");
 }
 
@@ -45,7 +47,7 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
                           .chunks_by_outcome = {{"completed", 3}}};
   write_order(directory, orders::Describe{},
               {.ledger = ledger, .bytes_per_block = 64, .writes = {{"weights", 2}}, .without_content = {"weights"}});
-  write_order(directory, orders::Written{.tags = tags}, {});
+  write_order(directory, orders::Inform{.written = tags}, {});
   write_order(
       directory,
       orders::Save{.tags = tags,
@@ -53,14 +55,16 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
                    .directory = "/checkpoints/new",
                    .writing = {.protection = Protection::kEncrypted, .base = "/checkpoints/g-000001", .base_id = {1}}},
       {.bytes = 4000, .saved = saved, .digests = {{"weights", "00ff"}}});
-  write_order(directory, orders::CancelSave{.tags = tags}, {});
-  write_order(directory, orders::TakeBack{.tags = tags}, {});
+  write_order(directory, orders::Undo{.what = orders::Undo::What::kSave, .tags = tags}, {});
+  write_order(directory, orders::Undo{.what = orders::Undo::What::kGiving, .tags = tags}, {});
   write_order(directory, orders::Detach{.tags = tags}, {.ledger = ledger, .bytes = 4096});
   write_order(directory, orders::Restore{.tags = tags}, {.bytes = 4000, .without_content = {"weights"}});
-  write_order(directory, orders::CancelRestore{.tags = tags}, {});
+  write_order(directory, orders::Undo{.what = orders::Undo::What::kRestore, .tags = tags}, {});
   write_order(directory, orders::Finish{.tags = tags, .keep_backup = true}, {.ledger = ledger});
   write_order(directory, orders::DigestTags{.tags = tags}, {.bytes = 4000, .digests = {{"weights", "00ff"}}});
-  write_order(directory, orders::LoadBlocks{.directory = "/checkpoints/g-000001", .generation = 1}, {.ledger = ledger});
+  orders::Restore from_checkpoint{.late = {3}};
+  from_checkpoint.checkpoint = {.directory = "/checkpoints/g-000001", .generation = 1, .numbers = {4, -1}};
+  write_order(directory, from_checkpoint, {.bytes = 4000, .late_bytes = 64});
   write_order(directory, orders::Extract{.image = "a", .blocks = {1, 2, 7}}, {.bytes = 192});
   write_order(directory,
               orders::ReadImage{
@@ -69,8 +73,10 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
   write_order(directory, orders::VerifyImage{.image = "a"}, {.bytes = 192});
   write_order(directory, orders::Admit{.image = "a", .chunks = {0, 2}, .blocks = {5, 6}}, {.bytes = 128});
   write_order(directory, orders::DropImage{.image = "a"}, {.bytes = 192});
-  write_order(directory, orders::Moved{.directory = "/checkpoints/g-000001"}, {});
-  write_order(directory, orders::TellContents{.id = {1}, .blocks = {1, 2, 7}, .stamps = {4, 0, 6}, .steps = 9}, {});
+  write_order(directory, orders::Inform{.committed = "/checkpoints/g-000001"}, {});
+  orders::Inform contents;
+  contents.contents = {.id = {1}, .blocks = {1, 2, 7}, .stamps = {4, 0, 6}, .steps = 9};
+  write_order(directory, contents, {});
   write(directory, "orders",
         numbered(1, encode_error({.code = Code::kTimeout, .what = "late", .next_step = "wait", .native = -1})),
         "error_answer");

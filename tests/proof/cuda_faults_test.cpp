@@ -75,12 +75,12 @@ class Rank {
   Status sleep() {
     TORPOR_TRY(call(orders::Save{.tags = kTags, .blocks = kLive}));
     const Status detached = call(orders::Detach{.tags = kTags});
-    if (!detached && state() == "saving") (void)call(orders::CancelSave{.tags = kTags});
+    if (!detached && state() == "saving") (void)call(orders::Undo{.what = orders::Undo::What::kSave, .tags = kTags});
     return detached;
   }
   Status wake() {
     if (const Status restored = call(orders::Restore{.tags = kTags}); !restored) {
-      (void)call(orders::CancelRestore{.tags = kTags});
+      (void)call(orders::Undo{.what = orders::Undo::What::kRestore, .tags = kTags});
       return restored;
     }
     return call(orders::Finish{.tags = kTags, .keep_backup = true});

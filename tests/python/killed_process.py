@@ -17,7 +17,7 @@ def kill_at(one, phase: str) -> None:
     """SIGKILL when the controller's next order to the workers of this phase has been carried out."""
     hooks = one.core.torpor_side.hooks
     stock = hooks.call_ranks
-    last = {"save": "save", "verify": "moved", "restore": "load_blocks"}[phase]
+    last = {"save": "save", "verify": "inform", "restore": "restore"}[phase]
 
     def call_ranks(order):
         replies = stock(order)

@@ -15,13 +15,11 @@ inline uint64_t hashed_weights(const Bytes& order, const Bytes& reply, uint64_t 
     const auto digested = decode_reply<orders::DigestTags>(reply);
     return digested ? digested->bytes : 0;
   }
-  if (std::holds_alternative<orders::SaveBehind>(decoded)) {
-    const auto saved = decode_reply<orders::SaveBehind>(reply);
-    return saved ? saved->digested_bytes : 0;
-  }
   const auto* save = std::get_if<orders::Save>(&decoded);
-  if (save == nullptr || !has_tag(save->tags, kWeightsTag)) return 0;
+  if (save == nullptr) return 0;
   const auto saved = decode_reply<orders::Save>(reply);
+  if (save->stage == orders::Save::Stage::kStopAndCopy) return saved ? saved->digested_bytes : 0;
+  if (!has_tag(save->tags, kWeightsTag)) return 0;
   return saved && saved->bytes >= weight_bytes ? weight_bytes : 0;
 }
 

@@ -98,7 +98,7 @@ class Sleeper {
         call(orders::Save{.tags = kTags, .directory = pending.staging_path(), .writing = pending.writing()});
     pending.add_rank(saved.saved);
     path_ = must(pending.commit());
-    call(orders::Moved{.directory = path_});
+    call(orders::Inform{.committed = path_});
     call(orders::Detach{.tags = kTags});
     pending.retire_older();
   }

@@ -58,7 +58,7 @@ class DiskSleeper {
     save_.writing = pending.writing();
     orders::Save::Reply saved = call(orders::Save(save_));
     pending.add_rank(saved.saved);
-    call(orders::Moved{.directory = must(pending.commit())});
+    call(orders::Inform{.committed = must(pending.commit())});
     call(orders::Detach{.tags = kTags});
     pending.retire_older();
     return saved.bytes;

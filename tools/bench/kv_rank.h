@@ -40,7 +40,11 @@ class KvRank {
     ++save_.steps;
     for (size_t i = every - 1; i < save_.stamps.size(); i += every) save_.stamps[i] = ++last_version_;
   }
-  void plan() { call(orders::PlanSave{.save = save_}); }
+  void plan() {
+    orders::Save planned = save_;
+    planned.stage = orders::Save::Stage::kPlan;
+    call(planned);
+  }
   // Return the bytes that were copied.
   uint64_t save() { return call(orders::Save(save_)).bytes; }
   void release() { call(orders::Detach{.tags = kTags}); }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torpor.swap(a, b)`: one engine falls asleep while another wakes on its memory, each in a process of its own.
 
-Each engine core does its half (engine/sleep_controller_swap.cpp); they meet in a page of memory that both map
+Each engine core does its half (engine/swap_out.h); they meet in a page of memory that both map
 (base/swap_channel.h). Here the two calls are made at once, and one that fails is told to the other."""
 
 from __future__ import annotations

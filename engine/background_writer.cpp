@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/write_behind.h"
+#include "engine/background_writer.h"
 
 #include "base/units.h"
 #include "engine/combined_digest.h"
@@ -12,25 +12,25 @@ constexpr uint64_t kPieceBytes = 256 * kKiB;
 
 }  // namespace
 
-WriteBehind::~WriteBehind() {
+BackgroundWriter::~BackgroundWriter() {
   stop_ = true;
   (void)background_.wait();
 }
 
-Status WriteBehind::go_on() const {
+Status BackgroundWriter::go_on() const {
   if (stop_) return Error{.code = Code::kAborted, .what = "the checkpoint was given up", .next_step = "none"};
   return progress_ == nullptr ? ok() : progress_->check();
 }
 
-void WriteBehind::expect() const noexcept {
+void BackgroundWriter::expect() const noexcept {
   if (progress_ != nullptr) progress_->expect(bytes_of(plans_));
 }
 
-void WriteBehind::written(std::span<const ChunkPlan> plans) const noexcept {
+void BackgroundWriter::written(std::span<const ChunkPlan> plans) const noexcept {
   if (progress_ != nullptr) progress_->moved(bytes_of(plans));
 }
 
-Status WriteBehind::in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const {
+Status BackgroundWriter::in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const {
   for (size_t first = 0; first < plans.size();) {
     TORPOR_TRY(go_on());
     size_t end = first;
@@ -45,15 +45,15 @@ Status WriteBehind::in_pieces(std::span<const ChunkPlan> plans, const Piece& pie
   return ok();
 }
 
-Status WriteBehind::settle() {
+Status BackgroundWriter::settle() {
   if (failed_) return *failed_;
   Status ended = background_.wait();
   if (!ended) failed_ = ended.error();
   return ended;
 }
 
-Status WriteBehind::open(FileSystem& file_system, std::string directory, int32_t rank, std::shared_ptr<const Key> key,
-                         std::vector<ChunkPlan> weights) {
+Status BackgroundWriter::open(FileSystem& file_system, std::string directory, int32_t rank,
+                              std::shared_ptr<const Key> key, std::vector<ChunkPlan> weights) {
   TORPOR_TRY(settle());
   plans_ = std::move(weights);
   return background_.begin(
@@ -71,8 +71,8 @@ Status WriteBehind::open(FileSystem& file_system, std::string directory, int32_t
       });
 }
 
-Status WriteBehind::copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, size_t rooms,
-                               uint64_t room_bytes) {
+Status BackgroundWriter::precopy(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, size_t rooms,
+                                 uint64_t room_bytes) {
   TORPOR_TRY(settle());
   plans_ = std::move(plans);
   contents_ = std::move(contents);
@@ -91,7 +91,7 @@ Status WriteBehind::copy_ahead(std::vector<ChunkPlan> plans, std::vector<BlockCo
 }
 
 // What cannot be had is taken when it is needed.
-void WriteBehind::make_room(size_t rooms, uint64_t room_bytes) noexcept {
+void BackgroundWriter::make_room(size_t rooms, uint64_t room_bytes) noexcept {
   (void)catching([&]() -> Status {
     const HostArena::GoOn unless_stopped = [this](uint64_t) { return !stop_; };
     while (true) {
@@ -107,12 +107,12 @@ void WriteBehind::make_room(size_t rooms, uint64_t room_bytes) noexcept {
   });
 }
 
-const SavedChunk* WriteBehind::ahead(const ChunkKey& block, const BlockContent& content) const {
+const SavedChunk* BackgroundWriter::ahead(const ChunkKey& block, const BlockContent& content) const {
   const auto found = ahead_.find(block.index);
   return found != ahead_.end() && content.same_as(found->second.content) ? &found->second.record : nullptr;
 }
 
-Status WriteBehind::copy_now(std::vector<ChunkPlan> plans) {
+Status BackgroundWriter::copy_rest(std::vector<ChunkPlan> plans) {
   TORPOR_TRY(settle());
   plans_ = std::move(plans);
   copied_.clear();
@@ -130,7 +130,7 @@ Status WriteBehind::copy_now(std::vector<ChunkPlan> plans) {
   return ok();
 }
 
-Status WriteBehind::write(std::vector<SavedChunk> records, std::vector<size_t> places, orders::Save::Reply reply) {
+Status BackgroundWriter::write(std::vector<SavedChunk> records, std::vector<size_t> places, orders::Save::Reply reply) {
   TORPOR_TRY(settle());
   records_ = std::move(records);
   return background_.begin([this, places = std::move(places), reply = std::move(reply)]() mutable -> Status {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// BehindEvents: what is told of a checkpoint that is written while the engine serves: an operation like any other
+// BackgroundEvents: what is told of a checkpoint that is written while the engine serves: an operation like any other
 // (engine/operation.h), whose phases in the stop are told by the Operation that is a part of it. It stops nobody from
 // stopping the engine.
 #pragma once
@@ -13,14 +13,14 @@
 
 namespace torpor {
 
-class BehindEvents {
+class BackgroundEvents {
  public:
-  BehindEvents(const Clock& clock, EventPort port) : clock_(clock), port_(port), began_(clock.now()) {
+  BackgroundEvents(const Clock& clock, EventPort port) : clock_(clock), port_(port), began_(clock.now()) {
     number_ = tell(EventType::kOperation, kKind, Edge::kBegin);
   }
-  BehindEvents(const BehindEvents&) = delete;
-  BehindEvents& operator=(const BehindEvents&) = delete;
-  ~BehindEvents() { end(Edge::kFailed, {}); }
+  BackgroundEvents(const BackgroundEvents&) = delete;
+  BackgroundEvents& operator=(const BackgroundEvents&) = delete;
+  ~BackgroundEvents() { end(Edge::kFailed, {}); }
 
   uint64_t number() const noexcept { return number_; }
   void enter(std::string_view phase) noexcept {
