@@ -7,6 +7,7 @@
 #include <boost/filesystem.hpp>
 
 #include "base/units.h"
+#include "checkpoint/image_section.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/refs_codec.h"
 #include "checkpoint/state_sections.h"
@@ -160,6 +161,7 @@ Result<Checkpoint> open_latest(const Directory& store, std::shared_ptr<const Key
 
 Status check_fits(FileSystem& file_system, const Checkpoint& checkpoint, const Fingerprint& engine,
                   const std::string& named, const Key* key) {
+  TORPOR_TRY(check_is_whole_engine(checkpoint.manifest(), checkpoint.path()));
   const Status same = compare_fingerprints(checkpoint.manifest().fingerprint, engine);
   if (same) return ok();
   Error error = same.error().within(checkpoint.path());

@@ -6,11 +6,16 @@
 
 #include <fmt/core.h>
 
+#include "base/units.h"
+#include "checkpoint/rank_writer.h"
 #include "engine/rank_checkpoint.h"
 #include "engine/tags.h"
 
 namespace torpor {
 namespace {
+
+constexpr uint64_t kWriteBytes = 8 * kMiB;  // of an image, at once: a disk wants many operations
+constexpr const char* kSendAgain = "abort its requests and send them again";
 
 // The plan of a KV block that is the chunk at `position` of an image.
 Result<ChunkPlan> plan_of(const KvLayout& layout, int32_t block, uint64_t position) {
@@ -121,11 +126,36 @@ Result<orders::ReadImage::Reply> RankImages::read(const orders::ReadImage& order
   return reply;
 }
 
+Result<orders::SaveImage::Reply> RankImages::save(const orders::SaveImage& order) const {
+  TORPOR_ASSIGN(const Image* const image, find(order.image));
+  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer,
+                RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
+  TORPOR_TRY(writer->prepare(image->bytes(), image->chunks.size()));
+  std::vector<SavedChunk> records;
+  for (const SavedChunk& chunk : image->chunks)
+    records.push_back({.key = chunk.key, .bytes = chunk.bytes, .digest = chunk.digest});
+  for (size_t i = 0; i < records.size();) {
+    std::vector<TierPart> parts;
+    for (uint64_t bytes = 0; i < records.size() && (parts.empty() || bytes + records[i].bytes <= kWriteBytes); ++i) {
+      const std::span<std::byte> bytes_of_chunk = image->host->view(image->chunks[i]);
+      if (digest_of(bytes_of_chunk) != records[i].digest)
+        return damaged(order.image, records[i].key, "does not match its digest", kSendAgain);
+      parts.push_back({&records[i], bytes_of_chunk, ok()});
+      bytes += records[i].bytes;
+    }
+    writer->put(parts);
+    for (TierPart& part : parts) TORPOR_TRY(std::move(part.status));
+  }
+  orders::SaveImage::Reply reply{.bytes = image->bytes(), .saved = {}};
+  TORPOR_ASSIGN(reply.saved, writer->write_refs(records));
+  return reply;
+}
+
 Result<orders::VerifyImage::Reply> RankImages::verify(const orders::VerifyImage& order) const {
   TORPOR_ASSIGN(const Image* const image, find(order.image));
   for (const SavedChunk& chunk : image->chunks) {
     if (digest_of(image->host->view(chunk)) != chunk.digest) {
-      return damaged(order.image, chunk.key, "does not match its digest", "abort its requests and send them again");
+      return damaged(order.image, chunk.key, "does not match its digest", kSendAgain);
     }
   }
   return orders::VerifyImage::Reply{.bytes = image->bytes()};

@@ -30,6 +30,8 @@ class RankImages {
   // The same from a committed checkpoint, which need not stay. kNotFound: it does not have a block. kIncompatible: its
   // blocks have another size, or it is not the one that the order names. kCorruption names what is damaged.
   Result<orders::ReadImage::Reply> read(const orders::ReadImage& order, const KvLayout& layout);
+  // Write an image into a checkpoint under construction. kNotFound, kCorruption, errors of files. The image stays.
+  Result<orders::SaveImage::Reply> save(const orders::SaveImage& order) const;
   // kNotFound, kCorruption.
   Result<orders::VerifyImage::Reply> verify(const orders::VerifyImage& order) const;
   // Waits for what the device was given before. kNotFound, kInvalidArgument, kCorruption.

@@ -413,6 +413,10 @@ Result<orders::ReadImage::Reply> RankMemory::carry_out(const orders::ReadImage& 
   return read;
 }
 
+Result<orders::SaveImage::Reply> RankMemory::carry_out(const orders::SaveImage& order) {
+  return catching([&]() TORPOR_REQUIRES(mutex_) { return request_images_->save(order); });
+}
+
 Result<orders::VerifyImage::Reply> RankMemory::carry_out(const orders::VerifyImage& order) {
   return request_images_->verify(order);
 }

@@ -146,6 +146,7 @@ class RankMemory {
   Result<orders::LeaveSign::Reply> carry_out(const orders::LeaveSign& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Extract::Reply> carry_out(const orders::Extract& order) TORPOR_REQUIRES(mutex_);
   Result<orders::ReadImage::Reply> carry_out(const orders::ReadImage& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::SaveImage::Reply> carry_out(const orders::SaveImage& order) TORPOR_REQUIRES(mutex_);
   Result<orders::VerifyImage::Reply> carry_out(const orders::VerifyImage& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Admit::Reply> carry_out(const orders::Admit& order) TORPOR_REQUIRES(mutex_);
   Result<orders::DropImage::Reply> carry_out(const orders::DropImage& order) TORPOR_REQUIRES(mutex_);

@@ -148,6 +148,14 @@ void serialize(Archive& archive, orders::ReadImage::Reply& v) {
   archive(v.bytes);
 }
 template <class Archive>
+void serialize(Archive& archive, orders::SaveImage& v) {
+  archive(v.image, v.directory, v.writing);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::SaveImage::Reply& v) {
+  archive(v.bytes, v.saved);
+}
+template <class Archive>
 void serialize(Archive& archive, orders::VerifyImage& v) {
   archive(v.image);
 }
@@ -284,6 +292,7 @@ TORPOR_ORDER(ReadImage)
 TORPOR_ORDER(VerifyImage)
 TORPOR_ORDER(Admit)
 TORPOR_ORDER(DropImage)
+TORPOR_ORDER(SaveImage)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

@@ -304,12 +304,26 @@ struct DropImage {
   std::string image;
 };
 
+// Write the chunks of an image into a checkpoint under construction, verified on the way. The image stays. A chunk is
+// the KV block there that has its position in the image as number.
+struct SaveImage {
+  static constexpr std::string_view kName = "save_image";
+  struct Reply {
+    uint64_t bytes = 0;  // of the chunks
+    RankSummary saved;   // for the manifest
+  };
+  std::string image;
+  std::string directory;  // of the checkpoint
+  RankWriting writing;    // how
+};
+
 }  // namespace orders
 
 using RankOrder =
     std::variant<orders::Describe, orders::Inform, orders::Save, orders::PollSave, orders::Undo, orders::Detach,
                  orders::Restore, orders::PollRestore, orders::Finish, orders::DigestTags, orders::LeaveSign,
-                 orders::Extract, orders::ReadImage, orders::VerifyImage, orders::Admit, orders::DropImage>;
+                 orders::Extract, orders::ReadImage, orders::VerifyImage, orders::Admit, orders::DropImage,
+                 orders::SaveImage>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

@@ -7,6 +7,8 @@
 
 #include <fmt/core.h>
 
+#include "base/log.h"
+
 namespace torpor {
 namespace {
 
@@ -16,11 +18,16 @@ Error invalid(std::string what) {
 
 }  // namespace
 
-Result<RequestImages::Image*> RequestImages::image_of(const std::string& id) {
+Result<const RequestImages::Image*> RequestImages::get(const std::string& id) const {
   if (const auto found = images_.find(id); found != images_.end()) return &found->second;
   return Error{.code = Code::kNotFound,
                .what = fmt::format("there is no image {}", id),
                .next_step = "name one whose requests are hibernated; they may have been resumed or aborted"};
+}
+
+Result<RequestImages::Image*> RequestImages::image_of(const std::string& id) {
+  TORPOR_TRY(get(id));
+  return &images_.find(id)->second;
 }
 
 const RequestImages::Request* RequestImages::find(const std::string& request) const {
@@ -93,6 +100,8 @@ Result<const RequestImages::Image*> RequestImages::make(Order order, std::vector
     return std::move(replies).error();
   }
   image.bytes = total_bytes(*replies);
+  image.block_tokens = block_tokens;
+  image.count = static_cast<int32_t>(order.blocks.size());
   made = std::move(image);
   image_of_.swap(known);
   return &made;
@@ -101,6 +110,56 @@ Result<const RequestImages::Image*> RequestImages::make(Order order, std::vector
 Result<const RequestImages::Image*> RequestImages::verify(const std::string& id) {
   TORPOR_ASSIGN(Image* const image, image_of(id));
   TORPOR_TRY(ranks_.call(orders::VerifyImage{.image = id}));
+  return image;
+}
+
+Result<SchedulerCheckpoint> RequestImages::state_of(const std::string& id, size_t ranks) const {
+  TORPOR_ASSIGN(const Image* const image, get(id));
+  SchedulerCheckpoint state;
+  state.scheduler.policy = "fcfs";
+  std::vector<int32_t> references(static_cast<size_t>(image->count), 0);
+  KvGroup group{.block_size = image->block_tokens, .tables = {}};
+  for (const Request& request : image->requests) {
+    const bool runs = request.state.status == RequestStatus::kRunning;
+    (runs ? state.scheduler.running : state.scheduler.waiting).push_back(request.state.id);
+    state.scheduler.requests.push_back(request.state);
+    group.tables.push_back({.request = request.state.id, .blocks = request.chunks, .num_cached_blocks = -1});
+    for (const int32_t chunk : request.chunks) ++references[static_cast<size_t>(chunk)];
+  }
+  KvSnapshot& kv = state.kv;
+  kv.groups.push_back(std::move(group));
+  kv.num_blocks = image->count + 1;
+  kv.null_block = image->count;
+  for (int32_t chunk = 0; chunk < image->count; ++chunk) {
+    const int32_t used = references[static_cast<size_t>(chunk)];
+    if (used > 0) kv.blocks.push_back({.id = chunk, .ref_count = used});
+    if (used == 0) kv.free_order.push_back(chunk);  // of a request that has ended
+  }
+  for (size_t rank = 0; rank < ranks; ++rank) state.workers.push_back({.rank = static_cast<int32_t>(rank)});
+  return state;
+}
+
+Status RequestImages::leave_memory(const std::string& id, Saved saved) {
+  TORPOR_ASSIGN(Image* const image, image_of(id));
+  image->in_memory = false;
+  for (size_t i = 0; saved == Saved::kNow && i < image->requests.size(); ++i)
+    image->requests[i].position = static_cast<int32_t>(i);
+  if (const auto dropped = ranks_.undo(orders::DropImage{.image = id}); !dropped)
+    log().error("image {}: a rank keeps its host memory: {}", id, dropped.error().to_string());
+  return ok();
+}
+
+Result<const RequestImages::Image*> RequestImages::return_to_memory(const std::string& id, const StoredBlocks& stored) {
+  TORPOR_ASSIGN(Image* const image, image_of(id));
+  orders::ReadImage order{
+      .image = id, .blocks = {}, .directory = stored.directory, .generation = stored.generation, .id = stored.id};
+  for (int32_t chunk = 0; chunk < image->count; ++chunk) order.blocks.push_back(chunk);
+  TORPOR_TRY(ranks_.undo(orders::DropImage{.image = id}));  // of a rank that could not before
+  if (Result<std::vector<orders::ReadImage::Reply>> read = catching([&] { return ranks_.call(order); }); !read) {
+    (void)ranks_.undo(orders::DropImage{.image = id});
+    return std::move(read).error();
+  }
+  image->in_memory = true;
   return image;
 }
 

@@ -28,11 +28,15 @@ class RequestImages {
   struct Request {
     RequestState state;
     std::vector<int32_t> chunks{};  // of the image: its blocks, in token order
+    int32_t position = 0;           // on disk: among the requests that were saved
   };
   struct Image {
     std::vector<Request> requests{};  // that have not been released
     uint64_t bytes = 0;               // on all ranks
     bool resuming = false;
+    bool in_memory = true;  // its KV: in that of the ranks, else on disk alone (engine/stored_images.h)
+    int32_t block_tokens = 0;
+    int32_t count = 0;  // of its chunks
   };
   struct StoredBlocks {  // of a committed checkpoint
     std::string directory;
@@ -61,6 +65,19 @@ class RequestImages {
   Result<Bytes> admit_order(const std::string& request, const std::vector<int32_t>& blocks) const;
   // A request has its KV, or has ended. Return the order to all ranks that frees the image if it was the last one.
   std::optional<Bytes> release(const std::string& request);
+
+  // kNotFound.
+  Result<const Image*> get(const std::string& id) const;
+  // The state of an engine that has the requests of the image, their blocks by the number of their chunk, and nothing
+  // else. `ranks`: that it has. kNotFound.
+  Result<SchedulerCheckpoint> state_of(const std::string& id, size_t ranks) const;
+  // The image is on disk, and its host memory goes. A rank that cannot free it does so at return_to_memory().
+  // kNotFound. `saved`: with the state_of() of now.
+  enum class Saved : uint8_t { kNow, kBefore };
+  Status leave_memory(const std::string& id, Saved saved);
+  // Bring all chunks of an image that has left memory from a checkpoint that it was saved in, verified. kNotFound,
+  // errors of RankImages::read(): then it is as it was.
+  Result<const Image*> return_to_memory(const std::string& id, const StoredBlocks& stored);
 
   const Images& images() const { return images_; }
   // Null: no image has it.

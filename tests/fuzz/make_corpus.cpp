@@ -70,6 +70,11 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
               orders::ReadImage{
                   .image = "a", .blocks = {1, 2, 7}, .directory = "/checkpoints/g-000001", .generation = 1, .id = {1}},
               {.bytes = 192});
+  write_order(directory,
+              orders::SaveImage{.image = "a",
+                                .directory = "/checkpoints/images/a/s-000001",
+                                .writing = {.protection = Protection::kEncrypted}},
+              {.bytes = 192, .saved = saved});
   write_order(directory, orders::VerifyImage{.image = "a"}, {.bytes = 192});
   write_order(directory, orders::Admit{.image = "a", .chunks = {0, 2}, .blocks = {5, 6}}, {.bytes = 128});
   write_order(directory, orders::DropImage{.image = "a"}, {.bytes = 192});

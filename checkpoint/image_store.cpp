@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/image_store.h"
+
+#include <algorithm>
+#include <charconv>
+#include <optional>
+
+#include <fmt/core.h>
+#include <boost/filesystem.hpp>
+
+#include "base/log.h"
+#include "checkpoint/image_section.h"
+#include "checkpoint/manifest_codec.h"
+#include "checkpoint/store_contents.h"
+#include "checkpoint/store_names.h"
+
+namespace torpor {
+namespace {
+
+constexpr std::string_view kEndedPrefix = "ended-";  // a file in g-000001: the request at this position has ended
+constexpr uint64_t kGeneration = 1;                  // the only one
+constexpr size_t kMostNameBytes = 128;
+constexpr int kTries = 3;  // another process may take a directory for a leftover before it is locked
+
+bool is_name(std::string_view name) {
+  const auto fits = [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' || c == '_' ||
+           c == '.';
+  };
+  return !name.empty() && name.size() <= kMostNameBytes && name.front() != '.' &&
+         std::all_of(name.begin(), name.end(), fits);
+}
+
+Error gone(const std::string& path) {
+  return {.code = Code::kNotFound,
+          .what = fmt::format("there is no image at {}", path),
+          .next_step = "another engine may have taken it; see torpor sessions"};
+}
+
+Error or_gone(Error error, const std::string& path) { return error.code == Code::kNotFound ? gone(path) : error; }
+
+// Whether a committed image is in it.
+Result<bool> has_image(const Directory& store) {
+  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(store));
+  return !generations.empty();
+}
+
+Result<std::set<int32_t>> ended_in(const Directory& image) {
+  std::set<int32_t> ended;
+  TORPOR_ASSIGN(const std::vector<Entry> entries, image.list());
+  for (const Entry& entry : entries) {
+    if (!entry.name.starts_with(kEndedPrefix)) continue;
+    const std::string_view digits = std::string_view(entry.name).substr(kEndedPrefix.size());
+    int32_t position = 0;
+    const auto [end, problem] = std::from_chars(digits.data(), digits.data() + digits.size(), position);
+    if (problem == std::errc{} && end == digits.data() + digits.size()) ended.insert(position);
+  }
+  return ended;
+}
+
+// An image's directory, locked.
+struct Locked {
+  std::unique_ptr<Directory> images;  // that it is in
+  std::string name;
+  std::string path;
+  std::unique_ptr<Directory> store;
+  std::unique_ptr<File> lock;
+
+  // The image is out of sight when this returns, and its files go. Whether that is durable does not matter: who has
+  // taken it ends with the machine.
+  Status take() {
+    if (Status hidden = store->rename_new(generation_name(kGeneration),
+                                          fmt::format("{}{}", kTrashPrefix, generation_name(kGeneration)));
+        !hidden)
+      return or_gone(std::move(hidden).error(), path);
+    const Status removed = catching([&]() -> Status {
+      TORPOR_TRY(store->sync());
+      return images->remove_tree(name);
+    });
+    if (removed) return ok();
+    return catching([&]() -> Status {
+      log().warn("the files of the image {} could not be removed, torpor gc will: {}", path,
+                 removed.error().to_string());
+      return ok();
+    });
+  }
+};
+
+// `path`: with the image's directory last.
+Result<Locked> lock_image(FileSystem& file_system, const std::string& path) {
+  const boost::filesystem::path place = boost::filesystem::path(path).lexically_normal();
+  Locked found{.images = {}, .name = place.filename().string(), .path = path, .store = {}, .lock = {}};
+  const auto open = [&]() -> Status {
+    TORPOR_ASSIGN(found.images, file_system.open_directory(place.parent_path().string(), false));
+    TORPOR_ASSIGN(found.store, found.images->open_directory(found.name));
+    TORPOR_ASSIGN(const bool there, has_image(*found.store));  // without it nothing is made there
+    if (!there) return gone(path);
+    TORPOR_ASSIGN(found.lock, found.store->lock(kLockFile));
+    TORPOR_ASSIGN(const bool still_there, has_image(*found.store));
+    return still_there ? ok() : Status(gone(path));
+  };
+  Status opened = open();
+  if (opened) return found;
+  if (opened.error().code == Code::kUnavailable) {
+    return Error{.code = Code::kUnavailable,
+                 .what = fmt::format("another engine reads the image {}", path),
+                 .next_step = "wait until it has taken the image or has given it up"};
+  }
+  return or_gone(std::move(opened).error(), path);
+}
+
+}  // namespace
+
+// --- HeldImage ---
+
+struct HeldImage::Impl {
+  Locked locked;
+  std::set<int32_t> ended;
+  Checkpoint checkpoint;
+};
+
+HeldImage::HeldImage(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+HeldImage::HeldImage(HeldImage&&) noexcept = default;
+HeldImage& HeldImage::operator=(HeldImage&&) noexcept = default;
+HeldImage::~HeldImage() = default;
+
+Result<HeldImage> HeldImage::hold(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {
+  return catching([&]() -> Result<HeldImage> {
+    TORPOR_ASSIGN(Locked locked, lock_image(file_system, path));
+    TORPOR_ASSIGN(std::unique_ptr<Directory> image, locked.store->open_directory(generation_name(kGeneration)));
+    TORPOR_ASSIGN(std::set<int32_t> ended, ended_in(*image));
+    TORPOR_ASSIGN(Checkpoint checkpoint, open_checkpoint_directory(std::move(image), std::move(key)));
+    if (!is_image(checkpoint.manifest())) {
+      return Error{.code = Code::kIncompatible,
+                   .what = fmt::format("{} is a checkpoint of a whole engine", path),
+                   .next_step = "wake it: wake_up(from_checkpoint=…)"};
+    }
+    return HeldImage(std::unique_ptr<Impl>(
+        new Impl{.locked = std::move(locked), .ended = std::move(ended), .checkpoint = std::move(checkpoint)}));
+  });
+}
+
+const std::string& HeldImage::name() const { return impl_->locked.name; }
+const Checkpoint& HeldImage::checkpoint() const { return impl_->checkpoint; }
+const std::set<int32_t>& HeldImage::ended() const { return impl_->ended; }
+
+Status HeldImage::take() {
+  return catching([&] { return impl_->locked.take(); });
+}
+
+// --- ImageStore ---
+
+ImageStore::ImageStore(FileSystem& file_system, std::string directory, CheckpointManagerOptions options)
+    : file_system_(file_system), directory_(std::move(directory)), options_([&] {
+        options.incremental = false;  // each is whole by itself, and goes by itself
+        return std::move(options);
+      }()) {}
+
+std::string ImageStore::path_of(std::string_view name) const {
+  return fmt::format("{}/{}/{}", directory_, kImagesDirectory, name);
+}
+
+Result<std::unique_ptr<Directory>> ImageStore::images(bool create) const {
+  return file_system_.open_directory(fmt::format("{}/{}", directory_, kImagesDirectory), create);
+}
+
+Status ImageStore::check_name(std::string_view name) {
+  if (is_name(name)) return ok();
+  return Error{.code = Code::kInvalidArgument,
+               .what = fmt::format("the id \"{}\" of an image on disk", name),
+               .next_step = "use at most 128 letters, digits, \"-\", \"_\" and \".\", and no \".\" at the beginning"};
+}
+
+Result<PendingCheckpoint> ImageStore::begin(const std::string& name, uint64_t expected_bytes) {
+  TORPOR_TRY(check_name(name));
+  if (directory_.empty()) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "there is no directory for images",
+                 .next_step = "set checkpoint_dir (or TORPOR_CHECKPOINT_DIR)"};
+  }
+  return catching([&]() -> Result<PendingCheckpoint> {
+    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
+                  CheckpointManager::open(file_system_, path_of(name), options_));
+    Result<PendingCheckpoint> pending = manager->begin(expected_bytes);
+    const auto may_be_lost = [&] {
+      return !pending && (pending.error().code == Code::kNotFound || pending.error().code == Code::kUnavailable);
+    };
+    for (int tries = 1; tries < kTries && may_be_lost(); ++tries) pending = manager->begin(expected_bytes);
+    if (pending && pending->generation() != kGeneration) {
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = fmt::format("there is an image at {} already", path_of(name)),
+                   .next_step = "give each image an id of its own"};
+    }
+    return pending;
+  });
+}
+
+void ImageStore::discard(const std::string& name) noexcept {
+  const Status discarded = catching([&]() -> Status {
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> all, images(false));
+    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, all->open_directory(name));
+    TORPOR_ASSIGN(const std::unique_ptr<File> lock, store->lock(kLockFile));
+    TORPOR_ASSIGN(const bool there, has_image(*store));
+    return there ? ok() : all->remove_tree(name);
+  });
+  if (discarded || discarded.error().code == Code::kNotFound) return;
+  (void)catching([&]() -> Status {
+    log().warn("what is left of the image {} could not be removed: {}", name, discarded.error().to_string());
+    return ok();
+  });
+}
+
+Result<HeldImage> ImageStore::hold(const std::string& path) const {
+  return HeldImage::hold(file_system_, path, options_.key);
+}
+
+Status ImageStore::remove(const std::string& name) {
+  return catching([&]() -> Status {
+    TORPOR_ASSIGN(Locked locked, lock_image(file_system_, path_of(name)));
+    return locked.take();
+  });
+}
+
+Status ImageStore::note_ended(const std::string& name, int32_t position) {
+  return catching([&]() -> Status {
+    const Status noted = [&]() -> Status {
+      TORPOR_ASSIGN(const std::unique_ptr<Directory> all, images(false));
+      TORPOR_ASSIGN(const std::unique_ptr<Directory> store, all->open_directory(name));
+      TORPOR_ASSIGN(const std::unique_ptr<Directory> image, store->open_directory(generation_name(kGeneration)));
+      const std::string mark = fmt::format("{}{:06}", kEndedPrefix, position);
+      if (image->open_file(mark)) return ok();
+      TORPOR_ASSIGN(const std::unique_ptr<File> file, image->create_file(mark));
+      TORPOR_TRY(file->sync());
+      return image->sync();
+    }();
+    return noted ? noted : Status(or_gone(noted.error(), path_of(name)));
+  });
+}
+
+Result<std::vector<ImageInfo>> ImageStore::list() const {
+  return catching([&]() -> Result<std::vector<ImageInfo>> {
+    std::vector<ImageInfo> infos;
+    const Result<std::unique_ptr<Directory>> all = images(false);
+    if (!all && all.error().code == Code::kNotFound) return infos;
+    if (!all) return all.error();
+    TORPOR_ASSIGN(const std::vector<Entry> entries, (*all)->list());
+    for (const Entry& entry : entries) {
+      if (entry.kind != EntryKind::kDirectory) continue;
+      ImageInfo info{.name = entry.name, .path = path_of(entry.name)};
+      const Status read = [&]() -> Status {
+        TORPOR_ASSIGN(const std::unique_ptr<Directory> store, (*all)->open_directory(entry.name));
+        TORPOR_ASSIGN(const std::unique_ptr<Directory> image, store->open_directory(generation_name(kGeneration)));
+        TORPOR_ASSIGN(info.ended, ended_in(*image));
+        const Result<OpenedManifest> opened = read_manifest(*image, options_.key.get());
+        info.readable = opened.has_value();
+        if (!opened) {
+          info.problem = opened.error();
+          return ok();
+        }
+        info.created_unix_seconds = opened->manifest.created_unix_seconds;
+        info.bytes = opened->manifest.total_bytes();
+        return ok();
+      }();
+      if (!read && read.error().code == Code::kNotFound) continue;  // not whole yet, or taken
+      if (!read) return read.error();
+      infos.push_back(std::move(info));
+    }
+    return infos;
+  });
+}
+
+Result<std::vector<std::string>> ImageStore::remove_leftovers(bool dry_run) {
+  return catching([&]() -> Result<std::vector<std::string>> {
+    std::vector<std::string> gone;
+    const Result<std::unique_ptr<Directory>> all = images(false);
+    if (!all && all.error().code == Code::kNotFound) return gone;
+    if (!all) return all.error();
+    TORPOR_ASSIGN(const std::vector<Entry> entries, (*all)->list());
+    for (const Entry& entry : entries) {
+      if (entry.kind != EntryKind::kDirectory) continue;
+      const Result<bool> is_leftover = [&]() -> Result<bool> {
+        TORPOR_ASSIGN(const std::unique_ptr<Directory> store, (*all)->open_directory(entry.name));
+        TORPOR_ASSIGN(const bool there, has_image(*store));
+        if (there || dry_run) return !there;
+        TORPOR_ASSIGN(const std::unique_ptr<File> lock, store->lock(kLockFile));
+        TORPOR_ASSIGN(const bool since, has_image(*store));
+        if (since) return false;
+        TORPOR_TRY((*all)->remove_tree(entry.name));
+        return true;
+      }();
+      if (is_leftover) {
+        if (*is_leftover) gone.push_back(entry.name);
+      } else if (is_leftover.error().code != Code::kUnavailable && is_leftover.error().code != Code::kNotFound) {
+        return is_leftover.error();
+      }
+    }
+    return gone;
+  });
+}
+
+}  // namespace torpor

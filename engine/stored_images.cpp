@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/stored_images.h"
+
+#include <algorithm>
+
+#include <fmt/core.h>
+
+#include "base/log.h"
+#include "checkpoint/image_section.h"
+
+namespace torpor {
+
+std::string StoredImages::path_of(const std::string& id) const {
+  const Result<const RequestImages::Image*> image = images_.get(id);
+  return image && !(*image)->in_memory ? store_.path_of(id) : "";
+}
+
+Result<std::string> StoredImages::store(const std::string& id, Fingerprint fingerprint, Value outputs) {
+  TORPOR_ASSIGN(const RequestImages::Image* const image, images_.get(id));
+  if (!image->in_memory) return store_.path_of(id);
+  if (image->resuming) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("the image {} is being resumed", id),
+                 .next_step = "wait for the next tokens of its requests"};
+  }
+  TORPOR_TRY(ImageStore::check_name(id));
+  if (!std::exchange(swept_, true)) {
+    if (const auto gone = store_.remove_leftovers(); !gone)
+      log().warn("leftovers of images could not be removed: {}", gone.error().to_string());
+  }
+  TORPOR_ASSIGN(const std::vector<orders::Describe::Reply> ranks, ranks_.call(orders::Describe{}));
+  EngineCheckpoint checkpoint{.fingerprint = std::move(fingerprint), .state = {}, .outputs = std::move(outputs)};
+  TORPOR_ASSIGN(checkpoint.state, images_.state_of(id, ranks.size()));
+  TORPOR_TRY(checkpoint.state.validate());
+  checkpoint.carried.push_back(image_section());
+  Result<std::string> written = catching([&] { return write(id, image->bytes, std::move(checkpoint)); });
+  if (!written && written.error().code != Code::kFailedPrecondition) store_.discard(id);
+  return written;
+}
+
+Result<std::string> StoredImages::write(const std::string& id, uint64_t bytes, EngineCheckpoint checkpoint) {
+  TORPOR_ASSIGN(PendingCheckpoint pending, store_.begin(id, bytes));
+  std::vector<std::string> hosts;
+  TORPOR_ASSIGN(const std::vector<orders::LeaveSign::Reply> signs,
+                ranks_.call(orders::LeaveSign{.directory = pending.staging_path()}));
+  for (const orders::LeaveSign::Reply& sign : signs) hosts.push_back(sign.host);
+  TORPOR_TRY(pending.take_signs(hosts));
+  TORPOR_TRY(pending.write_state(checkpoint));
+  TORPOR_ASSIGN(
+      const std::vector<orders::SaveImage::Reply> saved,
+      ranks_.call(orders::SaveImage{.image = id, .directory = pending.staging_path(), .writing = pending.writing()}));
+  for (const orders::SaveImage::Reply& reply : saved) pending.add_rank(reply.saved);
+  TORPOR_TRY(pending.commit());
+  TORPOR_TRY(images_.leave_memory(id, RequestImages::Saved::kNow));
+  return store_.path_of(id);
+}
+
+Result<const RequestImages::Image*> StoredImages::read_back(const std::string& id) {
+  TORPOR_ASSIGN(const RequestImages::Image* const image, images_.get(id));
+  if (image->in_memory) return images_.verify(id);
+  TORPOR_ASSIGN(HeldImage held, store_.hold(store_.path_of(id)));
+  const Checkpoint& checkpoint = held.checkpoint();
+  TORPOR_TRY(checkpoint.read_state());  // whatever is damaged of it is said before it is taken
+  const Manifest& manifest = checkpoint.manifest();
+  TORPOR_ASSIGN(const RequestImages::Image* const read,
+                images_.return_to_memory(
+                    id, {.directory = checkpoint.path(), .generation = manifest.generation, .id = manifest.id}));
+  held_.insert_or_assign(id, std::move(held));
+  return read;
+}
+
+Result<const HeldImage*> StoredImages::open(const std::string& path) {
+  TORPOR_ASSIGN(HeldImage held, store_.hold(path));
+  const std::string id = held.name();
+  if (images_.get(id) || held_.contains(id)) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("this engine has an image {} of its own", id),
+                 .next_step = "resume that one first"};
+  }
+  return &held_.insert_or_assign(id, std::move(held)).first->second;
+}
+
+Status StoredImages::take(const std::string& id) {
+  const auto held = held_.find(id);
+  if (held == held_.end()) return ok();
+  TORPOR_TRY(held->second.take());
+  held_.erase(held);
+  return ok();
+}
+
+void StoredImages::put_back(const std::string& id) noexcept {
+  (void)catching([&]() -> Status {
+    if (held_.erase(id) == 0) return ok();
+    const Result<const RequestImages::Image*> image = images_.get(id);
+    if (!image || (*image)->resuming) return ok();
+    return images_.leave_memory(id, RequestImages::Saved::kBefore);
+  });
+}
+
+std::optional<Bytes> StoredImages::release(const std::string& request) {
+  const RequestImages::Request* const found = images_.find(request);
+  if (found == nullptr) return std::nullopt;
+  const int32_t position = found->position;
+  std::string id;
+  for (const auto& [each, image] : images_.images()) {
+    const auto is_it = [&](const RequestImages::Request& other) { return other.state.id == request; };
+    if (!image.in_memory && std::any_of(image.requests.begin(), image.requests.end(), is_it)) id = each;
+  }
+  std::optional<Bytes> order = images_.release(request);
+  if (id.empty()) return order;
+  const Status done = order ? store_.remove(id) : store_.note_ended(id, position);
+  if (!done && done.error().code != Code::kNotFound)
+    log().warn("request {} of the image {} has ended, and is still on disk: {}", request, store_.path_of(id),
+               done.error().to_string());
+  return order;
+}
+
+std::vector<std::string> StoredImages::forget(const std::string& id) {
+  std::vector<std::string> requests;
+  if (const Result<const RequestImages::Image*> image = images_.get(id)) {
+    for (const RequestImages::Request& request : (*image)->requests) requests.push_back(request.state.id);
+  }
+  for (const std::string& request : requests) (void)images_.release(request);
+  return requests;
+}
+
+}  // namespace torpor

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// Images on disk: whole before their host memory goes, read and verified before their files go, and one engine's.
+#include <array>
+#include <fstream>
+
+#include <boost/filesystem.hpp>
+
+#include "checkpoint/image_section.h"
+#include "engine/stored_images.h"
+#include "tests/support/image_engine.h"
+#include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor {
+namespace {
+
+using test::ImageEngine;
+using test::value_of;
+
+class StoredImagesTest : public ::testing::Test {
+ protected:
+  const test::TemporaryDirectory directory_;
+  ImageEngine engine_{linux_file_system(), directory_.path()};
+
+  std::string stored(const std::string& id) {
+    EXPECT_SUCCEEDS(engine_.extract(id));
+    return value_of(engine_.stored.store(id, ImageEngine::fields(), Value{}));
+  }
+  std::vector<std::string> names() {
+    std::vector<std::string> names;
+    for (const ImageInfo& info : value_of(ImageStore(linux_file_system(), directory_.path(), {}).list()))
+      names.push_back(info.name);
+    return names;
+  }
+  using Names = std::vector<std::string>;
+};
+
+TEST_F(StoredImagesTest, LeaveHostMemoryAndComeBackVerified) {
+  const std::string path = stored("a");
+  EXPECT_EQ(path, directory_ / "images/a");
+  EXPECT_EQ(engine_.used(), 0u);
+  EXPECT_EQ(engine_.stored.path_of("a"), path);
+  EXPECT_EQ(value_of(engine_.stored.store("a", ImageEngine::fields(), Value{})), path);  // again
+  EXPECT_EQ(names(), Names{"a"});
+  ASSERT_SUCCEEDS(engine_.stored.read_back("a"));
+  EXPECT_EQ(names(), Names{"a"});  // until it is taken
+  ASSERT_SUCCEEDS(engine_.stored.take("a"));
+  EXPECT_EQ(names(), Names{});
+  EXPECT_FALSE(boost::filesystem::exists(path));
+  EXPECT_EQ(engine_.stored.path_of("a"), "");
+  EXPECT_TRUE(engine_.brings("a"));
+  EXPECT_EQ(engine_.used(), 0u);
+}
+
+TEST_F(StoredImagesTest, ArePutBackAsTheyWere) {
+  const std::string path = stored("a");
+  ASSERT_SUCCEEDS(engine_.stored.read_back("a"));
+  engine_.stored.put_back("a");
+  EXPECT_EQ(engine_.used(), 0u);
+  EXPECT_EQ(engine_.stored.path_of("a"), path);
+  ASSERT_SUCCEEDS(engine_.stored.read_back("a"));
+  ASSERT_SUCCEEDS(engine_.stored.take("a"));
+  EXPECT_TRUE(engine_.brings("a"));
+}
+
+TEST_F(StoredImagesTest, AreAWholeCheckpointOfTheirRequestsAlone) {
+  const std::string path = stored("a");
+  const HeldImage held = value_of(HeldImage::hold(linux_file_system(), path, nullptr));
+  const EngineCheckpoint state = value_of(held.checkpoint().read_state());
+  ASSERT_SUCCEEDS(state.state.validate());
+  EXPECT_EQ(state.state.scheduler.requests.size(), 2u);
+  EXPECT_EQ(state.state.kv.blocks.size(), 3u);  // the block that they share is there once
+  EXPECT_EQ(state.fingerprint, ImageEngine::fields());
+  EXPECT_FAILS(check_is_whole_engine(held.checkpoint().manifest(), path), Code::kIncompatible,
+               "an image of hibernated requests");
+}
+
+TEST_F(StoredImagesTest, ComeIntoAnotherEngineThatThenHasThemAlone) {
+  const std::string path = stored("a");
+  ImageEngine other(linux_file_system(), "");
+  ASSERT_SUCCEEDS(other.open(path));
+  EXPECT_FAILS(engine_.stored.read_back("a"), Code::kUnavailable, "another engine reads the image");
+  EXPECT_FAILS(other.stored.open(path), Code::kUnavailable);
+  ASSERT_SUCCEEDS(other.stored.take("a"));
+  EXPECT_TRUE(other.brings("a"));
+  EXPECT_FAILS(engine_.stored.read_back("a"), Code::kNotFound, "there is no image");
+  EXPECT_EQ(engine_.stored.forget("a"), (std::vector<std::string>{"r1", "r2"}));
+  EXPECT_TRUE(engine_.images.images().empty());
+}
+
+TEST_F(StoredImagesTest, ThatAnotherEngineGivesUpAreStillThisOnes) {
+  const std::string path = stored("a");
+  {
+    ImageEngine other(linux_file_system(), "");
+    ASSERT_SUCCEEDS(other.open(path));
+  }  // it has ended
+  ASSERT_SUCCEEDS(engine_.stored.read_back("a"));
+  ASSERT_SUCCEEDS(engine_.stored.take("a"));
+  EXPECT_TRUE(engine_.brings("a"));
+}
+
+TEST_F(StoredImagesTest, GoWithTheirLastRequestAndNoteThoseThatEndBefore) {
+  const std::string path = stored("a");
+  EXPECT_FALSE(engine_.stored.release("r1"));
+  EXPECT_FALSE(engine_.stored.release("r1"));  // again
+  ImageEngine other(linux_file_system(), "");
+  const RequestImages::Image* const image = value_of(other.open(path));
+  ASSERT_EQ(image->requests.size(), 1u);
+  EXPECT_EQ(image->requests[0].state.id, "r2");
+  other.stored.put_back("a");
+  EXPECT_TRUE(engine_.stored.release("r2"));
+  EXPECT_FALSE(boost::filesystem::exists(path));
+  EXPECT_FALSE(engine_.stored.release("r2"));
+}
+
+// The position of a request that ends on disk is that among those that were saved.
+TEST_F(StoredImagesTest, ForgetWhatEndedBeforeTheyWereStored) {
+  ASSERT_SUCCEEDS(engine_.extract("a"));
+  EXPECT_FALSE(engine_.stored.release("r1"));
+  const std::string path = value_of(engine_.stored.store("a", ImageEngine::fields(), Value{}));
+  const HeldImage held = value_of(HeldImage::hold(linux_file_system(), path, nullptr));
+  const EngineCheckpoint state = value_of(held.checkpoint().read_state());
+  ASSERT_SUCCEEDS(state.state.validate());
+  ASSERT_EQ(state.state.scheduler.requests.size(), 1u);
+  EXPECT_EQ(state.state.kv.blocks.size(), 2u);
+  EXPECT_TRUE(held.ended().empty());
+}
+
+TEST_F(StoredImagesTest, StayInHostMemoryWhereTheyCannotBeWritten) {
+  ASSERT_SUCCEEDS(engine_.extract("a"));
+  const uint64_t used = engine_.used();
+  for (const char* const order : {"describe", "leave_sign", "save_image"}) {
+    engine_.fails = order;
+    EXPECT_FAILS(engine_.stored.store("a", ImageEngine::fields(), Value{}), Code::kDevice);
+    engine_.fails.clear();
+    EXPECT_EQ(names(), Names{}) << order;
+    EXPECT_FALSE(boost::filesystem::exists(directory_ / "images/a")) << order;
+    EXPECT_EQ(engine_.stored.path_of("a"), "");
+    EXPECT_EQ(engine_.used(), used);
+  }
+  ASSERT_SUCCEEDS(engine_.images.verify("a"));
+}
+
+TEST_F(StoredImagesTest, AreOnDiskAlsoIfARankCannotFreeItsMemory) {
+  engine_.fails = "drop_image";
+  stored("a");
+  engine_.fails.clear();
+  EXPECT_GT(engine_.used(), 0u);
+  ASSERT_SUCCEEDS(engine_.stored.read_back("a"));
+  ASSERT_SUCCEEDS(engine_.stored.take("a"));
+  EXPECT_TRUE(engine_.brings("a"));
+  EXPECT_EQ(engine_.used(), 0u);
+}
+
+TEST_F(StoredImagesTest, StayOnDiskWhereARankCannotReadThem) {
+  stored("a");
+  engine_.fails = "read_image";
+  EXPECT_FAILS(engine_.stored.read_back("a"), Code::kDevice);
+  engine_.fails.clear();
+  EXPECT_EQ(engine_.used(), 0u);
+  EXPECT_EQ(names(), Names{"a"});
+  ASSERT_SUCCEEDS(engine_.stored.read_back("a"));
+}
+
+TEST_F(StoredImagesTest, HaveNamesThatAreFilesAndAreTakenOnce) {
+  for (const char* const name : {"../a", ".a", "a/b", "ä"}) {
+    ASSERT_SUCCEEDS(engine_.extract(name));
+    EXPECT_FAILS(engine_.stored.store(name, ImageEngine::fields(), Value{}), Code::kInvalidArgument, "the id");
+    for (const char* const request : {"r1", "r2"}) {
+      if (const auto drop = engine_.stored.release(request)) {
+        ASSERT_SUCCEEDS(engine_.call_ranks(*drop));
+      }
+    }
+  }
+  stored("a");
+  ImageEngine other(linux_file_system(), directory_.path());
+  ASSERT_SUCCEEDS(other.extract("a"));
+  EXPECT_FAILS(other.stored.store("a", ImageEngine::fields(), Value{}), Code::kFailedPrecondition, "already");
+  EXPECT_EQ(names(), Names{"a"});
+  ImageEngine nowhere(linux_file_system(), "");
+  ASSERT_SUCCEEDS(nowhere.extract("a"));
+  EXPECT_FAILS(nowhere.stored.store("a", ImageEngine::fields(), Value{}), Code::kInvalidArgument, "checkpoint_dir");
+}
+
+TEST_F(StoredImagesTest, AreNotReadWhereTheyAreDamaged) {
+  const std::string path = stored("a");
+  for (const char* const file : {"chunks-r1", "refs-r0", "STATE", "MANIFEST"}) {
+    const std::string name = path + "/g-000001/" + file;
+    std::fstream stream(name, std::ios::in | std::ios::out | std::ios::binary);
+    const auto middle = static_cast<std::streamoff>(
+        std::string_view(file) == "chunks-r1" ? 4096 + 99 : boost::filesystem::file_size(name) / 2);
+    stream.seekg(middle);
+    const auto old = static_cast<char>(stream.get());
+    stream.seekp(middle);
+    stream.put(static_cast<char>(old ^ 4));
+    stream.flush();
+    EXPECT_FAILS(engine_.stored.read_back("a"), Code::kCorruption);
+    ImageEngine other(linux_file_system(), "");
+    EXPECT_FAILS(other.open(path), Code::kCorruption);
+    EXPECT_EQ(engine_.used() + other.used(), 0u);
+    stream.seekp(middle);
+    stream.put(old);
+    stream.flush();
+  }
+  ASSERT_SUCCEEDS(engine_.stored.read_back("a"));
+  ASSERT_SUCCEEDS(engine_.stored.take("a"));
+  EXPECT_TRUE(engine_.brings("a"));
+}
+
+TEST_F(StoredImagesTest, AreNoWholeCheckpoint) {
+  const std::string path = stored("a");
+  const auto manager = value_of(CheckpointManager::open(linux_file_system(), directory_ / "images/whole"));
+  {
+    PendingCheckpoint pending = value_of(manager->begin(0));
+    const HeldImage held = value_of(HeldImage::hold(linux_file_system(), path, nullptr));
+    EngineCheckpoint state = value_of(held.checkpoint().read_state());
+    state.carried.clear();
+    ASSERT_SUCCEEDS(pending.write_state(state));
+    ASSERT_SUCCEEDS(pending.commit());
+  }
+  EXPECT_FAILS(engine_.stored.open(directory_ / "images/whole"), Code::kIncompatible, "a checkpoint of a whole engine");
+  EXPECT_TRUE(boost::filesystem::exists(directory_ / "images/whole/g-000001/MANIFEST"));
+}
+
+TEST_F(StoredImagesTest, LeaveNothingBehindThatAKilledWriterBegan) {
+  boost::filesystem::create_directories(directory_ / "images/half/s-000001");
+  boost::filesystem::create_directories(directory_ / "images/empty");
+  for (const char* const name : {"images", "images/half", "images/half/s-000001", "images/empty"})
+    boost::filesystem::permissions(directory_ / name, boost::filesystem::owner_all);
+  ImageStore store(linux_file_system(), directory_.path(), {});
+  EXPECT_EQ(value_of(store.remove_leftovers(/*dry_run=*/true)), (Names{"empty", "half"}));
+  EXPECT_TRUE(boost::filesystem::exists(directory_ / "images/half"));
+  stored("a");  // the first one of an engine sweeps
+  EXPECT_FALSE(boost::filesystem::exists(directory_ / "images/half"));
+  EXPECT_EQ(names(), Names{"a"});
+  EXPECT_EQ(value_of(store.remove_leftovers()), Names{});
+}
+
+TEST_F(StoredImagesTest, AreSealedWithTheKeyOfTheirEngine) {
+  const auto key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1, 2, 3});
+  ImageEngine sealed(linux_file_system(), directory_.path(), {.key = key, .encrypt = true});
+  ASSERT_SUCCEEDS(sealed.extract("s"));
+  const std::string path = value_of(sealed.stored.store("s", ImageEngine::fields(), Value{}));
+  EXPECT_FAILS(engine_.open(path), Code::kUnauthenticated);
+  ASSERT_SUCCEEDS(sealed.stored.read_back("s"));
+  ASSERT_SUCCEEDS(sealed.stored.take("s"));
+  EXPECT_TRUE(sealed.brings("s"));
+}
+
+}  // namespace
+}  // namespace torpor

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+// Images of hibernated requests on disk: a process that writes one, or takes one, is killed at every call to the file
+// system, before it, after it, and in the middle of every write; each call fails once; and of engines that race for an
+// image, one has it.
+
+#include <cstdio>
+#include <set>
+
+#include <boost/filesystem.hpp>
+
+#include "tests/proof/killed_child.h"
+#include "tests/support/faulty_file_system.h"
+#include "tests/support/image_engine.h"
+#include "tests/support/long_run.h"
+#include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor::proof {
+namespace {
+
+using test::Fault;
+using test::ImageEngine;
+using test::value_of;
+
+// What a process says of the image "a" while it works.
+constexpr char kWhole = 'w';   // it was acknowledged
+constexpr char kEnded = 'e';   // that the request r1 has ended was acknowledged
+constexpr char kTaking = 't';  // it may be gone from now on
+constexpr char kTaken = 'g';   // it is gone
+
+using Work = std::function<Status(FileSystem&, const std::string& directory, const Say&)>;
+
+Status store(ImageEngine& engine, const Say& say) {
+  TORPOR_TRY(engine.extract("a"));
+  if (const auto stored = engine.stored.store("a", ImageEngine::fields(), Value{}); !stored) {
+    // Then it is in host memory as before.
+    const bool there = engine.stored.path_of("a").empty() && engine.images.verify("a");
+    return there ? stored.error() : Error{.code = Code::kInternal, .what = "the image is lost"};
+  }
+  say(kWhole, 0);
+  return ok();
+}
+
+// An engine that takes its own image back.
+Status comes_back(FileSystem& files, const std::string& directory, const Say& say) {
+  ImageEngine engine(files, directory);
+  TORPOR_TRY(store(engine, say));
+  TORPOR_TRY(engine.stored.read_back("a"));
+  say(kTaking, 0);
+  TORPOR_TRY(engine.stored.take("a"));
+  say(kTaken, 0);
+  return ok();
+}
+
+// One request of it ends, then the other.
+Status is_aborted(FileSystem& files, const std::string& directory, const Say& say) {
+  ImageEngine engine(files, directory);
+  TORPOR_TRY(store(engine, say));
+  (void)engine.stored.release("r1");
+  say(kEnded, 0);
+  say(kTaking, 0);
+  (void)engine.stored.release("r2");
+  say(kTaken, 0);
+  return ok();
+}
+
+// Another engine takes it, after one of its requests has ended.
+Status moves(FileSystem& files, const std::string& directory, const Say& say) {
+  ImageEngine source(files, directory);
+  TORPOR_TRY(store(source, say));
+  (void)source.stored.release("r1");
+  say(kEnded, 0);
+  ImageEngine target(files, "");
+  TORPOR_TRY(target.open(source.stored.path_of("a")));
+  say(kTaking, 0);
+  TORPOR_TRY(target.stored.take("a"));
+  say(kTaken, 0);
+  return ok();
+}
+
+// What is visible is whole, in each engine that comes then; what must be there is; and when it is gone nothing is left.
+// Returns what is wrong, or "".
+std::string broken_promise(const std::string& directory, const std::set<char>& said) {
+  test::FaultyFileSystem files;
+  const std::string path = directory + "/images/a";
+  ImageEngine engine(files, directory);
+  const Result<const RequestImages::Image*> opened = engine.open(path);
+  if (!opened && opened.error().code != Code::kNotFound) return opened.error().to_string();
+  if (opened && said.contains(kTaken)) return "it was taken, and is there";
+  if (!opened && said.contains(kWhole) && !said.contains(kTaking)) return "it was acknowledged, and is not there";
+  if (opened) {
+    const size_t requests = (*opened)->requests.size();
+    if (said.contains(kEnded) && requests != 1) return "a request that has ended came back";
+    if (requests < 1 || requests > 2) return "it has no requests";
+    if (const Status taken = engine.stored.take("a"); !taken) return taken.error().to_string();
+    if (!engine.brings("a")) return "its blocks have other bytes";
+  }
+  if (const auto swept = ImageStore(files, directory, {}).remove_leftovers(); !swept) return swept.error().to_string();
+  if (boost::filesystem::exists(path)) return "something is left of it";
+  const auto again = [&]() -> Status {
+    TORPOR_TRY(engine.extract("a"));
+    TORPOR_TRY(engine.stored.store("a", ImageEngine::fields(), Value{}));
+    TORPOR_TRY(engine.stored.read_back("a"));
+    return engine.stored.take("a");
+  }();
+  return again ? "" : again.error().to_string();
+}
+
+struct Life {
+  const char* name;
+  Work work;
+  int least;  // kills, so that a test that shrank by itself fails
+};
+const Life kLives[] = {{"comes back", comes_back, 230}, {"is aborted", is_aborted, 160}, {"moves", moves, 240}};
+
+class Images : public ::testing::TestWithParam<int> {
+ protected:
+  const Life& life() const { return kLives[GetParam()]; }
+};
+INSTANTIATE_TEST_SUITE_P(Lives, Images, ::testing::Range(0, 3), [](const auto& info) {
+  std::string name = kLives[info.param].name;
+  std::replace(name.begin(), name.end(), ' ', '_');
+  return name;
+});
+
+TEST_P(Images, AreWholeOrNoneWhereverAProcessIsKilled) {
+  const char* const memory = test::in_memory();  // a killed process loses nothing that it wrote
+  test::FaultyFileSystem whole;
+  std::set<uint64_t> writes;
+  whole.plan.writes = &writes;
+  {
+    const test::TemporaryDirectory temporary(memory);
+    ASSERT_SUCCEEDS(life().work(whole, temporary / "store", [](char, char) {}));
+  }
+  int points = 0;
+  for (const Fault fault : {Fault::kKillBefore, Fault::kKillAfter, Fault::kKillTorn}) {
+    for (uint64_t n = 1; n <= whole.plan.calls; ++n) {
+      if (fault == Fault::kKillTorn && !writes.contains(n)) continue;
+      const test::TemporaryDirectory temporary(memory);
+      const std::string directory = temporary / "store";
+      std::set<char> said;
+      const Ending ending = run_killed(
+          fault, n, [&](FileSystem& files, const Say& say) { return life().work(files, directory, say); },
+          [&](char word, char) { said.insert(word); });
+      ASSERT_FALSE(ending.failed) << "call " << n;
+      ASSERT_EQ(broken_promise(directory, said), "") << "killed at call " << n << ", mode " << static_cast<int>(fault);
+      points += static_cast<int>(ending.killed);
+    }
+  }
+  std::printf("proof: an image that %s: killed at %d points, 0 broken promises\n", life().name, points);
+  EXPECT_GE(points, life().least);
+}
+
+// Each failing call is an error of the call under way, or of none; then the same work is done by whoever is next.
+TEST_P(Images, AreWholeOrNoneWhereverAFileOperationFails) {
+  int failed = 0;
+  uint64_t calls = 0;
+  for (const int native : {EIO, ENOSPC}) {
+    for (uint64_t n = 1; calls == 0 || n <= calls; ++n) {
+      const test::TemporaryDirectory temporary(test::in_memory());
+      const std::string directory = temporary / "store";
+      std::set<char> said;
+      test::FaultyFileSystem files;
+      files.plan.set(Fault::kError, n, native);
+      const Status done = life().work(files, directory, [&](char word, char) { said.insert(word); });
+      if (!files.plan.fired()) {
+        calls = n;
+        break;
+      }
+      failed += static_cast<int>(!done);
+      ASSERT_TRUE(done || done.error().code != Code::kInternal) << done.error().to_string();
+      // Where the note that a request has ended, or the removal, has failed, the log says so: they come back.
+      if (done || said.contains(kTaking)) said.erase(kTaken);
+      said.erase(kEnded);
+      ASSERT_EQ(broken_promise(directory, said), "") << "call " << n << " failed";
+    }
+  }
+  std::printf("proof: an image that %s: %llu failing file operations, %d errors, 0 broken promises\n", life().name,
+              static_cast<unsigned long long>(2 * calls), failed);
+  EXPECT_GE(failed, 40);
+}
+
+// Several processes open and take one image at the same time; half of the rounds without locks, as where a file system
+// has none between hosts.
+TEST(ImagesOfSeveralEngines, AreTakenOnce) {
+  constexpr int kEngines = 4;
+  const int rounds = test::long_run() ? 200 : 24;
+  int refused = 0;
+  for (int round = 0; round < rounds; ++round) {
+    const test::TemporaryDirectory temporary(test::in_memory());
+    const std::string path = temporary / "images/a";
+    {
+      ImageEngine source(linux_file_system(), temporary.path());
+      ASSERT_SUCCEEDS(store(source, [](char, char) {}));
+    }
+    int gate[2];
+    ASSERT_EQ(::pipe(gate), 0);
+    std::vector<pid_t> children;
+    for (int i = 0; i < kEngines; ++i) {
+      const pid_t child = ::fork();
+      if (child == 0) {
+        ::close(gate[1]);
+        char byte = 0;
+        ImageEngine engine(linux_file_system(), "");
+        (void)!::read(gate[0], &byte, 1);  // until all are there
+        if (round % 2 == 1) boost::filesystem::remove(path + "/LOCK");
+        const Result<const RequestImages::Image*> opened = engine.open(path);
+        if (!opened)
+          ::_exit(opened.error().code == Code::kNotFound || opened.error().code == Code::kUnavailable ? 2 : 3);
+        if (round % 2 == 1) boost::filesystem::remove(path + "/LOCK");
+        const Status taken = engine.stored.take("a");
+        if (!taken) ::_exit(taken.error().code == Code::kNotFound ? 2 : 3);
+        ::_exit(engine.brings("a") ? 0 : 4);
+      }
+      children.push_back(child);
+    }
+    ::close(gate[0]);
+    ::close(gate[1]);
+    int won = 0;
+    for (const pid_t child : children) {
+      int status = 0;
+      ASSERT_EQ(::waitpid(child, &status, 0), child);
+      ASSERT_TRUE(WIFEXITED(status));
+      won += static_cast<int>(WEXITSTATUS(status) == 0);
+      refused += static_cast<int>(WEXITSTATUS(status) == 2);
+      ASSERT_TRUE(WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == 2) << WEXITSTATUS(status);
+    }
+    ASSERT_EQ(won, 1);
+    test::FaultyFileSystem files;
+    ASSERT_SUCCEEDS(ImageStore(files, temporary.path(), {}).remove_leftovers());
+    ASSERT_FALSE(boost::filesystem::exists(path));
+  }
+  std::printf("proof: %d races of %d engines for an image: each was taken once, %d times it was refused\n", rounds,
+              kEngines, refused);
+}
+
+}  // namespace
+}  // namespace torpor::proof

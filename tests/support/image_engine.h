@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// An engine of two ranks, of which nothing but the KV blocks and the images of requests is there. Each block has the
+// bytes of a number.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "allocator/host_device.h"
+#include "base/units.h"
+#include "engine/rank_memory.h"
+#include "engine/rank_service.h"
+#include "engine/stored_images.h"
+#include "tests/support/results.h"
+
+namespace torpor::test {
+
+class ImageEngine final : public EngineHooks {
+ public:
+  static constexpr uint32_t kBlocks = 16;
+  static constexpr uint64_t kBlockBytes = 6000;
+  static constexpr int32_t kBlockTokens = 4;
+
+  ImageEngine(FileSystem& file_system, const std::string& directory, CheckpointManagerOptions options = {})
+      : images(*this), stored(*this, images, file_system, directory, options) {
+    for (int32_t rank = 0; rank < 2; ++rank) {
+      Rank& made = ranks_[rank];
+      made.memory = value_of(RankMemory::create(
+          value_of(make_host_device()), file_system,
+          {.rank = rank, .arena_slab_bytes = 64 * kKiB, .threads = 1, .key = options.key, .encrypt = options.encrypt}));
+      made.kv = value_of(made.memory->allocate("kv_cache", "kv", kBlocks * kBlockBytes));
+      const KvTensor tensor{
+          .address = made.kv, .layers = 1, .layer_stride = 1, .block_stride = kBlockBytes, .block_bytes = kBlockBytes};
+      EXPECT_SUCCEEDS(made.memory->set_kv_layout("kv_cache", {.num_blocks = kBlocks, .tensors = {tensor}}));
+    }
+  }
+
+  void write(int32_t block, int value) {
+    for (int rank = 0; rank < 2; ++rank) std::memset(place(rank, block), value + rank, kBlockBytes);
+  }
+  bool holds(int32_t block, int value) {
+    for (int rank = 0; rank < 2; ++rank) {
+      const std::byte* const begin = place(rank, block);
+      const auto wanted = static_cast<std::byte>(value + rank);
+      if (!std::all_of(begin, begin + kBlockBytes, [&](std::byte byte) { return byte == wanted; })) return false;
+    }
+    return true;
+  }
+  uint64_t used() {  // host memory, on both ranks
+    uint64_t bytes = 0;
+    for (Rank& rank : ranks_) bytes += rank.memory->ledger().arena_used_bytes;
+    return bytes;
+  }
+
+  // Requests r1 and r2 share block 3; each has another one. All have the bytes of ten times their number.
+  static RequestState request(std::string id, int32_t computed) {
+    return {.id = std::move(id),
+            .status = RequestStatus::kRunning,
+            .prompt_token_ids = {1, 2, 3, 4, 5, 6},
+            .output_token_ids = {7, 8, 9},
+            .num_computed_tokens = computed,
+            .max_tokens = 10};
+  }
+  Result<const RequestImages::Image*> extract(const std::string& id) {
+    for (const int32_t block : {3, 7, 9}) write(block, 10 * block);
+    return images.extract(id, {request("r1", 8), request("r2", 5)}, {{3, 7}, {3, 9}}, kBlockTokens);
+  }
+  static Fingerprint fields() { return {{"model", "m"}}; }
+  // Into host memory, from the disk: this engine's image, or another one's, and the requests that have not ended.
+  Result<const RequestImages::Image*> open(const std::string& path) {
+    TORPOR_ASSIGN(const HeldImage* const held, stored.open(path));
+    const std::string id = held->name();
+    const Result<const RequestImages::Image*> read = [&]() -> Result<const RequestImages::Image*> {
+      TORPOR_ASSIGN(const EngineCheckpoint state, held->checkpoint().read_state());
+      TORPOR_TRY(state.state.validate());
+      std::vector<RequestState> requests;
+      std::vector<std::vector<int32_t>> tables;
+      for (size_t i = 0; i < state.state.scheduler.requests.size(); ++i) {
+        if (held->ended().contains(static_cast<int32_t>(i))) continue;
+        requests.push_back(state.state.scheduler.requests[i]);
+        tables.push_back(state.state.kv.groups.at(0).tables.at(i).blocks);
+      }
+      const Manifest& manifest = held->checkpoint().manifest();
+      return images.read(
+          id, std::move(requests), std::move(tables), kBlockTokens,
+          {.directory = held->checkpoint().path(), .generation = manifest.generation, .id = manifest.id});
+    }();
+    if (!read) stored.put_back(id);
+    return read;
+  }
+  // Bring the requests of an image, which is in host memory, into blocks 1, 2 and so on. Return whether their bytes are
+  // those of extract().
+  bool brings(const std::string& id) {
+    EXPECT_SUCCEEDS(images.begin(id));
+    std::vector<std::string> names;
+    for (const RequestImages::Request& each : value_of(images.get(id))->requests) names.push_back(each.state.id);
+    for (const std::string& name : names) {
+      for (const int32_t block : {1, 2}) write(block, 200);
+      const Bytes order = value_of(images.admit_order(name, {1, 2}));
+      for (const Bytes& reply : value_of(call_ranks(order))) {
+        if (!decode_reply<orders::Admit>(reply)) return false;
+      }
+      if (!holds(1, 30) || !holds(2, name == "r1" ? 70 : 90)) return false;
+    }
+    for (const std::string& name : names) {
+      if (const std::optional<Bytes> drop = images.release(name)) {
+        EXPECT_SUCCEEDS(call_ranks(*drop));
+      }
+    }
+    return true;
+  }
+
+  std::string fails{};  // the name of an order that the second rank fails
+
+  Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
+    std::vector<Bytes> replies;
+    for (int rank = 0; rank < 2; ++rank) {
+      if (rank == 1 && order_name(order) == fails) {
+        replies.push_back(encode_error({.code = Code::kDevice, .what = "planted"}));
+      } else {
+        replies.push_back(RankService(*ranks_[rank].memory).call(order));
+      }
+    }
+    return replies;
+  }
+  Result<std::vector<std::string>> unsupported() override { return std::vector<std::string>{}; }
+  Result<int64_t> unfinished_requests() override { return 0; }
+  Status quiesce(std::optional<double>) override { return ok(); }
+  Status resume() override { return ok(); }
+  Result<SchedulerCheckpoint> capture() override { return SchedulerCheckpoint{}; }
+  Result<Fingerprint> fingerprint() override { return fields(); }
+  Status drop_requests(const std::string&) override { return ok(); }
+  Status drop_prefix(const std::vector<int32_t>&) override { return ok(); }
+  Status retire_prefix() override { return ok(); }
+  Status release_derived() override { return ok(); }
+  Status rebuild_derived() override { return ok(); }
+  Status reconnect(const std::vector<WorkerSnapshot>&) override { return ok(); }
+  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint&) override { return std::vector<FailedRequest>{}; }
+  Status forget_restored() override { return ok(); }
+
+ private:
+  struct Rank {
+    std::unique_ptr<RankMemory> memory{};
+    DeviceAddress kv = 0;
+  };
+  std::byte* place(int rank, int32_t block) {
+    return reinterpret_cast<std::byte*>(ranks_[rank].kv + static_cast<uint64_t>(block) * kBlockBytes);  // NOLINT
+  }
+
+  Rank ranks_[2];
+
+ public:
+  RequestImages images;
+  StoredImages stored;
+};
+
+}  // namespace torpor::test
