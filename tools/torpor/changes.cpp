@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 #include <fmt/ranges.h>
 
+#include "checkpoint/image_store.h"
 #include "checkpoint/repair.h"
 #include "checkpoint/store_names.h"
 #include "tools/torpor/remote.h"
@@ -69,7 +70,10 @@ Result<Json> gc(const Context& context) {
   if (context.arguments.force) return for_a_store_only();
   TORPOR_ASSIGN(const auto manager,
                 CheckpointManager::open(context.file_system, context.arguments.path, manager_options(context)));
-  TORPOR_ASSIGN(const std::vector<std::string> gone, manager->collect(context.arguments.dry_run));
+  TORPOR_ASSIGN(std::vector<std::string> gone, manager->collect(context.arguments.dry_run));
+  ImageStore images(context.file_system, context.arguments.path, {.key = context.key});
+  TORPOR_ASSIGN(const std::vector<std::string> leftovers, images.remove_leftovers(context.arguments.dry_run));
+  for (const std::string& name : leftovers) gone.push_back(fmt::format("{}/{}", kImagesDirectory, name));
   TORPOR_ASSIGN(const std::vector<CheckpointInfo> left, manager->list());
   Json kept = Json::array();
   for (const CheckpointInfo& info : left) kept.push_back(info.name);

@@ -100,7 +100,7 @@ struct Verb {
 const std::vector<Verb>& verbs();
 
 // The verbs, by what they are about: catalogue.cpp, requests.cpp, blocks.cpp, checks.cpp, contents.cpp, fits.cpp,
-// changes.cpp, remote.cpp, events.cpp, live.cpp, replay.cpp, mock.cpp.
+// changes.cpp, remote.cpp, events.cpp, live.cpp, replay.cpp, mock.cpp, sessions.cpp.
 Verb ls_verb();
 Verb info_verb();
 Verb tree_verb();
@@ -123,6 +123,7 @@ Verb console_verb();
 Verb live_verb();
 Verb replay_verb();
 Verb mock_verb();
+Verb sessions_verb();
 Verb push_verb();
 Verb pull_verb();
 

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// sessions: the images of hibernated requests beside a directory's checkpoints.
+#include <fmt/core.h>
+
+#include "checkpoint/image_store.h"
+#include "tools/torpor/text.h"
+
+namespace torpor::cli {
+namespace {
+
+// Of those requests that have not ended since.
+Result<Json> requests_of(const Context& context, const ImageInfo& info) {
+  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, info.path, context.key));
+  TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());
+  Json requests = Json::array();
+  int32_t position = 0;
+  for (const RequestState& request : engine.state.scheduler.requests) {
+    if (info.ended.contains(position++)) continue;
+    requests.push_back({{"id", request.id},
+                        {"prompt_tokens", request.prompt_token_ids.size()},
+                        {"output_tokens", request.output_token_ids.size()},
+                        {"computed_tokens", request.num_computed_tokens}});
+  }
+  return requests;
+}
+
+Result<Json> sessions(const Context& context) {
+  const ImageStore store(context.file_system, context.arguments.path, {.key = context.key});
+  TORPOR_ASSIGN(const std::vector<ImageInfo> found, store.list());
+  Json images = Json::array();
+  for (const ImageInfo& info : found) {
+    Json entry = {{"id", info.name}, {"path", info.path}};
+    const Result<Json> requests = info.readable ? requests_of(context, info) : Result<Json>(info.problem);
+    entry["readable"] = requests.has_value();
+    if (requests) {
+      entry.update({{"created", time_text(info.created_unix_seconds)}, {"bytes", info.bytes}, {"requests", *requests}});
+    } else {
+      entry["problem"] = cli::to_json(requests.error());
+    }
+    images.push_back(std::move(entry));
+  }
+  return Json{{"directory", context.arguments.path}, {"images", std::move(images)}};
+}
+
+std::string show_sessions(const Json& json) {
+  if (json["images"].empty()) return fmt::format("no images in {}\n", cell(json["directory"]));
+  std::vector<Row> rows = {{"IMAGE", "CREATED", "SIZE", "REQUEST", "PROMPT", "OUTPUT", "COMPUTED"}};
+  for (const Json& image : json["images"]) {
+    if (!image["readable"]) {
+      rows.push_back(
+          {cell(image["id"]), bad(fmt::format("{}:", cell(image["problem"]["code"]))), cell(image["problem"]["what"])});
+      continue;
+    }
+    Row first = {cell(image["id"]), cell(image["created"]), size_text(image["bytes"])};
+    for (const Json& request : image["requests"]) {
+      first.insert(first.end(), {cell(request["id"]), cell(request["prompt_tokens"]), cell(request["output_tokens"]),
+                                 cell(request["computed_tokens"])});
+      rows.push_back(std::exchange(first, {"", "", ""}));
+    }
+  }
+  return table(rows);
+}
+
+}  // namespace
+
+Verb sessions_verb() {
+  return {
+      .name = "sessions",
+      .help = "the images of hibernated requests on disk, and whose they are; info, requests and verify look into one",
+      .json =
+          "directory, images: [{id, path, readable, created, bytes, requests: [{id, prompt_tokens, output_tokens, "
+          "computed_tokens}] | problem}]",
+      .declare = [](CLI::App& app,
+                    Arguments& a) { app.add_option("directory", a.path, "a directory of checkpoints")->required(); },
+      .ask = sessions,
+      .show = show_sessions};
+}
+
+}  // namespace torpor::cli
