@@ -9,6 +9,7 @@
 #include "bindings/module_files.h"
 #include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/checkpoint_set.h"
+#include "checkpoint/image_section.h"
 #include "checkpoint/state_sections.h"
 
 namespace py = pybind11;
@@ -110,6 +111,7 @@ void bind_checkpoint(py::module_& module) {
         std::string directory;
         const EngineCheckpoint state = value_or_raise(without_lock([&]() -> Result<EngineCheckpoint> {
           TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint_of(module_files(), path, data_parallel_rank, key));
+          TORPOR_TRY(check_is_whole_engine(checkpoint.manifest(), checkpoint.path()));
           manifest = checkpoint.manifest();
           directory = checkpoint.path();
           return checkpoint.read_state();

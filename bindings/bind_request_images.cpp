@@ -6,8 +6,11 @@
 #include "bindings/bind_errors.h"
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
+#include "bindings/checkpoint_options.h"
+#include "bindings/module_files.h"
 #include "bindings/python_hooks.h"
 #include "engine/request_images.h"
+#include "engine/stored_images.h"
 
 namespace py = pybind11;
 
@@ -18,12 +21,33 @@ namespace {
 struct BoundImages {
   PythonHooks hooks;
   RequestImages images;
+  StoredImages stored;
 
-  explicit BoundImages(py::object object) : hooks(std::move(object)), images(hooks) {}
+  BoundImages(py::object object, std::string directory, CheckpointManagerOptions options)
+      : hooks(std::move(object)),
+        images(hooks),
+        stored(hooks, images, module_files(), std::move(directory), std::move(options)) {}
+  ~BoundImages() {
+    const py::gil_scoped_release others_go_on;  // files are closed
+    stored.close();
+  }
+  BoundImages(const BoundImages&) = delete;
+  BoundImages& operator=(const BoundImages&) = delete;
 };
 
-// `requests`: of each, how many output tokens it has. `tokens`: of all that have KV. `bytes`: on all ranks.
-py::dict summary_of(const std::string& id, const RequestImages::Image& image) {
+std::unique_ptr<BoundImages> make_images(py::object hooks, const py::dict& dict) {
+  DictReader in(dict, "RequestImages options");
+  std::optional<std::string> directory;
+  in.read_if_given("directory", directory);
+  CheckpointManagerOptions options = checkpoint_options_from(in);
+  in.finish();
+  value_or_raise(options.validate());
+  return std::make_unique<BoundImages>(std::move(hooks), directory.value_or(""), std::move(options));
+}
+
+// `requests`: of each, how many output tokens it has. `tokens`: of all that have KV. `bytes`: on all ranks. `path`: of
+// an image that is on disk alone, else "".
+py::dict summary_of(const BoundImages& self, const std::string& id, const RequestImages::Image& image) {
   py::dict requests;
   int64_t tokens = 0;
   for (const RequestImages::Request& request : image.requests) {
@@ -36,6 +60,38 @@ py::dict summary_of(const std::string& id, const RequestImages::Image& image) {
   out["bytes"] = image.bytes;
   out["tokens"] = tokens;
   out["resuming"] = image.resuming;
+  out["path"] = self.stored.path_of(id);
+  return out;
+}
+
+py::list requests_of(const RequestImages::Image& image) {
+  py::list requests;
+  for (const RequestImages::Request& request : image.requests) requests.append(torpor::to_python(request.state));
+  return requests;
+}
+
+// An image of another engine, as describe_checkpoint() and read_checkpoint() have it. `ended`: positions of its
+// requests that have ended since.
+py::dict described(BoundImages& self, const std::string& path) {
+  const HeldImage* held = nullptr;
+  EngineCheckpoint state = value_or_raise(without_lock([&]() -> Result<EngineCheckpoint> {
+    TORPOR_ASSIGN(held, self.stored.open(path));
+    Result<EngineCheckpoint> read = held->checkpoint().read_state();
+    const Status valid = read ? read->state.validate() : Status(read.error());
+    if (valid) return read;
+    self.stored.put_back(std::string(held->name()));
+    return valid.error();
+  }));
+  const Manifest& manifest = held->checkpoint().manifest();
+  py::dict out;
+  out["name"] = held->name();
+  out["path"] = held->checkpoint().path();
+  out["generation"] = manifest.generation;
+  out["id"] = py::bytes(reinterpret_cast<const char*>(manifest.id.data()), manifest.id.size());
+  out["ended"] = held->ended();
+  const py::dict values = torpor::to_python(state);
+  out["fingerprint"] = values["fingerprint"];
+  out["state"] = values;
   return out;
 }
 
@@ -48,7 +104,8 @@ py::object bytes_or_none(const std::optional<Bytes>& bytes) {
 void bind_request_images(py::module_& module) {
   py::class_<BoundImages>(module, "RequestImages",
                           "Requests that left a live engine, as values and KV in host memory of each rank.")
-      .def(py::init<py::object>(), py::arg("hooks"))
+      .def(py::init(&make_images), py::arg("hooks"), py::arg("options") = py::dict(),
+           "`options`: how images are written to disk, and \"directory\", that of checkpoints.")
       .def(
           "extract",
           [](BoundImages& self, const std::string& id, const py::list& requests,
@@ -57,7 +114,7 @@ void bind_request_images(py::module_& module) {
             for (const py::handle request : requests) states.push_back(request_state_from(request));
             const RequestImages::Image* const image = value_or_raise(
                 without_lock([&] { return self.images.extract(id, std::move(states), tables, block_tokens); }));
-            return summary_of(id, *image);
+            return summary_of(self, id, *image);
           },
           py::arg("id"), py::arg("requests"), py::arg("tables"), py::arg("block_tokens"),
           "Copies the KV of requests of an engine that stands still into a new image, verified. Returns its summary.")
@@ -80,7 +137,7 @@ void bind_request_images(py::module_& module) {
             std::copy(given.begin(), given.end(), stored.id.begin());
             const RequestImages::Image* const image = value_or_raise(
                 without_lock([&] { return self.images.read(id, std::move(states), tables, block_tokens, stored); }));
-            return summary_of(id, *image);
+            return summary_of(self, id, *image);
           },
           py::arg("id"), py::arg("requests"), py::arg("tables"), py::arg("block_tokens"), py::arg("checkpoint"),
           "The same of requests of a checkpoint: its path, generation and id, as describe_checkpoint() gives them.")
@@ -89,10 +146,7 @@ void bind_request_images(py::module_& module) {
           [](BoundImages& self, const std::string& id) {
             const RequestImages::Image* const image =
                 value_or_raise(without_lock([&] { return self.images.verify(id); }));
-            py::list requests;
-            for (const RequestImages::Request& request : image->requests)
-              requests.append(torpor::to_python(request.state));
-            return requests;
+            return requests_of(*image);
           },
           py::arg("id"), "Has every rank compare the image with its digests. Returns its requests.")
       .def(
@@ -110,11 +164,52 @@ void bind_request_images(py::module_& module) {
           [](BoundImages& self, const std::string& request) { return bytes_or_none(self.images.release(request)); },
           py::arg("request"),
           "A request has its KV, or has ended. Returns the order that frees its image if it was the last, or None.")
+      .def(
+          "store",
+          [](BoundImages& self, const std::string& id, const py::dict& fingerprint, const py::handle& outputs) {
+            Fingerprint fields = fingerprint_from(fingerprint);
+            Value value = value_from(outputs);
+            return value_or_raise(
+                without_lock([&] { return self.stored.store(id, std::move(fields), std::move(value)); }));
+          },
+          py::arg("id"), py::arg("fingerprint"), py::arg("outputs"),
+          "Writes the image to disk, durable, then frees its host memory. Returns its path.")
+      .def(
+          "read_back",
+          [](BoundImages& self, const std::string& id) {
+            return requests_of(*value_or_raise(without_lock([&] { return self.stored.read_back(id); })));
+          },
+          py::arg("id"), "As verify(); an image on disk is read into host memory, and held. Returns its requests.")
+      .def("open", &described, py::arg("path"),
+           "Holds an image of another engine. Returns where it lies, its state, and which of its requests have ended.")
+      .def(
+          "take",
+          [](BoundImages& self, const std::string& id) {
+            value_or_raise(without_lock([&] { return self.stored.take(id); }));
+          },
+          py::arg("id"),
+          "The image that is held is this engine's alone, and its files go. Raises NotFound if another was first.")
+      .def(
+          "put_back",
+          [](BoundImages& self, const std::string& id) { without_lock([&] { return self.stored.put_back(id), 0; }); },
+          py::arg("id"), "Lets go of an image that is held: it is on disk as before.")
+      .def(
+          "end",
+          [](BoundImages& self, const std::string& request) {
+            return bytes_or_none(without_lock([&] { return self.stored.release(request); }));
+          },
+          py::arg("request"), "As release(), of a request that has ended: its image on disk goes with the last one.")
+      .def(
+          "forget", [](BoundImages& self, const std::string& id) { return self.stored.forget(id); }, py::arg("id"),
+          "Another engine has taken the image. Returns its requests, which are no more here.")
       .def("summaries", [](const BoundImages& self) {
         py::list out;
-        for (const auto& [id, image] : self.images.images()) out.append(summary_of(id, image));
+        for (const auto& [id, image] : self.images.images()) out.append(summary_of(self, id, image));
         return out;
       });
+  module.def(
+      "check_image_name", [](const std::string& name) { value_or_raise(ImageStore::check_name(name)); },
+      py::arg("name"), "Raises InvalidArgument if an image on disk cannot have this id.");
   module.def(
       "check_portable",
       [](const py::dict& checkpoint, const py::dict& engine) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 from pathlib import Path
@@ -55,11 +56,18 @@ CERTAIN = {
 }
 
 
+@functools.cache
+def _engine(model: Path) -> InProcess:
+    """One for all files of tests that take the fixture."""
+    directory = model.parent / "sessions"
+    directory.mkdir(mode=0o700)
+    return InProcess(model, directory, torpor={"sessions": True}, requests=CERTAIN, num_gpu_blocks_override=200)
+
+
 @pytest.fixture(scope="session")
-def one(tiny_model, tmp_path_factory) -> InProcess:
+def one(tiny_model) -> InProcess:
     """Beside that of other tests, and as long: with the first that ends vLLM ends what both share of a process."""
-    directory = tmp_path_factory.mktemp("sessions")
-    return InProcess(tiny_model, directory, torpor={"sessions": True}, requests=CERTAIN, num_gpu_blocks_override=200)
+    return _engine(tiny_model)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from test_sessions import same
 
 SCRIPT = Path(__file__).parent / "sessions_process.py"
 REFUSED = Path(__file__).parent / "sessions_refused_process.py"
+DISK = Path(__file__).parent / "sessions_disk_process.py"
 
 
 @pytest.mark.slow
@@ -53,3 +54,28 @@ def test_what_cannot_leave_is_said_and_goes_on(zygote, tiny_model, options, name
 def test_an_engine_that_cannot_have_sessions_does_not_start(zygote, tiny_model, engine, options, named):
     done = zygote.run([REFUSED, tiny_model, json.dumps({"sessions": True} | options), json.dumps(engine)], timeout=100)
     assert done.returncode != 0 and named in done.stderr + done.stdout
+
+
+@pytest.mark.slow
+def test_a_new_process_takes_requests_of_a_killed_one_beside_its_own(zygote, tiny_model, tmp_path):
+    written = result_of(zygote.run([DISK, "write", tiny_model, tmp_path], timeout=100))
+    result = result_of(zygote.run([DISK, "take", written["path"], tiny_model, tmp_path / "own"], timeout=200))
+    assert result["requests"] == list(written["given"]) and not result["left"]
+    same(result["answers"], result["expected"])
+    # Nothing of what they had was computed again: their KV was there before their first step.
+    for name, answer in written["given"].items():
+        tokens = sum(len(choice[1]) for choice in answer[1])
+        assert name == "two" or result["loaded"][name] >= tokens > 0
+    for name, answer in written["given"].items():
+        for choice, ended in zip(answer[1], result["answers"][name][1], strict=True):
+            assert ended[1][: len(choice[1])] == choice[1]
+
+
+@pytest.mark.slow
+def test_a_request_moves_to_another_live_engine_also_if_its_own_is_killed(zygote, tiny_model, tmp_path):
+    result = result_of(zygote.run([DISK, "move", tiny_model, tmp_path], timeout=300))
+    moved = result["moved"]
+    assert moved["requests"] == ["moved"] and moved["reader"] == "error" and moved["end"] == "length"
+    assert moved["tokens"] == result["plain"] == result["beside"]
+    assert result["plain"][: len(moved["given"])] == moved["given"] and 4 <= len(moved["given"]) < len(result["plain"])
+    assert result["killed"] == {"tokens": result["plain"], "end": "length", "left": False}

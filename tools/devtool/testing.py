@@ -35,6 +35,7 @@ ENGINES = (
     "variants",
     "other_processes",
     "sessions",
+    "sessions_disk",
     "gpu_path",
 )
 RIG_ALONE = "rig and not core and not cpu"  # marks of tests of engines that `test` runs on the GPU's path alone
@@ -46,10 +47,14 @@ SERVERS = [
     for name in ("_gate", "_access", "_operations", "_console", "_automatic", "", "_restarts")
 ]
 # In a process of its own: it has an engine beside that of other tests, whose random numbers it would share.
-SESSIONS = "tests/python/test_sessions.py"
-BUT_SERVERS = ["tests/python", *(f"--ignore={path}" for path in (*SERVERS, SESSIONS))]
+SESSIONS = ["tests/python/test_sessions.py", "tests/python/test_sessions_disk.py"]
+BUT_SESSIONS = ["tests/python", *(f"--ignore={path}" for path in SESSIONS)]
+BUT_SERVERS = [*BUT_SESSIONS, *(f"--ignore={path}" for path in SERVERS)]
 # Files of tests/python with tests that are marked as the core, for every known vLLM; test_gpu_path.py has some too.
-CORE = ("identity", "new_process", "features", "server", "golden_contracts", "refusals", "other_connectors", "sessions")
+CORE = (
+    "identity", "new_process", "features", "server", "golden_contracts", "refusals", "other_connectors", "sessions",
+    "sessions_disk",
+)  # fmt: skip
 
 
 @dataclass
@@ -189,8 +194,8 @@ def whole_gpu_path() -> int:
     for `test`; and tests of tools with nothing forked."""
     python, model = setup.everything()
     env = environment(model) | rig_environment()
-    engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES if name != "sessions"))
-    sessions = pytest_on_rig(python, SESSIONS)
+    engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES if "sessions" not in name))
+    sessions = pytest_on_rig(python, *SESSIONS)
     too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long or longer"]
     others = sorted(
         set(ROOT.glob("tests/python/test_*.py")) - {ROOT / f"tests/python/test_{name}.py" for name in ENGINES}
@@ -202,7 +207,7 @@ def whole_gpu_path() -> int:
         (sessions, env),
         (seldom, env),
         ([python, *PYTEST, *BUT_SERVERS, "-m", f"not long and {RIG_ALONE}"], environment(model)),
-        ([*too_long, "tests/python", f"--ignore={SESSIONS}"], env | longer),
+        ([*too_long, *BUT_SESSIONS], env | longer),
         ([python, *PYTEST, "tests/tools"], environment(model) | longer),
     )
     code = 0
@@ -240,7 +245,7 @@ def quick(python: Path, model: Path) -> int:
     for title, words in {
         "Python tests, servers": [*SERVERS, "-m", "not slow and not long"],
         "Python tests, engines": [*BUT_SERVERS, "-m", "not slow and not long"],
-        "Python tests, sessions": [SESSIONS, "-m", "not slow and not long"],
+        "Python tests, sessions": [*SESSIONS, "-m", "not slow and not long"],
         "Tools and documents": ["tests/tools", "-m", "not long"],
     }.items():
         parts.run(title, Job([python, *PYTEST, *words], env))
@@ -273,11 +278,9 @@ def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str
             **sanitized,
             "Python tests, engines": Job([*PYTEST, *BUT_SERVERS, "-m", f"not long and not ({RIG_ALONE})"], env, zygote),
             "C++ tests, release": Job(ctest("release", 1, "-L", "proof"), env),
-            "Python tests, sessions": Job([*PYTEST, SESSIONS, "-m", "not long"], env, zygote),
-            "Python tests, vLLM's GPU path": Job(
-                [*PYTEST, "tests/python", f"--ignore={SESSIONS}", "-m", ON_RIG], on_rig, rig_zygote
-            ),
-            "Python tests, sessions, vLLM's GPU path": Job([*PYTEST, SESSIONS, "-m", ON_RIG], on_rig, rig_zygote),
+            "Python tests, sessions": Job([*PYTEST, *SESSIONS, "-m", "not long"], env, zygote),
+            "Python tests, vLLM's GPU path": Job([*PYTEST, *BUT_SESSIONS, "-m", ON_RIG], on_rig, rig_zygote),
+            "Python tests, sessions, vLLM's GPU path": Job([*PYTEST, *SESSIONS, "-m", ON_RIG], on_rig, rig_zygote),
             "Python tests, servers": Job([*PYTEST, *SERVERS, "-m", "not long"], env, zygote),
             "Tools and documents": Job([*PYTEST, "tests/tools", "-m", "not long"], env, zygote),
             **{

@@ -217,20 +217,35 @@ class RemoteHome:
 class RequestImages:
     """Requests that left a live engine, as values and KV in host memory of each rank."""
 
-    def __init__(self, hooks: object) -> None: ...
+    def __init__(self, hooks: object, options: dict = {}) -> None:
+        """`options`: how images are written to disk, and "directory", that of checkpoints."""
     def admit_order(self, request: str, blocks: Sequence[int]) -> bytes:
         """The order to all ranks that brings the KV of a request into its blocks, which are in token order."""
     def begin(self, id: str) -> None:
         """The requests of the image are on their way into the engine."""
+    def end(self, request: str) -> typing.Any:
+        """As release(), of a request that has ended: its image on disk goes with the last one."""
     def extract(self, id: str, requests: list, tables: Sequence[Sequence[int]], block_tokens: int) -> dict:
         """Copies the KV of requests of an engine that stands still into a new image, verified. Returns its summary."""
+    def forget(self, id: str) -> list[str]:
+        """Another engine has taken the image. Returns its requests, which are no more here."""
+    def open(self, path: str) -> dict:
+        """Holds an image of another engine. Returns where it lies, its state, and which of its requests have ended."""
+    def put_back(self, id: str) -> None:
+        """Lets go of an image that is held: it is on disk as before."""
     def read(
         self, id: str, requests: list, tables: Sequence[Sequence[int]], block_tokens: int, checkpoint: dict
     ) -> dict:
         """The same of requests of a checkpoint: its path, generation and id, as describe_checkpoint() gives them."""
+    def read_back(self, id: str) -> list:
+        """As verify(); an image on disk is read into host memory, and held. Returns its requests."""
     def release(self, request: str) -> typing.Any:
         """A request has its KV, or has ended. Returns the order that frees its image if it was the last, or None."""
+    def store(self, id: str, fingerprint: dict, outputs: object) -> str:
+        """Writes the image to disk, durable, then frees its host memory. Returns its path."""
     def summaries(self) -> list: ...
+    def take(self, id: str) -> None:
+        """The image that is held is this engine's alone, and its files go. Raises NotFound if another was first."""
     def verify(self, id: str) -> list:
         """Has every rank compare the image with its digests. Returns its requests."""
 
@@ -344,6 +359,9 @@ def built_with_cuda() -> bool:
 
 def check_call(method: str, params: str) -> None:
     """Raises if a console has no such method, or it does not take these parameters (JSON)."""
+
+def check_image_name(name: str) -> None:
+    """Raises InvalidArgument if an image on disk cannot have this id."""
 
 def check_metadata(metadata: Mapping[str, str], to_disk: bool) -> None:
     """Raises InvalidArgument for what is beyond the limits of metadata, or where nothing is written to disk."""

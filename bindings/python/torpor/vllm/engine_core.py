@@ -34,7 +34,7 @@ _METHODS = frozenset({
     "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
     "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
-    "undo_hibernate", "wake_portable", "end_portable",
+    "undo_hibernate", "store_image", "wake_portable", "end_portable",
 })  # fmt: skip
 # Those of _METHODS that change nothing, or end something: they are called also before a portable wake has ended.
 _DURING_HOLD = frozenset({
@@ -43,9 +43,8 @@ _DURING_HOLD = frozenset({
 })  # fmt: skip
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
-# Options that the controller takes as they are.
-_CONTROLLER_OPTIONS = (
-    "kv_budget_bytes",
+# Options of how checkpoints are written, which C++ takes as they are, …
+_CHECKPOINT_OPTIONS = (
     "retain_checkpoints",
     "retain_checkpoint_seconds",
     "retain_checkpoint_bytes",
@@ -54,8 +53,9 @@ _CONTROLLER_OPTIONS = (
     "incremental",
     "compression",
     "compression_level",
-    "weights_check",
 )
+# … and those of the controller.
+_CONTROLLER_OPTIONS = ("kv_budget_bytes", *_CHECKPOINT_OPTIONS, "weights_check")
 
 
 class EngineSide:
@@ -66,13 +66,11 @@ class EngineSide:
         _end_with_front_end(core)
         begin_events(core.vllm_config, "core")
         self.hooks = VllmHooks(core)
-        self.controller = _core.SleepController(
-            self.hooks,
-            {"directory": options.checkpoint_dir}
-            | {name: value for name in _CONTROLLER_OPTIONS if (value := getattr(options, name)) is not None},
-        )
+        self.controller = _core.SleepController(self.hooks, _given(options, _CONTROLLER_OPTIONS))
         self.updates = Updates(self)
-        self.sessions = self.hooks.sessions = Sessions(self.hooks)
+        images = _given(options, _CHECKPOINT_OPTIONS)  # whose paths are given to other processes
+        images["directory"] = images["directory"] and os.path.abspath(images["directory"])
+        self.sessions = self.hooks.sessions = Sessions(self.hooks, images)
 
     def freeze(self, options: dict) -> dict:
         """Take no step from now on; the front end captures its part then.
@@ -245,10 +243,21 @@ class EngineSide:
         if self.sessions.was_made_by(options["image"], options["call"]):
             self.resume_image(options)
 
+    def store_image(self, options: dict) -> dict:
+        return self.sessions.store(options["image"], self.controller.fingerprint(), options["outputs"])
+
     def resume_image(self, options: dict) -> dict:
+        """Resume an image by its id, or by its `path` one of another engine: then the answer has "outputs", and
+        end_portable() follows."""
         self._check_awake()
         self.updates.check_none()
-        return self.sessions.resume(options["image"])
+        path = options.get("path")
+        own = [each["id"] for each in self.sessions.summaries() if each["path"] == path or each["id"] == path]
+        if path is None or own:
+            return self.sessions.resume(own[0] if path is not None else options["image"])
+        report = self.sessions.take(path, self.controller.fingerprint())
+        report["outputs"] = _with_tokens(report["outputs"], report.pop("state"))
+        return report
 
     def wake_portable(self, options: dict) -> dict:
         self._check_awake()
@@ -282,6 +291,13 @@ class EngineSide:
             "console": scheduler.torpor_console,
             "deferred": self._late(),
         }
+
+
+def _given(options: Options, names: tuple[str, ...]) -> dict:
+    """Return the directory of checkpoints, and the options of these names that are set."""
+    return {"directory": options.checkpoint_dir} | {
+        name: value for name in names if (value := getattr(options, name)) is not None
+    }
 
 
 def _makes_checkpoint(options: dict) -> bool:

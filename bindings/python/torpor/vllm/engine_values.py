@@ -61,18 +61,19 @@ class SleepPlan:
 
 @dataclass(frozen=True)
 class Hibernated:
-    """Requests that left the running engine together, and whose KV lies in host memory: an image."""
+    """Requests that left the running engine together, and whose KV lies in host memory or on disk: an image."""
 
     id: str
     requests: tuple[str, ...]  # their ids, as they were made with
-    bytes: int  # of host memory, on all ranks
+    bytes: int  # of KV, on all ranks
     tokens: int  # whose KV it has
+    path: str = ""  # of an image on disk
 
     @classmethod
     def from_value(cls, value: dict, names: dict[str, str]) -> Hibernated:
         """`names`: the id that each request was made with, by vLLM's own."""
         requests = dict.fromkeys(names.get(request, request) for request in value["requests"])
-        return cls(value["id"], tuple(requests), value["bytes"], value["tokens"])
+        return cls(value["id"], tuple(requests), value["bytes"], value["tokens"], value["path"])
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,16 @@ class Resumed:
 
     @classmethod
     def from_value(cls, value: dict, names: dict[str, str]) -> Resumed:
-        return cls(value["id"], Hibernated.from_value(value, names).requests, value["recomputed"])
+        requests = dict.fromkeys(names.get(request, request) for request in value["requests"])
+        return cls(value["id"], tuple(requests), value["recomputed"])
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Requests of an image that another engine has taken."""
+
+    id: str
+    requests: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -13,7 +13,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from torpor import _core
 from torpor.errors import InvalidArgument
 from torpor.vllm import frontend, session_calls, tracing
-from torpor.vllm.engine_values import DeferredBlocks, EngineState, Hibernated, RankLedger, Resumed, SleepPlan
+from torpor.vllm.engine_values import DeferredBlocks, EngineState, Hibernated, Moved, RankLedger, Resumed, SleepPlan
 from torpor.vllm.frontend import Report, WakeReport
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.paths import expanded
@@ -93,8 +93,8 @@ def _documented(text: str):
 
 
 class Torpor:
-    """`torpor` of an LLM or LLMEngine. call(), hibernate() and resume() can change the engine; the other methods
-    look at it."""
+    """`torpor` of an LLM or LLMEngine. call(), hibernate(), resume() and move() can change the engine; the other
+    methods look at it."""
 
     def __init__(self, engine: LLMEngine):
         self._engine = engine
@@ -135,14 +135,31 @@ class Torpor:
 
     @_documented(session_calls.HIBERNATE)
     def hibernate(
-        self, requests: str | Iterable[str], image: str | None = None, *, timeout: float | None = None
+        self,
+        requests: str | Iterable[str],
+        image: str | None = None,
+        *,
+        to: str = "host",
+        timeout: float | None = None,
     ) -> Hibernated:
         side = frontend.BlockingSide(self._engine)
-        return frontend.finish(session_calls.hibernate(side, requests, image, timeout))
+        return frontend.finish(session_calls.hibernate(side, requests, image, timeout, to))
 
     @_documented(session_calls.RESUME)
-    def resume(self, image: str) -> Resumed:
+    def resume(self, image: str | os.PathLike) -> Resumed:
         return frontend.finish(session_calls.resume(frontend.BlockingSide(self._engine), image))
+
+    @_documented(session_calls.MOVE)
+    def move(
+        self,
+        requests: str | Iterable[str],
+        to: Callable[[str], Any] | Any,
+        image: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Moved:
+        side = frontend.BlockingSide(self._engine)
+        return frontend.finish(session_calls.move(side, requests, to, image, timeout))
 
     def hibernated(self) -> list[Hibernated]:
         """Return the images whose requests are hibernated."""
@@ -185,13 +202,29 @@ class AwaitedTorpor:
 
     @_documented(session_calls.HIBERNATE)
     async def hibernate(
-        self, requests: str | Iterable[str], image: str | None = None, *, timeout: float | None = None
+        self,
+        requests: str | Iterable[str],
+        image: str | None = None,
+        *,
+        to: str = "host",
+        timeout: float | None = None,
     ) -> Hibernated:
-        return await session_calls.hibernate(frontend.AsyncSide(self._engine), requests, image, timeout)
+        return await session_calls.hibernate(frontend.AsyncSide(self._engine), requests, image, timeout, to)
 
     @_documented(session_calls.RESUME)
-    async def resume(self, image: str) -> Resumed:
+    async def resume(self, image: str | os.PathLike) -> Resumed:
         return await session_calls.resume(frontend.AsyncSide(self._engine), image)
+
+    @_documented(session_calls.MOVE)
+    async def move(
+        self,
+        requests: str | Iterable[str],
+        to: Callable[[str], Any] | Any,
+        image: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Moved:
+        return await session_calls.move(frontend.AsyncSide(self._engine), requests, to, image, timeout)
 
     async def hibernated(self) -> list[Hibernated]:
         return await session_calls.images(frontend.AsyncSide(self._engine))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import InvalidStateError
 from typing import Any
 
@@ -101,6 +101,11 @@ class BlockingSide:
         given = step_outputs.of(self.engine)
         given.first = given.first + failed
 
+    def fail(self, failed: list[dict]) -> None:
+        """End requests with an error, as outputs.fail() takes them."""
+        given = step_outputs.of(self.engine)
+        given.first = given.first + front_end.fail(self.engine.output_processor, failed)
+
     def slept(self, report: Report, in_flight: str) -> None:
         step_outputs.of(self.engine).asleep = report.changed or not report.fully_awake
         if not isinstance(self.engine.engine_core, InprocClient):
@@ -153,12 +158,15 @@ class AsyncSide:
         await asyncio.sleep(_CHECKPOINT_SECONDS)
 
     def take(self, report: Report, lost: list[dict] | None = None) -> None:
-        self.engine.torpor_collectors = front_end.restore(
+        self.engine.torpor_collectors = getattr(self.engine, "torpor_collectors", {}) | front_end.restore(
             self.engine.output_processor, report.pop("outputs"), with_queues=True, lost=lost
         )
         report["failed_requests"] = [*report.failed_requests, *(lost or ())]
         front_end.fail(self.engine.output_processor, report.failed_requests)
         self.engine._run_output_handler()
+
+    def fail(self, failed: list[dict]) -> None:
+        front_end.fail(self.engine.output_processor, failed)
 
     def slept(self, report: Report, in_flight: str) -> None:
         pass
@@ -273,10 +281,24 @@ async def _beyond(side: BlockingSide | AsyncSide, stage: str) -> None:
         await side.pause()
 
 
+async def caught_up_with(side: BlockingSide | AsyncSide, sent: dict[str, int]) -> None:
+    """Return when this front end has processed all that the engine has sent of these requests, which have left it."""
+    states = side.engine.output_processor.request_states
+
+    def behind() -> list[str]:
+        return [i for i in sent if i in states and states[i].detokenizer.num_output_tokens() < sent[i]]
+
+    await _received(side, behind)
+
+
 async def _caught_up(side: BlockingSide | AsyncSide, sent: dict[str, int]) -> None:
     """Returns when this front end has processed all that its engine, which stands still, has sent."""
+    await _received(side, lambda: side.behind(sent))
+
+
+async def _received(side: BlockingSide | AsyncSide, still_behind: Callable[[], list[str]]) -> None:
     deadline = time.monotonic() + _DRAIN_SECONDS
-    while behind := side.behind(sent):
+    while behind := still_behind():
         if time.monotonic() > deadline:
             raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "try again")
         await side.receive()

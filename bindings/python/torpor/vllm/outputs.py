@@ -6,6 +6,8 @@ Tokens and sampling parameters are not stored twice: the engine core adds its ow
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -62,11 +64,19 @@ def state_from_value(processor: OutputProcessor, item: dict) -> RequestState:
     return _state_from_value(processor, item | {"parent": None}, {})
 
 
-def capture(processor: OutputProcessor) -> dict:
-    """All requests that this front end waits for. Every output that the engine sent has been processed before."""
+def capture(processor: OutputProcessor, requests: Iterable[str] | None = None) -> dict:
+    """All requests that this front end waits for, or those of them with these ids. Every output of theirs that the
+    engine sent has been processed before."""
+    wanted = processor.request_states.keys() if requests is None else set(requests)
+    states = [state for request_id, state in processor.request_states.items() if request_id in wanted]
+    own = {state.parent_req.request_id for state in states if state.parent_req is not None}
     return {
-        "requests": [_state_to_value(state) for state in processor.request_states.values()],
-        "parents": [_parent_to_value(parent) for parent in processor.parent_requests.values()],
+        "requests": [_state_to_value(state) for state in states],
+        "parents": [
+            _parent_to_value(parent)
+            for parent in processor.parent_requests.values()
+            if requests is None or parent.request_id in own
+        ],
     }
 
 

@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from torpor.errors import Error, InvalidArgument, NotFound
-from torpor.vllm import step_outputs
-from torpor.vllm.engine_values import Hibernated, Resumed
-from torpor.vllm.frontend import AsyncSide, BlockingSide
+from torpor import _core
+from torpor.errors import Error, InvalidArgument, NotFound, WrongState
+from torpor.vllm import frontend, step_outputs
+from torpor.vllm import outputs as front_end
+from torpor.vllm.engine_values import Hibernated, Moved, Resumed
+from torpor.vllm.frontend import AsyncSide, BlockingSide, Report
+from torpor.vllm.paths import expanded
 
 HIBERNATE = """Take running or waiting requests out of the engine. Return when their memory in it is free.
 
-    Their tokens, samplers and KV move to host memory, verified; other requests go on. The streams of their readers stay
-    open. An abort of a hibernated request frees its image.
+    Their tokens, samplers and KV move to host memory, or from there to disk, verified; other requests go on. The
+    streams of their readers stay open. An abort of a hibernated request frees its image.
 
     requests: ids as the requests were made with; of one with n > 1, all of its answers go. All leave, or none, but for
         those that end with the step under way: the result names those that left.
     image: id for resume(); None: a new one. The same call again, with the same id and requests, changes nothing.
     timeout: most seconds to wait for the running step; None: no bound.
+    to: "host" memory, or "disk": a durable image in the directory of checkpoints; the result names its path, and a new
+        process may resume it, too. It passes through host memory.
 
     Raises NotFound for an id that is no unfinished request, Unsupported, with the reason, for one that cannot leave,
     NotEnoughRoom if the host memory of `arena_budget_bytes` is used up, WrongState if the engine sleeps. Then nothing
@@ -37,42 +45,152 @@ RESUME = """Put the requests of an image back into the engine. Return when they 
     Each goes on with its next token as soon as the engine has blocks for it. Its KV is verified on the way; what is
     damaged then is computed again from the tokens.
 
-    image: id of hibernate(). The same call again, before they run, changes nothing.
+    image: id of hibernate(), or the path of an image on disk: then they come into this engine, whichever engine they
+        were in, and go on as restored requests do. The same call again, before they run, changes nothing.
 
-    Raises NotFound for an id without requests, Damaged if the image does not match its digests, WrongState if the
-    engine sleeps. Then the requests are still hibernated.
+    Raises NotFound for an id without requests, or if another engine has taken the image; Busy while another engine
+    reads it; Damaged if the image does not match its digests; Incompatible, by field, for one of another model or KV
+    layout; WrongState if the engine sleeps. Then the requests are still hibernated.
+    """
+
+MOVE = """Have another engine take requests. Return when it has.
+
+    They leave as by hibernate(to="disk"). The other engine, which sees the same directory, resumes the image. Until it
+    has verified all of it, this engine has the requests; if it does not take them, they run on here. Their readers here
+    get an end with the finish reason "error" and "another engine has taken this request".
+
+    requests, image, timeout: as in hibernate().
+    to: the other front end, or a function that is called with the path of the image, and has the other engine call
+        resume(path).
+
+    Raises what `to` raises, if the other engine has not taken them, or WrongState; Busy while the other engine still
+    reads the image: call resume(image) later.
     """
 
 
 async def hibernate(
-    side: BlockingSide | AsyncSide, requests: str | Iterable[str], image: str | None, timeout: float | None
+    side: BlockingSide | AsyncSide,
+    requests: str | Iterable[str],
+    image: str | None,
+    timeout: float | None,
+    to: str = "host",
 ) -> Hibernated:
+    if to not in ("host", "disk"):
+        raise InvalidArgument(f"to is {to!r}", 'use "host" or "disk"')
     internal = _internal(side, [requests] if isinstance(requests, str) else list(requests))
     if image is not None and (not isinstance(image, str) or not image):
         raise InvalidArgument(f"the image id {image!r}", "give a str that is not empty")
     names = {"image": image or uuid.uuid4().hex, "call": uuid.uuid4().hex}
+    if to == "disk":
+        _core.check_image_name(names["image"])
     try:
         summary = await side.call("hibernate", names | {"requests": internal, "timeout": timeout})
     except (asyncio.CancelledError, KeyboardInterrupt):  # the engine core does it all the same
         with contextlib.suppress(Error):
             await side.call("undo_hibernate", names)
         raise
+    if to == "disk":
+        summary = await _stored(side, names, summary)
     if isinstance(side, BlockingSide):
         step_outputs.of(side.engine).hibernated |= set(summary["requests"])
     return Hibernated.from_value(summary, _names(side))
 
 
-async def resume(side: BlockingSide | AsyncSide, image: str) -> Resumed:
+async def _stored(side: BlockingSide | AsyncSide, names: dict, summary: dict) -> dict:
+    """Have the image lie on disk, with this front end's part of its requests. After an error they run on."""
     try:
-        summary = await side.call("resume_image", {"image": image})
-    except KeyboardInterrupt:  # the engine core may have done it
+        await frontend.caught_up_with(side, summary["requests"])
+        outputs = front_end.capture(side.engine.output_processor, summary["requests"])
+        return await side.call("store_image", {"image": names["image"], "outputs": outputs})
+    except BaseException:
+        with contextlib.suppress(Error):
+            await side.call("undo_hibernate", names)
+        raise
+
+
+async def resume(side: BlockingSide | AsyncSide, image: str | os.PathLike) -> Resumed:
+    options = {"image": os.fspath(image)}
+    if isinstance(image, os.PathLike) or "/" in image:
+        options["path"] = os.path.abspath(expanded(image))
+    try:
+        summary = await side.call("resume_image", options)
+    except (asyncio.CancelledError, KeyboardInterrupt):  # the engine core may have done it
+        with contextlib.suppress(Error):
+            await side.call("end_portable", {"keep": False})
         if isinstance(side, BlockingSide):
             away = [each["requests"] for each in await side.call("images") if not each["resuming"]]
             step_outputs.of(side.engine).hibernated &= {each for requests in away for each in requests}
         raise
-    if isinstance(side, BlockingSide):
+    if "outputs" in summary:
+        await _take(side, summary)
+    elif "moved" in summary:
+        _end_moved(side, summary)
+        raise NotFound(f"another engine has taken the image {summary['path']}", "its requests go on there")
+    elif isinstance(side, BlockingSide):
         step_outputs.of(side.engine).hibernated -= set(summary["requests"])
     return Resumed.from_value(summary, _names(side))
+
+
+async def _take(side: BlockingSide | AsyncSide, summary: dict) -> None:
+    """Have the requests of an image of another engine, which stand still in this one until then."""
+    processor, outputs = side.engine.output_processor, summary["outputs"]
+    known = [each["external_id"] for each in outputs["requests"] if each["external_id"] in processor.external_req_ids]
+    try:
+        if known:
+            raise WrongState(f"this engine has a request {known[0]} of its own", "resume the image elsewhere")
+        try:
+            side.take(Report(outputs=outputs, failed_requests=[]))
+        except BaseException:
+            front_end.forget(processor, outputs)
+            raise
+    except BaseException:
+        await side.call("end_portable", {"keep": False})
+        raise
+    try:
+        await side.call("end_portable", {"keep": True})
+    except Error:  # another engine has taken the image
+        front_end.forget(processor, outputs)
+        raise
+
+
+def _end_moved(side: BlockingSide | AsyncSide, summary: dict) -> tuple[str, ...]:
+    """The readers of requests that another engine has taken hear so. Return the ids that these were made with."""
+    states = side.engine.output_processor.request_states
+    there = [each for each in summary["moved"] if each in states]
+    names = tuple(dict.fromkeys(states[each].external_req_id for each in there))
+    if isinstance(side, BlockingSide):
+        step_outputs.of(side.engine).hibernated -= set(summary["moved"])
+    side.fail([{"id": each, "error": "another engine has taken this request"} for each in there])
+    return names
+
+
+async def move(
+    side: BlockingSide | AsyncSide,
+    requests: str | Iterable[str],
+    to: Callable[[str], Any] | Any,
+    image: str | None,
+    timeout: float | None,
+) -> Moved:
+    left = await hibernate(side, requests, image, timeout, to="disk")
+    problem: BaseException | None = None
+    try:
+        taking = to.torpor.resume(left.path) if hasattr(to, "torpor") else to(left.path)
+        if inspect.isawaitable(taking):
+            await taking
+    except BaseException as raised:  # perhaps the other engine has the requests all the same
+        problem = raised
+    try:
+        summary = await side.call("resume_image", {"image": left.id})
+    except Error as why:
+        raise why from problem
+    if "moved" in summary:
+        moved = Moved(left.id, _end_moved(side, summary))
+        if problem is not None and not isinstance(problem, Exception):
+            raise problem
+        return moved
+    if isinstance(side, BlockingSide):
+        step_outputs.of(side.engine).hibernated -= set(summary["requests"])
+    raise problem or WrongState(f"nobody has taken the image {left.path}", "have the other engine resume it")
 
 
 async def images(side: BlockingSide | AsyncSide) -> list[Hibernated]:

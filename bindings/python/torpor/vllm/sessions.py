@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that leave a live engine and come back: `torpor.hibernate()` and `torpor.resume()`, in the engine core.
 
-What is hibernated, and where its KV lies, is C++ (engine/request_images.h). How vLLM takes a request back: portable.py.
+What is hibernated, and where its KV lies, is C++: engine/request_images.h, and on disk engine/stored_images.h. How vLLM
+takes a request back: portable.py.
 """
 
 from __future__ import annotations
@@ -32,15 +33,18 @@ def admissions_of(scheduler) -> Admissions | None:
 class Sessions:
     """The images of one EngineSide. The engine core's thread calls it between steps."""
 
-    def __init__(self, hooks):
+    def __init__(self, hooks, store_options: dict | None = None):
+        """`store_options`: how images are written to disk, as RequestImages takes it; None: nowhere."""
         self._hooks = hooks
+        self._store_options = store_options or {}
         self._core = hooks.core
         self._scheduler = hooks.scheduler
         self._images: _core.RequestImages | None = None
         self._epochs: dict[str, int] = {}  # of each image that is not resumed: VllmHooks.kv_epoch when it was made
         self._makers: dict[str, str] = {}  # of each image: the call that made it
         self._recomputed: dict[str, bool] = {}  # of each image that is being resumed: what resume() said of it
-        self._portable: list[str] | None = None  # requests of a checkpoint, until its front end has them
+        self._portable: list[str] | None = None  # requests of a checkpoint or image, until their front end has them
+        self._taken: str | None = None  # of these, the image that is theirs
         self._clients: dict[str, int] = {}  # of each request that was hibernated here: vLLM's number of its front end
 
     def hibernate(self, image: str, requests: list[str], timeout: float | None, call: str) -> dict:
@@ -96,7 +100,7 @@ class Sessions:
         if admissions is None:
             raise Unsupported("sessions: this engine was started without them", "start it with the option sessions")
         if self._images is None:
-            self._images = admissions.images = _core.RequestImages(self._hooks)
+            self._images = admissions.images = _core.RequestImages(self._hooks, self._store_options)
             admissions.kv_epoch = lambda: self._hooks.kv_epoch
             self._scheduler.torpor_sessions = self
         return self._images, admissions
@@ -143,9 +147,19 @@ class Sessions:
         images, admissions = self._begun()
         if known := next((each for each in images.summaries() if each["id"] == image and each["resuming"]), None):
             return known | {"recomputed": self._recomputed.get(image, False)}
-        items = images.verify(image)
-        recomputed = self._epochs.get(image) != self._hooks.kv_epoch
-        requests = [self._made(item) for item in items]
+        stored = next((each["path"] for each in images.summaries() if each["id"] == image), "")
+        try:
+            items = images.read_back(image)
+            recomputed = self._epochs.get(image) != self._hooks.kv_epoch
+            requests = [self._made(item) for item in items]
+            images.take(image)
+        except NotFound:
+            if not stored:
+                raise
+            return {"id": image, "path": stored, "moved": self._forget_moved(images, image)}
+        except BaseException:
+            images.put_back(image)
+            raise
         images.begin(image)
         summary = next(each for each in images.summaries() if each["id"] == image)
         self._forget_gone(images)
@@ -153,6 +167,71 @@ class Sessions:
         for item, request in zip(items, requests, strict=True):
             self._admit(admissions, item, request, 0 if recomputed else item["num_computed_tokens"])
         return summary | {"recomputed": recomputed}
+
+    def _forget_moved(self, images, image: str) -> list[str]:
+        """Another engine has taken this image. Return its requests, which are no more here."""
+        images.put_back(image)
+        requests = images.forget(image)
+        for request_id in requests:
+            self._clients.pop(request_id, None)
+        self._forget_gone(images)
+        return requests
+
+    def store(self, image: str, fingerprint: dict[str, str], outputs: dict) -> dict:
+        """Have an image lie on disk, durable, and in host memory no more. Return its summary.
+
+        `fingerprint`: of this engine. `outputs`: the front end's part of the image's requests. After an error it lies
+        in host memory as before.
+        """
+        images, _ = self._begun()
+        if image in self._epochs and self._epochs[image] != self._hooks.kv_epoch:
+            raise WrongState(f"the weights have changed since the image {image} was made", "resume it")
+        images.store(image, fingerprint, outputs)
+        return next(each for each in images.summaries() if each["id"] == image)
+
+    def take(self, path: str, fingerprint: dict[str, str]) -> dict:
+        """Admit the requests of an image on disk, of another engine. The engine stands still until end_portable(),
+        which takes the image. `fingerprint`: of this engine.
+
+        Raises Incompatible, by field, where its KV means something else here, Damaged, NotFound, Busy. Then nothing has
+        changed, and the image is there.
+        """
+        images, admissions = self._begun()
+        if self._hooks.is_quiet:
+            raise WrongState("the engine stands still for another call", "call this again when that has ended")
+        stored = images.open(path)
+        image, state = stored["name"], stored["state"]
+        try:
+            _core.check_portable(stored["fingerprint"], fingerprint)
+            gone = {state["scheduler"]["requests"][place]["id"] for place in stored["ended"]}
+            items, failed = self._items_of(state)
+            if failed:
+                raise Incompatible(failed[0]["error"])
+            items = [item for item in items if item["id"] not in gone]
+            here = self._scheduler.requests.keys() | self.held().keys()
+            if known := [item["id"] for item in items if item["id"] in here]:
+                raise WrongState(f"this engine has a request {known[0]} of its own", "resume the image elsewhere")
+            made = [(item, self._made(item)) for item in items]
+        except BaseException:
+            images.put_back(image)
+            raise
+        self._portable, self._taken = [], image
+        try:
+            self._hooks.quiesce(None)
+            self._read(images, image, made, state, stored)
+            for item, request in made:
+                self._portable.append(request.request_id)
+                self._admit(admissions, item, request, item["num_computed_tokens"])
+        except BaseException:
+            self.end_portable(keep=False)
+            raise
+        self._epochs[image] = self._hooks.kv_epoch
+        outputs = dict(state["outputs"])
+        outputs["requests"] = [each for each in outputs["requests"] if each["id"] not in gone]
+        return {
+            "id": image, "path": path, "requests": {item["id"]: len(item["output_token_ids"]) for item in items},
+            "recomputed": False, "outputs": outputs, "state": state,
+        }  # fmt: skip
 
     def _admit(self, admissions, item: dict, request: Request, computed: int) -> None:
         admissions.admit(request, computed, _for_runners(item))
@@ -215,13 +294,25 @@ class Sessions:
 
     def end_portable(self, keep: bool, lost: Iterable[str] = ()) -> None:
         """The front end has the requests but for those that it lost, or cannot take them: then they end. Without such
-        a wake nothing happens."""
+        a wake nothing happens. Raises NotFound if another engine has taken their image: then they end, too."""
         requests, self._portable = self._portable, None
+        image, self._taken = self._taken, None
         if requests is None:
             return
-        if ended := list(lost) if keep else requests:
-            self._scheduler.finish_requests(ended, RequestStatus.FINISHED_ABORTED)
-        self._hooks.resume()
+        images, admissions = self._begun()
+        try:
+            if keep and image is not None:
+                images.take(image)
+        except BaseException:
+            keep = False
+            raise
+        finally:
+            if ended := list(lost) if keep else requests:
+                self._scheduler.finish_requests(ended, RequestStatus.FINISHED_ABORTED)
+            if image is not None:
+                images.put_back(image)
+            self._send_drops(admissions)
+            self._hooks.resume()
 
     @property
     def holds_portable(self) -> bool:
@@ -239,7 +330,8 @@ class Sessions:
             if problem := _bound_to_its_engine(item):
                 failed.append({"id": request_id, "error": f"request {request_id}: {problem}"})
                 continue
-            of_runners = [_of_runner(worker, request_id) for worker in state["workers"]]
+            of_runners = item["engine"].get("of_runners")  # of an image; else it is where a checkpoint has it
+            of_runners = of_runners or [_of_runner(worker, request_id) for worker in state["workers"]]
             computed = item["num_computed_tokens"]
             if item["sampling"]["prompt_logprobs"] is not None and len(item["output_token_ids"]) == 0:
                 computed = 0  # as _tokens_with_kv()
@@ -283,7 +375,7 @@ class Sessions:
         gone = []
         for request_id in [request_id for request_id in held if request_id in wanted]:
             gone.append(SimpleNamespace(request_id=request_id, client_index=self._clients.pop(request_id)))
-            if (drop := self._images.release(request_id)) is not None:
+            if (drop := self._images.end(request_id)) is not None:
                 self._hooks.call_ranks(drop)
         return gone
 
