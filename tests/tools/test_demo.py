@@ -127,9 +127,23 @@ def test_a_conversation_that_was_evicted_returns_and_so_it_does_to_a_new_process
         )  # so short a prompt is soon computed
 
 
+@pytest.mark.parametrize("model", ["tiny", pytest.param("real_model", marks=pytest.mark.long)])
+def test_a_chat_leaves_its_engine_comes_back_and_moves_to_another_one(tmp_path, model, request):
+    words = ["--json", "--sessions", "--dir", tmp_path, "--max-tokens", 48, "--freeze-after", 10]
+    done = demo(*words, model=request.getfixturevalue(model), forked=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["requests"] == result["identical"] == 8
+    assert result["hibernated"] == result["moved"] == 1 and result["hibernated_tokens"] >= 9
+    assert result["hibernated_bytes"] > 0 and result["moved_bytes"] > 0
+    assert result["chats_beside_the_moved"] == 4 and not result["moved_image_left"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (["--sessions", "--server"], "--sessions"),
+        (["--sessions", "--max-tokens", "40"], "--max-tokens 40"),
         (["--freeze-after", "0"], "freeze-after"),
         (["--to", "tape"], "tape"),
         (["--level", "7"], "level"),

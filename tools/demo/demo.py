@@ -23,6 +23,7 @@ import kinds
 import offload_demo
 import remote_demo
 import server_demo
+import sessions_demo
 from engine_child import DemoError, EngineProcess
 from networks import inside, two_networks
 from screen import MARK, Screen, size
@@ -93,6 +94,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "here are removed, and it wakes from there elsewhere",
     )
     parser.add_argument(
+        "--sessions",
+        action="store_true",
+        help="show single chats instead: one is hibernated while its tool runs, then it moves to another engine that "
+        "serves, and its own is killed",
+    )
+    parser.add_argument(
         "--conversation",
         type=int,
         default=1000,
@@ -109,7 +116,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(arguments)
     modes = [
-        name for name in ("gpu_path", "features", "server", "offload", "console", "remote") if getattr(options, name)
+        name
+        for name in ("gpu_path", "features", "server", "offload", "console", "remote", "sessions")
+        if getattr(options, name)
     ]
     if len(modes) > 1 and modes != ["gpu_path", "features"]:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in modes)
@@ -175,6 +184,8 @@ def what_happens(options: argparse.Namespace) -> str:
         return "8 steps: a server is drained in the middle of its clients' answers, and the next one goes on with them."
     if options.offload:
         return "5 steps: a long conversation returns after its KV was evicted, and to a new process; beside vLLM alone."
+    if options.sessions:
+        return "6 steps: a chat leaves its engine while others run, comes back, and moves to another engine."
     asleep = "its process is killed, a new one" if options.to == "disk" else "the same process wakes and"
     said = f"7 steps: an engine answers chats, and again with a sleep in the middle: {asleep} goes on."
     return f"First two engines share KV. Then {said}" if options.remote else said
@@ -406,6 +417,11 @@ def main() -> int:
                 result = server_demo.run(options, read_prompts(options.prompts), screen)
             elif options.offload:
                 result = offload_demo.run(options.model, options.dir, options.conversation, options.max_tokens, screen)
+            elif options.sessions:
+                result = sessions_demo.run(
+                    options.model, options.dir, read_prompts(options.prompts), options.max_tokens,
+                    options.freeze_after, options.seed, screen,
+                )  # fmt: skip
             else:
                 result = run(options, screen)
     except (DemoError, ServerEnded) as problem:
@@ -417,6 +433,8 @@ def main() -> int:
         server_demo.show(result, screen)
     elif options.offload:
         offload_demo.show(result, screen)
+    elif options.sessions:
+        sessions_demo.show(result, screen)
     else:
         show(result, screen)
     if is_temporary and not options.json:

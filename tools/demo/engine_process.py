@@ -60,10 +60,12 @@ class Engine:
         self._texts: dict[str, str] = {}
         self._finished: set[str] = set()
 
-    def add(self, prompts: list[str], max_tokens: int, seed: int, unseeded: bool = True) -> dict:
+    def add(
+        self, prompts: list[str], max_tokens: int, seed: int, unseeded: bool = True, only: list[int] | None = None
+    ) -> dict:
         """Puts the requests to the engine, from the same start each time. With features they have prompts of their own.
 
-        Unseeded requests draw from one generator, which is set here.
+        Unseeded requests draw from one generator, which is set here. `only`: numbers of those that this engine gets.
         """
         from vllm.utils.torch_utils import set_random_seed
 
@@ -75,6 +77,8 @@ class Engine:
         else:
             requests = chats(prompts, max_tokens, seed, unseeded)
         for number, (_, prompt, params, further) in enumerate(requests):
+            if only is not None and number not in only:
+                continue
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
             )
@@ -150,6 +154,17 @@ class Engine:
     def wake(self, from_checkpoint: str | None) -> dict:
         woken = self._llm.wake_up(from_checkpoint=from_checkpoint)
         return dict(woken)
+
+    def hibernate(self, requests: list[str], to: str) -> dict:
+        image = self._llm.torpor.hibernate(requests, to=to)
+        return {"id": image.id, "path": image.path, "bytes": image.bytes, "tokens": image.tokens}
+
+    def resume(self, image: str) -> dict:
+        """By its id, or by the path of one of another engine."""
+        return {"requests": list(self._llm.torpor.resume(image).requests)}
+
+    def count(self) -> dict:
+        return {"unfinished": self._engine.get_num_unfinished_requests()}
 
     def ledger(self) -> list:
         return self._llm.torpor.call("ledger")
