@@ -39,20 +39,21 @@ async def read(engine, name: str, counts: Counts) -> list:
     return answer(last)
 
 
-async def once(engine, leaving: bool) -> dict:
-    """All requests at once. `leaving`: some are away until all others have ended."""
+async def once(engine, leaving: bool, to: str = "host") -> dict:
+    """All requests at once. `leaving`: some are away until all others have ended, in host memory or on disk."""
     await engine.reset_prefix_cache()
     counts = Counts()
     readers = {name: asyncio.create_task(read(engine, name, counts)) for name in NAMES}
     await counts.reach(LEAVING, 2)
     if not leaving:
         return {name: await reader for name, reader in readers.items()}
-    left = await engine.torpor.hibernate(LEAVING)
+    left = await engine.torpor.hibernate(LEAVING, to=to)
     others = {name: await reader for name, reader in readers.items() if name not in LEAVING}
     seen = dict(counts)
     held = (await engine.torpor.ledger())[0].arena_used_bytes
     assert await engine.torpor.hibernated() == [left] and left.requests == tuple(LEAVING)
-    assert held > 0 and not any(readers[name].done() for name in LEAVING)
+    assert (held > 0, os.path.exists(left.path)) == (to == "host", to == "disk")
+    assert not any(readers[name].done() for name in LEAVING)
     assert {name: counts[name] for name in LEAVING} == {name: seen[name] for name in LEAVING}
     await engine.torpor.resume(left.id)
     return {name: others.get(name) or await reader for name, reader in readers.items()}
@@ -99,14 +100,14 @@ def blocking(model: Path) -> dict:
     return result
 
 
-async def main(model: Path, ranks: int) -> dict:
+async def main(model: Path, ranks: int, directory: str) -> dict:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     if ranks == 2:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    torpor = {"torpor": {"sessions": True}}
+    torpor = {"torpor": {"sessions": True, "checkpoint_dir": directory}}
     arguments = AsyncEngineArgs(
         model=str(model), additional_config=torpor, disable_log_stats=True, tensor_parallel_size=ranks, **ENGINE
     )
@@ -114,11 +115,15 @@ async def main(model: Path, ranks: int) -> dict:
     try:
         plain = await once(engine, leaving=False)
         away = await once(engine, leaving=True)
-        return {"plain": plain, "away": away, "cancelled": await cancelled(engine)}
+        on_disk = await once(engine, leaving=True, to="disk")
+        images = os.listdir(os.path.join(directory, "images"))
+        return {
+            "plain": plain, "away": away, "on_disk": on_disk, "images": images, "cancelled": await cancelled(engine),
+        }  # fmt: skip
     finally:
         engine.shutdown()
 
 
 if __name__ == "__main__":
-    model, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    print("RESULT " + json.dumps(asyncio.run(main(model, ranks)) if ranks else blocking(model)), flush=True)
+    model, ranks, directory = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    print("RESULT " + json.dumps(asyncio.run(main(model, ranks, directory)) if ranks else blocking(model)), flush=True)

@@ -15,15 +15,17 @@ DISK = Path(__file__).parent / "sessions_disk_process.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_readers_of_an_async_engine_wait_and_get_every_token(zygote, tiny_model, ranks):
-    result = result_of(zygote.run([SCRIPT, tiny_model, ranks], timeout=300))
+def test_readers_of_an_async_engine_wait_and_get_every_token(zygote, tiny_model, tmp_path, ranks):
+    result = result_of(zygote.run([SCRIPT, tiny_model, ranks, tmp_path], timeout=300))
     same(result["away"], result["plain"])
+    same(result["on_disk"], result["plain"])
+    assert result["images"] == []
     assert result["cancelled"] == {"error": "not_found", "used": 0}
 
 
 @pytest.mark.slow
-def test_an_engine_that_steps_by_itself_gives_every_token(zygote, tiny_model):
-    result = result_of(zygote.run([SCRIPT, tiny_model, 0], timeout=300))
+def test_an_engine_that_steps_by_itself_gives_every_token(zygote, tiny_model, tmp_path):
+    result = result_of(zygote.run([SCRIPT, tiny_model, 0, tmp_path], timeout=300))
     same(result["away"], result["plain"])
 
 
