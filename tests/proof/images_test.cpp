@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Images of hibernated requests on disk: a process that writes one, or takes one, is killed at every call to the file
-// system, before it, after it, and in the middle of every write; each call fails once; and of engines that race for an
-// image, one has it.
+// system, before it, after it, and in the middle of every write; the power goes after each change; each call fails
+// once; and of engines that race for an image, one has it.
 
 #include <cstdio>
+#include <random>
 #include <set>
 
+#include <fmt/core.h>
 #include <boost/filesystem.hpp>
 
 #include "tests/proof/killed_child.h"
 #include "tests/support/faulty_file_system.h"
 #include "tests/support/image_engine.h"
 #include "tests/support/long_run.h"
+#include "tests/support/model_file_system.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
 
@@ -80,8 +83,7 @@ Status moves(FileSystem& files, const std::string& directory, const Say& say) {
 
 // What is visible is whole, in each engine that comes then; what must be there is; and when it is gone nothing is left.
 // Returns what is wrong, or "".
-std::string broken_promise(const std::string& directory, const std::set<char>& said) {
-  test::FaultyFileSystem files;
+std::string broken_promise(FileSystem& files, const std::string& directory, const std::set<char>& said) {
   const std::string path = directory + "/images/a";
   ImageEngine engine(files, directory);
   const Result<const RequestImages::Image*> opened = engine.open(path);
@@ -96,7 +98,7 @@ std::string broken_promise(const std::string& directory, const std::set<char>& s
     if (!engine.brings("a")) return "its blocks have other bytes";
   }
   if (const auto swept = ImageStore(files, directory, {}).remove_leftovers(); !swept) return swept.error().to_string();
-  if (boost::filesystem::exists(path)) return "something is left of it";
+  if (files.open_directory(path, false)) return "something is left of it";
   const auto again = [&]() -> Status {
     TORPOR_TRY(engine.extract("a"));
     TORPOR_TRY(engine.stored.store("a", ImageEngine::fields(), Value{}));
@@ -143,7 +145,9 @@ TEST_P(Images, AreWholeOrNoneWhereverAProcessIsKilled) {
           fault, n, [&](FileSystem& files, const Say& say) { return life().work(files, directory, say); },
           [&](char word, char) { said.insert(word); });
       ASSERT_FALSE(ending.failed) << "call " << n;
-      ASSERT_EQ(broken_promise(directory, said), "") << "killed at call " << n << ", mode " << static_cast<int>(fault);
+      test::FaultyFileSystem plain;
+      ASSERT_EQ(broken_promise(plain, directory, said), "")
+          << "killed at call " << n << ", mode " << static_cast<int>(fault);
       points += static_cast<int>(ending.killed);
     }
   }
@@ -172,13 +176,88 @@ TEST_P(Images, AreWholeOrNoneWhereverAFileOperationFails) {
       // Where the note that a request has ended, or the removal, has failed, the log says so: they come back.
       if (done || said.contains(kTaking)) said.erase(kTaken);
       said.erase(kEnded);
-      ASSERT_EQ(broken_promise(directory, said), "") << "call " << n << " failed";
+      test::FaultyFileSystem plain;
+      ASSERT_EQ(broken_promise(plain, directory, said), "") << "call " << n << " failed";
     }
   }
   std::printf("proof: an image that %s: %llu failing file operations, %d errors, 0 broken promises\n", life().name,
               static_cast<unsigned long long>(2 * calls), failed);
   EXPECT_GE(failed, 40);
 }
+
+// --- the power goes ---
+
+constexpr const char* kDisk = "/disk/store";
+using Ignored = std::function<bool(const test::ModelChange&)>;
+
+std::vector<test::ModelChange> recorded(const Work& work, Ignored ignored = {}) {
+  test::ModelFileSystem system;
+  system.ignored = std::move(ignored);
+  EXPECT_SUCCEEDS(work(system, kDisk, [&](char word, char) { system.note(std::string(1, word), 0); }));
+  return std::move(system.record);
+}
+
+// Tries `tries` states after every change; returns the first problem.
+std::string cut_everywhere(const std::vector<test::ModelChange>& record, int tries, uint64_t seed, uint64_t& states) {
+  test::PowerCuts cuts(record, test::ModelDisk(1, {.is_directory = true}));
+  std::set<char> said;
+  std::mt19937_64 random(seed);
+  for (;;) {
+    for (int choice = 0; choice < tries; ++choice) {
+      test::ModelFileSystem system(cuts.state(choice, random));
+      ++states;
+      if (std::string problem = broken_promise(system, kDisk, said); !problem.empty())
+        return fmt::format("after change {}, choice {}: {}", cuts.position(), choice, problem);
+    }
+    if (cuts.done()) return "";
+    const test::ModelChange& next = record[cuts.position()];
+    if (next.kind == test::ModelChange::Kind::kNote) said.insert(next.name[0]);
+    cuts.step();
+  }
+}
+
+TEST_P(Images, AreWholeOrNoneWhereverThePowerGoes) {
+  uint64_t states = 0;
+  const int tries = test::long_run() ? 200 : 20;
+  ASSERT_EQ(cut_everywhere(recorded(life().work), tries, 1, states), "");
+  std::printf("proof: an image that %s: %llu states after a power cut, 0 broken promises\n", life().name,
+              static_cast<unsigned long long>(states));
+  EXPECT_GE(states, 1300u);
+}
+
+// Planted mistakes in what is synced are all found, so that the trials can be believed.
+TEST(ImagesWithoutASync, AreFoundBroken) {
+  using Kind = test::ModelChange::Kind;
+  const auto without = [](Kind kind, std::string end) -> Ignored {
+    return [kind, end](const test::ModelChange& change) { return change.kind == kind && change.name.ends_with(end); };
+  };
+  struct Mistake {
+    const char* name;
+    Ignored ignored;
+  };
+  const Mistake mistakes[] = {
+      {"STATE", without(Kind::kSyncFile, "STATE")},
+      {"MANIFEST", without(Kind::kSyncFile, "MANIFEST")},
+      {"chunks", without(Kind::kSyncFile, "chunks-r1")},
+      {"refs", without(Kind::kSyncFile, "refs-r0")},
+      {"the directory under construction", without(Kind::kSyncDirectory, "/s-000001")},
+      {"the image's directory", without(Kind::kSyncDirectory, "/images/a")},
+      {"the directory of images", without(Kind::kSyncDirectory, "/images")},
+      {"the note of a request that has ended", without(Kind::kSyncDirectory, "/g-000001")},
+  };
+  int found = 0;
+  for (const Mistake& mistake : mistakes) {
+    std::string problem;
+    uint64_t states = 0;
+    for (uint64_t seed = 1; problem.empty() && seed <= 20; ++seed)
+      problem = cut_everywhere(recorded(moves, mistake.ignored), 4, seed, states);
+    EXPECT_NE(problem, "") << "nobody sees that " << mistake.name << " is not synced";
+    found += static_cast<int>(!problem.empty());
+  }
+  std::printf("proof: %d of %zu syncs that are left out are found\n", found, std::size(mistakes));
+}
+
+// --- several engines ---
 
 // Several processes open and take one image at the same time; half of the rounds without locks, as where a file system
 // has none between hosts.
