@@ -58,6 +58,12 @@ Result<std::set<int32_t>> ended_in(const Directory& image) {
   return ended;
 }
 
+// Whether the image was written as `id`. One that cannot be read has no other name than its path.
+bool is_same(const Directory& image, const SealId& id, const Key* key) {
+  const Result<OpenedManifest> opened = read_manifest(image, key);
+  return !opened || opened->manifest.id == id;
+}
+
 // An image's directory, locked.
 struct Locked {
   std::unique_ptr<Directory> images;  // that it is in
@@ -214,19 +220,25 @@ Result<HeldImage> ImageStore::hold(const std::string& path) const {
   return HeldImage::hold(file_system_, path, options_.key);
 }
 
-Status ImageStore::remove(const std::string& name) {
+Status ImageStore::remove(const std::string& name, const SealId& id) {
   return catching([&]() -> Status {
     TORPOR_ASSIGN(Locked locked, lock_image(file_system_, path_of(name)));
+    {
+      Result<std::unique_ptr<Directory>> image = locked.store->open_directory(generation_name(kGeneration));
+      if (!image) return or_gone(std::move(image).error(), locked.path);
+      if (!is_same(**image, id, options_.key.get())) return gone(locked.path);
+    }
     return locked.take();
   });
 }
 
-Status ImageStore::note_ended(const std::string& name, int32_t position) {
+Status ImageStore::note_ended(const std::string& name, const SealId& id, int32_t position) {
   return catching([&]() -> Status {
     const Status noted = [&]() -> Status {
       TORPOR_ASSIGN(const std::unique_ptr<Directory> all, images(false));
       TORPOR_ASSIGN(const std::unique_ptr<Directory> store, all->open_directory(name));
       TORPOR_ASSIGN(const std::unique_ptr<Directory> image, store->open_directory(generation_name(kGeneration)));
+      if (!is_same(*image, id, options_.key.get())) return gone(path_of(name));
       const std::string mark = fmt::format("{}{:06}", kEndedPrefix, position);
       if (image->open_file(mark)) return ok();
       TORPOR_ASSIGN(const std::unique_ptr<File> file, image->create_file(mark));

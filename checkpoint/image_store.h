@@ -73,10 +73,11 @@ class ImageStore {
   // Remove what is left of an image that was not committed. An image stays.
   void discard(const std::string& name) noexcept;
   Result<HeldImage> hold(const std::string& path) const;
-  // Remove an image. kNotFound: it is gone. kUnavailable: another process holds it.
-  Status remove(const std::string& name);
-  // A request of the image has ended: who takes the image has not that one. kNotFound: the image is gone.
-  Status note_ended(const std::string& name, int32_t position);
+  // Remove the image that was written as `id`. kNotFound: it is gone, or another one has its name. kUnavailable:
+  // another process holds it.
+  Status remove(const std::string& name, const SealId& id);
+  // A request of this image has ended: who takes the image has not that one. kNotFound: as remove().
+  Status note_ended(const std::string& name, const SealId& id, int32_t position);
   // By name. No directory: none.
   Result<std::vector<ImageInfo>> list() const;
   // Remove what killed processes left of images that were never whole, or are no more. Return the names.

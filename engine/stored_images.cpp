@@ -34,7 +34,9 @@ Result<std::string> StoredImages::store(const std::string& id, Fingerprint finge
   TORPOR_TRY(checkpoint.state.validate());
   checkpoint.carried.push_back(image_section());
   Result<std::string> written = catching([&] { return write(id, image->bytes, std::move(checkpoint)); });
-  if (!written && written.error().code != Code::kFailedPrecondition) store_.discard(id);
+  const bool is_others =
+      !written && (written.error().code == Code::kFailedPrecondition || written.error().code == Code::kUnavailable);
+  if (!written && !is_others) store_.discard(id);
   return written;
 }
 
@@ -50,6 +52,7 @@ Result<std::string> StoredImages::write(const std::string& id, uint64_t bytes, E
       const std::vector<orders::SaveImage::Reply> saved,
       ranks_.call(orders::SaveImage{.image = id, .directory = pending.staging_path(), .writing = pending.writing()}));
   for (const orders::SaveImage::Reply& reply : saved) pending.add_rank(reply.saved);
+  written_.insert_or_assign(id, pending.writing().id);
   TORPOR_TRY(pending.commit());
   TORPOR_TRY(images_.leave_memory(id, RequestImages::Saved::kNow));
   return store_.path_of(id);
@@ -60,6 +63,11 @@ Result<const RequestImages::Image*> StoredImages::read_back(const std::string& i
   if (image->in_memory) return images_.verify(id);
   TORPOR_ASSIGN(HeldImage held, store_.hold(store_.path_of(id)));
   const Checkpoint& checkpoint = held.checkpoint();
+  if (checkpoint.manifest().id != written_[id]) {
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("the image at {} is another one", store_.path_of(id)),
+                 .next_step = "another engine has taken this one; give each image an id of its own"};
+  }
   TORPOR_TRY(checkpoint.read_state());  // whatever is damaged of it is said before it is taken
   const Manifest& manifest = checkpoint.manifest();
   TORPOR_ASSIGN(const RequestImages::Image* const read,
@@ -108,7 +116,8 @@ std::optional<Bytes> StoredImages::release(const std::string& request) {
   }
   std::optional<Bytes> order = images_.release(request);
   if (id.empty()) return order;
-  const Status done = order ? store_.remove(id) : store_.note_ended(id, position);
+  const SealId& written = written_[id];
+  const Status done = order ? store_.remove(id, written) : store_.note_ended(id, written, position);
   if (!done && done.error().code != Code::kNotFound)
     log().warn("request {} of the image {} has ended, and is still on disk: {}", request, store_.path_of(id),
                done.error().to_string());

@@ -65,6 +65,8 @@ class StoredImages {
   ImageStore store_;
   bool swept_ = false;                                  // of leftovers, once
   std::map<std::string, HeldImage, std::less<>> held_;  // by id
+  std::map<std::string, SealId, std::less<>>
+      written_;  // of each image that is on disk alone: the checkpoint that it is
 };
 
 }  // namespace torpor

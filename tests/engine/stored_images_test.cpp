@@ -88,6 +88,24 @@ TEST_F(StoredImagesTest, ComeIntoAnotherEngineThatThenHasThemAlone) {
   EXPECT_TRUE(engine_.images.images().empty());
 }
 
+// Also if that one then writes an image of the same name.
+TEST_F(StoredImagesTest, AreNotTakenForOthersOfTheirName) {
+  const std::string path = stored("a");
+  ImageEngine other(linux_file_system(), directory_.path());
+  ASSERT_SUCCEEDS(other.open(path));
+  ASSERT_SUCCEEDS(other.stored.take("a"));
+  EXPECT_TRUE(other.brings("a"));
+  ASSERT_SUCCEEDS(other.extract("a"));
+  ASSERT_SUCCEEDS(other.stored.store("a", ImageEngine::fields(), Value{}));
+  EXPECT_FAILS(engine_.stored.read_back("a"), Code::kNotFound, "is another one");
+  EXPECT_FALSE(engine_.stored.release("r1"));
+  EXPECT_TRUE(engine_.stored.release("r2"));
+  ASSERT_SUCCEEDS(other.stored.read_back("a"));
+  ASSERT_SUCCEEDS(other.stored.take("a"));
+  EXPECT_EQ(value_of(other.images.get("a"))->requests.size(), 2u);
+  EXPECT_TRUE(other.brings("a"));
+}
+
 TEST_F(StoredImagesTest, ThatAnotherEngineGivesUpAreStillThisOnes) {
   const std::string path = stored("a");
   {

@@ -257,6 +257,178 @@ TEST(ImagesWithoutASync, AreFoundBroken) {
   std::printf("proof: %d of %zu syncs that are left out are found\n", found, std::size(mistakes));
 }
 
+// --- random lives ---
+
+// Three engines, of which each may write an image "a", read it, take it, give it up, abort its requests, or end and
+// begin anew; one call a step. After each step what an engine has, and what is on disk, is as it must be.
+class RandomLife {
+ public:
+  RandomLife(std::string directory, uint64_t seed) : directory_(std::move(directory)), random_(seed) {
+    for (auto& engine : engines_) engine = std::make_unique<ImageEngine>(linux_file_system(), directory_);
+  }
+
+  void step() {
+    const size_t number = random_() % std::size(engines_);
+    ImageEngine& engine = *engines_[number];
+    Own& own = own_[number];
+    switch (random_() % 8) {
+      case 0:
+        if (own.place == Place::kNowhere) {
+          ASSERT_SUCCEEDS(engine.extract("a"));
+          own = {.place = Place::kMemory, .requests = {"r1", "r2"}};
+        }
+        break;
+      case 1:
+      case 2:
+        if (own.place == Place::kMemory) store(engine, own);
+        break;
+      case 3:
+        if (own.place == Place::kDisk && !own.holds) read_back(engine, own);
+        break;
+      case 4:
+        if (own.place == Place::kNowhere && !own.holds) open(engine, own);
+        break;
+      case 5:
+        if (own.holds) take(engine, own);
+        break;
+      case 6:
+        if (random_() % 3 == 0) {
+          end(number);
+        } else if (own.holds) {
+          engine.stored.put_back("a");
+          disk_.held = own.holds = false;
+          if (own.opened) forget(engine, own);
+        }
+        break;
+      default:
+        if (own.place == Place::kDisk && !own.holds && !disk_.held) abort(engine, own);
+        break;
+    }
+    ++steps;
+    check();
+  }
+  uint64_t steps = 0;
+  uint64_t taken = 0;
+  uint64_t lost_races = 0;
+
+ private:
+  enum class Place : uint8_t { kNowhere, kMemory, kDisk };
+  struct Own {
+    Place place = Place::kNowhere;
+    bool holds = false;
+    bool opened = false;  // it was another engine's
+    int image = 0;        // on disk: which one
+    std::set<std::string> requests{};
+  };
+  struct Disk {
+    int image = 0;  // 0: none
+    bool held = false;
+    std::set<std::string> requests{};
+  };
+
+  bool is_there(const Own& own) const { return disk_.image != 0 && disk_.image == own.image; }
+  void store(ImageEngine& engine, Own& own) {
+    const auto stored = engine.stored.store("a", ImageEngine::fields(), Value{});
+    ASSERT_EQ(stored.has_value(), disk_.image == 0) << (stored ? "" : stored.error().to_string());
+    if (!stored) return;
+    disk_ = {.image = ++images_, .held = false, .requests = own.requests};
+    own.place = Place::kDisk;
+    own.image = images_;
+  }
+  void read_back(ImageEngine& engine, Own& own) {
+    const auto read = engine.stored.read_back("a");
+    if (disk_.held) {
+      EXPECT_FAILS(read, disk_.image == 0 ? Code::kNotFound : Code::kUnavailable);
+    } else if (!is_there(own)) {
+      EXPECT_FAILS(read, Code::kNotFound);
+      ++lost_races;
+      (void)engine.stored.forget("a");
+      own = {};
+    } else {
+      ASSERT_SUCCEEDS(read);
+      disk_.held = own.holds = true;
+    }
+  }
+  void open(ImageEngine& engine, Own& own) {
+    const auto opened = engine.open(directory_ + "/images/a");
+    ASSERT_EQ(opened.has_value(), disk_.image != 0 && !disk_.held) << (opened ? "" : opened.error().to_string());
+    if (!opened) return;
+    std::set<std::string> requests;
+    for (const RequestImages::Request& request : (*opened)->requests) requests.insert(request.state.id);
+    ASSERT_EQ(requests, disk_.requests);
+    own = {.place = Place::kMemory, .holds = true, .opened = true, .image = disk_.image, .requests = requests};
+    disk_.held = true;
+  }
+  void take(ImageEngine& engine, Own& own) {
+    ASSERT_SUCCEEDS(engine.stored.take("a"));
+    EXPECT_EQ(value_of(engine.images.get("a"))->requests.size(), own.requests.size());
+    EXPECT_TRUE(engine.brings("a"));
+    disk_ = {};
+    own = {};
+    ++taken;
+  }
+  void abort(ImageEngine& engine, Own& own) {
+    const std::string request = *own.requests.begin();
+    own.requests.erase(request);
+    const bool last = engine.stored.release(request).has_value();
+    EXPECT_EQ(last, own.requests.empty());
+    if (is_there(own)) {
+      disk_.requests.erase(request);
+      if (last) disk_ = {};
+    }
+    if (last) own = {};
+  }
+  // What it opened is another engine's again.
+  void forget(ImageEngine& engine, Own& own) {
+    for (const std::string& request : own.requests) {
+      if (const std::optional<Bytes> drop = engine.images.release(request)) {
+        EXPECT_SUCCEEDS(engine.call_ranks(*drop));
+      }
+    }
+    own = {};
+  }
+  void end(size_t number) {
+    if (own_[number].holds) disk_.held = false;
+    own_[number] = {};
+    engines_[number].reset();
+    engines_[number] = std::make_unique<ImageEngine>(linux_file_system(), directory_);
+  }
+  void check() {
+    for (size_t i = 0; i < std::size(engines_); ++i) {
+      const bool in_memory = own_[i].place == Place::kMemory || own_[i].holds;
+      ASSERT_EQ(engines_[i]->used() > 0, in_memory) << "step " << steps;
+    }
+    ASSERT_EQ(boost::filesystem::exists(directory_ + "/images/a"), disk_.image != 0) << "step " << steps;
+  }
+
+  const std::string directory_;
+  std::mt19937_64 random_;
+  std::unique_ptr<ImageEngine> engines_[3];
+  Own own_[3];
+  Disk disk_;
+  int images_ = 0;
+};
+
+TEST(ImagesOfRandomLives, HaveOneOwner) {
+  uint64_t steps = 0;
+  uint64_t taken = 0;
+  uint64_t lost = 0;
+  for (uint64_t seed = 1; seed <= (test::long_run() ? 1000u : 40u); ++seed) {
+    const test::TemporaryDirectory temporary(test::in_memory());
+    RandomLife life(temporary.path(), seed);
+    for (int i = 0; i < 200; ++i) {
+      life.step();
+      ASSERT_FALSE(::testing::Test::HasFailure()) << "seed " << seed << ", step " << i;
+    }
+    steps += life.steps, taken += life.taken, lost += life.lost_races;
+  }
+  std::printf("proof: %llu steps of engines with an image: taken %llu times, %llu times too late, each had one owner\n",
+              static_cast<unsigned long long>(steps), static_cast<unsigned long long>(taken),
+              static_cast<unsigned long long>(lost));
+  EXPECT_GE(taken, steps / 100);
+  EXPECT_GE(lost, 10u);
+}
+
 // --- several engines ---
 
 // Several processes open and take one image at the same time; half of the rounds without locks, as where a file system
