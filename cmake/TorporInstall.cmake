@@ -4,7 +4,7 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set(package ${CMAKE_INSTALL_LIBDIR}/cmake/torpor)
-set(rooms base allocator offload kvcache block_pool scheduler_state checkpoint engine delivery reference)
+set(rooms base allocator offload kvcache blocks scheduler_state checkpoint engine delivery reference)
 list(TRANSFORM rooms PREPEND torpor_ OUTPUT_VARIABLE libraries)
 foreach(room ${rooms})
   set_target_properties(torpor_${room} PROPERTIES EXPORT_NAME ${room})
@@ -14,7 +14,7 @@ add_custom_target(libraries DEPENDS ${libraries})
 install(TARGETS torpor_flags ${libraries} EXPORT torpor
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}/torpor COMPONENT development
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/torpor)
-list(REMOVE_ITEM rooms block_pool delivery reference)  # parts of kvcache and of engine
+list(REMOVE_ITEM rooms blocks delivery reference)  # parts of kvcache and of engine
 foreach(room ${rooms})
   install(DIRECTORY ${PROJECT_SOURCE_DIR}/${room} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/torpor COMPONENT development
     FILES_MATCHING PATTERN "*.h" PATTERN cuda EXCLUDE)
