@@ -17,10 +17,6 @@ constexpr std::array<char, 8> kMagic = {'T', 'O', 'R', 'P', 'C', 'H', 'N', 'K'};
 constexpr uint32_t kVersion = 1;
 constexpr uint32_t kEndianness = 0x01020304;
 
-// Reads that straddle these boundaries cost twice the time on disks behind a hypervisor, so what is as large keeps to
-// them.
-constexpr uint64_t kLargeAlignment = kMiB;
-
 struct Header {
   std::array<char, 8> magic = kMagic;
   uint32_t version = kVersion;
@@ -32,17 +28,14 @@ struct alignas(kPage) Page {
   std::array<std::byte, kPage> bytes{};
 };
 
-bool fits_direct_io(std::span<const std::byte> bytes) {
-  return is_aligned(reinterpret_cast<uintptr_t>(bytes.data()), kPage) && is_aligned(bytes.size(), kPage);
-}
-
-SealPlace place_of(int32_t rank, const SavedChunk& chunk, const std::string& what) {
-  return {SealPlace::Kind::kChunk, rank, chunk.offset, what};
-}
-
-// What the seal binds: the chunk's name and how its bytes are to be read.
-std::string sealed_name(const SavedChunk& chunk) {
-  return fmt::format("{} of {} bytes, {}", chunk.key.to_string(), chunk.bytes, name(chunk.codec));
+// How it lies in its file. The seal knows it by its key.
+FileRecord record_of(const SavedChunk& chunk, std::span<std::byte> bytes, const RecordFile& file) {
+  return {.bytes = bytes,
+          .key = file.sealed() ? chunk.key.to_string() : std::string(),
+          .codec = chunk.codec,
+          .offset = chunk.offset,
+          .stored = chunk.stored_bytes,
+          .seal = chunk.seal};
 }
 
 }  // namespace
@@ -94,63 +87,44 @@ Status DiskTier::count(uint64_t bytes) { return options_.progress == nullptr ? o
 
 Status DiskTier::prepare(uint64_t bytes, uint64_t chunks) {
   if (options_.compression.codec != Codec::kNone) return ok();  // far less may be written
-  return sources_[0].opened.file->preallocate(end_ + bytes + chunks * kPage + kLargeAlignment);
+  return sources_[0].opened.file->preallocate(end_ + bytes + chunks * kPage + kMiB);
 }
 
+// Take the next place in the file for a record of so many bytes, up to a whole page.
 uint64_t DiskTier::take_place(uint64_t padded_bytes) {
-  const uint64_t alignment = is_aligned(padded_bytes, kLargeAlignment) ? kLargeAlignment : kPage;
   uint64_t end = end_;
-  while (!end_.compare_exchange_weak(end, align_up(end, alignment) + padded_bytes)) {}
-  return align_up(end, alignment);
-}
-
-// The stored form of a part, up to a multiple of a page: its own bytes, or in `room`. Fills codec and stored_bytes.
-std::span<std::byte> DiskTier::encode(TierPart& part, std::span<std::byte> room) const {
-  SavedChunk& chunk = *part.chunk;
-  const std::optional<uint64_t> packed = compress_into(part.bytes, room, options_.compression);
-  chunk.codec = packed ? options_.compression.codec : Codec::kNone;
-  chunk.stored_bytes = packed.value_or(part.bytes.size());
-  const uint64_t padded = align_up(chunk.stored_bytes, kPage);
-  const bool encrypts = options_.seal != nullptr && options_.seal->protection() == Protection::kEncrypted;
-  if (!packed && !encrypts && fits_direct_io(part.bytes)) return part.bytes;
-  if (!packed) std::memcpy(room.data(), part.bytes.data(), part.bytes.size());
-  std::memset(room.data() + chunk.stored_bytes, 0, padded - chunk.stored_bytes);
-  return room.first(padded);
+  while (!end_.compare_exchange_weak(end, record_offset(end, padded_bytes) + padded_bytes)) {}
+  return record_offset(end, padded_bytes);
 }
 
 void DiskTier::put(std::span<TierPart> parts) {
-  ScratchPool::Lease scratch(scratch_);
+  const RecordFile file = records_of(0);
   uint64_t most = 0;
-  for (const TierPart& part : parts)
-    most += align_up(std::max<uint64_t>(compressed_bound(part.bytes.size()), part.bytes.size()), kPage);
+  for (const TierPart& part : parts) most += file.scratch_to_encode(part.bytes, options_.compression);
+  ScratchPool::Lease scratch(scratch_);
   std::span<std::byte> room = scratch->room(most);
-  File& file = *sources_[0].opened.file;
+  const bool enough = room.size() >= most;
   std::vector<FilePart> writes;
   std::vector<size_t> owner;  // of each write
   for (size_t i = 0; i < parts.size(); ++i) {
     TierPart& part = parts[i];
     SavedChunk& chunk = *part.chunk;
-    part.status = room.empty() ? Status(Error{.code = Code::kResourceExhausted,
-                                              .what = fmt::format("no memory for {} bytes", most),
-                                              .next_step = "free some and try again"})
-                               : count(part.bytes.size());
+    part.status = enough ? count(part.bytes.size()) : Status(no_memory_for(most));
     if (!part.status) continue;
-    std::span<std::byte> stored = encode(part, room);
-    if (stored.data() == room.data()) room = room.subspan(stored.size());
+    FileRecord record = record_of(chunk, part.bytes, file);
+    file.encode(record, room, options_.compression);
+    record.offset = take_place(record.pages.size());
+    file.seal(record);
     chunk.file = 0;
-    chunk.offset = take_place(stored.size());
-    if (options_.seal != nullptr) {
-      const std::span<std::byte> sealed = stored.first(chunk.stored_bytes);
-      const std::string what = sealed_name(chunk);
-      chunk.seal = options_.seal->seal(sealed, sealed, place_of(options_.rank, chunk, what));
-    }
-    writes.push_back({chunk.offset, stored, ok()});
+    chunk.codec = record.codec;
+    chunk.offset = record.offset;
+    chunk.stored_bytes = record.stored;
+    chunk.seal = record.seal;
+    writes.push_back({record.offset, record.pages, ok()});
     owner.push_back(i);
   }
-  file.pwrite_all(writes);
-  for (size_t w = 0; w < writes.size(); ++w) {
-    parts[owner[w]].status = std::move(writes[w].status);
-  }
+  sources_[0].opened.file->pwrite_all(writes);
+  for (size_t w = 0; w < writes.size(); ++w) parts[owner[w]].status = std::move(writes[w].status);
 }
 
 // Whether the record can be true at all; `bytes` is what the reader expects.
@@ -172,54 +146,27 @@ Status DiskTier::check(const SavedChunk& chunk, uint64_t bytes) const {
                .next_step = "use another checkpoint"};
 }
 
-Status DiskTier::decode(const SavedChunk& chunk, std::span<std::byte> stored, std::span<std::byte> out) const {
-  if (const auto& seal = sources_[chunk.file].opened.seal; seal != nullptr) {
-    const std::string what = sealed_name(chunk);
-    TORPOR_TRY(seal->open(stored, chunk.seal, place_of(options_.rank, chunk, what)));
-  }
-  return stored.data() == out.data() ? ok() : decompress(chunk.codec, stored, out);
-}
-
 void DiskTier::get(std::span<TierPart> parts) {
-  ScratchPool::Lease scratch(scratch_);
-  const auto in_place = [](const TierPart& part) {
-    return part.chunk->codec == Codec::kNone && fits_direct_io(part.bytes);
-  };
+  std::vector<std::vector<FileRecord>> records(sources_.size());  // of each file
+  std::vector<size_t> place(parts.size());                        // of each part among its file's
   uint64_t most = 0;
-  for (TierPart& part : parts) {
-    part.status = check(*part.chunk, part.bytes.size());
-    if (part.status) part.status = count(part.bytes.size());
-    if (part.status && !in_place(part)) most += align_up(part.chunk->stored_bytes, kPage);
-  }
-  std::span<std::byte> room = scratch->room(most);
-  std::vector<std::vector<FilePart>> reads(sources_.size());
-  std::vector<std::span<std::byte>> stored(parts.size());
-  std::vector<std::pair<size_t, size_t>> origin(
-      parts.size());  // of each part: its file and its place in that file's reads
   for (size_t i = 0; i < parts.size(); ++i) {
     TierPart& part = parts[i];
+    part.status = check(*part.chunk, part.bytes.size());
+    if (part.status) part.status = count(part.bytes.size());
     if (!part.status) continue;
-    const SavedChunk& chunk = *part.chunk;
-    const uint64_t padded = align_up(chunk.stored_bytes, kPage);
-    if (!in_place(part) && room.size() < padded) {
-      part.status = Error{.code = Code::kResourceExhausted,
-                          .what = fmt::format("no memory for {} bytes", most),
-                          .next_step = "free some and try again"};
-      continue;
-    }
-    std::span<std::byte> whole = in_place(part) ? part.bytes : room.first(padded);
-    if (!in_place(part)) room = room.subspan(padded);
-    stored[i] = whole.first(chunk.stored_bytes);
-    origin[i] = {chunk.file, reads[chunk.file].size()};
-    reads[chunk.file].push_back({chunk.offset, whole, ok()});
+    std::vector<FileRecord>& of_file = records[part.chunk->file];
+    place[i] = of_file.size();
+    of_file.push_back(record_of(*part.chunk, part.bytes, records_of(part.chunk->file)));
+    most += RecordFile::scratch_to_read(of_file.back());
   }
-  for (size_t f = 0; f < sources_.size(); ++f) {
-    if (!reads[f].empty()) sources_[f].opened.file->pread_all(reads[f]);
-  }
+  ScratchPool::Lease scratch(scratch_);
+  std::span<std::byte> room = scratch->room(most);
+  const bool enough = room.size() >= most;
+  for (size_t f = 0; f < sources_.size() && enough; ++f) records_of(f).read(*sources_[f].opened.file, records[f], room);
   for (size_t i = 0; i < parts.size(); ++i) {
     if (!parts[i].status) continue;
-    parts[i].status = std::move(reads[origin[i].first][origin[i].second].status);
-    if (parts[i].status) parts[i].status = decode(*parts[i].chunk, stored[i], parts[i].bytes);
+    parts[i].status = enough ? std::move(records[parts[i].chunk->file][place[i]].status) : Status(no_memory_for(most));
   }
 }
 

@@ -13,6 +13,7 @@
 #include "base/file_system.h"
 #include "base/progress.h"
 #include "offload/codec.h"
+#include "offload/record_file.h"
 #include "offload/scratch.h"
 #include "offload/tier.h"
 
@@ -57,9 +58,8 @@ class DiskTier final : public Tier {
     uint64_t bytes = 0;
   };
   explicit DiskTier(ChunkFileOptions options);
-  std::span<std::byte> encode(TierPart& part, std::span<std::byte> room) const;
+  RecordFile records_of(size_t file) const { return {sources_[file].opened.seal.get(), options_.rank}; }
   Status check(const SavedChunk& chunk, uint64_t bytes) const;
-  Status decode(const SavedChunk& chunk, std::span<std::byte> stored, std::span<std::byte> out) const;
   Status count(uint64_t bytes);
   uint64_t take_place(uint64_t padded_bytes);
 

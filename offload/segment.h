@@ -7,10 +7,9 @@
 #include <set>
 #include <vector>
 
-#include <fmt/core.h>
-
 #include "base/file_system.h"
 #include "offload/segment_format.h"
+#include "offload/store.h"
 
 namespace torpor {
 
@@ -18,15 +17,8 @@ namespace torpor {
 // which are read twice as fast there (record_offset).
 inline uint64_t granularity_of(uint64_t bytes) { return bytes >= 16 * kMiB ? kMiB : kPage; }
 
-// Direct I/O goes from and to such memory as it is.
-inline bool fits_pages(std::span<const std::byte> bytes) {
-  return is_aligned(reinterpret_cast<uintptr_t>(bytes.data()), kPage) && is_aligned(bytes.size(), kPage);
-}
-
-inline Error no_memory_for(uint64_t bytes) {
-  return {.code = Code::kResourceExhausted,
-          .what = fmt::format("no memory for {} bytes", bytes),
-          .next_step = "free some and try again"};
+inline StoredRecord stored_record(const SegmentRecord& record) {
+  return {.bytes = record.bytes, .stored = record.stored, .digest = record.digest, .codec = record.codec};
 }
 
 // A file of records, and what became of each of its slots.
@@ -55,6 +47,7 @@ struct Segment {
   uint64_t last_use = 0;
 
   bool is_there() const { return state == State::kOpen || state == State::kEnded; }
+  RecordFile file_of_records() const { return {seal.get(), header.rank}; }
   bool is_safe() const { return name_is_durable && durable_end >= std::min(end, broken_at); }
 };
 

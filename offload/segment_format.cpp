@@ -115,14 +115,13 @@ std::string leased_name(const SegmentHeader& header) {
   return fmt::format("seg-r{}-{:06}", header.rank, header.number);
 }
 
-uint64_t record_offset(uint64_t end, uint64_t stored) {
-  // Reads that straddle these boundaries cost twice the time on disks behind a hypervisor.
-  return align_up(end, stored >= kMiB && is_aligned(stored, kMiB) ? kMiB : kPage);
-}
-
-std::string sealed_name(const SegmentRecord& record) {
-  return fmt::format("{} in group {} of {} bytes, {}", hex(record.hash), record.group, record.bytes,
-                     name(record.codec));
+FileRecord file_record(const SegmentRecord& record, std::span<std::byte> bytes, const RecordFile& file) {
+  return {.bytes = bytes,
+          .key = file.sealed() ? fmt::format("{} in group {}", hex(record.hash), record.group) : std::string(),
+          .codec = record.codec,
+          .offset = record.offset,
+          .stored = record.stored,
+          .seal = record.seal};
 }
 
 void write_header(std::span<std::byte> page, const SegmentHeader& header, const Seal* seal) {

@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "base/units.h"
 #include "offload/codec.h"
+#include "offload/record_file.h"
 
 namespace torpor {
 
@@ -49,16 +50,11 @@ Error segment_closed(uint64_t number);                          // it takes no m
 std::optional<uint64_t> segment_number(std::string_view name);  // none: not the name of a segment
 std::string leased_name(const SegmentHeader& header);           // of its link in a checkpoint: "seg-r0-000123"
 
-// Where a record of so many stored bytes begins if the one before it, or its batch page, ends at `end`.
-uint64_t record_offset(uint64_t end, uint64_t stored);
 // Behind a record: where the next one, or the next batch page, may begin.
 inline uint64_t record_end(const SegmentRecord& record) { return record.offset + align_up(record.stored, kPage); }
 
-// What the seal binds beside the place: the record's key and how its bytes are to be read.
-std::string sealed_name(const SegmentRecord& record);
-inline SealPlace place_of(const SegmentHeader& header, const SegmentRecord& record, const std::string& name) {
-  return {SealPlace::Kind::kChunk, header.rank, record.offset, name};
-}
+// Return how a record lies in a segment's file; the seal knows it by its hash and group. `bytes`: its own, not encoded.
+FileRecord file_record(const SegmentRecord& record, std::span<std::byte> bytes, const RecordFile& file);
 
 // `page`: 4096 bytes. `seal`: null without a key; of the header's id otherwise.
 void write_header(std::span<std::byte> page, const SegmentHeader& header, const Seal* seal);

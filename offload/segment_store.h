@@ -97,14 +97,13 @@ class SegmentStore final : public Store {
   Status make_file(Segment& segment);
   void end_older() TORPOR_REQUIRES(mutex_);
   void put_batch(std::span<StorePart* const> parts);
-  Status encode(std::span<StorePart* const> parts, PageBuffer& scratch, Batch& batch) const;
+  Status encode(std::span<StorePart* const> parts, const RecordFile& file, PageBuffer& scratch, Batch& batch) const;
   Status reserve(Segment& segment, Batch& batch);
   void write(Segment& segment, Batch& batch);
   void settle(Segment& segment, Batch& batch);
   void finish_ended();
   std::vector<Reading> find(std::span<StorePart> parts);
   void read(std::span<Reading> readings, std::span<std::byte>& room);
-  Status decode(Reading& reading) const;
   Result<std::shared_ptr<File>> file_of(Segment& segment);
   void close_oldest();
   void note(const Error& error, bool write);

@@ -265,10 +265,9 @@ Status SegmentStore::recover_segment(uint64_t number, uint32_t space, std::vecto
     const SegmentRecord& record = place.record;
     health_.recovered_bytes += record.stored;
     const auto slot = static_cast<StoreSlot>(number) * traits_.slots_per_segment + record.position;
-    found.push_back(
-        {.slot = slot,
-         .key = {.hash = record.hash, .group = record.group, .space = space},
-         .record = {.bytes = record.bytes, .stored = record.stored, .digest = record.digest, .codec = record.codec}});
+    found.push_back({.slot = slot,
+                     .key = {.hash = record.hash, .group = record.group, .space = space},
+                     .record = stored_record(record)});
   }
   segments_.emplace(number, segment);
   return ok();
@@ -343,13 +342,12 @@ Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const StoreSlot>
       auto& [holder, records] = wanted[segment->first];
       holder = segment->second;
       records.push_back(record);
-      leased.push_back(
-          {.slot = slot,
-           .file = leased_name(segment->second->header),
-           .id = segment->second->header.id,
-           .offset = record.offset,
-           .record = {.bytes = record.bytes, .stored = record.stored, .digest = record.digest, .codec = record.codec},
-           .seal = record.seal});
+      leased.push_back({.slot = slot,
+                        .file = leased_name(segment->second->header),
+                        .id = segment->second->header.id,
+                        .offset = record.offset,
+                        .record = stored_record(record),
+                        .seal = record.seal});
     }
   }
   for (const auto& [number, entry] : wanted) TORPOR_TRY(link(*entry.first, entry.second, into));

@@ -13,8 +13,7 @@ namespace torpor {
 struct SegmentStore::Reading {
   StorePart* part = nullptr;
   SegmentPtr segment;
-  SegmentRecord record;
-  std::span<std::byte> whole;  // pages that hold the record; empty: to be read into scratch memory
+  FileRecord record{};
 };
 
 // ---- get
@@ -22,23 +21,18 @@ struct SegmentStore::Reading {
 void SegmentStore::do_get(std::span<StorePart> parts) {
   std::vector<Reading> readings = find(parts);
   uint64_t most = 0;
-  for (const Reading& reading : readings) {
-    if (reading.whole.empty()) most += align_up(reading.record.stored, kPage);
-  }
+  for (const Reading& reading : readings) most += RecordFile::scratch_to_read(reading.record);
   ScratchPool::Lease scratch(scratch_);
   std::span<std::byte> room = scratch->room(most);
   const bool enough = room.size() >= most;
-  for (size_t first = 0; first < readings.size();) {
+  for (size_t first = 0; first < readings.size() && enough;) {
     size_t end = first + 1;
     while (end < readings.size() && readings[end].segment == readings[first].segment) ++end;
-    if (!enough) {
-      for (size_t i = first; i < end; ++i) readings[i].part->status = no_memory_for(most);
-    } else {
-      read(std::span(readings).subspan(first, end - first), room);
-    }
+    read(std::span(readings).subspan(first, end - first), room);
     first = end;
   }
   for (Reading& reading : readings) {
+    reading.part->status = enough ? std::move(reading.record.status) : Status(no_memory_for(most));
     if (!reading.part->status) {
       note(reading.part->status.error(), false);
       continue;
@@ -66,9 +60,8 @@ std::vector<SegmentStore::Reading> SegmentStore::find(std::span<StorePart> parts
       part.status = wrong_size(part, record.bytes);
       continue;
     }
-    part.record = {.bytes = record.bytes, .stored = record.stored, .digest = record.digest, .codec = record.codec};
-    const bool in_place = record.codec == Codec::kNone && fits_pages(part.bytes);
-    readings.push_back({&part, segment->second, record, in_place ? part.bytes : std::span<std::byte>{}});
+    part.record = stored_record(record);
+    readings.push_back({&part, segment->second, file_record(record, part.bytes, segment->second->file_of_records())});
   }
   std::stable_sort(readings.begin(), readings.end(), [](const Reading& a, const Reading& b) {
     return a.segment->header.number < b.segment->header.number;
@@ -79,29 +72,14 @@ std::vector<SegmentStore::Reading> SegmentStore::find(std::span<StorePart> parts
 // All of one segment.
 void SegmentStore::read(std::span<Reading> readings, std::span<std::byte>& room) {
   const Result<std::shared_ptr<File>> file = file_of(*readings[0].segment);
-  std::vector<FilePart> reads;
+  std::vector<FileRecord> records;
+  records.reserve(readings.size());
   for (Reading& reading : readings) {
-    if (reading.whole.empty()) {
-      reading.whole = room.first(align_up(reading.record.stored, kPage));
-      room = room.subspan(reading.whole.size());
-    }
-    reads.push_back({reading.record.offset, reading.whole, file ? ok() : Status(file.error())});
+    if (!file) reading.record.status = file.error();
+    records.push_back(std::move(reading.record));
   }
-  if (file) (*file)->pread_all(reads);
-  for (size_t i = 0; i < readings.size(); ++i) {
-    readings[i].part->status = std::move(reads[i].status);
-    if (readings[i].part->status) readings[i].part->status = decode(readings[i]);
-  }
-}
-
-Status SegmentStore::decode(Reading& reading) const {
-  const std::span<std::byte> stored = reading.whole.first(reading.record.stored);
-  if (const auto& seal = reading.segment->seal; seal != nullptr) {
-    const std::string what = sealed_name(reading.record);
-    TORPOR_TRY(seal->open(stored, reading.record.seal, place_of(reading.segment->header, reading.record, what)));
-  }
-  if (stored.data() == reading.part->bytes.data()) return ok();
-  return decompress(reading.record.codec, stored, reading.part->bytes);
+  if (file) readings[0].segment->file_of_records().read(**file, records, room);
+  for (size_t i = 0; i < readings.size(); ++i) readings[i].record = std::move(records[i]);
 }
 
 // The segment's file, opened again if it was closed.

@@ -23,8 +23,8 @@ struct SegmentStore::Batch {
   struct Item {
     StorePart* part = nullptr;
     SegmentRecord record;
-    std::span<std::byte> padded;  // as stored, up to a whole page
-    size_t write = 0;             // which of the writes has it
+    FileRecord in_file;  // the same
+    size_t write = 0;    // which of the writes has it
   };
   std::span<std::byte> page;
   std::vector<Item> items;
@@ -84,7 +84,8 @@ void SegmentStore::put_batch(std::span<StorePart* const> parts) {
   if (!segment) return fail(segment.error());
   ScratchPool::Lease scratch(scratch_);
   Batch batch;
-  if (const Status encoded = encode(parts, *scratch.operator->(), batch); !encoded) return fail(encoded.error());
+  const RecordFile file = (*segment)->file_of_records();
+  if (const Status encoded = encode(parts, file, *scratch.operator->(), batch); !encoded) return fail(encoded.error());
   if (const Status reserved = reserve(**segment, batch); !reserved) return fail(reserved.error());
   if (batch.items.empty()) return;
   const Writing writing(*this, **segment, batch);
@@ -96,15 +97,10 @@ void SegmentStore::put_batch(std::span<StorePart* const> parts) {
 }
 
 // The stored form of each part: its own memory where it can be written from there, otherwise scratch memory.
-Status SegmentStore::encode(std::span<StorePart* const> parts, PageBuffer& scratch, Batch& batch) const {
-  const bool encrypts = options_.key != nullptr && options_.encrypt;
-  const bool compresses = options_.compression.codec != Codec::kNone;
+Status SegmentStore::encode(std::span<StorePart* const> parts, const RecordFile& file, PageBuffer& scratch,
+                            Batch& batch) const {
   uint64_t most = kPage;
-  for (const StorePart* part : parts) {
-    const uint64_t bytes = part->bytes.size();
-    if (compresses || encrypts || !fits_pages(part->bytes))
-      most += align_up(compresses ? compressed_bound(bytes) : bytes, kPage);
-  }
+  for (const StorePart* part : parts) most += file.scratch_to_encode(part->bytes, options_.compression);
   std::span<std::byte> room = scratch.room(most);
   if (room.empty()) return no_memory_for(most);
   batch.page = room.first(kPage);
@@ -112,30 +108,18 @@ Status SegmentStore::encode(std::span<StorePart* const> parts, PageBuffer& scrat
   batch.items.reserve(parts.size());
   batch.writes.reserve(parts.size() + 1);
   for (StorePart* part : parts) {
-    Batch::Item item{.part = part};
-    const uint64_t bytes = part->bytes.size();
-    const std::optional<uint64_t> packed =
-        compresses ? compress_into(part->bytes, room, options_.compression) : std::nullopt;
-    const uint64_t stored = packed.value_or(bytes);
-    item.padded = part->bytes;
-    if (packed || encrypts || !fits_pages(part->bytes)) {
-      item.padded = room.first(align_up(stored, kPage));
-      if (!packed) std::memcpy(room.data(), part->bytes.data(), bytes);
-      std::memset(room.data() + stored, 0, item.padded.size() - stored);
-      room = room.subspan(item.padded.size());
-    }
-    part->record = {.bytes = bytes,
-                    .stored = stored,
-                    .digest = part->record.digest,
-                    .codec = packed ? options_.compression.codec : Codec::kNone};
+    Batch::Item& item = batch.items.emplace_back();
+    item.part = part;
     item.record = {.hash = part->key.hash,
                    .group = part->key.group,
                    .position = static_cast<uint32_t>(part->slot % traits_.slots_per_segment),
-                   .stored = stored,
-                   .bytes = bytes,
-                   .digest = part->record.digest,
-                   .codec = part->record.codec};
-    batch.items.push_back(item);
+                   .bytes = part->bytes.size(),
+                   .digest = part->record.digest};
+    item.in_file = file_record(item.record, part->bytes, file);
+    file.encode(item.in_file, room, options_.compression);
+    item.record.stored = item.in_file.stored;
+    item.record.codec = item.in_file.codec;
+    part->record = stored_record(item.record);
   }
   return ok();
 }
@@ -161,7 +145,7 @@ Status SegmentStore::reserve(Segment& segment, Batch& batch) {
   for (const uint32_t position : positions) segment.places[position].use = Segment::Use::kWriting;
   uint64_t end = batch.offset + kPage;
   for (Batch::Item& item : batch.items) {
-    item.record.offset = record_offset(end, item.record.stored);
+    item.in_file.offset = item.record.offset = record_offset(end, item.record.stored);
     end = record_end(item.record);
   }
   segment.end = end;
@@ -172,22 +156,20 @@ Status SegmentStore::reserve(Segment& segment, Batch& batch) {
 void SegmentStore::write(Segment& segment, Batch& batch) {
   std::vector<SegmentRecord> records;
   for (Batch::Item& item : batch.items) {
-    if (segment.seal != nullptr) {
-      const std::span<std::byte> stored = item.padded.first(item.record.stored);
-      const std::string what = sealed_name(item.record);
-      item.record.seal = segment.seal->seal(stored, stored, place_of(segment.header, item.record, what));
-    }
+    segment.file_of_records().seal(item.in_file);
+    item.record.seal = item.in_file.seal;
     records.push_back(item.record);
   }
   write_batch(batch.page, segment.header, batch.offset, records, segment.seal.get());
   batch.writes.push_back({batch.offset, batch.page, ok()});
   for (Batch::Item& item : batch.items) {
     FilePart& last = batch.writes.back();
-    if (last.bytes.data() + last.bytes.size() == item.padded.data() &&
+    const std::span<std::byte> pages = item.in_file.pages;
+    if (last.bytes.data() + last.bytes.size() == pages.data() &&
         last.offset + last.bytes.size() == item.record.offset) {
-      last.bytes = {last.bytes.data(), last.bytes.size() + item.padded.size()};
+      last.bytes = {last.bytes.data(), last.bytes.size() + pages.size()};
     } else {
-      batch.writes.push_back({item.record.offset, item.padded, ok()});
+      batch.writes.push_back({item.record.offset, pages, ok()});
     }
     item.write = batch.writes.size() - 1;
   }

@@ -226,8 +226,10 @@ std::string lost_lease(FileSystem& file_system, const std::string& directory, co
                              .bytes = leased.record.bytes,
                              .codec = leased.record.codec};
   if (header->seal != nullptr && header->header.id == leased.id) {
-    const std::string what = sealed_name(record);
-    const Status opened = header->seal->open(stored, leased.seal, place_of(header->header, record, what));
+    const std::string what =
+        fmt::format("{} in group 1 of {} bytes, {}", hex(record.hash), record.bytes, name(record.codec));
+    const Status opened =
+        header->seal->open(stored, leased.seal, {SealPlace::Kind::kChunk, header->header.rank, record.offset, what});
     if (!opened) return lost(opened.error());
   } else if (variant.options.encrypt) {
     return "";  // of another run: with another id, and so another key
