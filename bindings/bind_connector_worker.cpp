@@ -161,7 +161,7 @@ class ConnectorWorker {
 
   // What was put on disk is as safe as the disk makes it.
   void sync() {
-    Store* const disk = worker_->store(StoreId::kDisk);
+    SlotStore* const disk = worker_->store(StoreId::kDisk);
     if (disk != nullptr) value_or_raise(without_lock([&] { return disk->sync(); }));
   }
   void wait() {
@@ -213,19 +213,19 @@ class ConnectorWorker {
       options_.host_slots = static_cast<int32_t>(
           std::min(HostStore::slots_in(options.host_bytes, bytes, options.host_codec), kMostSlots));
       std::shared_ptr<HostStore> host;
-      std::unique_ptr<Store> disk;
+      std::unique_ptr<SlotStore> disk;
       if (options_.host_slots > 0) {
         TORPOR_ASSIGN(host, make_host(bytes, options.host_codec));
       }
       if (options.disk_bytes > 0) {
         TORPOR_ASSIGN(disk, open_disk(options, bytes));
       }
-      std::unique_ptr<Store> remote;
+      std::unique_ptr<SlotStore> remote;
       if (!options.kv_store.empty() && options_.host_slots > 0) {
         TORPOR_ASSIGN(remote, open_remote(options, bytes));
         options_.remote_slots = options.remote_slots;
       }
-      Store* const to_sync = options.durable ? disk.get() : nullptr;
+      SlotStore* const to_sync = options.durable ? disk.get() : nullptr;
       TORPOR_ASSIGN(std::unique_ptr<OffloadWorker> made,
                     OffloadWorker::create(options_, layout, memory_.transfers(), std::move(host), std::move(disk),
                                           std::move(remote)));
@@ -251,7 +251,7 @@ class ConnectorWorker {
     return std::shared_ptr<HostStore>();
   }
 
-  Result<std::unique_ptr<Store>> open_disk(const WorkerOptions& options, uint64_t bytes) {
+  Result<std::unique_ptr<SlotStore>> open_disk(const WorkerOptions& options, uint64_t bytes) {
     const uint64_t record = align_up(bytes, kPage);
     const uint64_t most = std::max<uint64_t>(kMostSegmentBytes / record, 1);
     const uint64_t slots = std::clamp<uint64_t>(options.disk_bytes / record / kSegments, 1, most);
@@ -274,8 +274,8 @@ class ConnectorWorker {
     return SegmentStore::open(module_files(), options.directory + "/store", std::move(with), system_clock());
   }
 
-  static Result<std::unique_ptr<Store>> open_remote([[maybe_unused]] const WorkerOptions& options,
-                                                    [[maybe_unused]] uint64_t bytes) {
+  static Result<std::unique_ptr<SlotStore>> open_remote([[maybe_unused]] const WorkerOptions& options,
+                                                        [[maybe_unused]] uint64_t bytes) {
 #ifdef TORPOR_HAS_REMOTE
     if (remote::is_mooncake(options.kv_store)) return open_mooncake(options, bytes);
     return remote::RespStore::open({.url = options.kv_store,
@@ -297,7 +297,7 @@ class ConnectorWorker {
   }
 
 #ifdef TORPOR_HAS_REMOTE
-  static Result<std::unique_ptr<Store>> open_mooncake(const WorkerOptions& options, uint64_t bytes) {
+  static Result<std::unique_ptr<SlotStore>> open_mooncake(const WorkerOptions& options, uint64_t bytes) {
     if (!options.kv_store_credentials.empty() || !options.kv_store_ca.empty()) {
       return Error{.code = Code::kInvalidArgument,
                    .what = "kv_store_credentials or kv_store_ca with a Mooncake store, which knows neither",

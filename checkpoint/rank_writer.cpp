@@ -172,8 +172,8 @@ Status RankWriter::prepare(uint64_t bytes, uint64_t chunks) {
   return base_ != nullptr ? ok() : own_->prepare(bytes, chunks);  // with a base far less may be written
 }
 
-void RankWriter::put(std::span<TierPart> parts) {
-  std::vector<TierPart> changed;
+void RankWriter::put(std::span<RecordPart> parts) {
+  std::vector<RecordPart> changed;
   std::vector<size_t> owner;  // of each of them
   for (size_t i = 0; i < parts.size(); ++i) {
     SavedChunk& chunk = *parts[i].chunk;

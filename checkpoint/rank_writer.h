@@ -32,7 +32,7 @@ namespace torpor {
 Status leave_sign(FileSystem& file_system, const std::string& staging, int32_t rank);
 std::string sign_file_name(int32_t rank);  // "sign-r0"
 
-class RankWriter final : public Tier {
+class RankWriter final : public RecordStore {
  public:
   // In the directory `staging`; the base's files are linked now, those that are not needed go in write_refs().
   // kInvalidArgument: `writing` is sealed and there is no key. kFailedPrecondition: as leave_sign().
@@ -51,11 +51,9 @@ class RankWriter final : public Tier {
   // hold too much that nobody needs any more, or are too many. From now on these files have no base_record().
   std::vector<size_t> sparse(const std::vector<SavedChunk>& records);
 
-  std::string_view kind() const override { return "disk"; }
-  bool addressable() const override { return false; }
+  const StoreTraits& traits() const override { return own_->traits(); }
   Status prepare(uint64_t bytes, uint64_t chunks) override;
-  void put(std::span<TierPart> parts) override;
-  Status finish() override { return ok(); }  // write_refs() makes it safe
+  void put(std::span<RecordPart> parts) override;  // write_refs() makes it safe, finish() does nothing
 
   // Ends the writing: syncs the files, then writes and syncs the refs. `records`: all that the rank has, put or taken
   // over; they are as the refs have them then. What it returns belongs into the manifest.

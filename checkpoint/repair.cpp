@@ -54,7 +54,7 @@ Result<RankSummary> copy_rank(const Checkpoint& checkpoint, const RankSummary& r
     TORPOR_TRY(from->get_one(chunk, bytes));
     if (digest_of(bytes) != chunk.digest)
       return beyond_repair(fmt::format("{} has changed meanwhile", chunk.key.to_string()));
-    TierPart part{&chunk, bytes, ok()};
+    RecordPart part{&chunk, bytes, ok()};
     to->put({&part, 1});
     TORPOR_TRY(std::move(part.status));
     copied.push_back(std::move(chunk));

@@ -95,13 +95,13 @@ class ChunkCheck {
   }
 
   Status check(std::vector<SavedChunk>& chunks, std::span<std::byte> memory) {
-    std::vector<TierPart> parts;
+    std::vector<RecordPart> parts;
     for (SavedChunk& chunk : chunks) {
       parts.push_back({&chunk, memory.first(chunk.bytes), ok()});
       memory = memory.subspan(align_up(chunk.bytes, kPage));
     }
     tier_.get(parts);
-    for (const TierPart& part : parts) {
+    for (const RecordPart& part : parts) {
       if (!part.status && part.status.error().code == Code::kAborted) return part.status.error();
       if (!part.status) {
         report(*part.chunk, part.status.error());

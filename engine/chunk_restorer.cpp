@@ -38,7 +38,7 @@ Result<std::vector<SavedChunk>> ChunkRestorer::by_address(std::span<const SavedC
   return sorted;
 }
 
-Status ChunkRestorer::copy(std::span<const SavedChunk> saved, Tier& source) {
+Status ChunkRestorer::copy(std::span<const SavedChunk> saved, RecordStore& source) {
   return catching([&]() -> Status {
     std::vector<SavedChunk> sorted;
     if (gate_.by_address()) {
@@ -64,7 +64,7 @@ Status ChunkRestorer::copy(std::span<const SavedChunk> saved, Tier& source) {
   });
 }
 
-Status ChunkRestorer::copy_in_turn(std::span<const SavedChunk> saved, Tier& source, uint64_t job_bytes) {
+Status ChunkRestorer::copy_in_turn(std::span<const SavedChunk> saved, RecordStore& source, uint64_t job_bytes) {
   return catching([&]() -> Status {
     TORPOR_ASSIGN(const Plans plans, locate(saved));
     const std::vector<ChunkPlan>& all = *plans;
@@ -82,7 +82,7 @@ Status ChunkRestorer::copy_in_turn(std::span<const SavedChunk> saved, Tier& sour
 }
 
 // `saved`: chunks of the job; `first`: the place of the first of them in `plans`.
-Status ChunkRestorer::begin(std::span<const SavedChunk> saved, const Plans& plans, size_t first, Tier& source) {
+Status ChunkRestorer::begin(std::span<const SavedChunk> saved, const Plans& plans, size_t first, RecordStore& source) {
   if (under_way_.size() == kAtOnce) TORPOR_TRY(end_oldest());
   under_way_.push_back({.plans = plans});
   Result<JobId> begun = transfers_.begin_restore(saved, std::span(*plans).subspan(first, saved.size()), source);
@@ -119,7 +119,7 @@ Status ChunkRestorer::wait() {
 }
 
 Status restore_attached(TransferEngine& transfers, const DeviceChunks& chunks, std::span<const SavedChunk> saved,
-                        Tier& source) {
+                        RecordStore& source) {
   AllAttached gate;
   ChunkRestorer copier(transfers, gate, locate_in(chunks));
   TORPOR_TRY(copier.copy(saved, source));

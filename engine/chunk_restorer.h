@@ -34,13 +34,13 @@ class ChunkRestorer {
   ~ChunkRestorer();  // cancels what is under way, and waits for it
 
   // Keep a source until its jobs have ended. One that is not kept outlives this.
-  void keep(std::shared_ptr<Tier> source) { sources_.push_back(std::move(source)); }
+  void keep(std::shared_ptr<RecordStore> source) { sources_.push_back(std::move(source)); }
   // Begin to copy chunks from `source`: `saved` says what they are there. Return when the last job is begun. Errors:
   // those of locate, the gate's, and those of jobs that have ended meanwhile (kCorruption names the first damaged
   // chunk). After an error the device's bytes are void.
-  Status copy(std::span<const SavedChunk> saved, Tier& source);
+  Status copy(std::span<const SavedChunk> saved, RecordStore& source);
   // The same, one job of at most `job_bytes` at a time, where staging memory is short. Return when all is copied.
-  Status copy_in_turn(std::span<const SavedChunk> saved, Tier& source, uint64_t job_bytes);
+  Status copy_in_turn(std::span<const SavedChunk> saved, RecordStore& source, uint64_t job_bytes);
   // Return when all memory is there and all chunks are copied.
   Status wait();
 
@@ -52,14 +52,14 @@ class ChunkRestorer {
   };
   Result<Plans> locate(std::span<const SavedChunk> saved) const;
   Result<std::vector<SavedChunk>> by_address(std::span<const SavedChunk> saved) const;
-  Status begin(std::span<const SavedChunk> saved, const Plans& plans, size_t first, Tier& source);
+  Status begin(std::span<const SavedChunk> saved, const Plans& plans, size_t first, RecordStore& source);
   Status end_oldest();
   Status end_all();
 
   TransferEngine& transfers_;
   RestoreGate& gate_;
   const Locate locate_;
-  std::vector<std::shared_ptr<Tier>> sources_;
+  std::vector<std::shared_ptr<RecordStore>> sources_;
   std::deque<Job> under_way_;
   const uint64_t first_job_bytes_;
   uint64_t begun_bytes_ = 0;  // of all jobs of copy()
@@ -71,6 +71,6 @@ inline ChunkRestorer::Locate locate_in(const DeviceChunks& chunks) {
 }
 // Copy chunks from `source` into memory of the rank that is there. Errors: ChunkRestorer::copy().
 Status restore_attached(TransferEngine& transfers, const DeviceChunks& chunks, std::span<const SavedChunk> saved,
-                        Tier& source);
+                        RecordStore& source);
 
 }  // namespace torpor

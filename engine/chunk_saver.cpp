@@ -11,7 +11,7 @@ ChunkSaver::~ChunkSaver() {
   for (; !under_way_.empty(); under_way_.pop_front()) (void)transfers_.end_save(under_way_.front().job);
 }
 
-Status ChunkSaver::copy(std::span<const ChunkPlan> chunks, Tier& target, std::vector<SavedChunk>& saved) {
+Status ChunkSaver::copy(std::span<const ChunkPlan> chunks, RecordStore& target, std::vector<SavedChunk>& saved) {
   return catching([&]() -> Status {
     TORPOR_TRY(transfers_.usable());
     if (gate_ == nullptr) TORPOR_TRY(end_all());
@@ -26,7 +26,7 @@ Status ChunkSaver::copy(std::span<const ChunkPlan> chunks, Tier& target, std::ve
   });
 }
 
-Status ChunkSaver::copy_in_turn(std::span<const ChunkPlan> chunks, Tier& target, uint64_t job_bytes,
+Status ChunkSaver::copy_in_turn(std::span<const ChunkPlan> chunks, RecordStore& target, uint64_t job_bytes,
                                 std::vector<SavedChunk>& saved) {
   for (size_t first = 0, end = 0; first < chunks.size(); first = end) {
     end = end_of_job(chunks, first, job_bytes);
@@ -40,13 +40,13 @@ Status ChunkSaver::copy_in_turn(std::span<const ChunkPlan> chunks, Tier& target,
 Status ChunkSaver::wait() {
   return catching([&]() -> Status {
     TORPOR_TRY(end_all());
-    for (Tier* const target : targets_) TORPOR_TRY(target->finish());
+    for (RecordStore* const target : targets_) TORPOR_TRY(target->finish());
     targets_.clear();
     return ok();
   });
 }
 
-Status ChunkSaver::begin(Part part, Tier& target) {
+Status ChunkSaver::begin(Part part, RecordStore& target) {
   if (under_way_.size() == kAtOnce) TORPOR_TRY(end_oldest());
   under_way_.push_back(part);
   Result<JobId> begun = transfers_.begin_save(part.chunks, target);

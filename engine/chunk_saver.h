@@ -27,11 +27,11 @@ class ChunkSaver {
   // Make `target` ready and begin to copy the chunks into it; as each job ends, append to `saved` what its chunks are
   // there. All arguments outlive this. Return when the last job is begun. Errors: the target's, and those of jobs that
   // have ended meanwhile. After an error a target has the chunks in `saved`, and nobody knows what else.
-  Status copy(std::span<const ChunkPlan> chunks, Tier& target, std::vector<SavedChunk>& saved);
+  Status copy(std::span<const ChunkPlan> chunks, RecordStore& target, std::vector<SavedChunk>& saved);
   // Return when all is copied and all targets are finished.
   Status wait();
   // The same for these chunks alone, one job of at most `job_bytes` at a time, where staging memory is short.
-  Status copy_in_turn(std::span<const ChunkPlan> chunks, Tier& target, uint64_t job_bytes,
+  Status copy_in_turn(std::span<const ChunkPlan> chunks, RecordStore& target, uint64_t job_bytes,
                       std::vector<SavedChunk>& saved);
 
  private:
@@ -41,13 +41,13 @@ class ChunkSaver {
     std::vector<SavedChunk>* saved = nullptr;
     JobId job = JobId::kNone;
   };
-  Status begin(Part part, Tier& target);
+  Status begin(Part part, RecordStore& target);
   Status end_oldest();
   Status end_all();
 
   TransferEngine& transfers_;
   ReleaseGate* const gate_;
-  std::vector<Tier*> targets_;  // that are not finished
+  std::vector<RecordStore*> targets_;  // that are not finished
   std::deque<Part> under_way_;
 };
 

@@ -87,7 +87,7 @@ std::optional<LateBlocks::Begun> LateBlocks::begin(size_t number) noexcept {
     TORPOR_ASSIGN(
         job.id,
         transfers_.submit(
-            {.kind = JobKind::kRestore, .tier = part.tier, .chunks = std::move(chunks), .urgency = Urgency::kLoad}));
+            {.kind = JobKind::kRestore, .store = part.tier, .chunks = std::move(chunks), .urgency = Urgency::kLoad}));
     begun = std::move(job);
     return ok();
   });

@@ -17,7 +17,7 @@
 
 #include "base/mutex.h"
 #include "base/status.h"
-#include "offload/tier.h"
+#include "offload/record_store.h"
 #include "offload/transfer_engine.h"
 
 namespace torpor {
@@ -42,7 +42,7 @@ enum class LateWait : uint8_t {
 class LateBlocks {
  public:
   struct Part {  // one job; all chunks are KV blocks
-    Tier* tier = nullptr;
+    RecordStore* tier = nullptr;
     std::vector<SavedChunk> chunks;
     std::vector<ChunkPlan> plans;  // of each
     bool alone = false;            // staging memory is short: no other job of these beside it

@@ -154,7 +154,7 @@ Result<orders::Restore::Reply> RankRestorer::load_blocks(const orders::Restore& 
     blocks.push_back(std::move(block));
     there.push_back(number);
   }
-  TORPOR_ASSIGN(std::unique_ptr<Tier> opened, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
+  TORPOR_ASSIGN(std::unique_ptr<RecordStore> opened, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
   if (!from.numbers.empty()) {
     std::unordered_map<uint64_t, uint64_t> stored;
     for (size_t i = 0; i < blocks.size(); ++i) stored.emplace(blocks[i].key.index, there[i]);

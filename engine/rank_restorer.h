@@ -44,12 +44,12 @@ class RankRestorer {
 
  private:
   struct Source {
-    Tier& tier;
+    RecordStore& tier;
     std::span<const SavedChunk> chunks{};
     bool in_turn = false;  // staging memory is short: one job at a time
   };
   struct Late {
-    std::shared_ptr<Tier> disk{};  // they come from, if it is not an image's
+    std::shared_ptr<RecordStore> disk{};  // they come from, if it is not an image's
     std::vector<LateBlocks::Part> parts{};
     uint64_t bytes = 0;
     bool of_image = false;

@@ -10,26 +10,25 @@
 #include <utility>
 #include <vector>
 
-#include "offload/tier.h"
+#include "offload/record_store.h"
 
 namespace torpor {
 
-class RenumberedTier final : public Tier {
+class RenumberedTier final : public RecordStore {
  public:
   // `there`: of each number that a block gets, the one that it has in `source`.
-  RenumberedTier(std::unique_ptr<Tier> source, std::unordered_map<uint64_t, uint64_t> there)
-      : source_(std::move(source)), there_(std::move(there)) {}
+  RenumberedTier(std::unique_ptr<RecordStore> source, std::unordered_map<uint64_t, uint64_t> there)
+      : traits_{.kind = source->traits().kind}, source_(std::move(source)), there_(std::move(there)) {}
 
-  std::string_view kind() const override { return source_->kind(); }
-  bool addressable() const override { return false; }
+  const StoreTraits& traits() const override { return traits_; }
   Status prepare(uint64_t, uint64_t) override {
     return Error{.code = Code::kInternal, .what = "a renumbered tier is only read", .next_step = {}};
   }
-  void get(std::span<TierPart> parts) override {
+  void get(std::span<RecordPart> parts) override {
     std::vector<SavedChunk> stored;
     stored.reserve(parts.size());
-    std::vector<TierPart> reads(parts.begin(), parts.end());
-    for (TierPart& read : reads) {
+    std::vector<RecordPart> reads(parts.begin(), parts.end());
+    for (RecordPart& read : reads) {
       SavedChunk& chunk = stored.emplace_back(*read.chunk);
       if (const auto found = there_.find(chunk.key.index); found != there_.end()) chunk.key.index = found->second;
       read.chunk = &chunk;
@@ -40,7 +39,8 @@ class RenumberedTier final : public Tier {
   Status finish() override { return source_->finish(); }
 
  private:
-  std::unique_ptr<Tier> source_;
+  const StoreTraits traits_;
+  std::unique_ptr<RecordStore> source_;
   std::unordered_map<uint64_t, uint64_t> there_;
 };
 

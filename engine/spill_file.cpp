@@ -25,8 +25,8 @@ Status remove_left(Directory& directory) {
 
 }  // namespace
 
-Result<std::unique_ptr<Tier>> make_spill_file(FileSystem& file_system, const std::string& directory, int32_t rank,
-                                              const Key* key, bool encrypt) {
+Result<std::unique_ptr<RecordStore>> make_spill_file(FileSystem& file_system, const std::string& directory,
+                                                     int32_t rank, const Key* key, bool encrypt) {
   TORPOR_ASSIGN(const std::unique_ptr<Directory> opened, file_system.open_directory(directory, /*create=*/true));
   TORPOR_TRY(remove_left(*opened));
   const SealId id = random_seal_id();

@@ -8,13 +8,13 @@
 
 #include "base/file_system.h"
 #include "base/seal.h"
-#include "offload/tier.h"
+#include "offload/record_store.h"
 
 namespace torpor {
 
 // `directory` is made if it is absent. With a key (may be null) every chunk is authenticated, with `encrypt`
 // unreadable.
-Result<std::unique_ptr<Tier>> make_spill_file(FileSystem& file_system, const std::string& directory, int32_t rank,
-                                              const Key* key, bool encrypt);
+Result<std::unique_ptr<RecordStore>> make_spill_file(FileSystem& file_system, const std::string& directory,
+                                                     int32_t rank, const Key* key, bool encrypt);
 
 }  // namespace torpor

@@ -15,7 +15,7 @@
 #include "allocator/host_arena.h"
 #include "engine/retained_blocks.h"
 #include "offload/host_tier.h"
-#include "offload/tier.h"
+#include "offload/record_store.h"
 
 namespace torpor {
 
@@ -25,13 +25,13 @@ struct TagImage {
   std::vector<SavedChunk> chunks;
   // With `host`: so many of the first chunks are there, the others in `spilled`.
   size_t in_host = 0;
-  std::unique_ptr<Tier> spilled;       // null: there are none
-  HostArena::Span staging;             // kept free for bringing those back
-  std::vector<BlockContent> contents;  // of blocks in the arena: of each chunk
-  uint64_t reused_bytes = 0;           // not copied by the sleep that made it
-  bool kept = false;                   // since a wake
-  bool clean = false;                  // kept, and equal to the content of the attached tag
-  uint64_t bytes() const {             // of the content
+  std::unique_ptr<RecordStore> spilled;  // null: there are none
+  HostArena::Span staging;               // kept free for bringing those back
+  std::vector<BlockContent> contents;    // of blocks in the arena: of each chunk
+  uint64_t reused_bytes = 0;             // not copied by the sleep that made it
+  bool kept = false;                     // since a wake
+  bool clean = false;                    // kept, and equal to the content of the attached tag
+  uint64_t bytes() const {               // of the content
     uint64_t bytes = 0;
     for (const SavedChunk& chunk : chunks) bytes += chunk.bytes;
     return bytes;

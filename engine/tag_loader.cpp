@@ -61,7 +61,7 @@ Result<LoadedTag> TagLoader::load(const StoredTag& stored) {
   return loaded;
 }
 
-Status TagLoader::fill(const std::string& tag, std::vector<SavedChunk> chunks, Tier& source) {
+Status TagLoader::fill(const std::string& tag, std::vector<SavedChunk> chunks, RecordStore& source) {
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   const auto state = states.find(tag);
   if (images_.is_kv(tag) || state == states.end() || state->second != RegionState::kAttached) {

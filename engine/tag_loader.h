@@ -34,7 +34,7 @@ class TagLoader {
   Result<LoadedTag> load(const StoredTag& stored);
 
  private:
-  Status fill(const std::string& tag, std::vector<SavedChunk> chunks, Tier& source);
+  Status fill(const std::string& tag, std::vector<SavedChunk> chunks, RecordStore& source);
 
   const RankParts& parts_;
   RegionImages& images_;

@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "kvcache/store_tier.h"
 #include "kvcache/transfer_plan.h"
+#include "offload/chunk.h"
 
 namespace torpor {
 
@@ -15,8 +15,7 @@ struct OffloadJob {
   std::vector<int32_t> from;
   std::vector<int32_t> to;
   std::vector<ChunkPlan> plans{};
-  std::unique_ptr<StoreTier> tier{};
-  std::unique_ptr<StoreTier> source{};
+  std::vector<BlockKey> keys{};  // of its blocks, where its stores need them
   Status refused{};
 };
 

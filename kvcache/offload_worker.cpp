@@ -19,7 +19,8 @@ Error wrong_plan(std::string what) {
 }  // namespace
 
 OffloadWorker::OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
-                             std::shared_ptr<Store> host, std::unique_ptr<Store> disk, std::unique_ptr<Store> remote)
+                             std::shared_ptr<SlotStore> host, std::unique_ptr<SlotStore> disk,
+                             std::unique_ptr<SlotStore> remote)
     : options_(options),
       layout_(layout),
       transfers_(transfers),
@@ -36,8 +37,9 @@ OffloadWorker::~OffloadWorker() { wait(); }
 
 Result<std::unique_ptr<OffloadWorker>> OffloadWorker::create(const OffloadWorkerOptions& options,
                                                              const KvLayout& layout, TransferEngine& transfers,
-                                                             std::shared_ptr<Store> host, std::unique_ptr<Store> disk,
-                                                             std::unique_ptr<Store> remote) {
+                                                             std::shared_ptr<SlotStore> host,
+                                                             std::unique_ptr<SlotStore> disk,
+                                                             std::unique_ptr<SlotStore> remote) {
   return catching([&]() -> Result<std::unique_ptr<OffloadWorker>> {
     const uint64_t bytes = layout.bytes_per_block();
     const bool fits =
@@ -68,7 +70,7 @@ int64_t OffloadWorker::slots_of(StoreId store) const {
 
 void OffloadWorker::open_space(uint32_t space, const Digest& digest, const Digest& shared) {
   if (remote_ != nullptr) remote_->open_space(space, shared);
-  for (Store* store : {host_.get(), disk_.get()}) {
+  for (SlotStore* store : {host_.get(), disk_.get()}) {
     if (store != nullptr) store->open_space(space, digest);
   }
 }
@@ -236,17 +238,16 @@ void OffloadWorker::drop(std::span<const Dropped> dropped, Noted& noted) {
   if (!noted.disk.empty()) disk_->drop(noted.disk);
 }
 
-// In the segment of the store that stands for the plan's: a new one where that was dropped.
-StoreSlot OffloadWorker::slot_to_write(Slot slot) {
+StoreSlot OffloadWorker::slot_to_read(StoreId store, Slot slot) const {
+  return store == StoreId::kDisk ? disk_slots_[static_cast<size_t>(slot)] : slot;
+}
+
+// On disk: in the segment of the store that stands for the plan's; a new one where that was dropped.
+StoreSlot OffloadWorker::slot_to_write(StoreId store, Slot slot) {
+  if (store != StoreId::kDisk) return slot;
   int64_t& segment = segments_[static_cast<size_t>(slot / options_.segment_slots)];
   if (segment == kNoSegment) segment = next_segment_++;
   return disk_slots_[static_cast<size_t>(slot)] = segment * options_.segment_slots + slot % options_.segment_slots;
-}
-
-std::unique_ptr<StoreTier> OffloadWorker::tier_of(StoreId store, std::vector<StoreSlot> slots,
-                                                  std::span<const BlockKey> keys) {
-  return std::make_unique<StoreTier>(*this->store(store), std::move(slots),
-                                     std::vector<BlockKey>(keys.begin(), keys.end()));
 }
 
 Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running) {
@@ -255,20 +256,15 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
   const std::span<const int32_t> to = running.to;
   const bool find = planned.kind == PlanKind::kFind;
   const bool get = planned.kind == PlanKind::kGet || find;
-  const bool from_disk = planned.kind != PlanKind::kPut && planned.store == StoreId::kDisk;
-  const bool to_disk = !get && planned.target() == StoreId::kDisk;
-  std::vector<StoreSlot> sources;
-  std::vector<StoreSlot> targets;
-  for (const Slot slot : from) sources.push_back(from_disk ? disk_slots_[static_cast<size_t>(slot)] : slot);
-  for (const Slot slot : to) targets.push_back(to_disk ? slot_to_write(slot) : slot);
-  if (planned.kind == PlanKind::kMove) running.source = tier_of(planned.store, sources, {});
-  running.tier = tier_of(planned.target(), std::move(get ? sources : targets), keys);
-  Job job{.kind = find                              ? JobKind::kFind
-                  : get                             ? JobKind::kRestore
-                  : planned.kind == PlanKind::kMove ? JobKind::kMove
-                                                    : JobKind::kSave,
-          .tier = running.tier.get(),
-          .source = running.source.get(),
+  const bool put = planned.kind == PlanKind::kPut;
+  const bool move = planned.kind == PlanKind::kMove;
+  running.keys.assign(keys.begin(), keys.end());
+  Job job{.kind = find   ? JobKind::kFind
+                  : get  ? JobKind::kRestore
+                  : move ? JobKind::kMove
+                         : JobKind::kSave,
+          .store = store(planned.target()),
+          .source = move ? store(planned.store) : nullptr,
           .urgency = planned.urgency,
           .polled = true,
           .number = planned.id};
@@ -280,7 +276,7 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
     chunk.key = {.kind = ChunkKind::kKvBlock, .tag = tag, .index = i};
     if (find) {
       chunk.pieces.clear();
-    } else if (planned.kind == PlanKind::kMove) {
+    } else if (move) {
       chunk.pieces.push_back({.bytes = block_bytes_});
     } else {
       for (const KvPiece& piece : layout_.pieces_of(static_cast<uint32_t>(get ? to[i] : from[i])))
@@ -289,9 +285,11 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
     ChunkTransfer& transfer = job.chunks.emplace_back();
     transfer.plan = &chunk;
     transfer.saved = {.key = chunk.key, .bytes = block_bytes_, .stored_bytes = block_bytes_};
-    if (planned.kind != PlanKind::kPut && planned.store == StoreId::kHost)
-      transfer.saved.digest = host_digests_[static_cast<size_t>(from[i])];
+    if (!put) transfer.saved.offset = static_cast<uint64_t>(slot_to_read(planned.store, from[i]));
+    if (!running.keys.empty()) transfer.key = &running.keys[i];
+    if (!put && planned.store == StoreId::kHost) transfer.saved.digest = host_digests_[static_cast<size_t>(from[i])];
   }
+  for (uint32_t i = 0; i < planned.count && !get; ++i) job.chunks[i].slot = slot_to_write(planned.target(), to[i]);
   return job;
 }
 

@@ -23,12 +23,11 @@
 
 #include "kvcache/kv_layout.h"
 #include "kvcache/transfer_plan.h"
-#include "offload/store.h"
+#include "offload/slot_store.h"
 #include "offload/transfer_engine.h"
 
 namespace torpor {
 
-class StoreTier;
 struct OffloadJob;
 
 struct OffloadWorkerOptions {
@@ -48,9 +47,9 @@ class OffloadWorker {
  public:
   // The stores may be null. kInvalidArgument: one is missing, or does not have the options' segments.
   static Result<std::unique_ptr<OffloadWorker>> create(const OffloadWorkerOptions& options, const KvLayout& layout,
-                                                       TransferEngine& transfers, std::shared_ptr<Store> host,
-                                                       std::unique_ptr<Store> disk,
-                                                       std::unique_ptr<Store> remote = nullptr);
+                                                       TransferEngine& transfers, std::shared_ptr<SlotStore> host,
+                                                       std::unique_ptr<SlotStore> disk,
+                                                       std::unique_ptr<SlotStore> remote = nullptr);
   ~OffloadWorker();
 
   // Keys with this number belong to the key space with this digest from now on, in the remote store to `shared`; none
@@ -72,7 +71,7 @@ class OffloadWorker {
   // Returns when nothing of a plan is under way; the next poll() has all of it.
   void wait() { (void)transfers_.drain(); }
   bool idle() const { return running_.empty() && refused_.empty(); }
-  Store* store(StoreId id) const {
+  SlotStore* store(StoreId id) const {
     return id == StoreId::kHost ? host_.get() : id == StoreId::kDisk ? disk_.get() : remote_.get();
   }
 
@@ -82,7 +81,7 @@ class OffloadWorker {
   static constexpr int64_t kNoSegment = -1;
 
   OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
-                std::shared_ptr<Store> host, std::unique_ptr<Store> disk, std::unique_ptr<Store> remote);
+                std::shared_ptr<SlotStore> host, std::unique_ptr<SlotStore> disk, std::unique_ptr<SlotStore> remote);
   Status check(const TransferPlan& plan) const;
   struct Noted;
   Noted note(const TransferPlan& plan) const;
@@ -90,8 +89,8 @@ class OffloadWorker {
   void drop(std::span<const Dropped> dropped, Noted& noted);
   void begin(RunningJob job, std::span<const BlockKey> keys, const Status& ordered);
   Job make_job(std::span<const BlockKey> keys, OffloadJob& running);
-  std::unique_ptr<StoreTier> tier_of(StoreId store, std::vector<StoreSlot> slots, std::span<const BlockKey> keys);
-  StoreSlot slot_to_write(Slot slot);
+  StoreSlot slot_to_read(StoreId store, Slot slot) const;
+  StoreSlot slot_to_write(StoreId store, Slot slot);
   bool tell(OffloadJob& running, const JobResult& result, TransferReport& report);
   bool tell_refused(OffloadJob& running, TransferReport& report);
   BlockOutcome settle(const OffloadJob& running, size_t i, const ChunkTransfer& chunk);
@@ -103,9 +102,9 @@ class OffloadWorker {
   const OffloadWorkerOptions options_;
   const KvLayout& layout_;
   TransferEngine& transfers_;
-  const std::shared_ptr<Store> host_;  // a sleep may keep it too
-  const std::unique_ptr<Store> disk_;
-  const std::unique_ptr<Store> remote_;
+  const std::shared_ptr<SlotStore> host_;  // a sleep may keep it too
+  const std::unique_ptr<SlotStore> disk_;
+  const std::unique_ptr<SlotStore> remote_;
   const uint64_t block_bytes_;
   std::vector<Digest> host_digests_;      // by slot
   std::vector<StoreSlot> disk_slots_;     // by slot of the plans; -1: nothing was put there

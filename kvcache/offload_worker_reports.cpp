@@ -87,7 +87,7 @@ BlockOutcome OffloadWorker::settle(const OffloadJob& running, size_t i, const Ch
     if (planned.kind != PlanKind::kPut || planned.store != StoreId::kHost) return chunk.outcome;
     host_digests_[static_cast<size_t>(running.to[i])] = chunk.saved.digest;
     if (!host_->traits().addressable) return chunk.outcome;
-    return host_->placed(running.to[i], {}, chunk.saved.digest) ? chunk.outcome : BlockOutcome::kFailed;
+    return host_->placed(running.to[i], chunk.saved.digest) ? chunk.outcome : BlockOutcome::kFailed;
   }
   if (chunk.outcome != BlockOutcome::kFailed || planned.kind == PlanKind::kPut) return chunk.outcome;
   if (planned.kind == PlanKind::kFind)
@@ -123,7 +123,7 @@ void OffloadWorker::load_ended(uint64_t job, std::span<const int32_t> bad_blocks
 // With what ended, and where a store began or ceased to take anything.
 void OffloadWorker::report_stores(TransferReport& report) {
   for (const StoreId id : {StoreId::kHost, StoreId::kDisk, StoreId::kRemote}) {
-    const Store* const of = store(id);
+    const SlotStore* const of = store(id);
     if (of == nullptr) continue;
     const bool accepting = of->accepting();
     bool& last = accepting_[static_cast<size_t>(id)];

@@ -7,7 +7,7 @@
 
 namespace torpor {
 
-Result<std::unique_ptr<BackgroundSync>> BackgroundSync::start(Store& store, std::chrono::milliseconds interval) {
+Result<std::unique_ptr<BackgroundSync>> BackgroundSync::start(SlotStore& store, std::chrono::milliseconds interval) {
   return catching([&]() -> Result<std::unique_ptr<BackgroundSync>> {
     std::unique_ptr<BackgroundSync> made(new BackgroundSync(store, interval));
     try {

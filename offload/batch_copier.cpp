@@ -48,8 +48,8 @@ Status copied(const Error& error) noexcept {
 struct BatchCopier::Place {
   JobKind kind = JobKind::kSave;
   CopyBy copy_by = CopyBy::kEngines;
-  Tier* tier = nullptr;
-  Tier* source = nullptr;
+  RecordStore* store = nullptr;
+  RecordStore* source = nullptr;
   std::span<ChunkTransfer> batch;
   HostArena::Span kept;  // staging memory, too: for what has room there
   HostArena::Span staging;
@@ -58,16 +58,16 @@ struct BatchCopier::Place {
   std::vector<Copy> copies;
   std::vector<size_t> first_copy;        // of each member, and the end
   std::vector<StreamingDigest> digests;  // of each member, where the device takes them
-  std::vector<TierPart> parts;
+  std::vector<RecordPart> parts;
   bool on_stream = false;
   Status enqueued;
   std::optional<EventId> event;
   Error event_error;
 
-  // The tier whose memory the bytes are in, if they are in one's.
-  Tier* memory() const { return from() != nullptr && from()->addressable() ? from() : nullptr; }
-  Tier* from() const { return source != nullptr ? source : tier; }  // on the way up and on
-  bool in_tier() const { return memory() != nullptr; }
+  // The store whose memory the bytes are in, if they are in one's.
+  RecordStore* memory() const { return from() != nullptr && from()->traits().addressable ? from() : nullptr; }
+  RecordStore* from() const { return source != nullptr ? source : store; }  // on the way up and on
+  bool in_store() const { return memory() != nullptr; }
   Direction direction() const {
     return kind == JobKind::kRestore ? Direction::kHostToDevice : Direction::kDeviceToHost;
   }
@@ -127,13 +127,13 @@ bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
   Place& place = (*places_)[begun_ % 2];
   place.kind = job.kind;
   place.copy_by = job.copy_by;
-  place.tier = job.tier;
+  place.store = job.store;
   place.source = job.source;
   place.batch = batch;
   place.on_stream = false;
   place.members.clear();
   const bool moves = job.kind != JobKind::kFind;
-  const Status staged = catching([&] { return place.in_tier() || !moves ? ok() : stage(place); });
+  const Status staged = catching([&] { return place.in_store() || !moves ? ok() : stage(place); });
   if (!staged && under_way() > 0) return false;
   ++begun_;
   for (ChunkTransfer& chunk : batch) {
@@ -179,7 +179,7 @@ Status BatchCopier::stage(Place& place) {
 Status BatchCopier::prepare(Place& place) {
   take_places(place);
   if (place.kind == JobKind::kRestore || place.kind == JobKind::kMove) {
-    if (!place.in_tier()) read(place);
+    if (!place.in_store()) read(place);
     for (size_t i = 0; i < place.batch.size(); ++i) {
       if (place.batch[i].status) place.batch[i].status = check(place, i);
     }
@@ -191,22 +191,22 @@ Status BatchCopier::prepare(Place& place) {
 // Where each chunk's bytes are on the host, for tiers in memory.
 void BatchCopier::take_places(Place& place) {
   const bool up = place.kind == JobKind::kRestore || place.kind == JobKind::kMove;
-  if (place.in_tier()) place.host.clear();
+  if (place.in_store()) place.host.clear();
   for (ChunkTransfer& chunk : place.batch) {
     const uint64_t bytes = chunk.plan->bytes();
-    if (!up) chunk.saved = {.key = chunk.plan->key, .bytes = bytes};
+    if (!up) chunk.saved = {.key = chunk.plan->key, .bytes = bytes, .offset = static_cast<uint64_t>(chunk.slot)};
     if (chunk.saved.bytes != bytes) {
       chunk.status = Error{.code = Code::kIncompatible,
                            .what = fmt::format("{} was saved with {} bytes, not {}", chunk.plan->key.to_string(),
                                                chunk.saved.bytes, bytes),
                            .next_step = "wake it into the engine configuration that saved it"};
     }
-    if (!place.in_tier()) continue;
+    if (!place.in_store()) continue;
     if (up) {
       place.host.push_back(place.memory()->view(chunk.saved));
       continue;
     }
-    const Result<std::span<std::byte>> room = place.tier->place(chunk.saved);
+    const Result<std::span<std::byte>> room = place.store->place(chunk.saved);
     if (!room) chunk.status = room.error();
     place.host.push_back(room ? *room : std::span<std::byte>{});
   }
@@ -215,7 +215,8 @@ void BatchCopier::take_places(Place& place) {
 void BatchCopier::read(Place& place) {
   place.parts.clear();
   for (size_t i = 0; i < place.batch.size(); ++i) {
-    if (place.batch[i].status) place.parts.push_back({&place.batch[i].saved, place.host[i], ok()});
+    ChunkTransfer& chunk = place.batch[i];
+    if (chunk.status) place.parts.push_back({&chunk.saved, place.host[i], ok(), chunk.key});
   }
   place.from()->get(place.parts);
   size_t part = 0;
@@ -226,7 +227,7 @@ void BatchCopier::read(Place& place) {
 
 // In the pass of the copy itself. What was read from a disk is believed by nobody before it is checked.
 bool BatchCopier::digested_on_the_way(const Place& place) const {
-  if (place.kind == JobKind::kMove || (place.kind == JobKind::kRestore && !place.in_tier())) return false;
+  if (place.kind == JobKind::kMove || (place.kind == JobKind::kRestore && !place.in_store())) return false;
   return device_.takes_digests();
 }
 
@@ -234,7 +235,7 @@ Status BatchCopier::check(const Place& place, size_t i) const {
   const SavedChunk& saved = place.batch[i].saved;
   if (place.host[i].size() != saved.bytes) {
     return Error{.code = Code::kInternal,
-                 .what = fmt::format("{} is not in the {} tier", saved.key.to_string(), place.from()->kind())};
+                 .what = fmt::format("{} is not in the {} tier", saved.key.to_string(), place.from()->traits().kind)};
   }
   if (digested_on_the_way(place) || digest_of(place.host[i]) == saved.digest) return ok();
   return wrong_bytes(saved);
@@ -351,9 +352,12 @@ DrainResult BatchCopier::end_copies(Place& place) {
 void BatchCopier::put(Place& place) {
   place.parts.clear();
   for (const size_t member : place.members) {
-    if (place.batch[member].status) place.parts.push_back({&place.batch[member].saved, place.host[member], ok()});
+    ChunkTransfer& chunk = place.batch[member];
+    if (!chunk.status) continue;
+    if (place.kind == JobKind::kMove) chunk.saved.offset = static_cast<uint64_t>(chunk.slot);
+    place.parts.push_back({&chunk.saved, place.host[member], ok(), chunk.key});
   }
-  place.tier->put(place.parts);
+  place.store->put(place.parts);
   size_t part = 0;
   for (const size_t member : place.members) {
     if (place.batch[member].status) place.batch[member].status = std::move(place.parts[part++].status);
@@ -363,10 +367,10 @@ void BatchCopier::put(Place& place) {
 void BatchCopier::find(Place& place) {
   place.parts.clear();
   for (ChunkTransfer& chunk : place.batch) {
-    if (chunk.status) place.parts.push_back({&chunk.saved, {}, ok()});
+    if (chunk.status) place.parts.push_back({&chunk.saved, {}, ok(), chunk.key});
   }
   if (place.parts.empty()) return;
-  place.tier->find(place.parts);
+  place.store->find(place.parts);
   size_t part = 0;
   for (ChunkTransfer& chunk : place.batch) {
     if (chunk.status) chunk.status = std::move(place.parts[part++].status);
@@ -391,7 +395,7 @@ DrainResult BatchCopier::finish() {
       }
       chunk.saved.digest = place.digests.empty() ? digest_of(place.host[place.members[m]]) : place.digests[m].finish();
     }
-    if (place.kind == JobKind::kSave && !place.in_tier()) put(place);
+    if (place.kind == JobKind::kSave && !place.in_store()) put(place);
     return ok();
   });
   if (!stored) fail_all(place.batch, stored.error());

@@ -3,9 +3,9 @@
 // the copies of one batch run while the batch before is written, and the next is read and checked.
 //
 // Down: copied, proven by an event, digest taken (in the same pass where the device can, else of the host copy), put
-// into the tier. Up: read, its digest checked, and only then copied; out of memory the digest is taken in the pass of
+// into the store. Up: read, its digest checked, and only then copied; out of memory the digest is taken in the pass of
 // the copy where the device can, and a wrong one fails the chunk. A batch of chunks is one list of copies with one
-// event; if that fails, its chunks are tried one by one, so that one marks no other (I5). Between tiers: the digest is
+// event; if that fails, its chunks are tried one by one, so that one marks no other (I5). Between stores: the digest is
 // checked in the memory of the one, and from there put into the other.
 //
 // Threads: one at a time. Failure: want of memory fails the batch, and no copy is left running by it. After a copy

@@ -22,7 +22,7 @@ using StoreSlot = int64_t;
 struct BlockKey {
   std::array<uint8_t, 32> hash{};  // the engine's, chained; shorter ones are padded with zeros
   uint32_t group = 0;              // KV cache group
-  uint32_t space = 0;              // number of a key space that this process has opened (Store::open_space)
+  uint32_t space = 0;              // number of a key space that this process has opened (SlotStore::open_space)
   friend bool operator==(const BlockKey&, const BlockKey&) = default;
 };
 

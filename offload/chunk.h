@@ -41,14 +41,14 @@ uint64_t bytes_of(std::span<const ChunkPlan> plans);
 // The staging memory of its batches is never more than that.
 size_t end_of_job(std::span<const ChunkPlan> plans, size_t first, uint64_t most);
 
-// A chunk that was saved: what it is, what its bytes hash to, where the tier put it.
+// A chunk that was saved: what it is, what its bytes hash to, where it lies in its store.
 struct SavedChunk {
   ChunkKey key;
   uint64_t bytes = 0;  // in device memory
   Digest digest;       // of these bytes
   Codec codec = Codec::kNone;
-  uint64_t offset = 0;        // in its tier: an offset in its file; in the host tier, its index there
-  uint64_t stored_bytes = 0;  // in its tier
+  uint64_t offset = 0;        // in its store: in its file; in a HostTier, its number there; in a SlotStore, its slot
+  uint64_t stored_bytes = 0;  // in its store
   uint32_t file = 0;          // which of a rank's files it lies in; 0: the rank's own
   SealTag seal{};             // of the stored bytes, if the checkpoint is sealed
   friend bool operator==(const SavedChunk&, const SavedChunk&) = default;

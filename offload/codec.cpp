@@ -95,6 +95,12 @@ std::optional<Bytes> compress(std::span<const std::byte> bytes, const Compressio
   return packed;
 }
 
+Encoded encode(std::span<const std::byte> bytes, std::span<std::byte> room, const CompressionOptions& options) {
+  if (room.empty()) return {bytes, Codec::kNone};
+  const std::optional<uint64_t> size = compress_into(bytes, room, options);
+  return size ? Encoded{room.first(*size), options.codec} : Encoded{bytes, Codec::kNone};
+}
+
 Status decompress(Codec codec, std::span<const std::byte> stored, std::span<std::byte> out) {
   if (codec == Codec::kNone) {
     if (stored.size() != out.size())

@@ -36,6 +36,15 @@ std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::spa
                                       const CompressionOptions& options = {});
 std::optional<Bytes> compress(std::span<const std::byte> bytes, const CompressionOptions& options = {});
 
+// Bytes in the form in which they are stored: encoded, or as they are.
+struct Encoded {
+  std::span<const std::byte> bytes;
+  Codec codec = Codec::kNone;
+};
+// Return `bytes` as compress_into() makes them in `room`, or themselves where that does not pay. An empty `room`: there
+// is no memory to encode them.
+Encoded encode(std::span<const std::byte> bytes, std::span<std::byte> room, const CompressionOptions& options);
+
 // Decodes into exactly `out.size()` bytes, the size that the describing record promised; allocates nothing of the
 // input's choosing. kCorruption when the input is damaged or has another size.
 Status decompress(Codec codec, std::span<const std::byte> stored, std::span<std::byte> out);

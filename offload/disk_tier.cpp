@@ -97,17 +97,17 @@ uint64_t DiskTier::take_place(uint64_t padded_bytes) {
   return record_offset(end, padded_bytes);
 }
 
-void DiskTier::put(std::span<TierPart> parts) {
+void DiskTier::put(std::span<RecordPart> parts) {
   const RecordFile file = records_of(0);
   uint64_t most = 0;
-  for (const TierPart& part : parts) most += file.scratch_to_encode(part.bytes, options_.compression);
+  for (const RecordPart& part : parts) most += file.scratch_to_encode(part.bytes, options_.compression);
   ScratchPool::Lease scratch(scratch_);
   std::span<std::byte> room = scratch->room(most);
   const bool enough = room.size() >= most;
   std::vector<FilePart> writes;
   std::vector<size_t> owner;  // of each write
   for (size_t i = 0; i < parts.size(); ++i) {
-    TierPart& part = parts[i];
+    RecordPart& part = parts[i];
     SavedChunk& chunk = *part.chunk;
     part.status = enough ? count(part.bytes.size()) : Status(no_memory_for(most));
     if (!part.status) continue;
@@ -146,12 +146,12 @@ Status DiskTier::check(const SavedChunk& chunk, uint64_t bytes) const {
                .next_step = "use another checkpoint"};
 }
 
-void DiskTier::get(std::span<TierPart> parts) {
+void DiskTier::get(std::span<RecordPart> parts) {
   std::vector<std::vector<FileRecord>> records(sources_.size());  // of each file
   std::vector<size_t> place(parts.size());                        // of each part among its file's
   uint64_t most = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
-    TierPart& part = parts[i];
+    RecordPart& part = parts[i];
     part.status = check(*part.chunk, part.bytes.size());
     if (part.status) part.status = count(part.bytes.size());
     if (!part.status) continue;

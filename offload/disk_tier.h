@@ -14,8 +14,8 @@
 #include "base/progress.h"
 #include "offload/codec.h"
 #include "offload/record_file.h"
+#include "offload/record_store.h"
 #include "offload/scratch.h"
-#include "offload/tier.h"
 
 namespace torpor {
 
@@ -33,7 +33,7 @@ struct OpenChunkFile {
   std::shared_ptr<const Seal> seal;  // null: it is not sealed
 };
 
-class DiskTier final : public Tier {
+class DiskTier final : public RecordStore {
  public:
   // A new file in `directory`, for writing (and reading back what was written to it).
   static Result<std::unique_ptr<DiskTier>> create(Directory& directory, std::string_view name,
@@ -43,11 +43,10 @@ class DiskTier final : public Tier {
   static Result<std::unique_ptr<DiskTier>> open(std::vector<OpenChunkFile> files, int32_t rank,
                                                 std::shared_ptr<ProgressMeter> progress = nullptr);
 
-  std::string_view kind() const override { return "disk"; }
-  bool addressable() const override { return false; }
+  const StoreTraits& traits() const override { return traits_; }
   Status prepare(uint64_t bytes, uint64_t chunks) override;
-  void put(std::span<TierPart> parts) override;
-  void get(std::span<TierPart> parts) override;
+  void put(std::span<RecordPart> parts) override;
+  void get(std::span<RecordPart> parts) override;
   Status finish() override;
 
   uint64_t file_bytes() const { return end_; }  // of the new file; exact after finish()
@@ -63,6 +62,7 @@ class DiskTier final : public Tier {
   Status count(uint64_t bytes);
   uint64_t take_place(uint64_t padded_bytes);
 
+  const StoreTraits traits_{.kind = "disk"};
   ChunkFileOptions options_;
   std::vector<Source> sources_;
   std::atomic<uint64_t> end_ = 0;  // where the next chunk goes

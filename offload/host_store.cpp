@@ -93,17 +93,20 @@ void HostStore::forget(Content& content) {
 
 // ---- addressable
 
-Result<std::span<std::byte>> HostStore::place(StoreSlot slot, uint64_t bytes) {
-  if (packs()) return Store::place(slot, bytes);
-  if (!has(slot) || bytes == 0 || bytes > options_.slot_bytes) return wrong_part(slot, bytes);
+Result<std::span<std::byte>> HostStore::place(SavedChunk& chunk) {
+  if (packs()) return SlotStore::place(chunk);
+  const auto slot = static_cast<StoreSlot>(chunk.offset);
+  if (!has(slot) || chunk.bytes == 0 || chunk.bytes > options_.slot_bytes) return wrong_part(slot, chunk.bytes);
+  chunk.codec = Codec::kNone;
+  chunk.stored_bytes = chunk.bytes;
   const MutexLock lock(mutex_);
   Content& content = contents_[static_cast<size_t>(slot)];
-  content = {.record = {.bytes = bytes, .stored = bytes}};
+  content = {.record = {.bytes = chunk.bytes, .stored = chunk.bytes}};
   return memory_of(slot, content);
 }
 
-Status HostStore::placed(StoreSlot slot, const BlockKey& key, const Digest& digest) {
-  if (packs()) return Store::placed(slot, key, digest);
+Status HostStore::placed(StoreSlot slot, const Digest& digest) {
+  if (packs()) return SlotStore::placed(slot, digest);
   const MutexLock lock(mutex_);
   if (!has(slot) || contents_[static_cast<size_t>(slot)].record.bytes == 0) return not_there(slot);
   Content& content = contents_[static_cast<size_t>(slot)];
@@ -113,7 +116,8 @@ Status HostStore::placed(StoreSlot slot, const BlockKey& key, const Digest& dige
   return ok();
 }
 
-std::span<std::byte> HostStore::view(StoreSlot slot) {
+std::span<std::byte> HostStore::view(const SavedChunk& chunk) {
+  const auto slot = static_cast<StoreSlot>(chunk.offset);
   if (packs() || !has(slot)) return {};
   const MutexLock lock(mutex_);
   return memory_of(slot, contents_[static_cast<size_t>(slot)]);
@@ -121,12 +125,12 @@ std::span<std::byte> HostStore::view(StoreSlot slot) {
 
 // ---- all
 
-void HostStore::do_put(std::span<StorePart> parts) {
+void HostStore::do_put(std::span<RecordPart> parts) {
   uint64_t most = 0;
-  for (const StorePart& part : parts) most = std::max(most, compressed_bound(part.bytes.size()));
+  for (const RecordPart& part : parts) most = std::max(most, compressed_bound(part.bytes.size()));
   ScratchPool::Lease scratch(scratch_);
   const std::span<std::byte> room = packs() ? scratch->room(most) : std::span<std::byte>();
-  for (StorePart& part : parts) {
+  for (RecordPart& part : parts) {
     if (!part.status) continue;
     part.status = catching([&] { return put_one(part, room); });
     if (!part.status) count_failed(part.status.error());
@@ -144,21 +148,18 @@ void HostStore::count_failed(const Error& error) {
   if (before == 0) log().warn("KV in host memory: {}; it is not kept there", error.what);  // and then counted
 }
 
-// Into `room` first: how much a block needs is known then. Without room it lies as it is.
-Status HostStore::put_one(StorePart& part, std::span<std::byte> room) {
-  if (!has(part.slot) || part.bytes.empty() || part.bytes.size() > options_.slot_bytes)
-    return wrong_part(part.slot, part.bytes.size());
-  std::optional<uint64_t> size;
-  if (!room.empty()) size = compress_into(part.bytes, room, {.codec = options_.codec});
-  const std::span<const std::byte> bytes = size ? room.first(*size) : part.bytes;
-  const StoredRecord record{.bytes = part.bytes.size(),
-                            .stored = bytes.size(),
-                            .digest = part.record.digest,
-                            .codec = size ? options_.codec : Codec::kNone};
+// Into `room` first: how much a block needs is known then.
+Status HostStore::put_one(RecordPart& part, std::span<std::byte> room) {
+  const StoreSlot slot = slot_of(part);
+  if (!has(slot) || part.bytes.empty() || part.bytes.size() > options_.slot_bytes)
+    return wrong_part(slot, part.bytes.size());
+  const auto [bytes, codec] = encode(part.bytes, room, {.codec = options_.codec});
+  const StoredRecord record{
+      .bytes = part.bytes.size(), .stored = bytes.size(), .digest = part.chunk->digest, .codec = codec};
   Content now{.record = record, .found = true};
   {
     const MutexLock lock(mutex_);
-    forget(contents_[static_cast<size_t>(part.slot)]);
+    forget(contents_[static_cast<size_t>(slot)]);
     if (bytes.size() > bytes_of_slot(options_.slot_bytes, options_.codec)) {
       if (whole_free_.empty()) {
         return Error{.code = Code::kResourceExhausted,
@@ -171,11 +172,11 @@ Status HostStore::put_one(StorePart& part, std::span<std::byte> room) {
       whole_uses_[static_cast<size_t>(now.whole)] = 1;
     }
   }
-  std::memcpy(memory_of(part.slot, now).data(), bytes.data(), bytes.size());
-  part.record = record;
+  std::memcpy(memory_of(slot, now).data(), bytes.data(), bytes.size());
+  describe(part, record);
   const MutexLock lock(mutex_);
-  forget(contents_[static_cast<size_t>(part.slot)]);
-  contents_[static_cast<size_t>(part.slot)] = now;
+  forget(contents_[static_cast<size_t>(slot)]);
+  contents_[static_cast<size_t>(slot)] = now;
   health_.put_bytes += record.stored;
   return ok();
 }
@@ -202,19 +203,19 @@ class HostStore::Reading {
   Content content_;
 };
 
-void HostStore::do_get(std::span<StorePart> parts) {
-  for (StorePart& part : parts) {
+void HostStore::do_get(std::span<RecordPart> parts) {
+  for (RecordPart& part : parts) {
     if (part.status) part.status = get_one(part);
   }
 }
 
-Status HostStore::get_one(StorePart& part) {
-  const Reading reading(*this, part.slot);
+Status HostStore::get_one(RecordPart& part) {
+  const Reading reading(*this, slot_of(part));
   const Content& content = reading.content();
-  if (!content.found) return not_there(part.slot);
+  if (!content.found) return not_there(slot_of(part));
   if (content.record.bytes != part.bytes.size()) return wrong_size(part, content.record.bytes);
-  TORPOR_TRY(decompress(content.record.codec, memory_of(part.slot, content), part.bytes));
-  part.record = content.record;
+  TORPOR_TRY(decompress(content.record.codec, memory_of(slot_of(part), content), part.bytes));
+  describe(part, content.record);
   const MutexLock lock(mutex_);
   health_.got_bytes += content.record.stored;
   return ok();

@@ -15,7 +15,7 @@
 #include "allocator/host_arena.h"
 #include "base/mutex.h"
 #include "offload/scratch.h"
-#include "offload/store.h"
+#include "offload/slot_store.h"
 
 namespace torpor {
 
@@ -27,7 +27,7 @@ struct HostStoreOptions {
   uint64_t bytes() const;          // of the arena; 0: the options are wrong
 };
 
-class HostStore final : public Store {
+class HostStore final : public SlotStore {
  public:
   // `arena` outlives the result. kResourceExhausted when it has no room for all slots.
   static Result<std::unique_ptr<HostStore>> create(HostArena& arena, HostStoreOptions options);
@@ -36,9 +36,9 @@ class HostStore final : public Store {
 
   const StoreTraits& traits() const override { return traits_; }
   void open_space(uint32_t, const Digest&) override {}
-  Result<std::span<std::byte>> place(StoreSlot slot, uint64_t bytes) override;
-  Status placed(StoreSlot slot, const BlockKey& key, const Digest& digest) override;
-  std::span<std::byte> view(StoreSlot slot) override;
+  Result<std::span<std::byte>> place(SavedChunk& chunk) override;
+  Status placed(StoreSlot slot, const Digest& digest) override;
+  std::span<std::byte> view(const SavedChunk& chunk) override;
   void drop(std::span<const SlotRange> ranges) override;
   Status sync() override { return ok(); }
   StoreHealth health() const override;
@@ -57,10 +57,10 @@ class HostStore final : public Store {
   };
   class Reading;
   HostStore(HostStoreOptions options, HostArena::Span memory);
-  void do_put(std::span<StorePart> parts) override;
-  void do_get(std::span<StorePart> parts) override;
-  Status put_one(StorePart& part, std::span<std::byte> room);
-  Status get_one(StorePart& part);
+  void do_put(std::span<RecordPart> parts) override;
+  void do_get(std::span<RecordPart> parts) override;
+  Status put_one(RecordPart& part, std::span<std::byte> room);
+  Status get_one(RecordPart& part);
   void count_failed(const Error& error);
   bool packs() const { return options_.codec != Codec::kNone; }
   bool has(StoreSlot slot) const { return slot >= 0 && slot < options_.slots; }

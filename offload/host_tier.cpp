@@ -46,38 +46,32 @@ void HostTier::borrow(SavedChunk& chunk, std::span<std::byte> bytes, Codec codec
   chunk.codec = codec;
 }
 
-void HostTier::put(std::span<TierPart> parts) {
-  if (codec_ == Codec::kNone) return Tier::put(parts);
+void HostTier::put(std::span<RecordPart> parts) {
+  if (codec_ == Codec::kNone) return RecordStore::put(parts);
   uint64_t most = 0;
-  for (const TierPart& part : parts) most = std::max(most, compressed_bound(part.bytes.size()));
+  for (const RecordPart& part : parts) most = std::max(most, compressed_bound(part.bytes.size()));
   ScratchPool::Lease scratch(scratch_);
   const std::span<std::byte> room = scratch->room(most);
-  for (TierPart& part : parts) {
-    part.status = room.empty() ? Status(Error{.code = Code::kResourceExhausted,
-                                              .what = fmt::format("no memory for {} bytes", most),
-                                              .next_step = "free some and try again"})
-                               : pack(part, room);
-  }
+  for (RecordPart& part : parts) part.status = pack(part, room);
 }
 
 // Into `room` first: so the arena is asked for what is needed to the end, and no more.
-Status HostTier::pack(TierPart& part, std::span<std::byte> room) {
+Status HostTier::pack(RecordPart& part, std::span<std::byte> room) {
   SavedChunk& chunk = *part.chunk;
-  const std::optional<uint64_t> size = compress_into(part.bytes, room, {.codec = codec_});
-  const std::span<const std::byte> stored = size ? room.first(*size) : part.bytes;
+  const auto [stored, codec] = encode(part.bytes, room, {.codec = codec_});
   TORPOR_ASSIGN(HostArena::Span span, arena_.allocate(stored.size()));
   std::memcpy(span.bytes().data(), stored.data(), stored.size());
-  chunk.codec = size ? codec_ : Codec::kNone;
+  chunk.codec = codec;
   chunk.stored_bytes = stored.size();
   adopt(chunk, std::move(span));
   return ok();
 }
 
-void HostTier::get(std::span<TierPart> parts) {
-  for (TierPart& part : parts) part.status = unpack(part);
+void HostTier::get(std::span<RecordPart> parts) {
+  for (RecordPart& part : parts) part.status = unpack(part);
 }
 
-Status HostTier::unpack(const TierPart& part) {
+Status HostTier::unpack(const RecordPart& part) {
   const SavedChunk& chunk = *part.chunk;
   std::span<const std::byte> stored;
   {
@@ -86,7 +80,7 @@ Status HostTier::unpack(const TierPart& part) {
   }
   if (stored.empty() || stored.size() != chunk.stored_bytes || part.bytes.size() != chunk.bytes) {
     return Error{.code = Code::kInternal,
-                 .what = fmt::format("{} is not in the {} tier", chunk.key.to_string(), kind())};
+                 .what = fmt::format("{} is not in the {} tier", chunk.key.to_string(), traits_.kind)};
   }
   const Status unpacked = decompress(chunk.codec, stored, part.bytes);
   return unpacked ? ok() : Status(unpacked.error().within(chunk.key.to_string()));

@@ -3,8 +3,9 @@
 // back to the arena.
 //
 // With a codec each chunk is packed on its way in and unpacked on its way out, in pieces of memory of the caller's: the
-// tier is not addressable then. What does not get smaller lies there as it is. Each takes whole pages. Until finish()
-// the tier also has memory for a packed chunk for each thread that puts some, and the arena brings up what is missing.
+// tier is not addressable then. What does not get smaller, or what there is no memory to pack, lies there as it is.
+// Each takes whole pages. Until finish() the tier also has memory for a packed chunk for each thread that puts some,
+// and the arena brings up what is missing.
 #pragma once
 
 #include <memory>
@@ -12,24 +13,25 @@
 
 #include "allocator/host_arena.h"
 #include "base/mutex.h"
+#include "offload/record_store.h"
 #include "offload/scratch.h"
-#include "offload/tier.h"
 
 namespace torpor {
 
-class HostTier final : public Tier {
+class HostTier final : public RecordStore {
  public:
   // `arena` outlives the tier. `codec`: none or bf16.
-  explicit HostTier(HostArena& arena, Codec codec = Codec::kNone) : arena_(arena), codec_(codec) {}
-  std::string_view kind() const override { return "host"; }
-  bool addressable() const override { return codec_ == Codec::kNone; }
-  bool in_memory() const override { return true; }
+  explicit HostTier(HostArena& arena, Codec codec = Codec::kNone)
+      : traits_{.kind = "host", .in_memory = true, .addressable = codec == Codec::kNone},
+        arena_(arena),
+        codec_(codec) {}
+  const StoreTraits& traits() const override { return traits_; }
   // Packed: as much as they need at least. Of much that is missing, a piece is there when it returns.
   Status prepare(uint64_t bytes, uint64_t chunks) override;
   Result<std::span<std::byte>> place(SavedChunk& chunk) override;
   std::span<std::byte> view(const SavedChunk& chunk) override;  // empty for a packed one, too
-  void put(std::span<TierPart> parts) override;
-  void get(std::span<TierPart> parts) override;
+  void put(std::span<RecordPart> parts) override;
+  void get(std::span<RecordPart> parts) override;
   Status finish() override {
     scratch_.clear();
     ahead_ = {};
@@ -47,9 +49,10 @@ class HostTier final : public Tier {
   static void abandon(std::unique_ptr<HostTier> tier) noexcept;
 
  private:
-  Status pack(TierPart& part, std::span<std::byte> room);
-  Status unpack(const TierPart& part);
+  Status pack(RecordPart& part, std::span<std::byte> room);
+  Status unpack(const RecordPart& part);
 
+  const StoreTraits traits_;
   HostArena& arena_;
   const Codec codec_;
   ScratchPool scratch_;

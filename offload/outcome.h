@@ -10,16 +10,16 @@
 namespace torpor {
 
 enum class BlockOutcome : uint8_t {
-  kTransferred,  // proven, and visible in the target tier
+  kTransferred,  // proven, and visible in the target store
   kPresent,      // it was there already, or on its way
   kFiltered,     // a policy said no
   kPolicyTimeout,
   kCancelled,  // before a byte of it moved
   kPreconditionFailed,
   kEvicted,  // its source was gone when it was to be kept
-  kNoRoom,   // the target tier has no room
+  kNoRoom,   // the target store has no room
   kQueueFull,
-  kDegraded,  // the target tier takes nothing for now: its medium failed
+  kDegraded,  // the target store takes nothing for now: its medium failed
   kFailed,    // the copy failed, and is proven over
   kUnproven,  // the copy may still be running; both sides are quarantined
   kShutDown,

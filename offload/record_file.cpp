@@ -33,14 +33,14 @@ uint64_t RecordFile::scratch_to_encode(std::span<const std::byte> bytes, const C
 
 void RecordFile::encode(FileRecord& record, std::span<std::byte>& scratch,
                         const CompressionOptions& compression) const {
-  const std::optional<uint64_t> packed = compress_into(record.bytes, scratch, compression);
-  record.codec = packed ? compression.codec : Codec::kNone;
-  record.stored = packed.value_or(record.bytes.size());
+  const Encoded encoded = torpor::encode(record.bytes, scratch, compression);
+  record.codec = encoded.codec;
+  record.stored = encoded.bytes.size();
   record.pages = record.bytes;
-  if (!packed && !encrypts() && fits_pages(record.bytes)) return;
+  if (record.codec == Codec::kNone && !encrypts() && fits_pages(record.bytes)) return;
   record.pages = scratch.first(align_up(record.stored, kPage));
   scratch = scratch.subspan(record.pages.size());
-  if (!packed) std::memcpy(record.pages.data(), record.bytes.data(), record.stored);
+  if (record.codec == Codec::kNone) std::memcpy(record.pages.data(), record.bytes.data(), record.stored);
   std::memset(record.pages.data() + record.stored, 0, record.pages.size() - record.stored);
 }
 

@@ -9,7 +9,7 @@
 
 #include "base/file_system.h"
 #include "offload/segment_format.h"
-#include "offload/store.h"
+#include "offload/slot_store.h"
 
 namespace torpor {
 

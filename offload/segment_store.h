@@ -29,7 +29,7 @@
 #include "base/seal.h"
 #include "offload/scratch.h"
 #include "offload/segment_format.h"
-#include "offload/store.h"
+#include "offload/slot_store.h"
 
 namespace torpor {
 
@@ -49,7 +49,7 @@ struct SegmentStoreOptions {
   std::chrono::milliseconds lock_wait{0};  // for a process that is ending to let go of the directory
 };
 
-class SegmentStore final : public Store {
+class SegmentStore final : public SlotStore {
  public:
   static constexpr uint32_t kOpenSegments = 32;
 
@@ -86,8 +86,8 @@ class SegmentStore final : public Store {
   SegmentStore(std::unique_ptr<Directory> directory, std::unique_ptr<File> lock, SegmentStoreOptions options,
                const Clock& clock);
   Status look_around();
-  void do_put(std::span<StorePart> parts) override;
-  void do_get(std::span<StorePart> parts) override;
+  void do_put(std::span<RecordPart> parts) override;
+  void do_get(std::span<RecordPart> parts) override;
 
   // segment_store.cpp
   uint64_t number_of(StoreSlot slot) const { return static_cast<uint64_t>(slot / traits_.slots_per_segment); }
@@ -96,13 +96,13 @@ class SegmentStore final : public Store {
   Result<SegmentPtr> begin_segment(uint64_t number, uint32_t space) TORPOR_REQUIRES(mutex_);
   Status make_file(Segment& segment);
   void end_older() TORPOR_REQUIRES(mutex_);
-  void put_batch(std::span<StorePart* const> parts);
-  Status encode(std::span<StorePart* const> parts, const RecordFile& file, PageBuffer& scratch, Batch& batch) const;
+  void put_batch(std::span<RecordPart* const> parts);
+  Status encode(std::span<RecordPart* const> parts, const RecordFile& file, PageBuffer& scratch, Batch& batch) const;
   Status reserve(Segment& segment, Batch& batch);
   void write(Segment& segment, Batch& batch);
   void settle(Segment& segment, Batch& batch);
   void finish_ended();
-  std::vector<Reading> find(std::span<StorePart> parts);
+  std::vector<Reading> look_up(std::span<RecordPart> parts);
   void read(std::span<Reading> readings, std::span<std::byte>& room);
   Result<std::shared_ptr<File>> file_of(Segment& segment);
   void close_oldest();

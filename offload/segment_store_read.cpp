@@ -11,15 +11,15 @@
 namespace torpor {
 
 struct SegmentStore::Reading {
-  StorePart* part = nullptr;
+  RecordPart* part = nullptr;
   SegmentPtr segment;
   FileRecord record{};
 };
 
 // ---- get
 
-void SegmentStore::do_get(std::span<StorePart> parts) {
-  std::vector<Reading> readings = find(parts);
+void SegmentStore::do_get(std::span<RecordPart> parts) {
+  std::vector<Reading> readings = look_up(parts);
   uint64_t most = 0;
   for (const Reading& reading : readings) most += RecordFile::scratch_to_read(reading.record);
   ScratchPool::Lease scratch(scratch_);
@@ -42,17 +42,17 @@ void SegmentStore::do_get(std::span<StorePart> parts) {
   }
 }
 
-std::vector<SegmentStore::Reading> SegmentStore::find(std::span<StorePart> parts) {
+std::vector<SegmentStore::Reading> SegmentStore::look_up(std::span<RecordPart> parts) {
   std::vector<Reading> readings;
   readings.reserve(parts.size());
   const MutexLock lock(mutex_);
-  for (StorePart& part : parts) {
+  for (RecordPart& part : parts) {
     if (!part.status) continue;
-    const auto segment = segments_.find(number_of(part.slot));
-    const auto position = static_cast<size_t>(part.slot % traits_.slots_per_segment);
+    const auto segment = segments_.find(number_of(slot_of(part)));
+    const auto position = static_cast<size_t>(slot_of(part) % traits_.slots_per_segment);
     if (segment == segments_.end() || !segment->second->is_there() ||
         segment->second->places[position].use != Segment::Use::kStored) {
-      part.status = not_there(part.slot);
+      part.status = not_there(slot_of(part));
       continue;
     }
     const SegmentRecord& record = segment->second->places[position].record;
@@ -60,7 +60,7 @@ std::vector<SegmentStore::Reading> SegmentStore::find(std::span<StorePart> parts
       part.status = wrong_size(part, record.bytes);
       continue;
     }
-    part.record = stored_record(record);
+    describe(part, stored_record(record));
     readings.push_back({&part, segment->second, file_record(record, part.bytes, segment->second->file_of_records())});
   }
   std::stable_sort(readings.begin(), readings.end(), [](const Reading& a, const Reading& b) {

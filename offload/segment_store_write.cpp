@@ -21,7 +21,7 @@ bool is_callers(const Error& error) {
 // One batch on its way to the disk.
 struct SegmentStore::Batch {
   struct Item {
-    StorePart* part = nullptr;
+    RecordPart* part = nullptr;
     SegmentRecord record;
     FileRecord in_file;  // the same
     size_t write = 0;    // which of the writes has it
@@ -48,16 +48,18 @@ class SegmentStore::Writing {
   Batch& batch_;
 };
 
-void SegmentStore::do_put(std::span<StorePart> parts) {
+void SegmentStore::do_put(std::span<RecordPart> parts) {
   remove_dropped();
-  std::vector<StorePart*> sorted;
+  std::vector<RecordPart*> sorted;
   sorted.reserve(parts.size());
-  for (StorePart& part : parts) {
+  for (RecordPart& part : parts) {
     if (part.status) sorted.push_back(&part);
   }
-  const auto place = [this](const StorePart* part) { return std::pair(number_of(part->slot), part->key.space); };
+  const auto place = [this](const RecordPart* part) {
+    return std::pair(number_of(slot_of(*part)), key_of(*part).space);
+  };
   std::stable_sort(sorted.begin(), sorted.end(),
-                   [&](const StorePart* a, const StorePart* b) { return place(a) < place(b); });
+                   [&](const RecordPart* a, const RecordPart* b) { return place(a) < place(b); });
   for (size_t first = 0; first < sorted.size();) {
     size_t end = first + 1;
     while (end < sorted.size() && end - first < kBatchRecords && place(sorted[end]) == place(sorted[first])) ++end;
@@ -65,22 +67,23 @@ void SegmentStore::do_put(std::span<StorePart> parts) {
     first = end;
   }
   bool any_good = false;
-  for (const StorePart* part : sorted) {
+  for (const RecordPart* part : sorted) {
     any_good = any_good || part->status.has_value();
     if (!part->status && !is_callers(part->status.error())) note(part->status.error(), true);
   }
-  if (any_good && std::all_of(sorted.begin(), sorted.end(), [](const StorePart* p) { return p->status.has_value(); })) {
+  if (any_good &&
+      std::all_of(sorted.begin(), sorted.end(), [](const RecordPart* p) { return p->status.has_value(); })) {
     const MutexLock lock(mutex_);
     health_.degraded = false;
   }
   finish_ended();
 }
 
-void SegmentStore::put_batch(std::span<StorePart* const> parts) {
+void SegmentStore::put_batch(std::span<RecordPart* const> parts) {
   const auto fail = [&](const Error& error) {
-    for (StorePart* part : parts) part->status = error;
+    for (RecordPart* part : parts) part->status = error;
   };
-  const Result<SegmentPtr> segment = writable(number_of(parts[0]->slot), parts[0]->key.space);
+  const Result<SegmentPtr> segment = writable(number_of(slot_of(*parts[0])), key_of(*parts[0]).space);
   if (!segment) return fail(segment.error());
   ScratchPool::Lease scratch(scratch_);
   Batch batch;
@@ -97,29 +100,29 @@ void SegmentStore::put_batch(std::span<StorePart* const> parts) {
 }
 
 // The stored form of each part: its own memory where it can be written from there, otherwise scratch memory.
-Status SegmentStore::encode(std::span<StorePart* const> parts, const RecordFile& file, PageBuffer& scratch,
+Status SegmentStore::encode(std::span<RecordPart* const> parts, const RecordFile& file, PageBuffer& scratch,
                             Batch& batch) const {
   uint64_t most = kPage;
-  for (const StorePart* part : parts) most += file.scratch_to_encode(part->bytes, options_.compression);
+  for (const RecordPart* part : parts) most += file.scratch_to_encode(part->bytes, options_.compression);
   std::span<std::byte> room = scratch.room(most);
   if (room.empty()) return no_memory_for(most);
   batch.page = room.first(kPage);
   room = room.subspan(kPage);
   batch.items.reserve(parts.size());
   batch.writes.reserve(parts.size() + 1);
-  for (StorePart* part : parts) {
+  for (RecordPart* part : parts) {
     Batch::Item& item = batch.items.emplace_back();
     item.part = part;
-    item.record = {.hash = part->key.hash,
-                   .group = part->key.group,
-                   .position = static_cast<uint32_t>(part->slot % traits_.slots_per_segment),
+    item.record = {.hash = key_of(*part).hash,
+                   .group = key_of(*part).group,
+                   .position = static_cast<uint32_t>(slot_of(*part) % traits_.slots_per_segment),
                    .bytes = part->bytes.size(),
-                   .digest = part->record.digest};
+                   .digest = part->chunk->digest};
     item.in_file = file_record(item.record, part->bytes, file);
     file.encode(item.in_file, room, options_.compression);
     item.record.stored = item.in_file.stored;
     item.record.codec = item.in_file.codec;
-    part->record = stored_record(item.record);
+    describe(*part, stored_record(item.record));
   }
   return ok();
 }
@@ -134,7 +137,7 @@ Status SegmentStore::reserve(Segment& segment, Batch& batch) {
     const bool unused = segment.places[item.record.position].use == Segment::Use::kUnused;
     if (unused && positions.insert(item.record.position).second) continue;
     item.part->status = Error{.code = Code::kFailedPrecondition,
-                              .what = fmt::format("slot {} of the disk store was used before", item.part->slot),
+                              .what = fmt::format("slot {} of the disk store was used before", slot_of(*item.part)),
                               .next_step = "use another one"};
   }
   if (!positions.empty()) segment.under_way.insert(segment.end);
@@ -192,7 +195,7 @@ void SegmentStore::settle(Segment& segment, Batch& batch) {
   for (Batch::Item& item : batch.items) {
     Segment::Place& place = segment.places[item.record.position];
     if (item.part->status && (place.use != Segment::Use::kWriting || !segment.is_there()))
-      item.part->status = not_there(item.part->slot);  // dropped meanwhile
+      item.part->status = not_there(slot_of(*item.part));  // dropped meanwhile
     place.use = item.part->status ? Segment::Use::kStored : Segment::Use::kGone;
     place.record = item.record;
     if (item.part->status) health_.put_bytes += item.record.stored;

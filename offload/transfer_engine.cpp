@@ -106,7 +106,7 @@ Result<JobId> TransferEngine::submit(Job job) {
   return catching([&]() -> Result<JobId> {
     TORPOR_TRY(usable());
     const bool moves = job.kind == JobKind::kMove;
-    const bool described = (job.tier == nullptr) == (job.kind == JobKind::kDigest) &&
+    const bool described = (job.store == nullptr) == (job.kind == JobKind::kDigest) &&
                            (job.source != nullptr) == moves &&
                            std::all_of(job.chunks.begin(), job.chunks.end(),
                                        [](const ChunkTransfer& chunk) { return chunk.plan != nullptr; });

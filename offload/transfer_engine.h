@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // TransferEngine: the one way in which bytes leave device memory and come back. It lives as long as its rank.
 //
-// A job (offload/transfer_job.h) is a list of chunks on their way into a tier or out of it. Jobs wait in lanes
-// (offload/lane.h), one for tiers in memory, one for those that are not, and one for those of other machines, each with
-// threads of its own, so that a slow disk holds up no copy in memory, and a slow network neither. A thread has two
+// A job (offload/transfer_job.h) is a list of chunks on their way into a store or out of it. Jobs wait in lanes
+// (offload/lane.h), one for stores in memory, one for those that are not, and one for those of other machines, each
+// with threads of its own, so that a slow disk holds up no copy in memory, and a slow network neither. A thread has two
 // batches under way at once (offload/batch_copier.h): while one is written, or read and checked, the copies of the
 // other run.
 //
@@ -51,7 +51,7 @@ class TransferEngine {
   // Batches under way are finished; what is not begun ends as kShutDown. Nobody may be waiting.
   ~TransferEngine();
 
-  // Starts the threads of the lane of other machines; without it jobs for their tiers are refused. Again: nothing.
+  // Starts the threads of the lane of other machines; without it jobs for their stores are refused. Again: nothing.
   // kResourceExhausted where a thread cannot be had.
   Status open_remote_lane();
 
@@ -75,26 +75,26 @@ class TransferEngine {
   // Returns when all is over that the device was given before, by whomever: what the engine computes, too.
   Status wait_for_device() { return device_.synchronize(); }
 
-  // One job each, all or nothing, waited for. Plans and tier stay until then.
+  // One job each, all or nothing, waited for. Plans and store stay until then.
   //
-  // Makes room in `target`, copies all chunks into it and finishes it. After an error the tier's content is void.
-  Result<std::vector<SavedChunk>> save(std::span<const ChunkPlan> plans, Tier& target);
+  // Makes room in `target`, copies all chunks into it and finishes it. After an error the store's content is void.
+  Result<std::vector<SavedChunk>> save(std::span<const ChunkPlan> plans, RecordStore& target);
   // Copies every chunk of `saved` (same keys, same order as `plans`) up. kCorruption names the first chunk whose digest
   // is wrong; the device's bytes are void then.
-  Status restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
+  Status restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, RecordStore& source);
   // Parts of a save or a restore, that run while who asked does something else. What was begun must be ended, also
-  // after an error; plans and tier stay until then. begin_save() neither makes the tier ready nor finishes it.
-  Result<JobId> begin_save(std::span<const ChunkPlan> plans, Tier& target);
+  // after an error; plans and store stay until then. begin_save() neither makes the store ready nor finishes it.
+  Result<JobId> begin_save(std::span<const ChunkPlan> plans, RecordStore& target);
   Result<std::vector<SavedChunk>> end_save(JobId part);
-  Result<JobId> begin_restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source);
+  Result<JobId> begin_restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, RecordStore& source);
   Status end_restore(JobId part);
   // Of what is in device memory now.
   Result<std::vector<Digest>> digests(std::span<const ChunkPlan> plans);
   // The same in the background, behind all that is more urgent: `target` is neither made ready nor finished, and nobody
   // is told. For a part of what goes into it.
-  Result<std::vector<SavedChunk>> put(std::span<const ChunkPlan> plans, Tier& target);
-  // Of chunks that `source`, a tier in memory, has: `saved` says where there, and afterwards where in `target`.
-  Status move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, Tier& source, Tier& target);
+  Result<std::vector<SavedChunk>> put(std::span<const ChunkPlan> plans, RecordStore& target);
+  // Of chunks that `source`, a store in memory, has: `saved` says where there, and afterwards where in `target`.
+  Status move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, RecordStore& source, RecordStore& target);
   // Is told of save(), restore() and digests() from now on, and may cancel them: then they fail with kAborted. Null:
   // nobody is.
   void watch(std::shared_ptr<ProgressFile> progress);
@@ -104,8 +104,8 @@ class TransferEngine {
   bool own_threads() const { return own_threads_; }
   // Gives staging memory that no batch uses back to the arena, but for what is kept.
   void release_staging();
-  // From now on each thread for tiers in memory keeps staging memory for batches of up to so many bytes, each chunk in
-  // pages: a tier there that is not addressable can then be read however full the arena is. Waits for what they copy
+  // From now on each thread for stores in memory keeps staging memory for batches of up to so many bytes, each chunk in
+  // pages: a store there that is not addressable can then be read however full the arena is. Waits for what they copy
   // now. kResourceExhausted: there is no room for it.
   Status keep_staging(uint64_t batch_bytes);
   uint64_t kept_staging() const;  // of each batch
@@ -134,7 +134,8 @@ class TransferEngine {
   void settle(const Batch& batch, int64_t began, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
   void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);
   static LaneNumber lane_of(const Job& job) {
-    return job.tier == nullptr || job.tier->in_memory() ? kMemory : job.tier->remote() ? kRemote : kDisk;
+    if (job.store == nullptr || job.store->traits().in_memory) return kMemory;
+    return job.store->traits().shared ? kRemote : kDisk;
   }
   void wait_until_idle(const Worker& worker) TORPOR_REQUIRES(mutex_);
   static JobResult result_of(JobRecord& record) noexcept;

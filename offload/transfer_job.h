@@ -11,7 +11,7 @@
 #include "base/status.h"
 #include "offload/chunk.h"
 #include "offload/outcome.h"
-#include "offload/tier.h"
+#include "offload/record_store.h"
 #include "offload/urgency.h"
 
 namespace torpor {
@@ -19,18 +19,20 @@ namespace torpor {
 enum class JobId : uint64_t { kNone };
 
 enum class JobKind : uint8_t {
-  kSave,     // device -> tier
-  kRestore,  // tier -> device; a chunk is good only if its digest is right: of a disk's bytes before they go up
+  kSave,     // device -> store
+  kRestore,  // store -> device; a chunk is good only if its digest is right: of a disk's bytes before they go up
   kDigest,   // of what is in device memory now
-  kMove,     // `source`, a tier -> tier; the device has no part in it
-  kFind,     // nothing moves: whether the tier, a shared store's, has them; kNotFound: it has not
+  kMove,     // `source`, a store -> store; the device has no part in it
+  kFind,     // nothing moves: whether the store, a shared one, has them; kNotFound: it has not
 };
 
 // One chunk on its way, and what became of it.
 struct ChunkTransfer {
   // Stays as it is until the job has ended. kMove: its pieces say only how many bytes there are.
   const ChunkPlan* plan = nullptr;
-  SavedChunk saved;  // kSave and kDigest fill it, kRestore and kMove need it
+  SavedChunk saved;               // kSave and kDigest fill it, kRestore and kMove need it
+  StoreSlot slot = 0;             // kSave, kMove: of a SlotStore, where it goes
+  const BlockKey* key = nullptr;  // of a block: RecordPart::key; stays as `plan` does
   // kTransferred, kFailed, kUnproven (never reuse either side), kCancelled or kShutDown.
   BlockOutcome outcome = BlockOutcome::kFailed;
   Status status;  // an error unless kTransferred
@@ -38,8 +40,8 @@ struct ChunkTransfer {
 
 struct Job {
   JobKind kind = JobKind::kSave;
-  Tier* tier = nullptr;    // stays until the job has ended; kDigest has none
-  Tier* source = nullptr;  // kMove: the same
+  RecordStore* store = nullptr;   // stays until the job has ended; kDigest has none
+  RecordStore* source = nullptr;  // kMove: the same
   std::vector<ChunkTransfer> chunks;
   Urgency urgency = Urgency::kOffload;
   CopyBy copy_by = CopyBy::kEngines;  // kFastest: the engine stands still meanwhile

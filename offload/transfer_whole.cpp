@@ -56,33 +56,34 @@ Result<std::vector<ChunkTransfer>> TransferEngine::do_in_background(Job job) {
   return std::move(result.chunks);
 }
 
-Result<std::vector<SavedChunk>> TransferEngine::put(std::span<const ChunkPlan> plans, Tier& target) {
+Result<std::vector<SavedChunk>> TransferEngine::put(std::span<const ChunkPlan> plans, RecordStore& target) {
   return catching([&]() -> Result<std::vector<SavedChunk>> {
     std::vector<SavedChunk> saved;
     saved.reserve(plans.size());
     TORPOR_ASSIGN(std::vector<ChunkTransfer> chunks,
-                  do_in_background({.kind = JobKind::kSave, .tier = &target, .chunks = transfers_of(plans)}));
+                  do_in_background({.kind = JobKind::kSave, .store = &target, .chunks = transfers_of(plans)}));
     for (ChunkTransfer& chunk : chunks) saved.push_back(std::move(chunk.saved));
     return saved;
   });
 }
 
-Status TransferEngine::move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, Tier& source, Tier& target) {
+Status TransferEngine::move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, RecordStore& source,
+                            RecordStore& target) {
   return catching([&]() -> Status {
     std::vector<ChunkTransfer> chunks = transfers_of(plans);
     for (size_t i = 0; i < plans.size(); ++i) chunks[i].saved = saved[i];
     TORPOR_ASSIGN(
         std::vector<ChunkTransfer> moved,
-        do_in_background({.kind = JobKind::kMove, .tier = &target, .source = &source, .chunks = std::move(chunks)}));
+        do_in_background({.kind = JobKind::kMove, .store = &target, .source = &source, .chunks = std::move(chunks)}));
     for (size_t i = 0; i < plans.size(); ++i) saved[i] = std::move(moved[i].saved);
     return ok();
   });
 }
 
-Result<JobId> TransferEngine::begin_save(std::span<const ChunkPlan> plans, Tier& target) {
+Result<JobId> TransferEngine::begin_save(std::span<const ChunkPlan> plans, RecordStore& target) {
   return catching([&]() -> Result<JobId> {
     return submit_watched({.kind = JobKind::kSave,
-                           .tier = &target,
+                           .store = &target,
                            .chunks = transfers_of(plans),
                            .urgency = Urgency::kSleep,
                            .copy_by = CopyBy::kFastest});
@@ -99,7 +100,7 @@ Result<std::vector<SavedChunk>> TransferEngine::end_save(JobId part) {
   });
 }
 
-Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> plans, Tier& target) {
+Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> plans, RecordStore& target) {
   return catching([&]() -> Result<std::vector<SavedChunk>> {
     TORPOR_TRY(usable());
     uint64_t total = 0;
@@ -113,7 +114,7 @@ Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> 
 }
 
 Result<JobId> TransferEngine::begin_restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans,
-                                            Tier& source) {
+                                            RecordStore& source) {
   return catching([&]() -> Result<JobId> {
     std::vector<ChunkTransfer> chunks = transfers_of(plans);
     for (size_t i = 0; i < plans.size(); ++i) {
@@ -125,7 +126,7 @@ Result<JobId> TransferEngine::begin_restore(std::span<const SavedChunk> saved, s
       chunks[i].saved = saved[i];
     }
     return submit_watched({.kind = JobKind::kRestore,
-                           .tier = &source,
+                           .store = &source,
                            .chunks = std::move(chunks),
                            .urgency = Urgency::kLoad,
                            .copy_by = CopyBy::kFastest});
@@ -139,7 +140,8 @@ Status TransferEngine::end_restore(JobId part) {
   });
 }
 
-Status TransferEngine::restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, Tier& source) {
+Status TransferEngine::restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans,
+                               RecordStore& source) {
   TORPOR_ASSIGN(const JobId all, begin_restore(saved, plans, source));
   return end_restore(all);
 }

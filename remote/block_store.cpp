@@ -69,13 +69,13 @@ std::optional<Digest> BlockStore::space_of(uint32_t space) const {
 }
 
 // What the part's block is there. Without a key: the one that was put into its slot.
-Status BlockStore::describe(StorePart& part, Item& item) const {
-  BlockKey key = part.key;
+Status BlockStore::address(RecordPart& part, Item& item) const {
+  BlockKey key = key_of(part);
   std::optional<Digest> space;
   if (key.space == 0) {
     const MutexLock lock(mutex_);
-    const auto found = known_.find(part.slot);
-    if (found == known_.end()) return not_there(part.slot);
+    const auto found = known_.find(slot_of(part));
+    if (found == known_.end()) return not_there(slot_of(part));
     if (!part.bytes.empty() && found->second.record.bytes != part.bytes.size())
       return wrong_size(part, found->second.record.bytes);
     key = found->second.key;
@@ -107,15 +107,15 @@ void BlockStore::compress(Item& item, std::vector<std::byte>& scratch, Encoded& 
   item.body = item.part->bytes;
   if (options_.compression.codec == Codec::kNone) return;
   scratch.resize(std::max<size_t>(scratch.size(), compressed_bound(item.body.size())));
-  const std::optional<uint64_t> packed = compress_into(item.body, scratch, options_.compression);
-  if (!packed) return;
-  item.body = encoded.emplace_back(scratch.begin(), scratch.begin() + static_cast<std::ptrdiff_t>(*packed));
+  const auto [bytes, codec] = encode(item.body, scratch, options_.compression);
+  if (codec == Codec::kNone) return;
+  item.body = encoded.emplace_back(bytes.begin(), bytes.end());
   item.expected.codec = options_.compression.codec;
-  item.expected.stored = *packed;
+  item.expected.stored = bytes.size();
 }
 
 void BlockStore::seal(Item& item, Encoded& encoded) {
-  item.expected.digest = item.part->record.digest;
+  item.expected.digest = item.part->chunk->digest;
   if (options_.key != nullptr) {
     const bool encrypts = options_.encrypt;
     if (encrypts) item.expected.digest = {};  // it would say which blocks are equal
@@ -135,7 +135,7 @@ void BlockStore::seal(Item& item, Encoded& encoded) {
   item.head = encode_frame(item.expected);
 }
 
-void BlockStore::do_put(std::span<StorePart> parts) {
+void BlockStore::do_put(std::span<RecordPart> parts) {
   std::vector<Item> items;
   Encoded encoded;
   std::vector<std::byte> scratch;
@@ -145,17 +145,17 @@ void BlockStore::do_put(std::span<StorePart> parts) {
     const MutexLock lock(mutex_);
     full = clock_.now() < full_until_;
   }
-  for (StorePart& part : parts) {
+  for (RecordPart& part : parts) {
     if (!part.status) continue;
     Item item;
-    if (part.slot >= options_.slots || full) {
+    if (slot_of(part) >= options_.slots || full) {
       part.status = Error{.code = Code::kResourceExhausted,
                           .what = full ? "the remote store has no room" : "no such slot in the remote store",
                           .next_step = "it is not stored there"};
-    } else if (part.key.space == 0) {
+    } else if (key_of(part).space == 0) {
       part.status = unsupported("blocks without a key");
     } else {
-      part.status = describe(part, item);
+      part.status = address(part, item);
     }
     if (!part.status) continue;
     compress(item, scratch, encoded);
@@ -164,32 +164,33 @@ void BlockStore::do_put(std::span<StorePart> parts) {
   }
   exchange(items, Verb::kPut);
   for (Item& item : items) {
-    StorePart& part = *item.part;
+    RecordPart& part = *item.part;
     part.status = std::move(item.status);
     if (!part.status) {
       note(part.status.error(), true);
       continue;
     }
-    part.record = {.bytes = part.bytes.size(),
-                   .stored = item.expected.stored,
-                   .digest = part.record.digest,
-                   .codec = item.expected.codec};
+    const StoredRecord record{.bytes = part.bytes.size(),
+                              .stored = item.expected.stored,
+                              .digest = part.chunk->digest,
+                              .codec = item.expected.codec};
+    describe(part, record);
     const MutexLock lock(mutex_);
-    Known& known = known_[part.slot];
-    health_.held_bytes += part.record.stored - known.record.stored;
-    known = {.key = part.key, .space = item.expected.space, .record = part.record};
-    health_.put_bytes += part.record.stored;
+    Known& known = known_[slot_of(part)];
+    health_.held_bytes += record.stored - known.record.stored;
+    known = {.key = key_of(part), .space = item.expected.space, .record = record};
+    health_.put_bytes += record.stored;
     health_.degraded = false;
   }
 }
 
-void BlockStore::do_get(std::span<StorePart> parts) {
+void BlockStore::do_get(std::span<RecordPart> parts) {
   std::vector<Item> items;
   items.reserve(parts.size());
-  for (StorePart& part : parts) {
+  for (RecordPart& part : parts) {
     if (!part.status) continue;
     Item item;
-    part.status = describe(part, item);
+    part.status = address(part, item);
     if (part.status) items.push_back(std::move(item));
   }
   exchange(items, Verb::kGet);
@@ -197,7 +198,7 @@ void BlockStore::do_get(std::span<StorePart> parts) {
     item.part->status = item.status;
     if (item.status) {
       const MutexLock lock(mutex_);
-      health_.got_bytes += item.part->record.stored;
+      health_.got_bytes += item.part->chunk->stored_bytes;
     } else if (item.status.error().code != Code::kNotFound) {
       note(item.status.error(), false);
     }
@@ -205,12 +206,12 @@ void BlockStore::do_get(std::span<StorePart> parts) {
   remove_damaged(items);
 }
 
-void BlockStore::do_find(std::span<StorePart> parts) {
+void BlockStore::do_find(std::span<RecordPart> parts) {
   std::vector<Item> items;
   items.reserve(parts.size());
-  for (StorePart& part : parts) {
+  for (RecordPart& part : parts) {
     Item item;
-    part.status = describe(part, item);
+    part.status = address(part, item);
     if (part.status) items.push_back(std::move(item));
   }
   exchange(items, Verb::kFind);
@@ -243,7 +244,7 @@ Status BlockStore::open_value(const Item& item, const BlockFrame& frame, const F
     }
     const Digest digest = digest_of(bytes);
     if (frame.protection != Protection::kEncrypted && digest != frame.digest) return damaged("is damaged");
-    item.part->record = {.bytes = frame.bytes, .stored = frame.stored, .digest = digest, .codec = frame.codec};
+    describe(*item.part, {.bytes = frame.bytes, .stored = frame.stored, .digest = digest, .codec = frame.codec});
     return ok();
   });
 }

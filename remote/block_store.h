@@ -23,7 +23,7 @@
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "base/seal.h"
-#include "offload/store.h"
+#include "offload/slot_store.h"
 #include "remote/block_frame.h"
 
 namespace torpor::remote {
@@ -40,7 +40,7 @@ struct BlockStoreOptions {
   Status validate() const;
 };
 
-class BlockStore : public Store {
+class BlockStore : public SlotStore {
  public:
   const StoreTraits& traits() const override { return traits_; }
   void open_space(uint32_t space, const Digest& digest) override;
@@ -51,7 +51,7 @@ class BlockStore : public Store {
  protected:
   enum class Verb : uint8_t { kPut, kGet, kFind, kRemove };
   struct Item {
-    StorePart* part = nullptr;
+    RecordPart* part = nullptr;
     std::string key;
     BlockFrame expected{};
     FrameBytes head{};                  // kPut
@@ -88,11 +88,11 @@ class BlockStore : public Store {
     StoredRecord record;
   };
 
-  void do_put(std::span<StorePart> parts) override;
-  void do_get(std::span<StorePart> parts) override;
-  void do_find(std::span<StorePart> parts) override;
+  void do_put(std::span<RecordPart> parts) override;
+  void do_get(std::span<RecordPart> parts) override;
+  void do_find(std::span<RecordPart> parts) override;
   std::optional<Digest> space_of(uint32_t space) const;
-  Status describe(StorePart& part, Item& item) const;
+  Status address(RecordPart& part, Item& item) const;
   void compress(Item& item, std::vector<std::byte>& scratch, Encoded& encoded) const;
   void seal(Item& item, Encoded& encoded);
   static Status verify(const BlockFrame& frame, const BlockFrame& expected);

@@ -48,7 +48,7 @@ Status ReferenceEngine::build_offload() {
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     RankMemory& memory = *ranks_[rank].memory;
     std::shared_ptr<HostStore> host;
-    std::unique_ptr<Store> disk;
+    std::unique_ptr<SlotStore> disk;
     if (placement.host) {
       TORPOR_ASSIGN(host, memory.make_host_store(
                               {.slots = with.host_slots, .slot_bytes = bytes, .codec = options_.host_compression}));

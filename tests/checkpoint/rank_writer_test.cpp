@@ -58,7 +58,7 @@ class RankWriterTest : public ::testing::Test {
       }
       SavedChunk& record =
           records.emplace_back(SavedChunk{.key = block_key(block), .bytes = bytes.size(), .digest = digest_of(bytes)});
-      TierPart part{&record, bytes, ok()};
+      RecordPart part{&record, bytes, ok()};
       writer.put({&part, 1});
       must(std::move(part.status));
     }

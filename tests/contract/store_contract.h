@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every Store must do. A store's test includes this and instantiates it with ways to make one:
+// What every SlotStore must do. A store's test includes this and instantiates it with ways to make one:
 //   INSTANTIATE_TEST_SUITE_P(Name, StoreContract, ::testing::Values(way, …));
 #pragma once
 
@@ -16,7 +16,7 @@ namespace torpor::test {
 class StoreContract : public ::testing::TestWithParam<StoreWay> {
  protected:
   std::unique_ptr<StoreWorld> world_ = GetParam().make();
-  Store& store() { return world_->store(); }
+  SlotStore& store() { return world_->store(); }
 };
 
 TEST_P(StoreContract, WhatIsPutComesBackByteForByteFromAndIntoAnyMemory) {
@@ -30,7 +30,7 @@ TEST_P(StoreContract, WhatIsPutComesBackByteForByteFromAndIntoAnyMemory) {
       std::memcpy(room.data(), some_bytes(i, sizes[i]).data(), sizes[i]);
       parts.push_back(part_of(slots[i], i, room));
     }
-    store().put(parts);
+    put(store(), parts);
     for (size_t i = 0; i < sizes.size(); ++i) {
       ASSERT_SUCCEEDS(parts[i].status);
       EXPECT_EQ(parts[i].record.bytes, sizes[i]);
@@ -39,7 +39,7 @@ TEST_P(StoreContract, WhatIsPutComesBackByteForByteFromAndIntoAnyMemory) {
     }
     std::vector<StorePart> back;
     for (size_t i = sizes.size(); i-- > 0;) back.push_back({.slot = slots[i], .bytes = parts[i].bytes});
-    store().get(back);
+    get(store(), back);
     for (size_t i = 0; i < sizes.size(); ++i) {
       const StorePart& part = back[sizes.size() - 1 - i];
       ASSERT_SUCCEEDS(part.status);
@@ -55,12 +55,12 @@ TEST_P(StoreContract, ManyAtOnceAreEachWhereTheyBelong) {
   std::vector<StorePart> parts;
   for (size_t i = 0; i < slots.size(); ++i) bytes.push_back(some_bytes(i, 4096 + i));
   for (size_t i = 0; i < slots.size(); ++i) parts.push_back(part_of(slots[i], i, bytes[i]));
-  store().put(parts);
+  put(store(), parts);
   for (const StorePart& part : parts) ASSERT_SUCCEEDS(part.status);
   for (size_t i = 0; i < slots.size(); ++i) EXPECT_TRUE(value_of(has_one(store(), slots[i], i, 4096 + i))) << i;
   for (std::vector<std::byte>& each : bytes) std::fill(each.begin(), each.end(), std::byte{0});
   std::reverse(parts.begin(), parts.end());
-  store().get(parts);
+  get(store(), parts);
   for (const StorePart& part : parts) ASSERT_SUCCEEDS(part.status);
   for (size_t i = 0; i < slots.size(); ++i) EXPECT_EQ(bytes[i], some_bytes(i, 4096 + i)) << i;
 }
@@ -71,7 +71,7 @@ TEST_P(StoreContract, EachPartHasItsOwnStatus) {
   std::vector<std::byte> large(kContractRecord + 1);
   std::vector<StorePart> parts = {part_of(slots[0], 1, good), part_of(-1, 2, good), part_of(slots[1], 3, {}),
                                   part_of(slots[1], 4, large), part_of(slots[2], 1, good)};
-  store().put(parts);
+  put(store(), parts);
   EXPECT_SUCCEEDS(parts[0].status);
   for (const size_t i : {1, 2, 3}) EXPECT_FAILS(parts[i].status, Code::kInvalidArgument);
   EXPECT_SUCCEEDS(parts[4].status);
@@ -84,7 +84,7 @@ TEST_P(StoreContract, EachPartHasItsOwnStatus) {
                                  {.slot = -5, .bytes = b},
                                  {.slot = slots[2], .bytes = short_one},
                                  {.slot = slots[2], .bytes = b}};
-  store().get(back);
+  get(store(), back);
   EXPECT_FAILS(back[0].status, Code::kNotFound);
   EXPECT_SUCCEEDS(back[1].status);
   EXPECT_FAILS(back[2].status, Code::kInvalidArgument);
@@ -190,25 +190,27 @@ TEST_P(StoreContract, WhatIsDroppedWhileItIsReadIsReadWholeOrNotFound) {
 
 TEST_P(StoreContract, WhatIsOnlyPlacedIsNotFound) {
   const StoreSlot slot = world_->fresh(1)[0];
-  const Result<std::span<std::byte>> place = store().place(slot, 5000);
+  SavedChunk chunk{.bytes = 5000, .offset = static_cast<uint64_t>(slot)};
+  const Result<std::span<std::byte>> place = store().place(chunk);
   if (!store().traits().addressable) {
     EXPECT_FAILS(place, Code::kUnsupported);
-    EXPECT_FAILS(store().placed(slot, some_key(1), {}), Code::kUnsupported);
-    EXPECT_TRUE(store().view(slot).empty());
+    EXPECT_FAILS(store().placed(slot, {}), Code::kUnsupported);
+    EXPECT_TRUE(store().view(chunk).empty());
     return;
   }
   ASSERT_SUCCEEDS(place);
   ASSERT_EQ(place->size(), 5000u);
   EXPECT_FAILS(has_one(store(), slot, 1, 5000), Code::kNotFound);
   std::memcpy(place->data(), some_bytes(1, 5000).data(), 5000);
-  ASSERT_SUCCEEDS(store().placed(slot, some_key(1), digest_of(*place)));
+  ASSERT_SUCCEEDS(store().placed(slot, digest_of(*place)));
   EXPECT_TRUE(value_of(has_one(store(), slot, 1, 5000)));
-  EXPECT_EQ(store().view(slot).data(), place->data());
+  EXPECT_EQ(store().view(chunk).data(), place->data());
   const SlotRange range{.first = slot, .count = 1};
   store().drop({&range, 1});
-  EXPECT_TRUE(store().view(slot).empty());
-  EXPECT_FAILS(store().placed(slot, some_key(1), {}), Code::kNotFound);
-  EXPECT_FAILS(store().place(slot, kContractRecord + 1), Code::kInvalidArgument);
+  EXPECT_TRUE(store().view(chunk).empty());
+  EXPECT_FAILS(store().placed(slot, {}), Code::kNotFound);
+  chunk.bytes = kContractRecord + 1;
+  EXPECT_FAILS(store().place(chunk), Code::kInvalidArgument);
 }
 
 TEST_P(StoreContract, BytesAreCounted) {
@@ -228,7 +230,7 @@ TEST_P(StoreContract, WhatWasSyncedIsThereForTheNextProcess) {
   const std::vector<StoreSlot> slots = world_->fresh(45);
   for (size_t i = 0; i < slots.size(); ++i) ASSERT_SUCCEEDS(put_one(store(), slots[i], i, 4096 + i));
   ASSERT_SUCCEEDS(store().sync());
-  Store* again = world_->reopen();
+  SlotStore* again = world_->reopen();
   if (again == nullptr) {
     EXPECT_FALSE(store().traits().durable);
     EXPECT_FAILS(store().recover(1), Code::kUnsupported);

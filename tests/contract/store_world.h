@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/units.h"
-#include "offload/store.h"
+#include "offload/slot_store.h"
 #include "tests/support/results.h"
 
 namespace torpor::test {
@@ -18,13 +18,13 @@ namespace torpor::test {
 class StoreWorld {
  public:
   virtual ~StoreWorld() = default;
-  virtual Store& store() = 0;
+  virtual SlotStore& store() = 0;
   virtual std::vector<StoreSlot> fresh(int32_t count) = 0;  // slots that were never used, in a run
   virtual StoreSlot beyond() = 0;                           // for which there is no room
   // From now on every access to the medium fails, or none any more. False: it cannot fail.
   virtual bool fail(bool) { return false; }
   // The store as a new process finds it; null if nothing outlives it.
-  virtual Store* reopen() { return nullptr; }
+  virtual SlotStore* reopen() { return nullptr; }
 };
 
 struct StoreWay {
@@ -51,22 +51,52 @@ inline BlockKey some_key(uint64_t seed) {
   return key;
 }
 
+// A record on its way, with what a RecordPart points at.
+struct StorePart {
+  StoreSlot slot = -1;
+  BlockKey key;
+  StoredRecord record;
+  std::span<std::byte> bytes;
+  Status status;
+};
+
+inline void call(SlotStore& store, void (RecordStore::*verb)(std::span<RecordPart>), std::span<StorePart> parts) {
+  std::vector<SavedChunk> chunks(parts.size());
+  std::vector<RecordPart> records;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    chunks[i].offset = static_cast<uint64_t>(parts[i].slot);
+    chunks[i].digest = parts[i].record.digest;
+    records.push_back({.chunk = &chunks[i], .bytes = parts[i].bytes, .key = &parts[i].key});
+  }
+  (store.*verb)(records);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const SavedChunk& chunk = chunks[i];
+    EXPECT_EQ(chunk.offset, static_cast<uint64_t>(parts[i].slot));
+    parts[i].record = {
+        .bytes = chunk.bytes, .stored = chunk.stored_bytes, .digest = chunk.digest, .codec = chunk.codec};
+    parts[i].status = std::move(records[i].status);
+  }
+}
+inline void put(SlotStore& store, std::span<StorePart> parts) { call(store, &RecordStore::put, parts); }
+inline void get(SlotStore& store, std::span<StorePart> parts) { call(store, &RecordStore::get, parts); }
+inline void find(SlotStore& store, std::span<StorePart> parts) { call(store, &RecordStore::find, parts); }
+
 inline StorePart part_of(StoreSlot slot, uint64_t seed, std::span<std::byte> bytes) {
   return {.slot = slot, .key = some_key(seed), .record = {.digest = digest_of(bytes)}, .bytes = bytes};
 }
 
-inline Status put_one(Store& store, StoreSlot slot, uint64_t seed, size_t size = kContractRecord) {
+inline Status put_one(SlotStore& store, StoreSlot slot, uint64_t seed, size_t size = kContractRecord) {
   std::vector<std::byte> bytes = some_bytes(seed, size);
   StorePart part = part_of(slot, seed, bytes);
-  store.put({&part, 1});
+  put(store, {&part, 1});
   return part.status;
 }
 
 // Whether the slot has what put_one() put; an error if it cannot be had.
-inline Result<bool> has_one(Store& store, StoreSlot slot, uint64_t seed, size_t size = kContractRecord) {
+inline Result<bool> has_one(SlotStore& store, StoreSlot slot, uint64_t seed, size_t size = kContractRecord) {
   std::vector<std::byte> bytes(size);
   StorePart part{.slot = slot, .bytes = bytes};
-  store.get({&part, 1});
+  get(store, {&part, 1});
   if (!part.status) return part.status.error();
   return digest_of(bytes) == part.record.digest && bytes == some_bytes(seed, size);
 }

@@ -4,7 +4,6 @@
 #include "base/units.h"
 #include "engine/reference/reference_engine.h"
 #include "engine/sleep_controller.h"
-#include "kvcache/store_tier.h"
 #include "offload/host_store.h"
 #include "tests/support/bf16_bytes.h"
 #include "tests/support/faulty_device.h"
@@ -59,10 +58,14 @@ class BorrowedKv : public ::testing::Test {
     return std::all_of(block(number), block(number) + kBytes,
                        [&](std::byte byte) { return byte == static_cast<std::byte>(value); });
   }
+  std::span<std::byte> place(Slot slot, uint64_t bytes = kBytes) {
+    SavedChunk chunk{.bytes = bytes, .offset = static_cast<uint64_t>(slot)};
+    return value_of(store_->place(chunk));
+  }
   void store(Slot slot, int value) {
-    const std::span<std::byte> place = value_of(store_->place(slot, kBytes));
-    std::memset(place.data(), value, kBytes);
-    EXPECT_SUCCEEDS(store_->placed(slot, {}, digest_of(place)));
+    const std::span<std::byte> memory = place(slot);
+    std::memset(memory.data(), value, kBytes);
+    EXPECT_SUCCEEDS(store_->placed(slot, digest_of(memory)));
   }
   template <class Order>
   typename Order::Reply call(const Order& order) {
@@ -114,9 +117,9 @@ TEST_F(BorrowedKv, WhatTheStoreHasIsNotCopiedAndComesBackFromThere) {
 
 TEST_F(BorrowedKv, ASlotThatHasNothingOrSomethingElseIsNotBelieved) {
   write(1, 11), write(2, 12), write(3, 13);
-  (void)value_of(store_->place(0, kBytes));      // not proven
-  (void)value_of(store_->place(1, kBytes / 2));  // another size
-  EXPECT_SUCCEEDS(store_->placed(1, {}, {}));
+  (void)place(0);              // not proven
+  (void)place(1, kBytes / 2);  // another size
+  EXPECT_SUCCEEDS(store_->placed(1, {}));
   EXPECT_EQ(save(saving({1, 2, 3}, {0, 1, 77})), Moved(3, 0));
   detach();
   wake();
@@ -139,9 +142,12 @@ TEST(BorrowedPackedKv, IsLentToASleepThatPacksAndNoOther) {
     std::copy(before.begin(), before.end(), blocks.begin());
     const std::shared_ptr<HostStore> store =
         value_of(memory->make_host_store({.slots = 4, .slot_bytes = kBytes, .codec = Codec::kBf16}));
-    StorePart parts[] = {{.slot = 3, .bytes = blocks.first(kBytes)}, {.slot = 0, .bytes = blocks.last(kBytes)}};
-    for (StorePart& part : parts) part.record.digest = digest_of(part.bytes);
-    store->put(parts);
+    for (const auto& [slot, bytes] : {std::pair(3u, blocks.first(kBytes)), std::pair(0u, blocks.last(kBytes))}) {
+      SavedChunk chunk{.digest = digest_of(bytes), .offset = slot};
+      RecordPart part{.chunk = &chunk, .bytes = bytes};
+      store->put({&part, 1});
+      ASSERT_SUCCEEDS(part.status);
+    }
 
     const orders::Save order{
         .tags = {"kv_cache"}, .blocks = {0, 1}, .stamps = {1, 2}, .steps = 9, .host_slots = {3, 0}};
@@ -177,10 +183,12 @@ TEST(PackedStoreOfARank, ServesThoughTheArenaIsFull) {
     for (const uint64_t seed : {1, 2}) {
       const std::vector<std::byte> before = bf16_values(seed, kBytes);
       std::copy(before.begin(), before.end(), block.begin());
-      StoreTier tier(**store, {3}, {});
-      const std::vector<SavedChunk> saved = value_of(memory->transfers().save({&plan, 1}, tier));
+      const JobId put = value_of(memory->transfers().submit(
+          {.kind = JobKind::kSave, .store = store->get(), .chunks = {{.plan = &plan, .slot = 3}}}));
+      const JobResult result = memory->transfers().wait(put);
+      ASSERT_SUCCEEDS(result.status);
       std::fill(block.begin(), block.end(), std::byte{0});
-      ASSERT_SUCCEEDS(memory->transfers().restore(saved, {&plan, 1}, tier));
+      ASSERT_SUCCEEDS(memory->transfers().restore({&result.chunks[0].saved, 1}, {&plan, 1}, **store));
       EXPECT_TRUE(std::equal(before.begin(), before.end(), block.begin()));
       const orders::Save order{.tags = {"kv_cache"}, .blocks = {0}, .stamps = {seed}, .steps = 9, .host_slots = {3}};
       EXPECT_EQ(value_of(call_rank(*memory, order)).reused_bytes, kBytes);
@@ -199,10 +207,10 @@ TEST_F(BorrowedKv, AWrongByteInTheStoreIsSeenByTheWake) {
   store(0, 11);
   EXPECT_EQ(save(saving({1}, {0})), Moved(0, 1));
   detach();
-  store_->view(0)[5000] = std::byte{1};
+  store_->view({.offset = 0})[5000] = std::byte{1};
   EXPECT_FAILS(call_rank(*memory_, orders::Restore{.tags = {"kv_cache"}}), Code::kCorruption, "block 1");
   call(orders::Undo{.what = orders::Undo::What::kRestore, .tags = {"kv_cache"}});
-  store_->view(0)[5000] = std::byte{11};
+  store_->view({.offset = 0})[5000] = std::byte{11};
   wake();
   EXPECT_TRUE(holds(1, 11));
 }

@@ -32,11 +32,10 @@ class ScriptedRelease final : public ReleaseGate {
 };
 
 // A place in host memory that cannot take what comes after the first `room` chunks, and counts what it is asked.
-class ScriptedTier final : public Tier {
+class ScriptedTier final : public RecordStore {
  public:
   explicit ScriptedTier(HostArena& arena) : inner_(arena) {}
-  std::string_view kind() const override { return "scripted"; }
-  bool addressable() const override { return true; }
+  const StoreTraits& traits() const override { return inner_.traits(); }
   Status prepare(uint64_t bytes, uint64_t chunks) override {
     ++prepared;
     if (before) before();

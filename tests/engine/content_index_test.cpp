@@ -63,8 +63,9 @@ TEST_F(ContentIndexTest, ABlockIsInTheArenaOnlyWithItsVersion) {
 TEST_F(ContentIndexTest, AHostStoreIsAskedUntilItIsNotBelieved) {
   const std::shared_ptr<HostStore> store = value_of(HostStore::create(*arena_, {.slots = 2, .slot_bytes = kBlock}));
   index_.set_host_store(store);
-  std::memset(value_of(store->place(1, kBlock)).data(), 'x', kBlock);
-  ASSERT_SUCCEEDS(store->placed(1, {}, {}));
+  SavedChunk second{.bytes = kBlock, .offset = 1};
+  std::memset(value_of(store->place(second)).data(), 'x', kBlock);
+  ASSERT_SUCCEEDS(store->placed(1, {}));
   const std::vector<Slot> slots{-1, 1, 0};
   const HostPlaces places = index_.find_in_host(blocks_, contents_, slots);
   ASSERT_EQ(places.in_store.size(), 3u);

@@ -74,7 +74,8 @@ std::vector<RecoveredSlot> recovered(FileSystem& file_system, const Clock& clock
     require(each.slot >= 0 && each.slot < kSlots && each.record.stored > 0);
     if (each.record.bytes > kMiB) continue;
     std::vector<std::byte> bytes(each.record.bytes);
-    StorePart part{.slot = each.slot, .bytes = bytes};
+    SavedChunk chunk{.offset = static_cast<uint64_t>(each.slot)};
+    RecordPart part{.chunk = &chunk, .bytes = bytes};
     (*store)->get({&part, 1});
     require(part.status || part.status.error().code == Code::kCorruption);  // zstd's
     require(part.status || each.record.codec != Codec::kNone);

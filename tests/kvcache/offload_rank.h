@@ -77,8 +77,8 @@ class OffloadRank {
   // As a new process would, over the same directory.
   void open() {
     worker_.reset();
-    std::unique_ptr<Store> host;
-    std::unique_ptr<Store> disk;
+    std::unique_ptr<SlotStore> host;
+    std::unique_ptr<SlotStore> disk;
     if (options_.host_slots > 0)
       host = value_of(HostStore::create(
           *arena_,
@@ -88,7 +88,7 @@ class OffloadRank {
           *options_.files, options_.directory,
           {.rank = options_.rank, .record_bytes = kBlockBytes, .slots_per_segment = options_.segment_slots}, clock_));
     }
-    std::unique_ptr<Store> remote;
+    std::unique_ptr<SlotStore> remote;
     if (options_.remote_slots > 0) remote = std::make_unique<SharedStore>(*options_.remote, options_.rank, kBlockBytes);
     worker_ =
         value_of(OffloadWorker::create({.rank = options_.rank,

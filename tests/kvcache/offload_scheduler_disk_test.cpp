@@ -109,7 +109,7 @@ TEST_P(OffloadSchedulerTest, OfALoadTooTheCauseReachesTheHandle) {
   rig.compute(0, 10);
   (void)rig.offer({1}, {0});
   rig.drain();
-  rig.ranks[1]->worker().store(StoreId::kHost)->view(0)[7] ^= std::byte{1};
+  rig.ranks[1]->worker().store(StoreId::kHost)->view({.offset = 0})[7] ^= std::byte{1};
   const uint32_t request = rig.scheduler->begin_request("r", 3);
   ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({1}), 0), 1);
   const TransferHandle load = rig.scheduler->allocated(request, std::vector<int32_t>{5});

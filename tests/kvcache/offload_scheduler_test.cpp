@@ -255,7 +255,7 @@ TEST_P(OffloadSchedulerTest, ADamagedBlockIsAMissFromThenOnAndThoseBehindItAreCo
   for (int32_t block = 0; block < 3; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
   (void)rig.offer({1, 2, 3}, {0, 1, 2});
   rig.drain();
-  rig.ranks[1]->worker().store(StoreId::kHost)->view(1)[7] ^= std::byte{1};
+  rig.ranks[1]->worker().store(StoreId::kHost)->view({.offset = 1})[7] ^= std::byte{1};
   EXPECT_EQ(rig.load({1, 2, 3}, {5, 6, 7}), 1);
   EXPECT_TRUE(rig.all_have(5, 10));
   EXPECT_EQ(rig.hits({1, 2}), 1);

@@ -236,7 +236,7 @@ TEST_P(OffloadWorkerTest, AWrongByteIsDamageOnTheWayUpAndOnTheWayOn) {
   for (int32_t block = 0; block < 3; ++block) rank.fill(block, static_cast<uint32_t>(block + 1));
   expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0, 1}, {0, 1})), 1);
   expect_good(rank.run(plan_of(2, PlanKind::kPut, StoreId::kDisk, {2}, {0})), 2);
-  rank.worker().store(StoreId::kHost)->view(0)[100] ^= std::byte{1};
+  rank.worker().store(StoreId::kHost)->view({.offset = 0})[100] ^= std::byte{1};
   std::fstream file(temporary_ / ("store/r0/" + segment_name(0)), std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(static_cast<std::streamoff>(2 * kPage + 5));
   file.put(99);

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <tuple>
 
-#include "offload/store.h"
+#include "offload/slot_store.h"
 
 namespace torpor::test {
 
@@ -19,7 +19,7 @@ struct SharedBlocks {
   bool refusing = false;  // what engines are told of it: not asked for a while
 };
 
-class SharedStore final : public Store {
+class SharedStore final : public SlotStore {
  public:
   SharedStore(SharedBlocks& blocks, int32_t rank, uint64_t record_bytes)
       : traits_{.kind = "remote", .shared = true, .record_bytes = record_bytes}, shared_(blocks), rank_(rank) {}
@@ -34,34 +34,34 @@ class SharedStore final : public Store {
   StoreHealth health() const override { return {.io = "memory"}; }
 
  private:
-  Status with(const StorePart& part, const std::function<Status(SharedBlocks::Name)>& work) {
+  Status with(const RecordPart& part, const std::function<Status(SharedBlocks::Name)>& work) {
     const std::lock_guard lock(shared_.mutex);
     if (shared_.gone) return Error{.code = Code::kUnavailable, .what = "gone"};
-    return work({rank_, part.key.group, part.key.hash, spaces_.at(part.key.space).bytes});
+    return work({rank_, key_of(part).group, key_of(part).hash, spaces_.at(key_of(part).space).bytes});
   }
-  void do_put(std::span<StorePart> parts) override {
-    for (StorePart& part : parts) {
+  void do_put(std::span<RecordPart> parts) override {
+    for (RecordPart& part : parts) {
       part.status = with(part, [&](const SharedBlocks::Name& name) {
-        shared_.blocks.try_emplace(name, part.record.digest, std::vector(part.bytes.begin(), part.bytes.end()));
+        shared_.blocks.try_emplace(name, part.chunk->digest, std::vector(part.bytes.begin(), part.bytes.end()));
         return ok();
       });
     }
   }
-  void do_get(std::span<StorePart> parts) override {
-    for (StorePart& part : parts) {
+  void do_get(std::span<RecordPart> parts) override {
+    for (RecordPart& part : parts) {
       part.status = with(part, [&](const SharedBlocks::Name& name) -> Status {
         const auto found = shared_.blocks.find(name);
-        if (found == shared_.blocks.end()) return not_there(part.slot);
-        part.record = {.bytes = part.bytes.size(), .stored = part.bytes.size(), .digest = found->second.first};
+        if (found == shared_.blocks.end()) return not_there(slot_of(part));
+        describe(part, {.bytes = part.bytes.size(), .stored = part.bytes.size(), .digest = found->second.first});
         std::copy(found->second.second.begin(), found->second.second.end(), part.bytes.begin());
         return ok();
       });
     }
   }
-  void do_find(std::span<StorePart> parts) override {
-    for (StorePart& part : parts) {
+  void do_find(std::span<RecordPart> parts) override {
+    for (RecordPart& part : parts) {
       part.status = with(part, [&](const SharedBlocks::Name& name) {
-        return shared_.blocks.contains(name) ? ok() : Status(not_there(part.slot));
+        return shared_.blocks.contains(name) ? ok() : Status(not_there(slot_of(part)));
       });
     }
   }

@@ -52,7 +52,7 @@ class DiskWorld : public StoreWorld {
     if (!on) next_ = (next_ / kSlots + 1) * kSlots;  // as callers do after a failure
     return true;
   }
-  Store* reopen() override {
+  SlotStore* reopen() override {
     store_.reset();
     open();
     return store_.get();
@@ -80,14 +80,14 @@ class DiskWorld : public StoreWorld {
   StoreSlot beyond_ = -1;
 };
 
-inline std::set<StoreSlot> recovered_by(Store& store) {
+inline std::set<StoreSlot> recovered_by(SlotStore& store) {
   std::set<StoreSlot> slots;
   for (const RecoveredSlot& each : value_of(store.recover(1))) slots.insert(each.slot);
   return slots;
 }
 
 // Puts so many records, from `first` on, in batches of `batch`.
-inline void put_batches(Store& store, StoreSlot first, int32_t count, int32_t batch) {
+inline void put_batches(SlotStore& store, StoreSlot first, int32_t count, int32_t batch) {
   for (StoreSlot slot = first; slot < first + count; slot += batch) {
     std::vector<std::vector<std::byte>> bytes;
     for (StoreSlot s = slot; s < std::min(slot + batch, first + count); ++s)
@@ -95,7 +95,7 @@ inline void put_batches(Store& store, StoreSlot first, int32_t count, int32_t ba
     std::vector<StorePart> parts;
     for (size_t i = 0; i < bytes.size(); ++i)
       parts.push_back(part_of(slot + static_cast<StoreSlot>(i), static_cast<uint64_t>(slot) + i, bytes[i]));
-    store.put(parts);
+    put(store, parts);
     for (const StorePart& part : parts) ASSERT_SUCCEEDS(part.status);
   }
 }

@@ -19,7 +19,7 @@ class PackedTier : public ::testing::Test {
  protected:
   SavedChunk put(std::vector<std::byte> bytes, uint64_t index = 0) {
     SavedChunk chunk{.key = {.tag = "t", .region = "r", .index = index}, .bytes = bytes.size()};
-    TierPart part{&chunk, bytes, ok()};
+    RecordPart part{&chunk, bytes, ok()};
     tier_.put({&part, 1});
     EXPECT_SUCCEEDS(part.status);
     return chunk;
@@ -34,8 +34,8 @@ class PackedTier : public ::testing::Test {
 };
 
 TEST_F(PackedTier, ValuesTakeThreeQuartersAndComeBack) {
-  EXPECT_FALSE(tier_.addressable());
-  EXPECT_TRUE(tier_.in_memory());
+  EXPECT_FALSE(tier_.traits().addressable);
+  EXPECT_TRUE(tier_.traits().in_memory);
   const SavedChunk chunk = put(values(1));
   EXPECT_EQ(chunk.codec, Codec::kBf16);
   EXPECT_LE(chunk.stored_bytes, kChunk * 77 / 100);
@@ -63,7 +63,7 @@ TEST_F(PackedTier, HoldsAThirdMoreThanTheBudget) {
   for (uint64_t i = 0; i < kMany; ++i) {
     chunks[i].bytes = kMiB;
     std::vector<std::byte> bytes = values(i, kMiB);
-    TierPart part{&chunks[i], bytes, ok()};
+    RecordPart part{&chunks[i], bytes, ok()};
     tier.put({&part, 1});
     ASSERT_SUCCEEDS(part.status);
   }
@@ -83,7 +83,7 @@ TEST_F(PackedTier, WhatCannotFitHoweverPackedIsRefusedBeforeAnythingIsWritten) {
   for (uint64_t i = 0; i < 21 && last; ++i) {
     SavedChunk chunk{.bytes = kChunk};
     std::vector<std::byte> bytes = noise(i);
-    TierPart part{&chunk, bytes, ok()};
+    RecordPart part{&chunk, bytes, ok()};
     tier_.put({&part, 1});
     last = part.status;
   }

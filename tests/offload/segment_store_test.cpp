@@ -53,10 +53,10 @@ TEST(SegmentStore, BlocksOfOtherWeightsAreNeverFoundAgain) {
   std::vector<std::byte> bytes = some_bytes(1, 100);
   StorePart part = part_of(kSlots, 1, bytes);
   part.key.space = 2;
-  world.store().put({&part, 1});
+  put(world.store(), {&part, 1});
   ASSERT_SUCCEEDS(part.status);
   part.slot = 5;  // the segment is the old space's
-  world.store().put({&part, 1});
+  put(world.store(), {&part, 1});
   EXPECT_FAILS(part.status, Code::kInvalidArgument, "key space");
   world.open(other.digest());
   EXPECT_EQ(recovered_by(world.store()), (std::set<StoreSlot>{kSlots}));
@@ -86,7 +86,7 @@ TEST(SegmentStore, WithoutAnOpenKeySpaceNothingIsPutOrRecovered) {
   std::vector<std::byte> bytes = some_bytes(1, 100);
   StorePart part = part_of(0, 1, bytes);
   part.key.space = 9;
-  world.store().put({&part, 1});
+  put(world.store(), {&part, 1});
   EXPECT_FAILS(part.status, Code::kFailedPrecondition, "key space 9");
   EXPECT_FAILS(world.store().recover(9), Code::kFailedPrecondition, "key space 9");
 }
@@ -198,7 +198,7 @@ TEST(SegmentStore, ARecordThatCannotBeWrittenFailsAlone) {
   }
   ASSERT_SUCCEEDS(put_one(world.store(), 9, 9));
   world.files.plan.set(Fault::kError, 3);  // page, first, second
-  world.store().put(parts);
+  put(world.store(), parts);
   world.files.plan.clear();
   EXPECT_SUCCEEDS(parts[0].status);
   EXPECT_FAILS(parts[1].status, Code::kIo);
@@ -316,7 +316,7 @@ TEST(SegmentStore, ASlotThatABatchNamesTwiceIsUsedOnce) {
   DiskWorld world;
   std::vector<std::byte> first = some_bytes(1, kContractRecord), second = some_bytes(2, kContractRecord);
   std::vector<StorePart> parts = {part_of(3, 1, first), part_of(3, 2, second)};
-  world.store().put(parts);
+  put(world.store(), parts);
   EXPECT_SUCCEEDS(parts[0].status);
   EXPECT_FAILS(parts[1].status, Code::kFailedPrecondition, "slot 3");
   EXPECT_SUCCEEDS(world.store().sync());

@@ -20,14 +20,14 @@ enum class Kind : uint8_t { kHost, kPackedHost, kDisk };
 
 class TierContract : public ::testing::TestWithParam<Kind> {
  protected:
-  std::unique_ptr<Tier> make() {
+  std::unique_ptr<RecordStore> make() {
     if (GetParam() == Kind::kHost) return std::make_unique<HostTier>(*arena_);
     if (GetParam() == Kind::kPackedHost) return std::make_unique<HostTier>(*arena_, Codec::kBf16);
     directory_ = value_of(linux_file_system().open_directory(temporary_.path(), false));
     return value_of(DiskTier::create(*directory_, "chunks", {.rank = 3}));
   }
   // The tier to read from: a disk tier is read by another object, as after a restart.
-  std::unique_ptr<Tier> reopen(std::unique_ptr<Tier> tier) {
+  std::unique_ptr<RecordStore> reopen(std::unique_ptr<RecordStore> tier) {
     if (GetParam() != Kind::kDisk) return tier;
     tier.reset();
     return value_of(test::open_chunks(*directory_, "chunks", 3));
@@ -38,8 +38,8 @@ class TierContract : public ::testing::TestWithParam<Kind> {
     for (size_t i = 1; i < size && index % 2 == 0; i += 2) bytes[i] = std::byte{0x3c};  // as bf16 values of one size
     return bytes;
   }
-  static Status put(Tier& tier, SavedChunk& chunk, std::vector<std::byte> bytes) {
-    TierPart part{&chunk, bytes, ok()};
+  static Status put(RecordStore& tier, SavedChunk& chunk, std::vector<std::byte> bytes) {
+    RecordPart part{&chunk, bytes, ok()};
     tier.put({&part, 1});
     return part.status;
   }
@@ -55,7 +55,7 @@ INSTANTIATE_TEST_SUITE_P(Tiers, TierContract, ::testing::Values(Kind::kHost, Kin
                          });
 
 TEST_P(TierContract, ChunksOfAnySizePutByManyThreadsComeBack) {
-  std::unique_ptr<Tier> tier = make();
+  std::unique_ptr<RecordStore> tier = make();
   constexpr uint64_t kChunks = 64;
   std::vector<SavedChunk> chunks(kChunks);
   const auto size_of = [](uint64_t i) { return 1 + i * 997; };
@@ -83,7 +83,7 @@ TEST_P(TierContract, ChunksOfAnySizePutByManyThreadsComeBack) {
 }
 
 TEST_P(TierContract, AChunkThatIsNotThereIsAnError) {
-  std::unique_ptr<Tier> tier = make();
+  std::unique_ptr<RecordStore> tier = make();
   ASSERT_SUCCEEDS(tier->finish());
   tier = reopen(std::move(tier));
   std::vector<std::byte> bytes(100);
@@ -124,7 +124,7 @@ TEST_F(DiskTierFile, AFullDiskIsResourceExhausted) {
   faulty.plan.set(test::Fault::kError, 1, ENOSPC);
   SavedChunk chunk{.bytes = 10};
   std::vector<std::byte> bytes(10);
-  TierPart part{&chunk, bytes, ok()};
+  RecordPart part{&chunk, bytes, ok()};
   tier->put({&part, 1});
   EXPECT_FAILS(part.status, Code::kResourceExhausted);
 }

@@ -21,18 +21,15 @@ inline constexpr uint64_t kBytes = 1 * kMiB;
 inline constexpr uint64_t kChunks = 32;
 
 // Keeps nothing; what is put into it stands still until let_go().
-class HeldTier final : public Tier {
+class HeldTier final : public RecordStore {
  public:
-  std::string_view kind() const override { return "held"; }
-  bool addressable() const override { return false; }
-  Status prepare(uint64_t, uint64_t) override { return ok(); }
-  Status finish() override { return ok(); }
-  void put(std::span<TierPart> parts) override {
+  const StoreTraits& traits() const override { return traits_; }
+  void put(std::span<RecordPart> parts) override {
     const MutexLock lock(mutex_);
     puts_ += parts.size();
     changed_.notify_all();
     while (held_) changed_.wait(mutex_);
-    for (TierPart& part : parts) part.status = ok();
+    for (RecordPart& part : parts) part.status = ok();
   }
   void wait_until_held() {
     const MutexLock lock(mutex_);
@@ -49,6 +46,7 @@ class HeldTier final : public Tier {
   }
 
  private:
+  const StoreTraits traits_{.kind = "held"};
   mutable Mutex mutex_;
   CondVar changed_;
   bool held_ TORPOR_GUARDED_BY(mutex_) = true;
@@ -86,8 +84,8 @@ class TransferEngineTest : public ::testing::TestWithParam<bool> {
     transfers_.reset();
     transfers_ = value_of(TransferEngine::create(*device_, *arena_, options));
   }
-  Job job(JobKind kind, Tier* tier, std::span<const SavedChunk> saved = {}) const {
-    Job made{.kind = kind, .tier = tier};
+  Job job(JobKind kind, RecordStore* tier, std::span<const SavedChunk> saved = {}) const {
+    Job made{.kind = kind, .store = tier};
     made.chunks.resize(plans_.size());
     for (size_t i = 0; i < plans_.size(); ++i) {
       made.chunks[i].plan = &plans_[i];

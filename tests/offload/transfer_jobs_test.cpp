@@ -7,19 +7,17 @@ namespace torpor {
 namespace {
 
 // Keeps nothing; whoever watches cancels when the first chunks come.
-class CancellingTier final : public Tier {
+class CancellingTier final : public RecordStore {
  public:
   explicit CancellingTier(ProgressFile& progress) : progress_(progress) {}
-  std::string_view kind() const override { return "cancelling"; }
-  bool addressable() const override { return false; }
-  Status prepare(uint64_t, uint64_t) override { return ok(); }
-  Status finish() override { return ok(); }
-  void put(std::span<TierPart> parts) override {
-    for (TierPart& part : parts) part.status = ok();
+  const StoreTraits& traits() const override { return traits_; }
+  void put(std::span<RecordPart> parts) override {
+    for (RecordPart& part : parts) part.status = ok();
     progress_.cancel();
   }
 
  private:
+  const StoreTraits traits_{.kind = "cancelling"};
   ProgressFile& progress_;
 };
 

@@ -41,7 +41,7 @@ Status write_64_kib(CheckpointManager& manager, uint8_t seed) {
                              .index = i},
                      .bytes = bytes.size(),
                      .digest = digest_of(bytes)};
-    TierPart part{&chunk, bytes, ok()};
+    RecordPart part{&chunk, bytes, ok()};
     writer->put({&part, 1});
     TORPOR_TRY(std::move(part.status));
     chunks.push_back(chunk);

@@ -10,6 +10,7 @@
 
 #include "base/units.h"
 #include "base/watched_file_system.h"
+#include "tests/contract/store_world.h"
 
 namespace torpor::proof {
 namespace {
@@ -49,7 +50,7 @@ class Writer {
   Status put(StoreSlot first, int count, uint32_t space = 1) {
     for (StoreSlot slot = first; slot < first + count; slot += 2) {
       std::vector<std::vector<std::byte>> bytes;
-      std::vector<StorePart> parts;
+      std::vector<test::StorePart> parts;
       for (StoreSlot each = slot; each < std::min(slot + 2, first + count); ++each) bytes.push_back(bytes_of(each));
       for (size_t i = 0; i < bytes.size(); ++i) {
         const StoreSlot each = slot + static_cast<StoreSlot>(i);
@@ -58,8 +59,8 @@ class Writer {
                          .record = {.digest = digest_of(bytes[i])},
                          .bytes = bytes[i]});
       }
-      store_->put(parts);
-      for (const StorePart& part : parts) {
+      test::put(*store_, parts);
+      for (const test::StorePart& part : parts) {
         TORPOR_TRY(part.status);
         world_.tell(SegmentWord::kPut, part.slot);
       }
@@ -189,8 +190,8 @@ Result<std::map<StoreSlot, bool>> look(SegmentStore& store, const SegmentPromise
     if ((each.slot >= kOfOtherWeights) != promise.other_space)
       return Error{.what = fmt::format("slot {} is of other weights", each.slot)};
     std::vector<std::byte> bytes(kBytes);
-    StorePart part{.slot = each.slot, .bytes = bytes};
-    store.get({&part, 1});
+    test::StorePart part{.slot = each.slot, .bytes = bytes};
+    test::get(store, {&part, 1});
     const bool proven = part.status && digest_of(bytes) == part.record.digest;
     if (proven && bytes != bytes_of(each.slot)) return Error{.what = fmt::format("slot {} has wrong bytes", each.slot)};
     found[each.slot] = proven;
@@ -290,8 +291,9 @@ std::string broken_segment_promise(FileSystem& file_system, const std::string& d
     const StoreSlot next = std::max((*store)->first_slot(), promise.other_space ? kOfOtherWeights : 0);
     const SegmentWorld world{file_system, directory, [](SegmentWord, int) {}};
     std::vector<std::byte> bytes = bytes_of(next);
-    StorePart part{.slot = next, .key = key_of_slot(next, 1), .record = {.digest = digest_of(bytes)}, .bytes = bytes};
-    (*store)->put({&part, 1});
+    test::StorePart part{
+        .slot = next, .key = key_of_slot(next, 1), .record = {.digest = digest_of(bytes)}, .bytes = bytes};
+    test::put(**store, {&part, 1});
     if (!part.status) return fail("it cannot go on: " + part.status.error().to_string());
     if (const Status synced = (*store)->sync(); !synced) return fail(synced.error().to_string());
     wanted.insert(next);

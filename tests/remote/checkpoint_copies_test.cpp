@@ -111,7 +111,7 @@ TEST_F(CheckpointCopies, ManyPartsOnManyThreads) {
     SavedChunk chunk{.key = {.kind = ChunkKind::kRegion, .tag = "weights", .region = "w", .index = i},
                      .bytes = bytes.size(),
                      .digest = digest_of(bytes)};
-    TierPart part{&chunk, bytes, ok()};
+    RecordPart part{&chunk, bytes, ok()};
     writer->put({&part, 1});
     ASSERT_SUCCEEDS(part.status);
     chunks.push_back(chunk);

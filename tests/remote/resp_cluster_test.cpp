@@ -46,7 +46,7 @@ class RespCluster : public ::testing::Test {
   void expect_all_there(RespStore& store) {
     std::vector<StorePart> all = parts();
     for (std::vector<std::byte>& each : bytes_) std::fill(each.begin(), each.end(), std::byte{0});
-    store.get(all);
+    get(store, all);
     for (size_t seed = 0; seed < kBlocks; ++seed) {
       EXPECT_SUCCEEDS(all[seed].status);
       EXPECT_EQ(bytes_[seed], some_bytes(seed, 4096)) << seed;
@@ -55,7 +55,7 @@ class RespCluster : public ::testing::Test {
   // All but those of `without`; theirs is the error.
   void expect_others_there(RespStore& store, size_t without, Code code, const char* words) {
     std::vector<StorePart> all = parts();
-    store.get(all);
+    get(store, all);
     for (size_t seed = 0; seed < kBlocks; ++seed) {
       if (owner_of(seed) != without) {
         EXPECT_SUCCEEDS(all[seed].status);
@@ -67,12 +67,12 @@ class RespCluster : public ::testing::Test {
   static Status get_one(RespStore& store, uint64_t seed) {
     std::vector<std::byte> room(4096);
     StorePart part{.slot = 0, .key = some_key(seed), .bytes = room};
-    store.get({&part, 1});
+    get(store, {&part, 1});
     return part.status;
   }
   void store_all() {
     std::vector<StorePart> all = parts();
-    make()->put(all);
+    put(*make(), all);
     for (const StorePart& part : all) ASSERT_SUCCEEDS(part.status);
   }
   void TearDown() override {
@@ -119,7 +119,7 @@ TEST_F(RespCluster, BlocksOfASlotThatIsOnItsWayAreFoundAndStored) {
   ASSERT_EQ(to.ask_all({{"ASKING"}, {"UNLINK", key}}), "1");
   EXPECT_FAILS(get_one(*make(), seed), Code::kNotFound);
   std::vector<StorePart> all = parts();
-  store->put(all);
+  put(*store, all);
   for (const StorePart& part : all) EXPECT_SUCCEEDS(part.status);
   EXPECT_EQ(to.ask_all({{"ASKING"}, {"EXISTS", key}}), "1");
 
@@ -152,7 +152,7 @@ TEST_F(RespCluster, WhereOneNodeIsKilledTheOthersServeAndItComesBack) {
   // Its blocks cannot be stored, those of the others can.
   std::vector<StorePart> all = parts();
   const auto fresh = make(1);
-  fresh->put(all);
+  put(*fresh, all);
   for (size_t seed = 0; seed < kBlocks; ++seed) EXPECT_EQ(all[seed].status.has_value(), owner_of(seed) != 2) << seed;
 
   killed.start();
@@ -160,7 +160,7 @@ TEST_F(RespCluster, WhereOneNodeIsKilledTheOthersServeAndItComesBack) {
   cluster_->wait_until_whole();
   clock_.advance(1s);
   std::vector<StorePart> again = parts();
-  store->get(again);  // it kept nothing, and says so
+  get(*store, again);  // it kept nothing, and says so
   for (size_t seed = 0; seed < kBlocks; ++seed) {
     if (owner_of(seed) != 2) continue;
     EXPECT_FAILS(again[seed].status, Code::kNotFound);

@@ -48,7 +48,7 @@ class RespCompressionTest : public ::testing::Test {
   }
   static StoredRecord put(RespStore& store, std::vector<std::byte> bytes) {
     StorePart part{.slot = 0, .key = some_key(5), .record = {.digest = digest_of(bytes)}, .bytes = bytes};
-    store.put({&part, 1});
+    test::put(store, {&part, 1});
     EXPECT_SUCCEEDS(part.status);
     return part.record;
   }
@@ -56,7 +56,7 @@ class RespCompressionTest : public ::testing::Test {
   static Result<std::vector<std::byte>> get(RespStore& store) {
     std::vector<std::byte> room(kContractRecord);
     StorePart part{.slot = 0, .key = some_key(5), .bytes = room};
-    store.get({&part, 1});
+    test::get(store, {&part, 1});
     TORPOR_TRY(part.status);
     EXPECT_EQ(part.record.bytes, kContractRecord);
     return room;

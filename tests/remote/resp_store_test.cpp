@@ -46,7 +46,7 @@ class RespWorld final : public StoreWorld {
     store_ = value_of(RespStore::open(std::move(options), clock_));
     store_->open_space(1, {});
   }
-  Store& store() override { return *store_; }
+  SlotStore& store() override { return *store_; }
   std::vector<StoreSlot> fresh(int32_t count) override {
     std::vector<StoreSlot> slots;
     for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
@@ -88,7 +88,7 @@ class RespStoreTest : public ::testing::Test {
   static Status get(RespStore& store, uint64_t seed, size_t size = kContractRecord) {
     std::vector<std::byte> room(size);
     StorePart part{.slot = 0, .key = some_key(seed), .bytes = room};
-    store.get({&part, 1});
+    test::get(store, {&part, 1});
     if (part.status) {
       EXPECT_EQ(room, some_bytes(seed, size));
     }
@@ -96,7 +96,7 @@ class RespStoreTest : public ::testing::Test {
   }
   static Status find(RespStore& store, uint64_t seed) {
     StorePart part{.slot = 0, .key = some_key(seed)};
-    store.find({&part, 1});
+    test::find(store, {&part, 1});
     return part.status;
   }
 
@@ -267,14 +267,14 @@ TEST_F(RespStoreTest, InAClusterEachBlockIsWhereItsNodeSays) {
     part.key.hash.back() = static_cast<uint8_t>(seed);
     parts.push_back(part);
   }
-  store->put(parts);
+  test::put(*store, parts);
   for (const StorePart& part : parts) EXPECT_SUCCEEDS(part.status);
   EXPECT_EQ(peer_.values().size(), 4u);
   EXPECT_EQ(second.values().size(), 4u);
-  store->get(parts);
+  test::get(*store, parts);
   for (const StorePart& part : parts) EXPECT_SUCCEEDS(part.status);
   const size_t asked = peer_.asked("GET");
-  store->get(parts);
+  test::get(*store, parts);
   EXPECT_EQ(peer_.asked("GET"), asked + 4);  // it remembers
   // A slot that is on its way: the second node has what the first one asks to be asked for.
   second.script([](const RespPeer::Words& words) {
@@ -289,7 +289,7 @@ TEST_F(RespStoreTest, InAClusterEachBlockIsWhereItsNodeSays) {
   for (const uint64_t record_bytes : {kContractRecord, 4 * kMiB}) {  // of large ones few are asked for at once
     RespStoreOptions options = options_for(peer_.url());
     options.record_bytes = record_bytes;
-    make(options)->get(parts);
+    test::get(*make(options), parts);
     for (const StorePart& part : parts) EXPECT_SUCCEEDS(part.status);
   }
 }
@@ -307,12 +307,12 @@ TEST_F(RespStoreTest, AServerIsAskedForFewLargeBlocksAtOnce) {
   for (uint64_t seed = 0; seed < kBlocks; ++seed)
     parts.push_back(part_of(static_cast<StoreSlot>(seed), seed, bytes[seed]));
   const auto store = make();
-  store->put(parts);
-  store->get(parts);
+  test::put(*store, parts);
+  test::get(*store, parts);
   for (const StorePart& part : parts) EXPECT_SUCCEEDS(part.status);
   EXPECT_EQ(peer_.asked("GET"), kBlocks);
   peer_.script([](const RespPeer::Words& words) { return words[0] == "GET" ? RespPeer::kStall : std::string(); });
-  make(options)->get(parts);
+  test::get(*make(options), parts);
   for (const StorePart& part : parts) EXPECT_FAILS(part.status, Code::kTimeout);
   EXPECT_EQ(peer_.asked("GET"), kBlocks + 2);
 }

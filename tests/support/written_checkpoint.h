@@ -22,7 +22,7 @@ inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32
     SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)},
                      .bytes = bytes.size(),
                      .digest = digest_of(bytes)};
-    TierPart part{&chunk, bytes, ok()};
+    RecordPart part{&chunk, bytes, ok()};
     writer->put({&part, 1});
     TORPOR_TRY(part.status);
     chunks.push_back(chunk);

@@ -9,7 +9,7 @@
 
 #include "base/digest.h"
 #include "base/page_buffer.h"
-#include "offload/store.h"
+#include "offload/slot_store.h"
 #include "tools/bench/bench.h"
 
 namespace torpor::bench {
@@ -27,38 +27,40 @@ struct BlockRates {
 };
 
 // Each thread its share of the blocks, so many at a time.
-inline double seconds_of(Store& store, std::span<StorePart> parts, const BlockLoad& load, bool put) {
+inline double seconds_of(SlotStore& store, std::span<RecordPart> parts, const BlockLoad& load, bool put) {
   return seconds([&] {
     std::atomic<size_t> next = 0;
     std::vector<std::thread> all;
     for (int thread = 0; thread < load.threads; ++thread) {
       all.emplace_back([&] {
         for (size_t at = 0; (at = next.fetch_add(load.batch)) < parts.size();) {
-          const std::span<StorePart> some = parts.subspan(at, std::min(load.batch, parts.size() - at));
+          const std::span<RecordPart> some = parts.subspan(at, std::min(load.batch, parts.size() - at));
           put ? store.put(some) : store.get(some);
         }
       });
     }
     for (std::thread& thread : all) thread.join();
-    for (StorePart& part : parts) must(std::move(part.status));
+    for (RecordPart& part : parts) must(std::move(part.status));
   });
 }
 
 // Into the key space 1 of `store`, which has none of them. `warm`: so many of them first, which count for nothing.
-inline BlockRates block_rates(Store& store, const BlockLoad& load, size_t warm = 0) {
+inline BlockRates block_rates(SlotStore& store, const BlockLoad& load, size_t warm = 0) {
   PageBuffer memory;
   const std::span<std::byte> room = memory.room(load.bytes * static_cast<uint64_t>(load.blocks));
   std::memset(room.data(), 5, room.size());
-  std::vector<StorePart> parts;
-  for (int32_t i = 0; i < load.blocks; ++i) {
-    BlockKey key{.space = 1};
-    std::memcpy(key.hash.data(), &i, sizeof i);
-    const std::span<std::byte> block = room.subspan(static_cast<uint64_t>(i) * load.bytes, load.bytes);
+  std::vector<BlockKey> keys(static_cast<size_t>(load.blocks), BlockKey{.space = 1});
+  std::vector<SavedChunk> chunks(keys.size());
+  std::vector<RecordPart> parts;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    std::memcpy(keys[i].hash.data(), &i, sizeof i);
+    const std::span<std::byte> block = room.subspan(i * load.bytes, load.bytes);
     std::memcpy(block.data(), &i, sizeof i);
-    parts.push_back({.slot = i, .key = key, .record = {.digest = digest_of(block)}, .bytes = block});
+    chunks[i] = {.digest = digest_of(block), .offset = i};
+    parts.push_back({.chunk = &chunks[i], .bytes = block, .key = &keys[i]});
   }
-  const std::span<StorePart> first = std::span(parts).first(warm);
-  const std::span<StorePart> rest = std::span(parts).subspan(warm);
+  const std::span<RecordPart> first = std::span(parts).first(warm);
+  const std::span<RecordPart> rest = std::span(parts).subspan(warm);
   if (warm != 0) seconds_of(store, first, load, true), seconds_of(store, first, load, false);
   const double all = static_cast<double>(load.bytes * rest.size()) / 1e9;
   BlockRates rates;

@@ -36,22 +36,6 @@ struct Model {
 constexpr Model kSmall{"135M", 30, 3 * 64 * 2 * 2};
 constexpr Model kLarge{"70B", 80, 8 * 128 * 2 * 2};
 
-// Host slots by the number of the chunk.
-class SlotTier final : public Tier {
- public:
-  explicit SlotTier(HostStore& store) : store_(store) {}
-  std::string_view kind() const override { return "host"; }
-  bool addressable() const override { return true; }
-  Status prepare(uint64_t, uint64_t) override { return ok(); }
-  Result<std::span<std::byte>> place(SavedChunk& chunk) override {
-    return store_.place(static_cast<Slot>(chunk.key.index), chunk.bytes);
-  }
-  Status finish() override { return ok(); }
-
- private:
-  HostStore& store_;
-};
-
 ChunkPlan plan_of(const KvLayout& layout, int32_t block, uint64_t slot) {
   ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = slot}};
   for (const KvPiece& piece : layout.pieces_of(static_cast<uint32_t>(block)))
@@ -84,7 +68,6 @@ class Case {
     arena_ = must(HostArena::create());
     const auto slots = static_cast<int32_t>(moved);
     store_ = must(HostStore::create(*arena_, {.slots = slots, .slot_bytes = block}));
-    host_ = std::make_unique<SlotTier>(*store_);
     transfers_ = must(TransferEngine::create(*device_, *arena_));
     std::vector<int32_t> ids(total);
     for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i);
@@ -101,7 +84,12 @@ class Case {
     must(device_->free_reservation(address_));
   }
 
-  void torpor() { (void)must(transfers_->save(plans_, *host_)); }
+  void torpor() {
+    Job job{.store = store_.get(), .urgency = Urgency::kSleep, .copy_by = CopyBy::kFastest};
+    for (const ChunkPlan& plan : plans_)
+      job.chunks.push_back({.plan = &plan, .slot = static_cast<StoreSlot>(plan.key.index)});
+    must(transfers_->wait(must(transfers_->submit(std::move(job)))).status);
+  }
   void ceiling() {
     bench::on_all_cores([&](uint64_t part, uint64_t parts) {
       const uint64_t begin = bytes_ * part / parts;
@@ -116,7 +104,7 @@ class Case {
       BulkCopy bulk(bytes_);
       const size_t end = plans_.size() * (part + 1) / parts;
       for (size_t slot = plans_.size() * part / parts; slot < end; ++slot) {
-        std::span<std::byte> to = store_->view(static_cast<Slot>(slot));
+        std::span<std::byte> to = store_->view({.offset = slot});
         StreamingDigest digest;
         for (const DevicePiece& piece : plans_[slot].pieces) {
           const std::span<const std::byte> from(reinterpret_cast<std::byte*>(piece.address),  // NOLINT
@@ -132,8 +120,8 @@ class Case {
   }
   void baseline() {
     for (size_t slot = 0; slot < plans_.size(); ++slot) {
-      SavedChunk chunk{.key = plans_[slot].key, .bytes = plans_[slot].bytes()};
-      const std::span<std::byte> place = must(host_->place(chunk));
+      SavedChunk chunk{.bytes = plans_[slot].bytes(), .offset = slot};
+      const std::span<std::byte> place = must(store_->place(chunk));
       uint64_t at = 0;
       for (const DevicePiece& piece : plans_[slot].pieces) {
         const Copy copy{piece.address, place.data() + at, piece.bytes};
@@ -141,7 +129,7 @@ class Case {
         at += piece.bytes;
       }
       (void)device_->wait(must(device_->record(stream_)));
-      must(store_->placed(static_cast<Slot>(slot), {}, digest_of(place)));
+      must(store_->placed(static_cast<StoreSlot>(slot), digest_of(place)));
     }
   }
   nlohmann::ordered_json row(int rounds) {
@@ -191,7 +179,6 @@ class Case {
   KvLayout layout_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<HostStore> store_;
-  std::unique_ptr<SlotTier> host_;
   std::unique_ptr<TransferEngine> transfers_;
   std::vector<ChunkPlan> plans_;
   StreamId stream_{};

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Store: one rank's bytes of one tier, in numbered slots, a block's share in each. Who may use which slot, and what
-// goes first when it is full, the caller decides: a store does what it is told. Implementations: HostStore
-// (host_store.h), SegmentStore (segment_store.h, on disk) and, on other machines, RespStore and MooncakeStore
-// (remote/block_store.h); what every one must do: tests/contract/store_contract.h.
+// SlotStore: a RecordStore of numbered slots: one rank's share of a KV block in each. Who may use which slot, and what
+// goes first when it is full, the caller decides: a store does what it is told, and knows what it has. A record's slot
+// stands in SavedChunk::offset. Implementations: HostStore (host_store.h), SegmentStore (segment_store.h, on disk) and,
+// on other machines, RespStore and MooncakeStore (remote/block_store.h); what every one must do:
+// tests/contract/store_contract.h.
 //
 // put(), get() and sync() return when their batch is over. A transfer lane calls them, and the lane is what makes them
 // asynchronous: it bounds what is under way, orders it and knows when it is over. Callbacks would give each store a
@@ -27,19 +28,9 @@
 #include "base/status.h"
 #include "offload/block_key.h"
 #include "offload/codec.h"
+#include "offload/record_store.h"
 
 namespace torpor {
-
-struct StoreTraits {
-  std::string_view kind;          // "host", "disk", "remote"
-  bool in_memory = false;         // of this machine
-  bool addressable = false;       // the same, as it was put: place() and view() show it
-  bool durable = false;           // recover() and lease()
-  bool shared = false;            // on another machine, and others fill it, too: get() and find() by key
-  uint64_t record_bytes = 0;      // most bytes of one record
-  int32_t slots_per_segment = 0;  // slots n * this and the following ones go together, and are used once; 0: each slot
-                                  // by itself, again and again
-};
 
 // What is stored in a slot.
 struct StoredRecord {
@@ -50,14 +41,11 @@ struct StoredRecord {
   friend bool operator==(const StoredRecord&, const StoredRecord&) = default;
 };
 
-// One record on its way, and what became of it.
-struct StorePart {
-  StoreSlot slot = -1;
-  BlockKey key;         // put; of a shared store also get and find
-  StoredRecord record;  // put: the digest is the caller's, the store fills the rest; get: filled
-  std::span<std::byte> bytes;
-  Status status;
-};
+inline StoreSlot slot_of(const RecordPart& part) { return static_cast<StoreSlot>(part.chunk->offset); }
+// Return what the part's block was computed from; of space 0: that is not known.
+const BlockKey& key_of(const RecordPart& part);
+// Say in the part's chunk what is stored in its slot.
+void describe(RecordPart& part, const StoredRecord& record);
 
 struct SlotRange {
   StoreSlot first = 0;
@@ -95,11 +83,8 @@ struct StoreHealth {
   uint64_t sync_errors = 0;
 };
 
-class Store {
+class SlotStore : public RecordStore {
  public:
-  virtual ~Store() = default;
-  virtual const StoreTraits& traits() const = 0;
-
   // Slots from here on were never used when the store was opened.
   virtual StoreSlot first_slot() const { return 0; }
   // Keys with this number belong to the key space with this digest from now on.
@@ -107,20 +92,20 @@ class Store {
   // False while it would be useless to put anything: a medium that fails is tried again after a while.
   virtual bool accepting() const { return true; }
 
-  // Stores each part's bytes. The callers' memory is unchanged, and free when it returns.
-  void put(std::span<StorePart> parts);
-  // Reads each part's slot into its bytes (record.bytes many), decoded. Not verified: who copies the bytes on proves
-  // them against record.digest, in the same pass. kNotFound: nothing is stored there (any more).
-  void get(std::span<StorePart> parts);
-
+  // Store each part's bytes in its slot, under its key. The digest is the caller's; the rest of the chunk is filled.
+  // The callers' memory is unchanged, and free when it returns.
+  void put(std::span<RecordPart> parts) final;
+  // Read each part's slot into its bytes (as many as were put), decoded; fill the chunk. Not verified: who copies the
+  // bytes on proves them against the digest, in the same pass. kNotFound: nothing is stored there (any more).
+  void get(std::span<RecordPart> parts) final;
   // Shared: ok where the key's block is there, else kNotFound. `bytes` are not needed.
-  void find(std::span<StorePart> parts);
+  void find(std::span<RecordPart> parts) final;
 
-  // Addressable: memory for a record of this size. It is found from placed() on, when the copy into it is proven.
-  virtual Result<std::span<std::byte>> place(StoreSlot slot, uint64_t bytes);
-  virtual Status placed(StoreSlot slot, const BlockKey& key, const Digest& digest);
+  // Addressable: memory for a record of chunk.bytes. It is found from placed() on, when the copy into it is proven.
+  Result<std::span<std::byte>> place(SavedChunk& chunk) override;
+  virtual Status placed(StoreSlot slot, const Digest& digest);
   // Addressable: the slot's memory as far as it was placed or put; empty: nothing is there.
-  virtual std::span<std::byte> view(StoreSlot slot);
+  std::span<std::byte> view(const SavedChunk& chunk) override;
 
   // Nothing is found there any more. A segment whose slots all go gives its room back; of others the room is kept.
   virtual void drop(std::span<const SlotRange> ranges) = 0;
@@ -138,11 +123,11 @@ class Store {
 
  protected:
   // Only parts whose status is good are to be touched.
-  virtual void do_put(std::span<StorePart> parts) = 0;
-  virtual void do_get(std::span<StorePart> parts) = 0;
-  virtual void do_find(std::span<StorePart> parts);
+  virtual void do_put(std::span<RecordPart> parts) = 0;
+  virtual void do_get(std::span<RecordPart> parts) = 0;
+  virtual void do_find(std::span<RecordPart> parts);
   Error not_there(StoreSlot slot) const;
-  Error wrong_size(const StorePart& part, uint64_t bytes) const;
+  Error wrong_size(const RecordPart& part, uint64_t bytes) const;
   Error unsupported(std::string_view verb) const;
 };
 
