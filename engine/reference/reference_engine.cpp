@@ -74,25 +74,15 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
                                                  .late_job_bytes = options_.late_job_bytes,
                                                  .late_thread = options_.late_thread}));
   const ByteModelShape& shape = options_.model;
-  const uint64_t block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes;
-  const uint64_t layer_bytes = static_cast<uint64_t>(options_.num_blocks) * block_bytes;
   const auto seed = static_cast<uint64_t>(rank) + options_.weights_seed;  // of the order; sizes are those of any engine
   TORPOR_ASSIGN(ScatteredBytes weights,
                 ScatteredBytes::allocate(*made.memory, "weights", options_.weight_bytes, static_cast<uint64_t>(rank),
                                          seed, options_.regions_per_tag));
-  // Each layer in a region of its own, and some that no layer needs.
-  std::vector<uint64_t> sizes(shape.layers, layer_bytes);
-  sizes.insert(sizes.end(), options_.spare_kv_regions, 1 + layer_bytes / 3);
-  TORPOR_ASSIGN(const std::vector<DeviceAddress> layers, allocate_scattered(*made.memory, "kv_cache", sizes, seed));
-  KvLayout layout{.num_blocks = static_cast<uint32_t>(options_.num_blocks), .tensors = {}};
-  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
-    layout.tensors.push_back({.address = layers[layer],
-                              .layers = 1,
-                              .layer_stride = layer_bytes,
-                              .block_stride = block_bytes,
-                              .block_bytes = block_bytes});
-  }
-  TORPOR_TRY(made.memory->set_kv_layout("kv_cache", std::move(layout)));
+  ScatteredKv kv{.layers = shape.layers,
+                 .blocks = options_.num_blocks,
+                 .block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes};
+  kv.spare.assign(options_.spare_kv_regions, 1 + static_cast<uint64_t>(kv.blocks) * kv.block_bytes / 3);
+  TORPOR_TRY(allocate_kv(*made.memory, kv, seed));
   for (const std::string& tag : options_.step_tags) {
     TORPOR_ASSIGN(StepRegions beside,
                   StepRegions::allocate(*made.memory, tag, StepRegions::kBytes / options_.step_tags.size(), seed, seed,

@@ -39,6 +39,24 @@ Result<std::vector<DeviceAddress>> allocate_scattered(RankMemory& memory, std::s
   return addresses;
 }
 
+Result<std::vector<DeviceAddress>> allocate_kv(RankMemory& memory, const ScatteredKv& kv, uint64_t seed) {
+  const uint64_t layer_bytes = static_cast<uint64_t>(kv.blocks) * kv.block_bytes;
+  std::vector<uint64_t> sizes(kv.layers, layer_bytes);
+  sizes.insert(sizes.end(), kv.spare.begin(), kv.spare.end());
+  TORPOR_ASSIGN(std::vector<DeviceAddress> addresses, allocate_scattered(memory, kKvCacheTag, sizes, seed));
+  addresses.resize(kv.layers);
+  KvLayout layout{.num_blocks = static_cast<uint32_t>(kv.blocks), .tensors = {}};
+  for (const DeviceAddress address : addresses) {
+    layout.tensors.push_back({.address = address,
+                              .layers = 1,
+                              .layer_stride = layer_bytes,
+                              .block_stride = kv.block_bytes,
+                              .block_bytes = kv.block_bytes});
+  }
+  TORPOR_TRY(memory.set_kv_layout(kKvCacheTag, std::move(layout)));
+  return addresses;
+}
+
 std::vector<uint64_t> random_sizes(uint64_t bytes, size_t count, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::vector<uint64_t> sizes;

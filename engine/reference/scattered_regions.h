@@ -25,6 +25,16 @@ Result<std::vector<DeviceAddress>> allocate_scattered(RankMemory& memory, std::s
 // `bytes` as that many sizes, drawn from `seed`: as many as there are bytes, at most.
 std::vector<uint64_t> random_sizes(uint64_t bytes, size_t count, uint64_t seed);
 
+// A KV cache whose layers lie apart, each in a region of its own.
+struct ScatteredKv {
+  uint32_t layers = 0;
+  int32_t blocks = 0;
+  uint64_t block_bytes = 0;       // a layer
+  std::vector<uint64_t> spare{};  // sizes of regions that no layer needs
+};
+// Allocates it as allocate_scattered() does, and tells the memory its layout. Returns the layers' addresses.
+Result<std::vector<DeviceAddress>> allocate_kv(RankMemory& memory, const ScatteredKv& kv, uint64_t seed);
+
 // Bytes that lie in several regions of a tag, one after the other.
 class ScatteredBytes {
  public:

@@ -62,19 +62,8 @@ inline TestRank make_rank(const TestEngineOptions& options, int rank, FileSystem
   RankMemory& memory = *made.memory;
   made.weights =
       value_of(reference::ScatteredBytes::allocate(memory, "weights", kWeightBytes, seed, order, options.regions));
-  const uint64_t layer_bytes = static_cast<uint64_t>(options.num_blocks) * kBlockBytes;
-  std::vector<uint64_t> sizes(kKvLayers, layer_bytes);
-  sizes.push_back(1000);  // no layer's
-  made.kv = value_of(reference::allocate_scattered(memory, "kv_cache", sizes, order));
-  KvLayout layout{.num_blocks = static_cast<uint32_t>(options.num_blocks), .tensors = {}};
-  for (uint32_t layer = 0; layer < kKvLayers; ++layer) {
-    layout.tensors.push_back({.address = made.kv[layer],
-                              .layers = 1,
-                              .layer_stride = layer_bytes,
-                              .block_stride = kBlockBytes,
-                              .block_bytes = kBlockBytes});
-  }
-  EXPECT_SUCCEEDS(memory.set_kv_layout("kv_cache", std::move(layout)));
+  made.kv = value_of(reference::allocate_kv(
+      memory, {.layers = kKvLayers, .blocks = options.num_blocks, .block_bytes = kBlockBytes, .spare = {1000}}, order));
   made.runtime = value_of(reference::StepRegions::allocate(memory, reference::kRuntimeTag, kRuntimeBytes, seed, order));
   return made;
 }
