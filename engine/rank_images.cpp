@@ -135,7 +135,7 @@ Result<orders::SaveImage::Reply> RankImages::save(const orders::SaveImage& order
   for (const SavedChunk& chunk : image->chunks)
     records.push_back({.key = chunk.key, .bytes = chunk.bytes, .digest = chunk.digest});
   for (size_t i = 0; i < records.size();) {
-    std::vector<TierPart> parts;
+    std::vector<RecordPart> parts;
     for (uint64_t bytes = 0; i < records.size() && (parts.empty() || bytes + records[i].bytes <= kWriteBytes); ++i) {
       const std::span<std::byte> bytes_of_chunk = image->host->view(image->chunks[i]);
       if (digest_of(bytes_of_chunk) != records[i].digest)
@@ -144,7 +144,7 @@ Result<orders::SaveImage::Reply> RankImages::save(const orders::SaveImage& order
       bytes += records[i].bytes;
     }
     writer->put(parts);
-    for (TierPart& part : parts) TORPOR_TRY(std::move(part.status));
+    for (RecordPart& part : parts) TORPOR_TRY(std::move(part.status));
   }
   orders::SaveImage::Reply reply{.bytes = image->bytes(), .saved = {}};
   TORPOR_ASSIGN(reply.saved, writer->write_refs(records));
