@@ -212,23 +212,23 @@ Result<StreamId> DeviceMemory::create_stream() { return do_create_stream(); }
 
 Status DeviceMemory::destroy_stream(StreamId stream) { return do_destroy_stream(stream); }
 
-Result<bool> DeviceMemory::find_for_copies(std::span<const Copy> copies, std::vector<MappingAt>& touched) {
+Result<bool> DeviceMemory::find_for_copies(std::span<const Range> ranges, std::vector<MappingAt>& touched) {
   touched.clear();
   bool in_use = false;
-  for (const Copy& copy : copies) {
-    uint64_t reached = copy.device;
+  for (const Range& copy : ranges) {
+    uint64_t reached = copy.address;
     if (!touched.empty()) {  // most pieces of a batch lie in the same memory as the one before
       const auto& [address, mapping] = *touched.back();
       if (reached >= address && copy.bytes <= mapping.size && reached - address <= mapping.size - copy.bytes) continue;
     }
-    while (reached < copy.device + copy.bytes) {
+    while (reached < copy.address + copy.bytes) {
       MappingAt mapping = mappings_.upper_bound(reached);
       const bool there = mapping != mappings_.begin() && (--mapping)->first + mapping->second.size > reached;
       if (there && physical_.at(mapping->second.id).busy) {  // judged by what it is when that call has ended
         in_use = true;
       } else if (!there || mapping->second.access == Access::kNone) {
         return invalid(fmt::format("copy of {} bytes at {:#x}: {:#x} is not mapped with access", copy.bytes,
-                                   copy.device, reached));
+                                   copy.address, reached));
       }
       if (touched.empty() || touched.back() != mapping) touched.push_back(mapping);
       reached = mapping->first + mapping->second.size;
@@ -237,24 +237,56 @@ Result<bool> DeviceMemory::find_for_copies(std::span<const Copy> copies, std::ve
   return !in_use;
 }
 
-Status DeviceMemory::copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by) {
-  for (const Copy& copy : copies) {
-    if (copy.bytes == 0 || copy.host == nullptr) return invalid("a copy of no bytes, or without host memory");
-  }
+template <class Use>
+Status DeviceMemory::while_mapped(std::span<const Range> ranges, const Use& use) {
   std::vector<MappingAt> touched;
   MutexLock lock(mutex_);
   while (true) {
-    TORPOR_ASSIGN(const bool free, find_for_copies(copies, touched));
+    TORPOR_ASSIGN(const bool free, find_for_copies(ranges, touched));
     if (free) break;
     changed_.wait(mutex_);
   }
   for (const MappingAt at : touched) ++at->second.copies;
   lock.unlock();
-  Status done = catching([&] { return do_copy_async(stream, direction, copies, by); });
+  Status done = catching(use);
   lock.lock();
   for (const MappingAt at : touched) --at->second.copies;
   changed_.notify_all();
   return done;
+}
+
+Status DeviceMemory::copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by) {
+  std::vector<Range> ranges;
+  ranges.reserve(copies.size());
+  for (const Copy& copy : copies) {
+    if (copy.bytes == 0 || copy.host == nullptr) return invalid("a copy of no bytes, or without host memory");
+    ranges.push_back({copy.device, copy.bytes});
+  }
+  return while_mapped(ranges, [&] { return do_copy_async(stream, direction, copies, by); });
+}
+
+Status DeviceMemory::copy_within(std::span<const InnerCopy> copies) {
+  std::vector<Range> targets;
+  std::vector<Range> ranges;
+  for (const InnerCopy& copy : copies) {
+    if (copy.bytes == 0) return invalid("a copy of no bytes");
+    targets.push_back({copy.to, copy.bytes});
+    ranges.push_back({copy.from, copy.bytes});
+  }
+  std::sort(targets.begin(), targets.end(), [](const Range& a, const Range& b) { return a.address < b.address; });
+  for (size_t i = 1; i < targets.size(); ++i) {
+    if (targets[i].address - targets[i - 1].address < targets[i - 1].bytes)
+      return invalid(fmt::format("two copies have a target at {:#x}", targets[i].address));
+  }
+  for (const Range& source : ranges) {
+    const auto next = std::upper_bound(targets.begin(), targets.end(), source.address,
+                                       [](uint64_t address, const Range& target) { return address < target.address; });
+    const bool meets_next = next != targets.end() && next->address - source.address < source.bytes;
+    if (meets_next || (next != targets.begin() && source.address - std::prev(next)->address < std::prev(next)->bytes))
+      return invalid(fmt::format("what is copied from {:#x} is written meanwhile", source.address));
+  }
+  ranges.insert(ranges.end(), targets.begin(), targets.end());
+  return while_mapped(ranges, [&] { return do_copy_within(copies); });
 }
 
 Result<EventId> DeviceMemory::record(StreamId stream) { return do_record(stream); }

@@ -50,6 +50,13 @@ struct Copy {
   StreamingDigest* digest = nullptr;
 };
 
+// Within the memory of one device.
+struct InnerCopy {
+  DeviceAddress to = 0;
+  DeviceAddress from = 0;
+  uint64_t bytes = 0;
+};
+
 struct DeviceMemoryInfo {
   uint64_t capacity_bytes = 0;  // 0: not limited by this device
   uint64_t physical_bytes = 0;  // created and not yet gone
@@ -100,6 +107,10 @@ class DeviceMemory {
   // Enqueues copies. Host memory must stay valid and, for kDeviceToHost, untouched until an event after them completed.
   // The device side must be mapped with access for the whole time.
   Status copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by = CopyBy::kFastest);
+  // Copies from one place of this device to another, and returns when that is over. The ranges are mapped with access
+  // for the whole time, and no target overlaps another range: kInvalidArgument. After another error the content of all
+  // targets is void. Work that was given before is not waited for: synchronize().
+  Status copy_within(std::span<const InnerCopy> copies);
   Result<EventId> record(StreamId stream);
   DrainResult wait(EventId event);     // consumes the event
   DrainResult drain(StreamId stream);  // waits for all work of the stream; where record() or wait() proved nothing
@@ -132,6 +143,7 @@ class DeviceMemory {
   virtual Result<StreamId> do_create_stream() = 0;
   virtual Status do_destroy_stream(StreamId stream) = 0;
   virtual Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by) = 0;
+  virtual Status do_copy_within(std::span<const InnerCopy> copies) = 0;
   virtual Result<EventId> do_record(StreamId stream) = 0;
   virtual DrainResult do_wait(EventId event) = 0;
   virtual DrainResult do_drain(StreamId stream) = 0;
@@ -168,8 +180,15 @@ class DeviceMemory {
   void each_in(DeviceAddress address, uint64_t size, const Use& use) TORPOR_REQUIRES(mutex_) {
     for (auto at = mappings_.lower_bound(address); at != mappings_.end() && at->first < address + size;) use(at++);
   }
-  // The mappings that `copies` touch; false: another call is at work on one of them.
-  Result<bool> find_for_copies(std::span<const Copy> copies, std::vector<MappingAt>& touched) TORPOR_REQUIRES(mutex_);
+  // The mappings that these ranges touch; false: another call is at work on one of them.
+  struct Range {
+    DeviceAddress address = 0;
+    uint64_t bytes = 0;
+  };
+  Result<bool> find_for_copies(std::span<const Range> ranges, std::vector<MappingAt>& touched) TORPOR_REQUIRES(mutex_);
+  // Calls `use` while the mappings of these ranges stay as they are.
+  template <class Use>
+  Status while_mapped(std::span<const Range> ranges, const Use& use);
   void forget_if_gone(PhysicalAt physical) TORPOR_REQUIRES(mutex_);
 
   mutable Mutex mutex_;  // never held while a do_* method runs

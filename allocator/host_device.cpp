@@ -222,6 +222,11 @@ class HostDevice final : public DeviceMemory {
     return ok();
   }
 
+  Status do_copy_within(std::span<const InnerCopy> copies) override {
+    for (const InnerCopy& copy : copies) std::memcpy(pointer(copy.to), pointer(copy.from), copy.bytes);
+    return ok();
+  }
+
   Result<EventId> do_record(StreamId stream) override {
     const std::shared_ptr<HostStream> found = stream_of(stream);
     if (found == nullptr) return unknown("stream", static_cast<uint64_t>(stream));

@@ -9,6 +9,7 @@
 #include "bindings/checkpoint_options.h"
 #include "bindings/module_files.h"
 #include "bindings/python_hooks.h"
+#include "engine/forks.h"
 #include "engine/request_images.h"
 #include "engine/stored_images.h"
 
@@ -210,6 +211,36 @@ void bind_request_images(py::module_& module) {
   module.def(
       "check_image_name", [](const std::string& name) { value_or_raise(ImageStore::check_name(name)); },
       py::arg("name"), "Raises InvalidArgument if an image on disk cannot have this id.");
+  module.def(
+      "plan_fork",
+      [](const py::dict& parent, std::optional<int64_t> at, int64_t children, int64_t free_blocks) {
+        ForkedRequest request;
+        DictReader in(parent, "parent");
+        in.read("prompt_tokens", request.prompt_tokens);
+        in.read("output_tokens", request.output_tokens);
+        in.read("computed_tokens", request.computed_tokens);
+        in.read("blocks", request.blocks);
+        in.read("block_tokens", request.block_tokens);
+        in.finish();
+        const ForkPlan plan = value_or_raise(plan_fork(request, at, children, free_blocks));
+        py::dict out;
+        out["output_tokens"] = plan.output_tokens;
+        out["computed_tokens"] = plan.computed_tokens;
+        out["shared_blocks"] = plan.shared_blocks;
+        out["own_blocks"] = plan.own_blocks;
+        out["copied_block"] = plan.copied_block;
+        return out;
+      },
+      py::arg("parent"), py::arg("at"), py::arg("children"), py::arg("free_blocks"),
+      "What each child of a fork gets of its parent's blocks, and how many it needs besides.");
+  module.def(
+      "copy_blocks",
+      [](py::object hooks, int32_t from, const std::vector<int32_t>& to) {
+        PythonHooks own(std::move(hooks));
+        return value_or_raise(without_lock([&] { return copy_blocks(own, from, to); }));
+      },
+      py::arg("hooks"), py::arg("source"), py::arg("targets"),
+      "Has every rank copy one KV block into others, within its device. Returns the bytes, of all ranks.");
   module.def(
       "check_portable",
       [](const py::dict& checkpoint, const py::dict& engine) {

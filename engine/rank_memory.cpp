@@ -12,6 +12,7 @@
 
 #include "base/free_memory.h"
 #include "base/units.h"
+#include "engine/block_copies.h"
 #include "engine/phases.h"
 #include "engine/tags.h"
 
@@ -433,6 +434,12 @@ Result<orders::DropImage::Reply> RankMemory::carry_out(const orders::DropImage& 
   const orders::DropImage::Reply dropped = request_images_->drop(order);
   give_back_unused();
   return dropped;
+}
+
+Result<orders::CopyBlocks::Reply> RankMemory::carry_out(const orders::CopyBlocks& order) {
+  TORPOR_TRY(kv_is_attached());
+  return catching(
+      [&]() TORPOR_REQUIRES(mutex_) { return copy_blocks_within(*device_, images_->chunks().kv_layout(), order); });
 }
 
 // What cannot be given back now is at the next operation.

@@ -150,6 +150,7 @@ class RankMemory {
   Result<orders::VerifyImage::Reply> carry_out(const orders::VerifyImage& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Admit::Reply> carry_out(const orders::Admit& order) TORPOR_REQUIRES(mutex_);
   Result<orders::DropImage::Reply> carry_out(const orders::DropImage& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::CopyBlocks::Reply> carry_out(const orders::CopyBlocks& order) TORPOR_REQUIRES(mutex_);
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
   const RankSaver& saver() const TORPOR_REQUIRES(mutex_) { return *saver_; }

@@ -181,6 +181,15 @@ void serialize(Archive& archive, orders::DropImage::Reply& v) {
 }
 
 template <class Archive>
+void serialize(Archive& archive, orders::CopyBlocks& v) {
+  archive(v.from, v.to);
+}
+template <class Archive>
+void serialize(Archive& archive, orders::CopyBlocks::Reply& v) {
+  archive(v.bytes);
+}
+
+template <class Archive>
 void serialize(Archive& archive, orders::Describe::Reply& v) {
   archive(v.ledger, v.bytes_per_block, v.num_blocks, v.writes, v.without_content, v.proven);
 }
@@ -293,6 +302,7 @@ TORPOR_ORDER(VerifyImage)
 TORPOR_ORDER(Admit)
 TORPOR_ORDER(DropImage)
 TORPOR_ORDER(SaveImage)
+TORPOR_ORDER(CopyBlocks)
 #undef TORPOR_ORDER
 
 }  // namespace torpor

@@ -317,13 +317,24 @@ struct SaveImage {
   RankWriting writing;    // how
 };
 
+// Copy KV blocks within the device: of each of `from`, all bytes go into the one of `to` at the same place. All targets
+// are different, nothing uses them, and none is a source. After an error their content is void.
+struct CopyBlocks {
+  static constexpr std::string_view kName = "copy_blocks";
+  struct Reply {
+    uint64_t bytes = 0;
+  };
+  std::vector<int32_t> from;
+  std::vector<int32_t> to;
+};
+
 }  // namespace orders
 
 using RankOrder =
     std::variant<orders::Describe, orders::Inform, orders::Save, orders::PollSave, orders::Undo, orders::Detach,
                  orders::Restore, orders::PollRestore, orders::Finish, orders::DigestTags, orders::LeaveSign,
                  orders::Extract, orders::ReadImage, orders::VerifyImage, orders::Admit, orders::DropImage,
-                 orders::SaveImage>;
+                 orders::SaveImage, orders::CopyBlocks>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

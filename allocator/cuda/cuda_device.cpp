@@ -240,6 +240,25 @@ class CudaDevice final : public DeviceMemory {
     return copies_.begin(stream, direction, wanted, by);
   }
 
+  // What may still run after a failed wait keeps its stream, and end_all() says so.
+  Status do_copy_within(std::span<const InnerCopy> copies) override {
+    TORPOR_CUDA_CURRENT();
+    TORPOR_ASSIGN(const StreamId id, streams_.create());
+    const CUstream stream = streams_.find(id);
+    Status done;
+    for (size_t i = 0; i < copies.size() && done; ++i) {
+      const InnerCopy& copy = copies[i];
+      if (const CUresult result = driver_.cuMemcpyDtoDAsync(copy.to, copy.from, copy.bytes, stream);
+          result != CUDA_SUCCESS) {
+        done = cuda_error(driver_, result, fmt::format("copying {} bytes within {}", copy.bytes, kind_));
+      }
+    }
+    if (const DrainResult drained = streams_.drain(id); done && drained.drain != Drain::kCompleted)
+      done = drained.error;
+    if (Status destroyed = streams_.destroy(id); done) done = std::move(destroyed);
+    return done;
+  }
+
   Result<EventId> do_record(StreamId id) override {
     TORPOR_CUDA_CURRENT();
     return streams_.record(id);

@@ -48,6 +48,7 @@ namespace torpor {
   F(cuMemsetD8Async, 3020)                    \
   F(cuMemcpyDtoHAsync, 3020)                  \
   F(cuMemcpyHtoDAsync, 3020)                  \
+  F(cuMemcpyDtoDAsync, 3020)                  \
   F(cuModuleLoadData, 2000)                   \
   F(cuModuleGetFunction, 2000)                \
   F(cuModuleUnload, 2000)                     \

@@ -162,4 +162,40 @@ TEST_P(DeviceMemoryContract, CopiesOnOneStreamHappenInOrder) {
   ASSERT_SUCCEEDS(device_->free_reservation(address));
 }
 
+TEST_P(DeviceMemoryContract, CopiesWithinTheDeviceAreOverWhenTheCallReturns) {
+  const DeviceAddress address = value_of(device_->reserve(4 * unit_));
+  const PhysicalId first = value_of(device_->create(unit_));
+  const PhysicalId second = value_of(device_->create(2 * unit_));
+  map_all(address, first, unit_);
+  map_all(address + unit_, second, 2 * unit_);
+  std::vector<std::byte> content(unit_);
+  for (size_t i = 0; i < content.size(); ++i) content[i] = static_cast<std::byte>(i * 7);
+  write(address + unit_ / 2, content);  // in both memories
+  const std::vector<InnerCopy> copies{{address + 2 * unit_, address + unit_ / 2, unit_ - 64},
+                                      {address, address + unit_ + 8, 16}};
+  ASSERT_SUCCEEDS(device_->copy_within(copies));
+  std::vector<std::byte> expected(content.begin(), content.end() - 64);
+  EXPECT_EQ(read(address + 2 * unit_, unit_ - 64), expected);
+  EXPECT_EQ(read(address + 3 * unit_ - 64, 64), std::vector<std::byte>(64));
+  const auto from = content.begin() + static_cast<std::ptrdiff_t>(unit_ / 2 + 8);
+  EXPECT_EQ(read(address, 16), std::vector<std::byte>(from, from + 16));
+  EXPECT_EQ(read(address + unit_ / 2, unit_), content);
+  ASSERT_SUCCEEDS(device_->copy_within({}));
+  const auto refused = [&](std::vector<InnerCopy> wrong) {
+    EXPECT_FAILS(device_->copy_within(wrong), Code::kInvalidArgument);
+  };
+  refused({{address, address + unit_, 0}});
+  refused({{address + 3 * unit_, address, 8}});       // not mapped
+  refused({{address, address + 3 * unit_ - 8, 16}});  // in part
+  refused({{address, address + 4, 8}});               // itself
+  refused({{address + 4, address, 8}});
+  refused({{address, address + unit_, 8}, {address + 4, address + 2 * unit_, 8}});  // two targets
+  refused({{address, address + unit_, 8}, {address + 2 * unit_, address, 8}});      // a target is a source, too
+  EXPECT_EQ(read(address, 16), std::vector<std::byte>(from, from + 16));
+  ASSERT_SUCCEEDS(device_->unmap(address, 3 * unit_));
+  ASSERT_SUCCEEDS(device_->release(first));
+  ASSERT_SUCCEEDS(device_->release(second));
+  ASSERT_SUCCEEDS(device_->free_reservation(address));
+}
+
 }  // namespace torpor::test

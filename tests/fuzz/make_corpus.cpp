@@ -78,6 +78,7 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
   write_order(directory, orders::VerifyImage{.image = "a"}, {.bytes = 192});
   write_order(directory, orders::Admit{.image = "a", .chunks = {0, 2}, .blocks = {5, 6}}, {.bytes = 128});
   write_order(directory, orders::DropImage{.image = "a"}, {.bytes = 192});
+  write_order(directory, orders::CopyBlocks{.from = {3, 3}, .to = {8, 9}}, {.bytes = 128});
   write_order(directory, orders::Inform{.committed = "/checkpoints/g-000001"}, {});
   orders::Inform contents;
   contents.contents = {.id = {1}, .blocks = {1, 2, 7}, .stamps = {4, 0, 6}, .steps = 9};

@@ -283,6 +283,10 @@ struct FakeCalls {
                                          .host = static_cast<std::byte*>(const_cast<void*>(host)),
                                          .bytes = size});
   }
+  static CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
+    FAKE_ENTER();
+    return fake.enqueue(number(stream), {.kind = Work::Kind::kWithin, .device = to, .source = from, .bytes = size});
+  }
   static CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
                                      CUmemcpyAttributes* attributes, size_t* starts, size_t kinds, size_t* failed,
                                      CUstream stream) {

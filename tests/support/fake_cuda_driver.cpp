@@ -121,12 +121,21 @@ void FakeCuda::run_one(Stream& stream) {
     misuse(fmt::format("work on {:#x} ran when that was not mapped with access", work.device));
     return;
   }
+  if (work.kind == Work::Kind::kWithin && !accessible(work.source, work.bytes, false)) {
+    misuse(fmt::format("work read {:#x} when that was not mapped with access", work.source));
+    return;
+  }
   uint64_t at = 0;
   while (at < work.bytes) {
     uint64_t contiguous = 0;
     CUmemAccess_flags access{};
     std::byte* const device = bytes_at(work.device + at, contiguous, access);
-    const uint64_t step = std::min(contiguous, work.bytes - at);
+    uint64_t step = std::min(contiguous, work.bytes - at);
+    if (work.kind == Work::Kind::kWithin) {
+      const std::byte* const source = bytes_at(work.source + at, contiguous, access);
+      step = std::min(step, contiguous);
+      std::memcpy(device, source, step);
+    }
     const auto copy = [&work](std::byte* to, const std::byte* from, uint64_t bytes) {
       work.by_kernel ? copy_by_kernel(to, from, bytes) : static_cast<void>(std::memcpy(to, from, bytes));
     };
@@ -145,6 +154,7 @@ bool FakeCuda::in_flight(uint64_t address, uint64_t size) const {
   for (const auto& [id, stream] : streams_) {
     for (const Work& work : stream.queue) {
       if (overlap(address, size, work.device, work.bytes)) return true;
+      if (work.kind == Work::Kind::kWithin && overlap(address, size, work.source, work.bytes)) return true;
     }
   }
   return false;
@@ -164,6 +174,10 @@ CUresult FakeCuda::enqueue(uint64_t id, const Work& work) {
   if (stream == streams_.end()) return CUDA_ERROR_INVALID_HANDLE;
   if (work.bytes == 0 || !accessible(work.device, work.bytes, work.kind != Work::Kind::kDown))
     return CUDA_ERROR_INVALID_VALUE;
+  const bool within = work.kind == Work::Kind::kWithin;
+  if (within &&
+      (!accessible(work.source, work.bytes, false) || overlap(work.source, work.bytes, work.device, work.bytes)))
+    return CUDA_ERROR_INVALID_VALUE;
   if (const CUresult captured = use_of_stream(id); captured != CUDA_SUCCESS) return captured;
   for (const auto& [base, size] : pinned_) {  // host memory lies in one registration, or in none
     if (work.host != nullptr && overlap(number(base), size, number(work.host), work.bytes) &&
@@ -180,6 +194,12 @@ CUresult FakeCuda::enqueue(uint64_t id, const Work& work) {
       if (same_host && !both_read_host) misuse("host memory is reused while a copy on another stream uses it");
       if (overlap(work.device, work.bytes, running.device, running.bytes) && !both_read_device)
         misuse("device memory is written while work on another stream uses it");
+      const bool writes_its_source = running.kind == Work::Kind::kWithin && work.kind != Work::Kind::kDown &&
+                                     overlap(work.device, work.bytes, running.source, running.bytes);
+      const bool source_is_written = within && running.kind != Work::Kind::kDown &&
+                                     overlap(work.source, work.bytes, running.device, running.bytes);
+      if (writes_its_source || source_is_written)
+        misuse("device memory is copied from while work on another stream writes it");
     }
   }
   if (work.host != nullptr) {

@@ -108,8 +108,9 @@ class FakeCuda {
     CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
   };
   struct Work {
-    enum class Kind : uint8_t { kDown, kUp, kSet } kind = Kind::kDown;
+    enum class Kind : uint8_t { kDown, kUp, kSet, kWithin } kind = Kind::kDown;
     uint64_t device = 0;
+    uint64_t source = 0;  // kWithin: in device memory, too
     std::byte* host = nullptr;
     uint64_t bytes = 0;
     uint8_t value = 0;

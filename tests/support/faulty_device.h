@@ -85,6 +85,10 @@ class FaultyDevice final : public DeviceMemory {
     if (on_copy_) on_copy_();
     return fails() ? Status(injected()) : inner_->copy_async(stream, direction, copies, by);
   }
+  Status do_copy_within(std::span<const InnerCopy> copies) override {
+    if (on_copy_) on_copy_();
+    return fails() ? Status(injected()) : inner_->copy_within(copies);
+  }
   Result<EventId> do_record(StreamId stream) override { return inner_->record(stream); }
   DrainResult do_wait(EventId event) override {
     DrainResult result = inner_->wait(event);

@@ -183,6 +183,12 @@ Status PacedDevice::do_copy_async(StreamId stream, Direction direction, std::spa
   return ok();
 }
 
+// A GPU's own memory is so much faster than its link that only the calls are charged.
+Status PacedDevice::do_copy_within(std::span<const InnerCopy> copies) {
+  impl_->call(&Charges::copy_calls, static_cast<int64_t>(copies.size()) * impl_->options.prices.copy_call_ns);
+  return impl_->device->copy_within(copies);
+}
+
 Result<EventId> PacedDevice::do_record(StreamId stream) {
   TORPOR_ASSIGN(const EventId event, impl_->device->record(stream));
   const MutexLock lock(impl_->mutex);

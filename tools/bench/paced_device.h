@@ -86,6 +86,7 @@ class PacedDevice final : public DeviceMemory {
   Result<StreamId> do_create_stream() override;
   Status do_destroy_stream(StreamId stream) override;
   Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by) override;
+  Status do_copy_within(std::span<const InnerCopy> copies) override;
   Result<EventId> do_record(StreamId stream) override;
   DrainResult do_wait(EventId event) override;
   DrainResult do_drain(StreamId stream) override;

@@ -380,6 +380,9 @@ def console_page() -> str:
 def control_methods() -> list:
     """The table of docs/console.md. `control`: it changes something; `front`: only a front end can carry it out."""
 
+def copy_blocks(hooks: object, source: int, targets: Sequence[int]) -> int:
+    """Has every rank copy one KV block into others, within its device. Returns the bytes, of all ranks."""
+
 def describe_checkpoint(path: str, data_parallel_rank: int = 0, key_file: str | None = None) -> dict:
     """Which checkpoint is there, of which engine, and what its adapter keeps of each worker."""
 
@@ -440,6 +443,9 @@ def open_set(path: str, key_file: str | None = None) -> dict:
 
 def order_name(order: bytes) -> str:
     """What an order of the controller to the ranks is called."""
+
+def plan_fork(parent: dict, at: int | None, children: int, free_blocks: int) -> dict:
+    """What each child of a fork gets of its parent's blocks, and how many it needs besides."""
 
 def rank_directory(directory: str, rank: int, ranks: int) -> str:
     """Where the engine of this data parallel rank writes its checkpoints."""
