@@ -207,3 +207,15 @@ def one(tiny_model, tmp_path_factory) -> InProcess:
     return InProcess(
         tiny_model, tmp_path_factory.mktemp("checkpoints"), torpor={"retain_kv_bytes": 1 << 30, "incremental": True}
     )
+
+
+@pytest.fixture(scope="session")
+def with_sessions(tiny_model, tmp_path_factory) -> InProcess:
+    """Beside that of other tests, and as long: with the first that ends vLLM ends what both share of a process."""
+    from test_sessions import CERTAIN
+
+    directory = tmp_path_factory.mktemp("sessions")
+    return InProcess(
+        tiny_model, directory, torpor={"sessions": True, "retain_kv_bytes": 1 << 30}, requests=CERTAIN,
+        num_gpu_blocks_override=200,
+    )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
 import os
 from pathlib import Path
@@ -56,18 +55,9 @@ CERTAIN = {
 }
 
 
-@functools.cache
-def _engine(model: Path) -> InProcess:
-    """One for all files of tests that take the fixture."""
-    directory = model.parent / "sessions"
-    directory.mkdir(mode=0o700)
-    return InProcess(model, directory, torpor={"sessions": True}, requests=CERTAIN, num_gpu_blocks_override=200)
-
-
 @pytest.fixture(scope="session")
-def one(tiny_model) -> InProcess:
-    """Beside that of other tests, and as long: with the first that ends vLLM ends what both share of a process."""
-    return _engine(tiny_model)
+def one(with_sessions) -> InProcess:
+    return with_sessions
 
 
 @pytest.fixture(autouse=True)

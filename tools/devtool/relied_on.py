@@ -14,7 +14,9 @@ _V2 = "vllm.v1.worker.gpu"
 
 RELIED_ON = {
     # KV blocks: what a reference count, a hash and the free queue mean.
-    f"{_POOL}.touch": "bindings/engine_blocks.cpp counts itself where this would only count",
+    f"{_POOL}.touch": (
+        "bindings/engine_blocks.cpp counts itself where this would only count; forks.py shares blocks by it"
+    ),
     f"{_POOL}.free_blocks": "bindings/engine_blocks.cpp counts itself; pool_values.py frees blocks of lost requests",
     f"{_POOL}.get_new_blocks": "late_blocks.py knows which free blocks it takes",
     f"{_POOL}._maybe_evict_cached_block": "late_blocks.py, hooks.py drop cached blocks by it",
@@ -43,6 +45,7 @@ RELIED_ON = {
     f"{_SCHEDULER}.has_requests": "hooks.py: a frozen engine has none",
     f"{_SCHEDULER}._update_from_kv_xfer_finished": "other_connectors.py: when a transfer has ended",
     f"{_SCHEDULER}._free_request": "other_connectors.py: whose blocks a connector still holds",
+    f"{_SCHEDULER}._enqueue_waiting_request": "forks.py: a request with KV waits among those that hold blocks",
     f"{_SCHEDULER}._update_waiting_for_remote_kv": "portable.py: what a request is when its KV has arrived",
     f"{_SCHEDULER}._handle_failed_recving": "portable.py: KV that did not arrive is computed again",
     # The engine core: steps that compute nothing, pauses, and what a wake ends.

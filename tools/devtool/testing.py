@@ -36,6 +36,7 @@ ENGINES = (
     "other_processes",
     "sessions",
     "sessions_disk",
+    "forks",
     "gpu_path",
 )
 RIG_ALONE = "rig and not core and not cpu"  # marks of tests of engines that `test` runs on the GPU's path alone
@@ -46,14 +47,14 @@ SERVERS = [
     f"tests/python/test_server{name}.py"
     for name in ("_gate", "_access", "_operations", "_console", "_automatic", "", "_restarts")
 ]
-# In a process of its own: it has an engine beside that of other tests, whose random numbers it would share.
-SESSIONS = ["tests/python/test_sessions.py", "tests/python/test_sessions_disk.py"]
+# In a process of their own: they have an engine beside that of other tests, whose random numbers it would share.
+SESSIONS = ["tests/python/test_sessions.py", "tests/python/test_sessions_disk.py", "tests/python/test_forks.py"]
 BUT_SESSIONS = ["tests/python", *(f"--ignore={path}" for path in SESSIONS)]
 BUT_SERVERS = [*BUT_SESSIONS, *(f"--ignore={path}" for path in SERVERS)]
 # Files of tests/python with tests that are marked as the core, for every known vLLM; test_gpu_path.py has some too.
 CORE = (
     "identity", "new_process", "features", "server", "golden_contracts", "refusals", "other_connectors", "sessions",
-    "sessions_disk",
+    "sessions_disk", "forks",
 )  # fmt: skip
 
 

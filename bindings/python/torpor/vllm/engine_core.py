@@ -18,6 +18,7 @@ from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported, WrongState
 from torpor.vllm import freezing, plugin, slots
 from torpor.vllm.asking import asks
+from torpor.vllm.forks import Forks
 from torpor.vllm.hooks import VllmHooks
 from torpor.vllm.mixed_in import Stock, mix_in
 from torpor.vllm.options import Options, holds_memory_of
@@ -34,12 +35,13 @@ _METHODS = frozenset({
     "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
     "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
-    "undo_hibernate", "store_image", "wake_portable", "end_portable",
+    "undo_hibernate", "store_image", "wake_portable", "end_portable", "fork", "end_fork",
 })  # fmt: skip
-# Those of _METHODS that change nothing, or end something: they are called also before a portable wake has ended.
+# Those of _METHODS that change nothing, or end something: they are called also before a portable wake, or a fork, has
+# ended.
 _DURING_HOLD = frozenset({
-    "end_portable", "unfreeze", "end_drain", "is_quiet", "go_on", "fingerprint", "ledger", "state", "images",
-    "cancel_checkpoint", "check_directory", "checkpoint_to_wake",
+    "end_portable", "end_fork", "unfreeze", "end_drain", "is_quiet", "go_on", "fingerprint", "ledger", "state",
+    "images", "cancel_checkpoint", "check_directory", "checkpoint_to_wake",
 })  # fmt: skip
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
@@ -71,6 +73,7 @@ class EngineSide:
         images = _given(options, _CHECKPOINT_OPTIONS)  # whose paths are given to other processes
         images["directory"] = images["directory"] and os.path.abspath(images["directory"])
         self.sessions = self.hooks.sessions = Sessions(self.hooks, images)
+        self.forks = self.hooks.forks = Forks(self.hooks, self.sessions)
 
     def freeze(self, options: dict) -> dict:
         """Take no step from now on; the front end captures its part then.
@@ -90,7 +93,7 @@ class EngineSide:
         return {"engine": state["engine"], "level": state["level"], "sent": sent}
 
     def unfreeze(self, _: dict) -> None:
-        if not self.sessions.holds_portable and not self.controller.is_sleeping():
+        if self.held_by() is None and not self.controller.is_sleeping():
             self.hooks.resume()
 
     def stand(self, _: dict) -> Future | None:
@@ -270,6 +273,18 @@ class EngineSide:
     def end_portable(self, options: dict) -> None:
         self.sessions.end_portable(options["keep"], options.get("lost", []))
 
+    def fork(self, options: dict) -> dict:
+        self._check_awake()
+        self.updates.check_none()
+        return self.forks.fork(options)
+
+    def end_fork(self, options: dict) -> None:
+        self.forks.end(options["call"], options["keep"])
+
+    def held_by(self) -> str | None:
+        """What the engine stands still for until its front end has requests; None: nothing."""
+        return "a portable wake" if self.sessions.holds_portable else "a fork" if self.forks.holds else None
+
     def images(self, _: dict) -> list[dict]:
         return self.sessions.summaries()
 
@@ -315,8 +330,8 @@ class EngineCoreMixin(Stock):
             if method in _STANDING and compute_for_each_other(self.vllm_config):
                 _check_that_all_stand(self)
             side = _side(self)
-            if side.sessions.holds_portable and method not in _DURING_HOLD:
-                raise WrongState("a portable wake is under way", "call this again when it has ended")
+            if method not in _DURING_HOLD and (what := side.held_by()) is not None:
+                raise WrongState(f"{what} is under way", "call this again when it has ended")
             result = getattr(side, method)(options)
         except Error as error:
             return {"error": error.to_dict()}

@@ -99,6 +99,16 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class Forked:
+    """Requests that were made of another one, and go on from where it was."""
+
+    parent: str  # its id, as it was made with
+    children: tuple[str, ...]  # their ids
+    shared_blocks: int  # KV blocks of the parent that each child has, too; of these nothing was copied
+    bytes: int  # that were copied, of all children on all ranks
+
+
+@dataclass(frozen=True)
 class TagLedger:
     """Memory of one tag on one rank. Sizes in bytes."""
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -12,8 +12,17 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import _core
 from torpor.errors import InvalidArgument
-from torpor.vllm import frontend, session_calls, tracing
-from torpor.vllm.engine_values import DeferredBlocks, EngineState, Hibernated, Moved, RankLedger, Resumed, SleepPlan
+from torpor.vllm import fork_calls, frontend, session_calls, tracing
+from torpor.vllm.engine_values import (
+    DeferredBlocks,
+    EngineState,
+    Forked,
+    Hibernated,
+    Moved,
+    RankLedger,
+    Resumed,
+    SleepPlan,
+)
 from torpor.vllm.frontend import Report, WakeReport
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.paths import expanded
@@ -93,7 +102,7 @@ def _documented(text: str):
 
 
 class Torpor:
-    """`torpor` of an LLM or LLMEngine. call(), hibernate(), resume() and move() can change the engine; the other
+    """`torpor` of an LLM or LLMEngine. call(), hibernate(), resume(), move() and fork() can change the engine; the other
     methods look at it."""
 
     def __init__(self, engine: LLMEngine):
@@ -161,6 +170,20 @@ class Torpor:
         side = frontend.BlockingSide(self._engine)
         return frontend.finish(session_calls.move(side, requests, to, image, timeout))
 
+    @_documented(fork_calls.FORK)
+    def fork(
+        self,
+        request: str,
+        n: int,
+        *,
+        at: int | None = None,
+        seeds: Sequence[int | None] | None = None,
+        action: str | None = None,
+        timeout: float | None = None,
+    ) -> Forked:
+        side = frontend.BlockingSide(self._engine)
+        return frontend.finish(fork_calls.fork(side, request, n, at, seeds, action, timeout))
+
     def hibernated(self) -> list[Hibernated]:
         """Return the images whose requests are hibernated."""
         return frontend.finish(session_calls.images(frontend.BlockingSide(self._engine)))
@@ -225,6 +248,20 @@ class AwaitedTorpor:
         timeout: float | None = None,
     ) -> Moved:
         return await session_calls.move(frontend.AsyncSide(self._engine), requests, to, image, timeout)
+
+    @_documented(fork_calls.FORK)
+    async def fork(
+        self,
+        request: str,
+        n: int,
+        *,
+        at: int | None = None,
+        seeds: Sequence[int | None] | None = None,
+        action: str | None = None,
+        timeout: float | None = None,
+    ) -> Forked:
+        side = frontend.AsyncSide(self._engine)
+        return await fork_calls.fork(side, request, n, at, seeds, action, timeout)
 
     async def hibernated(self) -> list[Hibernated]:
         return await session_calls.images(frontend.AsyncSide(self._engine))

@@ -247,7 +247,7 @@ async def while_frozen(side: BlockingSide | AsyncSide, method: str, values: dict
 async def _with_outputs(side: BlockingSide | AsyncSide, method: str, values: dict, sent: dict[str, int]) -> Report:
     """Call `method` of an engine that stands still. If that fails, the engine goes on."""
     try:
-        await _caught_up(side, sent)
+        await caught_up(side, sent)
         return Report(await side.call(method, values | {"outputs": front_end.capture(side.engine.output_processor)}))
     except BaseException:
         await side.call("unfreeze")
@@ -291,7 +291,7 @@ async def caught_up_with(side: BlockingSide | AsyncSide, sent: dict[str, int]) -
     await _received(side, behind)
 
 
-async def _caught_up(side: BlockingSide | AsyncSide, sent: dict[str, int]) -> None:
+async def caught_up(side: BlockingSide | AsyncSide, sent: dict[str, int]) -> None:
     """Returns when this front end has processed all that its engine, which stands still, has sent."""
     await _received(side, lambda: side.behind(sent))
 
@@ -308,7 +308,7 @@ async def _so_far(side: BlockingSide | AsyncSide) -> list[dict]:
     """The tokens of all requests of an engine that is asleep."""
     if (await side.call("state"))["engine"] != "asleep":
         return []
-    await _caught_up(side, (await side.call("freeze"))["sent"])
+    await caught_up(side, (await side.call("freeze"))["sent"])
     return front_end.so_far(side.engine.output_processor)
 
 

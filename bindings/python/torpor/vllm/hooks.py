@@ -17,6 +17,7 @@ from torpor.vllm import block_stamps, connector_sleep, grammar, kept, pauses, pl
 from torpor.vllm import pool_values, weight_updates
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
+from torpor.vllm.forks import Forks
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.late_blocks import LateBlocks
 from torpor.vllm.other_connectors import OtherConnector, open_transfers
@@ -45,7 +46,8 @@ class VllmHooks:
         self._own_weight_version: str | None = None  # of this engine, before it was restored
         self._own_pause: dict | None = None  # the same
         self.pause_travels = False  # it falls asleep; an engine that is checkpointed goes on, and may be resumed
-        self.sessions: Sessions | None = None  # set by the engine side that has these hooks
+        self.sessions: Sessions | None = None  # set by the engine side that has these hooks, as is the next
+        self.forks: Forks | None = None
         self.weights_epoch = 0  # how often KV from before was dropped or became that of other weights
         self.late: LateBlocks | None = None  # of the last early wake
         self.for_new_process = False  # the next unsupported() is asked for a checkpoint, or for a wake from one
@@ -80,6 +82,8 @@ class VllmHooks:
             if self.sessions is not None and (images := self.sessions.summaries()):
                 count = sum(len(image["requests"]) for image in images)
                 found.append(f"hibernated requests ({count}); resume or abort them first; host memory keeps them")
+            if self.forks is not None and (count := self.forks.unstarted()) > 0:
+                found.append(f"forked requests that have not begun ({count}); let them take a step first")
             lost = lost_in_a_new_process(self.scheduler) + sorted({name for w in workers for name in w["lost"]})
             found += [f"{name}, whose own state a new process would lose; host memory keeps it" for name in lost]
             found += [f"{problem}; host memory keeps it" for problem in plugin.unknown_fields()]

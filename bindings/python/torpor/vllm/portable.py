@@ -156,6 +156,10 @@ class Admissions:
         else:
             request.num_preemptions = 0  # with any, vLLM would resume one that the model runner never began
 
+    def withdraw(self, request_id: str) -> None:
+        """Do not expect a request that was not added after all."""
+        self._admitted.pop(request_id, None)
+
     def match(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens of the request have KV in an image, and whether they are to be loaded.
 

@@ -136,16 +136,18 @@ def request_to_value(runner, request_id: str) -> dict:
 def expect(runner, item: dict) -> None:
     """Keep a request that comes into the engine with output tokens: this runner is about to be given it as resumed.
 
-    `item`: id, prompt and output tokens, sampling parameters, and "of_runner" of request_to_value().
+    `item`: id, prompt and output tokens, sampling parameters, and "of_runner" of request_to_value(); there "drawn":
+    so often a request of its seed drew before.
     """
     sampling = sampling_from_value(item["sampling"])
     generator = None
     if (state := item["of_runner"]["generator"]) is not None:
         generator = torch.Generator(device=runner.device)
         generator.set_state(device.state_tensor(state))
-    elif sampling.sampling_type == SamplingType.RANDOM_SEED:  # it had not run
+    elif sampling.sampling_type == SamplingType.RANDOM_SEED:  # it had not run here
         generator = torch.Generator(device=runner.device)
         generator.manual_seed(sampling.seed)
+        _draw(runner, generator, item["of_runner"].get("drawn", 0))
     runner.requests[item["id"]] = CachedRequestState(
         req_id=item["id"],
         prompt_token_ids=list(item["prompt_token_ids"]),

@@ -45,12 +45,13 @@ class Sessions:
         self._recomputed: dict[str, bool] = {}  # of each image that is being resumed: what resume() said of it
         self._portable: list[str] | None = None  # requests of a checkpoint or image, until their front end has them
         self._taken: str | None = None  # of these, the image that is theirs
+        self.drawn_seeds: set[str] = set()  # requests whose seed their model runner drew, before they left
         self._clients: dict[str, int] = {}  # of each request that was hibernated here: vLLM's number of its front end
 
     def hibernate(self, image: str, requests: list[str], timeout: float | None, call: str) -> dict:
         """Take these requests out of the engine, all or none, but for those that end with the step under way. Return
         the summary of their image. `call`: an id of this call alone."""
-        images, admissions = self._begun()
+        images, admissions = self.begun()
         if known := next((each for each in images.summaries() if each["id"] == image), None):
             more = set(requests) - set(known["requests"])
             if more & self._scheduler.requests.keys() or not set(known["requests"]) <= set(requests):
@@ -95,7 +96,7 @@ class Sessions:
     def was_made_by(self, image: str, call: str) -> bool:
         return self._makers.get(image) == call
 
-    def _begun(self) -> tuple[_core.RequestImages, Admissions]:
+    def begun(self) -> tuple[_core.RequestImages, Admissions]:
         admissions = admissions_of(self._scheduler)
         if admissions is None:
             raise Unsupported("sessions: this engine was started without them", "start it with the option sessions")
@@ -119,7 +120,7 @@ class Sessions:
             request = self._check_runs(request_id)
             if request_id in admissions.requests:
                 raise WrongState(f"request {request_id} is being resumed", "wait for its next token")
-            if problems := _unsupported(request):
+            if problems := unsupported(request):
                 raise Unsupported(f"request {request_id} cannot be hibernated: {', '.join(problems)}")
             found.append(request)
         of_runners = self._hooks.states_of_runners(requests)
@@ -144,14 +145,14 @@ class Sessions:
     def resume(self, image: str) -> dict:
         """Put the requests of an image into the engine, all or none. Return its summary, and whether their KV is of
         other weights and is computed again."""
-        images, admissions = self._begun()
+        images, admissions = self.begun()
         if known := next((each for each in images.summaries() if each["id"] == image and each["resuming"]), None):
             return known | {"recomputed": self._recomputed.get(image, False)}
         stored = next((each["path"] for each in images.summaries() if each["id"] == image), "")
         try:
             items = images.read_back(image)
             recomputed = self._epochs.get(image) != self._hooks.kv_epoch
-            requests = [self._made(item) for item in items]
+            requests = [self.made(item) for item in items]
             images.take(image)
         except NotFound:
             if not stored:
@@ -163,6 +164,7 @@ class Sessions:
         images.begin(image)
         summary = next(each for each in images.summaries() if each["id"] == image)
         self._forget_gone(images)
+        self.drawn_seeds &= {*self._scheduler.requests, *self.held(), *summary["requests"]}
         self._recomputed[image] = recomputed
         for item, request in zip(items, requests, strict=True):
             self._admit(admissions, item, request, 0 if recomputed else item["num_computed_tokens"])
@@ -183,7 +185,7 @@ class Sessions:
         `fingerprint`: of this engine. `outputs`: the front end's part of the image's requests. After an error it lies
         in host memory as before.
         """
-        images, _ = self._begun()
+        images, _ = self.begun()
         if image in self._epochs and self._epochs[image] != self._hooks.kv_epoch:
             raise WrongState(f"the weights have changed since the image {image} was made", "resume it")
         images.store(image, fingerprint, outputs)
@@ -196,7 +198,7 @@ class Sessions:
         Raises Incompatible, by field, where its KV means something else here, Damaged, NotFound, Busy. Then nothing has
         changed, and the image is there.
         """
-        images, admissions = self._begun()
+        images, admissions = self.begun()
         if self._hooks.is_quiet:
             raise WrongState("the engine stands still for another call", "call this again when that has ended")
         stored = images.open(path)
@@ -211,7 +213,7 @@ class Sessions:
             here = self._scheduler.requests.keys() | self.held().keys()
             if known := [item["id"] for item in items if item["id"] in here]:
                 raise WrongState(f"this engine has a request {known[0]} of its own", "resume the image elsewhere")
-            made = [(item, self._made(item)) for item in items]
+            made = [(item, self.made(item)) for item in items]
         except BaseException:
             images.put_back(image)
             raise
@@ -234,7 +236,9 @@ class Sessions:
         }  # fmt: skip
 
     def _admit(self, admissions, item: dict, request: Request, computed: int) -> None:
-        admissions.admit(request, computed, _for_runners(item))
+        if item["sampling"]["seed"] is None and item["engine"]["of_runners"][0].get("seed") is not None:
+            self.drawn_seeds.add(request.request_id)
+        admissions.admit(request, computed, for_runners(item))
         self._scheduler.add_request(request)
         self._clients.pop(request.request_id, None)
 
@@ -245,7 +249,7 @@ class Sessions:
         Raises Incompatible, by field, where the KV means something else here; a request that cannot come alone is in
         `failed_requests`. Then, and after any other error, nothing has changed.
         """
-        images, admissions = self._begun()
+        images, admissions = self.begun()
         if self._scheduler.requests or images.summaries():
             raise WrongState("this engine has requests of its own", "wake the checkpoint in an engine without requests")
         if self._hooks.is_quiet:
@@ -260,7 +264,7 @@ class Sessions:
         made = []
         for item in items:
             try:
-                made.append((item, self._made(item)))
+                made.append((item, self.made(item)))
             except Exception as problem:  # whatever another release may have written
                 failed.append({"id": item["id"], "error": f"{problem}"})
         image = f"checkpoint-{uuid.uuid4().hex}"
@@ -299,7 +303,7 @@ class Sessions:
         image, self._taken = self._taken, None
         if requests is None:
             return
-        images, admissions = self._begun()
+        images, admissions = self.begun()
         try:
             if keep and image is not None:
                 images.take(image)
@@ -340,7 +344,7 @@ class Sessions:
             items.append(item)
         return items, failed
 
-    def _made(self, item: dict) -> Request:
+    def made(self, item: dict) -> Request:
         """A request of an image, as a new one with the tokens that it has. Raises Incompatible."""
         request = self._without_grammar(item)
         if request.use_structured_output:
@@ -407,7 +411,7 @@ class Sessions:
         self._images = None
 
 
-def _unsupported(request: Request) -> list[str]:
+def unsupported(request: Request) -> list[str]:
     """Return the name of each property for which this request cannot leave its engine."""
     params = request.sampling_params
     checks = {
@@ -455,6 +459,6 @@ def _of_runner(worker: dict, request_id: str) -> dict:
     return {"generator": worker["generators"].get(request_id), "seed": seeds.get(request_id)}
 
 
-def _for_runners(item: dict) -> dict:
+def for_runners(item: dict) -> dict:
     names = ("id", "prompt_token_ids", "output_token_ids", "sampling")
     return {name: item[name] for name in names} | {"of_runners": item["engine"]["of_runners"]}

@@ -1757,6 +1757,50 @@ PORTABLE = (
     ),
 )
 
+# Requests that share blocks of another one (forks.py). It comes on top of "portable".
+FORK = (
+    Module(
+        "vllm.v1.core.block_pool",
+        classes=(
+            Class(
+                "BlockPool",
+                calls={"get_new_blocks": "self, num_blocks", "touch": "self, blocks", "get_num_free_blocks": "self"},
+                fields="enable_caching hash_block_size",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        classes=(
+            Class("FullAttentionManager", calls={"free": "self, request_id"}, fields="num_cached_block req_to_blocks"),
+        ),
+    ),
+    Module(
+        "vllm.v1.metrics.stats",
+        classes=(
+            Class(
+                "PrefillStats",
+                calls={"set": "self, num_prompt_tokens, num_local_cached_tokens, num_external_cached_tokens"},
+            ),
+            Class("RequestStateStats", fields="num_generation_tokens"),
+        ),
+    ),
+    Module(
+        "vllm.v1.core.sched.scheduler",
+        classes=(
+            Class("Scheduler", calls={"_enqueue_waiting_request": "self, request", "add_request": "self, request"}),
+        ),
+    ),
+    Module(
+        "vllm.v1.engine.detokenizer",
+        classes=(Class("BaseIncrementalDetokenizer", calls={"get_next_output_text": "self, finished, delta"}),),
+    ),
+    Module(
+        "vllm.v1.engine.output_processor",
+        classes=(Class("RequestOutputCollector", calls={"__init__": "self, output_kind, request_id"}),),
+    ),
+)
+
 CPU_SAMPLER_DRAWS = "a number"
 
 # What a manifest is looked up by.
@@ -1771,4 +1815,5 @@ PARTS = {
     "connector": CONNECTOR,
     "other_connectors": OTHER_CONNECTORS,
     "portable": PORTABLE,
+    "fork": FORK,
 }
