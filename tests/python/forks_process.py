@@ -33,9 +33,8 @@ async def once(engine, forks: bool) -> dict:
     await counts.reach(PARENTS, 3)
     if not forks:
         return {name: await reader for name, reader in readers.items()}
-    made = await asyncio.gather(*(engine.torpor.fork(name, CHILDREN, action="x") for name in PARENTS[:1]))
-    made += [await engine.torpor.fork(name, CHILDREN) for name in PARENTS[1:]]
-    assert made[0] == await engine.torpor.fork(PARENTS[0], CHILDREN, action="x")
+    made = await asyncio.gather(*(engine.torpor.fork(name, CHILDREN, action=f"of-{name}") for name in PARENTS))
+    assert made[0] == await engine.torpor.fork(PARENTS[0], CHILDREN, action=f"of-{PARENTS[0]}")
     streams = {name: asyncio.create_task(child(engine, name)) for each in made for name in each.children}
     answers = {name: await reader for name, reader in readers.items()}
     of_children = {each.parent: [await streams[name] for name in each.children] for each in made}

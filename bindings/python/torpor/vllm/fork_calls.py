@@ -55,16 +55,21 @@ async def fork(
     parent = _parent(processor, request).request_id
     action = action or uuid.uuid4().hex[:12]
     names = [f"{request}-{action}-{i}" for i in range(n)]
-    call = uuid.uuid4().hex
     options = {
         "request": parent,
         "children": [f"{name}-{uuid.uuid4().hex[:8]}" for name in names],  # as vLLM makes its own of an id
         "at": at,
         "seeds": list(seeds) if seeds is not None else [None] * n,
         "action": action,
-        "call": call,
+        "call": uuid.uuid4().hex,
         "timeout": timeout,
     }
+    async with _turn(side):
+        return await _fork(side, request, names, options)
+
+
+async def _fork(side: BlockingSide | AsyncSide, request: str, names: list[str], options: dict) -> Forked:
+    call, processor = options["call"], side.engine.output_processor
     try:
         answer = await side.call("fork", options)
     except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):  # the engine core does it all the same
@@ -84,6 +89,13 @@ async def fork(
         await _undo(side, call)
         raise
     return forked
+
+
+def _turn(side: BlockingSide | AsyncSide) -> contextlib.AbstractAsyncContextManager:
+    """Let one fork of an AsyncLLM wait for another: the engine stands still for each."""
+    if not isinstance(side, AsyncSide):
+        return contextlib.nullcontext()
+    return side.engine.__dict__.setdefault("torpor_forks", asyncio.Lock())
 
 
 async def _undo(side: BlockingSide | AsyncSide, call: str) -> None:
