@@ -62,6 +62,7 @@ BENCHES = {
     "paced_link": "build/release/tools/bench/paced_link_bench",
     "events": "build/release/tools/bench/events_bench",
     "console": "tools/bench/console_bench.py",
+    "sessions": "tools/bench/sessions_bench.py",
 }
 
 
