@@ -330,11 +330,10 @@ struct CopyBlocks {
 
 }  // namespace orders
 
-using RankOrder =
-    std::variant<orders::Describe, orders::Inform, orders::Save, orders::PollSave, orders::Undo, orders::Detach,
-                 orders::Restore, orders::PollRestore, orders::Finish, orders::DigestTags, orders::LeaveSign,
-                 orders::Extract, orders::ReadImage, orders::VerifyImage, orders::Admit, orders::DropImage,
-                 orders::SaveImage, orders::CopyBlocks>;
+using RankOrder = std::variant<orders::Describe, orders::Inform, orders::Save, orders::PollSave, orders::Undo,
+                               orders::Detach, orders::Restore, orders::PollRestore, orders::Finish, orders::DigestTags,
+                               orders::LeaveSign, orders::Extract, orders::ReadImage, orders::VerifyImage,
+                               orders::Admit, orders::DropImage, orders::SaveImage, orders::CopyBlocks>;
 
 // `Order`: an alternative of RankOrder.
 template <class Order>

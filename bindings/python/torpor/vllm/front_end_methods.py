@@ -102,8 +102,8 @@ def _documented(text: str):
 
 
 class Torpor:
-    """`torpor` of an LLM or LLMEngine. call(), hibernate(), resume(), move() and fork() can change the engine; the other
-    methods look at it."""
+    """`torpor` of an LLM or LLMEngine. call(), hibernate(), resume(), move() and fork() can change the engine; the
+    other methods look at it."""
 
     def __init__(self, engine: LLMEngine):
         self._engine = engine
