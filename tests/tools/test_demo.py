@@ -136,6 +136,7 @@ def test_a_chat_leaves_its_engine_comes_back_and_moves_to_another_one(tmp_path, 
     assert result["requests"] == result["identical"] == 8
     assert result["hibernated"] == result["moved"] == 1 and result["hibernated_tokens"] >= 9
     assert result["hibernated_bytes"] > 0 and result["moved_bytes"] > 0
+    assert result["forks"] == result["forks_identical"] == 4 and result["fork_bytes"] > 0
     assert result["chats_beside_the_moved"] == 4 and not result["moved_image_left"]
 
 

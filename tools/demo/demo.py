@@ -185,7 +185,7 @@ def what_happens(options: argparse.Namespace) -> str:
     if options.offload:
         return "5 steps: a long conversation returns after its KV was evicted, and to a new process; beside vLLM alone."
     if options.sessions:
-        return "6 steps: a chat leaves its engine while others run, comes back, and moves to another engine."
+        return "7 steps: a chat leaves its engine while others run, comes back, and moves to another engine; one forks."
     asleep = "its process is killed, a new one" if options.to == "disk" else "the same process wakes and"
     said = f"7 steps: an engine answers chats, and again with a sleep in the middle: {asleep} goes on."
     return f"First two engines share KV. Then {said}" if options.remote else said
@@ -439,7 +439,8 @@ def main() -> int:
         show(result, screen)
     if is_temporary and not options.json:
         screen.line(f"It left {size(bytes_in(options.dir))} in {options.dir}: rm -r {options.dir}")
-    return 0 if result["identical"] == result["requests"] else 1
+    same = result["identical"] == result["requests"] and result.get("forks_identical") == result.get("forks")
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class Engine:
         self._tokens: dict[str, list[int]] = {}
         self._texts: dict[str, str] = {}
         self._finished: set[str] = set()
+        self._children: dict[str, list[int]] = {}  # tokens of requests that forked from others
 
     def add(
         self, prompts: list[str], max_tokens: int, seed: int, unseeded: bool = True, only: list[int] | None = None
@@ -84,7 +85,7 @@ class Engine:
             )
             self._engine.add_request(str(number), text, params, **further)
         self._wait_for_grammars()
-        self._tokens, self._texts, self._finished = {}, {}, set()
+        self._tokens, self._texts, self._finished, self._children = {}, {}, set(), {}
         return {"kinds": [kind for kind, *_ in requests]}
 
     def _wait_for_grammars(self) -> None:
@@ -98,13 +99,19 @@ class Engine:
         made = 0
         while self._engine.has_unfinished_requests() and (steps is None or made < steps):
             for output in self._engine.step():
+                if output.request_id in self._children:
+                    self._children[output.request_id] = list(output.outputs[0].token_ids)
+                    continue
                 self._tokens[output.request_id] = list(output.outputs[0].token_ids)
                 self._texts[output.request_id] = output.outputs[0].text
                 if output.finished:
                     self._finished.add(output.request_id)
             made += 1
             tell({"event": "texts", "texts": self._texts})
-        return {"steps": made, "tokens": self._tokens, "texts": self._texts, "finished": sorted(self._finished)}
+        return {
+            "steps": made, "tokens": self._tokens, "texts": self._texts, "finished": sorted(self._finished),
+            "children": self._children,
+        }  # fmt: skip
 
     def ask(self, tokens: list[int], max_tokens: int) -> dict:
         """One greedy request alone: its tokens, when the first came, and how many of the prompt's were not computed."""
@@ -162,6 +169,11 @@ class Engine:
     def resume(self, image: str) -> dict:
         """By its id, or by the path of one of another engine."""
         return {"requests": list(self._llm.torpor.resume(image).requests)}
+
+    def fork(self, request: str, n: int) -> dict:
+        forked = self._llm.torpor.fork(request, n)
+        self._children |= {child: [] for child in forked.children}
+        return {"children": len(forked.children), "shared_blocks": forked.shared_blocks, "bytes": forked.bytes}
 
     def count(self) -> dict:
         return {"unfinished": self._engine.get_num_unfinished_requests()}

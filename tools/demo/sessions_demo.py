@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tools/dev demo --sessions`: an agent's chat is hibernated while its tool runs, and others go on; then it moves to
-another engine that serves chats of its own, and the engine that it was in is killed with SIGKILL in the middle.
+"""`tools/dev demo --sessions`: an agent's chat is hibernated while its tool runs, and others go on; a chat of another
+engine forks in four; then the agent's moves to that engine, and the one that it was in is killed with SIGKILL.
 
 Every answer is compared with a run of the same requests to which nothing happened.
 """
@@ -15,6 +15,7 @@ from screen import Screen, size
 
 AGENT = "0"  # the chat that calls a tool, and moves
 TOOL_STEPS = 20  # that the others take meanwhile
+BRANCHES = 4
 # In batches of other sizes the last digits differ: in float32 that rounds no token otherwise.
 ENGINE = {"dtype": "float32"}
 
@@ -70,13 +71,22 @@ def run(
         if len(went_on[AGENT]) <= told:
             raise DemoError(f"the chat did not go on: it has {told} tokens")
 
-        screen.stage("5. It moves: to disk; kill -9 of its engine; the other one, which serves chats, takes it")
+        screen.stage(f"5. A chat of the other engine forks in {BRANCHES}")
+        forked = second.order("fork", request=str(here), n=BRANCHES)
+        screen.line(
+            f"{forked['shared_blocks']} blocks are shared by {forked['children']} children, {size(forked['bytes'])} copied"
+        )
+
+        screen.stage(
+            "6. The agent's chat moves: to disk; kill -9 of its engine; the other one, which serves chats, takes it"
+        )
         moved = first.order("hibernate", requests=[AGENT], to="disk")
         answers = first.order("run", steps=None)["tokens"]  # those that stay end here
         first.kill()
         left = int(second.order("count")["unfinished"])
         came = second.order("resume", image=moved["path"])
-        rest = second.order("run", steps=None)["tokens"]
+        ran = second.order("run", steps=None)
+        rest, children = ran["tokens"], ran["children"]
         gone = not Path(moved["path"]).exists()
         screen.line(
             f"{size(moved['bytes'])} of KV came to an engine with {left} chats of its own; "
@@ -87,6 +97,7 @@ def run(
         for engine in engines:
             engine.kill()
     same = {number: answers.get(number) == tokens for number, tokens in expected.items()}
+    equal_children = sum(tokens == expected[str(here)] for tokens in children.values())
     return {
         "requests": len(prompts),
         "identical": sum(same.values()),
@@ -94,8 +105,9 @@ def run(
         "hibernated": 1,
         "hibernated_tokens": told,
         "hibernated_bytes": held,
-        "forks": 0,
-        "fork_bytes": 0,
+        "forks": forked["children"],
+        "forks_identical": equal_children,
+        "fork_bytes": forked["bytes"],
         "moved": len(came["requests"]),
         "moved_bytes": moved["bytes"],
         "moved_image_left": not gone,
@@ -105,10 +117,11 @@ def run(
 
 
 def show(result: dict, screen: Screen) -> None:
-    screen.stage("6. What happened")
+    screen.stage("7. What happened")
     screen.table([
         ("identical to the run to which nothing happened", f"{result['identical']} of {result['requests']}"),
         ("hibernated while a tool ran", f"{result['hibernated']}, after {result['hibernated_tokens']} tokens"),
+        ("branches of a chat, identical to it", f"{result['forks_identical']} of {result['forks']}"),
         ("moved to another engine", f"{result['moved']}, beside {result['chats_beside_the_moved']} chats there"),
         ("KV that moved", size(result["moved_bytes"])),
     ])  # fmt: skip
