@@ -73,8 +73,8 @@ def run(
 
         screen.stage(f"5. A chat of the other engine forks in {BRANCHES}")
         forked = second.order("fork", request=str(here), n=BRANCHES)
-        shared, children = forked["shared_blocks"], forked["children"]
-        screen.line(f"{shared} blocks are shared by {children} children, {size(forked['bytes'])} were copied")
+        shared, branches = forked["shared_blocks"], forked["children"]
+        screen.line(f"{shared} blocks are shared by {branches} children, {size(forked['bytes'])} were copied")
 
         screen.stage(
             "6. The agent's chat moves: to disk; kill -9 of its engine; the other one, which serves chats, takes it"
