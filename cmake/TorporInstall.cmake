@@ -14,10 +14,26 @@ add_custom_target(libraries DEPENDS ${libraries})
 install(TARGETS torpor_flags ${libraries} EXPORT torpor
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}/torpor COMPONENT development
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/torpor)
-list(REMOVE_ITEM rooms blocks delivery reference)  # parts of kvcache and of engine
-foreach(room ${rooms})
-  install(DIRECTORY ${PROJECT_SOURCE_DIR}/${room} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/torpor COMPONENT development
-    FILES_MATCHING PATTERN "*.h" PATTERN cuda EXCLUDE)
+# Install the headers of entry_points.txt, with which programs of others begin, and what these include. All others are
+# internal.
+set(entry_points ${CMAKE_CURRENT_LIST_DIR}/entry_points.txt)
+file(STRINGS ${entry_points} open)
+set(public)
+while(open)
+  list(POP_FRONT open header)
+  if(NOT header IN_LIST public)
+    list(APPEND public ${header})
+    file(STRINGS ${PROJECT_SOURCE_DIR}/${header} lines REGEX "^#include \"")
+    list(TRANSFORM lines REPLACE "^#include \"([^\"]+)\".*" "\\1")
+    list(APPEND open ${lines})
+  endif()
+endwhile()
+list(TRANSFORM public PREPEND ${PROJECT_SOURCE_DIR}/ OUTPUT_VARIABLE sources)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${entry_points} ${sources})
+foreach(header ${public})
+  cmake_path(GET header PARENT_PATH folder)
+  install(FILES ${PROJECT_SOURCE_DIR}/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/torpor/${folder}
+    COMPONENT development)
 endforeach()
 install(EXPORT torpor NAMESPACE torpor:: FILE torporTargets.cmake DESTINATION ${package} COMPONENT development)
 configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/torporConfig.cmake.in ${PROJECT_BINARY_DIR}/torporConfig.cmake
