@@ -82,7 +82,7 @@ def run(
         moved = first.order("hibernate", requests=[AGENT], to="disk")
         answers = first.order("run", steps=None)["tokens"]  # those that stay end here
         first.kill()
-        left = int(second.order("count")["unfinished"])
+        left = int(second.order("count")["unfinished"]) - branches
         came = second.order("resume", image=moved["path"])
         ran = second.order("run", steps=None)
         rest, children = ran["tokens"], ran["children"]
