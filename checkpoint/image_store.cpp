@@ -133,9 +133,10 @@ HeldImage::~HeldImage() = default;
 Result<HeldImage> HeldImage::hold(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {
   return catching([&]() -> Result<HeldImage> {
     TORPOR_ASSIGN(Locked locked, lock_image(file_system, path));
-    TORPOR_ASSIGN(std::unique_ptr<Directory> image, locked.store->open_directory(generation_name(kGeneration)));
-    TORPOR_ASSIGN(std::set<int32_t> ended, ended_in(*image));
-    TORPOR_ASSIGN(Checkpoint checkpoint, open_checkpoint_directory(std::move(image), std::move(key)));
+    TORPOR_ASSIGN(std::unique_ptr<Directory> image,
+                  or_damaged(locked.store->open_directory(generation_name(kGeneration))));
+    TORPOR_ASSIGN(std::set<int32_t> ended, or_damaged(ended_in(*image)));
+    TORPOR_ASSIGN(Checkpoint checkpoint, or_damaged(open_checkpoint_directory(std::move(image), std::move(key))));
     if (!is_image(checkpoint.manifest())) {
       return Error{.code = Code::kIncompatible,
                    .what = fmt::format("{} is a checkpoint of a whole engine", path),
@@ -168,6 +169,15 @@ std::string ImageStore::path_of(std::string_view name) const {
 
 Result<std::unique_ptr<Directory>> ImageStore::images(bool create) const {
   return file_system_.open_directory(fmt::format("{}/{}", directory_, kImagesDirectory), create);
+}
+
+Status ImageStore::check_there() const {
+  const Result<std::unique_ptr<Directory>> all = images(false);
+  if (all) return ok();
+  return Error{.code = Code::kIo,
+               .what = fmt::format("{}/{} cannot be opened: {}", directory_, kImagesDirectory, all.error().what),
+               .next_step = "see whether its file system is mounted",
+               .origin = Origin::kSystem};
 }
 
 Status ImageStore::check_name(std::string_view name) {

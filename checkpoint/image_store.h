@@ -36,6 +36,14 @@ struct ImageInfo {
   std::set<int32_t> ended{};  // positions of requests that have ended since
 };
 
+// Return what is missing of an image that is there and locked as damage to it, and not as an image that another engine
+// has taken.
+template <class T>
+Result<T> or_damaged(Result<T> result) {
+  if (!result && result.error().code == Code::kNotFound) result.error().code = Code::kCorruption;
+  return result;
+}
+
 // An image that no other process takes meanwhile.
 class HeldImage {
  public:
@@ -63,6 +71,8 @@ class ImageStore {
   // `directory`: of checkpoints. `options`: how an image is written; retention does not count for it.
   ImageStore(FileSystem& file_system, std::string directory, CheckpointManagerOptions options);
 
+  // kIo if the directory of images is not there, as where its file system is not mounted. No engine removes it.
+  Status check_there() const;
   // kInvalidArgument: the name of an image must be a file's.
   static Status check_name(std::string_view name);
   // Begin an image, which commit() makes whole. kInvalidArgument: check_name(), or no directory is configured.

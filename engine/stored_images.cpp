@@ -34,8 +34,7 @@ Result<std::string> StoredImages::store(const std::string& id, Fingerprint finge
   TORPOR_TRY(checkpoint.state.validate());
   checkpoint.carried.push_back(image_section());
   Result<std::string> written = catching([&] { return write(id, image->bytes, std::move(checkpoint)); });
-  const bool is_others =
-      !written && (written.error().code == Code::kFailedPrecondition || written.error().code == Code::kUnavailable);
+  const bool is_others = !written && written.error().code == Code::kUnavailable;
   if (!written && !is_others) store_.discard(id);
   return written;
 }
@@ -61,18 +60,21 @@ Result<std::string> StoredImages::write(const std::string& id, uint64_t bytes, E
 Result<const RequestImages::Image*> StoredImages::read_back(const std::string& id) {
   TORPOR_ASSIGN(const RequestImages::Image* const image, images_.get(id));
   if (image->in_memory) return images_.verify(id);
-  TORPOR_ASSIGN(HeldImage held, store_.hold(store_.path_of(id)));
+  Result<HeldImage> opened = store_.hold(store_.path_of(id));
+  if (!opened && opened.error().code == Code::kNotFound) TORPOR_TRY(store_.check_there());
+  if (!opened) return std::move(opened).error();
+  HeldImage held = std::move(*opened);
   const Checkpoint& checkpoint = held.checkpoint();
   if (checkpoint.manifest().id != written_[id]) {
     return Error{.code = Code::kNotFound,
                  .what = fmt::format("the image at {} is another one", store_.path_of(id)),
                  .next_step = "another engine has taken this one; give each image an id of its own"};
   }
-  TORPOR_TRY(checkpoint.read_state());  // whatever is damaged of it is said before it is taken
+  TORPOR_TRY(or_damaged(checkpoint.read_state()));  // whatever is damaged of it is said before it is taken
   const Manifest& manifest = checkpoint.manifest();
   TORPOR_ASSIGN(const RequestImages::Image* const read,
-                images_.return_to_memory(
-                    id, {.directory = checkpoint.path(), .generation = manifest.generation, .id = manifest.id}));
+                or_damaged(images_.return_to_memory(
+                    id, {.directory = checkpoint.path(), .generation = manifest.generation, .id = manifest.id})));
   held_.insert_or_assign(id, std::move(held));
   return read;
 }

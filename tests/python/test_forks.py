@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from torpor import _core, errors
+from torpor.vllm import frontend
 
 pytestmark = [pytest.mark.rig, pytest.mark.cpu]
 
@@ -413,6 +414,35 @@ def test_calls_may_be_repeated(one):
     one.begin(2, ["greedy"])
     one.llm.torpor.fork("greedy", 1, action="other")
     assert one.core.torpor_side.forks._done.keys() == {"other"}
+    run(one.engine)
+    whole(one)
+
+
+def test_a_repeated_call_finds_its_children_when_the_parent_has_ended(one):
+    one.begin(3, ["greedy"])
+    made = one.llm.torpor.fork("greedy", 1, action="mine")
+    one.engine.abort_request(["greedy"])
+    assert one.llm.torpor.fork("greedy", 1, action="mine") == made
+    with pytest.raises(errors.NotFound, match="no unfinished request 'greedy'"):
+        one.llm.torpor.fork("greedy", 1, action="another")
+    run(one.engine)
+    whole(one)
+
+
+def test_a_fork_does_not_wait_for_requests_that_come_meanwhile(one, monkeypatch):
+    one.begin(4, ["greedy"])
+    stock = frontend.caught_up_with
+
+    async def caught_up_with(side, *arguments):
+        prompt, params = CERTAIN["seeded"]
+        one.engine.add_request("late", prompt, params.clone())
+        return await stock(side, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frontend, "caught_up_with", caught_up_with)
+        patch.setattr(frontend, "_DRAIN_SECONDS", 5.0)
+        assert len(one.llm.torpor.fork("greedy", 2).children) == 2
+    assert "late" in unfinished(one)
     run(one.engine)
     whole(one)
 

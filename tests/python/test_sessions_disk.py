@@ -21,8 +21,10 @@ from test_sessions import (  # noqa: F401  the fixtures are used by name
     unfinished,
 )
 
+from vllm.v1.request import RequestStatus
+
 from torpor import _core, errors
-from torpor.vllm import sessions
+from torpor.vllm import session_calls, sessions
 
 pytestmark = [pytest.mark.rig, pytest.mark.cpu]
 
@@ -123,7 +125,96 @@ def test_kv_of_other_weights_is_computed_again(one):  # noqa: F811
     idle(one)
 
 
+def test_a_call_may_be_repeated_by_the_path_and_an_id_may_have_any_character(one):  # noqa: F811
+    expected = one.expected
+    answers = one.begin(5, ["greedy", "seeded"])
+    one.llm.torpor.hibernate("seeded", "a/b")
+    left = one.llm.torpor.hibernate("greedy", to="disk")
+    assert one.llm.torpor.resume("a/b").requests == ("seeded",)
+    first = one.llm.torpor.resume(left.path)
+    assert one.llm.torpor.resume(left.path) == one.llm.torpor.resume(left.id) == first
+    same(one.finish(answers), {name: expected[name] for name in ("greedy", "seeded")})
+    idle(one)
+
+
+def test_a_fork_meanwhile_does_not_keep_an_image_from_the_disk(one, monkeypatch):  # noqa: F811
+    expected = one.expected
+    answers = one.begin(4, ["greedy", "seeded"])
+    stock, parent = session_calls._stored, one.engine.output_processor.external_req_ids["seeded"][0]
+    fork = {"request": parent, "name": "seeded", "children": ["c"], "at": None, "seeds": [None], "action": "x"}
+
+    async def stored(side, *arguments):
+        one.llm.torpor.call("fork", fork | {"call": "other", "timeout": None})
+        return await stock(side, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_calls, "_stored", stored)
+        left = one.llm.torpor.hibernate("greedy", to="disk")
+    assert images_in(one) == [left.id]
+    one.llm.torpor.call("end_fork", {"call": "other", "keep": False})
+    one.llm.torpor.resume(left.id)
+    same(one.finish(answers), {name: expected[name] for name in ("greedy", "seeded")})
+    idle(one)
+
+
+def test_who_cancels_a_call_ends_the_hold_of_no_other(one, monkeypatch):  # noqa: F811
+    one.begin(4, ["greedy"])
+    left = one.llm.torpor.hibernate("greedy", to="disk")
+    copy = one.directory / "images" / "copied"
+    shutil.copytree(left.path, copy)
+    one.engine.abort_request(["greedy"])
+    stock = session_calls._take
+
+    async def take(side, *arguments):
+        await side.call("end_portable", {"keep": False, "call": "of another task"})
+        return await stock(side, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_calls, "_take", take)
+        assert one.llm.torpor.resume(copy).requests == ("greedy",)
+    assert images_in(one) == [] and unfinished(one) == ["greedy"]
+    run(one.engine)
+    idle(one)
+
+
 # --- the lifetime of an image -----------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_ends_leaves_its_images_and_a_sleep_that_aborts_does_not(one):  # noqa: F811
+    one.begin(5, ["greedy"])
+    left = one.llm.torpor.hibernate("greedy", to="disk")
+    one.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)  # as vLLM at the end of its process
+    assert images_in(one) == [left.id] and one.llm.torpor.hibernated() == []
+    one.engine.abort_request(["greedy"])
+    assert images_in(one) == [left.id]
+    one.llm.torpor.resume(left.path)
+    assert unfinished(one) == ["greedy"]
+    for _ in range(6):  # it has its KV, and runs
+        one.engine.step()
+    one.llm.torpor.hibernate("greedy", to="disk")
+    one.llm.sleep(level=1)
+    assert images_in(one) == [] and one.llm.torpor.hibernated() == []
+    one.llm.wake_up()
+    one.engine.abort_request(unfinished(one))
+    idle(one)
+
+
+@pytest.mark.parametrize("file", ["MANIFEST", "STATE", "chunks-r0", "refs-r0"])
+def test_an_image_without_a_file_is_damaged_and_stays(one, file):  # noqa: F811
+    one.begin(5, ["greedy"])
+    left = one.llm.torpor.hibernate("greedy", to="disk")
+    part = Path(left.path) / "g-000001" / file
+    bytes_of = part.read_bytes()
+    part.unlink()
+    for image in (left.id, left.path):
+        with pytest.raises(errors.Damaged):
+            one.llm.torpor.resume(image)
+    assert one.llm.torpor.hibernated() == [left] and images_in(one) == [left.id]
+    part.write_bytes(bytes_of)
+    part.chmod(0o600)
+    one.llm.torpor.resume(left.id)
+    run(one.engine)
+    idle(one)
 
 
 def test_an_abort_removes_the_image_with_its_last_request(one):  # noqa: F811
@@ -261,7 +352,7 @@ def test_what_another_engine_has_taken_ends_here(one):  # noqa: F811
     answers = run(one.engine)
     assert ended(answers, "greedy") == ("error", "another engine has taken this request")
     assert ended(answers, "seeded")[0] == "length"
-    with pytest.raises(errors.NotFound, match="there is no image"):
+    with pytest.raises(errors.NotFound, match="another engine has taken the image"):
         one.llm.torpor.resume(left.id)
     idle(one)
 
@@ -345,7 +436,7 @@ def test_they_are_refused_where_they_do_not_fit_and_stay(one, monkeypatch):  # n
     fingerprint = one.core.torpor_side.controller.fingerprint()
     other = fingerprint | {"kv_dtype": "none", "model": "another"}
     with pytest.raises(errors.Incompatible, match="model: checkpoint has"):
-        one.core.torpor_side.sessions.take(str(path), other)
+        one.core.torpor_side.sessions.take(str(path), other, "a call")
     with monkeypatch.context() as patch, pytest.raises(errors.Incompatible, match="no request"):
         patch.setattr(sessions.values, "moved_request", _no_request)
         one.llm.torpor.resume(path)
@@ -382,9 +473,9 @@ def test_the_claim_that_comes_too_late_ends_what_it_admitted(one, monkeypatch): 
     answers = one.begin(4, ["seeded"])
     stock = one.core.torpor_side.sessions.end_portable
 
-    def end_portable(keep: bool, lost=()) -> None:
+    def end_portable(keep: bool, lost=(), call=None) -> None:
         shutil.rmtree(path)  # another engine was faster
-        stock(keep, lost)
+        stock(keep, lost, call)
 
     with monkeypatch.context() as patch, pytest.raises(errors.NotFound, match="there is no image at"):
         patch.setattr(one.core.torpor_side.sessions, "end_portable", end_portable)

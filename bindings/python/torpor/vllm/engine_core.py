@@ -41,7 +41,7 @@ _METHODS = frozenset({
 # ended.
 _DURING_HOLD = frozenset({
     "end_portable", "end_fork", "unfreeze", "end_drain", "is_quiet", "go_on", "fingerprint", "ledger", "state",
-    "images", "cancel_checkpoint", "check_directory", "checkpoint_to_wake",
+    "images", "cancel_checkpoint", "check_directory", "checkpoint_to_wake", "undo_hibernate", "store_image",
 })  # fmt: skip
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
@@ -254,24 +254,27 @@ class EngineSide:
         end_portable() follows."""
         self._check_awake()
         self.updates.check_none()
-        path = options.get("path")
-        own = [each["id"] for each in self.sessions.summaries() if each["path"] == path or each["id"] == path]
-        if path is None or own:
-            return self.sessions.resume(own[0] if path is not None else options["image"])
-        report = self.sessions.take(path, self.controller.fingerprint())
-        report["outputs"] = _with_tokens(report["outputs"], report.pop("state"))
-        return report
+        if (image := self.sessions.image_of(options["image"], options.get("path"))) is not None:
+            return self.sessions.resume(image)
+        return self._with_outputs(self.sessions.take(options["path"], self.controller.fingerprint(), options["call"]))
 
     def wake_portable(self, options: dict) -> dict:
         self._check_awake()
         self.updates.check_none()
         key_file = Options.of(self.hooks.core.vllm_config).key_file
-        report = self.sessions.wake_portable(options, self.controller.fingerprint(), key_file)
-        report["outputs"] = _with_tokens(report["outputs"], report.pop("state"))
+        return self._with_outputs(self.sessions.wake_portable(options, self.controller.fingerprint(), key_file))
+
+    def _with_outputs(self, report: dict) -> dict:
+        """Return the report of requests that came from elsewhere with what the front end must have of them."""
+        try:
+            report["outputs"] = _with_tokens(report["outputs"], report.pop("state"))
+        except BaseException:
+            self.sessions.end_portable(keep=False)
+            raise
         return report
 
     def end_portable(self, options: dict) -> None:
-        self.sessions.end_portable(options["keep"], options.get("lost", []))
+        self.sessions.end_portable(options["keep"], options.get("lost", []), options.get("call"))
 
     def fork(self, options: dict) -> dict:
         self._check_awake()
@@ -283,7 +286,9 @@ class EngineSide:
 
     def held_by(self) -> str | None:
         """What the engine stands still for until its front end has requests; None: nothing."""
-        return "a portable wake" if self.sessions.holds_portable else "a fork" if self.forks.holds else None
+        if self.sessions.holds_portable:
+            return "a resume from disk" if self.sessions.takes_image else "a portable wake"
+        return "a fork" if self.forks.holds else None
 
     def images(self, _: dict) -> list[dict]:
         return self.sessions.summaries()

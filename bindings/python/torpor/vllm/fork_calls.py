@@ -52,11 +52,17 @@ async def fork(
 ) -> Forked:
     processor = side.engine.output_processor
     _check(n, at, seeds, action)
-    parent = _parent(processor, request).request_id
+    try:
+        parent = _parent(processor, request).request_id
+    except NotFound:
+        if action is None:
+            raise
+        parent = None  # it may have ended since this fork was made
     action = action or uuid.uuid4().hex[:12]
     names = [f"{request}-{action}-{i}" for i in range(n)]
     options = {
         "request": parent,
+        "name": request,
         "children": [f"{name}-{uuid.uuid4().hex[:8]}" for name in names],  # as vLLM makes its own of an id
         "at": at,
         "seeds": list(seeds) if seeds is not None else [None] * n,
@@ -80,7 +86,8 @@ async def _fork(side: BlockingSide | AsyncSide, request: str, names: list[str], 
         return forked
     made: list[RequestState] = []
     try:
-        await frontend.caught_up(side, answer["sent"])
+        parent = options["request"]  # of others that come meanwhile the engine knows nothing yet
+        await frontend.caught_up_with(side, {parent: answer["sent"][parent]})
         _take(side, _parent(processor, request), names, answer, made)
         await side.call("end_fork", {"call": call, "keep": True})
     except BaseException:

@@ -38,18 +38,20 @@ class Forks:
         """Make the children of a request, all or none. The engine stands still then, until end(), unless the fork was
         made before ("repeated").
 
-        `options`: "request", "children" (their ids), "at", "seeds" (of each child, None: the parent's), "action" (an id
-        of the fork), "call" (an id of this call alone), "timeout".
+        `options`: "request" (None: it has ended), "name" (what it was made with), "children" (their ids), "at", "seeds"
+        (of each child, None: the parent's), "action" (an id of the fork), "call" (an id of this call alone), "timeout".
         """
         plugin.require("fork")
         _, admissions = self._sessions.begun()
         self._forget_ended()
         if (done := self._done.get(options["action"])) is not None:
             given, answer = done["options"], done["answer"]
-            same = ("request", "at", "seeds")  # n too: there is a seed for each child
+            same = ("name", "at", "seeds")  # n too: there is a seed for each child
             if any(given[name] != options[name] for name in same):
                 raise InvalidArgument(f"the action {options['action']} was another fork", "give each fork its own")
             return answer | {"repeated": True}
+        if options["request"] is None:
+            raise NotFound(f"there is no unfinished request {options['name']!r}", "name it as it was made")
         self._check(options["request"], admissions)
         if self._hooks.is_quiet:
             raise WrongState("the engine stands still for another call", "call this again when that has ended")

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import InvalidStateError
 from typing import Any
 
@@ -281,12 +282,14 @@ async def _beyond(side: BlockingSide | AsyncSide, stage: str) -> None:
         await side.pause()
 
 
-async def caught_up_with(side: BlockingSide | AsyncSide, sent: dict[str, int]) -> None:
-    """Return when this front end has processed all that the engine has sent of these requests, which have left it."""
+async def caught_up_with(side: BlockingSide | AsyncSide, sent: dict[str, int], ended: Iterable[str] = ()) -> None:
+    """Return when this front end has processed all that the engine has sent of these requests, which take no step, and
+    of those that have ended."""
     states = side.engine.output_processor.request_states
 
     def behind() -> list[str]:
-        return [i for i in sent if i in states and states[i].detokenizer.num_output_tokens() < sent[i]]
+        late = [i for i in sent if i in states and states[i].detokenizer.num_output_tokens() < sent[i]]
+        return late + [i for i in ended if i in states]
 
     await _received(side, behind)
 
@@ -328,11 +331,12 @@ async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
 
 async def wake_portable(side: BlockingSide | AsyncSide, directory: str) -> WakeReport:
     """Requests of a checkpoint come into this engine, whichever engine wrote it (sessions.py)."""
+    call = {"call": uuid.uuid4().hex}
     try:
-        report = WakeReport(await side.call("wake_portable", {"from_checkpoint": directory}))
+        report = WakeReport(await side.call("wake_portable", call | {"from_checkpoint": directory}))
     except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):  # the engine core does it all the same
         with contextlib.suppress(Error):
-            await side.call("end_portable", {"keep": False})
+            await side.call("end_portable", call | {"keep": False})
         raise
     outputs = report["outputs"]
     lost: list[dict] = []
@@ -341,9 +345,9 @@ async def wake_portable(side: BlockingSide | AsyncSide, directory: str) -> WakeR
         side.take(report, lost)
     except BaseException:
         front_end.forget(side.engine.output_processor, outputs)
-        await side.call("end_portable", {"keep": False})
+        await side.call("end_portable", call | {"keep": False})
         raise
-    await side.call("end_portable", {"keep": True, "lost": [each["id"] for each in lost]})
+    await side.call("end_portable", call | {"keep": True, "lost": [each["id"] for each in lost]})
     report["requests"] -= len(lost)
     side.woken(report)
     return report

@@ -90,16 +90,17 @@ async def hibernate(
             await side.call("undo_hibernate", names)
         raise
     if to == "disk":
-        summary = await _stored(side, names, summary)
+        summary = await _stored(side, names, summary, set(internal) - set(summary["requests"]))
     if isinstance(side, BlockingSide):
         step_outputs.of(side.engine).hibernated |= set(summary["requests"])
     return Hibernated.from_value(summary, _names(side))
 
 
-async def _stored(side: BlockingSide | AsyncSide, names: dict, summary: dict) -> dict:
-    """Have the image lie on disk, with this front end's part of its requests. After an error they run on."""
+async def _stored(side: BlockingSide | AsyncSide, names: dict, summary: dict, ended: set[str]) -> dict:
+    """Have the image lie on disk, with this front end's part of its requests. After an error they run on. `ended`:
+    those that were named, too, and ended before they could leave."""
     try:
-        await frontend.caught_up_with(side, summary["requests"])
+        await frontend.caught_up_with(side, summary["requests"], ended)
         outputs = front_end.capture(side.engine.output_processor, summary["requests"])
         return await side.call("store_image", {"image": names["image"], "outputs": outputs})
     except BaseException:
@@ -109,20 +110,21 @@ async def _stored(side: BlockingSide | AsyncSide, names: dict, summary: dict) ->
 
 
 async def resume(side: BlockingSide | AsyncSide, image: str | os.PathLike) -> Resumed:
-    options = {"image": os.fspath(image)}
+    call = {"call": uuid.uuid4().hex}
+    options = call | {"image": os.fspath(image)}
     if isinstance(image, os.PathLike) or "/" in image:
         options["path"] = os.path.abspath(expanded(image))
     try:
         summary = await side.call("resume_image", options)
     except (asyncio.CancelledError, KeyboardInterrupt):  # the engine core may have done it
         with contextlib.suppress(Error):
-            await side.call("end_portable", {"keep": False})
+            await side.call("end_portable", call | {"keep": False})
         if isinstance(side, BlockingSide):
             away = [each["requests"] for each in await side.call("images") if not each["resuming"]]
             step_outputs.of(side.engine).hibernated &= {each for requests in away for each in requests}
         raise
     if "outputs" in summary:
-        await _take(side, summary)
+        await _take(side, summary, call)
     elif "moved" in summary:
         _end_moved(side, summary)
         raise NotFound(f"another engine has taken the image {summary['path']}", "its requests go on there")
@@ -131,12 +133,12 @@ async def resume(side: BlockingSide | AsyncSide, image: str | os.PathLike) -> Re
     return Resumed.from_value(summary, _names(side))
 
 
-async def _take(side: BlockingSide | AsyncSide, summary: dict) -> None:
+async def _take(side: BlockingSide | AsyncSide, summary: dict, call: dict) -> None:
     """Have the requests of an image of another engine, which stand still in this one until then."""
     processor, outputs = side.engine.output_processor, summary["outputs"]
-    known = [each["external_id"] for each in outputs["requests"] if each["external_id"] in processor.external_req_ids]
     try:
-        if known:
+        names = [each["external_id"] for each in outputs["requests"]]
+        if known := [name for name in names if name in processor.external_req_ids]:
             raise WrongState(f"this engine has a request {known[0]} of its own", "resume the image elsewhere")
         try:
             side.take(Report(outputs=outputs, failed_requests=[]))
@@ -144,10 +146,10 @@ async def _take(side: BlockingSide | AsyncSide, summary: dict) -> None:
             front_end.forget(processor, outputs)
             raise
     except BaseException:
-        await side.call("end_portable", {"keep": False})
+        await side.call("end_portable", call | {"keep": False})
         raise
     try:
-        await side.call("end_portable", {"keep": True})
+        await side.call("end_portable", call | {"keep": True})
     except Error:  # another engine has taken the image
         front_end.forget(processor, outputs)
         raise
@@ -180,7 +182,7 @@ async def move(
     except BaseException as raised:  # perhaps the other engine has the requests all the same
         problem = raised
     try:
-        summary = await side.call("resume_image", {"image": left.id})
+        summary = await side.call("resume_image", {"image": left.id, "call": uuid.uuid4().hex})
     except Error as why:
         raise why from problem
     if "moved" in summary:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import Request, RequestStatus
 
 from torpor import _core
-from torpor.errors import Incompatible, InvalidArgument, NotFound, Unsupported, WrongState
+from torpor.errors import Damaged, Incompatible, InvalidArgument, NotFound, Unsupported, WrongState
 from torpor.vllm import connector_options, grammar
 from torpor.vllm import scheduler_values as values
 
@@ -45,6 +45,9 @@ class Sessions:
         self._recomputed: dict[str, bool] = {}  # of each image that is being resumed: what resume() said of it
         self._portable: list[str] | None = None  # requests of a checkpoint or image, until their front end has them
         self._taken: str | None = None  # of these, the image that is theirs
+        self._holder: str | None = None  # the call whose front end they wait for
+        self._paths: dict[str, str] = {}  # of each image that was written to disk, or came from there
+        self._moved: dict[str, dict] = {}  # of each image that another engine has taken: what resume() said of it
         self.drawn_seeds: set[str] = set()  # requests whose seed their model runner drew, before they left
         self._clients: dict[str, int] = {}  # of each request that was hibernated here: vLLM's number of its front end
 
@@ -89,12 +92,19 @@ class Sessions:
 
     def _forget_gone(self, images: _core.RequestImages) -> None:
         known = {each["id"] for each in images.summaries()}
-        for of_images in (self._epochs, self._makers, self._recomputed):
+        for of_images in (self._epochs, self._makers, self._recomputed, self._paths):
             for image in of_images.keys() - known:
                 del of_images[image]
 
     def was_made_by(self, image: str, call: str) -> bool:
         return self._makers.get(image) == call
+
+    def image_of(self, image: str, path: str | None) -> str | None:
+        """Return the id of this engine's image that has this id or this path, or None."""
+        known = [each["id"] for each in self.summaries()]
+        if image in known or path is None:
+            return image
+        return next((each for each in known if self._paths.get(each) == path), None)
 
     def begun(self) -> tuple[_core.RequestImages, Admissions]:
         admissions = admissions_of(self._scheduler)
@@ -129,6 +139,10 @@ class Sessions:
             value = values.request_to_value(request)
             value["num_computed_tokens"] = computed = _tokens_with_kv(request)
             value["engine"]["of_runners"] = [rank[i] for rank in of_runners]
+            if request.request_id in self.drawn_seeds:  # it is still no seed of the caller's
+                seed = request.sampling_params.seed
+                value["sampling"] = value["sampling"] | {"seed": None}
+                value["engine"]["of_runners"] = [rank | {"seed": seed} for rank in value["engine"]["of_runners"]]
             self._check_comes_back(value)
             states.append(value)
             (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -148,6 +162,8 @@ class Sessions:
         images, admissions = self.begun()
         if known := next((each for each in images.summaries() if each["id"] == image and each["resuming"]), None):
             return known | {"recomputed": self._recomputed.get(image, False)}
+        if image in self._moved and all(each["id"] != image for each in images.summaries()):
+            return self._moved[image]  # who asked has perhaps not heard it
         stored = next((each["path"] for each in images.summaries() if each["id"] == image), "")
         try:
             items = images.read_back(image)
@@ -157,7 +173,8 @@ class Sessions:
         except NotFound:
             if not stored:
                 raise
-            return {"id": image, "path": stored, "moved": self._forget_moved(images, image)}
+            self._moved[image] = {"id": image, "path": stored, "moved": self._forget_moved(images, image)}
+            return self._moved[image]
         except BaseException:
             images.put_back(image)
             raise
@@ -189,11 +206,14 @@ class Sessions:
         if image in self._epochs and self._epochs[image] != self._hooks.kv_epoch:
             raise WrongState(f"the weights have changed since the image {image} was made", "resume it")
         images.store(image, fingerprint, outputs)
-        return next(each for each in images.summaries() if each["id"] == image)
+        summary = next(each for each in images.summaries() if each["id"] == image)
+        self._paths[image] = summary["path"]
+        self._moved.pop(image, None)
+        return summary
 
-    def take(self, path: str, fingerprint: dict[str, str]) -> dict:
-        """Admit the requests of an image on disk, of another engine. The engine stands still until end_portable(),
-        which takes the image. `fingerprint`: of this engine.
+    def take(self, path: str, fingerprint: dict[str, str], call: str) -> dict:
+        """Admit the requests of an image on disk, of another engine. The engine stands still until end_portable() of
+        this call, which takes the image. `fingerprint`: of this engine.
 
         Raises Incompatible, by field, where its KV means something else here, Damaged, NotFound, Busy. Then nothing has
         changed, and the image is there.
@@ -214,22 +234,25 @@ class Sessions:
             if known := [item["id"] for item in items if item["id"] in here]:
                 raise WrongState(f"this engine has a request {known[0]} of its own", "resume the image elsewhere")
             made = [(item, self.made(item)) for item in items]
+            outputs = dict(state["outputs"])
+            outputs["requests"] = [each for each in outputs["requests"] if each["id"] not in gone]
         except BaseException:
             images.put_back(image)
             raise
-        self._portable, self._taken = [], image
+        self._portable, self._taken, self._holder = [], image, call
         try:
             self._hooks.quiesce(None)
-            self._read(images, image, made, state, stored)
+            try:
+                self._read(images, image, made, state, stored)
+            except NotFound as missing:  # a part of an image that is there
+                raise Damaged(f"the image {path}: {missing}", "abort its requests and send them again") from missing
             for item, request in made:
                 self._portable.append(request.request_id)
                 self._admit(admissions, item, request, item["num_computed_tokens"])
         except BaseException:
             self.end_portable(keep=False)
             raise
-        self._epochs[image] = self._hooks.kv_epoch
-        outputs = dict(state["outputs"])
-        outputs["requests"] = [each for each in outputs["requests"] if each["id"] not in gone]
+        self._epochs[image], self._paths[image] = self._hooks.kv_epoch, path
         return {
             "id": image, "path": path, "requests": {item["id"]: len(item["output_token_ids"]) for item in items},
             "recomputed": False, "outputs": outputs, "state": state,
@@ -269,7 +292,7 @@ class Sessions:
                 failed.append({"id": item["id"], "error": f"{problem}"})
         image = f"checkpoint-{uuid.uuid4().hex}"
         self._hooks.quiesce(None)
-        self._portable = []
+        self._portable, self._holder = [], options["call"]
         try:
             summary = self._read(images, image, made, state, stored)
             for item, request in made:
@@ -296,13 +319,19 @@ class Sessions:
         images.begin(image)
         return summary
 
-    def end_portable(self, keep: bool, lost: Iterable[str] = ()) -> None:
-        """The front end has the requests but for those that it lost, or cannot take them: then they end. Without such
-        a wake nothing happens. Raises NotFound if another engine has taken their image: then they end, too."""
+    def end_portable(self, keep: bool, lost: Iterable[str] = (), call: str | None = None) -> None:
+        """The front end has the requests but for those that it lost, or cannot take them: then they end.
+
+        `call`: the call that wants it; None: the one that holds the engine. Where the engine does not stand still for
+        it, nothing happens, or, to keep them, NotFound is raised. Raises NotFound if another engine has taken their
+        image: then they end, too.
+        """
+        if self._portable is None or call not in (None, self._holder):
+            if keep:
+                raise NotFound("these requests have ended", "call it again")
+            return
         requests, self._portable = self._portable, None
         image, self._taken = self._taken, None
-        if requests is None:
-            return
         images, admissions = self.begun()
         try:
             if keep and image is not None:
@@ -315,13 +344,20 @@ class Sessions:
                 self._scheduler.finish_requests(ended, RequestStatus.FINISHED_ABORTED)
             if image is not None:
                 images.put_back(image)
-            self._send_drops(admissions)
-            self._hooks.resume()
+            try:
+                self._send_drops(admissions)
+            finally:
+                self._hooks.resume()
 
     @property
     def holds_portable(self) -> bool:
         """Whether the engine stands still for the front end of a portable wake."""
         return self._portable is not None
+
+    @property
+    def takes_image(self) -> bool:
+        """Whether that wake is the resume of an image of another engine."""
+        return self._taken is not None
 
     def _items_of(self, state: dict) -> tuple[list[dict], list[dict]]:
         """The requests of a checkpoint in the order in which its engine ran them, and those that cannot leave it."""
@@ -369,18 +405,30 @@ class Sessions:
     def end(self, requests: str | Iterable[str] | None) -> list[SimpleNamespace]:
         """Forget the hibernated ones of these requests, or of all (None): their readers have gone.
 
+        With all of them images on disk stay there, for another engine: so this process may be about to end.
         Return an object with `request_id` and `client_index` for each, as vLLM's finish_requests() returns. A request
         that is just leaving is in an image and still in the scheduler: it is not among them.
         """
         if self._images is None:
             return []
         held = [request_id for request_id in self.held() if request_id not in self._scheduler.requests]
+        gone = self._leave_stored() if requests is None else []
         wanted = held if requests is None else [requests] if isinstance(requests, str) else list(requests)
-        gone = []
-        for request_id in [request_id for request_id in held if request_id in wanted]:
+        left = {each.request_id for each in gone}
+        for request_id in [each for each in held if each in wanted and each not in left]:
             gone.append(SimpleNamespace(request_id=request_id, client_index=self._clients.pop(request_id)))
             if (drop := self._images.end(request_id)) is not None:
                 self._hooks.call_ranks(drop)
+        return gone
+
+    def _leave_stored(self) -> list[SimpleNamespace]:
+        """Forget the requests of images on disk, which stay there."""
+        gone = []
+        for image in [each["id"] for each in self.summaries() if each["path"]]:
+            clients = dict(self._clients)
+            gone += [
+                SimpleNamespace(request_id=i, client_index=clients[i]) for i in self._forget_moved(self._images, image)
+            ]
         return gone
 
     def held(self) -> dict[str, int]:
