@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the files of SleepAllocator share.
+// The files of SleepAllocator share these.
 #pragma once
 
 #include <fmt/core.h>

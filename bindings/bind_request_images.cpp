@@ -232,7 +232,7 @@ void bind_request_images(py::module_& module) {
         return out;
       },
       py::arg("parent"), py::arg("at"), py::arg("children"), py::arg("free_blocks"),
-      "What each child of a fork gets of its parent's blocks, and how many it needs besides.");
+      "Returns how many of its parent's blocks each child of a fork shares, and how many it needs besides.");
   module.def(
       "copy_blocks",
       [](py::object hooks, int32_t from, const std::vector<int32_t>& to) {

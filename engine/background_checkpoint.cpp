@@ -264,13 +264,8 @@ Status BackgroundCheckpoint::commit() {
     }
     report_.disk_bytes = report_.saved_bytes + report_.reused_bytes;
     stays_ = true;
-    TORPOR_ASSIGN(report_.checkpoint, pending_->commit());
-    TORPOR_ASSIGN(const Checkpoint made,
-                  open_checkpoint(engine_.file_system, report_.checkpoint, engine_.options.checkpoints.key));
-    report_.checkpoint_bytes = made.manifest().total_bytes();
+    TORPOR_TRY(context_.checkpoints.commit(*pending_, report_));
     report_.metadata = captured_.metadata;
-    for (const SectionInfo& section : made.manifest().sections)
-      report_.checkpoint_parts[section.name] = section.stored_bytes;
     return ok();
   });
   if (!committed) {
@@ -295,7 +290,7 @@ void BackgroundCheckpoint::cancel() noexcept {
   }
 }
 
-// Who asked for the checkpoint is told of its end when they ask.
+// The caller that asked for the checkpoint hears of its end at its next call.
 void BackgroundCheckpoint::end_or_wait(std::string_view why) noexcept {
   if (ended()) return;
   if (!can_finish()) {

@@ -32,6 +32,16 @@ void EngineCheckpoints::sign(PendingCheckpoint& checkpoint, const Fingerprint& f
   checkpoint.set_owner(*owner_);
 }
 
+Status EngineCheckpoints::commit(PendingCheckpoint& checkpoint, SleepReport& report) const {
+  TORPOR_ASSIGN(report.checkpoint, checkpoint.commit());
+  TORPOR_ASSIGN(const Checkpoint committed,
+                open_checkpoint(engine_.file_system, report.checkpoint, engine_.options.checkpoints.key));
+  report.checkpoint_bytes = committed.manifest().total_bytes();
+  for (const SectionInfo& section : committed.manifest().sections)
+    report.checkpoint_parts[section.name] = section.stored_bytes;
+  return ok();
+}
+
 void EngineCheckpoints::mark_woken(const Generation& from) noexcept {
   const auto mark = [&]() -> Status {
     TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, open(from.directory));

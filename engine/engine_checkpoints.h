@@ -35,6 +35,8 @@ class EngineCheckpoints {
   void sign(PendingCheckpoint& checkpoint, const Fingerprint& fingerprint);
   // Take over the owner of the checkpoint that the engine went on from.
   void set_owner(const Digest& owner) { owner_ = owner; }
+  // Commit a checkpoint, and say in the report where it is and how large. After an error it may be there. Any thread.
+  Status commit(PendingCheckpoint& checkpoint, SleepReport& report) const;
   // Mark the checkpoint that a running engine came from; others of its owner may go now. A failure is logged.
   void mark_woken(const Generation& from) noexcept;
 

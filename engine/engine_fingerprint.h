@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What must be equal for tokens to be equal, and what the ranks say of the weights that are a part of it.
+// The fingerprint of an engine: all that must be equal for tokens to be equal, with the digests of the weights.
 #pragma once
 
 #include <cstdint>

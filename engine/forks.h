@@ -20,7 +20,7 @@ struct ForkedRequest {
   int32_t block_tokens = 0;       // of one block
 };
 
-// What each child gets. Its first tokens are all of the parent's prompt and `output_tokens` of its answer.
+// The share of each child. Its first tokens are all of the parent's prompt and `output_tokens` of its answer.
 struct ForkPlan {
   int64_t output_tokens = 0;
   int64_t computed_tokens = 0;            // that have KV from the start; of a child, the last token never has

@@ -15,7 +15,7 @@
 
 namespace torpor {
 
-// What a sleep, or several, leave for the wake after them.
+// One or several sleeps leave this for the wake after them.
 struct SleepInForce {
   std::vector<std::string> tags{};  // whose memory is away
   bool preserved = false;           // the requests are kept

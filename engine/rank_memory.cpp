@@ -259,7 +259,7 @@ Result<orders::Save::Reply> RankMemory::save_all(const orders::Save& order) {
   return saved;
 }
 
-// What fails is undone by Undo of kGiving, when the other engine has let go.
+// After an error Undo of kGiving takes back what was given, when the other engine has let go.
 Result<orders::Save::Reply> RankMemory::save_giving(const orders::Save& order) {
   TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(order.channel));
   TORPOR_TRY(nothing_moves());

@@ -63,8 +63,8 @@ struct Describe {
   };
 };
 
-// What the engine calls, from now on, the contents of blocks that Restore has brought from the checkpoint `id` and that
-// nobody has written since.
+// Blocks that Restore has brought from the checkpoint `id`, and that nobody has written since, with the stamps that the
+// engine gives their contents from now on.
 struct RestoredContents {
   SealId id{};
   std::vector<int32_t> blocks;

@@ -47,7 +47,7 @@ SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, co
              .state = state_},
       context_(parts_) {}
 
-// What is held is undone: the requests go on, if anybody can still ask for them.
+// Undo what is held: the requests go on, if anybody can still ask for them.
 SleepController::~SleepController() {
   cancel_checkpoint();
   held_sleep_.reset();

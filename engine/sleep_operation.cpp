@@ -71,7 +71,7 @@ Status SleepOperation::take_steps(size_t first, size_t last) {
   return ok();
 }
 
-// What undoes a step is registered before the step begins.
+// Register what undoes a step before the step begins.
 Result<uint64_t> SleepOperation::take(const Step& step) {
   operation_.undo_with([this, &step] { return (this->*step.undo)(); });
   return (this->*step.take)();
@@ -298,7 +298,7 @@ Result<uint64_t> SleepOperation::capture() {
   drop_hashes(captured_.state.kv, live_.dropped);
   name_blocks(save_, captured_.state, live_.kept);
   deferrable_ = late_blocks_of(captured_.state, save_.blocks, engine_.hooks.holds_back());
-  // What the engine offloaded and has not changed since need not be copied: it stays where it is.
+  // Blocks that the engine offloaded and has not changed since need no copy: they stay where they are.
   if (with_kv && !to_disk_) {
     TORPOR_ASSIGN(save_.host_slots, engine_.hooks.host_slots(save_.blocks, /*keep=*/true));
   }
@@ -376,18 +376,13 @@ Result<uint64_t> SleepOperation::verify() {
   if (!pending_) return 0;
   context_.checkpoints.sign(*pending_, captured_.fingerprint);
   checkpoint_stays_ = true;
-  TORPOR_ASSIGN(report_.checkpoint, pending_->commit());
-  TORPOR_ASSIGN(const Checkpoint committed,
-                open_checkpoint(engine_.file_system, report_.checkpoint, engine_.options.checkpoints.key));
-  report_.checkpoint_bytes = committed.manifest().total_bytes();
+  TORPOR_TRY(context_.checkpoints.commit(*pending_, report_));
   report_.metadata = captured_.metadata;
-  for (const SectionInfo& section : committed.manifest().sections)
-    report_.checkpoint_parts[section.name] = section.stored_bytes;
   TORPOR_TRY(engine_.ranks.call(orders::Inform{.committed = report_.checkpoint}));
   return 0;
 }
 
-// Where it fails twice, the error of the sleep says that the checkpoint is there.
+// If it fails twice, the error of the sleep says that the checkpoint is there.
 Status SleepOperation::withdraw() {
   if (pending_ && (pending_->withdraw() || pending_->withdraw())) checkpoint_stays_ = false;
   return ok();

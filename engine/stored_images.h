@@ -54,7 +54,7 @@ class StoredImages {
   std::optional<Bytes> release(const std::string& request);
   // Forget an image of this engine that another one has taken. Return its requests.
   std::vector<std::string> forget(const std::string& id);
-  // Of an image of this engine that is on disk alone; else "".
+  // Return the path of an image of this engine that is on disk alone; else "".
   std::string path_of(const std::string& id) const;
 
  private:

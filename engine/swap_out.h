@@ -18,7 +18,7 @@
 
 namespace torpor {
 
-// What a failed swap leaves of the engine that goes.
+// The state of the engine that goes after a failed swap.
 enum class SwappedOut : uint8_t {
   kAwake,              // it never was asleep, or is awake again
   kAsleepOtherEnded,   // it is asleep, and the other one does not run

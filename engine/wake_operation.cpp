@@ -142,7 +142,7 @@ Status WakeOperation::restore_memory(const std::vector<std::string>& tags, const
 
 // Memory that can be neither mapped nor given back cannot be woken again; its content is safe where it was saved.
 Status WakeOperation::undo_restore(const std::vector<std::string>& tags) {
-  // What stays on the way is taken up by the next wake.
+  // The next wake takes up memory that stays on the way.
   if (const auto cancelled = engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kRestore, .tags = tags});
       !cancelled)
     log().error("undoing a wake: {}", cancelled.error().to_string());
@@ -352,7 +352,7 @@ Result<SleepReport> WakeOperation::wake_from_checkpoint() {
 }
 
 Status WakeOperation::restore_checkpoint() {
-  // What such an engine was given could not be preserved, nor can it go on with what another one was given.
+  // Such an engine could not preserve its requests, and cannot go on with those of another one.
   TORPOR_ASSIGN(const std::vector<std::string> unsupported, engine_.hooks.unsupported());
   if (!unsupported.empty()) {
     return Error{.code = Code::kUnsupported,

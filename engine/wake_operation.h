@@ -39,7 +39,7 @@ class WakeOperation {
  private:
   enum class End : uint8_t { kStillAsleep, kWaits, kRuns };  // how a wake leaves the engine
 
-  // Of this process.
+  // A wake of this process.
   Result<SleepReport> wake_this_process();
   Result<std::vector<std::string>> tags_that_wake() const;
   Status restore_memory(const std::vector<std::string>& tags, const std::vector<int32_t>& late);
@@ -55,7 +55,7 @@ class WakeOperation {
   Result<bool> waits_for_weights();
   std::string warning_of(End end) const;
 
-  // From a checkpoint.
+  // A wake from a checkpoint.
   Result<SleepReport> wake_from_checkpoint();
   Status restore_checkpoint();
   Status open(std::optional<Checkpoint>& checkpoint, EngineCheckpoint& state);

@@ -9,7 +9,7 @@
 namespace torpor {
 namespace {
 
-// What the seal binds beside the place: what the record is, and how its bytes are to be read.
+// Return what the seal binds beside the place: the record's key, its size and its codec.
 std::string sealed_name(const FileRecord& record) {
   return fmt::format("{} of {} bytes, {}", record.key, record.bytes.size(), name(record.codec));
 }

@@ -93,7 +93,7 @@ class TransferEngine {
   // The same in the background, behind all that is more urgent: `target` is neither made ready nor finished, and nobody
   // is told. For a part of what goes into it.
   Result<std::vector<SavedChunk>> put(std::span<const ChunkPlan> plans, RecordStore& target);
-  // Of chunks that `source`, a store in memory, has: `saved` says where there, and afterwards where in `target`.
+  // Move chunks from `source`, a store in memory: `saved` says where they are there, and afterwards where in `target`.
   Status move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, RecordStore& source, RecordStore& target);
   // Is told of save(), restore() and digests() from now on, and may cancel them: then they fail with kAborted. Null:
   // nobody is.

@@ -240,7 +240,7 @@ class CudaDevice final : public DeviceMemory {
     return copies_.begin(stream, direction, wanted, by);
   }
 
-  // What may still run after a failed wait keeps its stream, and end_all() says so.
+  // A copy that may still run after a failed wait keeps its stream, and end_all() says so.
   Status do_copy_within(std::span<const InnerCopy> copies) override {
     TORPOR_CUDA_CURRENT();
     TORPOR_ASSIGN(const StreamId id, streams_.create());

@@ -12,6 +12,7 @@
 #include "engine/rank_memory.h"
 #include "engine/request_images.h"
 #include "tests/support/faulty_device.h"
+#include "tests/support/idle_hooks.h"
 #include "tests/support/process_bytes.h"
 #include "tests/support/rank_call.h"
 #include "tests/support/results.h"
@@ -279,8 +280,8 @@ TEST_F(ImagesOfCheckpoints, HaveNoDamagedBlock) {
 
 // --- what the engine core knows of them ---
 
-// Hooks of an engine of two ranks; only orders to ranks are called.
-class TwoRanks final : public EngineHooks {
+// An engine of two ranks.
+class TwoRanks final : public test::IdleHooks {
  public:
   Rank ranks[2];
   std::string fails{};  // the name of an order that the second rank fails
@@ -296,30 +297,7 @@ class TwoRanks final : public EngineHooks {
     }
     return replies;
   }
-  Result<std::vector<std::string>> unsupported() override { return std::vector<std::string>{}; }
-  Result<int64_t> unfinished_requests() override { return 0; }
-  Status quiesce(std::optional<double>) override { return ok(); }
-  Status resume() override { return ok(); }
-  Result<SchedulerCheckpoint> capture() override { return SchedulerCheckpoint{}; }
-  Result<Fingerprint> fingerprint() override { return Fingerprint{}; }
-  Status drop_requests(const std::string&) override { return ok(); }
-  Status drop_prefix(const std::vector<int32_t>&) override { return ok(); }
-  Status retire_prefix() override { return ok(); }
-  Status release_derived() override { return ok(); }
-  Status rebuild_derived() override { return ok(); }
-  Status reconnect(const std::vector<WorkerSnapshot>&) override { return ok(); }
-  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint&) override { return std::vector<FailedRequest>{}; }
-  Status forget_restored() override { return ok(); }
 };
-
-RequestState request(std::string id, int32_t computed) {
-  return {.id = std::move(id),
-          .status = RequestStatus::kRunning,
-          .prompt_token_ids = {1, 2, 3, 4, 5, 6},
-          .output_token_ids = {7, 8, 9},
-          .num_computed_tokens = computed,
-          .max_tokens = 10};
-}
 
 class RequestImagesTest : public ::testing::Test {
  protected:
@@ -327,7 +305,8 @@ class RequestImagesTest : public ::testing::Test {
   RequestImages images_{engine_};
 
   Result<const RequestImages::Image*> extract(const std::string& id) {
-    return images_.extract(id, {request("r1", 8), request("r2", 5)}, {{3, 7}, {3, 9}}, kTokens);
+    return images_.extract(id, {test::running_request("r1", 8), test::running_request("r2", 5)}, {{3, 7}, {3, 9}},
+                           kTokens);
   }
   // To both ranks.
   void send(const Bytes& order) {
@@ -342,7 +321,7 @@ TEST_F(RequestImagesTest, BringEachRequestIntoItsBlocksAndFreeTheImageWithTheLas
   }
   const RequestImages::Image* const image = value_of(extract("a"));
   EXPECT_EQ(image->bytes, 2 * 3 * 2 * kBytes);  // the block that they share is there once
-  EXPECT_EQ(image->requests.at(1).state, request("r2", 5));
+  EXPECT_EQ(image->requests.at(1).state, test::running_request("r2", 5));
   EXPECT_NE(images_.find("r1"), nullptr);
   EXPECT_FAILS(images_.admit_order("r1", {1, 2}), Code::kInvalidArgument);  // not before begin()
   ASSERT_SUCCEEDS(images_.verify("a"));
@@ -388,15 +367,15 @@ TEST_F(RequestImagesTest, RefuseWhatContradictsItself) {
   const auto fails = [&](std::vector<RequestState> requests, const std::vector<std::vector<int32_t>>& tables,
                          Code code) { EXPECT_FAILS(images_.extract("b", std::move(requests), tables, kTokens), code); };
   fails({}, {}, Code::kInvalidArgument);
-  fails({request("r1", 8)}, {{3}}, Code::kInvalidArgument);
-  fails({request("r1", 8)}, {{3, 4, 5}}, Code::kInvalidArgument);
-  fails({request("r1", 8)}, {}, Code::kInvalidArgument);
-  fails({request("r1", 0), request("r1", 0)}, {{}, {}}, Code::kInvalidArgument);
-  fails({request("r1", 10)}, {{3, 4, 5}}, Code::kCorruption);  // it has 9 tokens
-  EXPECT_FAILS(images_.extract("", {request("r1", 0)}, {{}}, kTokens), Code::kInvalidArgument);
+  fails({test::running_request("r1", 8)}, {{3}}, Code::kInvalidArgument);
+  fails({test::running_request("r1", 8)}, {{3, 4, 5}}, Code::kInvalidArgument);
+  fails({test::running_request("r1", 8)}, {}, Code::kInvalidArgument);
+  fails({test::running_request("r1", 0), test::running_request("r1", 0)}, {{}, {}}, Code::kInvalidArgument);
+  fails({test::running_request("r1", 10)}, {{3, 4, 5}}, Code::kCorruption);  // it has 9 tokens
+  EXPECT_FAILS(images_.extract("", {test::running_request("r1", 0)}, {{}}, kTokens), Code::kInvalidArgument);
   ASSERT_SUCCEEDS(extract("a"));
   EXPECT_FAILS(extract("a"), Code::kFailedPrecondition);
-  fails({request("r1", 8)}, {{3, 4}}, Code::kFailedPrecondition);
+  fails({test::running_request("r1", 8)}, {{3, 4}}, Code::kFailedPrecondition);
   EXPECT_EQ(images_.images().size(), 1u);
 }
 

@@ -15,11 +15,12 @@
 #include "engine/rank_memory.h"
 #include "engine/rank_service.h"
 #include "engine/stored_images.h"
+#include "tests/support/idle_hooks.h"
 #include "tests/support/results.h"
 
 namespace torpor::test {
 
-class ImageEngine final : public EngineHooks {
+class ImageEngine final : public IdleHooks {
  public:
   static constexpr uint32_t kBlocks = 16;
   static constexpr uint64_t kBlockBytes = 6000;
@@ -57,17 +58,9 @@ class ImageEngine final : public EngineHooks {
   }
 
   // Requests r1 and r2 share block 3; each has another one. All have the bytes of ten times their number.
-  static RequestState request(std::string id, int32_t computed) {
-    return {.id = std::move(id),
-            .status = RequestStatus::kRunning,
-            .prompt_token_ids = {1, 2, 3, 4, 5, 6},
-            .output_token_ids = {7, 8, 9},
-            .num_computed_tokens = computed,
-            .max_tokens = 10};
-  }
   Result<const RequestImages::Image*> extract(const std::string& id) {
     for (const int32_t block : {3, 7, 9}) write(block, 10 * block);
-    return images.extract(id, {request("r1", 8), request("r2", 5)}, {{3, 7}, {3, 9}}, kBlockTokens);
+    return images.extract(id, {running_request("r1", 8), running_request("r2", 5)}, {{3, 7}, {3, 9}}, kBlockTokens);
   }
   static Fingerprint fields() { return {{"model", "m"}}; }
   // Into host memory, from the disk: this engine's image, or another one's, and the requests that have not ended.
@@ -127,20 +120,7 @@ class ImageEngine final : public EngineHooks {
     }
     return replies;
   }
-  Result<std::vector<std::string>> unsupported() override { return std::vector<std::string>{}; }
-  Result<int64_t> unfinished_requests() override { return 0; }
-  Status quiesce(std::optional<double>) override { return ok(); }
-  Status resume() override { return ok(); }
-  Result<SchedulerCheckpoint> capture() override { return SchedulerCheckpoint{}; }
   Result<Fingerprint> fingerprint() override { return fields(); }
-  Status drop_requests(const std::string&) override { return ok(); }
-  Status drop_prefix(const std::vector<int32_t>&) override { return ok(); }
-  Status retire_prefix() override { return ok(); }
-  Status release_derived() override { return ok(); }
-  Status rebuild_derived() override { return ok(); }
-  Status reconnect(const std::vector<WorkerSnapshot>&) override { return ok(); }
-  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint&) override { return std::vector<FailedRequest>{}; }
-  Status forget_restored() override { return ok(); }
 
  private:
   struct Rank {

@@ -8,7 +8,7 @@
 namespace torpor::cli {
 namespace {
 
-// Of those requests that have not ended since.
+// Return the requests that have not ended since.
 Result<Json> requests_of(const Context& context, const ImageInfo& info) {
   TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, info.path, context.key));
   TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());

@@ -445,7 +445,7 @@ def order_name(order: bytes) -> str:
     """What an order of the controller to the ranks is called."""
 
 def plan_fork(parent: dict, at: int | None, children: int, free_blocks: int) -> dict:
-    """What each child of a fork gets of its parent's blocks, and how many it needs besides."""
+    """Returns how many of its parent's blocks each child of a fork shares, and how many it needs besides."""
 
 def rank_directory(directory: str, rank: int, ranks: int) -> str:
     """Where the engine of this data parallel rank writes its checkpoints."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torpor's two KV connectors, connector.py and portable.py, have in common: nothing happens within a layer."""
+"""The base of torpor's two KV connectors, connector.py and portable.py: nothing happens within a layer."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ class EngineSide:
         self.forks.end(options["call"], options["keep"])
 
     def held_by(self) -> str | None:
-        """What the engine stands still for until its front end has requests; None: nothing."""
+        """Return what the engine stands still for until its front end has requests; None: it does not."""
         if self.sessions.holds_portable:
             return "a resume from disk" if self.sessions.takes_image else "a portable wake"
         return "a fork" if self.forks.holds else None

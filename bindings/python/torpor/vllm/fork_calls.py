@@ -199,7 +199,7 @@ def _cut(parent: RequestState, tokens: list[int]) -> dict:
 
 
 def _first(positions, count: int):
-    """Of values.positions_to_value(), those of the first positions."""
+    """Return the first positions of what values.positions_to_value() gave."""
     if not isinstance(positions, dict):
         return positions and positions[:count]
     end = positions["end_indices"][count - 1] if count else 0

@@ -102,6 +102,10 @@ class BlockingSide:
         given = step_outputs.of(self.engine)
         given.first = given.first + failed
 
+    def forget(self, outputs: dict) -> None:
+        """Undo take() of these outputs, which may have come half-way."""
+        front_end.forget(self.engine.output_processor, outputs)
+
     def fail(self, failed: list[dict]) -> None:
         """End requests with an error, as outputs.fail() takes them."""
         given = step_outputs.of(self.engine)
@@ -165,6 +169,11 @@ class AsyncSide:
         report["failed_requests"] = [*report.failed_requests, *(lost or ())]
         front_end.fail(self.engine.output_processor, report.failed_requests)
         self.engine._run_output_handler()
+
+    def forget(self, outputs: dict) -> None:
+        front_end.forget(self.engine.output_processor, outputs)
+        for item in outputs["requests"]:
+            getattr(self.engine, "torpor_collectors", {}).pop(item["external_id"], None)
 
     def fail(self, failed: list[dict]) -> None:
         front_end.fail(self.engine.output_processor, failed)
@@ -344,7 +353,7 @@ async def wake_portable(side: BlockingSide | AsyncSide, directory: str) -> WakeR
         await side.clear_caches()
         side.take(report, lost)
     except BaseException:
-        front_end.forget(side.engine.output_processor, outputs)
+        side.forget(outputs)
         await side.call("end_portable", call | {"keep": False})
         raise
     await side.call("end_portable", call | {"keep": True, "lost": [each["id"] for each in lost]})
@@ -495,14 +504,17 @@ def _end_call(waiting) -> None:
 
 
 async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOutput, None]:
-    """Goes on with a request that was restored by `wake_up(from_checkpoint=…)`: its outputs from the next token on.
+    """Yield the outputs, from the next token on, of a request that came by `wake_up(from_checkpoint=…)` or
+    `resume(path)`, or of a child of a fork.
 
-    `request_id` is the one that the request was made with. Raises NotFound for others, and for one taken up already.
+    `request_id` is the one that the request was made with, or that `Forked` names. Raises NotFound for others, and for
+    one that has been attached to.
     """
     collector = getattr(engine, "torpor_collectors", {}).pop(request_id, None)
     if collector is None:
         raise NotFound(
-            f"no restored request {request_id!r} waits here", "attach once, by the id that the request was made with"
+            f"no request {request_id!r} waits here for a reader",
+            "attach once, by the id that the request was made with",
         )
     finished = False
     while not finished:

@@ -36,7 +36,7 @@ logger = logging.getLogger("vllm.torpor")
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """What all ranks do in one step, in this order."""
+    """All ranks carry these out in one step, in this order."""
 
     runners: list[dict] = field(default_factory=list)  # requests that model runner V1 is about to be given as resumed
     loads: list[tuple[str, bytes]] = field(default_factory=list)  # of each request: what its rank memory is to do

@@ -33,11 +33,11 @@ HIBERNATE = """Take running or waiting requests out of the engine. Return when t
     image: id for resume(); None: a new one. The same call again, with the same id and requests, changes nothing.
     timeout: most seconds to wait for the running step; None: no bound.
     to: "host" memory, or "disk": a durable image in the directory of checkpoints; the result names its path, and a new
-        process may resume it, too. It passes through host memory.
+        process may resume it, too. Also then it needs room in host memory first.
 
     Raises NotFound for an id that is no unfinished request, Unsupported, with the reason, for one that cannot leave,
-    NotEnoughRoom if the host memory of `arena_budget_bytes` is used up, WrongState if the engine sleeps. Then nothing
-    has changed.
+    NotEnoughRoom if the host memory of `arena_budget_bytes` is used up, WrongState if the engine sleeps; for "disk"
+    InvalidArgument for an id that cannot be a file's name, FileError where the disk fails. Then nothing has changed.
     """
 
 RESUME = """Put the requests of an image back into the engine. Return when they wait there for their turn.
@@ -50,7 +50,8 @@ RESUME = """Put the requests of an image back into the engine. Return when they 
 
     Raises NotFound for an id without requests, or if another engine has taken the image; Busy while another engine
     reads it; Damaged if the image does not match its digests; Incompatible, by field, for one of another model or KV
-    layout; WrongState if the engine sleeps. Then the requests are still hibernated.
+    layout; WrongState if the engine sleeps. Then the requests are still hibernated, unless another engine has taken
+    the image: then they have ended here.
     """
 
 MOVE = """Have another engine take requests. Return when it has.
@@ -143,7 +144,7 @@ async def _take(side: BlockingSide | AsyncSide, summary: dict, call: dict) -> No
         try:
             side.take(Report(outputs=outputs, failed_requests=[]))
         except BaseException:
-            front_end.forget(processor, outputs)
+            side.forget(outputs)
             raise
     except BaseException:
         await side.call("end_portable", call | {"keep": False})
@@ -151,7 +152,7 @@ async def _take(side: BlockingSide | AsyncSide, summary: dict, call: dict) -> No
     try:
         await side.call("end_portable", call | {"keep": True})
     except Error:  # another engine has taken the image
-        front_end.forget(processor, outputs)
+        side.forget(outputs)
         raise
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that leave a live engine and come back: `torpor.hibernate()` and `torpor.resume()`, in the engine core.
 
-What is hibernated, and where its KV lies, is C++: engine/request_images.h, and on disk engine/stored_images.h. How vLLM
-takes a request back: portable.py.
+C++ keeps what is hibernated: engine/request_images.h, and on disk engine/stored_images.h. portable.py has the connector
+by which vLLM takes a request back.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ class Sessions:
         in host memory as before.
         """
         images, _ = self.begun()
-        if image in self._epochs and self._epochs[image] != self._hooks.kv_epoch:
+        there = self._paths.get(image)  # it is on disk already
+        if there is None and self._epochs.get(image, self._hooks.kv_epoch) != self._hooks.kv_epoch:
             raise WrongState(f"the weights have changed since the image {image} was made", "resume it")
         images.store(image, fingerprint, outputs)
         summary = next(each for each in images.summaries() if each["id"] == image)
