@@ -47,7 +47,8 @@ SERVERS = [
     f"tests/python/test_server{name}.py"
     for name in ("_gate", "_access", "_operations", "_console", "_automatic", "", "_restarts")
 ]
-# In a process of their own: they have an engine beside that of other tests, whose random numbers it would share.
+# In a process of their own: they have an engine beside that of other tests, whose random numbers it would share. The
+# forks come last: their second engine takes the place of the first in this process.
 SESSIONS = ["tests/python/test_sessions.py", "tests/python/test_sessions_disk.py", "tests/python/test_forks.py"]
 BUT_SESSIONS = ["tests/python", *(f"--ignore={path}" for path in SESSIONS)]
 BUT_SERVERS = [*BUT_SESSIONS, *(f"--ignore={path}" for path in SERVERS)]

@@ -79,6 +79,7 @@ class Sessions:
             if not was_quiet:
                 self._hooks.resume()
         self._forget_gone(images)
+        self._paths.pop(image, None)  # of another image, that had this id before
         self._epochs[image], self._makers[image] = self._hooks.kv_epoch, call
         return summary
 
