@@ -110,6 +110,13 @@ int main(int argc, char** argv) {
   CLI::App* const man = app.add_subcommand("man", "this tool's man page; read it with: torpor man | man -l -");
   CLI::App* const completion = app.add_subcommand("completion", "a shell's completion script: bash, zsh or fish");
   completion->add_option("shell", shell, "bash, zsh or fish")->required();
+  const auto is_named = [&](const CLI::App* command) { return command->get_name() == argv[1]; };
+  if (argc > 1 && argv[1][0] != '-' && app.get_subcommands(is_named).empty()) {
+    return fail({.code = torpor::Code::kInvalidArgument,
+                 .what = fmt::format("there is no command \"{}\"", argv[1]),
+                 .next_step = "torpor --help names them"},
+                false);
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& problem) {

@@ -25,6 +25,7 @@ Result<Json> requests_of(const Context& context, const ImageInfo& info) {
 }
 
 Result<Json> sessions(const Context& context) {
+  TORPOR_TRY(context.file_system.open_directory(context.arguments.path, /*create=*/false));
   const ImageStore store(context.file_system, context.arguments.path, {.key = context.key});
   TORPOR_ASSIGN(const std::vector<ImageInfo> found, store.list());
   Json images = Json::array();
