@@ -74,23 +74,16 @@ py::list requests_of(const RequestImages::Image& image) {
 // An image of another engine, as describe_checkpoint() and read_checkpoint() have it. `ended`: positions of its
 // requests that have ended since.
 py::dict described(BoundImages& self, const std::string& path) {
-  const HeldImage* held = nullptr;
-  EngineCheckpoint state = value_or_raise(without_lock([&]() -> Result<EngineCheckpoint> {
-    TORPOR_ASSIGN(held, self.stored.open(path));
-    Result<EngineCheckpoint> read = held->checkpoint().read_state();
-    const Status valid = read ? read->state.validate() : Status(read.error());
-    if (valid) return read;
-    self.stored.put_back(std::string(held->name()));
-    return valid.error();
-  }));
-  const Manifest& manifest = held->checkpoint().manifest();
+  const StoredImages::Opened opened = value_or_raise(without_lock([&] { return self.stored.open(path); }));
+  const Checkpoint& checkpoint = opened.image->checkpoint();
   py::dict out;
-  out["name"] = held->name();
-  out["path"] = held->checkpoint().path();
-  out["generation"] = manifest.generation;
-  out["id"] = py::bytes(reinterpret_cast<const char*>(manifest.id.data()), manifest.id.size());
-  out["ended"] = held->ended();
-  const py::dict values = torpor::to_python(state);
+  out["name"] = opened.image->name();
+  out["path"] = checkpoint.path();
+  out["generation"] = checkpoint.manifest().generation;
+  const SealId& seal = checkpoint.manifest().id;
+  out["id"] = py::bytes(reinterpret_cast<const char*>(seal.data()), seal.size());
+  out["ended"] = opened.image->ended();
+  const py::dict values = torpor::to_python(opened.state);
   out["fingerprint"] = values["fingerprint"];
   out["state"] = values;
   return out;
@@ -136,8 +129,12 @@ void bind_request_images(py::module_& module) {
             if (given.size() != stored.id.size())
               raise(Error{.code = Code::kInvalidArgument, .what = "that is not the id of a checkpoint"});
             std::copy(given.begin(), given.end(), stored.id.begin());
-            const RequestImages::Image* const image = value_or_raise(
-                without_lock([&] { return self.images.read(id, std::move(states), tables, block_tokens, stored); }));
+            const RequestImages::Image* const image =
+                value_or_raise(without_lock([&]() -> Result<const RequestImages::Image*> {
+                  auto read = self.images.read(id, std::move(states), tables, block_tokens, stored);
+                  if (!read) return self.stored.meaning_of(id, std::move(read).error());
+                  return read;
+                }));
             return summary_of(self, id, *image);
           },
           py::arg("id"), py::arg("requests"), py::arg("tables"), py::arg("block_tokens"), py::arg("checkpoint"),

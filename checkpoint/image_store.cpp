@@ -72,6 +72,15 @@ struct Locked {
   std::unique_ptr<Directory> store;
   std::unique_ptr<File> lock;
 
+  // HeldImage::meaning_of().
+  Error meaning_of(Error error) const {
+    const Result<bool> still_there = has_image(*store);
+    const bool taken = still_there ? !*still_there : still_there.error().code == Code::kNotFound;
+    if (taken) return gone(path);
+    if (error.code == Code::kNotFound) error.code = Code::kCorruption;
+    return error;
+  }
+
   // The image is out of sight when this returns, and its files go. Whether that is durable does not matter: who has
   // taken it ends with the machine.
   Status take() {
@@ -133,23 +142,28 @@ HeldImage::~HeldImage() = default;
 Result<HeldImage> HeldImage::hold(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {
   return catching([&]() -> Result<HeldImage> {
     TORPOR_ASSIGN(Locked locked, lock_image(file_system, path));
-    TORPOR_ASSIGN(std::unique_ptr<Directory> image,
-                  or_damaged(locked.store->open_directory(generation_name(kGeneration))));
-    TORPOR_ASSIGN(std::set<int32_t> ended, or_damaged(ended_in(*image)));
-    TORPOR_ASSIGN(Checkpoint checkpoint, or_damaged(open_checkpoint_directory(std::move(image), std::move(key))));
-    if (!is_image(checkpoint.manifest())) {
+    const auto what_it_means = [&](Error error) { return locked.meaning_of(std::move(error)); };
+    Result<std::unique_ptr<Directory>> image = locked.store->open_directory(generation_name(kGeneration));
+    if (!image) return what_it_means(std::move(image).error());
+    Result<std::set<int32_t>> ended = ended_in(**image);
+    if (!ended) return what_it_means(std::move(ended).error());
+    Result<Checkpoint> checkpoint = open_checkpoint_directory(std::move(*image), std::move(key));
+    if (!checkpoint) return what_it_means(std::move(checkpoint).error());
+    if (!is_image(checkpoint->manifest())) {
       return Error{.code = Code::kIncompatible,
                    .what = fmt::format("{} is a checkpoint of a whole engine", path),
                    .next_step = "wake it: wake_up(from_checkpoint=…)"};
     }
     return HeldImage(std::unique_ptr<Impl>(
-        new Impl{.locked = std::move(locked), .ended = std::move(ended), .checkpoint = std::move(checkpoint)}));
+        new Impl{.locked = std::move(locked), .ended = std::move(*ended), .checkpoint = std::move(*checkpoint)}));
   });
 }
 
 const std::string& HeldImage::name() const { return impl_->locked.name; }
 const Checkpoint& HeldImage::checkpoint() const { return impl_->checkpoint; }
 const std::set<int32_t>& HeldImage::ended() const { return impl_->ended; }
+
+Error HeldImage::meaning_of(Error error) const { return impl_->locked.meaning_of(std::move(error)); }
 
 Status HeldImage::take() {
   return catching([&] { return impl_->locked.take(); });

@@ -36,15 +36,7 @@ struct ImageInfo {
   std::set<int32_t> ended{};  // positions of requests that have ended since
 };
 
-// Return what is missing of an image that is there and locked as damage to it, and not as an image that another engine
-// has taken.
-template <class T>
-Result<T> or_damaged(Result<T> result) {
-  if (!result && result.error().code == Code::kNotFound) result.error().code = Code::kCorruption;
-  return result;
-}
-
-// An image that no other process takes meanwhile.
+// An image that no other process takes meanwhile, where locks reach it.
 class HeldImage {
  public:
   // `path`: of the image. kNotFound: there is none, or another process has taken it. kUnavailable: another process
@@ -57,6 +49,13 @@ class HeldImage {
   const std::string& name() const;
   const Checkpoint& checkpoint() const;
   const std::set<int32_t>& ended() const;  // positions of requests that have ended since it was written
+  // What an error of reading it means: kNotFound where another engine has taken it meanwhile, as one on another host
+  // can whose locks do not reach this one; kCorruption where a file of it is missing; else the error itself.
+  Error meaning_of(Error error) const;
+  template <class T>
+  Result<T> checked(Result<T> result) const {
+    return result ? std::move(result) : Result<T>(meaning_of(std::move(result).error()));
+  }
   // Take it: from now on nobody else has it, and its files go. kNotFound: it is gone; whoever has it is another.
   Status take();
 

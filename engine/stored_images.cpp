@@ -70,16 +70,16 @@ Result<const RequestImages::Image*> StoredImages::read_back(const std::string& i
                  .what = fmt::format("the image at {} is another one", store_.path_of(id)),
                  .next_step = "another engine has taken this one; give each image an id of its own"};
   }
-  TORPOR_TRY(or_damaged(checkpoint.read_state()));  // whatever is damaged of it is said before it is taken
+  TORPOR_TRY(held.checked(checkpoint.read_state()));  // whatever is damaged of it is said before it is taken
   const Manifest& manifest = checkpoint.manifest();
   TORPOR_ASSIGN(const RequestImages::Image* const read,
-                or_damaged(images_.return_to_memory(
+                held.checked(images_.return_to_memory(
                     id, {.directory = checkpoint.path(), .generation = manifest.generation, .id = manifest.id})));
   held_.insert_or_assign(id, std::move(held));
   return read;
 }
 
-Result<const HeldImage*> StoredImages::open(const std::string& path) {
+Result<StoredImages::Opened> StoredImages::open(const std::string& path) {
   TORPOR_ASSIGN(HeldImage held, store_.hold(path));
   const std::string id = held.name();
   if (images_.get(id) || held_.contains(id)) {
@@ -87,7 +87,14 @@ Result<const HeldImage*> StoredImages::open(const std::string& path) {
                  .what = fmt::format("this engine has an image {} of its own", id),
                  .next_step = "resume that one first"};
   }
-  return &held_.insert_or_assign(id, std::move(held)).first->second;
+  TORPOR_ASSIGN(EngineCheckpoint state, held.checked(held.checkpoint().read_state()));
+  TORPOR_TRY(state.state.validate());
+  return Opened{.image = &held_.insert_or_assign(id, std::move(held)).first->second, .state = std::move(state)};
+}
+
+Error StoredImages::meaning_of(const std::string& id, Error error) const {
+  const auto held = held_.find(id);
+  return held == held_.end() ? std::move(error) : held->second.meaning_of(std::move(error));
 }
 
 Status StoredImages::take(const std::string& id) {

@@ -39,9 +39,15 @@ class StoredImages {
   // kUnavailable: another one reads it. kCorruption: it is damaged, and stays. An image that never left memory is
   // verified there.
   Result<const RequestImages::Image*> read_back(const std::string& id);
-  // Hold an image of another engine until take() or put_back(). kFailedPrecondition: this engine has an image of its
-  // name, or holds it.
-  Result<const HeldImage*> open(const std::string& path);
+  struct Opened {
+    const HeldImage* image;  // until take() or put_back()
+    EngineCheckpoint state;  // valid
+  };
+  // Hold an image of another engine, and read its state. kFailedPrecondition: this engine has an image of its name, or
+  // holds it. kCorruption: it is damaged.
+  Result<Opened> open(const std::string& path);
+  // HeldImage::meaning_of(), of an image that is held. An error of another image stays as it is.
+  Error meaning_of(const std::string& id, Error error) const;
   // The image that is held is this engine's: its files go. kNotFound: another engine was first. Nothing happens where
   // none is held.
   Status take(const std::string& id);

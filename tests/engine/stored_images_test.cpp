@@ -5,6 +5,7 @@
 
 #include <boost/filesystem.hpp>
 
+#include "base/watched_file_system.h"
 #include "checkpoint/image_section.h"
 #include "engine/stored_images.h"
 #include "tests/support/image_engine.h"
@@ -104,6 +105,37 @@ TEST_F(StoredImagesTest, AreNotTakenForOthersOfTheirName) {
   ASSERT_SUCCEEDS(other.stored.take("a"));
   EXPECT_EQ(value_of(other.images.get("a"))->requests.size(), 2u);
   EXPECT_TRUE(other.brings("a"));
+}
+
+// As an engine on another host can, where locks do not reach it. At each file call of the one that reads.
+TEST_F(StoredImagesTest, AreGoneAndNotDamagedIfAnotherEngineTakesThemMeanwhile) {
+  int gone = 0;
+  bool to_the_end = false;
+  for (int at = 1; !to_the_end; ++at) {
+    const std::string path = stored("a");
+    int calls = 0;
+    const auto files = make_watched_file_system(linux_file_system(), [&](const char*, const std::string&) -> Status {
+      if (++calls != at || !boost::filesystem::exists(path + "/g-000001")) return ok();
+      boost::filesystem::remove(path + "/LOCK");
+      ImageEngine other(linux_file_system(), "");
+      EXPECT_SUCCEEDS(other.open(path));
+      EXPECT_SUCCEEDS(other.stored.take("a"));
+      return ok();
+    });
+    ImageEngine reader(*files, "");
+    const Result<const RequestImages::Image*> opened = reader.open(path);
+    const Status taken = opened ? reader.stored.take("a") : ok();
+    to_the_end = opened && taken;
+    if (!opened) {
+      EXPECT_FAILS(opened, Code::kNotFound, "there is no image") << "at call " << at;
+      EXPECT_EQ(reader.used(), 0u);
+    } else if (!taken) {
+      EXPECT_FAILS(taken, Code::kNotFound, "there is no image") << "at call " << at;
+    }
+    gone += static_cast<int>(!to_the_end);
+    EXPECT_FALSE(engine_.stored.forget("a").empty());
+  }
+  EXPECT_GE(gone, 20);
 }
 
 TEST_F(StoredImagesTest, ThatAnotherEngineGivesUpAreStillThisOnes) {

@@ -65,25 +65,24 @@ class ImageEngine final : public IdleHooks {
   static Fingerprint fields() { return {{"model", "m"}}; }
   // Into host memory, from the disk: this engine's image, or another one's, and the requests that have not ended.
   Result<const RequestImages::Image*> open(const std::string& path) {
-    TORPOR_ASSIGN(const HeldImage* const held, stored.open(path));
-    const std::string id = held->name();
-    const Result<const RequestImages::Image*> read = [&]() -> Result<const RequestImages::Image*> {
-      TORPOR_ASSIGN(const EngineCheckpoint state, held->checkpoint().read_state());
-      TORPOR_TRY(state.state.validate());
-      std::vector<RequestState> requests;
-      std::vector<std::vector<int32_t>> tables;
-      for (size_t i = 0; i < state.state.scheduler.requests.size(); ++i) {
-        if (held->ended().contains(static_cast<int32_t>(i))) continue;
-        requests.push_back(state.state.scheduler.requests[i]);
-        tables.push_back(state.state.kv.groups.at(0).tables.at(i).blocks);
-      }
-      const Manifest& manifest = held->checkpoint().manifest();
-      return images.read(
-          id, std::move(requests), std::move(tables), kBlockTokens,
-          {.directory = held->checkpoint().path(), .generation = manifest.generation, .id = manifest.id});
-    }();
-    if (!read) stored.put_back(id);
-    return read;
+    TORPOR_ASSIGN(const StoredImages::Opened opened, stored.open(path));
+    const std::string id = opened.image->name();
+    const SchedulerCheckpoint& state = opened.state.state;
+    std::vector<RequestState> requests;
+    std::vector<std::vector<int32_t>> tables;
+    for (size_t i = 0; i < state.scheduler.requests.size(); ++i) {
+      if (opened.image->ended().contains(static_cast<int32_t>(i))) continue;
+      requests.push_back(state.scheduler.requests[i]);
+      tables.push_back(state.kv.groups.at(0).tables.at(i).blocks);
+    }
+    const Manifest& manifest = opened.image->checkpoint().manifest();
+    Result<const RequestImages::Image*> read = images.read(
+        id, std::move(requests), std::move(tables), kBlockTokens,
+        {.directory = opened.image->checkpoint().path(), .generation = manifest.generation, .id = manifest.id});
+    if (read) return read;
+    const Error error = stored.meaning_of(id, std::move(read).error());
+    stored.put_back(id);
+    return error;
   }
   // Bring the requests of an image, which is in host memory, into blocks 1, 2 and so on. Return whether their bytes are
   // those of extract().
