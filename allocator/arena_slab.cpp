@@ -25,7 +25,7 @@ void pin_slab(ArenaSlab& slab, DeviceMemory* device, uint64_t piece) noexcept {
   slab.refused = slab.pin_later = false;
   while (device != nullptr && !slab.stuck && slab.pinned < slab.size) {
     const uint64_t bytes = std::min(piece, slab.size - slab.pinned);
-    const Status done = catching([&] { return device->pin_host({slab.data + slab.pinned, bytes}); });
+    const Status done = try_catch([&] { return device->pin_host({slab.data + slab.pinned, bytes}); });
     if (done) {
       slab.pinned += bytes;
       continue;
@@ -33,7 +33,7 @@ void pin_slab(ArenaSlab& slab, DeviceMemory* device, uint64_t piece) noexcept {
     slab.refused = true;
     slab.stuck = done.error().state_changed;
     slab.pin_later = done.error().code == Code::kUnavailable && !slab.stuck;
-    (void)catching([&] {
+    (void)try_catch([&] {
       log().warn("host memory is used unpinned{}, copies are slower: {}", slab.pin_later ? " until later" : "",
                  done.error().to_string());
       return ok();
@@ -45,9 +45,9 @@ void pin_slab(ArenaSlab& slab, DeviceMemory* device, uint64_t piece) noexcept {
 bool drop_slab(const ArenaSlab& slab, DeviceMemory* device) noexcept {
   if (slab.stuck) return false;
   if (slab.pinned > 0) {
-    const Status done = catching([&] { return device->unpin_host({slab.data, slab.pinned}); });
+    const Status done = try_catch([&] { return device->unpin_host({slab.data, slab.pinned}); });
     if (!done) {
-      (void)catching([&] {
+      (void)try_catch([&] {
         log().error("host memory stays: {}", done.error().to_string());
         return ok();
       });

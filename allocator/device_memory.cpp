@@ -33,7 +33,7 @@ Result<DeviceAddress> DeviceMemory::reserve(uint64_t size) {
         fmt::format("a reservation of {} bytes is not a multiple of the granularity {}", size, granularity()));
   }
   auto fresh = entry(std::map<DeviceAddress, Reservation>(), {.size = size});
-  TORPOR_ASSIGN(const DeviceAddress address, do_reserve(size));
+  TORPOR_ASSIGN_OR_RETURN(const DeviceAddress address, do_reserve(size));
   fresh.key() = address;
   const MutexLock lock(mutex_);
   reservations_.insert(std::move(fresh));
@@ -56,7 +56,7 @@ Status DeviceMemory::free_reservation(DeviceAddress address) {
   }
   found->second.busy = true;
   lock.unlock();
-  Status done = catching([&] { return do_free_reservation(address, size); });
+  Status done = try_catch([&] { return do_free_reservation(address, size); });
   lock.lock();
   found->second.busy = false;
   if (done) reservations_.erase(found);
@@ -82,7 +82,7 @@ Result<PhysicalId> DeviceMemory::create(uint64_t size) {
     }
     physical_bytes_ += size;
   }
-  Result<PhysicalId> id = catching([&] { return do_create(size); });
+  Result<PhysicalId> id = try_catch([&] { return do_create(size); });
   const MutexLock lock(mutex_);
   if (!id) {
     physical_bytes_ -= size;
@@ -105,7 +105,7 @@ Status DeviceMemory::release(PhysicalId id) {
   }
   found->second.busy = true;
   lock.unlock();
-  Status done = catching([&] { return do_release(id); });
+  Status done = try_catch([&] { return do_release(id); });
   lock.lock();
   found->second.busy = false;
   found->second.released = done.has_value();
@@ -145,7 +145,7 @@ Status DeviceMemory::map(DeviceAddress address, PhysicalId id) {
   const MappingAt mapping = mappings_.insert(std::move(fresh)).position;  // nobody else maps there meanwhile
   memory->second.busy = true;
   lock.unlock();
-  Status done = catching([&] { return do_map(address, id, size); });
+  Status done = try_catch([&] { return do_map(address, id, size); });
   lock.lock();
   memory->second.busy = false;
   if (done) {
@@ -184,7 +184,7 @@ Status DeviceMemory::set_access(DeviceAddress address, uint64_t size, Access acc
   if (!take(address, size))
     return invalid(fmt::format("the {} bytes at {:#x} are not exactly covered by mappings", size, address));
   lock.unlock();
-  Status done = catching([&] { return do_set_access(address, size, access); });
+  Status done = try_catch([&] { return do_set_access(address, size, access); });
   lock.lock();
   if (done) each_in(address, size, [access](MappingAt at) { at->second.access = access; });
   give_back(address, size);
@@ -195,7 +195,7 @@ Status DeviceMemory::unmap(DeviceAddress address, uint64_t size) {
   MutexLock lock(mutex_);
   if (!take(address, size)) return invalid(fmt::format("the {} bytes at {:#x} are not whole mappings", size, address));
   lock.unlock();
-  Status done = catching([&] { return do_unmap(address, size); });
+  Status done = try_catch([&] { return do_unmap(address, size); });
   lock.lock();
   give_back(address, size);
   if (!done) return done;
@@ -242,13 +242,13 @@ Status DeviceMemory::while_mapped(std::span<const Range> ranges, const Use& use)
   std::vector<MappingAt> touched;
   MutexLock lock(mutex_);
   while (true) {
-    TORPOR_ASSIGN(const bool free, find_for_copies(ranges, touched));
+    TORPOR_ASSIGN_OR_RETURN(const bool free, find_for_copies(ranges, touched));
     if (free) break;
     changed_.wait(mutex_);
   }
   for (const MappingAt at : touched) ++at->second.copies;
   lock.unlock();
-  Status done = catching(use);
+  Status done = try_catch(use);
   lock.lock();
   for (const MappingAt at : touched) --at->second.copies;
   changed_.notify_all();

@@ -93,8 +93,8 @@ struct HostArena::Impl {
     held += size;
     hurry = true;
     mutex.unlock();
-    const Status taken = catching([&]() -> Status {
-      TORPOR_ASSIGN(slab.data, map_slab(size, *options.numa, target));
+    const Status taken = try_catch([&]() -> Status {
+      TORPOR_ASSIGN_OR_RETURN(slab.data, map_slab(size, *options.numa, target));
       torpor::bring_up(slab.data, size, how, touch);
       return ok();
     });
@@ -144,8 +144,8 @@ struct HostArena::Impl {
     coming += size;
     held += size;
     mutex.unlock();
-    const Status taken = catching([&]() -> Status {
-      TORPOR_ASSIGN(slab.data, map_slab(size, *options.numa, target));
+    const Status taken = try_catch([&]() -> Status {
+      TORPOR_ASSIGN_OR_RETURN(slab.data, map_slab(size, *options.numa, target));
       prefer_huge_pages(slab.data, size, true);
       for (uint64_t piece = 0; slab.size < size; slab.size += piece) {
         if (slab.size - slab.pinned >= kQuietPin && !slab.refused) pin_slab(slab, options.pin_for, kQuietPin);
@@ -341,19 +341,19 @@ Result<HostArena::Ahead> HostArena::prefault_ahead(uint64_t bytes) {
   const uint64_t rests = missing / piece * impl.options.slab_bytes;  // more than is lost between pieces
   const bool at_once = missing <= piece || impl.over_budget(missing + rests);
   const uint64_t target = impl.held + missing;
-  TORPOR_TRY(impl.grow_to(at_once ? bytes : bytes - missing + piece, std::numeric_limits<uint64_t>::max()));
+  TORPOR_RETURN_IF_ERROR(impl.grow_to(at_once ? bytes : bytes - missing + piece, std::numeric_limits<uint64_t>::max()));
   if (at_once) return ahead;
   ahead.work_ = std::make_shared<Ahead::Work>();
   // An error here is reported where the memory is needed.
   const auto rest = [&impl, target, piece, &work = *ahead.work_] {
-    (void)catching([&]() -> Status {
+    (void)try_catch([&]() -> Status {
       const MutexLock held(impl.mutex);
       while (!work.stop && !impl.ending && impl.held < target)
-        TORPOR_TRY(impl.grow(std::min(target - impl.held, piece)));
+        TORPOR_RETURN_IF_ERROR(impl.grow(std::min(target - impl.held, piece)));
       return ok();
     });
   };
-  (void)catching([&] {  // no thread to be had: it comes as it is needed
+  (void)try_catch([&] {  // no thread to be had: it comes as it is needed
     ahead.work_->thread = std::thread(rest);
     return ok();
   });
@@ -363,7 +363,7 @@ Result<HostArena::Ahead> HostArena::prefault_ahead(uint64_t bytes) {
 void HostArena::prefault_in_background(uint64_t bytes) {
   Impl& impl = *impl_;
   const auto work = [&impl, bytes] {
-    const Status done = catching([&]() -> Status {
+    const Status done = try_catch([&]() -> Status {
       const BringUp method = fastest_bring_up(impl.options.prefault_threads);
       const MutexLock lock(impl.mutex);
       impl.method = method;
@@ -403,7 +403,7 @@ void HostArena::end_prefault() noexcept {
 
 Result<uint64_t> HostArena::prefault_slowly(uint64_t bytes, const GoOn& go_on, const OnThread& on_thread) {
   const OnThread here = [](const std::function<void()>& touch) { touch(); };
-  return catching([&]() -> Result<uint64_t> {
+  return try_catch([&]() -> Result<uint64_t> {
     const MutexLock lock(impl_->mutex);
     return impl_->grow_slowly(bytes, go_on, on_thread ? on_thread : here);
   });

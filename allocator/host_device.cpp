@@ -77,7 +77,7 @@ class HostDevice final : public DeviceMemory {
   Result<PhysicalId> do_create(uint64_t size) override {
     std::map<PhysicalId, Physical> made;
     Physical& memory = made.emplace(PhysicalId{}, Physical{.size = size}).first->second;
-    TORPOR_ASSIGN(memory.parking, do_reserve(size));
+    TORPOR_ASSIGN_OR_RETURN(memory.parking, do_reserve(size));
     auto node = made.extract(made.begin());
     const MutexLock lock(mutex_);
     const auto id = static_cast<PhysicalId>(++last_id_);
@@ -97,7 +97,7 @@ class HostDevice final : public DeviceMemory {
       }
       memory = found;
     }
-    TORPOR_TRY(do_free_reservation(memory.parking, memory.size));
+    TORPOR_RETURN_IF_ERROR(do_free_reservation(memory.parking, memory.size));
     const MutexLock lock(mutex_);
     physical_.erase(id);
     return ok();
@@ -117,7 +117,7 @@ class HostDevice final : public DeviceMemory {
       }
       parking = memory.parking;
     }
-    TORPOR_TRY(move_pages(parking, address, size));
+    TORPOR_RETURN_IF_ERROR(move_pages(parking, address, size));
     if (options_.huge_pages) ::madvise(pointer(address), size, MADV_HUGEPAGE);  // advice only
     ::madvise(pointer(address), size, MADV_DONTDUMP);                           // prompts have no place in core files
     const MutexLock lock(mutex_);
@@ -157,7 +157,7 @@ class HostDevice final : public DeviceMemory {
     }
     for (Piece piece = next_piece(address, end); piece.mapping != nullptr; piece = next_piece(piece.end(), end)) {
       if (piece.memory.released) {
-        (void)catching([&] {
+        (void)try_catch([&] {
           const Status freed = do_free_reservation(piece.memory.parking, piece.memory.size);
           if (!freed) log().error("addresses stay reserved: {}", freed.error().to_string());
           return ok();
@@ -192,7 +192,7 @@ class HostDevice final : public DeviceMemory {
 
   Result<StreamId> do_create_stream() override {
     auto stream = std::make_shared<HostStream>(options_.defer_copies, options_.link_bytes_per_second);
-    if (!options_.defer_copies) TORPOR_TRY(stream->start());
+    if (!options_.defer_copies) TORPOR_RETURN_IF_ERROR(stream->start());
     const MutexLock lock(mutex_);
     const auto id = static_cast<StreamId>(++last_id_);
     streams_.emplace(id, std::move(stream));

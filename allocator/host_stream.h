@@ -96,7 +96,7 @@ class HostStream {
     const Call call = std::move(queue_.front());
     queue_.pop_front();
     mutex_.unlock();
-    const Status copied = catching([&] {
+    const Status copied = try_catch([&] {
       uint64_t bytes = 0;
       for (const Copy& copy : call.copies) bytes += copy.bytes;
       BulkCopy bulk(bytes);

@@ -81,7 +81,7 @@ void prefer_target(NumaSystem& system, NumaTarget& target, std::byte* data, uint
   if (!target.node || !target.cores.empty()) return;
   const int refused = system.prefer(data, size, *target.node);
   if (refused == 0) return;
-  (void)catching([&] {
+  (void)try_catch([&] {
     target.cores = usable(system.cores(*target.node));
     const std::string why = std::generic_category().message(refused);
     if (target.cores.empty()) {

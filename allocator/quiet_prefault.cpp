@@ -37,7 +37,7 @@ QuietPrefault::~QuietPrefault() {
 class QuietPrefault::Toucher {
  public:
   Toucher() {
-    (void)catching([this] {
+    (void)try_catch([this] {
       thread_ = std::thread([this] { run(); });
       return ok();
     });
@@ -102,7 +102,7 @@ void QuietPrefault::begin() {
   if (wanted_ == 0 || waits_ || running_ || ended_) return;
   if (thread_.joinable()) thread_.join();  // its work is done
   running_ = true;
-  const Status begun = catching([&]() TORPOR_REQUIRES(mutex_) -> Status {
+  const Status begun = try_catch([&]() TORPOR_REQUIRES(mutex_) -> Status {
     thread_ = std::thread([this] { run(); });
     return ok();
   });

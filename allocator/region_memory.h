@@ -40,12 +40,12 @@ struct RegionMemory {
   // What is not there of it.
   Status create(DeviceMemory& device, uint64_t handle_bytes) {
     const size_t before = handles.size();
-    const Status done = catching([&]() -> Status {
+    const Status done = try_catch([&]() -> Status {
       handles.reserve(reserved_bytes / handle_bytes + 1);
       for (uint64_t offset = 0; offset < reserved_bytes; offset += handle_bytes) {
         if (before > 0 && find(offset) != handles.end()) continue;
         const uint64_t size = std::min(handle_bytes, reserved_bytes - offset);
-        TORPOR_ASSIGN(const PhysicalId id, device.create(size));
+        TORPOR_ASSIGN_OR_RETURN(const PhysicalId id, device.create(size));
         handles.push_back({id, offset, size});
       }
       return ok();
@@ -55,15 +55,15 @@ struct RegionMemory {
   }
 
   Status map(DeviceMemory& device) {
-    const Status done = catching([&]() -> Status {
+    const Status done = try_catch([&]() -> Status {
       for (Handle& handle : handles) {
         if (handle.mapped) continue;
-        TORPOR_TRY(device.map(address + handle.offset, handle.id));
+        TORPOR_RETURN_IF_ERROR(device.map(address + handle.offset, handle.id));
         handle.mapped = true;
       }
       if (whole()) return device.set_access(address, reserved_bytes, Access::kReadWrite);
       for (const Handle& handle : handles)
-        TORPOR_TRY(device.set_access(address + handle.offset, handle.size, Access::kReadWrite));
+        TORPOR_RETURN_IF_ERROR(device.set_access(address + handle.offset, handle.size, Access::kReadWrite));
       return ok();
     });
     if (!done && !unmap_each(device)) broken = true;
@@ -72,11 +72,11 @@ struct RegionMemory {
 
   // One piece that is not there, or not mapped: it is then, with access. What was made of it stays if this fails.
   Status take(DeviceMemory& device, uint64_t offset, uint64_t size) {
-    return catching([&]() -> Status {
+    return try_catch([&]() -> Status {
       auto handle = find(offset);
       if (handle == handles.end()) {
         handles.reserve(handles.size() + 1);
-        TORPOR_ASSIGN(const PhysicalId id, device.create(size));
+        TORPOR_ASSIGN_OR_RETURN(const PhysicalId id, device.create(size));
         handle = handles.insert(handles.end(), {id, offset, size});
       }
       return handle->mapped ? ok() : map_one(device, *handle);
@@ -86,27 +86,28 @@ struct RegionMemory {
   // One piece that is there: its memory and content go.
   Status give(DeviceMemory& device, uint64_t offset) {
     const auto handle = find(offset);
-    Status done = catching([&] { return device.unmap(address + offset, handle->size); });
+    Status done = try_catch([&] { return device.unmap(address + offset, handle->size); });
     if (!done) {
       broken = broken || done.error().state_changed;
       return done;
     }
     handle->mapped = false;
-    done = catching([&] { return device.release(handle->id); });
+    done = try_catch([&] { return device.release(handle->id); });
     if (done) {
       handles.erase(handle);
-    } else if (!catching([&] { return map_one(device, *handle); })) {  // its content is there still
+    } else if (!try_catch([&] { return map_one(device, *handle); })) {  // its content is there still
       broken = true;
     }
     return done;
   }
 
   Status map_one(DeviceMemory& device, Handle& handle) {
-    TORPOR_TRY(device.map(address + handle.offset, handle.id));
+    TORPOR_RETURN_IF_ERROR(device.map(address + handle.offset, handle.id));
     handle.mapped = true;
-    Status done = catching([&] { return device.set_access(address + handle.offset, handle.size, Access::kReadWrite); });
+    Status done =
+        try_catch([&] { return device.set_access(address + handle.offset, handle.size, Access::kReadWrite); });
     if (done) return done;
-    if (catching([&] { return device.unmap(address + handle.offset, handle.size); })) {
+    if (try_catch([&] { return device.unmap(address + handle.offset, handle.size); })) {
       handle.mapped = false;
     } else {
       broken = true;
@@ -117,7 +118,7 @@ struct RegionMemory {
   Status unmap(DeviceMemory& device) {
     const bool all_mapped = std::all_of(handles.begin(), handles.end(), [](const Handle& each) { return each.mapped; });
     if (!whole() || !all_mapped) return unmap_each(device);  // no content is lost with a part
-    Status done = catching([&] { return device.unmap(address, reserved_bytes); });
+    Status done = try_catch([&] { return device.unmap(address, reserved_bytes); });
     if (!done) {
       broken = broken || done.error().state_changed;
       return done;
@@ -131,7 +132,7 @@ struct RegionMemory {
     Status first;
     for (auto handle = handles.rbegin(); handle != handles.rend(); ++handle) {
       if (!handle->mapped) continue;
-      Status done = catching([&] { return device.unmap(address + handle->offset, handle->size); });
+      Status done = try_catch([&] { return device.unmap(address + handle->offset, handle->size); });
       if (done) {
         handle->mapped = false;
       } else if (first) {
@@ -145,7 +146,7 @@ struct RegionMemory {
   Status release(DeviceMemory& device, size_t kept = 0) {
     Status first;
     const auto released = [&](const Handle& handle) {
-      Status done = catching([&] { return device.release(handle.id); });
+      Status done = try_catch([&] { return device.release(handle.id); });
       if (done) return true;
       if (first) first = std::move(done);
       return false;

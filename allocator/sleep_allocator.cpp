@@ -91,13 +91,13 @@ Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string
   const uint64_t reserved = align_up(size_bytes, device_.granularity());
   region.info = {std::string(tag), std::string(region_name), 0, size_bytes, reserved, RegionState::kAttached};
   region.reserved_bytes = reserved;
-  TORPOR_ASSIGN(const DeviceAddress address, device_.reserve(reserved));
+  TORPOR_ASSIGN_OR_RETURN(const DeviceAddress address, device_.reserve(reserved));
   region.info.address = region.address = address;
   Status made = region.create(device_, options_.handle_bytes);
   if (made && !(made = region.map(device_))) (void)region.release(device_);
   if (!made) {
     Error error = std::move(made).error();
-    const Status undone = catching([&] { return device_.free_reservation(address); });
+    const Status undone = try_catch([&] { return device_.free_reservation(address); });
     error.state_changed = region.broken || !undone;
     if (error.state_changed)
       log().error("memory of the region {}/{}, which was not made, stays with the device", tag, region_name);
@@ -128,7 +128,7 @@ auto SleepAllocator::on_region(DeviceAddress address, const Call& call)
   std::string tag;
   {
     const MutexLock lock(mutex_);
-    TORPOR_ASSIGN(const Region* const wanted, find(address, nullptr));
+    TORPOR_ASSIGN_OR_RETURN(const Region* const wanted, find(address, nullptr));
     tag = wanted->info.tag;
   }
   const Hold hold(*this, Tags{tag});
@@ -136,7 +136,7 @@ auto SleepAllocator::on_region(DeviceAddress address, const Call& call)
   RegionState state{};
   {
     const MutexLock lock(mutex_);
-    TORPOR_ASSIGN(region, find(address, &tag));
+    TORPOR_ASSIGN_OR_RETURN(region, find(address, &tag));
     state = region->info.state;
   }
   if (state == RegionState::kSaving || state == RegionState::kAttaching || state == RegionState::kRestoring) {
@@ -150,7 +150,7 @@ auto SleepAllocator::on_region(DeviceAddress address, const Call& call)
 Status SleepAllocator::free(DeviceAddress address) {
   return on_region(address, [&](Region& region, RegionState state) -> Status {
     Region* const one = &region;
-    TORPOR_TRY(device_.synchronize());
+    TORPOR_RETURN_IF_ERROR(device_.synchronize());
     if (region.mapped() && !region.broken) {
       if (Status done = region.unmap(device_); !done) {
         settle({&one, 1}, state);
@@ -159,9 +159,9 @@ Status SleepAllocator::free(DeviceAddress address) {
     }
     region.broken = true;  // until it is gone: what fails now, free() may try again
     settle({&one, 1}, state);
-    TORPOR_TRY(region.unmap_each(device_));
-    TORPOR_TRY(region.release(device_));
-    TORPOR_TRY(device_.free_reservation(address));
+    TORPOR_RETURN_IF_ERROR(region.unmap_each(device_));
+    TORPOR_RETURN_IF_ERROR(region.release(device_));
+    TORPOR_RETURN_IF_ERROR(device_.free_reservation(address));
     const MutexLock lock(mutex_);
     if (trimmed_.erase(address) > 0) return ok();  // its name may be another one's by now
     names_.erase({region.info.tag, region.info.name});
@@ -172,7 +172,7 @@ Status SleepAllocator::free(DeviceAddress address) {
 
 Result<uint64_t> SleepAllocator::trim(DeviceAddress address) {
   return on_region(address, [&](Region& region, RegionState) -> Result<uint64_t> {
-    if (!region.handles.empty()) TORPOR_TRY(device_.synchronize());
+    if (!region.handles.empty()) TORPOR_RETURN_IF_ERROR(device_.synchronize());
     {
       const MutexLock lock(mutex_);
       if (regions_.contains(address)) {
@@ -201,7 +201,7 @@ Result<std::vector<SleepAllocator::Region*>> SleepAllocator::select(std::span<co
                                                                     std::initializer_list<RegionState> allowed,
                                                                     bool coming) const {
   const MutexLock lock(mutex_);
-  TORPOR_TRY(check(tags, allowed, coming));
+  TORPOR_RETURN_IF_ERROR(check(tags, allowed, coming));
   std::vector<Region*> selected;
   for (const auto& [address, region] : regions_) {
     if (is_of(tags, *region) && !(coming && came_asleep(*region))) selected.push_back(region.get());
@@ -242,8 +242,8 @@ bool SleepAllocator::is_of(std::span<const std::string> tags, const Region& regi
 
 Status SleepAllocator::begin_save(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kAttached}));
-  TORPOR_TRY(device_.synchronize());  // what is saved is what the owner's work has written
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Region*> selected, select(tags, {RegionState::kAttached}));
+  TORPOR_RETURN_IF_ERROR(device_.synchronize());  // what is saved is what the owner's work has written
   settle(selected, RegionState::kSaving);
   return ok();
 }
@@ -251,7 +251,7 @@ Status SleepAllocator::begin_save(std::span<const std::string> tags) {
 Status SleepAllocator::cancel_save(std::span<const std::string> tags) {
   const MutexLock lock(mutex_);
   while (in_use(tags)) let_go_.wait(mutex_);
-  TORPOR_TRY(check(tags, {RegionState::kSaving}));
+  TORPOR_RETURN_IF_ERROR(check(tags, {RegionState::kSaving}));
   for (const auto& [address, region] : regions_) {
     if (is_of(tags, *region) && !region->whole())
       return Error{.code = Code::kInternal, .what = "a region has given pages, and not taken them back"};
@@ -264,14 +264,15 @@ Status SleepAllocator::cancel_save(std::span<const std::string> tags) {
 
 Status SleepAllocator::detach(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kAttached, RegionState::kSaving}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Region*> selected,
+                          select(tags, {RegionState::kAttached, RegionState::kSaving}));
   return take_memory(selected);
 }
 
 Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
   std::vector<Region*> unmapped;
   unmapped.reserve(selected.size());
-  TORPOR_TRY(device_.synchronize());
+  TORPOR_RETURN_IF_ERROR(device_.synchronize());
   for (Region* const region : selected) {
     if (!region->mapped()) continue;  // attaching
     Status done = region->unmap(device_);
@@ -284,7 +285,7 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
       const Status back = (*undone)->map(device_);
       if (back) continue;
       (*undone)->broken = changed = true;
-      (void)catching([&] {
+      (void)try_catch([&] {
         log().error("cannot undo: {}", back.error().to_string());
         return ok();
       });
@@ -297,7 +298,7 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
     }
     Error error = std::move(done).error();
     error.state_changed = changed;
-    (void)catching([&] {
+    (void)try_catch([&] {
       error = error.within(fmt::format("detaching {}/{}", region->info.tag, region->info.name));
       return ok();
     });
@@ -313,7 +314,7 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
   if (first) return ok();
   Error error = std::move(first).error();
   error.state_changed = true;
-  (void)catching([&] {
+  (void)try_catch([&] {
     std::string broken;
     for (const Region* region : selected) {
       if (region->broken)
@@ -328,8 +329,9 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
 
 Status SleepAllocator::begin_attach(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
-  TORPOR_ASSIGN(std::vector<Region*> selected,
-                select(tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}, true));
+  TORPOR_ASSIGN_OR_RETURN(
+      std::vector<Region*> selected,
+      select(tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}, true));
   {  // The others: an earlier cancel_restore() could not take the memory away again. It is still there, without
      // content.
     const MutexLock lock(mutex_);
@@ -381,15 +383,15 @@ uint64_t SleepAllocator::attaching_bytes() const {
 
 Status SleepAllocator::finish_restore(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
-  TORPOR_ASSIGN(const std::vector<Region*> selected, select(tags, {RegionState::kRestoring}, true));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Region*> selected, select(tags, {RegionState::kRestoring}, true));
   settle(selected, RegionState::kAttached);
   return ok();
 }
 
 Status SleepAllocator::cancel_restore(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
-  TORPOR_ASSIGN(const std::vector<Region*> selected,
-                select(tags, {RegionState::kRestoring, RegionState::kAttaching}, true));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Region*> selected,
+                          select(tags, {RegionState::kRestoring, RegionState::kAttaching}, true));
   return take_memory(selected);
 }
 

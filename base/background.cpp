@@ -4,7 +4,7 @@
 namespace torpor {
 
 void Background::run() noexcept {
-  result_ = catching(work_);
+  result_ = try_catch(work_);
   running_.store(false, std::memory_order_release);
 }
 
@@ -14,7 +14,7 @@ Status Background::begin(std::function<Status()> work) {
   work_ = std::move(work);
   if (!own_thread_) return ok();
   running_ = true;
-  Status started = catching([this]() -> Status {
+  Status started = try_catch([this]() -> Status {
     thread_ = std::thread([this] { run(); });
     return ok();
   });

@@ -255,14 +255,14 @@ Result<std::unique_ptr<EventRing>> EventRing::map(int fd, EventSource source, st
 Result<std::unique_ptr<EventRing>> EventRing::in_memory(const EventSource& source, uint64_t events) {
   EventSource sized = source;
   sized.capacity = std::bit_ceil(std::clamp<uint64_t>(events, 2, kMostEvents));
-  return catching([&] { return map(-1, std::move(sized), {}); });
+  return try_catch([&] { return map(-1, std::move(sized), {}); });
 }
 
 Result<std::unique_ptr<EventRing>> EventRing::create(const std::string& path, const EventSource& source,
                                                      uint64_t events) {
   EventSource sized = source;
   sized.capacity = std::bit_ceil(std::clamp<uint64_t>(events, 2, kMostEvents));
-  return catching([&]() -> Result<std::unique_ptr<EventRing>> {
+  return try_catch([&]() -> Result<std::unique_ptr<EventRing>> {
     const RingFile file(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
     if (file.get() < 0) return system_error(errno, fmt::format("making {}", path));
     Result<std::unique_ptr<EventRing>> made = [&]() -> Result<std::unique_ptr<EventRing>> {
@@ -285,7 +285,7 @@ Result<std::unique_ptr<EventRing>> EventRing::create(const std::string& path, co
 }
 
 Result<std::unique_ptr<EventRing>> EventRing::open(const std::string& path) {
-  return catching([&]() -> Result<std::unique_ptr<EventRing>> {
+  return try_catch([&]() -> Result<std::unique_ptr<EventRing>> {
     const RingFile file(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
     if (file.get() < 0) return system_error(errno, fmt::format("opening {}", path));
     struct stat status {};

@@ -129,7 +129,7 @@ class LinuxDirectory final : public Directory {
   }
 
   Result<std::unique_ptr<Directory>> create_directory(std::string_view name) override {
-    TORPOR_TRY(check_component(name));
+    TORPOR_RETURN_IF_ERROR(check_component(name));
     if (::mkdirat(fd_.get(), std::string(name).c_str(), kDirectoryMode) != 0) {
       return system_error(errno, fmt::format("cannot make the directory {}", join(name)),
                           "check the directory's permissions");
@@ -141,22 +141,22 @@ class LinuxDirectory final : public Directory {
   }
 
   Result<std::unique_ptr<Directory>> open_directory(std::string_view name) const override {
-    TORPOR_TRY(check_component(name));
-    TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), std::string(name), O_RDONLY | O_DIRECTORY, 0,
-                                              fmt::format("cannot open the directory {}", join(name))));
-    TORPOR_TRY(check_owned(fd.get(), join(name)));
+    TORPOR_RETURN_IF_ERROR(check_component(name));
+    TORPOR_ASSIGN_OR_RETURN(Descriptor fd, open_beneath(fd_.get(), std::string(name), O_RDONLY | O_DIRECTORY, 0,
+                                                        fmt::format("cannot open the directory {}", join(name))));
+    TORPOR_RETURN_IF_ERROR(check_owned(fd.get(), join(name)));
     return std::unique_ptr<Directory>(std::make_unique<LinuxDirectory>(std::move(fd), join(name)));
   }
 
   Result<std::vector<Entry>> list() const override {
-    TORPOR_ASSIGN(Descriptor fd,
-                  open_beneath(fd_.get(), ".", O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot list {}", path_)));
+    TORPOR_ASSIGN_OR_RETURN(
+        Descriptor fd, open_beneath(fd_.get(), ".", O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot list {}", path_)));
     return list_descriptor(std::move(fd), path_);
   }
 
   Status rename_new(std::string_view from, std::string_view to) override {
-    TORPOR_TRY(check_component(from));
-    TORPOR_TRY(check_component(to));
+    TORPOR_RETURN_IF_ERROR(check_component(from));
+    TORPOR_RETURN_IF_ERROR(check_component(to));
     const Terminated old_name(from);
     const Terminated new_name(to);
     const bool fit = old_name.fits() && new_name.fits();
@@ -165,8 +165,8 @@ class LinuxDirectory final : public Directory {
   }
 
   Status link_new(std::string_view name, Directory& into, std::string_view to) override {
-    TORPOR_TRY(check_component(name));
-    TORPOR_TRY(check_component(to));
+    TORPOR_RETURN_IF_ERROR(check_component(name));
+    TORPOR_RETURN_IF_ERROR(check_component(to));
     const auto* const target = dynamic_cast<const LinuxDirectory*>(&into);
     const std::string doing = fmt::format("cannot link {} to {}/{}", join(name), into.path(), to);
     if (target == nullptr) return system_error(EXDEV, doing);
@@ -176,7 +176,7 @@ class LinuxDirectory final : public Directory {
   }
 
   Status remove_file(std::string_view name) override {
-    TORPOR_TRY(check_component(name));
+    TORPOR_RETURN_IF_ERROR(check_component(name));
     if (::unlinkat(fd_.get(), std::string(name).c_str(), 0) != 0) {
       return system_error(errno, fmt::format("cannot remove {}", join(name)));
     }
@@ -184,7 +184,7 @@ class LinuxDirectory final : public Directory {
   }
 
   Status remove_tree(std::string_view name) override {
-    TORPOR_TRY(check_component(name));
+    TORPOR_RETURN_IF_ERROR(check_component(name));
     return remove_tree_at(fd_.get(), std::string(name), join(name));
   }
 
@@ -201,9 +201,9 @@ class LinuxDirectory final : public Directory {
   }
 
   Result<std::unique_ptr<File>> lock(std::string_view name) override {
-    TORPOR_TRY(check_component(name));
-    TORPOR_ASSIGN(Descriptor fd, open_beneath(fd_.get(), std::string(name), O_RDWR | O_CREAT, kFileMode,
-                                              fmt::format("cannot open the lock {}", join(name))));
+    TORPOR_RETURN_IF_ERROR(check_component(name));
+    TORPOR_ASSIGN_OR_RETURN(Descriptor fd, open_beneath(fd_.get(), std::string(name), O_RDWR | O_CREAT, kFileMode,
+                                                        fmt::format("cannot open the lock {}", join(name))));
     if (::fchmod(fd.get(), kFileMode) != 0)
       return system_error(errno, fmt::format("cannot set the permissions of {}", join(name)));
     // An open-file-description lock: not dropped by another close() in this process, gone when the holder is.
@@ -228,7 +228,7 @@ class LinuxDirectory final : public Directory {
 
   Result<std::unique_ptr<File>> open_as_file(std::string_view name, int flags, FileIo wish,
                                              std::string_view verb) const {
-    TORPOR_TRY(check_component(name));
+    TORPOR_RETURN_IF_ERROR(check_component(name));
     const std::string full = join(name);
     const std::string doing = fmt::format("cannot {} {}", verb, full);
     const mode_t mode = (flags & O_CREAT) ? kFileMode : 0;
@@ -236,7 +236,7 @@ class LinuxDirectory final : public Directory {
     // who then opens once more may get a file that somebody else has put there.
     Result<Descriptor> fd = open_beneath(fd_.get(), std::string(name), flags, mode, doing);
     if (!fd) return fd.error();
-    TORPOR_TRY(check_regular(fd->get(), full));
+    TORPOR_RETURN_IF_ERROR(check_regular(fd->get(), full));
     const bool direct = wish != FileIo::kPlain && ::fcntl(fd->get(), F_SETFL, O_DIRECT) == 0;
     // Without O_NONBLOCK from here on, which kept a FIFO from blocking the open: io_uring would refuse to wait for the
     // disk.
@@ -296,13 +296,13 @@ class LinuxDirectory final : public Directory {
   static Status remove_tree_at(int parent, const std::string& name, const std::string& full) {
     if (::unlinkat(parent, name.c_str(), 0) == 0) return ok();
     if (errno != EISDIR && errno != EPERM) return system_error(errno, fmt::format("cannot remove {}", full));
-    TORPOR_ASSIGN(Descriptor fd,
-                  open_beneath(parent, name, O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot open {}", full)));
-    TORPOR_ASSIGN(Descriptor listed,
-                  open_beneath(fd.get(), ".", O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot list {}", full)));
-    TORPOR_ASSIGN(const std::vector<Entry> entries, list_descriptor(std::move(listed), full));
+    TORPOR_ASSIGN_OR_RETURN(Descriptor fd,
+                            open_beneath(parent, name, O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot open {}", full)));
+    TORPOR_ASSIGN_OR_RETURN(
+        Descriptor listed, open_beneath(fd.get(), ".", O_RDONLY | O_DIRECTORY, 0, fmt::format("cannot list {}", full)));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, list_descriptor(std::move(listed), full));
     for (const Entry& entry : entries) {
-      TORPOR_TRY(remove_tree_at(fd.get(), entry.name, full + "/" + entry.name));
+      TORPOR_RETURN_IF_ERROR(remove_tree_at(fd.get(), entry.name, full + "/" + entry.name));
     }
     if (::unlinkat(parent, name.c_str(), AT_REMOVEDIR) != 0)
       return system_error(errno, fmt::format("cannot remove {}", full));
@@ -321,19 +321,19 @@ class LinuxFileSystem final : public FileSystem {
           .code = Code::kInvalidArgument, .what = "the directory's path is empty", .next_step = "name a directory"};
     }
     const boost::filesystem::path absolute = boost::filesystem::absolute(path).lexically_normal();
-    if (create) TORPOR_TRY(make_directories(absolute));
+    if (create) TORPOR_RETURN_IF_ERROR(make_directories(absolute));
     const std::string text = absolute.string();
-    TORPOR_ASSIGN(Descriptor fd, guarded(::open(text.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC),
-                                         fmt::format("cannot open the directory {}", text)));
-    TORPOR_TRY(check_owned(fd.get(), text));
-    TORPOR_TRY(check_parent(fd.get(), text));
+    TORPOR_ASSIGN_OR_RETURN(Descriptor fd, guarded(::open(text.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC),
+                                                   fmt::format("cannot open the directory {}", text)));
+    TORPOR_RETURN_IF_ERROR(check_owned(fd.get(), text));
+    TORPOR_RETURN_IF_ERROR(check_parent(fd.get(), text));
     return std::unique_ptr<Directory>(std::make_unique<LinuxDirectory>(std::move(fd), text));
   }
 
  private:
   static Status sync_directory(const std::string& path) {
-    TORPOR_ASSIGN(const Descriptor fd, guarded(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC),
-                                               fmt::format("cannot open the directory {}", path)));
+    TORPOR_ASSIGN_OR_RETURN(const Descriptor fd, guarded(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC),
+                                                         fmt::format("cannot open the directory {}", path)));
     if (::fsync(fd.get()) != 0) return system_error(errno, fmt::format("cannot sync the directory {}", path));
     return ok();
   }
@@ -345,7 +345,7 @@ class LinuxFileSystem final : public FileSystem {
       if (::mkdir(so_far.c_str(), kDirectoryMode) == 0) {
         if (::chmod(so_far.c_str(), kDirectoryMode) != 0)
           return system_error(errno, fmt::format("cannot set the permissions of {}", so_far.string()));
-        TORPOR_TRY(sync_directory(so_far.parent_path().string()));
+        TORPOR_RETURN_IF_ERROR(sync_directory(so_far.parent_path().string()));
       } else if (errno != EEXIST && errno != EISDIR) {
         const int problem = errno;
         boost::system::error_code ignored;

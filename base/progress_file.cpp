@@ -26,15 +26,15 @@ ProgressFile::ProgressFile(std::unique_ptr<SharedPage> page, const Clock& clock)
     : shared_(std::move(page)), page_(shared_->as<Page>()), clock_(clock) {}
 
 Result<std::shared_ptr<ProgressFile>> ProgressFile::create(const std::string& path, const Clock& clock) {
-  TORPOR_ASSIGN(std::unique_ptr<SharedPage> page, SharedPage::create(path, kMark));
-  return catching([&]() -> Result<std::shared_ptr<ProgressFile>> {
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<SharedPage> page, SharedPage::create(path, kMark));
+  return try_catch([&]() -> Result<std::shared_ptr<ProgressFile>> {
     return std::shared_ptr<ProgressFile>(new ProgressFile(std::move(page), clock));
   });
 }
 
 Result<std::shared_ptr<ProgressFile>> ProgressFile::open(const std::string& path, const Clock& clock) {
-  TORPOR_ASSIGN(std::unique_ptr<SharedPage> page, SharedPage::open(path, kMark, "a file of progress"));
-  return catching([&]() -> Result<std::shared_ptr<ProgressFile>> {
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<SharedPage> page, SharedPage::open(path, kMark, "a file of progress"));
+  return try_catch([&]() -> Result<std::shared_ptr<ProgressFile>> {
     return std::shared_ptr<ProgressFile>(new ProgressFile(std::move(page), clock));
   });
 }
@@ -42,7 +42,7 @@ Result<std::shared_ptr<ProgressFile>> ProgressFile::open(const std::string& path
 std::shared_ptr<ProgressFile> ProgressFile::of_caller(const std::string& path, const Clock& clock) noexcept {
   std::shared_ptr<ProgressFile> found;
   if (path.empty()) return found;
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     Result<std::shared_ptr<ProgressFile>> opened = open(path, clock);
     if (opened) found = std::move(*opened);
     if (!opened) log().warn("nobody sees the progress of this: {}", opened.error().to_string());

@@ -63,7 +63,7 @@ std::string SharedFolder::usual_place() { return ::access("/dev/shm", W_OK) == 0
 
 Result<std::unique_ptr<SharedFolder>> SharedFolder::make(const std::string& place) {
   remove_left(place);
-  return catching([&]() -> Result<std::unique_ptr<SharedFolder>> {
+  return try_catch([&]() -> Result<std::unique_ptr<SharedFolder>> {
     for (int i = 0; i < kTries; ++i) {
       std::string path = fmt::format("{}/{}XXXXXX", place, kPrefix);
       if (::mkdtemp(path.data()) == nullptr) return system_error(errno, fmt::format("making {}", path));
@@ -85,7 +85,7 @@ Result<std::unique_ptr<SharedFolder>> SharedFolder::make(const std::string& plac
 }
 
 void SharedFolder::remove_left(const std::string& place) noexcept {
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     const Descriptor directory(::open(place.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (directory.get() < 0) return ok();
     (void)each_name(directory.get(), [&](const char* name) {

@@ -33,10 +33,10 @@ Result<std::unique_ptr<SharedPage>> SharedPage::map(int fd) {
 }
 
 Result<std::unique_ptr<SharedPage>> SharedPage::create(const std::string& path, uint64_t mark) {
-  return catching([&]() -> Result<std::unique_ptr<SharedPage>> {
+  return try_catch([&]() -> Result<std::unique_ptr<SharedPage>> {
     const Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
     if (file.get() < 0) return system_error(errno, fmt::format("making {}", path));
-    Result<std::unique_ptr<SharedPage>> made = catching([&]() -> Result<std::unique_ptr<SharedPage>> {
+    Result<std::unique_ptr<SharedPage>> made = try_catch([&]() -> Result<std::unique_ptr<SharedPage>> {
       // The page of it now: where there is no room, that is an error here, and not a signal later.
       if (const int failed = ::posix_fallocate(file.get(), 0, kPage); failed != 0) return system_error(failed, path);
       return map(file.get());
@@ -51,7 +51,7 @@ Result<std::unique_ptr<SharedPage>> SharedPage::create(const std::string& path, 
 }
 
 Result<std::unique_ptr<SharedPage>> SharedPage::open(const std::string& path, uint64_t mark, std::string_view what) {
-  return catching([&]() -> Result<std::unique_ptr<SharedPage>> {
+  return try_catch([&]() -> Result<std::unique_ptr<SharedPage>> {
     const Descriptor file(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
     if (file.get() < 0) return system_error(errno, fmt::format("opening {}", path));
     return open(file.get(), path, mark, what);
@@ -60,7 +60,7 @@ Result<std::unique_ptr<SharedPage>> SharedPage::open(const std::string& path, ui
 
 Result<std::unique_ptr<SharedPage>> SharedPage::open(int file, const std::string& path, uint64_t mark,
                                                      std::string_view what) {
-  return catching([&]() -> Result<std::unique_ptr<SharedPage>> {
+  return try_catch([&]() -> Result<std::unique_ptr<SharedPage>> {
     struct stat status {};
     if (::fstat(file, &status) != 0) return system_error(errno, fmt::format("looking at {}", path));
     if (!S_ISREG(status.st_mode) || !is_own(status)) {
@@ -70,7 +70,7 @@ Result<std::unique_ptr<SharedPage>> SharedPage::open(int file, const std::string
     }
     const Error damaged{.code = Code::kCorruption, .what = fmt::format("{} is not {}", path, what)};
     if (status.st_size != static_cast<off_t>(kPage)) return damaged;
-    TORPOR_ASSIGN(std::unique_ptr<SharedPage> opened, map(file));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<SharedPage> opened, map(file));
     if (opened->as<Marked>().mark.load(std::memory_order_acquire) != mark) return damaged;
     return opened;
   });

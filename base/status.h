@@ -79,7 +79,7 @@ Error error_in_flight() noexcept;  // inside a catch block: what was thrown, as 
 //
 // A lock that `work` needs is written at the lambda (TORPOR_REQUIRES); that it is held here, clang cannot follow.
 template <class Work>
-TORPOR_NO_THREAD_SAFETY_ANALYSIS auto catching(Work&& work) -> decltype(work()) {
+TORPOR_NO_THREAD_SAFETY_ANALYSIS auto try_catch(Work&& work) -> decltype(work()) {
   try {
     return work();
   } catch (const abi::__forced_unwind&) {
@@ -97,7 +97,7 @@ Error system_error(int native, std::string what, std::string next_step = {});
 }  // namespace torpor
 
 // Returns the error of `expression` (a Status or Result) from the enclosing function; otherwise goes on.
-#define TORPOR_TRY(expression)                                       \
+#define TORPOR_RETURN_IF_ERROR(expression)                           \
   do {                                                               \
     if (auto torpor_try_result = (expression); !torpor_try_result) { \
       return std::move(torpor_try_result).error();                   \
@@ -107,8 +107,8 @@ Error system_error(int native, std::string what, std::string next_step = {});
 #define TORPOR_CONCAT_INNER(a, b) a##b
 #define TORPOR_CONCAT(a, b) TORPOR_CONCAT_INNER(a, b)
 
-// `TORPOR_ASSIGN(auto file, directory.open("x"));` declares `file` with the value, or returns the error.
-#define TORPOR_ASSIGN(declaration, expression)                         \
+// `TORPOR_ASSIGN_OR_RETURN(auto file, directory.open("x"));` declares `file` with the value, or returns the error.
+#define TORPOR_ASSIGN_OR_RETURN(declaration, expression)               \
   auto TORPOR_CONCAT(torpor_result_, __LINE__) = (expression);         \
   if (!TORPOR_CONCAT(torpor_result_, __LINE__)) {                      \
     return std::move(TORPOR_CONCAT(torpor_result_, __LINE__)).error(); \

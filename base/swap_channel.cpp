@@ -52,8 +52,8 @@ Result<Descriptor> open_own(const std::string& path) {
                  .next_step = "give the path as it was made"};
   }
   const std::string folder = path.substr(0, slash + 1);
-  TORPOR_ASSIGN(const Descriptor directory,
-                guarded(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC), folder));
+  TORPOR_ASSIGN_OR_RETURN(const Descriptor directory,
+                          guarded(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC), folder));
   struct stat status {};
   if (::fstat(directory.get(), &status) != 0) return system_error(errno, fmt::format("looking at {}", folder));
   if (!is_own(status)) {
@@ -115,7 +115,7 @@ Result<std::unique_ptr<SwapChannel>> SwapChannel::create(const std::string& path
                  .what = fmt::format("a swap is to be given up after {} s", most_silence.count()),
                  .next_step = "use more than 0"};
   }
-  TORPOR_TRY(SharedPage::create(path, kRoomMark));
+  TORPOR_RETURN_IF_ERROR(SharedPage::create(path, kRoomMark));
   Result<std::unique_ptr<SwapChannel>> made = open(path);
   if (made && !take_lock((*made)->locks_, kMaker)) made = system_error(errno, path);
   if (made) {
@@ -127,9 +127,9 @@ Result<std::unique_ptr<SwapChannel>> SwapChannel::create(const std::string& path
 }
 
 Result<std::unique_ptr<SwapChannel>> SwapChannel::open(const std::string& path) {
-  return catching([&]() -> Result<std::unique_ptr<SwapChannel>> {
-    TORPOR_ASSIGN(Descriptor file, open_own(path));
-    TORPOR_ASSIGN(std::unique_ptr<SharedPage> page, SharedPage::open(file.get(), path, kRoomMark, kRoomFile));
+  return try_catch([&]() -> Result<std::unique_ptr<SwapChannel>> {
+    TORPOR_ASSIGN_OR_RETURN(Descriptor file, open_own(path));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<SharedPage> page, SharedPage::open(file.get(), path, kRoomMark, kRoomFile));
     std::unique_ptr<SwapChannel> opened(new SwapChannel(std::move(page), file.get()));
     (void)file.release();
     return opened;
@@ -240,7 +240,7 @@ Status SwapChannel::wait_for(Stage wanted, const std::function<Status()>& go_on)
     } else if (silence.too_long()) {
       (void)stop_by(side_, /*for_silence=*/true);
     } else {
-      if (go_on) TORPOR_TRY(go_on());
+      if (go_on) TORPOR_RETURN_IF_ERROR(go_on());
       wait(seen);
     }
   }
@@ -291,13 +291,13 @@ void SwapChannel::wait(uint32_t seen) const noexcept {
 }
 
 Status SwapChannel::promise(size_t rank, uint64_t bytes) {
-  TORPOR_TRY(check(rank));
+  TORPOR_RETURN_IF_ERROR(check(rank));
   page_.ranks[rank].promised.store(bytes);
   return ok();
 }
 
 Status SwapChannel::need(size_t rank, uint64_t bytes) {
-  TORPOR_TRY(check(rank));
+  TORPOR_RETURN_IF_ERROR(check(rank));
   const uint64_t promised = page_.ranks[rank].promised;
   page_.ranks[rank].lent.store(bytes - std::min(bytes, promised));
   return ok();

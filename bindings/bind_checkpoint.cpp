@@ -71,8 +71,8 @@ void bind_checkpoint(py::module_& module) {
         CheckpointManagerOptions options;
         options.key = key_from(key_file);
         Result<std::vector<CheckpointInfo>> found = without_lock([&]() -> Result<std::vector<CheckpointInfo>> {
-          TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
-                        CheckpointManager::open(module_files(), directory, std::move(options)));
+          TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointManager> manager,
+                                  CheckpointManager::open(module_files(), directory, std::move(options)));
           return manager->list();
         });
         py::list list;
@@ -97,7 +97,7 @@ void bind_checkpoint(py::module_& module) {
       [](const std::string& path, const std::optional<std::string>& key_file) {
         const std::shared_ptr<const Key> key = key_from(key_file);
         return value_or_raise(without_lock([&]() -> Result<EngineCheckpoint> {
-          TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(module_files(), path, key));
+          TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_checkpoint(module_files(), path, key));
           return checkpoint.read_state();
         }));
       },
@@ -110,8 +110,9 @@ void bind_checkpoint(py::module_& module) {
         Manifest manifest;
         std::string directory;
         const EngineCheckpoint state = value_or_raise(without_lock([&]() -> Result<EngineCheckpoint> {
-          TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint_of(module_files(), path, data_parallel_rank, key));
-          TORPOR_TRY(check_is_whole_engine(checkpoint.manifest(), checkpoint.path()));
+          TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                                  open_checkpoint_of(module_files(), path, data_parallel_rank, key));
+          TORPOR_RETURN_IF_ERROR(check_is_whole_engine(checkpoint.manifest(), checkpoint.path()));
           manifest = checkpoint.manifest();
           directory = checkpoint.path();
           return checkpoint.read_state();

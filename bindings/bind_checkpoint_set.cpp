@@ -35,7 +35,7 @@ struct BoundSet {
   }
   Status withdraw() {
     if (!pending) return ok();
-    TORPOR_TRY(pending->withdraw());
+    TORPOR_RETURN_IF_ERROR(pending->withdraw());
     pending.reset();
     return ok();
   }
@@ -85,8 +85,8 @@ void bind_checkpoint_set(py::module_& module) {
         CheckpointManagerOptions options = checkpoint_options_from(in);
         in.finish();
         value_or_raise(without_lock([&]() -> Status {
-          TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
-                        CheckpointManager::open(module_files(), directory, std::move(options)));
+          TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointManager> manager,
+                                  CheckpointManager::open(module_files(), directory, std::move(options)));
           return manager->woken_from(generation);
         }));
       },

@@ -105,7 +105,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     if (external == 0 && record->loaded > 0) {
       take_blocks(*record, id.ptr(), groups_.whole_hits() ? record->matched : record->loaded);
       record->loaded = 0;
-      value_or_raise(catching([&]() -> Status { return scheduler_->loaded(record->number, few_), ok(); }));
+      value_or_raise(try_catch([&]() -> Status { return scheduler_->loaded(record->number, few_), ok(); }));
       return;
     }
     const auto wanted = static_cast<size_t>(external / block_tokens_);
@@ -116,7 +116,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     }
     if (!groups_.whole_hits()) hits_.shorten(wanted);  // of this request: it was matched just now
     take_blocks(*record, id.ptr(), wanted);
-    value_or_raise(catching([&]() -> Status { return (void)scheduler_->allocated(record->number, few_), ok(); }));
+    value_or_raise(try_catch([&]() -> Status { return (void)scheduler_->allocated(record->number, few_), ok(); }));
     offers_.took(few_.size());
     record->loading = !few_.empty();
     record->asked = few_.size();
@@ -133,7 +133,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
 
   py::object plan(bool flush) {
     Bytes encoded;
-    value_or_raise(catching([&]() -> Status {
+    value_or_raise(try_catch([&]() -> Status {
       const TransferPlan& plan = scheduler_->plan_step(flush);
       if (!plan.empty()) encoded = plan.encode();
       return ok();
@@ -142,15 +142,15 @@ class ConnectorScheduler final : public console::OffloadAccess {
   }
 
   void acknowledge(uint64_t step) {
-    value_or_raise(catching([&]() -> Status { return scheduler_->acknowledge(step), ok(); }));
+    value_or_raise(try_catch([&]() -> Status { return scheduler_->acknowledge(step), ok(); }));
   }
 
   // Reports of ranks, in any order; those of a rank in theirs.
   void apply(const py::list& reports) {
     for (const py::handle each : reports) {
       const Bytes bytes = bytes_from(each, "a report of transfers");
-      value_or_raise(catching([&]() -> Status {
-        TORPOR_ASSIGN(const TransferReport report, TransferReport::decode(bytes));
+      value_or_raise(try_catch([&]() -> Status {
+        TORPOR_ASSIGN_OR_RETURN(const TransferReport report, TransferReport::decode(bytes));
         return scheduler_->apply(report);
       }));
     }
@@ -169,7 +169,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
 
   // What the engine's blocks have now, and what is computed on top of that, is not for the new key space.
   uint32_t reset() {
-    value_or_raise(catching([&]() -> Status { return scheduler_->reset(); }));
+    value_or_raise(try_catch([&]() -> Status { return scheduler_->reset(); }));
     offers_.reset();
     for (Record& record : records_) record.progress = {.stale = record.used};
     end_loads();
@@ -177,7 +177,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   }
 
   std::vector<Slot> host_slots(const std::vector<int32_t>& blocks, bool keep) {
-    return value_or_raise(catching([&]() -> Result<std::vector<Slot>> { return scheduler_->backing(blocks, keep); }));
+    return value_or_raise(try_catch([&]() -> Result<std::vector<Slot>> { return scheduler_->backing(blocks, keep); }));
   }
   void release_host_slots() { scheduler_->release_backing(); }
 
@@ -193,7 +193,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     std::vector<std::vector<RecoveredBlock>> found;
     for (const py::handle each : ranks) found.push_back(recovered_from(bytes_from(each, "recovered blocks")));
     return torpor::to_python(
-        value_or_raise(catching([&]() -> Result<Bytes> { return packed(scheduler_->adopt(found)); })));
+        value_or_raise(try_catch([&]() -> Result<Bytes> { return packed(scheduler_->adopt(found)); })));
   }
 
   // Tokens that the load which was allocated last takes from there.
@@ -239,8 +239,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
       return !scheduler_->asking(record.number) || system_clock().now() >= record.ask_until;
     asks_.take_all(request, scheduler_->space());
     record.ask_until = system_clock().now() + options_.remote_wait;
-    return value_or_raise(catching([&]() -> Result<size_t> { return scheduler_->ask(record.number, asks_.keys()); })) ==
-           0;
+    return value_or_raise(
+               try_catch([&]() -> Result<size_t> { return scheduler_->ask(record.number, asks_.keys()); })) == 0;
   }
 
   // vLLM takes lower ones first. A client may choose it, and has 64 bits for it.
@@ -287,7 +287,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
 
   int32_t match(const Record& record, size_t have) {
     return value_or_raise(
-        catching([&]() -> Result<int32_t> { return scheduler_->match(record.number, hits_.keys(), have); }));
+        try_catch([&]() -> Result<int32_t> { return scheduler_->match(record.number, hits_.keys(), have); }));
   }
 
   // The blocks for a hit of so many behind what the engine had itself, as hits_ has their keys.
@@ -314,7 +314,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
 
   void end_loads() {
     const std::vector<EndedLoad> loads =
-        value_or_raise(catching([&]() -> Result<std::vector<EndedLoad>> { return scheduler_->take_loads(); }));
+        value_or_raise(try_catch([&]() -> Result<std::vector<EndedLoad>> { return scheduler_->take_loads(); }));
     for (const EndedLoad& load : loads) {
       Record& record = records_[load.request];
       loading_ -= record.loading ? 1 : 0;

@@ -126,7 +126,7 @@ class ConnectorWorker {
   }
   void adopt(const py::bytes& blocks) {
     const std::vector<AdoptedBlock> adopted = adopted_from(bytes_from(blocks, "adopted blocks"));
-    value_or_raise(without_lock([&] { return catching([&]() -> Status { return worker_->adopt(adopted), ok(); }); }));
+    value_or_raise(without_lock([&] { return try_catch([&]() -> Status { return worker_->adopt(adopted), ok(); }); }));
   }
 
   // Plans run in their order; one that there is no memory for is run by a later call.
@@ -141,7 +141,7 @@ class ConnectorWorker {
     run_plans();
     Bytes encoded;
     const Status told = without_lock([&] {
-      return catching([&]() -> Status {
+      return try_catch([&]() -> Status {
         if (report_.empty()) report_ = worker_->poll();
         if (loaded_.empty()) loaded_ = worker_->take_loaded();
         if (!report_.empty()) encoded = report_.encode();
@@ -185,8 +185,8 @@ class ConnectorWorker {
   void run_plans() {
     while (!plans_.empty()) {
       const Status begun = without_lock([&] {
-        return catching([&]() -> Status {
-          TORPOR_ASSIGN(const TransferPlan plan, TransferPlan::decode(view_of(plans_.front())));
+        return try_catch([&]() -> Status {
+          TORPOR_ASSIGN_OR_RETURN(const TransferPlan plan, TransferPlan::decode(view_of(plans_.front())));
           return worker_->run(plan);
         });
       });
@@ -201,7 +201,7 @@ class ConnectorWorker {
   }
 
   Result<std::unique_ptr<OffloadWorker>> make(const WorkerOptions& options) {
-    return catching([&]() -> Result<std::unique_ptr<OffloadWorker>> {
+    return try_catch([&]() -> Result<std::unique_ptr<OffloadWorker>> {
       const KvLayout& layout = memory_.kv_layout();
       const uint64_t bytes = layout.bytes_per_block();
       if (bytes == 0) {
@@ -215,22 +215,22 @@ class ConnectorWorker {
       std::shared_ptr<HostStore> host;
       std::unique_ptr<SlotStore> disk;
       if (options_.host_slots > 0) {
-        TORPOR_ASSIGN(host, make_host(bytes, options.host_codec));
+        TORPOR_ASSIGN_OR_RETURN(host, make_host(bytes, options.host_codec));
       }
       if (options.disk_bytes > 0) {
-        TORPOR_ASSIGN(disk, open_disk(options, bytes));
+        TORPOR_ASSIGN_OR_RETURN(disk, open_disk(options, bytes));
       }
       std::unique_ptr<SlotStore> remote;
       if (!options.kv_store.empty() && options_.host_slots > 0) {
-        TORPOR_ASSIGN(remote, open_remote(options, bytes));
+        TORPOR_ASSIGN_OR_RETURN(remote, open_remote(options, bytes));
         options_.remote_slots = options.remote_slots;
       }
       SlotStore* const to_sync = options.durable ? disk.get() : nullptr;
-      TORPOR_ASSIGN(std::unique_ptr<OffloadWorker> made,
-                    OffloadWorker::create(options_, layout, memory_.transfers(), std::move(host), std::move(disk),
-                                          std::move(remote)));
+      TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<OffloadWorker> made,
+                              OffloadWorker::create(options_, layout, memory_.transfers(), std::move(host),
+                                                    std::move(disk), std::move(remote)));
       if (to_sync != nullptr) {
-        TORPOR_ASSIGN(sync_, BackgroundSync::start(*to_sync, kSyncInterval));
+        TORPOR_ASSIGN_OR_RETURN(sync_, BackgroundSync::start(*to_sync, kSyncInterval));
       }
       return made;
     });
@@ -303,8 +303,8 @@ class ConnectorWorker {
                    .what = "kv_store_credentials or kv_store_ca with a Mooncake store, which knows neither",
                    .next_step = "leave them out; a key_file of torpor's protects blocks"};
     }
-    TORPOR_ASSIGN(const remote::MooncakeSettings settings, remote::mooncake_settings(options.kv_store));
-    TORPOR_TRY(mooncake_is_installed());
+    TORPOR_ASSIGN_OR_RETURN(const remote::MooncakeSettings settings, remote::mooncake_settings(options.kv_store));
+    TORPOR_RETURN_IF_ERROR(mooncake_is_installed());
     log().warn("KV connector: a Mooncake store has no TLS and no passwords: {}",
                options.key == nullptr ? "who reaches it can read and forge blocks; give torpor a key_file"
                : options.encrypt      ? "blocks are encrypted with torpor's key"

@@ -128,7 +128,8 @@ Result<std::string> begin_process_events(const std::string& directory, const std
   if (all.ring != nullptr && all.pid == ::getpid()) return all.ring->path();
   // A front end tells only who asked it for what.
   const uint64_t events = role == console::kFrontRole ? kFrontEvents : EventRing::kDefaultEvents;
-  TORPOR_ASSIGN(std::unique_ptr<EventRing> ring, console::begin_events(directory, role, rank, system_clock(), events));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<EventRing> ring,
+                          console::begin_events(directory, role, rank, system_clock(), events));
   all.ring = ring.release();
   all.pid = ::getpid();
   all.server = nullptr;  // that of who forked is not here
@@ -146,7 +147,7 @@ Result<std::string> begin_process_control(bool operates, const std::string& reco
                  .next_step = "give it a directory for events"};
   }
   if (all.server == nullptr) {
-    TORPOR_ASSIGN(
+    TORPOR_ASSIGN_OR_RETURN(
         std::unique_ptr<console::ControlServer> server,
         console::ControlServer::start(*all.ring, system_clock(),
                                       operates ? console::ControlRole::kOperate : console::ControlRole::kRead));

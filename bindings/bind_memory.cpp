@@ -84,7 +84,7 @@ void bind_memory(py::module_& module) {
       [](int device, const py::dict& dict) {
         RankMemoryOptions options = rank_memory_options_from(dict);
         const auto make = [&](int ordinal) -> Result<std::unique_ptr<RankMemory>> {
-          TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> made, make_process_device(ordinal));
+          TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> made, make_process_device(ordinal));
           options.prefault_waits = made->kind() != "host";  // the engine captures CUDA graphs first
           return RankMemory::create(std::move(made), module_files(), options);
         };

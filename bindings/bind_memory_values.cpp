@@ -14,7 +14,7 @@ namespace torpor {
 std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file) {
   if (!key_file) return nullptr;
   Result<Key> key = without_lock([&]() -> Result<Key> {
-    TORPOR_TRY(check_file_call("read", *key_file));
+    TORPOR_RETURN_IF_ERROR(check_file_call("read", *key_file));
     return Key::read_file(*key_file);
   });
   return std::make_shared<const Key>(value_or_raise(std::move(key)));

@@ -36,7 +36,7 @@ std::unique_ptr<RankMemory> make_rank_memory(const py::dict& dict) {
                 .next_step = "use \"host\""});
   }
   return value_or_raise(without_lock([&]() -> Result<std::unique_ptr<RankMemory>> {
-    TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> made, make_host_device(device_options));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> made, make_host_device(device_options));
     return RankMemory::create(std::move(made), module_files(), options);
   }));
 }

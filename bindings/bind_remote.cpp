@@ -92,15 +92,15 @@ struct Sent {
 
 // Nobody goes on from these before they are published, both in one write.
 Result<Sent> send(RemoteHome& self, const std::string& checkpoint, const std::string& answers) {
-  return catching([&]() -> Result<Sent> {
+  return try_catch([&]() -> Result<Sent> {
     Sent sent;
-    TORPOR_ASSIGN(const Checkpoint opened, open_checkpoint(module_files(), checkpoint, self.key));
+    TORPOR_ASSIGN_OR_RETURN(const Checkpoint opened, open_checkpoint(module_files(), checkpoint, self.key));
     self.sending.reset();
-    TORPOR_ASSIGN(remote::StoreLease begun, remote::StoreLease::begin(*self.store, remote::LeaseKind::kPush,
-                                                                      system_clock(), remote::kPushPatience));
+    TORPOR_ASSIGN_OR_RETURN(remote::StoreLease begun, remote::StoreLease::begin(*self.store, remote::LeaseKind::kPush,
+                                                                                system_clock(), remote::kPushPatience));
     auto sending = std::make_unique<remote::KeptLease>(std::move(begun), *self.store);
-    TORPOR_ASSIGN(sent.checkpoint, remote::push(module_files(), opened, *self.store, {.key = self.key}));
-    TORPOR_ASSIGN(sent.answers, remote::push_answers(module_files(), answers, *self.store));
+    TORPOR_ASSIGN_OR_RETURN(sent.checkpoint, remote::push(module_files(), opened, *self.store, {.key = self.key}));
+    TORPOR_ASSIGN_OR_RETURN(sent.answers, remote::push_answers(module_files(), answers, *self.store));
     self.sending = std::move(sending);
     return sent;
   });
@@ -108,7 +108,7 @@ Result<Sent> send(RemoteHome& self, const std::string& checkpoint, const std::st
 
 Status publish(RemoteHome& self, const Sent& sent) {
   const std::unique_ptr<remote::KeptLease> sending = std::move(self.sending);
-  if (sending) TORPOR_TRY(sending->check());
+  if (sending) TORPOR_RETURN_IF_ERROR(sending->check());
   self.limit->begin();
   Status published = self.ownership.publish(sent.checkpoint.name, sent.answers);
   if (!published && sending) sending->leave();  // nobody knows whether it takes effect
@@ -124,7 +124,8 @@ Result<std::string> fetch(RemoteHome& self, const std::string& directory, const 
                                                           }});
   if (!report && report.error().code == Code::kNotFound && newest.checkpoint.empty()) return std::string();
   if (!report) return report.error();
-  if (!newest.answers.empty()) TORPOR_TRY(remote::pull_answers(module_files(), *self.store, newest.answers, directory));
+  if (!newest.answers.empty())
+    TORPOR_RETURN_IF_ERROR(remote::pull_answers(module_files(), *self.store, newest.answers, directory));
   return report->path;
 }
 
@@ -132,7 +133,7 @@ Result<std::string> fetch(RemoteHome& self, const std::string& directory, const 
 Result<bool> fetch_answers(RemoteHome& self, const std::string& directory) {
   const remote::OwnerRecord newest = self.ownership.newest();
   if (newest.answers.empty()) return false;
-  TORPOR_TRY(remote::pull_answers(module_files(), *self.store, newest.answers, directory));
+  TORPOR_RETURN_IF_ERROR(remote::pull_answers(module_files(), *self.store, newest.answers, directory));
   return true;
 }
 

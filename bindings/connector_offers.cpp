@@ -89,7 +89,7 @@ size_t ConnectorOffers::offer_run(const Request& request, const GroupTables::Tab
   OffloadOffer offer{.keys = keys_, .blocks = few_, .after_step = step, .priority = request.priority};
   BlockKey before;
   if (first > 0 && options_.offload.events > 0 && blocks_.key_of(table[first - 1], before)) offer.parent = before.hash;
-  value_or_raise(catching([&]() -> Status { return (void)scheduler_.offer(offer), ok(); }));
+  value_or_raise(try_catch([&]() -> Status { return (void)scheduler_.offer(offer), ok(); }));
   return i;
 }
 
@@ -161,7 +161,7 @@ void ConnectorOffers::offer_next_to_go() {
       few_.push_back(next_to_go_[end].number);
     }
     const OffloadOffer offer{.keys = keys_, .blocks = few_, .consecutive = false, .priority = priority};
-    value_or_raise(catching([&]() -> Status { return (void)scheduler_.offer(offer), ok(); }));
+    value_or_raise(try_catch([&]() -> Status { return (void)scheduler_.offer(offer), ok(); }));
   }
 }
 

@@ -19,8 +19,8 @@ thread_local std::string last_error;
 // What `work` returns as a code; nothing is thrown across the C border.
 template <class Work>
 int code_of(const Work& work) {
-  const Status done = catching([&]() -> Status {
-    TORPOR_TRY(work());
+  const Status done = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(work());
     return ok();
   });
   if (done) return 0;
@@ -83,7 +83,8 @@ TORPOR_EXPORT void* torpor_torch_malloc(ssize_t bytes, int device, void*) {
       return torpor::Error{.code = torpor::Code::kInvalidArgument,
                            .what = fmt::format("{} bytes are wanted", bytes),
                            .next_step = "ask for more than 0"};
-    TORPOR_ASSIGN(const torpor::DeviceAddress address, memory_saver().allocate(device, static_cast<uint64_t>(bytes)));
+    TORPOR_ASSIGN_OR_RETURN(const torpor::DeviceAddress address,
+                            memory_saver().allocate(device, static_cast<uint64_t>(bytes)));
     found = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
     return torpor::ok();
   });
@@ -156,7 +157,7 @@ TORPOR_EXPORT uint8_t* tms_get_cpu_backup_pointer(const uint8_t* address, uint64
   uint8_t* found = nullptr;
   code_of([&]() -> torpor::Status {
     std::vector<std::byte> read(bytes);
-    TORPOR_TRY(memory_saver().read_saved(reinterpret_cast<torpor::DeviceAddress>(address), read));
+    TORPOR_RETURN_IF_ERROR(memory_saver().read_saved(reinterpret_cast<torpor::DeviceAddress>(address), read));
     found = reinterpret_cast<uint8_t*>(torpor::read_backups().add(std::move(read)));
     return torpor::ok();
   });

@@ -23,7 +23,7 @@ constexpr const char* kGlue = "torpor.vllm.mooncake";
 // What Python raises is an error; after the interpreter's end nothing is called.
 template <class T, class Function>
 Result<T> in_python(const Function& function) {
-  return catching([&]() -> Result<T> {
+  return try_catch([&]() -> Result<T> {
     if (interpreter_ends()) return Error{.code = Code::kUnavailable, .what = "Python's interpreter is ending"};
     const py::gil_scoped_acquire lock;
     try {
@@ -59,11 +59,11 @@ class PythonMooncake final : public remote::MooncakeClient {
 
   Status use(std::span<std::byte> memory) override {
     const auto at = reinterpret_cast<uintptr_t>(memory.data());
-    TORPOR_ASSIGN(const int64_t answer, in_python<int64_t>([&]() -> Result<int64_t> {
-                    const auto code = object_.attr("register_buffer")(at, memory.size()).cast<int64_t>();
-                    if (code == 0) used_.push_back(at);
-                    return code;
-                  }));
+    TORPOR_ASSIGN_OR_RETURN(const int64_t answer, in_python<int64_t>([&]() -> Result<int64_t> {
+                              const auto code = object_.attr("register_buffer")(at, memory.size()).cast<int64_t>();
+                              if (code == 0) used_.push_back(at);
+                              return code;
+                            }));
     if (answer == 0) return ok();
     return Error{.code = Code::kUnavailable,
                  .what = fmt::format("Mooncake does not register memory of {} bytes: {}", memory.size(), answer),

@@ -41,15 +41,15 @@ Result<std::optional<uint64_t>> bytes_from_environment(const char* name) {
 Result<std::optional<uint64_t>> prefault_from_environment() {
   constexpr const char* kName = "TORPOR_ARENA_PREFAULT_BYTES";
   if (environment(kName) == "background") return std::optional<uint64_t>();
-  TORPOR_ASSIGN(const std::optional<uint64_t> bytes,
-                number_from_environment(kName, "give a number of bytes, or background"));
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> bytes,
+                          number_from_environment(kName, "give a number of bytes, or background"));
   return std::optional(bytes.value_or(0));
 }
 
 Result<int> threads_from_environment() {
   constexpr const char* kName = "TORPOR_COPY_THREADS";
   constexpr const char* kNextStep = "give a number of threads from 1 to 256";
-  TORPOR_ASSIGN(const std::optional<uint64_t> threads, number_from_environment(kName, kNextStep));
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> threads, number_from_environment(kName, kNextStep));
   if (!threads) return 0;
   if (*threads >= 1 && *threads <= TransferEngineOptions::kMostThreads) return static_cast<int>(*threads);
   return Error{
@@ -68,14 +68,14 @@ KeptBackups& kept_backups() {
 
 Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
   kept_backups().fixed = true;
-  TORPOR_ASSIGN(const std::optional<uint64_t> budget, bytes_from_environment("TORPOR_ARENA_BUDGET_BYTES"));
-  TORPOR_ASSIGN(const std::optional<uint64_t> prefault, prefault_from_environment());
-  TORPOR_ASSIGN(const std::optional<uint64_t> keep, bytes_from_environment("TORPOR_ARENA_KEEP_BYTES"));
-  TORPOR_ASSIGN(const int threads, threads_from_environment());
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> budget, bytes_from_environment("TORPOR_ARENA_BUDGET_BYTES"));
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> prefault, prefault_from_environment());
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> keep, bytes_from_environment("TORPOR_ARENA_KEEP_BYTES"));
+  TORPOR_ASSIGN_OR_RETURN(const int threads, threads_from_environment());
   const std::string compression(environment("TORPOR_HOST_COMPRESSION"));
-  TORPOR_ASSIGN(const CompressionOptions packing,
-                CompressionOptions::of(compression.empty() ? "none" : compression, std::nullopt));
-  TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, make_process_device(ordinal));
+  TORPOR_ASSIGN_OR_RETURN(const CompressionOptions packing,
+                          CompressionOptions::of(compression.empty() ? "none" : compression, std::nullopt));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> device, make_process_device(ordinal));
   const ProcessParts parts = process_parts();
   return RankMemory::create(std::move(device), parts.file_system,
                             {.rank = ordinal,
@@ -103,10 +103,11 @@ MemorySaver& memory_saver() {
 }
 
 Result<std::unique_ptr<DeviceMemory>> make_process_device(int ordinal) {
-  TORPOR_ASSIGN(const std::optional<uint64_t> gather_below, bytes_from_environment("TORPOR_CUDA_GATHER_BELOW_BYTES"));
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> gather_below,
+                          bytes_from_environment("TORPOR_CUDA_GATHER_BELOW_BYTES"));
   if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
-  TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device,
-                make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below}));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> device,
+                          make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below}));
   end_prefault_at_exit();
   return device;
 }

@@ -25,7 +25,7 @@ class PythonHooks final : public EngineHooks {
   Status quiesce(std::optional<double> timeout_seconds) override { return call<void>("quiesce", timeout_seconds); }
   Status resume() override { return call<void>("resume"); }
   Result<SchedulerCheckpoint> capture() override {
-    TORPOR_ASSIGN(const Moment moment, capture_moment());
+    TORPOR_ASSIGN_OR_RETURN(const Moment moment, capture_moment());
     return moment.read();
   }
   // The values are nobody else's, so that they can be translated when the engine has gone on.
@@ -119,7 +119,7 @@ class PythonHooks final : public EngineHooks {
   // Whatever Python raises, KeyboardInterrupt too, is an error of the hook: the controller then undoes what it did.
   template <class T, class Function>
   Result<T> guarded(const Function& function) {
-    return catching([&]() -> Result<T> {
+    return try_catch([&]() -> Result<T> {
       if (interpreter_ends()) {
         return Error{.code = Code::kUnavailable,
                      .what = "Python's interpreter is ending",

@@ -14,8 +14,8 @@ namespace torpor {
 namespace {
 
 Result<Metadata> metadata_of(const Directory& store, const std::string& name, std::shared_ptr<const Key> key) {
-  TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store.open_directory(name));
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint_directory(std::move(directory), std::move(key)));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> directory, store.open_directory(name));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_checkpoint_directory(std::move(directory), std::move(key)));
   return checkpoint.read_metadata();
 }
 
@@ -32,13 +32,13 @@ struct CheckpointManager::Impl {
   };
   Result<Opened> for_reading() const {
     Opened opened;
-    TORPOR_ASSIGN(opened.store, file_system.open_directory(directory, false));
+    TORPOR_ASSIGN_OR_RETURN(opened.store, file_system.open_directory(directory, false));
     return opened;
   }
   Result<Opened> locked(bool create) const {
     Opened opened;
-    TORPOR_ASSIGN(opened.store, file_system.open_directory(directory, create));
-    TORPOR_ASSIGN(opened.lock, opened.store->lock(kLockFile));
+    TORPOR_ASSIGN_OR_RETURN(opened.store, file_system.open_directory(directory, create));
+    TORPOR_ASSIGN_OR_RETURN(opened.lock, opened.store->lock(kLockFile));
     return opened;
   }
   Result<std::vector<std::string>> retire(Directory& store, bool dry_run,
@@ -68,15 +68,15 @@ Result<std::unique_ptr<CheckpointManager>> CheckpointManager::open(FileSystem& f
     return Error{.code = Code::kInvalidArgument,
                  .what = "the directory for checkpoints is empty",
                  .next_step = "set checkpoint_dir (or TORPOR_CHECKPOINT_DIR)"};
-  TORPOR_TRY(options.validate());
+  TORPOR_RETURN_IF_ERROR(options.validate());
   if (options.clock == nullptr) options.clock = &system_clock();
   return std::unique_ptr<CheckpointManager>(
       new CheckpointManager(std::unique_ptr<Impl>(new Impl{file_system, std::move(directory), std::move(options)})));
 }
 
 Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
-  return catching([&]() -> Result<PendingCheckpoint> {
-    TORPOR_ASSIGN(Impl::Opened locked, impl_->locked(true));
+  return try_catch([&]() -> Result<PendingCheckpoint> {
+    TORPOR_ASSIGN_OR_RETURN(Impl::Opened locked, impl_->locked(true));
     return PendingCheckpoint::begin(impl_->file_system, std::move(locked.store), std::move(locked.lock), impl_->options,
                                     expected_bytes);
   });
@@ -90,7 +90,7 @@ RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& gene
   if (!options.incremental || generations.empty()) return writing;
   const std::string newest = generation_name(generations.back());
   const Result<OpenedManifest> base = [&]() -> Result<OpenedManifest> {
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store.open_directory(newest));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, store.open_directory(newest));
     return read_manifest(*directory, options.key.get());
   }();
   if (!base) {
@@ -103,19 +103,19 @@ RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& gene
 }
 
 RankWriting CheckpointManager::next_writing() const {
-  const Result<RankWriting> writing = catching([&]() -> Result<RankWriting> {
-    TORPOR_ASSIGN(const Impl::Opened opened, impl_->for_reading());
-    TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*opened.store));
+  const Result<RankWriting> writing = try_catch([&]() -> Result<RankWriting> {
+    TORPOR_ASSIGN_OR_RETURN(const Impl::Opened opened, impl_->for_reading());
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<uint64_t> generations, generations_in(*opened.store));
     return writing_of(*opened.store, generations, impl_->options);
   });
   return writing ? *writing : RankWriting{};  // no directory yet
 }
 
 Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
-  return catching([&]() -> Status {
-    TORPOR_ASSIGN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
-    TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos,
-                  infos_in(*opened.store, impl_->options.key.get(), Trust::kAnySeal));
+  return try_catch([&]() -> Status {
+    TORPOR_ASSIGN_OR_RETURN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<CheckpointInfo> infos,
+                            infos_in(*opened.store, impl_->options.key.get(), Trust::kAnySeal));
     const auto found = std::find_if(infos.begin(), infos.end(), [&](const CheckpointInfo& info) {
       return info.name == generation_name(generation);
     });
@@ -128,39 +128,41 @@ Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
 }
 
 Status CheckpointManager::woken_from(uint64_t generation) {
-  return catching([&]() -> Status {
-    TORPOR_ASSIGN(const Impl::Opened locked, impl_->locked(false));
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory,
-                  locked.store->open_directory(generation_name(generation)));
+  return try_catch([&]() -> Status {
+    TORPOR_ASSIGN_OR_RETURN(const Impl::Opened locked, impl_->locked(false));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory,
+                            locked.store->open_directory(generation_name(generation)));
     if (!directory->open_file(kWokenFile)) {
-      TORPOR_ASSIGN(const std::unique_ptr<File> mark, directory->create_file(kWokenFile));
-      TORPOR_TRY(mark->sync());
-      TORPOR_TRY(directory->sync());
+      TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> mark, directory->create_file(kWokenFile));
+      TORPOR_RETURN_IF_ERROR(mark->sync());
+      TORPOR_RETURN_IF_ERROR(directory->sync());
     }
-    TORPOR_ASSIGN(const OpenedManifest opened, read_manifest(*directory, impl_->options.key.get()));
-    TORPOR_TRY(impl_->retire(*locked.store, false, opened.manifest.owner));
+    TORPOR_ASSIGN_OR_RETURN(const OpenedManifest opened, read_manifest(*directory, impl_->options.key.get()));
+    TORPOR_RETURN_IF_ERROR(impl_->retire(*locked.store, false, opened.manifest.owner));
     return ok();
   });
 }
 
 Result<std::vector<std::string>> CheckpointManager::collect(bool dry_run) {
-  return catching([&]() -> Result<std::vector<std::string>> {
-    TORPOR_ASSIGN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
-    TORPOR_ASSIGN(std::vector<std::string> gone, leftovers_in(*opened.store));
-    if (!dry_run) TORPOR_TRY(remove_leftovers(*opened.store));
-    TORPOR_ASSIGN(const std::vector<std::string> retired, impl_->retire(*opened.store, dry_run));
+  return try_catch([&]() -> Result<std::vector<std::string>> {
+    TORPOR_ASSIGN_OR_RETURN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
+    TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> gone, leftovers_in(*opened.store));
+    if (!dry_run) TORPOR_RETURN_IF_ERROR(remove_leftovers(*opened.store));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> retired, impl_->retire(*opened.store, dry_run));
     gone.insert(gone.end(), retired.begin(), retired.end());
     return gone;
   });
 }
 
 Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
-  return catching([&]() -> Result<std::vector<CheckpointInfo>> {
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
-    TORPOR_ASSIGN(std::vector<CheckpointInfo> infos, infos_in(*store, impl_->options.key.get(), Trust::kThisKey));
+  return try_catch([&]() -> Result<std::vector<CheckpointInfo>> {
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> store,
+                            impl_->file_system.open_directory(impl_->directory, false));
+    TORPOR_ASSIGN_OR_RETURN(std::vector<CheckpointInfo> infos,
+                            infos_in(*store, impl_->options.key.get(), Trust::kThisKey));
     for (CheckpointInfo& info : infos) {
       if (!info.readable) continue;
-      Result<Metadata> metadata = catching([&] { return metadata_of(*store, info.name, impl_->options.key); });
+      Result<Metadata> metadata = try_catch([&] { return metadata_of(*store, info.name, impl_->options.key); });
       if (metadata) {
         info.metadata = *std::move(metadata);
       } else if (metadata.error().code != Code::kNotFound) {  // else it went meanwhile
@@ -172,16 +174,18 @@ Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
 }
 
 Result<Checkpoint> CheckpointManager::open_latest() const {
-  return catching([&]() -> Result<Checkpoint> {
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
+  return try_catch([&]() -> Result<Checkpoint> {
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> store,
+                            impl_->file_system.open_directory(impl_->directory, false));
     return torpor::open_latest(*store, impl_->options.key);
   });
 }
 
 Result<Checkpoint> CheckpointManager::open_generation(uint64_t generation) const {
-  return catching([&]() -> Result<Checkpoint> {
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, impl_->file_system.open_directory(impl_->directory, false));
-    TORPOR_ASSIGN(std::unique_ptr<Directory> directory, store->open_directory(generation_name(generation)));
+  return try_catch([&]() -> Result<Checkpoint> {
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> store,
+                            impl_->file_system.open_directory(impl_->directory, false));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> directory, store->open_directory(generation_name(generation)));
     return open_checkpoint_directory(std::move(directory), impl_->options.key);
   });
 }

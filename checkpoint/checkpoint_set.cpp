@@ -37,7 +37,7 @@ Status check_name(const SetMember& member, size_t rank, size_t ranks) {
 }
 
 Result<std::vector<SetMember>> read_members(const Checkpoint& set) {
-  TORPOR_ASSIGN(const std::vector<Section> sections, set.read_sections());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Section> sections, set.read_sections());
   if (std::none_of(sections.begin(), sections.end(), [](const Section& s) { return s.name == kSetSection; })) {
     return Error{
         .code = Code::kIncompatible,
@@ -46,8 +46,9 @@ Result<std::vector<SetMember>> read_members(const Checkpoint& set) {
   }
   std::vector<SetMember> members;
   SectionReader reader(sections, kSetVersion);
-  TORPOR_TRY(reader.take(kSetSection, members));
-  for (size_t rank = 0; rank < members.size(); ++rank) TORPOR_TRY(check_name(members[rank], rank, members.size()));
+  TORPOR_RETURN_IF_ERROR(reader.take(kSetSection, members));
+  for (size_t rank = 0; rank < members.size(); ++rank)
+    TORPOR_RETURN_IF_ERROR(check_name(members[rank], rank, members.size()));
   return members;
 }
 
@@ -55,7 +56,7 @@ Status check_member(FileSystem& file_system, const std::string& path, const SetM
                     const std::shared_ptr<const Key>& key) {
   const std::string which = fmt::format("rank {}'s checkpoint {}", rank, path);
   const auto is_there = [&]() -> Result<OpenedManifest> {
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system.open_directory(path, false));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, file_system.open_directory(path, false));
     return read_manifest(*directory, key.get());
   };
   const Result<OpenedManifest> opened = is_there();
@@ -89,11 +90,11 @@ std::string rank_directory(const std::string& directory, int rank, int ranks) {
 
 Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& directory, CheckpointManagerOptions options,
                                 const std::vector<std::string>& paths) {
-  return catching([&]() -> Result<CommittedSet> {
+  return try_catch([&]() -> Result<CommittedSet> {
     const std::shared_ptr<const Key> key = options.key;
-    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
-                  CheckpointManager::open(file_system, directory, std::move(options)));
-    TORPOR_ASSIGN(PendingCheckpoint pending, manager->begin(0));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointManager> manager,
+                            CheckpointManager::open(file_system, directory, std::move(options)));
+    TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint pending, manager->begin(0));
     std::vector<SetMember> members;
     Metadata metadata;  // that of the first is that of all
     for (size_t rank = 0; rank < paths.size(); ++rank) {
@@ -104,27 +105,28 @@ Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& dire
                                          directory, rank_directory_name(rank, paths.size())),
                      .next_step = "write it there"};
       }
-      TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system, paths[rank], key));
+      TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_checkpoint(file_system, paths[rank], key));
       member.id = checkpoint.manifest().id;
       if (rank == 0) {
         pending.set_owner(checkpoint.manifest().owner);
-        TORPOR_ASSIGN(metadata, checkpoint.read_metadata());
+        TORPOR_ASSIGN_OR_RETURN(metadata, checkpoint.read_metadata());
       }
       members.push_back(std::move(member));
     }
     std::vector<Section> sections;
     sections.push_back({std::string(kSetSection), to_bytes_after(0, kSetVersion, members)});
     if (!metadata.empty()) sections.push_back(encode_metadata(metadata));
-    TORPOR_TRY(pending.write_state(Fingerprint{{"data_parallel_size", std::to_string(paths.size())}}, sections));
-    TORPOR_ASSIGN(std::string path, pending.commit());
+    TORPOR_RETURN_IF_ERROR(
+        pending.write_state(Fingerprint{{"data_parallel_size", std::to_string(paths.size())}}, sections));
+    TORPOR_ASSIGN_OR_RETURN(std::string path, pending.commit());
     return CommittedSet{.pending = std::move(pending), .path = std::move(path)};
   });
 }
 
 Result<CheckpointSet> open_set(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {
-  return catching([&]() -> Result<CheckpointSet> {
-    TORPOR_ASSIGN(const Checkpoint set, open_checkpoint(file_system, path, key));
-    TORPOR_ASSIGN(const std::vector<SetMember> members, read_members(set));
+  return try_catch([&]() -> Result<CheckpointSet> {
+    TORPOR_ASSIGN_OR_RETURN(const Checkpoint set, open_checkpoint(file_system, path, key));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<SetMember> members, read_members(set));
     CheckpointSet found{.path = set.path(),
                         .directory = set.path().substr(0, set.path().rfind('/')),
                         .generation = set.manifest().generation};
@@ -139,9 +141,9 @@ Result<CheckpointSet> open_set(FileSystem& file_system, const std::string& path,
 
 Result<Checkpoint> open_checkpoint_of(FileSystem& file_system, const std::string& path, int rank,
                                       std::shared_ptr<const Key> key) {
-  TORPOR_ASSIGN(Checkpoint checkpoint, open_checkpoint(file_system, path, key));
+  TORPOR_ASSIGN_OR_RETURN(Checkpoint checkpoint, open_checkpoint(file_system, path, key));
   if (!is_set(checkpoint.manifest())) return checkpoint;
-  TORPOR_ASSIGN(const CheckpointSet set, open_set(file_system, checkpoint.path(), key));
+  TORPOR_ASSIGN_OR_RETURN(const CheckpointSet set, open_set(file_system, checkpoint.path(), key));
   if (rank < 0 || static_cast<size_t>(rank) >= set.members.size()) {
     return Error{
         .code = Code::kIncompatible,

@@ -82,8 +82,8 @@ Status compare_portable(const Fingerprint& checkpoint, const Fingerprint& engine
 }
 
 Status SchedulerCheckpoint::validate() const {
-  TORPOR_TRY(scheduler.validate());
-  TORPOR_TRY(kv.validate());
+  TORPOR_RETURN_IF_ERROR(scheduler.validate());
+  TORPOR_RETURN_IF_ERROR(kv.validate());
   std::unordered_map<std::string_view, const RequestState*> known;  // finished ones have no state any more
   for (const RequestState& request : scheduler.requests) known.emplace(request.id, &request);
   for (const KvGroup& group : kv.groups) {

@@ -41,13 +41,13 @@ Error or_gone(Error error, const std::string& path) { return error.code == Code:
 
 // Whether a committed image is in it.
 Result<bool> has_image(const Directory& store) {
-  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(store));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<uint64_t> generations, generations_in(store));
   return !generations.empty();
 }
 
 Result<std::set<int32_t>> ended_in(const Directory& image) {
   std::set<int32_t> ended;
-  TORPOR_ASSIGN(const std::vector<Entry> entries, image.list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, image.list());
   for (const Entry& entry : entries) {
     if (!entry.name.starts_with(kEndedPrefix)) continue;
     const std::string_view digits = std::string_view(entry.name).substr(kEndedPrefix.size());
@@ -88,12 +88,12 @@ struct Locked {
                                           fmt::format("{}{}", kTrashPrefix, generation_name(kGeneration)));
         !hidden)
       return or_gone(std::move(hidden).error(), path);
-    const Status removed = catching([&]() -> Status {
-      TORPOR_TRY(store->sync());
+    const Status removed = try_catch([&]() -> Status {
+      TORPOR_RETURN_IF_ERROR(store->sync());
       return images->remove_tree(name);
     });
     if (removed) return ok();
-    return catching([&]() -> Status {
+    return try_catch([&]() -> Status {
       log().warn("the files of the image {} could not be removed, torpor gc will: {}", path,
                  removed.error().to_string());
       return ok();
@@ -106,12 +106,12 @@ Result<Locked> lock_image(FileSystem& file_system, const std::string& path) {
   const boost::filesystem::path place = boost::filesystem::path(path).lexically_normal();
   Locked found{.images = {}, .name = place.filename().string(), .path = path, .store = {}, .lock = {}};
   const auto open = [&]() -> Status {
-    TORPOR_ASSIGN(found.images, file_system.open_directory(place.parent_path().string(), false));
-    TORPOR_ASSIGN(found.store, found.images->open_directory(found.name));
-    TORPOR_ASSIGN(const bool there, has_image(*found.store));  // without it nothing is made there
+    TORPOR_ASSIGN_OR_RETURN(found.images, file_system.open_directory(place.parent_path().string(), false));
+    TORPOR_ASSIGN_OR_RETURN(found.store, found.images->open_directory(found.name));
+    TORPOR_ASSIGN_OR_RETURN(const bool there, has_image(*found.store));  // without it nothing is made there
     if (!there) return gone(path);
-    TORPOR_ASSIGN(found.lock, found.store->lock(kLockFile));
-    TORPOR_ASSIGN(const bool still_there, has_image(*found.store));
+    TORPOR_ASSIGN_OR_RETURN(found.lock, found.store->lock(kLockFile));
+    TORPOR_ASSIGN_OR_RETURN(const bool still_there, has_image(*found.store));
     return still_there ? ok() : Status(gone(path));
   };
   Status opened = open();
@@ -140,8 +140,8 @@ HeldImage& HeldImage::operator=(HeldImage&&) noexcept = default;
 HeldImage::~HeldImage() = default;
 
 Result<HeldImage> HeldImage::hold(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {
-  return catching([&]() -> Result<HeldImage> {
-    TORPOR_ASSIGN(Locked locked, lock_image(file_system, path));
+  return try_catch([&]() -> Result<HeldImage> {
+    TORPOR_ASSIGN_OR_RETURN(Locked locked, lock_image(file_system, path));
     const auto what_it_means = [&](Error error) { return locked.meaning_of(std::move(error)); };
     Result<std::unique_ptr<Directory>> image = locked.store->open_directory(generation_name(kGeneration));
     if (!image) return what_it_means(std::move(image).error());
@@ -166,7 +166,7 @@ const std::set<int32_t>& HeldImage::ended() const { return impl_->ended; }
 Error HeldImage::meaning_of(Error error) const { return impl_->locked.meaning_of(std::move(error)); }
 
 Status HeldImage::take() {
-  return catching([&] { return impl_->locked.take(); });
+  return try_catch([&] { return impl_->locked.take(); });
 }
 
 // --- ImageStore ---
@@ -202,15 +202,15 @@ Status ImageStore::check_name(std::string_view name) {
 }
 
 Result<PendingCheckpoint> ImageStore::begin(const std::string& name, uint64_t expected_bytes) {
-  TORPOR_TRY(check_name(name));
+  TORPOR_RETURN_IF_ERROR(check_name(name));
   if (directory_.empty()) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "there is no directory for images",
                  .next_step = "set checkpoint_dir (or TORPOR_CHECKPOINT_DIR)"};
   }
-  return catching([&]() -> Result<PendingCheckpoint> {
-    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> manager,
-                  CheckpointManager::open(file_system_, path_of(name), options_));
+  return try_catch([&]() -> Result<PendingCheckpoint> {
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointManager> manager,
+                            CheckpointManager::open(file_system_, path_of(name), options_));
     Result<PendingCheckpoint> pending = manager->begin(expected_bytes);
     const auto may_be_lost = [&] {
       return !pending && (pending.error().code == Code::kNotFound || pending.error().code == Code::kUnavailable);
@@ -226,15 +226,15 @@ Result<PendingCheckpoint> ImageStore::begin(const std::string& name, uint64_t ex
 }
 
 void ImageStore::discard(const std::string& name) noexcept {
-  const Status discarded = catching([&]() -> Status {
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> all, images(false));
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> store, all->open_directory(name));
-    TORPOR_ASSIGN(const std::unique_ptr<File> lock, store->lock(kLockFile));
-    TORPOR_ASSIGN(const bool there, has_image(*store));
+  const Status discarded = try_catch([&]() -> Status {
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> all, images(false));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> store, all->open_directory(name));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> lock, store->lock(kLockFile));
+    TORPOR_ASSIGN_OR_RETURN(const bool there, has_image(*store));
     return there ? ok() : all->remove_tree(name);
   });
   if (discarded || discarded.error().code == Code::kNotFound) return;
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     log().warn("what is left of the image {} could not be removed: {}", name, discarded.error().to_string());
     return ok();
   });
@@ -245,8 +245,8 @@ Result<HeldImage> ImageStore::hold(const std::string& path) const {
 }
 
 Status ImageStore::remove(const std::string& name, const SealId& id) {
-  return catching([&]() -> Status {
-    TORPOR_ASSIGN(Locked locked, lock_image(file_system_, path_of(name)));
+  return try_catch([&]() -> Status {
+    TORPOR_ASSIGN_OR_RETURN(Locked locked, lock_image(file_system_, path_of(name)));
     {
       Result<std::unique_ptr<Directory>> image = locked.store->open_directory(generation_name(kGeneration));
       if (!image) return or_gone(std::move(image).error(), locked.path);
@@ -257,16 +257,17 @@ Status ImageStore::remove(const std::string& name, const SealId& id) {
 }
 
 Status ImageStore::note_ended(const std::string& name, const SealId& id, int32_t position) {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     const Status noted = [&]() -> Status {
-      TORPOR_ASSIGN(const std::unique_ptr<Directory> all, images(false));
-      TORPOR_ASSIGN(const std::unique_ptr<Directory> store, all->open_directory(name));
-      TORPOR_ASSIGN(const std::unique_ptr<Directory> image, store->open_directory(generation_name(kGeneration)));
+      TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> all, images(false));
+      TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> store, all->open_directory(name));
+      TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> image,
+                              store->open_directory(generation_name(kGeneration)));
       if (!is_same(*image, id, options_.key.get())) return gone(path_of(name));
       const std::string mark = fmt::format("{}{:06}", kEndedPrefix, position);
       if (image->open_file(mark)) return ok();
-      TORPOR_ASSIGN(const std::unique_ptr<File> file, image->create_file(mark));
-      TORPOR_TRY(file->sync());
+      TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, image->create_file(mark));
+      TORPOR_RETURN_IF_ERROR(file->sync());
       return image->sync();
     }();
     return noted ? noted : Status(or_gone(noted.error(), path_of(name)));
@@ -274,19 +275,20 @@ Status ImageStore::note_ended(const std::string& name, const SealId& id, int32_t
 }
 
 Result<std::vector<ImageInfo>> ImageStore::list() const {
-  return catching([&]() -> Result<std::vector<ImageInfo>> {
+  return try_catch([&]() -> Result<std::vector<ImageInfo>> {
     std::vector<ImageInfo> infos;
     const Result<std::unique_ptr<Directory>> all = images(false);
     if (!all && all.error().code == Code::kNotFound) return infos;
     if (!all) return all.error();
-    TORPOR_ASSIGN(const std::vector<Entry> entries, (*all)->list());
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, (*all)->list());
     for (const Entry& entry : entries) {
       if (entry.kind != EntryKind::kDirectory) continue;
       ImageInfo info{.name = entry.name, .path = path_of(entry.name)};
       const Status read = [&]() -> Status {
-        TORPOR_ASSIGN(const std::unique_ptr<Directory> store, (*all)->open_directory(entry.name));
-        TORPOR_ASSIGN(const std::unique_ptr<Directory> image, store->open_directory(generation_name(kGeneration)));
-        TORPOR_ASSIGN(info.ended, ended_in(*image));
+        TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> store, (*all)->open_directory(entry.name));
+        TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> image,
+                                store->open_directory(generation_name(kGeneration)));
+        TORPOR_ASSIGN_OR_RETURN(info.ended, ended_in(*image));
         const Result<OpenedManifest> opened = read_manifest(*image, options_.key.get());
         info.readable = opened.has_value();
         if (!opened) {
@@ -306,22 +308,22 @@ Result<std::vector<ImageInfo>> ImageStore::list() const {
 }
 
 Result<std::vector<std::string>> ImageStore::remove_leftovers(bool dry_run) {
-  return catching([&]() -> Result<std::vector<std::string>> {
+  return try_catch([&]() -> Result<std::vector<std::string>> {
     std::vector<std::string> gone;
     const Result<std::unique_ptr<Directory>> all = images(false);
     if (!all && all.error().code == Code::kNotFound) return gone;
     if (!all) return all.error();
-    TORPOR_ASSIGN(const std::vector<Entry> entries, (*all)->list());
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, (*all)->list());
     for (const Entry& entry : entries) {
       if (entry.kind != EntryKind::kDirectory) continue;
       const Result<bool> is_leftover = [&]() -> Result<bool> {
-        TORPOR_ASSIGN(const std::unique_ptr<Directory> store, (*all)->open_directory(entry.name));
-        TORPOR_ASSIGN(const bool there, has_image(*store));
+        TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> store, (*all)->open_directory(entry.name));
+        TORPOR_ASSIGN_OR_RETURN(const bool there, has_image(*store));
         if (there || dry_run) return !there;
-        TORPOR_ASSIGN(const std::unique_ptr<File> lock, store->lock(kLockFile));
-        TORPOR_ASSIGN(const bool since, has_image(*store));
+        TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> lock, store->lock(kLockFile));
+        TORPOR_ASSIGN_OR_RETURN(const bool since, has_image(*store));
         if (since) return false;
-        TORPOR_TRY((*all)->remove_tree(entry.name));
+        TORPOR_RETURN_IF_ERROR((*all)->remove_tree(entry.name));
         return true;
       }();
       if (is_leftover) {

@@ -57,12 +57,12 @@ Status check(const RankSummary& rank, const SealId& id) {
 }
 
 Status check(const Manifest& manifest) {
-  TORPOR_TRY(check_sections(manifest));
+  TORPOR_RETURN_IF_ERROR(check_sections(manifest));
   std::set<int32_t> ranks;
   for (const RankSummary& rank : manifest.ranks) {
     if (rank.rank < 0 || !ranks.insert(rank.rank).second)
       return damaged_manifest(fmt::format("the rank {} is listed twice", rank.rank));
-    TORPOR_TRY(check(rank, manifest.id));
+    TORPOR_RETURN_IF_ERROR(check(rank, manifest.id));
   }
   return ok();
 }
@@ -135,7 +135,7 @@ Result<OpenedManifest> decode_manifest(std::span<const std::byte> file, const Ke
     return damaged_manifest(fmt::format("it has {} bytes, fewer than its header", file.size()));
   std::memcpy(&header, file.data(), sizeof header);
   const std::span<const std::byte> body = file.subspan(sizeof header);
-  TORPOR_TRY(check(header, body.size(), key));
+  TORPOR_RETURN_IF_ERROR(check(header, body.size(), key));
   const auto protection = static_cast<Protection>(header.protection);
   std::shared_ptr<const Seal> seal;
   if (protection != Protection::kNone) {
@@ -154,21 +154,21 @@ Result<OpenedManifest> decode_manifest(std::span<const std::byte> file, const Ke
   if (protection == Protection::kEncrypted) {
     decrypted.resize(body.size());
     std::memcpy(decrypted.data(), body.data(), body.size());
-    TORPOR_TRY(seal->open(std::as_writable_bytes(std::span(decrypted)), header.body_seal, kBodyPlace));
+    TORPOR_RETURN_IF_ERROR(seal->open(std::as_writable_bytes(std::span(decrypted)), header.body_seal, kBodyPlace));
     clear = std::as_bytes(std::span(decrypted));
   }
   OpenedManifest opened{.seal = std::move(seal)};
   if (beginning.format_version == 3) {
-    TORPOR_ASSIGN(BodyOfVersion3 body, from_bytes<BodyOfVersion3>(clear, "MANIFEST"));
+    TORPOR_ASSIGN_OR_RETURN(BodyOfVersion3 body, from_bytes<BodyOfVersion3>(clear, "MANIFEST"));
     opened.manifest = std::move(body.manifest);
   } else {
-    TORPOR_ASSIGN(opened.manifest, from_bytes<Manifest>(clear, "MANIFEST"));
+    TORPOR_ASSIGN_OR_RETURN(opened.manifest, from_bytes<Manifest>(clear, "MANIFEST"));
   }
   opened.manifest.format_version = beginning.format_version;
   opened.manifest.protection = protection;
   opened.manifest.id = header.id;
   if (beginning.format_version < 4) opened.manifest.owner = owner_of(opened.manifest.fingerprint);
-  TORPOR_TRY(check(opened.manifest));
+  TORPOR_RETURN_IF_ERROR(check(opened.manifest));
   return opened;
 }
 

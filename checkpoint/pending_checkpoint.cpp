@@ -36,12 +36,12 @@ struct PendingCheckpoint::Impl {
 
   ~Impl() {
     if (committed || staging == nullptr) return;
-    const Status done = catching([this]() -> Status {
+    const Status done = try_catch([this]() -> Status {
       staging.reset();
       return store->remove_tree(staging_name);
     });
     if (done) return;
-    (void)catching([&]() -> Status {
+    (void)try_catch([&]() -> Status {
       log().warn("an unfinished checkpoint could not be removed, the next one will: {}", done.error().to_string());
       return ok();
     });
@@ -63,8 +63,8 @@ Result<PendingCheckpoint> PendingCheckpoint::begin(FileSystem& file_system, std:
                                                    uint64_t expected_bytes) {
   std::unique_ptr<PendingCheckpoint::Impl> pending(new PendingCheckpoint::Impl{
       .file_system = file_system, .store = std::move(store), .lock = std::move(lock), .options = std::move(options)});
-  TORPOR_TRY(remove_leftovers(*pending->store));
-  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*pending->store));
+  TORPOR_RETURN_IF_ERROR(remove_leftovers(*pending->store));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<uint64_t> generations, generations_in(*pending->store));
   const Key* const key = pending->options.key.get();
   Manifest& manifest = pending->manifest;
   manifest.id = random_seal_id();
@@ -75,7 +75,7 @@ Result<PendingCheckpoint> PendingCheckpoint::begin(FileSystem& file_system, std:
   pending->writing.id = manifest.id;
   manifest.protection = pending->writing.protection;
   if (key != nullptr) pending->seal = std::make_unique<Seal>(*key, manifest.id, manifest.protection);
-  TORPOR_ASSIGN(const uint64_t free, pending->store->free_bytes());
+  TORPOR_ASSIGN_OR_RETURN(const uint64_t free, pending->store->free_bytes());
   if (!pending->writing.base.empty()) expected_bytes = 0;  // far less may be written
   if (expected_bytes > free || free - expected_bytes < kSpareBytes) {
     return Error{.code = Code::kResourceExhausted,
@@ -84,7 +84,7 @@ Result<PendingCheckpoint> PendingCheckpoint::begin(FileSystem& file_system, std:
                  .next_step = "free disk space or choose another directory"};
   }
   std::string staging_name = fmt::format("{}{:06}", kStagingPrefix, manifest.generation);
-  TORPOR_ASSIGN(pending->staging, pending->store->create_directory(staging_name));
+  TORPOR_ASSIGN_OR_RETURN(pending->staging, pending->store->create_directory(staging_name));
   pending->staging_name = std::move(staging_name);
   return PendingCheckpoint(std::move(pending));
 }
@@ -94,24 +94,24 @@ const std::string& PendingCheckpoint::staging_path() const { return impl_->stagi
 const RankWriting& PendingCheckpoint::writing() const { return impl_->writing; }
 
 Status PendingCheckpoint::write_state(const EngineCheckpoint& checkpoint) {
-  return catching([&] { return write_state(checkpoint.fingerprint, encode(checkpoint)); });
+  return try_catch([&] { return write_state(checkpoint.fingerprint, encode(checkpoint)); });
 }
 
 Status PendingCheckpoint::write_state(const Fingerprint& fingerprint, std::vector<Section> sections) {
-  return catching([&] {
+  return try_catch([&] {
     impl_->manifest.fingerprint = fingerprint;
     return impl_->write(sections);
   });
 }
 
 Status PendingCheckpoint::Impl::write(std::vector<Section>& sections) {
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, staging->create_file(kStateFile));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, staging->create_file(kStateFile));
   uint64_t total = 0;
   for (const Section& section : sections) total += section.bytes.size();
   ProgressMeter progress(options.progress, "writing the state", total, *options.clock);
   uint64_t offset = 0;
   for (Section& section : sections) {
-    TORPOR_TRY(progress.add(section.bytes.size()));
+    TORPOR_RETURN_IF_ERROR(progress.add(section.bytes.size()));
     SectionInfo info{
         .name = section.name, .required = section.required, .offset = offset, .bytes = section.bytes.size()};
     std::optional<Bytes> packed = compress(std::as_bytes(std::span(section.bytes)));
@@ -123,7 +123,7 @@ Status PendingCheckpoint::Impl::write(std::vector<Section>& sections) {
     info.stored_bytes = stored.size();
     if (seal != nullptr) info.seal = seal->seal(stored, stored, section_place(info));
     info.digest = digest_of(stored);
-    TORPOR_TRY(file->pwrite(stored, offset));
+    TORPOR_RETURN_IF_ERROR(file->pwrite(stored, offset));
     offset += stored.size();
     section.bytes = {};
     manifest.sections.push_back(std::move(info));
@@ -132,7 +132,7 @@ Status PendingCheckpoint::Impl::write(std::vector<Section>& sections) {
 }
 
 Result<std::unique_ptr<RankWriter>> PendingCheckpoint::create_rank(int32_t rank, uint64_t expected_bytes) {
-  return catching([&]() -> Result<std::unique_ptr<RankWriter>> {
+  return try_catch([&]() -> Result<std::unique_ptr<RankWriter>> {
     std::shared_ptr<ProgressMeter> progress;
     if (impl_->options.progress) {
       progress =
@@ -145,20 +145,20 @@ Result<std::unique_ptr<RankWriter>> PendingCheckpoint::create_rank(int32_t rank,
 }
 
 Status PendingCheckpoint::take_signs(const std::vector<std::string>& hosts) {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     for (size_t rank = 0; rank < hosts.size(); ++rank) {
       const std::string sign = sign_file_name(static_cast<int32_t>(rank));
-      TORPOR_TRY(impl_->see(rank, sign, hosts[rank]));
-      TORPOR_TRY(impl_->staging->remove_file(sign));
+      TORPOR_RETURN_IF_ERROR(impl_->see(rank, sign, hosts[rank]));
+      TORPOR_RETURN_IF_ERROR(impl_->staging->remove_file(sign));
     }
     return ok();
   });
 }
 
 Status PendingCheckpoint::see_chunks(size_t ranks) const {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     for (size_t rank = 0; rank < ranks; ++rank)
-      TORPOR_TRY(impl_->see(rank, chunk_file_name(static_cast<int32_t>(rank)), {}));
+      TORPOR_RETURN_IF_ERROR(impl_->see(rank, chunk_file_name(static_cast<int32_t>(rank)), {}));
     return ok();
   });
 }
@@ -183,17 +183,17 @@ void PendingCheckpoint::set_fingerprint(Fingerprint fingerprint) {
 void PendingCheckpoint::set_owner(const Digest& owner) { impl_->owner = owner; }
 
 Result<std::string> PendingCheckpoint::commit() {
-  return catching([&] { return impl_->commit(); });
+  return try_catch([&] { return impl_->commit(); });
 }
 
 void PendingCheckpoint::retire_older() noexcept {
-  const Result<std::vector<std::string>> gone = catching([&] {
+  const Result<std::vector<std::string>> gone = try_catch([&] {
     const CheckpointManagerOptions& options = impl_->options;
     return retire(*impl_->store, options.key.get(), options.retention, options.clock->unix_seconds(), false,
                   impl_->manifest.owner);
   });
   if (gone) return;
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     log().warn("older checkpoints could not be removed, the next one will try again: {}", gone.error().to_string());
     return ok();
   });
@@ -201,19 +201,19 @@ void PendingCheckpoint::retire_older() noexcept {
 
 Status PendingCheckpoint::withdraw() {
   if (!impl_->visible) return ok();
-  return catching([this]() -> Status {
+  return try_catch([this]() -> Status {
     const Result<std::string> hidden = hide_generation(*impl_->store, impl_->manifest.generation);
     if (!hidden && hidden.error().code != Code::kNotFound) return hidden.error();
-    if (!hidden) TORPOR_TRY(impl_->store->sync());  // it is out of sight; is that durable?
+    if (!hidden) TORPOR_RETURN_IF_ERROR(impl_->store->sync());  // it is out of sight; is that durable?
     impl_->visible = false;
-    if (hidden) (void)catching([&] { return impl_->store->remove_tree(*hidden); });  // else the next writer does it
+    if (hidden) (void)try_catch([&] { return impl_->store->remove_tree(*hidden); });  // else the next writer does it
     return ok();
   });
 }
 
 Status PendingCheckpoint::Impl::check_written(int32_t rank, const std::string& name, uint64_t bytes) const {
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, staging->open_file(name));
-  TORPOR_ASSIGN(const uint64_t size, file->size());
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, staging->open_file(name));
+  TORPOR_ASSIGN_OR_RETURN(const uint64_t size, file->size());
   if (size == bytes) return ok();
   return Error{.code = Code::kIo,
                .what = fmt::format("{} has {} bytes, rank {} wrote {}", file->name(), size, rank, bytes),
@@ -226,18 +226,18 @@ Result<std::string> PendingCheckpoint::Impl::commit() {
   std::sort(manifest.ranks.begin(), manifest.ranks.end(),
             [](const RankSummary& a, const RankSummary& b) { return a.rank < b.rank; });
   for (const RankSummary& rank : manifest.ranks) {
-    TORPOR_TRY(check_written(rank.rank, rank.refs, rank.refs_bytes));
-    for (const LinkedFile& file : rank.files) TORPOR_TRY(check_written(rank.rank, file.name, file.bytes));
+    TORPOR_RETURN_IF_ERROR(check_written(rank.rank, rank.refs, rank.refs_bytes));
+    for (const LinkedFile& file : rank.files) TORPOR_RETURN_IF_ERROR(check_written(rank.rank, file.name, file.bytes));
   }
   const std::string name = generation_name(manifest.generation);
   std::string path = fmt::format("{}/{}", store->path(), name);
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, staging->create_file(kManifestFile));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, staging->create_file(kManifestFile));
   const Bytes bytes = encode_manifest(manifest, seal.get());
-  TORPOR_TRY(file->pwrite(std::as_bytes(std::span(bytes)), 0));
-  TORPOR_TRY(file->sync());
-  TORPOR_TRY(staging->sync());
+  TORPOR_RETURN_IF_ERROR(file->pwrite(std::as_bytes(std::span(bytes)), 0));
+  TORPOR_RETURN_IF_ERROR(file->sync());
+  TORPOR_RETURN_IF_ERROR(staging->sync());
   visible = true;
-  TORPOR_TRY(store->rename_new(staging_name, name));
+  TORPOR_RETURN_IF_ERROR(store->rename_new(staging_name, name));
   committed = true;
   if (Status synced = store->sync(); !synced) {
     // Perhaps durable, perhaps not: nobody may ever believe it.

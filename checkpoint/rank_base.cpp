@@ -7,7 +7,7 @@ namespace torpor {
 
 Result<std::unique_ptr<RankBase>> RankBase::open(FileSystem& file_system, const RankWriting& writing, int32_t rank,
                                                  std::shared_ptr<const Key> key) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(file_system, writing.base, std::move(key)));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_checkpoint(file_system, writing.base, std::move(key)));
   const RankSummary* const summary = checkpoint.manifest().find_rank(rank);
   if (checkpoint.manifest().id != writing.base_id || summary == nullptr) {
     return Error{.code = Code::kIncompatible,
@@ -15,7 +15,7 @@ Result<std::unique_ptr<RankBase>> RankBase::open(FileSystem& file_system, const 
                                      writing.base, rank),
                  .next_step = "let all of them see the same directory"};
   }
-  TORPOR_ASSIGN(RankRefs refs, checkpoint.refs(*summary));
+  TORPOR_ASSIGN_OR_RETURN(RankRefs refs, checkpoint.refs(*summary));
   std::unique_ptr<RankBase> base(new RankBase(std::move(refs)));
   for (const SavedChunk& record : base->refs_.records) base->by_key_.emplace(record.key, &record);
   return base;

@@ -81,7 +81,7 @@ std::optional<size_t> sparsest(const std::vector<FileUse>& uses) {
 std::string sign_file_name(int32_t rank) { return fmt::format("sign-r{}", rank); }
 
 Status leave_sign(FileSystem& file_system, const std::string& staging, int32_t rank) {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, open_staging(file_system, staging));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, open_staging(file_system, staging));
   const Result<std::unique_ptr<File>> sign = directory->create_file(sign_file_name(rank));
   if (sign || sign.error().native == EEXIST) return ok();  // asked again
   return sign.error();
@@ -102,7 +102,7 @@ Result<std::unique_ptr<RankWriter>> RankWriter::create(FileSystem& file_system, 
                                                        const RankWriting& writing, int32_t rank,
                                                        std::shared_ptr<const Key> key,
                                                        std::shared_ptr<ProgressMeter> progress) {
-  TORPOR_ASSIGN(std::unique_ptr<Directory> directory, open_staging(file_system, staging));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> directory, open_staging(file_system, staging));
   std::unique_ptr<RankWriter> writer(new RankWriter(std::move(directory), writing, rank, std::move(progress)));
   ChunkFileOptions options{.rank = rank, .compression = writing.compression, .progress = writer->progress_};
   if (writing.protection != Protection::kNone) {
@@ -112,7 +112,7 @@ Result<std::unique_ptr<RankWriter>> RankWriter::create(FileSystem& file_system, 
                    .next_step = "set key_file for all processes of the engine"};
     options.seal = writer->seal_ = std::make_shared<Seal>(*key, writing.id, writing.protection);
   }
-  TORPOR_ASSIGN(writer->own_, DiskTier::create(*writer->staging_, chunk_file_name(rank), std::move(options)));
+  TORPOR_ASSIGN_OR_RETURN(writer->own_, DiskTier::create(*writer->staging_, chunk_file_name(rank), std::move(options)));
   if (writing.base.empty()) return writer;
   Result<std::unique_ptr<RankBase>> base = RankBase::open(file_system, writing, rank, std::move(key));
   if (!base) {
@@ -132,11 +132,11 @@ void RankWriter::link_base(FileSystem& file_system) {
   const auto link = [&](const LinkedFile& file) -> Status {
     if (!from) return from.error();
     const std::string name = linked_file_name(rank_, file.id);
-    TORPOR_TRY((*from)->link_new(file.name, *staging_, name));
-    TORPOR_ASSIGN(const std::unique_ptr<File> linked, staging_->open_file(name));
-    TORPOR_ASSIGN(const uint64_t size, linked->size());
+    TORPOR_RETURN_IF_ERROR((*from)->link_new(file.name, *staging_, name));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> linked, staging_->open_file(name));
+    TORPOR_ASSIGN_OR_RETURN(const uint64_t size, linked->size());
     if (size == file.bytes && size > 0) return ok();
-    TORPOR_TRY(staging_->remove_file(name));
+    TORPOR_RETURN_IF_ERROR(staging_->remove_file(name));
     return Error{.code = Code::kCorruption,
                  .what = fmt::format("{}/{} has {} bytes, {} were written", writing_.base, file.name, size, file.bytes),
                  .next_step = "see torpor verify"};
@@ -164,7 +164,7 @@ Result<SavedChunk> RankWriter::take_over(const ChunkKey& key) {
   }
   SavedChunk record = *known;
   ++record.file;
-  if (progress_ != nullptr) TORPOR_TRY(progress_->add(record.bytes));
+  if (progress_ != nullptr) TORPOR_RETURN_IF_ERROR(progress_->add(record.bytes));
   return record;
 }
 
@@ -210,7 +210,7 @@ Status RankWriter::drop_unused_links(const std::vector<SavedChunk>& records) {
   const std::vector<FileUse> uses = uses_of(records, base_->has->refs().files);
   for (size_t i = 0; i < uses.size(); ++i) {
     if (base_->linked[i] && uses[i].held == 0)
-      TORPOR_TRY(staging_->remove_file(linked_file_name(rank_, base_->has->refs().files[i].id)));
+      TORPOR_RETURN_IF_ERROR(staging_->remove_file(linked_file_name(rank_, base_->has->refs().files[i].id)));
   }
   return ok();
 }
@@ -235,17 +235,17 @@ RankRefs RankWriter::refs_of(std::vector<SavedChunk>& records) const {
 }
 
 Result<RankSummary> RankWriter::write_refs(std::vector<SavedChunk>& records) {
-  TORPOR_TRY(own_->finish());
-  TORPOR_TRY(drop_unused_links(records));
+  TORPOR_RETURN_IF_ERROR(own_->finish());
+  TORPOR_RETURN_IF_ERROR(drop_unused_links(records));
   const RankRefs refs = refs_of(records);
   const EncodedRefs encoded = encode_refs(refs, writing_.id, seal_.get());
   RankSummary summary = summary_of(refs);
   summary.refs = refs_file_name(rank_);
   summary.refs_bytes = encoded.file.size();
   summary.refs_mac = encoded.mac;
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, staging_->create_file(summary.refs));
-  TORPOR_TRY(file->pwrite(std::as_bytes(std::span(encoded.file)), 0));
-  TORPOR_TRY(file->sync());
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, staging_->create_file(summary.refs));
+  TORPOR_RETURN_IF_ERROR(file->pwrite(std::as_bytes(std::span(encoded.file)), 0));
+  TORPOR_RETURN_IF_ERROR(file->sync());
   return summary;
 }
 

@@ -135,12 +135,13 @@ Result<RankRefs> decode_refs(std::span<const std::byte> file, const RankSummary&
   if (seal != nullptr && seal->protection() == Protection::kEncrypted) {
     decrypted.resize(body.size());
     std::memcpy(decrypted.data(), body.data(), body.size());
-    TORPOR_TRY(seal->open(std::as_writable_bytes(std::span(decrypted)), header.body_seal, body_place(header.rank)));
+    TORPOR_RETURN_IF_ERROR(
+        seal->open(std::as_writable_bytes(std::span(decrypted)), header.body_seal, body_place(header.rank)));
     body = std::as_bytes(std::span(decrypted));
   }
-  TORPOR_ASSIGN(RefsBody decoded, from_bytes<RefsBody>(body, where));
+  TORPOR_ASSIGN_OR_RETURN(RefsBody decoded, from_bytes<RefsBody>(body, where));
   RankRefs refs{.rank = header.rank, .files = std::move(decoded.files), .records = std::move(decoded.records)};
-  TORPOR_TRY(check(refs, summary));
+  TORPOR_RETURN_IF_ERROR(check(refs, summary));
   return refs;
 }
 

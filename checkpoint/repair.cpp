@@ -35,11 +35,11 @@ std::vector<DroppedRequest> hit_requests(const KvSnapshot& kv, const std::set<in
 // Reads the chunks that stay and writes them anew, a few MiB at a time.
 Result<RankSummary> copy_rank(const Checkpoint& checkpoint, const RankSummary& rank, const RepairPlan& plan,
                               PendingCheckpoint& pending) {
-  TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(rank));
+  TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(rank));
   const std::set<uint64_t> bad(plan.dropped_blocks.begin(), plan.dropped_blocks.end());
   const std::set<std::string> gone(plan.dropped_tags.begin(), plan.dropped_tags.end());
   std::unique_ptr<DiskTier> from;  // opened when there is something to read: the file may be gone
-  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> to, pending.create_rank(rank.rank));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<RankWriter> to, pending.create_rank(rank.rank));
   std::vector<SavedChunk> copied;
   PageBuffer memory;
   for (SavedChunk chunk : refs.records) {
@@ -48,15 +48,15 @@ Result<RankSummary> copy_rank(const Checkpoint& checkpoint, const RankSummary& r
     if (room.size() < chunk.bytes)
       return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
     if (from == nullptr) {
-      TORPOR_ASSIGN(from, checkpoint.open_rank(rank));
+      TORPOR_ASSIGN_OR_RETURN(from, checkpoint.open_rank(rank));
     }
     const std::span<std::byte> bytes = room.first(chunk.bytes);
-    TORPOR_TRY(from->get_one(chunk, bytes));
+    TORPOR_RETURN_IF_ERROR(from->get_one(chunk, bytes));
     if (digest_of(bytes) != chunk.digest)
       return beyond_repair(fmt::format("{} has changed meanwhile", chunk.key.to_string()));
     RecordPart part{&chunk, bytes, ok()};
     to->put({&part, 1});
-    TORPOR_TRY(std::move(part.status));
+    TORPOR_RETURN_IF_ERROR(std::move(part.status));
     copied.push_back(std::move(chunk));
   }
   return to->write_refs(copied);
@@ -90,7 +90,7 @@ void drop_request(SchedulerCheckpoint& state, const std::string& id) {
 }
 
 Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification& found) {
-  return catching([&]() -> Result<RepairPlan> {
+  return try_catch([&]() -> Result<RepairPlan> {
     RepairPlan plan;
     if (!found.bad_ranks.empty())
       return beyond_repair(fmt::format("cannot be repaired: nothing says what rank {} saved", found.bad_ranks[0]));
@@ -106,7 +106,7 @@ Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification&
     const std::set<std::string> bad_chunks(found.bad_chunks.begin(), found.bad_chunks.end());
     std::set<std::string> tags;
     for (const RankSummary& rank : checkpoint.manifest().ranks) {
-      TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(rank));
+      TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(rank));
       for (const SavedChunk& chunk : refs.records) {
         if (chunk.key.kind == ChunkKind::kRegion && bad_chunks.contains(chunk.key.to_string()))
           tags.insert(chunk.key.tag);
@@ -119,15 +119,15 @@ Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification&
 }
 
 Result<std::string> write_repaired(const Checkpoint& checkpoint, const RepairPlan& plan, CheckpointManager& target) {
-  return catching([&]() -> Result<std::string> {
+  return try_catch([&]() -> Result<std::string> {
     uint64_t expected = 0;
     for (const RankSummary& rank : checkpoint.manifest().ranks) {
       for (const auto& [tag, sums] : rank.tags) expected += sums.bytes + sums.records * kPage;
     }
-    TORPOR_ASSIGN(PendingCheckpoint pending, target.begin(expected));
-    TORPOR_TRY(pending.write_state(plan.state));
+    TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint pending, target.begin(expected));
+    TORPOR_RETURN_IF_ERROR(pending.write_state(plan.state));
     for (const RankSummary& rank : checkpoint.manifest().ranks) {
-      TORPOR_ASSIGN(RankSummary copied, copy_rank(checkpoint, rank, plan, pending));
+      TORPOR_ASSIGN_OR_RETURN(RankSummary copied, copy_rank(checkpoint, rank, plan, pending));
       pending.add_rank(std::move(copied));
     }
     pending.set_owner(checkpoint.manifest().owner);

@@ -48,16 +48,16 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
                  .next_step = "wake it with as many data parallel ranks, or look at the checkpoint of each"};
   }
   SectionReader reader(sections, kSectionVersion);
-  TORPOR_TRY(reader.take("requests", scheduler.requests));
-  TORPOR_TRY(reader.take("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held,
-                         scheduler.finished));
-  TORPOR_TRY(reader.take("block_tables", kv.groups));
-  TORPOR_TRY(reader.take("blocks", kv.num_blocks, kv.null_block, kv.blocks));
-  TORPOR_TRY(reader.take("free_order", kv.free_order));
-  TORPOR_TRY(reader.take("prefix_index", kv.prefix_index, kv.extra_hashes));
-  TORPOR_TRY(reader.take("samplers", checkpoint.state.workers));
-  TORPOR_TRY(reader.take("engine", scheduler.engine, kv.engine));
-  TORPOR_TRY(reader.take("outputs", checkpoint.outputs));
+  TORPOR_RETURN_IF_ERROR(reader.take("requests", scheduler.requests));
+  TORPOR_RETURN_IF_ERROR(reader.take("queues", scheduler.policy, scheduler.running, scheduler.waiting, scheduler.held,
+                                     scheduler.finished));
+  TORPOR_RETURN_IF_ERROR(reader.take("block_tables", kv.groups));
+  TORPOR_RETURN_IF_ERROR(reader.take("blocks", kv.num_blocks, kv.null_block, kv.blocks));
+  TORPOR_RETURN_IF_ERROR(reader.take("free_order", kv.free_order));
+  TORPOR_RETURN_IF_ERROR(reader.take("prefix_index", kv.prefix_index, kv.extra_hashes));
+  TORPOR_RETURN_IF_ERROR(reader.take("samplers", checkpoint.state.workers));
+  TORPOR_RETURN_IF_ERROR(reader.take("engine", scheduler.engine, kv.engine));
+  TORPOR_RETURN_IF_ERROR(reader.take("outputs", checkpoint.outputs));
   Result<Metadata> metadata = decode_metadata(sections);
   if (metadata) checkpoint.metadata = *std::move(metadata);  // else it is carried: nothing is decided by it
   for (const Section& section : sections) {
@@ -82,7 +82,7 @@ Result<Metadata> decode_metadata(std::span<const Section> sections) {
   Metadata metadata;
   if (std::none_of(sections.begin(), sections.end(), [](const Section& s) { return s.name == kMetadataSection; }))
     return metadata;
-  TORPOR_TRY(SectionReader(sections, kSectionVersion).take(kMetadataSection, metadata));
+  TORPOR_RETURN_IF_ERROR(SectionReader(sections, kSectionVersion).take(kMetadataSection, metadata));
   if (const Status fits = check_metadata(metadata); !fits)
     return Error{.code = Code::kCorruption, .what = fits.error().what, .next_step = "use another checkpoint"};
   return metadata;

@@ -16,7 +16,7 @@ CheckpointInfo info_of(const Directory& store, uint64_t generation, const Key* k
   CheckpointInfo info{.name = generation_name(generation)};
   info.path = fmt::format("{}/{}", store.path(), info.name);
   Result<OpenedManifest> opened = [&]() -> Result<OpenedManifest> {
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, store.open_directory(info.name));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, store.open_directory(info.name));
     info.woken = directory->open_file(kWokenFile).has_value();
     Result<OpenedManifest> read = read_manifest(*directory, key);
     if (!read && trust == Trust::kAnySeal && key != nullptr && read.error().code == Code::kUnauthenticated)
@@ -45,27 +45,27 @@ bool is_news(const std::string& path) {
 }  // namespace
 
 Result<std::vector<CheckpointInfo>> infos_in(const Directory& store, const Key* key, Trust trust) {
-  TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(store));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<uint64_t> generations, generations_in(store));
   std::vector<CheckpointInfo> infos;
   for (const uint64_t generation : generations) infos.push_back(info_of(store, generation, key, trust));
   return infos;
 }
 
 Status remove_generation(Directory& store, uint64_t generation) {
-  TORPOR_ASSIGN(const std::string doomed, hide_generation(store, generation));
+  TORPOR_ASSIGN_OR_RETURN(const std::string doomed, hide_generation(store, generation));
   return store.remove_tree(doomed);
 }
 
 Result<std::string> hide_generation(Directory& store, uint64_t generation) {
   const std::string name = generation_name(generation);
   std::string doomed = fmt::format("{}{}", kTrashPrefix, name);
-  TORPOR_TRY(store.rename_new(name, doomed));
-  TORPOR_TRY(store.sync());
+  TORPOR_RETURN_IF_ERROR(store.rename_new(name, doomed));
+  TORPOR_RETURN_IF_ERROR(store.sync());
   return doomed;
 }
 
 Result<std::vector<std::string>> leftovers_in(const Directory& store) {
-  TORPOR_ASSIGN(const std::vector<Entry> entries, store.list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, store.list());
   std::vector<std::string> names;
   for (const Entry& entry : entries) {
     if (entry.name.starts_with(kStagingPrefix) || entry.name.starts_with(kTrashPrefix)) names.push_back(entry.name);
@@ -74,14 +74,14 @@ Result<std::vector<std::string>> leftovers_in(const Directory& store) {
 }
 
 Status remove_leftovers(Directory& store) {
-  TORPOR_ASSIGN(const std::vector<std::string> names, leftovers_in(store));
-  for (const std::string& name : names) TORPOR_TRY(store.remove_tree(name));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> names, leftovers_in(store));
+  for (const std::string& name : names) TORPOR_RETURN_IF_ERROR(store.remove_tree(name));
   return ok();
 }
 
 Result<std::vector<std::string>> retire(Directory& store, const Key* key, const Retention& retention,
                                         double now_unix_seconds, bool dry_run, const std::optional<Digest>& owner) {
-  TORPOR_ASSIGN(const std::vector<CheckpointInfo> infos, infos_in(store, key, Trust::kAnySeal));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<CheckpointInfo> infos, infos_in(store, key, Trust::kAnySeal));
   for (const CheckpointInfo& info : infos) {
     if (info.readable || !is_news(info.path)) continue;
     log().warn("{} cannot be read: retention leaves it there and counts the others ({}); see torpor verify, torpor rm",
@@ -90,7 +90,7 @@ Result<std::vector<std::string>> retire(Directory& store, const Key* key, const 
   const std::vector<uint64_t> gone = retired(infos, retention, now_unix_seconds, owner);
   std::vector<std::string> names;
   for (auto generation = gone.rbegin(); generation != gone.rend(); ++generation) {
-    if (!dry_run) TORPOR_TRY(remove_generation(store, *generation));
+    if (!dry_run) TORPOR_RETURN_IF_ERROR(remove_generation(store, *generation));
     names.push_back(generation_name(*generation));
   }
   return names;

@@ -21,7 +21,7 @@ std::optional<uint64_t> generation_of(std::string_view entry_name) {
 }
 
 Result<std::vector<uint64_t>> generations_in(const Directory& store) {
-  TORPOR_ASSIGN(const std::vector<Entry> entries, store.list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, store.list());
   std::vector<uint64_t> generations;
   for (const Entry& entry : entries) {
     if (entry.kind != EntryKind::kDirectory) continue;
@@ -32,20 +32,20 @@ Result<std::vector<uint64_t>> generations_in(const Directory& store) {
 }
 
 Result<Bytes> read_whole(const Directory& directory, std::string_view name, uint64_t most) {
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(name));
-  TORPOR_ASSIGN(const uint64_t size, file->size());
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory.open_file(name));
+  TORPOR_ASSIGN_OR_RETURN(const uint64_t size, file->size());
   if (size > most) {
     return Error{.code = Code::kCorruption,
                  .what = fmt::format("{} has {} bytes", file->name(), size),
                  .next_step = "use another checkpoint"};
   }
   Bytes bytes(size);
-  TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(bytes)), 0));
+  TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(bytes)), 0));
   return bytes;
 }
 
 Result<OpenedManifest> read_manifest(const Directory& directory, const Key* key) {
-  TORPOR_ASSIGN(const Bytes bytes, read_whole(directory, kManifestFile, kMaxManifestBytes));
+  TORPOR_ASSIGN_OR_RETURN(const Bytes bytes, read_whole(directory, kManifestFile, kMaxManifestBytes));
   Result<OpenedManifest> opened = decode_manifest(std::as_bytes(std::span(bytes)), key);
   if (!opened) return opened.error().within(directory.path());
   return opened;

@@ -42,7 +42,7 @@ class ChunkCheck {
   Status run(int threads) {
     std::vector<std::thread> helpers;
     const auto work = [this] {
-      const Status done = catching([this] { return this->work(); });
+      const Status done = try_catch([this] { return this->work(); });
       const MutexLock lock(mutex_);
       if (!done && result_) result_ = done;
     };
@@ -89,7 +89,7 @@ class ChunkCheck {
       const std::span<std::byte> room = memory.room(bytes);
       if (room.size() < bytes)
         return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
-      TORPOR_TRY(check(chunks, room));
+      TORPOR_RETURN_IF_ERROR(check(chunks, room));
     }
     return ok();
   }
@@ -332,22 +332,22 @@ Status check_contents(const Checkpoint& checkpoint, const RankRefs& rank,
 }  // namespace
 
 Result<Verification> verify(const Checkpoint& checkpoint, const VerifyOptions& options) {
-  return catching([&]() -> Result<Verification> {
+  return try_catch([&]() -> Result<Verification> {
     Verification found;
     // Twice as many as cores: some read while others take digests.
     const int threads = options.threads > 0
                             ? options.threads
                             : static_cast<int>(std::clamp(2 * std::thread::hardware_concurrency(), 2u, 16u));
-    TORPOR_ASSIGN(const std::vector<RankRefs> ranks, read_refs(checkpoint, found));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<RankRefs> ranks, read_refs(checkpoint, found));
     uint64_t total = 0;
     for (const RankRefs& rank : ranks) {
       for (const SavedChunk& chunk : rank.records) total += chunk.bytes;
     }
     const auto progress = std::make_shared<ProgressMeter>(options.progress, "verifying", total);
     for (const RankRefs& rank : ranks) {
-      if (options.contents) TORPOR_TRY(check_contents(checkpoint, rank, progress, threads, found));
+      if (options.contents) TORPOR_RETURN_IF_ERROR(check_contents(checkpoint, rank, progress, threads, found));
     }
-    TORPOR_TRY(check_state(checkpoint, ranks, found));
+    TORPOR_RETURN_IF_ERROR(check_state(checkpoint, ranks, found));
     std::sort(found.bad_blocks.begin(), found.bad_blocks.end());
     found.bad_blocks.erase(std::unique(found.bad_blocks.begin(), found.bad_blocks.end()), found.bad_blocks.end());
     return found;

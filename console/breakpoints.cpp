@@ -155,7 +155,7 @@ void Breakpoints::arm(uint32_t at, const Breakpoint& what) {
 
 Result<uint32_t> Breakpoints::add(const Breakpoint& breakpoint, uint64_t owner,
                                   const std::map<uint32_t, std::string>& names) {
-  TORPOR_TRY(check_lease(breakpoint.lease));
+  TORPOR_RETURN_IF_ERROR(check_lease(breakpoint.lease));
   const auto wrong = [](std::string what, std::string next) {
     return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)};
   };
@@ -207,7 +207,7 @@ std::vector<BreakpointRow> Breakpoints::list() const {
 }
 
 Result<uint32_t> Breakpoints::pause(std::chrono::nanoseconds lease, uint64_t owner) {
-  TORPOR_TRY(check_lease(lease));
+  TORPOR_RETURN_IF_ERROR(check_lease(lease));
   const MutexLock lock(mutex_);
   if (operations_.load(std::memory_order_acquire) > 0) {
     return Error{.code = Code::kUnavailable,
@@ -241,7 +241,7 @@ size_t Breakpoints::resume_all() {
 }
 
 Status Breakpoints::renew(uint32_t id, std::chrono::nanoseconds lease) {
-  TORPOR_TRY(check_lease(lease));
+  TORPOR_RETURN_IF_ERROR(check_lease(lease));
   expire();
   const MutexLock lock(mutex_);
   const std::optional<uint32_t> at = find(id);

@@ -151,14 +151,14 @@ const EngineView& Control::now() {
 }
 
 Result<Json> Control::call(const ControlPeer& peer, const ControlMethod& method, const json& params) {
-  Result<Json> result = catching([&] { return do_call(peer, method, params); });
+  Result<Json> result = try_catch([&] { return do_call(peer, method, params); });
   if (method.operates)
     tell(peer, static_cast<uint8_t>(&method - control_methods().data()), result ? nullptr : &result.error());
   return result;
 }
 
 Status Control::may_call(const ControlMethod& method, const json& params) const {
-  TORPOR_TRY(check_parameters(method, params));
+  TORPOR_RETURN_IF_ERROR(check_parameters(method, params));
   if (!method.operates || role_ == ControlRole::kOperate) return ok();
   return Error{.code = Code::kFailedPrecondition,
                .what = fmt::format("{} changes what the engine does, and this one may only be looked at", method.name),
@@ -166,7 +166,7 @@ Status Control::may_call(const ControlMethod& method, const json& params) const 
 }
 
 Result<Json> Control::do_call(const ControlPeer& peer, const ControlMethod& method, const json& params) {
-  TORPOR_TRY(may_call(method, params));
+  TORPOR_RETURN_IF_ERROR(may_call(method, params));
   const uint64_t owner = flag(params, "stay") ? 0 : peer.connection;
   switch (method.call) {
     case ControlCall::kHello: return hello();
@@ -183,24 +183,24 @@ Result<Json> Control::do_call(const ControlPeer& peer, const ControlMethod& meth
     case ControlCall::kRequest: return request(params);
     case ControlCall::kStops: return stops();
     case ControlCall::kPause: {
-      TORPOR_ASSIGN(const uint32_t stop, breakpoints_.pause(lease_of(params), owner));
+      TORPOR_ASSIGN_OR_RETURN(const uint32_t stop, breakpoints_.pause(lease_of(params), owner));
       return Json{{"stop", stop}};
     }
     case ControlCall::kResume:
       if (!params.contains("stop")) return Json{{"resumed", breakpoints_.resume_all()}};
-      TORPOR_TRY(breakpoints_.resume(static_cast<uint32_t>(number_or(params, "stop", 0))));
+      TORPOR_RETURN_IF_ERROR(breakpoints_.resume(static_cast<uint32_t>(number_or(params, "stop", 0))));
       return Json{{"resumed", 1}};
     case ControlCall::kStep: {
       const uint64_t steps = number_or(params, "steps", 1);
-      TORPOR_TRY(breakpoints_.step(steps));
+      TORPOR_RETURN_IF_ERROR(breakpoints_.step(steps));
       return Json{{"steps", steps}};
     }
     case ControlCall::kRenew:
-      TORPOR_TRY(breakpoints_.renew(static_cast<uint32_t>(number_or(params, "stop", 0)), lease_of(params)));
+      TORPOR_RETURN_IF_ERROR(breakpoints_.renew(static_cast<uint32_t>(number_or(params, "stop", 0)), lease_of(params)));
       return Json{{"left_seconds", static_cast<double>(lease_of(params).count()) * 1e-9}};
     case ControlCall::kAddBreakpoint: return add_breakpoint(peer, params);
     case ControlCall::kRemoveBreakpoint:
-      TORPOR_TRY(breakpoints_.remove(static_cast<uint32_t>(number_or(params, "breakpoint", 0))));
+      TORPOR_RETURN_IF_ERROR(breakpoints_.remove(static_cast<uint32_t>(number_or(params, "breakpoint", 0))));
       return Json::object();
     case ControlCall::kListBreakpoints: return breakpoint_list();
     case ControlCall::kCancelTransfer:
@@ -285,13 +285,13 @@ Result<Json> Control::add_breakpoint(const ControlPeer& peer, const json& params
                   .once = flag(params, "once"),
                   .alone = flag(params, "alone"),
                   .lease = lease_of(params)};
-  TORPOR_ASSIGN(made.type, type_named(words_or(params, "type")));
+  TORPOR_ASSIGN_OR_RETURN(made.type, type_named(words_or(params, "type")));
   const EventSchema* schema = schema_of(made.type);
   if (params.contains("from")) {
-    TORPOR_ASSIGN(made.from, value_named("from", words_or(params, "from"), schema->from));
+    TORPOR_ASSIGN_OR_RETURN(made.from, value_named("from", words_or(params, "from"), schema->from));
   }
   if (params.contains("to")) {
-    TORPOR_ASSIGN(made.to, value_named("to", words_or(params, "to"), schema->to));
+    TORPOR_ASSIGN_OR_RETURN(made.to, value_named("to", words_or(params, "to"), schema->to));
   }
   if (params.contains("way")) {
     static const std::array<std::string_view, kWays> ways = [] {
@@ -299,11 +299,11 @@ Result<Json> Control::add_breakpoint(const ControlPeer& peer, const json& params
       for (size_t i = 0; i < names.size(); ++i) names[i] = name(static_cast<Way>(i));
       return names;
     }();
-    TORPOR_ASSIGN(made.way, value_named("way", words_or(params, "way"), ways));
+    TORPOR_ASSIGN_OR_RETURN(made.way, value_named("way", words_or(params, "way"), ways));
   }
   std::map<uint32_t, std::string> names;
   for (const auto& [number, words] : now().names()) names.emplace(number, words);
-  TORPOR_ASSIGN(const uint32_t id, breakpoints_.add(made, flag(params, "stay") ? 0 : peer.connection, names));
+  TORPOR_ASSIGN_OR_RETURN(const uint32_t id, breakpoints_.add(made, flag(params, "stay") ? 0 : peer.connection, names));
   return Json{{"breakpoint", id}};
 }
 
@@ -347,7 +347,7 @@ bool ControlSession::line(std::string_view text) {
   }
   const json params = asked.value("params", json::object());
   if (method->call == ControlCall::kSubscribe) {
-    answer(id, catching([&] { return subscribe(params); }));
+    answer(id, try_catch([&] { return subscribe(params); }));
   } else if (method->place == ControlPlace::kFront) {
     calls_.emplace_back(id, control_.begin(peer_, *method, params));
     answer_calls();
@@ -368,7 +368,7 @@ void ControlSession::answer(const json& id, Result<Json> result) {
 }
 
 Result<Json> ControlSession::subscribe(const json& params) {
-  TORPOR_TRY(check_parameters(*find_control_method("subscribe"), params));
+  TORPOR_RETURN_IF_ERROR(check_parameters(*find_control_method("subscribe"), params));
   if (subscriptions_.size() >= kMostSubscriptions) {
     return Error{.code = Code::kResourceExhausted,
                  .what = fmt::format("this connection has {} subscriptions", kMostSubscriptions),
@@ -376,7 +376,7 @@ Result<Json> ControlSession::subscribe(const json& params) {
   }
   const uint64_t told = control_.ring().told();
   const uint64_t after = std::min(number_or(params, "after", told), told);
-  TORPOR_ASSIGN(
+  TORPOR_ASSIGN_OR_RETURN(
       EventExport writer,
       EventExport::create({.types = words_or(params, "types"), .match = words_or(params, "match"), .after = after}));
   // From the oldest on, for the names.

@@ -44,7 +44,7 @@ Result<std::vector<BlockKey>> keys_from(const json& params, OffloadAccess& acces
   const std::string words = params["keys"].get<std::string>();
   for (size_t at = 0; at <= words.size();) {
     const size_t end = std::min(words.find(',', at), words.size());
-    TORPOR_ASSIGN(keys.emplace_back(), key_from(std::string_view(words).substr(at, end - at), space));
+    TORPOR_ASSIGN_OR_RETURN(keys.emplace_back(), key_from(std::string_view(words).substr(at, end - at), space));
     at = end + 1;
   }
   return keys;
@@ -54,13 +54,13 @@ Result<Json> carry_out(const ControlMethod& method, const json& params, OffloadA
                        OffloadScheduler& offload) {
   if (method.call == ControlCall::kCancelTransfer) {
     if (!params.contains("candidate")) return wrong_call("which one?", "give candidate, as events have it");
-    TORPOR_ASSIGN(const CancelledCandidate done,
-                  offload.cancel(static_cast<uint64_t>(params["candidate"].get<double>())));
+    TORPOR_ASSIGN_OR_RETURN(const CancelledCandidate done,
+                            offload.cancel(static_cast<uint64_t>(params["candidate"].get<double>())));
     return Json{{"blocks", done.blocks}, {"committed", done.committed}};
   }
-  TORPOR_ASSIGN(const std::vector<BlockKey> keys, keys_from(params, access, offload.space()));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockKey> keys, keys_from(params, access, offload.space()));
   if (method.call == ControlCall::kDemoteBlocks) {
-    TORPOR_ASSIGN(const MovedKeys moved, offload.move_on(keys));
+    TORPOR_ASSIGN_OR_RETURN(const MovedKeys moved, offload.move_on(keys));
     return Json{{"candidate", moved.candidate}, {"blocks", moved.blocks}};
   }
   const std::string tier = params.value("tier", "");
@@ -85,8 +85,8 @@ Result<Json> Control::use_offload(const ControlMethod& method, const json& param
   }
   Result<Json> result = Json();
   OffloadAccess& access = *offload_;
-  TORPOR_TRY(access.use([&](OffloadScheduler& offload) -> Status {
-    result = catching([&] { return carry_out(method, params, access, offload); });
+  TORPOR_RETURN_IF_ERROR(access.use([&](OffloadScheduler& offload) -> Status {
+    result = try_catch([&] { return carry_out(method, params, access, offload); });
     return ok();
   }));
   return result;

@@ -54,7 +54,7 @@ Result<Json> Control::slots(const json& params) {
                         row["state"].get_ref<const std::string&>().find(match) != std::string::npos;
     if (wanted) rows.push_back(std::move(row));
   }
-  TORPOR_TRY(sort_rows(rows, params.value("sort", ""), params.value("invert", false)));
+  TORPOR_RETURN_IF_ERROR(sort_rows(rows, params.value("sort", ""), params.value("invert", false)));
   if (const uint64_t limit = limit_of(params, kMostAnswered); rows.size() > limit)
     rows.erase(rows.begin() + static_cast<std::ptrdiff_t>(limit), rows.end());
   return Json{{"slots", std::move(rows)}, {"at", reader_.next() - 1}};
@@ -68,7 +68,7 @@ Result<Json> Control::events(const json& params) {
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("until is {}, before after, {}", until, after),
                  .next_step = "give two sequences in their order"};
-  TORPOR_ASSIGN(
+  TORPOR_ASSIGN_OR_RETURN(
       EventExport writer,
       EventExport::create(
           {.types = params.value("types", ""), .match = params.value("match", ""), .after = after, .until = until}));
@@ -90,7 +90,7 @@ Result<Json> Control::request(const json& params) {
   if (wanted.empty())
     return Error{.code = Code::kInvalidArgument, .what = "which request?", .next_step = "give request=NAME"};
   EventReader reader(ring_);
-  TORPOR_ASSIGN(Json story, request_story(all_of(ring_, reader), wanted, limit_of(params, 1000)));
+  TORPOR_ASSIGN_OR_RETURN(Json story, request_story(all_of(ring_, reader), wanted, limit_of(params, 1000)));
   Json all = {{"request", wanted}, {"slot", nullptr}};
   Json rows = now().to_json()["slots"];
   for (Json& row : rows) {

@@ -95,8 +95,8 @@ Result<Json> Control::start_record(const json& params) {
                  .next_step = "give a name of letters, digits, -, _ and . that does not begin with a dot"};
   }
   const std::string path = below + "/" + name;
-  TORPOR_ASSIGN(auto recorder, Recorder::create(linux_file_system(), ring.substr(0, ring.rfind('/')), path));
-  TORPOR_TRY(recorder->look(false));  // what cannot be is said at once
+  TORPOR_ASSIGN_OR_RETURN(auto recorder, Recorder::create(linux_file_system(), ring.substr(0, ring.rfind('/')), path));
+  TORPOR_RETURN_IF_ERROR(recorder->look(false));  // what cannot be is said at once
   const double bytes = params.value("bytes", static_cast<double>(kUsualBytes));
   recorder_ = std::make_unique<RecorderThread>(
       std::move(recorder), std::chrono::duration<double>(params.value("seconds", 0.0)), static_cast<uint64_t>(bytes));

@@ -78,8 +78,8 @@ Result<Descriptor> new_socket() {
 
 Result<Descriptor> listen_at(const std::string& path) {
   Descriptor directory;
-  TORPOR_ASSIGN(const sockaddr_un address, address_of(path, directory));
-  TORPOR_ASSIGN(Descriptor made, new_socket());
+  TORPOR_ASSIGN_OR_RETURN(const sockaddr_un address, address_of(path, directory));
+  TORPOR_ASSIGN_OR_RETURN(Descriptor made, new_socket());
   (void)::unlink(path.c_str());  // of a process before that had this number
   if (::bind(made.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
     return system_error(errno, fmt::format("making {}", path));
@@ -105,7 +105,7 @@ class ControlServer::Loop {
   void run() {
     while (!ended_.load(std::memory_order_acquire)) {
       // Want of memory is the peers' loss.
-      if (const Status turned = catching([&] { return turn(); }); !turned) {
+      if (const Status turned = try_catch([&] { return turn(); }); !turned) {
         log().warn("console: {}", turned.error().to_string());
         peers_.clear();
         std::this_thread::sleep_for(100ms);
@@ -211,14 +211,14 @@ class ControlServer::Loop {
 };
 
 Result<std::unique_ptr<ControlServer>> ControlServer::start(EventRing& ring, const Clock& clock, ControlRole role) {
-  return catching([&]() -> Result<std::unique_ptr<ControlServer>> {
+  return try_catch([&]() -> Result<std::unique_ptr<ControlServer>> {
     if (ring.path().empty()) {
       return Error{.code = Code::kFailedPrecondition,
                    .what = "these events are in no file",
                    .next_step = "name a directory for events"};
     }
     const std::string path = socket_of(ring.path());
-    TORPOR_ASSIGN(Descriptor listening, listen_at(path));
+    TORPOR_ASSIGN_OR_RETURN(Descriptor listening, listen_at(path));
     Descriptor wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     if (wake.get() < 0) return system_error(errno, "making an event descriptor");
     return std::unique_ptr<ControlServer>(
@@ -247,11 +247,11 @@ void ControlServer::record_below(std::string directory) { loop_->control().recor
 // ---- a client
 
 Result<ControlClient> ControlClient::connect(const std::string& path, ControlPlace place) {
-  return catching([&]() -> Result<ControlClient> {
+  return try_catch([&]() -> Result<ControlClient> {
     std::string socket = path;
     boost::system::error_code problem;
     if (boost::filesystem::is_directory(path, problem)) {
-      TORPOR_ASSIGN(const std::vector<std::unique_ptr<EventRing>> rings, open_rings(path));
+      TORPOR_ASSIGN_OR_RETURN(const std::vector<std::unique_ptr<EventRing>> rings, open_rings(path));
       socket.clear();
       for (const auto& ring : rings) {
         const bool front = ring->source().role == kFrontRole;
@@ -271,8 +271,8 @@ Result<ControlClient> ControlClient::connect(const std::string& path, ControlPla
       }
     }
     Descriptor directory;
-    TORPOR_ASSIGN(const sockaddr_un address, address_of(socket, directory));
-    TORPOR_ASSIGN(Descriptor made, new_socket());
+    TORPOR_ASSIGN_OR_RETURN(const sockaddr_un address, address_of(socket, directory));
+    TORPOR_ASSIGN_OR_RETURN(Descriptor made, new_socket());
     if (::connect(made.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
       const int failed = errno;
       Error error = system_error(failed, fmt::format("connecting to {}", socket));

@@ -89,8 +89,8 @@ std::string default_event_directory() {
 
 Result<std::unique_ptr<EventRing>> begin_events(const std::string& directory, std::string role, int32_t rank,
                                                 const Clock& clock, uint64_t events) {
-  return catching([&]() -> Result<std::unique_ptr<EventRing>> {
-    TORPOR_TRY(own_directory(directory));
+  return try_catch([&]() -> Result<std::unique_ptr<EventRing>> {
+    TORPOR_RETURN_IF_ERROR(own_directory(directory));
     forget_old_words(directory);
     const EventSource source = this_process(std::move(role), rank, clock);
     for (int more = 0;; ++more) {  // engines of one process
@@ -104,11 +104,11 @@ Result<std::unique_ptr<EventRing>> begin_events(const std::string& directory, st
 }
 
 Result<std::vector<std::unique_ptr<EventRing>>> open_rings(const std::string& path) {
-  return catching([&]() -> Result<std::vector<std::unique_ptr<EventRing>>> {
+  return try_catch([&]() -> Result<std::vector<std::unique_ptr<EventRing>>> {
     std::vector<std::unique_ptr<EventRing>> rings;
     boost::system::error_code problem;
     if (!fs::is_directory(path, problem)) {
-      TORPOR_ASSIGN(rings.emplace_back(), EventRing::open(path));
+      TORPOR_ASSIGN_OR_RETURN(rings.emplace_back(), EventRing::open(path));
       return rings;
     }
     for (const std::string& name : files_in(path, kRing)) {
@@ -124,23 +124,23 @@ Result<std::vector<std::unique_ptr<EventRing>>> open_rings(const std::string& pa
 }
 
 Result<std::vector<SourceEvents>> read_events(FileSystem& file_system, const std::string& path) {
-  return catching([&]() -> Result<std::vector<SourceEvents>> {
+  return try_catch([&]() -> Result<std::vector<SourceEvents>> {
     std::vector<SourceEvents> all;
     boost::system::error_code problem;
     const bool directory = fs::is_directory(path, problem);
     if (!directory && path.ends_with(kRecordingEnding)) {
       const fs::path file(path);
-      TORPOR_ASSIGN(const auto in,
-                    file_system.open_directory(file.has_parent_path() ? file.parent_path().string() : ".", false));
-      TORPOR_ASSIGN(all.emplace_back(), read_recording(*in, file.filename().string()));
+      TORPOR_ASSIGN_OR_RETURN(
+          const auto in, file_system.open_directory(file.has_parent_path() ? file.parent_path().string() : ".", false));
+      TORPOR_ASSIGN_OR_RETURN(all.emplace_back(), read_recording(*in, file.filename().string()));
       return all;
     }
-    TORPOR_ASSIGN(const std::vector<std::unique_ptr<EventRing>> rings, open_rings(path));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<std::unique_ptr<EventRing>> rings, open_rings(path));
     for (const auto& ring : rings) all.push_back(read_ring(*ring));
     if (directory && !files_in(path, kRecordingEnding).empty()) {
-      TORPOR_ASSIGN(const auto in, file_system.open_directory(path, false));
+      TORPOR_ASSIGN_OR_RETURN(const auto in, file_system.open_directory(path, false));
       for (const std::string& file : files_in(path, kRecordingEnding)) {
-        TORPOR_ASSIGN(all.emplace_back(), read_recording(*in, fs::path(file).filename().string()));
+        TORPOR_ASSIGN_OR_RETURN(all.emplace_back(), read_recording(*in, fs::path(file).filename().string()));
       }
     }
     if (all.empty()) {
@@ -168,7 +168,7 @@ bool EventFollower::may_have_changed() {
 }
 
 Result<std::vector<SourceEvents>> EventFollower::poll(bool last) {
-  return catching([&]() -> Result<std::vector<SourceEvents>> {
+  return try_catch([&]() -> Result<std::vector<SourceEvents>> {
     Result<std::vector<std::unique_ptr<EventRing>>> there = std::vector<std::unique_ptr<EventRing>>();
     if (may_have_changed()) there = open_rings(path_);
     if (!there && (rings_.empty() || there.error().code != Code::kNotFound)) return there.error();

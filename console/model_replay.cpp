@@ -27,7 +27,7 @@ class Tiers {
   static Result<Tiers> create(const TierSizes& sizes) {
     Tiers tiers;
     if (sizes.device > 0) {
-      TORPOR_ASSIGN(tiers.device_, BlockIndex::create({.host_slots = static_cast<int32_t>(sizes.device)}));
+      TORPOR_ASSIGN_OR_RETURN(tiers.device_, BlockIndex::create({.host_slots = static_cast<int32_t>(sizes.device)}));
     }
     if (sizes.host + sizes.disk > 0) {
       BlockIndexOptions below{.host_slots = static_cast<int32_t>(sizes.host)};
@@ -35,7 +35,7 @@ class Tiers {
         below.segment_slots = static_cast<int32_t>(std::max<int64_t>(sizes.disk / kSegments, 1));
         below.disk_segments = static_cast<int32_t>(std::max<int64_t>(sizes.disk / below.segment_slots, 2));
       }
-      TORPOR_ASSIGN(tiers.below_, BlockIndex::create(below));
+      TORPOR_ASSIGN_OR_RETURN(tiers.below_, BlockIndex::create(below));
     }
     return tiers;
   }
@@ -124,9 +124,9 @@ RecordedHits recorded_hits(const SourceEvents& recording) {
 }
 
 Result<ModelResult> replay_in_model(const SourceEvents& recording, const TierSizes& sizes) {
-  return catching([&]() -> Result<ModelResult> {
-    TORPOR_TRY(check(sizes));
-    TORPOR_ASSIGN(Tiers tiers, Tiers::create(sizes));
+  return try_catch([&]() -> Result<ModelResult> {
+    TORPOR_RETURN_IF_ERROR(check(sizes));
+    TORPOR_ASSIGN_OR_RETURN(Tiers tiers, Tiers::create(sizes));
     ModelResult result{.sizes = sizes};
     std::map<uint32_t, std::vector<BlockKey>> chains;  // of requests, as far as they are known
     for (const Event& event : recording.events) {

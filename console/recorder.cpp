@@ -8,26 +8,26 @@ namespace torpor::console {
 using std::chrono::steady_clock;
 
 Result<std::unique_ptr<Recorder>> Recorder::create(FileSystem& file_system, std::string from, const std::string& to) {
-  TORPOR_ASSIGN(auto directory, file_system.open_directory(to, true));
+  TORPOR_ASSIGN_OR_RETURN(auto directory, file_system.open_directory(to, true));
   return std::unique_ptr<Recorder>(new Recorder(std::move(directory), std::move(from)));
 }
 
 Status Recorder::look(bool last) {
-  TORPOR_ASSIGN(const std::vector<SourceEvents> news, follower_.poll(last));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<SourceEvents> news, follower_.poll(last));
   const auto now = steady_clock::now();
   const bool sync = last || now - synced_ >= std::chrono::seconds(1);
   for (const SourceEvents& each : news) {
     Written& written = written_[each.path];
     if (written.writer == nullptr) {
       const EventSource& source = each.source;
-      TORPOR_ASSIGN(
+      TORPOR_ASSIGN_OR_RETURN(
           written.writer,
           RecordingWriter::create(
               *to_, fmt::format("{}-{}-{}-{}", source.pid, source.process_start, source.role, source.rank), source));
     }
     written.lost = each.lost;
-    if (!each.events.empty()) TORPOR_TRY(written.writer->write(each.events));
-    if (sync) TORPOR_TRY(written.writer->sync());
+    if (!each.events.empty()) TORPOR_RETURN_IF_ERROR(written.writer->write(each.events));
+    if (sync) TORPOR_RETURN_IF_ERROR(written.writer->sync());
     events_ += each.events.size();
   }
   if (sync) synced_ = now;
@@ -52,7 +52,7 @@ void RecorderThread::run() {
   for (bool last = false; !last;) {
     last = stop_.load(std::memory_order_acquire) || (seconds_.count() > 0 && steady_clock::now() - began >= seconds_) ||
            now().first.bytes >= bytes_;
-    const Status looked = catching([&] { return recorder_->look(last); });
+    const Status looked = try_catch([&] { return recorder_->look(last); });
     last = last || !looked;
     {
       const MutexLock lock(mutex_);

@@ -34,14 +34,14 @@ Digest digest_of_part(const PartHead& head, std::span<const std::byte> events) {
 
 Result<std::unique_ptr<RecordingWriter>> RecordingWriter::create(Directory& directory, const std::string& name,
                                                                  const EventSource& source) {
-  return catching([&]() -> Result<std::unique_ptr<RecordingWriter>> {
-    TORPOR_ASSIGN(std::unique_ptr<File> file, directory.create_file(name + std::string(kRecordingEnding)));
+  return try_catch([&]() -> Result<std::unique_ptr<RecordingWriter>> {
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<File> file, directory.create_file(name + std::string(kRecordingEnding)));
     std::unique_ptr<RecordingWriter> made(new RecordingWriter(std::move(file)));
     std::vector<std::byte> head(kEventHeadBytes);
     write_event_head(source, kMagic, head.data());
-    TORPOR_TRY(made->file_->pwrite(head, 0));
-    TORPOR_TRY(made->file_->sync());
-    TORPOR_TRY(directory.sync());
+    TORPOR_RETURN_IF_ERROR(made->file_->pwrite(head, 0));
+    TORPOR_RETURN_IF_ERROR(made->file_->sync());
+    TORPOR_RETURN_IF_ERROR(directory.sync());
     made->end_ = head.size();
     return made;
   });
@@ -71,11 +71,11 @@ Status RecordingWriter::sync() {
 }
 
 Result<SourceEvents> read_recording(const Directory& directory, const std::string& name) {
-  return catching([&]() -> Result<SourceEvents> {
-    TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(name));
-    TORPOR_ASSIGN(const uint64_t size, file->size());
+  return try_catch([&]() -> Result<SourceEvents> {
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory.open_file(name));
+    TORPOR_ASSIGN_OR_RETURN(const uint64_t size, file->size());
     std::vector<std::byte> head(std::min<uint64_t>(size, kEventHeadBytes));
-    TORPOR_TRY(file->pread(head, 0));
+    TORPOR_RETURN_IF_ERROR(file->pread(head, 0));
     Result<EventSource> source = read_event_head(kMagic, head);
     if (!source) return source.error().within(file->name());
     SourceEvents read{.source = std::move(*source), .path = directory.path() + "/" + name};
@@ -83,13 +83,13 @@ Result<SourceEvents> read_recording(const Directory& directory, const std::strin
     uint64_t next = 0;  // sequence
     while (size - at >= sizeof(PartHead)) {
       PartHead part;
-      TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(&part, 1)), at));
+      TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(&part, 1)), at));
       const uint64_t bytes = uint64_t{part.count} * sizeof(Event);
       if (part.mark != kMark || part.at != at || part.count == 0 || part.count > kMostOfAPart ||
           bytes > size - at - sizeof part)
         break;
       std::vector<Event> events(part.count);
-      TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(events)), at + sizeof part));
+      TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(events)), at + sizeof part));
       if (digest_of_part(part, std::as_bytes(std::span(events))) != part.digest) break;
       // A whole part was written by some version of this: what it says that is not known is left to who looks at it.
       bool rising = true;

@@ -164,7 +164,7 @@ Result<Weights> weights_of(const json& words) {
 Result<std::vector<std::unique_ptr<DeviceMemory>>> host_devices(int ranks) {
   std::vector<std::unique_ptr<DeviceMemory>> devices;
   for (int rank = 0; rank < ranks; ++rank) {
-    TORPOR_ASSIGN(devices.emplace_back(), make_host_device());
+    TORPOR_ASSIGN_OR_RETURN(devices.emplace_back(), make_host_device());
   }
   return devices;
 }
@@ -187,20 +187,20 @@ Status ReferenceRun::give(InputKind kind, const json& words, uint64_t a, uint64_
   outputs_.clear();
   happened_ = false;
   report_.reset();
-  Status done = catching([&] { return carry_out(kind, words, a, b); });
+  Status done = try_catch([&] { return carry_out(kind, words, a, b); });
   if (!done && done.error().code == Code::kInternal) return damaged(done.error().what);
   return done;
 }
 
 Status ReferenceRun::build(const json& words) {
   RunOptions run = run_options_from(words);
-  TORPOR_TRY(is_small(run));
+  TORPOR_RETURN_IF_ERROR(is_small(run));
   controller_.reset();
   engine_.reset();
   run.engine.tiers.disk_directory = host_.directory + "/tier";
-  TORPOR_ASSIGN(auto devices, host_.devices ? host_.devices(run.ranks) : host_devices(run.ranks));
-  TORPOR_ASSIGN(engine_,
-                reference::ReferenceEngine::create(std::move(devices), host_.files, clock_, run.engine, port_));
+  TORPOR_ASSIGN_OR_RETURN(auto devices, host_.devices ? host_.devices(run.ranks) : host_devices(run.ranks));
+  TORPOR_ASSIGN_OR_RETURN(
+      engine_, reference::ReferenceEngine::create(std::move(devices), host_.files, clock_, run.engine, port_));
   controller_ =
       std::make_unique<SleepController>(*engine_, host_.files, clock_,
                                         SleepControllerOptions{.directory = host_.directory + "/checkpoints",
@@ -235,7 +235,7 @@ Status ReferenceRun::carry_out(InputKind kind, const json& words, uint64_t a, ui
       if (a < engine_->offloads().size()) engine_->offloads()[a].cancel();
       return ok();
     case InputKind::kSleep: {
-      TORPOR_ASSIGN(const Weights weights, weights_of(words));
+      TORPOR_ASSIGN_OR_RETURN(const Weights weights, weights_of(words));
       report_ = controller_->sleep({.level = words.at("level"),
                                     .preserve_state = words.at("preserve_state"),
                                     .to_disk = words.at("to_disk"),
@@ -294,22 +294,22 @@ bool ReferenceRun::step_offload() {
 void ReferenceRun::cancel(size_t offload) { (void)give(InputKind::kCancel, {}, offload); }
 
 Result<SleepReport> ReferenceRun::sleep(const SleepOptions& options) {
-  TORPOR_TRY(give(InputKind::kSleep, to_json(options)));
+  TORPOR_RETURN_IF_ERROR(give(InputKind::kSleep, to_json(options)));
   return std::move(*report_);
 }
 
 Result<SleepReport> ReferenceRun::wake(const WakeOptions& options) {
   std::string from = options.from_checkpoint;
   if (from.starts_with(host_.directory)) from.erase(0, host_.directory.size());
-  TORPOR_TRY(give(InputKind::kWake, {{"tags", options.tags},
-                                     {"from_checkpoint", from},
-                                     {"old_kv", static_cast<int>(options.old_kv)},
-                                     {"early", options.early}}));
+  TORPOR_RETURN_IF_ERROR(give(InputKind::kWake, {{"tags", options.tags},
+                                                 {"from_checkpoint", from},
+                                                 {"old_kv", static_cast<int>(options.old_kv)},
+                                                 {"early", options.early}}));
   return std::move(*report_);
 }
 
 Result<WakeProgress> ReferenceRun::continue_wake(LateWait wait) {
-  TORPOR_TRY(give(InputKind::kContinueWake, {}, static_cast<uint64_t>(wait)));
+  TORPOR_RETURN_IF_ERROR(give(InputKind::kContinueWake, {}, static_cast<uint64_t>(wait)));
   return progress_;
 }
 
@@ -337,23 +337,23 @@ Status ReferenceRun::checkpoint(uint64_t call) {
 }
 
 Status ReferenceRun::begin_checkpoint() {
-  TORPOR_TRY(give(InputKind::kCheckpoint, {}, kBegin));
+  TORPOR_RETURN_IF_ERROR(give(InputKind::kCheckpoint, {}, kBegin));
   return checkpoint_status_;
 }
 
 Result<CheckpointStage> ReferenceRun::continue_checkpoint() {
-  TORPOR_TRY(give(InputKind::kCheckpoint, {}, kContinue));
+  TORPOR_RETURN_IF_ERROR(give(InputKind::kCheckpoint, {}, kContinue));
   if (!checkpoint_status_) return checkpoint_status_.error();
   return stage_;
 }
 
 Status ReferenceRun::take_checkpoint() {
-  TORPOR_TRY(give(InputKind::kCheckpoint, {}, kTake));
+  TORPOR_RETURN_IF_ERROR(give(InputKind::kCheckpoint, {}, kTake));
   return checkpoint_status_;
 }
 
 Result<SleepReport> ReferenceRun::end_checkpoint() {
-  TORPOR_TRY(give(InputKind::kCheckpoint, {}, kEnd));
+  TORPOR_RETURN_IF_ERROR(give(InputKind::kCheckpoint, {}, kEnd));
   return std::move(*report_);
 }
 

@@ -49,10 +49,10 @@ Result<nlohmann::json> words_of(const std::vector<Event>& events, size_t at) {
 }  // namespace
 
 Result<ReplayResult> replay(const SourceEvents& recording, RunHost host, uint64_t ring_events) {
-  return catching([&]() -> Result<ReplayResult> {
-    TORPOR_TRY(can_be_replayed(recording));
+  return try_catch([&]() -> Result<ReplayResult> {
+    TORPOR_RETURN_IF_ERROR(can_be_replayed(recording));
     const std::vector<Event>& events = recording.events;
-    TORPOR_ASSIGN(const std::unique_ptr<EventRing> ring, EventRing::in_memory(recording.source, ring_events));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<EventRing> ring, EventRing::in_memory(recording.source, ring_events));
     RunClock clock;
     ReferenceRun run(std::move(host), *ring, clock);
     EventReader reader(*ring);
@@ -65,7 +65,7 @@ Result<ReplayResult> replay(const SourceEvents& recording, RunHost host, uint64_
         result.difference = {at, input, std::nullopt};
         return result;
       }
-      TORPOR_ASSIGN(const nlohmann::json words, words_of(events, at));
+      TORPOR_ASSIGN_OR_RETURN(const nlohmann::json words, words_of(events, at));
       clock.set(std::chrono::nanoseconds(within(input.time)));
       ++result.inputs;
       const Status given = run.give(static_cast<InputKind>(input.from), words, input.a, input.b);

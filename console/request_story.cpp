@@ -124,7 +124,7 @@ class Story {
 }  // namespace
 
 Result<Json> request_story(const SourceEvents& source, const std::string& request, size_t limit) {
-  TORPOR_ASSIGN(EventExport writer, EventExport::create({}));
+  TORPOR_ASSIGN_OR_RETURN(EventExport writer, EventExport::create({}));
   Story story(source, std::move(writer), limit);
   for (const Event& event : source.events) {
     const bool of_a_way =

@@ -21,7 +21,7 @@ Result<ArenaPlan> ArenaPlan::of(const RankParts& parts, const RegionImages& imag
     }
     tag.image.host = std::make_unique<HostTier>(parts.arena, parts.host_codec);
     if (images.is_kv(name)) {
-      TORPOR_TRY(plan.add_blocks(tag, order, take));
+      TORPOR_RETURN_IF_ERROR(plan.add_blocks(tag, order, take));
     } else {
       tag.copied = images.chunks().of_tag(name);
     }
@@ -34,7 +34,7 @@ Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) con
   const std::vector<int32_t>& blocks = order.blocks;
   if (!order.host_slots.empty() && order.host_slots.size() != blocks.size())
     return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the host slot of each"};
-  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(blocks, order.stamps, order.steps));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents, contents_of(blocks, order.stamps, order.steps));
 
   const ContentIndex& index = images_->index();
   const HostPlaces found = index.find_in_host(blocks, contents, order.host_slots);
@@ -68,7 +68,7 @@ Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) con
     image.host->adopt(image.chunks.back(), std::move(retained[i].bytes));
     image.in_host = image.chunks.size();
   }
-  TORPOR_ASSIGN(tag.copied, images_->chunks().of_blocks(copied));
+  TORPOR_ASSIGN_OR_RETURN(tag.copied, images_->chunks().of_blocks(copied));
   return ok();
 }
 

@@ -23,9 +23,9 @@ SleepOptions BackgroundCheckpoint::options_of(const std::string& progress, const
 }
 
 Status BackgroundCheckpoint::begin() {
-  TORPOR_ASSIGN(checkpoints_, context_.checkpoints.open(engine_.options.directory));
-  TORPOR_TRY(work_.begin([this]() -> Status {
-    TORPOR_ASSIGN(pending_, checkpoints_->begin(0));
+  TORPOR_ASSIGN_OR_RETURN(checkpoints_, context_.checkpoints.open(engine_.options.directory));
+  TORPOR_RETURN_IF_ERROR(work_.begin([this]() -> Status {
+    TORPOR_ASSIGN_OR_RETURN(pending_, checkpoints_->begin(0));
     return ok();
   }));
   events_.emplace(engine_.clock, engine_.port);
@@ -35,7 +35,7 @@ Status BackgroundCheckpoint::begin() {
 
 Result<CheckpointStage> BackgroundCheckpoint::advance(bool wait) {
   while (true) {
-    Result<bool> stepped = catching([&] { return step(wait); });
+    Result<bool> stepped = try_catch([&] { return step(wait); });
     if (!stepped) {
       fail(std::move(stepped).error());
     } else if (*stepped) {
@@ -54,52 +54,52 @@ Result<CheckpointStage> BackgroundCheckpoint::advance(bool wait) {
 // Take the next step if what it waits for has ended. Return whether there may be another.
 Result<bool> BackgroundCheckpoint::step(bool wait) {
   const bool may_have_ended = wait || !engine_.options.own_threads;  // what the ranks have just begun
-  if (progress_ != nullptr && at_ != At::kCommitting && at_ != At::kEnded) TORPOR_TRY(progress_->check());
+  if (progress_ != nullptr && at_ != At::kCommitting && at_ != At::kEnded) TORPOR_RETURN_IF_ERROR(progress_->check());
   switch (at_) {
     case At::kOpening: {
-      TORPOR_ASSIGN(const bool opened, own_work_ended(wait));
+      TORPOR_ASSIGN_OR_RETURN(const bool opened, own_work_ended(wait));
       if (!opened) return false;
-      TORPOR_TRY(describe_engine());
-      TORPOR_TRY(send(orders::Save::Stage::kOpen));
+      TORPOR_RETURN_IF_ERROR(describe_engine());
+      TORPOR_RETURN_IF_ERROR(send(orders::Save::Stage::kOpen));
       at_ = At::kOpeningRanks;
       return may_have_ended;
     }
     case At::kOpeningRanks: {
-      TORPOR_ASSIGN(const bool opened, ranks_have_ended(wait));
+      TORPOR_ASSIGN_OR_RETURN(const bool opened, ranks_have_ended(wait));
       if (!opened) return false;
-      TORPOR_TRY(pending_->see_chunks(ranks_.size()));
+      TORPOR_RETURN_IF_ERROR(pending_->see_chunks(ranks_.size()));
       events_->leave();
       enter("save");
-      TORPOR_TRY(precopy());
+      TORPOR_RETURN_IF_ERROR(precopy());
       at_ = At::kPrecopying;
       return may_have_ended;
     }
     case At::kPrecopying: {
-      TORPOR_ASSIGN(const bool copied, ranks_have_ended(wait));
+      TORPOR_ASSIGN_OR_RETURN(const bool copied, ranks_have_ended(wait));
       if (!copied) return false;
       events_->leave(copied_);
       at_ = At::kReady;
       return true;
     }
     case At::kTaken: {
-      TORPOR_ASSIGN(const bool written, ranks_have_ended(wait));
+      TORPOR_ASSIGN_OR_RETURN(const bool written, ranks_have_ended(wait));
       if (!written) return false;
-      TORPOR_ASSIGN(const bool state_written, own_work_ended(wait));
+      TORPOR_ASSIGN_OR_RETURN(const bool state_written, own_work_ended(wait));
       if (!state_written) return false;
       at_ = At::kCommitting;
       events_->leave(copied_);
       enter("verify");
-      TORPOR_TRY(work_.begin([this] { return commit(); }));
+      TORPOR_RETURN_IF_ERROR(work_.begin([this] { return commit(); }));
       return true;
     }
     case At::kCommitting: {
-      TORPOR_ASSIGN(const bool committed, own_work_ended(wait));
+      TORPOR_ASSIGN_OR_RETURN(const bool committed, own_work_ended(wait));
       if (!committed) return false;
       at_ = At::kEnded;
       events_->leave();
       events_->end(Edge::kEnd, {});
       pending_.reset();  // with the lock of its directory
-      (void)catching([&]() -> Status {
+      (void)try_catch([&]() -> Status {
         const auto stopped = engine_.ranks.undo(orders::PollSave{.stop = true});
         if (!stopped) log().warn("{}", stopped.error().to_string());
         return ok();
@@ -119,24 +119,24 @@ Result<std::vector<orders::Save::Reply>> BackgroundCheckpoint::send(orders::Save
 
 Result<bool> BackgroundCheckpoint::own_work_ended(bool wait) {
   if (!wait && !work_.ended()) return false;
-  TORPOR_TRY(work_.wait());
+  TORPOR_RETURN_IF_ERROR(work_.wait());
   return true;
 }
 
 Result<bool> BackgroundCheckpoint::ranks_have_ended(bool wait) {
-  TORPOR_ASSIGN(ranks_, engine_.ranks.call(orders::PollSave{.wait = wait}));
+  TORPOR_ASSIGN_OR_RETURN(ranks_, engine_.ranks.call(orders::PollSave{.wait = wait}));
   return std::all_of(ranks_.begin(), ranks_.end(), [](const orders::PollSave::Reply& rank) { return rank.ended; });
 }
 
 // Ask what the engine is, as long as nothing ends this checkpoint.
 Status BackgroundCheckpoint::describe_engine() {
-  TORPOR_ASSIGN(described_, engine_.ranks.call(orders::Describe{}));
+  TORPOR_ASSIGN_OR_RETURN(described_, engine_.ranks.call(orders::Describe{}));
   engine_.state.set_tags(described_);
-  TORPOR_TRY(all_have_content(described_));
-  TORPOR_ASSIGN(const std::vector<std::string> tags, select_tags({}, described_));
-  TORPOR_TRY(has_kv(tags));
+  TORPOR_RETURN_IF_ERROR(all_have_content(described_));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, select_tags({}, described_));
+  TORPOR_RETURN_IF_ERROR(has_kv(tags));
   choose_tags(tags);
-  TORPOR_ASSIGN(captured_.fingerprint, fingerprint_of(engine_, described_, WeightsDigest::kNone));
+  TORPOR_ASSIGN_OR_RETURN(captured_.fingerprint, fingerprint_of(engine_, described_, WeightsDigest::kNone));
   return ok();
 }
 
@@ -163,17 +163,17 @@ void BackgroundCheckpoint::choose_blocks(KvContents& contents) {
 Status BackgroundCheckpoint::precopy() {
   const std::chrono::nanoseconds began = engine_.clock.now();
   const std::optional<uint64_t> budget = engine_.options.kv_budget_bytes;
-  const Status asked = catching([&]() -> Status {
-    TORPOR_TRY(engine_.hooks.quiesce(std::nullopt));
+  const Status asked = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(engine_.hooks.quiesce(std::nullopt));
     if (budget) {
-      TORPOR_ASSIGN(const SchedulerCheckpoint state, engine_.hooks.capture());
-      TORPOR_TRY(state.validate());
+      TORPOR_ASSIGN_OR_RETURN(const SchedulerCheckpoint state, engine_.hooks.capture());
+      TORPOR_RETURN_IF_ERROR(state.validate());
       name_blocks(save_, state, select_live_blocks(state.kv, block_bytes(described_).most, budget).kept);
     } else {
-      TORPOR_ASSIGN(KvContents contents, engine_.hooks.kv_contents());
+      TORPOR_ASSIGN_OR_RETURN(KvContents contents, engine_.hooks.kv_contents());
       choose_blocks(contents);
     }
-    TORPOR_ASSIGN(const std::vector<orders::Save::Reply> copied, send(orders::Save::Stage::kPrecopy));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Save::Reply> copied, send(orders::Save::Stage::kPrecopy));
     copied_ = total_bytes(copied);
     return ok();
   });
@@ -189,7 +189,7 @@ Status BackgroundCheckpoint::take(const Value& outputs) {
   captured_.outputs = outputs;
   captured_.metadata = options_.metadata;
   SleepOperation sleep(context_, "checkpoint", options_, events_->number());
-  Status copied = catching([&] { return stop_and_copy(sleep); });
+  Status copied = try_catch([&] { return stop_and_copy(sleep); });
   if (copied) {
     sleep.operation().keep();
     copied = engine_.hooks.resume();
@@ -217,12 +217,12 @@ Status BackgroundCheckpoint::stop_and_copy(SleepOperation& sleep) {
   report.preserve_state = true;
   report.changed = true;
   report.fully_awake = true;
-  TORPOR_TRY(engine_.can_preserve("serve without these features"));  // requests may have come since
-  TORPOR_TRY(sleep.quiesce_engine());
+  TORPOR_RETURN_IF_ERROR(engine_.can_preserve("serve without these features"));  // requests may have come since
+  TORPOR_RETURN_IF_ERROR(sleep.quiesce_engine());
   operation.begin("capture");
-  TORPOR_ASSIGN(moment_, engine_.hooks.capture_moment());
+  TORPOR_ASSIGN_OR_RETURN(moment_, engine_.hooks.capture_moment());
   if (const std::optional<uint64_t> budget = engine_.options.kv_budget_bytes) {
-    TORPOR_TRY(read_moment());
+    TORPOR_RETURN_IF_ERROR(read_moment());
     KvSnapshot& kv = captured_.state.kv;
     const LiveBlocks live = select_live_blocks(kv, block_bytes(described_).most, budget);
     drop_hashes(kv, live.dropped);
@@ -231,9 +231,9 @@ Status BackgroundCheckpoint::stop_and_copy(SleepOperation& sleep) {
     choose_blocks(moment_.kv);
   }
   operation.end("capture");
-  TORPOR_TRY(operation.go_on());
+  TORPOR_RETURN_IF_ERROR(operation.go_on());
   operation.begin("save");
-  TORPOR_ASSIGN(const std::vector<orders::Save::Reply> saved, send(orders::Save::Stage::kStopAndCopy));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Save::Reply> saved, send(orders::Save::Stage::kStopAndCopy));
   if (!save_.carried.empty()) add_weights(captured_.fingerprint, saved);
   context_.checkpoints.sign(*pending_, captured_.fingerprint);
   report.kept_blocks = static_cast<int64_t>(save_.blocks.size());
@@ -243,18 +243,18 @@ Status BackgroundCheckpoint::stop_and_copy(SleepOperation& sleep) {
 }
 
 Status BackgroundCheckpoint::read_moment() {
-  TORPOR_ASSIGN(captured_.state, std::exchange(moment_, {}).read());
+  TORPOR_ASSIGN_OR_RETURN(captured_.state, std::exchange(moment_, {}).read());
   return captured_.state.validate();
 }
 
 Status BackgroundCheckpoint::write_state() {
-  if (moment_.read) TORPOR_TRY(read_moment());
+  if (moment_.read) TORPOR_RETURN_IF_ERROR(read_moment());
   return pending_->write_state(captured_);
 }
 
 // Commit the whole of it, or nothing: what is committed and cannot be reported is taken away again.
 Status BackgroundCheckpoint::commit() {
-  const Status committed = catching([&]() -> Status {
+  const Status committed = try_catch([&]() -> Status {
     for (const orders::PollSave::Reply& rank : ranks_) {
       for (const auto& [tag, sums] : rank.saved.saved.tags) report_.checkpoint_parts[tag] += sums.stored_bytes;
       report_.saved_bytes += rank.saved.bytes;
@@ -264,7 +264,7 @@ Status BackgroundCheckpoint::commit() {
     }
     report_.disk_bytes = report_.saved_bytes + report_.reused_bytes;
     stays_ = true;
-    TORPOR_TRY(context_.checkpoints.commit(*pending_, report_));
+    TORPOR_RETURN_IF_ERROR(context_.checkpoints.commit(*pending_, report_));
     report_.metadata = captured_.metadata;
     return ok();
   });
@@ -277,7 +277,7 @@ Status BackgroundCheckpoint::commit() {
 }
 
 Result<SleepReport> BackgroundCheckpoint::finish() {
-  while (!ended()) TORPOR_TRY(advance(/*wait=*/true));
+  while (!ended()) TORPOR_RETURN_IF_ERROR(advance(/*wait=*/true));
   if (error_) return std::move(*error_);  // a copy could fail, and would not say what has changed
   return std::move(report_);
 }
@@ -295,7 +295,7 @@ void BackgroundCheckpoint::end_or_wait(std::string_view why) noexcept {
   if (ended()) return;
   if (!can_finish()) {
     Error error{.code = Code::kAborted};
-    (void)catching([&]() -> Status {
+    (void)try_catch([&]() -> Status {
       error.next_step = "ask for it again";
       error.what = fmt::format("the checkpoint was given up: {}", why);
       return ok();
@@ -304,7 +304,7 @@ void BackgroundCheckpoint::end_or_wait(std::string_view why) noexcept {
     return;
   }
   while (!ended()) {
-    auto advanced = catching([&] { return advance(/*wait=*/true); });
+    auto advanced = try_catch([&] { return advance(/*wait=*/true); });
     if (!advanced) fail(std::move(advanced).error());
   }
 }
@@ -317,8 +317,8 @@ void BackgroundCheckpoint::enter(std::string_view phase) noexcept {
 // End it with this error, so that nothing of it is left, neither here nor on the ranks. Takes no memory that it needs.
 // Returns the error, without words if there is no memory for them.
 Error BackgroundCheckpoint::fail(Error error) noexcept {
-  const Status stopped = catching([&]() -> Status {
-    TORPOR_TRY(engine_.ranks.undo(orders::PollSave{.stop = true}));
+  const Status stopped = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(engine_.ranks.undo(orders::PollSave{.stop = true}));
     return ok();
   });
   (void)work_.wait();
@@ -328,13 +328,13 @@ Error BackgroundCheckpoint::fail(Error error) noexcept {
   error_ = std::move(error);
   at_ = At::kEnded;
   events_->end(lost ? Edge::kLost : Edge::kFailed, told_why_ ? std::string_view() : error_->what);
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     if (!stopped) log().warn("{}", stopped.error().to_string());
     if (stays_) error_->what += fmt::format("; its checkpoint is {}", report_.checkpoint);
     return ok();
   });
   Error told{.code = error_->code, .state_changed = error_->state_changed};
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     told = *error_;
     return ok();
   });

@@ -32,14 +32,14 @@ void BackgroundWriter::written(std::span<const ChunkPlan> plans) const noexcept 
 
 Status BackgroundWriter::in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const {
   for (size_t first = 0; first < plans.size();) {
-    TORPOR_TRY(go_on());
+    TORPOR_RETURN_IF_ERROR(go_on());
     size_t end = first;
     uint64_t bytes = 0;
     do {
       bytes += plans[end].bytes();
       ++end;
     } while (end < plans.size() && bytes + plans[end].bytes() <= kPieceBytes);
-    TORPOR_TRY(piece(plans.subspan(first, end - first), first));
+    TORPOR_RETURN_IF_ERROR(piece(plans.subspan(first, end - first), first));
     first = end;
   }
   return ok();
@@ -54,15 +54,15 @@ Status BackgroundWriter::settle() {
 
 Status BackgroundWriter::open(FileSystem& file_system, std::string directory, int32_t rank,
                               std::shared_ptr<const Key> key, std::vector<ChunkPlan> weights) {
-  TORPOR_TRY(settle());
+  TORPOR_RETURN_IF_ERROR(settle());
   plans_ = std::move(weights);
   return background_.begin(
       [this, &file_system, directory = std::move(directory), rank, key = std::move(key)]() -> Status {
-        TORPOR_TRY(go_on());
-        TORPOR_ASSIGN(writer_, RankWriter::create(file_system, directory, writing_, rank, key));
+        TORPOR_RETURN_IF_ERROR(go_on());
+        TORPOR_ASSIGN_OR_RETURN(writer_, RankWriter::create(file_system, directory, writing_, rank, key));
         CombinedDigest all;
-        TORPOR_TRY(in_pieces(plans_, [&](std::span<const ChunkPlan> plans, size_t) -> Status {
-          TORPOR_ASSIGN(const std::vector<Digest> digests, transfers_.digests(plans));
+        TORPOR_RETURN_IF_ERROR(in_pieces(plans_, [&](std::span<const ChunkPlan> plans, size_t) -> Status {
+          TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, transfers_.digests(plans));
           for (size_t i = 0; i < plans.size(); ++i) all.add(plans[i].key, digests[i]);
           return ok();
         }));
@@ -73,13 +73,13 @@ Status BackgroundWriter::open(FileSystem& file_system, std::string directory, in
 
 Status BackgroundWriter::precopy(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, size_t rooms,
                                  uint64_t room_bytes) {
-  TORPOR_TRY(settle());
+  TORPOR_RETURN_IF_ERROR(settle());
   plans_ = std::move(plans);
   contents_ = std::move(contents);
   expect();
   return background_.begin([this, rooms, room_bytes]() -> Status {
-    TORPOR_TRY(in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) -> Status {
-      TORPOR_ASSIGN(std::vector<SavedChunk> saved, transfers_.put(plans, *writer_));
+    TORPOR_RETURN_IF_ERROR(in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) -> Status {
+      TORPOR_ASSIGN_OR_RETURN(std::vector<SavedChunk> saved, transfers_.put(plans, *writer_));
       for (size_t i = 0; i < plans.size(); ++i)
         ahead_[plans[i].key.index] = {.content = contents_[first + i], .record = std::move(saved[i])};
       written(plans);
@@ -92,10 +92,11 @@ Status BackgroundWriter::precopy(std::vector<ChunkPlan> plans, std::vector<Block
 
 // What cannot be had is taken when it is needed.
 void BackgroundWriter::make_room(size_t rooms, uint64_t room_bytes) noexcept {
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     const HostArena::GoOn unless_stopped = [this](uint64_t) { return !stop_; };
     while (true) {
-      TORPOR_ASSIGN(const uint64_t came, arena_.prefault_slowly(rooms * align_up(room_bytes, kPage), unless_stopped));
+      TORPOR_ASSIGN_OR_RETURN(const uint64_t came,
+                              arena_.prefault_slowly(rooms * align_up(room_bytes, kPage), unless_stopped));
       if (came == 0) break;
     }
     for (rooms_.reserve(rooms); rooms_.size() < rooms;) {
@@ -113,13 +114,13 @@ const SavedChunk* BackgroundWriter::ahead(const ChunkKey& block, const BlockCont
 }
 
 Status BackgroundWriter::copy_rest(std::vector<ChunkPlan> plans) {
-  TORPOR_TRY(settle());
+  TORPOR_RETURN_IF_ERROR(settle());
   plans_ = std::move(plans);
   copied_.clear();
   rooms_.clear();
   if (plans_.empty()) return ok();
   host_ = std::make_unique<HostTier>(arena_);
-  Result<std::vector<SavedChunk>> saved = catching([&] { return transfers_.save(plans_, *host_); });
+  Result<std::vector<SavedChunk>> saved = try_catch([&] { return transfers_.save(plans_, *host_); });
   if (!saved) {
     if (transfers_.quarantined()) HostTier::abandon(std::move(host_));  // a copy may still write there
     host_.reset();
@@ -131,20 +132,21 @@ Status BackgroundWriter::copy_rest(std::vector<ChunkPlan> plans) {
 }
 
 Status BackgroundWriter::write(std::vector<SavedChunk> records, std::vector<size_t> places, orders::Save::Reply reply) {
-  TORPOR_TRY(settle());
+  TORPOR_RETURN_IF_ERROR(settle());
   records_ = std::move(records);
   return background_.begin([this, places = std::move(places), reply = std::move(reply)]() mutable -> Status {
     if (host_ != nullptr) {
-      TORPOR_TRY(in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) -> Status {
-        TORPOR_TRY(transfers_.move(plans, std::span(copied_).subspan(first, plans.size()), *host_, *writer_));
+      TORPOR_RETURN_IF_ERROR(in_pieces(plans_, [this](std::span<const ChunkPlan> plans, size_t first) -> Status {
+        TORPOR_RETURN_IF_ERROR(
+            transfers_.move(plans, std::span(copied_).subspan(first, plans.size()), *host_, *writer_));
         written(plans);
         return ok();
       }));
       host_.reset();
     }
     for (size_t i = 0; i < places.size(); ++i) records_[places[i]] = std::move(copied_[i]);
-    TORPOR_TRY(go_on());
-    TORPOR_ASSIGN(reply.saved, writer_->write_refs(records_));
+    TORPOR_RETURN_IF_ERROR(go_on());
+    TORPOR_ASSIGN_OR_RETURN(reply.saved, writer_->write_refs(records_));
     written_ = std::move(reply);
     return ok();
   });

@@ -16,7 +16,7 @@ Result<CheckpointPlan> CheckpointPlan::of(const RegionImages& images, const Base
   CheckpointPlan plan(images);
   for (const std::string& tag : order.tags) {
     if (images.is_kv(tag)) {
-      TORPOR_TRY(plan.add_blocks(in_base, order, contents));
+      TORPOR_RETURN_IF_ERROR(plan.add_blocks(in_base, order, contents));
     } else {
       plan.add_tag(in_base, tag, order.as_proven);
     }
@@ -36,7 +36,7 @@ Status CheckpointPlan::add_blocks(const BaseRecord& in_base, const orders::Save&
   chunks_.reserve(chunks_.size() + order.blocks.size());
   for (size_t i = 0; i < order.blocks.size(); ++i) {
     const size_t place = chunks_.size();
-    TORPOR_ASSIGN(ChunkKey key, images_->chunks().key_of(order.blocks[i]));
+    TORPOR_ASSIGN_OR_RETURN(ChunkKey key, images_->chunks().key_of(order.blocks[i]));
     const std::optional<uint64_t> number =
         images_->index().checkpoints().find(order.writing.base_id, order.blocks[i], contents[i]);
     ChunkKey there = key;
@@ -89,7 +89,7 @@ Result<std::vector<ChunkPlan>> CheckpointPlan::chunks_at(std::span<const size_t>
       continue;
     }
     const auto block = static_cast<int32_t>(chunk.key.index);
-    TORPOR_ASSIGN(std::vector<ChunkPlan> whole, images_->chunks().of_blocks({&block, 1}));
+    TORPOR_ASSIGN_OR_RETURN(std::vector<ChunkPlan> whole, images_->chunks().of_blocks({&block, 1}));
     found.push_back(std::move(whole.front()));
   }
   return found;
@@ -99,7 +99,7 @@ Status CheckpointPlan::take_over_unchanged(RankWriter& writer) {
   for (const size_t place : unchanged_) {
     ChunkKey there = chunks_[place].key;
     if (const auto other = other_numbers_.find(place); other != other_numbers_.end()) there.index = other->second;
-    TORPOR_ASSIGN(records_[place], writer.take_over(there));
+    TORPOR_ASSIGN_OR_RETURN(records_[place], writer.take_over(there));
     records_[place].key = chunks_[place].key;
   }
   return ok();

@@ -16,22 +16,24 @@
 namespace torpor {
 
 Result<orders::LeaveSign::Reply> CheckpointSaver::leave_sign(const orders::LeaveSign& order) const {
-  TORPOR_TRY(torpor::leave_sign(parts_.file_system, order.directory, parts_.rank));
+  TORPOR_RETURN_IF_ERROR(torpor::leave_sign(parts_.file_system, order.directory, parts_.rank));
   return orders::LeaveSign::Reply{.host = host_name()};
 }
 
 Result<orders::Save::Reply> CheckpointSaver::save(const orders::Save& order) {
-  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(order.blocks, order.stamps, order.steps));
-  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer,
-                RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
+                          contents_of(order.blocks, order.stamps, order.steps));
+  TORPOR_ASSIGN_OR_RETURN(
+      const std::unique_ptr<RankWriter> writer,
+      RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
   const CheckpointPlan::BaseRecord in_base = [&](const ChunkKey& key) { return writer->base_record(key); };
-  TORPOR_ASSIGN(CheckpointPlan plan, CheckpointPlan::of(images_, in_base, order, contents));
+  TORPOR_ASSIGN_OR_RETURN(CheckpointPlan plan, CheckpointPlan::of(images_, in_base, order, contents));
   const size_t own = plan.size();
   plan.carry(in_base, order);
-  TORPOR_TRY(plan.take_over_unchanged(*writer));
-  TORPOR_TRY(write(plan, plan.missing(), *writer));
+  TORPOR_RETURN_IF_ERROR(plan.take_over_unchanged(*writer));
+  TORPOR_RETURN_IF_ERROR(write(plan, plan.missing(), *writer));
   const std::vector<size_t> sparse = plan.leave_sparse(*writer, own);
-  TORPOR_TRY(write(plan, sparse, *writer));
+  TORPOR_RETURN_IF_ERROR(write(plan, sparse, *writer));
 
   orders::Save::Reply reply;
   std::vector<SavedChunk>& records = plan.records();
@@ -40,7 +42,7 @@ Result<orders::Save::Reply> CheckpointSaver::save(const orders::Save& order) {
   for (const size_t place : plan.missing()) copied[place] = true;
   for (const size_t place : sparse) copied[place] = true;
   for (size_t i = 0; i < records.size(); ++i) (copied[i] ? reply.bytes : reply.reused_bytes) += records[i].bytes;
-  TORPOR_ASSIGN(reply.saved, writer->write_refs(records));
+  TORPOR_ASSIGN_OR_RETURN(reply.saved, writer->write_refs(records));
   for (const std::string& tag : order.tags) {
     TagImage image{.directory = order.directory};
     for (size_t i = 0; i < own; ++i) {
@@ -60,11 +62,12 @@ Result<orders::Save::Reply> CheckpointSaver::save(const orders::Save& order) {
 }
 
 Result<orders::Save::Reply> CheckpointSaver::plan(const orders::Save& order) const {
-  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(order.blocks, order.stamps, order.steps));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
+                          contents_of(order.blocks, order.stamps, order.steps));
   const Result<std::unique_ptr<RankBase>> base =
       RankBase::open(parts_.file_system, order.writing, parts_.rank, parts_.key);
   const CheckpointPlan::BaseRecord in_base = [&](const ChunkKey& key) { return base ? (*base)->find(key) : nullptr; };
-  TORPOR_ASSIGN(CheckpointPlan plan, CheckpointPlan::of(images_, in_base, order, contents));
+  TORPOR_ASSIGN_OR_RETURN(CheckpointPlan plan, CheckpointPlan::of(images_, in_base, order, contents));
   orders::Save::Reply reply;
   for (const std::string& tag : order.tags) reply.copied_bytes[tag] = 0;
   for (const size_t place : plan.missing()) reply.copied_bytes[plan.key_at(place).tag] += plan.bytes_at(place);
@@ -75,11 +78,11 @@ Result<orders::Save::Reply> CheckpointSaver::plan(const orders::Save& order) con
 // Copy them from memory; what the base has with an equal digest is linked then.
 Status CheckpointSaver::write(CheckpointPlan& plan, std::span<const size_t> places, RankWriter& writer) const {
   if (places.empty()) return ok();
-  TORPOR_ASSIGN(const std::vector<ChunkPlan> chunks, plan.chunks_at(places));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<ChunkPlan> chunks, plan.chunks_at(places));
   std::vector<SavedChunk> saved;
   ChunkSaver saver(parts_.transfers);
-  TORPOR_TRY(saver.copy(chunks, writer, saved));
-  TORPOR_TRY(saver.wait());
+  TORPOR_RETURN_IF_ERROR(saver.copy(chunks, writer, saved));
+  TORPOR_RETURN_IF_ERROR(saver.wait());
   for (size_t i = 0; i < places.size(); ++i) plan.records()[places[i]] = std::move(saved[i]);
   return ok();
 }
@@ -96,7 +99,8 @@ Result<orders::Save::Reply> CheckpointSaver::open(const orders::Save& order) {
   images_.index().watch_weights();
   auto background = std::make_unique<BackgroundWriter>(parts_.transfers, parts_.arena, order.writing,
                                                        ProgressFile::of_caller(order.progress));
-  TORPOR_TRY(background->open(parts_.file_system, order.directory, parts_.rank, parts_.key, std::move(weights)));
+  TORPOR_RETURN_IF_ERROR(
+      background->open(parts_.file_system, order.directory, parts_.rank, parts_.key, std::move(weights)));
   writer_ = std::move(background);
   return orders::Save::Reply{};
 }
@@ -108,7 +112,7 @@ Result<BackgroundWriter*> CheckpointSaver::writer_of(const orders::Save& save) {
                  .what = "the checkpoint that is written in the background is another one, or none",
                  .next_step = "begin it again"};
   }
-  TORPOR_TRY(writer_->settle());
+  TORPOR_RETURN_IF_ERROR(writer_->settle());
   if (std::optional<std::string> digest = writer_->take_digest())
     images_.index().note_watched_digest(std::move(*digest));
   return writer_.get();
@@ -126,7 +130,7 @@ Result<CheckpointPlan> CheckpointSaver::plan_serving(const orders::Save& save,
   }
   RankWriter& writer = background.writer();
   const CheckpointPlan::BaseRecord in_base = [&](const ChunkKey& key) { return writer.base_record(key); };
-  TORPOR_ASSIGN(CheckpointPlan plan, CheckpointPlan::of(images_, in_base, save, contents));
+  TORPOR_ASSIGN_OR_RETURN(CheckpointPlan plan, CheckpointPlan::of(images_, in_base, save, contents));
   const size_t own = plan.size();
   std::erase_if(plan.missing(), [&](size_t place) {
     const SavedChunk* const ahead =
@@ -135,7 +139,7 @@ Result<CheckpointPlan> CheckpointSaver::plan_serving(const orders::Save& save,
     return ahead != nullptr;
   });
   plan.carry(in_base, save);
-  TORPOR_TRY(plan.take_over_unchanged(writer));
+  TORPOR_RETURN_IF_ERROR(plan.take_over_unchanged(writer));
   const std::vector<size_t> sparse = plan.leave_sparse(writer, own);
   for (const size_t place : sparse) background.note_sparse(plan.key_at(place).index);
   plan.missing().insert(plan.missing().end(), sparse.begin(), sparse.end());
@@ -143,9 +147,9 @@ Result<CheckpointPlan> CheckpointSaver::plan_serving(const orders::Save& save,
 }
 
 Result<orders::Save::Reply> CheckpointSaver::precopy(const orders::Save& save) {
-  TORPOR_ASSIGN(BackgroundWriter* const background, writer_of(save));
-  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
-  TORPOR_ASSIGN(CheckpointPlan plan, plan_serving(save, contents, *background));
+  TORPOR_ASSIGN_OR_RETURN(BackgroundWriter* const background, writer_of(save));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
+  TORPOR_ASSIGN_OR_RETURN(CheckpointPlan plan, plan_serving(save, contents, *background));
   size_t written_into = 0;  // blocks that the engine still fills
   std::erase_if(plan.missing(), [&](size_t place) {
     if (place >= contents.size()) return true;
@@ -154,20 +158,21 @@ Result<orders::Save::Reply> CheckpointSaver::precopy(const orders::Save& save) {
   });
   std::vector<BlockContent> of_chunks;
   for (const size_t place : plan.missing()) of_chunks.push_back(contents[place]);
-  TORPOR_ASSIGN(std::vector<ChunkPlan> chunks, plan.chunks_at(plan.missing()));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<ChunkPlan> chunks, plan.chunks_at(plan.missing()));
   orders::Save::Reply reply{.bytes = bytes_of(chunks)};
   // Until the stop each of them may become full, and another one be begun.
-  TORPOR_TRY(background->precopy(std::move(chunks), std::move(of_chunks), 2 * written_into, plan.block_bytes()));
+  TORPOR_RETURN_IF_ERROR(
+      background->precopy(std::move(chunks), std::move(of_chunks), 2 * written_into, plan.block_bytes()));
   return reply;
 }
 
 Result<orders::Save::Reply> CheckpointSaver::stop_and_copy(const orders::Save& save) {
-  TORPOR_ASSIGN(BackgroundWriter* const background, writer_of(save));
-  TORPOR_ASSIGN(orders::DigestTags::Reply digested,
-                images_.digest({.tags = save.carried, .as_proven = save.as_proven}));
-  TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
-  TORPOR_ASSIGN(CheckpointPlan plan, plan_serving(save, contents, *background));
-  TORPOR_ASSIGN(std::vector<ChunkPlan> chunks, plan.chunks_at(plan.missing()));
+  TORPOR_ASSIGN_OR_RETURN(BackgroundWriter* const background, writer_of(save));
+  TORPOR_ASSIGN_OR_RETURN(orders::DigestTags::Reply digested,
+                          images_.digest({.tags = save.carried, .as_proven = save.as_proven}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
+  TORPOR_ASSIGN_OR_RETURN(CheckpointPlan plan, plan_serving(save, contents, *background));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<ChunkPlan> chunks, plan.chunks_at(plan.missing()));
   orders::Save::Reply reply{
       .bytes = bytes_of(chunks), .digests = std::move(digested.digests), .digested_bytes = digested.bytes};
   StoredBlocks& checkpoints = images_.index().checkpoints();
@@ -182,8 +187,8 @@ Result<orders::Save::Reply> CheckpointSaver::stop_and_copy(const orders::Save& s
     const bool linked = !copied[i] && plan.records()[i].file != 0;
     (linked ? saved.reused_bytes : saved.bytes) += plan.bytes_at(i);
   }
-  TORPOR_TRY(background->copy_rest(std::move(chunks)));
-  TORPOR_TRY(background->write(std::move(plan.records()), std::move(plan.missing()), std::move(saved)));
+  TORPOR_RETURN_IF_ERROR(background->copy_rest(std::move(chunks)));
+  TORPOR_RETURN_IF_ERROR(background->write(std::move(plan.records()), std::move(plan.missing()), std::move(saved)));
   checkpoints.note(save.writing.id, save.writing.base_id, save.blocks, contents);
   return reply;
 }
@@ -200,7 +205,7 @@ Result<orders::PollSave::Reply> CheckpointSaver::poll(const orders::PollSave& or
                  .next_step = "begin it again"};
   }
   if (!order.wait && !writer_->ended()) return orders::PollSave::Reply{};
-  TORPOR_TRY(writer_->settle());
+  TORPOR_RETURN_IF_ERROR(writer_->settle());
   if (writer_->written()) reply.saved = *writer_->written();
   return reply;
 }

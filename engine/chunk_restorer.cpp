@@ -20,13 +20,13 @@ ChunkRestorer::~ChunkRestorer() {
 }
 
 Result<ChunkRestorer::Plans> ChunkRestorer::locate(std::span<const SavedChunk> saved) const {
-  TORPOR_ASSIGN(std::vector<ChunkPlan> plans, locate_(saved));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<ChunkPlan> plans, locate_(saved));
   return std::make_shared<const std::vector<ChunkPlan>>(std::move(plans));
 }
 
 // Return the chunks by rising addresses of their first pieces.
 Result<std::vector<SavedChunk>> ChunkRestorer::by_address(std::span<const SavedChunk> saved) const {
-  TORPOR_ASSIGN(const Plans plans, locate(saved));
+  TORPOR_ASSIGN_OR_RETURN(const Plans plans, locate(saved));
   std::vector<size_t> order(saved.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
@@ -39,25 +39,25 @@ Result<std::vector<SavedChunk>> ChunkRestorer::by_address(std::span<const SavedC
 }
 
 Status ChunkRestorer::copy(std::span<const SavedChunk> saved, RecordStore& source) {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     std::vector<SavedChunk> sorted;
     if (gate_.by_address()) {
-      TORPOR_ASSIGN(sorted, by_address(saved));
+      TORPOR_ASSIGN_OR_RETURN(sorted, by_address(saved));
       saved = sorted;
     }
     while (!saved.empty()) {
       const std::span<const SavedChunk> some = saved.first(std::min(saved.size(), kJobChunks));
       saved = saved.subspan(some.size());
-      TORPOR_ASSIGN(const Plans plans, locate(some));
+      TORPOR_ASSIGN_OR_RETURN(const Plans plans, locate(some));
       const std::vector<ChunkPlan>& all = *plans;
       for (size_t first = 0, end = 0; first < all.size(); first = end) {
         const uint64_t most = std::min(gate_.job_bytes(), std::max(first_job_bytes_, begun_bytes_));
         for (uint64_t bytes = 0; end < all.size() && (bytes < most || gate_.all_there()); ++end) {
-          TORPOR_TRY(gate_.wait_for(all[end]));
+          TORPOR_RETURN_IF_ERROR(gate_.wait_for(all[end]));
           bytes += all[end].bytes();
           begun_bytes_ += all[end].bytes();
         }
-        TORPOR_TRY(begin(some.subspan(first, end - first), plans, first, source));
+        TORPOR_RETURN_IF_ERROR(begin(some.subspan(first, end - first), plans, first, source));
       }
     }
     return ok();
@@ -65,17 +65,17 @@ Status ChunkRestorer::copy(std::span<const SavedChunk> saved, RecordStore& sourc
 }
 
 Status ChunkRestorer::copy_in_turn(std::span<const SavedChunk> saved, RecordStore& source, uint64_t job_bytes) {
-  return catching([&]() -> Status {
-    TORPOR_ASSIGN(const Plans plans, locate(saved));
+  return try_catch([&]() -> Status {
+    TORPOR_ASSIGN_OR_RETURN(const Plans plans, locate(saved));
     const std::vector<ChunkPlan>& all = *plans;
     for (size_t first = 0, end = 0; first < all.size(); first = end) {
-      TORPOR_TRY(end_all());
+      TORPOR_RETURN_IF_ERROR(end_all());
       transfers_.release_staging();
       end = end_of_job(all, first, job_bytes);
-      for (size_t i = first; i < end; ++i) TORPOR_TRY(gate_.wait_for(all[i]));
-      TORPOR_TRY(begin(saved.subspan(first, end - first), plans, first, source));
+      for (size_t i = first; i < end; ++i) TORPOR_RETURN_IF_ERROR(gate_.wait_for(all[i]));
+      TORPOR_RETURN_IF_ERROR(begin(saved.subspan(first, end - first), plans, first, source));
     }
-    TORPOR_TRY(end_all());
+    TORPOR_RETURN_IF_ERROR(end_all());
     transfers_.release_staging();
     return ok();
   });
@@ -83,7 +83,7 @@ Status ChunkRestorer::copy_in_turn(std::span<const SavedChunk> saved, RecordStor
 
 // `saved`: chunks of the job; `first`: the place of the first of them in `plans`.
 Status ChunkRestorer::begin(std::span<const SavedChunk> saved, const Plans& plans, size_t first, RecordStore& source) {
-  if (under_way_.size() == kAtOnce) TORPOR_TRY(end_oldest());
+  if (under_way_.size() == kAtOnce) TORPOR_RETURN_IF_ERROR(end_oldest());
   under_way_.push_back({.plans = plans});
   Result<JobId> begun = transfers_.begin_restore(saved, std::span(*plans).subspan(first, saved.size()), source);
   if (begun) {
@@ -114,7 +114,7 @@ Status ChunkRestorer::end_all() {
 }
 
 Status ChunkRestorer::wait() {
-  TORPOR_TRY(gate_.wait_for_all());
+  TORPOR_RETURN_IF_ERROR(gate_.wait_for_all());
   return end_all();
 }
 
@@ -122,7 +122,7 @@ Status restore_attached(TransferEngine& transfers, const DeviceChunks& chunks, s
                         RecordStore& source) {
   AllAttached gate;
   ChunkRestorer copier(transfers, gate, locate_in(chunks));
-  TORPOR_TRY(copier.copy(saved, source));
+  TORPOR_RETURN_IF_ERROR(copier.copy(saved, source));
   return copier.wait();
 }
 

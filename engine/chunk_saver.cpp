@@ -12,15 +12,15 @@ ChunkSaver::~ChunkSaver() {
 }
 
 Status ChunkSaver::copy(std::span<const ChunkPlan> chunks, RecordStore& target, std::vector<SavedChunk>& saved) {
-  return catching([&]() -> Status {
-    TORPOR_TRY(transfers_.usable());
-    if (gate_ == nullptr) TORPOR_TRY(end_all());
-    TORPOR_TRY(target.prepare(bytes_of(chunks), chunks.size()));
+  return try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(transfers_.usable());
+    if (gate_ == nullptr) TORPOR_RETURN_IF_ERROR(end_all());
+    TORPOR_RETURN_IF_ERROR(target.prepare(bytes_of(chunks), chunks.size()));
     targets_.push_back(&target);
     const uint64_t most = gate_ == nullptr ? std::numeric_limits<uint64_t>::max() : gate_->job_bytes();
     for (size_t first = 0, end = 0; first < chunks.size(); first = end) {
       for (uint64_t bytes = 0; end < chunks.size() && bytes < most; ++end) bytes += chunks[end].bytes();
-      TORPOR_TRY(begin({.chunks = chunks.subspan(first, end - first), .saved = &saved}, target));
+      TORPOR_RETURN_IF_ERROR(begin({.chunks = chunks.subspan(first, end - first), .saved = &saved}, target));
     }
     return ok();
   });
@@ -30,24 +30,24 @@ Status ChunkSaver::copy_in_turn(std::span<const ChunkPlan> chunks, RecordStore& 
                                 std::vector<SavedChunk>& saved) {
   for (size_t first = 0, end = 0; first < chunks.size(); first = end) {
     end = end_of_job(chunks, first, job_bytes);
-    TORPOR_TRY(copy(chunks.subspan(first, end - first), target, saved));
-    TORPOR_TRY(wait());
+    TORPOR_RETURN_IF_ERROR(copy(chunks.subspan(first, end - first), target, saved));
+    TORPOR_RETURN_IF_ERROR(wait());
     transfers_.release_staging();
   }
   return ok();
 }
 
 Status ChunkSaver::wait() {
-  return catching([&]() -> Status {
-    TORPOR_TRY(end_all());
-    for (RecordStore* const target : targets_) TORPOR_TRY(target->finish());
+  return try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(end_all());
+    for (RecordStore* const target : targets_) TORPOR_RETURN_IF_ERROR(target->finish());
     targets_.clear();
     return ok();
   });
 }
 
 Status ChunkSaver::begin(Part part, RecordStore& target) {
-  if (under_way_.size() == kAtOnce) TORPOR_TRY(end_oldest());
+  if (under_way_.size() == kAtOnce) TORPOR_RETURN_IF_ERROR(end_oldest());
   under_way_.push_back(part);
   Result<JobId> begun = transfers_.begin_save(part.chunks, target);
   if (begun) {
@@ -59,14 +59,14 @@ Status ChunkSaver::begin(Part part, RecordStore& target) {
 }
 
 Status ChunkSaver::end_all() {
-  while (!under_way_.empty()) TORPOR_TRY(end_oldest());
+  while (!under_way_.empty()) TORPOR_RETURN_IF_ERROR(end_oldest());
   return ok();
 }
 
 Status ChunkSaver::end_oldest() {
   const Part oldest = under_way_.front();
   under_way_.pop_front();
-  TORPOR_ASSIGN(std::vector<SavedChunk> ended, transfers_.end_save(oldest.job));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<SavedChunk> ended, transfers_.end_save(oldest.job));
   oldest.saved->insert(oldest.saved->end(), std::move_iterator(ended.begin()), std::move_iterator(ended.end()));
   return gate_ == nullptr ? ok() : gate_->on_saved(oldest.chunks);
 }

@@ -15,10 +15,10 @@ Status DeferredBlocks::hold(const std::vector<int32_t>& blocks, size_t ranks, Op
   for (const int32_t block : blocks) late.left[block].ranks = static_cast<int32_t>(ranks);
   operation.undo_with([this, blocks]() -> Status {
     late_.reset();
-    TORPOR_TRY(engine_.hooks.release_blocks({.arrived = blocks}));
+    TORPOR_RETURN_IF_ERROR(engine_.hooks.release_blocks({.arrived = blocks}));
     return ok();
   });
-  TORPOR_TRY(engine_.hooks.hold_blocks(blocks));
+  TORPOR_RETURN_IF_ERROR(engine_.hooks.hold_blocks(blocks));
   late_ = std::move(late);
   return ok();
 }
@@ -26,7 +26,7 @@ Status DeferredBlocks::hold(const std::vector<int32_t>& blocks, size_t ranks, Op
 Result<WakeProgress> DeferredBlocks::take(LateWait wait, const LateWishes& wishes) {
   WakeProgress progress;
   while (late_) {
-    Result<bool> more = catching([&]() { return take_once(wait, wishes, progress); });
+    Result<bool> more = try_catch([&]() { return take_once(wait, wishes, progress); });
     if (!more && progress.arrived + progress.lost + progress.skipped == 0) return std::move(more).error();
     if (!more || !*more) break;
   }
@@ -36,9 +36,9 @@ Result<WakeProgress> DeferredBlocks::take(LateWait wait, const LateWishes& wishe
 // Take one round; return whether there is another. What the ranks tell counts only when the engine has it: a round that
 // fails has changed nothing, and is repeated.
 Result<bool> DeferredBlocks::take_once(LateWait wait, const LateWishes& wishes, WakeProgress& progress) {
-  TORPOR_ASSIGN(const std::vector<orders::PollRestore::Reply> replies,
-                engine_.ranks.call(orders::PollRestore{
-                    .seen = late_->seen, .wait = wait, .wanted = wishes.wanted, .skipped = wishes.skipped}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::PollRestore::Reply> replies,
+                          engine_.ranks.call(orders::PollRestore{
+                              .seen = late_->seen, .wait = wait, .wanted = wishes.wanted, .skipped = wishes.skipped}));
   Late next = *late_;
   ArrivedBlocks ended;
   const auto end = [&](std::map<int32_t, Block>::iterator block) {
@@ -69,7 +69,7 @@ Result<bool> DeferredBlocks::take_once(LateWait wait, const LateWishes& wishes, 
     block->second.worst = std::max(block->second.worst, BlockArrival::kLost);
     block = end(block);
   }
-  TORPOR_ASSIGN(std::vector<std::string> recomputed, engine_.hooks.release_blocks(ended));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> recomputed, engine_.hooks.release_blocks(ended));
   // From here on nothing fails: the engine has them.
   late_ = std::move(next);
   const size_t lost = ended.lost.size() + ended.unproven.size();
@@ -77,7 +77,7 @@ Result<bool> DeferredBlocks::take_once(LateWait wait, const LateWishes& wishes, 
   progress.lost += static_cast<int64_t>(lost);
   progress.skipped += static_cast<int64_t>(ended.skipped.size());
   progress.left = static_cast<int64_t>(late_->left.size());
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     if (lost > 0) {
       log().error("{} KV blocks did not come back: {}; {} requests are computed again: {}", lost, why,
                   recomputed.size(), joined(recomputed, ", "));
@@ -97,17 +97,17 @@ Result<bool> DeferredBlocks::take_once(LateWait wait, const LateWishes& wishes, 
 }
 
 Status DeferredBlocks::wait() {
-  while (late_) TORPOR_TRY(take(LateWait::kAll));
+  while (late_) TORPOR_RETURN_IF_ERROR(take(LateWait::kAll));
   return ok();
 }
 
 void DeferredBlocks::end_if_all_came() noexcept {
-  if (late_ && late_->left.empty()) (void)catching([this] { return wait(); });
+  if (late_ && late_->left.empty()) (void)try_catch([this] { return wait(); });
 }
 
 Status DeferredBlocks::wait_before_wake(size_t ranks, Operation& operation) {
-  TORPOR_ASSIGN(const std::vector<orders::PollRestore::Reply> replies,
-                engine_.ranks.call(orders::PollRestore{.seen = {}, .wait = LateWait::kAll}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::PollRestore::Reply> replies,
+                          engine_.ranks.call(orders::PollRestore{.seen = {}, .wait = LateWait::kAll}));
   Late late{.left = {}, .seen = std::vector<uint64_t>(ranks)};
   for (size_t rank = 0; rank < std::min(ranks, replies.size()); ++rank) {
     const std::vector<LateArrival>& arrivals = replies[rank].arrivals;
@@ -128,10 +128,10 @@ Status DeferredBlocks::forget() {
   const auto arrivals = [&](std::vector<uint64_t> seen) {
     return engine_.ranks.undo(orders::PollRestore{.seen = std::move(seen), .wait = LateWait::kAll, .cancel = true});
   };
-  TORPOR_ASSIGN(const std::vector<orders::PollRestore::Reply> told, arrivals({}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::PollRestore::Reply> told, arrivals({}));
   std::vector<uint64_t> seen;
   for (const orders::PollRestore::Reply& reply : told) seen.push_back(reply.arrivals.size());
-  TORPOR_TRY(arrivals(std::move(seen)));
+  TORPOR_RETURN_IF_ERROR(arrivals(std::move(seen)));
   return ok();
 }
 

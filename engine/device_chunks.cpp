@@ -14,7 +14,7 @@ namespace torpor {
 
 // Every piece must lie inside a region of the tag, so that a block number from a file can never reach elsewhere.
 Status DeviceChunks::set_kv_layout(std::string tag, const KvLayout& layout) {
-  TORPOR_TRY(layout.validate());
+  TORPOR_RETURN_IF_ERROR(layout.validate());
   const std::vector<RegionInfo> regions = allocator_.regions_of(tag);
   // Blocks lie at equal distances, so those between the first and the last are inside where both are in one region.
   for (const KvTensor& tensor : layout.tensors) {
@@ -60,7 +60,7 @@ Result<ChunkKey> DeviceChunks::key_of(int32_t block) const {
 }
 
 Result<ChunkPlan> DeviceChunks::of_block(int32_t block) const {
-  TORPOR_ASSIGN(ChunkKey key, key_of(block));
+  TORPOR_ASSIGN_OR_RETURN(ChunkKey key, key_of(block));
   ChunkPlan plan{.key = std::move(key), .pieces = {}};
   for (const KvPiece& piece : kv_layout_.pieces_of(static_cast<uint32_t>(block)))
     plan.pieces.push_back({piece.address, piece.bytes});
@@ -71,7 +71,7 @@ Result<std::vector<ChunkPlan>> DeviceChunks::of_blocks(std::span<const int32_t> 
   std::vector<ChunkPlan> plans;
   plans.reserve(blocks.size());
   for (const int32_t block : blocks) {
-    TORPOR_ASSIGN(ChunkPlan plan, of_block(block));
+    TORPOR_ASSIGN_OR_RETURN(ChunkPlan plan, of_block(block));
     plans.push_back(std::move(plan));
   }
   return plans;
@@ -104,7 +104,7 @@ Result<std::vector<ChunkPlan>> DeviceChunks::of_saved(std::span<const SavedChunk
   for (const SavedChunk& chunk : saved) {
     const ChunkKey& key = chunk.key;
     if (key.kind == ChunkKind::kKvBlock) {
-      TORPOR_ASSIGN(ChunkPlan plan, of_block(static_cast<int32_t>(std::min<uint64_t>(key.index, INT32_MAX))));
+      TORPOR_ASSIGN_OR_RETURN(ChunkPlan plan, of_block(static_cast<int32_t>(std::min<uint64_t>(key.index, INT32_MAX))));
       plans.push_back(std::move(plan));
       continue;
     }

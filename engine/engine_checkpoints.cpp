@@ -33,9 +33,9 @@ void EngineCheckpoints::sign(PendingCheckpoint& checkpoint, const Fingerprint& f
 }
 
 Status EngineCheckpoints::commit(PendingCheckpoint& checkpoint, SleepReport& report) const {
-  TORPOR_ASSIGN(report.checkpoint, checkpoint.commit());
-  TORPOR_ASSIGN(const Checkpoint committed,
-                open_checkpoint(engine_.file_system, report.checkpoint, engine_.options.checkpoints.key));
+  TORPOR_ASSIGN_OR_RETURN(report.checkpoint, checkpoint.commit());
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint committed,
+                          open_checkpoint(engine_.file_system, report.checkpoint, engine_.options.checkpoints.key));
   report.checkpoint_bytes = committed.manifest().total_bytes();
   for (const SectionInfo& section : committed.manifest().sections)
     report.checkpoint_parts[section.name] = section.stored_bytes;
@@ -44,21 +44,21 @@ Status EngineCheckpoints::commit(PendingCheckpoint& checkpoint, SleepReport& rep
 
 void EngineCheckpoints::mark_woken(const Generation& from) noexcept {
   const auto mark = [&]() -> Status {
-    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, open(from.directory));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointManager> checkpoints, open(from.directory));
     return checkpoints->woken_from(from.number);
   };
-  Status marked = catching(mark);
-  if (!marked) marked = catching(mark);
+  Status marked = try_catch(mark);
+  if (!marked) marked = try_catch(mark);
   if (marked) return;
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     log().warn("older checkpoints were not removed: {}", marked.error().to_string());
     return ok();
   });
 }
 
 Status EngineCheckpoints::check_seen_by_all(PendingCheckpoint& checkpoint) const {
-  TORPOR_ASSIGN(std::vector<orders::LeaveSign::Reply> signs,
-                engine_.ranks.call(orders::LeaveSign{.directory = checkpoint.staging_path()}));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<orders::LeaveSign::Reply> signs,
+                          engine_.ranks.call(orders::LeaveSign{.directory = checkpoint.staging_path()}));
   std::vector<std::string> hosts;
   for (orders::LeaveSign::Reply& sign : signs) hosts.push_back(std::move(sign.host));
   return checkpoint.take_signs(hosts);
@@ -66,8 +66,8 @@ Status EngineCheckpoints::check_seen_by_all(PendingCheckpoint& checkpoint) const
 
 Status EngineCheckpoints::check_seen_by_all(const std::string& directory, size_t ranks) const {
   if (ranks < 2) return ok();
-  TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, open(directory));
-  TORPOR_ASSIGN(PendingCheckpoint empty, checkpoints->begin(0));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointManager> checkpoints, open(directory));
+  TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint empty, checkpoints->begin(0));
   return check_seen_by_all(empty);
 }
 

@@ -10,22 +10,23 @@
 namespace torpor {
 
 Result<Fingerprint> fingerprint_of(const EngineParts& engine, const Described& described, WeightsDigest weights) {
-  TORPOR_ASSIGN(Fingerprint fields, engine.hooks.fingerprint());
+  TORPOR_ASSIGN_OR_RETURN(Fingerprint fields, engine.hooks.fingerprint());
   fields["ranks"] = std::to_string(described.size());
   if (weights != WeightsDigest::kNone && described.front().ledger.tags.contains(kWeightsTag)) {
     const bool as_proven = weights == WeightsDigest::kReadOrProven;
-    TORPOR_ASSIGN(const bool named, add_named_weights(engine, fields, as_proven));
+    TORPOR_ASSIGN_OR_RETURN(const bool named, add_named_weights(engine, fields, as_proven));
     if (named) return fields;
-    TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
-                  engine.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven}));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::DigestTags::Reply> digested,
+                            engine.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven}));
     add_weights(fields, digested);
   }
   return fields;
 }
 
 Result<bool> add_named_weights(const EngineParts& engine, Fingerprint& fields, bool as_proven) {
-  TORPOR_ASSIGN(const std::vector<orders::DigestTags::Reply> digested,
-                engine.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven, .named = true}));
+  TORPOR_ASSIGN_OR_RETURN(
+      const std::vector<orders::DigestTags::Reply> digested,
+      engine.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = as_proven, .named = true}));
   if (std::any_of(digested.begin(), digested.end(), [](const auto& reply) { return reply.digests.empty(); }))
     return false;
   add_weights(fields, digested);

@@ -74,7 +74,7 @@ class EngineHooks {
   virtual Result<SchedulerCheckpoint> capture() = 0;
   // The same of an engine that is to go on at once: what of it takes long is left to Moment::read.
   virtual Result<Moment> capture_moment() {
-    TORPOR_ASSIGN(SchedulerCheckpoint captured, capture());
+    TORPOR_ASSIGN_OR_RETURN(SchedulerCheckpoint captured, capture());
     Moment moment{.kv = {.steps = captured.kv.steps}};
     for (const KvBlock& block : captured.kv.blocks) {
       moment.kv.blocks.push_back(block.id);

@@ -9,7 +9,7 @@
 namespace torpor {
 
 Status EngineParts::can_preserve(std::string_view otherwise) const {
-  TORPOR_ASSIGN(const std::vector<std::string> unsupported, hooks.unsupported());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> unsupported, hooks.unsupported());
   if (unsupported.empty()) return ok();
   return Error{.code = Code::kUnsupported,
                .what = fmt::format("the state of this engine cannot be preserved yet: {}", joined(unsupported, "; ")),
@@ -17,7 +17,7 @@ Status EngineParts::can_preserve(std::string_view otherwise) const {
 }
 
 void EngineParts::release_host_slots() const noexcept {
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     if (const Status released = hooks.release_host_slots(); !released) log().error("{}", released.error().to_string());
     return ok();
   });

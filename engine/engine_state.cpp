@@ -34,7 +34,7 @@ void EngineState::enter(At at) noexcept {
 
 void EngineState::lose(const Error& error) noexcept {
   enter(At::kLost);
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     log().critical("the engine is unrecoverable: {}", error.to_string());
     return ok();
   });

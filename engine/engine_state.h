@@ -49,7 +49,7 @@ class EngineState final : public Operation::Owner {
                           [&](const Reply& reply) { return reply.ledger.tags.contains(known.first); });
     });
     for (auto& [tag, state] : public_.tags) state.clear();
-    (void)catching([&]() TORPOR_REQUIRES(mutex_) -> Status {
+    (void)try_catch([&]() TORPOR_REQUIRES(mutex_) -> Status {
       for (const Reply& reply : replies) {
         for (const auto& [tag, entry] : reply.ledger.tags) {
           std::string& state = public_.tags[tag];

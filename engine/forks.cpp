@@ -55,8 +55,8 @@ Result<ForkPlan> plan_fork(const ForkedRequest& parent, std::optional<int64_t> a
 
 Result<uint64_t> copy_blocks(EngineHooks& hooks, int32_t from, const std::vector<int32_t>& to) {
   const orders::CopyBlocks order{.from = std::vector<int32_t>(to.size(), from), .to = to};
-  TORPOR_ASSIGN(const std::vector<orders::CopyBlocks::Reply> replies,
-                catching([&] { return RankGroup(hooks).call(order); }));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::CopyBlocks::Reply> replies,
+                          try_catch([&] { return RankGroup(hooks).call(order); }));
   return total_bytes(replies);
 }
 

@@ -28,7 +28,7 @@ class GuardedHooks final : public EngineHooks {
   }
   Result<Moment> capture_moment() override {
     return guard("capture", [&]() -> Result<Moment> {
-      TORPOR_ASSIGN(Moment moment, hooks_.capture_moment());
+      TORPOR_ASSIGN_OR_RETURN(Moment moment, hooks_.capture_moment());
       moment.read = [read = std::move(moment.read)] { return guard("capture", read); };
       return moment;
     });
@@ -87,14 +87,14 @@ class GuardedHooks final : public EngineHooks {
   template <class Call>
   static auto guard(const char* hook, const Call& call) -> decltype(call()) {
     bool thrown = true;
-    auto result = catching([&] {
+    auto result = try_catch([&] {
       auto returned = call();
       thrown = false;
       return returned;
     });
     if (!thrown) return result;
     // Say which hook it was, if there is memory for that.
-    return catching([&]() -> decltype(call()) {
+    return try_catch([&]() -> decltype(call()) {
       Error error = result.error().within(hook);
       error.origin = Origin::kEngine;
       return error;

@@ -23,7 +23,7 @@ LateBlocks::LateBlocks(TransferEngine& transfers, std::vector<Part> parts, bool 
   }
   if (!own_thread) return;
   // Without a thread to be had they come as they are asked for.
-  (void)catching([this]() -> Status {
+  (void)try_catch([this]() -> Status {
     thread_ = std::thread([this] { run(); });
     return ok();
   });
@@ -71,7 +71,7 @@ bool LateBlocks::pace() noexcept {
 std::optional<LateBlocks::Begun> LateBlocks::begin(size_t number) noexcept {
   const Part& part = parts_[number];
   std::optional<Begun> begun;
-  const Status submitted = catching([&]() -> Status {
+  const Status submitted = try_catch([&]() -> Status {
     Begun job{.part = number};
     {
       const MutexLock lock(mutex_);
@@ -84,7 +84,7 @@ std::optional<LateBlocks::Begun> LateBlocks::begin(size_t number) noexcept {
     std::vector<ChunkTransfer> chunks(job.chunks.size());
     for (size_t i = 0; i < chunks.size(); ++i)
       chunks[i] = {.plan = &part.plans[job.chunks[i]], .saved = part.chunks[job.chunks[i]]};
-    TORPOR_ASSIGN(
+    TORPOR_ASSIGN_OR_RETURN(
         job.id,
         transfers_.submit(
             {.kind = JobKind::kRestore, .store = part.tier, .chunks = std::move(chunks), .urgency = Urgency::kLoad}));
@@ -116,7 +116,7 @@ void LateBlocks::end(const Begun& begun) noexcept {
     end_chunk({.part = begun.part, .chunk = begun.chunks[i]}, how);
   }
   if (!result.status && why_.empty()) {
-    (void)catching([&]() TORPOR_REQUIRES(mutex_) -> Status {
+    (void)try_catch([&]() TORPOR_REQUIRES(mutex_) -> Status {
       why_ = result.status.error().to_string();
       return ok();
     });
@@ -128,7 +128,7 @@ void LateBlocks::lost(size_t part, const Error& why) noexcept {
   const MutexLock lock(mutex_);
   for (size_t i = 0; i < parts_[part].chunks.size(); ++i) end_chunk({.part = part, .chunk = i}, BlockArrival::kLost);
   if (why_.empty()) {
-    (void)catching([&]() TORPOR_REQUIRES(mutex_) -> Status {
+    (void)try_catch([&]() TORPOR_REQUIRES(mutex_) -> Status {
       why_ = why.to_string();
       return ok();
     });

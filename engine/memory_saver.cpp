@@ -43,7 +43,7 @@ std::vector<MemorySaver::Scope>& MemorySaver::scopes() {
 Result<RankMemory*> MemorySaver::find_or_make(int device, const MakeMemory& make) {
   Device& entry = devices_[device];
   if (entry.memory == nullptr) {
-    TORPOR_ASSIGN(entry.memory, make(device));
+    TORPOR_ASSIGN_OR_RETURN(entry.memory, make(device));
   }
   return entry.memory.get();
 }
@@ -66,8 +66,8 @@ Result<DeviceAddress> MemorySaver::allocate(int device, uint64_t bytes) {
                  .next_step = "keep it in host memory"};
   }
   const MutexLock lock(mutex_);
-  TORPOR_ASSIGN(RankMemory* const memory, find_or_make(device, make_memory_));
-  if (margin_bytes_ > 0) TORPOR_TRY(leaves_margin(memory->device().info(), bytes, margin_bytes_));
+  TORPOR_ASSIGN_OR_RETURN(RankMemory* const memory, find_or_make(device, make_memory_));
+  if (margin_bytes_ > 0) TORPOR_RETURN_IF_ERROR(leaves_margin(memory->device().info(), bytes, margin_bytes_));
   return memory->allocate(tag_of(scope), std::to_string(++devices_[device].allocations), bytes);
 }
 
@@ -170,8 +170,8 @@ Result<TagMove> MemorySaver::each(
   }
   TagMove sum;
   for (const auto& [device, tags] : selected) {
-    TORPOR_ASSIGN(TagMove move,
-                  tell_operation(operation, *device->memory, [&] { return work(*device->memory, tags); }));
+    TORPOR_ASSIGN_OR_RETURN(TagMove move,
+                            tell_operation(operation, *device->memory, [&] { return work(*device->memory, tags); }));
     sum.copied_bytes += move.copied_bytes;
     sum.clean_bytes += move.clean_bytes;
     sum.dropped_bytes += move.dropped_bytes;

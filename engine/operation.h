@@ -79,7 +79,7 @@ class Operation {
       const std::function<Status()> step = std::move(undo_.back());
       undo_.pop_back();
       if (owner_.lost()) continue;
-      if (const Status undone = catching(step); !undone) owner_.lose(undone.error());
+      if (const Status undone = try_catch(step); !undone) owner_.lose(undone.error());
     }
     while (!done_.empty() && done_.back().steps >= steps) {
       tell(EventType::kPhase, done_.back().kind, Edge::kUndone);
@@ -110,7 +110,7 @@ class Operation {
   }
   void end(std::string_view phase, uint64_t bytes = 0) noexcept {
     const double seconds = seconds_between(last_, clock_.now());
-    (void)catching([&]() -> Status {
+    (void)try_catch([&]() -> Status {
       phases_.push_back({std::string(phase), seconds, bytes, seconds_between(began_, last_)});
       if (!kept_) done_.push_back({open_, steps_});
       return ok();

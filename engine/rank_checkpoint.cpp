@@ -36,8 +36,8 @@ Result<const RankSummary*> own_summary(const RankParts& parts, const Checkpoint&
 }
 
 Result<std::unique_ptr<DiskTier>> open_chunks(const RankParts& parts, const std::string& directory) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(parts.file_system, directory, parts.key));
-  TORPOR_ASSIGN(const RankSummary* const own, own_summary(parts, checkpoint));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_checkpoint(parts.file_system, directory, parts.key));
+  TORPOR_ASSIGN_OR_RETURN(const RankSummary* const own, own_summary(parts, checkpoint));
   return checkpoint.open_rank(*own, nullptr, FileIo::kCached);
 }
 

@@ -16,7 +16,7 @@ constexpr size_t kShareOfFirst = 32;
 }  // namespace
 
 Result<std::vector<Bytes>> RankGroup::send_bytes(const Bytes& order) {
-  TORPOR_ASSIGN(std::vector<Bytes> answers, hooks_.call_ranks(order));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<Bytes> answers, hooks_.call_ranks(order));
   if (answers.empty())
     return Error{.code = Code::kInternal, .what = "no worker rank answered", .origin = Origin::kEngine};
   if (std::any_of(answers.begin(), answers.end(), [](const Bytes& answer) { return answer.empty(); })) {

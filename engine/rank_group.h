@@ -26,15 +26,15 @@ class RankGroup {
   template <class Order>
   Result<std::vector<typename Order::Reply>> undo(const Order& order) {
     const auto attempt = [&] { return send(order, /*refusals=*/true); };
-    Result<std::vector<typename Order::Reply>> undone = catching(attempt);
-    if (!undone) undone = catching(attempt);
+    Result<std::vector<typename Order::Reply>> undone = try_catch(attempt);
+    if (!undone) undone = try_catch(attempt);
     return undone;
   }
 
  private:
   template <class Order>
   Result<std::vector<typename Order::Reply>> send(const Order& order, bool refusals) {
-    TORPOR_ASSIGN(const std::vector<Bytes> raw, send_bytes(encode_order(order)));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Bytes> raw, send_bytes(encode_order(order)));
     std::vector<typename Order::Reply> replies;
     replies.reserve(raw.size());
     for (const Bytes& bytes : raw) {

@@ -59,10 +59,10 @@ Status RankImages::is_new(const std::string& id) const {
 }
 
 Result<orders::Extract::Reply> RankImages::extract(const orders::Extract& order, const KvLayout& layout) {
-  TORPOR_TRY(is_new(order.image));
+  TORPOR_RETURN_IF_ERROR(is_new(order.image));
   std::vector<ChunkPlan> plans;
   for (const int32_t block : order.blocks) {
-    TORPOR_ASSIGN(ChunkPlan plan, plan_of(layout, block, plans.size()));
+    TORPOR_ASSIGN_OR_RETURN(ChunkPlan plan, plan_of(layout, block, plans.size()));
     plans.push_back(std::move(plan));
   }
   Image image{.host = std::make_unique<HostTier>(parts_.arena), .chunks = {}};
@@ -73,7 +73,7 @@ Result<orders::Extract::Reply> RankImages::extract(const orders::Extract& order,
       return std::move(saved).error();
     }
     image.chunks = std::move(*saved);
-    TORPOR_ASSIGN(const std::vector<Digest> now, parts_.transfers.digests(plans));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> now, parts_.transfers.digests(plans));
     for (size_t i = 0; i < now.size(); ++i) {
       if (now[i] != image.chunks[i].digest) {
         return damaged(order.image, image.chunks[i].key, "changed while it was copied", "try again");
@@ -86,18 +86,18 @@ Result<orders::Extract::Reply> RankImages::extract(const orders::Extract& order,
 }
 
 Result<orders::ReadImage::Reply> RankImages::read(const orders::ReadImage& order, const KvLayout& layout) {
-  TORPOR_TRY(is_new(order.image));
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_same(parts_, order.directory, order.generation, order.id));
-  TORPOR_ASSIGN(const RankSummary* const own, own_summary(parts_, checkpoint));
-  TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> source, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
+  TORPOR_RETURN_IF_ERROR(is_new(order.image));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_same(parts_, order.directory, order.generation, order.id));
+  TORPOR_ASSIGN_OR_RETURN(const RankSummary* const own, own_summary(parts_, checkpoint));
+  TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(*own));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<DiskTier> source, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
   std::unordered_map<uint64_t, const SavedChunk*> records;  // by block
   for (const SavedChunk& record : refs.records) {
     if (record.key.kind == ChunkKind::kKvBlock && record.key.tag == kKvCacheTag)
       records.emplace(record.key.index, &record);
   }
   Image image{.host = std::make_unique<HostTier>(parts_.arena), .chunks = {}};
-  TORPOR_TRY(image.host->prepare(order.blocks.size() * layout.bytes_per_block(), order.blocks.size()));
+  TORPOR_RETURN_IF_ERROR(image.host->prepare(order.blocks.size() * layout.bytes_per_block(), order.blocks.size()));
   for (const int32_t block : order.blocks) {
     const auto found = records.find(static_cast<uint64_t>(block));
     if (block < 0 || found == records.end()) {
@@ -113,24 +113,25 @@ Result<orders::ReadImage::Reply> RankImages::read(const orders::ReadImage& order
                    .next_step = "start the engine with the same KV layout"};
     }
     SavedChunk chunk{.key = record.key, .bytes = record.bytes, .digest = record.digest};
-    TORPOR_ASSIGN(const std::span<std::byte> bytes, image.host->place(chunk));
-    TORPOR_TRY(source->get_one(record, bytes));
+    TORPOR_ASSIGN_OR_RETURN(const std::span<std::byte> bytes, image.host->place(chunk));
+    TORPOR_RETURN_IF_ERROR(source->get_one(record, bytes));
     if (digest_of(bytes) != record.digest)
       return damaged(order.image, record.key, "does not match its digest", "use another checkpoint");
     chunk.key.index = image.chunks.size();
     image.chunks.push_back(std::move(chunk));
   }
-  TORPOR_TRY(image.host->finish());
+  TORPOR_RETURN_IF_ERROR(image.host->finish());
   const orders::ReadImage::Reply reply{.bytes = image.bytes()};
   images_.emplace(order.image, std::move(image));
   return reply;
 }
 
 Result<orders::SaveImage::Reply> RankImages::save(const orders::SaveImage& order) const {
-  TORPOR_ASSIGN(const Image* const image, find(order.image));
-  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer,
-                RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
-  TORPOR_TRY(writer->prepare(image->bytes(), image->chunks.size()));
+  TORPOR_ASSIGN_OR_RETURN(const Image* const image, find(order.image));
+  TORPOR_ASSIGN_OR_RETURN(
+      const std::unique_ptr<RankWriter> writer,
+      RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
+  TORPOR_RETURN_IF_ERROR(writer->prepare(image->bytes(), image->chunks.size()));
   std::vector<SavedChunk> records;
   for (const SavedChunk& chunk : image->chunks)
     records.push_back({.key = chunk.key, .bytes = chunk.bytes, .digest = chunk.digest});
@@ -144,15 +145,15 @@ Result<orders::SaveImage::Reply> RankImages::save(const orders::SaveImage& order
       bytes += records[i].bytes;
     }
     writer->put(parts);
-    for (RecordPart& part : parts) TORPOR_TRY(std::move(part.status));
+    for (RecordPart& part : parts) TORPOR_RETURN_IF_ERROR(std::move(part.status));
   }
   orders::SaveImage::Reply reply{.bytes = image->bytes(), .saved = {}};
-  TORPOR_ASSIGN(reply.saved, writer->write_refs(records));
+  TORPOR_ASSIGN_OR_RETURN(reply.saved, writer->write_refs(records));
   return reply;
 }
 
 Result<orders::VerifyImage::Reply> RankImages::verify(const orders::VerifyImage& order) const {
-  TORPOR_ASSIGN(const Image* const image, find(order.image));
+  TORPOR_ASSIGN_OR_RETURN(const Image* const image, find(order.image));
   for (const SavedChunk& chunk : image->chunks) {
     if (digest_of(image->host->view(chunk)) != chunk.digest) {
       return damaged(order.image, chunk.key, "does not match its digest", kSendAgain);
@@ -162,7 +163,7 @@ Result<orders::VerifyImage::Reply> RankImages::verify(const orders::VerifyImage&
 }
 
 Result<orders::Admit::Reply> RankImages::admit(const orders::Admit& order, const KvLayout& layout) {
-  TORPOR_ASSIGN(const Image* const image, find(order.image));
+  TORPOR_ASSIGN_OR_RETURN(const Image* const image, find(order.image));
   const std::set<int32_t> targets(order.blocks.begin(), order.blocks.end());
   if (order.chunks.size() != order.blocks.size() || targets.size() != order.blocks.size()) {
     return Error{.code = Code::kInvalidArgument,
@@ -181,11 +182,12 @@ Result<orders::Admit::Reply> RankImages::admit(const orders::Admit& order, const
           .next_step = "name chunks of the image"};
     }
     chunks.push_back(image->chunks[static_cast<size_t>(position)]);
-    TORPOR_ASSIGN(ChunkPlan plan, plan_of(layout, order.blocks[i], static_cast<uint64_t>(position)));
+    TORPOR_ASSIGN_OR_RETURN(ChunkPlan plan, plan_of(layout, order.blocks[i], static_cast<uint64_t>(position)));
     plans.push_back(std::move(plan));
   }
   if (plans.empty()) return orders::Admit::Reply{};
-  TORPOR_TRY(parts_.transfers.wait_for_device());  // a step that was begun before may still write into these blocks
+  TORPOR_RETURN_IF_ERROR(
+      parts_.transfers.wait_for_device());  // a step that was begun before may still write into these blocks
   if (Status copied = parts_.transfers.restore(chunks, plans, *image->host); !copied)
     return copied.error().within(fmt::format("image {}", order.image));
   return orders::Admit::Reply{.bytes = bytes_of(plans)};

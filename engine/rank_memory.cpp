@@ -95,15 +95,16 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
   if (!options.arena_keep_bytes) options.arena_keep_bytes = other_memory || *options.keep_backup ? UINT64_MAX : 0;
   options.spill_staging_bytes = std::min(options.spill_staging_bytes, options.arena_budget_bytes / 4);
   std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), options));
-  TORPOR_ASSIGN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes,
-                                                   .slab_bytes = options.arena_slab_bytes,
-                                                   .prefault_threads = options.threads,
-                                                   .pin_for = memory->device_.get()}));
-  TORPOR_ASSIGN(memory->allocator_, SleepAllocator::create(*memory->device_, {.handle_bytes = options.handle_bytes}));
-  TORPOR_ASSIGN(memory->transfers_,
-                TransferEngine::create(
-                    *memory->device_, *memory->arena_,
-                    {.threads = options.threads, .own_threads = options.own_threads, .events = options.events}));
+  TORPOR_ASSIGN_OR_RETURN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes,
+                                                             .slab_bytes = options.arena_slab_bytes,
+                                                             .prefault_threads = options.threads,
+                                                             .pin_for = memory->device_.get()}));
+  TORPOR_ASSIGN_OR_RETURN(memory->allocator_,
+                          SleepAllocator::create(*memory->device_, {.handle_bytes = options.handle_bytes}));
+  TORPOR_ASSIGN_OR_RETURN(memory->transfers_, TransferEngine::create(*memory->device_, *memory->arena_,
+                                                                     {.threads = options.threads,
+                                                                      .own_threads = options.own_threads,
+                                                                      .events = options.events}));
   memory->parts_ = std::make_unique<RankParts>(RankParts{.device = *memory->device_,
                                                          .allocator = *memory->allocator_,
                                                          .arena = *memory->arena_,
@@ -156,9 +157,9 @@ Status RankMemory::same_process() const {
 }
 
 Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_view name, uint64_t size_bytes) {
-  TORPOR_TRY(same_process());
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
-  TORPOR_ASSIGN(const DeviceAddress address, allocator_->allocate(tag, name, size_bytes));
+  TORPOR_ASSIGN_OR_RETURN(const DeviceAddress address, allocator_->allocate(tag, name, size_bytes));
   images_->on_allocated(tag);
   (tag == kKvCacheTag ? kv_bytes_ : other_bytes_) += size_bytes;
   const uint64_t wanted = other_bytes_ + std::min(kv_bytes_, other_bytes_);
@@ -168,8 +169,8 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
 
 Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
   const MutexLock lock(mutex_);
-  TORPOR_TRY(restorer_->nothing_late());
-  TORPOR_TRY(images_->set_kv_layout(std::move(tag), std::move(layout)));
+  TORPOR_RETURN_IF_ERROR(restorer_->nothing_late());
+  TORPOR_RETURN_IF_ERROR(images_->set_kv_layout(std::move(tag), std::move(layout)));
   if (options_.events.on()) {  // an engine that never sleeps tells its memory, too
     RankLedger ledger;
     fill(ledger);
@@ -179,7 +180,7 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
 
 Result<std::shared_ptr<HostStore>> RankMemory::make_host_store(const HostStoreOptions& options) {
   const MutexLock lock(mutex_);
-  TORPOR_ASSIGN(std::shared_ptr<HostStore> store, HostStore::create(*arena_, options));
+  TORPOR_ASSIGN_OR_RETURN(std::shared_ptr<HostStore> store, HostStore::create(*arena_, options));
   if (!store->traits().addressable) {
     const auto slots = static_cast<uint64_t>(options.slots);
     const uint64_t padded = align_up(options.slot_bytes, kPage);
@@ -208,10 +209,10 @@ void RankMemory::invalidate_digest(std::string_view tag) {
 }
 
 Result<LoadedTag> RankMemory::load_tag(const StoredTag& stored) {
-  TORPOR_TRY(same_process());
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   Result<LoadedTag> loaded =
-      catching([&]() TORPOR_REQUIRES(mutex_) { return TagLoader(*parts_, *images_).load(stored); });
+      try_catch([&]() TORPOR_REQUIRES(mutex_) { return TagLoader(*parts_, *images_).load(stored); });
   give_back_unused();
   return loaded;
 }
@@ -226,7 +227,8 @@ Result<orders::Inform::Reply> RankMemory::carry_out(const orders::Inform& order)
   for (const std::string& tag : order.written) images_->note_write(tag);
   if (!order.committed.empty()) images_->on_moved(order.committed);
   if (const auto& told = order.contents) {
-    TORPOR_ASSIGN(const std::vector<BlockContent> contents, contents_of(told->blocks, told->stamps, told->steps));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
+                            contents_of(told->blocks, told->stamps, told->steps));
     images_->index().checkpoints().tell_contents(told->id, told->blocks, contents);
   }
   return orders::Inform::Reply{};
@@ -245,32 +247,32 @@ Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
 }
 
 Result<orders::Save::Reply> RankMemory::save_all(const orders::Save& order) {
-  TORPOR_TRY(restorer_->nothing_late());
+  TORPOR_RETURN_IF_ERROR(restorer_->nothing_late());
   if (quiet_ != nullptr) quiet_->end();
   const Watched watched(*transfers_, order.progress);
   if (!order.channel.empty()) return save_giving(order);
   const bool any = !order.tags.empty();  // the allocator takes none for all
-  if (any) TORPOR_TRY(allocator_->begin_save(order.tags));
-  Result<orders::Save::Reply> saved = catching([&]() TORPOR_REQUIRES(mutex_) { return saver_->save(order); });
+  if (any) TORPOR_RETURN_IF_ERROR(allocator_->begin_save(order.tags));
+  Result<orders::Save::Reply> saved = try_catch([&]() TORPOR_REQUIRES(mutex_) { return saver_->save(order); });
   if (saved) return saved;
   images_->forget_saved(order.tags);
-  if (any) TORPOR_TRY(allocator_->cancel_save(order.tags));
+  if (any) TORPOR_RETURN_IF_ERROR(allocator_->cancel_save(order.tags));
   give_back_unused();
   return saved;
 }
 
 // After an error Undo of kGiving takes back what was given, when the other engine has let go.
 Result<orders::Save::Reply> RankMemory::save_giving(const orders::Save& order) {
-  TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(order.channel));
-  TORPOR_TRY(nothing_moves());
-  TORPOR_TRY(allocator_->begin_save(order.tags));
-  return catching([&]() TORPOR_REQUIRES(mutex_) { return saver_->save_giving(order, *channel); });
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(order.channel));
+  TORPOR_RETURN_IF_ERROR(nothing_moves());
+  TORPOR_RETURN_IF_ERROR(allocator_->begin_save(order.tags));
+  return try_catch([&]() TORPOR_REQUIRES(mutex_) { return saver_->save_giving(order, *channel); });
 }
 
 Result<orders::Save::Reply> RankMemory::stop_and_copy(const orders::Save& order) {
-  TORPOR_ASSIGN(orders::Save::Reply reply, saver_->checkpoint().stop_and_copy(order));
+  TORPOR_ASSIGN_OR_RETURN(orders::Save::Reply reply, saver_->checkpoint().stop_and_copy(order));
   if (const auto weights = reply.digests.find(kWeightsTag); weights != reply.digests.end() && named_weights_) {
-    TORPOR_ASSIGN(orders::DigestTags::Reply named, digest_named(order.as_proven));
+    TORPOR_ASSIGN_OR_RETURN(orders::DigestTags::Reply named, digest_named(order.as_proven));
     weights->second = std::move(named.digests.at(kWeightsTag));
     reply.digested_bytes += named.bytes;
   }
@@ -278,7 +280,7 @@ Result<orders::Save::Reply> RankMemory::stop_and_copy(const orders::Save& order)
 }
 
 Result<orders::PollSave::Reply> RankMemory::carry_out(const orders::PollSave& order) {
-  TORPOR_ASSIGN(orders::PollSave::Reply reply, saver_->checkpoint().poll(order));
+  TORPOR_ASSIGN_OR_RETURN(orders::PollSave::Reply reply, saver_->checkpoint().poll(order));
   if (order.stop) give_back_unused();
   return reply;
 }
@@ -286,15 +288,15 @@ Result<orders::PollSave::Reply> RankMemory::carry_out(const orders::PollSave& or
 Result<orders::Undo::Reply> RankMemory::carry_out(const orders::Undo& order) {
   using What = orders::Undo::What;
   switch (order.what) {
-    case What::kGiving: TORPOR_TRY(saver_->take_back(order.tags)); return orders::Undo::Reply{};
+    case What::kGiving: TORPOR_RETURN_IF_ERROR(saver_->take_back(order.tags)); return orders::Undo::Reply{};
     case What::kSave:
-      if (!order.tags.empty()) TORPOR_TRY(allocator_->cancel_save(order.tags));
+      if (!order.tags.empty()) TORPOR_RETURN_IF_ERROR(allocator_->cancel_save(order.tags));
       images_->forget_saved(order.tags);
       break;
     case What::kRestore:
       restorer_->cancel_late();
       const std::vector<std::string> tags = images_->asleep_of(order.tags);
-      if (!tags.empty() || order.tags.empty()) TORPOR_TRY(allocator_->cancel_restore(tags));
+      if (!tags.empty() || order.tags.empty()) TORPOR_RETURN_IF_ERROR(allocator_->cancel_restore(tags));
       break;
   }
   give_back_unused();
@@ -303,20 +305,20 @@ Result<orders::Undo::Reply> RankMemory::carry_out(const orders::Undo& order) {
 
 // Before memory goes.
 Status RankMemory::nothing_moves() {
-  TORPOR_TRY(restorer_->nothing_late());
+  TORPOR_RETURN_IF_ERROR(restorer_->nothing_late());
   saver_->checkpoint().stop();
   (void)transfers_->drain();  // of blocks that an engine moves; what counts is that none is left
   return transfers_->usable();
 }
 
 Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order) {
-  TORPOR_TRY(nothing_moves());
+  TORPOR_RETURN_IF_ERROR(nothing_moves());
   orders::Detach::Reply reply;
   for (const RegionInfo& region : allocator_->regions()) {
     if (has_tag(order.tags, region.tag)) reply.bytes += region.reserved_bytes;
   }
   std::set<std::string, std::less<>> away(order.tags.begin(), order.tags.end());
-  TORPOR_TRY(allocator_->detach(order.tags));
+  TORPOR_RETURN_IF_ERROR(allocator_->detach(order.tags));
   images_->on_detached(order.tags, std::move(away));
   saver_->on_detached();
   give_back_unused();
@@ -326,10 +328,10 @@ Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order)
 
 Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& order) {
   if (!order.checkpoint) return restore_tags(order);
-  TORPOR_TRY(restorer_->nothing_late());
+  TORPOR_RETURN_IF_ERROR(restorer_->nothing_late());
   const Watched watched(*transfers_, order.progress);
   images_->forget_blocks();
-  TORPOR_ASSIGN(orders::Restore::Reply reply, restorer_->load_blocks(order));
+  TORPOR_ASSIGN_OR_RETURN(orders::Restore::Reply reply, restorer_->load_blocks(order));
   give_back_unused();
   return reply;
 }
@@ -339,11 +341,11 @@ Result<orders::Restore::Reply> RankMemory::restore_tags(const orders::Restore& o
   const auto kv = states.find(kKvCacheTag);
   // Then they are of a wake that was undone, and this rank was not told.
   if (kv != states.end() && kv->second != RegionState::kAttached) restorer_->cancel_late();
-  TORPOR_TRY(restorer_->nothing_late());
+  TORPOR_RETURN_IF_ERROR(restorer_->nothing_late());
   const std::vector<std::string> tags = images_->asleep_of(order.tags);
   if (!tags.empty() || order.tags.empty()) {  // with no tag named the allocator would take all
-    if (order.channel.empty()) TORPOR_TRY(has_room_for(tags));
-    TORPOR_TRY(allocator_->begin_attach(tags));
+    if (order.channel.empty()) TORPOR_RETURN_IF_ERROR(has_room_for(tags));
+    TORPOR_RETURN_IF_ERROR(allocator_->begin_attach(tags));
   }
   const Watched watched(*transfers_, order.progress);
   return restorer_->restore(order);
@@ -373,13 +375,14 @@ Result<orders::PollRestore::Reply> RankMemory::carry_out(const orders::PollResto
 
 Result<orders::Finish::Reply> RankMemory::carry_out(const orders::Finish& order) {
   orders::Finish::Reply reply;
-  TORPOR_TRY(restorer_->finish(order.tags, order.keep_backup));
+  TORPOR_RETURN_IF_ERROR(restorer_->finish(order.tags, order.keep_backup));
   give_back_unused();
   return reply;
 }
 
 Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags& order) {
-  TORPOR_ASSIGN(orders::DigestTags::Reply reply, order.named ? digest_named(order.as_proven) : images_->digest(order));
+  TORPOR_ASSIGN_OR_RETURN(orders::DigestTags::Reply reply,
+                          order.named ? digest_named(order.as_proven) : images_->digest(order));
   give_back_unused();
   return reply;
 }
@@ -400,8 +403,8 @@ Status RankMemory::kv_is_attached() const {
 }
 
 Result<orders::Extract::Reply> RankMemory::carry_out(const orders::Extract& order) {
-  TORPOR_TRY(kv_is_attached());
-  Result<orders::Extract::Reply> extracted = catching(
+  TORPOR_RETURN_IF_ERROR(kv_is_attached());
+  Result<orders::Extract::Reply> extracted = try_catch(
       [&]() TORPOR_REQUIRES(mutex_) { return request_images_->extract(order, images_->chunks().kv_layout()); });
   give_back_unused();
   return extracted;
@@ -409,13 +412,13 @@ Result<orders::Extract::Reply> RankMemory::carry_out(const orders::Extract& orde
 
 Result<orders::ReadImage::Reply> RankMemory::carry_out(const orders::ReadImage& order) {
   Result<orders::ReadImage::Reply> read =
-      catching([&]() TORPOR_REQUIRES(mutex_) { return request_images_->read(order, images_->chunks().kv_layout()); });
+      try_catch([&]() TORPOR_REQUIRES(mutex_) { return request_images_->read(order, images_->chunks().kv_layout()); });
   give_back_unused();
   return read;
 }
 
 Result<orders::SaveImage::Reply> RankMemory::carry_out(const orders::SaveImage& order) {
-  return catching([&]() TORPOR_REQUIRES(mutex_) { return request_images_->save(order); });
+  return try_catch([&]() TORPOR_REQUIRES(mutex_) { return request_images_->save(order); });
 }
 
 Result<orders::VerifyImage::Reply> RankMemory::carry_out(const orders::VerifyImage& order) {
@@ -423,9 +426,9 @@ Result<orders::VerifyImage::Reply> RankMemory::carry_out(const orders::VerifyIma
 }
 
 Result<orders::Admit::Reply> RankMemory::carry_out(const orders::Admit& order) {
-  TORPOR_TRY(kv_is_attached());
+  TORPOR_RETURN_IF_ERROR(kv_is_attached());
   Result<orders::Admit::Reply> admitted =
-      catching([&]() TORPOR_REQUIRES(mutex_) { return request_images_->admit(order, images_->chunks().kv_layout()); });
+      try_catch([&]() TORPOR_REQUIRES(mutex_) { return request_images_->admit(order, images_->chunks().kv_layout()); });
   give_back_unused();
   return admitted;
 }
@@ -437,14 +440,14 @@ Result<orders::DropImage::Reply> RankMemory::carry_out(const orders::DropImage& 
 }
 
 Result<orders::CopyBlocks::Reply> RankMemory::carry_out(const orders::CopyBlocks& order) {
-  TORPOR_TRY(kv_is_attached());
-  return catching(
+  TORPOR_RETURN_IF_ERROR(kv_is_attached());
+  return try_catch(
       [&]() TORPOR_REQUIRES(mutex_) { return copy_blocks_within(*device_, images_->chunks().kv_layout(), order); });
 }
 
 // What cannot be given back now is at the next operation.
 void RankMemory::give_back_unused() noexcept {
-  (void)catching([this]() TORPOR_REQUIRES(mutex_) -> Status {
+  (void)try_catch([this]() TORPOR_REQUIRES(mutex_) -> Status {
     transfers_->release_staging();
     if (!images_->needs_staging()) {
       transfers_->let_staging_go();

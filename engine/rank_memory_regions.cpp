@@ -10,21 +10,21 @@
 namespace torpor {
 
 Status RankMemory::free(DeviceAddress address) {
-  TORPOR_TRY(same_process());
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   const std::optional<RegionInfo> region = allocator_->region_at(address);
   if (region) before_free(*region);
-  TORPOR_TRY(allocator_->free(address));
+  TORPOR_RETURN_IF_ERROR(allocator_->free(address));
   if (region) forget(*region);  // trim() has it forgotten
   return ok();
 }
 
 Result<uint64_t> RankMemory::trim(DeviceAddress address) {
-  TORPOR_TRY(same_process());
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   const std::optional<RegionInfo> region = allocator_->region_at(address);
   if (region) before_free(*region);
-  Result<uint64_t> bytes = catching([&] { return allocator_->trim(address); });
+  Result<uint64_t> bytes = try_catch([&] { return allocator_->trim(address); });
   if (region && !allocator_->region_at(address)) forget(*region);
   return bytes;
 }
@@ -48,7 +48,7 @@ void RankMemory::forget(const RegionInfo& region) {
 }
 
 Status RankMemory::read_saved(DeviceAddress address, std::span<std::byte> out) const {
-  TORPOR_TRY(same_process());
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   for (const RegionInfo& region : allocator_->regions()) {
     if (address < region.address || address - region.address >= region.size_bytes) continue;

@@ -13,7 +13,7 @@
 namespace torpor {
 
 Status RankMemory::name_weights(std::string label, std::vector<DevicePiece> pieces) {
-  TORPOR_TRY(same_process());
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   const std::vector<RegionInfo> regions = allocator_->regions_of(kWeightsTag);
   for (const DevicePiece& piece : pieces) {
@@ -33,7 +33,7 @@ Status RankMemory::name_weights(std::string label, std::vector<DevicePiece> piec
 Result<std::string> RankMemory::weights_digest() {
   const MutexLock lock(mutex_);
   orders::DigestTags order{.tags = {kWeightsTag}, .named = named_weights_.has_value()};
-  TORPOR_ASSIGN(const orders::DigestTags::Reply reply, carry_out(order));
+  TORPOR_ASSIGN_OR_RETURN(const orders::DigestTags::Reply reply, carry_out(order));
   const auto found = reply.digests.find(kWeightsTag);
   return found == reply.digests.end() ? std::string() : found->second;
 }
@@ -70,7 +70,7 @@ Result<orders::DigestTags::Reply> RankMemory::digest_named(bool as_proven) {
         room -= bytes;
       }
     }
-    TORPOR_ASSIGN(const std::vector<Digest> digests, transfers_->digests(plans));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, transfers_->digests(plans));
     CombinedDigest all;
     for (size_t i = 0; i < plans.size(); ++i) all.add(plans[i].key, digests[i]);
     reply.bytes = bytes_of(plans);

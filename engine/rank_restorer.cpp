@@ -46,9 +46,10 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   std::unique_ptr<SwapChannel> channel;
   if (!order.channel.empty()) {
-    TORPOR_ASSIGN(channel, SwapChannel::open(order.channel));
+    TORPOR_ASSIGN_OR_RETURN(channel, SwapChannel::open(order.channel));
   }
-  TORPOR_ASSIGN(const std::unique_ptr<RestoreGate> gate, gate_of(images_.asleep_of(order.tags), channel.get()));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<RestoreGate> gate,
+                          gate_of(images_.asleep_of(order.tags), channel.get()));
   ChunkRestorer copier(parts_.transfers, *gate, locate_in(images_.chunks()));
   Late late{.of_image = true};
   for (const std::string& tag : order.tags) {
@@ -62,9 +63,10 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
     if ((image == nullptr && went) || images_.index().missing(tag)) reply.without_content.push_back(tag);
     if (image == nullptr) continue;
     reply.bytes += image->bytes();
-    TORPOR_TRY(restore_image(*image, images_.is_kv(tag) ? order.late : std::vector<int32_t>(), copier, late));
+    TORPOR_RETURN_IF_ERROR(
+        restore_image(*image, images_.is_kv(tag) ? order.late : std::vector<int32_t>(), copier, late));
   }
-  TORPOR_TRY(copier.wait());
+  TORPOR_RETURN_IF_ERROR(copier.wait());
   reply.late_bytes = begin_late(std::move(late));
   reply.bytes -= reply.late_bytes;
   return reply;
@@ -75,7 +77,7 @@ Result<std::unique_ptr<RestoreGate>> RankRestorer::gate_of(const std::vector<std
                                                            SwapChannel* channel) const {
   if (channel == nullptr) return std::make_unique<MappedRegions>(parts_.allocator, tags, parts_.own_threads);
   auto pages = std::make_unique<PageTaker>(parts_.allocator, tags, *channel, static_cast<size_t>(parts_.rank));
-  TORPOR_TRY(pages->begin());
+  TORPOR_RETURN_IF_ERROR(pages->begin());
   return pages;
 }
 
@@ -83,14 +85,14 @@ Status RankRestorer::restore_image(TagImage& image, const std::vector<int32_t>& 
                                    Late& late) const {
   const std::span<const SavedChunk> all = image.chunks;
   if (image.host == nullptr) {
-    TORPOR_ASSIGN(std::unique_ptr<DiskTier> opened, open_chunks(parts_, image.directory));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DiskTier> opened, open_chunks(parts_, image.directory));
     const std::shared_ptr<DiskTier> tier = std::move(opened);
     copier.keep(tier);
     if (!late_numbers.empty()) late.disk = tier;
     return copy({.tier = *tier, .chunks = all}, late_numbers, copier, late);
   }
   const size_t in_host = std::min(image.in_host, all.size());
-  TORPOR_TRY(copy({.tier = *image.host, .chunks = all.first(in_host)}, late_numbers, copier, late));
+  TORPOR_RETURN_IF_ERROR(copy({.tier = *image.host, .chunks = all.first(in_host)}, late_numbers, copier, late));
   if (image.spilled == nullptr) return ok();
   image.staging = {};
   return copy({.tier = *image.spilled, .chunks = all.subspan(in_host), .in_turn = true}, late_numbers, copier, late);
@@ -106,8 +108,8 @@ Status RankRestorer::copy(const Source& from, const std::vector<int32_t>& late_n
     std::tie(first, later) = divide(from.chunks, late_numbers);
     now = first;
   }
-  TORPOR_TRY(from.in_turn ? copier.copy_in_turn(now, from.tier, parts_.spill_staging_bytes)
-                          : copier.copy(now, from.tier));
+  TORPOR_RETURN_IF_ERROR(from.in_turn ? copier.copy_in_turn(now, from.tier, parts_.spill_staging_bytes)
+                                      : copier.copy(now, from.tier));
   return add_late(std::move(later), from, late);
 }
 
@@ -122,7 +124,7 @@ Status RankRestorer::add_late(std::vector<SavedChunk> chunks, const Source& from
       late.bytes += chunk->bytes;
       part.chunks.push_back(std::move(*chunk));
     }
-    TORPOR_ASSIGN(part.plans, images_.chunks().of_saved(part.chunks));
+    TORPOR_ASSIGN_OR_RETURN(part.plans, images_.chunks().of_saved(part.chunks));
     for (size_t i = 0; i < part.plans.size(); ++i) {
       if (part.chunks[i].bytes == part.plans[i].bytes()) continue;
       return Error{.code = Code::kIncompatible,
@@ -136,9 +138,9 @@ Status RankRestorer::add_late(std::vector<SavedChunk> chunks, const Source& from
 
 Result<orders::Restore::Reply> RankRestorer::load_blocks(const orders::Restore& order) {
   const orders::CheckpointSource& from = *order.checkpoint;
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_same(parts_, from.directory, from.generation, from.id));
-  TORPOR_ASSIGN(const RankSummary* const own, own_summary(parts_, checkpoint));
-  TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_same(parts_, from.directory, from.generation, from.id));
+  TORPOR_ASSIGN_OR_RETURN(const RankSummary* const own, own_summary(parts_, checkpoint));
+  TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(*own));
   std::vector<SavedChunk> blocks;  // by their numbers here
   std::vector<uint64_t> there;     // of each, its number in the checkpoint
   orders::Restore::Reply reply;
@@ -154,7 +156,7 @@ Result<orders::Restore::Reply> RankRestorer::load_blocks(const orders::Restore& 
     blocks.push_back(std::move(block));
     there.push_back(number);
   }
-  TORPOR_ASSIGN(std::unique_ptr<RecordStore> opened, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<RecordStore> opened, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
   if (!from.numbers.empty()) {
     std::unordered_map<uint64_t, uint64_t> stored;
     for (size_t i = 0; i < blocks.size(); ++i) stored.emplace(blocks[i].key.index, there[i]);
@@ -163,8 +165,8 @@ Result<orders::Restore::Reply> RankRestorer::load_blocks(const orders::Restore& 
   Late late{.disk = std::move(opened)};
   AllAttached gate;
   ChunkRestorer copier(parts_.transfers, gate, locate_in(images_.chunks()));
-  TORPOR_TRY(copy({.tier = *late.disk, .chunks = blocks}, order.late, copier, late));
-  TORPOR_TRY(copier.wait());
+  TORPOR_RETURN_IF_ERROR(copy({.tier = *late.disk, .chunks = blocks}, order.late, copier, late));
+  TORPOR_RETURN_IF_ERROR(copier.wait());
   reply.late_bytes = begin_late(std::move(late));
   reply.bytes -= reply.late_bytes;
   images_.index().checkpoints().note_loaded(from.id, blocks, there);
@@ -182,7 +184,7 @@ uint64_t RankRestorer::begin_late(Late late) {
 
 Status RankRestorer::finish(const std::vector<std::string>& tags, bool keep) {
   const bool blocks_stay = late_ != nullptr && late_->of_image;
-  TORPOR_TRY(images_.finish(tags, keep, blocks_stay));
+  TORPOR_RETURN_IF_ERROR(images_.finish(tags, keep, blocks_stay));
   if (blocks_stay && has_tag(tags, images_.chunks().kv_tag())) {
     late_->keep = keep;
     late_->foreign_writes = images_.foreign_block_writes();

@@ -61,11 +61,11 @@ Result<orders::Save::Reply> RankSaver::save(const orders::Save& order) {
 // What goes to the file goes first: while there is room for its staging memory. `unused`: bytes of the arena's room
 // that stay free. After an error blocks that were copied or taken over are retained.
 Result<orders::Save::Reply> RankSaver::save_to_arena(const orders::Save& order, uint64_t unused) {
-  TORPOR_ASSIGN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNow));
-  const Status saved = catching([&]() -> Status {
-    TORPOR_TRY(begin_images(plan));
+  TORPOR_ASSIGN_OR_RETURN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNow));
+  const Status saved = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(begin_images(plan));
     plan.fit(0, unused);
-    for (ArenaPlan::Tag& tag : plan.tags()) TORPOR_TRY(spill(plan, tag));
+    for (ArenaPlan::Tag& tag : plan.tags()) TORPOR_RETURN_IF_ERROR(spill(plan, tag));
     return copy_to_host(plan, nullptr);
   });
   if (saved) return complete_images(plan, Memory::kThere);
@@ -80,11 +80,11 @@ Result<orders::Save::Reply> RankSaver::save_giving(const orders::Save& order, Sw
     parts_.arena.trim();
     prepared = prepare_giving(order);
   }
-  TORPOR_ASSIGN(ArenaPlan plan, std::move(prepared));
+  TORPOR_ASSIGN_OR_RETURN(ArenaPlan plan, std::move(prepared));
   PageGiver giver(parts_.allocator, order.tags, channel, static_cast<size_t>(parts_.rank));
   for (const ArenaPlan::Tag& tag : plan.tags()) giver.expect(tag.copied);
-  const Status saved = catching([&]() -> Status {
-    TORPOR_TRY(giver.begin());
+  const Status saved = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(giver.begin());
     return copy_to_host(plan, &giver);
   });
   pages_gone_ = giver.has_given();
@@ -95,10 +95,10 @@ Result<orders::Save::Reply> RankSaver::save_giving(const orders::Save& order, Sw
 
 // Where memory goes while it is copied, nothing may be found to have no room later on: all of it is made before.
 Result<ArenaPlan> RankSaver::prepare_giving(const orders::Save& order) {
-  TORPOR_ASSIGN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNow));
-  const Status prepared = catching([&]() -> Status {
-    TORPOR_TRY(begin_images(plan));
-    TORPOR_TRY(parts_.arena.prefault(plan.arena_bytes()));
+  TORPOR_ASSIGN_OR_RETURN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNow));
+  const Status prepared = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(begin_images(plan));
+    TORPOR_RETURN_IF_ERROR(parts_.arena.prefault(plan.arena_bytes()));
     for (ArenaPlan::Tag& tag : plan.tags()) sort_by_address(tag);
     return ok();
   });
@@ -137,9 +137,9 @@ Status RankSaver::spill(const ArenaPlan& plan, ArenaPlan::Tag& tag) {
   }
   TagImage& image = *images_.find(tag.tag);
   // Before other memory is taken: it lies in the way of none then.
-  TORPOR_ASSIGN(image.staging, parts_.arena.allocate(plan.spill_staging(padded, largest)));
-  TORPOR_ASSIGN(image.spilled,
-                make_spill_file(parts_.file_system, parts_.spill_dir, parts_.rank, parts_.key.get(), parts_.encrypt));
+  TORPOR_ASSIGN_OR_RETURN(image.staging, parts_.arena.allocate(plan.spill_staging(padded, largest)));
+  TORPOR_ASSIGN_OR_RETURN(image.spilled, make_spill_file(parts_.file_system, parts_.spill_dir, parts_.rank,
+                                                         parts_.key.get(), parts_.encrypt));
   const HostArenaInfo arena = parts_.arena.info();
   const uint64_t room = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes);
   return ChunkSaver(parts_.transfers)
@@ -148,19 +148,19 @@ Status RankSaver::spill(const ArenaPlan& plan, ArenaPlan::Tag& tag) {
 
 // After an error the images have what was copied until then.
 Status RankSaver::copy_to_host(ArenaPlan& plan, ReleaseGate* gate) {
-  const Status copied = catching([&]() -> Status {
+  const Status copied = try_catch([&]() -> Status {
     ChunkSaver saver(parts_.transfers, gate);
     for (const ArenaPlan::Tag& tag : plan.tags()) {
       if (tag.clean()) continue;
       TagImage& image = *images_.find(tag.tag);
-      TORPOR_TRY(saver.copy(std::span(tag.copied).first(tag.in_host), *image.host, image.chunks));
+      TORPOR_RETURN_IF_ERROR(saver.copy(std::span(tag.copied).first(tag.in_host), *image.host, image.chunks));
     }
     return saver.wait();
   });
   for (const ArenaPlan::Tag& tag : plan.tags()) {
     if (TagImage* const image = images_.find(tag.tag); !tag.clean()) image->in_host = image->chunks.size();
   }
-  const Status noted = catching([&]() -> Status {
+  const Status noted = try_catch([&]() -> Status {
     for (const ArenaPlan::Tag& tag : plan.tags()) {
       if (tag.clean()) continue;
       TagImage& image = *images_.find(tag.tag);
@@ -204,12 +204,13 @@ void RankSaver::abandon_quarantined(const std::vector<std::string>& tags) noexce
 
 Status RankSaver::take_back(const std::vector<std::string>& tags) {
   if (!pages_gone_) return ok();
-  TORPOR_TRY(parts_.transfers.usable());  // else what was saved is not in the images any more
-  for (const DevicePage& page : parts_.allocator.pages_of(tags)) TORPOR_TRY(parts_.allocator.take_page(page));
+  TORPOR_RETURN_IF_ERROR(parts_.transfers.usable());  // else what was saved is not in the images any more
+  for (const DevicePage& page : parts_.allocator.pages_of(tags))
+    TORPOR_RETURN_IF_ERROR(parts_.allocator.take_page(page));
   for (const std::string& tag : tags) {
     const TagImage* const image = images_.find(tag);
     if (image == nullptr || image->chunks.empty()) continue;
-    TORPOR_TRY(restore_attached(parts_.transfers, images_.chunks(), image->chunks, *image->host));
+    TORPOR_RETURN_IF_ERROR(restore_attached(parts_.transfers, images_.chunks(), image->chunks, *image->host));
   }
   pages_gone_ = false;
   return ok();
@@ -217,7 +218,7 @@ Status RankSaver::take_back(const std::vector<std::string>& tags) {
 
 Result<orders::Save::Reply> RankSaver::plan(const orders::Save& order) const {
   if (!order.writing.base.empty()) return checkpoint_.plan(order);
-  TORPOR_ASSIGN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNothing));
+  TORPOR_ASSIGN_OR_RETURN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNothing));
   uint64_t taken_over = 0;
   for (const ArenaPlan::Tag& tag : plan.tags()) taken_over += tag.retained_bytes;
   const uint64_t batch = plan.batch_staging();

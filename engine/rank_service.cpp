@@ -7,20 +7,20 @@ namespace torpor {
 
 template <class Order>
 Result<Bytes> RankService::answer(const Order& order) {
-  TORPOR_ASSIGN(typename Order::Reply reply, memory_.carry_out(order));
+  TORPOR_ASSIGN_OR_RETURN(typename Order::Reply reply, memory_.carry_out(order));
   if constexpr (requires { reply.ledger; }) memory_.fill(reply.ledger);
   return encode_reply<Order>(reply);
 }
 
 Bytes RankService::call(const Bytes& order) {
-  Result<Bytes> answered = catching([&]() -> Result<Bytes> {
+  Result<Bytes> answered = try_catch([&]() -> Result<Bytes> {
     const MutexLock lock(memory_.mutex());
-    TORPOR_TRY(memory_.same_process());
-    TORPOR_ASSIGN(const RankOrder decoded, decode_order(order));
+    TORPOR_RETURN_IF_ERROR(memory_.same_process());
+    TORPOR_ASSIGN_OR_RETURN(const RankOrder decoded, decode_order(order));
     return std::visit([this](const auto& one) TORPOR_REQUIRES(memory_.mutex()) { return answer(one); }, decoded);
   });
   if (answered) return std::move(*answered);
-  Result<Bytes> failure = catching(
+  Result<Bytes> failure = try_catch(
       [&]() -> Result<Bytes> { return encode_error(answered.error().within(fmt::format("rank {}", memory_.rank()))); });
   return failure ? std::move(*failure) : Bytes{};
 }

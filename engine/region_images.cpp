@@ -21,7 +21,7 @@ RegionImages::RegionImages(const RankParts& parts)
 // --- what the device has ---
 
 Status RegionImages::set_kv_layout(std::string tag, const KvLayout& layout) {
-  TORPOR_TRY(chunks_.set_kv_layout(std::move(tag), layout));
+  TORPOR_RETURN_IF_ERROR(chunks_.set_kv_layout(std::move(tag), layout));
   forget_blocks();
   return ok();
 }
@@ -98,7 +98,7 @@ Result<orders::DigestTags::Reply> RegionImages::digest(const orders::DigestTags&
       continue;
     }
     const std::vector<ChunkPlan> plans = chunks_.of_tag(tag);
-    TORPOR_ASSIGN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
     CombinedDigest all;
     for (size_t i = 0; i < plans.size(); ++i) {
       all.add(plans[i].key, digests[i]);
@@ -148,7 +148,7 @@ void RegionImages::forget_saved(const std::vector<std::string>& tags) noexcept {
 
 void RegionImages::retain(TagImage& image) noexcept {
   if (parts_.retain_kv_bytes == 0 || image.host == nullptr) return;
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     std::vector<RetainedBlocks::Block> blocks;
     blocks.reserve(image.in_host);
     for (size_t i = 0; i < image.in_host && i < image.contents.size(); ++i) {
@@ -203,7 +203,7 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep, boo
   for (const std::string& tag : tags) {
     if (!is_kv(tag) && find(tag) == nullptr) index_.look_anew(tag);
   }
-  if (!unfinished.empty()) TORPOR_TRY(parts_.allocator.finish_restore(unfinished));
+  if (!unfinished.empty()) TORPOR_RETURN_IF_ERROR(parts_.allocator.finish_restore(unfinished));
   // From here on nothing fails.
   for (const std::string& tag : tags) {
     if (const auto back = away_.find(tag); back != away_.end()) away_.erase(back);
@@ -247,8 +247,8 @@ Status RegionImages::compare(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
     TagImage* const image = find(tag);
     if (image == nullptr || !image->kept) continue;
-    TORPOR_ASSIGN(const std::vector<ChunkPlan> plans, chunks_.of_saved(image->chunks));
-    TORPOR_ASSIGN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<ChunkPlan> plans, chunks_.of_saved(image->chunks));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
     image->clean = std::equal(digests.begin(), digests.end(), image->chunks.begin(), image->chunks.end(),
                               [](const Digest& now, const SavedChunk& then) { return now == then.digest; });
     if (!image->clean) drop(tag);
@@ -273,7 +273,7 @@ Status RegionImages::read_saved(const RegionInfo& region, uint64_t offset, std::
     std::span<const std::byte> there = image->host->view(chunk);
     if (there.empty()) {
       unpacked.resize(chunk.bytes);
-      TORPOR_TRY(image->host->get_one(chunk, unpacked));
+      TORPOR_RETURN_IF_ERROR(image->host->get_one(chunk, unpacked));
       there = unpacked;
     }
     there = there.subspan(from - begin);

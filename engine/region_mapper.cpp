@@ -9,7 +9,7 @@ RegionMapper::RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress>
     run();
     return;
   }
-  const Status started = catching([this]() -> Status {
+  const Status started = try_catch([this]() -> Status {
     thread_ = std::thread([this] { run(); });
     return ok();
   });
@@ -30,7 +30,7 @@ void RegionMapper::run() {
       const MutexLock lock(mutex_);
       if (ending_) return;
     }
-    Status done = catching([&]() -> Status { return allocator_.attach_region(region); });
+    Status done = try_catch([&]() -> Status { return allocator_.attach_region(region); });
     const MutexLock lock(mutex_);
     if (done) ++attached_;
     status_ = std::move(done);

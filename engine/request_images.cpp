@@ -26,7 +26,7 @@ Result<const RequestImages::Image*> RequestImages::get(const std::string& id) co
 }
 
 Result<RequestImages::Image*> RequestImages::image_of(const std::string& id) {
-  TORPOR_TRY(get(id));
+  TORPOR_RETURN_IF_ERROR(get(id));
   return &images_.find(id)->second;
 }
 
@@ -74,7 +74,7 @@ Result<const RequestImages::Image*> RequestImages::make(Order order, std::vector
   std::unordered_map<int32_t, int32_t> positions;  // of each block
   std::set<std::string> ids;
   for (size_t i = 0; i < requests.size(); ++i) {
-    TORPOR_TRY(requests[i].validate());
+    TORPOR_RETURN_IF_ERROR(requests[i].validate());
     if (const auto other = image_of_.find(requests[i].id); other != image_of_.end())
       return exists(fmt::format("request {} is in the image {}", requests[i].id, other->second));
     if (!ids.insert(requests[i].id).second) return invalid(fmt::format("request {} is named twice", requests[i].id));
@@ -93,7 +93,7 @@ Result<const RequestImages::Image*> RequestImages::make(Order order, std::vector
   std::map<std::string, std::string, std::less<>> known = image_of_;
   for (const std::string& request : ids) known.emplace(request, id);
   Image& made = images_[id];
-  Result<std::vector<typename Order::Reply>> replies = catching([&] { return ranks_.call(order); });
+  Result<std::vector<typename Order::Reply>> replies = try_catch([&] { return ranks_.call(order); });
   if (!replies) {
     images_.erase(id);
     (void)ranks_.undo(orders::DropImage{.image = id});  // what a rank keeps all the same goes with its process
@@ -108,13 +108,13 @@ Result<const RequestImages::Image*> RequestImages::make(Order order, std::vector
 }
 
 Result<const RequestImages::Image*> RequestImages::verify(const std::string& id) {
-  TORPOR_ASSIGN(Image* const image, image_of(id));
-  TORPOR_TRY(ranks_.call(orders::VerifyImage{.image = id}));
+  TORPOR_ASSIGN_OR_RETURN(Image* const image, image_of(id));
+  TORPOR_RETURN_IF_ERROR(ranks_.call(orders::VerifyImage{.image = id}));
   return image;
 }
 
 Result<SchedulerCheckpoint> RequestImages::state_of(const std::string& id, size_t ranks) const {
-  TORPOR_ASSIGN(const Image* const image, get(id));
+  TORPOR_ASSIGN_OR_RETURN(const Image* const image, get(id));
   SchedulerCheckpoint state;
   state.scheduler.policy = "fcfs";
   std::vector<int32_t> references(static_cast<size_t>(image->count), 0);
@@ -140,7 +140,7 @@ Result<SchedulerCheckpoint> RequestImages::state_of(const std::string& id, size_
 }
 
 Status RequestImages::leave_memory(const std::string& id, Saved saved) {
-  TORPOR_ASSIGN(Image* const image, image_of(id));
+  TORPOR_ASSIGN_OR_RETURN(Image* const image, image_of(id));
   image->in_memory = false;
   for (size_t i = 0; saved == Saved::kNow && i < image->requests.size(); ++i)
     image->requests[i].position = static_cast<int32_t>(i);
@@ -150,12 +150,12 @@ Status RequestImages::leave_memory(const std::string& id, Saved saved) {
 }
 
 Result<const RequestImages::Image*> RequestImages::return_to_memory(const std::string& id, const StoredBlocks& stored) {
-  TORPOR_ASSIGN(Image* const image, image_of(id));
+  TORPOR_ASSIGN_OR_RETURN(Image* const image, image_of(id));
   orders::ReadImage order{
       .image = id, .blocks = {}, .directory = stored.directory, .generation = stored.generation, .id = stored.id};
   for (int32_t chunk = 0; chunk < image->count; ++chunk) order.blocks.push_back(chunk);
-  TORPOR_TRY(ranks_.undo(orders::DropImage{.image = id}));  // of a rank that could not before
-  if (Result<std::vector<orders::ReadImage::Reply>> read = catching([&] { return ranks_.call(order); }); !read) {
+  TORPOR_RETURN_IF_ERROR(ranks_.undo(orders::DropImage{.image = id}));  // of a rank that could not before
+  if (Result<std::vector<orders::ReadImage::Reply>> read = try_catch([&] { return ranks_.call(order); }); !read) {
     (void)ranks_.undo(orders::DropImage{.image = id});
     return std::move(read).error();
   }
@@ -164,7 +164,7 @@ Result<const RequestImages::Image*> RequestImages::return_to_memory(const std::s
 }
 
 Status RequestImages::begin(const std::string& id) {
-  TORPOR_ASSIGN(Image* const image, image_of(id));
+  TORPOR_ASSIGN_OR_RETURN(Image* const image, image_of(id));
   if (image->resuming) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("the requests of the image {} are being resumed already", id),

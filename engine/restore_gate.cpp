@@ -34,7 +34,7 @@ MappedRegions::Order MappedRegions::order_of(const SleepAllocator& allocator, co
 Status MappedRegions::wait_for(const ChunkPlan& chunk) {
   const ChunkKey& key = chunk.key;
   if (key.tag == last_.tag && key.region == last_.region) return ok();
-  TORPOR_TRY(mapper_.wait(order_.end_of.at({key.tag, key.region})));
+  TORPOR_RETURN_IF_ERROR(mapper_.wait(order_.end_of.at({key.tag, key.region})));
   last_ = key;
   return ok();
 }

@@ -59,18 +59,18 @@ bool SleepController::is_sleeping() const { return !state_.is(At::kAwake); }
 // --- sleep ---
 
 Result<SleepReport> SleepController::sleep(const SleepOptions& options) {
-  return catching([&] { return options.swap_out_to.empty() ? sleep_now(options) : swap_out(options); });
+  return try_catch([&] { return options.swap_out_to.empty() ? sleep_now(options) : swap_out(options); });
 }
 
 Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   if (!operation_mutex_.try_lock()) return busy();
   const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-  TORPOR_TRY(check(options));
-  TORPOR_TRY(may_begin());
-  TORPOR_TRY(context_.deferred.wait());
+  TORPOR_RETURN_IF_ERROR(check(options));
+  TORPOR_RETURN_IF_ERROR(may_begin());
+  TORPOR_RETURN_IF_ERROR(context_.deferred.wait());
   end_or_wait_for_checkpoint("a sleep was asked for");
   if (is_sleeping()) {
-    TORPOR_ASSIGN(const bool more, frees_more(options));
+    TORPOR_ASSIGN_OR_RETURN(const bool more, frees_more(options));
     if (!more) {
       log().warn("sleep: the engine is already asleep");
       SleepReport report;
@@ -82,7 +82,7 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
       return report;
     }
   }
-  const auto prepare = [](SleepOperation& sleep) { return catching([&] { return sleep.prepare_sleep(); }); };
+  const auto prepare = [](SleepOperation& sleep) { return try_catch([&] { return sleep.prepare_sleep(); }); };
   if (options.data_parallel.size > 1) {
     auto held = std::make_unique<HeldSleep>(context_, "sleep", options);
     if (Status saved = prepare(held->sleep); !saved) return held->sleep.undone(std::move(saved).error());
@@ -96,21 +96,21 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
 // Return whether a sleep of an engine that is asleep would free memory that is left.
 Result<bool> SleepController::frees_more(const SleepOptions& options) {
   if (options.level == 0) return false;
-  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
-  TORPOR_ASSIGN(const std::vector<std::string> tags, select_tags(options.tags, described));
+  TORPOR_ASSIGN_OR_RETURN(const Described described, ranks_.call(orders::Describe{}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, select_tags(options.tags, described));
   const std::vector<std::string>& asleep = context_.asleep.tags;
   return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) { return !has_tag(asleep, tag); });
 }
 
 Result<SleepReport> SleepController::finish_sleep(SleepOperation& sleep) {
-  if (Status asleep = catching([&] { return sleep.commit_sleep(); }); !asleep)
+  if (Status asleep = try_catch([&] { return sleep.commit_sleep(); }); !asleep)
     return sleep.undone(std::move(asleep).error());
   sleep.retire_older();
   return std::move(sleep.report());
 }
 
 Result<SleepReport> SleepController::hold_sleep(std::unique_ptr<HeldSleep> held) {
-  Result<SleepReport> report = catching([&]() -> Result<SleepReport> { return held->sleep.report(); });
+  Result<SleepReport> report = try_catch([&]() -> Result<SleepReport> { return held->sleep.report(); });
   if (!report) return held->sleep.undone(std::move(report).error());
   report->held = true;
   held_sleep_ = std::move(held);
@@ -118,7 +118,7 @@ Result<SleepReport> SleepController::hold_sleep(std::unique_ptr<HeldSleep> held)
 }
 
 Result<SleepReport> SleepController::end_sleep(bool keep) {
-  return catching([&] { return end_sleep_now(keep); });
+  return try_catch([&] { return end_sleep_now(keep); });
 }
 
 Result<SleepReport> SleepController::end_sleep_now(bool keep) {
@@ -136,10 +136,10 @@ Result<SleepReport> SleepController::end_sleep_now(bool keep) {
 }
 
 Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {
-  return catching([&]() -> Result<SleepPlan> {
+  return try_catch([&]() -> Result<SleepPlan> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-    TORPOR_TRY(context_.deferred.wait());
+    TORPOR_RETURN_IF_ERROR(context_.deferred.wait());
     return plan_of_sleep(context_, options, check(options), /*being_written=*/background_ != nullptr);
   });
 }
@@ -148,7 +148,7 @@ Result<SleepPlan> SleepController::plan_sleep(const SleepOptions& options) {
 
 Result<SleepReport> SleepController::checkpoint(const Value& outputs, DataParallel data_parallel,
                                                 const std::string& progress, const Metadata& metadata) {
-  return catching([&] {
+  return try_catch([&] {
     SleepOptions options = BackgroundCheckpoint::options_of(progress, metadata);
     options.outputs = outputs;
     options.data_parallel = data_parallel;
@@ -159,9 +159,9 @@ Result<SleepReport> SleepController::checkpoint(const Value& outputs, DataParall
 Result<SleepReport> SleepController::checkpoint_now(const SleepOptions& options) {
   if (!operation_mutex_.try_lock()) return busy();
   const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-  TORPOR_TRY(may_checkpoint(options));
+  TORPOR_RETURN_IF_ERROR(may_checkpoint(options));
   end_or_wait_for_checkpoint("another one was asked for");
-  const auto write = [](SleepOperation& sleep) { return catching([&] { return sleep.prepare_checkpoint(); }); };
+  const auto write = [](SleepOperation& sleep) { return try_catch([&] { return sleep.prepare_checkpoint(); }); };
   if (options.data_parallel.size > 1) {
     auto held = std::make_unique<HeldSleep>(context_, "checkpoint", options);
     held->only_checkpoint = true;
@@ -174,7 +174,7 @@ Result<SleepReport> SleepController::checkpoint_now(const SleepOptions& options)
 }
 
 Result<SleepReport> SleepController::serve_on(SleepOperation& sleep) {
-  if (Status serves = catching([&] { return sleep.serve_on(); }); !serves)
+  if (Status serves = try_catch([&] { return sleep.serve_on(); }); !serves)
     return sleep.undone(std::move(serves).error());
   sleep.retire_older();  // while the engine runs again
   return std::move(sleep.report());
@@ -182,41 +182,41 @@ Result<SleepReport> SleepController::serve_on(SleepOperation& sleep) {
 
 // For an engine that serves; it waits for what still comes back of the last wake.
 Status SleepController::may_checkpoint(const SleepOptions& options) {
-  TORPOR_TRY(check(options));
-  TORPOR_TRY(may_begin());
+  TORPOR_RETURN_IF_ERROR(check(options));
+  TORPOR_RETURN_IF_ERROR(may_begin());
   if (is_sleeping()) return cannot("the engine is asleep", "wake it first, or let it sleep to disk");
   return context_.deferred.wait();
 }
 
 Status SleepController::check_directory() {
-  return catching([this]() -> Status {
+  return try_catch([this]() -> Status {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-    TORPOR_ASSIGN(const size_t ranks, count_ranks());
+    TORPOR_ASSIGN_OR_RETURN(const size_t ranks, count_ranks());
     return background_ != nullptr ? ok() : context_.checkpoints.check_seen_by_all(options_.directory, ranks);
   });
 }
 
 Status SleepController::begin_checkpoint(const std::string& progress, const Metadata& metadata) {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
     SleepOptions options = BackgroundCheckpoint::options_of(progress, metadata);
-    TORPOR_TRY(may_checkpoint(options));
+    TORPOR_RETURN_IF_ERROR(may_checkpoint(options));
     if (background_ != nullptr && !background_->ended())
       return Error{.code = Code::kUnavailable,
                    .what = "a checkpoint is being written",
                    .next_step = "wait for it to end, or cancel it"};
-    TORPOR_TRY(parts_.can_preserve("serve without these features"));
+    TORPOR_RETURN_IF_ERROR(parts_.can_preserve("serve without these features"));
     auto background = std::make_unique<BackgroundCheckpoint>(context_, std::move(options));
-    TORPOR_TRY(background->begin());
+    TORPOR_RETURN_IF_ERROR(background->begin());
     background_ = std::move(background);
     return ok();
   });
 }
 
 Result<CheckpointStage> SleepController::continue_checkpoint() {
-  return catching([this]() -> Result<CheckpointStage> {
+  return try_catch([this]() -> Result<CheckpointStage> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
     return background_ == nullptr ? CheckpointStage::kNone : background_->advance(/*wait=*/false);
@@ -224,11 +224,11 @@ Result<CheckpointStage> SleepController::continue_checkpoint() {
 }
 
 Status SleepController::take_checkpoint(const Value& outputs) {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
     if (background_ != nullptr && background_->error()) return *background_->error();
-    TORPOR_TRY(may_begin());
+    TORPOR_RETURN_IF_ERROR(may_begin());
     if (background_ == nullptr || !background_->ready())
       return cannot("no checkpoint is ready to be taken", "begin one, and continue it until it is ready");
     return background_->take(outputs);
@@ -236,7 +236,7 @@ Status SleepController::take_checkpoint(const Value& outputs) {
 }
 
 Result<SleepReport> SleepController::end_checkpoint() {
-  return catching([this]() -> Result<SleepReport> {
+  return try_catch([this]() -> Result<SleepReport> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
     if (background_ == nullptr || !background_->can_finish())
@@ -261,13 +261,13 @@ void SleepController::end_or_wait_for_checkpoint(std::string_view why) noexcept 
 // --- wake ---
 
 Result<SleepReport> SleepController::wake_up(const WakeOptions& options) {
-  return catching([&] { return options.swap_in_from.empty() ? wake_now(options) : swap_in(options); });
+  return try_catch([&] { return options.swap_in_from.empty() ? wake_now(options) : swap_in(options); });
 }
 
 Result<SleepReport> SleepController::wake_now(const WakeOptions& options, const SwapIn* swap) {
   if (!operation_mutex_.try_lock()) return busy();
   const MutexLock in_progress(operation_mutex_, std::adopt_lock);
-  TORPOR_TRY(may_begin());
+  TORPOR_RETURN_IF_ERROR(may_begin());
   const At before = state_.at();
   const bool anew = !options.from_checkpoint.empty() || options.catch_up;
   if (before == At::kAwake && !anew) {
@@ -280,13 +280,13 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options, const 
   if (before == At::kAsleep && anew)
     return cannot("this engine is asleep with a state of its own",
                   "wake it without from_checkpoint, or wake the checkpoint in a new engine");
-  TORPOR_TRY(context_.deferred.wait());
+  TORPOR_RETURN_IF_ERROR(context_.deferred.wait());
   end_or_wait_for_checkpoint("a wake was asked for");
   return WakeOperation(context_, options, swap).run();
 }
 
 Result<WakeProgress> SleepController::continue_wake(LateWait wait, const LateWishes& wishes) {
-  return catching([&]() -> Result<WakeProgress> {
+  return try_catch([&]() -> Result<WakeProgress> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
     return context_.deferred.take(wait, wishes);
@@ -296,7 +296,7 @@ Result<WakeProgress> SleepController::continue_wake(LateWait wait, const LateWis
 // The restored requests are in an engine that stands still: if they can be neither dropped nor run, nothing can be said
 // of it.
 Status SleepController::end_hold(bool keep) {
-  return catching([&] { return end_hold_now(keep); });
+  return try_catch([&] { return end_hold_now(keep); });
 }
 
 Status SleepController::end_hold_now(bool keep) {
@@ -319,12 +319,12 @@ Status SleepController::end_hold_now(bool keep) {
 }
 
 Result<std::string> SleepController::checkpoint_to_wake() {
-  return catching([&]() -> Result<std::string> {
+  return try_catch([&]() -> Result<std::string> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
     if (options_.directory.empty() || !state_.is(At::kAwake)) return std::string();
-    TORPOR_ASSIGN(const int64_t unfinished, hooks_.unfinished_requests());
-    TORPOR_ASSIGN(const KvContents contents, hooks_.kv_contents());
+    TORPOR_ASSIGN_OR_RETURN(const int64_t unfinished, hooks_.unfinished_requests());
+    TORPOR_ASSIGN_OR_RETURN(const KvContents contents, hooks_.kv_contents());
     if (unfinished > 0 || contents.steps != 1 || context_.took_checkpoint) return std::string();
     const Result<Checkpoint> latest = open_checkpoint(parts_.file_system, options_.directory, options_.checkpoints.key);
     if (!latest && latest.error().code == Code::kNotFound) return std::string();
@@ -335,7 +335,7 @@ Result<std::string> SleepController::checkpoint_to_wake() {
 // --- swap ---
 
 Result<SwapReport> SleepController::swap(SleepController& from, SleepController& to, const SwapOptions& options) {
-  return catching([&] { return from.swap_with(to, options); });
+  return try_catch([&] { return from.swap_with(to, options); });
 }
 
 Result<SwapReport> SleepController::swap_with(SleepController& to, const SwapOptions& options) {
@@ -348,8 +348,8 @@ Result<SwapReport> SleepController::swap_with(SleepController& to, const SwapOpt
                            .swap_out_to = kThisProcess};
   Result<SwapReport> swapped = swap_out_for(
       asked, {.admit = [&]() -> Status {
-                TORPOR_ASSIGN(const size_t others, to.can_swap_in());
-                TORPOR_ASSIGN(const size_t own, count_ranks());
+                TORPOR_ASSIGN_OR_RETURN(const size_t others, to.can_swap_in());
+                TORPOR_ASSIGN_OR_RETURN(const size_t own, count_ranks());
                 if (own == others) return ok();
                 return cannot(fmt::format("the engines have {} and {} ranks", own, others),
                               "put one to sleep, then wake the other");
@@ -366,20 +366,20 @@ Result<SwapReport> SleepController::swap_with(SleepController& to, const SwapOpt
 
 // The half of the engine that goes, with one of another process.
 Result<SleepReport> SleepController::swap_out(const SleepOptions& options) {
-  TORPOR_TRY(check(options));
+  TORPOR_RETURN_IF_ERROR(check(options));
   if (options.level == 0 || !options.preserve_state || options.to_disk || options.drops(kWeightsTag) ||
       !options.tags.empty() || options.data_parallel.size > 1 || options.discard_on_save_error) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "swap: memory is given by a sleep to host memory of all that there is",
                  .next_step = "ask for preserve_state, and nothing else"};
   }
-  TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(options.swap_out_to));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(options.swap_out_to));
   const auto watched = ProgressFile::of_caller(options.progress);
   const auto go_on = [&] { return watched == nullptr ? ok() : watched->check(); };
   Result<SwapReport> left = swap_out_for(
       options, {.admit = [&]() -> Status {
-                  TORPOR_ASSIGN(const size_t ranks, count_ranks());
-                  TORPOR_TRY(channel->join(SwapChannel::Side::kGives, ranks));
+                  TORPOR_ASSIGN_OR_RETURN(const size_t ranks, count_ranks());
+                  TORPOR_RETURN_IF_ERROR(channel->join(SwapChannel::Side::kGives, ranks));
                   return channel->wait_for(SwapChannel::Stage::kHere, go_on);
                 },
                 .swap = [&](SleepOperation& sleep,
@@ -398,21 +398,21 @@ Result<SleepReport> SleepController::swap_in(const WakeOptions& options) {
                  .what = "swap: memory is taken by a wake of all that sleeps in this process",
                  .next_step = "ask for nothing else"};
   }
-  TORPOR_ASSIGN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(options.swap_in_from));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(options.swap_in_from));
   const auto watched = ProgressFile::of_caller(options.progress);
   const auto go_on = [&] { return watched == nullptr ? ok() : watched->check(); };
-  Result<SleepReport> woken = catching([&]() -> Result<SleepReport> {
-    TORPOR_ASSIGN(const size_t ranks, can_swap_in());
-    TORPOR_TRY(channel->join(SwapChannel::Side::kTakes, ranks));
-    TORPOR_TRY(channel->wait_for(SwapChannel::Stage::kReady, go_on));
+  Result<SleepReport> woken = try_catch([&]() -> Result<SleepReport> {
+    TORPOR_ASSIGN_OR_RETURN(const size_t ranks, can_swap_in());
+    TORPOR_RETURN_IF_ERROR(channel->join(SwapChannel::Side::kTakes, ranks));
+    TORPOR_RETURN_IF_ERROR(channel->wait_for(SwapChannel::Stage::kReady, go_on));
     const SwapIn swap{.channel = options.swap_in_from,
                       .wait_until_asleep = [&]() -> Status {
                         channel->say(SwapChannel::Stage::kReady);
-                        TORPOR_TRY(channel->wait_for(SwapChannel::Stage::kDone));
+                        TORPOR_RETURN_IF_ERROR(channel->wait_for(SwapChannel::Stage::kDone));
                         return channel->say(SwapChannel::Stage::kReady), ok();  // a heartbeat
                       },
                       .commit = [&] { return channel->commit(); }};
-    TORPOR_ASSIGN(SleepReport report, wake_now({.progress = options.progress}, &swap));
+    TORPOR_ASSIGN_OR_RETURN(SleepReport report, wake_now({.progress = options.progress}, &swap));
     if (!report.changed) return cannot(fmt::format("the engine that is to come: {}", report.note), "");
     return report;
   });
@@ -420,14 +420,14 @@ Result<SleepReport> SleepController::swap_in(const WakeOptions& options) {
   (void)channel->stop(SwapChannel::Side::kTakes);
   channel->say(state_.lost() ? SwapChannel::Stage::kLost : SwapChannel::Stage::kFailed);
   Error error = std::move(woken).error();
-  (void)catching([&]() -> Status { return error.what = fmt::format("swap: {}", error.what), ok(); });
+  (void)try_catch([&]() -> Status { return error.what = fmt::format("swap: {}", error.what), ok(); });
   return error;
 }
 
 Result<SwapReport> SleepController::swap_out_for(const SleepOptions& asked, const OtherEngine& other) {
   const std::chrono::nanoseconds began = clock_.now();
   SwapOutEnd end;
-  Result<SwapReport> swapped = catching([&]() -> Result<SwapReport> {
+  Result<SwapReport> swapped = try_catch([&]() -> Result<SwapReport> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);
     return begin_swap_out(asked, other, end);
@@ -440,9 +440,9 @@ Result<SwapReport> SleepController::swap_out_for(const SleepOptions& asked, cons
   Status woken;
   if (end.state == SwappedOut::kAsleepOtherEnded) {
     // All of it is in host memory. The other one has given back what it had, unless it is lost or gives no sign.
-    woken = catching([&] {
+    woken = try_catch([&] {
       return retry_until_memory_comes(clock_, end.memory_comes_late, [&]() -> Status {
-        TORPOR_TRY(wake_now({}));
+        TORPOR_RETURN_IF_ERROR(wake_now({}));
         return ok();
       });
     });
@@ -450,7 +450,7 @@ Result<SwapReport> SleepController::swap_out_for(const SleepOptions& asked, cons
   const bool stays =
       end.state == SwappedOut::kAsleepOtherMayRun || (end.state == SwappedOut::kAsleepOtherEnded && !woken);
   error.state_changed = state_.lost() || stays;
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     error.what = fmt::format("swap: {}", error.what);
     if (stays) error.what += "; the engine that went stays asleep";
     if (!woken) error.what += fmt::format(": {}", woken.error().to_string());
@@ -461,15 +461,15 @@ Result<SwapReport> SleepController::swap_out_for(const SleepOptions& asked, cons
 
 Result<SwapReport> SleepController::begin_swap_out(const SleepOptions& asked, const OtherEngine& other,
                                                    SwapOutEnd& end) {
-  TORPOR_TRY(may_begin());
+  TORPOR_RETURN_IF_ERROR(may_begin());
   if (is_sleeping()) return cannot("the engine that is to go is asleep", "wake the other one without it");
-  TORPOR_TRY(other.admit());
-  TORPOR_TRY(context_.deferred.wait());
+  TORPOR_RETURN_IF_ERROR(other.admit());
+  TORPOR_RETURN_IF_ERROR(context_.deferred.wait());
   end_or_wait_for_checkpoint("a swap was asked for");
   SleepOperation sleep(context_, "sleep", asked);
-  if (Status ready = catching([&] { return sleep.prepare_swap_out(); }); !ready)
+  if (Status ready = try_catch([&] { return sleep.prepare_swap_out(); }); !ready)
     return sleep.undone(std::move(ready).error());
-  Result<SleepReport> woken = catching([&] { return other.swap(sleep, end); });
+  Result<SleepReport> woken = try_catch([&] { return other.swap(sleep, end); });
   if (woken) return SwapReport{.slept = std::move(sleep.report()), .woken = std::move(*woken)};
   if (!state_.is(At::kAsleep)) return sleep.undone(std::move(woken).error());
   if (end.state == SwappedOut::kAwake) end.state = SwappedOut::kAsleepOtherEnded;
@@ -490,22 +490,22 @@ Result<size_t> SleepController::can_swap_in() {
 }
 
 Result<size_t> SleepController::count_ranks() {
-  TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+  TORPOR_ASSIGN_OR_RETURN(const Described described, ranks_.call(orders::Describe{}));
   return described.size();
 }
 
 // --- what an engine is, and what may be asked of it ---
 
 Result<Fingerprint> SleepController::fingerprint() {
-  return catching([this]() -> Result<Fingerprint> {
-    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+  return try_catch([this]() -> Result<Fingerprint> {
+    TORPOR_ASSIGN_OR_RETURN(const Described described, ranks_.call(orders::Describe{}));
     return fingerprint_of(parts_, described, WeightsDigest::kReadOrProven);
   });
 }
 
 Result<std::vector<RankLedger>> SleepController::ledgers() {
-  return catching([this]() -> Result<std::vector<RankLedger>> {
-    TORPOR_ASSIGN(const Described described, ranks_.call(orders::Describe{}));
+  return try_catch([this]() -> Result<std::vector<RankLedger>> {
+    TORPOR_ASSIGN_OR_RETURN(const Described described, ranks_.call(orders::Describe{}));
     state_.set_tags(described);
     return ledgers_of(described);
   });
@@ -542,7 +542,7 @@ Status SleepController::check(const SleepOptions& options) const {
   }
   if (options.to_disk && options.level == 0)
     return invalid("level 0 keeps all memory, there is nothing to write to disk", "use level 1 or 2");
-  TORPOR_TRY(check_metadata(options.metadata, options.to_disk));
+  TORPOR_RETURN_IF_ERROR(check_metadata(options.metadata, options.to_disk));
   if (options.to_disk && options_.directory.empty()) {
     return invalid("no directory for checkpoints is configured",
                    "set the option checkpoint_dir (or TORPOR_CHECKPOINT_DIR) and start the engine again");

@@ -62,10 +62,10 @@ Status SleepOperation::take_steps(size_t first, size_t last) {
     const Step& step = steps_[place];
     if (!(this->*step.wanted)()) continue;
     if (place == first || steps_[place - 1].phase != step.phase) {
-      if (place != kQuiesce) TORPOR_TRY(not_cancelled());
+      if (place != kQuiesce) TORPOR_RETURN_IF_ERROR(not_cancelled());
       operation_.begin(step.phase);
     }
-    TORPOR_ASSIGN(const uint64_t bytes, take(step));
+    TORPOR_ASSIGN_OR_RETURN(const uint64_t bytes, take(step));
     if (place == last || steps_[place + 1].phase != step.phase) operation_.end(step.phase, bytes);
   }
   return ok();
@@ -95,11 +95,11 @@ SleepOperation::SleepOperation(OperationContext& context, std::string_view name,
 Status SleepOperation::prepare_sleep() {
   report_.level = options_.level;
   report_.to = options_.to_disk ? "disk" : "host";
-  TORPOR_TRY(admit());
-  TORPOR_TRY(take_steps(kQuiesce, kQuiesce));
+  TORPOR_RETURN_IF_ERROR(admit());
+  TORPOR_RETURN_IF_ERROR(take_steps(kQuiesce, kQuiesce));
   while (options_.level > 0) {
     const size_t steps = operation_.steps();
-    const Status saved = catching([&] { return take_steps(kCapture, kVerify); });
+    const Status saved = try_catch([&] { return take_steps(kCapture, kVerify); });
     if (saved) break;
     // Beyond the requests there is nothing that may be discarded: level 1 promises to keep the weights.
     if (!options_.discard_on_save_error || (!to_disk_ && !preserved_)) return saved.error();
@@ -114,17 +114,17 @@ Status SleepOperation::prepare_sleep() {
 Status SleepOperation::prepare_checkpoint() {
   report_.to = "disk";
   report_.preserve_state = true;
-  TORPOR_TRY(admit());
+  TORPOR_RETURN_IF_ERROR(admit());
   return take_steps(kQuiesce, kVerify);
 }
 
 Status SleepOperation::prepare_swap_out() {
   report_.level = options_.level;
   report_.to = "host";
-  TORPOR_TRY(admit());
-  TORPOR_TRY(take_steps(kQuiesce, kCapture));
-  TORPOR_TRY(not_cancelled());
-  TORPOR_TRY(take(steps_[kDropDerived]));  // before its phase: memory is given while it is saved
+  TORPOR_RETURN_IF_ERROR(admit());
+  TORPOR_RETURN_IF_ERROR(take_steps(kQuiesce, kCapture));
+  TORPOR_RETURN_IF_ERROR(not_cancelled());
+  TORPOR_RETURN_IF_ERROR(take(steps_[kDropDerived]));  // before its phase: memory is given while it is saved
   return ok();
 }
 
@@ -147,12 +147,12 @@ Status SleepOperation::commit_sleep() {
     generation = {.directory = context_.checkpoints.directory_of(options_.data_parallel),
                   .number = pending_->generation()};
   Metadata metadata = report_.metadata;
-  TORPOR_TRY(not_cancelled());
+  TORPOR_RETURN_IF_ERROR(not_cancelled());
   std::vector<std::string> weights = weights_of_kv();
   if (options_.level > 0) say_what_to_load();
   std::vector<std::string> without_content = report_.reload;
   without_content.insert(without_content.end(), asleep.without_content.begin(), asleep.without_content.end());
-  TORPOR_TRY(take_steps(save_.channel.empty() ? kDropDerived : kDetach, kDetach));
+  TORPOR_RETURN_IF_ERROR(take_steps(save_.channel.empty() ? kDropDerived : kDetach, kDetach));
   // From here on nothing fails: the memory is gone.
   operation_.keep();
   report_.changed = true;
@@ -174,7 +174,7 @@ Status SleepOperation::commit_sleep() {
 
 Status SleepOperation::serve_on() {
   // The memory was only read.
-  TORPOR_TRY(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kSave, .tags = save_.tags}));
+  TORPOR_RETURN_IF_ERROR(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kSave, .tags = save_.tags}));
   operation_.keep();
   if (Status resumed = engine_.hooks.resume(); !resumed) {
     engine_.state.lose(resumed.error());
@@ -198,7 +198,7 @@ Error SleepOperation::undone(Error error) noexcept {
   engine_.state.enter(deeper_ ? EngineState::At::kAsleep : EngineState::At::kAwake);
   const std::string_view irreversible = operation_.irreversible();
   error.state_changed = engine_.state.lost() || checkpoint_stays_ || !irreversible.empty();
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     std::string what = fmt::format("{}: {}", name_, error.what);
     if (!irreversible.empty()) what += fmt::format("; {}", irreversible);
     if (checkpoint_stays_) {
@@ -246,9 +246,9 @@ void SleepOperation::fall_back(const Error& why) {
 
 // Refuse what cannot be done, before anything is touched.
 Status SleepOperation::admit() {
-  TORPOR_ASSIGN(described_, engine_.ranks.call(orders::Describe{}));
+  TORPOR_ASSIGN_OR_RETURN(described_, engine_.ranks.call(orders::Describe{}));
   engine_.state.set_tags(described_);
-  TORPOR_ASSIGN(tags_, select_tags(options_.tags, described_));
+  TORPOR_ASSIGN_OR_RETURN(tags_, select_tags(options_.tags, described_));
   const std::vector<std::string>& sleeping = context_.asleep.tags;
   if (options_.to_disk && !sleeping.empty()) {
     return Error{
@@ -256,9 +256,9 @@ Status SleepOperation::admit() {
         .what = fmt::format("{} asleep already: a checkpoint is made of memory that is there", joined(sleeping, ", ")),
         .next_step = "wake it first, or sleep to host"};
   }
-  if (options_.to_disk) TORPOR_TRY(all_have_content(described_));
+  if (options_.to_disk) TORPOR_RETURN_IF_ERROR(all_have_content(described_));
   std::erase_if(tags_, [&](const std::string& tag) { return has_tag(sleeping, tag); });
-  if (options_.preserve_state && options_.to_disk) TORPOR_TRY(has_kv(tags_));
+  if (options_.preserve_state && options_.to_disk) TORPOR_RETURN_IF_ERROR(has_kv(tags_));
   save_.progress = options_.progress;
   for (const std::string& tag : tags_) {
     if (!options_.drops(tag)) save_.tags.push_back(tag);
@@ -272,8 +272,8 @@ Status SleepOperation::admit() {
 Status SleepOperation::quiesce_engine() { return take_steps(kQuiesce, kQuiesce); }
 
 Result<uint64_t> SleepOperation::quiesce() {
-  if (!deeper_) TORPOR_TRY(engine_.hooks.quiesce(options_.timeout_seconds));
-  TORPOR_ASSIGN(report_.requests, engine_.hooks.unfinished_requests());
+  if (!deeper_) TORPOR_RETURN_IF_ERROR(engine_.hooks.quiesce(options_.timeout_seconds));
+  TORPOR_ASSIGN_OR_RETURN(report_.requests, engine_.hooks.unfinished_requests());
   return 0;
 }
 
@@ -288,9 +288,9 @@ bool SleepOperation::captures() const {
 // Take the state as values, and choose the KV blocks to save.
 Result<uint64_t> SleepOperation::capture() {
   const bool with_kv = has_tag(tags_, kKvCacheTag);
-  TORPOR_ASSIGN(captured_.state, engine_.hooks.capture());
+  TORPOR_ASSIGN_OR_RETURN(captured_.state, engine_.hooks.capture());
   if (!preserved_) captured_.state = without_requests(std::move(captured_.state));
-  TORPOR_TRY(captured_.state.validate());
+  TORPOR_RETURN_IF_ERROR(captured_.state.validate());
   captured_.outputs = options_.outputs;
   captured_.metadata = options_.metadata;
   if (with_kv)
@@ -300,13 +300,13 @@ Result<uint64_t> SleepOperation::capture() {
   deferrable_ = late_blocks_of(captured_.state, save_.blocks, engine_.hooks.holds_back());
   // Blocks that the engine offloaded and has not changed since need no copy: they stay where they are.
   if (with_kv && !to_disk_) {
-    TORPOR_ASSIGN(save_.host_slots, engine_.hooks.host_slots(save_.blocks, /*keep=*/true));
+    TORPOR_ASSIGN_OR_RETURN(save_.host_slots, engine_.hooks.host_slots(save_.blocks, /*keep=*/true));
   }
   if (to_disk_) {
     // Weights that are saved are read then, and not twice: save() adds what they are.
     WeightsDigest digest = engine_.options.always_read_weights ? WeightsDigest::kRead : WeightsDigest::kReadOrProven;
     if (has_tag(save_.tags, kWeightsTag)) digest = WeightsDigest::kNone;
-    TORPOR_ASSIGN(captured_.fingerprint, fingerprint_of(engine_, described_, digest));
+    TORPOR_ASSIGN_OR_RETURN(captured_.fingerprint, fingerprint_of(engine_, described_, digest));
   }
   return 0;
 }
@@ -323,10 +323,10 @@ Result<uint64_t> SleepOperation::write_state() {
     if (tag != kKvCacheTag) expected += tag_bytes(described_, tag, &RankLedger::Tag::region_bytes);
   }
   const EngineCheckpoints& own = context_.checkpoints;
-  TORPOR_ASSIGN(checkpoints_, own.open(own.directory_of(options_.data_parallel)));
-  TORPOR_ASSIGN(pending_, checkpoints_->begin(expected));
-  if (described_.size() > 1) TORPOR_TRY(own.check_seen_by_all(*pending_));
-  TORPOR_TRY(pending_->write_state(captured_));
+  TORPOR_ASSIGN_OR_RETURN(checkpoints_, own.open(own.directory_of(options_.data_parallel)));
+  TORPOR_ASSIGN_OR_RETURN(pending_, checkpoints_->begin(expected));
+  if (described_.size() > 1) TORPOR_RETURN_IF_ERROR(own.check_seen_by_all(*pending_));
+  TORPOR_RETURN_IF_ERROR(pending_->write_state(captured_));
   save_.directory = pending_->staging_path();
   save_.writing = pending_->writing();
   save_.as_proven = !engine_.options.always_read_weights;
@@ -335,14 +335,14 @@ Result<uint64_t> SleepOperation::write_state() {
 
 // Copy what is kept to the arena or into the checkpoint under construction.
 Result<uint64_t> SleepOperation::save() {
-  TORPOR_ASSIGN(const std::vector<orders::Save::Reply> saved, engine_.ranks.call(save_));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Save::Reply> saved, engine_.ranks.call(save_));
   if (pending_) {
     for (const orders::Save::Reply& reply : saved) {
       for (const auto& [tag, sums] : reply.saved.tags) report_.checkpoint_parts[tag] += sums.stored_bytes;
       pending_->add_rank(reply.saved);
     }
     if (has_tag(save_.tags, kWeightsTag)) {
-      TORPOR_ASSIGN(const bool named, add_named_weights(engine_, captured_.fingerprint, save_.as_proven));
+      TORPOR_ASSIGN_OR_RETURN(const bool named, add_named_weights(engine_, captured_.fingerprint, save_.as_proven));
       if (!named) add_weights(captured_.fingerprint, saved);
     }
     pending_->set_fingerprint(captured_.fingerprint);
@@ -362,12 +362,12 @@ Result<uint64_t> SleepOperation::save() {
 // The other engine of a swap has none of the memory any more.
 Status SleepOperation::cancel_save() {
   if (!save_.channel.empty()) {
-    TORPOR_TRY(retry_until_memory_comes(engine_.clock, memory_comes_late_, [&]() -> Status {
-      TORPOR_TRY(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kGiving, .tags = save_.tags}));
+    TORPOR_RETURN_IF_ERROR(retry_until_memory_comes(engine_.clock, memory_comes_late_, [&]() -> Status {
+      TORPOR_RETURN_IF_ERROR(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kGiving, .tags = save_.tags}));
       return ok();
     }));
   }
-  TORPOR_TRY(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kSave, .tags = save_.tags}));
+  TORPOR_RETURN_IF_ERROR(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kSave, .tags = save_.tags}));
   return ok();
 }
 
@@ -376,9 +376,9 @@ Result<uint64_t> SleepOperation::verify() {
   if (!pending_) return 0;
   context_.checkpoints.sign(*pending_, captured_.fingerprint);
   checkpoint_stays_ = true;
-  TORPOR_TRY(context_.checkpoints.commit(*pending_, report_));
+  TORPOR_RETURN_IF_ERROR(context_.checkpoints.commit(*pending_, report_));
   report_.metadata = captured_.metadata;
-  TORPOR_TRY(engine_.ranks.call(orders::Inform{.committed = report_.checkpoint}));
+  TORPOR_RETURN_IF_ERROR(engine_.ranks.call(orders::Inform{.committed = report_.checkpoint}));
   return 0;
 }
 
@@ -391,8 +391,8 @@ Status SleepOperation::withdraw() {
 // Let go of what the engine derived from its memory, and of requests and prefixes that are not kept. After all else
 // that can fail but the release of memory: requests that were ended stay so.
 Result<uint64_t> SleepOperation::drop_derived() {
-  TORPOR_TRY(engine_.hooks.release_derived());
-  TORPOR_TRY(drop());
+  TORPOR_RETURN_IF_ERROR(engine_.hooks.release_derived());
+  TORPOR_RETURN_IF_ERROR(drop());
   return 0;
 }
 
@@ -405,7 +405,7 @@ Status SleepOperation::drop() {
     const bool recompute = options_.in_flight == "recompute";
     const bool any = report_.requests > 0;
     if (any) operation_.irreversible(recompute ? "its requests may be computed again" : "its requests may be ended");
-    TORPOR_TRY(engine_.hooks.drop_requests(recompute ? "recompute" : "abort"));
+    TORPOR_RETURN_IF_ERROR(engine_.hooks.drop_requests(recompute ? "recompute" : "abort"));
     if (any) operation_.irreversible(recompute ? "its requests are computed again" : "its requests were ended");
     return ok();
   }
@@ -416,7 +416,8 @@ Status SleepOperation::drop() {
 Result<uint64_t> SleepOperation::detach() {
   report_.dropped_blocks = static_cast<int64_t>(live_.dropped.size());
   if (preserved_) report_.kept_blocks = static_cast<int64_t>(live_.kept.size());
-  TORPOR_ASSIGN(const std::vector<orders::Detach::Reply> detached, engine_.ranks.call(orders::Detach{.tags = tags_}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Detach::Reply> detached,
+                          engine_.ranks.call(orders::Detach{.tags = tags_}));
   report_.freed_bytes = total_bytes(detached);
   report_.ledgers = ledgers_of(detached);
   engine_.state.set_tags(detached);
@@ -429,13 +430,14 @@ Status SleepOperation::undo_detach() {
     return Error{
         .code = Code::kDevice, .what = std::move(what), .next_step = std::move(next), .origin = Origin::kDevice};
   };
-  TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored, engine_.ranks.undo(orders::Restore{.tags = tags_}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Restore::Reply> restored,
+                          engine_.ranks.undo(orders::Restore{.tags = tags_}));
   for (const orders::Restore::Reply& reply : restored) {
     if (has_tag(reply.without_content, kWeightsTag))
       return broken("the weights of a rank are gone, those of another are not", "start a new engine");
   }
-  TORPOR_TRY(engine_.ranks.undo(orders::Finish{.tags = tags_}));
-  TORPOR_ASSIGN(const Described described, engine_.ranks.call(orders::Describe{}));
+  TORPOR_RETURN_IF_ERROR(engine_.ranks.undo(orders::Finish{.tags = tags_}));
+  TORPOR_ASSIGN_OR_RETURN(const Described described, engine_.ranks.call(orders::Describe{}));
   engine_.state.set_tags(described);
   for (const orders::Describe::Reply& reply : described) {
     for (const auto& [tag, entry] : reply.ledger.tags) {
@@ -465,7 +467,7 @@ void SleepOperation::say_what_to_load() {
 // wake asks for what is not known.
 std::vector<std::string> SleepOperation::weights_of_kv() noexcept {
   std::vector<std::string> weights;
-  const Status found = catching([&]() -> Status {
+  const Status found = try_catch([&]() -> Status {
     const bool always_read = engine_.options.always_read_weights;
     if (!preserved_ && options_.level > 0) return ok();
     if (is_without_content(described_, kWeightsTag)) return ok();
@@ -481,13 +483,14 @@ std::vector<std::string> SleepOperation::weights_of_kv() noexcept {
     const bool go = options_.level > 0 && has_tag(tags_, kWeightsTag) && options_.drops(kWeightsTag);
     if (!go || context_.wakes_name_old_kv || report_.requests == 0) return ok();
     // A checkpoint has just taken the digest.
-    TORPOR_ASSIGN(std::vector<orders::DigestTags::Reply> digested,
-                  engine_.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = to_disk_ || !always_read}));
+    TORPOR_ASSIGN_OR_RETURN(
+        std::vector<orders::DigestTags::Reply> digested,
+        engine_.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = to_disk_ || !always_read}));
     for (orders::DigestTags::Reply& reply : digested) weights.push_back(std::move(reply.digests.at(kWeightsTag)));
     return ok();
   });
   if (found) return weights;
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     log().warn("sleep: it will not be noticed that the same weights are loaded again: {}", found.error().to_string());
     return ok();
   });

@@ -15,16 +15,16 @@ Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOpti
   if (at != EngineState::At::kAwake && !asleep)
     plan.problems.push_back(fmt::format("the engine is {}", engine.state.view().engine));
   if (options.preserve_state) {
-    TORPOR_ASSIGN(const std::vector<std::string> unsupported, engine.hooks.unsupported());
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> unsupported, engine.hooks.unsupported());
     for (const std::string& feature : unsupported)
       plan.problems.push_back(fmt::format("cannot be preserved: {}", feature));
   }
   if (!plan.problems.empty()) return plan;
-  TORPOR_ASSIGN(const Described described, engine.ranks.call(orders::Describe{}));
-  TORPOR_ASSIGN(std::vector<std::string> tags, select_tags(options.tags, described));
+  TORPOR_ASSIGN_OR_RETURN(const Described described, engine.ranks.call(orders::Describe{}));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> tags, select_tags(options.tags, described));
   std::erase_if(tags, [&](const std::string& tag) { return has_tag(context.asleep.tags, tag); });
   if (asleep && (tags.empty() || options.level == 0)) plan.problems.push_back("already asleep");
-  TORPOR_ASSIGN(plan.requests, engine.hooks.unfinished_requests());
+  TORPOR_ASSIGN_OR_RETURN(plan.requests, engine.hooks.unfinished_requests());
   if (options.level == 0) return plan;
   const std::string directory = context.checkpoints.directory_of(options.data_parallel);
   if (options.to_disk && !asleep && !options.discard_on_save_error && !being_written) {
@@ -33,13 +33,13 @@ Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOpti
   }
   orders::Save planned{.stage = orders::Save::Stage::kPlan};
   if (options.preserve_state && has_tag(tags, kKvCacheTag)) {
-    TORPOR_ASSIGN(const SchedulerCheckpoint state, engine.hooks.capture());
+    TORPOR_ASSIGN_OR_RETURN(const SchedulerCheckpoint state, engine.hooks.capture());
     const LiveBlocks live = select_live_blocks(state.kv, block_bytes(described).most, engine.options.kv_budget_bytes);
     plan.kept_blocks = static_cast<int64_t>(live.kept.size());
     plan.dropped_blocks = static_cast<int64_t>(live.dropped.size());
     name_blocks(planned, state, live.kept);
     if (!options.to_disk) {
-      TORPOR_ASSIGN(planned.host_slots, engine.hooks.host_slots(planned.blocks, /*keep=*/false));
+      TORPOR_ASSIGN_OR_RETURN(planned.host_slots, engine.hooks.host_slots(planned.blocks, /*keep=*/false));
     }
   }
   for (const std::string& tag : tags) {
@@ -53,12 +53,12 @@ Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOpti
   }
   for (const auto& [tag, bytes] : plan.save_bytes) (options.to_disk ? plan.disk_bytes : plan.host_bytes) += bytes;
   if (options.to_disk) {
-    TORPOR_ASSIGN(const std::unique_ptr<CheckpointManager> checkpoints, context.checkpoints.open(directory));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointManager> checkpoints, context.checkpoints.open(directory));
     planned.writing = checkpoints->next_writing();
     planned.as_proven = !engine.options.always_read_weights;
     if (planned.writing.base.empty()) return plan;
   }
-  TORPOR_ASSIGN(const std::vector<orders::Save::Reply> replies, engine.ranks.call(planned));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Save::Reply> replies, engine.ranks.call(planned));
   for (auto& [tag, bytes] : plan.save_bytes) bytes = 0;
   for (const orders::Save::Reply& reply : replies) {
     for (const auto& [tag, bytes] : reply.copied_bytes) plan.save_bytes[tag] += bytes;

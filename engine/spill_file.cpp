@@ -14,7 +14,7 @@ constexpr std::string_view kPrefix = "spill-";
 // What an end between making a file and taking its name away left. That of a process that is just there loses its name
 // a moment earlier.
 Status remove_left(Directory& directory) {
-  TORPOR_ASSIGN(const std::vector<Entry> entries, directory.list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory.list());
   for (const Entry& entry : entries) {
     if (!entry.name.starts_with(kPrefix)) continue;
     if (const Status removed = directory.remove_file(entry.name); !removed && removed.error().code != Code::kNotFound)
@@ -27,14 +27,15 @@ Status remove_left(Directory& directory) {
 
 Result<std::unique_ptr<RecordStore>> make_spill_file(FileSystem& file_system, const std::string& directory,
                                                      int32_t rank, const Key* key, bool encrypt) {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> opened, file_system.open_directory(directory, /*create=*/true));
-  TORPOR_TRY(remove_left(*opened));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> opened,
+                          file_system.open_directory(directory, /*create=*/true));
+  TORPOR_RETURN_IF_ERROR(remove_left(*opened));
   const SealId id = random_seal_id();
   ChunkFileOptions options{.rank = rank};
   if (key != nullptr)
     options.seal = std::make_shared<Seal>(*key, id, encrypt ? Protection::kEncrypted : Protection::kAuthenticated);
   const std::string name = fmt::format("{}r{}-{}", kPrefix, rank, hex(id));
-  TORPOR_ASSIGN(std::unique_ptr<DiskTier> file, DiskTier::create(*opened, name, std::move(options)));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DiskTier> file, DiskTier::create(*opened, name, std::move(options)));
   if (const Status removed = opened->remove_file(name); !removed && removed.error().code != Code::kNotFound)
     return removed.error();
   return file;

@@ -52,7 +52,7 @@ void StoredBlocks::tell_contents(const SealId& checkpoint, std::span<const int32
 
 void StoredBlocks::keep_only(std::span<const SavedChunk> blocks) noexcept {
   if (newest_.contents.empty() && base_.contents.empty()) return;
-  const Status kept = catching([&]() -> Status {
+  const Status kept = try_catch([&]() -> Status {
     std::unordered_set<int32_t> there;
     there.reserve(blocks.size());
     for (const SavedChunk& block : blocks) there.insert(number_of(block));

@@ -16,52 +16,52 @@ std::string StoredImages::path_of(const std::string& id) const {
 }
 
 Result<std::string> StoredImages::store(const std::string& id, Fingerprint fingerprint, Value outputs) {
-  TORPOR_ASSIGN(const RequestImages::Image* const image, images_.get(id));
+  TORPOR_ASSIGN_OR_RETURN(const RequestImages::Image* const image, images_.get(id));
   if (!image->in_memory) return store_.path_of(id);
   if (image->resuming) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("the image {} is being resumed", id),
                  .next_step = "wait for the next tokens of its requests"};
   }
-  TORPOR_TRY(ImageStore::check_name(id));
+  TORPOR_RETURN_IF_ERROR(ImageStore::check_name(id));
   if (!std::exchange(swept_, true)) {
     if (const auto gone = store_.remove_leftovers(); !gone)
       log().warn("leftovers of images could not be removed: {}", gone.error().to_string());
   }
-  TORPOR_ASSIGN(const std::vector<orders::Describe::Reply> ranks, ranks_.call(orders::Describe{}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Describe::Reply> ranks, ranks_.call(orders::Describe{}));
   EngineCheckpoint checkpoint{.fingerprint = std::move(fingerprint), .state = {}, .outputs = std::move(outputs)};
-  TORPOR_ASSIGN(checkpoint.state, images_.state_of(id, ranks.size()));
-  TORPOR_TRY(checkpoint.state.validate());
+  TORPOR_ASSIGN_OR_RETURN(checkpoint.state, images_.state_of(id, ranks.size()));
+  TORPOR_RETURN_IF_ERROR(checkpoint.state.validate());
   checkpoint.carried.push_back(image_section());
-  Result<std::string> written = catching([&] { return write(id, image->bytes, std::move(checkpoint)); });
+  Result<std::string> written = try_catch([&] { return write(id, image->bytes, std::move(checkpoint)); });
   const bool is_others = !written && written.error().code == Code::kUnavailable;
   if (!written && !is_others) store_.discard(id);
   return written;
 }
 
 Result<std::string> StoredImages::write(const std::string& id, uint64_t bytes, EngineCheckpoint checkpoint) {
-  TORPOR_ASSIGN(PendingCheckpoint pending, store_.begin(id, bytes));
+  TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint pending, store_.begin(id, bytes));
   std::vector<std::string> hosts;
-  TORPOR_ASSIGN(const std::vector<orders::LeaveSign::Reply> signs,
-                ranks_.call(orders::LeaveSign{.directory = pending.staging_path()}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::LeaveSign::Reply> signs,
+                          ranks_.call(orders::LeaveSign{.directory = pending.staging_path()}));
   for (const orders::LeaveSign::Reply& sign : signs) hosts.push_back(sign.host);
-  TORPOR_TRY(pending.take_signs(hosts));
-  TORPOR_TRY(pending.write_state(checkpoint));
-  TORPOR_ASSIGN(
+  TORPOR_RETURN_IF_ERROR(pending.take_signs(hosts));
+  TORPOR_RETURN_IF_ERROR(pending.write_state(checkpoint));
+  TORPOR_ASSIGN_OR_RETURN(
       const std::vector<orders::SaveImage::Reply> saved,
       ranks_.call(orders::SaveImage{.image = id, .directory = pending.staging_path(), .writing = pending.writing()}));
   for (const orders::SaveImage::Reply& reply : saved) pending.add_rank(reply.saved);
   written_.insert_or_assign(id, pending.writing().id);
-  TORPOR_TRY(pending.commit());
-  TORPOR_TRY(images_.leave_memory(id, RequestImages::Saved::kNow));
+  TORPOR_RETURN_IF_ERROR(pending.commit());
+  TORPOR_RETURN_IF_ERROR(images_.leave_memory(id, RequestImages::Saved::kNow));
   return store_.path_of(id);
 }
 
 Result<const RequestImages::Image*> StoredImages::read_back(const std::string& id) {
-  TORPOR_ASSIGN(const RequestImages::Image* const image, images_.get(id));
+  TORPOR_ASSIGN_OR_RETURN(const RequestImages::Image* const image, images_.get(id));
   if (image->in_memory) return images_.verify(id);
   Result<HeldImage> opened = store_.hold(store_.path_of(id));
-  if (!opened && opened.error().code == Code::kNotFound) TORPOR_TRY(store_.check_there());
+  if (!opened && opened.error().code == Code::kNotFound) TORPOR_RETURN_IF_ERROR(store_.check_there());
   if (!opened) return std::move(opened).error();
   HeldImage held = std::move(*opened);
   const Checkpoint& checkpoint = held.checkpoint();
@@ -70,25 +70,27 @@ Result<const RequestImages::Image*> StoredImages::read_back(const std::string& i
                  .what = fmt::format("the image at {} is another one", store_.path_of(id)),
                  .next_step = "another engine has taken this one; give each image an id of its own"};
   }
-  TORPOR_TRY(held.checked(checkpoint.read_state()));  // whatever is damaged of it is said before it is taken
+  TORPOR_RETURN_IF_ERROR(
+      held.checked(checkpoint.read_state()));  // whatever is damaged of it is said before it is taken
   const Manifest& manifest = checkpoint.manifest();
-  TORPOR_ASSIGN(const RequestImages::Image* const read,
-                held.checked(images_.return_to_memory(
-                    id, {.directory = checkpoint.path(), .generation = manifest.generation, .id = manifest.id})));
+  TORPOR_ASSIGN_OR_RETURN(
+      const RequestImages::Image* const read,
+      held.checked(images_.return_to_memory(
+          id, {.directory = checkpoint.path(), .generation = manifest.generation, .id = manifest.id})));
   held_.insert_or_assign(id, std::move(held));
   return read;
 }
 
 Result<StoredImages::Opened> StoredImages::open(const std::string& path) {
-  TORPOR_ASSIGN(HeldImage held, store_.hold(path));
+  TORPOR_ASSIGN_OR_RETURN(HeldImage held, store_.hold(path));
   const std::string id = held.name();
   if (images_.get(id) || held_.contains(id)) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("this engine has an image {} of its own", id),
                  .next_step = "resume that one first"};
   }
-  TORPOR_ASSIGN(EngineCheckpoint state, held.checked(held.checkpoint().read_state()));
-  TORPOR_TRY(state.state.validate());
+  TORPOR_ASSIGN_OR_RETURN(EngineCheckpoint state, held.checked(held.checkpoint().read_state()));
+  TORPOR_RETURN_IF_ERROR(state.state.validate());
   return Opened{.image = &held_.insert_or_assign(id, std::move(held)).first->second, .state = std::move(state)};
 }
 
@@ -100,13 +102,13 @@ Error StoredImages::meaning_of(const std::string& id, Error error) const {
 Status StoredImages::take(const std::string& id) {
   const auto held = held_.find(id);
   if (held == held_.end()) return ok();
-  TORPOR_TRY(held->second.take());
+  TORPOR_RETURN_IF_ERROR(held->second.take());
   held_.erase(held);
   return ok();
 }
 
 void StoredImages::put_back(const std::string& id) noexcept {
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     if (held_.erase(id) == 0) return ok();
     const Result<const RequestImages::Image*> image = images_.get(id);
     if (!image || (*image)->resuming) return ok();

@@ -14,9 +14,10 @@ namespace {
 struct OwnChannel {
   static Result<std::unique_ptr<OwnChannel>> make() {
     auto own = std::make_unique<OwnChannel>();
-    TORPOR_ASSIGN(own->folder, SharedFolder::make());
+    TORPOR_ASSIGN_OR_RETURN(own->folder, SharedFolder::make());
     own->path = fmt::format("{}/room", own->folder->path());
-    TORPOR_ASSIGN(own->channel, SwapChannel::create(own->path, SwapChannel::kNoBound));  // nobody waits for a process
+    TORPOR_ASSIGN_OR_RETURN(own->channel,
+                            SwapChannel::create(own->path, SwapChannel::kNoBound));  // nobody waits for a process
     return own;
   }
   std::unique_ptr<SharedFolder> folder;
@@ -27,13 +28,13 @@ struct OwnChannel {
 // Say what will be given, before anybody takes.
 Status promise(const SleepOperation& sleep, SwapChannel& channel) {
   const std::vector<uint64_t> bytes = sleep.bytes_by_rank();
-  for (size_t rank = 0; rank < bytes.size(); ++rank) TORPOR_TRY(channel.promise(rank, bytes[rank]));
+  for (size_t rank = 0; rank < bytes.size(); ++rank) TORPOR_RETURN_IF_ERROR(channel.promise(rank, bytes[rank]));
   return ok();
 }
 
 // Copy, and give. Throws nothing: a thread ends with it.
 Status give(SleepOperation& sleep, SwapChannel& channel, const std::string& path, bool& failed_first) {
-  Status given = catching([&] { return sleep.save_giving(path); });  // moved from here: a copy takes memory
+  Status given = try_catch([&] { return sleep.save_giving(path); });  // moved from here: a copy takes memory
   if (given) {
     channel.end();
   } else {
@@ -46,20 +47,20 @@ Status give(SleepOperation& sleep, SwapChannel& channel, const std::string& path
 
 Result<SleepReport> swap_out_here(SleepOperation& sleep,
                                   const std::function<Result<SleepReport>(const SwapIn&)>& wake) {
-  TORPOR_ASSIGN(const std::unique_ptr<OwnChannel> own, OwnChannel::make());
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<OwnChannel> own, OwnChannel::make());
   SwapChannel& channel = *own->channel;
-  TORPOR_TRY(promise(sleep, channel));
+  TORPOR_RETURN_IF_ERROR(promise(sleep, channel));
   Status given = ok();
   bool failed_first = false;
   std::thread giver;
   const SwapIn other{.channel = own->path, .wait_until_asleep = [&]() -> Status {
                        giver.join();
-                       TORPOR_TRY(given);
+                       TORPOR_RETURN_IF_ERROR(given);
                        return sleep.commit_sleep();
                      }};
   // Nothing may throw from here until the thread is joined.
   giver = std::thread([&] { given = give(sleep, channel, own->path, failed_first); });
-  Result<SleepReport> woken = catching([&] { return wake(other); });
+  Result<SleepReport> woken = try_catch([&] { return wake(other); });
   if (giver.joinable()) {
     (void)channel.stop();
     giver.join();
@@ -74,13 +75,13 @@ Result<SleepReport> swap_out_here(SleepOperation& sleep,
 Result<SleepReport> swap_out_to(SleepOperation& sleep, SwapChannel& channel, const std::string& path,
                                 SwapOutEnd& swapped) {
   bool only_waits = false;  // all is saved, and given
-  Status given = catching([&]() -> Status {
-    TORPOR_TRY(promise(sleep, channel));
+  Status given = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(promise(sleep, channel));
     channel.say(SwapChannel::Stage::kReady);
     bool failed_first = false;
-    TORPOR_TRY(give(sleep, channel, path, failed_first));
+    TORPOR_RETURN_IF_ERROR(give(sleep, channel, path, failed_first));
     only_waits = true;
-    TORPOR_TRY(channel.wait_for(SwapChannel::Stage::kReady, [&] { return sleep.operation().go_on(); }));
+    TORPOR_RETURN_IF_ERROR(channel.wait_for(SwapChannel::Stage::kReady, [&] { return sleep.operation().go_on(); }));
     only_waits = false;
     return sleep.commit_sleep();
   });
@@ -102,7 +103,7 @@ Result<SleepReport> swap_out_to(SleepOperation& sleep, SwapChannel& channel, con
   if (given) return channel.stopped();
   if (only_waits && end == SwapChannel::End::kMayHold) {
     sleep.forbid_cancel();
-    (void)catching([&] { return sleep.commit_sleep(); });
+    (void)try_catch([&] { return sleep.commit_sleep(); });
   }
   return std::move(given).error();
 }

@@ -12,13 +12,13 @@ void PageGiver::expect(std::span<const ChunkPlan> chunks) {
 
 Status PageGiver::give(size_t page) {
   has_given_ = true;
-  TORPOR_TRY(allocator_.give_page(pages_[page]));
+  TORPOR_RETURN_IF_ERROR(allocator_.give_page(pages_[page]));
   return channel_.give(rank_, pages_[page].size_bytes);
 }
 
 Status PageGiver::begin() {
   for (size_t page = 0; page < pages_.size(); ++page) {
-    if (missing_[page] == 0) TORPOR_TRY(give(page));
+    if (missing_[page] == 0) TORPOR_RETURN_IF_ERROR(give(page));
   }
   return ok();
 }
@@ -50,13 +50,13 @@ Status PageTaker::begin() {
 // The device may be slow to have what was given, or somebody else may have it: that shows as want of memory, which
 // counts only when nothing more comes.
 Status PageTaker::take(size_t page) {
-  TORPOR_TRY(channel_.take(rank_, pages_[page].size_bytes));
+  TORPOR_RETURN_IF_ERROR(channel_.take(rank_, pages_[page].size_bytes));
   for (bool more = true;;) {
     const uint64_t seen = channel_.given(rank_);
     Status taken = allocator_.take_page(pages_[page]);
     if (taken) break;
     if (taken.error().code != Code::kResourceExhausted || !more) return taken;
-    TORPOR_ASSIGN(more, channel_.wait_for_more(rank_, seen));
+    TORPOR_ASSIGN_OR_RETURN(more, channel_.wait_for_more(rank_, seen));
   }
   there_[page] = true;
   return ok();
@@ -72,11 +72,11 @@ Status PageTaker::wait_for(const ChunkPlan& chunk) {
 
 Status PageTaker::wait_for_all() {
   for (size_t page = 0; page < pages_.size(); ++page) {
-    if (!there_[page]) TORPOR_TRY(take(page));
+    if (!there_[page]) TORPOR_RETURN_IF_ERROR(take(page));
   }
   for (const std::string& tag : tags_) {
     for (const RegionInfo& region : allocator_.regions_of(tag)) {
-      if (region.state != RegionState::kAttached) TORPOR_TRY(allocator_.attach_region(region.address));
+      if (region.state != RegionState::kAttached) TORPOR_RETURN_IF_ERROR(allocator_.attach_region(region.address));
     }
   }
   return ok();

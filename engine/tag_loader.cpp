@@ -42,9 +42,10 @@ Error other_layout(const std::string& tag, const std::vector<SavedChunk>& stored
 
 Result<LoadedTag> TagLoader::load(const StoredTag& stored) {
   const std::string& tag = stored.tag;
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_same(parts_, stored.directory, stored.generation, stored.id));
-  TORPOR_ASSIGN(const RankSummary* const own, own_summary(parts_, checkpoint));
-  TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(*own));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_same(parts_, stored.directory, stored.generation, stored.id));
+  TORPOR_ASSIGN_OR_RETURN(const RankSummary* const own, own_summary(parts_, checkpoint));
+  TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(*own));
   std::vector<SavedChunk> chunks;
   std::copy_if(refs.records.begin(), refs.records.end(), std::back_inserter(chunks),
                [&](const SavedChunk& chunk) { return chunk.key.kind == ChunkKind::kRegion && chunk.key.tag == tag; });
@@ -53,8 +54,8 @@ Result<LoadedTag> TagLoader::load(const StoredTag& stored) {
                  .what = fmt::format("{} has no {}: it was written without", checkpoint.path(), tag),
                  .next_step = kLoadItsFiles};
   }
-  TORPOR_ASSIGN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
-  TORPOR_TRY(fill(tag, chunks, *tier));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<DiskTier> tier, checkpoint.open_rank(*own, nullptr, FileIo::kCached));
+  TORPOR_RETURN_IF_ERROR(fill(tag, chunks, *tier));
   LoadedTag loaded{.digest = combined_digest(chunks)};
   for (const SavedChunk& chunk : chunks) loaded.bytes += chunk.bytes;
   images_.index().note_filled(tag, loaded.digest);
@@ -81,7 +82,7 @@ Status TagLoader::fill(const std::string& tag, std::vector<SavedChunk> chunks, R
                                });
   if (!same) return other_layout(tag, chunks, plans);
   images_.note_write(tag);
-  const Status filled = catching([&] { return restore_attached(parts_.transfers, images_.chunks(), chunks, source); });
+  const Status filled = try_catch([&] { return restore_attached(parts_.transfers, images_.chunks(), chunks, source); });
   if (!filled) images_.index().note_missing(tag);
   return filled;
 }

@@ -65,20 +65,20 @@ Result<std::vector<std::string>> TagSleep::select(std::vector<std::string> tags,
 // Throws nothing.
 template <class Order>
 Result<typename Order::Reply> TagSleep::carry_out(const Order& order) {
-  return catching([&]() TORPOR_REQUIRES(memory_.mutex()) { return memory_.carry_out(order); });
+  return try_catch([&]() TORPOR_REQUIRES(memory_.mutex()) { return memory_.carry_out(order); });
 }
 
 Result<TagMove> TagSleep::sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep,
                                 CleanCheck clean) {
-  return catching([&] { return sleep_now(std::move(wanted), keep, clean); });
+  return try_catch([&] { return sleep_now(std::move(wanted), keep, clean); });
 }
 
 Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::vector<std::string>& keep,
                                     CleanCheck clean) {
-  TORPOR_TRY(memory_.same_process());
+  TORPOR_RETURN_IF_ERROR(memory_.same_process());
   const MutexLock lock(memory_.mutex());
-  TORPOR_TRY(memory_.transfers().usable());
-  TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
+  TORPOR_RETURN_IF_ERROR(memory_.transfers().usable());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   std::vector<std::string> kept;
   std::vector<std::string> let_go;
   for (const std::string& tag : tags) (has_tag(keep, tag) ? kept : let_go).push_back(tag);
@@ -90,15 +90,15 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
   }
   memory_.images().distrust();
   if (clean == CleanCheck::kDigest) {
-    TORPOR_TRY(memory_.device().synchronize());
-    TORPOR_TRY(memory_.images().compare(kept));
+    TORPOR_RETURN_IF_ERROR(memory_.device().synchronize());
+    TORPOR_RETURN_IF_ERROR(memory_.images().compare(kept));
     phases.done("check");
   }
   const orders::Detach leaving{.tags = tags};
   std::vector<orders::Undo> undoing;  // tag by tag: one that is broken now is no reason to leave another as it is
   for (const std::string& tag : kept) undoing.push_back({.what = orders::Undo::What::kSave, .tags = {tag}});
   if (!kept.empty()) {
-    TORPOR_ASSIGN(const orders::Save::Reply saved, carry_out(orders::Save{.tags = kept}));
+    TORPOR_ASSIGN_OR_RETURN(const orders::Save::Reply saved, carry_out(orders::Save{.tags = kept}));
     move.copied_bytes = saved.bytes;
     phases.done("save");
   }
@@ -123,13 +123,13 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
 }
 
 Result<TagMove> TagSleep::wake(std::vector<std::string> wanted) {
-  return catching([&] { return wake_now(std::move(wanted)); });
+  return try_catch([&] { return wake_now(std::move(wanted)); });
 }
 
 Result<TagMove> TagSleep::wake_now(std::vector<std::string> wanted) {
-  TORPOR_TRY(memory_.same_process());
+  TORPOR_RETURN_IF_ERROR(memory_.same_process());
   const MutexLock lock(memory_.mutex());
-  TORPOR_ASSIGN(std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
   sort_for_wake(tags);
   TagMove move;
   Phases phases(move);
@@ -142,10 +142,10 @@ Result<TagMove> TagSleep::wake_now(std::vector<std::string> wanted) {
   const orders::Finish finishing{.tags = tags, .keep_backup = true};
   const orders::Undo undoing{.what = orders::Undo::What::kRestore, .tags = tags};
   const Status restored = [&]() TORPOR_REQUIRES(memory_.mutex()) -> Status {
-    TORPOR_ASSIGN(const orders::Restore::Reply reply, carry_out(restoring));
+    TORPOR_ASSIGN_OR_RETURN(const orders::Restore::Reply reply, carry_out(restoring));
     phases.done("restore");
     move.copied_bytes = reply.bytes;
-    TORPOR_TRY(carry_out(finishing));
+    TORPOR_RETURN_IF_ERROR(carry_out(finishing));
     phases.done("finish");
     return ok();
   }();
@@ -159,7 +159,7 @@ Result<TagMove> TagSleep::wake_now(std::vector<std::string> wanted) {
 
 Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep) const {
   const MutexLock lock(memory_.mutex());
-  TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   TagMove move;
   uint64_t needed = 0;  // of host memory
   for (const RegionInfo& region : memory_.allocator().regions()) {
@@ -188,7 +188,7 @@ Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std:
 
 Result<TagMove> TagSleep::plan_wake(std::vector<std::string> wanted) const {
   const MutexLock lock(memory_.mutex());
-  TORPOR_ASSIGN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
   TagMove move;
   for (const RegionInfo& region : memory_.allocator().regions()) {
     if (!has_tag(tags, region.tag)) continue;

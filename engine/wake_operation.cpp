@@ -25,7 +25,7 @@ WakeOperation::WakeOperation(OperationContext& context, const WakeOptions& optio
 
 Result<SleepReport> WakeOperation::run() {
   Result<SleepReport> report =
-      catching([&] { return before_ == EngineState::At::kAsleep ? wake_this_process() : wake_from_checkpoint(); });
+      try_catch([&] { return before_ == EngineState::At::kAsleep ? wake_this_process() : wake_from_checkpoint(); });
   if (report) {
     operation_.fill(*report);
     return report;
@@ -36,7 +36,7 @@ Result<SleepReport> WakeOperation::run() {
   engine_.state.enter(before_);
   const std::string_view irreversible = operation_.irreversible();
   error.state_changed = engine_.state.lost() || !irreversible.empty();
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     std::string what = fmt::format("wake: {}", error.what);
     if (!irreversible.empty()) what += fmt::format("; {}", irreversible);
     error.what = std::move(what);
@@ -49,28 +49,28 @@ Result<SleepReport> WakeOperation::run() {
 
 Result<SleepReport> WakeOperation::wake_this_process() {
   const SleepInForce& asleep = context_.asleep;
-  TORPOR_ASSIGN(const std::vector<std::string> tags, tags_that_wake());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, tags_that_wake());
   std::vector<std::string> still_asleep = asleep.tags;
   std::erase_if(still_asleep, [&](const std::string& tag) { return has_tag(tags, tag); });
   std::vector<int32_t> late;
   if (options_.early && asleep.preserved && still_asleep.empty() && has_tag(tags, kKvCacheTag) && !kv_is_said())
     late = asleep.deferrable_blocks;
 
-  if (!tags.empty()) TORPOR_TRY(restore_memory(tags, late));
+  if (!tags.empty()) TORPOR_RETURN_IF_ERROR(restore_memory(tags, late));
   const bool reload_first = !report_.reload.empty();
   if (!still_asleep.empty()) return end_early(tags, std::move(still_asleep));
 
-  TORPOR_ASSIGN(const bool written, has_other_weights());
+  TORPOR_ASSIGN_OR_RETURN(const bool written, has_other_weights());
   if (!late.empty() && (written || !report_.reload.empty())) {
-    TORPOR_TRY(context_.deferred.wait_before_wake(ranks_, operation_));
+    TORPOR_RETURN_IF_ERROR(context_.deferred.wait_before_wake(ranks_, operation_));
     report_.restored_bytes += std::exchange(report_.late_bytes, 0);
     late.clear();
   }
-  TORPOR_ASSIGN(const bool waits, waits_for_weights());
+  TORPOR_ASSIGN_OR_RETURN(const bool waits, waits_for_weights());
   if (waits && (reload_first || !kv_is_said()) && swap_ == nullptr) return end_early(tags, {});
 
-  TORPOR_TRY(operation_.go_on());
-  TORPOR_ASSIGN(report_.requests, engine_.hooks.unfinished_requests());
+  TORPOR_RETURN_IF_ERROR(operation_.go_on());
+  TORPOR_ASSIGN_OR_RETURN(report_.requests, engine_.hooks.unfinished_requests());
   const bool kv_of_old_weights = written && (asleep.preserved || !asleep.derived_released);
   if (kv_of_old_weights && !kv_is_said() && report_.requests > 0) {
     return Error{.code = Code::kFailedPrecondition,
@@ -83,13 +83,13 @@ Result<SleepReport> WakeOperation::wake_this_process() {
       return Error{.code = Code::kFailedPrecondition,
                    .what = "the engine that is to come has no weights",
                    .next_step = "wake it without the other"};
-    TORPOR_TRY(swap_->wait_until_asleep());
+    TORPOR_RETURN_IF_ERROR(swap_->wait_until_asleep());
   }
   operation_.begin("reconnect");
-  TORPOR_TRY(reconnect(kv_of_old_weights));
-  if (!late.empty()) TORPOR_TRY(context_.deferred.hold(late, ranks_, operation_));
-  if (swap_ != nullptr && swap_->commit) TORPOR_TRY(swap_->commit());
-  if (!tags.empty()) TORPOR_TRY(finish(tags));
+  TORPOR_RETURN_IF_ERROR(reconnect(kv_of_old_weights));
+  if (!late.empty()) TORPOR_RETURN_IF_ERROR(context_.deferred.hold(late, ranks_, operation_));
+  if (swap_ != nullptr && swap_->commit) TORPOR_RETURN_IF_ERROR(swap_->commit());
+  if (!tags.empty()) TORPOR_RETURN_IF_ERROR(finish(tags));
   report_.late_blocks = static_cast<int64_t>(late.size());
   // From here on the backups are gone; only the engine's own resume can still fail.
   operation_.keep();
@@ -123,11 +123,11 @@ Result<std::vector<std::string>> WakeOperation::tags_that_wake() const {
 Status WakeOperation::restore_memory(const std::vector<std::string>& tags, const std::vector<int32_t>& late) {
   operation_.begin("restore");
   operation_.undo_with([this, tags] { return undo_restore(tags); });
-  TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> restored,
-                engine_.ranks.call(orders::Restore{.tags = tags,
-                                                   .progress = options_.progress,
-                                                   .late = late,
-                                                   .channel = swap_ == nullptr ? "" : swap_->channel}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Restore::Reply> restored,
+                          engine_.ranks.call(orders::Restore{.tags = tags,
+                                                             .progress = options_.progress,
+                                                             .late = late,
+                                                             .channel = swap_ == nullptr ? "" : swap_->channel}));
   report_.restored_bytes = total_bytes(restored);
   ranks_ = restored.size();
   for (const orders::Restore::Reply& reply : restored) {
@@ -171,7 +171,7 @@ Result<SleepReport> WakeOperation::end_early(const std::vector<std::string>& tag
     report_.note = fmt::format("still asleep: {}", joined(still_asleep, ", "));
     if (!report_.reload.empty()) report_.note += "; " + warning_of(End::kStillAsleep);
   }
-  if (!tags.empty()) TORPOR_TRY(finish(tags));
+  if (!tags.empty()) TORPOR_RETURN_IF_ERROR(finish(tags));
   operation_.keep();
   std::erase_if(context_.asleep.without_content, [&](const std::string& tag) { return has_tag(tags, tag); });
   if (still_asleep.empty()) context_.asleep.without_content.clear();
@@ -189,13 +189,13 @@ Status WakeOperation::reconnect(bool kv_of_old_weights) {
         log().error("{}", released.error().to_string());
       return ok();
     });
-    TORPOR_TRY(engine_.hooks.rebuild_derived());
+    TORPOR_RETURN_IF_ERROR(engine_.hooks.rebuild_derived());
   }
-  if (asleep.preserved) TORPOR_TRY(engine_.hooks.reconnect(asleep.workers));
+  if (asleep.preserved) TORPOR_RETURN_IF_ERROR(engine_.hooks.reconnect(asleep.workers));
   if (drops_kv()) {
-    TORPOR_TRY(drop_old_kv());
+    TORPOR_RETURN_IF_ERROR(drop_old_kv());
   } else if (kv_of_old_weights || (asleep.preserved && !report_.reload.empty())) {
-    TORPOR_TRY(engine_.hooks.retire_prefix());
+    TORPOR_RETURN_IF_ERROR(engine_.hooks.retire_prefix());
     report_.note = "the weights were written meanwhile: cached prefixes of the old ones are found no more";
     if (report_.requests > 0) report_.note += ", running requests keep their KV";
   }
@@ -207,7 +207,7 @@ Status WakeOperation::drop_old_kv() {
   const bool aborts = options_.old_kv == OldKv::kAbort;
   if (report_.requests > 0)
     operation_.irreversible(aborts ? "its requests may have ended" : "its requests may be computed again");
-  TORPOR_TRY(engine_.hooks.drop_requests(aborts ? "abort" : "recompute"));
+  TORPOR_RETURN_IF_ERROR(engine_.hooks.drop_requests(aborts ? "abort" : "recompute"));
   if (report_.requests > 0)
     operation_.irreversible(aborts ? "its requests have ended" : "its requests are computed again");
   return ok();
@@ -218,16 +218,16 @@ Status WakeOperation::drop_old_kv() {
 Status WakeOperation::finish(const std::vector<std::string>& tags) {
   const orders::Finish order{.tags = tags, .keep_backup = !drops_kv()};
   const auto attempt = [&]() -> Status {
-    TORPOR_ASSIGN(const std::vector<orders::Finish::Reply> finished, engine_.ranks.call(order));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Finish::Reply> finished, engine_.ranks.call(order));
     std::vector<RankLedger> after = ledgers_of(finished);
     engine_.state.set_tags(finished);
     report_.ledgers = std::move(after);
     return ok();
   };
-  const Status first = catching(attempt);
+  const Status first = try_catch(attempt);
   if (first) return finished(tags), first;
-  const Result<bool> none_finished = catching([&]() -> Result<bool> {
-    TORPOR_ASSIGN(const Described described, engine_.ranks.call(orders::Describe{}));
+  const Result<bool> none_finished = try_catch([&]() -> Result<bool> {
+    TORPOR_ASSIGN_OR_RETURN(const Described described, engine_.ranks.call(orders::Describe{}));
     return std::none_of(described.begin(), described.end(), [&](const orders::Describe::Reply& reply) {
       return std::any_of(tags.begin(), tags.end(), [&](const std::string& tag) {
         const auto entry = reply.ledger.tags.find(tag);
@@ -236,7 +236,7 @@ Status WakeOperation::finish(const std::vector<std::string>& tags) {
     });
   });
   if (none_finished && *none_finished) return first;
-  const Status second = catching(attempt);
+  const Status second = try_catch(attempt);
   if (!second) engine_.state.lose(second.error());
   if (second) finished(tags);
   return second;
@@ -265,8 +265,8 @@ void WakeOperation::let_run(bool weights_were_written) noexcept {
 // about KV, or where it is not known that they are. Adds to the report what must still be loaded.
 Result<bool> WakeOperation::has_other_weights() {
   const bool loaded = report_.reload.empty();  // else they are still to be loaded, whatever was said
-  if (kv_is_said() && loaded) TORPOR_TRY(engine_.ranks.call(orders::Inform{.written = {kWeightsTag}}));
-  TORPOR_ASSIGN(const Described described, engine_.ranks.call(orders::Describe{}));
+  if (kv_is_said() && loaded) TORPOR_RETURN_IF_ERROR(engine_.ranks.call(orders::Inform{.written = {kWeightsTag}}));
+  TORPOR_ASSIGN_OR_RETURN(const Described described, engine_.ranks.call(orders::Describe{}));
   for (const orders::Describe::Reply& reply : described) {
     for (const std::string& tag : reply.without_content) {
       if (tag != kKvCacheTag && !has_tag(report_.reload, tag)) report_.reload.push_back(tag);
@@ -274,7 +274,7 @@ Result<bool> WakeOperation::has_other_weights() {
   }
   if (writes_of_weights(described) == context_.asleep.weights_writes) return false;
   if (kv_is_said() || !report_.reload.empty()) return true;
-  TORPOR_ASSIGN(const bool same, weights_are_those_of_kv(described));
+  TORPOR_ASSIGN_OR_RETURN(const bool same, weights_are_those_of_kv(described));
   return !same;
 }
 
@@ -282,7 +282,7 @@ Result<bool> WakeOperation::has_other_weights() {
 Result<bool> WakeOperation::weights_are_those_of_kv(const Described& described) {
   const std::vector<std::string>& weights = context_.asleep.weights_digests;
   if (weights.empty() || weights.size() != described.size()) return false;
-  TORPOR_ASSIGN(
+  TORPOR_ASSIGN_OR_RETURN(
       const std::vector<orders::DigestTags::Reply> digested,
       engine_.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = !engine_.options.always_read_weights}));
   return std::equal(digested.begin(), digested.end(), weights.begin(), weights.end(),
@@ -296,7 +296,7 @@ Result<bool> WakeOperation::weights_are_those_of_kv(const Described& described) 
 Result<bool> WakeOperation::waits_for_weights() {
   if (report_.reload.empty() || !context_.asleep.preserved) return false;
   if (options_.others_wait) return true;
-  TORPOR_ASSIGN(const int64_t requests, engine_.hooks.unfinished_requests());
+  TORPOR_ASSIGN_OR_RETURN(const int64_t requests, engine_.hooks.unfinished_requests());
   return requests > 0;
 }
 
@@ -318,14 +318,14 @@ std::string WakeOperation::warning_of(End end) const {
 
 Result<SleepReport> WakeOperation::wake_from_checkpoint() {
   report_.fully_awake = true;
-  TORPOR_ASSIGN(const int64_t unfinished, engine_.hooks.unfinished_requests());
+  TORPOR_ASSIGN_OR_RETURN(const int64_t unfinished, engine_.hooks.unfinished_requests());
   if (unfinished > 0) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("this engine has {} requests of its own", unfinished),
                  .next_step = "wake the checkpoint in an engine without requests"};
   }
   context_.asleep.checkpoint.reset();
-  if (Status restored = catching([&] { return restore_checkpoint(); }); !restored) {
+  if (Status restored = try_catch([&] { return restore_checkpoint(); }); !restored) {
     if (!options_.discard_on_restore_error || operation_.cancelled()) return restored.error();
     operation_.undo();
     if (engine_.state.lost()) return restored.error();
@@ -343,7 +343,7 @@ Result<SleepReport> WakeOperation::wake_from_checkpoint() {
     context_.wake_is_held = true;
     return std::move(report_);
   }
-  TORPOR_TRY(engine_.hooks.resume());
+  TORPOR_RETURN_IF_ERROR(engine_.hooks.resume());
   operation_.keep();
   engine_.state.enter(EngineState::At::kAwake);
   if (context_.asleep.checkpoint) context_.checkpoints.mark_woken(*context_.asleep.checkpoint);
@@ -353,7 +353,7 @@ Result<SleepReport> WakeOperation::wake_from_checkpoint() {
 
 Status WakeOperation::restore_checkpoint() {
   // Such an engine could not preserve its requests, and cannot go on with those of another one.
-  TORPOR_ASSIGN(const std::vector<std::string> unsupported, engine_.hooks.unsupported());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> unsupported, engine_.hooks.unsupported());
   if (!unsupported.empty()) {
     return Error{.code = Code::kUnsupported,
                  .what = fmt::format("this engine cannot go on with saved requests yet: {}", joined(unsupported, "; ")),
@@ -362,17 +362,17 @@ Status WakeOperation::restore_checkpoint() {
   operation_.begin("open");
   std::optional<Checkpoint> checkpoint;  // none: all is computed anew
   EngineCheckpoint state;
-  if (!options_.from_checkpoint.empty()) TORPOR_TRY(open(checkpoint, state));
+  if (!options_.from_checkpoint.empty()) TORPOR_RETURN_IF_ERROR(open(checkpoint, state));
   operation_.end("open", report_.checkpoint_bytes);
 
   operation_.begin("quiesce");
   operation_.undo_with([this] { return engine_.hooks.resume(); });
-  TORPOR_TRY(engine_.hooks.quiesce(std::nullopt));
+  TORPOR_RETURN_IF_ERROR(engine_.hooks.quiesce(std::nullopt));
   operation_.end("quiesce");
 
   operation_.begin("restore");
   // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
-  TORPOR_TRY(engine_.hooks.drop_requests("abort"));
+  TORPOR_RETURN_IF_ERROR(engine_.hooks.drop_requests("abort"));
   std::vector<int32_t> late;
   if (checkpoint && options_.early && !options_.hold && !options_.catch_up) {
     late = late_blocks_of(state.state, blocks_by_need(state.state), engine_.hooks.holds_back());
@@ -384,25 +384,25 @@ Status WakeOperation::restore_checkpoint() {
                         .generation = checkpoint->manifest().generation,
                         .id = checkpoint->manifest().id,
                         .numbers = state.state.kv.block_numbers};
-    TORPOR_ASSIGN(const std::vector<orders::Restore::Reply> loaded, engine_.ranks.call(order));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Restore::Reply> loaded, engine_.ranks.call(order));
     for (const orders::Restore::Reply& reply : loaded) report_.late_bytes += reply.late_bytes;
     ranks_ = loaded.size();
     report_.restored_bytes = total_bytes(loaded);
-    TORPOR_ASSIGN(const Described described, engine_.ranks.call(orders::Describe{}));
+    TORPOR_ASSIGN_OR_RETURN(const Described described, engine_.ranks.call(orders::Describe{}));
     report_.ledgers = ledgers_of(described);
     engine_.state.set_tags(described);
   } else {
-    TORPOR_ASSIGN(state.state, engine_.hooks.capture());
-    if (options_.catch_up) TORPOR_TRY(options_.catch_up(state.state, /*woken_before=*/false));
+    TORPOR_ASSIGN_OR_RETURN(state.state, engine_.hooks.capture());
+    if (options_.catch_up) TORPOR_RETURN_IF_ERROR(options_.catch_up(state.state, /*woken_before=*/false));
   }
   operation_.end("restore", report_.restored_bytes);
 
-  TORPOR_TRY(operation_.go_on());
+  TORPOR_RETURN_IF_ERROR(operation_.go_on());
   operation_.begin("reconnect");
   operation_.undo_with([this] { return engine_.hooks.forget_restored(); });
-  TORPOR_ASSIGN(report_.failed_requests, engine_.hooks.restore(state));
+  TORPOR_ASSIGN_OR_RETURN(report_.failed_requests, engine_.hooks.restore(state));
   if (checkpoint && engine_.options.checkpoints.incremental) tell_contents(*checkpoint);
-  if (!late.empty()) TORPOR_TRY(context_.deferred.hold(late, ranks_, operation_));
+  if (!late.empty()) TORPOR_RETURN_IF_ERROR(context_.deferred.hold(late, ranks_, operation_));
   report_.late_blocks = static_cast<int64_t>(late.size());
   report_.requests = static_cast<int64_t>(state.state.scheduler.requests.size() - report_.failed_requests.size());
   report_.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
@@ -419,18 +419,18 @@ Status WakeOperation::restore_checkpoint() {
 // Open the checkpoint, read its state, and check that it fits this engine.
 Status WakeOperation::open(std::optional<Checkpoint>& checkpoint, EngineCheckpoint& state) {
   const std::shared_ptr<const Key>& key = engine_.options.checkpoints.key;
-  TORPOR_ASSIGN(checkpoint, open_checkpoint(engine_.file_system, options_.from_checkpoint, key));
+  TORPOR_ASSIGN_OR_RETURN(checkpoint, open_checkpoint(engine_.file_system, options_.from_checkpoint, key));
   report_.checkpoint = checkpoint->path();
-  TORPOR_ASSIGN(state, checkpoint->read_state());
-  TORPOR_TRY(state.state.validate());
-  TORPOR_ASSIGN(const Described described, engine_.ranks.call(orders::Describe{}));
-  TORPOR_ASSIGN(const Fingerprint own, fingerprint_of(engine_, described, WeightsDigest::kReadOrProven));
-  TORPOR_TRY(check_fits(engine_.file_system, *checkpoint, own, options_.from_checkpoint, key.get()));
+  TORPOR_ASSIGN_OR_RETURN(state, checkpoint->read_state());
+  TORPOR_RETURN_IF_ERROR(state.state.validate());
+  TORPOR_ASSIGN_OR_RETURN(const Described described, engine_.ranks.call(orders::Describe{}));
+  TORPOR_ASSIGN_OR_RETURN(const Fingerprint own, fingerprint_of(engine_, described, WeightsDigest::kReadOrProven));
+  TORPOR_RETURN_IF_ERROR(check_fits(engine_.file_system, *checkpoint, own, options_.from_checkpoint, key.get()));
   report_.checkpoint_bytes = checkpoint->manifest().total_bytes();
   report_.unread_bytes = checkpoint->manifest().stored_bytes_but_of(kKvCacheTag);
   // First: blocks of requests that have ended since need no room.
-  if (options_.catch_up) TORPOR_TRY(catch_up(*checkpoint, state.state));
-  TORPOR_ASSIGN(FittedBlocks fitted, fit_blocks(state.state.kv, described));
+  if (options_.catch_up) TORPOR_RETURN_IF_ERROR(catch_up(*checkpoint, state.state));
+  TORPOR_ASSIGN_OR_RETURN(FittedBlocks fitted, fit_blocks(state.state.kv, described));
   if (fitted.dropped > 0) log().warn("wake: {}", fitted.note);
   report_.dropped_blocks = fitted.dropped;
   report_.note = std::move(fitted.note);
@@ -438,8 +438,8 @@ Status WakeOperation::open(std::optional<Checkpoint>& checkpoint, EngineCheckpoi
 }
 
 Status WakeOperation::catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint& state) {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory,
-                engine_.file_system.open_directory(checkpoint.path(), false));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory,
+                          engine_.file_system.open_directory(checkpoint.path(), false));
   const Result<std::unique_ptr<File>> mark = directory->open_file(kWokenFile);
   if (!mark && mark.error().code != Code::kNotFound) return mark.error();
   return options_.catch_up(state, mark.has_value());
@@ -448,18 +448,18 @@ Status WakeOperation::catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint
 // Tell the ranks what the engine calls the contents that came back. Where it fails, and is logged, the next checkpoint
 // reads all blocks once.
 void WakeOperation::tell_contents(const Checkpoint& checkpoint) noexcept {
-  const Status told = catching([&]() -> Status {
-    TORPOR_ASSIGN(KvContents contents, engine_.hooks.kv_contents());
+  const Status told = try_catch([&]() -> Status {
+    TORPOR_ASSIGN_OR_RETURN(KvContents contents, engine_.hooks.kv_contents());
     orders::Inform order;
     order.contents = {.id = checkpoint.manifest().id,
                       .blocks = std::move(contents.blocks),
                       .stamps = std::move(contents.stamps),
                       .steps = contents.steps};
-    TORPOR_TRY(engine_.ranks.call(order));
+    TORPOR_RETURN_IF_ERROR(engine_.ranks.call(order));
     return ok();
   });
   if (told) return;
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     log().warn("the next checkpoint will read all of the KV: {}", told.error().to_string());
     return ok();
   });

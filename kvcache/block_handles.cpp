@@ -62,7 +62,7 @@ int32_t MutableBlock::tokens() const {
 
 Status MutableBlock::initialize(const Digest& parent, uint64_t salt, int32_t group) {
   const MutexLock lock(pool_->mutex_);
-  TORPOR_TRY(pool_->move(id_, BlockTrigger::kInitialize));
+  TORPOR_RETURN_IF_ERROR(pool_->move(id_, BlockTrigger::kInitialize));
   pool_->slot(id_).identity = {.parent = parent, .salt = salt, .group = group, .tokens = {}};
   return ok();
 }
@@ -74,7 +74,7 @@ Result<int32_t> MutableBlock::add_tokens(std::span<const int32_t> tokens, bool m
   if (tokens.empty() && room > 0)
     return Error{.code = Code::kInvalidArgument, .what = "no tokens were given", .next_step = "add at least one"};
   const size_t taken = std::min(tokens.size(), room);
-  TORPOR_TRY(pool_->move(id_, more_to_come ? BlockTrigger::kAddTokens : BlockTrigger::kAddLastTokens));
+  TORPOR_RETURN_IF_ERROR(pool_->move(id_, more_to_come ? BlockTrigger::kAddTokens : BlockTrigger::kAddLastTokens));
   held.insert(held.end(), tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(taken));
   return static_cast<int32_t>(taken);
 }
@@ -94,21 +94,21 @@ Status MutableBlock::compute_done() {
 }
 Status MutableBlock::reset() {
   const MutexLock lock(pool_->mutex_);
-  TORPOR_TRY(pool_->move(id_, BlockTrigger::kReset));
+  TORPOR_RETURN_IF_ERROR(pool_->move(id_, BlockTrigger::kReset));
   pool_->slot(id_).identity = {};
   return ok();
 }
 
 Result<BlockRef> MutableBlock::register_block() {
   const MutexLock lock(pool_->mutex_);
-  TORPOR_TRY(pool_->move(id_, BlockTrigger::kRegister));
+  TORPOR_RETURN_IF_ERROR(pool_->move(id_, BlockTrigger::kRegister));
   pool_->make_registered(id_);
   return BlockRef(*std::exchange(pool_, nullptr), std::exchange(id_, -1));
 }
 
 Status begin_filling(MutableBlock& block, const BlockIdentity& identity) {
-  TORPOR_TRY(block.initialize(identity.parent, identity.salt, identity.group));
-  TORPOR_TRY(block.add_tokens(identity.tokens));
+  TORPOR_RETURN_IF_ERROR(block.initialize(identity.parent, identity.salt, identity.group));
+  TORPOR_RETURN_IF_ERROR(block.add_tokens(identity.tokens));
   return block.schedule_compute();
 }
 

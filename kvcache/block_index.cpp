@@ -48,8 +48,8 @@ Status BlockIndexOptions::validate() const {
 }
 
 Result<std::unique_ptr<BlockIndex>> BlockIndex::create(const BlockIndexOptions& options, EventPort port) {
-  return catching([&]() -> Result<std::unique_ptr<BlockIndex>> {
-    TORPOR_TRY(options.validate());
+  return try_catch([&]() -> Result<std::unique_ptr<BlockIndex>> {
+    TORPOR_RETURN_IF_ERROR(options.validate());
     std::unique_ptr<BlockIndex> made(new BlockIndex);
     made->options_ = options;
     made->port_ = port;
@@ -58,12 +58,13 @@ Result<std::unique_ptr<BlockIndex>> BlockIndex::create(const BlockIndexOptions& 
     size_t all = 0;
     for (size_t store = 0; store < kStores; ++store) {
       made->stores_[store].size = sizes[store];
-      TORPOR_ASSIGN(made->stores_[store].slots, FlatArray<SlotRecord>::create(static_cast<size_t>(sizes[store])));
+      TORPOR_ASSIGN_OR_RETURN(made->stores_[store].slots,
+                              FlatArray<SlotRecord>::create(static_cast<size_t>(sizes[store])));
       all += static_cast<size_t>(sizes[store]);
     }
-    TORPOR_ASSIGN(made->table_, KeyTable::create(all));
-    TORPOR_ASSIGN(made->segments_, FlatArray<Segment>::create(static_cast<size_t>(options.disk_segments)));
-    TORPOR_ASSIGN(made->backings_, FlatArray<Backing>::create(static_cast<size_t>(options.device_blocks)));
+    TORPOR_ASSIGN_OR_RETURN(made->table_, KeyTable::create(all));
+    TORPOR_ASSIGN_OR_RETURN(made->segments_, FlatArray<Segment>::create(static_cast<size_t>(options.disk_segments)));
+    TORPOR_ASSIGN_OR_RETURN(made->backings_, FlatArray<Backing>::create(static_cast<size_t>(options.device_blocks)));
     const size_t droppable = static_cast<size_t>(options.host_slots) + static_cast<size_t>(options.disk_segments);
     made->dropped_.reserve(droppable);
     made->in_dropped_.resize(droppable / 64 + 1);
@@ -73,7 +74,7 @@ Result<std::unique_ptr<BlockIndex>> BlockIndex::create(const BlockIndexOptions& 
 
 void BlockIndex::misused(std::string_view call, StoreId store, int64_t slot) noexcept {
   if (!misuse_.empty()) return;  // the first is the cause of those that follow
-  (void)catching([&] {
+  (void)try_catch([&] {
     misuse_ = fmt::format("{}() does not fit the state of slot {} of the store {}", call, slot, name(store));
     return ok();
   });
@@ -134,19 +135,19 @@ void BlockIndex::find_each(std::span<const BlockKey> keys, std::span<Places> pla
 Result<Slot> BlockIndex::reserve(StoreId store, const BlockKey* key) {
   if (key == nullptr) {
     if (store != StoreId::kHost) {
-      return catching([&]() -> Result<Slot> {
+      return try_catch([&]() -> Result<Slot> {
         return Error{.code = Code::kInvalidArgument,
                      .what = fmt::format("a block without a key has no place in the store {}", name(store)),
                      .next_step = "keep it in host memory, or in the checkpoint's own file"};
       });
     }
     const Slot slot = free_slot(store);
-    if (slot < 0) return catching([&]() -> Result<Slot> { return no_room(store); });
+    if (slot < 0) return try_catch([&]() -> Result<Slot> { return no_room(store); });
     start(store, slot, -1);
     return slot;
   }
   if (!KeyTable::fits(*key)) {
-    return catching([&]() -> Result<Slot> {
+    return try_catch([&]() -> Result<Slot> {
       return Error{.code = Code::kInvalidArgument,
                    .what = fmt::format("group {} of key space {}", key->group, key->space),
                    .next_step = fmt::format("stay below {} and {}", kMostGroups, kMostSpaces)};
@@ -155,14 +156,14 @@ Result<Slot> BlockIndex::reserve(StoreId store, const BlockKey* key) {
   const uint32_t hash = KeyTable::hash_of(*key);
   int32_t entry = table_.find(*key, hash);
   if (retired(key->space) || (entry >= 0 && ref(entry, store).any())) {
-    return catching([&]() -> Result<Slot> {
+    return try_catch([&]() -> Result<Slot> {
       return Error{.code = Code::kFailedPrecondition,
                    .what = retired(key->space) ? "its key space is retired" : "it is there, or on its way",
                    .next_step = "leave it out"};
     });
   }
   const Slot slot = store == StoreId::kDisk ? next_position() : free_slot(store);
-  if (slot < 0) return catching([&]() -> Result<Slot> { return no_room(store); });
+  if (slot < 0) return try_catch([&]() -> Result<Slot> { return no_room(store); });
   if (entry < 0) entry = table_.insert(*key, hash);
   ref(entry, store) = SlotRef(slot, false);
   start(store, slot, entry);
@@ -299,7 +300,7 @@ Places BlockIndex::backing(int32_t block, Stamp stamp) const {
 
 std::vector<Dropped> BlockIndex::take_dropped() {
   std::vector<Dropped> taken;
-  const Status copied = catching([&] {
+  const Status copied = try_catch([&] {
     taken = dropped_;
     return ok();
   });

@@ -17,11 +17,12 @@ Error index_broken(std::string what) {
 }  // namespace
 
 Status BlockIndex::check() const {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     if (!misuse_.empty()) return index_broken(misuse_);
-    TORPOR_TRY(table_.check());
-    for (const StoreId store : {StoreId::kHost, StoreId::kDisk, StoreId::kRemote}) TORPOR_TRY(check_slots(store));
-    TORPOR_TRY(check_segments());
+    TORPOR_RETURN_IF_ERROR(table_.check());
+    for (const StoreId store : {StoreId::kHost, StoreId::kDisk, StoreId::kRemote})
+      TORPOR_RETURN_IF_ERROR(check_slots(store));
+    TORPOR_RETURN_IF_ERROR(check_segments());
     return check_entries();
   });
 }

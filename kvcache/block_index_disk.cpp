@@ -89,7 +89,7 @@ std::vector<LeavingBlock> BlockIndex::leaving() const {
   const int32_t number = next_to_leave();
   if (number < 0) return blocks;
   const Slot begin = number * options_.segment_slots;
-  const Status collected = catching([&] {
+  const Status collected = try_catch([&] {
     for (Slot slot = begin; slot < begin + segments_[number].written; ++slot) {
       const SlotRecord& record = store_of(StoreId::kDisk).slots[slot];
       if (record.state != State::kVisible || stale(record)) continue;
@@ -105,7 +105,7 @@ Result<Slot> BlockIndex::append_again(Slot old) {
   SlotRecord* record = known(StoreId::kDisk, old);
   if (record == nullptr || record->state != State::kVisible || record->pins == 0 || record->after >= 0 ||
       stale(*record)) {
-    return catching([&]() -> Result<Slot> {
+    return try_catch([&]() -> Result<Slot> {
       return Error{.code = Code::kFailedPrecondition,
                    .what = "only a visible, pinned block on disk can be appended again, and once",
                    .next_step = "leave it out"};
@@ -113,7 +113,7 @@ Result<Slot> BlockIndex::append_again(Slot old) {
   }
   const Slot slot = next_position();
   if (slot < 0) {
-    return catching([&]() -> Result<Slot> {
+    return try_catch([&]() -> Result<Slot> {
       return Error{.code = Code::kResourceExhausted,
                    .what = "every segment on disk is in use",
                    .next_step = "do it before the last free one is full"};

@@ -115,7 +115,7 @@ void BlockIndex::tell_retired(uint32_t space) const {
 }
 
 void BlockIndex::note_removed(StoreId store, const SlotRecord& record) noexcept {
-  const Status noted = catching([&]() -> Status {
+  const Status noted = try_catch([&]() -> Status {
     if (removed_.blocks.size() < static_cast<size_t>(options_.remembered_removals)) {
       removed_.blocks.push_back({store, table_[record.entry].key()});
     } else {
@@ -187,7 +187,7 @@ void BlockIndex::host_reordered(int32_t entry) {
 
 Status BlockIndex::retire(uint32_t space) {
   if (space >= kMostSpaces || retired(space)) return ok();
-  TORPOR_TRY(catching([&] {
+  TORPOR_RETURN_IF_ERROR(try_catch([&] {
     if (retired_.size() <= space) retired_.resize(space + 1);
     return ok();
   }));

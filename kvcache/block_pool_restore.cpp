@@ -21,7 +21,7 @@ BlockPoolSnapshot BlockPool::snapshot() const {
 }
 
 Result<BlockPool::Handles> BlockPool::restore(const BlockPoolSnapshot& snapshot) {
-  return catching([&] { return restore_now(snapshot); });
+  return try_catch([&] { return restore_now(snapshot); });
 }
 
 Result<BlockPool::Handles> BlockPool::restore_now(const BlockPoolSnapshot& snapshot) {

@@ -176,10 +176,10 @@ class S3FifoOrder final : public EvictionOrder {
   }
   // Where there is no memory, it is forgotten.
   void remember(const Digest& key) {
-    (void)catching([&] {
+    (void)try_catch([&] {
       const auto [ghost, fresh] = ghosts_.insert(hash(key));
       if (!fresh) return ok();
-      const Status queued = catching([&] {
+      const Status queued = try_catch([&] {
         ghost_order_.push_back(hash(key));
         return ok();
       });

@@ -30,7 +30,7 @@ class FlatArray {
         ::mmap(nullptr, made.mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
       made.mapped_ = 0;
-      return catching([&]() -> Result<FlatArray> {
+      return try_catch([&]() -> Result<FlatArray> {
         return Error{.code = Code::kResourceExhausted,
                      .what = "no memory for an index of blocks",
                      .next_step = "give the stores fewer slots"};

@@ -26,8 +26,8 @@ bool same(const std::array<uint8_t, 32>& a, const std::array<uint8_t, 32>& b) {
 Result<KeyTable> KeyTable::create(size_t keys) {
   KeyTable made;
   // Two thirds full at most: a key that is not there costs five cells, one or two cache lines.
-  TORPOR_ASSIGN(made.cells_, FlatArray<Cell>::create(keys + keys / 2 + 16));
-  TORPOR_ASSIGN(made.entries_, FlatArray<Entry>::create(keys));
+  TORPOR_ASSIGN_OR_RETURN(made.cells_, FlatArray<Cell>::create(keys + keys / 2 + 16));
+  TORPOR_ASSIGN_OR_RETURN(made.entries_, FlatArray<Entry>::create(keys));
   return made;
 }
 

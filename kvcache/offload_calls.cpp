@@ -74,7 +74,7 @@ Result<MovedKeys> OffloadScheduler::move_on(std::span<const BlockKey> keys) {
 // ---- events
 
 void OffloadScheduler::tell(const BlockEvent& event) noexcept {
-  const Status told = catching([&]() -> Status {
+  const Status told = try_catch([&]() -> Status {
     if (events_.events.size() < options_.events) return events_.events.push_back(event), ok();
     return ++events_.lost, ok();
   });

@@ -27,7 +27,7 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
   plan_.clear();
   queue_.sweep_if_due(clock_.now());
   // What there is no memory for stays in the queue, for the next step.
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     queue_.set_held_aside(clock_.now());
     commit_loads(flush);
     commit_down(flush);
@@ -179,7 +179,7 @@ void OffloadScheduler::keep_used() {
   const int64_t room = index_->disk_room();
   const bool begun = room > std::exchange(disk_room_, room);  // a segment has gone since
   if (!begun || room >= options_.index.segment_slots || options_.index.disk_segments < kFewSegments) return;
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     for (const LeavingBlock& block : index_->leaving()) {
       if (!block.used || block.on_host) continue;
       if (disk_room_ <= 1) break;
@@ -269,13 +269,13 @@ Status OffloadScheduler::apply(const TransferReport& report) {
                  .next_step = "this is a mistake in the calling code"};
   };
   if (report.rank < 0 || report.rank >= options_.ranks)
-    return catching([&]() -> Status { return wrong(fmt::format("where there are {} ranks", options_.ranks)); });
+    return try_catch([&]() -> Status { return wrong(fmt::format("where there are {} ranks", options_.ranks)); });
   for (const JobReport& job : report.jobs) {
     const PlannedBatch* const batch = planned(job.id);
     const bool whole = job.count == 0 || (batch != nullptr && job.count == batch->blocks.size() &&
                                           uint64_t{job.first} + job.count <= report.outcomes.size());
     if ((batch == nullptr && job.id >> kBatchBits > planned_) || (batch != nullptr && !whole))
-      return catching([&]() -> Status { return wrong(fmt::format("job {}, which was planned otherwise", job.id)); });
+      return try_catch([&]() -> Status { return wrong(fmt::format("job {}, which was planned otherwise", job.id)); });
   }
   const uint64_t bit = uint64_t{1} << report.rank;
   for (const StoreReport& store : report.stores) {
@@ -283,7 +283,7 @@ Status OffloadScheduler::apply(const TransferReport& report) {
     refusing = store.accepting ? refusing & ~bit : refusing | bit;
   }
   index_->hide_remote(!accepting(StoreId::kRemote));
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     if (!report.stores.empty()) stores_[static_cast<size_t>(report.rank)] = report.stores;
     return ok();
   });
@@ -302,7 +302,7 @@ void OffloadScheduler::count(PlannedBatch& batch, const JobReport& job, const Tr
   for (size_t i = 0; i < batch.blocks.size(); ++i)
     batch.blocks[i].outcome = worse(batch.blocks[i].outcome, report.outcomes[job.first + i]);
   if (batch.cause && !job.cause.empty()) {
-    batch.cause = catching([&]() -> Status { return Error{.code = job.code, .what = job.cause}; });
+    batch.cause = try_catch([&]() -> Status { return Error{.code = job.code, .what = job.cause}; });
   }
 }
 
@@ -319,7 +319,7 @@ void OffloadScheduler::end(PlannedBatch& batch) {
   note_time(times_.batches[static_cast<size_t>(batch.way)], batch.planned_at);
   if (batch.way == Way::kDown) {  // without memory for that they stay in host memory alone
     for (const StoreId store : {StoreId::kDisk, StoreId::kRemote})
-      (void)catching([&]() -> Status { return send_on(batch, store), ok(); });
+      (void)try_catch([&]() -> Status { return send_on(batch, store), ok(); });
   }
   free_batches_.push_back(static_cast<uint32_t>(&batch - batches_.data()));
   batch.id = 0;
@@ -328,7 +328,7 @@ void OffloadScheduler::end(PlannedBatch& batch) {
 // Without memory for it nothing is noted.
 void OffloadScheduler::note_time(std::vector<double>& times, std::chrono::nanoseconds from) noexcept {
   if (times.size() == OffloadTimes::kMost) return;
-  (void)catching([&]() -> Status { return times.push_back(seconds_between(from, clock_.now())), ok(); });
+  (void)try_catch([&]() -> Status { return times.push_back(seconds_between(from, clock_.now())), ok(); });
 }
 
 void OffloadScheduler::end_down(PlannedBatch& batch) {

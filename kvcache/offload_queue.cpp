@@ -37,15 +37,15 @@ Status OffloadQueueOptions::validate() const {
                  .what = fmt::format("{} is {}", option, value),
                  .next_step = fmt::format("use {} or more", least)};
   };
-  TORPOR_TRY(check("max_batch_size", max_batch_size, 1));
-  TORPOR_TRY(check("min_batch_size", min_batch_size, 1));
-  TORPOR_TRY(check("flush_interval", flush_interval.count(), 0));
-  TORPOR_TRY(check("policy_timeout", policy_timeout.count(), 1));
-  TORPOR_TRY(check("sweep_interval", sweep_interval.count(), 1));
-  TORPOR_TRY(check("max_concurrent_transfers", max_concurrent_transfers, 1));
-  TORPOR_TRY(check("on_deck_batches", on_deck_batches, 1));
-  TORPOR_TRY(check("loading_batches", loading_batches, 1));
-  TORPOR_TRY(check("queue_blocks", queue_blocks, 1));
+  TORPOR_RETURN_IF_ERROR(check("max_batch_size", max_batch_size, 1));
+  TORPOR_RETURN_IF_ERROR(check("min_batch_size", min_batch_size, 1));
+  TORPOR_RETURN_IF_ERROR(check("flush_interval", flush_interval.count(), 0));
+  TORPOR_RETURN_IF_ERROR(check("policy_timeout", policy_timeout.count(), 1));
+  TORPOR_RETURN_IF_ERROR(check("sweep_interval", sweep_interval.count(), 1));
+  TORPOR_RETURN_IF_ERROR(check("max_concurrent_transfers", max_concurrent_transfers, 1));
+  TORPOR_RETURN_IF_ERROR(check("on_deck_batches", on_deck_batches, 1));
+  TORPOR_RETURN_IF_ERROR(check("loading_batches", loading_batches, 1));
+  TORPOR_RETURN_IF_ERROR(check("queue_blocks", queue_blocks, 1));
   if (min_batch_size > max_batch_size) {
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("min_batch_size is {}, max_batch_size is {}", min_batch_size, max_batch_size),
@@ -357,7 +357,7 @@ void OffloadQueue::end(const Ticket& ticket, Way way, BlockOutcome outcome, uint
   counts_[static_cast<size_t>(way)][static_cast<size_t>(outcome)] += blocks;
   ticket->counts[static_cast<size_t>(outcome)] += blocks;
   ticket->ended += blocks;
-  if (!cause && ticket->cause) ticket->cause = catching([&]() -> Status { return cause; });
+  if (!cause && ticket->cause) ticket->cause = try_catch([&]() -> Status { return cause; });
   (void)port_.record({.type = EventType::kEnded,
                       .to = static_cast<uint8_t>(outcome),
                       .request = event_request(ticket->owner),

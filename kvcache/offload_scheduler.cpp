@@ -21,8 +21,8 @@ Slot slot_in(const Places& places, StoreId store) {
 }  // namespace
 
 Status OffloadSchedulerOptions::validate() const {
-  TORPOR_TRY(index.validate());
-  TORPOR_TRY(queue.validate());
+  TORPOR_RETURN_IF_ERROR(index.validate());
+  TORPOR_RETURN_IF_ERROR(queue.validate());
   const auto wrong = [](std::string what, std::string next) {
     return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)};
   };
@@ -52,15 +52,15 @@ OffloadScheduler::~OffloadScheduler() { queue_.end_all(BlockOutcome::kShutDown);
 Result<std::unique_ptr<OffloadScheduler>> OffloadScheduler::create(const OffloadSchedulerOptions& options,
                                                                    DeviceBlocks& device, const Placement& placement,
                                                                    const Clock& clock, EventPort port) {
-  return catching([&]() -> Result<std::unique_ptr<OffloadScheduler>> {
-    TORPOR_TRY(options.validate());
+  return try_catch([&]() -> Result<std::unique_ptr<OffloadScheduler>> {
+    TORPOR_RETURN_IF_ERROR(options.validate());
     std::unique_ptr<OffloadScheduler> made(new OffloadScheduler(options, device, placement, clock, port));
     BlockIndexOptions index = options.index;
     index.remembered_removals = static_cast<int32_t>(std::min<size_t>(options.events, 1 << 20));
     index.block_tokens = options.block_tokens;
-    TORPOR_ASSIGN(made->index_, BlockIndex::create(index, port));
+    TORPOR_ASSIGN_OR_RETURN(made->index_, BlockIndex::create(index, port));
     if (index.disk_segments > 0) made->host_.resize(static_cast<size_t>(index.host_slots));
-    TORPOR_ASSIGN(made->uses_, UseCounts::create(static_cast<size_t>(options.counted_keys)));
+    TORPOR_ASSIGN_OR_RETURN(made->uses_, UseCounts::create(static_cast<size_t>(options.counted_keys)));
     return made;
   });
 }
@@ -300,7 +300,7 @@ void OffloadScheduler::release_backing() {
 // ---- all of it
 
 Status OffloadScheduler::reset() {
-  TORPOR_TRY(index_->retire(space_));
+  TORPOR_RETURN_IF_ERROR(index_->retire(space_));
   index_->close_segment();  // segments have keys of one space
   ++space_;
   queue_.end_all(BlockOutcome::kCancelled);
@@ -324,7 +324,7 @@ BlockEvents OffloadScheduler::take_events() {
 }
 
 Status OffloadScheduler::check() const {
-  TORPOR_TRY(queue_.check());
+  TORPOR_RETURN_IF_ERROR(queue_.check());
   return index_->check();
 }
 

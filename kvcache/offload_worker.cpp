@@ -40,7 +40,7 @@ Result<std::unique_ptr<OffloadWorker>> OffloadWorker::create(const OffloadWorker
                                                              std::shared_ptr<SlotStore> host,
                                                              std::unique_ptr<SlotStore> disk,
                                                              std::unique_ptr<SlotStore> remote) {
-  return catching([&]() -> Result<std::unique_ptr<OffloadWorker>> {
+  return try_catch([&]() -> Result<std::unique_ptr<OffloadWorker>> {
     const uint64_t bytes = layout.bytes_per_block();
     const bool fits =
         (host == nullptr) == (options.host_slots == 0) && (disk == nullptr) == (options.disk_segments == 0) &&
@@ -57,7 +57,7 @@ Result<std::unique_ptr<OffloadWorker>> OffloadWorker::create(const OffloadWorker
                                        options.remote_slots, bytes),
                    .next_step = "open them with the same options"};
     }
-    if (remote != nullptr) TORPOR_TRY(transfers.open_remote_lane());
+    if (remote != nullptr) TORPOR_RETURN_IF_ERROR(transfers.open_remote_lane());
     return std::unique_ptr<OffloadWorker>(
         new OffloadWorker(options, layout, transfers, std::move(host), std::move(disk), std::move(remote)));
   });
@@ -80,8 +80,8 @@ void OffloadWorker::open_space(uint32_t space, const Digest& digest, const Diges
 Result<std::vector<RecoveredBlock>> OffloadWorker::recover(uint32_t space) {
   std::vector<RecoveredBlock> blocks;
   if (disk_ == nullptr || !disk_->traits().durable) return blocks;
-  return catching([&]() -> Result<std::vector<RecoveredBlock>> {
-    TORPOR_ASSIGN(recovered_, disk_->recover(space));
+  return try_catch([&]() -> Result<std::vector<RecoveredBlock>> {
+    TORPOR_ASSIGN_OR_RETURN(recovered_, disk_->recover(space));
     for (const RecoveredSlot& each : recovered_) {
       const int64_t segment = each.slot / options_.segment_slots;
       adopted_.emplace(segment, 0);
@@ -185,9 +185,9 @@ void OffloadWorker::take(Noted& noted) noexcept {
 }
 
 Status OffloadWorker::run(const TransferPlan& plan) {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     if (plan.number != 0 && plan.number <= last_plan_) return ok();
-    TORPOR_TRY(check(plan));
+    TORPOR_RETURN_IF_ERROR(check(plan));
     Noted noted = note(plan);
     if (plan.jobs.empty()) {
       last_plan_ = plan.number;
@@ -296,12 +296,12 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
 // Whatever fails here fails the job's blocks, which are reported like any other.
 void OffloadWorker::begin(RunningJob at, std::span<const BlockKey> keys, const Status& ordered) {
   OffloadJob& begun = **at;
-  begun.refused = catching([&]() -> Status {
-    TORPOR_TRY(ordered);
+  begun.refused = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(ordered);
     Job job = make_job(keys, begun);
     std::map<JobId, std::unique_ptr<OffloadJob>> made;
     const auto node = made.emplace(JobId::kNone, nullptr).first;
-    TORPOR_ASSIGN(const JobId id, transfers_.submit(std::move(job)));
+    TORPOR_ASSIGN_OR_RETURN(const JobId id, transfers_.submit(std::move(job)));
     auto handle = made.extract(node);
     handle.key() = id;
     handle.mapped() = std::move(*at);

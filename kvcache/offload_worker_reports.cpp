@@ -34,13 +34,13 @@ TransferReport OffloadWorker::poll() {
   const bool all = told == ended_.size();
   ended_.erase(ended_.begin(), ended_.begin() + static_cast<std::ptrdiff_t>(told));
   while (all && !refused_.empty() && tell_refused(*refused_.front(), report)) refused_.pop_front();
-  (void)catching([&]() -> Status { return report_stores(report), ok(); });
+  (void)try_catch([&]() -> Status { return report_stores(report), ok(); });
   return report;
 }
 
 bool OffloadWorker::tell_refused(OffloadJob& running, TransferReport& report) {
   JobResult result{.status = copied(running.refused.error())};
-  const Status made = catching([&]() -> Status {
+  const Status made = try_catch([&]() -> Status {
     result.chunks.resize(running.planned.count);
     for (ChunkTransfer& chunk : result.chunks) chunk.status = copied(result.status.error());
     return ok();
@@ -51,7 +51,7 @@ bool OffloadWorker::tell_refused(OffloadJob& running, TransferReport& report) {
 // All of a job, or nothing: then there was no memory for it.
 bool OffloadWorker::tell(OffloadJob& running, const JobResult& result, TransferReport& report) {
   const size_t outcomes = report.outcomes.size();
-  const Status told = catching([&]() -> Status {
+  const Status told = try_catch([&]() -> Status {
     const PlannedJob& planned = running.planned;
     JobReport job{.id = planned.id, .first = static_cast<uint32_t>(outcomes)};
     std::vector<int32_t> bad_blocks;

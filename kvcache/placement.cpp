@@ -44,7 +44,7 @@ std::unique_ptr<Placement> make_placement(const PlacementOptions& options) {
 
 Result<UseCounts> UseCounts::create(size_t cells) {
   UseCounts made;
-  TORPOR_ASSIGN(made.cells_, FlatArray<Cell>::create(cells));
+  TORPOR_ASSIGN_OR_RETURN(made.cells_, FlatArray<Cell>::create(cells));
   return made;
 }
 

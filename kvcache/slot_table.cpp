@@ -39,7 +39,7 @@ Result<uint32_t> SlotTable::create(std::string id, int64_t tokens) {
   slots_[slot] = {.info = {.id = std::move(id), .tokens = tokens}};
   port_.text(TextKind::kRequestName, slot + 1, 0, slots_[slot].info.id);
   (void)port_.record({.type = EventType::kRequest, .request = slot + 1, .a = static_cast<uint64_t>(tokens)});
-  TORPOR_TRY(move(slot, SlotTrigger::kCreate));
+  TORPOR_RETURN_IF_ERROR(move(slot, SlotTrigger::kCreate));
   return slot;
 }
 
@@ -52,7 +52,7 @@ bool SlotTable::may_admit(uint32_t slot) const {
 
 Status SlotTable::known(uint32_t slot) const {
   if (slot < slots_.size() && !slots_[slot].info.id.empty()) return ok();
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     return Error{.code = Code::kNotFound,
                  .what = fmt::format("there is no slot {}", slot),
                  .next_step = "this is a mistake in the calling code"};
@@ -60,7 +60,7 @@ Status SlotTable::known(uint32_t slot) const {
 }
 
 Status SlotTable::move(uint32_t slot, SlotTrigger trigger) {
-  TORPOR_TRY(known(slot));
+  TORPOR_RETURN_IF_ERROR(known(slot));
   SlotInfo& info = slots_[slot].info;
   const std::optional<SlotState> next = next_state(info.state, trigger);
   if (!next) {
@@ -86,7 +86,7 @@ void SlotTable::tell(uint32_t slot, SlotState from) {
 }
 
 Status SlotTable::stage(uint32_t slot, int32_t blocks) {
-  TORPOR_TRY(known(slot));
+  TORPOR_RETURN_IF_ERROR(known(slot));
   SlotInfo& info = slots_[slot].info;
   if (blocks == 0 && info.state != SlotState::kOnboardStaged) return ok();
   const int32_t before = std::exchange(info.staged_blocks, blocks);
@@ -96,19 +96,19 @@ Status SlotTable::stage(uint32_t slot, int32_t blocks) {
 }
 
 Status SlotTable::onboard(uint32_t slot, int32_t device_blocks) {
-  TORPOR_TRY(known(slot));
+  TORPOR_RETURN_IF_ERROR(known(slot));
   if (slots_[slot].info.state == SlotState::kOnboardStaged) slots_[slot].info.device_blocks = device_blocks;
   return move(slot, SlotTrigger::kOnboard);
 }
 
 Status SlotTable::onboard_failed(uint32_t slot) {
-  TORPOR_TRY(known(slot));
+  TORPOR_RETURN_IF_ERROR(known(slot));
   if (slots_[slot].info.state == SlotState::kOnboarding) slots_[slot].info.staged_blocks = 0;
   return move(slot, SlotTrigger::kOnboardFailed);
 }
 
 Status SlotTable::scheduled(uint32_t slot, int64_t computed, int64_t now, int64_t tokens, int32_t device_blocks) {
-  TORPOR_TRY(known(slot));
+  TORPOR_RETURN_IF_ERROR(known(slot));
   Slot& of = slots_[slot];
   const SlotTrigger trigger = tokens - computed > 1 ? SlotTrigger::kPrefill : SlotTrigger::kDecode;
   if (next_state(of.info.state, trigger)) {
@@ -117,20 +117,20 @@ Status SlotTable::scheduled(uint32_t slot, int64_t computed, int64_t now, int64_
     of.info.device_blocks = device_blocks;
     of.info.staged_blocks = 0;
   }
-  TORPOR_TRY(move(slot, trigger));
+  TORPOR_RETURN_IF_ERROR(move(slot, trigger));
   if (of.info.computed_tokens - of.told_tokens >= kToldEvery) tell(slot, of.info.state);
   return ok();
 }
 
 Status SlotTable::preempt(uint32_t slot) {
-  TORPOR_TRY(known(slot));
+  TORPOR_RETURN_IF_ERROR(known(slot));
   SlotInfo& info = slots_[slot].info;
   if (next_state(info.state, SlotTrigger::kPreempt)) info.computed_tokens = info.device_blocks = info.staged_blocks = 0;
   return move(slot, SlotTrigger::kPreempt);
 }
 
 Status SlotTable::keys(uint32_t slot, std::span<const std::string_view> keys, size_t first, KeyOf what) {
-  TORPOR_TRY(known(slot));
+  TORPOR_RETURN_IF_ERROR(known(slot));
   for (size_t at = 0; at < keys.size(); ++at) {
     Event event{.type = EventType::kKey,
                 .to = static_cast<uint8_t>(what),
@@ -144,7 +144,7 @@ Status SlotTable::keys(uint32_t slot, std::span<const std::string_view> keys, si
 }
 
 Status SlotTable::finish(uint32_t slot, bool busy) {
-  TORPOR_TRY(move(slot, busy ? SlotTrigger::kFinish : SlotTrigger::kEnd));
+  TORPOR_RETURN_IF_ERROR(move(slot, busy ? SlotTrigger::kFinish : SlotTrigger::kEnd));
   if (busy) return ok();
   slots_[slot].info = {};
   free_.push_back(slot);

@@ -199,9 +199,9 @@ Result<TransferPlan> decode_plan(std::span<const uint8_t> bytes) {
     if (entry.store > static_cast<uint32_t>(StoreId::kDisk) || entry.number < 0) return wrong("it drops nothing known");
     plan.dropped.push_back({static_cast<StoreId>(entry.store), entry.number});
   }
-  TORPOR_TRY(take_jobs(taker, header, plan));
-  TORPOR_TRY(take_blocks(taker, header, plan));
-  TORPOR_TRY(take_loading(taker, header, plan));
+  TORPOR_RETURN_IF_ERROR(take_jobs(taker, header, plan));
+  TORPOR_RETURN_IF_ERROR(take_blocks(taker, header, plan));
+  TORPOR_RETURN_IF_ERROR(take_loading(taker, header, plan));
   if (!taker.empty()) return wrong("something follows it");
   return plan;
 }
@@ -308,7 +308,7 @@ Bytes TransferPlan::encode() const {
 }
 
 Result<TransferPlan> TransferPlan::decode(std::span<const uint8_t> bytes) {
-  return catching([&] { return decode_plan(bytes); });
+  return try_catch([&] { return decode_plan(bytes); });
 }
 
 Bytes TransferReport::encode() const {
@@ -334,7 +334,7 @@ Bytes TransferReport::encode() const {
 }
 
 Result<TransferReport> TransferReport::decode(std::span<const uint8_t> bytes) {
-  return catching([&] { return decode_report(bytes); });
+  return try_catch([&] { return decode_report(bytes); });
 }
 
 }  // namespace torpor

@@ -8,7 +8,7 @@
 namespace torpor {
 
 Result<std::unique_ptr<BackgroundSync>> BackgroundSync::start(SlotStore& store, std::chrono::milliseconds interval) {
-  return catching([&]() -> Result<std::unique_ptr<BackgroundSync>> {
+  return try_catch([&]() -> Result<std::unique_ptr<BackgroundSync>> {
     std::unique_ptr<BackgroundSync> made(new BackgroundSync(store, interval));
     try {
       made->thread_ = std::thread([self = made.get()] { self->run(); });
@@ -47,7 +47,7 @@ void BackgroundSync::run() {
   uint64_t safe = 0;  // bytes that were put before the last sync
   while (!is_over()) {
     uint64_t put = safe;
-    (void)catching([&]() -> Status { return put = store_.health().put_bytes, ok(); });
+    (void)try_catch([&]() -> Status { return put = store_.health().put_bytes, ok(); });
     if (put == safe) continue;
     (void)store_.sync();  // it counts and logs what it could not
     safe = put;

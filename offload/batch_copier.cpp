@@ -80,8 +80,8 @@ BatchCopier::BatchCopier(DeviceMemory& device, HostArena& arena, std::atomic<boo
 Result<std::unique_ptr<BatchCopier>> BatchCopier::create(DeviceMemory& device, HostArena& arena,
                                                          std::atomic<bool>& quarantined) {
   auto places = std::make_unique<Places>();
-  TORPOR_ASSIGN(const StreamId stream, device.create_stream());
-  Result<std::unique_ptr<BatchCopier>> made = catching([&]() -> Result<std::unique_ptr<BatchCopier>> {
+  TORPOR_ASSIGN_OR_RETURN(const StreamId stream, device.create_stream());
+  Result<std::unique_ptr<BatchCopier>> made = try_catch([&]() -> Result<std::unique_ptr<BatchCopier>> {
     return std::unique_ptr<BatchCopier>(new BatchCopier(device, arena, quarantined, stream, std::move(places)));
   });
   if (!made) (void)device.destroy_stream(stream);
@@ -90,7 +90,7 @@ Result<std::unique_ptr<BatchCopier>> BatchCopier::create(DeviceMemory& device, H
 
 BatchCopier::~BatchCopier() {
   if (!quarantined_) {
-    const Status done = catching([&] { return device_.destroy_stream(stream_); });
+    const Status done = try_catch([&] { return device_.destroy_stream(stream_); });
     if (!done) log().error("stream: {}", done.error().to_string());
     return;
   }
@@ -100,7 +100,7 @@ BatchCopier::~BatchCopier() {
   }
   // Digests of copies that may still be running: they stay until the process ends, and can be seen to be meant to.
   Places* const kept_places = places_.release();
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     static std::mutex mutex;
     static auto* const kept = new std::vector<Places*>();
     const std::lock_guard lock(mutex);
@@ -133,16 +133,16 @@ bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
   place.on_stream = false;
   place.members.clear();
   const bool moves = job.kind != JobKind::kFind;
-  const Status staged = catching([&] { return place.in_store() || !moves ? ok() : stage(place); });
+  const Status staged = try_catch([&] { return place.in_store() || !moves ? ok() : stage(place); });
   if (!staged && under_way() > 0) return false;
   ++begun_;
   for (ChunkTransfer& chunk : batch) {
     chunk.outcome = BlockOutcome::kFailed;
     chunk.status = ok();
   }
-  const Status prepared = catching([&]() -> Status {
-    TORPOR_TRY(usable());
-    TORPOR_TRY(staged);
+  const Status prepared = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(usable());
+    TORPOR_RETURN_IF_ERROR(staged);
     return moves ? prepare(place) : ok();
   });
   if (!prepared) {
@@ -162,7 +162,7 @@ Status BatchCopier::stage(Place& place) {
   if (!kept && place.staging.bytes().size() < bytes) {
     place.staging = {};
     if (under_way() == 0) (*places_)[(begun_ + 1) % 2].staging = {};
-    TORPOR_ASSIGN(place.staging, arena_.allocate(bytes));
+    TORPOR_ASSIGN_OR_RETURN(place.staging, arena_.allocate(bytes));
   }
   const std::span<std::byte> room = (kept ? place.kept : place.staging).bytes();
   place.host.clear();
@@ -267,10 +267,10 @@ void BatchCopier::list_copies(Place& place) {
 void BatchCopier::enqueue(Place& place, std::span<const Copy> copies) {
   place.on_stream = true;
   place.event.reset();
-  place.enqueued = catching([&] { return device_.copy_async(stream_, place.direction(), copies, place.copy_by); });
+  place.enqueued = try_catch([&] { return device_.copy_async(stream_, place.direction(), copies, place.copy_by); });
   // Even a refused batch may have begun: its end is waited for in any case.
-  Status recorded = catching([&]() -> Status {
-    TORPOR_ASSIGN(place.event, device_.record(stream_));
+  Status recorded = try_catch([&]() -> Status {
+    TORPOR_ASSIGN_OR_RETURN(place.event, device_.record(stream_));
     return ok();
   });
   if (!recorded) place.event_error = std::move(recorded).error();
@@ -278,7 +278,7 @@ void BatchCopier::enqueue(Place& place, std::span<const Copy> copies) {
 
 DrainResult BatchCopier::prove(Place& place) {
   DrainResult drained{.drain = Drain::kUnproven};
-  Status waited = catching([&] {
+  Status waited = try_catch([&] {
     if (place.event) {
       drained = device_.wait(*place.event);
     } else {
@@ -289,7 +289,7 @@ DrainResult BatchCopier::prove(Place& place) {
   });
   if (!waited) {
     drained = {Drain::kUnproven, std::move(waited).error()};
-    (void)catching([&] {  // where that throws too, it stays unproven
+    (void)try_catch([&] {  // where that throws too, it stays unproven
       if (device_.drain(stream_).drain == Drain::kCompleted) drained.drain = Drain::kDrainedWithError;
       return ok();
     });
@@ -303,8 +303,8 @@ void BatchCopier::copy_alone(Place& place, size_t member, DrainResult& worst) {
   ChunkTransfer& chunk = place.batch[place.members[member]];
   const size_t first = place.first_copy[member];
   const std::span<const Copy> copies = std::span(place.copies).subspan(first, place.first_copy[member + 1] - first);
-  const Status ready = catching([&]() -> Status {
-    TORPOR_TRY(usable());
+  const Status ready = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(usable());
     if (!place.digests.empty()) place.digests[member] = StreamingDigest();
     return ok();
   });
@@ -340,7 +340,7 @@ DrainResult BatchCopier::end_copies(Place& place) {
       copy_alone(place, member, drained);
     }
     if (chunk.status) continue;
-    const Status named = catching([&]() -> Status {
+    const Status named = try_catch([&]() -> Status {
       return chunk.status.error().within(fmt::format("copying {}", chunk.plan->key.to_string()));
     });
     chunk.status = copied(named.error());
@@ -381,7 +381,7 @@ DrainResult BatchCopier::finish() {
   Place& place = (*places_)[finished_ % 2];
   DrainResult drained;
   if (place.on_stream) drained = end_copies(place);
-  const Status stored = catching([&]() -> Status {
+  const Status stored = try_catch([&]() -> Status {
     if (place.kind == JobKind::kMove) put(place);
     if (place.kind == JobKind::kFind) find(place);
     if (!place.on_stream) return ok();

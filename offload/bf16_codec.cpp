@@ -146,8 +146,8 @@ std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::spa
 Status decompress(std::span<const std::byte> stored, std::span<std::byte> out, Instructions instructions) {
   const size_t words = out.size() / 2;
   for (size_t begin = 0; begin < words; begin += kFrameWords) {
-    TORPOR_ASSIGN(stored,
-                  decode_frame(stored, std::min(kFrameWords, words - begin), out.data() + 2 * begin, instructions));
+    TORPOR_ASSIGN_OR_RETURN(
+        stored, decode_frame(stored, std::min(kFrameWords, words - begin), out.data() + 2 * begin, instructions));
   }
   if (stored.size() != out.size() % 2) return damaged("another size was promised");
   if (!stored.empty()) out.back() = stored.front();

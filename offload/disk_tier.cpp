@@ -44,12 +44,12 @@ DiskTier::DiskTier(ChunkFileOptions options) : options_(std::move(options)) {}
 
 Result<std::unique_ptr<DiskTier>> DiskTier::create(Directory& directory, std::string_view name,
                                                    ChunkFileOptions options) {
-  TORPOR_TRY(options.compression.validate());
-  TORPOR_ASSIGN(std::unique_ptr<File> file, directory.create_file(name, options.io));
+  TORPOR_RETURN_IF_ERROR(options.compression.validate());
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<File> file, directory.create_file(name, options.io));
   Page page;
   const Header header{.rank = options.rank};
   std::memcpy(page.bytes.data(), &header, sizeof header);
-  TORPOR_TRY(file->pwrite(page.bytes, 0));
+  TORPOR_RETURN_IF_ERROR(file->pwrite(page.bytes, 0));
   std::unique_ptr<DiskTier> tier(new DiskTier(std::move(options)));
   tier->sources_.push_back({{std::move(file), tier->options_.seal}, 0});
   tier->end_ = kPage;
@@ -60,9 +60,9 @@ Result<std::unique_ptr<DiskTier>> DiskTier::open(std::vector<OpenChunkFile> file
                                                  std::shared_ptr<ProgressMeter> progress) {
   std::unique_ptr<DiskTier> tier(new DiskTier({.rank = rank, .progress = std::move(progress)}));
   for (OpenChunkFile& opened : files) {
-    TORPOR_ASSIGN(const uint64_t size, opened.file->size());
+    TORPOR_ASSIGN_OR_RETURN(const uint64_t size, opened.file->size());
     Page page;
-    TORPOR_TRY(opened.file->pread(page.bytes, 0));
+    TORPOR_RETURN_IF_ERROR(opened.file->pread(page.bytes, 0));
     Header header;
     std::memcpy(&header, page.bytes.data(), sizeof header);
     const bool rest_is_zero = std::all_of(page.bytes.begin() + sizeof header, page.bytes.end(),
@@ -172,7 +172,7 @@ void DiskTier::get(std::span<RecordPart> parts) {
 
 Status DiskTier::finish() {
   File& file = *sources_[0].opened.file;
-  TORPOR_TRY(file.truncate(end_));  // what prepare() reserved too much goes; the last page is filled up
+  TORPOR_RETURN_IF_ERROR(file.truncate(end_));  // what prepare() reserved too much goes; the last page is filled up
   return file.sync();
 }
 

@@ -53,7 +53,7 @@ Result<std::unique_ptr<HostStore>> HostStore::create(HostArena& arena, HostStore
                                      options.slot_bytes, name(options.codec)),
                  .next_step = "use 1 or more, of 1 byte to 1 GiB, and none or bf16"};
   }
-  TORPOR_ASSIGN(HostArena::Span memory, arena.allocate(bytes));
+  TORPOR_ASSIGN_OR_RETURN(HostArena::Span memory, arena.allocate(bytes));
   return std::unique_ptr<HostStore>(new HostStore(options, std::move(memory)));
 }
 
@@ -132,7 +132,7 @@ void HostStore::do_put(std::span<RecordPart> parts) {
   const std::span<std::byte> room = packs() ? scratch->room(most) : std::span<std::byte>();
   for (RecordPart& part : parts) {
     if (!part.status) continue;
-    part.status = catching([&] { return put_one(part, room); });
+    part.status = try_catch([&] { return put_one(part, room); });
     if (!part.status) count_failed(part.status.error());
   }
 }
@@ -214,7 +214,7 @@ Status HostStore::get_one(RecordPart& part) {
   const Content& content = reading.content();
   if (!content.found) return not_there(slot_of(part));
   if (content.record.bytes != part.bytes.size()) return wrong_size(part, content.record.bytes);
-  TORPOR_TRY(decompress(content.record.codec, memory_of(slot_of(part), content), part.bytes));
+  TORPOR_RETURN_IF_ERROR(decompress(content.record.codec, memory_of(slot_of(part), content), part.bytes));
   describe(part, content.record);
   const MutexLock lock(mutex_);
   health_.got_bytes += content.record.stored;

@@ -14,12 +14,12 @@ namespace torpor {
 
 Status HostTier::prepare(uint64_t bytes, uint64_t chunks) {
   const uint64_t least = codec_ == Codec::kNone ? bytes : bf16::least_compressed(bytes);
-  TORPOR_ASSIGN(ahead_, arena_.prefault_ahead(least + chunks * kPage));
+  TORPOR_ASSIGN_OR_RETURN(ahead_, arena_.prefault_ahead(least + chunks * kPage));
   return ok();
 }
 
 Result<std::span<std::byte>> HostTier::place(SavedChunk& chunk) {
-  TORPOR_ASSIGN(HostArena::Span span, arena_.allocate(chunk.bytes));
+  TORPOR_ASSIGN_OR_RETURN(HostArena::Span span, arena_.allocate(chunk.bytes));
   const std::span<std::byte> bytes = span.bytes();
   const MutexLock lock(mutex_);
   chunk.offset = places_.size();
@@ -59,7 +59,7 @@ void HostTier::put(std::span<RecordPart> parts) {
 Status HostTier::pack(RecordPart& part, std::span<std::byte> room) {
   SavedChunk& chunk = *part.chunk;
   const auto [stored, codec] = encode(part.bytes, room, {.codec = codec_});
-  TORPOR_ASSIGN(HostArena::Span span, arena_.allocate(stored.size()));
+  TORPOR_ASSIGN_OR_RETURN(HostArena::Span span, arena_.allocate(stored.size()));
   std::memcpy(span.bytes().data(), stored.data(), stored.size());
   chunk.codec = codec;
   chunk.stored_bytes = stored.size();

@@ -78,7 +78,7 @@ Status RecordFile::decode(const FileRecord& record) const {
   const std::span<std::byte> stored = record.pages.first(record.stored);
   if (seal_ != nullptr) {
     const std::string what = sealed_name(record);
-    TORPOR_TRY(seal_->open(stored, record.seal, {SealPlace::Kind::kChunk, rank_, record.offset, what}));
+    TORPOR_RETURN_IF_ERROR(seal_->open(stored, record.seal, {SealPlace::Kind::kChunk, rank_, record.offset, what}));
   }
   return stored.data() == record.bytes.data() ? ok() : decompress(record.codec, stored, record.bytes);
 }

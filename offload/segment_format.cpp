@@ -204,7 +204,7 @@ Result<std::vector<SegmentRecord>> read_batch(std::span<std::byte> page, const S
   if (in.magic != kBatchMagic) return bad_segment("there is no batch here");
   const std::span<std::byte> body = std::as_writable_bytes(std::span(&in.body, 1));
   if (seal != nullptr) {
-    TORPOR_TRY(seal->open(body, in.tag, batch_place(header, offset)));
+    TORPOR_RETURN_IF_ERROR(seal->open(body, in.tag, batch_place(header, offset)));
   } else if (digest_tag(body, header, offset) != in.tag) {
     return bad_segment("the batch page is damaged");
   }

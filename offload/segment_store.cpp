@@ -23,7 +23,7 @@ int32_t slots_of(const SegmentStoreOptions& options) {
 }
 
 Status check(const SegmentStoreOptions& options) {
-  TORPOR_TRY(options.compression.validate());
+  TORPOR_RETURN_IF_ERROR(options.compression.validate());
   if (options.record_bytes < 1 || options.record_bytes > kMostRecordBytes || options.slots_per_segment < 0 ||
       options.slots_per_segment > 65'536 || options.rank < 0 || options.open_files < 1) {
     return Error{.code = Code::kInvalidArgument,
@@ -71,19 +71,19 @@ uint64_t SegmentStore::most_bytes_of_segment(const SegmentStoreOptions& options)
 
 Result<std::unique_ptr<SegmentStore>> SegmentStore::open(FileSystem& file_system, const std::string& path,
                                                          SegmentStoreOptions options, const Clock& clock) {
-  TORPOR_TRY(check(options));
-  TORPOR_ASSIGN(std::unique_ptr<Directory> directory,
-                file_system.open_directory(fmt::format("{}/r{}", path, options.rank), true));
-  TORPOR_ASSIGN(std::unique_ptr<File> lock, lock_of(*directory, options.lock_wait));
+  TORPOR_RETURN_IF_ERROR(check(options));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> directory,
+                          file_system.open_directory(fmt::format("{}/r{}", path, options.rank), true));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<File> lock, lock_of(*directory, options.lock_wait));
   std::unique_ptr<SegmentStore> store(
       new SegmentStore(std::move(directory), std::move(lock), std::move(options), clock));
-  TORPOR_TRY(store->look_around());
+  TORPOR_RETURN_IF_ERROR(store->look_around());
   return store;
 }
 
 // What is there, and whether there is room for the rest.
 Status SegmentStore::look_around() {
-  TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory_->list());
   uint64_t there = 0;
   for (const Entry& entry : entries) {
     const std::optional<uint64_t> number = segment_number(entry.name);
@@ -97,7 +97,7 @@ Status SegmentStore::look_around() {
   std::sort(at_the_start_.begin(), at_the_start_.end());
   if (first_number_ > kMostSegmentNumber) return no_more_numbers();
   if (options_.budget_bytes == 0) return ok();
-  TORPOR_ASSIGN(const uint64_t free, directory_->free_bytes());
+  TORPOR_ASSIGN_OR_RETURN(const uint64_t free, directory_->free_bytes());
   if (free + there >= options_.budget_bytes) return ok();
   return Error{.code = Code::kResourceExhausted,
                .what = fmt::format("{} has room for {} bytes of blocks, {} are wanted", directory_->path(),
@@ -134,9 +134,9 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint64_t number, uint32_
                    .what = fmt::format("{} has keys of another key space", segment_name(number)),
                    .next_step = "use slots of a new segment for a new key space"};
     }
-    TORPOR_ASSIGN(segment, begin_segment(number, space));
+    TORPOR_ASSIGN_OR_RETURN(segment, begin_segment(number, space));
   }
-  Status made = catching([&] { return make_file(*segment); });
+  Status made = try_catch([&] { return make_file(*segment); });
   {
     const MutexLock lock(mutex_);
     if (made && segment->state == Segment::State::kGone) made = segment_closed(number);  // dropped meanwhile
@@ -201,15 +201,15 @@ Status SegmentStore::make_file(Segment& segment) {
   std::shared_ptr<File> file;
   {
     DirectoryTurn directory(*this);
-    TORPOR_ASSIGN(file, directory->create_file(segment_name(segment.header.number), options_.io));
+    TORPOR_ASSIGN_OR_RETURN(file, directory->create_file(segment_name(segment.header.number), options_.io));
   }
-  TORPOR_TRY(file->preallocate(capacity_));
+  TORPOR_RETURN_IF_ERROR(file->preallocate(capacity_));
   ScratchPool::Lease scratch(scratch_);
   const std::span<std::byte> room = scratch->room(kPage);
   if (room.empty()) return no_memory_for(kPage);
   const std::span<std::byte> page = room.first(kPage);  // it may be larger
   write_header(page, segment.header, segment.seal.get());
-  TORPOR_TRY(file->pwrite(page, 0));
+  TORPOR_RETURN_IF_ERROR(file->pwrite(page, 0));
   const MutexLock lock(mutex_);
   health_.io = file->io();
   segment.file = std::move(file);

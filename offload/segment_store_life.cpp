@@ -52,7 +52,7 @@ void SegmentStore::finish_ended() {
 
 Status SegmentStore::sync() {
   remove_dropped();
-  return catching([this]() -> Status {
+  return try_catch([this]() -> Status {
     std::vector<SegmentPtr> unsafe;
     {
       const MutexLock lock(mutex_);
@@ -158,7 +158,7 @@ std::shared_ptr<File> SegmentStore::forget(Segment& segment) {
 
 // One that stays is found again by the next process: as true as before.
 void SegmentStore::remove_segment_file(uint64_t number) {
-  const Status removed = catching([&]() -> Status {
+  const Status removed = try_catch([&]() -> Status {
     DirectoryTurn directory(*this);
     return directory->remove_file(segment_name(number));
   });
@@ -182,7 +182,7 @@ void SegmentStore::drop(std::span<const SlotRange> ranges) {
     const int64_t first = std::max<int64_t>(range.first, 0);
     const int64_t end = range.first + range.count;
     for (int64_t number = first / slots; number * slots < end; ++number) {
-      (void)catching([&]() -> Status {
+      (void)try_catch([&]() -> Status {
         const MutexLock lock(mutex_);
         dropped_.reserve(dropped_.size() + 1);
         return ok();
@@ -229,7 +229,7 @@ Result<std::vector<RecoveredSlot>> SegmentStore::recover(uint32_t space) {
                    .what = fmt::format("key space {} was not opened", space),
                    .next_step = "open it first"};
   }
-  const Status done = catching([&]() -> Status {
+  const Status done = try_catch([&]() -> Status {
     for (const uint64_t number : std::exchange(at_the_start_, {})) {
       const Status read = recover_segment(number, space, found);
       if (read) continue;
@@ -254,9 +254,9 @@ Status SegmentStore::recover_segment(uint64_t number, uint32_t space, std::vecto
   std::shared_ptr<File> file;
   {
     DirectoryTurn directory(*this);
-    TORPOR_ASSIGN(file, directory->open_file(segment_name(number), options_.io));
+    TORPOR_ASSIGN_OR_RETURN(file, directory->open_file(segment_name(number), options_.io));
   }
-  TORPOR_ASSIGN(const SegmentPtr segment, read_segment(number, space, *file));
+  TORPOR_ASSIGN_OR_RETURN(const SegmentPtr segment, read_segment(number, space, *file));
   const MutexLock lock(mutex_);
   health_.io = file->io();
   health_.held_bytes += segment->reserved;
@@ -280,9 +280,9 @@ Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint64_t number, uin
   const std::span<std::byte> room = scratch->room(kPage);
   if (room.empty()) return no_memory_for(kPage);
   const std::span<std::byte> page = room.first(kPage);
-  TORPOR_ASSIGN(const uint64_t file_bytes, file.size());
-  TORPOR_TRY(file.pread(page, 0));
-  TORPOR_ASSIGN(OpenedHeader opened, read_header(page, options_.key.get()));
+  TORPOR_ASSIGN_OR_RETURN(const uint64_t file_bytes, file.size());
+  TORPOR_RETURN_IF_ERROR(file.pread(page, 0));
+  TORPOR_ASSIGN_OR_RETURN(OpenedHeader opened, read_header(page, options_.key.get()));
   auto segment = std::make_shared<Segment>();
   segment->header = opened.header;
   segment->seal = std::move(opened.seal);
@@ -350,7 +350,7 @@ Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const StoreSlot>
                         .seal = record.seal});
     }
   }
-  for (const auto& [number, entry] : wanted) TORPOR_TRY(link(*entry.first, entry.second, into));
+  for (const auto& [number, entry] : wanted) TORPOR_RETURN_IF_ERROR(link(*entry.first, entry.second, into));
   return leased;
 }
 
@@ -375,12 +375,12 @@ Status SegmentStore::link(Segment& segment, std::span<const SegmentRecord> recor
   }
   if (is_copy) return copy(segment, records, into, name);
   // Linked by an earlier lease, unless somebody else put something there.
-  TORPOR_ASSIGN(const std::unique_ptr<File> there, into.open_file(name));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> there, into.open_file(name));
   ScratchPool::Lease scratch(scratch_);
   const std::span<std::byte> room = scratch->room(kPage);
   if (room.empty()) return no_memory_for(kPage);
   const std::span<std::byte> page = room.first(kPage);
-  TORPOR_TRY(there->pread(page, 0));
+  TORPOR_RETURN_IF_ERROR(there->pread(page, 0));
   const Result<OpenedHeader> header = read_header(page, options_.key.get());
   return header && header->header.id == segment.header.id ? ok() : linked;
 }
@@ -388,18 +388,18 @@ Status SegmentStore::link(Segment& segment, std::span<const SegmentRecord> recor
 // The records where they lie in the segment, so that seals stay true; what is between them takes no room.
 Status SegmentStore::copy(Segment& segment, std::span<const SegmentRecord> records, Directory& into,
                           const std::string& name) {
-  TORPOR_ASSIGN(const std::shared_ptr<File> from, file_of(segment));
-  TORPOR_ASSIGN(const std::unique_ptr<File> to, into.open_slots(name, options_.io));
+  TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<File> from, file_of(segment));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> to, into.open_slots(name, options_.io));
   ScratchPool::Lease scratch(scratch_);
   const auto copy_range = [&](uint64_t offset, uint64_t bytes) -> Status {
     const std::span<std::byte> room = scratch->room(bytes);
     if (room.empty()) return no_memory_for(bytes);
-    TORPOR_TRY(from->pread(room.first(bytes), offset));
+    TORPOR_RETURN_IF_ERROR(from->pread(room.first(bytes), offset));
     return to->pwrite(room.first(bytes), offset);
   };
-  TORPOR_TRY(copy_range(0, kPage));
+  TORPOR_RETURN_IF_ERROR(copy_range(0, kPage));
   for (const SegmentRecord& record : records) {
-    TORPOR_TRY(copy_range(record.offset, align_up(record.stored, kPage)));
+    TORPOR_RETURN_IF_ERROR(copy_range(record.offset, align_up(record.stored, kPage)));
     const MutexLock lock(mutex_);
     health_.copied_bytes += record.stored;
   }

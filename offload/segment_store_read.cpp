@@ -94,7 +94,7 @@ Result<std::shared_ptr<File>> SegmentStore::file_of(Segment& segment) {
   std::shared_ptr<File> opened;
   {
     DirectoryTurn directory(*this);
-    TORPOR_ASSIGN(opened, directory->open_file(segment_name(segment.header.number), options_.io));
+    TORPOR_ASSIGN_OR_RETURN(opened, directory->open_file(segment_name(segment.header.number), options_.io));
   }
   {
     const MutexLock lock(mutex_);

@@ -92,7 +92,7 @@ void SegmentStore::put_batch(std::span<RecordPart* const> parts) {
   if (const Status reserved = reserve(**segment, batch); !reserved) return fail(reserved.error());
   if (batch.items.empty()) return;
   const Writing writing(*this, **segment, batch);
-  const Status done = catching([&]() -> Status {
+  const Status done = try_catch([&]() -> Status {
     write(**segment, batch);
     return ok();
   });

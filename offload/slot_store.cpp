@@ -23,7 +23,7 @@ Status check(const RecordPart& part, const StoreTraits& traits) {
 // Calls `work` with the parts as they are; if it throws, those that are not over fail with it.
 template <class Work>
 void each_ends(std::span<RecordPart> parts, const StoreTraits& traits, Work work) {
-  const Status done = catching([&]() -> Status {
+  const Status done = try_catch([&]() -> Status {
     for (RecordPart& part : parts) part.status = check(part, traits);
     work();
     return ok();
@@ -62,7 +62,7 @@ void SlotStore::put(std::span<RecordPart> parts) {
 }
 
 void SlotStore::find(std::span<RecordPart> parts) {
-  const Status done = catching([&]() -> Status { return do_find(parts), ok(); });
+  const Status done = try_catch([&]() -> Status { return do_find(parts), ok(); });
   if (done) return;
   for (RecordPart& part : parts) part.status = done.error();
 }

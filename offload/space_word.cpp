@@ -19,7 +19,7 @@ std::string name_of(uint32_t number) { return fmt::format("{}{}", kPrefix, numbe
 
 // Numbers of the files that are there, the last one first.
 Result<std::vector<uint32_t>> numbers_in(const Directory& directory) {
-  TORPOR_ASSIGN(const std::vector<Entry> entries, directory.list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory.list());
   std::vector<uint32_t> numbers;
   for (const Entry& entry : entries) {
     if (entry.kind != EntryKind::kFile || !entry.name.starts_with(kPrefix)) continue;
@@ -39,10 +39,10 @@ bool is_word(std::string_view text) {
 
 // kCorruption: it was not written whole, or is no word.
 Result<std::string> read_word(const Directory& directory, uint32_t number) {
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(name_of(number)));
-  TORPOR_ASSIGN(const uint64_t bytes, file->size());
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory.open_file(name_of(number)));
+  TORPOR_ASSIGN_OR_RETURN(const uint64_t bytes, file->size());
   std::string word(kSpaceWordBytes, '\0');
-  if (bytes == word.size()) TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(word)), 0));
+  if (bytes == word.size()) TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(word)), 0));
   if (bytes == word.size() && is_word(word)) return word;
   return Error{.code = Code::kCorruption,
                .what = fmt::format("{} is not the word of a key space", file->name()),
@@ -50,15 +50,15 @@ Result<std::string> read_word(const Directory& directory, uint32_t number) {
 }
 
 Status write_word(FileSystem& files, const std::string& path, const std::string& word) {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, files.open_directory(path, true));
-  TORPOR_ASSIGN(const std::vector<uint32_t> there, numbers_in(*directory));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, files.open_directory(path, true));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<uint32_t> there, numbers_in(*directory));
   const std::string name = name_of(there.empty() ? 1 : there.front() + 1);
   {
-    TORPOR_ASSIGN(const std::unique_ptr<File> file, directory->create_file(name));
-    TORPOR_TRY(file->pwrite(std::as_bytes(std::span(word)), 0));
-    TORPOR_TRY(file->sync());
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory->create_file(name));
+    TORPOR_RETURN_IF_ERROR(file->pwrite(std::as_bytes(std::span(word)), 0));
+    TORPOR_RETURN_IF_ERROR(file->sync());
   }
-  TORPOR_TRY(directory->sync());
+  TORPOR_RETURN_IF_ERROR(directory->sync());
   for (const uint32_t number : there) (void)directory->remove_file(name_of(number));  // the last one counts
   return ok();
 }
@@ -67,11 +67,11 @@ Status write_word(FileSystem& files, const std::string& path, const std::string&
 
 // Where the last one was being written when the machine stopped, the one before it is still there, and counts.
 Result<std::string> space_word(FileSystem& files, const std::string& path) {
-  return catching([&]() -> Result<std::string> {
+  return try_catch([&]() -> Result<std::string> {
     const Result<std::unique_ptr<Directory>> directory = files.open_directory(path, false);
     if (!directory && directory.error().code == Code::kNotFound) return std::string();
     if (!directory) return directory.error();
-    TORPOR_ASSIGN(const std::vector<uint32_t> there, numbers_in(**directory));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<uint32_t> there, numbers_in(**directory));
     for (const uint32_t number : there) {
       Result<std::string> word = read_word(**directory, number);
       if (word || word.error().code != Code::kCorruption || number == there.back()) return word;
@@ -82,7 +82,7 @@ Result<std::string> space_word(FileSystem& files, const std::string& path) {
 
 RenewedWord renew_space_word(FileSystem& files, const std::string& path) {
   RenewedWord renewed{.word = random_space_word(), .kept = {}};
-  renewed.kept = catching([&] { return write_word(files, path, renewed.word); });
+  renewed.kept = try_catch([&] { return write_word(files, path, renewed.word); });
   return renewed;
 }
 

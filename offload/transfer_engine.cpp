@@ -49,9 +49,9 @@ Result<std::unique_ptr<TransferEngine>> TransferEngine::create(DeviceMemory& dev
   }
   const int cores = static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u));
   const int threads = !options.own_threads ? 1 : options.threads != 0 ? options.threads : cores;
-  return catching([&]() -> Result<std::unique_ptr<TransferEngine>> {
+  return try_catch([&]() -> Result<std::unique_ptr<TransferEngine>> {
     std::unique_ptr<TransferEngine> engine(new TransferEngine(device, arena, threads, options));
-    for (const LaneNumber lane : {kMemory, kDisk}) TORPOR_TRY(engine->start(lane, threads));
+    for (const LaneNumber lane : {kMemory, kDisk}) TORPOR_RETURN_IF_ERROR(engine->start(lane, threads));
     return engine;
   });
 }
@@ -60,11 +60,11 @@ Status TransferEngine::start(LaneNumber lane, int threads) {
   for (int i = 0; i < threads; ++i) {
     auto worker = std::make_unique<Worker>();
     worker->lane = lane;
-    TORPOR_ASSIGN(worker->copier, BatchCopier::create(device_, arena_, quarantined_));
+    TORPOR_ASSIGN_OR_RETURN(worker->copier, BatchCopier::create(device_, arena_, quarantined_));
     const MutexLock lock(mutex_);
     workers_.push_back(std::move(worker));
     Worker& started = *workers_.back();
-    const Status running = catching([&]() -> Status {
+    const Status running = try_catch([&]() -> Status {
       if (own_threads_) started.thread = std::thread([this, &started] { work(started); });
       return ok();
     });
@@ -82,7 +82,7 @@ Status TransferEngine::open_remote_lane() {
     if (remote_lane_) return ok();
     for (const auto& worker : workers_) missing -= worker->lane == kRemote ? 1 : 0;  // of a call that failed
   }
-  TORPOR_TRY(catching([&] { return start(kRemote, missing); }));
+  TORPOR_RETURN_IF_ERROR(try_catch([&] { return start(kRemote, missing); }));
   const MutexLock lock(mutex_);
   remote_lane_ = true;
   return ok();
@@ -103,8 +103,8 @@ TransferEngine::~TransferEngine() {
 Status TransferEngine::usable() const { return quarantined_ ? Status(quarantined_error()) : ok(); }
 
 Result<JobId> TransferEngine::submit(Job job) {
-  return catching([&]() -> Result<JobId> {
-    TORPOR_TRY(usable());
+  return try_catch([&]() -> Result<JobId> {
+    TORPOR_RETURN_IF_ERROR(usable());
     const bool moves = job.kind == JobKind::kMove;
     const bool described = (job.store == nullptr) == (job.kind == JobKind::kDigest) &&
                            (job.source != nullptr) == moves &&
@@ -126,7 +126,7 @@ Result<JobId> TransferEngine::submit(Job job) {
     const auto id = static_cast<JobId>(++last_id_);
     const auto made = jobs_.emplace(id, JobRecord{.id = id, .job = std::move(job), .finished = nothing}).first;
     if (nothing) return id;
-    const Status admitted = catching([&]() TORPOR_REQUIRES(mutex_) { return lanes_[lane].admit(made->second); });
+    const Status admitted = try_catch([&]() TORPOR_REQUIRES(mutex_) { return lanes_[lane].admit(made->second); });
     if (!admitted) {
       jobs_.erase(made);
       return admitted.error();
@@ -166,7 +166,7 @@ size_t TransferEngine::poll(std::vector<JobResult>& finished) {
   const MutexLock lock(mutex_);
   const auto ready = [](const auto& entry) { return entry.second.finished && entry.second.job.polled; };
   const auto count = static_cast<size_t>(std::count_if(jobs_.begin(), jobs_.end(), ready));
-  const Status room = catching([&] {
+  const Status room = try_catch([&] {
     finished.reserve(finished.size() + count);
     return ok();
   });
@@ -337,7 +337,7 @@ void TransferEngine::wait_until_idle(const Worker& worker) {
 }
 
 Status TransferEngine::keep_staging(uint64_t batch_bytes) {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     MutexLock lock(mutex_);
     for (size_t i = 0; i < workers_.size(); ++i) {  // others may be added meanwhile
       Worker& worker = *workers_[i];
@@ -346,14 +346,14 @@ Status TransferEngine::keep_staging(uint64_t batch_bytes) {
       if (worker.copier->kept_staging() >= batch_bytes) continue;
       lock.unlock();
       std::array<HostArena::Span, 2> kept;  // beside what it has, which something asleep may need
-      const Status had = catching([&]() -> Status {
+      const Status had = try_catch([&]() -> Status {
         for (HostArena::Span& each : kept) {
-          TORPOR_ASSIGN(each, arena_.allocate(batch_bytes));
+          TORPOR_ASSIGN_OR_RETURN(each, arena_.allocate(batch_bytes));
         }
         return ok();
       });
       lock.lock();
-      TORPOR_TRY(had);
+      TORPOR_RETURN_IF_ERROR(had);
       wait_until_idle(worker);
       worker.copier->keep_staging(std::move(kept));
     }

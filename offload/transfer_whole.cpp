@@ -22,7 +22,7 @@ Result<JobId> TransferEngine::submit_watched(Job job) {
     job.progress = progress_;
   }
   if (job.progress != nullptr) {
-    TORPOR_TRY(job.progress->check());
+    TORPOR_RETURN_IF_ERROR(job.progress->check());
     for (const ChunkTransfer& chunk : job.chunks) job.progress->expect(chunk.plan->bytes());
   }
   return submit(std::move(job));
@@ -36,32 +36,33 @@ Result<std::vector<ChunkTransfer>> TransferEngine::wait_watched(JobId id) {
       const MutexLock lock(mutex_);
       progress = progress_;
     }
-    if (progress != nullptr && result.status.error().code == Code::kAborted) TORPOR_TRY(progress->check());
+    if (progress != nullptr && result.status.error().code == Code::kAborted) TORPOR_RETURN_IF_ERROR(progress->check());
     return std::move(result.status).error();
   }
   return std::move(result.chunks);
 }
 
 Result<std::vector<ChunkTransfer>> TransferEngine::submit_and_wait(Job job) {
-  TORPOR_ASSIGN(const JobId id, submit_watched(std::move(job)));
+  TORPOR_ASSIGN_OR_RETURN(const JobId id, submit_watched(std::move(job)));
   return wait_watched(id);
 }
 
 Result<std::vector<ChunkTransfer>> TransferEngine::do_in_background(Job job) {
   job.urgency = Urgency::kOffload;
   job.all_or_nothing = true;
-  TORPOR_ASSIGN(const JobId id, submit(std::move(job)));
+  TORPOR_ASSIGN_OR_RETURN(const JobId id, submit(std::move(job)));
   JobResult result = wait(id);
   if (!result.status) return std::move(result.status).error();
   return std::move(result.chunks);
 }
 
 Result<std::vector<SavedChunk>> TransferEngine::put(std::span<const ChunkPlan> plans, RecordStore& target) {
-  return catching([&]() -> Result<std::vector<SavedChunk>> {
+  return try_catch([&]() -> Result<std::vector<SavedChunk>> {
     std::vector<SavedChunk> saved;
     saved.reserve(plans.size());
-    TORPOR_ASSIGN(std::vector<ChunkTransfer> chunks,
-                  do_in_background({.kind = JobKind::kSave, .store = &target, .chunks = transfers_of(plans)}));
+    TORPOR_ASSIGN_OR_RETURN(
+        std::vector<ChunkTransfer> chunks,
+        do_in_background({.kind = JobKind::kSave, .store = &target, .chunks = transfers_of(plans)}));
     for (ChunkTransfer& chunk : chunks) saved.push_back(std::move(chunk.saved));
     return saved;
   });
@@ -69,10 +70,10 @@ Result<std::vector<SavedChunk>> TransferEngine::put(std::span<const ChunkPlan> p
 
 Status TransferEngine::move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, RecordStore& source,
                             RecordStore& target) {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     std::vector<ChunkTransfer> chunks = transfers_of(plans);
     for (size_t i = 0; i < plans.size(); ++i) chunks[i].saved = saved[i];
-    TORPOR_ASSIGN(
+    TORPOR_ASSIGN_OR_RETURN(
         std::vector<ChunkTransfer> moved,
         do_in_background({.kind = JobKind::kMove, .store = &target, .source = &source, .chunks = std::move(chunks)}));
     for (size_t i = 0; i < plans.size(); ++i) saved[i] = std::move(moved[i].saved);
@@ -81,7 +82,7 @@ Status TransferEngine::move(std::span<const ChunkPlan> plans, std::span<SavedChu
 }
 
 Result<JobId> TransferEngine::begin_save(std::span<const ChunkPlan> plans, RecordStore& target) {
-  return catching([&]() -> Result<JobId> {
+  return try_catch([&]() -> Result<JobId> {
     return submit_watched({.kind = JobKind::kSave,
                            .store = &target,
                            .chunks = transfers_of(plans),
@@ -91,8 +92,8 @@ Result<JobId> TransferEngine::begin_save(std::span<const ChunkPlan> plans, Recor
 }
 
 Result<std::vector<SavedChunk>> TransferEngine::end_save(JobId part) {
-  return catching([&]() -> Result<std::vector<SavedChunk>> {
-    TORPOR_ASSIGN(std::vector<ChunkTransfer> chunks, wait_watched(part));
+  return try_catch([&]() -> Result<std::vector<SavedChunk>> {
+    TORPOR_ASSIGN_OR_RETURN(std::vector<ChunkTransfer> chunks, wait_watched(part));
     std::vector<SavedChunk> saved;
     saved.reserve(chunks.size());
     for (ChunkTransfer& chunk : chunks) saved.push_back(std::move(chunk.saved));
@@ -101,21 +102,21 @@ Result<std::vector<SavedChunk>> TransferEngine::end_save(JobId part) {
 }
 
 Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> plans, RecordStore& target) {
-  return catching([&]() -> Result<std::vector<SavedChunk>> {
-    TORPOR_TRY(usable());
+  return try_catch([&]() -> Result<std::vector<SavedChunk>> {
+    TORPOR_RETURN_IF_ERROR(usable());
     uint64_t total = 0;
     for (const ChunkPlan& plan : plans) total += plan.bytes();
-    TORPOR_TRY(target.prepare(total, plans.size()));
-    TORPOR_ASSIGN(const JobId all, begin_save(plans, target));
-    TORPOR_ASSIGN(std::vector<SavedChunk> saved, end_save(all));
-    TORPOR_TRY(target.finish());
+    TORPOR_RETURN_IF_ERROR(target.prepare(total, plans.size()));
+    TORPOR_ASSIGN_OR_RETURN(const JobId all, begin_save(plans, target));
+    TORPOR_ASSIGN_OR_RETURN(std::vector<SavedChunk> saved, end_save(all));
+    TORPOR_RETURN_IF_ERROR(target.finish());
     return saved;
   });
 }
 
 Result<JobId> TransferEngine::begin_restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans,
                                             RecordStore& source) {
-  return catching([&]() -> Result<JobId> {
+  return try_catch([&]() -> Result<JobId> {
     std::vector<ChunkTransfer> chunks = transfers_of(plans);
     for (size_t i = 0; i < plans.size(); ++i) {
       if (i >= saved.size() || saved[i].key != plans[i].key || saved[i].bytes != plans[i].bytes()) {
@@ -134,21 +135,21 @@ Result<JobId> TransferEngine::begin_restore(std::span<const SavedChunk> saved, s
 }
 
 Status TransferEngine::end_restore(JobId part) {
-  return catching([&]() -> Status {
-    TORPOR_TRY(wait_watched(part));
+  return try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(wait_watched(part));
     return ok();
   });
 }
 
 Status TransferEngine::restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans,
                                RecordStore& source) {
-  TORPOR_ASSIGN(const JobId all, begin_restore(saved, plans, source));
+  TORPOR_ASSIGN_OR_RETURN(const JobId all, begin_restore(saved, plans, source));
   return end_restore(all);
 }
 
 Result<std::vector<Digest>> TransferEngine::digests(std::span<const ChunkPlan> plans) {
-  return catching([&]() -> Result<std::vector<Digest>> {
-    TORPOR_ASSIGN(
+  return try_catch([&]() -> Result<std::vector<Digest>> {
+    TORPOR_ASSIGN_OR_RETURN(
         const std::vector<ChunkTransfer> chunks,
         submit_and_wait({.kind = JobKind::kDigest, .chunks = transfers_of(plans), .urgency = Urgency::kSleep}));
     std::vector<Digest> digests;

@@ -42,26 +42,26 @@ Result<std::span<std::byte>> room_in(PageBuffer& memory) {
 
 Result<IndexedFile> push_file(const Directory& directory, const std::string& name, ObjectStore& store,
                               std::span<std::byte> room) {
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(name));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory.open_file(name));
   IndexedFile pushed{.name = name};
-  TORPOR_ASSIGN(pushed.bytes, file->size());
+  TORPOR_ASSIGN_OR_RETURN(pushed.bytes, file->size());
   for (uint64_t offset = 0; offset < pushed.bytes; offset += kPartBytes) {
     const std::span<std::byte> part = room.first(std::min(kPartBytes, pushed.bytes - offset));
-    TORPOR_TRY(file->pread(part, offset));
+    TORPOR_RETURN_IF_ERROR(file->pread(part, offset));
     pushed.parts.push_back(part_hash(part));
-    TORPOR_TRY(store.put_new(part_key(pushed.parts.back()), part));
+    TORPOR_RETURN_IF_ERROR(store.put_new(part_key(pushed.parts.back()), part));
   }
   return pushed;
 }
 
 Result<std::vector<IndexedFile>> push_files(const Directory& directory, ObjectStore& store) {
   PageBuffer memory;
-  TORPOR_ASSIGN(const std::span<std::byte> room, room_in(memory));
-  TORPOR_ASSIGN(const std::vector<Entry> entries, directory.list());
+  TORPOR_ASSIGN_OR_RETURN(const std::span<std::byte> room, room_in(memory));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory.list());
   std::vector<IndexedFile> files;
   for (const Entry& entry : entries) {
     if (entry.kind != EntryKind::kFile || !is_log_file(entry.name)) continue;
-    TORPOR_ASSIGN(IndexedFile pushed, push_file(directory, entry.name, store, room));
+    TORPOR_ASSIGN_OR_RETURN(IndexedFile pushed, push_file(directory, entry.name, store, room));
     files.push_back(std::move(pushed));
   }
   return files;
@@ -101,14 +101,14 @@ Result<std::vector<IndexedFile>> decode_files(std::string_view text) {
 }
 
 Status pull_file(ObjectStore& store, const IndexedFile& file, Directory& into, std::span<std::byte> room) {
-  TORPOR_ASSIGN(const std::unique_ptr<File> out, into.create_file(file.name));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> out, into.create_file(file.name));
   for (size_t i = 0; i < file.parts.size(); ++i) {
     const uint64_t offset = i * kPartBytes;
     const std::span<std::byte> part = room.first(std::min(kPartBytes, file.bytes - offset));
-    TORPOR_ASSIGN(const uint64_t received, store.get(part_key(file.parts[i]), part));
+    TORPOR_ASSIGN_OR_RETURN(const uint64_t received, store.get(part_key(file.parts[i]), part));
     if (received != part.size() || part_hash(part) != file.parts[i])
       return damaged_answers(fmt::format("part {} of {}", i, file.name));
-    TORPOR_TRY(out->pwrite(part, offset));
+    TORPOR_RETURN_IF_ERROR(out->pwrite(part, offset));
   }
   return out->sync();
 }
@@ -118,15 +118,15 @@ Status set_aside(Directory& target, std::string_view index) {
   const auto there = target.open_directory(kLog);
   if (!there) return there.error().code == Code::kNotFound ? ok() : Status(there.error());
   const std::string aside = fmt::format("answers-before-{}", index.substr(0, 16));
-  if (target.open_directory(aside)) TORPOR_TRY(target.remove_tree(aside));
+  if (target.open_directory(aside)) TORPOR_RETURN_IF_ERROR(target.remove_tree(aside));
   return target.rename_new(kLog, aside);
 }
 
 }  // namespace
 
 Result<std::string> push_answers(FileSystem& file_system, const std::string& directory, ObjectStore& store) {
-  return catching([&]() -> Result<std::string> {
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> from, file_system.open_directory(directory, false));
+  return try_catch([&]() -> Result<std::string> {
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> from, file_system.open_directory(directory, false));
     Result<std::vector<IndexedFile>> files = push_files(*from, store);
     for (int i = 1; !files && files.error().code == Code::kNotFound && i < kAttempts; ++i)
       files = push_files(*from, store);
@@ -134,30 +134,30 @@ Result<std::string> push_answers(FileSystem& file_system, const std::string& dir
     const std::string text = encode_files(*files);
     const std::span<const std::byte> bytes = std::as_bytes(std::span(text));
     std::string index = part_hash(bytes);
-    TORPOR_TRY(store.put_new(answers_key(index), bytes));
+    TORPOR_RETURN_IF_ERROR(store.put_new(answers_key(index), bytes));
     return index;
   });
 }
 
 Result<std::vector<IndexedFile>> read_answers(ObjectStore& store, const std::string& index) {
-  TORPOR_ASSIGN(const std::vector<std::byte> text, get_whole(store, answers_key(index), kMostIndexBytes));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::byte> text, get_whole(store, answers_key(index), kMostIndexBytes));
   if (part_hash(text) != index) return damaged_answers("their index has another hash");
   return decode_files({reinterpret_cast<const char*>(text.data()), text.size()});
 }
 
 Status pull_answers(FileSystem& file_system, ObjectStore& store, const std::string& index,
                     const std::string& directory) {
-  return catching([&]() -> Status {
-    TORPOR_ASSIGN(const std::vector<IndexedFile> files, read_answers(store, index));
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> target, file_system.open_directory(directory, true));
-    if (target->open_directory(kStaging)) TORPOR_TRY(target->remove_tree(kStaging));
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> staging, target->create_directory(kStaging));
+  return try_catch([&]() -> Status {
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<IndexedFile> files, read_answers(store, index));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> target, file_system.open_directory(directory, true));
+    if (target->open_directory(kStaging)) TORPOR_RETURN_IF_ERROR(target->remove_tree(kStaging));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> staging, target->create_directory(kStaging));
     PageBuffer memory;
-    TORPOR_ASSIGN(const std::span<std::byte> room, room_in(memory));
-    for (const IndexedFile& file : files) TORPOR_TRY(pull_file(store, file, *staging, room));
-    TORPOR_TRY(staging->sync());
-    TORPOR_TRY(set_aside(*target, index));
-    TORPOR_TRY(target->rename_new(kStaging, kLog));
+    TORPOR_ASSIGN_OR_RETURN(const std::span<std::byte> room, room_in(memory));
+    for (const IndexedFile& file : files) TORPOR_RETURN_IF_ERROR(pull_file(store, file, *staging, room));
+    TORPOR_RETURN_IF_ERROR(staging->sync());
+    TORPOR_RETURN_IF_ERROR(set_aside(*target, index));
+    TORPOR_RETURN_IF_ERROR(target->rename_new(kStaging, kLog));
     return target->sync();
   });
 }

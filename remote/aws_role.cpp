@@ -66,7 +66,7 @@ size_t append(char* from, size_t size, size_t count, void* to) {
 }
 
 Result<Answer> ask_once(const Request& request) {
-  TORPOR_TRY(begin_curl());
+  TORPOR_RETURN_IF_ERROR(begin_curl());
   const std::unique_ptr<CURL, decltype(&curl_easy_cleanup)> handle(curl_easy_init(), &curl_easy_cleanup);
   if (handle == nullptr)
     return Error{.code = Code::kResourceExhausted, .what = "no memory for a connection", .next_step = "free some"};
@@ -199,7 +199,7 @@ class Renewed : public AwsRole {
       }
       fetching_ = true;
     }
-    Result<Issued> fresh = catching([&]() -> Result<Issued> { return fetch(until); });
+    Result<Issued> fresh = try_catch([&]() -> Result<Issued> { return fetch(until); });
     const MutexLock lock(mutex_);
     fetching_ = false;
     fetched_.notify_all();
@@ -240,19 +240,19 @@ class WebIdentity final : public Renewed {
 
  private:
   Result<Issued> fetch(Until until) override {
-    TORPOR_ASSIGN(const std::string token, token_in(token_file_));
+    TORPOR_ASSIGN_OR_RETURN(const std::string token, token_in(token_file_));
     S3Request form;
     form.query = {{"Action", "AssumeRoleWithWebIdentity"},
                   {"Version", "2011-06-15"},
                   {"RoleArn", role_},
                   {"RoleSessionName", session_},
                   {"WebIdentityToken", token}};
-    TORPOR_ASSIGN(const Answer answer, ask({.url = url_,
-                                            .until = until,
-                                            .headers = {"content-type: application/x-www-form-urlencoded"},
-                                            .method = "POST",
-                                            .body = encoded_query(form),
-                                            .ca_file = ca_file_}));
+    TORPOR_ASSIGN_OR_RETURN(const Answer answer, ask({.url = url_,
+                                                      .until = until,
+                                                      .headers = {"content-type: application/x-www-form-urlencoded"},
+                                                      .method = "POST",
+                                                      .body = encoded_query(form),
+                                                      .ca_file = ca_file_}));
     pugi::xml_document document;
     const bool parsed = static_cast<bool>(document.load_buffer(answer.text.data(), answer.text.size()));
     if (answer.status != 200) {
@@ -288,10 +288,10 @@ class ContainerRole final : public Renewed {
     Request request{.url = url_, .until = until, .ca_file = ca_file_, .near = url_.starts_with("http://")};
     std::string token = token_;
     if (!token_file_.empty()) {
-      TORPOR_ASSIGN(token, token_in(token_file_));
+      TORPOR_ASSIGN_OR_RETURN(token, token_in(token_file_));
     }
     if (!token.empty()) request.headers.push_back("Authorization: " + token);
-    TORPOR_ASSIGN(const Answer answer, ask(request));
+    TORPOR_ASSIGN_OR_RETURN(const Answer answer, ask(request));
     if (answer.status != 200) return refused(url_, answer, "check the role of this container or pod");
     return issued_in_json(url_, answer.text);
   }
@@ -323,12 +323,13 @@ class InstanceRole final : public Renewed {
       return error.within("no credentials in the environment or a file, nor from the instance metadata");
     }
     const std::vector<std::string> headers = {"X-aws-ec2-metadata-token: " + session->text};
-    TORPOR_ASSIGN(const Answer names, ask({.url = roles, .until = until, .headers = headers, .near = true}));
+    TORPOR_ASSIGN_OR_RETURN(const Answer names, ask({.url = roles, .until = until, .headers = headers, .near = true}));
     const std::string name = names.text.substr(0, names.text.find('\n'));
     if (names.status != 200 || !is_word(name) || name.find_first_of("/?#%\\") != std::string::npos)
       return unauthenticated(fmt::format("{} names no role of this machine: it answers {}", endpoint_, names.status),
                              "give the machine an instance profile");
-    TORPOR_ASSIGN(const Answer answer, ask({.url = roles + name, .until = until, .headers = headers, .near = true}));
+    TORPOR_ASSIGN_OR_RETURN(const Answer answer,
+                            ask({.url = roles + name, .until = until, .headers = headers, .near = true}));
     if (answer.status != 200) return refused(roles + name, answer, "check the role of this machine");
     return issued_in_json(roles + name, answer.text);
   }

@@ -222,23 +222,23 @@ void BlockStore::do_find(std::span<RecordPart> parts) {
 }
 
 Result<BlockFrame> BlockStore::frame_of(const FrameBytes& head, uint64_t stored, const BlockFrame& expected) {
-  TORPOR_ASSIGN(const BlockFrame frame, decode_frame(head));
-  TORPOR_TRY(verify(frame, expected));
+  TORPOR_ASSIGN_OR_RETURN(const BlockFrame frame, decode_frame(head));
+  TORPOR_RETURN_IF_ERROR(verify(frame, expected));
   if (frame.stored != stored) return damaged("has another length than it says");
   return frame;
 }
 
 Status BlockStore::open_value(const Item& item, const BlockFrame& frame, const FrameBytes& head,
                               std::span<std::byte> room) const {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     const std::span<std::byte> bytes = item.part->bytes;
     if (options_.key != nullptr) {
       const Seal with(*options_.key, frame.seal_id, frame.protection);
-      TORPOR_TRY(
+      TORPOR_RETURN_IF_ERROR(
           with.open(room, frame.seal, {SealPlace::Kind::kChunk, options_.rank, frame.seal_number, sealed_part(head)}));
     }
     if (frame.codec != Codec::kNone) {
-      TORPOR_TRY(decompress(frame.codec, room, bytes));
+      TORPOR_RETURN_IF_ERROR(decompress(frame.codec, room, bytes));
     } else if (room.data() != bytes.data()) {
       std::copy(room.begin(), room.end(), bytes.begin());
     }
@@ -284,7 +284,7 @@ void BlockStore::remove_damaged(std::span<Item> items) {
 }
 
 void BlockStore::drop(std::span<const SlotRange> ranges) {
-  (void)catching([&]() -> Status {
+  (void)try_catch([&]() -> Status {
     std::vector<Item> items;
     {
       const MutexLock lock(mutex_);

@@ -67,7 +67,7 @@ Result<Socket> connected(const addrinfo& to, Deadline until) {
   ::setsockopt(made.number(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
   if (::connect(made.number(), to.ai_addr, to.ai_addrlen) == 0) return made;
   if (errno != EINPROGRESS) return unavailable("connect", std::strerror(errno));
-  TORPOR_TRY(wait_for(made.number(), POLLOUT, until));
+  TORPOR_RETURN_IF_ERROR(wait_for(made.number(), POLLOUT, until));
   int failed = 0;
   socklen_t size = sizeof failed;
   ::getsockopt(made.number(), SOL_SOCKET, SO_ERROR, &failed, &size);
@@ -99,7 +99,7 @@ class PlainStream final : public ByteStream {
       if (got > 0) return static_cast<size_t>(got);
       if (got == 0) return unavailable("the connection", "it was ended by the other side");
       if (errno == EAGAIN || errno == EWOULDBLOCK) {
-        TORPOR_TRY(wait_for(socket_.number(), POLLIN, until));
+        TORPOR_RETURN_IF_ERROR(wait_for(socket_.number(), POLLIN, until));
       } else if (errno != EINTR) {
         return unavailable("the connection", std::strerror(errno));
       }
@@ -123,7 +123,7 @@ class PlainStream final : public ByteStream {
       if (sent < 0) {
         if (errno == EINTR) continue;
         if (errno != EAGAIN && errno != EWOULDBLOCK) return unavailable("the connection", std::strerror(errno));
-        TORPOR_TRY(wait_for(socket_.number(), POLLOUT, until));
+        TORPOR_RETURN_IF_ERROR(wait_for(socket_.number(), POLLOUT, until));
         continue;
       }
       for (auto left = static_cast<size_t>(sent); piece < pieces.size();) {
@@ -218,7 +218,7 @@ class TlsStream final : public ByteStream {
 
   Result<size_t> read_some(std::span<std::byte> room, Deadline until) override {
     size_t got = 0;
-    TORPOR_TRY(repeat(until, [&](SSL* ssl) { return SSL_read_ex(ssl, room.data(), room.size(), &got); }));
+    TORPOR_RETURN_IF_ERROR(repeat(until, [&](SSL* ssl) { return SSL_read_ex(ssl, room.data(), room.size(), &got); }));
     return got;
   }
 
@@ -226,7 +226,8 @@ class TlsStream final : public ByteStream {
     for (std::span<const std::byte> piece : pieces) {
       while (!piece.empty()) {
         size_t sent = 0;
-        TORPOR_TRY(repeat(until, [&](SSL* ssl) { return SSL_write_ex(ssl, piece.data(), piece.size(), &sent); }));
+        TORPOR_RETURN_IF_ERROR(
+            repeat(until, [&](SSL* ssl) { return SSL_write_ex(ssl, piece.data(), piece.size(), &sent); }));
         piece = piece.subspan(sent);
       }
     }
@@ -242,9 +243,9 @@ class TlsStream final : public ByteStream {
       if (done > 0) return ok();
       const int why = SSL_get_error(ssl_.get(), done);
       if (why == SSL_ERROR_WANT_READ) {
-        TORPOR_TRY(wait_for(socket_.number(), POLLIN, until));
+        TORPOR_RETURN_IF_ERROR(wait_for(socket_.number(), POLLIN, until));
       } else if (why == SSL_ERROR_WANT_WRITE) {
-        TORPOR_TRY(wait_for(socket_.number(), POLLOUT, until));
+        TORPOR_RETURN_IF_ERROR(wait_for(socket_.number(), POLLOUT, until));
       } else {
         return unavailable("TLS", tls_words().c_str());
       }

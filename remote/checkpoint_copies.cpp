@@ -44,19 +44,19 @@ Status with_each(const std::vector<Part>& parts, int threads, const PartWork& wo
   std::atomic<bool> failed = false;
   std::vector<Status> ended(static_cast<size_t>(std::clamp(threads, 1, 64)));
   const auto run = [&](Status& status) {
-    status = catching([&]() -> Status {
+    status = try_catch([&]() -> Status {
       PageBuffer memory;
       const std::span<std::byte> room = memory.room(kPartBytes);
       if (room.size() < kPartBytes)
         return Error{.code = Code::kResourceExhausted, .what = "no memory for a part", .next_step = "use less threads"};
-      for (size_t i = next++; i < parts.size() && !failed; i = next++) TORPOR_TRY(work(parts[i], room));
+      for (size_t i = next++; i < parts.size() && !failed; i = next++) TORPOR_RETURN_IF_ERROR(work(parts[i], room));
       return ok();
     });
     if (!status) failed = true;
   };
   std::vector<std::thread> helpers;
   for (size_t i = 1; i < ended.size(); ++i) {
-    const Status begun = catching([&]() -> Status {
+    const Status begun = try_catch([&]() -> Status {
       helpers.emplace_back(run, std::ref(ended[i]));
       return ok();
     });
@@ -64,7 +64,7 @@ Status with_each(const std::vector<Part>& parts, int threads, const PartWork& wo
   }
   run(ended[0]);
   for (std::thread& helper : helpers) helper.join();
-  for (const Status& status : ended) TORPOR_TRY(status);
+  for (const Status& status : ended) TORPOR_RETURN_IF_ERROR(status);
   return ok();
 }
 
@@ -92,8 +92,8 @@ Result<CheckpointIndex> index_of(const Manifest& manifest, const Directory& dire
     for (const auto& file : rank.files) names.push_back(file.name);
   }
   for (const std::string& name : names) {
-    TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(name));
-    TORPOR_ASSIGN(const uint64_t bytes, file->size());
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory.open_file(name));
+    TORPOR_ASSIGN_OR_RETURN(const uint64_t bytes, file->size());
     index.files.push_back({.name = name, .bytes = bytes});
     index.files.back().parts.resize((bytes + kPartBytes - 1) / kPartBytes);
   }
@@ -104,23 +104,23 @@ Status push_part(const Directory& directory, CheckpointIndex& index, const Part&
                  std::span<std::byte> room, std::atomic<uint64_t>& moved) {
   IndexedFile& file = index.files[part.file];
   const std::span<std::byte> bytes = room.first(part.bytes(index));
-  TORPOR_ASSIGN(const std::unique_ptr<File> from, directory.open_file(file.name));
-  TORPOR_TRY(from->pread(bytes, part.offset()));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> from, directory.open_file(file.name));
+  TORPOR_RETURN_IF_ERROR(from->pread(bytes, part.offset()));
   file.parts[part.number] = part_hash(bytes);
   const std::string key = part_key(file.parts[part.number]);
-  TORPOR_ASSIGN(const std::optional<uint64_t> there, store.size(key));
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> there, store.size(key));
   if (there == bytes.size()) return ok();
   if (there)
     return Error{.code = Code::kCorruption,
                  .what = fmt::format("{} of {} has {} bytes, not {}", key, store.url(), *there, bytes.size()),
                  .next_step = "remove that object and push the checkpoint again"};
-  TORPOR_ASSIGN(const bool stored, store.put_new(key, bytes));
+  TORPOR_ASSIGN_OR_RETURN(const bool stored, store.put_new(key, bytes));
   if (stored) moved += bytes.size();
   return ok();
 }
 
 Result<CheckpointIndex> read_index(ObjectStore& store, const std::string& name) {
-  TORPOR_ASSIGN(const std::vector<std::byte> text, get_whole(store, index_key(name), kMostIndexBytes));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::byte> text, get_whole(store, index_key(name), kMostIndexBytes));
   Result<CheckpointIndex> index = decode_index({reinterpret_cast<const char*>(text.data()), text.size()});
   if (!index) return index.error().within(fmt::format("{} of {}", name, store.url()));
   return index;
@@ -128,7 +128,7 @@ Result<CheckpointIndex> read_index(ObjectStore& store, const std::string& name) 
 
 Result<std::vector<std::string>> pushed_names(ObjectStore& store) {
   const std::string prefix = index_key("");
-  TORPOR_ASSIGN(std::vector<std::string> keys, store.list(prefix));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> keys, store.list(prefix));
   for (std::string& key : keys) key.erase(0, prefix.size());
   return keys;
 }
@@ -146,11 +146,11 @@ Result<OpenedManifest> manifest_in(ObjectStore& store, const CheckpointIndex& in
     const Part part{0, number};
     bytes.resize(part.offset() + part.bytes(index));  // a part at a time: the index may claim anything
     const std::span<std::byte> some = std::as_writable_bytes(std::span(bytes)).subspan(part.offset());
-    TORPOR_ASSIGN(const uint64_t received, store.get(part_key(index.files[0].parts[number]), some));
-    TORPOR_TRY(check_hash(index, part, some.first(received)));
+    TORPOR_ASSIGN_OR_RETURN(const uint64_t received, store.get(part_key(index.files[0].parts[number]), some));
+    TORPOR_RETURN_IF_ERROR(check_hash(index, part, some.first(received)));
   }
-  TORPOR_ASSIGN(OpenedManifest opened, decode_manifest(std::as_bytes(std::span(bytes)), key));
-  TORPOR_TRY(check_is_of(opened.manifest, index));
+  TORPOR_ASSIGN_OR_RETURN(OpenedManifest opened, decode_manifest(std::as_bytes(std::span(bytes)), key));
+  TORPOR_RETURN_IF_ERROR(check_is_of(opened.manifest, index));
   return opened;
 }
 
@@ -163,7 +163,7 @@ Status read_range(ObjectStore& store, const IndexedFile& file, uint64_t offset, 
   while (!room.empty()) {
     const uint64_t within = offset % kPartBytes;
     const std::span<std::byte> some = room.first(std::min<uint64_t>(room.size(), kPartBytes - within));
-    TORPOR_TRY(store.get_range(part_key(file.parts[offset / kPartBytes]), within, some));
+    TORPOR_RETURN_IF_ERROR(store.get_range(part_key(file.parts[offset / kPartBytes]), within, some));
     offset += some.size();
     room = room.subspan(some.size());
   }
@@ -179,9 +179,9 @@ class Pull {
 
   // MANIFEST first: it says whether the rest is wanted.
   Status fetch_manifest() {
-    TORPOR_TRY(fetch(0, 1, nullptr));
-    TORPOR_ASSIGN(const OpenedManifest opened, read_manifest(staging_, options_.key.get()));
-    TORPOR_TRY(check_is_of(opened.manifest, index_));
+    TORPOR_RETURN_IF_ERROR(fetch(0, 1, nullptr));
+    TORPOR_ASSIGN_OR_RETURN(const OpenedManifest opened, read_manifest(staging_, options_.key.get()));
+    TORPOR_RETURN_IF_ERROR(check_is_of(opened.manifest, index_));
     return options_.accept ? options_.accept(opened.manifest) : ok();
   }
 
@@ -196,26 +196,28 @@ class Pull {
   Status fetch(size_t begin, size_t end, ProgressMeter* progress) {
     std::vector<std::unique_ptr<File>> files(index_.files.size());
     for (size_t file = begin; file < end; ++file) {
-      TORPOR_ASSIGN(files[file], staging_.open_slots(index_.files[file].name, FileIo::kPlain));
-      TORPOR_TRY(files[file]->preallocate(index_.files[file].bytes));
-      TORPOR_TRY(files[file]->truncate(index_.files[file].bytes));
+      TORPOR_ASSIGN_OR_RETURN(files[file], staging_.open_slots(index_.files[file].name, FileIo::kPlain));
+      TORPOR_RETURN_IF_ERROR(files[file]->preallocate(index_.files[file].bytes));
+      TORPOR_RETURN_IF_ERROR(files[file]->truncate(index_.files[file].bytes));
     }
     std::vector<Part> parts = parts_of(index_, begin);
     std::erase_if(parts, [&](const Part& part) { return part.file >= end; });
-    TORPOR_TRY(with_each(parts, options_.threads, [&](const Part& part, std::span<std::byte> room) -> Status {
-      TORPOR_TRY(fetch_part(part, *files[part.file], room));
-      return progress != nullptr ? progress->add(part.bytes(index_)) : ok();
-    }));
-    for (size_t file = begin; file < end; ++file) TORPOR_TRY(files[file]->sync());
+    TORPOR_RETURN_IF_ERROR(
+        with_each(parts, options_.threads, [&](const Part& part, std::span<std::byte> room) -> Status {
+          TORPOR_RETURN_IF_ERROR(fetch_part(part, *files[part.file], room));
+          return progress != nullptr ? progress->add(part.bytes(index_)) : ok();
+        }));
+    for (size_t file = begin; file < end; ++file) TORPOR_RETURN_IF_ERROR(files[file]->sync());
     return ok();
   }
 
   Status fetch_part(const Part& part, File& file, std::span<std::byte> room) {
     const std::span<std::byte> bytes = room.first(part.bytes(index_));
     if (resumed_ && file.pread(bytes, part.offset()) && check_hash(index_, part, bytes)) return ok();
-    TORPOR_ASSIGN(const uint64_t received, store_.get(part_key(index_.files[part.file].parts[part.number]), bytes));
-    TORPOR_TRY(check_hash(index_, part, bytes.first(received)));
-    TORPOR_TRY(file.pwrite(bytes, part.offset()));
+    TORPOR_ASSIGN_OR_RETURN(const uint64_t received,
+                            store_.get(part_key(index_.files[part.file].parts[part.number]), bytes));
+    TORPOR_RETURN_IF_ERROR(check_hash(index_, part, bytes.first(received)));
+    TORPOR_RETURN_IF_ERROR(file.pwrite(bytes, part.offset()));
     moved_ += received;
     return ok();
   }
@@ -230,11 +232,11 @@ class Pull {
 
 // What the files say of each other: refs and chunks are there with the sizes that MANIFEST has.
 Status check_whole(std::unique_ptr<Directory> staging, std::shared_ptr<const Key> key) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint_directory(std::move(staging), std::move(key)));
-  TORPOR_TRY(checkpoint.read_sections());
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_checkpoint_directory(std::move(staging), std::move(key)));
+  TORPOR_RETURN_IF_ERROR(checkpoint.read_sections());
   for (const RankSummary& rank : checkpoint.manifest().ranks) {
-    TORPOR_TRY(checkpoint.refs(rank));
-    TORPOR_TRY(checkpoint.open_rank(rank));
+    TORPOR_RETURN_IF_ERROR(checkpoint.refs(rank));
+    TORPOR_RETURN_IF_ERROR(checkpoint.open_rank(rank));
   }
   return ok();
 }
@@ -243,35 +245,37 @@ Status check_whole(std::unique_ptr<Directory> staging, std::shared_ptr<const Key
 
 Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, ObjectStore& store,
                         const CopyOptions& options) {
-  return catching([&]() -> Result<CopyReport> {
+  return try_catch([&]() -> Result<CopyReport> {
     const Manifest& manifest = checkpoint.manifest();
     if (is_set(manifest))
       return Error{.code = Code::kUnsupported,
                    .what = fmt::format("{} is of data parallel ranks", checkpoint.path()),
                    .next_step = "push the checkpoint of each rank"};
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system.open_directory(checkpoint.path(), false));
-    TORPOR_ASSIGN(CheckpointIndex index, index_of(manifest, *directory));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory,
+                            file_system.open_directory(checkpoint.path(), false));
+    TORPOR_ASSIGN_OR_RETURN(CheckpointIndex index, index_of(manifest, *directory));
     CopyReport report{.name = index_name(index), .path = checkpoint.path(), .bytes = index.bytes()};
-    TORPOR_ASSIGN(const std::optional<uint64_t> there, store.size(index_key(report.name)));
+    TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> there, store.size(index_key(report.name)));
     report.was_there = there.has_value();
     if (report.was_there) return report;
-    TORPOR_ASSIGN(StoreLease begun, StoreLease::begin(store, LeaseKind::kPush, *options.clock, options.patience));
+    TORPOR_ASSIGN_OR_RETURN(StoreLease begun,
+                            StoreLease::begin(store, LeaseKind::kPush, *options.clock, options.patience));
     KeptLease lease(std::move(begun), store);
     ProgressMeter progress(options.progress, "push", report.bytes);
     std::atomic<uint64_t> moved = 0;
     const Status sent =
         with_each(parts_of(index), options.threads, [&](const Part& part, std::span<std::byte> room) -> Status {
-          TORPOR_TRY(push_part(*directory, index, part, store, room, moved));
+          TORPOR_RETURN_IF_ERROR(push_part(*directory, index, part, store, room, moved));
           return progress.add(part.bytes(index));
         });
-    TORPOR_TRY(sent);
-    TORPOR_TRY(lease.check());
+    TORPOR_RETURN_IF_ERROR(sent);
+    TORPOR_RETURN_IF_ERROR(lease.check());
     const std::string text = encode_index(index);
     const Result<bool> created = store.put_new(index_key(report.name), std::as_bytes(std::span(text)));
     if (!created) lease.leave();  // nobody knows whether it is created, or will be
     if (!created) return created.error();
     if (const Status late = lease.check(); !late) {  // this process stood still before it was created
-      if (*created) TORPOR_TRY(store.remove(index_key(report.name)));
+      if (*created) TORPOR_RETURN_IF_ERROR(store.remove(index_key(report.name)));
       return late.error();
     }
     report.was_there = !*created;
@@ -282,21 +286,22 @@ Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, O
 
 Result<CopyReport> pull(FileSystem& file_system, ObjectStore& store, const std::string& name,
                         const std::string& directory, const CopyOptions& options) {
-  return catching([&]() -> Result<CopyReport> {
+  return try_catch([&]() -> Result<CopyReport> {
     CopyReport report{.name = name};
     if (name.empty()) {
-      TORPOR_ASSIGN(const std::vector<std::string> names, pushed_names(store));
+      TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> names, pushed_names(store));
       if (names.empty())
         return Error{.code = Code::kNotFound,
                      .what = fmt::format("there are no checkpoints in {}", store.url()),
                      .next_step = "push one with torpor push"};
       report.name = names.back();
     }
-    TORPOR_ASSIGN(const CheckpointIndex index, read_index(store, report.name));
+    TORPOR_ASSIGN_OR_RETURN(const CheckpointIndex index, read_index(store, report.name));
     report.bytes = index.bytes();
-    TORPOR_ASSIGN(const std::unique_ptr<Directory> target, file_system.open_directory(directory, true));
-    TORPOR_ASSIGN(const std::unique_ptr<File> lock, target->lock(kLockFile));
-    TORPOR_ASSIGN(const std::vector<CheckpointInfo> present, infos_in(*target, options.key.get(), Trust::kAnySeal));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> target, file_system.open_directory(directory, true));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> lock, target->lock(kLockFile));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<CheckpointInfo> present,
+                            infos_in(*target, options.key.get(), Trust::kAnySeal));
     for (const CheckpointInfo& info : present) {
       if (!info.readable || hex(info.manifest.id) != index.id) continue;
       report.path = info.path;
@@ -310,16 +315,16 @@ Result<CopyReport> pull(FileSystem& file_system, ObjectStore& store, const std::
     if (!staging) return staging.error();
     Pull work(store, index, **staging, resumed, options);
     if (Status wanted = work.fetch_manifest(); !wanted) {
-      if (!resumed) TORPOR_TRY(target->remove_tree(staged));
+      if (!resumed) TORPOR_RETURN_IF_ERROR(target->remove_tree(staged));
       return std::move(wanted).error();
     }
-    TORPOR_TRY(work.fetch_rest());
-    TORPOR_TRY((*staging)->sync());
-    TORPOR_TRY(check_whole(std::move(*staging), options.key));
-    TORPOR_ASSIGN(const std::vector<uint64_t> generations, generations_in(*target));
+    TORPOR_RETURN_IF_ERROR(work.fetch_rest());
+    TORPOR_RETURN_IF_ERROR((*staging)->sync());
+    TORPOR_RETURN_IF_ERROR(check_whole(std::move(*staging), options.key));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<uint64_t> generations, generations_in(*target));
     const std::string placed = generation_name(generations.empty() ? 1 : generations.back() + 1);
-    TORPOR_TRY(target->rename_new(staged, placed));
-    TORPOR_TRY(target->sync());
+    TORPOR_RETURN_IF_ERROR(target->rename_new(staged, placed));
+    TORPOR_RETURN_IF_ERROR(target->sync());
     report.path = fmt::format("{}/{}", target->path(), placed);
     report.moved_bytes = work.moved_bytes();
     return report;
@@ -327,8 +332,8 @@ Result<CopyReport> pull(FileSystem& file_system, ObjectStore& store, const std::
 }
 
 Result<std::vector<PushedCheckpoint>> list_pushed(ObjectStore& store) {
-  return catching([&]() -> Result<std::vector<PushedCheckpoint>> {
-    TORPOR_ASSIGN(const std::vector<std::string> names, pushed_names(store));
+  return try_catch([&]() -> Result<std::vector<PushedCheckpoint>> {
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> names, pushed_names(store));
     std::vector<PushedCheckpoint> pushed;
     for (const std::string& name : names) {
       Result<CheckpointIndex> index = read_index(store, name);
@@ -346,9 +351,9 @@ Result<std::vector<PushedCheckpoint>> list_pushed(ObjectStore& store) {
 }
 
 Result<Metadata> metadata_of(ObjectStore& store, const CheckpointIndex& index, const Key* key) {
-  return catching([&]() -> Result<Metadata> {
+  return try_catch([&]() -> Result<Metadata> {
     if (index.has_metadata == false) return Metadata{};
-    TORPOR_ASSIGN(const OpenedManifest opened, manifest_in(store, index, key));
+    TORPOR_ASSIGN_OR_RETURN(const OpenedManifest opened, manifest_in(store, index, key));
     const auto state = std::find_if(index.files.begin(), index.files.end(),
                                     [](const IndexedFile& file) { return file.name == kStateFile; });
     if (state == index.files.end())

@@ -80,7 +80,7 @@ std::string encode_index(const CheckpointIndex& index) {
 }
 
 Result<CheckpointIndex> decode_index(std::string_view text) {
-  return catching([&]() -> Result<CheckpointIndex> {
+  return try_catch([&]() -> Result<CheckpointIndex> {
     if (text.size() > kMostIndexBytes) return damaged("it is too large");
     const Json json = Json::parse(text, nullptr, false);
     if (!json.is_object() || !json.contains("torpor_checkpoint")) return damaged("it is none");
@@ -107,7 +107,7 @@ Result<CheckpointIndex> decode_index(std::string_view text) {
       index.has_metadata = json["metadata"].get<bool>();
     }
     for (const Json& each : json["files"]) {
-      TORPOR_ASSIGN(IndexedFile file, read_file(each));
+      TORPOR_ASSIGN_OR_RETURN(IndexedFile file, read_file(each));
       const bool known = std::any_of(index.files.begin(), index.files.end(),
                                      [&](const IndexedFile& other) { return other.name == file.name; });
       if (known) return damaged(fmt::format("{} is there twice", file.name));

@@ -37,18 +37,18 @@ class DirectoryStore final : public ObjectStore {
   }
 
   Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
-    TORPOR_ASSIGN(Place place, open(key, true));
+    TORPOR_ASSIGN_OR_RETURN(Place place, open(key, true));
     if (place.directory->open_file(place.name)) return false;
     const std::string unfinished = fmt::format("{}{}-{}", kUnfinished, id_, next_.fetch_add(1));
     const Status written = [&]() -> Status {
-      TORPOR_ASSIGN(const std::unique_ptr<File> file, place.directory->create_file(unfinished));
-      TORPOR_TRY(file->pwrite(bytes, 0));
+      TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, place.directory->create_file(unfinished));
+      TORPOR_RETURN_IF_ERROR(file->pwrite(bytes, 0));
       return file->sync();
     }();
     if (written) {
       const Status named = place.directory->rename_new(unfinished, place.name);
       if (named) {
-        TORPOR_TRY(place.directory->sync());
+        TORPOR_RETURN_IF_ERROR(place.directory->sync());
         return true;
       }
       (void)place.directory->remove_file(unfinished);
@@ -60,29 +60,29 @@ class DirectoryStore final : public ObjectStore {
   }
 
   Result<uint64_t> get(std::string_view key, std::span<std::byte> room) override {
-    TORPOR_ASSIGN(const Place place, open(key, false));
-    TORPOR_ASSIGN(const std::unique_ptr<File> file, place.directory->open_file(place.name));
-    TORPOR_ASSIGN(const uint64_t bytes, file->size());
+    TORPOR_ASSIGN_OR_RETURN(const Place place, open(key, false));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, place.directory->open_file(place.name));
+    TORPOR_ASSIGN_OR_RETURN(const uint64_t bytes, file->size());
     if (bytes > room.size())
       return Error{.code = Code::kCorruption,
                    .what = fmt::format("{} of {} is larger than {} bytes", key, url_, room.size()),
                    .next_step = "it is not what torpor stored there"};
-    TORPOR_TRY(file->pread(room.first(bytes), 0));
+    TORPOR_RETURN_IF_ERROR(file->pread(room.first(bytes), 0));
     return bytes;
   }
 
   Status get_range(std::string_view key, uint64_t offset, std::span<std::byte> room) override {
-    TORPOR_ASSIGN(const Place place, open(key, false));
-    TORPOR_ASSIGN(const std::unique_ptr<File> file, place.directory->open_file(place.name));
-    TORPOR_ASSIGN(const uint64_t bytes, file->size());
+    TORPOR_ASSIGN_OR_RETURN(const Place place, open(key, false));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, place.directory->open_file(place.name));
+    TORPOR_ASSIGN_OR_RETURN(const uint64_t bytes, file->size());
     if (offset > bytes || room.size() > bytes - offset) return ends_too_early(*this, key, offset, room.size());
     return file->pread(room, offset);
   }
 
   Result<std::optional<uint64_t>> size(std::string_view key) override {
     const auto found = [&]() -> Result<uint64_t> {
-      TORPOR_ASSIGN(const Place place, open(key, false));
-      TORPOR_ASSIGN(const std::unique_ptr<File> file, place.directory->open_file(place.name));
+      TORPOR_ASSIGN_OR_RETURN(const Place place, open(key, false));
+      TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, place.directory->open_file(place.name));
       return file->size();
     }();
     if (found) return std::optional<uint64_t>(*found);
@@ -105,7 +105,7 @@ class DirectoryStore final : public ObjectStore {
     Result<Place> place = open(folder.empty() ? "x" : folder + "/x", false);
     if (!place && place.error().code == Code::kNotFound) return keys;
     if (!place) return place.error();
-    TORPOR_TRY(list_below(*place->directory, folder.empty() ? "" : folder + "/", keys));
+    TORPOR_RETURN_IF_ERROR(list_below(*place->directory, folder.empty() ? "" : folder + "/", keys));
     std::erase_if(keys, [&](const std::string& key) { return !key.starts_with(prefix); });
     std::sort(keys.begin(), keys.end());
     return keys;
@@ -113,11 +113,11 @@ class DirectoryStore final : public ObjectStore {
 
  private:
   Status list_below(const Directory& directory, const std::string& before, std::vector<std::string>& keys) const {
-    TORPOR_ASSIGN(const std::vector<Entry> entries, directory.list());
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory.list());
     for (const Entry& entry : entries) {
       if (entry.kind == EntryKind::kDirectory) {
-        TORPOR_ASSIGN(const std::unique_ptr<Directory> below, directory.open_directory(entry.name));
-        TORPOR_TRY(list_below(*below, before + entry.name + "/", keys));
+        TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> below, directory.open_directory(entry.name));
+        TORPOR_RETURN_IF_ERROR(list_below(*below, before + entry.name + "/", keys));
       } else if (entry.kind == EntryKind::kFile && !entry.name.starts_with(kUnfinished) &&
                  is_key(before + entry.name)) {
         keys.push_back(before + entry.name);
@@ -134,7 +134,7 @@ class DirectoryStore final : public ObjectStore {
   Result<Place> open(std::string_view key, bool create) const {
     if (!is_key(key))
       return Error{.code = Code::kInternal, .what = fmt::format("{} is no key", key), .next_step = "report this"};
-    TORPOR_ASSIGN(std::unique_ptr<Directory> directory, file_system_.open_directory(path_, create));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> directory, file_system_.open_directory(path_, create));
     size_t begin = 0;
     for (size_t slash = key.find('/'); slash != std::string_view::npos; slash = key.find('/', begin)) {
       const std::string_view word = key.substr(begin, slash - begin);
@@ -142,7 +142,7 @@ class DirectoryStore final : public ObjectStore {
       if (!below && create && below.error().code == Code::kNotFound) {
         below = directory->create_directory(word);
         if (!below) below = directory->open_directory(word);  // another one was faster
-        TORPOR_TRY(directory->sync());
+        TORPOR_RETURN_IF_ERROR(directory->sync());
       }
       if (!below) return below.error();
       directory = std::move(*below);

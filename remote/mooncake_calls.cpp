@@ -41,7 +41,7 @@ struct MooncakeCalls::Shared {
       connecting = true;
     }
     Result<std::shared_ptr<MooncakeClient>> made =
-        catching([&]() -> Result<std::shared_ptr<MooncakeClient>> { return connect(); });
+        try_catch([&]() -> Result<std::shared_ptr<MooncakeClient>> { return connect(); });
     const MutexLock lock(mutex);
     connecting = false;
     if (made) client = *made;
@@ -102,9 +102,9 @@ void MooncakeCalls::serve(const std::shared_ptr<Shared>& shared, Desk& desk) {
       }
       work = std::exchange(desk.work, nullptr);
     }
-    Status status = catching([&]() -> Status {
-      TORPOR_ASSIGN(const std::shared_ptr<MooncakeClient> client, shared->connected());
-      if (!desk.registered) TORPOR_TRY(client->use(desk.room));
+    Status status = try_catch([&]() -> Status {
+      TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<MooncakeClient> client, shared->connected());
+      if (!desk.registered) TORPOR_RETURN_IF_ERROR(client->use(desk.room));
       desk.registered = true;
       work(*client);
       return ok();
@@ -119,7 +119,7 @@ void MooncakeCalls::serve(const std::shared_ptr<Shared>& shared, Desk& desk) {
 
 Result<MooncakeCalls::Desk*> MooncakeCalls::take(Deadline until) {
   using State = Desk::State;
-  return catching([&]() -> Result<Desk*> {
+  return try_catch([&]() -> Result<Desk*> {
     MutexLock lock(shared_->mutex);
     while (true) {
       size_t left = 0;

@@ -69,7 +69,7 @@ Result<MooncakeSettings> mooncake_settings(const std::string& url) {
     return wrong("the URL of the Mooncake store has no host and port of a master");
   while (!options.empty()) {
     const size_t end = options.find('&');
-    TORPOR_TRY(read_option(options.substr(0, end), settings));
+    TORPOR_RETURN_IF_ERROR(read_option(options.substr(0, end), settings));
     options = end == std::string_view::npos ? "" : options.substr(end + 1);
   }
   return settings;

@@ -45,7 +45,7 @@ MooncakeAnswers as_many(MooncakeAnswers answers, size_t asked) {
 
 // What is there is not sent, and what was sent is asked for.
 MooncakeAnswers put_proven(MooncakeClient& client, std::span<const MooncakeValue> values) {
-  TORPOR_ASSIGN(std::vector<int64_t> answers, as_many(client.exist(values), values.size()));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<int64_t> answers, as_many(client.exist(values), values.size()));
   const auto those_with = [&](int64_t answer, std::vector<size_t>& at) {
     std::vector<MooncakeValue> some;
     for (size_t i = 0; i < values.size(); ++i) {
@@ -58,12 +58,12 @@ MooncakeAnswers put_proven(MooncakeClient& client, std::span<const MooncakeValue
   std::vector<size_t> absent;
   const std::vector<MooncakeValue> sent = those_with(0, absent);
   if (sent.empty()) return answers;
-  TORPOR_ASSIGN(const std::vector<int64_t> put, as_many(client.put(sent), sent.size()));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<int64_t> put, as_many(client.put(sent), sent.size()));
   for (size_t i = 0; i < sent.size(); ++i) answers[absent[i]] = put[i] > 0 ? 0 : put[i];
   std::vector<size_t> claimed;
   const std::vector<MooncakeValue> asked = those_with(0, claimed);
   if (asked.empty()) return answers;
-  TORPOR_ASSIGN(const std::vector<int64_t> there, as_many(client.exist(asked), asked.size()));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<int64_t> there, as_many(client.exist(asked), asked.size()));
   for (size_t i = 0; i < asked.size(); ++i) answers[claimed[i]] = there[i] == 0 ? kUnproven : there[i];
   return answers;
 }
@@ -87,14 +87,14 @@ MooncakeStore::MooncakeStore(const MooncakeStoreOptions& options, MooncakeConnec
 
 Result<std::unique_ptr<MooncakeStore>> MooncakeStore::open(const MooncakeStoreOptions& options, MooncakeConnect connect,
                                                            const Clock& clock) {
-  return catching([&]() -> Result<std::unique_ptr<MooncakeStore>> {
+  return try_catch([&]() -> Result<std::unique_ptr<MooncakeStore>> {
     if (options.timeout.count() < 1 || options.threads < 1) {
       return Error{
           .code = Code::kInvalidArgument,
           .what = fmt::format("a remote store with {} ms and {} threads", options.timeout.count(), options.threads),
           .next_step = "use 1 or more of each"};
     }
-    TORPOR_TRY(block_options(options).validate());
+    TORPOR_RETURN_IF_ERROR(block_options(options).validate());
     return std::unique_ptr<MooncakeStore>(new MooncakeStore(options, std::move(connect), clock));
   });
 }
@@ -148,9 +148,9 @@ Status MooncakeStore::ask(std::span<Item> items, Verb verb, Deadline until, bool
     std::vector<MooncakeValue> values;
     MooncakeAnswers answers;
   };
-  const Status status = catching([&]() -> Status {
+  const Status status = try_catch([&]() -> Status {
     const auto call = std::make_shared<Call>(Call{verb, items[0].damaged, {}, std::vector<int64_t>{}});
-    TORPOR_ASSIGN(MooncakeCalls::Desk* const desk, calls_.take(until));
+    TORPOR_ASSIGN_OR_RETURN(MooncakeCalls::Desk* const desk, calls_.take(until));
     LentDesk lent{calls_, desk};
     std::span<std::byte> room = calls_.room(*desk);
     for (const Item& item : items) {

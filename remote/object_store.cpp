@@ -12,7 +12,7 @@ Error ends_too_early(const ObjectStore& store, std::string_view key, uint64_t of
 }
 
 Result<std::vector<std::byte>> get_whole(ObjectStore& store, std::string_view key, uint64_t most) {
-  TORPOR_ASSIGN(const std::optional<uint64_t> size, store.size(key));
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> size, store.size(key));
   if (!size)
     return Error{.code = Code::kNotFound,
                  .what = fmt::format("there is no {} in {}", key, store.url()),
@@ -22,7 +22,7 @@ Result<std::vector<std::byte>> get_whole(ObjectStore& store, std::string_view ke
                  .what = fmt::format("{} of {} has {} bytes, more than {}", key, store.url(), *size, most),
                  .next_step = "it is not what torpor stored there"};
   std::vector<std::byte> bytes(*size);
-  TORPOR_ASSIGN(const uint64_t received, store.get(key, bytes));
+  TORPOR_ASSIGN_OR_RETURN(const uint64_t received, store.get(key, bytes));
   bytes.resize(received);
   return bytes;
 }

@@ -54,7 +54,7 @@ std::string encode_owner(const OwnerRecord& record) {
 }
 
 Result<OwnerRecord> decode_owner(std::string_view text, uint64_t number) {
-  return catching([&]() -> Result<OwnerRecord> {
+  return try_catch([&]() -> Result<OwnerRecord> {
     const Error damaged{.code = Code::kCorruption,
                         .what = fmt::format("{} is no record of an owner", owner_key(number)),
                         .next_step = "see that nobody serves from this store, then remove what is under owner/"};

@@ -36,7 +36,7 @@ OwnerRecord Ownership::newest() const {
 Result<bool> Ownership::take() {
   OwnershipSteps next = steps();
   next.begin_take();
-  TORPOR_ASSIGN(const OwnershipOutcome outcome, run(std::move(next)));
+  TORPOR_ASSIGN_OR_RETURN(const OwnershipOutcome outcome, run(std::move(next)));
   return outcome == OwnershipOutcome::kOwned;
 }
 
@@ -48,7 +48,7 @@ Status Ownership::renew() {
 Status Ownership::publish(const std::string& checkpoint, const std::string& answers) {
   OwnershipSteps next = steps();
   next.begin_renew(checkpoint, answers, clock_.now());
-  TORPOR_ASSIGN(const OwnershipOutcome outcome, run(std::move(next)));
+  TORPOR_ASSIGN_OR_RETURN(const OwnershipOutcome outcome, run(std::move(next)));
   if (outcome == OwnershipOutcome::kOwned) return ok();
   return Error{.code = Code::kAborted,
                .what = fmt::format("this server does not own what is in {} any more: its term was over", store_.url()),
@@ -59,14 +59,14 @@ Status Ownership::release() {
   OwnershipSteps next = steps();
   next.begin_release(clock_.now());
   keep(next);  // it does not own from now on, whatever becomes of the call
-  TORPOR_ASSIGN(const OwnershipOutcome outcome, run(std::move(next)));
+  TORPOR_ASSIGN_OR_RETURN(const OwnershipOutcome outcome, run(std::move(next)));
   (void)outcome;  // released, or lost before
   return ok();
 }
 
 // All calls of an operation. An error of the store ends it: its outcome is unknown.
 Result<OwnershipOutcome> Ownership::run(OwnershipSteps steps) {
-  return catching([&]() -> Result<OwnershipOutcome> {
+  return try_catch([&]() -> Result<OwnershipOutcome> {
     while (steps.call()) {
       steps.sent(clock_.now());
       const Result<OwnershipAnswer> answer = ask(*steps.call());
@@ -84,7 +84,7 @@ Result<OwnershipAnswer> Ownership::ask(const OwnershipCall& call) {
   OwnershipAnswer answer;
   switch (call.kind) {
     case OwnershipCall::Kind::kList: {
-      TORPOR_ASSIGN(const std::vector<std::string> keys, store_.list(kOwnerPrefix));
+      TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> keys, store_.list(kOwnerPrefix));
       for (const std::string& each : keys) {
         if (const std::optional<uint64_t> number = owner_number(each)) answer.numbers.push_back(*number);
       }
@@ -94,16 +94,16 @@ Result<OwnershipAnswer> Ownership::ask(const OwnershipCall& call) {
       const Result<std::vector<std::byte>> text = get_whole(store_, key, kMostOwnerBytes);
       if (!text && text.error().code == Code::kNotFound) return answer;
       if (!text) return text.error();
-      TORPOR_ASSIGN(answer.record,
-                    decode_owner({reinterpret_cast<const char*>(text->data()), text->size()}, call.record.number));
+      TORPOR_ASSIGN_OR_RETURN(
+          answer.record, decode_owner({reinterpret_cast<const char*>(text->data()), text->size()}, call.record.number));
       return answer;
     }
     case OwnershipCall::Kind::kPut: {
       const std::string text = encode_owner(call.record);
-      TORPOR_ASSIGN(answer.created, store_.put_new(key, std::as_bytes(std::span(text))));
+      TORPOR_ASSIGN_OR_RETURN(answer.created, store_.put_new(key, std::as_bytes(std::span(text))));
       return answer;
     }
-    case OwnershipCall::Kind::kRemove: TORPOR_TRY(store_.remove(key)); return answer;
+    case OwnershipCall::Kind::kRemove: TORPOR_RETURN_IF_ERROR(store_.remove(key)); return answer;
   }
   return answer;
 }
@@ -111,7 +111,7 @@ Result<OwnershipAnswer> Ownership::ask(const OwnershipCall& call) {
 Result<OwnerRecord> newest_owner(ObjectStore& store) {
   constexpr int kLooks = 5;  // an owner replaces its record now and then
   for (int look = 1;; ++look) {
-    TORPOR_ASSIGN(const std::vector<std::string> keys, store.list(kOwnerPrefix));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> keys, store.list(kOwnerPrefix));
     std::optional<uint64_t> number;
     for (const std::string& key : keys) number = std::max(number, owner_number(key));
     if (!number) return OwnerRecord{};

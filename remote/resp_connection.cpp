@@ -75,14 +75,14 @@ Status RespConnection::flush(Deadline until) {
 
 Status RespConnection::fill(Deadline until) {
   begin_ = end_ = 0;
-  TORPOR_ASSIGN(end_, stream_->read_some(read_, until));
+  TORPOR_ASSIGN_OR_RETURN(end_, stream_->read_some(read_, until));
   return ok();
 }
 
 Result<std::string_view> RespConnection::line(Deadline until) {
   line_.clear();
   while (!line_.ends_with(kEnd)) {
-    if (begin_ == end_) TORPOR_TRY(fill(until));
+    if (begin_ == end_) TORPOR_RETURN_IF_ERROR(fill(until));
     const auto first = read_.begin() + static_cast<std::ptrdiff_t>(begin_);
     const auto last = read_.begin() + static_cast<std::ptrdiff_t>(end_);
     const auto newline = std::find(first, last, std::byte{'\n'});
@@ -96,7 +96,7 @@ Result<std::string_view> RespConnection::line(Deadline until) {
 }
 
 Result<RespReply> RespConnection::reply(Deadline until) {
-  TORPOR_ASSIGN(const std::string_view said, line(until));
+  TORPOR_ASSIGN_OR_RETURN(const std::string_view said, line(until));
   if (said.empty()) return none("an empty line");
   const std::string_view rest = said.substr(1);
   if (said[0] == '+') return RespReply{.kind = RespReply::Kind::kText, .text = std::string(rest)};
@@ -122,11 +122,11 @@ Status RespConnection::take(std::span<std::byte> room, Deadline until) {
   begin_ += ahead;
   room = room.subspan(ahead);
   while (room.size() >= read_.size()) {
-    TORPOR_ASSIGN(const size_t some, stream_->read_some(room, until));
+    TORPOR_ASSIGN_OR_RETURN(const size_t some, stream_->read_some(room, until));
     room = room.subspan(some);
   }
   while (!room.empty()) {
-    if (begin_ == end_) TORPOR_TRY(fill(until));
+    if (begin_ == end_) TORPOR_RETURN_IF_ERROR(fill(until));
     const size_t some = std::min(room.size(), end_ - begin_);
     std::copy_n(read_.begin() + static_cast<std::ptrdiff_t>(begin_), some, room.begin());
     begin_ += some;
@@ -137,7 +137,7 @@ Status RespConnection::take(std::span<std::byte> room, Deadline until) {
 
 Status RespConnection::skip(uint64_t bytes, Deadline until) {
   while (bytes > 0) {
-    if (begin_ == end_) TORPOR_TRY(fill(until));
+    if (begin_ == end_) TORPOR_RETURN_IF_ERROR(fill(until));
     const size_t some = std::min<uint64_t>(bytes, end_ - begin_);
     begin_ += some;
     bytes -= some;
@@ -147,7 +147,7 @@ Status RespConnection::skip(uint64_t bytes, Deadline until) {
 
 Status RespConnection::end_value(Deadline until) {
   std::array<std::byte, 2> end{};
-  TORPOR_TRY(take(end, until));
+  TORPOR_RETURN_IF_ERROR(take(end, until));
   if (end[0] != std::byte{'\r'} || end[1] != std::byte{'\n'}) return none("a value is longer than was said");
   return ok();
 }

@@ -107,7 +107,7 @@ Result<std::unique_ptr<RespConnection>> RespNodes::take(const std::string& node,
   address.host = node.substr(0, colon);
   if (address.host.starts_with('[')) address.host = address.host.substr(1, address.host.size() - 2);
   std::from_chars(node.data() + colon + 1, node.data() + node.size(), address.port);
-  TORPOR_ASSIGN(std::unique_ptr<ByteStream> stream, connect_to(address, trust_.get(), until));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<ByteStream> stream, connect_to(address, trust_.get(), until));
   auto made = std::make_unique<RespConnection>(std::move(stream));
   if (settings_.password.empty()) return made;
   if (settings_.user.empty()) {
@@ -115,8 +115,8 @@ Result<std::unique_ptr<RespConnection>> RespNodes::take(const std::string& node,
   } else {
     made->queue({"AUTH", settings_.user, settings_.password});
   }
-  TORPOR_TRY(made->flush(until));
-  TORPOR_ASSIGN(const RespReply reply, made->reply(until));
+  TORPOR_RETURN_IF_ERROR(made->flush(until));
+  TORPOR_ASSIGN_OR_RETURN(const RespReply reply, made->reply(until));
   if (reply.kind == RespReply::Kind::kText) return made;
   Error refused = error_of(reply.text);
   refused.code = refused.code == Code::kInternal ? Code::kUnauthenticated : refused.code;

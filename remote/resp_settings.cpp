@@ -78,12 +78,12 @@ Result<RespSettings> resp_settings(const std::string& url, const std::string& cr
   std::string_view hosts = std::string_view(rest).substr(0, slash);
   while (true) {
     const size_t comma = hosts.find(',');
-    TORPOR_ASSIGN(Address address, address_of(hosts.substr(0, comma)));
+    TORPOR_ASSIGN_OR_RETURN(Address address, address_of(hosts.substr(0, comma)));
     settings.nodes.push_back(std::move(address));
     if (comma == std::string_view::npos) break;
     hosts = hosts.substr(comma + 1);
   }
-  if (!credentials.empty()) TORPOR_TRY(read_credentials(credentials, settings));
+  if (!credentials.empty()) TORPOR_RETURN_IF_ERROR(read_credentials(credentials, settings));
   return settings;
 }
 

@@ -27,18 +27,18 @@ RespStore::RespStore(const RespStoreOptions& options, const RespSettings& settin
       nodes_(settings, std::move(trust), clock, options.breaker) {}
 
 Result<std::unique_ptr<RespStore>> RespStore::open(const RespStoreOptions& options, const Clock& clock) {
-  return catching([&]() -> Result<std::unique_ptr<RespStore>> {
+  return try_catch([&]() -> Result<std::unique_ptr<RespStore>> {
     if (options.timeout.count() < 1 || options.attempts < 1) {
       return Error{
           .code = Code::kInvalidArgument,
           .what = fmt::format("a remote store with {} ms and {} attempts", options.timeout.count(), options.attempts),
           .next_step = "use 1 or more of each"};
     }
-    TORPOR_ASSIGN(const RespSettings settings, resp_settings(options.url, options.credentials));
-    TORPOR_TRY(block_options(options, settings).validate());
+    TORPOR_ASSIGN_OR_RETURN(const RespSettings settings, resp_settings(options.url, options.credentials));
+    TORPOR_RETURN_IF_ERROR(block_options(options, settings).validate());
     std::shared_ptr<const TlsTrust> trust;
     if (settings.tls) {
-      TORPOR_ASSIGN(trust, TlsTrust::of(options.authorities));
+      TORPOR_ASSIGN_OR_RETURN(trust, TlsTrust::of(options.authorities));
     }
     return std::unique_ptr<RespStore>(new RespStore(options, settings, std::move(trust), clock));
   });

@@ -112,9 +112,9 @@ void RespStore::tell_breakers(const NodesAsked& asked) {
 
 // What cannot be told apart any more ends the connection, and is an error. What each item got is its own.
 Status RespStore::talk(const std::string& node, std::span<Item* const> items, Verb verb, Deadline until) {
-  TORPOR_ASSIGN(std::unique_ptr<RespConnection> connection, nodes_.take(node, until));
+  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<RespConnection> connection, nodes_.take(node, until));
   if (verb == Verb::kPut) {
-    TORPOR_TRY(put_to(*connection, node, items, until));
+    TORPOR_RETURN_IF_ERROR(put_to(*connection, node, items, until));
   } else {
     const std::string_view command = verb == Verb::kGet ? "GET" : verb == Verb::kFind ? "EXISTS" : "UNLINK";
     // A server answers all that it has read of a connection in its memory before it sends the first answer.
@@ -125,8 +125,8 @@ Status RespStore::talk(const std::string& node, std::span<Item* const> items, Ve
         if (items[asked]->asking) connection->queue({"ASKING"});
         connection->queue({command, items[asked]->key});
       }
-      TORPOR_TRY(connection->flush(until));
-      TORPOR_TRY(receive(*connection, node, *items[at], verb, until));
+      TORPOR_RETURN_IF_ERROR(connection->flush(until));
+      TORPOR_RETURN_IF_ERROR(receive(*connection, node, *items[at], verb, until));
     }
   }
   nodes_.give(node, std::move(connection));
@@ -140,11 +140,11 @@ Status RespStore::put_to(RespConnection& connection, const std::string& node, st
     if (item->asking) connection.queue({"ASKING"});
     connection.queue({"EXISTS", item->key});
   }
-  TORPOR_TRY(connection.flush(until));
+  TORPOR_RETURN_IF_ERROR(connection.flush(until));
   std::vector<Item*> absent;
   for (Item* const item : items) {
     const bool asking = item->asking;
-    TORPOR_TRY(receive(connection, node, *item, Verb::kFind, until));
+    TORPOR_RETURN_IF_ERROR(receive(connection, node, *item, Verb::kFind, until));
     if (!item->over || item->status || item->status.error().code != Code::kNotFound) continue;
     item->over = false;
     item->asking = asking;
@@ -154,18 +154,18 @@ Status RespStore::put_to(RespConnection& connection, const std::string& node, st
     if (item->asking) connection.queue({"ASKING"});
     connection.queue_set_new(item->key, item->head, item->body);
   }
-  TORPOR_TRY(connection.flush(until));
-  for (Item* const item : absent) TORPOR_TRY(receive(connection, node, *item, Verb::kPut, until));
+  TORPOR_RETURN_IF_ERROR(connection.flush(until));
+  for (Item* const item : absent) TORPOR_RETURN_IF_ERROR(receive(connection, node, *item, Verb::kPut, until));
   return ok();
 }
 
 Status RespStore::receive(RespConnection& connection, const std::string& node, Item& item, Verb verb, Deadline until) {
   using Kind = RespReply::Kind;
   if (std::exchange(item.asking, false)) {
-    TORPOR_ASSIGN(const RespReply reply, connection.reply(until));
+    TORPOR_ASSIGN_OR_RETURN(const RespReply reply, connection.reply(until));
     if (reply.kind != Kind::kText) return strange("ASKING");
   }
-  TORPOR_ASSIGN(const RespReply reply, connection.reply(until));
+  TORPOR_ASSIGN_OR_RETURN(const RespReply reply, connection.reply(until));
   if (reply.kind == Kind::kError) return refused(item, reply.text, node), ok();
   item.over = true;
   item.status = ok();
@@ -178,7 +178,7 @@ Status RespStore::receive(RespConnection& connection, const std::string& node, I
       }
       item.over = false;
       if (reply.kind != Kind::kValue) return strange("GET");
-      TORPOR_TRY(receive_value(connection, item, static_cast<uint64_t>(reply.number), until));
+      TORPOR_RETURN_IF_ERROR(receive_value(connection, item, static_cast<uint64_t>(reply.number), until));
       item.over = true;
       return ok();
     case Verb::kFind:
@@ -193,22 +193,22 @@ Status RespStore::receive(RespConnection& connection, const std::string& node, I
 Status RespStore::receive_value(RespConnection& connection, Item& item, uint64_t length, Deadline until) {
   if (length < kFrameBytes) {
     item.status = damaged("is too short");
-    TORPOR_TRY(connection.skip(length, until));
+    TORPOR_RETURN_IF_ERROR(connection.skip(length, until));
     return connection.end_value(until);
   }
   FrameBytes head;
-  TORPOR_TRY(connection.take(head, until));
+  TORPOR_RETURN_IF_ERROR(connection.take(head, until));
   const uint64_t stored = length - kFrameBytes;
   const Result<BlockFrame> frame = frame_of(head, stored, item.expected);
   if (!frame) {
     item.status = frame.error();
-    TORPOR_TRY(connection.skip(stored, until));
+    TORPOR_RETURN_IF_ERROR(connection.skip(stored, until));
     return connection.end_value(until);
   }
   std::vector<std::byte> encoded(frame->codec == Codec::kNone ? 0 : stored);
   const std::span<std::byte> room = frame->codec == Codec::kNone ? item.part->bytes : std::span(encoded);
-  TORPOR_TRY(connection.take(room, until));
-  TORPOR_TRY(connection.end_value(until));
+  TORPOR_RETURN_IF_ERROR(connection.take(room, until));
+  TORPOR_RETURN_IF_ERROR(connection.end_value(until));
   item.status = open_value(item, *frame, head, room);
   return ok();
 }

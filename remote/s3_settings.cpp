@@ -63,19 +63,19 @@ Status who_asks(const Environment& variable, S3Settings& settings) {
     return wrong(fmt::format("{} is set and {} is not", access_key ? "AWS_ACCESS_KEY_ID" : "AWS_SECRET_ACCESS_KEY",
                              access_key ? "AWS_SECRET_ACCESS_KEY" : "AWS_ACCESS_KEY_ID"),
                  "set both or none");
-  TORPOR_ASSIGN(settings.role, web_identity(variable, settings.region, settings.ca_file));
+  TORPOR_ASSIGN_OR_RETURN(settings.role, web_identity(variable, settings.region, settings.ca_file));
   if (settings.role != nullptr) return ok();
   const std::optional<std::string> named = variable("AWS_SHARED_CREDENTIALS_FILE");
   const std::string path = named.value_or(variable("HOME").value_or("/root") + "/.aws/credentials");
   const std::optional<std::string> profile = variable("AWS_PROFILE");
   struct stat info {};
   if (!named && !profile && ::stat(path.c_str(), &info) != 0 && errno == ENOENT) {
-    TORPOR_ASSIGN(settings.role, container_role(variable, settings.ca_file));
+    TORPOR_ASSIGN_OR_RETURN(settings.role, container_role(variable, settings.ca_file));
     if (settings.role != nullptr) return ok();
-    TORPOR_ASSIGN(settings.role, instance_role(variable));
+    TORPOR_ASSIGN_OR_RETURN(settings.role, instance_role(variable));
     if (settings.role != nullptr) return ok();
   }
-  TORPOR_ASSIGN(settings.credentials, credentials_in(path, profile.value_or("default")));
+  TORPOR_ASSIGN_OR_RETURN(settings.credentials, credentials_in(path, profile.value_or("default")));
   return ok();
 }
 
@@ -106,7 +106,7 @@ Result<S3Settings> s3_settings(const std::string& url, const Environment& variab
       settings.endpoint.find_first_of("/?#@ ", scheme_end + 3) != std::string::npos)
     return wrong(fmt::format("the endpoint {} is not a URL of a server", settings.endpoint),
                  "set AWS_ENDPOINT_URL to http://HOST:PORT or https://HOST:PORT");
-  TORPOR_TRY(who_asks(variable, settings));
+  TORPOR_RETURN_IF_ERROR(who_asks(variable, settings));
   return settings;
 }
 

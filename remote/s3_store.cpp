@@ -110,7 +110,7 @@ class S3Store final : public ObjectStore {
 
   Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
     Call call{.method = "PUT", .key = key, .headers = {{"if-none-match", "*"}}, .body = bytes};
-    TORPOR_ASSIGN(const Answer answer, send(call));
+    TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
     if (answer.status == 412) return false;
     if (answer.status == 200 || answer.status == 201 || answer.status == 204) return true;
     return error_of(call, answer);
@@ -118,7 +118,7 @@ class S3Store final : public ObjectStore {
 
   Result<uint64_t> get(std::string_view key, std::span<std::byte> room) override {
     Call call{.method = "GET", .key = key, .room = room};
-    TORPOR_ASSIGN(const Answer answer, send(call));
+    TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
     if (answer.status == 200) return answer.received;
     return error_of(call, answer);
   }
@@ -129,7 +129,7 @@ class S3Store final : public ObjectStore {
               .headers = {{"range", fmt::format("bytes={}-{}", offset, offset + room.size() - 1)}},
               .room = room,
               .success = 206};
-    TORPOR_ASSIGN(const Answer answer, send(call));
+    TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
     if (answer.status == 416 || (answer.status == 206 && answer.received < room.size()))
       return ends_too_early(*this, key, offset, room.size());
     if (answer.status == 200) return gives_no_parts();  // and no byte
@@ -138,7 +138,7 @@ class S3Store final : public ObjectStore {
 
   Result<std::optional<uint64_t>> size(std::string_view key) override {
     Call call{.method = "HEAD", .key = key};
-    TORPOR_ASSIGN(const Answer answer, send(call));
+    TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
     if (answer.status == 200) return std::optional<uint64_t>(answer.length);
     if (answer.status == 404) return std::optional<uint64_t>();
     return error_of(call, answer);
@@ -146,7 +146,7 @@ class S3Store final : public ObjectStore {
 
   Status remove(std::string_view key) override {
     Call call{.method = "DELETE", .key = key};
-    TORPOR_ASSIGN(const Answer answer, send(call));
+    TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
     if (answer.status == 200 || answer.status == 204 || answer.status == 404) return ok();
     return error_of(call, answer);
   }
@@ -155,7 +155,7 @@ class S3Store final : public ObjectStore {
   // so by what it does next, if at all.
   Status check_exists() override {
     Call call{.method = "GET", .query = {{"list-type", "2"}, {"max-keys", "1"}, {"prefix", settings_.prefix}}};
-    TORPOR_ASSIGN(const Answer answer, send(call));
+    TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
     return answer.status == 404 ? Status(error_of(call, answer)) : ok();
   }
 
@@ -165,9 +165,9 @@ class S3Store final : public ObjectStore {
     do {
       Call call{.method = "GET", .query = {{"list-type", "2"}, {"prefix", settings_.prefix + std::string(prefix)}}};
       if (!next.empty()) call.query["continuation-token"] = next;
-      TORPOR_ASSIGN(const Answer answer, send(call));
+      TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
       if (answer.status != 200) return error_of(call, answer);
-      TORPOR_ASSIGN(next, read_page(answer.text, keys));
+      TORPOR_ASSIGN_OR_RETURN(next, read_page(answer.text, keys));
     } while (!next.empty());
     std::sort(keys.begin(), keys.end());
     return keys;
@@ -275,19 +275,19 @@ class S3Store final : public ObjectStore {
 
   // All attempts at one request. Answers of any status are values here.
   Result<Answer> send(const Call& call) {
-    TORPOR_TRY(begin_curl());
+    TORPOR_RETURN_IF_ERROR(begin_curl());
     CurlHandle handle = take_handle();
     if (handle == nullptr)
       return Error{.code = Code::kResourceExhausted, .what = "no memory for a connection", .next_step = "free some"};
     std::optional<Error> error;
     int attempt = 0;
     for (; attempt < retries_.attempts; ++attempt) {
-      if (attempt > 0) TORPOR_TRY(pause_before(attempt));
+      if (attempt > 0) TORPOR_RETURN_IF_ERROR(pause_before(attempt));
       if (is_over()) break;
       S3Credentials credentials = settings_.credentials;
       if (settings_.role != nullptr) {
         const double seconds = retries_.seconds_left ? retries_.seconds_left() : 30;
-        TORPOR_ASSIGN(credentials, settings_.role->credentials(std::time(nullptr), seconds));
+        TORPOR_ASSIGN_OR_RETURN(credentials, settings_.role->credentials(std::time(nullptr), seconds));
         if (is_over()) break;
       }
       std::array<char, CURL_ERROR_SIZE> words{};

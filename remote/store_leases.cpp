@@ -36,16 +36,16 @@ Result<std::optional<double>> ends_at(ObjectStore& store, const std::string& key
 Result<std::string> in_the_way(ObjectStore& store, LeaseKind kind, const std::string& own, const Clock& clock) {
   for (bool again = true; again;) {
     again = false;
-    TORPOR_ASSIGN(const std::vector<std::string> keys, store.list(kLeasePrefix));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> keys, store.list(kLeasePrefix));
     for (const std::string& key : keys) {
       const bool push = std::string_view(key).substr(kLeasePrefix.size()).starts_with(kPush);
       if (key == own || (kind == LeaseKind::kPush && push)) continue;
       const double now = clock.unix_seconds();
-      TORPOR_ASSIGN(const std::optional<double> until, ends_at(store, key, now));
+      TORPOR_ASSIGN_OR_RETURN(const std::optional<double> until, ends_at(store, key, now));
       again = again || !until;  // it ended, or went on under another name
       if (!until) continue;
       if (now < *until + seconds_of(kClocksDiffer)) return key;
-      TORPOR_TRY(store.remove(key));
+      TORPOR_RETURN_IF_ERROR(store.remove(key));
     }
   }
   return std::string();
@@ -61,7 +61,7 @@ Status StoreLease::write(ObjectStore& store) {
   const double until = clock_->unix_seconds() + seconds_of(term);
   std::string key = fmt::format("{}{}{}", kLeasePrefix, push ? kPush : kRemoval, hex(random_seal_id()));
   const std::string text = Json{{"torpor_lease", kLeaseFormat}, {"until", until}}.dump();
-  TORPOR_TRY(store.put_new(key, std::as_bytes(std::span(text))));
+  TORPOR_RETURN_IF_ERROR(store.put_new(key, std::as_bytes(std::span(text))));
   before_ = std::exchange(key_, std::move(key));
   renewed_ = now;
   until_ = now + term;
@@ -74,10 +74,10 @@ Result<StoreLease> StoreLease::begin(ObjectStore& store, LeaseKind kind, const C
   const std::chrono::nanoseconds waits_until = clock.now() + patience;
   while (true) {
     StoreLease lease(kind, clock);
-    TORPOR_TRY(lease.write(store));
-    TORPOR_ASSIGN(const std::string other, in_the_way(store, kind, lease.key_, clock));
+    TORPOR_RETURN_IF_ERROR(lease.write(store));
+    TORPOR_ASSIGN_OR_RETURN(const std::string other, in_the_way(store, kind, lease.key_, clock));
     if (other.empty()) return lease;
-    TORPOR_TRY(lease.end(store));
+    TORPOR_RETURN_IF_ERROR(lease.end(store));
     if (clock.now() >= waits_until)
       return Error{
           .code = Code::kUnavailable,
@@ -89,10 +89,10 @@ Result<StoreLease> StoreLease::begin(ObjectStore& store, LeaseKind kind, const C
 }
 
 Status StoreLease::renew(ObjectStore& store) {
-  TORPOR_TRY(check());
+  TORPOR_RETURN_IF_ERROR(check());
   StoreLease next = *this;
-  TORPOR_TRY(next.write(store));
-  TORPOR_TRY(check());  // written too late: a removal may have looked in between
+  TORPOR_RETURN_IF_ERROR(next.write(store));
+  TORPOR_RETURN_IF_ERROR(check());  // written too late: a removal may have looked in between
   const std::string old = std::exchange(before_, {});
   *this = std::move(next);
   return old.empty() ? ok() : store.remove(old);
@@ -109,7 +109,7 @@ Status StoreLease::check() const {
 
 Status StoreLease::end(ObjectStore& store) {
   const Status removed = before_.empty() ? ok() : store.remove(before_);
-  TORPOR_TRY(store.remove(key_));
+  TORPOR_RETURN_IF_ERROR(store.remove(key_));
   return removed;
 }
 
@@ -148,7 +148,7 @@ void KeptLease::run(std::chrono::milliseconds look) {
     }
     if (!next) continue;
     // What fails is tried again until the term is over; who asks is told so then.
-    (void)catching([&]() -> Status { return next->renew(store_); });
+    (void)try_catch([&]() -> Status { return next->renew(store_); });
     const MutexLock lock(mutex_);
     lease_ = std::move(*next);
   }

@@ -21,7 +21,7 @@ Result<std::vector<std::string>> all_parts(ObjectStore& store) {
   if (all || all.error().code != Code::kResourceExhausted) return all;
   std::vector<std::string> parts;
   for (int first = 0; first < 256; ++first) {
-    TORPOR_ASSIGN(const std::vector<std::string> some, store.list(fmt::format("{}{:02x}/", kParts, first)));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> some, store.list(fmt::format("{}{:02x}/", kParts, first)));
     parts.insert(parts.end(), some.begin(), some.end());
   }
   return parts;
@@ -33,11 +33,11 @@ struct Going {
 };
 
 Result<Going> what_goes(ObjectStore& store, const RemovalOptions& options) {
-  TORPOR_ASSIGN(const OwnerRecord owner, newest_owner(store));
+  TORPOR_ASSIGN_OR_RETURN(const OwnerRecord owner, newest_owner(store));
   // Before what names them: a part that comes meanwhile is not among them.
-  TORPOR_ASSIGN(const std::vector<std::string> parts, all_parts(store));
-  TORPOR_ASSIGN(const std::vector<std::string> logs, store.list(kAnswersPrefix));
-  TORPOR_ASSIGN(const std::vector<PushedCheckpoint> pushed, list_pushed(store));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> parts, all_parts(store));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> logs, store.list(kAnswersPrefix));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<PushedCheckpoint> pushed, list_pushed(store));
   Going going;
   std::unordered_set<std::string> named;
   for (size_t i = 0; i < pushed.size(); ++i) {
@@ -61,7 +61,7 @@ Result<Going> what_goes(ObjectStore& store, const RemovalOptions& options) {
       ++going.report.answers;
       continue;
     }
-    TORPOR_ASSIGN(const std::vector<IndexedFile> files, read_answers(store, hash));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<IndexedFile> files, read_answers(store, hash));
     for (const IndexedFile& file : files) {
       for (const std::string& part : file.parts) named.insert(part_key(part));
     }
@@ -77,38 +77,38 @@ Result<Going> what_goes(ObjectStore& store, const RemovalOptions& options) {
 }  // namespace
 
 Status remove_pushed(ObjectStore& store, const std::string& name, const Clock& clock, const RemovalOptions& options) {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     const std::string key = index_key(name);
-    TORPOR_ASSIGN(const std::optional<uint64_t> there, store.size(key));
+    TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> there, store.size(key));
     if (!there)
       return Error{.code = Code::kNotFound,
                    .what = fmt::format("there is no checkpoint {} in {}", name, store.url()),
                    .next_step = "see what there is with torpor ls"};
     const auto refused = [&]() -> Status {
-      TORPOR_ASSIGN(const OwnerRecord owner, newest_owner(store));
+      TORPOR_ASSIGN_OR_RETURN(const OwnerRecord owner, newest_owner(store));
       if (options.force || owner.checkpoint != name) return ok();
       return Error{.code = Code::kFailedPrecondition,
                    .what = fmt::format("a server goes on from {}, or will", name),
                    .next_step = "push a newer one first, or force it"};
     };
     if (options.dry_run) return refused();
-    TORPOR_ASSIGN(StoreLease lease, StoreLease::begin(store, LeaseKind::kRemoval, clock));
+    TORPOR_ASSIGN_OR_RETURN(StoreLease lease, StoreLease::begin(store, LeaseKind::kRemoval, clock));
     if (const Status no = refused(); !no) {
-      TORPOR_TRY(lease.end(store));
+      TORPOR_RETURN_IF_ERROR(lease.end(store));
       return no;
     }
-    TORPOR_TRY(store.remove(key));
+    TORPOR_RETURN_IF_ERROR(store.remove(key));
     return lease.end(store);
   });
 }
 
 Result<RemovalReport> remove_unnamed(ObjectStore& store, const Clock& clock, const RemovalOptions& options) {
-  return catching([&]() -> Result<RemovalReport> {
+  return try_catch([&]() -> Result<RemovalReport> {
     RemovalReport report;
     while (true) {
       std::optional<StoreLease> lease;
       if (!options.dry_run) {
-        TORPOR_ASSIGN(lease, StoreLease::begin(store, LeaseKind::kRemoval, clock));
+        TORPOR_ASSIGN_OR_RETURN(lease, StoreLease::begin(store, LeaseKind::kRemoval, clock));
       }
       Result<Going> going = what_goes(store, options);
       if (!going) {
@@ -118,8 +118,9 @@ Result<RemovalReport> remove_unnamed(ObjectStore& store, const Clock& clock, con
       report.left = going->report.left;
       size_t gone = 0;
       // A removal whose outcome is unknown may come late: then the lease stays, and pushes wait for its end.
-      for (; lease && gone < going->keys.size() && !lease->over(); ++gone) TORPOR_TRY(store.remove(going->keys[gone]));
-      if (lease) TORPOR_TRY(lease->end(store));
+      for (; lease && gone < going->keys.size() && !lease->over(); ++gone)
+        TORPOR_RETURN_IF_ERROR(store.remove(going->keys[gone]));
+      if (lease) TORPOR_RETURN_IF_ERROR(lease->end(store));
       const bool done = options.dry_run || gone == going->keys.size();
       for (size_t i = 0; i < (options.dry_run ? going->keys.size() : gone); ++i) {
         const std::string& key = going->keys[i];

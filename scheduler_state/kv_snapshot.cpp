@@ -157,9 +157,9 @@ Status KvSnapshot::validate() const {
     return contradiction(fmt::format("{} blocks, null block {}", num_blocks, null_block));
   }
   BlockMap by_id;
-  TORPOR_TRY(check_blocks(*this, by_id));
-  TORPOR_TRY(check_tables(*this, by_id));
-  TORPOR_TRY(check_prefix_index(*this, by_id));
+  TORPOR_RETURN_IF_ERROR(check_blocks(*this, by_id));
+  TORPOR_RETURN_IF_ERROR(check_tables(*this, by_id));
+  TORPOR_RETURN_IF_ERROR(check_prefix_index(*this, by_id));
   return check_free_order(*this, by_id);
 }
 

@@ -16,7 +16,7 @@ Status SchedulerSnapshot::validate() const {
   if (policy != "fcfs" && policy != "priority") return wrong(fmt::format("the policy is \"{}\"", policy));
   std::unordered_map<std::string_view, const RequestState*> by_id;
   for (const RequestState& request : requests) {
-    TORPOR_TRY(request.validate());
+    TORPOR_RETURN_IF_ERROR(request.validate());
     if (!by_id.emplace(request.id, &request).second)
       return wrong(fmt::format("request {} is listed twice", request.id));
   }
@@ -35,9 +35,9 @@ Status SchedulerSnapshot::validate() const {
     }
     return ok();
   };
-  TORPOR_TRY(enqueue(running, "running"));
-  TORPOR_TRY(enqueue(waiting, "waiting"));
-  TORPOR_TRY(enqueue(held, "held"));
+  TORPOR_RETURN_IF_ERROR(enqueue(running, "running"));
+  TORPOR_RETURN_IF_ERROR(enqueue(waiting, "waiting"));
+  TORPOR_RETURN_IF_ERROR(enqueue(held, "held"));
   for (const RequestState& request : requests) {
     if (!queue_of.contains(request.id)) return wrong(fmt::format("request {} is in no queue", request.id));
   }

@@ -49,7 +49,7 @@ class CudaDevice final : public DeviceMemory {
     TORPOR_CUDA_TRY(driver_.cuDeviceGetName(name, sizeof name - 1, device_), "reading the name of {}", kind_);
     info.name = name;
     TORPOR_CUDA_TRY(driver_.cuDriverGetVersion(&info.driver_version), "reading the driver's version");
-    TORPOR_ASSIGN(info.batched_copies, copies_.find_batches(device_));
+    TORPOR_ASSIGN_OR_RETURN(info.batched_copies, copies_.find_batches(device_));
     int managed = 0;
     TORPOR_CUDA_TRY(
         driver_.cuDeviceGetAttribute(&managed, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device_),
@@ -169,7 +169,7 @@ class CudaDevice final : public DeviceMemory {
 
   Status do_set_access(DeviceAddress address, uint64_t size, Access access) override {
     TORPOR_CUDA_CURRENT();
-    TORPOR_TRY(grant(address, size, access));
+    TORPOR_RETURN_IF_ERROR(grant(address, size, access));
     if (access == Access::kReadWrite) {
       if (Status zeroed = zero_fresh(address, size); !zeroed) {
         if (zeroing_unproven_ == 0)
@@ -205,7 +205,7 @@ class CudaDevice final : public DeviceMemory {
            undone = next_piece(undone.end(), piece.address)) {
         if (!put_back(undone.address, *undone.mapping)) error.state_changed = true;
       }
-      (void)catching([&] {
+      (void)try_catch([&] {
         const bool changed = error.state_changed;
         error = cuda_error(driver_, result,
                            fmt::format("unmapping {} bytes at {:#x} on {}", piece.size, piece.address, kind_));
@@ -243,7 +243,7 @@ class CudaDevice final : public DeviceMemory {
   // A copy that may still run after a failed wait keeps its stream, and end_all() says so.
   Status do_copy_within(std::span<const InnerCopy> copies) override {
     TORPOR_CUDA_CURRENT();
-    TORPOR_ASSIGN(const StreamId id, streams_.create());
+    TORPOR_ASSIGN_OR_RETURN(const StreamId id, streams_.create());
     const CUstream stream = streams_.find(id);
     Status done;
     for (size_t i = 0; i < copies.size() && done; ++i) {
@@ -348,8 +348,9 @@ class CudaDevice final : public DeviceMemory {
       }
     }
     if (fresh.empty()) return ok();
-    for (const auto& [at, mapping] : fresh) TORPOR_TRY(proven(driver_.cuMemsetD8Async(at, 0, mapping.size, zeroing_)));
-    TORPOR_TRY(proven(driver_.cuStreamSynchronize(zeroing_)));
+    for (const auto& [at, mapping] : fresh)
+      TORPOR_RETURN_IF_ERROR(proven(driver_.cuMemsetD8Async(at, 0, mapping.size, zeroing_)));
+    TORPOR_RETURN_IF_ERROR(proven(driver_.cuStreamSynchronize(zeroing_)));
     const MutexLock lock(mutex_);
     for (const auto& [at, mapping] : fresh) handles_.at(mapping.id).fresh = false;
     return ok();
@@ -380,7 +381,7 @@ class CudaDevice final : public DeviceMemory {
 bool built_with_cuda() { return true; }
 
 Result<std::unique_ptr<DeviceMemory>> make_cuda_device(CudaDeviceOptions options, CudaDeviceInfo* info) {
-  TORPOR_ASSIGN(const CudaDriver* const driver, cuda_driver());
+  TORPOR_ASSIGN_OR_RETURN(const CudaDriver* const driver, cuda_driver());
   return make_cuda_device(*driver, options, info);
 }
 
@@ -403,7 +404,7 @@ Result<std::unique_ptr<DeviceMemory>> make_cuda_device(const CudaDriver& driver,
     return cuda_error(driver, result, fmt::format("taking the context of GPU {}", options.ordinal));
   auto made = std::make_unique<CudaDevice>(driver, device, context, options);
   CudaDeviceInfo found;
-  TORPOR_TRY(made->start(options, found));
+  TORPOR_RETURN_IF_ERROR(made->start(options, found));
   if (info != nullptr) *info = std::move(found);
   return std::unique_ptr<DeviceMemory>(std::move(made));
 }

@@ -37,7 +37,7 @@ Status HostCopies::begin(CUstream stream, Direction direction, std::span<const C
     if (batches && pieces.pinned[i]) {
       batch.push_back(pieces.copies[i]);
     } else {
-      TORPOR_TRY(copy_one(stream, direction, pieces.copies[i]));
+      TORPOR_RETURN_IF_ERROR(copy_one(stream, direction, pieces.copies[i]));
     }
   }
   return batch.empty() ? ok() : copy_batch(stream, direction, batch);

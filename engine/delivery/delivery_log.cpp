@@ -33,15 +33,15 @@ DeliveryLog::~DeliveryLog() {
 }
 
 Result<std::unique_ptr<DeliveryLog>> DeliveryLog::open(FileSystem& file_system, DeliveryLogOptions options) {
-  return catching([&]() -> Result<std::unique_ptr<DeliveryLog>> {
+  return try_catch([&]() -> Result<std::unique_ptr<DeliveryLog>> {
     std::unique_ptr<DeliveryLog> opened(new DeliveryLog(file_system, std::move(options)));
     if (opened->options_.directory.empty()) return opened;
     {  // over calls of files, too: nobody else knows it yet
       const MutexLock lock(opened->mutex_);
-      TORPOR_TRY(opened->read_log());
+      TORPOR_RETURN_IF_ERROR(opened->read_log());
       opened->forget_old();
     }
-    TORPOR_TRY(opened->rotate());
+    TORPOR_RETURN_IF_ERROR(opened->rotate());
     if (!opened->options_.own_thread) return opened;
     try {
       opened->thread_ = std::thread([&self = *opened] { self.run(); });
@@ -55,10 +55,10 @@ Result<std::unique_ptr<DeliveryLog>> DeliveryLog::open(FileSystem& file_system, 
 }
 
 Result<uint64_t> DeliveryLog::count_running(FileSystem& file_system, DeliveryLogOptions options) {
-  return catching([&]() -> Result<uint64_t> {
+  return try_catch([&]() -> Result<uint64_t> {
     DeliveryLog log(file_system, std::move(options));
     const MutexLock lock(log.mutex_);
-    TORPOR_TRY(log.read_log());
+    TORPOR_RETURN_IF_ERROR(log.read_log());
     return log.answers_.running();
   });
 }
@@ -66,7 +66,7 @@ Result<uint64_t> DeliveryLog::count_running(FileSystem& file_system, DeliveryLog
 // --- reading what was left -------------------------------------------------------------------------------------------
 
 Status DeliveryLog::read_log() {
-  TORPOR_ASSIGN(directory_, file_system_.open_directory(options_.directory, true));
+  TORPOR_ASSIGN_OR_RETURN(directory_, file_system_.open_directory(options_.directory, true));
   Result<std::unique_ptr<File>> lock = directory_->lock("LOCK");
   if (!lock) {
     if (lock.error().code != Code::kUnavailable) return lock.error();
@@ -76,7 +76,7 @@ Status DeliveryLog::read_log() {
   }
   lock_ = std::move(*lock);
   std::vector<uint64_t> numbers;  // ascending, as list() is
-  TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory_->list());
   for (const Entry& entry : entries) {
     const std::optional<uint64_t> number = delivery_log_file_number(entry.name);
     if (number && entry.kind == EntryKind::kFile) numbers.push_back(*number);
@@ -123,8 +123,9 @@ Status DeliveryLog::read_files(const std::vector<uint64_t>& numbers) {
   for (auto number = numbers.rbegin(); number != numbers.rend() && !whole; ++number) {
     answers_.clear();
     engine = options_.engine;
-    TORPOR_ASSIGN(const DeliveryLogFileRead read,
-                  read_delivery_log_file(*directory_, delivery_log_file_name(*number), options_.key.get(), sink));
+    TORPOR_ASSIGN_OR_RETURN(
+        const DeliveryLogFileRead read,
+        read_delivery_log_file(*directory_, delivery_log_file_name(*number), options_.key.get(), sink));
     whole = read.whole;
     lost_bytes_ = read.lost_bytes;
   }
@@ -180,7 +181,7 @@ void DeliveryLog::run() {
 }
 
 Status DeliveryLog::rotate() {
-  return catching([this]() -> Status {
+  return try_catch([this]() -> Status {
     uint64_t number = 0;
     bool aside = false;
     {
@@ -196,12 +197,12 @@ Status DeliveryLog::rotate() {
       number = ++number_;  // also after a failure: the name is taken
     }
     bool in_use = false;
-    const Status done = catching([&]() -> Status {
-      TORPOR_ASSIGN(const std::shared_ptr<DeliveryLogFile> file, write_beside(number));
-      TORPOR_TRY(switch_to(file));
+    const Status done = try_catch([&]() -> Status {
+      TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<DeliveryLogFile> file, write_beside(number));
+      TORPOR_RETURN_IF_ERROR(switch_to(file));
       in_use = true;
       // What went into the older file and was synced there, and all since.
-      TORPOR_TRY(file->sync());
+      TORPOR_RETURN_IF_ERROR(file->sync());
       return remove_older(number, aside);
     });
     const MutexLock lock(mutex_);
@@ -229,10 +230,10 @@ Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside(uint64_t numb
     rotation_->written.reserve(ids.size());
     forget_ = true;
   }
-  TORPOR_ASSIGN(const std::shared_ptr<DeliveryLogFile> file,
-                DeliveryLogFile::create(*directory_, number, options_.key.get(), options_.encrypt));
+  TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<DeliveryLogFile> file,
+                          DeliveryLogFile::create(*directory_, number, options_.key.get(), options_.encrypt));
   const Status written = [&]() -> Status {
-    TORPOR_TRY(file->append(engine_record(options_.engine)));
+    TORPOR_RETURN_IF_ERROR(file->append(engine_record(options_.engine)));
     for (const std::string& id : ids) {
       Bytes record;
       {
@@ -244,11 +245,11 @@ Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside(uint64_t numb
         record = answer_record(*answer);
         rotation_->written.insert(id);
       }
-      TORPOR_TRY(file->append(record));
+      TORPOR_RETURN_IF_ERROR(file->append(record));
     }
-    TORPOR_TRY(append_tail(*file));
-    TORPOR_TRY(file->sync());
-    TORPOR_TRY(directory_->sync());  // a sync() of the file alone is enough from here on
+    TORPOR_RETURN_IF_ERROR(append_tail(*file));
+    TORPOR_RETURN_IF_ERROR(file->sync());
+    TORPOR_RETURN_IF_ERROR(directory_->sync());  // a sync() of the file alone is enough from here on
     return append_tail(*file);
   }();
   if (written) return file;
@@ -265,7 +266,7 @@ Status DeliveryLog::append_tail(DeliveryLogFile& file) {
       tail.swap(rotation_->tail);
     }
     if (tail.empty()) break;
-    for (const Bytes& record : tail) TORPOR_TRY(file.append(record));
+    for (const Bytes& record : tail) TORPOR_RETURN_IF_ERROR(file.append(record));
   }
   return ok();
 }
@@ -273,13 +274,13 @@ Status DeliveryLog::append_tail(DeliveryLogFile& file) {
 Status DeliveryLog::switch_to(const std::shared_ptr<DeliveryLogFile>& file) {
   std::shared_ptr<DeliveryLogFile> closed_last = file;  // the older one, closed without a lock
   const MutexLock writing(writer_);
-  TORPOR_TRY(append_tail(*file));
+  TORPOR_RETURN_IF_ERROR(append_tail(*file));
   {
     const MutexLock lock(mutex_);
     if (rotation_->incomplete)
       return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
   }
-  TORPOR_TRY(file->append(whole_record()));
+  TORPOR_RETURN_IF_ERROR(file->append(whole_record()));
   const MutexLock lock(mutex_);
   file_.swap(closed_last);
   log_bytes_ = began_with_ = file->bytes();
@@ -292,19 +293,19 @@ Status DeliveryLog::switch_to(const std::shared_ptr<DeliveryLogFile>& file) {
 
 Status DeliveryLog::remove_older(uint64_t number, bool aside) {
   std::string kept;
-  TORPOR_ASSIGN(const std::vector<Entry> entries, directory_->list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory_->list());
   for (const Entry& entry : entries) {
     if (delivery_log_file_number(entry.name).value_or(number) >= number) continue;
     if (aside) {
       const std::string name = fmt::format("set-aside-{}", entry.name);
-      TORPOR_TRY(directory_->rename_new(entry.name, name));
+      TORPOR_RETURN_IF_ERROR(directory_->rename_new(entry.name, name));
       kept = options_.directory + "/" + name;
     } else if (const Status removed = directory_->remove_file(entry.name); !removed) {
       log().warn("{}: an old file of the log stays: {}", options_.directory, removed.error().to_string());
     }
   }
   if (!aside) return ok();
-  TORPOR_TRY(directory_->sync());
+  TORPOR_RETURN_IF_ERROR(directory_->sync());
   const MutexLock lock(mutex_);
   sets_aside_ = false;
   set_aside_ = std::move(kept);
@@ -322,7 +323,7 @@ std::shared_ptr<DeliveryLogFile> DeliveryLog::file() const {
 Status DeliveryLog::append(const Bytes& record) {
   const std::shared_ptr<DeliveryLogFile> file = this->file();
   if (file == nullptr || !writable_) return ok();  // reported when it began, and in counts()
-  const Status written = catching([&] { return file->append(record); });
+  const Status written = try_catch([&] { return file->append(record); });
   writable_ = written.has_value();
   const MutexLock lock(mutex_);
   log_bytes_ = file->bytes();
@@ -341,8 +342,8 @@ void DeliveryLog::note(const std::function<Bytes()>& record) {
 }
 
 Status DeliveryLog::start(Answer answer) {
-  return catching([&]() -> Status {
-    TORPOR_TRY(answer.request.validate());
+  return try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(answer.request.validate());
     const MutexLock writing(writer_);
     answer.text_ends.assign(answer.request.output_token_ids.size(), 0);
     answer.created = clock_.unix_seconds();
@@ -375,7 +376,7 @@ Status DeliveryLog::start(Answer answer) {
 }
 
 Status DeliveryLog::step(std::vector<AnswerStep> steps) {
-  return catching([&]() -> Status {
+  return try_catch([&]() -> Status {
     const MutexLock writing(writer_);
     const double now = clock_.unix_seconds();
     for (AnswerStep& step : steps) step.time = now;
@@ -383,7 +384,7 @@ Status DeliveryLog::step(std::vector<AnswerStep> steps) {
     {
       const MutexLock lock(mutex_);
       if (closed_ || steps.empty()) return ok();
-      TORPOR_ASSIGN(answers, answers_.prepare(steps));
+      TORPOR_ASSIGN_OR_RETURN(answers, answers_.prepare(steps));
     }
     const Bytes record = file() != nullptr ? steps_record(steps) : Bytes{};
     const Status written = append(record);
@@ -406,7 +407,7 @@ Status DeliveryLog::step(std::vector<AnswerStep> steps) {
 }
 
 Status DeliveryLog::sync() {
-  return catching([this]() -> Status {
+  return try_catch([this]() -> Status {
     std::shared_ptr<DeliveryLogFile> file;
     bool failing = false;
     {

@@ -121,13 +121,13 @@ Result<bool> take(RecordKind kind, std::span<const std::byte> content, const std
                   const DeliveryLogSink& sink) {
   switch (kind) {
     case RecordKind::kEngine: {
-      TORPOR_ASSIGN(Fingerprint engine, from_bytes<Fingerprint>(content, name));
+      TORPOR_ASSIGN_OR_RETURN(Fingerprint engine, from_bytes<Fingerprint>(content, name));
       sink.engine(std::move(engine));
       return true;
     }
     case RecordKind::kAnswer: {
-      TORPOR_ASSIGN(Answer answer, from_bytes<Answer>(content, name));
-      TORPOR_TRY(answer.request.validate());
+      TORPOR_ASSIGN_OR_RETURN(Answer answer, from_bytes<Answer>(content, name));
+      TORPOR_RETURN_IF_ERROR(answer.request.validate());
       const std::vector<uint32_t>& ends = answer.text_ends;
       if (ends.size() != answer.request.output_token_ids.size() || !std::is_sorted(ends.begin(), ends.end()) ||
           (!ends.empty() && ends.back() > code_points(answer.text)))
@@ -135,7 +135,7 @@ Result<bool> take(RecordKind kind, std::span<const std::byte> content, const std
       return sink.answer(std::move(answer));
     }
     case RecordKind::kSteps: {
-      TORPOR_ASSIGN(std::vector<AnswerStep> steps, from_bytes<std::vector<AnswerStep>>(content, name));
+      TORPOR_ASSIGN_OR_RETURN(std::vector<AnswerStep> steps, from_bytes<std::vector<AnswerStep>>(content, name));
       return sink.steps(std::move(steps));
     }
     default: return false;
@@ -190,7 +190,7 @@ Result<std::unique_ptr<DeliveryLogFile>> DeliveryLogFile::create(Directory& dire
                                                                  bool encrypt) {
   std::unique_ptr<DeliveryLogFile> made(new DeliveryLogFile);
   made->number_ = number;
-  TORPOR_ASSIGN(made->file_, directory.create_file(delivery_log_file_name(number)));
+  TORPOR_ASSIGN_OR_RETURN(made->file_, directory.create_file(delivery_log_file_name(number)));
   FileHead head{.version = kVersion, .byte_order = kByteOrder};
   std::copy(kMagic.begin(), kMagic.end(), head.magic.begin());
   if (key != nullptr) {
@@ -199,7 +199,7 @@ Result<std::unique_ptr<DeliveryLogFile>> DeliveryLogFile::create(Directory& dire
     head.protection = static_cast<uint32_t>(made->seal_->protection());
     head.key = made->seal_->key_name();
   }
-  TORPOR_TRY(made->file_->pwrite(std::as_bytes(std::span(&head, 1)), 0));
+  TORPOR_RETURN_IF_ERROR(made->file_->pwrite(std::as_bytes(std::span(&head, 1)), 0));
   made->end_ = sizeof head;
   return made;
 }
@@ -211,7 +211,7 @@ Status DeliveryLogFile::append(const Bytes& record) {
   const auto content = std::as_writable_bytes(std::span(whole)).subspan(sizeof head);
   head.tag = seal_ != nullptr ? seal_->seal(content, content, place_at(end_)) : digest_at(end_, content).bytes;
   std::memcpy(whole.data(), &head, sizeof head);
-  TORPOR_TRY(file_->pwrite(std::as_bytes(std::span(whole)), end_));
+  TORPOR_RETURN_IF_ERROR(file_->pwrite(std::as_bytes(std::span(whole)), end_));
   end_ += whole.size();
   return ok();
 }
@@ -219,15 +219,15 @@ Status DeliveryLogFile::append(const Bytes& record) {
 Result<DeliveryLogFileRead> read_delivery_log_file(const Directory& directory, const std::string& name, const Key* key,
                                                    const DeliveryLogSink& sink) {
   DeliveryLogFileRead read;
-  TORPOR_ASSIGN(const std::unique_ptr<File> file, directory.open_file(name));
-  TORPOR_ASSIGN(const uint64_t size, file->size());
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory.open_file(name));
+  TORPOR_ASSIGN_OR_RETURN(const uint64_t size, file->size());
   const auto damaged_from = [&](uint64_t offset) {
     read.lost_bytes = size - offset;
     return read;
   };
   FileHead head;
   if (size < sizeof head) return damaged_from(0);  // a kill at its very beginning
-  TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(&head, 1)), 0));
+  TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(&head, 1)), 0));
   if (std::string_view(head.magic.data(), head.magic.size()) != kMagic || head.byte_order != kByteOrder)
     return damaged_from(0);
   if (head.version != kVersion) {
@@ -236,14 +236,14 @@ Result<DeliveryLogFileRead> read_delivery_log_file(const Directory& directory, c
                  .next_step = "use the version of torpor that wrote it"};
   }
   if (head.protection > static_cast<uint32_t>(Protection::kEncrypted)) return damaged_from(0);
-  TORPOR_ASSIGN(const std::unique_ptr<Seal> seal, seal_of(head, key, file->name()));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Seal> seal, seal_of(head, key, file->name()));
   for (uint64_t at = sizeof head; at < size;) {
     RecordHead record;
     if (size - at < sizeof record) return damaged_from(at);
-    TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(&record, 1)), at));
+    TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(&record, 1)), at));
     if (record.bytes == 0 || record.bytes > size - at - sizeof record) return damaged_from(at);
     std::vector<std::byte> bytes(record.bytes);
-    TORPOR_TRY(file->pread(bytes, at + sizeof record));
+    TORPOR_RETURN_IF_ERROR(file->pread(bytes, at + sizeof record));
     const bool intact = seal != nullptr ? seal->open(bytes, record.tag, place_at(at)).has_value()
                                         : digest_at(at, bytes).bytes == record.tag;
     if (!intact) return damaged_from(at);
@@ -251,7 +251,8 @@ Result<DeliveryLogFileRead> read_delivery_log_file(const Directory& directory, c
     if (kind == RecordKind::kWhole) {
       read.whole = true;
     } else {
-      TORPOR_ASSIGN(const bool fits, take(kind, std::span<const std::byte>(bytes).subspan(1), file->name(), sink));
+      TORPOR_ASSIGN_OR_RETURN(const bool fits,
+                              take(kind, std::span<const std::byte>(bytes).subspan(1), file->name(), sink));
       if (!fits) return damaged_from(at);
     }
     at += sizeof record + record.bytes;

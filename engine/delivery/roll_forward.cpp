@@ -26,7 +26,7 @@ bool begins_with(const std::vector<int32_t>& tokens, const std::vector<int32_t>&
 }  // namespace
 
 Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten) {
-  return catching([&]() -> Result<RolledForward> {
+  return try_catch([&]() -> Result<RolledForward> {
     RolledForward rolled;
     std::unordered_map<std::string, RequestState*> known;
     for (RequestState& request : state.scheduler.requests) known.emplace(request.id, &request);
@@ -62,7 +62,7 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
       state.scheduler.waiting.push_back(answer->request.id);
       rolled.added.push_back(answer->request.id);
     }
-    TORPOR_TRY(state.validate());
+    TORPOR_RETURN_IF_ERROR(state.validate());
     return rolled;
   });
 }
@@ -70,7 +70,7 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
 std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up_with(std::vector<Answer> answers,
                                                                                    RolledForward& rolled) {
   return [answers = std::move(answers), &rolled](SchedulerCheckpoint& state, bool woken_before) -> Status {
-    TORPOR_ASSIGN(rolled, roll_forward(state, answers, woken_before));
+    TORPOR_ASSIGN_OR_RETURN(rolled, roll_forward(state, answers, woken_before));
     return ok();
   };
 }

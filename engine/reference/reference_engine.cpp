@@ -47,15 +47,16 @@ Result<std::unique_ptr<ReferenceEngine>> ReferenceEngine::create(std::vector<std
     return Error{.code = Code::kInvalidArgument, .what = "no rank has a device", .next_step = "give one or more"};
   }
   std::unique_ptr<ReferenceEngine> engine(new ReferenceEngine(file_system, clock, std::move(options), port));
-  TORPOR_TRY(engine->build(std::move(devices)));
-  TORPOR_TRY(engine->build_offload());
+  TORPOR_RETURN_IF_ERROR(engine->build(std::move(devices)));
+  TORPOR_RETURN_IF_ERROR(engine->build_offload());
   return engine;
 }
 
 Status ReferenceEngine::build(std::vector<std::unique_ptr<DeviceMemory>> devices) {
-  TORPOR_ASSIGN(pool_, BlockPool::create({.num_blocks = options_.num_blocks, .block_tokens = block_tokens()}, port_));
+  TORPOR_ASSIGN_OR_RETURN(
+      pool_, BlockPool::create({.num_blocks = options_.num_blocks, .block_tokens = block_tokens()}, port_));
   for (std::unique_ptr<DeviceMemory>& device : devices) {
-    TORPOR_ASSIGN(Rank rank, make_rank(static_cast<int32_t>(ranks_.size()), std::move(device)));
+    TORPOR_ASSIGN_OR_RETURN(Rank rank, make_rank(static_cast<int32_t>(ranks_.size()), std::move(device)));
     ranks_.push_back(std::move(rank));
   }
   return ok();
@@ -63,30 +64,30 @@ Status ReferenceEngine::build(std::vector<std::unique_ptr<DeviceMemory>> devices
 
 Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::unique_ptr<DeviceMemory> device) {
   Rank made;
-  TORPOR_ASSIGN(made.memory, RankMemory::create(std::move(device), file_system_,
-                                                {.rank = rank,
-                                                 .arena_slab_bytes = 64 * kKiB,
-                                                 .threads = options_.transfer_threads,
-                                                 .own_threads = options_.transfers_have_threads,
-                                                 .retain_kv_bytes = options_.retain_kv_bytes,
-                                                 .host_compression = options_.host_compression,
-                                                 .events = port_,
-                                                 .late_job_bytes = options_.late_job_bytes,
-                                                 .late_thread = options_.late_thread}));
+  TORPOR_ASSIGN_OR_RETURN(made.memory, RankMemory::create(std::move(device), file_system_,
+                                                          {.rank = rank,
+                                                           .arena_slab_bytes = 64 * kKiB,
+                                                           .threads = options_.transfer_threads,
+                                                           .own_threads = options_.transfers_have_threads,
+                                                           .retain_kv_bytes = options_.retain_kv_bytes,
+                                                           .host_compression = options_.host_compression,
+                                                           .events = port_,
+                                                           .late_job_bytes = options_.late_job_bytes,
+                                                           .late_thread = options_.late_thread}));
   const ByteModelShape& shape = options_.model;
   const auto seed = static_cast<uint64_t>(rank) + options_.weights_seed;  // of the order; sizes are those of any engine
-  TORPOR_ASSIGN(ScatteredBytes weights,
-                ScatteredBytes::allocate(*made.memory, "weights", options_.weight_bytes, static_cast<uint64_t>(rank),
-                                         seed, options_.regions_per_tag));
+  TORPOR_ASSIGN_OR_RETURN(ScatteredBytes weights,
+                          ScatteredBytes::allocate(*made.memory, "weights", options_.weight_bytes,
+                                                   static_cast<uint64_t>(rank), seed, options_.regions_per_tag));
   ScatteredKv kv{.layers = shape.layers,
                  .blocks = options_.num_blocks,
                  .block_bytes = static_cast<uint64_t>(shape.block_tokens) * shape.token_bytes};
   kv.spare.assign(options_.spare_kv_regions, 1 + static_cast<uint64_t>(kv.blocks) * kv.block_bytes / 3);
-  TORPOR_TRY(allocate_kv(*made.memory, kv, seed));
+  TORPOR_RETURN_IF_ERROR(allocate_kv(*made.memory, kv, seed));
   for (const std::string& tag : options_.step_tags) {
-    TORPOR_ASSIGN(StepRegions beside,
-                  StepRegions::allocate(*made.memory, tag, StepRegions::kBytes / options_.step_tags.size(), seed, seed,
-                                        options_.regions_per_tag));
+    TORPOR_ASSIGN_OR_RETURN(StepRegions beside,
+                            StepRegions::allocate(*made.memory, tag, StepRegions::kBytes / options_.step_tags.size(),
+                                                  seed, seed, options_.regions_per_tag));
     made.beside.push_back(std::move(beside));
   }
   made.model = std::make_unique<ByteModel>(shape, std::move(weights), made.memory->kv_layout());
@@ -130,7 +131,7 @@ Status ReferenceEngine::add(const ReferenceRequest& request, int32_t samples) {
                  .next_step = "use another id"};
   }
   for (Rank& rank : ranks_) {
-    for (StepRegions& regions : rank.beside) TORPOR_TRY(regions.exchange());
+    for (StepRegions& regions : rank.beside) TORPOR_RETURN_IF_ERROR(regions.exchange());
   }
   for (int32_t sample = 0; sample < samples; ++sample) {
     auto made = std::make_unique<Request>();
@@ -143,7 +144,7 @@ Status ReferenceEngine::add(const ReferenceRequest& request, int32_t samples) {
     if (offload_) made->offload = offload_->begin_request(made->asked.id, made->asked.priority);
     Request& added = *made;
     requests_.emplace(added.asked.id, std::move(made));
-    TORPOR_ASSIGN(added.slot, slots_.create(added.asked.id, added.length()));
+    TORPOR_ASSIGN_OR_RETURN(added.slot, slots_.create(added.asked.id, added.length()));
     queue(added);
   }
   return ok();
@@ -388,7 +389,7 @@ Status ReferenceEngine::exchange_asleep() {
     const std::map<std::string, RegionState> states = rank.memory->states();
     for (StepRegions& regions : rank.beside) {
       const auto state = states.find(regions.tag());
-      if (state != states.end() && state->second == RegionState::kDetached) TORPOR_TRY(regions.exchange());
+      if (state != states.end() && state->second == RegionState::kDetached) TORPOR_RETURN_IF_ERROR(regions.exchange());
     }
   }
   return ok();

@@ -213,7 +213,7 @@ Status ReferenceEngine::drop_prefix(const std::vector<int32_t>& blocks) {
 // that share blocks.
 Status ReferenceEngine::retire_prefix() {
   pool_->clear_cached();
-  TORPOR_TRY(forget_stored());
+  TORPOR_RETURN_IF_ERROR(forget_stored());
   for (const auto& [id, request] : requests_) {
     if (request->full.empty() && !request->partial) continue;
     const Digest salted = digest_of(std::as_bytes(std::span(&request->asked.salt, 1)));
@@ -231,11 +231,11 @@ Status ReferenceEngine::retire_prefix() {
         static_cast<size_t>(request->computed) - request->full.size() * static_cast<size_t>(block_tokens());
     const std::span<const int32_t> tokens =
         std::span(request->tokens).subspan(static_cast<size_t>(request->computed) - held, held);
-    TORPOR_TRY(request->partial->reset());
-    TORPOR_TRY(request->partial->initialize(parent, request->asked.salt));
-    TORPOR_TRY(request->partial->add_tokens(tokens));
-    TORPOR_TRY(request->partial->schedule_compute());
-    TORPOR_TRY(request->partial->compute_done());
+    TORPOR_RETURN_IF_ERROR(request->partial->reset());
+    TORPOR_RETURN_IF_ERROR(request->partial->initialize(parent, request->asked.salt));
+    TORPOR_RETURN_IF_ERROR(request->partial->add_tokens(tokens));
+    TORPOR_RETURN_IF_ERROR(request->partial->schedule_compute());
+    TORPOR_RETURN_IF_ERROR(request->partial->compute_done());
   }
   return ok();
 }
@@ -268,7 +268,7 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
   }
   if (const auto* identities = std::get_if<List>(&state.kv.engine.data)) {
     for (const Value& value : *identities) {
-      TORPOR_ASSIGN(BlockPoolSnapshot::Block block, to_block(value));
+      TORPOR_ASSIGN_OR_RETURN(BlockPoolSnapshot::Block block, to_block(value));
       if (const std::vector<int32_t>& now = state.kv.block_numbers; !now.empty()) {
         if (block.id < 0 || static_cast<size_t>(block.id) >= now.size()) return damaged("a block has no number");
         block.id = now[static_cast<size_t>(block.id)];
@@ -282,7 +282,7 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
     return std::none_of(pool.registered.begin(), pool.registered.end(),
                         [id](const BlockPoolSnapshot::Block& block) { return block.id == id; });
   });
-  TORPOR_ASSIGN(BlockPool::Handles handles, pool_->restore(pool));
+  TORPOR_ASSIGN_OR_RETURN(BlockPool::Handles handles, pool_->restore(pool));
 
   std::map<std::string, std::vector<int32_t>> tables;
   for (const KvTable& table : state.kv.groups[0].tables) tables[table.request] = table.blocks;
@@ -333,15 +333,15 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
     if (request->partial) {
       const std::span<const int32_t> held =
           std::span(request->tokens).subspan(static_cast<size_t>(request->computed) - in_partial, in_partial);
-      TORPOR_TRY(request->partial->initialize(request->full.empty() ? Digest{} : request->full.back().identity().hash(),
-                                              request->asked.salt));
-      TORPOR_TRY(request->partial->add_tokens(held));
-      TORPOR_TRY(request->partial->schedule_compute());
-      TORPOR_TRY(request->partial->compute_done());
+      TORPOR_RETURN_IF_ERROR(request->partial->initialize(
+          request->full.empty() ? Digest{} : request->full.back().identity().hash(), request->asked.salt));
+      TORPOR_RETURN_IF_ERROR(request->partial->add_tokens(held));
+      TORPOR_RETURN_IF_ERROR(request->partial->schedule_compute());
+      TORPOR_RETURN_IF_ERROR(request->partial->compute_done());
     }
     if (offload_) request->offload = offload_->begin_request(saved.id, saved.priority);
     Request& restored = *requests_.emplace(saved.id, std::move(request)).first->second;
-    TORPOR_ASSIGN(restored.slot, slots_.create(saved.id, restored.length()));
+    TORPOR_ASSIGN_OR_RETURN(restored.slot, slots_.create(saved.id, restored.length()));
   }
   for (const std::string& id : state.scheduler.running) {
     const Request& request = *running_.emplace_back(requests_.at(id).get());
@@ -359,7 +359,7 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
 }
 
 Status ReferenceEngine::forget_restored() {
-  TORPOR_TRY(drop_requests("abort"));
+  TORPOR_RETURN_IF_ERROR(drop_requests("abort"));
   generator_ = kFreshGenerator;
   counts_.steps = std::exchange(steps_before_restore_, std::nullopt).value_or(counts_.steps);
   return ok();

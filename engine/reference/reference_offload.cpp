@@ -33,39 +33,40 @@ Status ReferenceEngine::build_offload() {
   placement.host = tiers.host_blocks > 0;
   placement.disk = tiers.disk_blocks > 0;
   placement_ = make_placement(placement);
-  TORPOR_ASSIGN(offload_, OffloadScheduler::create({.index = {.host_slots = with.host_slots,
-                                                              .disk_segments = with.disk_segments,
-                                                              .segment_slots = with.segment_slots,
-                                                              .device_blocks = options_.num_blocks},
-                                                    .queue = tiers.offload,
-                                                    .ranks = static_cast<int32_t>(ranks_.size()),
-                                                    .block_tokens = block_tokens(),
-                                                    .mode = tiers.mode,
-                                                    .counted_keys = tiers.counted_keys},
-                                                   *pool_, *placement_, clock_, port_));
-  TORPOR_ASSIGN(const KeySpace space, key_space());
+  TORPOR_ASSIGN_OR_RETURN(offload_, OffloadScheduler::create({.index = {.host_slots = with.host_slots,
+                                                                        .disk_segments = with.disk_segments,
+                                                                        .segment_slots = with.segment_slots,
+                                                                        .device_blocks = options_.num_blocks},
+                                                              .queue = tiers.offload,
+                                                              .ranks = static_cast<int32_t>(ranks_.size()),
+                                                              .block_tokens = block_tokens(),
+                                                              .mode = tiers.mode,
+                                                              .counted_keys = tiers.counted_keys},
+                                                             *pool_, *placement_, clock_, port_));
+  TORPOR_ASSIGN_OR_RETURN(const KeySpace space, key_space());
   std::vector<std::vector<RecoveredBlock>> found;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     RankMemory& memory = *ranks_[rank].memory;
     std::shared_ptr<HostStore> host;
     std::unique_ptr<SlotStore> disk;
     if (placement.host) {
-      TORPOR_ASSIGN(host, memory.make_host_store(
-                              {.slots = with.host_slots, .slot_bytes = bytes, .codec = options_.host_compression}));
+      TORPOR_ASSIGN_OR_RETURN(
+          host,
+          memory.make_host_store({.slots = with.host_slots, .slot_bytes = bytes, .codec = options_.host_compression}));
     }
     if (placement.disk) {
       SegmentStoreOptions options{
           .rank = static_cast<int32_t>(rank), .record_bytes = bytes, .slots_per_segment = with.segment_slots};
       options.budget_bytes =
           static_cast<uint64_t>(with.disk_segments + 1) * SegmentStore::most_bytes_of_segment(options);
-      TORPOR_ASSIGN(disk, SegmentStore::open(file_system_, tiers.disk_directory + "/store", options, clock_));
+      TORPOR_ASSIGN_OR_RETURN(disk, SegmentStore::open(file_system_, tiers.disk_directory + "/store", options, clock_));
     }
     with.rank = static_cast<int32_t>(rank);
-    TORPOR_ASSIGN(
+    TORPOR_ASSIGN_OR_RETURN(
         std::unique_ptr<OffloadWorker> worker,
         OffloadWorker::create(with, memory.kv_layout(), memory.transfers(), std::move(host), std::move(disk)));
     worker->open_space(offload_->space(), space.digest());
-    TORPOR_ASSIGN(std::vector<RecoveredBlock> recovered, worker->recover(offload_->space()));
+    TORPOR_ASSIGN_OR_RETURN(std::vector<RecoveredBlock> recovered, worker->recover(offload_->space()));
     found.push_back(std::move(recovered));
     workers_.push_back(std::move(worker));
   }
@@ -76,7 +77,7 @@ Status ReferenceEngine::build_offload() {
 
 // With the weights as they were loaded; what they are after a change nobody can name (forget_stored).
 Result<KeySpace> ReferenceEngine::key_space() {
-  TORPOR_ASSIGN(const Fingerprint fields, fingerprint());
+  TORPOR_ASSIGN_OR_RETURN(const Fingerprint fields, fingerprint());
   KeySpace space{.weights = digest_of(std::as_bytes(std::span(&options_.weights_seed, 1))),
                  .hashing = "BlockIdentity, XXH3-128 and SHA-256",
                  .ranks = static_cast<int32_t>(ranks_.size())};
@@ -89,7 +90,7 @@ Result<KeySpace> ReferenceEngine::key_space() {
 // Other weights: what was stored is not found any more, after a restart neither.
 Status ReferenceEngine::forget_stored() {
   if (!offload_) return ok();
-  TORPOR_TRY(offload_->reset());
+  TORPOR_RETURN_IF_ERROR(offload_->reset());
   const Digest space{random_seal_id()};
   for (const auto& worker : workers_) worker->open_space(offload_->space(), space);
   return ok();

@@ -28,13 +28,13 @@ Result<std::vector<DeviceAddress>> allocate_scattered(RankMemory& memory, std::s
   // The second comes where something was before the first: above it, where the third comes below it.
   DeviceAddress before = 0;
   if (order.size() > 1) {
-    TORPOR_ASSIGN(before, memory.allocate(tag, "before", sizes[order[1]]));
+    TORPOR_ASSIGN_OR_RETURN(before, memory.allocate(tag, "before", sizes[order[1]]));
   }
   std::vector<DeviceAddress> addresses(sizes.size());
   for (size_t i = 0; i < order.size(); ++i) {
-    if (i == 1) TORPOR_TRY(memory.free(before));
+    if (i == 1) TORPOR_RETURN_IF_ERROR(memory.free(before));
     const std::string name = order[i] == 0 ? std::string(tag.substr(0, 1)) : fmt::format("{}{}", tag[0], order[i]);
-    TORPOR_ASSIGN(addresses[order[i]], memory.allocate(tag, name, sizes[order[i]]));
+    TORPOR_ASSIGN_OR_RETURN(addresses[order[i]], memory.allocate(tag, name, sizes[order[i]]));
   }
   return addresses;
 }
@@ -43,7 +43,7 @@ Result<std::vector<DeviceAddress>> allocate_kv(RankMemory& memory, const Scatter
   const uint64_t layer_bytes = static_cast<uint64_t>(kv.blocks) * kv.block_bytes;
   std::vector<uint64_t> sizes(kv.layers, layer_bytes);
   sizes.insert(sizes.end(), kv.spare.begin(), kv.spare.end());
-  TORPOR_ASSIGN(std::vector<DeviceAddress> addresses, allocate_scattered(memory, kKvCacheTag, sizes, seed));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<DeviceAddress> addresses, allocate_scattered(memory, kKvCacheTag, sizes, seed));
   addresses.resize(kv.layers);
   KvLayout layout{.num_blocks = static_cast<uint32_t>(kv.blocks), .tensors = {}};
   for (const DeviceAddress address : addresses) {
@@ -53,7 +53,7 @@ Result<std::vector<DeviceAddress>> allocate_kv(RankMemory& memory, const Scatter
                               .block_stride = kv.block_bytes,
                               .block_bytes = kv.block_bytes});
   }
-  TORPOR_TRY(memory.set_kv_layout(kKvCacheTag, std::move(layout)));
+  TORPOR_RETURN_IF_ERROR(memory.set_kv_layout(kKvCacheTag, std::move(layout)));
   return addresses;
 }
 
@@ -73,7 +73,7 @@ std::vector<uint64_t> random_sizes(uint64_t bytes, size_t count, uint64_t seed) 
 Result<ScatteredBytes> ScatteredBytes::allocate(RankMemory& memory, std::string_view tag, uint64_t bytes, uint64_t seed,
                                                 uint64_t order, size_t regions) {
   const std::vector<uint64_t> sizes = random_sizes(bytes, regions, seed);
-  TORPOR_ASSIGN(const std::vector<DeviceAddress> addresses, allocate_scattered(memory, tag, sizes, order));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<DeviceAddress> addresses, allocate_scattered(memory, tag, sizes, order));
   ScatteredBytes made;
   for (size_t i = 0; i < sizes.size(); ++i) made.parts_.emplace_back(at(addresses[i]), sizes[i]);
   return made;
@@ -113,7 +113,8 @@ Result<StepRegions> StepRegions::allocate(RankMemory& memory, std::string tag, u
   made.memory_ = &memory;
   made.tag_ = std::move(tag);
   const std::vector<uint64_t> sizes = random_sizes(bytes, regions, seed);
-  TORPOR_ASSIGN(const std::vector<DeviceAddress> addresses, allocate_scattered(memory, made.tag_, sizes, order));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<DeviceAddress> addresses,
+                          allocate_scattered(memory, made.tag_, sizes, order));
   for (size_t i = 0; i < sizes.size(); ++i)
     made.regions_.push_back({.name = fmt::format("{}", i), .address = addresses[i], .bytes = sizes[i]});
   return made;
@@ -147,8 +148,9 @@ Status StepRegions::exchange() {
     return ok();
   Region& region = regions_[exchanges_ % regions_.size()];
   Region fresh{.name = fmt::format("exchanged {}", ++exchanges_), .bytes = region.bytes};
-  TORPOR_TRY(memory_->free(region.address));
-  TORPOR_ASSIGN(fresh.address, memory_->allocate(tag_, fresh.name, fresh.bytes));  // perhaps where the old one was
+  TORPOR_RETURN_IF_ERROR(memory_->free(region.address));
+  TORPOR_ASSIGN_OR_RETURN(fresh.address,
+                          memory_->allocate(tag_, fresh.name, fresh.bytes));  // perhaps where the old one was
   region = std::move(fresh);
   write(region);
   return ok();

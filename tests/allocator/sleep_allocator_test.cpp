@@ -23,7 +23,7 @@ std::byte* at(DeviceAddress address) {
 
 // All regions of the tags, as a wake does it.
 Status attach(SleepAllocator& allocator, const Tags& tags) {
-  TORPOR_TRY(allocator.begin_attach(tags));
+  TORPOR_RETURN_IF_ERROR(allocator.begin_attach(tags));
   for (const std::string& tag : tags) {
     for (const RegionInfo& region : allocator.regions_of(tag)) {
       const Status done = allocator.attach_region(region.address);

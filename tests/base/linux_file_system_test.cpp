@@ -113,17 +113,17 @@ TEST_F(LinuxFileSystem, FilesAreForTheirOwnerOnly) {
 // As kubelet leaves a volume at each start of a pod that has an fsGroup.
 TEST_F(LinuxFileSystem, AGroupOfThisProcessMayWrite) {
   const auto use = [&]() -> Status {
-    TORPOR_ASSIGN(const auto root, linux_file_system().open_directory(temporary_.path(), false));
-    TORPOR_ASSIGN(const auto below, root->open_directory("d"));
+    TORPOR_ASSIGN_OR_RETURN(const auto root, linux_file_system().open_directory(temporary_.path(), false));
+    TORPOR_ASSIGN_OR_RETURN(const auto below, root->open_directory("d"));
     for (Directory* each : {root.get(), below.get()}) {
-      TORPOR_ASSIGN(const auto file, each->open_file("f", FileIo::kPlain));
+      TORPOR_ASSIGN_OR_RETURN(const auto file, each->open_file("f", FileIo::kPlain));
       std::string content(5, '\0');
-      TORPOR_TRY(file->pread(std::as_writable_bytes(std::span(content)), 0));
+      TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(content)), 0));
       EXPECT_EQ(content, "hello");
     }
-    TORPOR_ASSIGN(const auto slots, below->open_slots("f", FileIo::kPlain));
-    TORPOR_TRY(slots->pwrite(bytes("hello"), 0));
-    TORPOR_TRY(root->lock("LOCK"));
+    TORPOR_ASSIGN_OR_RETURN(const auto slots, below->open_slots("f", FileIo::kPlain));
+    TORPOR_RETURN_IF_ERROR(slots->pwrite(bytes("hello"), 0));
+    TORPOR_RETURN_IF_ERROR(root->lock("LOCK"));
     return ok();
   };
   const auto root = open();

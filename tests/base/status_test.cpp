@@ -22,12 +22,12 @@ Result<int> half(int number) {
 }
 
 Result<int> quarter(int number) {
-  TORPOR_ASSIGN(const int once, half(number));
+  TORPOR_ASSIGN_OR_RETURN(const int once, half(number));
   return half(once);
 }
 
 Status check_quarter(int number) {
-  TORPOR_TRY(quarter(number));
+  TORPOR_RETURN_IF_ERROR(quarter(number));
   return ok();
 }
 
@@ -70,7 +70,7 @@ TEST(Status, TextNamesCodeCauseContextAndNextStep) {
 
 template <class Thrown>
 Status caught(const Thrown& thrown) {
-  return catching([&]() -> Status { throw thrown; });
+  return try_catch([&]() -> Status { throw thrown; });
 }
 
 TEST(Status, WhateverIsThrownIsAnErrorOfItsKind) {
@@ -85,9 +85,9 @@ TEST(Status, WhateverIsThrownIsAnErrorOfItsKind) {
 }
 
 TEST(Status, WhatIsReturnedIsLeftAsItIs) {
-  EXPECT_EQ(test::value_of(catching([] { return half(8); })), 4);
-  EXPECT_FAILS(catching([] { return half(7); }), Code::kInvalidArgument, "odd");
-  EXPECT_EQ(*test::value_of(catching([]() -> Result<std::unique_ptr<int>> { return std::make_unique<int>(3); })), 3);
+  EXPECT_EQ(test::value_of(try_catch([] { return half(8); })), 4);
+  EXPECT_FAILS(try_catch([] { return half(7); }), Code::kInvalidArgument, "odd");
+  EXPECT_EQ(*test::value_of(try_catch([]() -> Result<std::unique_ptr<int>> { return std::make_unique<int>(3); })), 3);
 }
 
 // As Python's interpreter ends threads that ask for its lock too late: nothing may hold that up.
@@ -99,7 +99,7 @@ TEST(Status, AThreadThatIsEndedFromOutsideEnds) {
       bool& gone;
       ~Guard() { gone = true; }
     } const guard{unwound};
-    (void)catching([]() -> Status { ::pthread_exit(nullptr); });
+    (void)try_catch([]() -> Status { ::pthread_exit(nullptr); });
     went_on = true;
   }).join();
   EXPECT_TRUE(unwound);

@@ -33,11 +33,12 @@ std::vector<Event> events_of(uint64_t part) {
 // How many parts were acknowledged; `acknowledged` is called after each.
 template <class Acknowledged>
 Status record(FileSystem& files, const std::string& path, const Acknowledged& acknowledged) {
-  TORPOR_ASSIGN(const auto directory, files.open_directory(path, true));
-  TORPOR_ASSIGN(const auto writer, RecordingWriter::create(*directory, "r", this_process("core", 0, system_clock())));
+  TORPOR_ASSIGN_OR_RETURN(const auto directory, files.open_directory(path, true));
+  TORPOR_ASSIGN_OR_RETURN(const auto writer,
+                          RecordingWriter::create(*directory, "r", this_process("core", 0, system_clock())));
   for (uint64_t part = 0; part < kParts; ++part) {
-    TORPOR_TRY(writer->write(events_of(part)));
-    TORPOR_TRY(writer->sync());
+    TORPOR_RETURN_IF_ERROR(writer->write(events_of(part)));
+    TORPOR_RETURN_IF_ERROR(writer->sync());
     acknowledged(part + 1);
   }
   return ok();

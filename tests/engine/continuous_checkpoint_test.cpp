@@ -36,7 +36,7 @@ class ContinuousCheckpoint : public SleepFailure {
 
   // Steps are taken while it is copied ahead, `before` at least; and `behind` while it is written.
   static Status take(SleepingEngine& serving, int before = 0) {
-    TORPOR_TRY(serving.controller.begin_checkpoint());
+    TORPOR_RETURN_IF_ERROR(serving.controller.begin_checkpoint());
     while (value_of(serving.controller.continue_checkpoint()) == CheckpointStage::kCopying) {
       if (before > 0) serving.engine.step();
       --before;
@@ -45,14 +45,14 @@ class ContinuousCheckpoint : public SleepFailure {
     return serving.controller.take_checkpoint({});
   }
   static Result<Taken> checkpoint(SleepingEngine& serving, int before = 0, int behind = 0) {
-    TORPOR_TRY(take(serving, before));
+    TORPOR_RETURN_IF_ERROR(take(serving, before));
     Taken taken{.report = {}, .tokens = serving.engine.tokens(), .steps = serving.engine.steps()};
     EXPECT_FALSE(serving.engine.frozen());
     while (value_of(serving.controller.continue_checkpoint()) == CheckpointStage::kWriting) {
       if (behind-- > 0) serving.engine.step();
     }
     for (; behind > 0; --behind) serving.engine.step();
-    TORPOR_ASSIGN(taken.report, serving.controller.end_checkpoint());
+    TORPOR_ASSIGN_OR_RETURN(taken.report, serving.controller.end_checkpoint());
     return taken;
   }
   void expect_to_wake(const Taken& taken, const Variant& options) {
@@ -87,11 +87,11 @@ class ContinuousCheckpoint : public SleepFailure {
 
 // 0: begun. 1: continued once. 2: ready. 3: taken.
 Status begin_until(int stage, SleepingEngine& serving, const std::string& progress = "") {
-  TORPOR_TRY(serving.controller.begin_checkpoint(progress));
+  TORPOR_RETURN_IF_ERROR(serving.controller.begin_checkpoint(progress));
   if (stage == 1) value_of(serving.controller.continue_checkpoint());
   if (stage < 2) return ok();
   while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();
-  if (stage == 3) TORPOR_TRY(serving.controller.take_checkpoint({}));
+  if (stage == 3) TORPOR_RETURN_IF_ERROR(serving.controller.take_checkpoint({}));
   return ok();
 }
 

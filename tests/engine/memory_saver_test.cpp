@@ -18,7 +18,7 @@ class MemorySaverTest : public ::testing::Test {
     return reinterpret_cast<std::byte*>(address);  // NOLINT(performance-no-int-to-ptr)
   }
   MemorySaver memory_{[](int ordinal) -> Result<std::unique_ptr<RankMemory>> {
-    TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device, make_host_device({.capacity_bytes = 64 * kMiB}));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> device, make_host_device({.capacity_bytes = 64 * kMiB}));
     return RankMemory::create(std::move(device), linux_file_system(), {.rank = ordinal, .handle_bytes = 2 * kMiB});
   }};
 };

@@ -38,9 +38,9 @@ class RanksOnHosts : public SleepFailure {
       EXPECT_EQ(entry.path().filename(), "LOCK");
   }
   static Status checkpoint_while_serving(SleepingEngine& serving) {
-    TORPOR_TRY(serving.controller.begin_checkpoint());
+    TORPOR_RETURN_IF_ERROR(serving.controller.begin_checkpoint());
     while (value_of(serving.controller.continue_checkpoint()) == CheckpointStage::kCopying) {}
-    TORPOR_TRY(serving.controller.take_checkpoint({}));
+    TORPOR_RETURN_IF_ERROR(serving.controller.take_checkpoint({}));
     const Result<SleepReport> ended = serving.controller.end_checkpoint();
     return ended ? ok() : Status(ended.error());
   }

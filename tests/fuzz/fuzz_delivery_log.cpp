@@ -24,17 +24,18 @@ void require(bool held, std::source_location where = std::source_location::curre
 }
 
 Status write_file(FileSystem& file_system, const uint8_t* data, size_t size) {
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory, file_system.open_directory("/log", true));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, file_system.open_directory("/log", true));
   const std::span bytes(data, size);
   if (size > 0 && data[0] == 0) {
-    TORPOR_ASSIGN(const std::unique_ptr<File> file, directory->create_file(delivery_log_file_name(1)));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory->create_file(delivery_log_file_name(1)));
     return file->pwrite(std::as_bytes(bytes.subspan(1)), 0);
   }
-  TORPOR_ASSIGN(const std::unique_ptr<DeliveryLogFile> file, DeliveryLogFile::create(*directory, 1, nullptr, false));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<DeliveryLogFile> file,
+                          DeliveryLogFile::create(*directory, 1, nullptr, false));
   for (size_t at = 1; at + 2 <= size;) {
     const size_t length = std::min<size_t>(data[at] + 256u * data[at + 1], size - at - 2);
     const auto record = bytes.subspan(at + 2, length);
-    TORPOR_TRY(file->append(Bytes(record.begin(), record.end())));
+    TORPOR_RETURN_IF_ERROR(file->append(Bytes(record.begin(), record.end())));
     at += 2 + length;
   }
   return ok();

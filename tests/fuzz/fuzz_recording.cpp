@@ -23,12 +23,12 @@ void require(bool held) {
 Status write_file(Directory& directory, const uint8_t* data, size_t size) {
   const std::span bytes(data, size);
   if (size > 0 && data[0] == 0) {
-    TORPOR_ASSIGN(const auto file, directory.create_file("r.events"));
+    TORPOR_ASSIGN_OR_RETURN(const auto file, directory.create_file("r.events"));
     return file->pwrite(std::as_bytes(bytes.subspan(1)), 0);
   }
-  TORPOR_ASSIGN(const auto writer,
-                console::RecordingWriter::create(
-                    directory, "r", {.role = "core", .major = kEventSchemaMajor, .minor = kEventSchemaMinor}));
+  TORPOR_ASSIGN_OR_RETURN(
+      const auto writer, console::RecordingWriter::create(
+                             directory, "r", {.role = "core", .major = kEventSchemaMajor, .minor = kEventSchemaMinor}));
   std::vector<Event> events(size == 0 ? 0 : (size - 1) / sizeof(Event));
   for (size_t i = 0; i < events.size(); ++i) {
     std::memcpy(static_cast<void*>(&events[i]), data + 1 + i * sizeof(Event), sizeof(Event));

@@ -9,7 +9,7 @@
 
 int main() {
   torpor::MemorySaver memory([](int) -> torpor::Result<std::unique_ptr<torpor::RankMemory>> {
-    TORPOR_ASSIGN(std::unique_ptr<torpor::DeviceMemory> device, torpor::make_host_device());
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<torpor::DeviceMemory> device, torpor::make_host_device());
     return torpor::RankMemory::create(std::move(device), torpor::linux_file_system());
   });
   const auto address = memory.allocate(0, 64 << 20);

@@ -90,14 +90,14 @@ TEST(Allocation, EveryOneFailsInEncodeAndDecode) {
   const EngineCheckpoint state = test::example_checkpoint();
   const std::vector<Section> sections = encode(state);
   uint64_t failed = fail_each("encode", [&] {
-    return catching([&]() -> Status {
+    return try_catch([&]() -> Status {
       const std::vector<Section> encoded = encode(state);
       return encoded == sections ? ok() : Status(Error{.code = Code::kInternal});
     });
   });
   failed += fail_each("decode", [&] {
-    return catching([&]() -> Status {
-      TORPOR_ASSIGN(const EngineCheckpoint decoded, decode(sections));
+    return try_catch([&]() -> Status {
+      TORPOR_ASSIGN_OR_RETURN(const EngineCheckpoint decoded, decode(sections));
       return decoded.state == state.state ? ok() : Status(Error{.code = Code::kInternal});
     });
   });
@@ -120,7 +120,7 @@ uint64_t fail_each_write(const EngineCheckpoint& state, bool incremental) {
           EXPECT_SUCCEEDS(test::write_checkpoint(*writer, state));
         }
         allocations = {.armed = true, .for_ever = for_ever, .at = n, .count = 0, .live = allocations.live};
-        path = catching([&] { return test::write_checkpoint(*writer, state, 1, /*changed=*/2); });
+        path = try_catch([&] { return test::write_checkpoint(*writer, state, 1, /*changed=*/2); });
         allocations.armed = false;
       }
       const bool fired = allocations.count >= n;
@@ -151,10 +151,10 @@ TEST(Allocation, EveryOneFailsWhileWritingAndReading) {
   ASSERT_SUCCEEDS(test::write_checkpoint(*manager));
   const EngineCheckpoint state = test::example_checkpoint();
   const uint64_t failed = fail_each("read", [&]() -> Status {
-    return catching([&]() -> Status {
-      TORPOR_ASSIGN(const Checkpoint checkpoint, manager->open_latest());
-      TORPOR_ASSIGN(const EngineCheckpoint read, checkpoint.read_state());
-      TORPOR_ASSIGN(const Verification found, verify(checkpoint, {.threads = 1}));
+    return try_catch([&]() -> Status {
+      TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, manager->open_latest());
+      TORPOR_ASSIGN_OR_RETURN(const EngineCheckpoint read, checkpoint.read_state());
+      TORPOR_ASSIGN_OR_RETURN(const Verification found, verify(checkpoint, {.threads = 1}));
       return found.problems.empty() && read == state ? ok() : Status(Error{.code = Code::kCorruption});
     });
   });
@@ -383,7 +383,7 @@ TEST(Allocation, APlanThatHadNoMemoryIsRunAgain) {
       while (!engine->idle()) (void)engine->step();
       Status stepped;
       const bool fired = fail_one(
-          n, for_ever, [&] { stepped = catching([&]() -> Status { return (void)engine->step_offload(), ok(); }); });
+          n, for_ever, [&] { stepped = try_catch([&]() -> Status { return (void)engine->step_offload(), ok(); }); });
       if (!for_ever) {  // without any memory the engine's step may say so
         EXPECT_SUCCEEDS(stepped);
       }

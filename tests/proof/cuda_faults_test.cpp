@@ -47,33 +47,34 @@ class Rank {
   Rank(FakeCuda& fake, int threads) : fake_(fake), threads_(threads) {}
 
   Status load() {
-    TORPOR_ASSIGN(std::unique_ptr<DeviceMemory> device,
-                  make_cuda_device(fake_.driver(), {.gather_below_bytes = kUnit, .gather_image = kImage}));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> device,
+                            make_cuda_device(fake_.driver(), {.gather_below_bytes = kUnit, .gather_image = kImage}));
     device_ = device.get();
-    TORPOR_ASSIGN(memory_, RankMemory::create(std::move(device), linux_file_system(),
-                                              {.arena_slab_bytes = kUnit,
-                                               .handle_bytes = kUnit,
-                                               .threads = std::max(1, threads_),
-                                               .own_threads = threads_ > 0}));
-    TORPOR_ASSIGN(const DeviceAddress first, memory_->allocate("weights", "first", 5 * kUnit));
-    TORPOR_ASSIGN(const DeviceAddress second, memory_->allocate("weights", "second", kUnit + 100));
-    TORPOR_ASSIGN(const DeviceAddress kv, memory_->allocate("kv_cache", "kv", kBlocks * kBlockBytes));
+    TORPOR_ASSIGN_OR_RETURN(memory_, RankMemory::create(std::move(device), linux_file_system(),
+                                                        {.arena_slab_bytes = kUnit,
+                                                         .handle_bytes = kUnit,
+                                                         .threads = std::max(1, threads_),
+                                                         .own_threads = threads_ > 0}));
+    TORPOR_ASSIGN_OR_RETURN(const DeviceAddress first, memory_->allocate("weights", "first", 5 * kUnit));
+    TORPOR_ASSIGN_OR_RETURN(const DeviceAddress second, memory_->allocate("weights", "second", kUnit + 100));
+    TORPOR_ASSIGN_OR_RETURN(const DeviceAddress kv, memory_->allocate("kv_cache", "kv", kBlocks * kBlockBytes));
     regions_ = {{first, content_of(1, 5 * kUnit)},
                 {second, content_of(2, kUnit + 100)},
                 {kv, content_of(3, kBlocks * kBlockBytes)}};
-    TORPOR_TRY(memory_->set_kv_layout("kv_cache", KvLayout{.num_blocks = kBlocks,
-                                                           .tensors = {{.address = kv,
-                                                                        .layers = 1,
-                                                                        .layer_stride = kBlocks * kBlockBytes,
-                                                                        .block_stride = kBlockBytes,
-                                                                        .block_bytes = kBlockBytes}}}));
-    for (auto& [address, content] : regions_) TORPOR_TRY(copy(Direction::kHostToDevice, address, content));
+    TORPOR_RETURN_IF_ERROR(
+        memory_->set_kv_layout("kv_cache", KvLayout{.num_blocks = kBlocks,
+                                                    .tensors = {{.address = kv,
+                                                                 .layers = 1,
+                                                                 .layer_stride = kBlocks * kBlockBytes,
+                                                                 .block_stride = kBlockBytes,
+                                                                 .block_bytes = kBlockBytes}}}));
+    for (auto& [address, content] : regions_) TORPOR_RETURN_IF_ERROR(copy(Direction::kHostToDevice, address, content));
     return ok();
   }
 
   // As the controller does it: what a failed step leaves is undone.
   Status sleep() {
-    TORPOR_TRY(call(orders::Save{.tags = kTags, .blocks = kLive}));
+    TORPOR_RETURN_IF_ERROR(call(orders::Save{.tags = kTags, .blocks = kLive}));
     const Status detached = call(orders::Detach{.tags = kTags});
     if (!detached && state() == "saving") (void)call(orders::Undo{.what = orders::Undo::What::kSave, .tags = kTags});
     return detached;
@@ -121,18 +122,18 @@ class Rank {
  private:
   template <class Order>
   Status call(const Order& order) {
-    TORPOR_TRY(test::call_rank(*memory_, order));
+    TORPOR_RETURN_IF_ERROR(test::call_rank(*memory_, order));
     return ok();
   }
   Status copy(Direction direction, DeviceAddress address, std::vector<std::byte>& host) {
-    TORPOR_ASSIGN(const StreamId stream, device_->create_stream());
+    TORPOR_ASSIGN_OR_RETURN(const StreamId stream, device_->create_stream());
     const Copy piece{address, host.data(), host.size()};
     const Status begun = device_->copy_async(stream, direction, {&piece, 1});
     DrainResult drained = device_->drain(stream);
     if (drained.drain == Drain::kUnproven)
       fake_.heal(), drained = device_->drain(stream);  // this host memory is about to go
     const Status ended = device_->destroy_stream(stream);
-    TORPOR_TRY(begun);
+    TORPOR_RETURN_IF_ERROR(begun);
     if (drained.drain != Drain::kCompleted) return drained.error;
     return ended;
   }

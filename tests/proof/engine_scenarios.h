@@ -332,16 +332,16 @@ inline void wake_early(World& world) {
 inline Status checkpoint_behind(SleepController& controller, const Arguments& with) {
   const auto beyond = [&](CheckpointStage stage) -> Status {
     while (true) {
-      TORPOR_ASSIGN(const CheckpointStage now, controller.continue_checkpoint());
+      TORPOR_ASSIGN_OR_RETURN(const CheckpointStage now, controller.continue_checkpoint());
       if (now != stage) return ok();
       std::this_thread::yield();
     }
   };
   const auto take = [&]() -> Status {
-    TORPOR_TRY(controller.begin_checkpoint());
-    TORPOR_TRY(beyond(CheckpointStage::kCopying));
-    TORPOR_TRY(controller.take_checkpoint(with.nothing));
-    TORPOR_TRY(beyond(CheckpointStage::kWriting));
+    TORPOR_RETURN_IF_ERROR(controller.begin_checkpoint());
+    TORPOR_RETURN_IF_ERROR(beyond(CheckpointStage::kCopying));
+    TORPOR_RETURN_IF_ERROR(controller.take_checkpoint(with.nothing));
+    TORPOR_RETURN_IF_ERROR(beyond(CheckpointStage::kWriting));
     return status_of(controller.end_checkpoint());
   };
   Status taken = take();
@@ -387,7 +387,7 @@ inline const std::vector<Scenario>& scenarios() {
        true},
       {"what comes behind an early wake", wake_early,
        [](SleepController& controller, const Arguments&) -> Status {
-         TORPOR_TRY(controller.continue_wake(LateWait::kAll));
+         TORPOR_RETURN_IF_ERROR(controller.continue_wake(LateWait::kAll));
          return ok();
        },
        true},

@@ -28,9 +28,9 @@ Status write_64_kib(CheckpointManager& manager, uint8_t seed) {
   EngineCheckpoint state = test::example_checkpoint();
   state.fingerprint["seed"] = std::to_string(seed);
   state.state.scheduler.requests[0].prompt_token_ids.resize(600 + seed, seed);  // so that sections differ
-  TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(0));
-  TORPOR_TRY(pending.write_state(state));
-  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer, pending.create_rank(0));
+  TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint pending, manager.begin(0));
+  TORPOR_RETURN_IF_ERROR(pending.write_state(state));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<RankWriter> writer, pending.create_rank(0));
   std::vector<SavedChunk> chunks;
   for (uint64_t i = 1; i <= 14; ++i) {
     std::vector<std::byte> bytes(kPage);
@@ -43,12 +43,12 @@ Status write_64_kib(CheckpointManager& manager, uint8_t seed) {
                      .digest = digest_of(bytes)};
     RecordPart part{&chunk, bytes, ok()};
     writer->put({&part, 1});
-    TORPOR_TRY(std::move(part.status));
+    TORPOR_RETURN_IF_ERROR(std::move(part.status));
     chunks.push_back(chunk);
   }
-  TORPOR_ASSIGN(RankSummary summary, writer->write_refs(chunks));
+  TORPOR_ASSIGN_OR_RETURN(RankSummary summary, writer->write_refs(chunks));
   pending.add_rank(std::move(summary));
-  TORPOR_TRY(pending.commit());
+  TORPOR_RETURN_IF_ERROR(pending.commit());
   return ok();
 }
 

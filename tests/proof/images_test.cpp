@@ -34,7 +34,7 @@ constexpr char kTaken = 'g';   // it is gone
 using Work = std::function<Status(FileSystem&, const std::string& directory, const Say&)>;
 
 Status store(ImageEngine& engine, const Say& say) {
-  TORPOR_TRY(engine.extract("a"));
+  TORPOR_RETURN_IF_ERROR(engine.extract("a"));
   if (const auto stored = engine.stored.store("a", ImageEngine::fields(), Value{}); !stored) {
     // Then it is in host memory as before.
     const bool there = engine.stored.path_of("a").empty() && engine.images.verify("a");
@@ -47,10 +47,10 @@ Status store(ImageEngine& engine, const Say& say) {
 // An engine that takes its own image back.
 Status comes_back(FileSystem& files, const std::string& directory, const Say& say) {
   ImageEngine engine(files, directory);
-  TORPOR_TRY(store(engine, say));
-  TORPOR_TRY(engine.stored.read_back("a"));
+  TORPOR_RETURN_IF_ERROR(store(engine, say));
+  TORPOR_RETURN_IF_ERROR(engine.stored.read_back("a"));
   say(kTaking, 0);
-  TORPOR_TRY(engine.stored.take("a"));
+  TORPOR_RETURN_IF_ERROR(engine.stored.take("a"));
   say(kTaken, 0);
   return ok();
 }
@@ -58,7 +58,7 @@ Status comes_back(FileSystem& files, const std::string& directory, const Say& sa
 // One request of it ends, then the other.
 Status is_aborted(FileSystem& files, const std::string& directory, const Say& say) {
   ImageEngine engine(files, directory);
-  TORPOR_TRY(store(engine, say));
+  TORPOR_RETURN_IF_ERROR(store(engine, say));
   (void)engine.stored.release("r1");
   say(kEnded, 0);
   say(kTaking, 0);
@@ -70,13 +70,13 @@ Status is_aborted(FileSystem& files, const std::string& directory, const Say& sa
 // Another engine takes it, after one of its requests has ended.
 Status moves(FileSystem& files, const std::string& directory, const Say& say) {
   ImageEngine source(files, directory);
-  TORPOR_TRY(store(source, say));
+  TORPOR_RETURN_IF_ERROR(store(source, say));
   (void)source.stored.release("r1");
   say(kEnded, 0);
   ImageEngine target(files, "");
-  TORPOR_TRY(target.open(source.stored.path_of("a")));
+  TORPOR_RETURN_IF_ERROR(target.open(source.stored.path_of("a")));
   say(kTaking, 0);
-  TORPOR_TRY(target.stored.take("a"));
+  TORPOR_RETURN_IF_ERROR(target.stored.take("a"));
   say(kTaken, 0);
   return ok();
 }
@@ -100,9 +100,9 @@ std::string broken_promise(FileSystem& files, const std::string& directory, cons
   if (const auto swept = ImageStore(files, directory, {}).remove_leftovers(); !swept) return swept.error().to_string();
   if (files.open_directory(path, false)) return "something is left of it";
   const auto again = [&]() -> Status {
-    TORPOR_TRY(engine.extract("a"));
-    TORPOR_TRY(engine.stored.store("a", ImageEngine::fields(), Value{}));
-    TORPOR_TRY(engine.stored.read_back("a"));
+    TORPOR_RETURN_IF_ERROR(engine.extract("a"));
+    TORPOR_RETURN_IF_ERROR(engine.stored.store("a", ImageEngine::fields(), Value{}));
+    TORPOR_RETURN_IF_ERROR(engine.stored.read_back("a"));
     return engine.stored.take("a");
   }();
   return again ? "" : again.error().to_string();

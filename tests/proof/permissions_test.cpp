@@ -56,12 +56,12 @@ class Foreign : public ::testing::Test {
     value_of(test::write_checkpoint(*value_of(CheckpointManager::open(linux_file_system(), store_))));
   }
   Status use() {
-    TORPOR_TRY(value_of(CheckpointManager::open(linux_file_system(), store_))->list());
+    TORPOR_RETURN_IF_ERROR(value_of(CheckpointManager::open(linux_file_system(), store_))->list());
     return ok();
   }
   Status read() {
-    TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(linux_file_system(), store_ + "/g-000001"));
-    TORPOR_TRY(checkpoint.read_state());
+    TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_checkpoint(linux_file_system(), store_ + "/g-000001"));
+    TORPOR_RETURN_IF_ERROR(checkpoint.read_state());
     return ok();
   }
   test::TemporaryDirectory temporary_{test::in_memory()};

@@ -39,10 +39,10 @@ class Writer {
  public:
   static Result<Writer> open(const SegmentWorld& world, const SegmentVariant& variant, bool other_space = false) {
     Writer writer(world);
-    TORPOR_ASSIGN(writer.store_,
-                  SegmentStore::open(world.file_system, world.directory, variant.options, system_clock()));
+    TORPOR_ASSIGN_OR_RETURN(writer.store_,
+                            SegmentStore::open(world.file_system, world.directory, variant.options, system_clock()));
     writer.store_->open_space(1, weights(other_space));
-    TORPOR_TRY(writer.store_->recover(1));
+    TORPOR_RETURN_IF_ERROR(writer.store_->recover(1));
     return writer;
   }
   SegmentStore& store() { return *store_; }
@@ -61,14 +61,14 @@ class Writer {
       }
       test::put(*store_, parts);
       for (const test::StorePart& part : parts) {
-        TORPOR_TRY(part.status);
+        TORPOR_RETURN_IF_ERROR(part.status);
         world_.tell(SegmentWord::kPut, part.slot);
       }
     }
     return ok();
   }
   Status sync() {
-    TORPOR_TRY(store_->sync());
+    TORPOR_RETURN_IF_ERROR(store_->sync());
     world_.tell(SegmentWord::kSafe, 0);
     return ok();
   }
@@ -78,9 +78,9 @@ class Writer {
     store_->drop({&range, 1});
   }
   Status lease(std::vector<StoreSlot> slots) {
-    TORPOR_ASSIGN(const auto into, world_.file_system.open_directory(world_.directory + "-kept", true));
-    TORPOR_ASSIGN(const std::vector<LeasedRecord> leased, store_->lease(slots, *into));
-    TORPOR_TRY(into->sync());
+    TORPOR_ASSIGN_OR_RETURN(const auto into, world_.file_system.open_directory(world_.directory + "-kept", true));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<LeasedRecord> leased, store_->lease(slots, *into));
+    TORPOR_RETURN_IF_ERROR(into->sync());
     for (const LeasedRecord& each : leased) {
       world_.leased(each);
       world_.tell(SegmentWord::kLeased, leases_++);
@@ -97,46 +97,46 @@ class Writer {
 
 // The third batch is of the next segment; the first one is full, and was cut and synced by itself.
 Status append(const SegmentWorld& world, const SegmentVariant& variant) {
-  TORPOR_ASSIGN(Writer writer, Writer::open(world, variant));
-  TORPOR_TRY(writer.put(0, 2));
-  TORPOR_TRY(writer.sync());
-  TORPOR_TRY(writer.put(2, 5));
-  TORPOR_TRY(writer.sync());
-  TORPOR_TRY(writer.put(7, 1));
+  TORPOR_ASSIGN_OR_RETURN(Writer writer, Writer::open(world, variant));
+  TORPOR_RETURN_IF_ERROR(writer.put(0, 2));
+  TORPOR_RETURN_IF_ERROR(writer.sync());
+  TORPOR_RETURN_IF_ERROR(writer.put(2, 5));
+  TORPOR_RETURN_IF_ERROR(writer.sync());
+  TORPOR_RETURN_IF_ERROR(writer.put(7, 1));
   return writer.put(8, 1);
 }
 
 // The second process makes durable what the first one only wrote.
 Status restart(const SegmentWorld& world, const SegmentVariant& variant) {
   {
-    TORPOR_ASSIGN(Writer writer, Writer::open(world, variant));
-    TORPOR_TRY(writer.put(0, 3));
+    TORPOR_ASSIGN_OR_RETURN(Writer writer, Writer::open(world, variant));
+    TORPOR_RETURN_IF_ERROR(writer.put(0, 3));
   }
-  TORPOR_ASSIGN(Writer writer, Writer::open(world, variant));
-  TORPOR_TRY(writer.sync());
-  TORPOR_TRY(writer.put(writer.store().first_slot(), 3));
+  TORPOR_ASSIGN_OR_RETURN(Writer writer, Writer::open(world, variant));
+  TORPOR_RETURN_IF_ERROR(writer.sync());
+  TORPOR_RETURN_IF_ERROR(writer.put(writer.store().first_slot(), 3));
   return writer.sync();
 }
 
 Status drop(const SegmentWorld& world, const SegmentVariant& variant) {
-  TORPOR_ASSIGN(Writer writer, Writer::open(world, variant));
-  TORPOR_TRY(writer.put(0, 6));
-  TORPOR_TRY(writer.sync());
+  TORPOR_ASSIGN_OR_RETURN(Writer writer, Writer::open(world, variant));
+  TORPOR_RETURN_IF_ERROR(writer.put(0, 6));
+  TORPOR_RETURN_IF_ERROR(writer.sync());
   writer.drop(0, kSlots);
-  TORPOR_TRY(writer.put(6, 2));
-  TORPOR_TRY(writer.sync());
+  TORPOR_RETURN_IF_ERROR(writer.put(6, 2));
+  TORPOR_RETURN_IF_ERROR(writer.sync());
   writer.drop(kSlots, kSlots);
   return writer.put(8, 2);
 }
 
 Status lease(const SegmentWorld& world, const SegmentVariant& variant) {
-  TORPOR_ASSIGN(Writer writer, Writer::open(world, variant));
-  TORPOR_TRY(writer.put(0, 6));
-  TORPOR_TRY(writer.sync());
-  TORPOR_TRY(writer.lease({1, 4}));
-  TORPOR_TRY(writer.lease({5, 0}));
+  TORPOR_ASSIGN_OR_RETURN(Writer writer, Writer::open(world, variant));
+  TORPOR_RETURN_IF_ERROR(writer.put(0, 6));
+  TORPOR_RETURN_IF_ERROR(writer.sync());
+  TORPOR_RETURN_IF_ERROR(writer.lease({1, 4}));
+  TORPOR_RETURN_IF_ERROR(writer.lease({5, 0}));
   writer.drop(0, kSlots);
-  TORPOR_TRY(writer.put(6, 2));
+  TORPOR_RETURN_IF_ERROR(writer.put(6, 2));
   return writer.sync();
 }
 
@@ -151,17 +151,17 @@ Status lease_where_links_are_refused(const SegmentWorld& world, const SegmentVar
 
 Status other_weights(const SegmentWorld& world, const SegmentVariant& variant) {
   {
-    TORPOR_ASSIGN(Writer writer, Writer::open(world, variant));
-    TORPOR_TRY(writer.put(0, 3));
-    TORPOR_TRY(writer.sync());
+    TORPOR_ASSIGN_OR_RETURN(Writer writer, Writer::open(world, variant));
+    TORPOR_RETURN_IF_ERROR(writer.put(0, 3));
+    TORPOR_RETURN_IF_ERROR(writer.sync());
     for (StoreSlot slot = 0; slot < 3; ++slot) world.tell(SegmentWord::kFree, slot);
     world.tell(SegmentWord::kSpace, 0);
     writer.store().open_space(2, weights(true));
-    TORPOR_TRY(writer.put(kOfOtherWeights, 2, 2));
-    TORPOR_TRY(writer.sync());
+    TORPOR_RETURN_IF_ERROR(writer.put(kOfOtherWeights, 2, 2));
+    TORPOR_RETURN_IF_ERROR(writer.sync());
   }
-  TORPOR_ASSIGN(Writer writer, Writer::open(world, variant, true));
-  TORPOR_TRY(writer.put(writer.store().first_slot(), 2));
+  TORPOR_ASSIGN_OR_RETURN(Writer writer, Writer::open(world, variant, true));
+  TORPOR_RETURN_IF_ERROR(writer.put(writer.store().first_slot(), 2));
   return writer.sync();
 }
 
@@ -184,7 +184,7 @@ std::vector<SegmentVariant> make_variants() {
 // What a new store finds: {slot -> whether its bytes are right}, or what is wrong with it.
 Result<std::map<StoreSlot, bool>> look(SegmentStore& store, const SegmentPromise& promise) {
   std::map<StoreSlot, bool> found;
-  TORPOR_ASSIGN(const std::vector<RecoveredSlot> recovered, store.recover(1));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<RecoveredSlot> recovered, store.recover(1));
   for (const RecoveredSlot& each : recovered) {
     if (each.key != key_of_slot(each.slot, 1)) return Error{.what = fmt::format("slot {} has another key", each.slot)};
     if ((each.slot >= kOfOtherWeights) != promise.other_space)

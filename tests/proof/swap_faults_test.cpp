@@ -21,7 +21,7 @@ struct Pair {
     from.serve();
   }
   Status swap() {
-    TORPOR_TRY(SleepController::swap(from.controller(), to.controller()));
+    TORPOR_RETURN_IF_ERROR(SleepController::swap(from.controller(), to.controller()));
     return ok();
   }
   World from;  // serves

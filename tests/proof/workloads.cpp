@@ -34,60 +34,60 @@ Error wrong(const char* what) { return Error{.what = what, .next_step = "mend it
 Status write(const World& world, CheckpointManager& manager, const Variant& variant, uint64_t generation,
              uint64_t changed = 0) {
   const Digest owner = owner_of(test::example_checkpoint().fingerprint);  // of all: one engine that goes on
-  TORPOR_ASSIGN(const std::string path,
-                test::write_checkpoint(manager, state_of(generation), variant.ranks, changed, owner));
+  TORPOR_ASSIGN_OR_RETURN(const std::string path,
+                          test::write_checkpoint(manager, state_of(generation), variant.ranks, changed, owner));
   world.tell(Word::kMust, generation);
   return ok();
 }
 
 Status first(const World& world, const Variant& variant) {
-  TORPOR_ASSIGN(const auto manager, manager_of(world, variant));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant));
   return write(world, *manager, variant, 1);
 }
 
 Status second(const World& world, const Variant& variant) {
-  TORPOR_ASSIGN(const auto manager, manager_of(world, variant));
-  TORPOR_TRY(write(world, *manager, variant, 1));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant));
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 1));
   return write(world, *manager, variant, 2);
 }
 
 // The second and third link files of those before them, and write a block; then the first two go, and the third stays
 // whole. (Where the one before cannot be read, all is written.)
 Status incremental(const World& world, const Variant& variant) {
-  TORPOR_ASSIGN(const auto manager, manager_of(world, variant, {.keep = kKeepAll}, true));
-  TORPOR_TRY(write(world, *manager, variant, 1));
-  TORPOR_TRY(write(world, *manager, variant, 2, 1));
-  TORPOR_TRY(write(world, *manager, variant, 3, 2));
-  TORPOR_TRY(manager->woken_from(3));
-  TORPOR_ASSIGN(const auto frugal, manager_of(world, variant, {.keep = 1}, true));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant, {.keep = kKeepAll}, true));
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 1));
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 2, 1));
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 3, 2));
+  TORPOR_RETURN_IF_ERROR(manager->woken_from(3));
+  TORPOR_ASSIGN_OR_RETURN(const auto frugal, manager_of(world, variant, {.keep = 1}, true));
   for (const uint64_t generation : {1, 2}) world.tell(Word::kFree, generation);
-  TORPOR_TRY(frugal->collect());
+  TORPOR_RETURN_IF_ERROR(frugal->collect());
   return ok();
 }
 
 // Every record is taken over unread.
 Status take_all_over(PendingCheckpoint& pending, int32_t rank) {
-  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer, pending.create_rank(rank));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<RankWriter> writer, pending.create_rank(rank));
   std::vector<SavedChunk> records;
   for (const KvBlock& block : test::example_checkpoint().state.kv.blocks) {
     const ChunkKey key{.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(block.id)};
-    TORPOR_ASSIGN(SavedChunk record, writer->take_over(key));
+    TORPOR_ASSIGN_OR_RETURN(SavedChunk record, writer->take_over(key));
     records.push_back(std::move(record));
   }
-  TORPOR_ASSIGN(RankSummary summary, writer->write_refs(records));
+  TORPOR_ASSIGN_OR_RETURN(RankSummary summary, writer->write_refs(records));
   pending.add_rank(std::move(summary));
   return ok();
 }
 
 // The second has all of its memory in files of the first, which then goes.
 Status unread(const World& world, const Variant& variant) {
-  TORPOR_ASSIGN(const auto manager, manager_of(world, variant, {.keep = kKeepAll}, true));
-  TORPOR_TRY(write(world, *manager, variant, 1));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant, {.keep = kKeepAll}, true));
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 1));
   {
-    TORPOR_ASSIGN(PendingCheckpoint pending, manager->begin(0));
-    TORPOR_TRY(pending.write_state(state_of(2)));
-    for (int32_t rank = 0; rank < variant.ranks; ++rank) TORPOR_TRY(take_all_over(pending, rank));
-    TORPOR_ASSIGN(const std::string path, pending.commit());
+    TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint pending, manager->begin(0));
+    TORPOR_RETURN_IF_ERROR(pending.write_state(state_of(2)));
+    for (int32_t rank = 0; rank < variant.ranks; ++rank) TORPOR_RETURN_IF_ERROR(take_all_over(pending, rank));
+    TORPOR_ASSIGN_OR_RETURN(const std::string path, pending.commit());
     world.tell(Word::kMust, 2);
   }
   world.tell(Word::kFree, 1);
@@ -102,64 +102,67 @@ Status without_links(const World& world, const Variant& variant) {
         return ok();
       });
   const World without{*refusing, world.directory, world.tell};
-  TORPOR_ASSIGN(const auto manager, manager_of(without, variant, {.keep = kKeepAll}, true));
-  TORPOR_TRY(write(without, *manager, variant, 1));
-  TORPOR_TRY(write(without, *manager, variant, 2));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(without, variant, {.keep = kKeepAll}, true));
+  TORPOR_RETURN_IF_ERROR(write(without, *manager, variant, 1));
+  TORPOR_RETURN_IF_ERROR(write(without, *manager, variant, 2));
   world.tell(Word::kFree, 1);
   return manager->remove(1);
 }
 
 Status collect(const World& world, const Variant& variant) {
-  TORPOR_ASSIGN(const auto manager, manager_of(world, variant));
-  for (uint64_t generation = 1; generation <= 3; ++generation) TORPOR_TRY(write(world, *manager, variant, generation));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant));
+  for (uint64_t generation = 1; generation <= 3; ++generation)
+    TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, generation));
   world.tell(Word::kFree, 1);
-  TORPOR_ASSIGN(const auto frugal, manager_of(world, variant, {.keep = 1}));
-  TORPOR_TRY(frugal->collect());  // the newest was not woken from: the one before it stays
+  TORPOR_ASSIGN_OR_RETURN(const auto frugal, manager_of(world, variant, {.keep = 1}));
+  TORPOR_RETURN_IF_ERROR(frugal->collect());  // the newest was not woken from: the one before it stays
   world.tell(Word::kFree, 2);
   return frugal->woken_from(3);
 }
 
 Status repair(const World& world, const Variant& variant) {
-  TORPOR_ASSIGN(const auto manager, manager_of(world, variant));
-  TORPOR_TRY(write(world, *manager, variant, 1));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant));
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 1));
   world.tell(Word::kDamaged, 1);
   {
-    TORPOR_ASSIGN(const auto directory, world.file_system.open_directory(world.directory + "/g-000001", false));
-    TORPOR_ASSIGN(const auto file, directory->open_slots("chunks-r0", FileIo::kPlain));
+    TORPOR_ASSIGN_OR_RETURN(const auto directory,
+                            world.file_system.open_directory(world.directory + "/g-000001", false));
+    TORPOR_ASSIGN_OR_RETURN(const auto file, directory->open_slots("chunks-r0", FileIo::kPlain));
     const std::byte wrong[] = {std::byte{0xff}, std::byte{0xee}};
-    TORPOR_TRY(file->pwrite(wrong, 2 * 4096));  // of the second chunk, which is block 2, of the request "run"
+    TORPOR_RETURN_IF_ERROR(
+        file->pwrite(wrong, 2 * 4096));  // of the second chunk, which is block 2, of the request "run"
   }
-  TORPOR_ASSIGN(const Checkpoint checkpoint, manager->open_generation(1));
-  TORPOR_ASSIGN(const Verification found, verify(checkpoint, {.threads = 1}));
-  TORPOR_ASSIGN(const RepairPlan plan, plan_repair(checkpoint, found));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, manager->open_generation(1));
+  TORPOR_ASSIGN_OR_RETURN(const Verification found, verify(checkpoint, {.threads = 1}));
+  TORPOR_ASSIGN_OR_RETURN(const RepairPlan plan, plan_repair(checkpoint, found));
   // Others may have gone with it where their blocks could not be read just then.
   const bool dropped = std::any_of(plan.dropped_requests.begin(), plan.dropped_requests.end(),
                                    [](const DroppedRequest& request) { return request.id == "run"; });
   if (!dropped) return wrong("the repair kept a damaged request");
-  TORPOR_TRY(write_repaired(checkpoint, plan, *manager));
+  TORPOR_RETURN_IF_ERROR(write_repaired(checkpoint, plan, *manager));
   world.tell(Word::kMust, 2);
   return ok();
 }
 
 Status remove(const World& world, const Variant& variant) {
-  TORPOR_ASSIGN(const auto manager, manager_of(world, variant));
-  TORPOR_TRY(write(world, *manager, variant, 1));
-  TORPOR_TRY(write(world, *manager, variant, 2));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant));
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 1));
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 2));
   world.tell(Word::kFree, 1);
   return manager->remove(1);
 }
 
 Status abandon(const World& world, const Variant& variant) {
-  TORPOR_ASSIGN(const auto manager, manager_of(world, variant));
-  TORPOR_TRY(write(world, *manager, variant, 1));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant));
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 1));
   {
-    TORPOR_ASSIGN(PendingCheckpoint pending, manager->begin(0));
-    TORPOR_TRY(pending.write_state(state_of(2)));
-    TORPOR_TRY(test::write_rank(pending, state_of(2).state.kv, 0));
+    TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint pending, manager->begin(0));
+    TORPOR_RETURN_IF_ERROR(pending.write_state(state_of(2)));
+    TORPOR_RETURN_IF_ERROR(test::write_rank(pending, state_of(2).state.kv, 0));
   }
   CheckpointManagerOptions cancelled = variant.options;
   cancelled.progress = [](const Progress& progress) { return progress.phase == "writing the state"; };
-  TORPOR_ASSIGN(const auto impatient, CheckpointManager::open(world.file_system, world.directory, cancelled));
+  TORPOR_ASSIGN_OR_RETURN(const auto impatient, CheckpointManager::open(world.file_system, world.directory, cancelled));
   const Result<std::string> written = test::write_checkpoint(*impatient, state_of(2), variant.ranks);
   if (written || written.error().code != Code::kAborted)
     return written ? Status(wrong("it was not cancelled")) : Status(written.error());
@@ -168,21 +171,21 @@ Status abandon(const World& world, const Variant& variant) {
 
 // A reader holds the first while the writer goes on and retires it: it reads it whole, or is told that it is gone.
 Status with_reader(const World& world, const Variant& variant) {
-  TORPOR_ASSIGN(const auto manager, manager_of(world, variant));
-  TORPOR_TRY(write(world, *manager, variant, 1));
-  TORPOR_ASSIGN(const Checkpoint reader, manager->open_latest());
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant));
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 1));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint reader, manager->open_latest());
   const auto read = [&]() -> Status {
     const Result<EngineCheckpoint> state = reader.read_state();
     if (state && state->fingerprint.at("generation") != "1") return wrong("the reader saw another checkpoint");
     return !state && state.error().code == Code::kCorruption ? Status(state.error()) : ok();
   };
-  TORPOR_TRY(read());
-  TORPOR_TRY(write(world, *manager, variant, 2));
-  TORPOR_TRY(read());
-  TORPOR_TRY(manager->woken_from(2));
+  TORPOR_RETURN_IF_ERROR(read());
+  TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 2));
+  TORPOR_RETURN_IF_ERROR(read());
+  TORPOR_RETURN_IF_ERROR(manager->woken_from(2));
   world.tell(Word::kFree, 1);
-  TORPOR_TRY(manager->remove(1));
-  TORPOR_TRY(read());
+  TORPOR_RETURN_IF_ERROR(manager->remove(1));
+  TORPOR_RETURN_IF_ERROR(read());
   return write(world, *manager, variant, 3);
 }
 

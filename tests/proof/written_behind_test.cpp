@@ -27,13 +27,13 @@ Status serve(FileSystem& file_system, const std::string& directory, bool increme
   test::add_example_requests(serving.engine);
   for (int round = 0; round < 2; ++round) {
     for (int i = 0; i < kStepsBefore; ++i) serving.engine.step();
-    TORPOR_TRY(serving.controller.begin_checkpoint());
-    TORPOR_ASSIGN(const CheckpointStage ahead, serving.controller.continue_checkpoint());
+    TORPOR_RETURN_IF_ERROR(serving.controller.begin_checkpoint());
+    TORPOR_ASSIGN_OR_RETURN(const CheckpointStage ahead, serving.controller.continue_checkpoint());
     if (ahead != CheckpointStage::kReady) return Error{.what = "it is not ready"};
     for (int i = 0; i < kStepsAhead; ++i) serving.engine.step();
-    TORPOR_TRY(serving.controller.take_checkpoint({}));
+    TORPOR_RETURN_IF_ERROR(serving.controller.take_checkpoint({}));
     for (int i = 0; i < kStepsBehind; ++i) serving.engine.step();
-    TORPOR_TRY(serving.controller.end_checkpoint());
+    TORPOR_RETURN_IF_ERROR(serving.controller.end_checkpoint());
     say('t', static_cast<char>(round + 1));
   }
   return ok();

@@ -57,7 +57,7 @@ class RespCompressionTest : public ::testing::Test {
     std::vector<std::byte> room(kContractRecord);
     StorePart part{.slot = 0, .key = some_key(5), .bytes = room};
     test::get(store, {&part, 1});
-    TORPOR_TRY(part.status);
+    TORPOR_RETURN_IF_ERROR(part.status);
     EXPECT_EQ(part.record.bytes, kContractRecord);
     return room;
   }

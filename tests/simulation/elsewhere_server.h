@@ -159,9 +159,9 @@ class Server {
       if (!there.empty()) from = gone_on_.from.empty() ? directory_ : gone_on_.from;
     } else {
       const remote::OwnerRecord newest = own.newest();
-      TORPOR_ASSIGN(const remote::CopyReport pulled,
-                    remote::pull(linux_file_system(), link, newest.checkpoint, directory_, {.threads = 1}));
-      TORPOR_TRY(remote::pull_answers(linux_file_system(), link, newest.answers, directory_));
+      TORPOR_ASSIGN_OR_RETURN(const remote::CopyReport pulled,
+                              remote::pull(linux_file_system(), link, newest.checkpoint, directory_, {.threads = 1}));
+      TORPOR_RETURN_IF_ERROR(remote::pull_answers(linux_file_system(), link, newest.answers, directory_));
       from = pulled.path;
       gone_on_ = {.from = from, .there = checkpoints()};
     }
@@ -223,10 +223,11 @@ class Server {
                                            : controller_->checkpoint({});
     const std::string path = must(report, "a checkpoint").checkpoint;
     const Checkpoint checkpoint = must(open_checkpoint(linux_file_system(), path), "a checkpoint");
-    TORPOR_ASSIGN(const remote::CopyReport pushed,
-                  remote::push(linux_file_system(), checkpoint, link,
-                               {.threads = 1, .clock = &clock_, .patience = std::chrono::seconds(0)}));
-    TORPOR_ASSIGN(std::string answers, remote::push_answers(linux_file_system(), directory_ + "/answers", link));
+    TORPOR_ASSIGN_OR_RETURN(const remote::CopyReport pushed,
+                            remote::push(linux_file_system(), checkpoint, link,
+                                         {.threads = 1, .clock = &clock_, .patience = std::chrono::seconds(0)}));
+    TORPOR_ASSIGN_OR_RETURN(std::string answers,
+                            remote::push_answers(linux_file_system(), directory_ + "/answers", link));
     return Sent{pushed.name, std::move(answers)};
   }
   Status publish(const Sent& sent) { return own.publish(sent.checkpoint, sent.answers); }

@@ -32,8 +32,8 @@ class Machine {
   Result<std::vector<std::unique_ptr<DeviceMemory>>> devices(int ranks) {
     std::vector<std::unique_ptr<DeviceMemory>> made;
     for (int rank = 0; rank < ranks; ++rank) {
-      TORPOR_ASSIGN(auto memory,
-                    make_host_device({.defer_copies = scenario_.late_copies, .shuffle_seed = scenario_.shuffle_seed}));
+      TORPOR_ASSIGN_OR_RETURN(auto memory, make_host_device({.defer_copies = scenario_.late_copies,
+                                                             .shuffle_seed = scenario_.shuffle_seed}));
       auto device = std::make_unique<FaultyDevice>(std::move(memory));
       device_ = device.get();  // the last rank's fails
       made.push_back(std::move(device));

@@ -43,7 +43,7 @@ class ServedCheckpoint {
       return ok();
     }
     if (dice_.chance(0.3)) return ok();
-    TORPOR_ASSIGN(const CheckpointStage stage, run_.continue_checkpoint());
+    TORPOR_ASSIGN_OR_RETURN(const CheckpointStage stage, run_.continue_checkpoint());
     if (stage == CheckpointStage::kReady && dice_.chance(0.5)) {
       taken_ = {.checkpoint = {}, .streams = streams, .step = step};
       newest_ = true;

@@ -130,12 +130,12 @@ class FaultyDirectory final : public Directory {
  private:
   template <class Call>
   Result<std::unique_ptr<File>> file(Call call) const {
-    TORPOR_ASSIGN(std::unique_ptr<File> inner, plan_.run(call));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<File> inner, plan_.run(call));
     return std::unique_ptr<File>(std::make_unique<FaultyFile>(std::move(inner), plan_));
   }
   template <class Call>
   Result<std::unique_ptr<Directory>> directory(Call call) const {
-    TORPOR_ASSIGN(std::unique_ptr<Directory> inner, plan_.run(call));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> inner, plan_.run(call));
     return std::unique_ptr<Directory>(std::make_unique<FaultyDirectory>(std::move(inner), plan_));
   }
   std::unique_ptr<Directory> inner_;
@@ -147,7 +147,8 @@ class FaultyFileSystem final : public FileSystem {
   explicit FaultyFileSystem(FileSystem& inner = linux_file_system()) : inner_(inner) {}
   FaultPlan plan;
   Result<std::unique_ptr<Directory>> open_directory(const std::string& path, bool create) override {
-    TORPOR_ASSIGN(std::unique_ptr<Directory> inner, plan.run([&] { return inner_.open_directory(path, create); }));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> inner,
+                            plan.run([&] { return inner_.open_directory(path, create); }));
     return std::unique_ptr<Directory>(std::make_unique<FaultyDirectory>(std::move(inner), plan));
   }
 

@@ -65,7 +65,7 @@ class ImageEngine final : public IdleHooks {
   static Fingerprint fields() { return {{"model", "m"}}; }
   // Into host memory, from the disk: this engine's image, or another one's, and the requests that have not ended.
   Result<const RequestImages::Image*> open(const std::string& path) {
-    TORPOR_ASSIGN(const StoredImages::Opened opened, stored.open(path));
+    TORPOR_ASSIGN_OR_RETURN(const StoredImages::Opened opened, stored.open(path));
     const std::string id = opened.image->name();
     const SchedulerCheckpoint& state = opened.state.state;
     std::vector<RequestState> requests;

@@ -130,8 +130,8 @@ class ModelDirectory final : public Directory {
     if (!found) return not_found(join(name));
     if (system_.disk_[static_cast<size_t>(*found)].is_directory) {
       ModelDirectory inner(system_, *found, join(name));
-      TORPOR_ASSIGN(const std::vector<Entry> entries, inner.list());
-      for (const Entry& each : entries) TORPOR_TRY(inner.remove_tree(each.name));
+      TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, inner.list());
+      for (const Entry& each : entries) TORPOR_RETURN_IF_ERROR(inner.remove_tree(each.name));
     }
     return remove_file(name);
   }

@@ -97,25 +97,25 @@ class TestEngine final : public EngineHooks {
   // --- EngineHooks
 
   Result<std::vector<std::string>> unsupported() override {
-    TORPOR_TRY(enter("unsupported"));
+    TORPOR_RETURN_IF_ERROR(enter("unsupported"));
     return unsupported_features;
   }
   Result<int64_t> unfinished_requests() override {
-    TORPOR_TRY(enter("unfinished_requests"));
+    TORPOR_RETURN_IF_ERROR(enter("unfinished_requests"));
     return static_cast<int64_t>(requests_.size());
   }
   Status quiesce(std::optional<double>) override {
-    TORPOR_TRY(enter("quiesce"));
+    TORPOR_RETURN_IF_ERROR(enter("quiesce"));
     frozen_ = true;
     return ok();
   }
   Status resume() override {
-    TORPOR_TRY(enter("resume"));
+    TORPOR_RETURN_IF_ERROR(enter("resume"));
     frozen_ = false;
     return ok();
   }
   Result<SchedulerCheckpoint> capture() override {
-    TORPOR_TRY(enter("capture"));
+    TORPOR_RETURN_IF_ERROR(enter("capture"));
     SchedulerCheckpoint state;
     state.scheduler.policy = "fcfs";
     KvGroup group{.block_size = kBlockTokens};
@@ -147,15 +147,15 @@ class TestEngine final : public EngineHooks {
     return state;
   }
   Result<Moment> capture_moment() override {
-    TORPOR_ASSIGN(Moment moment, EngineHooks::capture_moment());
+    TORPOR_ASSIGN_OR_RETURN(Moment moment, EngineHooks::capture_moment());
     moment.read = [this, read = std::move(moment.read)]() -> Result<SchedulerCheckpoint> {
-      TORPOR_TRY(enter("read moment"));
+      TORPOR_RETURN_IF_ERROR(enter("read moment"));
       return read();
     };
     return moment;
   }
   Result<KvContents> kv_contents() override {
-    TORPOR_TRY(enter("kv_contents"));
+    TORPOR_RETURN_IF_ERROR(enter("kv_contents"));
     KvContents contents{.steps = steps_};
     for (int32_t block = 1; block < options_.num_blocks; ++block) {
       if (refs(block) == 0 && hash(block).empty()) continue;
@@ -165,13 +165,13 @@ class TestEngine final : public EngineHooks {
     return contents;
   }
   Result<Fingerprint> fingerprint() override {
-    TORPOR_TRY(enter("fingerprint"));
+    TORPOR_RETURN_IF_ERROR(enter("fingerprint"));
     return Fingerprint{{"engine", "test"},
                        {"blocks", "64"},  // as stored checkpoints of older versions have it
                        {std::string(kNumBlocksField), std::to_string(options_.num_blocks)}};
   }
   Status drop_requests(const std::string& mode) override {
-    TORPOR_TRY(enter("drop_requests"));
+    TORPOR_RETURN_IF_ERROR(enter("drop_requests"));
     for (Request& request : requests_) {
       release(request);
       request.table.clear();
@@ -183,35 +183,35 @@ class TestEngine final : public EngineHooks {
     return ok();
   }
   Status drop_prefix(const std::vector<int32_t>& blocks) override {
-    TORPOR_TRY(enter("drop_prefix"));
+    TORPOR_RETURN_IF_ERROR(enter("drop_prefix"));
     for (const int32_t block : blocks) forget_hash(block);
     return ok();
   }
   Status retire_prefix() override {
-    TORPOR_TRY(enter("retire_prefix"));
+    TORPOR_RETURN_IF_ERROR(enter("retire_prefix"));
     for (Bytes& hash : hashes_) hash.clear();
     index_.clear();
     for (Request& request : requests_) ++request.salt;
     return ok();
   }
   Status release_derived() override {
-    TORPOR_TRY(enter("release_derived"));
+    TORPOR_RETURN_IF_ERROR(enter("release_derived"));
     derived_.reset();
     return ok();
   }
   Status rebuild_derived() override {
-    TORPOR_TRY(enter("rebuild_derived"));
+    TORPOR_RETURN_IF_ERROR(enter("rebuild_derived"));
     derived_ = ranks_[0].weights.digest();
     return ok();
   }
   Status reconnect(const std::vector<WorkerSnapshot>& workers) override {
-    TORPOR_TRY(enter("reconnect"));
+    TORPOR_RETURN_IF_ERROR(enter("reconnect"));
     EXPECT_EQ(workers.size(), ranks_.size());
     set_generator(workers[0].default_generator);
     return ok();
   }
   Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) override {
-    TORPOR_TRY(enter("restore"));
+    TORPOR_RETURN_IF_ERROR(enter("restore"));
     clear();
     const KvSnapshot& kv = checkpoint.state.kv;
     for (const KvBlock& block : kv.blocks)
@@ -241,24 +241,24 @@ class TestEngine final : public EngineHooks {
   }
   HoldsBack holds_back() override { return can_hold ? HoldsBack::kAll : HoldsBack::kNothing; }
   Status hold_blocks(const std::vector<int32_t>& blocks) override {
-    TORPOR_TRY(enter("hold_blocks"));
+    TORPOR_RETURN_IF_ERROR(enter("hold_blocks"));
     late_ = {blocks.begin(), blocks.end()};
     return ok();
   }
   Result<std::vector<std::string>> release_blocks(const ArrivedBlocks& blocks) override {
-    TORPOR_TRY(enter("release_blocks"));
+    TORPOR_RETURN_IF_ERROR(enter("release_blocks"));
     for (const int32_t block : blocks.arrived) late_.erase(block);
     return std::vector<std::string>{};
   }
   Status forget_restored() override {
-    TORPOR_TRY(enter("forget_restored"));
+    TORPOR_RETURN_IF_ERROR(enter("forget_restored"));
     clear();
     generator_ = kFreshGenerator;
     for (int32_t block = 1; block < options_.num_blocks; ++block) free_.push_back(block);
     return ok();
   }
   Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
-    TORPOR_TRY(enter("rank " + std::string(order_name(order))));
+    TORPOR_RETURN_IF_ERROR(enter("rank " + std::string(order_name(order))));
     std::vector<Bytes> replies;
     for (Rank& rank : ranks_) replies.push_back(RankService(*rank.memory).call(order));
     for (const Bytes& reply : replies) hashed_bytes_ += hashed_weights(order, reply, kWeightBytes);

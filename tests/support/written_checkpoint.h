@@ -13,9 +13,9 @@ inline std::vector<std::byte> example_block(uint64_t block) {
 
 // `changed`: the block that has other bytes than its number says.
 inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32_t rank, uint64_t changed = 0) {
-  TORPOR_ASSIGN(const std::unique_ptr<RankWriter> writer, pending.create_rank(rank));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<RankWriter> writer, pending.create_rank(rank));
   std::vector<SavedChunk> chunks;
-  TORPOR_TRY(writer->prepare(1'000 * kv.blocks.size(), kv.blocks.size()));
+  TORPOR_RETURN_IF_ERROR(writer->prepare(1'000 * kv.blocks.size(), kv.blocks.size()));
   for (const KvBlock& block : kv.blocks) {
     const auto number = static_cast<uint64_t>(block.id);
     std::vector<std::byte> bytes = example_block(number == changed ? number + 100 : number);
@@ -24,10 +24,10 @@ inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32
                      .digest = digest_of(bytes)};
     RecordPart part{&chunk, bytes, ok()};
     writer->put({&part, 1});
-    TORPOR_TRY(part.status);
+    TORPOR_RETURN_IF_ERROR(part.status);
     chunks.push_back(chunk);
   }
-  TORPOR_ASSIGN(RankSummary summary, writer->write_refs(chunks));
+  TORPOR_ASSIGN_OR_RETURN(RankSummary summary, writer->write_refs(chunks));
   pending.add_rank(std::move(summary));
   return ok();
 }
@@ -35,11 +35,12 @@ inline Status write_rank(PendingCheckpoint& pending, const KvSnapshot& kv, int32
 inline Result<std::string> write_checkpoint(CheckpointManager& manager,
                                             const EngineCheckpoint& state = example_checkpoint(), int ranks = 1,
                                             uint64_t changed = 0, const std::optional<Digest>& owner = {}) {
-  TORPOR_ASSIGN(PendingCheckpoint pending, manager.begin(100'000));
+  TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint pending, manager.begin(100'000));
   if (owner) pending.set_owner(*owner);
-  TORPOR_TRY(pending.write_state(state));
-  for (int32_t rank = 0; rank < ranks; ++rank) TORPOR_TRY(write_rank(pending, state.state.kv, rank, changed));
-  TORPOR_ASSIGN(std::string path, pending.commit());
+  TORPOR_RETURN_IF_ERROR(pending.write_state(state));
+  for (int32_t rank = 0; rank < ranks; ++rank)
+    TORPOR_RETURN_IF_ERROR(write_rank(pending, state.state.kv, rank, changed));
+  TORPOR_ASSIGN_OR_RETURN(std::string path, pending.commit());
   pending.retire_older();
   return path;
 }

@@ -210,8 +210,8 @@ double list_seconds(const std::string& directory, int count, int rounds) {
   const auto manager = must(CheckpointManager::open(linux_file_system(), directory, {.retention = {.keep = 1 << 30}}));
   {
     const std::string path = must([&]() -> Result<std::string> {
-      TORPOR_ASSIGN(PendingCheckpoint pending, manager->begin(0));
-      TORPOR_TRY(pending.write_state(empty_state()));
+      TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint pending, manager->begin(0));
+      TORPOR_RETURN_IF_ERROR(pending.write_state(empty_state()));
       return pending.commit();
     }());
     namespace fs = boost::filesystem;

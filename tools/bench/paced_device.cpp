@@ -170,7 +170,7 @@ Status PacedDevice::do_copy_async(StreamId stream, Direction direction, std::spa
   const bool kernel = by == CopyBy::kFastest && impl.by_kernel(copies, bytes);
   const auto calls = static_cast<int64_t>(kernel ? (copies.size() + kPiecesOfALaunch - 1) / kPiecesOfALaunch : 1);
   impl.call(&Charges::copy_calls, calls * prices.copy_call_ns);
-  TORPOR_TRY(impl.device->copy_async(stream, direction, copies));
+  TORPOR_RETURN_IF_ERROR(impl.device->copy_async(stream, direction, copies));
   const double rate = !kernel ? prices.link_rate : down ? prices.kernel_down_rate : prices.kernel_up_rate;
   const int64_t wire = price_of(bytes, rate);
   const int64_t pieces = kernel ? 0 : static_cast<int64_t>(copies.size()) * prices.piece_ns;
@@ -190,7 +190,7 @@ Status PacedDevice::do_copy_within(std::span<const InnerCopy> copies) {
 }
 
 Result<EventId> PacedDevice::do_record(StreamId stream) {
-  TORPOR_ASSIGN(const EventId event, impl_->device->record(stream));
+  TORPOR_ASSIGN_OR_RETURN(const EventId event, impl_->device->record(stream));
   const MutexLock lock(impl_->mutex);
   Impl::Work& work = impl_->streams[stream];
   impl_->events[event] = work;

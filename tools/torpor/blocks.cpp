@@ -14,8 +14,9 @@ namespace torpor::cli {
 namespace {
 
 Result<Json> blocks(const Context& context) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
-  TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const EngineCheckpoint engine, checkpoint.read_state());
   const KvSnapshot& kv = engine.state.kv;
   std::map<int32_t, std::vector<std::string>> holders;
   for (const KvGroup& group : kv.groups) {
@@ -25,7 +26,7 @@ Result<Json> blocks(const Context& context) {
   }
   std::map<uint64_t, Json> saved;  // by block: where each rank has it
   for (const RankSummary& rank : checkpoint.manifest().ranks) {
-    TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(rank));
+    TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(rank));
     for (const SavedChunk& chunk : refs.records) {
       if (chunk.key.kind != ChunkKind::kKvBlock) continue;
       saved[chunk.key.index].push_back({{"rank", rank.rank},
@@ -119,8 +120,9 @@ std::vector<int32_t> blocks_with(const std::string& hash, size_t groups, const I
 }
 
 Result<Json> prefix(const Context& context) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
-  TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const EngineCheckpoint engine, checkpoint.read_state());
   const KvSnapshot& kv = engine.state.kv;
   Index index;
   for (const PrefixEntry& entry : kv.prefix_index) index.emplace(hex(entry.hash), &entry);

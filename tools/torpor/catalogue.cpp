@@ -55,9 +55,9 @@ Json sections_of(const Manifest& manifest) {
 
 Result<Json> ls(const Context& context) {
   if (is_url(context.arguments.path)) return ls_of_store(context);
-  TORPOR_ASSIGN(const auto manager,
-                CheckpointManager::open(context.file_system, context.arguments.path, {.key = context.key}));
-  TORPOR_ASSIGN(const std::vector<CheckpointInfo> found, manager->list());
+  TORPOR_ASSIGN_OR_RETURN(const auto manager,
+                          CheckpointManager::open(context.file_system, context.arguments.path, {.key = context.key}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<CheckpointInfo> found, manager->list());
   Json checkpoints = Json::array();
   for (const CheckpointInfo& checkpoint : found) {
     Json entry = {{"name", checkpoint.name},
@@ -98,8 +98,9 @@ std::string show_ls(const Json& json) {
 }
 
 Result<Json> info(const Context& context) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
-  TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const EngineCheckpoint engine, checkpoint.read_state());
   const SchedulerSnapshot& scheduler = engine.state.scheduler;
   const KvSnapshot& kv = engine.state.kv;
   size_t prompt = 0;
@@ -154,8 +155,9 @@ std::string show_info(const Json& json) {
 
 // {"name", "bytes", "children"}: tags > regions, requests > blocks.
 Result<Json> tree(const Context& context) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
-  TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const EngineCheckpoint engine, checkpoint.read_state());
   const auto node = [](std::string name, Json detail) {
     return Json{{"name", std::move(name)}, {"detail", std::move(detail)}, {"children", Json::array()}};
   };
@@ -165,7 +167,7 @@ Result<Json> tree(const Context& context) {
     state["children"].push_back(node(section.name, size_text(section.bytes)));
   root["children"].push_back(std::move(state));
   for (const RankSummary& rank : checkpoint.manifest().ranks) {
-    TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(rank));
+    TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(rank));
     std::map<std::string, std::map<std::string, uint64_t>> tags;
     for (const SavedChunk& chunk : refs.records)
       tags[chunk.key.tag][chunk.key.kind == ChunkKind::kKvBlock ? "KV blocks" : chunk.key.region] += chunk.bytes;
@@ -248,23 +250,24 @@ Result<Json> du(const Context& context) {
     entries.push_back(usage_of(checkpoint));
     usage.add(checkpoint.manifest(), checkpoint.manifest().total_bytes());
   };
-  TORPOR_ASSIGN(const std::unique_ptr<Directory> directory,
-                context.file_system.open_directory(context.arguments.path, false));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory,
+                          context.file_system.open_directory(context.arguments.path, false));
   const bool one = directory->open_file(kManifestFile).has_value();
   if (one) {
-    TORPOR_ASSIGN(const Checkpoint checkpoint,
-                  open_checkpoint(context.file_system, context.arguments.path, context.key));
+    TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                            open_checkpoint(context.file_system, context.arguments.path, context.key));
     add(checkpoint);
   } else {
-    TORPOR_ASSIGN(const auto manager,
-                  CheckpointManager::open(context.file_system, context.arguments.path, {.key = context.key}));
-    TORPOR_ASSIGN(const std::vector<CheckpointInfo> found, manager->list());
+    TORPOR_ASSIGN_OR_RETURN(const auto manager,
+                            CheckpointManager::open(context.file_system, context.arguments.path, {.key = context.key}));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<CheckpointInfo> found, manager->list());
     for (const CheckpointInfo& info : found) {
       if (!info.readable) {
         entries.push_back({{"name", info.name}, {"problem", to_json(info.problem)}});
         continue;
       }
-      TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, info.path, context.key));
+      TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                              open_checkpoint(context.file_system, info.path, context.key));
       add(checkpoint);
     }
   }

@@ -16,10 +16,11 @@ std::string parent_of(const std::string& path) { return path.substr(0, path.rfin
 
 Result<Json> repair(const Context& context) {
   const Arguments& arguments = context.arguments;
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, arguments.path, context.key));
-  TORPOR_ASSIGN(const Verification found,
-                verify(checkpoint, {.threads = arguments.threads, .progress = context.progress}));
-  TORPOR_ASSIGN(const RepairPlan plan, plan_repair(checkpoint, found));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const Verification found,
+                          verify(checkpoint, {.threads = arguments.threads, .progress = context.progress}));
+  TORPOR_ASSIGN_OR_RETURN(const RepairPlan plan, plan_repair(checkpoint, found));
   Json dropped = Json::array();
   for (const DroppedRequest& request : plan.dropped_requests)
     dropped.push_back({{"id", request.id}, {"why", request.why}});
@@ -32,12 +33,12 @@ Result<Json> repair(const Context& context) {
                {"repaired", nullptr}};
   if (found.problems.empty() || arguments.dry_run) return json;
   const std::string target = arguments.second.empty() ? parent_of(checkpoint.path()) : arguments.second;
-  TORPOR_ASSIGN(const auto manager,
-                CheckpointManager::open(context.file_system, target,
-                                        {.key = context.key,
-                                         .encrypt = checkpoint.manifest().protection == Protection::kEncrypted,
-                                         .progress = context.progress}));
-  TORPOR_ASSIGN(json["repaired"], write_repaired(checkpoint, plan, *manager));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, CheckpointManager::open(context.file_system, target,
+                                                                      {.key = context.key,
+                                                                       .encrypt = checkpoint.manifest().protection ==
+                                                                                  Protection::kEncrypted,
+                                                                       .progress = context.progress}));
+  TORPOR_ASSIGN_OR_RETURN(json["repaired"], write_repaired(checkpoint, plan, *manager));
   return json;
 }
 
@@ -68,13 +69,13 @@ Error for_a_store_only() {
 Result<Json> gc(const Context& context) {
   if (is_url(context.arguments.path)) return gc_of_store(context);
   if (context.arguments.force) return for_a_store_only();
-  TORPOR_ASSIGN(const auto manager,
-                CheckpointManager::open(context.file_system, context.arguments.path, manager_options(context)));
-  TORPOR_ASSIGN(std::vector<std::string> gone, manager->collect(context.arguments.dry_run));
+  TORPOR_ASSIGN_OR_RETURN(const auto manager, CheckpointManager::open(context.file_system, context.arguments.path,
+                                                                      manager_options(context)));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> gone, manager->collect(context.arguments.dry_run));
   ImageStore images(context.file_system, context.arguments.path, {.key = context.key});
-  TORPOR_ASSIGN(const std::vector<std::string> leftovers, images.remove_leftovers(context.arguments.dry_run));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> leftovers, images.remove_leftovers(context.arguments.dry_run));
   for (const std::string& name : leftovers) gone.push_back(fmt::format("{}/{}", kImagesDirectory, name));
-  TORPOR_ASSIGN(const std::vector<CheckpointInfo> left, manager->list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<CheckpointInfo> left, manager->list());
   Json kept = Json::array();
   for (const CheckpointInfo& info : left) kept.push_back(info.name);
   return Json{{"directory", context.arguments.path},
@@ -103,11 +104,12 @@ Result<Json> rm(const Context& context) {
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("{} is not a checkpoint", path),
                  .next_step = "name one checkpoint, as DIRECTORY/g-000001"};
-  TORPOR_ASSIGN(const auto manager,
-                CheckpointManager::open(context.file_system,
-                                        slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1)),
-                                        {.key = context.key}));
-  TORPOR_TRY(manager->remove(*generation, context.arguments.dry_run));
+  TORPOR_ASSIGN_OR_RETURN(
+      const auto manager,
+      CheckpointManager::open(context.file_system,
+                              slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1)),
+                              {.key = context.key}));
+  TORPOR_RETURN_IF_ERROR(manager->remove(*generation, context.arguments.dry_run));
   return Json{{"removed", name}, {"dry_run", context.arguments.dry_run}};
 }
 

@@ -26,9 +26,9 @@ Result<Json> verify(const Context& context) {
   Result<Checkpoint> checkpoint = open_checkpoint(context.file_system, path, context.key);
   if (checkpoint) {
     path = checkpoint->path();
-    TORPOR_ASSIGN(found, torpor::verify(*checkpoint, {.threads = context.arguments.threads,
-                                                      .contents = !context.arguments.quick,
-                                                      .progress = context.progress}));
+    TORPOR_ASSIGN_OR_RETURN(found, torpor::verify(*checkpoint, {.threads = context.arguments.threads,
+                                                                .contents = !context.arguments.quick,
+                                                                .progress = context.progress}));
     for (const Error& error : found.problems) problems.push_back(to_json(error));
   } else if (checkpoint.error().code == Code::kCorruption) {
     problems.push_back(to_json(checkpoint.error()));
@@ -72,8 +72,8 @@ struct Read {
 };
 
 Result<Read> read(const Context& context, const std::string& path) {
-  TORPOR_ASSIGN(Checkpoint checkpoint, open_checkpoint(context.file_system, path, context.key));
-  TORPOR_ASSIGN(EngineCheckpoint engine, checkpoint.read_state());
+  TORPOR_ASSIGN_OR_RETURN(Checkpoint checkpoint, open_checkpoint(context.file_system, path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(EngineCheckpoint engine, checkpoint.read_state());
   return Read{std::move(checkpoint), std::move(engine)};
 }
 
@@ -110,7 +110,7 @@ std::map<std::string, RequestState> requests_of(const Read& read) {
 Result<std::map<std::string, std::string>> chunks_of(const Read& read) {
   std::map<std::string, std::string> map;
   for (const RankSummary& rank : read.checkpoint.manifest().ranks) {
-    TORPOR_ASSIGN(const RankRefs refs, read.checkpoint.refs(rank));
+    TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, read.checkpoint.refs(rank));
     for (const SavedChunk& chunk : refs.records)
       map.emplace(fmt::format("rank {}: {}", rank.rank, chunk.key.to_string()), chunk.digest.hex());
   }
@@ -121,7 +121,7 @@ Result<std::map<std::string, std::string>> chunks_of(const Read& read) {
 Result<Json> diff_of_recordings(const Context& context) {
   std::vector<console::SourceEvents> both;
   for (const std::string& path : {context.arguments.path, context.arguments.second}) {
-    TORPOR_ASSIGN(std::vector<console::SourceEvents> found, console::read_events(context.file_system, path));
+    TORPOR_ASSIGN_OR_RETURN(std::vector<console::SourceEvents> found, console::read_events(context.file_system, path));
     if (found.size() != 1) {
       return Error{.code = Code::kInvalidArgument,
                    .what = fmt::format("{} has recordings of {} processes", path, found.size()),
@@ -170,13 +170,13 @@ bool is_recording(const std::string& path) {
 Result<Json> diff(const Context& context) {
   if (is_recording(context.arguments.path) && is_recording(context.arguments.second))
     return diff_of_recordings(context);
-  TORPOR_ASSIGN(const Read a, read(context, context.arguments.path));
-  TORPOR_ASSIGN(const Read b, read(context, context.arguments.second));
+  TORPOR_ASSIGN_OR_RETURN(const Read a, read(context, context.arguments.path));
+  TORPOR_ASSIGN_OR_RETURN(const Read b, read(context, context.arguments.second));
   Json json = {{"a", a.checkpoint.path()}, {"b", b.checkpoint.path()}};
   json["fingerprint"] = compare(a.engine.fingerprint, b.engine.fingerprint);
   json["requests"] = compare(requests_of(a), requests_of(b));
-  TORPOR_ASSIGN(const auto before_chunks, chunks_of(a));
-  TORPOR_ASSIGN(const auto chunks, chunks_of(b));
+  TORPOR_ASSIGN_OR_RETURN(const auto before_chunks, chunks_of(a));
+  TORPOR_ASSIGN_OR_RETURN(const auto chunks, chunks_of(b));
   json["chunks"] = compare(before_chunks, chunks);
   const SchedulerCheckpoint& before = a.engine.state;
   const SchedulerCheckpoint& now = b.engine.state;

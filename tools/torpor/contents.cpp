@@ -16,8 +16,9 @@ namespace torpor::cli {
 namespace {
 
 Result<Json> cat(const Context& context) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
-  TORPOR_ASSIGN(const std::vector<Section> sections, checkpoint.read_sections());
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Section> sections, checkpoint.read_sections());
   std::vector<std::string> names;
   for (const Section& section : sections) {
     if (section.name == context.arguments.second)
@@ -69,13 +70,14 @@ class NewFile {
 // The saved memory whose name begins with what was asked for: "weights", "weights/params", "kv_cache block 17".
 Result<Json> extract(const Context& context) {
   const std::string& wanted = context.arguments.second;
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
-  TORPOR_ASSIGN(NewFile file, NewFile::create(context.arguments.output));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(NewFile file, NewFile::create(context.arguments.output));
   uint64_t bytes = 0;
   Json chunks = Json::array();
   PageBuffer memory;
   for (const RankSummary& rank : checkpoint.manifest().ranks) {
-    TORPOR_ASSIGN(const RankRefs refs, checkpoint.refs(rank));
+    TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(rank));
     std::unique_ptr<DiskTier> tier;
     for (const SavedChunk& chunk : refs.records) {
       const std::string name = chunk.key.to_string();
@@ -84,19 +86,19 @@ Result<Json> extract(const Context& context) {
           (chunk.key.kind == ChunkKind::kRegion && fmt::format("{}/{}", chunk.key.tag, chunk.key.region) == wanted);
       if (!match) continue;
       if (tier == nullptr) {
-        TORPOR_ASSIGN(tier, checkpoint.open_rank(rank));
+        TORPOR_ASSIGN_OR_RETURN(tier, checkpoint.open_rank(rank));
       }
       const std::span<std::byte> room = memory.room(chunk.bytes);
       if (room.size() < chunk.bytes)
         return Error{
             .code = Code::kResourceExhausted, .what = fmt::format("no memory for {}", name), .next_step = "free some"};
       const std::span<std::byte> content = room.first(chunk.bytes);
-      TORPOR_TRY(tier->get_one(chunk, content));
+      TORPOR_RETURN_IF_ERROR(tier->get_one(chunk, content));
       if (digest_of(content) != chunk.digest)
         return Error{.code = Code::kCorruption,
                      .what = fmt::format("{} does not match its digest", name),
                      .next_step = "see torpor verify"};
-      TORPOR_TRY(file.write(content));
+      TORPOR_RETURN_IF_ERROR(file.write(content));
       chunks.push_back({{"rank", rank.rank}, {"name", name}, {"at", bytes}, {"bytes", chunk.bytes}});
       bytes += chunk.bytes;
       if (context.progress && !context.progress({"extracting", bytes, 0, 0}))

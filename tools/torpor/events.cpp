@@ -41,23 +41,24 @@ void declare_events_path(CLI::App& app, Arguments& a) {
 
 Result<Exit> events(const Context& context) {
   const Arguments& arguments = context.arguments;
-  TORPOR_ASSIGN(EventExport writer, EventExport::create({.types = arguments.types,
-                                                         .match = arguments.match,
-                                                         .since = arguments.since,
-                                                         .anonymous = arguments.anonymous}));
+  TORPOR_ASSIGN_OR_RETURN(EventExport writer, EventExport::create({.types = arguments.types,
+                                                                   .match = arguments.match,
+                                                                   .since = arguments.since,
+                                                                   .anonymous = arguments.anonymous}));
   const auto format = context.as_json || arguments.format == "ndjson" ? EventExport::Format::kNdjson
                       : arguments.format == "csv"                     ? EventExport::Format::kCsv
                                                                       : EventExport::Format::kLines;
   if (arguments.follow) {
     EventFollower follower(path_of(context), arguments.since == 0);
     while (!context.interrupted()) {
-      TORPOR_ASSIGN(const std::vector<SourceEvents> news, follower.poll());
+      TORPOR_ASSIGN_OR_RETURN(const std::vector<SourceEvents> news, follower.poll());
       if (!writer.write(news, format, context.write)) return kFine;
       std::this_thread::sleep_for(kPoll);
     }
     return kFine;
   }
-  TORPOR_ASSIGN(const std::vector<SourceEvents> sources, console::read_events(context.file_system, path_of(context)));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<SourceEvents> sources,
+                          console::read_events(context.file_system, path_of(context)));
   const bool written = arguments.format == "perfetto" ? writer.write_perfetto(sources, context.write)
                        : arguments.format == "html"   ? writer.write_page(sources, context.write)
                                                       : writer.write(sources, format, context.write);
@@ -73,16 +74,16 @@ Result<Exit> events(const Context& context) {
 
 Result<Exit> record(const Context& context) {
   const Arguments& arguments = context.arguments;
-  TORPOR_ASSIGN(const auto recorder,
-                console::Recorder::create(context.file_system, path_of(context), arguments.output));
+  TORPOR_ASSIGN_OR_RETURN(const auto recorder,
+                          console::Recorder::create(context.file_system, path_of(context), arguments.output));
   const auto began = std::chrono::steady_clock::now();
   for (bool last = false; !last;) {
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - began;
     last = context.interrupted() || (arguments.for_seconds > 0 && passed.count() >= arguments.for_seconds);
-    TORPOR_TRY(recorder->look(last));
+    TORPOR_RETURN_IF_ERROR(recorder->look(last));
     if (!last && !recorder->any_alive()) {
       last = true;
-      TORPOR_TRY(recorder->look(true));
+      TORPOR_RETURN_IF_ERROR(recorder->look(true));
     }
     if (!last) std::this_thread::sleep_for(console::Recorder::kPoll);
   }
@@ -278,7 +279,7 @@ Result<Exit> follow_live(const Context& context) {
   std::map<std::string, Watched> watched;
   EventFollower follower(path_of(context), false);
   while (!context.interrupted()) {
-    TORPOR_ASSIGN(const std::vector<SourceEvents> news, follower.poll());
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<SourceEvents> news, follower.poll());
     take(watched, news);
     if (!context.write(snapshot(watched).dump(-1, ' ', false, Json::error_handler_t::replace) + '\n')) break;
     std::this_thread::sleep_for(kLook);
@@ -291,7 +292,8 @@ Result<Exit> show_live(const Context& context) {
   if (context.as_json && context.arguments.follow) return follow_live(context);
   if (context.arguments.once || context.arguments.lint || context.arguments.at >= 0 || context.as_json ||
       ::isatty(STDOUT_FILENO) == 0) {
-    TORPOR_ASSIGN(std::vector<SourceEvents> sources, console::read_events(context.file_system, path_of(context)));
+    TORPOR_ASSIGN_OR_RETURN(std::vector<SourceEvents> sources,
+                            console::read_events(context.file_system, path_of(context)));
     if (context.arguments.at >= 0) cut_at(sources, context.arguments.at);
     take(watched, sources);
     Json json = snapshot(watched);
@@ -304,7 +306,7 @@ Result<Exit> show_live(const Context& context) {
   }
   EventFollower follower(path_of(context), false);
   for (int round = 0; !context.interrupted(); ++round) {
-    TORPOR_ASSIGN(const std::vector<SourceEvents> news, follower.poll());
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<SourceEvents> news, follower.poll());
     take(watched, news);
     if (round % 25 == 0 && !context.write("\x1b[H" + fitted(show_console(snapshot(watched))) + "\x1b[J")) break;
     std::this_thread::sleep_for(kPoll);

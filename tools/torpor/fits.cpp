@@ -85,7 +85,7 @@ Result<Json> json_file(const std::string& path) {
 
 // The model's config.json: what it tells by itself of the fingerprint. The dtype is the engine's choice.
 Status check_model(const std::string& directory, const Fingerprint& wanted, FitCheck& check) {
-  TORPOR_ASSIGN(const Json config, json_file(directory + "/config.json"));
+  TORPOR_ASSIGN_OR_RETURN(const Json config, json_file(directory + "/config.json"));
   if (config.contains("architectures") && config["architectures"].is_array())
     check.field(wanted, "architecture",
                 fmt::format("{}", fmt::join(config["architectures"].get<std::vector<std::string>>(), ",")));
@@ -112,9 +112,9 @@ Result<Json> check_fit(const Arguments& arguments, const Manifest& manifest, con
                        int32_t fewest_blocks) {
   const Fingerprint& wanted = manifest.fingerprint;
   FitCheck check(fewest_blocks);
-  if (!arguments.model.empty()) TORPOR_TRY(check_model(arguments.model, wanted, check));
+  if (!arguments.model.empty()) TORPOR_RETURN_IF_ERROR(check_model(arguments.model, wanted, check));
   if (!arguments.second.empty()) {
-    TORPOR_ASSIGN(Json given, json_file(arguments.second));
+    TORPOR_ASSIGN_OR_RETURN(Json given, json_file(arguments.second));
     if (given.contains("fingerprint") && given["fingerprint"].is_object()) given = given["fingerprint"];
     for (const auto& [name, value] : given.items())
       check.field(wanted, name, value.is_string() ? value.get<std::string>() : value.dump());
@@ -144,7 +144,8 @@ Result<Json> check_fit(const Arguments& arguments, const Manifest& manifest, con
 namespace {
 
 Result<Json> fits(const Context& context) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, context.arguments.path, context.key));
   const Result<EngineCheckpoint> engine = checkpoint.read_state();  // a set has none
   const int32_t fewest = engine && engine->state.kv.validate() ? fewest_blocks(engine->state.kv) : 0;
   return check_fit(context.arguments, checkpoint.manifest(), checkpoint.path(), fewest);

@@ -48,7 +48,7 @@ Result<Json> parameters(const ControlMethod& method, const std::vector<std::stri
       params[key] = value;
     }
   }
-  TORPOR_TRY(console::check_parameters(method, params));
+  TORPOR_RETURN_IF_ERROR(console::check_parameters(method, params));
   return params;
 }
 
@@ -60,7 +60,7 @@ Result<Json> request(uint64_t id, const std::vector<std::string>& words) {
       names += (names.empty() ? "" : ", ") + std::string(each);
     return wrong(fmt::format("there is no method \"{}\"", words.front()), "use one of: " + names);
   }
-  TORPOR_ASSIGN(Json params, parameters(*method, {words.begin() + 1, words.end()}));
+  TORPOR_ASSIGN_OR_RETURN(Json params, parameters(*method, {words.begin() + 1, words.end()}));
   return Json{{"id", id}, {"method", method->name}, {"params", std::move(params)}};
 }
 
@@ -86,7 +86,7 @@ class Clients {
     }
     if (front && front_) return &*front_;
     if (!engine_) {
-      TORPOR_ASSIGN(ControlClient engine, ControlClient::connect(path_));
+      TORPOR_ASSIGN_OR_RETURN(ControlClient engine, ControlClient::connect(path_));
       engine_.emplace(std::move(engine));
     }
     return &*engine_;
@@ -106,17 +106,17 @@ class Clients {
 };
 
 Result<Exit> one_call(const Context& context, Clients& clients) {
-  TORPOR_ASSIGN(Json asked, request(1, context.arguments.call));
+  TORPOR_ASSIGN_OR_RETURN(Json asked, request(1, context.arguments.call));
   const ControlMethod& method = *console::find_control_method(context.arguments.call.front());
   // The connection ends with this call, and a stop with its connection: it would be over at once.
   for (const console::ControlParameter& each : method.parameters) {
     if (each.name == "stay" && !asked["params"].contains("stay")) asked["params"]["stay"] = true;
   }
-  TORPOR_ASSIGN(ControlClient* const to, clients.of(asked["method"]));
+  TORPOR_ASSIGN_OR_RETURN(ControlClient* const to, clients.of(asked["method"]));
   ControlClient& client = *to;
-  TORPOR_TRY(client.send(asked.dump()));
+  TORPOR_RETURN_IF_ERROR(client.send(asked.dump()));
   while (!context.interrupted()) {
-    TORPOR_ASSIGN(const std::optional<std::string> line, client.receive(100ms));
+    TORPOR_ASSIGN_OR_RETURN(const std::optional<std::string> line, client.receive(100ms));
     if (!line) continue;
     const Json answer = Json::parse(*line, nullptr, false);
     if (!answer.is_object()) return wrong("the answer is no JSON", "is this a socket of torpor?");
@@ -134,7 +134,7 @@ Result<Exit> one_call(const Context& context, Clients& clients) {
 
 // Calls from standard input, a line each, over one connection: what they stop is let go when it ends.
 Result<Exit> many_calls(const Context& context, Clients& clients) {
-  TORPOR_TRY(clients.of("hello"));  // so that it is said at once where there is none
+  TORPOR_RETURN_IF_ERROR(clients.of("hello"));  // so that it is said at once where there is none
   std::string typed;
   uint64_t id = 0;
   bool more = true;
@@ -161,10 +161,10 @@ Result<Exit> many_calls(const Context& context, Clients& clients) {
         continue;
       }
       ++id;
-      TORPOR_TRY((*client)->send(asked->dump()));
+      TORPOR_RETURN_IF_ERROR((*client)->send(asked->dump()));
     }
     for (ControlClient* const client : clients.all()) {
-      TORPOR_ASSIGN(const std::optional<std::string> line, client->receive(20ms));
+      TORPOR_ASSIGN_OR_RETURN(const std::optional<std::string> line, client->receive(20ms));
       if (!line) continue;
       if (Json::parse(*line, nullptr, false).contains("id")) ++answered;
       if (!context.write(*line + '\n')) return kFine;

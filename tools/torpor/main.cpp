@@ -62,10 +62,10 @@ int run(const torpor::cli::Verb& verb, const torpor::cli::Arguments& arguments, 
     context.key = std::make_shared<const torpor::Key>(*key);
   }
   if (verb.stream) {
-    const torpor::Result<torpor::cli::Exit> ended = torpor::catching([&] { return verb.stream(context); });
+    const torpor::Result<torpor::cli::Exit> ended = torpor::try_catch([&] { return verb.stream(context); });
     return ended ? *ended : fail(ended.error(), as_json);
   }
-  const torpor::Result<Json> answer = torpor::catching([&] { return verb.ask(context); });
+  const torpor::Result<Json> answer = torpor::try_catch([&] { return verb.ask(context); });
   if (!answer) return fail(answer.error(), as_json);
   bool written = false;
   if (verb.raw && !as_json) {

@@ -80,7 +80,7 @@ class MockFront final : public console::FrontAccess {
       : mutex_(mutex), run_(run), clock_(clock) {}
   void begin(const console::ControlMethod& method, const nlohmann::json& params,
              const std::shared_ptr<console::FrontCall>& call) override {
-    call->end(catching([&] { return carry_out(method, params); }));
+    call->end(try_catch([&] { return carry_out(method, params); }));
   }
 
  private:
@@ -91,7 +91,7 @@ class MockFront final : public console::FrontAccess {
                                .preserve_state = params.value("preserve_state", true),
                                .to_disk = params.value("to", "host") == "disk"};
     if (method.call == console::ControlCall::kPlan) {
-      TORPOR_ASSIGN(const SleepPlan plan, run_.controller().plan_sleep(options));
+      TORPOR_ASSIGN_OR_RETURN(const SleepPlan plan, run_.controller().plan_sleep(options));
       return Json{{"save_bytes", plan.save_bytes}, {"free_bytes", plan.free_bytes}, {"problems", plan.problems}};
     }
     if (method.call == console::ControlCall::kCheckpoint) {
@@ -99,8 +99,8 @@ class MockFront final : public console::FrontAccess {
                    .what = "a made-up engine writes no checkpoint while it serves",
                    .next_step = "sleep to=disk"};
     }
-    TORPOR_ASSIGN(const SleepReport report,
-                  method.call == console::ControlCall::kSleep ? run_.sleep(options) : run_.wake({}));
+    TORPOR_ASSIGN_OR_RETURN(const SleepReport report,
+                            method.call == console::ControlCall::kSleep ? run_.sleep(options) : run_.wake({}));
     return Json{{"changed", report.changed}, {"seconds", report.seconds}, {"note", report.note}};
   }
   Mutex& mutex_;
@@ -111,9 +111,10 @@ class MockFront final : public console::FrontAccess {
 Result<Exit> mock(const Context& context) {
   const Arguments& arguments = context.arguments;
   const std::string directory = arguments.path.empty() ? console::default_event_directory() : arguments.path;
-  TORPOR_ASSIGN(const std::unique_ptr<EventRing> ring, console::begin_events(directory, "mock", 0, system_clock()));
-  TORPOR_ASSIGN(const auto server,
-                console::ControlServer::start(*ring, system_clock(), console::ControlRole::kOperate));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<EventRing> ring,
+                          console::begin_events(directory, "mock", 0, system_clock()));
+  TORPOR_ASSIGN_OR_RETURN(const auto server,
+                          console::ControlServer::start(*ring, system_clock(), console::ControlRole::kOperate));
   console::RunClock clock;
   clock.set(system_clock().now());
   console::ReferenceRun run({.files = context.file_system, .directory = directory}, *ring, clock);
@@ -121,7 +122,7 @@ Result<Exit> mock(const Context& context) {
   options.engine = {.num_blocks = 192, .token_budget = 64, .transfers_have_threads = false};
   options.engine.model.block_tokens = 8;
   options.engine.tiers = {.host_blocks = 512};
-  TORPOR_TRY(run.begin(options));
+  TORPOR_RETURN_IF_ERROR(run.begin(options));
   context.write(fmt::format("a made-up engine tells its events in {}; torpor console, torpor live\n", directory));
   const EventPort port(*ring, system_clock());
   Mutex mutex;
@@ -139,15 +140,15 @@ Result<Exit> mock(const Context& context) {
     std::this_thread::sleep_for(kTurn);
     const MutexLock lock(mutex);
     clock.set(system_clock().now());
-    if (chats.comes()) TORPOR_TRY(run.add(chats.next()));
+    if (chats.comes()) TORPOR_RETURN_IF_ERROR(run.add(chats.next()));
     (void)run.step_offload();
     if (port.may_step()) (void)run.step();
     if (!run.controller().is_sleeping()) wakes_at = 0;  // or somebody has woken it
     if (!port.may_step()) continue;                     // what it does by itself would end what somebody has stopped
     if (wakes_at != 0 && turn >= wakes_at) {
-      TORPOR_TRY(run.wake({}));
+      TORPOR_RETURN_IF_ERROR(run.wake({}));
     } else if (turn % kSleepEvery == 0 && !run.controller().is_sleeping()) {
-      TORPOR_TRY(run.sleep({.level = 1, .preserve_state = true}));
+      TORPOR_RETURN_IF_ERROR(run.sleep({.level = 1, .preserve_state = true}));
       wakes_at = turn + kAsleep;
     }
   }

@@ -30,8 +30,8 @@ Named named(std::string url) {
 
 // Of who puts nothing there: a bucket or directory that is not there is refused, and not made.
 Result<std::unique_ptr<remote::ObjectStore>> existing_store(const Context& context, const std::string& url) {
-  TORPOR_ASSIGN(auto store, remote::open_object_store(context.file_system, url, context.interrupted));
-  TORPOR_TRY(store->check_exists());
+  TORPOR_ASSIGN_OR_RETURN(auto store, remote::open_object_store(context.file_system, url, context.interrupted));
+  TORPOR_RETURN_IF_ERROR(store->check_exists());
   return store;
 }
 
@@ -58,22 +58,23 @@ std::string show_report(const Json& json) {
 }
 
 Result<Json> push(const Context& context) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
-  TORPOR_ASSIGN(const auto store,
-                remote::open_object_store(context.file_system, context.arguments.second, context.interrupted));
-  TORPOR_ASSIGN(const remote::CopyReport report,
-                remote::push(context.file_system, checkpoint, *store, options_of(context)));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(
+      const auto store, remote::open_object_store(context.file_system, context.arguments.second, context.interrupted));
+  TORPOR_ASSIGN_OR_RETURN(const remote::CopyReport report,
+                          remote::push(context.file_system, checkpoint, *store, options_of(context)));
   return report_of(store->url(), report);
 }
 
 Result<Json> pull(const Context& context) {
   const Arguments& arguments = context.arguments;
   const Named from = named(arguments.path);
-  TORPOR_ASSIGN(const auto store, existing_store(context, from.url));
+  TORPOR_ASSIGN_OR_RETURN(const auto store, existing_store(context, from.url));
   remote::CopyOptions options = options_of(context);
   if (asks_for_fit(arguments)) {
     options.accept = [&](const Manifest& manifest) -> Status {
-      TORPOR_ASSIGN(const Json found, check_fit(arguments, manifest, arguments.path));
+      TORPOR_ASSIGN_OR_RETURN(const Json found, check_fit(arguments, manifest, arguments.path));
       if (found["fits"]) return ok();
       std::vector<std::string> differ;
       for (const Json& check : found["checks"]) {
@@ -86,8 +87,8 @@ Result<Json> pull(const Context& context) {
                    .next_step = "nothing of its memory was fetched; take another checkpoint or another configuration"};
     };
   }
-  TORPOR_ASSIGN(const remote::CopyReport report,
-                remote::pull(context.file_system, *store, from.name, arguments.output, options));
+  TORPOR_ASSIGN_OR_RETURN(const remote::CopyReport report,
+                          remote::pull(context.file_system, *store, from.name, arguments.output, options));
   return report_of(store->url(), report);
 }
 
@@ -102,8 +103,8 @@ bool is_of_this_checkpoint(const Error& error) {
 bool is_url(const std::string& path) { return path.find("://") != std::string::npos; }
 
 Result<Json> ls_of_store(const Context& context) {
-  TORPOR_ASSIGN(const auto store, existing_store(context, context.arguments.path));
-  TORPOR_ASSIGN(const std::vector<remote::PushedCheckpoint> pushed, remote::list_pushed(*store));
+  TORPOR_ASSIGN_OR_RETURN(const auto store, existing_store(context, context.arguments.path));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<remote::PushedCheckpoint> pushed, remote::list_pushed(*store));
   Json checkpoints = Json::array();
   for (const remote::PushedCheckpoint& each : pushed) {
     Json entry = {{"name", each.name}, {"readable", each.readable}};
@@ -155,12 +156,12 @@ Result<Json> gc_of_store(const Context& context) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "--max-age and --max-bytes are for a directory",
                  .next_step = "use --keep"};
-  TORPOR_ASSIGN(const auto store, existing_store(context, arguments.path));
-  TORPOR_ASSIGN(const remote::RemovalReport report,
-                remote::remove_unnamed(*store, system_clock(),
-                                       {.force = arguments.force,
-                                        .dry_run = arguments.dry_run,
-                                        .keep = arguments.keep == kKeepAll ? 0 : arguments.keep}));
+  TORPOR_ASSIGN_OR_RETURN(const auto store, existing_store(context, arguments.path));
+  TORPOR_ASSIGN_OR_RETURN(const remote::RemovalReport report,
+                          remote::remove_unnamed(*store, system_clock(),
+                                                 {.force = arguments.force,
+                                                  .dry_run = arguments.dry_run,
+                                                  .keep = arguments.keep == kKeepAll ? 0 : arguments.keep}));
   return Json{{"url", store->url()}, {"dry_run", arguments.dry_run},  {"removed", report.checkpoints},
               {"left", report.left}, {"removed_parts", report.parts}, {"removed_answers", report.answers}};
 }
@@ -180,9 +181,9 @@ Result<Json> rm_of_store(const Context& context) {
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("{} is not a checkpoint", arguments.path),
                  .next_step = "name one of a store, as URL/NAME; torpor ls says the names"};
-  TORPOR_ASSIGN(const auto store, existing_store(context, from.url));
-  TORPOR_TRY(remote::remove_pushed(*store, from.name, system_clock(),
-                                   {.force = arguments.force, .dry_run = arguments.dry_run}));
+  TORPOR_ASSIGN_OR_RETURN(const auto store, existing_store(context, from.url));
+  TORPOR_RETURN_IF_ERROR(remote::remove_pushed(*store, from.name, system_clock(),
+                                               {.force = arguments.force, .dry_run = arguments.dry_run}));
   return Json{{"removed", from.name}, {"dry_run", arguments.dry_run}};
 }
 

@@ -77,7 +77,7 @@ Result<Json> what_if(const Context& context, const SourceEvents& recording) {
   uint64_t requests = 0;
   uint64_t blocks = 0;
   for (const console::TierSizes& sizes : {as_recorded, asked}) {
-    TORPOR_ASSIGN(const console::ModelResult result, console::replay_in_model(recording, sizes));
+    TORPOR_ASSIGN_OR_RETURN(const console::ModelResult result, console::replay_in_model(recording, sizes));
     requests = result.requests;
     blocks = result.asked;
     models.push_back({{"blocks", to_json(result.sizes)}, {"found", to_json(result.found)}});
@@ -91,8 +91,8 @@ Result<Json> what_if(const Context& context, const SourceEvents& recording) {
 }
 
 Result<Json> replay(const Context& context) {
-  TORPOR_ASSIGN(const std::vector<SourceEvents> found,
-                console::read_events(context.file_system, context.arguments.path));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<SourceEvents> found,
+                          console::read_events(context.file_system, context.arguments.path));
   if (found.size() != 1) {
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("{} has recordings of {} processes", context.arguments.path, found.size()),
@@ -101,9 +101,9 @@ Result<Json> replay(const Context& context) {
   const Arguments& arguments = context.arguments;
   const bool asks = std::max({arguments.device_blocks, arguments.host_blocks, arguments.disk_blocks}) >= 0;
   if (asks) return what_if(context, found[0]);
-  TORPOR_ASSIGN(const Scratch scratch, Scratch::make());
-  TORPOR_ASSIGN(const console::ReplayResult result,
-                console::replay(found[0], {.files = context.file_system, .directory = scratch.path()}));
+  TORPOR_ASSIGN_OR_RETURN(const Scratch scratch, Scratch::make());
+  TORPOR_ASSIGN_OR_RETURN(const console::ReplayResult result,
+                          console::replay(found[0], {.files = context.file_system, .directory = scratch.path()}));
   return Json{{"recording", found[0].path},
               {"inputs", result.inputs},
               {"events", result.events},

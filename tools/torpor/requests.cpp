@@ -68,11 +68,12 @@ void declare_text(CLI::App& app, Arguments& a) {
 }
 
 Result<Json> requests(const Context& context) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
-  TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const EngineCheckpoint engine, checkpoint.read_state());
   std::optional<Tokenizer> tokenizer;
   if (!context.arguments.tokenizer.empty()) {
-    TORPOR_ASSIGN(tokenizer, Tokenizer::read_file(context.arguments.tokenizer));
+    TORPOR_ASSIGN_OR_RETURN(tokenizer, Tokenizer::read_file(context.arguments.tokenizer));
   }
   Json list = Json::array();
   for (const RequestState& request : engine.state.scheduler.requests) {
@@ -113,9 +114,10 @@ Result<const RequestState*> find(const SchedulerSnapshot& scheduler, const std::
 }
 
 Result<Json> show(const Context& context) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, context.arguments.path, context.key));
-  TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());
-  TORPOR_ASSIGN(const RequestState* const request, find(engine.state.scheduler, context.arguments.second));
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
+                          open_checkpoint(context.file_system, context.arguments.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const EngineCheckpoint engine, checkpoint.read_state());
+  TORPOR_ASSIGN_OR_RETURN(const RequestState* const request, find(engine.state.scheduler, context.arguments.second));
   Json json = {{"path", checkpoint.path()}};
   json.update(summary(engine, *request));
   json["arrived"] = time_text(request->arrival_time);
@@ -139,7 +141,7 @@ Result<Json> show(const Context& context) {
   }
   json["workers"] = std::move(rows);
   if (!context.arguments.tokenizer.empty()) {
-    TORPOR_ASSIGN(const Tokenizer tokenizer, Tokenizer::read_file(context.arguments.tokenizer));
+    TORPOR_ASSIGN_OR_RETURN(const Tokenizer tokenizer, Tokenizer::read_file(context.arguments.tokenizer));
     add_text(json, tokenizer, *request);
   }
   return json;

@@ -10,8 +10,8 @@ namespace {
 
 // Return the requests that have not ended since.
 Result<Json> requests_of(const Context& context, const ImageInfo& info) {
-  TORPOR_ASSIGN(const Checkpoint checkpoint, open_checkpoint(context.file_system, info.path, context.key));
-  TORPOR_ASSIGN(const EngineCheckpoint engine, checkpoint.read_state());
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_checkpoint(context.file_system, info.path, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const EngineCheckpoint engine, checkpoint.read_state());
   Json requests = Json::array();
   int32_t position = 0;
   for (const RequestState& request : engine.state.scheduler.requests) {
@@ -25,9 +25,9 @@ Result<Json> requests_of(const Context& context, const ImageInfo& info) {
 }
 
 Result<Json> sessions(const Context& context) {
-  TORPOR_TRY(context.file_system.open_directory(context.arguments.path, /*create=*/false));
+  TORPOR_RETURN_IF_ERROR(context.file_system.open_directory(context.arguments.path, /*create=*/false));
   const ImageStore store(context.file_system, context.arguments.path, {.key = context.key});
-  TORPOR_ASSIGN(const std::vector<ImageInfo> found, store.list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<ImageInfo> found, store.list());
   Json images = Json::array();
   for (const ImageInfo& info : found) {
     Json entry = {{"id", info.name}, {"path", info.path}};

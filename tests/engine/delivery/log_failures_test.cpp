@@ -93,9 +93,9 @@ TEST_F(DeliveryLogTest, NobodyWaitsForANewFileOfTheLog) {
   for (; at < 6; ++at) ASSERT_TRUE(succeeded(answers->step({given("a", at, {1}, std::string(1 << 20, 'x'))})));
   begun.get_future().wait();  // the new file is being synced, and that takes long
   auto others = std::async(std::launch::async, [&]() -> Status {
-    TORPOR_TRY(answers->start(asked("b")));
-    TORPOR_TRY(answers->step({given("a", at, {2}, "y"), given("b", 0, {1}, "x")}));
-    TORPOR_TRY(answers->part("b", 0));
+    TORPOR_RETURN_IF_ERROR(answers->start(asked("b")));
+    TORPOR_RETURN_IF_ERROR(answers->step({given("a", at, {2}, "y"), given("b", 0, {1}, "x")}));
+    TORPOR_RETURN_IF_ERROR(answers->part("b", 0));
     (void)answers->counts();
     return answers->sync();
   });
