@@ -148,15 +148,15 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   return options;
 }
 
-LateWait late_wait_from(const std::string& wait) {
-  if (wait == "none") return LateWait::kNone;
-  if (wait == "some") return LateWait::kSome;
+DeferredWait deferred_wait_from(const std::string& wait) {
+  if (wait == "none") return DeferredWait::kNone;
+  if (wait == "some") return DeferredWait::kSome;
   if (wait != "all") {
     raise(Error{.code = Code::kInvalidArgument,
                 .what = fmt::format("continue_wake.wait is \"{}\"", wait),
                 .next_step = "use \"none\", \"some\" or \"all\""});
   }
-  return LateWait::kAll;
+  return DeferredWait::kAll;
 }
 
 py::list to_python(const std::vector<RankLedger>& ledgers) {
@@ -185,8 +185,8 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
   out["disk_bytes"] = report.disk_bytes;
   out["freed_bytes"] = report.freed_bytes;
   out["restored_bytes"] = report.restored_bytes;
-  out["deferred_blocks"] = report.late_blocks;
-  out["deferred_bytes"] = report.late_bytes;
+  out["deferred_blocks"] = report.deferred_blocks;
+  out["deferred_bytes"] = report.deferred_bytes;
   out["unread_bytes"] = report.unread_bytes;
   out["kept_blocks"] = report.kept_blocks;
   out["dropped_blocks"] = report.dropped_blocks;
@@ -296,8 +296,8 @@ void bind_controller(py::module_& module) {
           "continue_wake",
           [](BoundController& self, const std::string& wait, const std::vector<int32_t>& wanted,
              const std::vector<int32_t>& skipped) {
-            const LateWait how = late_wait_from(wait);
-            const LateWishes wishes{.wanted = wanted, .skipped = skipped};
+            const DeferredWait how = deferred_wait_from(wait);
+            const DeferredWishes wishes{.wanted = wanted, .skipped = skipped};
             const WakeProgress progress =
                 value_or_raise(without_lock([&] { return self.controller.continue_wake(how, wishes); }));
             return py::dict(py::arg("arrived") = progress.arrived, py::arg("unreadable") = progress.lost,

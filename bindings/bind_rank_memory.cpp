@@ -61,8 +61,8 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   in.read_if_given("spill_dir", spill_dir);
   options.spill_dir = spill_dir.value_or("");
   in.read_if_given("encrypt", options.encrypt);
-  in.read_if_given("late_job_bytes", options.late_job_bytes);
-  in.read_if_given("late_thread", options.late_thread);
+  in.read_if_given("deferred_job_bytes", options.deferred_job_bytes);
+  in.read_if_given("deferred_thread", options.deferred_thread);
   std::optional<std::string> key_file;
   in.read_if_given("key_file", key_file);
   options.key = key_from(key_file);

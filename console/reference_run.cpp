@@ -45,8 +45,8 @@ json to_json(const RunOptions& run) {
           {"step_tags", of.step_tags},
           {"transfer_threads", of.transfer_threads},
           {"transfers_have_threads", of.transfers_have_threads},
-          {"late_job_bytes", of.late_job_bytes},
-          {"late_thread", of.late_thread},
+          {"late_job_bytes", of.deferred_job_bytes},
+          {"late_thread", of.deferred_thread},
           {"retain_kv_bytes", of.retain_kv_bytes ? json(*of.retain_kv_bytes) : json()},
           {"host_blocks", tiers.host_blocks},
           {"disk_blocks", tiers.disk_blocks},
@@ -86,8 +86,8 @@ RunOptions run_options_from(const json& words) {
   of.transfer_threads = words.at("transfer_threads");
   of.transfers_have_threads = words.at("transfers_have_threads");
   if (!words.at("retain_kv_bytes").is_null()) of.retain_kv_bytes = words.at("retain_kv_bytes").get<uint64_t>();
-  of.late_job_bytes = words.value("late_job_bytes", of.late_job_bytes);
-  of.late_thread = words.value("late_thread", of.late_thread);
+  of.deferred_job_bytes = words.value("late_job_bytes", of.deferred_job_bytes);
+  of.deferred_thread = words.value("late_thread", of.deferred_thread);
   tiers.host_blocks = words.at("host_blocks");
   tiers.disk_blocks = words.at("disk_blocks");
   tiers.mode = words.at("lazy").get<bool>() ? OffloadMode::kLazy : OffloadMode::kEager;
@@ -258,8 +258,8 @@ Status ReferenceRun::carry_out(InputKind kind, const json& words, uint64_t a, ui
       return ok();
     }
     case InputKind::kContinueWake:
-      if (a > static_cast<uint64_t>(LateWait::kAll)) return damaged("wait");
-      progress_ = controller_->continue_wake(static_cast<LateWait>(a));
+      if (a > static_cast<uint64_t>(DeferredWait::kAll)) return damaged("wait");
+      progress_ = controller_->continue_wake(static_cast<DeferredWait>(a));
       return ok();
     case InputKind::kCheckpoint: return checkpoint(a);
     case InputKind::kLoadWeights: engine_->load_weights(a); return ok();
@@ -308,7 +308,7 @@ Result<SleepReport> ReferenceRun::wake(const WakeOptions& options) {
   return std::move(*report_);
 }
 
-Result<WakeProgress> ReferenceRun::continue_wake(LateWait wait) {
+Result<WakeProgress> ReferenceRun::continue_wake(DeferredWait wait) {
   TORPOR_RETURN_IF_ERROR(give(InputKind::kContinueWake, {}, static_cast<uint64_t>(wait)));
   return progress_;
 }

@@ -64,7 +64,7 @@ class ReferenceRun {
   void cancel(size_t offload);  // of engine().offloads()
   Result<SleepReport> sleep(const SleepOptions& options);
   Result<SleepReport> wake(const WakeOptions& options);
-  Result<WakeProgress> continue_wake(LateWait wait);
+  Result<WakeProgress> continue_wake(DeferredWait wait);
   // Of one that is written while the engine serves: the calls of SleepController. continue_checkpoint() goes on until
   // it is ready or has ended: what threads do meanwhile is no input.
   Status begin_checkpoint();

@@ -11,21 +11,21 @@
 namespace torpor {
 
 Status DeferredBlocks::hold(const std::vector<int32_t>& blocks, size_t ranks, Operation& operation) {
-  Late late{.left = {}, .seen = std::vector<uint64_t>(ranks)};
-  for (const int32_t block : blocks) late.left[block].ranks = static_cast<int32_t>(ranks);
+  Deferred deferred{.left = {}, .seen = std::vector<uint64_t>(ranks)};
+  for (const int32_t block : blocks) deferred.left[block].ranks = static_cast<int32_t>(ranks);
   operation.undo_with([this, blocks]() -> Status {
-    late_.reset();
+    deferred_.reset();
     TORPOR_RETURN_IF_ERROR(engine_.hooks.release_blocks({.arrived = blocks}));
     return ok();
   });
   TORPOR_RETURN_IF_ERROR(engine_.hooks.hold_blocks(blocks));
-  late_ = std::move(late);
+  deferred_ = std::move(deferred);
   return ok();
 }
 
-Result<WakeProgress> DeferredBlocks::take(LateWait wait, const LateWishes& wishes) {
+Result<WakeProgress> DeferredBlocks::take(DeferredWait wait, const DeferredWishes& wishes) {
   WakeProgress progress;
-  while (late_) {
+  while (deferred_) {
     Result<bool> more = try_catch([&]() { return take_once(wait, wishes, progress); });
     if (!more && progress.arrived + progress.lost + progress.skipped == 0) return std::move(more).error();
     if (!more || !*more) break;
@@ -35,15 +35,16 @@ Result<WakeProgress> DeferredBlocks::take(LateWait wait, const LateWishes& wishe
 
 // Take one round; return whether there is another. What the ranks tell counts only when the engine has it: a round that
 // fails has changed nothing, and is repeated.
-Result<bool> DeferredBlocks::take_once(LateWait wait, const LateWishes& wishes, WakeProgress& progress) {
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::PollRestore::Reply> replies,
-                          engine_.ranks.call(orders::PollRestore{
-                              .seen = late_->seen, .wait = wait, .wanted = wishes.wanted, .skipped = wishes.skipped}));
-  Late next = *late_;
+Result<bool> DeferredBlocks::take_once(DeferredWait wait, const DeferredWishes& wishes, WakeProgress& progress) {
+  TORPOR_ASSIGN_OR_RETURN(
+      const std::vector<orders::PollRestore::Reply> replies,
+      engine_.ranks.call(orders::PollRestore{
+          .seen = deferred_->seen, .wait = wait, .wanted = wishes.wanted, .skipped = wishes.skipped}));
+  Deferred next = *deferred_;
   ArrivedBlocks ended;
   const auto end = [&](std::map<int32_t, Block>::iterator block) {
     (block->second.worst == BlockArrival::kArrived   ? ended.arrived
-     : block->second.worst == BlockArrival::kForgone ? ended.skipped
+     : block->second.worst == BlockArrival::kSkipped ? ended.skipped
      : block->second.worst == BlockArrival::kLost    ? ended.lost
                                                      : ended.unproven)
         .push_back(block->first);
@@ -71,12 +72,12 @@ Result<bool> DeferredBlocks::take_once(LateWait wait, const LateWishes& wishes, 
   }
   TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> recomputed, engine_.hooks.release_blocks(ended));
   // From here on nothing fails: the engine has them.
-  late_ = std::move(next);
+  deferred_ = std::move(next);
   const size_t lost = ended.lost.size() + ended.unproven.size();
   progress.arrived += static_cast<int64_t>(ended.arrived.size());
   progress.lost += static_cast<int64_t>(lost);
   progress.skipped += static_cast<int64_t>(ended.skipped.size());
-  progress.left = static_cast<int64_t>(late_->left.size());
+  progress.left = static_cast<int64_t>(deferred_->left.size());
   (void)try_catch([&]() -> Status {
     if (lost > 0) {
       log().error("{} KV blocks did not come back: {}; {} requests are computed again: {}", lost, why,
@@ -90,43 +91,43 @@ Result<bool> DeferredBlocks::take_once(LateWait wait, const LateWishes& wishes, 
     return ok();
   });
   if (all_ended) {
-    late_.reset();
+    deferred_.reset();
     engine_.release_host_slots();
   }
-  return late_ && (late_->left.empty() || wait == LateWait::kAll);
+  return deferred_ && (deferred_->left.empty() || wait == DeferredWait::kAll);
 }
 
 Status DeferredBlocks::wait() {
-  while (late_) TORPOR_RETURN_IF_ERROR(take(LateWait::kAll));
+  while (deferred_) TORPOR_RETURN_IF_ERROR(take(DeferredWait::kAll));
   return ok();
 }
 
 void DeferredBlocks::end_if_all_came() noexcept {
-  if (late_ && late_->left.empty()) (void)try_catch([this] { return wait(); });
+  if (deferred_ && deferred_->left.empty()) (void)try_catch([this] { return wait(); });
 }
 
 Status DeferredBlocks::wait_before_wake(size_t ranks, Operation& operation) {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::PollRestore::Reply> replies,
-                          engine_.ranks.call(orders::PollRestore{.seen = {}, .wait = LateWait::kAll}));
-  Late late{.left = {}, .seen = std::vector<uint64_t>(ranks)};
+                          engine_.ranks.call(orders::PollRestore{.seen = {}, .wait = DeferredWait::kAll}));
+  Deferred deferred{.left = {}, .seen = std::vector<uint64_t>(ranks)};
   for (size_t rank = 0; rank < std::min(ranks, replies.size()); ++rank) {
-    const std::vector<LateArrival>& arrivals = replies[rank].arrivals;
-    late.seen[rank] = arrivals.size();
+    const std::vector<DeferredArrival>& arrivals = replies[rank].arrivals;
+    deferred.seen[rank] = arrivals.size();
     const bool whole = std::all_of(arrivals.begin(), arrivals.end(),
-                                   [](const LateArrival& each) { return each.how == BlockArrival::kArrived; });
+                                   [](const DeferredArrival& each) { return each.how == BlockArrival::kArrived; });
     if (whole) continue;
     return Error{.code = Code::kCorruption,
                  .what = fmt::format("rank {}: {}", rank, replies[rank].why),
                  .next_step = "call again; if it stays so, wake a checkpoint in a new engine"};
   }
-  operation.undo_with([this]() -> Status { return late_.reset(), ok(); });
-  late_ = std::move(late);
+  operation.undo_with([this]() -> Status { return deferred_.reset(), ok(); });
+  deferred_ = std::move(deferred);
   return ok();
 }
 
 Status DeferredBlocks::forget() {
   const auto arrivals = [&](std::vector<uint64_t> seen) {
-    return engine_.ranks.undo(orders::PollRestore{.seen = std::move(seen), .wait = LateWait::kAll, .cancel = true});
+    return engine_.ranks.undo(orders::PollRestore{.seen = std::move(seen), .wait = DeferredWait::kAll, .cancel = true});
   };
   TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::PollRestore::Reply> told, arrivals({}));
   std::vector<uint64_t> seen;

@@ -91,11 +91,11 @@ std::vector<int32_t> blocks_by_need(const SchedulerCheckpoint& state) {
   return by_need(state.kv, requests_by_need(state), all);
 }
 
-std::vector<int32_t> late_blocks_of(const SchedulerCheckpoint& state, const std::vector<int32_t>& blocks,
-                                    HoldsBack held) {
+std::vector<int32_t> deferred_blocks_of(const SchedulerCheckpoint& state, const std::vector<int32_t>& blocks,
+                                        HoldsBack held) {
   if (held == HoldsBack::kNothing) return {};
   if (held == HoldsBack::kCached) return cached_blocks(state.kv, blocks);
-  return late_blocks(state.kv, requests_by_need(state), blocks, blocks.size() / kShareOfFirst);
+  return deferred_blocks(state.kv, requests_by_need(state), blocks, blocks.size() / kShareOfFirst);
 }
 
 void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept) {

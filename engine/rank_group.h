@@ -76,8 +76,8 @@ std::vector<std::string> requests_by_need(const SchedulerCheckpoint& state);
 // All blocks of a state, in the order in which it needs them.
 std::vector<int32_t> blocks_by_need(const SchedulerCheckpoint& state);
 // Of these blocks of a state, which are by need, those that may come back behind an engine that holds so much back.
-std::vector<int32_t> late_blocks_of(const SchedulerCheckpoint& state, const std::vector<int32_t>& blocks,
-                                    HoldsBack held);
+std::vector<int32_t> deferred_blocks_of(const SchedulerCheckpoint& state, const std::vector<int32_t>& blocks,
+                                        HoldsBack held);
 // Says which blocks of this state are saved, the most needed first, and what tells their contents apart.
 void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept);
 

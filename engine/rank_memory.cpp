@@ -105,22 +105,23 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                                      {.threads = options.threads,
                                                                       .own_threads = options.own_threads,
                                                                       .events = options.events}));
-  memory->parts_ = std::make_unique<RankParts>(RankParts{.device = *memory->device_,
-                                                         .allocator = *memory->allocator_,
-                                                         .arena = *memory->arena_,
-                                                         .transfers = *memory->transfers_,
-                                                         .file_system = file_system,
-                                                         .rank = options.rank,
-                                                         .keep_backup = *options.keep_backup,
-                                                         .retain_kv_bytes = *options.retain_kv_bytes,
-                                                         .host_codec = options.host_compression,
-                                                         .spill_dir = options.spill_dir,
-                                                         .key = options.key,
-                                                         .encrypt = options.encrypt,
-                                                         .spill_staging_bytes = options.spill_staging_bytes,
-                                                         .late_job_bytes = options.late_job_bytes,
-                                                         .late_thread = options.late_thread && options.own_threads,
-                                                         .own_threads = options.own_threads});
+  memory->parts_ =
+      std::make_unique<RankParts>(RankParts{.device = *memory->device_,
+                                            .allocator = *memory->allocator_,
+                                            .arena = *memory->arena_,
+                                            .transfers = *memory->transfers_,
+                                            .file_system = file_system,
+                                            .rank = options.rank,
+                                            .keep_backup = *options.keep_backup,
+                                            .retain_kv_bytes = *options.retain_kv_bytes,
+                                            .host_codec = options.host_compression,
+                                            .spill_dir = options.spill_dir,
+                                            .key = options.key,
+                                            .encrypt = options.encrypt,
+                                            .spill_staging_bytes = options.spill_staging_bytes,
+                                            .deferred_job_bytes = options.deferred_job_bytes,
+                                            .deferred_thread = options.deferred_thread && options.own_threads,
+                                            .own_threads = options.own_threads});
   auto images = std::make_unique<RegionImages>(*memory->parts_);
   memory->saver_ = std::make_unique<RankSaver>(*memory->parts_, *images);
   memory->restorer_ = std::make_unique<RankRestorer>(*memory->parts_, *images);
@@ -169,7 +170,7 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
 
 Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
   const MutexLock lock(mutex_);
-  TORPOR_RETURN_IF_ERROR(restorer_->nothing_late());
+  TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
   TORPOR_RETURN_IF_ERROR(images_->set_kv_layout(std::move(tag), std::move(layout)));
   if (options_.events.on()) {  // an engine that never sleeps tells its memory, too
     RankLedger ledger;
@@ -247,7 +248,7 @@ Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
 }
 
 Result<orders::Save::Reply> RankMemory::save_all(const orders::Save& order) {
-  TORPOR_RETURN_IF_ERROR(restorer_->nothing_late());
+  TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
   if (quiet_ != nullptr) quiet_->end();
   const Watched watched(*transfers_, order.progress);
   if (!order.channel.empty()) return save_giving(order);
@@ -294,7 +295,7 @@ Result<orders::Undo::Reply> RankMemory::carry_out(const orders::Undo& order) {
       images_->forget_saved(order.tags);
       break;
     case What::kRestore:
-      restorer_->cancel_late();
+      restorer_->cancel_deferred();
       const std::vector<std::string> tags = images_->asleep_of(order.tags);
       if (!tags.empty() || order.tags.empty()) TORPOR_RETURN_IF_ERROR(allocator_->cancel_restore(tags));
       break;
@@ -305,7 +306,7 @@ Result<orders::Undo::Reply> RankMemory::carry_out(const orders::Undo& order) {
 
 // Before memory goes.
 Status RankMemory::nothing_moves() {
-  TORPOR_RETURN_IF_ERROR(restorer_->nothing_late());
+  TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
   saver_->checkpoint().stop();
   (void)transfers_->drain();  // of blocks that an engine moves; what counts is that none is left
   return transfers_->usable();
@@ -328,7 +329,7 @@ Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order)
 
 Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& order) {
   if (!order.checkpoint) return restore_tags(order);
-  TORPOR_RETURN_IF_ERROR(restorer_->nothing_late());
+  TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
   const Watched watched(*transfers_, order.progress);
   images_->forget_blocks();
   TORPOR_ASSIGN_OR_RETURN(orders::Restore::Reply reply, restorer_->load_blocks(order));
@@ -340,8 +341,8 @@ Result<orders::Restore::Reply> RankMemory::restore_tags(const orders::Restore& o
   const std::map<std::string, RegionState> states = allocator_->states();
   const auto kv = states.find(kKvCacheTag);
   // Then they are of a wake that was undone, and this rank was not told.
-  if (kv != states.end() && kv->second != RegionState::kAttached) restorer_->cancel_late();
-  TORPOR_RETURN_IF_ERROR(restorer_->nothing_late());
+  if (kv != states.end() && kv->second != RegionState::kAttached) restorer_->cancel_deferred();
+  TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
   const std::vector<std::string> tags = images_->asleep_of(order.tags);
   if (!tags.empty() || order.tags.empty()) {  // with no tag named the allocator would take all
     if (order.channel.empty()) TORPOR_RETURN_IF_ERROR(has_room_for(tags));
@@ -395,7 +396,7 @@ Result<orders::LeaveSign::Reply> RankMemory::carry_out(const orders::LeaveSign& 
 Status RankMemory::kv_is_attached() const {
   const std::map<std::string, RegionState> states = allocator_->states();
   const auto kv = states.find(kKvCacheTag);
-  if (kv != states.end() && kv->second == RegionState::kAttached) return restorer_->nothing_late();
+  if (kv != states.end() && kv->second == RegionState::kAttached) return restorer_->nothing_deferred();
   return Error{
       .code = Code::kFailedPrecondition,
       .what = kv == states.end() ? "this rank has no KV cache" : fmt::format("the KV cache is {}", name(kv->second)),

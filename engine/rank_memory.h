@@ -71,9 +71,9 @@ struct RankMemoryOptions {
   // Of the budget, kept free meanwhile for bringing it back; at most a quarter of it.
   uint64_t spill_staging_bytes = 64ull << 20;
   EventPort events{};  // each batch of copies, and what memory there is after each operation
-  // Late blocks of a wake come in jobs of this size. Off: they move when somebody asks for them, in one order.
-  uint64_t late_job_bytes = 64ull << 20;
-  bool late_thread = true;
+  // Deferred blocks of a wake come in jobs of this size. Off: they move when somebody asks for them, in one order.
+  uint64_t deferred_job_bytes = 64ull << 20;
+  bool deferred_thread = true;
 };
 
 class RankMemory {

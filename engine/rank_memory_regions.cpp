@@ -33,7 +33,7 @@ Result<uint64_t> RankMemory::trim(DeviceAddress address) {
 void RankMemory::before_free(const RegionInfo& region) {
   const bool holds_blocks = images_->chunks().holds_blocks(region);
   if (region.tag == kWeightsTag || holds_blocks) saver_->checkpoint().stop();
-  if (holds_blocks) restorer_->end_late();
+  if (holds_blocks) restorer_->end_deferred();
 }
 
 void RankMemory::forget(const RegionInfo& region) {

@@ -100,15 +100,15 @@ void serialize(Archive& archive, orders::CheckpointSource& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Restore& v) {
-  archive(v.tags, v.checkpoint, v.progress, v.late, v.channel);
+  archive(v.tags, v.checkpoint, v.progress, v.deferred, v.channel);
 }
 template <class Archive>
-void serialize(Archive& archive, LateArrival& v) {
+void serialize(Archive& archive, DeferredArrival& v) {
   archive(v.block, checked(v.how, BlockArrival::kUnproven));
 }
 template <class Archive>
 void serialize(Archive& archive, orders::PollRestore& v) {
-  archive(v.seen, checked(v.wait, LateWait::kAll), v.cancel, v.wanted, v.skipped);
+  archive(v.seen, checked(v.wait, DeferredWait::kAll), v.cancel, v.wanted, v.skipped);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::PollRestore::Reply& v) {
@@ -208,7 +208,7 @@ void serialize(Archive& archive, orders::Detach::Reply& v) {
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Restore::Reply& v) {
-  archive(v.bytes, v.without_content, v.late_bytes);
+  archive(v.bytes, v.without_content, v.deferred_bytes);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Finish::Reply& v) {

@@ -18,7 +18,7 @@
 #include "base/status.h"
 #include "base/value.h"
 #include "checkpoint/rank_writer.h"
-#include "engine/late_blocks.h"
+#include "engine/deferred_copies.h"
 
 namespace torpor {
 
@@ -187,28 +187,28 @@ struct Restore {
   struct Reply {
     uint64_t bytes = 0;                        // copied
     std::vector<std::string> without_content;  // tags that came back empty: nothing was saved of them
-    uint64_t late_bytes = 0;                   // still on their way
+    uint64_t deferred_bytes = 0;               // still on their way
   };
   std::vector<std::string> tags;  // of the same process
   std::optional<CheckpointSource> checkpoint{};
   std::string progress{};  // as in Save
   // KV blocks, by the numbers that they get here, that are copied after the order was answered, in this order. Send
   // PollRestore until they have ended.
-  std::vector<int32_t> late{};
-  std::string channel{};  // path of a SwapChannel, from which memory is taken; or empty. Without `late`
+  std::vector<int32_t> deferred{};
+  std::string channel{};  // path of a SwapChannel, from which memory is taken; or empty. Without `deferred`
 };
 
-// Ask what has become of late blocks. May be repeated.
+// Ask what has become of deferred blocks. May be repeated.
 struct PollRestore {
   static constexpr std::string_view kName = "poll_restore";
   struct Reply {
     uint64_t first = 0;  // so many were told before
-    std::vector<LateArrival> arrivals;
+    std::vector<DeferredArrival> arrivals;
     std::string why;     // the first was lost, if one was
     bool ended = false;  // all were told before, and what they came from is given back
   };
   std::vector<uint64_t> seen;  // by rank, how many arrivals the controller has
-  LateWait wait = LateWait::kNone;
+  DeferredWait wait = DeferredWait::kNone;
   bool cancel = false;             // blocks whose copy has not begun are lost
   std::vector<int32_t> wanted{};   // copy these next
   std::vector<int32_t> skipped{};  // do not copy these

@@ -30,8 +30,8 @@ struct RankParts {
   std::shared_ptr<const Key> key;   // of sealed files; null: there is none
   bool encrypt = false;             // what is spilled
   uint64_t spill_staging_bytes = 0;
-  uint64_t late_job_bytes = 0;
-  bool late_thread = false;
+  uint64_t deferred_job_bytes = 0;
+  bool deferred_thread = false;
   bool own_threads = true;  // off: a wake maps all regions before it copies
 };
 

@@ -18,12 +18,12 @@
 namespace torpor {
 namespace {
 
-// Divide chunks into those that are not late, and those that are, in the order of `late` (numbers of blocks).
+// Divide chunks into those that are not deferred, and those that are, in the order of `deferred` (numbers of blocks).
 std::pair<std::vector<SavedChunk>, std::vector<SavedChunk>> divide(std::span<const SavedChunk> chunks,
-                                                                   const std::vector<int32_t>& late) {
+                                                                   const std::vector<int32_t>& deferred) {
   std::unordered_map<uint64_t, size_t> places;
-  places.reserve(late.size());
-  for (size_t i = 0; i < late.size(); ++i) places.emplace(static_cast<uint64_t>(late[i]), i);
+  places.reserve(deferred.size());
+  for (size_t i = 0; i < deferred.size(); ++i) places.emplace(static_cast<uint64_t>(deferred[i]), i);
   std::pair<std::vector<SavedChunk>, std::vector<SavedChunk>> divided;
   std::vector<std::pair<size_t, size_t>> order;  // place, chunk
   for (size_t i = 0; i < chunks.size(); ++i) {
@@ -51,7 +51,7 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<RestoreGate> gate,
                           gate_of(images_.asleep_of(order.tags), channel.get()));
   ChunkRestorer copier(parts_.transfers, *gate, locate_in(images_.chunks()));
-  Late late{.of_image = true};
+  Deferred deferred{.of_image = true};
   for (const std::string& tag : order.tags) {
     TagImage* const image = images_.find(tag);
     // A tag that never went, as where a detach was undone, has its content.
@@ -64,11 +64,11 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
     if (image == nullptr) continue;
     reply.bytes += image->bytes();
     TORPOR_RETURN_IF_ERROR(
-        restore_image(*image, images_.is_kv(tag) ? order.late : std::vector<int32_t>(), copier, late));
+        restore_image(*image, images_.is_kv(tag) ? order.deferred : std::vector<int32_t>(), copier, deferred));
   }
   TORPOR_RETURN_IF_ERROR(copier.wait());
-  reply.late_bytes = begin_late(std::move(late));
-  reply.bytes -= reply.late_bytes;
+  reply.deferred_bytes = begin_deferred(std::move(deferred));
+  reply.bytes -= reply.deferred_bytes;
   return reply;
 }
 
@@ -81,47 +81,48 @@ Result<std::unique_ptr<RestoreGate>> RankRestorer::gate_of(const std::vector<std
   return pages;
 }
 
-Status RankRestorer::restore_image(TagImage& image, const std::vector<int32_t>& late_numbers, ChunkRestorer& copier,
-                                   Late& late) const {
+Status RankRestorer::restore_image(TagImage& image, const std::vector<int32_t>& deferred_numbers, ChunkRestorer& copier,
+                                   Deferred& deferred) const {
   const std::span<const SavedChunk> all = image.chunks;
   if (image.host == nullptr) {
     TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DiskTier> opened, open_chunks(parts_, image.directory));
     const std::shared_ptr<DiskTier> tier = std::move(opened);
     copier.keep(tier);
-    if (!late_numbers.empty()) late.disk = tier;
-    return copy({.tier = *tier, .chunks = all}, late_numbers, copier, late);
+    if (!deferred_numbers.empty()) deferred.disk = tier;
+    return copy({.tier = *tier, .chunks = all}, deferred_numbers, copier, deferred);
   }
   const size_t in_host = std::min(image.in_host, all.size());
-  TORPOR_RETURN_IF_ERROR(copy({.tier = *image.host, .chunks = all.first(in_host)}, late_numbers, copier, late));
+  TORPOR_RETURN_IF_ERROR(copy({.tier = *image.host, .chunks = all.first(in_host)}, deferred_numbers, copier, deferred));
   if (image.spilled == nullptr) return ok();
   image.staging = {};
-  return copy({.tier = *image.spilled, .chunks = all.subspan(in_host), .in_turn = true}, late_numbers, copier, late);
+  return copy({.tier = *image.spilled, .chunks = all.subspan(in_host), .in_turn = true}, deferred_numbers, copier,
+              deferred);
 }
 
-// Begin to copy up what is not late; list the others in `late`.
-Status RankRestorer::copy(const Source& from, const std::vector<int32_t>& late_numbers, ChunkRestorer& copier,
-                          Late& late) const {
+// Begin to copy up what is not deferred; list the others in `deferred`.
+Status RankRestorer::copy(const Source& from, const std::vector<int32_t>& deferred_numbers, ChunkRestorer& copier,
+                          Deferred& deferred) const {
   std::vector<SavedChunk> first;
   std::vector<SavedChunk> later;
   std::span<const SavedChunk> now = from.chunks;
-  if (!late_numbers.empty()) {
-    std::tie(first, later) = divide(from.chunks, late_numbers);
+  if (!deferred_numbers.empty()) {
+    std::tie(first, later) = divide(from.chunks, deferred_numbers);
     now = first;
   }
   TORPOR_RETURN_IF_ERROR(from.in_turn ? copier.copy_in_turn(now, from.tier, parts_.spill_staging_bytes)
                                       : copier.copy(now, from.tier));
-  return add_late(std::move(later), from, late);
+  return add_deferred(std::move(later), from, deferred);
 }
 
 // Jobs of at most so many bytes, or one block.
-Status RankRestorer::add_late(std::vector<SavedChunk> chunks, const Source& from, Late& late) const {
-  const uint64_t job_bytes = from.in_turn ? parts_.spill_staging_bytes : parts_.late_job_bytes;
+Status RankRestorer::add_deferred(std::vector<SavedChunk> chunks, const Source& from, Deferred& deferred) const {
+  const uint64_t job_bytes = from.in_turn ? parts_.spill_staging_bytes : parts_.deferred_job_bytes;
   for (auto chunk = chunks.begin(); chunk != chunks.end();) {
-    LateBlocks::Part part{.tier = &from.tier, .alone = from.in_turn};
+    DeferredCopies::Part part{.tier = &from.tier, .alone = from.in_turn};
     for (uint64_t bytes = 0; chunk != chunks.end(); ++chunk) {
       bytes += align_up(chunk->bytes, kPage);
       if (!part.chunks.empty() && bytes > job_bytes) break;
-      late.bytes += chunk->bytes;
+      deferred.bytes += chunk->bytes;
       part.chunks.push_back(std::move(*chunk));
     }
     TORPOR_ASSIGN_OR_RETURN(part.plans, images_.chunks().of_saved(part.chunks));
@@ -131,7 +132,7 @@ Status RankRestorer::add_late(std::vector<SavedChunk> chunks, const Source& from
                    .what = fmt::format("{} was saved with another size", part.plans[i].key.to_string()),
                    .next_step = "wake it into the engine configuration that saved it"};
     }
-    late.parts.push_back(std::move(part));
+    deferred.parts.push_back(std::move(part));
   }
   return ok();
 }
@@ -162,65 +163,65 @@ Result<orders::Restore::Reply> RankRestorer::load_blocks(const orders::Restore& 
     for (size_t i = 0; i < blocks.size(); ++i) stored.emplace(blocks[i].key.index, there[i]);
     opened = std::make_unique<RenumberedTier>(std::move(opened), std::move(stored));
   }
-  Late late{.disk = std::move(opened)};
+  Deferred deferred{.disk = std::move(opened)};
   AllAttached gate;
   ChunkRestorer copier(parts_.transfers, gate, locate_in(images_.chunks()));
-  TORPOR_RETURN_IF_ERROR(copy({.tier = *late.disk, .chunks = blocks}, order.late, copier, late));
+  TORPOR_RETURN_IF_ERROR(copy({.tier = *deferred.disk, .chunks = blocks}, order.deferred, copier, deferred));
   TORPOR_RETURN_IF_ERROR(copier.wait());
-  reply.late_bytes = begin_late(std::move(late));
-  reply.bytes -= reply.late_bytes;
+  reply.deferred_bytes = begin_deferred(std::move(deferred));
+  reply.bytes -= reply.deferred_bytes;
   images_.index().checkpoints().note_loaded(from.id, blocks, there);
   return reply;
 }
 
 // Precondition: all regions are there. Return the bytes that are on their way then.
-uint64_t RankRestorer::begin_late(Late late) {
-  if (late.parts.empty()) return 0;
-  auto begun = std::make_unique<Late>(std::move(late));
-  begun->blocks = std::make_unique<LateBlocks>(parts_.transfers, std::move(begun->parts), parts_.late_thread);
-  late_ = std::move(begun);
-  return late_->bytes;
+uint64_t RankRestorer::begin_deferred(Deferred deferred) {
+  if (deferred.parts.empty()) return 0;
+  auto begun = std::make_unique<Deferred>(std::move(deferred));
+  begun->blocks = std::make_unique<DeferredCopies>(parts_.transfers, std::move(begun->parts), parts_.deferred_thread);
+  deferred_ = std::move(begun);
+  return deferred_->bytes;
 }
 
 Status RankRestorer::finish(const std::vector<std::string>& tags, bool keep) {
-  const bool blocks_stay = late_ != nullptr && late_->of_image;
+  const bool blocks_stay = deferred_ != nullptr && deferred_->of_image;
   TORPOR_RETURN_IF_ERROR(images_.finish(tags, keep, blocks_stay));
   if (blocks_stay && has_tag(tags, images_.chunks().kv_tag())) {
-    late_->keep = keep;
-    late_->foreign_writes = images_.foreign_block_writes();
+    deferred_->keep = keep;
+    deferred_->foreign_writes = images_.foreign_block_writes();
   }
   return ok();
 }
 
 orders::PollRestore::Reply RankRestorer::poll(const orders::PollRestore& order) {
   orders::PollRestore::Reply reply{.ended = true};
-  if (late_ == nullptr) return reply;
-  LateBlocks& blocks = *late_->blocks;
+  if (deferred_ == nullptr) return reply;
+  DeferredCopies& blocks = *deferred_->blocks;
   const auto rank = static_cast<size_t>(parts_.rank);
   reply.first = rank < order.seen.size() ? std::min<uint64_t>(order.seen[rank], blocks.total()) : 0;
   if (order.cancel) blocks.cancel();
-  blocks.forgo(order.skipped);
+  blocks.skip(order.skipped);
   blocks.prefer(order.wanted);
   blocks.wait(order.wait, reply.first);
   reply.arrivals = blocks.from(reply.first);
   reply.why = blocks.why();
   reply.ended = reply.first == blocks.total();
-  if (reply.ended) end_late();
+  if (reply.ended) end_deferred();
   return reply;
 }
 
-Status RankRestorer::nothing_late() const {
-  if (late_ == nullptr) return ok();
+Status RankRestorer::nothing_deferred() const {
+  if (deferred_ == nullptr) return ok();
   return Error{.code = Code::kFailedPrecondition,
                .what = "KV blocks of the last wake are still on their way",
                .next_step = "wait for them first"};
 }
 
-void RankRestorer::end_late() noexcept {
-  if (late_ == nullptr) return;
-  const bool of_image = late_->of_image;
-  const bool keep = late_->keep && late_->foreign_writes == images_.foreign_block_writes();
-  late_.reset();
+void RankRestorer::end_deferred() noexcept {
+  if (deferred_ == nullptr) return;
+  const bool of_image = deferred_->of_image;
+  const bool keep = deferred_->keep && deferred_->foreign_writes == images_.foreign_block_writes();
+  deferred_.reset();
   if (of_image) images_.drop_blocks(keep);
 }
 

@@ -285,7 +285,7 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options, const 
   return WakeOperation(context_, options, swap).run();
 }
 
-Result<WakeProgress> SleepController::continue_wake(LateWait wait, const LateWishes& wishes) {
+Result<WakeProgress> SleepController::continue_wake(DeferredWait wait, const DeferredWishes& wishes) {
   return try_catch([&]() -> Result<WakeProgress> {
     if (!operation_mutex_.try_lock()) return busy();
     const MutexLock in_progress(operation_mutex_, std::adopt_lock);

@@ -65,7 +65,7 @@ class SleepController final {
   // After an early wake, between two steps of the engine, on the thread that takes them: which blocks have arrived, on
   // all ranks, and releases them to the engine. kUnavailable while another operation runs. Every other operation waits
   // for what is left first.
-  Result<WakeProgress> continue_wake(LateWait wait = LateWait::kNone, const LateWishes& wishes = {});
+  Result<WakeProgress> continue_wake(DeferredWait wait = DeferredWait::kNone, const DeferredWishes& wishes = {});
   // `from` falls asleep to host memory with all that it has, and `to`, which is asleep, wakes, on the same devices,
   // rank by rank: `to` takes memory as `from` gives it, page by page, and both together never have more than the larger
   // of them. All or nothing: after an error `from` is awake, as if nothing had been asked, and `to` is asleep and can

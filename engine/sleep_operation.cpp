@@ -297,7 +297,7 @@ Result<uint64_t> SleepOperation::capture() {
     live_ = select_live_blocks(captured_.state.kv, block_bytes(described_).most, engine_.options.kv_budget_bytes);
   drop_hashes(captured_.state.kv, live_.dropped);
   name_blocks(save_, captured_.state, live_.kept);
-  deferrable_ = late_blocks_of(captured_.state, save_.blocks, engine_.hooks.holds_back());
+  deferrable_ = deferred_blocks_of(captured_.state, save_.blocks, engine_.hooks.holds_back());
   // Blocks that the engine offloaded and has not changed since need no copy: they stay where they are.
   if (with_kv && !to_disk_) {
     TORPOR_ASSIGN_OR_RETURN(save_.host_slots, engine_.hooks.host_slots(save_.blocks, /*keep=*/true));

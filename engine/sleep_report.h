@@ -86,7 +86,7 @@ struct WakeOptions {
 };
 
 // Of blocks that come behind the engine: what it wants of them. What is under way already ends first.
-struct LateWishes {
+struct DeferredWishes {
   std::vector<int32_t> wanted{};   // they come next
   std::vector<int32_t> skipped{};  // their content is not wanted any more
 };
@@ -125,8 +125,8 @@ struct SleepReport {  // also of a wake
   uint64_t disk_bytes = 0;       // in the checkpoint, or for want of room in a file that ends with the sleep
   uint64_t freed_bytes = 0;      // device memory
   uint64_t restored_bytes = 0;
-  int64_t late_blocks = 0;  // that come behind the engine: continue_wake()
-  uint64_t late_bytes = 0;
+  int64_t deferred_blocks = 0;  // that come behind the engine: continue_wake()
+  uint64_t deferred_bytes = 0;
   uint64_t unread_bytes = 0;  // of a checkpoint: memory that this engine has itself; only its digest was compared
   int64_t kept_blocks = 0;
   int64_t dropped_blocks = 0;  // cached blocks whose bytes were not kept, or that had no room here

@@ -52,19 +52,19 @@ Result<SleepReport> WakeOperation::wake_this_process() {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, tags_that_wake());
   std::vector<std::string> still_asleep = asleep.tags;
   std::erase_if(still_asleep, [&](const std::string& tag) { return has_tag(tags, tag); });
-  std::vector<int32_t> late;
+  std::vector<int32_t> deferred;
   if (options_.early && asleep.preserved && still_asleep.empty() && has_tag(tags, kKvCacheTag) && !kv_is_said())
-    late = asleep.deferrable_blocks;
+    deferred = asleep.deferrable_blocks;
 
-  if (!tags.empty()) TORPOR_RETURN_IF_ERROR(restore_memory(tags, late));
+  if (!tags.empty()) TORPOR_RETURN_IF_ERROR(restore_memory(tags, deferred));
   const bool reload_first = !report_.reload.empty();
   if (!still_asleep.empty()) return end_early(tags, std::move(still_asleep));
 
   TORPOR_ASSIGN_OR_RETURN(const bool written, has_other_weights());
-  if (!late.empty() && (written || !report_.reload.empty())) {
+  if (!deferred.empty() && (written || !report_.reload.empty())) {
     TORPOR_RETURN_IF_ERROR(context_.deferred.wait_before_wake(ranks_, operation_));
-    report_.restored_bytes += std::exchange(report_.late_bytes, 0);
-    late.clear();
+    report_.restored_bytes += std::exchange(report_.deferred_bytes, 0);
+    deferred.clear();
   }
   TORPOR_ASSIGN_OR_RETURN(const bool waits, waits_for_weights());
   if (waits && (reload_first || !kv_is_said()) && swap_ == nullptr) return end_early(tags, {});
@@ -87,10 +87,10 @@ Result<SleepReport> WakeOperation::wake_this_process() {
   }
   operation_.begin("reconnect");
   TORPOR_RETURN_IF_ERROR(reconnect(kv_of_old_weights));
-  if (!late.empty()) TORPOR_RETURN_IF_ERROR(context_.deferred.hold(late, ranks_, operation_));
+  if (!deferred.empty()) TORPOR_RETURN_IF_ERROR(context_.deferred.hold(deferred, ranks_, operation_));
   if (swap_ != nullptr && swap_->commit) TORPOR_RETURN_IF_ERROR(swap_->commit());
   if (!tags.empty()) TORPOR_RETURN_IF_ERROR(finish(tags));
-  report_.late_blocks = static_cast<int64_t>(late.size());
+  report_.deferred_blocks = static_cast<int64_t>(deferred.size());
   // From here on the backups are gone; only the engine's own resume can still fail.
   operation_.keep();
   if (Status resumed = engine_.hooks.resume(); !resumed) {
@@ -120,18 +120,18 @@ Result<std::vector<std::string>> WakeOperation::tags_that_wake() const {
   return tags;
 }
 
-Status WakeOperation::restore_memory(const std::vector<std::string>& tags, const std::vector<int32_t>& late) {
+Status WakeOperation::restore_memory(const std::vector<std::string>& tags, const std::vector<int32_t>& deferred) {
   operation_.begin("restore");
   operation_.undo_with([this, tags] { return undo_restore(tags); });
   TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Restore::Reply> restored,
                           engine_.ranks.call(orders::Restore{.tags = tags,
                                                              .progress = options_.progress,
-                                                             .late = late,
+                                                             .deferred = deferred,
                                                              .channel = swap_ == nullptr ? "" : swap_->channel}));
   report_.restored_bytes = total_bytes(restored);
   ranks_ = restored.size();
   for (const orders::Restore::Reply& reply : restored) {
-    report_.late_bytes += reply.late_bytes;
+    report_.deferred_bytes += reply.deferred_bytes;
     for (const std::string& tag : reply.without_content) {
       if (tag != kKvCacheTag && !has_tag(report_.reload, tag)) report_.reload.push_back(tag);
     }
@@ -373,19 +373,19 @@ Status WakeOperation::restore_checkpoint() {
   operation_.begin("restore");
   // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
   TORPOR_RETURN_IF_ERROR(engine_.hooks.drop_requests("abort"));
-  std::vector<int32_t> late;
+  std::vector<int32_t> deferred;
   if (checkpoint && options_.early && !options_.hold && !options_.catch_up) {
-    late = late_blocks_of(state.state, blocks_by_need(state.state), engine_.hooks.holds_back());
+    deferred = deferred_blocks_of(state.state, blocks_by_need(state.state), engine_.hooks.holds_back());
     operation_.undo_with([this] { return context_.deferred.forget(); });
   }
   if (checkpoint) {
-    orders::Restore order{.progress = options_.progress, .late = late};
+    orders::Restore order{.progress = options_.progress, .deferred = deferred};
     order.checkpoint = {.directory = checkpoint->path(),
                         .generation = checkpoint->manifest().generation,
                         .id = checkpoint->manifest().id,
                         .numbers = state.state.kv.block_numbers};
     TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Restore::Reply> loaded, engine_.ranks.call(order));
-    for (const orders::Restore::Reply& reply : loaded) report_.late_bytes += reply.late_bytes;
+    for (const orders::Restore::Reply& reply : loaded) report_.deferred_bytes += reply.deferred_bytes;
     ranks_ = loaded.size();
     report_.restored_bytes = total_bytes(loaded);
     TORPOR_ASSIGN_OR_RETURN(const Described described, engine_.ranks.call(orders::Describe{}));
@@ -402,8 +402,8 @@ Status WakeOperation::restore_checkpoint() {
   operation_.undo_with([this] { return engine_.hooks.forget_restored(); });
   TORPOR_ASSIGN_OR_RETURN(report_.failed_requests, engine_.hooks.restore(state));
   if (checkpoint && engine_.options.checkpoints.incremental) tell_contents(*checkpoint);
-  if (!late.empty()) TORPOR_RETURN_IF_ERROR(context_.deferred.hold(late, ranks_, operation_));
-  report_.late_blocks = static_cast<int64_t>(late.size());
+  if (!deferred.empty()) TORPOR_RETURN_IF_ERROR(context_.deferred.hold(deferred, ranks_, operation_));
+  report_.deferred_blocks = static_cast<int64_t>(deferred.size());
   report_.requests = static_cast<int64_t>(state.state.scheduler.requests.size() - report_.failed_requests.size());
   report_.kept_blocks = static_cast<int64_t>(state.state.kv.blocks.size());
   report_.outputs = state.outputs;

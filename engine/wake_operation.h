@@ -42,7 +42,7 @@ class WakeOperation {
   // A wake of this process.
   Result<SleepReport> wake_this_process();
   Result<std::vector<std::string>> tags_that_wake() const;
-  Status restore_memory(const std::vector<std::string>& tags, const std::vector<int32_t>& late);
+  Status restore_memory(const std::vector<std::string>& tags, const std::vector<int32_t>& deferred);
   Status undo_restore(const std::vector<std::string>& tags);
   Result<SleepReport> end_early(const std::vector<std::string>& tags, std::vector<std::string> still_asleep);
   Status reconnect(bool kv_of_old_weights);

@@ -214,8 +214,8 @@ std::vector<int32_t> by_need(const KvSnapshot& snapshot, const std::vector<std::
   return order;
 }
 
-std::vector<int32_t> late_blocks(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
-                                 const std::vector<int32_t>& blocks, size_t most_first) {
+std::vector<int32_t> deferred_blocks(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
+                                     const std::vector<int32_t>& blocks, size_t most_first) {
   std::unordered_map<std::string_view, std::vector<int32_t>> tables;  // of each request, all groups
   for (const KvGroup& group : snapshot.groups) {
     for (const KvTable& table : group.tables) {
@@ -235,10 +235,10 @@ std::vector<int32_t> late_blocks(const KvSnapshot& snapshot, const std::vector<s
   for (const KvBlock& block : snapshot.blocks) {
     if (block.hash.empty()) first.insert(block.id);
   }
-  std::vector<int32_t> late;
-  std::copy_if(blocks.begin(), blocks.end(), std::back_inserter(late),
+  std::vector<int32_t> deferred;
+  std::copy_if(blocks.begin(), blocks.end(), std::back_inserter(deferred),
                [&](int32_t block) { return !first.contains(block); });
-  return late;
+  return deferred;
 }
 
 std::vector<int32_t> cached_blocks(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks) {

@@ -98,8 +98,8 @@ std::vector<int32_t> by_need(const KvSnapshot& snapshot, const std::vector<std::
 // Of `blocks`, which are by_need() of the same requests, those that may come back when the engine runs already: they
 // have a hash, and belong to none of the requests that run first. These are the first ones, as long as together they
 // have no more blocks than `most_first`, and one in any case.
-std::vector<int32_t> late_blocks(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
-                                 const std::vector<int32_t>& blocks, size_t most_first);
+std::vector<int32_t> deferred_blocks(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
+                                     const std::vector<int32_t>& blocks, size_t most_first);
 
 // Of `blocks`, those that no request has, and that have a hash.
 std::vector<int32_t> cached_blocks(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks);

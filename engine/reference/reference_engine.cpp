@@ -22,7 +22,7 @@ ReferenceEngine::~ReferenceEngine() {
   workers_.clear();  // no copy is under way any more
   for (const auto& [id, request] : requests_) release(*request);
   orphans_.clear();
-  late_.clear();
+  deferred_.clear();
   offload_.reset();
 }
 
@@ -72,8 +72,8 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
                                                            .retain_kv_bytes = options_.retain_kv_bytes,
                                                            .host_compression = options_.host_compression,
                                                            .events = port_,
-                                                           .late_job_bytes = options_.late_job_bytes,
-                                                           .late_thread = options_.late_thread}));
+                                                           .deferred_job_bytes = options_.deferred_job_bytes,
+                                                           .deferred_thread = options_.deferred_thread}));
   const ByteModelShape& shape = options_.model;
   const auto seed = static_cast<uint64_t>(rank) + options_.weights_seed;  // of the order; sizes are those of any engine
   TORPOR_ASSIGN_OR_RETURN(ScatteredBytes weights,
@@ -255,8 +255,8 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
     if (waits_for_blocks(request)) continue;
     const int32_t tokens = std::min(budget, request.length() - request.computed);
     std::optional<std::vector<MutableBlock>> fresh = allocate_for(request, tokens);
-    if (!fresh && !late_.empty()) continue;  // there is room once they have arrived
-    while (!fresh) {                         // the one that would be served last makes room
+    if (!fresh && !deferred_.empty()) continue;  // there is room once they have arrived
+    while (!fresh) {                             // the one that would be served last makes room
       Request* last = *std::max_element(running_.begin(), running_.end(),
                                         [this](const Request* a, const Request* b) { return comes_before(*a, *b); });
       const auto last_row = static_cast<size_t>(std::find(running_.begin(), running_.end(), last) - running_.begin());
@@ -273,7 +273,7 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
                                      running_.size() < static_cast<size_t>(options_.max_running) &&
                                      counts_.preemptions == preempted_before;) {
     Request& request = **next;
-    if (!slots_.may_admit(request.slot) || finds_late_blocks(request)) {  // others go before it
+    if (!slots_.may_admit(request.slot) || finds_deferred_blocks(request)) {  // others go before it
       ++next;
       continue;
     }

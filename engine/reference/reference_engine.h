@@ -60,8 +60,8 @@ struct ReferenceOptions {
   bool transfers_have_threads = true;       // off: copies are made by the thread that waits for them
   std::optional<uint64_t> retain_kv_bytes;  // RankMemoryOptions
   Codec host_compression = Codec::kNone;    // the same, and of blocks in host memory
-  uint64_t late_job_bytes = 64ull << 20;
-  bool late_thread = true;
+  uint64_t deferred_job_bytes = 64ull << 20;
+  bool deferred_thread = true;
 };
 
 enum class Sampling : uint8_t { kGreedy, kSeeded, kUnseeded };
@@ -209,7 +209,7 @@ class ReferenceEngine final : public EngineHooks {
   void tell_step(const std::vector<Scheduled>& scheduled, int64_t began);
   void release(Request& request);
   bool waits_for_blocks(const Request& request) const;
-  bool finds_late_blocks(const Request& request) const;
+  bool finds_deferred_blocks(const Request& request) const;
   std::vector<std::string> lose(const std::set<int32_t>& gone);
   void queue(Request& request);
   void finish(const std::string& id);
@@ -235,11 +235,11 @@ class ReferenceEngine final : public EngineHooks {
     uint32_t slot = UINT32_MAX;
   };
   std::map<uint32_t, Orphans> orphans_;
-  // Blocks whose content was not there when the engine began to run again (reference_late.cpp): kept from anybody who
-  // wants room until all have ended, and by their numbers those that have not.
-  std::vector<BlockRef> late_;
-  std::set<int32_t> late_ids_;
-  int32_t unproven_late_ = 0;
+  // Blocks whose content was not there when the engine began to run again (reference_deferred.cpp): kept from anybody
+  // who wants room until all have ended, and by their numbers those that have not.
+  std::vector<BlockRef> deferred_;
+  std::set<int32_t> deferred_ids_;
+  int32_t unproven_deferred_ = 0;
 
   std::map<std::string, std::unique_ptr<Request>> requests_;
   std::vector<Request*> running_;         // row order

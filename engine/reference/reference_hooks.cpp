@@ -58,7 +58,7 @@ Result<BlockPoolSnapshot::Block> to_block(const Value& value) {
 
 Result<std::vector<std::string>> ReferenceEngine::unsupported() {
   std::vector<std::string> features;
-  if (const int64_t blocks = pool_->info().quarantined + unproven_late_ + (offload_ ? offload_->quarantined() : 0);
+  if (const int64_t blocks = pool_->info().quarantined + unproven_deferred_ + (offload_ ? offload_->quarantined() : 0);
       blocks > 0)
     features.push_back(fmt::format("{} KV blocks whose copies were never proven over", blocks));
   return features;

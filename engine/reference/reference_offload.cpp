@@ -203,7 +203,7 @@ void ReferenceEngine::run_plan() {
 }
 
 bool ReferenceEngine::step_offload() {
-  if (!offload_ || frozen_ || !late_.empty()) return false;  // a block without content is stored nowhere
+  if (!offload_ || frozen_ || !deferred_.empty()) return false;  // a block without content is stored nowhere
   offload_->acknowledge(static_cast<uint64_t>(counts_.steps));
   if (plan_ == nullptr) {
     const TransferPlan& plan = offload_->plan_step();

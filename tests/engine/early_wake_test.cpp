@@ -52,10 +52,10 @@ class EarlyWake : public ::testing::TestWithParam<EarlyVariant> {
       for (int i = 0; i < 1000 && !engine->idle(); ++i) step();
       EXPECT_TRUE(engine->idle());
     }
-    WakeProgress go_on(LateWait wait = LateWait::kSome) { return value_of(controller->continue_wake(wait)); }
+    WakeProgress go_on(DeferredWait wait = DeferredWait::kSome) { return value_of(controller->continue_wake(wait)); }
   };
   static ReferenceOptions options() {
-    return {.token_budget = 200, .late_job_bytes = 1, .late_thread = false};  // a block a job
+    return {.token_budget = 200, .deferred_job_bytes = 1, .deferred_thread = false};  // a block a job
   }
   Engine make(ReferenceOptions options) const {
     Engine made;
@@ -106,10 +106,10 @@ TEST_P(EarlyWake, I10RequestsRunOneAfterTheOtherAsTheirBlocksArrive) {
   begin(engine);
   const SleepReport slept = sleep(engine);
   const SleepReport woken = wake_early(engine);
-  EXPECT_EQ(woken.late_blocks, 3 * 4);  // the full ones of b, c and d
+  EXPECT_EQ(woken.deferred_blocks, 3 * 4);  // the full ones of b, c and d
   const uint64_t block = engine.engine->memory().kv_layout().bytes_per_block();
-  EXPECT_EQ(woken.late_bytes, 3 * 4 * block * static_cast<uint64_t>(GetParam().ranks));
-  EXPECT_EQ(woken.restored_bytes + woken.late_bytes, slept.saved_bytes);
+  EXPECT_EQ(woken.deferred_bytes, 3 * 4 * block * static_cast<uint64_t>(GetParam().ranks));
+  EXPECT_EQ(woken.restored_bytes + woken.deferred_bytes, slept.saved_bytes);
   EXPECT_EQ(engine.step(2), Ids{"a"});
   Ids running{"a"};
   for (const char* next : {"b", "c", "d"}) {
@@ -147,8 +147,8 @@ TEST_P(EarlyWake, I10ASecondSleepInTheMiddleWaitsForTheRest) {
     if (GetParam().to_disk) {
       Engine other = make();
       other.tokens = engine.tokens;
-      EXPECT_GT(value_of(other.controller->wake_up({.from_checkpoint = again.checkpoint, .early = true})).late_blocks,
-                0);
+      EXPECT_GT(
+          value_of(other.controller->wake_up({.from_checkpoint = again.checkpoint, .early = true})).deferred_blocks, 0);
       EXPECT_EQ(other.step(), Ids{"a"});
       EXPECT_SUCCEEDS(other.controller->checkpoint({}));  // which waits, too
       other.run();
@@ -156,7 +156,7 @@ TEST_P(EarlyWake, I10ASecondSleepInTheMiddleWaitsForTheRest) {
     }
     wake_early(engine);
     engine.step();
-    (void)engine.go_on(LateWait::kAll);
+    (void)engine.go_on(DeferredWait::kAll);
     engine.run();
     EXPECT_EQ(engine.tokens, tokens);
   }
@@ -260,7 +260,7 @@ TEST_P(EarlyWake, S9LateBlocksAreNeitherReadNorEvicted) {
   const uint64_t evictions = engine.engine->pool().info().evictions;
   (void)sleep(engine);
   const SleepReport woken = wake_early(engine);
-  EXPECT_EQ(woken.late_blocks, 4);  // of "old", which is over
+  EXPECT_EQ(woken.deferred_blocks, 4);  // of "old", which is over
   for (Engine* const each : {&engine, &twin}) {
     add(*each, "new", 500, 17, 2);    // finds what "old" has computed
     add(*each, "large", 900, 30, 1);  // wants the room of all that is cached
@@ -270,7 +270,7 @@ TEST_P(EarlyWake, S9LateBlocksAreNeitherReadNorEvicted) {
     EXPECT_EQ(engine.engine->pool().info().evictions, evictions);
   }
   EXPECT_EQ(engine.engine->counts().hit_tokens, 0);
-  (void)engine.go_on(LateWait::kAll);
+  (void)engine.go_on(DeferredWait::kAll);
   engine.step();
   EXPECT_EQ(engine.engine->counts().hit_tokens, 16);
   engine.run();
@@ -288,7 +288,7 @@ TEST_P(EarlyWake, I7WhereverTheDeviceFailsTheWakeIsUndoneOrWhatCameLateIsCompute
     (void)sleep(engine);
     engine.devices.back()->fail_at(n);
     const Result<SleepReport> woken = engine.controller->wake_up({.early = true});
-    if (woken) (void)engine.go_on(LateWait::kAll);
+    if (woken) (void)engine.go_on(DeferredWait::kAll);
     const bool fired = engine.devices.back()->fired();
     engine.devices.back()->fail_at(0);
     if (!woken) {
@@ -297,7 +297,7 @@ TEST_P(EarlyWake, I7WhereverTheDeviceFailsTheWakeIsUndoneOrWhatCameLateIsCompute
       EXPECT_EQ(engine.engine->memory().ledger().device_physical_bytes, 0u);
       wake_early(engine);
     }
-    (void)engine.go_on(LateWait::kAll);
+    (void)engine.go_on(DeferredWait::kAll);
     engine.run();
     EXPECT_EQ(engine.tokens, tokens);
     if (!fired) break;
@@ -313,8 +313,8 @@ TEST_P(EarlyWake, WhereWeightsAreToBeLoadedOrKvIsDroppedAllIsBackFirst) {
         engine.controller->sleep({.preserve_state = true, .to_disk = GetParam().to_disk, .weights = weights}));
     const OldKv old_kv = weights == Weights::kStore ? OldKv::kRecompute : OldKv::kUnsaid;
     const SleepReport woken = value_of(engine.controller->wake_up({.old_kv = old_kv, .early = true}));
-    EXPECT_EQ(woken.late_blocks, 0);
-    EXPECT_EQ(woken.late_bytes, 0u);
+    EXPECT_EQ(woken.deferred_blocks, 0);
+    EXPECT_EQ(woken.deferred_bytes, 0u);
     if (weights == Weights::kReload) {
       EXPECT_FALSE(woken.fully_awake);
       engine.engine->load_weights(1);
@@ -332,7 +332,7 @@ TEST_P(EarlyWake, AnEngineThatCannotHoldBlocksBackWakesWhole) {
   add_example_requests(slept.engine);
   slept.engine.step();
   ASSERT_SUCCEEDS(slept.controller.sleep({.preserve_state = true}));
-  EXPECT_EQ(value_of(slept.controller.wake_up({.early = true})).late_blocks, 0);
+  EXPECT_EQ(value_of(slept.controller.wake_up({.early = true})).deferred_blocks, 0);
   EXPECT_EQ(finish(slept.engine), uninterrupted({.ranks = GetParam().ranks}));
 }
 
@@ -355,26 +355,26 @@ TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
     EXPECT_FAILS(slept->controller.wake_up({.early = true}), Code::kInternal, hook);
     EXPECT_TRUE(slept->controller.is_sleeping());
     EXPECT_EQ(slept->engine.device().info().physical_bytes, asleep);
-    EXPECT_GT(value_of(slept->controller.wake_up({.early = true})).late_blocks, 0);
+    EXPECT_GT(value_of(slept->controller.wake_up({.early = true})).deferred_blocks, 0);
     EXPECT_FALSE(slept->engine.step());
-    EXPECT_EQ(value_of(slept->controller.continue_wake(LateWait::kAll)).left, 0);
+    EXPECT_EQ(value_of(slept->controller.continue_wake(DeferredWait::kAll)).left, 0);
     EXPECT_EQ(finish(slept->engine), tokens);
   }
   for (const char* hook : {"rank poll_restore", "release_blocks"}) {
     SCOPED_TRACE(hook);
     const auto slept = make_one();
-    const int64_t late = value_of(slept->controller.wake_up({.early = true})).late_blocks;
+    const int64_t late = value_of(slept->controller.wake_up({.early = true})).deferred_blocks;
     for (const bool sleep : {false, true}) {
       slept->engine.fail_hook(hook);
       if (sleep) {
         EXPECT_FAILS(slept->controller.sleep({.preserve_state = true}), Code::kInternal, hook);
       } else {
-        EXPECT_FAILS(slept->controller.continue_wake(LateWait::kAll), Code::kInternal, hook);
+        EXPECT_FAILS(slept->controller.continue_wake(DeferredWait::kAll), Code::kInternal, hook);
       }
       EXPECT_FALSE(slept->controller.is_sleeping());
       EXPECT_FALSE(slept->engine.step());
     }
-    EXPECT_EQ(value_of(slept->controller.continue_wake(LateWait::kAll)).arrived, late);
+    EXPECT_EQ(value_of(slept->controller.continue_wake(DeferredWait::kAll)).arrived, late);
     EXPECT_EQ(finish(slept->engine), tokens);
   }
   if (!GetParam().to_disk) return;
@@ -389,8 +389,8 @@ TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
     EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = checkpoint, .early = true}), Code::kInternal, hook);
     EXPECT_FALSE(woken.engine.frozen());
     EXPECT_EQ(value_of(woken.engine.unfinished_requests()), 0);
-    EXPECT_GT(value_of(woken.controller.wake_up({.from_checkpoint = checkpoint, .early = true})).late_blocks, 0);
-    EXPECT_EQ(value_of(woken.controller.continue_wake(LateWait::kAll)).left, 0);
+    EXPECT_GT(value_of(woken.controller.wake_up({.from_checkpoint = checkpoint, .early = true})).deferred_blocks, 0);
+    EXPECT_EQ(value_of(woken.controller.continue_wake(DeferredWait::kAll)).left, 0);
     EXPECT_EQ(finish(woken.engine), tokens);
   }
 }
@@ -398,7 +398,7 @@ TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
 // On a thread of their own, in whatever order that takes.
 TEST_P(EarlyWake, BlocksComeBehindAnEngineThatDoesNotAskOrIsGone) {
   ReferenceOptions threads = options();
-  threads.late_thread = true;
+  threads.deferred_thread = true;
   const auto tokens = expected(make());
   for (const bool stays : {true, false}) {
     Engine engine = make(threads);
@@ -407,7 +407,7 @@ TEST_P(EarlyWake, BlocksComeBehindAnEngineThatDoesNotAskOrIsGone) {
     wake_early(engine);
     engine.step();
     if (!stays) continue;  // the engine ends with blocks on their way
-    EXPECT_EQ(engine.go_on(LateWait::kAll).left, 0);
+    EXPECT_EQ(engine.go_on(DeferredWait::kAll).left, 0);
     engine.run();
     EXPECT_EQ(engine.tokens, tokens);
   }
@@ -424,9 +424,9 @@ TEST_P(EarlyWake, NothingElseIsDoneWithMemoryThatIsWrittenInto) {
   EXPECT_FAILS(call_rank(memory, orders::Restore{.checkpoint = orders::CheckpointSource{}}), Code::kFailedPrecondition,
                "on their way");
   // What a rank has told once it tells again to who has not heard it.
-  (void)value_of(call_rank(memory, orders::PollRestore{.seen = {0, 0}, .wait = LateWait::kSome}));
+  (void)value_of(call_rank(memory, orders::PollRestore{.seen = {0, 0}, .wait = DeferredWait::kSome}));
   EXPECT_EQ(engine.go_on().arrived, 1);
-  (void)engine.go_on(LateWait::kAll);
+  (void)engine.go_on(DeferredWait::kAll);
   EXPECT_TRUE(value_of(call_rank(memory, orders::PollRestore{})).ended);
   EXPECT_GT(memory.ledger().tags.at("kv_cache").physical_bytes, 0u);
 }
@@ -436,14 +436,14 @@ TEST_P(EarlyWake, WhatIsWantedComesNextAndWhatIsForgoneNotAtAll) {
   for (const bool learns : {true, false}) {
     Engine engine = make();
     begin(engine), (void)sleep(engine), wake_early(engine);
-    orders::PollRestore order{.seen = {0, 0}, .wait = LateWait::kAll};
-    if (!learns) order.wait = LateWait::kSome, order.wanted = {ids.back()};
-    for (const LateArrival& each : value_of(call_rank(engine.engine->memory(), order)).arrivals) {
+    orders::PollRestore order{.seen = {0, 0}, .wait = DeferredWait::kAll};
+    if (!learns) order.wait = DeferredWait::kSome, order.wanted = {ids.back()};
+    for (const DeferredArrival& each : value_of(call_rank(engine.engine->memory(), order)).arrivals) {
       EXPECT_TRUE(learns || each.block == ids.back());
       if (learns) ids.push_back(each.block);
     }
     if (learns) continue;
-    const WakeProgress rest = value_of(engine.controller->continue_wake(LateWait::kNone, {.skipped = ids}));
+    const WakeProgress rest = value_of(engine.controller->continue_wake(DeferredWait::kNone, {.skipped = ids}));
     EXPECT_EQ(rest.skipped, static_cast<int64_t>(ids.size()) - (GetParam().ranks == 1 ? 1 : 0));
   }
 }

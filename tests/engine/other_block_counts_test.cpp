@@ -165,8 +165,8 @@ TEST_F(OtherBlockCounts, AnEarlyWakeBringsThemBehindTheEngineUnderTheirNewNumber
   woken.engine.can_hold = true;
   woken.engine.go_on_after(before.engine->engine);
   const SleepReport report = value_of(woken.controller.wake_up({.from_checkpoint = before.path, .early = true}));
-  EXPECT_GT(report.late_blocks, 0);
-  EXPECT_EQ(value_of(woken.controller.continue_wake(LateWait::kAll)).arrived, report.late_blocks);
+  EXPECT_GT(report.deferred_blocks, 0);
+  EXPECT_EQ(value_of(woken.controller.continue_wake(DeferredWait::kAll)).arrived, report.deferred_blocks);
   EXPECT_EQ(finish(woken.engine), expected());
 }
 

@@ -62,9 +62,9 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
   write_order(directory, orders::Undo{.what = orders::Undo::What::kRestore, .tags = tags}, {});
   write_order(directory, orders::Finish{.tags = tags, .keep_backup = true}, {.ledger = ledger});
   write_order(directory, orders::DigestTags{.tags = tags}, {.bytes = 4000, .digests = {{"weights", "00ff"}}});
-  orders::Restore from_checkpoint{.late = {3}};
+  orders::Restore from_checkpoint{.deferred = {3}};
   from_checkpoint.checkpoint = {.directory = "/checkpoints/g-000001", .generation = 1, .numbers = {4, -1}};
-  write_order(directory, from_checkpoint, {.bytes = 4000, .late_bytes = 64});
+  write_order(directory, from_checkpoint, {.bytes = 4000, .deferred_bytes = 64});
   write_order(directory, orders::Extract{.image = "a", .blocks = {1, 2, 7}}, {.bytes = 192});
   write_order(directory,
               orders::ReadImage{

@@ -150,8 +150,8 @@ struct Machine {
                                                                    .spare_kv_regions = shape.spare_kv_regions,
                                                                    .step_tags = shape.step_tags,
                                                                    .transfers_have_threads = own_threads,
-                                                                   .late_job_bytes = 1,  // a block a job
-                                                                   .late_thread = own_threads}));
+                                                                   .deferred_job_bytes = 1,  // a block a job
+                                                                   .deferred_thread = own_threads}));
   }
   static SleepControllerOptions options(const std::string& directory, bool own_threads) {
     // Of the cached blocks only two are kept: the hashes of others are dropped.
@@ -247,7 +247,7 @@ inline void expect_the_same_tokens(World& world) {
     ASSERT_SUCCEEDS(world.controller().wake_up({}));
   }
   ASSERT_EQ(world.state(), "awake");
-  ASSERT_SUCCEEDS(world.controller().continue_wake(LateWait::kAll));
+  ASSERT_SUCCEEDS(world.controller().continue_wake(DeferredWait::kAll));
   ASSERT_FALSE(world.machine->engine->frozen());
   run(*world.machine->engine, world.tokens);
   ASSERT_EQ(world.tokens, uninterrupted(world.weights_seed));
@@ -324,7 +324,7 @@ inline void hold(World& world) {
 
 inline void wake_early(World& world) {
   sleep_to_host(world);
-  ASSERT_GT(test::value_of(world.controller().wake_up({.early = true})).late_blocks, 0);
+  ASSERT_GT(test::value_of(world.controller().wake_up({.early = true})).deferred_blocks, 0);
   run(*world.machine->engine, world.tokens, 1);  // those that have their blocks
 }
 
@@ -387,7 +387,7 @@ inline const std::vector<Scenario>& scenarios() {
        true},
       {"what comes behind an early wake", wake_early,
        [](SleepController& controller, const Arguments&) -> Status {
-         TORPOR_RETURN_IF_ERROR(controller.continue_wake(LateWait::kAll));
+         TORPOR_RETURN_IF_ERROR(controller.continue_wake(DeferredWait::kAll));
          return ok();
        },
        true},

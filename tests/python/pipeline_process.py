@@ -17,7 +17,7 @@ from conftest import InProcess, without_weights
 import rig
 from requests_of_tests import REQUESTS, add_requests, final, run
 
-LATE_BY_HAND = "late_by_hand.LateByHand"
+DEFERRED_BY_HAND = "deferred_by_hand.DeferredByHand"
 TAKEN_OVER = ("greedy", "seeded", "penalties", "prefix-a")
 
 
@@ -31,7 +31,11 @@ def seed(worker) -> None:
 
 
 def make(model: Path, directory: Path, **options) -> InProcess:
-    options |= {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "worker_extension_cls": LATE_BY_HAND}
+    options |= {
+        "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "worker_extension_cls": DEFERRED_BY_HAND,
+    }
     one = InProcess(model, directory, **options)
     if (
         os.environ.get("TORPOR_RIG") != "1"

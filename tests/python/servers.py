@@ -15,11 +15,11 @@ from serving import Client, Reading, Server, ServerEnded
 from zygote import shared
 
 __all__ = [
-    "ALICE", "BOB", "BUCKET", "LATE_BY_HAND", "Client", "Reading", "S3Server", "Server", "ServerEnded", "begin",
+    "ALICE", "BOB", "BUCKET", "DEFERRED_BY_HAND", "Client", "Reading", "S3Server", "Server", "ServerEnded", "begin",
     "make_server", "of", "played", "reloaded", "samples", "sampling", "start_requests", "until", "until_sleeping",
 ]  # fmt: skip
 
-LATE_BY_HAND = ("--worker-extension-cls", "late_by_hand.LateByHand")
+DEFERRED_BY_HAND = ("--worker-extension-cls", "deferred_by_hand.DeferredByHand")
 ALICE, BOB = "key-of-alice", "key-of-bob"
 
 

@@ -13,7 +13,7 @@ from test_failures import flip
 from vllm import SamplingParams
 
 from torpor import _core, errors
-from torpor.vllm import late_blocks
+from torpor.vllm import deferred_blocks
 
 
 def _params(**options) -> SamplingParams:
@@ -68,7 +68,7 @@ class Run:
         self.answers |= run(self.engine, count)
         return self.answers
 
-    def late(self, wait: str = "none") -> dict:
+    def deferred(self, wait: str = "none") -> dict:
         return self.llm.torpor.call("continue_wake", {"wait": wait})
 
     def sleep_and_wake(self, to: str = "host") -> int:
@@ -76,7 +76,7 @@ class Run:
         assert slept.changed
         woken = self.llm.wake_up(early=True)
         assert woken and woken.deferred_blocks > 8 and woken.deferred_bytes > 0
-        assert self.late()["pending"] == woken.deferred_blocks  # nothing comes by itself
+        assert self.deferred()["pending"] == woken.deferred_blocks  # nothing comes by itself
         return woken.deferred_blocks
 
 
@@ -96,13 +96,13 @@ def test_the_engine_runs_and_a_prefix_that_is_late_is_waited_for(early, to):
     now = Run(early)
     blocks = now.sleep_and_wake(to)
     now.step(2)
-    assert now.late()["pending"] == blocks  # running requests needed none of them
+    assert now.deferred()["pending"] == blocks  # running requests needed none of them
     now.add("hit")
     now.step(1)
-    told = now.late()
+    told = now.deferred()
     assert 4 < told["arrived"] < blocks and told["pending"] == blocks - told["arrived"]
     assert now.step() == expected
-    told = now.late("all")
+    told = now.deferred("all")
     assert told == {"arrived": blocks, "unreadable": 0, "skipped": 0, "pending": 0, "recomputed": []}
     assert early.core.scheduler.torpor_deferred is None
 
@@ -114,7 +114,7 @@ def test_a_late_block_that_is_given_out_is_written_by_nobody_any_more(early):
     now.step(2)
     now.add("filler")
     now.step(8)
-    told = now.late("all")  # while it runs: what came now into its blocks would be seen
+    told = now.deferred("all")  # while it runs: what came now into its blocks would be seen
     assert told["skipped"] > 0 and told["skipped"] + told["arrived"] == blocks
     assert now.step() == expected
 
@@ -132,7 +132,7 @@ def test_who_wanted_a_late_block_that_is_damaged_is_computed_and_named(early):
     answers = now.step()
     assert {name: answers[name] for name in RUNNING[:2]} == {name: expected[name] for name in RUNNING[:2]}
     assert answers["hit"][0]
-    told = now.late("all")
+    told = now.deferred("all")
     assert told["unreadable"] == len(cached) and told["pending"] == told["arrived"] == 0
     assert [name.split("-")[0] for name in told["recomputed"]] == ["hit"]
     assert early.finish(early.begin(0, RUNNING)).keys() == set(RUNNING)  # it serves on
@@ -145,7 +145,7 @@ def test_a_second_sleep_and_a_checkpoint_wait_for_what_is_late(early, to):
     now.sleep_and_wake()
     now.step(1)
     assert now.llm.checkpoint().checkpoint
-    assert now.late()["pending"] == 0
+    assert now.deferred()["pending"] == 0
     now.sleep_and_wake(to)
     now.sleep_and_wake(to)
     now.step(1)
@@ -163,7 +163,7 @@ def test_requests_end_and_the_prefix_cache_is_reset_in_the_middle(early):
     assert now.llm.reset_prefix_cache()
     now.add("filler", "hit")
     answers = now.step()
-    told = now.late("all")
+    told = now.deferred("all")
     assert told["pending"] == 0 and told["unreadable"] == 0 and told["recomputed"] == []
     assert answers["filler"][0] and answers["hit"][0]
     after = Run(early)
@@ -180,7 +180,7 @@ def test_what_is_not_early_brings_all_back_or_is_refused(early, tmp_path):
     now.llm.sleep(level=1, preserve_state=True)
     now.llm.wake_up(["weights"], early=True)
     assert now.llm.wake_up(["kv_cache"], early=True).deferred_blocks > 0  # the last tag: all others are there
-    now.late("all")
+    now.deferred("all")
     now.llm.sleep(level=1, preserve_state=True)
     assert now.llm.wake_up(kv="keep", early=True).deferred_blocks == 0
     now.step(2)
@@ -197,8 +197,8 @@ def test_looks_take_a_fiftieth_of_the_time_at_most(early, monkeypatch, took, loo
         calls.append(wishes)
         now[0] += took
 
-    monkeypatch.setattr(late_blocks.time, "monotonic", lambda: now[0])
-    late = late_blocks.LateBlocks(early.core.scheduler, [], advance)
+    monkeypatch.setattr(deferred_blocks.time, "monotonic", lambda: now[0])
+    late = deferred_blocks.LateBlocks(early.core.scheduler, [], advance)
     for step in range(101):
         now[0] = max(now[0], 1000.0 + step * 0.0100001)
         late.poll()
@@ -216,7 +216,7 @@ def test_a_copy_that_is_not_proven_over_takes_its_block_for_ever(early, monkeypa
     assert pool.get_num_free_blocks() == free - 1 and pool.blocks[block].block_hash is None
     with pytest.raises(errors.Unsupported, match="1 KV blocks whose copies were never proven over"):
         now.llm.sleep(level=1, preserve_state=True)
-    now.late("all")
+    now.deferred("all")
     pool.blocks[block].ref_cnt = 0  # the engine is others' too
     pool.free_block_queue.append_n([pool.blocks[block]])
     monkeypatch.setattr(scheduler, "torpor_unproven", 0)

@@ -232,7 +232,7 @@ async def _streaming(zygote, model, directory) -> None:
 
     def make():
         torpor = {"torpor": {"checkpoint_dir": str(directory)}}
-        options = ENGINE | {"worker_extension_cls": "late_by_hand.LateByHand"}
+        options = ENGINE | {"worker_extension_cls": "deferred_by_hand.DeferredByHand"}
         arguments = AsyncEngineArgs(model=str(model), additional_config=torpor, disable_log_stats=True, **options)
         return AsyncLLM.from_engine_args(arguments)
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import IN_PROOF
 from servers import (
     ALICE,
-    LATE_BY_HAND,
+    DEFERRED_BY_HAND,
     Client,
     Reading,
     ServerEnded,
@@ -386,7 +386,9 @@ def test_two_servers_take_turns_on_one_machine_under_load(server, tiny_model, fo
     falls asleep, and in the end is drained, while KV blocks are still to come."""
     swaps = 20 if IN_PROOF else 8
     count = 2 * swaps  # of requests to each
-    other = make_server(tiny_model, folder / "second", "--torpor-new-requests", "queue", *LATE_BY_HAND, name="second")
+    other = make_server(
+        tiny_model, folder / "second", "--torpor-new-requests", "queue", *DEFERRED_BY_HAND, name="second"
+    )
     other.start()
     other.wait_until_ready()
 

@@ -173,11 +173,11 @@ TEST(LateBlocks, AreThoseWithAHashThatTheFirstRequestsDoNotHave) {
   const std::vector<std::string> requests{"new", "a", "b", "c"};
   const std::vector<int32_t> blocks{1, 2, 3, 4, 5, 6, 7, 8, 9};
   using Ids = std::vector<int32_t>;
-  EXPECT_EQ(late_blocks(kv, requests, blocks, 0), (Ids{4, 6, 7, 9}));  // one request in any case
-  EXPECT_EQ(late_blocks(kv, requests, blocks, 4), (Ids{4, 6, 7, 9}));
-  EXPECT_EQ(late_blocks(kv, requests, blocks, 5), (Ids{6, 7, 9}));  // two that share a block
-  EXPECT_EQ(late_blocks(kv, requests, blocks, 100), Ids{9});
-  EXPECT_EQ(late_blocks(kv, {}, blocks, 100), (Ids{1, 2, 4, 6, 7, 9}));
+  EXPECT_EQ(deferred_blocks(kv, requests, blocks, 0), (Ids{4, 6, 7, 9}));  // one request in any case
+  EXPECT_EQ(deferred_blocks(kv, requests, blocks, 4), (Ids{4, 6, 7, 9}));
+  EXPECT_EQ(deferred_blocks(kv, requests, blocks, 5), (Ids{6, 7, 9}));  // two that share a block
+  EXPECT_EQ(deferred_blocks(kv, requests, blocks, 100), Ids{9});
+  EXPECT_EQ(deferred_blocks(kv, {}, blocks, 100), (Ids{1, 2, 4, 6, 7, 9}));
   for (KvBlock& block : kv.blocks) block.ref_count = block.id == 9 || block.id == 3 ? 0 : 1;
   EXPECT_EQ(cached_blocks(kv, blocks), Ids{9});
 }

@@ -104,7 +104,7 @@ inline ReferenceOptions engine_options(uint64_t seed) {
   options.token_budget = 48;
   options.max_running = 12;
   options.transfers_have_threads = false;
-  options.late_thread = false;
+  options.deferred_thread = false;
   return options;
 }
 

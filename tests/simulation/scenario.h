@@ -91,9 +91,9 @@ inline Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& dire
   options.by_priority = dice.chance(0.3);
   options.kv_of_step = scenario.exact;  // S1: a copy of another computation, if under the right key, changes tokens
   options.transfers_have_threads = seed % 4 < 2;
-  options.late_thread = false;                  // whose order nobody could repeat
-  options.late_job_bytes = seed % 5 * 4096;     // a block, some, most
-  options.retain_kv_bytes = seed % 3 * 20'000;  // nothing, some blocks, most
+  options.deferred_thread = false;               // whose order nobody could repeat
+  options.deferred_job_bytes = seed % 5 * 4096;  // a block, some, most
+  options.retain_kv_bytes = seed % 3 * 20'000;   // nothing, some blocks, most
   Dice shape(seed * 7919u + 5);  // of its own: what happens in a seed does not depend on where its memory lies
   options.regions_per_tag = static_cast<size_t>(shape.between(1, 5));
   options.spare_kv_regions = static_cast<size_t>(shape.between(0, 5 - options.model.layers));

@@ -88,7 +88,7 @@ int main(int argc, char** argv) {
       "tokens onboarded, {} preemptions\n"
       "{} early wakes: {} steps gave tokens before {} blocks had arrived; {} were lost\n",
       seeds, failed, seconds, sum.tokens, sum.sleeps, sum.new_engines, sum.checkpoints, sum.rewound, sum.refused,
-      sum.lost, sum.offloaded, sum.onboarded, sum.preemptions, sum.early, sum.early_steps, sum.late, sum.late_lost);
+      sum.lost, sum.offloaded, sum.onboarded, sum.preemptions, sum.early, sum.early_steps, sum.late, sum.deferred_lost);
   if (replay) fmt::print("{} events replayed, each equal\n", events);
   return failed == 0 ? 0 : 1;
 }

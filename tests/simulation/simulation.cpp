@@ -142,18 +142,19 @@ class Run {
   // Blocks that come behind the engine: what has arrived, or all; now and then nobody asks.
   void continue_wake() {
     if (!late_) return;
-    const LateWait wait = early_dice_.one_of({LateWait::kNone, LateWait::kSome, LateWait::kSome, LateWait::kAll});
+    const DeferredWait wait =
+        early_dice_.one_of({DeferredWait::kNone, DeferredWait::kSome, DeferredWait::kSome, DeferredWait::kAll});
     if (!scenario_.exact && early_dice_.chance(0.4)) return;
     arm();
     if (scenario_.fault_chance > 0 && early_dice_.chance(0.1))
       run_.other(Machine::kDevice, static_cast<uint64_t>(early_dice_.between(1, 4)) << 1);
-    const Result<WakeProgress> progress = run_.continue_wake(scenario_.exact ? LateWait::kAll : wait);
+    const Result<WakeProgress> progress = run_.continue_wake(scenario_.exact ? DeferredWait::kAll : wait);
     disarm();
     if (!progress) throw Failed{"what came behind the engine: " + progress.error().to_string()};
     if (progress->lost > 0 && !faulted_ && !quarantined()) throw Failed{"blocks were lost without a fault"};
     if (!progress->recomputed.empty() && progress->lost == 0) throw Failed{"a request was computed again for nothing"};
     result_.late += progress->arrived;
-    result_.late_lost += progress->lost;
+    result_.deferred_lost += progress->lost;
     late_ = progress->left > 0;
     if (progress->left > 0)
       say("{} blocks arrived, {} lost, {} to come", progress->arrived, progress->lost, progress->left);
@@ -286,9 +287,9 @@ class Run {
   }
 
   void woke(const SleepReport& report) {
-    late_ = report.late_blocks > 0;
+    late_ = report.deferred_blocks > 0;
     if (late_) ++result_.early;
-    if (late_) say("{} blocks come behind the engine", report.late_blocks);
+    if (late_) say("{} blocks come behind the engine", report.deferred_blocks);
   }
 
   void serve_checkpoint() {
@@ -364,7 +365,7 @@ class Run {
       if (!scenario_.aborts.contains(id) && streams_[id] != expected)
         throw Failed{fmt::format("request {} ended after {} of {} tokens", id, streams_[id].size(), expected.size())};
     }
-    must(run_.continue_wake(LateWait::kAll), "continue_wake");
+    must(run_.continue_wake(DeferredWait::kAll), "continue_wake");
     must(engine().quiesce({}), "quiesce");
     const BlockPool& pool = engine().pool();
     must(pool.check(), "pool");
@@ -430,7 +431,7 @@ void SimulationResult::add(const SimulationResult& other) {
   early += other.early;
   early_steps += other.early_steps;
   late += other.late;
-  late_lost += other.late_lost;
+  deferred_lost += other.deferred_lost;
   for (size_t edge = 0; edge < stops.size(); ++edge) stops[edge] += other.stops[edge];
   for (size_t i = 0; i < regions.size(); ++i) regions[i] += other.regions[i];
   for (size_t i = 0; i < tags.size(); ++i) tags[i] += other.tags[i];

@@ -42,7 +42,7 @@ struct SimulationResult {
   int early = 0;                                 // wakes whose engine ran before all blocks were back
   int early_steps = 0;                           // that gave tokens meanwhile
   int64_t late = 0;                              // blocks that came behind it
-  int64_t late_lost = 0;                         // under a fault
+  int64_t deferred_lost = 0;                     // under a fault
   std::array<int, console::kStopEdges> stops{};  // that began, and how they ended
   std::array<int, 5> regions{};                  // runs with 1 to 5 regions a tag
   std::array<int, 3> tags{};                     // runs with 3 to 5 tags

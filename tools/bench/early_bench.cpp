@@ -38,13 +38,14 @@ void cycle(Engine& engine, SleepController& controller, bool to_disk, bool early
   const auto since = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count(); };
   const SleepReport report = must(controller.wake_up({.early = early}));
   times.returned.push_back(since());
-  if (early == (report.late_blocks == 0)) must(Status(Error{.code = Code::kInternal, .what = "it did not wake so"}));
+  if (early == (report.deferred_blocks == 0))
+    must(Status(Error{.code = Code::kInternal, .what = "it did not wake so"}));
   engine.step();
   // A whole wake has all of its first tokens from one step: the first is there when one request was read.
   times.first_token.push_back(since());
   if (early) {
     for (int64_t left = 1; left > 0;) {
-      left = must(controller.continue_wake(LateWait::kSome)).left;
+      left = must(controller.continue_wake(DeferredWait::kSome)).left;
       engine.step();
     }
   }

@@ -107,7 +107,12 @@ class Engine:
         tokens = self.run(len(self.cached))
         times["last token"] = time.perf_counter() - began
         self.llm.torpor.continue_wake(wait=True)
-        return {"times": times, "tokens": tokens, "deferred_bytes": report.late_bytes, "saved_bytes": slept.saved_bytes}
+        return {
+            "times": times,
+            "tokens": tokens,
+            "deferred_bytes": report.deferred_bytes,
+            "saved_bytes": slept.saved_bytes,
+        }
 
 
 def measure(options: argparse.Namespace, directory: Path) -> dict:
@@ -155,7 +160,7 @@ def main() -> int:
         return 0
     print(
         f"{result['weights_bytes'] >> 20} MiB of weights, {result['kv_bytes'] >> 20} MiB of KV, "
-        f"{result['late_bytes'] >> 20} of them late, from {result['from']}; medians of {options.rounds} rounds, ms"
+        f"{result['deferred_bytes'] >> 20} deferred, from {result['from']}; medians of {options.rounds} rounds, ms"
     )
     for kind in KINDS:
         print(f"{kind:<6}" + "".join(f"   {name} {1e3 * value:>8.1f}" for name, value in result[kind].items()))

@@ -211,12 +211,14 @@ class EngineSide:
     def continue_wake(self, options: dict) -> dict:
         """What has become of the blocks of the last early wake; waits as it is told (engine/sleep_controller.h)."""
         self.controller.continue_wake(options.get("wait", "none"))
-        return self._late()
+        return self._deferred()
 
-    def _late(self) -> dict:
-        late = self.hooks.late
+    def _deferred(self) -> dict:
+        deferred = self.hooks.deferred
         return (
-            late.to_value() if late else {"arrived": 0, "unreadable": 0, "skipped": 0, "pending": 0, "recomputed": []}
+            deferred.to_value()
+            if deferred
+            else {"arrived": 0, "unreadable": 0, "skipped": 0, "pending": 0, "recomputed": []}
         )
 
     def begin_weight_update(self, options: dict) -> None:
@@ -309,7 +311,7 @@ class EngineSide:
             "tiers": plugin.tiers(),
             "recomputed_tokens": getattr(scheduler, "torpor_recomputed", 0),
             "console": scheduler.torpor_console,
-            "deferred": self._late(),
+            "deferred": self._deferred(),
         }
 
 

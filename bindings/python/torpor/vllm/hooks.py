@@ -19,7 +19,7 @@ from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.forks import Forks
 from torpor.vllm.inputs import Inputs
-from torpor.vllm.late_blocks import LateBlocks
+from torpor.vllm.deferred_blocks import DeferredBlocks
 from torpor.vllm.other_connectors import OtherConnector, open_transfers
 from torpor.vllm.scheduler import watch_recomputation
 from torpor.vllm.sessions import Sessions, admissions_of
@@ -49,7 +49,7 @@ class VllmHooks:
         self.sessions: Sessions | None = None  # set by the engine side that has these hooks, as is the next
         self.forks: Forks | None = None
         self.weights_epoch = 0  # how often KV from before was dropped or became that of other weights
-        self.late: LateBlocks | None = None  # of the last early wake
+        self.deferred: DeferredBlocks | None = None  # of the last early wake
         self.for_new_process = False  # the next unsupported() is asked for a checkpoint, or for a wake from one
         self.bound: list[dict] = []  # requests of the last capture() that no checkpoint can hold: id, and why
         self._asked: Future | None = None  # the answers that the next unsupported() looks at, on their way
@@ -448,12 +448,12 @@ class VllmHooks:
         return self.scheduler.connector is None
 
     def hold_blocks(self, blocks: list[int]) -> None:
-        self.late = LateBlocks(self.scheduler, blocks, self.core.torpor_side.controller.continue_wake)
+        self.deferred = DeferredBlocks(self.scheduler, blocks, self.core.torpor_side.controller.continue_wake)
 
     def release_blocks(self, arrived: list[int], lost: list[int], skipped: list[int], unproven: list[int]) -> list[str]:
         """No request has one of them: who wants a lost one is noticed then."""
-        if self.late is not None:
-            self.late.release(arrived, lost, skipped, unproven)
+        if self.deferred is not None:
+            self.deferred.release(arrived, lost, skipped, unproven)
         return []
 
     def call_ranks(self, order: bytes) -> list[bytes]:

@@ -1691,7 +1691,7 @@ MEMORY = (
     ),
 )
 
-# A post-copy wake (late_blocks.py) needs these besides: where vLLM gives blocks to requests, and looks prefixes up.
+# A post-copy wake (deferred_blocks.py) needs these besides: where vLLM gives blocks to requests, and looks prefixes up.
 EARLY_WAKE = (
     Module(
         "vllm.v1.core.kv_cache_manager",

@@ -394,10 +394,10 @@ class Server:
             self.enter("awake" if report.fully_awake else "asleep")
             self.metrics.record("wake", self._slept_to, report)
             if report.get("deferred_blocks", 0) > 0:
-                self.tasks.keep(self._until_none_is_late, "looking for deferred blocks")
+                self.tasks.keep(self._until_none_is_deferred, "looking for deferred blocks")
             return report
 
-    async def _until_none_is_late(self) -> None:
+    async def _until_none_is_deferred(self) -> None:
         """Steps look what has arrived, and an idle engine takes none. The copy that it comes from is given back so."""
         with contextlib.suppress(Error, EngineDeadError):
             while self.state == "awake" and (await self.engine.torpor.call("continue_wake"))["pending"] > 0:

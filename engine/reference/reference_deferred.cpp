@@ -19,8 +19,8 @@ Status ReferenceEngine::hold_blocks(const std::vector<int32_t>& blocks) {
     }
     kept.push_back(std::move(*block));
   }
-  late_ids_ = {blocks.begin(), blocks.end()};
-  late_ = std::move(kept);
+  deferred_ids_ = {blocks.begin(), blocks.end()};
+  deferred_ = std::move(kept);
   return ok();
 }
 
@@ -28,7 +28,7 @@ Result<std::vector<std::string>> ReferenceEngine::release_blocks(const ArrivedBl
   const auto held = [this](const std::vector<int32_t>& ids) {
     std::set<int32_t> of;
     std::copy_if(ids.begin(), ids.end(), std::inserter(of, of.end()),
-                 [this](int32_t id) { return late_ids_.contains(id); });
+                 [this](int32_t id) { return deferred_ids_.contains(id); });
     return of;
   };
   const std::set<int32_t> unproven = held(blocks.unproven);
@@ -36,16 +36,16 @@ Result<std::vector<std::string>> ReferenceEngine::release_blocks(const ArrivedBl
   gone.merge(held(blocks.skipped));
   gone.insert(unproven.begin(), unproven.end());
   std::vector<std::string> recomputed = lose(gone);
-  for (BlockRef& block : late_) {
+  for (BlockRef& block : deferred_) {
     if (!unproven.contains(block.id())) continue;
     block.never_let_go();
-    ++unproven_late_;
+    ++unproven_deferred_;
   }
-  for (const int32_t id : blocks.arrived) late_ids_.erase(id);
-  for (const int32_t id : gone) late_ids_.erase(id);
-  if (!late_ids_.empty()) return recomputed;
+  for (const int32_t id : blocks.arrived) deferred_ids_.erase(id);
+  for (const int32_t id : gone) deferred_ids_.erase(id);
+  if (!deferred_ids_.empty()) return recomputed;
   // The last one first, so that they are evicted in the order in which they would have been without a sleep.
-  while (!late_.empty()) late_.pop_back();
+  while (!deferred_.empty()) deferred_.pop_back();
   return recomputed;
 }
 
@@ -53,7 +53,7 @@ Result<std::vector<std::string>> ReferenceEngine::release_blocks(const ArrivedBl
 std::vector<std::string> ReferenceEngine::lose(const std::set<int32_t>& gone) {
   std::vector<std::string> recomputed;
   if (gone.empty()) return recomputed;
-  for (const BlockRef& block : late_) {
+  for (const BlockRef& block : deferred_) {
     if (gone.contains(block.id())) pool_->discard(block);
   }
   std::vector<Request*> without;
@@ -76,17 +76,17 @@ std::vector<std::string> ReferenceEngine::lose(const std::set<int32_t>& gone) {
 }
 
 bool ReferenceEngine::waits_for_blocks(const Request& request) const {
-  if (late_ids_.empty()) return false;
+  if (deferred_ids_.empty()) return false;
   const std::vector<int32_t> table = request.table();
-  return std::any_of(table.begin(), table.end(), [this](int32_t block) { return late_ids_.contains(block); });
+  return std::any_of(table.begin(), table.end(), [this](int32_t block) { return deferred_ids_.contains(block); });
 }
 
 // Whether its prefix is in blocks that are not there yet: it waits for them instead of computing them again.
-bool ReferenceEngine::finds_late_blocks(const Request& request) const {
-  if (late_ids_.empty()) return false;
+bool ReferenceEngine::finds_deferred_blocks(const Request& request) const {
+  if (deferred_ids_.empty()) return false;
   const std::vector<BlockRef> found = pool_->match(chain_of(request));
   return std::any_of(found.begin(), found.end(),
-                     [this](const BlockRef& block) { return late_ids_.contains(block.id()); });
+                     [this](const BlockRef& block) { return deferred_ids_.contains(block.id()); });
 }
 
 }  // namespace torpor::reference

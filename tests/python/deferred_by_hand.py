@@ -11,5 +11,5 @@ _core.RankMemory = lambda given: _stock(given | OPTIONS)
 _core.memory_of = lambda device, given: _of_device(device, given | OPTIONS)
 
 
-class LateByHand:
+class DeferredByHand:
     """Adds nothing to the worker."""

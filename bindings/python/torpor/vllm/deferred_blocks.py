@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.01  # at least between looks at what has arrived,
 _LOOK_SHARE = 50  # and so many times what the last one took: ranks in other processes answer after their step
 
 
-class LateBlocks:
+class DeferredBlocks:
     """Of one scheduler, from its wake until the last of them has arrived."""
 
     def __init__(self, scheduler, blocks: list[int], advance: Callable[[str, list[int], list[int]], dict]):
@@ -25,13 +25,13 @@ class LateBlocks:
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._advance = advance
-        self._late = set(blocks)
+        self._deferred = set(blocks)
         self._lost: set[int] = set()
         self._next_look = 0.0
         self.arrived = self.skipped = 0
         self.recomputed: list[str] = []  # requests that wanted a lost one
         if any(self._pool.blocks[block].ref_cnt > 0 for block in blocks):
-            raise WrongState("a block that is to come late belongs to a request", "wake without early")
+            raise WrongState("a block that is to be deferred belongs to a request", "wake without early")
         self._manager = scheduler.kv_cache_manager
         self._stand_in_front()
 
@@ -61,7 +61,7 @@ class LateBlocks:
             "arrived": self.arrived,
             "unreadable": len(self._lost),
             "skipped": self.skipped,
-            "pending": len(self._late),
+            "pending": len(self._deferred),
             "recomputed": self.recomputed,
         }
 
@@ -69,21 +69,21 @@ class LateBlocks:
         """They have ended, in one way or the other."""
         self.arrived += self._end(arrived)
         self.skipped += self._end(skipped)
-        for block in self._late.intersection(unproven):  # a copy may still write there: nobody may ever have it
+        for block in self._deferred.intersection(unproven):  # a copy may still write there: nobody may ever have it
             self._pool.free_block_queue.remove(self._pool.blocks[block])
             self._pool.blocks[block].ref_cnt += 1
             self._scheduler.torpor_unproven += 1
-        gone = self._late.intersection([*lost, *unproven])
+        gone = self._deferred.intersection([*lost, *unproven])
         self._lost |= gone
         self._end(gone)
         for block in (*gone, *skipped):
             self._pool._maybe_evict_cached_block(self._pool.blocks[block])
-        if not self._late:
+        if not self._deferred:
             self._step_aside()
 
     def _end(self, blocks: Iterable[int]) -> int:
-        ended = self._late.intersection(blocks)
-        self._late -= ended
+        ended = self._deferred.intersection(blocks)
+        self._deferred -= ended
         return len(ended)
 
     def poll(self) -> None:
@@ -97,10 +97,10 @@ class LateBlocks:
         """What `look`, vLLM's search for a request's prefix, finds; its content is there."""
         while True:
             result = look()
-            wanted = self._late.intersection(block.block_id for group in result[0].blocks for block in group)
+            wanted = self._deferred.intersection(block.block_id for group in result[0].blocks for block in group)
             if not wanted:
                 return result
-            while still := self._late & wanted:
+            while still := self._deferred & wanted:
                 self._advance("some", sorted(still), [])
             if wanted & self._lost and request.request_id not in self.recomputed:
                 self.recomputed.append(request.request_id)  # it looks again, and finds less
@@ -108,8 +108,8 @@ class LateBlocks:
     def give_out(self, count: int) -> None:
         """Before the pool gives out its first `count` free blocks."""
         wait = "none"
-        while late := self._late.intersection(self._first_free(count)):
-            self._advance(wait, [], sorted(late))
+        while given := self._deferred.intersection(self._first_free(count)):
+            self._advance(wait, [], sorted(given))
             wait = "some"  # the others are being copied
 
     def _first_free(self, count: int) -> Iterable[int]:

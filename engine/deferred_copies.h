@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// LateBlocks: the KV blocks of a wake whose engine runs already. They are copied up behind it, in the order of need, a
-// job at a time with the next one waiting; each block is checked, and has an end of its own. What an engine waits for
-// comes next, and what it can do without does not come at all.
+// DeferredCopies: the KV blocks of a wake whose engine runs already. They are copied up behind it, in the order of
+// need, a job at a time with the next one waiting; each block is checked, and has an end of its own. What an engine
+// waits for comes next, and what it can do without does not come at all.
 //
 // On a thread of its own, or, without one, as far as wait() asks for, so that a run can be repeated. Owner:
 // RankRestorer. Threads: the owner's, and its own.
@@ -24,22 +24,22 @@ namespace torpor {
 
 enum class BlockArrival : uint8_t {
   kArrived,   // its content is there, verified
-  kForgone,   // nobody wants it any more; nothing writes into the block
+  kSkipped,   // nobody wants it any more; nothing writes into the block
   kLost,      // it could not be read, or was damaged; nothing writes into the block any more
   kUnproven,  // a copy may still write into it: it must never be used again
 };
-struct LateArrival {
+struct DeferredArrival {
   int32_t block = -1;
   BlockArrival how = BlockArrival::kLost;
 };
 
-enum class LateWait : uint8_t {
+enum class DeferredWait : uint8_t {
   kNone,
   kSome,  // for the next ones, if there are any to come
   kAll,
 };
 
-class LateBlocks {
+class DeferredCopies {
  public:
   struct Part {  // one job; all chunks are KV blocks
     RecordStore* tier = nullptr;
@@ -49,14 +49,14 @@ class LateBlocks {
   };
 
   // Transfers and tiers outlive it.
-  LateBlocks(TransferEngine& transfers, std::vector<Part> parts, bool own_thread);
-  ~LateBlocks();  // what is not begun is lost, and nothing of it runs any more
+  DeferredCopies(TransferEngine& transfers, std::vector<Part> parts, bool own_thread);
+  ~DeferredCopies();  // what is not begun is lost, and nothing of it runs any more
 
   void prefer(std::span<const int32_t> blocks) noexcept;  // they come next, with what is in the same jobs
-  void forgo(std::span<const int32_t> blocks) noexcept;   // those not begun end here; the others are about to
-  void wait(LateWait wait, size_t seen);
+  void skip(std::span<const int32_t> blocks) noexcept;    // those not begun end here; the others are about to
+  void wait(DeferredWait wait, size_t seen);
   // Those that have ended, in that order, from the `seen`-th on.
-  std::vector<LateArrival> from(size_t seen) const;
+  std::vector<DeferredArrival> from(size_t seen) const;
   std::string why() const;  // the first of them was lost; empty: none was
   size_t total() const { return total_; }
   bool finished() const;
@@ -93,7 +93,7 @@ class LateBlocks {
   mutable Mutex mutex_;
   CondVar changed_;
   std::vector<Progress> progress_ TORPOR_GUARDED_BY(mutex_);  // of each part
-  std::vector<LateArrival> ended_ TORPOR_GUARDED_BY(mutex_);
+  std::vector<DeferredArrival> ended_ TORPOR_GUARDED_BY(mutex_);
   std::string why_ TORPOR_GUARDED_BY(mutex_);
   bool cancelled_ TORPOR_GUARDED_BY(mutex_) = false;
   std::thread thread_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/late_blocks.h"
+#include "engine/deferred_copies.h"
 
 #include <algorithm>
 #include <utility>
@@ -8,7 +8,7 @@
 
 namespace torpor {
 
-LateBlocks::LateBlocks(TransferEngine& transfers, std::vector<Part> parts, bool own_thread)
+DeferredCopies::DeferredCopies(TransferEngine& transfers, std::vector<Part> parts, bool own_thread)
     : transfers_(transfers), parts_(std::move(parts)) {
   {
     const MutexLock lock(mutex_);
@@ -29,13 +29,13 @@ LateBlocks::LateBlocks(TransferEngine& transfers, std::vector<Part> parts, bool 
   });
 }
 
-LateBlocks::~LateBlocks() {
+DeferredCopies::~DeferredCopies() {
   cancel();
   if (thread_.joinable()) thread_.join();
 }
 
 // The first part that is waited for, else the first one that was not begun; it counts as begun now.
-std::optional<size_t> LateBlocks::next() noexcept {
+std::optional<size_t> DeferredCopies::next() noexcept {
   const MutexLock lock(mutex_);
   auto found = std::find_if(progress_.begin(), progress_.end(),
                             [](const Progress& part) { return part.preferred && !part.begun; });
@@ -46,7 +46,7 @@ std::optional<size_t> LateBlocks::next() noexcept {
   return static_cast<size_t>(found - progress_.begin());
 }
 
-void LateBlocks::run() noexcept {
+void DeferredCopies::run() noexcept {
   std::optional<Begun> before;
   while (const std::optional<size_t> part = next()) {
     if (parts_[*part].alone) {
@@ -60,7 +60,7 @@ void LateBlocks::run() noexcept {
   if (before) end(*before);
 }
 
-bool LateBlocks::pace() noexcept {
+bool DeferredCopies::pace() noexcept {
   const std::optional<size_t> part = next();
   if (!part) return false;
   if (parts_[*part].alone) transfers_.release_staging();
@@ -68,7 +68,7 @@ bool LateBlocks::pace() noexcept {
   return true;
 }
 
-std::optional<LateBlocks::Begun> LateBlocks::begin(size_t number) noexcept {
+std::optional<DeferredCopies::Begun> DeferredCopies::begin(size_t number) noexcept {
   const Part& part = parts_[number];
   std::optional<Begun> begun;
   const Status submitted = try_catch([&]() -> Status {
@@ -95,13 +95,13 @@ std::optional<LateBlocks::Begun> LateBlocks::begin(size_t number) noexcept {
   return begun;
 }
 
-void LateBlocks::end_chunk(Place place, BlockArrival how) noexcept {
+void DeferredCopies::end_chunk(Place place, BlockArrival how) noexcept {
   uint8_t& ended = progress_[place.part].ended[place.chunk];
   if (std::exchange(ended, 1) != 0) return;
   ended_.push_back({static_cast<int32_t>(parts_[place.part].chunks[place.chunk].key.index), how});
 }
 
-void LateBlocks::end(const Begun& begun) noexcept {
+void DeferredCopies::end(const Begun& begun) noexcept {
   const JobResult result = transfers_.wait(begun.id);
   const MutexLock lock(mutex_);
   for (size_t i = 0; i < begun.chunks.size(); ++i) {
@@ -124,7 +124,7 @@ void LateBlocks::end(const Begun& begun) noexcept {
   changed_.notify_all();
 }
 
-void LateBlocks::lost(size_t part, const Error& why) noexcept {
+void DeferredCopies::lost(size_t part, const Error& why) noexcept {
   const MutexLock lock(mutex_);
   for (size_t i = 0; i < parts_[part].chunks.size(); ++i) end_chunk({.part = part, .chunk = i}, BlockArrival::kLost);
   if (why_.empty()) {
@@ -136,26 +136,27 @@ void LateBlocks::lost(size_t part, const Error& why) noexcept {
   changed_.notify_all();
 }
 
-void LateBlocks::prefer(std::span<const int32_t> blocks) noexcept {
+void DeferredCopies::prefer(std::span<const int32_t> blocks) noexcept {
   const MutexLock lock(mutex_);
   for (const int32_t block : blocks) {
     if (const auto place = places_.find(block); place != places_.end()) progress_[place->second.part].preferred = true;
   }
 }
 
-void LateBlocks::forgo(std::span<const int32_t> blocks) noexcept {
+void DeferredCopies::skip(std::span<const int32_t> blocks) noexcept {
   const MutexLock lock(mutex_);
   for (const int32_t block : blocks) {
     const auto place = places_.find(block);
     if (place == places_.end() || progress_[place->second.part].begun) continue;
-    end_chunk(place->second, BlockArrival::kForgone);
+    end_chunk(place->second, BlockArrival::kSkipped);
   }
   changed_.notify_all();
 }
 
-void LateBlocks::wait(LateWait wait, size_t seen) {
+void DeferredCopies::wait(DeferredWait wait, size_t seen) {
   const auto enough = [&]() TORPOR_REQUIRES(mutex_) {
-    return ended_.size() == total_ || wait == LateWait::kNone || (wait == LateWait::kSome && ended_.size() > seen);
+    return ended_.size() == total_ || wait == DeferredWait::kNone ||
+           (wait == DeferredWait::kSome && ended_.size() > seen);
   };
   MutexLock lock(mutex_);
   while (!enough()) {
@@ -169,22 +170,22 @@ void LateBlocks::wait(LateWait wait, size_t seen) {
   }
 }
 
-std::vector<LateArrival> LateBlocks::from(size_t seen) const {
+std::vector<DeferredArrival> DeferredCopies::from(size_t seen) const {
   const MutexLock lock(mutex_);
   return {ended_.begin() + static_cast<std::ptrdiff_t>(std::min(seen, ended_.size())), ended_.end()};
 }
 
-std::string LateBlocks::why() const {
+std::string DeferredCopies::why() const {
   const MutexLock lock(mutex_);
   return why_;
 }
 
-bool LateBlocks::finished() const {
+bool DeferredCopies::finished() const {
   const MutexLock lock(mutex_);
   return ended_.size() == total_;
 }
 
-void LateBlocks::cancel() noexcept {
+void DeferredCopies::cancel() noexcept {
   const MutexLock lock(mutex_);
   cancelled_ = true;
 }
