@@ -23,8 +23,8 @@ ConnectorOffers::ConnectorOffers(const py::object& pool, const ConnectorOptions&
       groups_(groups),
       blocks_(blocks),
       scheduler_(scheduler),
-      offered_(static_cast<size_t>(blocks.size()), Stamp::kNone),
-      stale_(static_cast<size_t>(blocks.size()), Stamp::kNone),
+      offered_(static_cast<size_t>(blocks.size()), ContentVersion::kNone),
+      stale_(static_cast<size_t>(blocks.size()), ContentVersion::kNone),
       marked_(static_cast<size_t>(blocks.size())) {}
 
 void ConnectorOffers::end_step(const py::dict& scheduled) {
@@ -38,8 +38,8 @@ void ConnectorOffers::finished(Progress& progress, const Request& request, uint6
 }
 
 void ConnectorOffers::reset() {
-  std::fill(offered_.begin(), offered_.end(), Stamp::kNone);
-  for (size_t block = 0; block < stale_.size(); ++block) stale_[block] = blocks_.stamp(static_cast<int32_t>(block));
+  std::fill(offered_.begin(), offered_.end(), ContentVersion::kNone);
+  for (size_t block = 0; block < stale_.size(); ++block) stale_[block] = blocks_.version(static_cast<int32_t>(block));
   any_stale_ = true;
 }
 
@@ -95,17 +95,17 @@ size_t ConnectorOffers::offer_run(const Request& request, const GroupTables::Tab
 
 size_t ConnectorOffers::mark_stale(const GroupTables::Table& table, size_t i) {
   const int32_t number = blocks_.number_of(table[i]);
-  if (number >= 0) stale_[static_cast<size_t>(number)] = blocks_.stamp(number);
+  if (number >= 0) stale_[static_cast<size_t>(number)] = blocks_.version(number);
   return i + 1;
 }
 
 // Until somebody else's content is in it; the highest, where several requests share it.
 size_t ConnectorOffers::mark_priority(const GroupTables::Table& table, size_t i, int32_t priority) {
   const int32_t number = blocks_.number_of(table[i]);
-  const Stamp stamp = blocks_.stamp(number);
-  if (stamp == Stamp::kNone) return i + 1;
+  const ContentVersion version = blocks_.version(number);
+  if (version == ContentVersion::kNone) return i + 1;
   Marked& marked = marked_[static_cast<size_t>(number)];
-  marked = {.stamp = stamp, .priority = marked.stamp == stamp ? std::max(marked.priority, priority) : priority};
+  marked = {.version = version, .priority = marked.version == version ? std::max(marked.priority, priority) : priority};
   return i + 1;
 }
 
@@ -116,7 +116,7 @@ void ConnectorOffers::allocated(Progress& progress, PyObject* id) {
     const GroupTables::Table table = groups_.of(group, id);
     for (size_t i = 0; i < table.size && !progress.stale; ++i) {
       const int32_t number = blocks_.number_of(table[i]);
-      progress.stale = number >= 0 && is_stale(number, blocks_.stamp(number));
+      progress.stale = number >= 0 && is_stale(number, blocks_.version(number));
     }
   }
 }
@@ -139,13 +139,15 @@ void ConnectorOffers::offer_next_to_go() {
   int32_t seen = 0;
   for (; seen < options_.watermark && block && !block.is_none(); ++seen, block = blocks_.next_free(block.ptr())) {
     const int32_t number = blocks_.number_of(block.ptr());
-    const Stamp stamp = blocks_.stamp(number);
-    if (stamp == Stamp::kNone || offered_[static_cast<size_t>(number)] == stamp || is_stale(number, stamp)) continue;
+    const ContentVersion version = blocks_.version(number);
+    if (version == ContentVersion::kNone || offered_[static_cast<size_t>(number)] == version ||
+        is_stale(number, version))
+      continue;
     BlockKey key{.space = scheduler_.space()};
     if (!blocks_.key_of(block.ptr(), key)) continue;
-    offered_[static_cast<size_t>(number)] = stamp;
+    offered_[static_cast<size_t>(number)] = version;
     const Marked& marked = marked_[static_cast<size_t>(number)];
-    next_to_go_.push_back({.priority = marked.stamp == stamp ? marked.priority : 0, .number = number, .key = key});
+    next_to_go_.push_back({.priority = marked.version == version ? marked.priority : 0, .number = number, .key = key});
   }
   taken_ = seen < options_.watermark ? options_.watermark : 0;
   if (any_priority_) {

@@ -62,8 +62,8 @@ class ConnectorOffers {
   size_t mark_stale(const GroupTables::Table& table, size_t i);
   size_t mark_priority(const GroupTables::Table& table, size_t i, int32_t priority);
   bool looks_at(const Progress& progress) const { return !options_.lazy || progress.stale || any_priority_; }
-  bool is_stale(int32_t number, Stamp stamp) const {
-    return stamp != Stamp::kNone && stale_[static_cast<size_t>(number)] == stamp;
+  bool is_stale(int32_t number, ContentVersion version) const {
+    return version != ContentVersion::kNone && stale_[static_cast<size_t>(number)] == version;
   }
   int64_t most_taken(const pybind11::dict& scheduled) const;
   void offer_next_to_go();
@@ -74,10 +74,10 @@ class ConnectorOffers {
   const GroupTables& groups_;
   EngineBlocks& blocks_;
   OffloadScheduler& scheduler_;
-  std::vector<Stamp> offered_;  // lazy: by block, what was offered last
-  std::vector<Stamp> stale_;    // by block: content that is not for this key space
+  std::vector<ContentVersion> offered_;  // lazy: by block, what was offered last
+  std::vector<ContentVersion> stale_;    // by block: content that is not for this key space
   struct Marked {
-    Stamp stamp = Stamp::kNone;
+    ContentVersion version = ContentVersion::kNone;
     int32_t priority = 0;
   };
   std::vector<Marked> marked_;  // lazy: by block, the highest priority of those that have computed with it

@@ -49,19 +49,19 @@ PyObject* EngineBlocks::hash_object(PyObject* block) const {
   return tokens > 0 && tokens % block_tokens_ == 0 ? hash.ptr() : nullptr;
 }
 
-Stamp EngineBlocks::stamp(int32_t number) const {
-  if (number < 0 || static_cast<size_t>(number) >= known_.size()) return Stamp::kNone;
+ContentVersion EngineBlocks::version(int32_t number) const {
+  if (number < 0 || static_cast<size_t>(number) >= known_.size()) return ContentVersion::kNone;
   PyObject* const block = PyList_GET_ITEM(blocks_.ptr(), number);
   Known& known = known_[static_cast<size_t>(number)];
-  if (known.object != nullptr && hash_.peek(block) == known.object) return known.stamp;  // it was looked at before
+  if (known.object != nullptr && hash_.peek(block) == known.object) return known.version;  // it was looked at before
   PyObject* const hash = hash_object(block);
-  if (hash == nullptr) return Stamp::kNone;
+  if (hash == nullptr) return ContentVersion::kNone;
   if (known.object != hash) {
     Py_XDECREF(known.object);
     Py_INCREF(hash);
-    known = {hash, Stamp{++last_}};
+    known = {hash, ContentVersion{++last_}};
   }
-  return known.stamp;
+  return known.version;
 }
 
 bool EngineBlocks::call(const py::object& method, std::span<const int32_t> blocks) {
@@ -102,11 +102,12 @@ bool EngineBlocks::pool_only_counts() const {
   return py::getattr(pool_, "metrics_collector", py::bool_(true)).is_none();
 }
 
-void EngineBlocks::hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) {
+void EngineBlocks::hold(std::span<const int32_t> blocks, std::span<const ContentVersion> versions,
+                        std::span<uint8_t> held) {
   few_.clear();
   const bool counts = pool_only_counts();
   for (size_t i = 0; i < blocks.size(); ++i) {
-    held[i] = stamps[i] != Stamp::kNone && stamp(blocks[i]) == stamps[i] ? 1 : 0;
+    held[i] = versions[i] != ContentVersion::kNone && version(blocks[i]) == versions[i] ? 1 : 0;
     if (held[i] == 0) continue;
     if (counts && count_one(blocks[i], 1)) {
       ++holds_[static_cast<size_t>(blocks[i])].now;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // EngineBlocks: vLLM's BlockPool as DeviceBlocks. A block's content is known by its hash object: vLLM makes a new one
-// each time it enters a block into the prefix cache, and drops it when the block is evicted (vllm/block_stamps.py).
+// each time it enters a block into the prefix cache, and drops it when the block is evicted (vllm/block_versions.py).
 // Objects are kept, so that none comes to lie where another was.
 //
-// Threads: those that hold the interpreter's lock, one at a time. What Python raises is cleared: the block has no stamp
-// then, or is not held. What the pool's own methods raise is logged.
+// Threads: those that hold the interpreter's lock, one at a time. What Python raises is cleared: the block has no
+// version then, or is not held. What the pool's own methods raise is logged.
 #pragma once
 
 #include <cstdint>
@@ -24,13 +24,14 @@ class EngineBlocks final : public DeviceBlocks {
   EngineBlocks(const pybind11::object& pool, int64_t block_tokens);
   ~EngineBlocks() override;
 
-  Stamp stamp(int32_t block) const override;
-  void hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) override;
+  ContentVersion version(int32_t block) const override;
+  void hold(std::span<const int32_t> blocks, std::span<const ContentVersion> versions,
+            std::span<uint8_t> held) override;
   void release(std::span<const int32_t> blocks) override;
 
   int64_t held() const { return held_; }
   int64_t size() const { return static_cast<int64_t>(known_.size()); }
-  // Ends all holds at once, though their blocks go on being read: from now on the stamps decide. The release() that
+  // Ends all holds at once, though their blocks go on being read: from now on the versions decide. The release() that
   // belongs to each of them does nothing.
   void let_go();
 
@@ -46,7 +47,7 @@ class EngineBlocks final : public DeviceBlocks {
  private:
   struct Known {
     PyObject* object = nullptr;  // kept
-    Stamp stamp = Stamp::kNone;
+    ContentVersion version = ContentVersion::kNone;
   };
   PyObject* hash_object(PyObject* block) const;  // borrowed from the block; null: it has none
   bool call(const pybind11::object& method, std::span<const int32_t> blocks);

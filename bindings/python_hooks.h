@@ -10,7 +10,7 @@
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
 #include "bindings/interpreter.h"
-#include "bindings/object_stamps.h"
+#include "bindings/object_versions.h"
 #include "engine/engine_hooks.h"
 
 namespace torpor {
@@ -33,21 +33,21 @@ class PythonHooks final : public EngineHooks {
     return guarded<Moment>([&] {
       const std::shared_ptr<pybind11::dict> captured(
           new pybind11::dict(pybind11::dict(object_.attr("capture")()).attr("copy")()), &forget);
-      const pybind11::object stamps =
-          captured->attr("pop")("stamps", pybind11::none());  // an engine without them has none
+      const pybind11::object versions =
+          captured->attr("pop")("versions", pybind11::none());  // an engine without them has none
       Moment moment{.kv = {.blocks = block_ids_from(*captured)}};
-      if (stamps.is_none()) {
-        moment.kv.stamps.resize(moment.kv.blocks.size());
+      if (versions.is_none()) {
+        moment.kv.versions.resize(moment.kv.blocks.size());
       } else {
-        DictReader in(stamps, "capture.stamps");
-        read_stamps(in, moment.kv);
+        DictReader in(versions, "capture.versions");
+        read_versions(in, moment.kv);
       }
-      moment.read = [this, captured, stamps = moment.kv.stamps, steps = moment.kv.steps] {
+      moment.read = [this, captured, versions = moment.kv.versions, steps = moment.kv.steps] {
         return guarded<SchedulerCheckpoint>([&] {
           SchedulerCheckpoint state = scheduler_checkpoint_from(*captured);
           state.kv.complete_free_order();
           state.kv.steps = steps;
-          for (size_t i = 0; i < stamps.size(); ++i) state.kv.blocks[i].stamp = stamps[i];
+          for (size_t i = 0; i < versions.size(); ++i) state.kv.blocks[i].version = versions[i];
           return state;
         });
       };
@@ -60,7 +60,7 @@ class PythonHooks final : public EngineHooks {
       if (!pybind11::hasattr(object_, "kv_contents")) return contents;
       DictReader in(object_.attr("kv_contents")(), "kv_contents");
       in.read("blocks", contents.blocks);
-      read_stamps(in, contents);
+      read_versions(in, contents);
       return contents;
     });
   }
@@ -154,12 +154,12 @@ class PythonHooks final : public EngineHooks {
   }
 
   // Of `contents.blocks`.
-  void read_stamps(DictReader& in, KvContents& contents) {
+  void read_versions(DictReader& in, KvContents& contents) {
     pybind11::list objects;
     in.read("steps", contents.steps);
     in.read("objects", objects);
     in.finish();
-    contents.stamps = stamps_.give(objects, contents.blocks);
+    contents.versions = versions_.give(objects, contents.blocks);
   }
   // On any thread.
   static void forget(pybind11::dict* values) noexcept {
@@ -169,7 +169,7 @@ class PythonHooks final : public EngineHooks {
   }
 
   pybind11::object object_;
-  ObjectStamps stamps_;
+  ObjectVersions versions_;
 };
 
 }  // namespace torpor

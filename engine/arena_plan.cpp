@@ -34,7 +34,7 @@ Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) con
   const std::vector<int32_t>& blocks = order.blocks;
   if (!order.host_slots.empty() && order.host_slots.size() != blocks.size())
     return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the host slot of each"};
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents, contents_of(blocks, order.stamps, order.steps));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents, contents_of(blocks, order.versions, order.steps));
 
   const ContentIndex& index = images_->index();
   const HostPlaces found = index.find_in_host(blocks, contents, order.host_slots);

@@ -155,11 +155,11 @@ void BackgroundCheckpoint::choose_tags(const std::vector<std::string>& tags) {
 
 void BackgroundCheckpoint::choose_blocks(KvContents& contents) {
   save_.blocks = std::move(contents.blocks);
-  save_.stamps = std::move(contents.stamps);
+  save_.versions = std::move(contents.versions);
   save_.steps = contents.steps;
 }
 
-// Between two steps, with none in flight: what has a stamp by then was computed.
+// Between two steps, with none in flight: what has a version by then was computed.
 Status BackgroundCheckpoint::precopy() {
   const std::chrono::nanoseconds began = engine_.clock.now();
   const std::optional<uint64_t> budget = engine_.options.kv_budget_bytes;

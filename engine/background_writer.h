@@ -3,8 +3,9 @@
 // so that whatever is more urgent waits for one piece at most.
 //
 //   open()        makes the files, and takes the digest of weights that is not known
-//   precopy()     blocks with a stamp, from device memory. Nothing keeps them as they are meanwhile: what was copied of
-//                 one counts only if its stamp is the same when the engine stands still, and its bytes were then
+//   precopy()     blocks with a version, from device memory. Nothing keeps them as they are meanwhile: what was copied
+//   of
+//                 one counts only if its version is the same when the engine stands still, and its bytes were then
 //                 the same all along. Then host memory for what is left, which the engine would wait for
 //   copy_rest()   while the engine stands still: all else, to host memory
 //   write()       that into the file; then the file is made safe, and the refs are written

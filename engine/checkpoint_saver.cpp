@@ -22,7 +22,7 @@ Result<orders::LeaveSign::Reply> CheckpointSaver::leave_sign(const orders::Leave
 
 Result<orders::Save::Reply> CheckpointSaver::save(const orders::Save& order) {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
-                          contents_of(order.blocks, order.stamps, order.steps));
+                          contents_of(order.blocks, order.versions, order.steps));
   TORPOR_ASSIGN_OR_RETURN(
       const std::unique_ptr<RankWriter> writer,
       RankWriter::create(parts_.file_system, order.directory, order.writing, parts_.rank, parts_.key));
@@ -63,7 +63,7 @@ Result<orders::Save::Reply> CheckpointSaver::save(const orders::Save& order) {
 
 Result<orders::Save::Reply> CheckpointSaver::plan(const orders::Save& order) const {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
-                          contents_of(order.blocks, order.stamps, order.steps));
+                          contents_of(order.blocks, order.versions, order.steps));
   const Result<std::unique_ptr<RankBase>> base =
       RankBase::open(parts_.file_system, order.writing, parts_.rank, parts_.key);
   const CheckpointPlan::BaseRecord in_base = [&](const ChunkKey& key) { return base ? (*base)->find(key) : nullptr; };
@@ -148,13 +148,14 @@ Result<CheckpointPlan> CheckpointSaver::plan_serving(const orders::Save& save,
 
 Result<orders::Save::Reply> CheckpointSaver::precopy(const orders::Save& save) {
   TORPOR_ASSIGN_OR_RETURN(BackgroundWriter* const background, writer_of(save));
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
+                          contents_of(save.blocks, save.versions, save.steps));
   TORPOR_ASSIGN_OR_RETURN(CheckpointPlan plan, plan_serving(save, contents, *background));
   size_t written_into = 0;  // blocks that the engine still fills
   std::erase_if(plan.missing(), [&](size_t place) {
     if (place >= contents.size()) return true;
-    if (contents[place].stamp == 0) ++written_into;
-    return contents[place].stamp == 0;
+    if (contents[place].version == 0) ++written_into;
+    return contents[place].version == 0;
   });
   std::vector<BlockContent> of_chunks;
   for (const size_t place : plan.missing()) of_chunks.push_back(contents[place]);
@@ -170,7 +171,8 @@ Result<orders::Save::Reply> CheckpointSaver::stop_and_copy(const orders::Save& s
   TORPOR_ASSIGN_OR_RETURN(BackgroundWriter* const background, writer_of(save));
   TORPOR_ASSIGN_OR_RETURN(orders::DigestTags::Reply digested,
                           images_.digest({.tags = save.carried, .as_proven = save.as_proven}));
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents, contents_of(save.blocks, save.stamps, save.steps));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
+                          contents_of(save.blocks, save.versions, save.steps));
   TORPOR_ASSIGN_OR_RETURN(CheckpointPlan plan, plan_serving(save, contents, *background));
   TORPOR_ASSIGN_OR_RETURN(std::vector<ChunkPlan> chunks, plan.chunks_at(plan.missing()));
   orders::Save::Reply reply{

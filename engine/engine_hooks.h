@@ -30,7 +30,7 @@ struct FailedRequest {  // one that alone could not be restored
 // What tells the contents of KV blocks apart.
 struct KvContents {
   std::vector<int32_t> blocks;
-  std::vector<uint64_t> stamps;  // of each
+  std::vector<uint64_t> versions;  // of each
   uint64_t steps = 0;
 };
 
@@ -78,14 +78,14 @@ class EngineHooks {
     Moment moment{.kv = {.steps = captured.kv.steps}};
     for (const KvBlock& block : captured.kv.blocks) {
       moment.kv.blocks.push_back(block.id);
-      moment.kv.stamps.push_back(block.stamp);
+      moment.kv.versions.push_back(block.version);
     }
     const auto state = std::make_shared<SchedulerCheckpoint>(std::move(captured));
     moment.read = [state]() -> Result<SchedulerCheckpoint> { return std::move(*state); };
     return moment;
   }
   virtual Result<Fingerprint> fingerprint() = 0;
-  // Of the KV that restore() has put back, what capture() would say of it now: KvBlock::stamp of each block, and
+  // Of the KV that restore() has put back, what capture() would say of it now: KvBlock::version of each block, and
   // KvSnapshot::steps. None by default: then the next checkpoint reads it once.
   virtual Result<KvContents> kv_contents() { return KvContents{}; }
 

@@ -100,7 +100,7 @@ std::vector<int32_t> deferred_blocks_of(const SchedulerCheckpoint& state, const 
 
 void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept) {
   save.blocks = by_need(state.kv, requests_by_need(state), kept);
-  save.stamps = stamps_of(state.kv, save.blocks);
+  save.versions = versions_of(state.kv, save.blocks);
   save.steps = state.kv.steps;
 }
 

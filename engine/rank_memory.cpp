@@ -229,7 +229,7 @@ Result<orders::Inform::Reply> RankMemory::carry_out(const orders::Inform& order)
   if (!order.committed.empty()) images_->on_moved(order.committed);
   if (const auto& told = order.contents) {
     TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
-                            contents_of(told->blocks, told->stamps, told->steps));
+                            contents_of(told->blocks, told->versions, told->steps));
     images_->index().checkpoints().tell_contents(told->id, told->blocks, contents);
   }
   return orders::Inform::Reply{};

@@ -69,7 +69,7 @@ void serialize(Archive& archive, RankLedger& v) {
 
 template <class Archive>
 void serialize(Archive& archive, orders::RestoredContents& v) {
-  archive(v.id, v.blocks, v.stamps, v.steps);
+  archive(v.id, v.blocks, v.versions, v.steps);
 }
 template <class Archive>
 void serialize(Archive& archive, orders::Inform& v) {
@@ -78,7 +78,7 @@ void serialize(Archive& archive, orders::Inform& v) {
 static_assert(orders::Save::kStages.size() == static_cast<size_t>(orders::Save::Stage::kStopAndCopy) + 1);
 template <class Archive>
 void serialize(Archive& archive, orders::Save& v) {
-  archive(checked(v.stage, orders::Save::Stage::kStopAndCopy), v.tags, v.blocks, v.stamps, v.steps, v.directory,
+  archive(checked(v.stage, orders::Save::Stage::kStopAndCopy), v.tags, v.blocks, v.versions, v.steps, v.directory,
           v.writing, v.as_proven, v.carried, v.host_slots, v.progress, v.channel);
 }
 template <class Archive>

@@ -63,12 +63,12 @@ struct Describe {
   };
 };
 
-// Blocks that Restore has brought from the checkpoint `id`, and that nobody has written since, with the stamps that the
-// engine gives their contents from now on.
+// Blocks that Restore has brought from the checkpoint `id`, and that nobody has written since, with the versions that
+// the engine gives their contents from now on.
 struct RestoredContents {
   SealId id{};
   std::vector<int32_t> blocks;
-  std::vector<uint64_t> stamps;  // as in Save
+  std::vector<uint64_t> versions;  // as in Save
   uint64_t steps = 0;
 };
 
@@ -94,7 +94,7 @@ struct Save {
     //
     // Make the files, and take the digest of weights that are not known, in the background.
     kOpen,
-    // Between two steps of the engine: write, in the background, the blocks with a stamp that the base does not have.
+    // Between two steps of the engine: write, in the background, the blocks with a version that the base does not have.
     kPrecopy,
     // While the engine stands still: copy to host memory the blocks that were not copied or have changed, and take the
     // digests of the carried tags. Then write the blocks and sync the file, in the background. `tags` begins with the
@@ -115,12 +115,12 @@ struct Save {
   };
   Stage stage = Stage::kAll;
   std::vector<std::string> tags;
-  std::vector<int32_t> blocks;   // of the KV cache, the most needed first
-  std::vector<uint64_t> stamps;  // KvBlock::stamp of each of them, or empty
-  uint64_t steps = 0;            // KvSnapshot::steps
-  std::string directory;         // of the checkpoint under construction; empty: into the arena
-  RankWriting writing;           // to disk: how
-  bool as_proven = false;        // to disk: as DigestTags
+  std::vector<int32_t> blocks;     // of the KV cache, the most needed first
+  std::vector<uint64_t> versions;  // KvBlock::version of each of them, or empty
+  uint64_t steps = 0;              // KvSnapshot::steps
+  std::string directory;           // of the checkpoint under construction; empty: into the arena
+  RankWriting writing;             // to disk: how
+  bool as_proven = false;          // to disk: as DigestTags
   // To disk: tags that stay as they are. The checkpoint has their content only where the base has it already.
   std::vector<std::string> carried{};
   // Into the arena: for each block the slot of the rank's host store that has its bytes, and keeps them until Finish or

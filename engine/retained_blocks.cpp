@@ -6,24 +6,24 @@
 
 namespace torpor {
 
-Result<std::vector<BlockContent>> contents_of(std::span<const int32_t> blocks, std::span<const uint64_t> stamps,
+Result<std::vector<BlockContent>> contents_of(std::span<const int32_t> blocks, std::span<const uint64_t> versions,
                                               uint64_t steps) {
-  if (!stamps.empty() && stamps.size() != blocks.size())
-    return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the stamp of each"};
+  if (!versions.empty() && versions.size() != blocks.size())
+    return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the version of each"};
   std::vector<BlockContent> contents(blocks.size(), BlockContent{.steps = steps});
-  for (size_t i = 0; i < stamps.size(); ++i) contents[i].stamp = stamps[i];
+  for (size_t i = 0; i < versions.size(); ++i) contents[i].version = versions[i];
   return contents;
 }
 
 void RetainedBlocks::keep(std::vector<Block> blocks, uint64_t budget_bytes) noexcept {
   std::vector<Block> before;
-  // Without a stamp it is of use only until the next step.
-  const auto unstamped =
-      std::stable_partition(blocks.begin(), blocks.end(), [](const Block& block) { return block.content.stamp != 0; });
-  (void)unstamped;
+  // Without a version it is of use only until the next step.
+  const auto unversioned = std::stable_partition(blocks.begin(), blocks.end(),
+                                                 [](const Block& block) { return block.content.version != 0; });
+  (void)unversioned;
   uint64_t bytes = 0;
   const auto end = std::find_if(blocks.begin(), blocks.end(), [&](const Block& block) {
-    if (block.content.stamp == 0 && block.content.steps == 0) return true;
+    if (block.content.version == 0 && block.content.steps == 0) return true;
     if (block.chunk.stored_bytes > budget_bytes - bytes) return true;
     bytes += block.chunk.stored_bytes;
     return false;

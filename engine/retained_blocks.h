@@ -2,9 +2,9 @@
 // RetainedBlocks: what the last sleep copied of KV blocks, after the wake. The next sleep takes over what is still the
 // content of its block, and copies the rest.
 //
-// Equal keys are not equal bytes: a block is known by its stamp (KvBlock::stamp), and one without a stamp by the number
-// of steps that the engine had taken when it was copied. Nothing is read to find out. Their memory is the first to go
-// where the arena needs room: give_up().
+// Equal keys are not equal bytes: a block is known by its version (KvBlock::version), and one without a version by the
+// number of steps that the engine had taken when it was copied. Nothing is read to find out. Their memory is the first
+// to go where the arena needs room: give_up().
 //
 // Owner: ContentIndex. Threads: any.
 #pragma once
@@ -21,15 +21,15 @@ namespace torpor {
 
 // Of a device block: with an equal one it has the same bytes.
 struct BlockContent {
-  uint64_t stamp = 0;  // 0: none
-  uint64_t steps = 0;  // that the engine had taken; 0: not known
+  uint64_t version = 0;  // 0: none
+  uint64_t steps = 0;    // that the engine had taken; 0: not known
   bool same_as(const BlockContent& other) const {
-    return stamp != 0 ? stamp == other.stamp : other.stamp == 0 && steps != 0 && steps == other.steps;
+    return version != 0 ? version == other.version : other.version == 0 && steps != 0 && steps == other.steps;
   }
 };
 
-// Of each of `blocks`. kCorruption: `stamps`, unless it is empty, does not have one of each.
-Result<std::vector<BlockContent>> contents_of(std::span<const int32_t> blocks, std::span<const uint64_t> stamps,
+// Of each of `blocks`. kCorruption: `versions`, unless it is empty, does not have one of each.
+Result<std::vector<BlockContent>> contents_of(std::span<const int32_t> blocks, std::span<const uint64_t> versions,
                                               uint64_t steps);
 
 class RetainedBlocks {
@@ -40,7 +40,7 @@ class RetainedBlocks {
     BlockContent content;
   };
 
-  // In place of what is there, as many as have room in the budget: those with a stamp first, then in their order.
+  // In place of what is there, as many as have room in the budget: those with a version first, then in their order.
   // Throws nothing: without memory none is kept.
   void keep(std::vector<Block> blocks, uint64_t budget_bytes) noexcept;
   // For each of `wanted`, how much memory take() would find; 0: none.

@@ -232,7 +232,7 @@ void SleepOperation::fall_back(const Error& why) {
   save_.directory.clear();
   save_.writing = {};
   save_.blocks.clear();
-  save_.stamps.clear();
+  save_.versions.clear();
   save_.host_slots.clear();
   saved_weights_.clear();
   report_.checkpoint.clear();

@@ -453,7 +453,7 @@ void WakeOperation::tell_contents(const Checkpoint& checkpoint) noexcept {
     orders::Inform order;
     order.contents = {.id = checkpoint.manifest().id,
                       .blocks = std::move(contents.blocks),
-                      .stamps = std::move(contents.stamps),
+                      .versions = std::move(contents.versions),
                       .steps = contents.steps};
     TORPOR_RETURN_IF_ERROR(engine_.ranks.call(order));
     return ok();

@@ -272,21 +272,21 @@ void BlockIndex::unpin(StoreId store, Slot slot) {
   let_go(store, slot);
 }
 
-void BlockIndex::back(int32_t block, Stamp stamp, StoreId store, Slot slot) {
+void BlockIndex::back(int32_t block, ContentVersion version, StoreId store, Slot slot) {
   const SlotRecord* record = known(store, slot);
   if (record == nullptr || record->state != State::kVisible || block < 0 || block >= options_.device_blocks ||
-      stamp == Stamp::kNone)
+      version == ContentVersion::kNone)
     return misused("back", store, slot);
   Backing& backing = backings_[block];
-  if (backing.stamp != stamp) backing = {.stamp = stamp, .slots = {}, .generations = {}};
+  if (backing.version != version) backing = {.version = version, .slots = {}, .generations = {}};
   backing.slots[static_cast<size_t>(store)] = slot + 1;
   backing.generations[static_cast<size_t>(store)] = record->generation;
 }
 
-Places BlockIndex::backing(int32_t block, Stamp stamp) const {
-  if (block < 0 || block >= options_.device_blocks || stamp == Stamp::kNone) return {};
+Places BlockIndex::backing(int32_t block, ContentVersion version) const {
+  if (block < 0 || block >= options_.device_blocks || version == ContentVersion::kNone) return {};
   const Backing& backing = backings_[block];
-  if (backing.stamp != stamp) return {};
+  if (backing.version != version) return {};
   const auto slot = [&](StoreId store) -> Slot {
     const Slot found = backing.slots[static_cast<size_t>(store)] - 1;
     if (found < 0) return -1;

@@ -99,9 +99,9 @@ class BlockIndex {
   void pin(StoreId store, Slot slot);
   void unpin(StoreId store, Slot slot);
 
-  // The visible slot has the bytes that the device block has now. kNone or another stamp: nothing has them.
-  void back(int32_t block, Stamp stamp, StoreId store, Slot slot);
-  Places backing(int32_t block, Stamp stamp) const;
+  // The visible slot has the bytes that the device block has now. kNone or another version: nothing has them.
+  void back(int32_t block, ContentVersion version, StoreId store, Slot slot);
+  Places backing(int32_t block, ContentVersion version) const;
   // No key of this space is found or taken any more; what it has goes first. Takes time for all slots.
   // kResourceExhausted: no memory; nothing has changed.
   Status retire(uint32_t space);
@@ -160,7 +160,7 @@ class BlockIndex {
     bool stale;  // closed and nothing useful: which list it is in
   };
   struct Backing {
-    Stamp stamp;
+    ContentVersion version;
     std::array<int32_t, kStores> slots;  // plus 1
     std::array<uint32_t, kStores> generations;
   };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What names a block's content and where its bytes lie: stamps, stores, slots. Values.
+// What names a block's content and where its bytes lie: versions, stores, slots. Values.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace torpor {
 
-// Of a device block's present content; any new content has another one. A block that is in use is known by its stamp,
+// Of a device block's present content; any new content has another one. A block that is in use is known by its version,
 // never by its key: equal keys are not equal bytes.
-enum class Stamp : uint64_t { kNone };
+enum class ContentVersion : uint64_t { kNone };
 
 enum class StoreId : uint8_t { kHost, kDisk, kRemote };
 inline constexpr int kStores = 3;

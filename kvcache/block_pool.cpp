@@ -241,7 +241,7 @@ bool BlockPool::contains(const Digest& hash) const {
 
 std::optional<BlockRef> BlockPool::ref(int32_t id) {
   const MutexLock lock(mutex_);
-  if (id < 0 || id >= options_.num_blocks || stamp_of(id) == Stamp::kNone) return std::nullopt;
+  if (id < 0 || id >= options_.num_blocks || version_of(id) == ContentVersion::kNone) return std::nullopt;
   keep(id);
   return BlockRef(*this, id);
 }
@@ -291,20 +291,22 @@ int32_t BlockPool::clear_cached() {
   return cleared;
 }
 
-Stamp BlockPool::stamp_of(int32_t id) const {
+ContentVersion BlockPool::version_of(int32_t id) const {
   const Slot& slot = this->slot(id);
-  return slot.state == BlockState::kRegistered && !slot.discarded ? static_cast<Stamp>(slot.age) : Stamp::kNone;
+  return slot.state == BlockState::kRegistered && !slot.discarded ? static_cast<ContentVersion>(slot.age)
+                                                                  : ContentVersion::kNone;
 }
 
-Stamp BlockPool::stamp(int32_t block) const {
+ContentVersion BlockPool::version(int32_t block) const {
   const MutexLock lock(mutex_);
-  return stamp_of(block);
+  return version_of(block);
 }
 
-void BlockPool::hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) {
+void BlockPool::hold(std::span<const int32_t> blocks, std::span<const ContentVersion> versions,
+                     std::span<uint8_t> held) {
   const MutexLock lock(mutex_);
   for (size_t i = 0; i < blocks.size(); ++i) {
-    held[i] = stamp_of(blocks[i]) == stamps[i] ? 1 : 0;
+    held[i] = version_of(blocks[i]) == versions[i] ? 1 : 0;
     if (held[i] != 0) keep(blocks[i]);
   }
 }

@@ -188,9 +188,10 @@ class BlockPool final : public DeviceBlocks {
   };
   Result<Handles> restore(const BlockPoolSnapshot& snapshot);
 
-  // DeviceBlocks. Another stamp for each registration.
-  Stamp stamp(int32_t block) const override;
-  void hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) override;
+  // DeviceBlocks. Another version for each registration.
+  ContentVersion version(int32_t block) const override;
+  void hold(std::span<const int32_t> blocks, std::span<const ContentVersion> versions,
+            std::span<uint8_t> held) override;
   void release(std::span<const int32_t> blocks) override;
 
   BlockPoolInfo info() const;
@@ -225,7 +226,7 @@ class BlockPool final : public DeviceBlocks {
   Slot& slot(int32_t id) TORPOR_REQUIRES(mutex_) { return slots_[static_cast<size_t>(id)]; }
   const Slot& slot(int32_t id) const TORPOR_REQUIRES(mutex_) { return slots_[static_cast<size_t>(id)]; }
   Status move(int32_t id, BlockTrigger trigger) TORPOR_REQUIRES(mutex_);
-  Stamp stamp_of(int32_t id) const TORPOR_REQUIRES(mutex_);
+  ContentVersion version_of(int32_t id) const TORPOR_REQUIRES(mutex_);
   void empty(int32_t id, DropReason reason) TORPOR_REQUIRES(mutex_);
   void tell_registered(int32_t id) const TORPOR_REQUIRES(mutex_);
   void tell_dropped(int32_t id, DropReason reason) const TORPOR_REQUIRES(mutex_);

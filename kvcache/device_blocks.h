@@ -17,9 +17,10 @@ class DeviceBlocks {
  public:
   virtual ~DeviceBlocks() = default;
   // Of the present content; kNone: it is not full, or may still be written.
-  virtual Stamp stamp(int32_t block) const = 0;
-  // Weak to strong: those that still have their stamp are kept from now on, and their held[i] is 1; else 0.
-  virtual void hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) = 0;
+  virtual ContentVersion version(int32_t block) const = 0;
+  // Weak to strong: those that still have their version are kept from now on, and their held[i] is 1; else 0.
+  virtual void hold(std::span<const int32_t> blocks, std::span<const ContentVersion> versions,
+                    std::span<uint8_t> held) = 0;
   // Ends one hold() of each. Those that nobody else keeps go to the end of the free queue.
   virtual void release(std::span<const int32_t> blocks) = 0;
 };

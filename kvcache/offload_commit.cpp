@@ -46,7 +46,7 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
 // All memory that a batch of so many blocks needs, before it is committed: nothing of it fails any more then.
 void OffloadScheduler::make_room(size_t blocks, size_t owners) {
   grow(blocks_, blocks);
-  grow(stamps_, blocks);
+  grow(versions_, blocks);
   grow(held_, blocks);
   grow(plan_.jobs, plan_.jobs.size() + kJobsOfABatch);
   grow(plan_.from, plan_.from.size() + blocks);
@@ -122,19 +122,19 @@ void OffloadScheduler::commit_down(bool flush) {
 // Those blocks of the batch that go into this store: kept, and with a slot each. The others end here.
 void OffloadScheduler::commit_into(StoreId store) {
   blocks_.clear();
-  stamps_.clear();
+  versions_.clear();
   for (const QueuedBlock& block : batch_.blocks) {
     if (block.store != store) continue;
     blocks_.push_back(block.block);
-    stamps_.push_back(block.stamp);
+    versions_.push_back(block.version);
     index_->prefetch(block.key);
   }
   if (blocks_.empty()) return;
   held_.assign(blocks_.size(), 0);
   if (options_.mode == OffloadMode::kEager) {
-    device_.hold(blocks_, stamps_, held_);
+    device_.hold(blocks_, versions_, held_);
   } else {
-    for (size_t i = 0; i < blocks_.size(); ++i) held_[i] = device_.stamp(blocks_[i]) == stamps_[i] ? 1 : 0;
+    for (size_t i = 0; i < blocks_.size(); ++i) held_[i] = device_.version(blocks_[i]) == versions_[i] ? 1 : 0;
   }
   PlannedBatch* batch = nullptr;
   size_t block = 0;
@@ -343,7 +343,7 @@ void OffloadScheduler::end_down(PlannedBatch& batch) {
       blocks_.push_back(queued.block);
     }
     const bool good = block.outcome == BlockOutcome::kTransferred;
-    const bool same = device_.stamp(queued.block) == queued.stamp;
+    const bool same = device_.version(queued.block) == queued.version;
     // It may have been written anew while it was read.
     if (good && !same) block.outcome = BlockOutcome::kEvicted;
     if (block.outcome != BlockOutcome::kTransferred) {
@@ -354,7 +354,7 @@ void OffloadScheduler::end_down(PlannedBatch& batch) {
     index_->commit(batch.store, queued.slot);
     if (batch.store == StoreId::kHost && !host_.empty())
       host_[static_cast<size_t>(queued.slot)] = {.parent = queued.parent, .priority = queued.priority};
-    if (same) index_->back(queued.block, queued.stamp, batch.store, queued.slot);
+    if (same) index_->back(queued.block, queued.version, batch.store, queued.slot);
     index_->unpin(batch.store, queued.slot);
     note_stored(queued, batch.store);
   }

@@ -68,7 +68,7 @@ enum class TransferStatus : uint8_t { kQueued, kCommitted, kDone };
 struct QueuedBlock {
   BlockKey key;
   std::array<uint8_t, 32> parent{};  // hash of the block before it
-  Stamp stamp = Stamp::kNone;
+  ContentVersion version = ContentVersion::kNone;
   int32_t block = -1;              // of the device
   int32_t priority = 0;            // what it goes on and out with
   Slot slot = -1;                  // up: where it comes from

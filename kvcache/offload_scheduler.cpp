@@ -214,11 +214,11 @@ void OffloadScheduler::loaded(uint32_t number, std::span<const int32_t> blocks) 
   Request& request = at(number);
   for (size_t i = 0; i < std::min(blocks.size(), request.pinned.size()); ++i) {
     const Pinned& pinned = request.pinned[i];
-    const Stamp stamp = device_.stamp(blocks[i]);
+    const ContentVersion version = device_.version(blocks[i]);
     Places places;
-    if (!pinned.good || stamp == Stamp::kNone || index_->run({&pinned.key, 1}, {&places, 1}) == 0) continue;
+    if (!pinned.good || version == ContentVersion::kNone || index_->run({&pinned.key, 1}, {&places, 1}) == 0) continue;
     const Slot slot = slot_in(places, pinned.store);
-    if (slot == pinned.slot) index_->back(blocks[i], stamp, pinned.store, slot);
+    if (slot == pinned.slot) index_->back(blocks[i], version, pinned.store, slot);
   }
   unpin(request, 0);
 }
@@ -247,14 +247,14 @@ TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
   const size_t size = std::min(offer.keys.size(), offer.blocks.size());
   const OffloadQueue::Time began = clock_.now();
   queued_.clear();
-  size_t without_stamp = 0;
+  size_t without_version = 0;
   BlockOutcome filtered = BlockOutcome::kFiltered;
   places_.resize(std::max(places_.size(), size));
   index_->find_each(offer.keys.first(size), places_);
   for (size_t i = 0; i < size; ++i) {
-    const Stamp stamp = device_.stamp(offer.blocks[i]);
-    if (stamp == Stamp::kNone) {
-      ++without_stamp;
+    const ContentVersion version = device_.version(offer.blocks[i]);
+    if (version == ContentVersion::kNone) {
+      ++without_version;
       continue;
     }
     Candidate candidate{.key = offer.keys[i], .places = places_[i]};
@@ -263,7 +263,7 @@ TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
     if (wanted.empty()) continue;
     queued_.push_back({.key = offer.keys[i],
                        .parent = i > 0 && offer.consecutive ? offer.keys[i - 1].hash : offer.parent,
-                       .stamp = stamp,
+                       .version = version,
                        .block = offer.blocks[i],
                        .priority = offer.priority,
                        .store = wanted.has(StoreId::kHost) ? StoreId::kHost : StoreId::kDisk,
@@ -276,7 +276,7 @@ TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
     filtered = BlockOutcome::kPolicyTimeout;
   }
   return queue_.enqueue({.way = Way::kDown, .after_step = offer.after_step, .priority = offer.priority}, queued_,
-                        size - without_stamp, filtered, now);
+                        size - without_version, filtered, now);
 }
 
 // ---- a sleep
@@ -285,7 +285,7 @@ std::vector<Slot> OffloadScheduler::backing(std::span<const int32_t> blocks, boo
   std::vector<Slot> slots(blocks.size(), -1);
   if (keep) kept_.reserve(kept_.size() + blocks.size());
   for (size_t i = 0; i < blocks.size(); ++i) {
-    slots[i] = index_->backing(blocks[i], device_.stamp(blocks[i])).host;
+    slots[i] = index_->backing(blocks[i], device_.version(blocks[i])).host;
     if (!keep || slots[i] < 0) continue;
     index_->pin(StoreId::kHost, slots[i]);
     kept_.push_back(slots[i]);

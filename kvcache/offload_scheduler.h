@@ -7,10 +7,10 @@
 // rank's report, finished() at a request's end, reset() when the cache is to be empty, take_events().
 //
 //   A request: initialized -> (match) onboard staged -> (allocated) onboarding -> running -> finished
-//   A block down: offered -> queued (weak: number and stamp) -> held, its slot reserved -> proven on all ranks ->
+//   A block down: offered -> queued (weak: number and version) -> held, its slot reserved -> proven on all ranks ->
 //   visible
 //
-// Eager: a block is held from the plan to the last rank's report. Lazy: nothing is held, and the stamp decides at the
+// Eager: a block is held from the plan to the last rank's report. Lazy: nothing is held, and the version decides at the
 // end: another one means that the block was written anew meanwhile, and its copy is worth nothing (S1).
 //
 // A slot is visible only after every rank proved its part; the failure of one makes it invisible on all (S2). Both
@@ -126,7 +126,7 @@ class OffloadScheduler {
   int32_t match(uint32_t request, std::span<const BlockKey> chain, size_t have);
   // The device blocks for the first of them; the rest is let go of. They must stay the request's until its load ends.
   TransferHandle allocated(uint32_t request, std::span<const int32_t> blocks);
-  // Blocks that became full. Those without a stamp are left out (S8).
+  // Blocks that became full. Those without a version are left out (S8).
   TransferHandle offer(const OffloadOffer& offer);
   // The step's forward pass is over; or it failed, and what it wrote is worth nothing.
   void acknowledge(uint64_t step) { queue_.acknowledge(step, clock_.now()); }
@@ -301,7 +301,7 @@ class OffloadScheduler {
   std::vector<QueuedBlock> queued_;
   OffloadQueue::Batch batch_;
   std::vector<int32_t> blocks_;
-  std::vector<Stamp> stamps_;
+  std::vector<ContentVersion> versions_;
   std::vector<uint8_t> held_;
   std::array<std::string, kStores> names_;
 };

@@ -252,17 +252,17 @@ std::vector<int32_t> cached_blocks(const KvSnapshot& snapshot, const std::vector
   return found;
 }
 
-std::vector<uint64_t> stamps_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks) {
+std::vector<uint64_t> versions_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks) {
   std::unordered_map<int32_t, uint64_t> known;
   known.reserve(snapshot.blocks.size());
-  for (const KvBlock& block : snapshot.blocks) known.emplace(block.id, block.stamp);
-  std::vector<uint64_t> stamps;
-  stamps.reserve(blocks.size());
+  for (const KvBlock& block : snapshot.blocks) known.emplace(block.id, block.version);
+  std::vector<uint64_t> versions;
+  versions.reserve(blocks.size());
   for (const int32_t id : blocks) {
     const auto found = known.find(id);
-    stamps.push_back(found == known.end() ? 0 : found->second);
+    versions.push_back(found == known.end() ? 0 : found->second);
   }
-  return stamps;
+  return versions;
 }
 
 void drop_hashes(KvSnapshot& snapshot, const std::vector<int32_t>& dropped) {

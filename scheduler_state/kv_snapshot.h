@@ -23,7 +23,7 @@ struct KvBlock {
   int32_t hash_tokens = 0;  // tokens that the hash covers
   // Of the present content, among all that this block ever has in this process: any new content gets another one, also
   // under an equal hash. Only full blocks into which the engine never writes again have one; 0: none. In no checkpoint.
-  uint64_t stamp = 0;
+  uint64_t version = 0;
   friend bool operator==(const KvBlock&, const KvBlock&) = default;
 };
 
@@ -104,8 +104,8 @@ std::vector<int32_t> deferred_blocks(const KvSnapshot& snapshot, const std::vect
 // Of `blocks`, those that no request has, and that have a hash.
 std::vector<int32_t> cached_blocks(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks);
 
-// The stamp of each of `blocks`.
-std::vector<uint64_t> stamps_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks);
+// The version of each of `blocks`.
+std::vector<uint64_t> versions_of(const KvSnapshot& snapshot, const std::vector<int32_t>& blocks);
 
 // Takes the hashes of `dropped` out of blocks, prefix index and extra hashes. Blocks left with neither go too.
 void drop_hashes(KvSnapshot& snapshot, const std::vector<int32_t>& dropped);

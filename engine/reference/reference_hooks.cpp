@@ -138,7 +138,7 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
     entry.id = block.id;
     entry.hash = hash;
     entry.hash_tokens = block_tokens();
-    entry.stamp = block.registration;
+    entry.version = block.registration;
     const auto same = std::find_if(kv.prefix_index.begin(), kv.prefix_index.end(),
                                    [&](const PrefixEntry& known) { return known.hash == hash; });
     if (same == kv.prefix_index.end()) {
@@ -157,17 +157,17 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
   return state;
 }
 
-// Those without a stamp: whatever a request has, and is in no index.
+// Those without a version: whatever a request has, and is in no index.
 Result<KvContents> ReferenceEngine::kv_contents() {
-  std::map<int32_t, uint64_t> stamps;
+  std::map<int32_t, uint64_t> versions;
   for (const auto& [id, request] : requests_) {
-    for (const int32_t block : request->table()) stamps[block] = 0;
+    for (const int32_t block : request->table()) versions[block] = 0;
   }
-  for (const BlockPoolSnapshot::Block& block : pool_->snapshot().registered) stamps[block.id] = block.registration;
+  for (const BlockPoolSnapshot::Block& block : pool_->snapshot().registered) versions[block.id] = block.registration;
   KvContents contents{.steps = steps()};
-  for (const auto& [block, stamp] : stamps) {
+  for (const auto& [block, version] : versions) {
     contents.blocks.push_back(block);
-    contents.stamps.push_back(stamp);
+    contents.versions.push_back(version);
   }
   return contents;
 }

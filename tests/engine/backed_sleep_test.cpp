@@ -74,7 +74,7 @@ class BorrowedKv : public ::testing::Test {
   }
   static orders::Save saving(std::vector<int32_t> blocks, std::vector<int32_t> host_slots) {
     orders::Save order{.tags = {"kv_cache"}, .blocks = std::move(blocks), .steps = 9};
-    for (const int32_t block : order.blocks) order.stamps.push_back(static_cast<uint64_t>(block) + 1);
+    for (const int32_t block : order.blocks) order.versions.push_back(static_cast<uint64_t>(block) + 1);
     order.host_slots = std::move(host_slots);
     return order;
   }
@@ -150,7 +150,7 @@ TEST(BorrowedPackedKv, IsLentToASleepThatPacksAndNoOther) {
     }
 
     const orders::Save order{
-        .tags = {"kv_cache"}, .blocks = {0, 1}, .stamps = {1, 2}, .steps = 9, .host_slots = {3, 0}};
+        .tags = {"kv_cache"}, .blocks = {0, 1}, .versions = {1, 2}, .steps = 9, .host_slots = {3, 0}};
     const uint64_t reused = of_sleep == Codec::kBf16 ? 2 * kBytes : kBytes;  // what lies there as it is, in any case
     EXPECT_EQ(value_of(call_rank(*memory, planned(order))).reused_bytes, reused);
     EXPECT_EQ(value_of(call_rank(*memory, order)).reused_bytes, reused);
@@ -190,7 +190,7 @@ TEST(PackedStoreOfARank, ServesThoughTheArenaIsFull) {
       std::fill(block.begin(), block.end(), std::byte{0});
       ASSERT_SUCCEEDS(memory->transfers().restore({&result.chunks[0].saved, 1}, {&plan, 1}, **store));
       EXPECT_TRUE(std::equal(before.begin(), before.end(), block.begin()));
-      const orders::Save order{.tags = {"kv_cache"}, .blocks = {0}, .stamps = {seed}, .steps = 9, .host_slots = {3}};
+      const orders::Save order{.tags = {"kv_cache"}, .blocks = {0}, .versions = {seed}, .steps = 9, .host_slots = {3}};
       EXPECT_EQ(value_of(call_rank(*memory, order)).reused_bytes, kBytes);
       detach_and_wake(*memory);
       EXPECT_TRUE(std::equal(before.begin(), before.end(), block.begin()));

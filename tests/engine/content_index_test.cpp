@@ -25,16 +25,16 @@ class ContentIndexTest : public ::testing::Test {
         weights_(value_of(allocator_->allocate(kWeights, "w", 64 * kKiB))),
         index_(*device_, *allocator_, *arena_, 3 * kBlock) {}
   char* weights() { return reinterpret_cast<char*>(weights_); }  // NOLINT(performance-no-int-to-ptr)
-  RetainedBlocks::Block block(int32_t number, uint64_t stamp) {
+  RetainedBlocks::Block block(int32_t number, uint64_t version) {
     return {.chunk = {.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(number)},
                       .bytes = kBlock,
                       .stored_bytes = kBlock},
             .bytes = value_of(arena_->allocate(kBlock)),
-            .content = {.stamp = stamp}};
+            .content = {.version = version}};
   }
   void retain(std::initializer_list<std::pair<int32_t, uint64_t>> blocks) {
     std::vector<RetainedBlocks::Block> all;
-    for (const auto& [number, stamp] : blocks) all.push_back(block(number, stamp));
+    for (const auto& [number, version] : blocks) all.push_back(block(number, version));
     index_.retain(std::move(all));
   }
   const std::string kWeights = std::string(kWeightsTag);
@@ -44,7 +44,7 @@ class ContentIndexTest : public ::testing::Test {
   const DeviceAddress weights_;
   ContentIndex index_;
   const std::vector<int32_t> blocks_{5, 6, 7};
-  const std::vector<BlockContent> contents_{{.stamp = 50}, {.stamp = 60}, {.stamp = 70}};
+  const std::vector<BlockContent> contents_{{.version = 50}, {.version = 60}, {.version = 70}};
 };
 
 TEST_F(ContentIndexTest, ABlockIsInTheArenaOnlyWithItsVersion) {

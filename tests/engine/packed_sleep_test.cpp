@@ -177,7 +177,7 @@ TEST_F(PackedRank, ABudgetForRetainedBlocksCountsWhatTheyTake) {
   orders::Save order{.tags = tags, .steps = 1};
   for (uint32_t block = 0; block < kBlocks; ++block) {
     order.blocks.push_back(static_cast<int32_t>(block));
-    order.stamps.push_back(block + 1);
+    order.versions.push_back(block + 1);
   }
   for (int again = 0; again < 3; ++again) {
     const auto saved = value_of(call_rank(*memory, order));

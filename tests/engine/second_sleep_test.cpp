@@ -45,8 +45,8 @@ class RetainedKv : public ::testing::Test {
     SCOPED_TRACE(Order::kName);
     return value_of(call_rank(*memory_, order));
   }
-  static orders::Save saving(std::vector<int32_t> blocks, std::vector<uint64_t> stamps, uint64_t steps) {
-    return {.tags = {"kv_cache"}, .blocks = std::move(blocks), .stamps = std::move(stamps), .steps = steps};
+  static orders::Save saving(std::vector<int32_t> blocks, std::vector<uint64_t> versions, uint64_t steps) {
+    return {.tags = {"kv_cache"}, .blocks = std::move(blocks), .versions = std::move(versions), .steps = steps};
   }
   void detach() { call(orders::Detach{.tags = {"kv_cache"}}); }
   void wake(bool keep = true) {
@@ -93,7 +93,7 @@ TEST_F(RetainedKv, S1ABlockIsTakenOverByItsStampNeverByItsNumber) {
   write(1, 11), write(2, 12), write(3, 13);
   sleep_and_wake(saving({1, 2, 3}, {5, 6, 7}, 9));
   write(2, 22);  // evicted and computed again, perhaps under the same hash
-  write(4, 14);  // its stamp was another block's: it says nothing here
+  write(4, 14);  // its version was another block's: it says nothing here
   EXPECT_EQ(sleep_and_wake(saving({1, 2, 3, 4}, {5, 8, 7, 6}, 10)), Moved(2, 2));
   EXPECT_TRUE(holds(1, 11) && holds(2, 22) && holds(3, 13) && holds(4, 14));
 }
@@ -107,7 +107,7 @@ TEST_F(RetainedKv, S8WhatHasNoStampIsCopiedAfterEachStep) {
   EXPECT_TRUE(holds(1, 11) && holds(2, 22));
   write(2, 32);  // full now
   EXPECT_EQ(sleep_and_wake(saving({1, 2}, {5, 6}, 11)), Moved(1, 1));
-  // Without a hash any more it has no stamp, and whoever does not say the steps gets no block without one.
+  // Without a hash any more it has no version, and whoever does not say the steps gets no block without one.
   EXPECT_EQ(sleep_and_wake(saving({1, 2}, {5, 0}, 0)), Moved(1, 1));
   EXPECT_EQ(sleep_and_wake(saving({1, 2}, {}, 0)), Moved(2, 0));
   EXPECT_EQ(sleep_and_wake(saving({1, 2}, {}, 0)), Moved(2, 0));
@@ -121,7 +121,7 @@ TEST_F(RetainedKv, WhatWasNotSavedAgainIsNotRetained) {
   EXPECT_EQ(sleep_and_wake(saving({1, 2}, {5, 6}, 11)), Moved(1, 1));
 }
 
-TEST_F(RetainedKv, TheBudgetKeepsThoseWithAStampFirst) {
+TEST_F(RetainedKv, TheBudgetKeepsThoseWithAVersionFirst) {
   make(2 * kBytes);
   sleep_and_wake(saving({1, 2, 3, 4}, {0, 5, 6, 7}, 9));
   EXPECT_EQ(retained(), 2u);
@@ -189,29 +189,29 @@ TEST_F(RetainedKv, TheyMakeRoomForAnythingElse) {
   make(kMuch, kBudget);
   write(1, 11), write(2, 12);
   const std::vector<int32_t> all{0, 1, 2, 3, 4, 5, 6, 7};
-  const std::vector<uint64_t> stamps{1, 2, 3, 4, 5, 6, 7, 8};
-  sleep_and_wake(saving(all, stamps, 9));
+  const std::vector<uint64_t> versions{1, 2, 3, 4, 5, 6, 7, 8};
+  sleep_and_wake(saving(all, versions, 9));
   EXPECT_EQ(retained(), 8u);
   {
     const HostArena::Span other = value_of(memory_->arena().allocate(10 * kPage));
     EXPECT_LT(retained(), 8u);
     EXPECT_GE(retained(), 1u);
   }
-  EXPECT_GT(sleep_and_wake(saving(all, stamps, 10)).second, 0u);
+  EXPECT_GT(sleep_and_wake(saving(all, versions, 10)).second, 0u);
   EXPECT_TRUE(holds(1, 11) && holds(2, 12));
   EXPECT_EQ(retained(), 8u);
   ASSERT_SUCCEEDS(memory_->arena().prefault(kBudget));  // all that there may be
   EXPECT_EQ(retained(), 0u);
-  sleep_and_wake(saving(all, stamps, 11));
+  sleep_and_wake(saving(all, versions, 11));
   // A sleep that needs all of it in one piece takes it.
   ASSERT_SUCCEEDS(memory_->allocate("weights", "w", kBudget - 2 * kPage));
   EXPECT_EQ(call(orders::Save{.tags = {"weights"}}).bytes, kBudget - 2 * kPage);
   EXPECT_EQ(retained(), 0u);
 }
 
-TEST_F(RetainedKv, AnOrderThatDoesNotSayTheStampOfEachBlockIsRefused) {
+TEST_F(RetainedKv, AnOrderThatDoesNotSayTheVersionOfEachBlockIsRefused) {
   make(kMuch);
-  EXPECT_FAILS(call_rank(*memory_, saving({1, 2}, {5}, 9)), Code::kCorruption, "stamp");
+  EXPECT_FAILS(call_rank(*memory_, saving({1, 2}, {5}, 9)), Code::kCorruption, "version");
 }
 
 // --- an engine ---

@@ -81,7 +81,7 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
   write_order(directory, orders::CopyBlocks{.from = {3, 3}, .to = {8, 9}}, {.bytes = 128});
   write_order(directory, orders::Inform{.committed = "/checkpoints/g-000001"}, {});
   orders::Inform contents;
-  contents.contents = {.id = {1}, .blocks = {1, 2, 7}, .stamps = {4, 0, 6}, .steps = 9};
+  contents.contents = {.id = {1}, .blocks = {1, 2, 7}, .versions = {4, 0, 6}, .steps = 9};
   write_order(directory, contents, {});
   write(directory, "orders",
         numbered(1, encode_error({.code = Code::kTimeout, .what = "late", .next_step = "wait", .native = -1})),

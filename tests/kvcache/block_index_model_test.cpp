@@ -81,9 +81,9 @@ class RandomUse {
         if (record.state == Model::State::kVisible && record.born == named.second)
           expected[static_cast<size_t>(store)] = named.first;
       }
-      ASSERT_EQ(index_->backing(block, backing.stamp),
+      ASSERT_EQ(index_->backing(block, backing.version),
                 (Places{.host = expected[0], .disk = expected[1], .remote = expected[2]}));
-      ASSERT_FALSE(index_->backing(block, Stamp{stamp_ + 1}).anywhere());
+      ASSERT_FALSE(index_->backing(block, ContentVersion{version_ + 1}).anywhere());
     }
   }
   // Folded, the events are what is found in host memory and on disk.
@@ -125,7 +125,7 @@ class RandomUse {
   using Told = std::pair<std::array<uint8_t, 16>, uint64_t>;  // key, group
   static constexpr uint32_t kNumbers = 40;
   struct Backing {
-    Stamp stamp = Stamp::kNone;
+    ContentVersion version = ContentVersion::kNone;
     std::map<StoreId, std::pair<Slot, uint64_t>> slots;
   };
   using Place = std::pair<StoreId, Slot>;
@@ -213,8 +213,9 @@ class RandomUse {
     if (!slot || options_.device_blocks == 0) return;
     const auto block = static_cast<int32_t>(below(static_cast<size_t>(options_.device_blocks)));
     Backing& backing = backings_[block];
-    if (backing.stamp == Stamp::kNone || below(2) == 0) backing = {.stamp = Stamp{++stamp_}, .slots = {}};
-    index_->back(block, backing.stamp, store, *slot);
+    if (backing.version == ContentVersion::kNone || below(2) == 0)
+      backing = {.version = ContentVersion{++version_}, .slots = {}};
+    index_->back(block, backing.version, store, *slot);
     backing.slots[store] = {*slot, model_.at(store, *slot).born};
   }
   void rarely() {
@@ -250,7 +251,7 @@ class RandomUse {
   std::mt19937 random_;
   std::map<Place, int> pins_;  // but for those of reservations
   std::map<int32_t, Backing> backings_;
-  uint64_t stamp_ = 0;
+  uint64_t version_ = 0;
   uint32_t space_ = 0;
 };
 

@@ -184,11 +184,11 @@ TEST_F(BlockIndexTest, PinsAreCounted) {
 TEST_F(BlockIndexTest, ADamagedBlockIsAMissAtOnceAndItsSlotFreeWhenNobodyReadsIt) {
   make({.host_slots = 1, .disk_segments = 2, .segment_slots = 1, .device_blocks = 1});
   const Slot slot = pinned(kHost, key(1));
-  index_->back(0, Stamp{5}, kHost, slot);
+  index_->back(0, ContentVersion{5}, kHost, slot);
   index_->damaged(kHost, slot);
   index_->damaged(kHost, slot);  // two loads found it
   EXPECT_FALSE(places(key(1)).anywhere());
-  EXPECT_FALSE(index_->backing(0, Stamp{5}).anywhere());
+  EXPECT_FALSE(index_->backing(0, ContentVersion{5}).anywhere());
   const BlockKey next = key(2);
   EXPECT_FAILS(index_->reserve(kHost, &next), Code::kResourceExhausted);
   index_->unpin(kHost, slot);
@@ -201,35 +201,35 @@ TEST_F(BlockIndexTest, ADamagedBlockIsAMissAtOnceAndItsSlotFreeWhenNobodyReadsIt
 
 TEST_F(BlockIndexTest, S1ABlockIsBackedByItsStampAndNotByItsKey) {
   const Slot slot = stored(kHost, key(1));
-  index_->back(3, Stamp{7}, kHost, slot);
-  EXPECT_EQ(index_->backing(3, Stamp{7}), (Places{.host = slot}));
-  EXPECT_FALSE(index_->backing(3, Stamp{8}).anywhere());  // the same key, computed again
-  EXPECT_FALSE(index_->backing(2, Stamp{7}).anywhere());
+  index_->back(3, ContentVersion{7}, kHost, slot);
+  EXPECT_EQ(index_->backing(3, ContentVersion{7}), (Places{.host = slot}));
+  EXPECT_FALSE(index_->backing(3, ContentVersion{8}).anywhere());  // the same key, computed again
+  EXPECT_FALSE(index_->backing(2, ContentVersion{7}).anywhere());
   const Slot disk = stored(kDisk, key(1));
   stored(kRemote, key(1));
-  index_->back(3, Stamp{7}, kDisk, disk);
-  EXPECT_EQ(index_->backing(3, Stamp{7}), (Places{.host = slot, .disk = disk}));
-  index_->back(3, Stamp{8}, kDisk, disk);  // new content, that lies on disk only
-  EXPECT_EQ(index_->backing(3, Stamp{8}), (Places{.disk = disk}));
-  EXPECT_FALSE(index_->backing(3, Stamp{7}).anywhere());
+  index_->back(3, ContentVersion{7}, kDisk, disk);
+  EXPECT_EQ(index_->backing(3, ContentVersion{7}), (Places{.host = slot, .disk = disk}));
+  index_->back(3, ContentVersion{8}, kDisk, disk);  // new content, that lies on disk only
+  EXPECT_EQ(index_->backing(3, ContentVersion{8}), (Places{.disk = disk}));
+  EXPECT_FALSE(index_->backing(3, ContentVersion{7}).anywhere());
 }
 
 TEST_F(BlockIndexTest, ABackingEndsWhenItsSlotIsAnothers) {
   make({.host_slots = 1, .device_blocks = 1});
   const Slot slot = stored(kHost, key(1));
-  index_->back(0, Stamp{1}, kHost, slot);
+  index_->back(0, ContentVersion{1}, kHost, slot);
   EXPECT_EQ(stored(kHost, key(2)), slot);
-  EXPECT_FALSE(index_->backing(0, Stamp{1}).anywhere());
+  EXPECT_FALSE(index_->backing(0, ContentVersion{1}).anywhere());
   stored(kHost, key(1));  // an equal key in the same slot: perhaps of another computation
-  EXPECT_FALSE(index_->backing(0, Stamp{1}).anywhere());
+  EXPECT_FALSE(index_->backing(0, ContentVersion{1}).anywhere());
 }
 
 TEST_F(BlockIndexTest, APrivateSlotIsFoundByItsBackingOnlyAndGoesFirst) {
   const Slot slot = value_of(index_->reserve(kHost, nullptr));
   index_->commit(kHost, slot);
-  index_->back(1, Stamp{4}, kHost, slot);
+  index_->back(1, ContentVersion{4}, kHost, slot);
   EXPECT_EQ(index_->keys(), 0u);
-  EXPECT_EQ(index_->backing(1, Stamp{4}).host, slot);
+  EXPECT_EQ(index_->backing(1, ContentVersion{4}).host, slot);
   for (uint8_t id = 0; id < 3; ++id) stored(kHost, key(id));
   index_->unpin(kHost, slot);  // used last of all
   EXPECT_EQ(stored(kHost, key(9)), slot);
@@ -239,12 +239,12 @@ TEST_F(BlockIndexTest, APrivateSlotIsFoundByItsBackingOnlyAndGoesFirst) {
 TEST_F(BlockIndexTest, S7ARetiredSpaceIsNeitherFoundNorTaken) {
   const Slot slot = pinned(kHost, key(1, 3));
   const Slot late = reserved(kHost, key(2, 3));
-  index_->back(0, Stamp{1}, kHost, slot);
+  index_->back(0, ContentVersion{1}, kHost, slot);
   stored(kRemote, key(1, 3));
   ASSERT_SUCCEEDS(index_->retire(3));
   index_->commit(kHost, late);
   for (const uint8_t id : {1, 2}) EXPECT_FALSE(places(key(id, 3)).anywhere());
-  EXPECT_EQ(index_->backing(0, Stamp{1}).host, slot);  // a live block keeps its stamp
+  EXPECT_EQ(index_->backing(0, ContentVersion{1}).host, slot);  // a live block keeps its version
   const BlockKey again = key(5, 3);
   EXPECT_FAILS(index_->reserve(kDisk, &again), Code::kFailedPrecondition, "retired");
   const Slot other = stored(kHost, key(1, 4));
@@ -389,9 +389,9 @@ TEST_F(BlockIndexTest, ACallThatDoesNotFitChangesNothingAndCheckSaysWhich) {
   refuses("pin", [&](Slot, Slot) { index_->pin(kHost, 3); });
   refuses("pin", [&](Slot, Slot) { index_->pin(kHost, -1); });
   refuses("pin", [&](Slot, Slot) { index_->pin(kHost, 4); });
-  refuses("back", [&](Slot reserved, Slot) { index_->back(0, Stamp{1}, kHost, reserved); });
-  refuses("back", [&](Slot, Slot visible) { index_->back(8, Stamp{1}, kHost, visible); });
-  refuses("back", [&](Slot, Slot visible) { index_->back(0, Stamp::kNone, kHost, visible); });
+  refuses("back", [&](Slot reserved, Slot) { index_->back(0, ContentVersion{1}, kHost, reserved); });
+  refuses("back", [&](Slot, Slot visible) { index_->back(8, ContentVersion{1}, kHost, visible); });
+  refuses("back", [&](Slot, Slot visible) { index_->back(0, ContentVersion::kNone, kHost, visible); });
   SetUp();
 }
 

@@ -3,7 +3,7 @@
 // what comes up is of one computation, of its key and of the present space, on all ranks the same (S1, S2, S7).
 // Requests are admitted, asked for again, preempted, aborted and finished; reports come late, twice, from one rank
 // only, or are false; now and then everything stands still, as for a sleep, and cached blocks lose their content. A
-// block has its stamp when its step is begun, and its bytes when that is over.
+// block has its version when its step is begun, and its bytes when that is over.
 #include <deque>
 #include <random>
 #include <set>
@@ -139,7 +139,7 @@ class OffloadModel {
     std::vector<uint32_t> keys;
     std::vector<int32_t> blocks;
     for (const auto& [block, key] : keys_) {
-      if (rig_.device.stamp(block) == Stamp::kNone || below(3) > 0) continue;
+      if (rig_.device.version(block) == ContentVersion::kNone || below(3) > 0) continue;
       keys.push_back(key);
       blocks.push_back(block);
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A scheduler over ranks with real stores, driven step by step; the device blocks are numbers with stamps.
+// A scheduler over ranks with real stores, driven step by step; the device blocks are numbers with versions.
 #pragma once
 
 #include <map>
@@ -12,11 +12,12 @@ namespace torpor::test {
 class FakeDeviceBlocks final : public DeviceBlocks {
  public:
   explicit FakeDeviceBlocks(int32_t blocks)
-      : stamps_(static_cast<size_t>(blocks)), holds_(static_cast<size_t>(blocks)) {}
-  Stamp stamp(int32_t block) const override { return stamps_[static_cast<size_t>(block)]; }
-  void hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) override {
+      : versions_(static_cast<size_t>(blocks)), holds_(static_cast<size_t>(blocks)) {}
+  ContentVersion version(int32_t block) const override { return versions_[static_cast<size_t>(block)]; }
+  void hold(std::span<const int32_t> blocks, std::span<const ContentVersion> versions,
+            std::span<uint8_t> held) override {
     for (size_t i = 0; i < blocks.size(); ++i) {
-      held[i] = stamp(blocks[i]) == stamps[i] ? 1 : 0;
+      held[i] = version(blocks[i]) == versions[i] ? 1 : 0;
       holds_[static_cast<size_t>(blocks[i])] += held[i];
     }
   }
@@ -24,11 +25,11 @@ class FakeDeviceBlocks final : public DeviceBlocks {
     for (const int32_t block : blocks) EXPECT_GE(--holds_[static_cast<size_t>(block)], 0) << "block " << block;
   }
   int holds(int32_t block) const { return holds_[static_cast<size_t>(block)]; }
-  void write(int32_t block) { stamps_[static_cast<size_t>(block)] = static_cast<Stamp>(++last_); }
-  void clear(int32_t block) { stamps_[static_cast<size_t>(block)] = Stamp::kNone; }
+  void write(int32_t block) { versions_[static_cast<size_t>(block)] = static_cast<ContentVersion>(++last_); }
+  void clear(int32_t block) { versions_[static_cast<size_t>(block)] = ContentVersion::kNone; }
 
  private:
-  std::vector<Stamp> stamps_;
+  std::vector<ContentVersion> versions_;
   std::vector<int> holds_;
   uint64_t last_ = 0;
 };

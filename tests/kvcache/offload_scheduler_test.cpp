@@ -74,15 +74,15 @@ TEST_P(OffloadSchedulerTest, S1ALiveBlockIsKnownByItsStampAndNeverByItsKey) {
   const TransferHandle second = rig.offer({1}, {1});
   EXPECT_EQ(second.count(BlockOutcome::kFiltered), 1u);
   BlockIndex& index = rig.scheduler->index();
-  EXPECT_GE(index.backing(0, rig.device.stamp(0)).host, 0);
-  EXPECT_EQ(index.backing(1, rig.device.stamp(1)), Places());
-  const Stamp before = rig.device.stamp(0);
+  EXPECT_GE(index.backing(0, rig.device.version(0)).host, 0);
+  EXPECT_EQ(index.backing(1, rig.device.version(1)), Places());
+  const ContentVersion before = rig.device.version(0);
   rig.compute(0, 30);
-  EXPECT_EQ(index.backing(0, rig.device.stamp(0)), Places());
+  EXPECT_EQ(index.backing(0, rig.device.version(0)), Places());
   EXPECT_GE(index.backing(0, before).host, 0);
   // What was loaded has the bytes of its slot; what was computed meanwhile does not.
   EXPECT_EQ(rig.load({1}, {4}), 1);
-  EXPECT_GE(index.backing(4, rig.device.stamp(4)).host, 0);
+  EXPECT_GE(index.backing(4, rig.device.version(4)).host, 0);
 }
 
 TEST_P(OffloadSchedulerTest, S1ABlockThatIsWrittenAnewBeforeItsPlanIsNotStored) {

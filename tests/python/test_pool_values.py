@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from torpor.vllm import block_stamps, pool_values
+from torpor.vllm import block_versions, pool_values
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ class NotToBeRead:
 
 def test_only_blocks_with_content_are_looked_at(scheduler):
     scheduler.kv_cache_manager.block_pool.blocks = NotToBeRead()
-    assert [block.block_id for block in block_stamps.used_blocks(scheduler)] == list(range(1, 10))
+    assert [block.block_id for block in block_versions.used_blocks(scheduler)] == list(range(1, 10))
 
 
 def test_a_block_that_no_request_has_is_found_all_the_same(scheduler):
     [block] = scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
-    assert [used.block_id for used in block_stamps.used_blocks(scheduler)] == [*range(1, 10), block.block_id]
+    assert [used.block_id for used in block_versions.used_blocks(scheduler)] == [*range(1, 10), block.block_id]
 
 
 def test_of_the_free_blocks_those_from_the_first_with_content_on_are_named(scheduler):

@@ -35,7 +35,7 @@ class TestEngine final : public EngineHooks {
     for (int32_t block = 1; block < options_.num_blocks; ++block) free_.push_back(block);
     refs_.assign(static_cast<size_t>(options_.num_blocks), 0);
     hashes_.resize(static_cast<size_t>(options_.num_blocks));
-    stamps_.resize(static_cast<size_t>(options_.num_blocks));
+    versions_.resize(static_cast<size_t>(options_.num_blocks));
   }
 
   // --- what a user does
@@ -137,7 +137,7 @@ class TestEngine final : public EngineHooks {
     for (int32_t block = 1; block < options_.num_blocks; ++block) {
       if (refs(block) == 0 && hash(block).empty()) continue;
       const bool full = !hash(block).empty();
-      state.kv.blocks.push_back({block, refs(block), hash(block), full ? kBlockTokens : 0, full ? stamp(block) : 0});
+      state.kv.blocks.push_back({block, refs(block), hash(block), full ? kBlockTokens : 0, full ? version(block) : 0});
     }
     state.kv.steps = steps_;
     for (const auto& [key, block] : index_) state.kv.prefix_index.push_back({key, {block}});
@@ -160,7 +160,7 @@ class TestEngine final : public EngineHooks {
     for (int32_t block = 1; block < options_.num_blocks; ++block) {
       if (refs(block) == 0 && hash(block).empty()) continue;
       contents.blocks.push_back(block);
-      contents.stamps.push_back(hash(block).empty() ? 0 : stamp(block));
+      contents.versions.push_back(hash(block).empty() ? 0 : version(block));
     }
     return contents;
   }
@@ -215,7 +215,7 @@ class TestEngine final : public EngineHooks {
     clear();
     const KvSnapshot& kv = checkpoint.state.kv;
     for (const KvBlock& block : kv.blocks)
-      refs(block.id) = block.ref_count, hash(block.id) = block.hash, stamp(block.id) = ++last_stamp_;
+      refs(block.id) = block.ref_count, hash(block.id) = block.hash, version(block.id) = ++last_version_;
     for (const PrefixEntry& entry : kv.prefix_index) index_[entry.hash] = entry.blocks[0];
     free_.assign(kv.free_order.begin(), kv.free_order.end());
     std::vector<FailedRequest> failed;
@@ -303,7 +303,7 @@ class TestEngine final : public EngineHooks {
   }
   int32_t& refs(int32_t block) { return refs_[static_cast<size_t>(block)]; }
   Bytes& hash(int32_t block) { return hashes_[static_cast<size_t>(block)]; }
-  uint64_t& stamp(int32_t block) { return stamps_[static_cast<size_t>(block)]; }  // of a block with a hash
+  uint64_t& version(int32_t block) { return versions_[static_cast<size_t>(block)]; }  // of a block with a hash
   void forget_hash(int32_t block) {
     index_.erase(hash(block));
     hash(block).clear();
@@ -383,7 +383,7 @@ class TestEngine final : public EngineHooks {
       if (at % kBlockTokens == kBlockTokens - 1) {
         Bytes key = key_of(request, at + 1);
         const int32_t block = request.table.back();
-        if (index_.emplace(key, block).second) hash(block) = std::move(key), stamp(block) = ++last_stamp_;
+        if (index_.emplace(key, block).second) hash(block) = std::move(key), version(block) = ++last_version_;
       }
     }
     request.reached = std::max(request.reached, request.computed);
@@ -409,8 +409,8 @@ class TestEngine final : public EngineHooks {
   std::vector<Request> requests_;
   std::vector<int32_t> refs_;
   std::vector<Bytes> hashes_;
-  std::vector<uint64_t> stamps_;
-  uint64_t last_stamp_ = 0;
+  std::vector<uint64_t> versions_;
+  uint64_t last_version_ = 0;
   uint64_t steps_ = 1;
   std::map<Bytes, int32_t> index_;
   std::deque<int32_t> free_;

@@ -158,7 +158,7 @@ nlohmann::ordered_json measure(size_t slots, int rounds) {
     time("backing", probes, [&] {
       for (const uint32_t number : order) {
         const auto block = static_cast<int32_t>(number % (1 << 16));
-        sum += static_cast<uint64_t>(index->backing(block, Stamp{1}).host + 2);
+        sum += static_cast<uint64_t>(index->backing(block, ContentVersion{1}).host + 2);
       }
     });
     // As many new keys as a step's, each in the place of the oldest; taken back at the end.

@@ -41,13 +41,13 @@ class DiskSleeper {
     save_ = {.tags = kTags, .steps = 1, .as_proven = true};
     for (uint32_t block = 0; block < blocks; ++block) {
       save_.blocks.push_back(static_cast<int32_t>(block));
-      save_.stamps.push_back(0);
+      save_.versions.push_back(0);
       write(block);
     }
   }
   void take_steps() {
     ++save_.steps;
-    for (size_t block = 99; block < save_.stamps.size(); block += 100) write(block);
+    for (size_t block = 99; block < save_.versions.size(); block += 100) write(block);
   }
   // As SleepController does it; how many bytes were copied.
   uint64_t sleep() {
@@ -70,8 +70,8 @@ class DiskSleeper {
 
  private:
   void write(size_t block) {
-    save_.stamps[block] = ++last_stamp_;
-    fill(kv_ + block * kBlockBytes, kBlockBytes, static_cast<int>(last_stamp_ % 251));
+    save_.versions[block] = ++last_version_;
+    fill(kv_ + block * kBlockBytes, kBlockBytes, static_cast<int>(last_version_ % 251));
   }
   static void fill(DeviceAddress address, uint64_t bytes, int value) {
     std::memset(reinterpret_cast<void*>(address), value, bytes);  // NOLINT(performance-no-int-to-ptr)
@@ -84,7 +84,7 @@ class DiskSleeper {
   std::unique_ptr<CheckpointManager> manager_;
   std::unique_ptr<RankMemory> memory_;
   DeviceAddress kv_ = 0;
-  uint64_t last_stamp_ = 0;
+  uint64_t last_version_ = 0;
   orders::Save save_;
 };
 

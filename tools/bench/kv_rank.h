@@ -32,13 +32,13 @@ class KvRank {
     save_.tags = kTags;
     save_.steps = 1;
     for (uint64_t i = 0; i < live; ++i) save_.blocks.push_back(static_cast<int32_t>(i * blocks / live));
-    save_.stamps.resize(live);
+    save_.versions.resize(live);
     change(1);
   }
   // Give the last live block of each `every` other content.
   void change(size_t every) {
     ++save_.steps;
-    for (size_t i = every - 1; i < save_.stamps.size(); i += every) save_.stamps[i] = ++last_version_;
+    for (size_t i = every - 1; i < save_.versions.size(); i += every) save_.versions[i] = ++last_version_;
   }
   void plan() {
     orders::Save planned = save_;

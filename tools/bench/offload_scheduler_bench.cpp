@@ -58,21 +58,22 @@ struct KeyHash {
 
 class Blocks final : public DeviceBlocks {
  public:
-  explicit Blocks(int32_t count) : stamps_(static_cast<size_t>(count)), holds_(static_cast<size_t>(count)) {}
-  Stamp stamp(int32_t block) const override { return stamps_[static_cast<size_t>(block)]; }
-  void hold(std::span<const int32_t> blocks, std::span<const Stamp> stamps, std::span<uint8_t> held) override {
+  explicit Blocks(int32_t count) : versions_(static_cast<size_t>(count)), holds_(static_cast<size_t>(count)) {}
+  ContentVersion version(int32_t block) const override { return versions_[static_cast<size_t>(block)]; }
+  void hold(std::span<const int32_t> blocks, std::span<const ContentVersion> versions,
+            std::span<uint8_t> held) override {
     for (size_t i = 0; i < blocks.size(); ++i) {
-      held[i] = stamp(blocks[i]) == stamps[i] ? 1 : 0;
+      held[i] = version(blocks[i]) == versions[i] ? 1 : 0;
       holds_[static_cast<size_t>(blocks[i])] += held[i];
     }
   }
   void release(std::span<const int32_t> blocks) override {
     for (const int32_t block : blocks) --holds_[static_cast<size_t>(block)];
   }
-  void write(int32_t block) { stamps_[static_cast<size_t>(block)] = static_cast<Stamp>(++last_); }
+  void write(int32_t block) { versions_[static_cast<size_t>(block)] = static_cast<ContentVersion>(++last_); }
 
  private:
-  std::vector<Stamp> stamps_;
+  std::vector<ContentVersion> versions_;
   std::vector<int> holds_;
   uint64_t last_ = 0;
 };
@@ -226,14 +227,14 @@ class Baseline {
   void offer(const std::vector<BlockKey>& keys, const std::vector<int32_t>& blocks, Blocks& device) {
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < keys.size(); ++i) {
-      if (!index_.contains(keys[i])) queue_.push_back({keys[i], blocks[i], device.stamp(blocks[i])});
+      if (!index_.contains(keys[i])) queue_.push_back({keys[i], blocks[i], device.version(blocks[i])});
     }
   }
   void plan(Blocks& device) {
     const std::lock_guard lock(mutex_);
     for (const Waiting& waiting : queue_) {
       uint8_t held = 0;
-      device.hold({&waiting.block, 1}, {&waiting.stamp, 1}, {&held, 1});
+      device.hold({&waiting.block, 1}, {&waiting.version, 1}, {&held, 1});
       if (held == 0) continue;
       if (free_.empty()) {
         auto oldest = order_.begin();
@@ -265,7 +266,7 @@ class Baseline {
   struct Waiting {
     BlockKey key;
     int32_t block;
-    Stamp stamp;
+    ContentVersion version;
   };
   std::mutex mutex_;
   std::unordered_map<BlockKey, Entry, KeyHash> index_;

@@ -149,8 +149,8 @@ class Pieces {
   }
   void round(bool counts) {
     ++save_.steps;
-    save_.stamps.clear();
-    for (size_t i = 0; i < save_.blocks.size(); ++i) save_.stamps.push_back(++last_stamp_);  // all were written
+    save_.versions.clear();
+    for (size_t i = 0; i < save_.blocks.size(); ++i) save_.versions.push_back(++last_version_);  // all were written
     measure(rank_, sleep_, counts, [&] {
       const uint64_t copied = call(orders::Save(save_)).bytes;
       call(orders::Detach{.tags = kKv});
@@ -172,7 +172,7 @@ class Pieces {
   }
   Rank rank_;
   orders::Save save_;
-  uint64_t last_stamp_ = 0;
+  uint64_t last_version_ = 0;
   Row sleep_, wake_;
 };
 

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from torpor.errors import Incompatible, TimedOut
-from torpor.vllm import block_stamps, connector_sleep, grammar, kept, pauses, plugin
+from torpor.vllm import block_versions, connector_sleep, grammar, kept, pauses, plugin
 from torpor.vllm import pool_values, weight_updates
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
@@ -242,11 +242,11 @@ class VllmHooks:
             for request_id, request in self.scheduler.requests.items()
         }
         workers = self._send("torpor_capture", sampling, anew)  # they read theirs meanwhile
-        blocks = block_stamps.used_blocks(self.scheduler)
+        blocks = block_versions.used_blocks(self.scheduler)
         state = {
             "scheduler": values.scheduler_to_value(self.scheduler),
             "kv": pool_values.pool_to_value(self.scheduler, blocks),
-            "stamps": block_stamps.to_value(self.scheduler, blocks, self.core.vllm_config.speculative_config),
+            "versions": block_versions.to_value(self.scheduler, blocks, self.core.vllm_config.speculative_config),
             "workers": workers.result(),
         }
         state["scheduler"]["engine"]["weight_version"] = self.core.get_weight_version()
@@ -266,8 +266,8 @@ class VllmHooks:
 
     def kv_contents(self) -> dict:
         """What tells the contents of KV blocks apart, after restore()."""
-        blocks = block_stamps.used_blocks(self.scheduler)
-        return {"blocks": [block.block_id for block in blocks]} | block_stamps.to_value(
+        blocks = block_versions.used_blocks(self.scheduler)
+        return {"blocks": [block.block_id for block in blocks]} | block_versions.to_value(
             self.scheduler, blocks, self.core.vllm_config.speculative_config
         )
 

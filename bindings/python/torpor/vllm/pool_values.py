@@ -8,14 +8,14 @@ from array import array
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from torpor.vllm import block_stamps, kv_groups
+from torpor.vllm import block_versions, kv_groups
 
 
 def pool_to_value(scheduler: Scheduler, blocks: list | None = None) -> dict:
-    """`blocks`: block_stamps.used_blocks(), where they are known."""
+    """`blocks`: block_versions.used_blocks(), where they are known."""
     pool = scheduler.kv_cache_manager.block_pool
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    blocks = block_stamps.used_blocks(scheduler) if blocks is None else blocks
+    blocks = block_versions.used_blocks(scheduler) if blocks is None else blocks
     beside = [kv_groups.to_value(manager) for manager in managers]
     return {
         "num_blocks": pool.num_gpu_blocks,

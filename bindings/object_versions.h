@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// ObjectStamps: stamps of KV blocks (KvBlock::stamp) for an engine in Python that has an object of its own for each
-// content of a block: the same object, the same stamp. Objects are kept, so that none comes to lie where another was.
+// ObjectVersions: versions of KV blocks (KvBlock::version) for an engine in Python that has an object of its own for
+// each content of a block: the same object, the same version. Objects are kept, so that none comes to lie where another
+// was.
 //
 // Threads: those that hold the interpreter's lock.
 #pragma once
@@ -17,15 +18,15 @@
 
 namespace torpor {
 
-class ObjectStamps {
+class ObjectVersions {
  public:
-  // `objects`: that of each of `blocks`; None: it has no stamp, which is 0. Blocks that are not listed are forgotten.
+  // `objects`: that of each of `blocks`; None: it has no version, which is 0. Blocks that are not listed are forgotten.
   std::vector<uint64_t> give(const pybind11::list& objects, const std::vector<int32_t>& blocks) {
     if (objects.size() != blocks.size()) {
-      DictReader::fail("capture.stamps.objects",
+      DictReader::fail("capture.versions.objects",
                        fmt::format("a list of {} (it has {})", blocks.size(), objects.size()));
     }
-    std::vector<uint64_t> stamps(blocks.size());
+    std::vector<uint64_t> versions(blocks.size());
     std::unordered_map<int32_t, Known> present;
     present.reserve(blocks.size());
     for (size_t i = 0; i < blocks.size(); ++i) {
@@ -33,17 +34,17 @@ class ObjectStamps {
       if (object.is_none()) continue;
       const auto known = known_.find(blocks[i]);
       const bool same = known != known_.end() && known->second.object.is(object);
-      stamps[i] = same ? known->second.stamp : ++last_;
-      present.emplace(blocks[i], Known{pybind11::reinterpret_borrow<pybind11::object>(object), stamps[i]});
+      versions[i] = same ? known->second.version : ++last_;
+      present.emplace(blocks[i], Known{pybind11::reinterpret_borrow<pybind11::object>(object), versions[i]});
     }
     known_.swap(present);
-    return stamps;
+    return versions;
   }
 
  private:
   struct Known {
     pybind11::object object;
-    uint64_t stamp = 0;
+    uint64_t version = 0;
   };
   std::unordered_map<int32_t, Known> known_;  // by block
   uint64_t last_ = 0;
