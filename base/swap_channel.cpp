@@ -72,32 +72,35 @@ struct SwapChannel::Page {
   std::atomic<uint32_t> changes;  // what is waited for
   std::atomic<uint32_t> ended;
   std::atomic<uint32_t> agreement;
-  std::array<std::atomic<uint32_t>, 2> signs;  // of life, of each side
-  std::atomic<double> most_silence;            // in seconds
-  std::array<std::atomic<uint64_t>, 2> sizes;  // ranks of each side
+  std::array<std::atomic<uint32_t>, 2> heartbeats;  // of each side, counted
+  std::atomic<double> peer_timeout;                 // in seconds
+  std::array<std::atomic<uint64_t>, 2> sizes;       // ranks of each side
   struct Rank {
-    std::atomic<uint64_t> promised, lent, given, taken;
+    std::atomic<uint64_t> supply, lent, released, acquired;  // bytes
   };
   std::array<Rank, kMostRanks> ranks;
 };
 
-// For how long one side has waited for a sign of the other. Of the time between two looks only as much counts as looks
-// are apart: what is more, this process was stopped itself.
-class SwapChannel::Silence {
+// How long one side has waited for a heartbeat of the other. Between two looks at most twice the usual time counts:
+// if more has passed, this process was stopped itself.
+class SwapChannel::PeerTimeout {
  public:
-  Silence(const Page& page, Side of)
-      : signs_(page.signs[static_cast<size_t>(of)]), most_(page.most_silence), seen_(signs_), last_(now()) {}
-  bool too_long() noexcept {
+  PeerTimeout(const Page& page, Side of)
+      : heartbeats_(page.heartbeats[static_cast<size_t>(of)]),
+        most_(page.peer_timeout),
+        seen_(heartbeats_),
+        last_(now()) {}
+  bool timed_out() noexcept {
     const std::chrono::nanoseconds time = now();
     waited_ += std::min(time - std::exchange(last_, time), 2 * kLook);
-    if (const uint32_t signs = signs_; std::exchange(seen_, signs) != signs) waited_ = {};
+    if (const uint32_t heartbeats = heartbeats_; std::exchange(seen_, heartbeats) != heartbeats) waited_ = {};
     return Seconds(waited_).count() >= most_;
   }
 
  private:
   static std::chrono::nanoseconds now() noexcept { return std::chrono::steady_clock::now().time_since_epoch(); }
 
-  const std::atomic<uint32_t>& signs_;
+  const std::atomic<uint32_t>& heartbeats_;
   const std::atomic<double>& most_;
   uint32_t seen_;
   std::chrono::nanoseconds last_;
@@ -109,17 +112,17 @@ SwapChannel::SwapChannel(std::unique_ptr<SharedPage> page, int locks)
 
 SwapChannel::~SwapChannel() { (void)::close(locks_); }
 
-Result<std::unique_ptr<SwapChannel>> SwapChannel::create(const std::string& path, Seconds most_silence) {
-  if (!(most_silence.count() > 0)) {
+Result<std::unique_ptr<SwapChannel>> SwapChannel::create(const std::string& path, Seconds peer_timeout) {
+  if (!(peer_timeout.count() > 0)) {
     return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("a swap is to be given up after {} s", most_silence.count()),
+                 .what = fmt::format("a swap is to be given up after {} s", peer_timeout.count()),
                  .next_step = "use more than 0"};
   }
   TORPOR_RETURN_IF_ERROR(SharedPage::create(path, kRoomMark));
   Result<std::unique_ptr<SwapChannel>> made = open(path);
   if (made && !take_lock((*made)->locks_, kMaker)) made = system_error(errno, path);
   if (made) {
-    (*made)->page_.most_silence = most_silence.count();
+    (*made)->page_.peer_timeout = peer_timeout.count();
   } else {
     (void)::unlink(path.c_str());
   }
@@ -136,7 +139,9 @@ Result<std::unique_ptr<SwapChannel>> SwapChannel::open(const std::string& path) 
   });
 }
 
-SwapChannel::Side SwapChannel::other() const noexcept { return side_ == Side::kGives ? Side::kTakes : Side::kGives; }
+SwapChannel::Side SwapChannel::other() const noexcept {
+  return side_ == Side::kSwapsOut ? Side::kSwapsIn : Side::kSwapsOut;
+}
 
 SwapHandshake SwapChannel::agreement() const noexcept { return SwapHandshake(page_.agreement.load()); }
 
@@ -169,7 +174,7 @@ bool SwapChannel::ended(Side side) const noexcept {
 
 bool SwapChannel::other_ended() const noexcept { return ended(other()); }
 
-bool SwapChannel::has_come(Side side) const noexcept { return agreement().stage(side) != Stage::kNone; }
+bool SwapChannel::has_joined(Side side) const noexcept { return agreement().stage(side) != Stage::kNone; }
 
 bool SwapChannel::stopped_or(Side ended_side) noexcept {
   if (agreement().stopped()) return true;
@@ -179,23 +184,24 @@ bool SwapChannel::stopped_or(Side ended_side) noexcept {
 }
 
 Error SwapChannel::stopped_for(std::optional<Side> own) const {
-  for (const Side side : {Side::kGives, Side::kTakes}) {
+  for (const Side side : {Side::kSwapsOut, Side::kSwapsIn}) {
     if (own == side || stopped_by() != side || !ended(side)) continue;
     return {.code = Code::kAborted,
             .what = "the process of the other engine ended",
             .next_step = "start it again, or wake another one"};
   }
   const SwapHandshake now = agreement();
-  if (now.for_silence()) {
-    const double seconds = page_.most_silence;
-    const bool gives = now.stopped_by() == Side::kGives;
+  if (now.for_timeout()) {
+    const double seconds = page_.peer_timeout;
+    const bool out = now.stopped_by() == Side::kSwapsOut;
     if (own && now.stopped_by() != own) {
-      return {.code = Code::kAborted,
-              .what = fmt::format("the other engine has given it up: it had no sign of this one for {} s", seconds),
-              .next_step = "see what stopped this one"};
+      return {
+          .code = Code::kAborted,
+          .what = fmt::format("the other engine has given it up: it had no heartbeat of this one for {} s", seconds),
+          .next_step = "see what stopped this one"};
     }
     return {.code = Code::kTimeout,
-            .what = fmt::format("no sign of the engine that {} for {} s", gives ? "is to come" : "goes", seconds),
+            .what = fmt::format("no heartbeat of the engine that {} for {} s", out ? "wakes" : "falls asleep", seconds),
             .next_step = "see what it does: it is stopped, hangs, or needs longer"};
   }
   return {.code = Code::kAborted, .what = "the other engine could not be exchanged", .next_step = "see its error"};
@@ -207,24 +213,24 @@ Status SwapChannel::join(Side side, size_t ranks) {
   const auto refuse = [](std::string what, std::string next) {
     return Error{.code = Code::kFailedPrecondition, .what = std::move(what), .next_step = std::move(next)};
   };
-  if (side_ || has_come(side) || !take_lock(locks_, static_cast<int>(side)))
+  if (side_ || has_joined(side) || !take_lock(locks_, static_cast<int>(side)))
     return refuse("another engine has this side of the exchange", "make a file for each");
   side_ = side;
   page_.sizes[static_cast<size_t>(side)].store(ranks);  // before it looks: of two that come at once, one sees the other
   const uint64_t others = page_.sizes[static_cast<size_t>(other())];
-  if (others == 0 || others == ranks) return say(Stage::kHere), ok();
+  if (others == 0 || others == ranks) return reach(Stage::kHere), ok();
   return refuse(fmt::format("the engines have {} and {} ranks", page_.sizes[0].load(), page_.sizes[1].load()),
                 "put one to sleep, then wake the other");
 }
 
-void SwapChannel::say(Stage stage) noexcept {
+void SwapChannel::reach(Stage stage) noexcept {
   if (!side_) return;
-  (void)step([&](SwapHandshake now) { return std::optional(now.say(*side_, stage)); });
-  sign(*side_);
+  (void)step([&](SwapHandshake now) { return std::optional(now.reach(*side_, stage)); });
+  send_heartbeat(*side_);
 }
 
 Status SwapChannel::wait_for(Stage wanted, const std::function<Status()>& go_on) {
-  Silence silence(page_, other());
+  PeerTimeout peer(page_, other());
   while (true) {
     const uint32_t seen = page_.changes.load(std::memory_order_acquire);
     const bool maker_ended = !held(kMaker);
@@ -237,8 +243,8 @@ Status SwapChannel::wait_for(Stage wanted, const std::function<Status()>& go_on)
     }
     if (maker_ended && now.stage(other()) == Stage::kNone) {
       (void)stop(other());
-    } else if (silence.too_long()) {
-      (void)stop_by(side_, /*for_silence=*/true);
+    } else if (peer.timed_out()) {
+      (void)stop_by(side_, /*for_timeout=*/true);
     } else {
       if (go_on) TORPOR_RETURN_IF_ERROR(go_on());
       wait(seen);
@@ -247,14 +253,14 @@ Status SwapChannel::wait_for(Stage wanted, const std::function<Status()>& go_on)
 }
 
 SwapChannel::End SwapChannel::wait_for_end() noexcept {
-  Silence silence(page_, Side::kTakes);
+  PeerTimeout peer(page_, Side::kSwapsIn);
   while (true) {
     const uint32_t seen = page_.changes.load(std::memory_order_acquire);
-    const bool gone = ended(Side::kTakes);
+    const bool gone = ended(Side::kSwapsIn);
     if (const End end = agreement().end(); end != End::kNone) return end;
     if (gone) return End::kHasNothing;
-    if (silence.too_long()) {
-      (void)stop_by(Side::kGives, /*for_silence=*/true);
+    if (peer.timed_out()) {
+      (void)stop_by(Side::kSwapsOut, /*for_timeout=*/true);
       const SwapHandshake now = agreement();
       if (now.end() != End::kNone) return now.end();
       return now.committed() ? End::kMayRun : End::kMayHold;
@@ -275,8 +281,8 @@ Status SwapChannel::check(size_t rank) {
                .next_step = "put one to sleep, then wake the other"};
 }
 
-void SwapChannel::sign(Side side) noexcept {
-  page_.signs[static_cast<size_t>(side)].fetch_add(1);
+void SwapChannel::send_heartbeat(Side side) noexcept {
+  page_.heartbeats[static_cast<size_t>(side)].fetch_add(1);
   tell();
 }
 
@@ -290,71 +296,71 @@ void SwapChannel::wait(uint32_t seen) const noexcept {
   (void)::syscall(SYS_futex, &page_.changes, FUTEX_WAIT, seen, &until_look, nullptr, 0);
 }
 
-Status SwapChannel::promise(size_t rank, uint64_t bytes) {
+Status SwapChannel::supply(size_t rank, uint64_t bytes) {
   TORPOR_RETURN_IF_ERROR(check(rank));
-  page_.ranks[rank].promised.store(bytes);
+  page_.ranks[rank].supply.store(bytes);
   return ok();
 }
 
-Status SwapChannel::need(size_t rank, uint64_t bytes) {
+Status SwapChannel::demand(size_t rank, uint64_t bytes) {
   TORPOR_RETURN_IF_ERROR(check(rank));
-  const uint64_t promised = page_.ranks[rank].promised;
-  page_.ranks[rank].lent.store(bytes - std::min(bytes, promised));
+  const uint64_t supply = page_.ranks[rank].supply;
+  page_.ranks[rank].lent.store(bytes - std::min(bytes, supply));
   return ok();
 }
 
-Status SwapChannel::give(size_t rank, uint64_t bytes) {
-  if (stopped_or(Side::kTakes)) return stopped_for(Side::kGives);
-  page_.ranks[rank].given.fetch_add(bytes);
-  sign(Side::kGives);
+Status SwapChannel::release(size_t rank, uint64_t bytes) {
+  if (stopped_or(Side::kSwapsIn)) return stopped_for(Side::kSwapsOut);
+  page_.ranks[rank].released.fetch_add(bytes);
+  send_heartbeat(Side::kSwapsOut);
   return ok();
 }
 
 void SwapChannel::end() noexcept {
   page_.ended.store(1);
-  sign(Side::kGives);
+  send_heartbeat(Side::kSwapsOut);
 }
 
 bool SwapChannel::stop() noexcept { return stop_by(side_); }
 
 bool SwapChannel::stop(Side side) noexcept { return stop_by(side); }
 
-bool SwapChannel::stop_by(std::optional<Side> whom, bool for_silence) noexcept {
-  return step([&](SwapHandshake now) { return now.stop(whom, for_silence); });
+bool SwapChannel::stop_by(std::optional<Side> whom, bool for_timeout) noexcept {
+  return step([&](SwapHandshake now) { return now.stop(whom, for_timeout); });
 }
 
-uint64_t SwapChannel::given(size_t rank) const noexcept { return page_.ranks[rank].given; }
+uint64_t SwapChannel::released(size_t rank) const noexcept { return page_.ranks[rank].released; }
 
-Status SwapChannel::take(size_t rank, uint64_t bytes) {
+Status SwapChannel::acquire(size_t rank, uint64_t bytes) {
   Page::Rank& own = page_.ranks[rank];
-  Silence silence(page_, Side::kGives);
+  PeerTimeout peer(page_, Side::kSwapsOut);
   while (true) {
     const uint32_t seen = page_.changes.load(std::memory_order_acquire);
     const bool ended = page_.ended != 0;
-    if (stopped_or(Side::kGives)) return stopped_for(Side::kTakes);
-    const uint64_t free = own.given + own.lent - own.taken;
+    if (stopped_or(Side::kSwapsOut)) return stopped_for(Side::kSwapsIn);
+    const uint64_t free = own.released + own.lent - own.acquired;
     if (free >= bytes) break;
     if (ended) {
       return Error{.code = Code::kResourceExhausted,
                    .what = fmt::format("{} bytes of device memory are needed, and {} are free", bytes, free)};
     }
-    if (silence.too_long()) (void)stop_by(Side::kTakes, /*for_silence=*/true);
+    if (peer.timed_out()) (void)stop_by(Side::kSwapsIn, /*for_timeout=*/true);
     wait(seen);
   }
-  own.taken.fetch_add(bytes);
-  sign(Side::kTakes);
+  own.acquired.fetch_add(bytes);
+  send_heartbeat(Side::kSwapsIn);
   return ok();
 }
 
 Result<bool> SwapChannel::wait_for_more(size_t rank, uint64_t seen) {
-  Silence silence(page_, Side::kGives);
+  PeerTimeout peer(page_, Side::kSwapsOut);
   while (true) {
     const uint32_t changes = page_.changes.load(std::memory_order_acquire);
     const bool ended = page_.ended != 0;
-    if (stopped_or(Side::kGives)) return stopped_for(Side::kTakes);
-    if (page_.ranks[rank].given > seen) return true;
+    if (stopped_or(Side::kSwapsOut)) return stopped_for(Side::kSwapsIn);
+    if (page_.ranks[rank].released > seen) return true;
     if (ended) return false;
-    if (silence.too_long()) (void)stop_by(Side::kTakes, /*for_silence=*/true);
+    if (peer.timed_out()) (void)stop_by(Side::kSwapsIn, /*for_timeout=*/true);
     wait(changes);
   }
 }

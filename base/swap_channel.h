@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// SwapChannel: device memory that one engine gives and another takes, rank by rank: a page of a file that the processes
-// of both map. Rank r of both is on the same device. What was taken is never more than what was given and lent, so that
-// both together never have more than the larger of them.
+// SwapChannel: device memory that goes from one engine to another in a swap, rank by rank. It is one page of a file
+// that the processes of both engines map. Rank r of both uses the same device. The engine that wakes never acquires
+// more than was released and lent, so both together never have more memory than the larger of them needs.
 //
-// Where each engine has a process of its own, both take a side. Each says how far it is and waits for the other
-// (base/swap_handshake.h). That the other's process has ended is seen by a lock on the file, which goes with the
-// process. One that is stopped, or hangs, is seen by its silence: there is no sign of it, which each page and each
-// stage is, for a time that who makes the file says. Who waits gives the swap up then. Time for which it was stopped
-// itself does not count.
+// If each engine has a process of its own, each joins as one side. Each side publishes its stage and waits for the
+// other's (base/swap_handshake.h). A side sees by a lock on the file that the process of the other has ended: the lock
+// ends with the process. It sees by heartbeats that the other is stopped or hangs: each page and each stage is one. A
+// side that waits longer than the peer timeout for a heartbeat stops the swap. Time for which its own process was
+// stopped does not count.
 //
-// Threads and processes: any. Only take(), wait_for_more(), wait_for() and wait_for_end() wait; who gives never does.
+// Threads and processes: any. Only acquire(), wait_for_more(), wait_for() and wait_for_end() block; release() never
+// does.
 #pragma once
 
 #include <chrono>
@@ -30,77 +31,78 @@ class SwapChannel {
  public:
   static constexpr size_t kMostRanks = 64;
   using Seconds = std::chrono::duration<double>;
-  static constexpr Seconds kUsualSilence{60};
+  static constexpr Seconds kDefaultPeerTimeout{60};
   static constexpr Seconds kNoBound{std::numeric_limits<double>::infinity()};
   using Side = SwapHandshake::Side;
   using Stage = SwapHandshake::Stage;
   using End = SwapHandshake::End;
 
-  // The caller removes it. `most_silence`: for which a side waits for a sign of the other; above zero.
-  static Result<std::unique_ptr<SwapChannel>> create(const std::string& path, Seconds most_silence = kUsualSilence);
+  // Make the file; the caller removes it. `peer_timeout`: how long a side waits for a heartbeat of the other; above 0.
+  static Result<std::unique_ptr<SwapChannel>> create(const std::string& path,
+                                                     Seconds peer_timeout = kDefaultPeerTimeout);
   // The path may come from another process. kInvalidArgument: it is not absolute; kFailedPrecondition: others than this
   // user can write the file or its directory; kCorruption: not such a file.
   static Result<std::unique_ptr<SwapChannel>> open(const std::string& path);
   ~SwapChannel();
 
-  // Takes a side until this object, or the process, ends. kFailedPrecondition: somebody has it, or the other side has
-  // another number of ranks.
+  // Be this side until this object, or the process, ends. kFailedPrecondition: another engine is this side, or the
+  // other side has another number of ranks.
   Status join(Side side, size_t ranks);
-  void say(Stage stage) noexcept;  // of the side that was taken
-  // Waits until the other side is so far. kAborted: after stop(), or it cannot come any more: it failed, its process
-  // ended, or it never came and the process that made the file has ended. kTimeout: this side has given it up for its
-  // silence. `go_on` is asked several times a second.
+  void reach(Stage stage) noexcept;  // publishes the stage of the own side
+  // Wait until the other side has reached `stage`. kAborted: stop() was called, or the other side cannot reach it: it
+  // failed, its process ended, or it never joined and the process that made the file has ended. kTimeout: this side
+  // stopped the swap for want of a heartbeat. `go_on` is called several times a second; its error ends the wait.
   Status wait_for(Stage stage, const std::function<Status()>& go_on = {});
-  // Who gives: waits until who takes runs, or for what it is instead.
+  // The side that falls asleep: wait until the other engine runs, or until it is clear that it does not.
   End wait_for_end() noexcept;
-  // Who takes, when the other side is done, before what cannot be undone. Nobody stops it then. kAborted: it was
-  // stopped.
+  // The side that wakes, when the other side is done, before the step that cannot be undone: from here on stop() does
+  // nothing. kAborted: the swap was stopped before.
   Status commit();
-  bool other_ended() const noexcept;                    // the other side's process did, without a word
-  bool has_come(Side side) const noexcept;              // somebody took it, who may have left since
-  Error stopped() const { return stopped_for(side_); }  // why neither goes on
+  bool other_ended() const noexcept;                    // the other side's process has, and did not say so
+  bool has_joined(Side side) const noexcept;            // an engine did, which may have left since
+  Error stopped() const { return stopped_for(side_); }  // why neither side goes on
 
-  // Who gives. What it will have given in the end, before anybody takes.
-  Status promise(size_t rank, uint64_t bytes);
-  Status give(size_t rank, uint64_t bytes);  // they are free now. kAborted after stop()
-  void end() noexcept;                       // nothing more comes
+  // The side that falls asleep: all bytes that it will release. Call it before the other side demands any.
+  Status supply(size_t rank, uint64_t bytes);
+  Status release(size_t rank, uint64_t bytes);  // these bytes are free now. kAborted after stop()
+  void end() noexcept;                          // nothing more will be released
 
-  // Who takes. It needs so much in all: what was not promised of that is lent.
-  Status need(size_t rank, uint64_t bytes);
-  // Waits until so much is free, which is its own then. kAborted after stop(); kResourceExhausted after end().
-  Status take(size_t rank, uint64_t bytes);
-  // Waits until more than `seen` was given. False: nothing more comes. kAborted after stop().
+  // The side that wakes: all bytes that it needs. What the other side does not supply of them is lent.
+  Status demand(size_t rank, uint64_t bytes);
+  // Wait until so many bytes are free, and own them. kAborted after stop(); kResourceExhausted after end().
+  Status acquire(size_t rank, uint64_t bytes);
+  // Wait until more than `seen` bytes were released. False: nothing more will be. kAborted after stop().
   Result<bool> wait_for_more(size_t rank, uint64_t seen);
 
-  uint64_t given(size_t rank) const noexcept;
-  // Either: neither gives nor takes from now on, and who takes does not run. False: that was so already, or it is too
-  // late.
-  bool stop() noexcept;           // by the side that was taken, if one was
-  bool stop(Side side) noexcept;  // by that side, taken or not
-  // The side that stopped it, or ended without a word; none: nobody did, or no side was taken.
+  uint64_t released(size_t rank) const noexcept;
+  // Stop the swap: no side releases or acquires any more, and the engine that wakes does not run. False: it was stopped
+  // before, or commit() was first.
+  bool stop() noexcept;           // in the name of the own side, if it has joined
+  bool stop(Side side) noexcept;  // in the name of that side, joined or not
+  // Return the side that stopped the swap, or whose process ended; none: no side did, or none was named.
   std::optional<Side> stopped_by() const noexcept;
 
  private:
   struct Page;
-  class Silence;
+  class PeerTimeout;
   SwapChannel(std::unique_ptr<SharedPage> page, int locks);
   static Status check(size_t rank);
   Error stopped_for(std::optional<Side> side) const;
-  Side other() const noexcept;  // than the one that was taken
+  Side other() const noexcept;  // than the own one
   SwapHandshake agreement() const noexcept;
   template <class Step>
   bool step(const Step& next) noexcept;
   bool held(int lock) const noexcept;
-  bool ended(Side side) const noexcept;       // its process did, without a word
-  bool stopped_or(Side ended_side) noexcept;  // it was stopped, and is where that side's process ended
-  bool stop_by(std::optional<Side> whom, bool for_silence = false) noexcept;
-  void sign(Side side) noexcept;
+  bool ended(Side side) const noexcept;       // its process has, and did not say so
+  bool stopped_or(Side ended_side) noexcept;  // whether the swap is stopped; stops it if that side's process ended
+  bool stop_by(std::optional<Side> whom, bool for_timeout = false) noexcept;
+  void send_heartbeat(Side side) noexcept;
   void tell() noexcept;
-  void wait(uint32_t seen) const noexcept;  // for a change, and not for long: nobody tells of a process that ends
+  void wait(uint32_t seen) const noexcept;  // for a change, and not for long: a process that ends tells nobody
 
   const std::unique_ptr<SharedPage> shared_;
   Page& page_;
-  const int locks_;  // a descriptor: one byte for each side, and one for who made the file
+  const int locks_;  // a descriptor: one byte for each side, and one for the process that made the file
   std::optional<Side> side_;
 };
 

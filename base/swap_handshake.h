@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// SwapHandshake: how far the two halves of a swap are, and whether it is given up or for good, in one word of a
-// SwapChannel. Each step makes another word of the one that was read, and counts only if nobody was faster. So all see
-// the steps in one order, and of "it is given up" and "the engine that comes runs" only one ever happens.
+// SwapHandshake: the stages of both sides of a swap, and whether it is stopped or committed, in one word of a
+// SwapChannel. Each step computes a new word from the one that was read, and counts only if no other step was faster.
+// So all processes see the steps in one order, and either "stopped" or "the engine that wakes runs" happens, never
+// both.
 //
-// The half that gives:  here → ready → done, once it is asleep. Before that it undoes its half when it is given up, and
-//                       after it wakes again.
-// The half that takes:  here → ready → commit() → done. It runs only after commit(), which needs that the other one is
-//                       done, and that it is not given up. Then nobody can give it up any more.
-// Either, or somebody else: stop(), also where the other one gives no sign.
+// The side that falls asleep: here → ready → done, once it is asleep. If the swap is stopped before that, it undoes its
+//                             half; after that it wakes again.
+// The side that wakes:        here → ready → commit() → done. It runs only after commit(), which needs that the other
+//                             side is done and that the swap is not stopped. After commit() nothing stops it.
+// Either side, or another process: stop(), also if the other side sends no heartbeat.
 #pragma once
 
 #include <algorithm>
@@ -19,23 +20,23 @@ namespace torpor {
 
 class SwapHandshake {
  public:
-  enum class Side : uint8_t { kGives, kTakes };
+  enum class Side : uint8_t { kSwapsOut, kSwapsIn };
   enum class Stage : uint8_t {
     kNone,
-    kHere,    // it has taken its side
-    kReady,   // who gives stands still; who takes has all its content back, and does not run yet
-    kDone,    // who gives is asleep; who takes runs
-    kFailed,  // it holds nothing of the other's
-    kLost,    // it may hold some of the other's for ever
+    kHere,    // it has joined
+    kReady,   // one engine is stopped; the other has all its content back, and does not run yet
+    kDone,    // one engine is asleep; the other runs
+    kFailed,  // it holds no memory of the other's
+    kLost,    // it may hold some of the other's memory for ever
   };
   enum class Look : uint8_t { kWait, kThere, kOver };
-  // Of who takes, for who gives.
+  // What became of the side that wakes, for the side that falls asleep.
   enum class End : uint8_t {
     kNone,
     kRuns,
-    kHasNothing,  // of the other's memory: it failed, never came, or is no more
-    kMayHold,     // some of it: it is lost, or was given up for its silence
-    kMayRun,      // it has committed, and gives no sign since
+    kHasNothing,  // of the other's memory: it failed, never joined, or its process ended
+    kMayHold,     // some of it: it is lost, or sent no heartbeat
+    kMayRun,      // it has committed, and sent no heartbeat since
   };
 
   constexpr explicit SwapHandshake(uint32_t word = 0) : word_(word) {}
@@ -45,39 +46,39 @@ class SwapHandshake {
     return static_cast<Stage>(std::min(word_ >> shift(side) & kStages, static_cast<uint32_t>(Stage::kLost)));
   }
   constexpr bool stopped() const { return (word_ & kStopped) != 0; }
-  constexpr bool for_silence() const { return (word_ & kForSilence) != 0; }  // of the other side than stopped_by()
+  constexpr bool for_timeout() const { return (word_ & kForTimeout) != 0; }  // of the other side than stopped_by()
   constexpr bool committed() const { return (word_ & kCommitted) != 0; }
   constexpr std::optional<Side> stopped_by() const {
     if (committed())
-      return end() == End::kHasNothing || end() == End::kMayHold ? std::optional(Side::kTakes) : std::nullopt;
-    if ((word_ & kByGives) != 0) return Side::kGives;
-    if ((word_ & kByTakes) != 0) return Side::kTakes;
+      return end() == End::kHasNothing || end() == End::kMayHold ? std::optional(Side::kSwapsIn) : std::nullopt;
+    if ((word_ & kByOut) != 0) return Side::kSwapsOut;
+    if ((word_ & kByIn) != 0) return Side::kSwapsIn;
     return std::nullopt;
   }
 
-  constexpr SwapHandshake say(Side side, Stage stage) const {
+  constexpr SwapHandshake reach(Side side, Stage stage) const {
     return SwapHandshake((word_ & ~(kStages << shift(side))) | static_cast<uint32_t>(stage) << shift(side));
   }
-  // None: it is stopped already, or too late.
-  constexpr std::optional<SwapHandshake> stop(std::optional<Side> by, bool for_silence = false) const {
+  // None: it is stopped already, or committed.
+  constexpr std::optional<SwapHandshake> stop(std::optional<Side> by, bool for_timeout = false) const {
     if (stopped() || committed()) return std::nullopt;
-    const uint32_t whom = !by ? 0 : *by == Side::kGives ? kByGives : kByTakes;
-    return SwapHandshake(word_ | kStopped | whom | (for_silence ? kForSilence : 0));
+    const uint32_t whom = !by ? 0 : *by == Side::kSwapsOut ? kByOut : kByIn;
+    return SwapHandshake(word_ | kStopped | whom | (for_timeout ? kForTimeout : 0));
   }
-  // By who takes, before what it cannot undo. None: it is stopped.
+  // By the side that wakes, before the step that it cannot undo. None: the swap is stopped.
   constexpr std::optional<SwapHandshake> commit() const {
-    if (stopped() || stage(Side::kGives) != Stage::kDone) return std::nullopt;
+    if (stopped() || stage(Side::kSwapsOut) != Stage::kDone) return std::nullopt;
     return SwapHandshake(word_ | kCommitted);
   }
 
-  // Whether `side` is so far, or will never be.
+  // Return whether `side` has reached `wanted`, or never will.
   constexpr Look look(Side side, Stage wanted) const {
     const Stage now = stage(side);
     if (stopped() || now == Stage::kFailed || now == Stage::kLost) return Look::kOver;
     return now >= wanted ? Look::kThere : Look::kWait;
   }
   constexpr End end() const {
-    switch (stage(Side::kTakes)) {
+    switch (stage(Side::kSwapsIn)) {
       case Stage::kDone: return End::kRuns;
       case Stage::kNone:
       case Stage::kFailed: return End::kHasNothing;
@@ -93,11 +94,11 @@ class SwapHandshake {
  private:
   static constexpr uint32_t kStages = 0xf;  // four bits a side
   static constexpr uint32_t kStopped = 1U << 8;
-  static constexpr uint32_t kByGives = 1U << 9;
-  static constexpr uint32_t kByTakes = 1U << 10;
-  static constexpr uint32_t kForSilence = 1U << 11;
+  static constexpr uint32_t kByOut = 1U << 9;
+  static constexpr uint32_t kByIn = 1U << 10;
+  static constexpr uint32_t kForTimeout = 1U << 11;
   static constexpr uint32_t kCommitted = 1U << 12;
-  static constexpr uint32_t shift(Side side) { return side == Side::kGives ? 0 : 4; }
+  static constexpr uint32_t shift(Side side) { return side == Side::kSwapsOut ? 0 : 4; }
 
   uint32_t word_;
 };

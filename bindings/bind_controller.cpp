@@ -246,23 +246,23 @@ void bind_controller(py::module_& module) {
       .def_static(
           "remove_left", [] { SharedFolder::remove_left(); }, "What killed processes of this user left.");
   py::class_<SwapChannel>(module, "SwapChannel", "Device memory that one engine gives and another takes, in a file.")
-      .def(py::init([](const std::string& path, double most_silence) {
-             return value_or_raise(SwapChannel::create(path, SwapChannel::Seconds(most_silence)));
+      .def(py::init([](const std::string& path, double peer_timeout) {
+             return value_or_raise(SwapChannel::create(path, SwapChannel::Seconds(peer_timeout)));
            }),
-           py::arg("path"), py::arg("most_silence") = SwapChannel::kUsualSilence.count(),
-           "A half that has no sign of the other for so many seconds gives the swap up.")
+           py::arg("path"), py::arg("peer_timeout") = SwapChannel::kDefaultPeerTimeout.count(),
+           "A half that has no heartbeat of the other for so many seconds gives the swap up.")
       .def(
           "stop",
           [](SwapChannel& self, const std::string& side) {
-            const bool gives = one_of("stop.side", side, "gives", "takes");
-            (void)self.stop(gives ? SwapChannel::Side::kGives : SwapChannel::Side::kTakes);
+            const bool out = one_of("stop.side", side, "out", "in");
+            (void)self.stop(out ? SwapChannel::Side::kSwapsOut : SwapChannel::Side::kSwapsIn);
           },
           py::arg("side"), "One of the two cannot: the other is told.")
       .def(
-          "has_come",
+          "has_joined",
           [](const SwapChannel& self, const std::string& side) {
-            return self.has_come(one_of("has_come.side", side, "gives", "takes") ? SwapChannel::Side::kGives
-                                                                                 : SwapChannel::Side::kTakes);
+            return self.has_joined(one_of("has_joined.side", side, "out", "in") ? SwapChannel::Side::kSwapsOut
+                                                                                : SwapChannel::Side::kSwapsIn);
           },
           py::arg("side"), "An engine has begun with this half. It may have failed since.")
       .def(
@@ -270,9 +270,9 @@ void bind_controller(py::module_& module) {
           [](const SwapChannel& self) {
             const std::optional<SwapChannel::Side> side = self.stopped_by();
             if (!side) return "";
-            return *side == SwapChannel::Side::kGives ? "gives" : "takes";
+            return *side == SwapChannel::Side::kSwapsOut ? "out" : "in";
           },
-          "\"gives\" or \"takes\": the side that failed first; or \"\".");
+          "\"out\" or \"in\": the side that failed first; or \"\".");
   py::class_<BoundController>(module, "SleepController",
                               "Sleep and wake of one engine; lives where its scheduler lives.")
       .def(py::init(&make_controller), py::arg("hooks"), py::arg("options") = py::dict())

@@ -379,14 +379,14 @@ Result<SleepReport> SleepController::swap_out(const SleepOptions& options) {
   Result<SwapReport> left = swap_out_for(
       options, {.admit = [&]() -> Status {
                   TORPOR_ASSIGN_OR_RETURN(const size_t ranks, count_ranks());
-                  TORPOR_RETURN_IF_ERROR(channel->join(SwapChannel::Side::kGives, ranks));
+                  TORPOR_RETURN_IF_ERROR(channel->join(SwapChannel::Side::kSwapsOut, ranks));
                   return channel->wait_for(SwapChannel::Stage::kHere, go_on);
                 },
                 .swap = [&](SleepOperation& sleep,
                             SwapOutEnd& end) { return swap_out_to(sleep, *channel, options.swap_out_to, end); }});
   if (left) return std::move(left->slept);
-  (void)channel->stop(SwapChannel::Side::kGives);
-  channel->say(SwapChannel::Stage::kFailed);
+  (void)channel->stop(SwapChannel::Side::kSwapsOut);
+  channel->reach(SwapChannel::Stage::kFailed);
   return std::move(left).error();
 }
 
@@ -403,22 +403,22 @@ Result<SleepReport> SleepController::swap_in(const WakeOptions& options) {
   const auto go_on = [&] { return watched == nullptr ? ok() : watched->check(); };
   Result<SleepReport> woken = try_catch([&]() -> Result<SleepReport> {
     TORPOR_ASSIGN_OR_RETURN(const size_t ranks, can_swap_in());
-    TORPOR_RETURN_IF_ERROR(channel->join(SwapChannel::Side::kTakes, ranks));
+    TORPOR_RETURN_IF_ERROR(channel->join(SwapChannel::Side::kSwapsIn, ranks));
     TORPOR_RETURN_IF_ERROR(channel->wait_for(SwapChannel::Stage::kReady, go_on));
     const SwapIn swap{.channel = options.swap_in_from,
                       .wait_until_asleep = [&]() -> Status {
-                        channel->say(SwapChannel::Stage::kReady);
+                        channel->reach(SwapChannel::Stage::kReady);
                         TORPOR_RETURN_IF_ERROR(channel->wait_for(SwapChannel::Stage::kDone));
-                        return channel->say(SwapChannel::Stage::kReady), ok();  // a heartbeat
+                        return channel->reach(SwapChannel::Stage::kReady), ok();  // a heartbeat
                       },
                       .commit = [&] { return channel->commit(); }};
     TORPOR_ASSIGN_OR_RETURN(SleepReport report, wake_now({.progress = options.progress}, &swap));
     if (!report.changed) return cannot(fmt::format("the engine that is to come: {}", report.note), "");
     return report;
   });
-  if (woken) return channel->say(SwapChannel::Stage::kDone), std::move(woken);
-  (void)channel->stop(SwapChannel::Side::kTakes);
-  channel->say(state_.lost() ? SwapChannel::Stage::kLost : SwapChannel::Stage::kFailed);
+  if (woken) return channel->reach(SwapChannel::Stage::kDone), std::move(woken);
+  (void)channel->stop(SwapChannel::Side::kSwapsIn);
+  channel->reach(state_.lost() ? SwapChannel::Stage::kLost : SwapChannel::Stage::kFailed);
   Error error = std::move(woken).error();
   (void)try_catch([&]() -> Status { return error.what = fmt::format("swap: {}", error.what), ok(); });
   return error;

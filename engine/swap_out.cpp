@@ -28,7 +28,7 @@ struct OwnChannel {
 // Say what will be given, before anybody takes.
 Status promise(const SleepOperation& sleep, SwapChannel& channel) {
   const std::vector<uint64_t> bytes = sleep.bytes_by_rank();
-  for (size_t rank = 0; rank < bytes.size(); ++rank) TORPOR_RETURN_IF_ERROR(channel.promise(rank, bytes[rank]));
+  for (size_t rank = 0; rank < bytes.size(); ++rank) TORPOR_RETURN_IF_ERROR(channel.supply(rank, bytes[rank]));
   return ok();
 }
 
@@ -77,7 +77,7 @@ Result<SleepReport> swap_out_to(SleepOperation& sleep, SwapChannel& channel, con
   bool only_waits = false;  // all is saved, and given
   Status given = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(promise(sleep, channel));
-    channel.say(SwapChannel::Stage::kReady);
+    channel.reach(SwapChannel::Stage::kReady);
     bool failed_first = false;
     TORPOR_RETURN_IF_ERROR(give(sleep, channel, path, failed_first));
     only_waits = true;
@@ -86,7 +86,7 @@ Result<SleepReport> swap_out_to(SleepOperation& sleep, SwapChannel& channel, con
     return sleep.commit_sleep();
   });
   if (given) {
-    channel.say(SwapChannel::Stage::kDone);
+    channel.reach(SwapChannel::Stage::kDone);
   } else {
     (void)channel.stop();
   }
@@ -97,7 +97,7 @@ Result<SleepReport> swap_out_to(SleepOperation& sleep, SwapChannel& channel, con
   if (given && end == SwapChannel::End::kMayRun) {
     swapped.state = SwappedOut::kAsleepOtherMayRun;
     return Error{.code = Code::kTimeout,
-                 .what = "the engine that came has not said that it runs, and gives no sign",
+                 .what = "the engine that came has not said that it runs, and sends no heartbeat",
                  .next_step = "see whether it runs; if it has ended, wake this one"};
   }
   if (given) return channel.stopped();

@@ -13,7 +13,7 @@ void PageGiver::expect(std::span<const ChunkPlan> chunks) {
 Status PageGiver::give(size_t page) {
   has_given_ = true;
   TORPOR_RETURN_IF_ERROR(allocator_.give_page(pages_[page]));
-  return channel_.give(rank_, pages_[page].size_bytes);
+  return channel_.release(rank_, pages_[page].size_bytes);
 }
 
 Status PageGiver::begin() {
@@ -44,15 +44,15 @@ PageTaker::PageTaker(SleepAllocator& allocator, const std::vector<std::string>& 
 Status PageTaker::begin() {
   uint64_t bytes = 0;
   for (size_t page = 0; page < pages_.size(); ++page) bytes += pages_[page].size_bytes;
-  return channel_.need(rank_, bytes);
+  return channel_.demand(rank_, bytes);
 }
 
 // The device may be slow to have what was given, or somebody else may have it: that shows as want of memory, which
 // counts only when nothing more comes.
 Status PageTaker::take(size_t page) {
-  TORPOR_RETURN_IF_ERROR(channel_.take(rank_, pages_[page].size_bytes));
+  TORPOR_RETURN_IF_ERROR(channel_.acquire(rank_, pages_[page].size_bytes));
   for (bool more = true;;) {
-    const uint64_t seen = channel_.given(rank_);
+    const uint64_t seen = channel_.released(rank_);
     Status taken = allocator_.take_page(pages_[page]);
     if (taken) break;
     if (taken.error().code != Code::kResourceExhausted || !more) return taken;

@@ -75,7 +75,7 @@ TEST_F(SharedFolderTest, WhatAnEngineStillUsesStays) {
   const std::string room = path + "/room";
   (void)value_of(SwapChannel::create(room));
   std::unique_ptr<SwapChannel> engine = value_of(SwapChannel::open(room));
-  EXPECT_SUCCEEDS(engine->join(SwapChannel::Side::kTakes, 1));
+  EXPECT_SUCCEEDS(engine->join(SwapChannel::Side::kSwapsIn, 1));
   SharedFolder::remove_left(place_);
   EXPECT_EQ(::access(room.c_str(), F_OK), 0);
   engine.reset();

@@ -134,7 +134,7 @@ class Explorer {
   }
 
   static bool ended(const World& world, Side side) {
-    const Half& half = side == Side::kGives ? world.gives : world.takes;
+    const Half& half = side == Side::kSwapsOut ? world.gives : world.takes;
     const Stage stage = world.word.stage(side);
     return half.dead && (stage == Stage::kHere || stage == Stage::kReady);
   }
@@ -153,36 +153,36 @@ class Explorer {
       (next.*half).all_saved = false;
     });
   }
-  void gives_up(World& next, Side side) { next.word = next.word.stop(side, /*for_silence=*/true).value_or(next.word); }
+  void gives_up(World& next, Side side) { next.word = next.word.stop(side, /*for_timeout=*/true).value_or(next.word); }
 
   void give(const World& world) {
     const auto to = [&](At at) { go(world, [&](World& next) { next.gives.at = at; }); };
     const auto wait = [&](Stage wanted, At then) {
-      const World now = looked(world, Side::kTakes);
-      switch (now.word.look(Side::kTakes, wanted)) {
+      const World now = looked(world, Side::kSwapsIn);
+      switch (now.word.look(Side::kSwapsIn, wanted)) {
         case Look::kThere: return go(now, [&](World& next) { next.gives.at = then; });
         case Look::kOver: return go(now, [&](World& next) { next.gives.at = At::kStopsOther; });
-        case Look::kWait: return go(now, [&](World& next) { gives_up(next, Side::kGives); });
+        case Look::kWait: return go(now, [&](World& next) { gives_up(next, Side::kSwapsOut); });
       }
     };
     switch (world.gives.at) {
       case At::kComes:
         go(world, [&](World& next) {
-          next.word = next.word.say(Side::kGives, Stage::kHere);
+          next.word = next.word.reach(Side::kSwapsOut, Stage::kHere);
           next.gives.at = At::kWaitsForOther;
         });
         return;
       case At::kWaitsForOther: fails_by_itself(world, &World::gives); return wait(Stage::kHere, At::kSaysReady);
       case At::kSaysReady:
         go(world, [&](World& next) {
-          next.word = next.word.say(Side::kGives, Stage::kReady);
+          next.word = next.word.reach(Side::kSwapsOut, Stage::kReady);
           next.gives.awake = false;  // it stands still
           next.gives.at = At::kMoves;
         });
         return;
       case At::kMoves: {
         fails_by_itself(world, &World::gives);
-        const World now = looked(world, Side::kTakes);
+        const World now = looked(world, Side::kSwapsIn);
         if (now.word.stopped()) return go(now, [&](World& next) { next.gives.at = At::kStopsOther; });
         if (now.gives.pages == 0) {
           return go(now, [&](World& next) {
@@ -199,13 +199,13 @@ class Explorer {
       case At::kLetsGo: return to(At::kSaysDone);
       case At::kSaysDone:
         go(world, [&](World& next) {
-          next.word = next.word.say(Side::kGives, Stage::kDone);
+          next.word = next.word.reach(Side::kSwapsOut, Stage::kDone);
           next.gives.at = At::kWaitsForEnd;
         });
         return;
       case At::kStopsOther:
         go(world, [&](World& next) {
-          next.word = next.word.stop(Side::kGives).value_or(next.word);
+          next.word = next.word.stop(Side::kSwapsOut).value_or(next.word);
           next.gives.at = At::kFailed;
         });
         return;
@@ -227,9 +227,9 @@ class Explorer {
       });
     };
     if (const End end = world.word.end(); end != End::kNone) return end_as(world, end);
-    if (ended(world, Side::kTakes)) return end_as(world, End::kHasNothing);
+    if (ended(world, Side::kSwapsIn)) return end_as(world, End::kHasNothing);
     World silent = world;
-    gives_up(silent, Side::kGives);
+    gives_up(silent, Side::kSwapsOut);
     end_as(silent, silent.word.committed() ? End::kMayRun : End::kMayHold);
   }
 
@@ -242,41 +242,41 @@ class Explorer {
         next.gives.awake = true;
         next.gives.says = Says::kAsBefore;
         next.gives.at = At::kEnded;
-        next.word = next.word.say(Side::kGives, Stage::kFailed);
+        next.word = next.word.reach(Side::kSwapsOut, Stage::kFailed);
       });
     }
     go(world, [](World& next) {  // it has waited long enough
       next.gives.says = next.gives.all_saved ? Says::kAsleep : Says::kLost;
       next.gives.at = At::kEnded;
-      next.word = next.word.say(Side::kGives, Stage::kFailed);
+      next.word = next.word.reach(Side::kSwapsOut, Stage::kFailed);
     });
   }
 
   void take(const World& world) {
     const auto to = [&](const World& now, At at) { go(now, [&](World& next) { next.takes.at = at; }); };
     const auto wait = [&](Stage wanted, At then) {
-      const World now = looked(world, Side::kGives);
-      switch (now.word.look(Side::kGives, wanted)) {
+      const World now = looked(world, Side::kSwapsOut);
+      switch (now.word.look(Side::kSwapsOut, wanted)) {
         case Look::kThere: return to(now, then);
         case Look::kOver: return to(now, At::kFailed);
-        case Look::kWait: return go(now, [&](World& next) { gives_up(next, Side::kTakes); });
+        case Look::kWait: return go(now, [&](World& next) { gives_up(next, Side::kSwapsIn); });
       }
     };
     switch (world.takes.at) {
       case At::kComes:
         go(world, [&](World& next) {
-          next.word = next.word.say(Side::kTakes, Stage::kHere);
+          next.word = next.word.reach(Side::kSwapsIn, Stage::kHere);
           next.takes.at = At::kWaitsForOther;
         });
         return;
       case At::kWaitsForOther: return wait(Stage::kReady, At::kMoves);
       case At::kMoves: {
         fails_by_itself(world, &World::takes);
-        const World now = looked(world, Side::kGives);
+        const World now = looked(world, Side::kSwapsOut);
         if (now.word.stopped()) return to(now, At::kFailed);
         if (now.takes.pages == kPages) return to(now, At::kSaysReady);
         if (now.given > now.taken) return to(now, At::kChecked);
-        return go(now, [&](World& next) { gives_up(next, Side::kTakes); });
+        return go(now, [&](World& next) { gives_up(next, Side::kSwapsIn); });
       }
       case At::kChecked:  // whatever became of it meanwhile
         if (world.free() == 0) return to(world, At::kFailed);
@@ -287,7 +287,7 @@ class Explorer {
         });
       case At::kSaysReady:
         go(world, [&](World& next) {
-          next.word = next.word.say(Side::kTakes, Stage::kReady);
+          next.word = next.word.reach(Side::kSwapsIn, Stage::kReady);
           next.takes.at = At::kWaitsToEnd;
         });
         return;
@@ -310,7 +310,7 @@ class Explorer {
         return;
       case At::kSaysDone:
         go(world, [&](World& next) {
-          next.word = next.word.say(Side::kTakes, Stage::kDone);
+          next.word = next.word.reach(Side::kSwapsIn, Stage::kDone);
           next.takes.says = Says::kSwapped;
           next.takes.at = At::kEnded;
         });
@@ -323,7 +323,7 @@ class Explorer {
         return;
       case At::kStopsOther:
         go(world, [&](World& next) {
-          next.word = next.word.stop(Side::kTakes).value_or(next.word).say(Side::kTakes, Stage::kFailed);
+          next.word = next.word.stop(Side::kSwapsIn).value_or(next.word).reach(Side::kSwapsIn, Stage::kFailed);
           next.takes.says = Says::kAsBefore;
           next.takes.at = At::kEnded;
         });

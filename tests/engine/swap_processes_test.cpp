@@ -24,7 +24,7 @@ using namespace test;
 constexpr int kNever = -1;
 
 // Where one is stopped: more than who runs waits for a core.
-constexpr SwapChannel::Seconds kMostSilence = std::chrono::milliseconds{500};
+constexpr SwapChannel::Seconds kPeerTimeout = std::chrono::milliseconds{500};
 
 // Where the process of one half ends, is stopped until the other half is over, or fails.
 struct Plan {
@@ -54,8 +54,8 @@ class SwapProcessesTest : public SleepFailure {
                        taker.kill_before.empty() && taker.kill_at_page == kNever && taker.fail.empty() &&
                        !giver.stops() && !taker.stops();
     const std::string path = temporary_ / ("room-" + std::to_string(++rooms_));
-    const std::unique_ptr<SwapChannel> room =
-        value_of(SwapChannel::create(path, giver.stops() || taker.stops() ? kMostSilence : SwapChannel::kUsualSilence));
+    const std::unique_ptr<SwapChannel> room = value_of(
+        SwapChannel::create(path, giver.stops() || taker.stops() ? kPeerTimeout : SwapChannel::kDefaultPeerTimeout));
     for (SharedEvent& over : shared_->over) over.reset();
     const pid_t gives = in_child([&] { give(path, giver, swaps, ranks, taker.stops()); });
     const pid_t takes = in_child([&] { take(path, taker, swaps, ranks, giver.stops()); });
@@ -119,7 +119,7 @@ class SwapProcessesTest : public SleepFailure {
     if (own.stops()) {
       EXPECT_FAILS(half, Code::kAborted, "has given it up");
     } else if (other_stops) {
-      EXPECT_FAILS(half, Code::kTimeout, "no sign of the engine");
+      EXPECT_FAILS(half, Code::kTimeout, "no heartbeat of the engine");
     } else if (own.fail.empty()) {
       EXPECT_FAILS(half, Code::kAborted, "other engine");
     } else {
@@ -236,13 +236,13 @@ TEST_F(SwapProcessesTest, AnEngineThatIsStoppedIsGivenUpAndUndoesItsHalfWhenItGo
 
 TEST_F(SwapProcessesTest, AnEngineThatIsStoppedWhenItHasCommittedRunsAndTheOtherSaysThatItIsAsleep) {
   const std::string path = temporary_ / "room";
-  const std::unique_ptr<SwapChannel> room = value_of(SwapChannel::create(path, kMostSilence));
+  const std::unique_ptr<SwapChannel> room = value_of(SwapChannel::create(path, kPeerTimeout));
   const pid_t gives = in_child([&] {
     SleepingEngine half = make(paged(1));
     begin(half.engine);
     const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .swap_out_to = path});
     EXPECT_FAILS(gave, Code::kTimeout,
-                 "has not said that it runs, and gives no sign; the engine that went stays asleep");
+                 "has not said that it runs, and sends no heartbeat; the engine that went stays asleep");
     EXPECT_TRUE(gave.error().state_changed);
     EXPECT_EQ(half.controller.state().engine, "asleep");
     shared_->over[0].set();
@@ -258,7 +258,7 @@ TEST_F(SwapProcessesTest, AnEngineThatIsStoppedWhenItHasCommittedRunsAndTheOther
 // All that it has is in host memory when nobody answers: it is asleep then, and not lost.
 TEST_F(SwapProcessesTest, MemoryOfOneThatIsStoppedIsNotWaitedForForEver) {
   const std::string path = temporary_ / "room";
-  const std::unique_ptr<SwapChannel> room = value_of(SwapChannel::create(path, kMostSilence));
+  const std::unique_ptr<SwapChannel> room = value_of(SwapChannel::create(path, kPeerTimeout));
   const pid_t gives = in_child([&] {
     TestEngineOptions options = paged(1);
     options.device_capacity_bytes = 20 * kSwapPageBytes;
@@ -350,7 +350,7 @@ TEST_F(SwapProcessesTest, AHalfIsAskedForNothingElse) {
     EXPECT_FAILS(half.controller.sleep(options), Code::kInvalidArgument, "swap");
   EXPECT_FAILS(half.controller.wake_up({.early = true, .swap_in_from = path}), Code::kInvalidArgument, "swap");
   EXPECT_FAILS(half.controller.wake_up({.swap_in_from = path}), Code::kFailedPrecondition, "that is to come is awake");
-  EXPECT_EQ(room->stopped_by(), SwapChannel::Side::kTakes);
+  EXPECT_EQ(room->stopped_by(), SwapChannel::Side::kSwapsIn);
   EXPECT_FAILS(half.controller.sleep({.preserve_state = true, .swap_out_to = temporary_ / "none"}), Code::kNotFound,
                "none");
 

@@ -28,8 +28,8 @@ namespace {
 using namespace std::chrono_literals;
 using Side = SwapChannel::Side;
 
-constexpr SwapChannel::Seconds kNobodyIsSilent = 10min;
-constexpr SwapChannel::Seconds kMostSilence = 500ms;  // where one is stopped: more than who runs waits for a core
+constexpr SwapChannel::Seconds kNoTimeout = 10min;
+constexpr SwapChannel::Seconds kPeerTimeout = 500ms;  // where one is stopped: more than who runs waits for a core
 
 enum class Ends : uint8_t { kNothing, kSwapped, kAsBefore, kAsleep, kLost };
 constexpr std::array<const char*, 5> kEnds{"nothing", "swapped", "as before", "asleep", "unrecoverable"};
@@ -50,16 +50,16 @@ class Trial {
   using Arm = std::function<void(World&)>;
   using Disarm = std::function<bool(World&)>;  // whether it has fired
 
-  Trial(Side failing, SwapChannel::Seconds most_silence) : failing_(failing) {
+  Trial(Side failing, SwapChannel::Seconds peer_timeout) : failing_(failing) {
     for (size_t turn = 0; turn < rooms_.size(); ++turn)
-      rooms_[turn] = test::value_of(SwapChannel::create(path(turn), turn == 0 ? most_silence : kNobodyIsSilent));
+      rooms_[turn] = test::value_of(SwapChannel::create(path(turn), turn == 0 ? peer_timeout : kNoTimeout));
   }
   ~Trial() { (void)::munmap(shared_, sizeof(Shared)); }
 
   // False: there was nothing left to fail.
   bool run(Counts& counts, const Arm& arm, const Disarm& disarm, int signal = 0) {
-    const std::array<pid_t, 2> children{fork(Side::kGives, arm, disarm), fork(Side::kTakes, arm, disarm)};
-    const size_t failing = failing_ == Side::kGives ? 0 : 1;
+    const std::array<pid_t, 2> children{fork(Side::kSwapsOut, arm, disarm), fork(Side::kSwapsIn, arm, disarm)};
+    const size_t failing = failing_ == Side::kSwapsOut ? 0 : 1;
     std::array<bool, 2> left{true, true};
     while (left[0] || left[1]) {
       int status = 0;
@@ -71,8 +71,8 @@ class Trial {
       }
       left[which] = false;
       half(which).over.set();
-      const Side side = which == 0 ? Side::kGives : Side::kTakes;
-      if (!rooms_[0]->has_come(side)) (void)rooms_[0]->stop(side);  // as whoever asked for it does
+      const Side side = which == 0 ? Side::kSwapsOut : Side::kSwapsIn;
+      if (!rooms_[0]->has_joined(side)) (void)rooms_[0]->stop(side);  // as whoever asked for it does
       const bool killed = which == failing && signal == SIGKILL && WIFSIGNALED(status);
       killed_ |= killed;
       EXPECT_TRUE(killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0)) << name(which) << ": status " << status;
@@ -102,7 +102,7 @@ class Trial {
   }
 
   void live(Side side, const Arm& arm, const Disarm& disarm) {
-    const bool gives = side == Side::kGives;
+    const bool gives = side == Side::kSwapsOut;
     Shared::Half& own = half(gives ? 0 : 1);
     Shared::Half& other = half(gives ? 1 : 0);
     World world{true, gives ? 1U : 2U};
@@ -153,7 +153,7 @@ class Trial {
   }
 
   void judge(Counts& counts) {
-    const size_t failing = failing_ == Side::kGives ? 0 : 1;
+    const size_t failing = failing_ == Side::kSwapsOut ? 0 : 1;
     const Ends gives = half(0).ends;
     const Ends takes = half(1).ends;
     if (!half(failing).fired && !killed_) {
@@ -202,8 +202,8 @@ class SwapHalves : public testing::Test {
                      const Trial::Disarm& disarm, int signal = 0) {
     Counts counts;
     for (uint64_t n = 1;; n += stride) {
-      SCOPED_TRACE(testing::Message() << "occasion " << n << (failing == Side::kGives ? " goes" : " comes"));
-      Trial trial(failing, signal == SIGSTOP ? kMostSilence : kNobodyIsSilent);
+      SCOPED_TRACE(testing::Message() << "occasion " << n << (failing == Side::kSwapsOut ? " goes" : " comes"));
+      Trial trial(failing, signal == SIGSTOP ? kPeerTimeout : kNoTimeout);
       const bool fired = trial.run(
           counts, [&](World& world) { arm(world, n); }, disarm, signal);
       if (!fired || HasFailure()) return counts;
@@ -211,7 +211,7 @@ class SwapHalves : public testing::Test {
   }
   static Counts each_allocation(uint64_t stride, bool for_ever, int signal = 0) {
     Counts all;
-    for (const Side failing : {Side::kGives, Side::kTakes}) {
+    for (const Side failing : {Side::kSwapsOut, Side::kSwapsIn}) {
       all.add(each(
           failing, long_run() ? (signal == SIGSTOP ? 5 : 1) : stride,
           [&](World&, uint64_t n) {
@@ -252,7 +252,7 @@ TEST_F(SwapHalves, EitherIsStoppedAtEveryAllocationUntilItIsGivenUp) {
 TEST_F(SwapHalves, I11EveryHookThrows) {
   for (const bool for_ever : {false, true}) {
     Counts all;
-    for (const Side failing : {Side::kGives, Side::kTakes}) {
+    for (const Side failing : {Side::kSwapsOut, Side::kSwapsIn}) {
       for (const bool after : {false, true}) {
         all.add(each(
             failing, 1,

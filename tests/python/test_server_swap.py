@@ -42,7 +42,7 @@ class Channel:
         self.peer_timeout = peer_timeout
         yield self, "/a/channel"
 
-    def has_come(self, side: str) -> bool:
+    def has_joined(self, side: str) -> bool:
         return self.here
 
     def stop(self, side: str) -> None:
@@ -299,7 +299,7 @@ def test_where_this_half_fails_the_other_one_is_told_and_this_one_serves_on(monk
 
             async with other_server(waits) as (url, _), client(app, ADMIN) as http:
                 told = await http.post("/swap", params={"to": url})
-            assert told.status_code == 500 and words in told.text and channel.by == "gives", told.text
+            assert told.status_code == 500 and words in told.text and channel.by == "out", told.text
             assert server.state == "awake" and not server.operating()
 
     run(scene())
@@ -359,7 +359,7 @@ def test_a_swap_ends_where_one_engine_does_not_answer(monkeypatch, awaited, whic
 
     async def ends(fails: bool):
         if fails:
-            raise TimedOut("no sign of the other", "")
+            raise TimedOut("no heartbeat of the other", "")
         return {}
 
     def swap():
@@ -371,7 +371,7 @@ def test_a_swap_ends_where_one_engine_does_not_answer(monkeypatch, awaited, whic
     for fails in (False, True):
         halves = [ends(fails), silent()][:: 1 if which else -1]
         monkeypatch.setattr(swapping.exchange, "_halves", lambda *_, halves=halves: halves)
-        with pytest.raises(TimedOut, match=words if which == 0 or not fails else "no sign of the other"):
+        with pytest.raises(TimedOut, match=words if which == 0 or not fails else "no heartbeat of the other"):
             swap()
     goes_on.set()
     assert time.monotonic() - began < 30
@@ -383,7 +383,7 @@ def test_an_engine_that_stays_asleep_takes_no_step(monkeypatch, asleep):
 
     def call(_, method, options=None):
         if method == "sleep":
-            raise TimedOut("no sign of the other", "", state_changed=True)
+            raise TimedOut("no heartbeat of the other", "", state_changed=True)
         return {"engine": "asleep" if asleep else "unrecoverable", "level": 1}
 
     monkeypatch.setattr(frontend, "call", call)

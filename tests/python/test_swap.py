@@ -92,7 +92,7 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
 
         begin(awake)
         for stopped, which in ((asleep, "is to come"), (awake, "goes")):
-            silent = pytest.raises(TimedOut, match=f"no sign of the engine that {which} for 0.5 s")
+            silent = pytest.raises(TimedOut, match=f"no heartbeat of the engine that {which} for 0.5 s")
             with while_stopped(core_of(stopped.llm_engine)), silent:
                 torpor.swap(awake, asleep, peer_timeout=0.5)
             for half in [thread for thread in threading.enumerate() if thread.name == "torpor-swap"]:
@@ -155,7 +155,7 @@ async def _streams(zygote, model, directory) -> None:
             assert report and report.slept.requests == 1
             awake, asleep = asleep, awake
             assert await asleep.is_sleeping() and not await awake.is_sleeping()
-        silent = pytest.raises(TimedOut, match=r"no sign of the engine that is to come for 0.5 s")
+        silent = pytest.raises(TimedOut, match=r"no heartbeat of the engine that wakes for 0.5 s")
         with while_stopped(core_of(asleep)), silent:
             await torpor.swap(awake, asleep, peer_timeout=0.5)
         assert await asleep.is_sleeping() and not await awake.is_sleeping()
@@ -281,7 +281,7 @@ async def _servers(first: Side, second: Side) -> None:
     swapping = asyncio.create_task(first.client.admin.post("/swap", params=asked))
     worker = await asyncio.wait_for(until_stopped(second), 60)
     answer = await asyncio.wait_for(swapping, 60)
-    assert "no sign of the engine that is to come for 3 s" in answer.text and answer.status_code == 500, answer.text
+    assert "no heartbeat of the engine that wakes for 3 s" in answer.text and answer.status_code == 500, answer.text
     assert not answer.json()["error"]["state_changed"] and not await first.sleeps()
     await first.read_whole()
     os.kill(worker, signal.SIGCONT)

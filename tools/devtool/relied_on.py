@@ -28,7 +28,7 @@ RELIED_ON = {
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.append_n": "pool_values.py links the free queue anew",
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.popleft_n": "deferred_blocks.py walks it in this order",
     "vllm.v1.core.kv_cache_utils.make_block_hash_with_group_id": "block_versions.py, engine_blocks.cpp read it",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks": "deferred_blocks.py calls it again after a loss",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks": "deferred_blocks.py calls it again",
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager.cache_blocks": "pool_values.py: cached counts",
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager.free": "pool_values.py: what a request holds",
     # Requests and the scheduler: which fields say how far a request is, and who reads them.

@@ -334,9 +334,9 @@ class Slots:
 class SwapChannel:
     """Device memory that one engine gives and another takes, in a file."""
 
-    def __init__(self, path: str, most_silence: typing.SupportsFloat | typing.SupportsIndex = 60.0) -> None:
-        """A half that has no sign of the other for so many seconds gives the swap up."""
-    def has_come(self, side: str) -> bool:
+    def __init__(self, path: str, peer_timeout: typing.SupportsFloat | typing.SupportsIndex = 60.0) -> None:
+        """A half that has no heartbeat of the other for so many seconds gives the swap up."""
+    def has_joined(self, side: str) -> bool:
         """An engine has begun with this half. It may have failed since."""
     def stop(self, side: str) -> None:
         """One of the two cannot: the other is told."""

@@ -37,8 +37,8 @@ def swap(a, b, *, timeout: float | None = None, peer_timeout: float = PEER_SECON
 
     a, b: two LLM or LLMEngine; or two AsyncLLM, then the call is to be awaited. Rank by rank on the same devices.
     timeout: most seconds to wait for the running step of `a`; None: no bound.
-    peer_timeout: seconds without a sign of one of them (it is stopped, or hangs) after which the other one gives the
-        swap up. `b` waits for the step of `a`, too.
+    peer_timeout: seconds after which an engine stops the swap, if it has no heartbeat of the other one, which is
+        stopped or hangs. `b` waits for the step of `a`, too.
     progress: as in sleep(); bytes are those of both, the phase is that of whichever began one last. If it returns False
         or raises while `a` is not asleep yet, both are as before, and it raises Aborted.
 
@@ -77,11 +77,11 @@ async def publish_failure(channel: _core.SwapChannel, side: str, half: Awaitable
 
 
 def _halves(side, engines, timeout: float | None, values: dict, channel: _core.SwapChannel, path: str) -> list:
-    gives = sleep_options(1, "abort", True, "host", "abort", None, timeout, "store", path) | values
-    takes = wake_options(None, None, "abort", None, False, False, path) | values
-    slept = tracing.traced(engines[0], "sleep", frontend.sleep(side(engines[0]), "abort", gives))
-    woken = tracing.traced(engines[1], "wake_up", frontend.wake_up(side(engines[1]), takes))
-    return [publish_failure(channel, "gives", slept), publish_failure(channel, "takes", woken)]
+    going = sleep_options(1, "abort", True, "host", "abort", None, timeout, "store", path) | values
+    coming = wake_options(None, None, "abort", None, False, False, path) | values
+    slept = tracing.traced(engines[0], "sleep", frontend.sleep(side(engines[0]), "abort", going))
+    woken = tracing.traced(engines[1], "wake_up", frontend.wake_up(side(engines[1]), coming))
+    return [publish_failure(channel, "out", slept), publish_failure(channel, "in", woken)]
 
 
 def _swap(a, b, timeout: float | None, peer_timeout: float, progress: Watcher | None) -> Report:
@@ -91,7 +91,7 @@ def _swap(a, b, timeout: float | None, peer_timeout: float, progress: Watcher | 
         try:
             futures.wait(halves, return_when=futures.FIRST_COMPLETED)
         except BaseException:
-            meeting.stop("gives")  # undone, where it is not too late for that
+            meeting.stop("out")  # undone, where it is not too late for that
             futures.wait(halves, peer_timeout)
             raise
         futures.wait(halves, peer_timeout)
@@ -127,7 +127,7 @@ async def _swap_awaited(
             await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait(halves, timeout=peer_timeout)
         except asyncio.CancelledError:
-            meeting.stop("gives")
+            meeting.stop("out")
             await asyncio.wait(halves, timeout=peer_timeout)
             raise
         return _ended(meeting, halves, began)
@@ -157,7 +157,7 @@ def _does_not_answer(which: str) -> TimedOut:
 
 def _raise_first(channel: _core.SwapChannel, errors: Sequence[BaseException | None]) -> None:
     """The error of the side that failed first: that of the other one says only that it did."""
-    for error in errors[::-1] if channel.stopped_by() == "takes" else errors:
+    for error in errors[::-1] if channel.stopped_by() == "in" else errors:
         if error is not None:
             raise error
 

@@ -43,17 +43,17 @@ async def _swap(server, other: Other, peer_timeout: float, progress: Watcher | N
         if server.state != "awake":
             raise WrongState(f"this server is {server.state}", "wake it, or ask the one that serves")
         with exchange.channel(peer_timeout) as (channel, path):
-            comes = asyncio.ensure_future(exchange.publish_failure(channel, "takes", other.wake_up(path)))
+            comes = asyncio.ensure_future(exchange.publish_failure(channel, "in", other.wake_up(path)))
             slept: dict = {}
             failed: Error | None = None
             try:
-                await exchange.publish_failure(channel, "gives", _come(channel, comes, other))
-                slept = await exchange.publish_failure(channel, "gives", _give(server, path, progress))
+                await exchange.publish_failure(channel, "out", _come(channel, comes, other))
+                slept = await exchange.publish_failure(channel, "out", _give(server, path, progress))
             except Error as problem:
                 failed = problem
-            woken, lost = await _last_word(comes, other, peer_timeout if channel.has_come("takes") else 0)
+            woken, lost = await _last_word(comes, other, peer_timeout if channel.has_joined("in") else 0)
             if failed is not None:
-                raise failed if lost is None or channel.stopped_by() == "gives" else lost
+                raise failed if lost is None or channel.stopped_by() == "out" else lost
     if lost is not None:
         await _asleep_alone(server, other, lost)
     seconds = round(time.monotonic() - began, 6)
@@ -62,7 +62,7 @@ async def _swap(server, other: Other, peer_timeout: float, progress: Watcher | N
 
 async def _come(channel: _core.SwapChannel, comes: asyncio.Future, other: Other) -> None:
     deadline = time.monotonic() + _COMES_SECONDS
-    while not channel.has_come("takes"):
+    while not channel.has_joined("in"):
         if comes.done():
             raise Aborted(f"{other} does not come", "see its error")
         if time.monotonic() > deadline:
