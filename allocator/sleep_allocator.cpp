@@ -6,7 +6,7 @@
 
 #include <fmt/core.h>
 
-#include "allocator/sleep_allocator_inside.h"
+#include "allocator/sleep_allocator_internal.h"
 #include "base/log.h"
 #include "base/units.h"
 

@@ -5,7 +5,7 @@
 #include <fmt/core.h>
 
 #include "allocator/sleep_allocator.h"
-#include "allocator/sleep_allocator_inside.h"
+#include "allocator/sleep_allocator_internal.h"
 
 namespace torpor {
 

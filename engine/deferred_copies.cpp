@@ -84,10 +84,10 @@ std::optional<DeferredCopies::Begun> DeferredCopies::begin(size_t number) noexce
     std::vector<ChunkTransfer> chunks(job.chunks.size());
     for (size_t i = 0; i < chunks.size(); ++i)
       chunks[i] = {.plan = &part.plans[job.chunks[i]], .saved = part.chunks[job.chunks[i]]};
-    TORPOR_ASSIGN_OR_RETURN(
-        job.id,
-        transfers_.submit(
-            {.kind = JobKind::kRestore, .store = part.tier, .chunks = std::move(chunks), .urgency = Urgency::kLoad}));
+    TORPOR_ASSIGN_OR_RETURN(job.id, transfers_.submit({.kind = JobKind::kRestore,
+                                                       .store = part.tier,
+                                                       .chunks = std::move(chunks),
+                                                       .priority = TransferPriority::kLoad}));
     begun = std::move(job);
     return ok();
   });

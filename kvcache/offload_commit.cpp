@@ -245,8 +245,9 @@ void OffloadScheduler::commit_on(Way way, StoreId store, bool flush) {
 
 void OffloadScheduler::plan(PlannedBatch& batch, PlanKind kind) {
   const bool move = kind == PlanKind::kMove;
-  PlannedJob& job = plan_.add(batch.id, kind, move ? batch.from : batch.store,
-                              kind == PlanKind::kGet || kind == PlanKind::kFind ? Urgency::kLoad : Urgency::kOffload);
+  PlannedJob& job = plan_.add(
+      batch.id, kind, move ? batch.from : batch.store,
+      kind == PlanKind::kGet || kind == PlanKind::kFind ? TransferPriority::kLoad : TransferPriority::kOffload);
   if (move) job.other = batch.store;
   job.count = static_cast<uint32_t>(batch.blocks.size());
   for (const JobBlock& block : batch.blocks) {

@@ -265,7 +265,7 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
                          : JobKind::kSave,
           .store = store(planned.target()),
           .source = move ? store(planned.store) : nullptr,
-          .urgency = planned.urgency,
+          .priority = planned.priority,
           .polled = true,
           .number = planned.id};
   running.plans.reserve(planned.count);

@@ -37,7 +37,7 @@ struct DroppedEntry {
 };
 struct JobEntry {
   uint64_t id = 0;
-  std::array<uint8_t, 4> kind_store_other_urgency{};
+  std::array<uint8_t, 4> kind_store_other_priority{};
   uint32_t count = 0;
 };
 struct NameEntry {
@@ -132,18 +132,18 @@ Status take_jobs(Taker& taker, const PlanHeader& header, TransferPlan& plan) {
   for (uint32_t i = 0; i < header.jobs; ++i) {
     JobEntry entry;
     (void)taker.take(entry);
-    const auto [kind, store, other, urgency] = entry.kind_store_other_urgency;
+    const auto [kind, store, other, priority] = entry.kind_store_other_priority;
     PlannedJob job{.id = entry.id,
                    .kind = static_cast<PlanKind>(kind),
                    .store = static_cast<StoreId>(store),
                    .other = static_cast<StoreId>(other),
-                   .urgency = static_cast<Urgency>(urgency),
+                   .priority = static_cast<TransferPriority>(priority),
                    .first = static_cast<uint32_t>(blocks),
                    .count = entry.count};
     const bool move = job.kind == PlanKind::kMove;
     const bool within = move && store == other;  // on disk: into another segment
     if (kind > static_cast<uint8_t>(PlanKind::kFind) || store >= kStores || other >= kStores ||
-        urgency > static_cast<uint8_t>(Urgency::kOffload) || (!move && store != other) ||
+        priority > static_cast<uint8_t>(TransferPriority::kOffload) || (!move && store != other) ||
         (within && store != static_cast<uint8_t>(StoreId::kDisk)) ||
         (job.kind == PlanKind::kFind && job.store != StoreId::kRemote) || job.id == 0 || job.count == 0)
       return wrong("a job is none");
@@ -268,12 +268,12 @@ void TransferPlan::clear() {
   loading.clear();
 }
 
-PlannedJob& TransferPlan::add(uint64_t id, PlanKind kind, StoreId store, Urgency urgency) {
+PlannedJob& TransferPlan::add(uint64_t id, PlanKind kind, StoreId store, TransferPriority priority) {
   jobs.push_back({.id = id,
                   .kind = kind,
                   .store = store,
                   .other = store,
-                  .urgency = urgency,
+                  .priority = priority,
                   .first = static_cast<uint32_t>(from.size())});
   return jobs.back();
 }
@@ -293,8 +293,8 @@ Bytes TransferPlan::encode() const {
     append_one(
         bytes,
         JobEntry{.id = job.id,
-                 .kind_store_other_urgency = {static_cast<uint8_t>(job.kind), static_cast<uint8_t>(job.store),
-                                              static_cast<uint8_t>(job.other), static_cast<uint8_t>(job.urgency)},
+                 .kind_store_other_priority = {static_cast<uint8_t>(job.kind), static_cast<uint8_t>(job.store),
+                                              static_cast<uint8_t>(job.other), static_cast<uint8_t>(job.priority)},
                  .count = job.count});
   }
   append<int32_t>(bytes, from);

@@ -17,7 +17,7 @@
 #include "base/value.h"
 #include "kvcache/block_places.h"
 #include "offload/outcome.h"
-#include "offload/urgency.h"
+#include "offload/transfer_priority.h"
 
 namespace torpor {
 
@@ -48,7 +48,7 @@ struct PlannedJob {
   PlanKind kind = PlanKind::kPut;
   StoreId store = StoreId::kHost;
   StoreId other = StoreId::kHost;  // kMove only; else as `store`
-  Urgency urgency = Urgency::kOffload;
+  TransferPriority priority = TransferPriority::kOffload;
   uint32_t first = 0;  // its blocks: [first, first + count) of `from` and `to`
   uint32_t count = 0;
   StoreId target() const { return kind == PlanKind::kMove ? other : store; }
@@ -77,7 +77,7 @@ struct TransferPlan {
   bool empty() const { return dropped.empty() && jobs.empty(); }  // then it need not be sent
   void clear();                                                   // but for its memory
   // Adds a job whose blocks the caller adds to from, to and, if it is keyed(), keys.
-  PlannedJob& add(uint64_t id, PlanKind kind, StoreId store, Urgency urgency);
+  PlannedJob& add(uint64_t id, PlanKind kind, StoreId store, TransferPriority priority);
   Bytes encode() const;
   static Result<TransferPlan> decode(std::span<const uint8_t> bytes);
   friend bool operator==(const TransferPlan&, const TransferPlan&) = default;

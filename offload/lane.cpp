@@ -27,7 +27,7 @@ Status Lane::admit(JobRecord& record) {
   const uint64_t share = bytes / (static_cast<uint64_t>(limits_.threads) * kBatchesPerThread);
   record.batch_bytes = std::min(limits_.batch_bytes, std::max(share, kLeastBatchBytes));
   const auto behind = std::find_if(waiting_.begin(), waiting_.end(),
-                                   [&](const JobRecord* other) { return other->job.urgency > record.job.urgency; });
+                                   [&](const JobRecord* other) { return other->job.priority > record.job.priority; });
   waiting_.insert(behind, &record);
   return ok();
 }

@@ -108,7 +108,7 @@ class SegmentStore final : public SlotStore {
   void close_oldest();
   void note(const Error& error, bool write);
 
-  // segment_store_life.cpp
+  // segment_store_recovery.cpp
   Status make_safe(std::span<const SegmentPtr> segments);
   Result<uint64_t> sync_one(Segment& segment);
   void give_up(Segment& segment, const Error& error);

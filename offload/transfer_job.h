@@ -12,7 +12,7 @@
 #include "offload/chunk.h"
 #include "offload/outcome.h"
 #include "offload/record_store.h"
-#include "offload/urgency.h"
+#include "offload/transfer_priority.h"
 
 namespace torpor {
 
@@ -43,7 +43,7 @@ struct Job {
   RecordStore* store = nullptr;   // stays until the job has ended; kDigest has none
   RecordStore* source = nullptr;  // kMove: the same
   std::vector<ChunkTransfer> chunks;
-  Urgency urgency = Urgency::kOffload;
+  TransferPriority priority = TransferPriority::kOffload;
   CopyBy copy_by = CopyBy::kEngines;  // kFastest: the engine stands still meanwhile
   bool all_or_nothing = false;        // after the first chunk that failed, those that are not begun are cancelled
   bool polled = false;                // its result is for poll(), otherwise for wait()

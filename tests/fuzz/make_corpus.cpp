@@ -91,8 +91,8 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
 void write_transfers(const std::filesystem::path& directory) {
   using namespace torpor;
   TransferPlan plan{.number = 7, .dropped = {{StoreId::kHost, 3}, {StoreId::kDisk, 1}}};
-  plan.add(10, PlanKind::kPut, StoreId::kDisk, Urgency::kOffload).count = 1;
-  plan.add(11, PlanKind::kGet, StoreId::kHost, Urgency::kLoad).count = 2;
+  plan.add(10, PlanKind::kPut, StoreId::kDisk, TransferPriority::kOffload).count = 1;
+  plan.add(11, PlanKind::kGet, StoreId::kHost, TransferPriority::kLoad).count = 2;
   plan.jobs.back().first = 1;
   plan.from = {4, 5, 6};
   plan.to = {0, 1, 9};

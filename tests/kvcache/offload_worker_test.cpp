@@ -23,7 +23,8 @@ using Numbers = std::vector<int32_t>;
 TransferPlan plan_of(uint64_t id, PlanKind kind, StoreId store, const Numbers& from, const Numbers& to,
                      uint32_t space = 1) {
   TransferPlan plan{.number = id};
-  PlannedJob& job = plan.add(id, kind, store, kind == PlanKind::kGet ? Urgency::kLoad : Urgency::kOffload);
+  PlannedJob& job =
+      plan.add(id, kind, store, kind == PlanKind::kGet ? TransferPriority::kLoad : TransferPriority::kOffload);
   if (kind == PlanKind::kMove) job.other = StoreId::kDisk;
   job.count = static_cast<uint32_t>(from.size());
   plan.from = from;
@@ -219,7 +220,7 @@ TEST_P(OffloadWorkerTest, S11WhereThatCannotBeProvenNothingIsLoaded) {
   expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0}, {0})), 1);
   rank.device().fail_at(1);
   TransferPlan plan = plan_of(2, PlanKind::kGet, StoreId::kHost, {0}, {5});
-  plan.add(3, PlanKind::kPut, StoreId::kHost, Urgency::kOffload).count = 1;
+  plan.add(3, PlanKind::kPut, StoreId::kHost, TransferPriority::kOffload).count = 1;
   plan.from.push_back(0);
   plan.to.push_back(1);
   const TransferReport report = rank.run(plan);
@@ -310,10 +311,10 @@ TEST_P(OffloadWorkerTest, ALoadIsOverWhenAllItsJobsAreAndNamesItsBadBlocks) {
   expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0}, {0})), 1);
   expect_good(rank.run(plan_of(2, PlanKind::kPut, StoreId::kDisk, {1}, {0})), 2);
   TransferPlan plan{.number = 3};
-  plan.add(10, PlanKind::kGet, StoreId::kHost, Urgency::kLoad).count = 2;
+  plan.add(10, PlanKind::kGet, StoreId::kHost, TransferPriority::kLoad).count = 2;
   plan.from = {0, 7};  // nothing is in slot 7
   plan.to = {4, 5};
-  plan.add(11, PlanKind::kGet, StoreId::kDisk, Urgency::kLoad).count = 1;
+  plan.add(11, PlanKind::kGet, StoreId::kDisk, TransferPriority::kLoad).count = 1;
   plan.from.push_back(0);
   plan.to.push_back(6);
   plan.loading = {{"both", 10}, {"both", 11}, {"disk", 11}};

@@ -14,16 +14,16 @@ using test::value_of;
 
 TransferPlan example_plan() {
   TransferPlan plan{.number = 7, .dropped = {{StoreId::kHost, 3}, {StoreId::kDisk, 1}}};
-  plan.add(10, PlanKind::kPut, StoreId::kHost, Urgency::kOffload).count = 2;
+  plan.add(10, PlanKind::kPut, StoreId::kHost, TransferPriority::kOffload).count = 2;
   plan.from = {4, 5};
   plan.to = {0, 1};
-  PlannedJob& move = plan.add(11, PlanKind::kMove, StoreId::kHost, Urgency::kOffload);
+  PlannedJob& move = plan.add(11, PlanKind::kMove, StoreId::kHost, TransferPriority::kOffload);
   move.other = StoreId::kDisk;
   move.count = 1;
   plan.from.push_back(1);
   plan.to.push_back(6);
   plan.keys.push_back(key_number(1));
-  plan.add(12, PlanKind::kGet, StoreId::kDisk, Urgency::kLoad).count = 1;
+  plan.add(12, PlanKind::kGet, StoreId::kDisk, TransferPriority::kLoad).count = 1;
   plan.from.push_back(6);
   plan.to.push_back(9);
   plan.loading = {{"request-1", 12}};
@@ -65,7 +65,7 @@ TEST(TransferPlan, WhatNoSchedulerWritesIsRefused) {
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[0].store = static_cast<StoreId>(3); }));
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[0].other = StoreId::kDisk; }));
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[1].other = StoreId::kHost; }));
-  EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[0].urgency = static_cast<Urgency>(9); }));
+  EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[0].priority = static_cast<TransferPriority>(9); }));
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.from[0] = -1; }));
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.to[2] = -1; }));
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.keys.clear(); }));

@@ -106,7 +106,7 @@ TEST_P(TransferEngineTest, LoadsGoBeforeWhatWaitsAlready) {
   Job offload = job(JobKind::kSave, &target);
   Job load = job(JobKind::kRestore, &tier, saved);
   offload.polled = load.polled = true;
-  load.urgency = Urgency::kLoad;
+  load.priority = TransferPriority::kLoad;
   const JobId later = value_of(transfers_->submit(std::move(offload)));
   ASSERT_TRUE(transfers_->pump());  // a batch of it is over when the load comes
   const JobId first = value_of(transfers_->submit(std::move(load)));

@@ -278,17 +278,17 @@ TEST(Allocation, OfAPlanOfTransfersNoJobIsLeftOpen) {
       RankWithDisk rank;
       OffloadWorker& worker = rank.worker();
       TransferPlan before{.number = 1};
-      before.add(9, PlanKind::kPut, StoreId::kHost, Urgency::kOffload).count = 2;
+      before.add(9, PlanKind::kPut, StoreId::kHost, TransferPriority::kOffload).count = 2;
       before.from = before.to = {0, 1};
       EXPECT_SUCCEEDS(worker.run(before));
       worker.wait();
       EXPECT_EQ(worker.poll().jobs.size(), 1u);
 
       TransferPlan plan{.number = 2, .dropped = {{StoreId::kHost, 5}, {StoreId::kDisk, 1}}};
-      plan.add(10, PlanKind::kPut, StoreId::kHost, Urgency::kOffload).count = 2;
-      PlannedJob& get = plan.add(11, PlanKind::kGet, StoreId::kHost, Urgency::kLoad);
+      plan.add(10, PlanKind::kPut, StoreId::kHost, TransferPriority::kOffload).count = 2;
+      PlannedJob& get = plan.add(11, PlanKind::kGet, StoreId::kHost, TransferPriority::kLoad);
       get.first = get.count = 2;
-      PlannedJob& move = plan.add(12, PlanKind::kMove, StoreId::kHost, Urgency::kOffload);
+      PlannedJob& move = plan.add(12, PlanKind::kMove, StoreId::kHost, TransferPriority::kOffload);
       move.first = 4, move.count = 2, move.other = StoreId::kDisk;
       plan.from = {2, 3, 0, 1, 0, 1};
       plan.to = {2, 3, 8, 9, 0, 1};
@@ -331,10 +331,11 @@ TEST(Allocation, OfWhatEndedNothingIsLost) {
       RankWithDisk rank;
       OffloadWorker& worker = rank.worker();
       TransferPlan plan{.number = 1};
-      plan.add(10, PlanKind::kPut, StoreId::kHost, Urgency::kOffload).count = 2;
-      PlannedJob& get = plan.add(11, PlanKind::kGet, StoreId::kDisk, Urgency::kLoad);  // nothing is stored there
+      plan.add(10, PlanKind::kPut, StoreId::kHost, TransferPriority::kOffload).count = 2;
+      PlannedJob& get =
+          plan.add(11, PlanKind::kGet, StoreId::kDisk, TransferPriority::kLoad);  // nothing is stored there
       get.first = get.count = 2;
-      PlannedJob& put = plan.add(12, PlanKind::kPut, StoreId::kDisk, Urgency::kOffload);
+      PlannedJob& put = plan.add(12, PlanKind::kPut, StoreId::kDisk, TransferPriority::kOffload);
       put.first = 4, put.count = 2;
       plan.from = {2, 3, 4, 5, 0, 1};
       plan.to = {2, 3, 8, 9, 0, 1};

@@ -48,7 +48,7 @@ def test_s4_the_scheduler_reaches_no_bytes_and_ranks_no_decisions():
     bytes_of_ranks = {"allocator/device_memory.h", "base/file_system.h", "kvcache/kv_layout.h", *ranks}
     assert {name for name in reached if name in bytes_of_ranks or name.startswith("allocator/")} == set()
     assert {name for name in reached if name.startswith("offload/")} <= {
-        "offload/block_key.h", "offload/outcome.h", "offload/urgency.h"
+        "offload/block_key.h", "offload/outcome.h", "offload/transfer_priority.h"
     }  # fmt: skip
     decisions = {*scheduler, "kvcache/device_blocks.h", "kvcache/block_pool.h", "kvcache/key_table.h"}
     assert checks.reached(ROOT, ranks) & decisions == set()

@@ -85,7 +85,7 @@ class Case {
   }
 
   void torpor() {
-    Job job{.store = store_.get(), .urgency = Urgency::kSleep, .copy_by = CopyBy::kFastest};
+    Job job{.store = store_.get(), .priority = TransferPriority::kSleep, .copy_by = CopyBy::kFastest};
     for (const ChunkPlan& plan : plans_)
       job.chunks.push_back({.plan = &plan, .slot = static_cast<StoreSlot>(plan.key.index)});
     must(transfers_->wait(must(transfers_->submit(std::move(job)))).status);

@@ -84,7 +84,7 @@ class Blocks {
       for (int32_t segment = 0; segment < segments_; ++segment) plan.dropped.push_back({StoreId::kDisk, segment});
       plan.keys = keys_;
     }
-    plan.add(plans_, kind, StoreId::kDisk, Urgency::kOffload).count = static_cast<uint32_t>(numbers_.size());
+    plan.add(plans_, kind, StoreId::kDisk, TransferPriority::kOffload).count = static_cast<uint32_t>(numbers_.size());
     plan.from = plan.to = numbers_;
     must(worker_->run(plan));
     worker_->wait();

@@ -100,11 +100,11 @@ def wrong_arrows(root: Path) -> list[str]:
 def include_cycles(root: Path) -> list[str]:
     """Cycles between the files of a room; each once, by its first name.
 
-    NAME.h, NAME.cpp and NAME_inside.h, which NAME's sources share, are one file.
+    NAME.h, NAME.cpp and NAME_internal.h, which NAME's sources share, are one file.
     """
 
     def file(path: str) -> str:
-        return path.rsplit(".", 1)[0].removesuffix("_inside")
+        return path.rsplit(".", 1)[0].removesuffix("_internal")
 
     edges: dict[str, set[str]] = {}
     for source, names in includes(root).items():

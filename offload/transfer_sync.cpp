@@ -48,7 +48,7 @@ Result<std::vector<ChunkTransfer>> TransferEngine::submit_and_wait(Job job) {
 }
 
 Result<std::vector<ChunkTransfer>> TransferEngine::do_in_background(Job job) {
-  job.urgency = Urgency::kOffload;
+  job.priority = TransferPriority::kOffload;
   job.all_or_nothing = true;
   TORPOR_ASSIGN_OR_RETURN(const JobId id, submit(std::move(job)));
   JobResult result = wait(id);
@@ -86,7 +86,7 @@ Result<JobId> TransferEngine::begin_save(std::span<const ChunkPlan> plans, Recor
     return submit_watched({.kind = JobKind::kSave,
                            .store = &target,
                            .chunks = transfers_of(plans),
-                           .urgency = Urgency::kSleep,
+                           .priority = TransferPriority::kSleep,
                            .copy_by = CopyBy::kFastest});
   });
 }
@@ -129,7 +129,7 @@ Result<JobId> TransferEngine::begin_restore(std::span<const SavedChunk> saved, s
     return submit_watched({.kind = JobKind::kRestore,
                            .store = &source,
                            .chunks = std::move(chunks),
-                           .urgency = Urgency::kLoad,
+                           .priority = TransferPriority::kLoad,
                            .copy_by = CopyBy::kFastest});
   });
 }
@@ -151,7 +151,8 @@ Result<std::vector<Digest>> TransferEngine::digests(std::span<const ChunkPlan> p
   return try_catch([&]() -> Result<std::vector<Digest>> {
     TORPOR_ASSIGN_OR_RETURN(
         const std::vector<ChunkTransfer> chunks,
-        submit_and_wait({.kind = JobKind::kDigest, .chunks = transfers_of(plans), .urgency = Urgency::kSleep}));
+        submit_and_wait(
+            {.kind = JobKind::kDigest, .chunks = transfers_of(plans), .priority = TransferPriority::kSleep}));
     std::vector<Digest> digests;
     for (const ChunkTransfer& chunk : chunks) digests.push_back(chunk.saved.digest);
     return digests;

@@ -6,6 +6,6 @@
 namespace torpor {
 
 // Which of the jobs that wait in a lane goes first; equal ones in the order in which they came.
-enum class Urgency : uint8_t { kLoad, kSleep, kOffload };
+enum class TransferPriority : uint8_t { kLoad, kSleep, kOffload };
 
 }  // namespace torpor
