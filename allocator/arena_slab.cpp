@@ -7,7 +7,7 @@
 #include <fmt/core.h>
 
 #include "allocator/device_memory.h"
-#include "allocator/fresh_memory.h"
+#include "allocator/prefault.h"
 #include "base/log.h"
 
 namespace torpor {

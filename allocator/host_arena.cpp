@@ -36,7 +36,7 @@ struct HostArena::Impl {
   uint64_t used TORPOR_GUARDED_BY(mutex) = 0;
   uint64_t unpinned TORPOR_GUARDED_BY(mutex) = 0;
   uint64_t pin_later TORPOR_GUARDED_BY(mutex) = 0;  // slabs whose pinning is tried again
-  BringUp method TORPOR_GUARDED_BY(mutex);
+  PrefaultMethod method TORPOR_GUARDED_BY(mutex);
   NumaTarget numa TORPOR_GUARDED_BY(mutex);
   uint64_t growing TORPOR_GUARDED_BY(mutex) = 0;   // bytes that are being brought up; one slab at a time
   uint64_t dropping TORPOR_GUARDED_BY(mutex) = 0;  // bytes that are being given back, or pinned again
@@ -83,7 +83,7 @@ struct HostArena::Impl {
       changed.wait(mutex);
       return ok();
     }
-    const BringUp how = method;
+    const PrefaultMethod how = method;
     NumaTarget target = numa;
     const TouchPages touch = [&](auto... how_much) { touch_on_target(*options.numa, target, how_much...); };
     Slabs fresh;
@@ -95,7 +95,7 @@ struct HostArena::Impl {
     mutex.unlock();
     const Status taken = try_catch([&]() -> Status {
       TORPOR_ASSIGN_OR_RETURN(slab.data, map_slab(size, *options.numa, target));
-      torpor::bring_up(slab.data, size, how, touch);
+      torpor::prefault(slab.data, size, how, touch);
       return ok();
     });
     if (taken) pin_slab(slab, options.pin_for, size);
@@ -364,7 +364,7 @@ void HostArena::prefault_in_background(uint64_t bytes) {
   Impl& impl = *impl_;
   const auto work = [&impl, bytes] {
     const Status done = try_catch([&]() -> Status {
-      const BringUp method = fastest_bring_up(impl.options.prefault_threads);
+      const PrefaultMethod method = fastest_prefault(impl.options.prefault_threads);
       const MutexLock lock(impl.mutex);
       impl.method = method;
       return impl.grow_to(bytes, std::max(impl.options.slab_bytes, kPage));
@@ -428,7 +428,7 @@ HostArenaInfo HostArena::info() const {
           .used_bytes = impl_->used,
           .unpinned_bytes = impl_->unpinned,
           .numa_node = impl_->numa.node,
-          .bring_up = impl_->method};
+          .prefault_method = impl_->method};
 }
 
 HostArena::Span::~Span() {

@@ -25,8 +25,8 @@
 #include <vector>
 
 #include "allocator/arena_ranges.h"
-#include "allocator/fresh_memory.h"
 #include "allocator/numa_memory.h"
+#include "allocator/prefault.h"
 #include "base/status.h"
 
 namespace torpor {
@@ -49,7 +49,7 @@ struct HostArenaInfo {
   uint64_t used_bytes = 0;         // in spans
   uint64_t unpinned_bytes = 0;     // held, but the device would not pin it
   std::optional<int> numa_node{};  // that memory is asked for; other nodes help out when it is full
-  BringUp bring_up{};
+  PrefaultMethod prefault_method{};
 };
 
 class HostArena {

@@ -12,7 +12,7 @@
 
 #include <fmt/core.h>
 
-#include "allocator/fresh_memory.h"
+#include "allocator/prefault.h"
 #include "base/log.h"
 #include "base/status.h"
 

@@ -28,7 +28,7 @@ bool is_asleep(RegionState state) {
   return state == RegionState::kDetached || state == RegionState::kAttaching || state == RegionState::kRestoring;
 }
 
-void SleepAllocator::settle(std::span<Region* const> regions, RegionState state) {
+void SleepAllocator::set_state(std::span<Region* const> regions, RegionState state) {
   const MutexLock lock(mutex_);
   for (Region* const region : regions) region->info.state = region->broken ? RegionState::kBroken : state;
 }
@@ -153,12 +153,12 @@ Status SleepAllocator::free(DeviceAddress address) {
     TORPOR_RETURN_IF_ERROR(device_.synchronize());
     if (region.mapped() && !region.broken) {
       if (Status done = region.unmap(device_); !done) {
-        settle({&one, 1}, state);
+        set_state({&one, 1}, state);
         return done;
       }
     }
     region.broken = true;  // until it is gone: what fails now, free() may try again
-    settle({&one, 1}, state);
+    set_state({&one, 1}, state);
     TORPOR_RETURN_IF_ERROR(region.unmap_each(device_));
     TORPOR_RETURN_IF_ERROR(region.release(device_));
     TORPOR_RETURN_IF_ERROR(device_.free_reservation(address));
@@ -244,7 +244,7 @@ Status SleepAllocator::begin_save(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Region*> selected, select(tags, {RegionState::kAttached}));
   TORPOR_RETURN_IF_ERROR(device_.synchronize());  // what is saved is what the owner's work has written
-  settle(selected, RegionState::kSaving);
+  set_state(selected, RegionState::kSaving);
   return ok();
 }
 
@@ -310,7 +310,7 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
     Status released = region->release(device_);
     if (!released && first) first = std::move(released);
   }
-  settle(selected, RegionState::kDetached);
+  set_state(selected, RegionState::kDetached);
   if (first) return ok();
   Error error = std::move(first).error();
   error.state_changed = true;
@@ -337,7 +337,7 @@ Status SleepAllocator::begin_attach(std::span<const std::string> tags) {
     const MutexLock lock(mutex_);
     std::erase_if(selected, [](const Region* region) { return region->info.state != RegionState::kDetached; });
   }
-  settle(selected, RegionState::kAttaching);
+  set_state(selected, RegionState::kAttaching);
   return ok();
 }
 
@@ -362,14 +362,14 @@ Status SleepAllocator::attach_region(DeviceAddress address) {
   Status done = region->create(device_, options_.handle_bytes);  // the pages that are missing
   if (done) done = region->map(device_);
   if (!done) {
-    settle({&region, 1}, RegionState::kAttaching);
+    set_state({&region, 1}, RegionState::kAttaching);
     Error error = std::move(done).error();
     error.state_changed = region->broken;
     if (error.code == Code::kResourceExhausted)
       error = error.within(fmt::format("{} more bytes of device memory are needed to wake", attaching_bytes()));
     return error.within(fmt::format("attaching {}/{}", region->info.tag, region->info.name));
   }
-  settle({&region, 1}, RegionState::kRestoring);
+  set_state({&region, 1}, RegionState::kRestoring);
   return ok();
 }
 
@@ -384,7 +384,7 @@ uint64_t SleepAllocator::attaching_bytes() const {
 Status SleepAllocator::finish_restore(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Region*> selected, select(tags, {RegionState::kRestoring}, true));
-  settle(selected, RegionState::kAttached);
+  set_state(selected, RegionState::kAttached);
   return ok();
 }
 

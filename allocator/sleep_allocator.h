@@ -127,7 +127,7 @@ class SleepAllocator {
   auto on_region(DeviceAddress address, const Call& call) -> decltype(call(std::declval<Region&>(), RegionState{}));
   template <class Call>
   Status on_page(const DevicePage& page, std::initializer_list<RegionState> allowed, const Call& call);
-  void settle(std::span<Region* const> regions, RegionState state);  // broken ones are broken
+  void set_state(std::span<Region* const> regions, RegionState state);  // broken ones are broken
   Status check(std::span<const std::string> tags, std::initializer_list<RegionState> allowed, bool coming = false) const
       TORPOR_REQUIRES(mutex_);
   bool came_asleep(const Region& region) const TORPOR_REQUIRES(mutex_);

@@ -42,7 +42,7 @@ Status SleepAllocator::on_page(const DevicePage& page, std::initializer_list<Reg
       return wrong_state(region->info, name(*allowed.begin()));
   }
   Status done = call(*region);
-  if (!done) settle({&region, 1}, state);
+  if (!done) set_state({&region, 1}, state);
   return done;
 }
 

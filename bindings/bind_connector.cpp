@@ -181,7 +181,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   }
   void release_host_slots() { scheduler_->release_backing(); }
 
-  void let_go() { blocks_.let_go(); }
+  void release_all() { blocks_.release_all(); }
   uint32_t space() const { return scheduler_->space(); }
   bool busy() const { return scheduler_->busy(); }
   bool under_way() const { return scheduler_->under_way(); }
@@ -381,7 +381,8 @@ void bind_connector(py::module_& module) {
            "Of each of the engine's blocks, the slot in host memory that has its bytes, or -1; with `keep` they stay "
            "so.")
       .def("release_host_slots", &ConnectorScheduler::release_host_slots, py::call_guard<InHook>())
-      .def("let_go", &ConnectorScheduler::let_go, py::call_guard<InHook>(), "No block of the engine is held any more.")
+      .def("release_all", &ConnectorScheduler::release_all, py::call_guard<InHook>(),
+           "No block of the engine is held any more.")
       .def("adopt", &ConnectorScheduler::adopt, py::call_guard<InHook>(), py::arg("ranks"),
            "What every rank recovered is found from now on; returns what the ranks adopt.")
       .def("tokens_from_disk", &ConnectorScheduler::tokens_from_disk)

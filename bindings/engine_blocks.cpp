@@ -132,8 +132,8 @@ void EngineBlocks::release(std::span<const int32_t> blocks) {
   const bool counts = pool_only_counts();
   for (const int32_t block : blocks) {
     Holds& holds = holds_[static_cast<size_t>(block)];
-    if (holds.let_go > 0) {
-      --holds.let_go;
+    if (holds.released > 0) {
+      --holds.released;
     } else if (holds.now > 0) {
       --holds.now;
       --held_;
@@ -143,11 +143,11 @@ void EngineBlocks::release(std::span<const int32_t> blocks) {
   if (!few_.empty()) (void)call(free_, few_);
 }
 
-void EngineBlocks::let_go() {
+void EngineBlocks::release_all() {
   few_.clear();
   for (size_t block = 0; block < holds_.size(); ++block) {
     Holds& holds = holds_[block];
-    holds.let_go += holds.now;
+    holds.released += holds.now;
     for (; holds.now > 0; --holds.now) few_.push_back(static_cast<int32_t>(block));
   }
   held_ = 0;

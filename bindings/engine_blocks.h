@@ -33,7 +33,7 @@ class EngineBlocks final : public DeviceBlocks {
   int64_t size() const { return static_cast<int64_t>(known_.size()); }
   // Ends all holds at once, though their blocks go on being read: from now on the versions decide. The release() that
   // belongs to each of them does nothing.
-  void let_go();
+  void release_all();
 
   // The block's number and, if it is full and entered into the prefix cache, its key but for the space.
   bool key_of(PyObject* block, BlockKey& key) const;
@@ -71,7 +71,7 @@ class EngineBlocks final : public DeviceBlocks {
   mutable uint64_t last_ = 0;
   struct Holds {
     int32_t now = 0;
-    int32_t let_go = 0;  // of which the release() is to come
+    int32_t released = 0;  // of which the release() is to come
   };
   std::vector<Holds> holds_;  // by block
   std::vector<int32_t> few_;  // of one call

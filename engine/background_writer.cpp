@@ -45,7 +45,7 @@ Status BackgroundWriter::in_pieces(std::span<const ChunkPlan> plans, const Piece
   return ok();
 }
 
-Status BackgroundWriter::settle() {
+Status BackgroundWriter::wait_idle() {
   if (failed_) return *failed_;
   Status ended = background_.wait();
   if (!ended) failed_ = ended.error();
@@ -54,7 +54,7 @@ Status BackgroundWriter::settle() {
 
 Status BackgroundWriter::open(FileSystem& file_system, std::string directory, int32_t rank,
                               std::shared_ptr<const Key> key, std::vector<ChunkPlan> weights) {
-  TORPOR_RETURN_IF_ERROR(settle());
+  TORPOR_RETURN_IF_ERROR(wait_idle());
   plans_ = std::move(weights);
   return background_.begin(
       [this, &file_system, directory = std::move(directory), rank, key = std::move(key)]() -> Status {
@@ -73,7 +73,7 @@ Status BackgroundWriter::open(FileSystem& file_system, std::string directory, in
 
 Status BackgroundWriter::precopy(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, size_t rooms,
                                  uint64_t room_bytes) {
-  TORPOR_RETURN_IF_ERROR(settle());
+  TORPOR_RETURN_IF_ERROR(wait_idle());
   plans_ = std::move(plans);
   contents_ = std::move(contents);
   expect();
@@ -114,7 +114,7 @@ const SavedChunk* BackgroundWriter::ahead(const ChunkKey& block, const BlockCont
 }
 
 Status BackgroundWriter::copy_rest(std::vector<ChunkPlan> plans) {
-  TORPOR_RETURN_IF_ERROR(settle());
+  TORPOR_RETURN_IF_ERROR(wait_idle());
   plans_ = std::move(plans);
   copied_.clear();
   rooms_.clear();
@@ -132,7 +132,7 @@ Status BackgroundWriter::copy_rest(std::vector<ChunkPlan> plans) {
 }
 
 Status BackgroundWriter::write(std::vector<SavedChunk> records, std::vector<size_t> places, orders::Save::Reply reply) {
-  TORPOR_RETURN_IF_ERROR(settle());
+  TORPOR_RETURN_IF_ERROR(wait_idle());
   records_ = std::move(records);
   return background_.begin([this, places = std::move(places), reply = std::move(reply)]() mutable -> Status {
     if (host_ != nullptr) {

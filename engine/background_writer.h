@@ -11,7 +11,7 @@
 //   write()       that into the file; then the file is made safe, and the refs are written
 //
 // Owner: CheckpointSaver; RankMemory's lock is held at every call. A thread of its own writes in the background; it
-// takes no lock. Failure: what was begun fails at the next settle(), and so does all that follows. The rank's memory
+// takes no lock. Failure: what was begun fails at the next wait_idle(), and so does all that follows. The rank's memory
 // and the checkpoint before are as they were.
 #pragma once
 
@@ -50,9 +50,9 @@ class BackgroundWriter {
   Status open(FileSystem& file_system, std::string directory, int32_t rank, std::shared_ptr<const Key> key,
               std::vector<ChunkPlan> weights);
   bool ended() { return background_.ended(); }
-  Status settle();  // waits for what is under way
+  Status wait_idle();  // waits for what is under way
 
-  // All that follows needs settle() without an error.
+  // All that follows needs wait_idle() without an error.
   const RankWriting& writing() const { return writing_; }
   RankWriter& writer() { return *writer_; }
   std::optional<std::string> take_digest() { return std::exchange(digest_, std::nullopt); }  // of `weights`

@@ -112,7 +112,7 @@ Result<BackgroundWriter*> CheckpointSaver::writer_of(const orders::Save& save) {
                  .what = "the checkpoint that is written in the background is another one, or none",
                  .next_step = "begin it again"};
   }
-  TORPOR_RETURN_IF_ERROR(writer_->settle());
+  TORPOR_RETURN_IF_ERROR(writer_->wait_idle());
   if (std::optional<std::string> digest = writer_->take_digest())
     images_.index().note_watched_digest(std::move(*digest));
   return writer_.get();
@@ -207,7 +207,7 @@ Result<orders::PollSave::Reply> CheckpointSaver::poll(const orders::PollSave& or
                  .next_step = "begin it again"};
   }
   if (!order.wait && !writer_->ended()) return orders::PollSave::Reply{};
-  TORPOR_RETURN_IF_ERROR(writer_->settle());
+  TORPOR_RETURN_IF_ERROR(writer_->wait_idle());
   if (writer_->written()) reply.saved = *writer_->written();
   return reply;
 }

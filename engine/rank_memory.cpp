@@ -65,7 +65,7 @@ RankMemory::~RankMemory() {
     images_.release();
     parts_.release();
     transfers_.release();
-    quiet_.release();
+    prefault_.release();
   } else {
     // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
     if (request_images_ != nullptr) request_images_->abandon();
@@ -75,7 +75,7 @@ RankMemory::~RankMemory() {
     if (images_ != nullptr) images_->abandon();
     images_.reset();
     transfers_.reset();  // its threads end; what a copy may still use it keeps itself
-    quiet_.reset();
+    prefault_.reset();
   }
   allocator_.release();
   arena_.release();
@@ -130,22 +130,23 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
   memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
   if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
   if (!options.arena_prefault_bytes && other_memory)
-    memory->quiet_ = std::make_unique<QuietPrefault>(*memory->arena_, std::move(options.prefault_room), /*waits=*/true);
+    memory->prefault_ =
+        std::make_unique<BackgroundPrefault>(*memory->arena_, std::move(options.prefault_room), /*waits=*/true);
   if (!options.prefault_waits) memory->start_prefault();
   return memory;
 }
 
 void RankMemory::start_prefault() {
   if (const uint64_t bytes = prefault_waiting_.exchange(0); bytes > 0) arena_->prefault_in_background(bytes);
-  if (quiet_ != nullptr) quiet_->start();
+  if (prefault_ != nullptr) prefault_->start();
 }
 
 void RankMemory::end_prefault() noexcept {
   if (!same_process()) return;
   prefault_waiting_ = 0;
-  if (quiet_ != nullptr) {
-    quiet_->end();
-    quiet_->wait();
+  if (prefault_ != nullptr) {
+    prefault_->end();
+    prefault_->wait();
   }
   arena_->end_prefault();
 }
@@ -164,7 +165,7 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
   images_->on_allocated(tag);
   (tag == kKvCacheTag ? kv_bytes_ : other_bytes_) += size_bytes;
   const uint64_t wanted = other_bytes_ + std::min(kv_bytes_, other_bytes_);
-  if (quiet_ != nullptr) quiet_->want(wanted + wanted / kSlack);
+  if (prefault_ != nullptr) prefault_->want(wanted + wanted / kSlack);
   return address;
 }
 
@@ -249,7 +250,7 @@ Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
 
 Result<orders::Save::Reply> RankMemory::save_all(const orders::Save& order) {
   TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
-  if (quiet_ != nullptr) quiet_->end();
+  if (prefault_ != nullptr) prefault_->end();
   const Watched watched(*transfers_, order.progress);
   if (!order.channel.empty()) return save_giving(order);
   const bool any = !order.tags.empty();  // the allocator takes none for all

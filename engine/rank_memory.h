@@ -17,8 +17,8 @@
 #include <span>
 #include <string>
 
+#include "allocator/background_prefault.h"
 #include "allocator/host_arena.h"
-#include "allocator/quiet_prefault.h"
 #include "allocator/sleep_allocator.h"
 #include "base/file_system.h"
 #include "base/mutex.h"
@@ -41,13 +41,13 @@ struct RankMemoryOptions {
                                             // the first ones smaller
   uint64_t handle_bytes = 64ull << 20;      // physical memory of the device is made in pieces of this size
   // Host memory that is brought up in the background from the start. None: on a device with memory of its own, quietly
-  // (allocator/quiet_prefault.h) what the first sleep will need: all regions, of KV blocks as much as of all else at
-  // most, as long as the system has half of its memory free (base/free_memory.h). The first sleep ends it.
+  // (allocator/background_prefault.h) what the first sleep will need: all regions, of KV blocks as much as of all else
+  // at most, as long as the system has half of its memory free (base/free_memory.h). The first sleep ends it.
   std::optional<uint64_t> arena_prefault_bytes = 0;
   // None of that before start_prefault(): for an engine that captures CUDA graphs first, and loads, beside which pinned
   // memory is slow to come.
   bool prefault_waits = false;
-  QuietPrefault::Room prefault_room{};  // that, in a test
+  BackgroundPrefault::Room prefault_room{};  // that, in a test
   // Most host memory that stays held between operations, for the next sleep to find it ready; what backups need stays
   // in any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
   std::optional<uint64_t> arena_keep_bytes;
@@ -121,8 +121,8 @@ class RankMemory {
   // Bring up no more host memory from now on, and wait for what is being brought up. For the end of the process: no
   // thread may call the driver of a GPU once that shuts down.
   void end_prefault() noexcept;
-  void wait_quiet_prefault() const noexcept {
-    if (quiet_ != nullptr) quiet_->wait();
+  void wait_background_prefault() const noexcept {
+    if (prefault_ != nullptr) prefault_->wait();
   }
   std::map<std::string, RegionState> states() const { return allocator_->states(); }
   // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
@@ -188,8 +188,8 @@ class RankMemory {
   // Made by create(). What needs the lock says so; all else is safe from any thread.
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;
-  std::unique_ptr<QuietPrefault> quiet_;        // null: there is none
-  std::atomic<uint64_t> prefault_waiting_ = 0;  // bytes that start_prefault() brings up
+  std::unique_ptr<BackgroundPrefault> prefault_;  // null: there is none
+  std::atomic<uint64_t> prefault_waiting_ = 0;    // bytes that start_prefault() brings up
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<const RankParts> parts_;

@@ -80,8 +80,8 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
   TORPOR_RETURN_IF_ERROR(memory_.transfers().usable());
   TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   std::vector<std::string> kept;
-  std::vector<std::string> let_go;
-  for (const std::string& tag : tags) (has_tag(keep, tag) ? kept : let_go).push_back(tag);
+  std::vector<std::string> dropped_tags;
+  for (const std::string& tag : tags) (has_tag(keep, tag) ? kept : dropped_tags).push_back(tag);
   TagMove move;
   Phases phases(move);
   uint64_t content = 0;
@@ -104,7 +104,7 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
   }
   // From here on nothing but the orders themselves can fail. What was kept of the others is of no use: they come back
   // without content.
-  TagImages dropped = memory_.images().take(let_go);
+  TagImages dropped = memory_.images().take(dropped_tags);
   Result<orders::Detach::Reply> detached = carry_out(leaving);
   if (!detached) {
     memory_.images().put_back(std::move(dropped));

@@ -19,7 +19,7 @@ BlockRef& BlockRef::operator=(BlockRef other) noexcept {
 BlockRef::~BlockRef() {
   if (pool_ == nullptr) return;
   const MutexLock lock(pool_->mutex_);
-  pool_->let_go(id_);
+  pool_->drop_reference(id_);
 }
 // No lock: the identity of a block does not change while somebody keeps it.
 const BlockIdentity& BlockRef::identity() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return pool_->slot(id_).identity; }

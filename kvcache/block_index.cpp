@@ -269,7 +269,7 @@ void BlockIndex::unpin(StoreId store, Slot slot) {
   if (record->pins > 0) return;
   if (record->state == State::kVisible) return line_up(store, slot);
   --store_of(store).counts.doomed;
-  let_go(store, slot);
+  return_slot(store, slot);
 }
 
 void BlockIndex::back(int32_t block, ContentVersion version, StoreId store, Slot slot) {

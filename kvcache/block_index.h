@@ -179,7 +179,7 @@ class BlockIndex {
   Slot free_slot(StoreId store);
   Slot next_position();
   void start(StoreId store, Slot slot, int32_t entry);
-  void let_go(StoreId store, Slot slot);
+  void return_slot(StoreId store, Slot slot);
   void hide(StoreId store, Slot slot, DropReason reason);
   void tell(EventType type, StoreId store, Slot slot, DropReason reason = {}) const;
   void tell_retired(uint32_t space) const;

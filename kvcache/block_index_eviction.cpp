@@ -44,7 +44,7 @@ void BlockIndex::prefetch_those_behind(StoreId store, Slot slot) const {
 }
 
 // Nothing finds it, nobody pins it.
-void BlockIndex::let_go(StoreId store, Slot slot) {
+void BlockIndex::return_slot(StoreId store, Slot slot) {
   Store& of = store_of(store);
   SlotRecord& record = of.slots[slot];
   if (store == StoreId::kDisk) {
@@ -77,7 +77,7 @@ void BlockIndex::hide(StoreId store, Slot slot, DropReason reason) {
     record.state = State::kDoomed;
     ++of.counts.doomed;
   } else {
-    let_go(store, slot);
+    return_slot(store, slot);
   }
 }
 

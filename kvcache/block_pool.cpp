@@ -169,7 +169,7 @@ void BlockPool::keep(int32_t id) {
   --free_blocks_;
 }
 
-void BlockPool::let_go(int32_t id) {
+void BlockPool::drop_reference(int32_t id) {
   Slot& slot = this->slot(id);
   if (--slot.references > 0) return;
   --shared_;
@@ -313,7 +313,7 @@ void BlockPool::hold(std::span<const int32_t> blocks, std::span<const ContentVer
 
 void BlockPool::release(std::span<const int32_t> blocks) {
   const MutexLock lock(mutex_);
-  for (const int32_t block : blocks) let_go(block);
+  for (const int32_t block : blocks) drop_reference(block);
 }
 
 BlockPoolInfo BlockPool::info() const {

@@ -235,7 +235,7 @@ class BlockPool final : public DeviceBlocks {
   int32_t take_free() TORPOR_REQUIRES(mutex_);
   void make_registered(int32_t id) TORPOR_REQUIRES(mutex_);
   void keep(int32_t id) TORPOR_REQUIRES(mutex_);
-  void let_go(int32_t id) TORPOR_REQUIRES(mutex_);
+  void drop_reference(int32_t id) TORPOR_REQUIRES(mutex_);
   void end_ownership(int32_t id) TORPOR_REQUIRES(mutex_);
   std::optional<int32_t> find(const BlockIdentity& identity) const TORPOR_REQUIRES(mutex_);
   std::vector<int32_t> free_order_locked() const TORPOR_REQUIRES(mutex_);

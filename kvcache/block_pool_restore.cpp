@@ -114,7 +114,7 @@ void BlockPool::fill(const BlockPoolSnapshot& snapshot) {
     add_to_free(*id);  // the last one added is taken first
   }
   for (const int32_t id : snapshot.free_order) {
-    if (slot(id).state == BlockState::kRegistered) let_go(id);
+    if (slot(id).state == BlockState::kRegistered) drop_reference(id);
   }
 }
 

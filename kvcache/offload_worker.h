@@ -93,7 +93,7 @@ class OffloadWorker {
   StoreSlot slot_to_write(StoreId store, Slot slot);
   bool tell(OffloadJob& running, const JobResult& result, TransferReport& report);
   bool tell_refused(OffloadJob& running, TransferReport& report);
-  BlockOutcome settle(const OffloadJob& running, size_t i, const ChunkTransfer& chunk);
+  BlockOutcome outcome_of(const OffloadJob& running, size_t i, const ChunkTransfer& chunk);
   void make_room(uint64_t job, size_t bad_blocks);
   void load_ended(uint64_t job, std::span<const int32_t> bad_blocks) noexcept;
   void report_stores(TransferReport& report);

@@ -57,7 +57,7 @@ bool OffloadWorker::tell(OffloadJob& running, const JobResult& result, TransferR
     std::vector<int32_t> bad_blocks;
     bool good = true;
     for (size_t i = 0; i < result.chunks.size(); ++i) {
-      const BlockOutcome outcome = settle(running, i, result.chunks[i]);
+      const BlockOutcome outcome = outcome_of(running, i, result.chunks[i]);
       good = good && outcome == BlockOutcome::kTransferred;
       if (outcome != BlockOutcome::kTransferred && planned.kind == PlanKind::kGet) bad_blocks.push_back(running.to[i]);
       report.outcomes.push_back(outcome);
@@ -81,7 +81,7 @@ bool OffloadWorker::tell(OffloadJob& running, const JobResult& result, TransferR
 }
 
 // Called again it says the same.
-BlockOutcome OffloadWorker::settle(const OffloadJob& running, size_t i, const ChunkTransfer& chunk) {
+BlockOutcome OffloadWorker::outcome_of(const OffloadJob& running, size_t i, const ChunkTransfer& chunk) {
   const PlannedJob& planned = running.planned;
   if (chunk.outcome == BlockOutcome::kTransferred) {
     if (planned.kind != PlanKind::kPut || planned.store != StoreId::kHost) return chunk.outcome;

@@ -294,7 +294,7 @@ Bytes TransferPlan::encode() const {
         bytes,
         JobEntry{.id = job.id,
                  .kind_store_other_priority = {static_cast<uint8_t>(job.kind), static_cast<uint8_t>(job.store),
-                                              static_cast<uint8_t>(job.other), static_cast<uint8_t>(job.priority)},
+                                               static_cast<uint8_t>(job.other), static_cast<uint8_t>(job.priority)},
                  .count = job.count});
   }
   append<int32_t>(bytes, from);

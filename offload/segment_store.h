@@ -100,7 +100,7 @@ class SegmentStore final : public SlotStore {
   Status encode(std::span<RecordPart* const> parts, const RecordFile& file, PageBuffer& scratch, Batch& batch) const;
   Status reserve(Segment& segment, Batch& batch);
   void write(Segment& segment, Batch& batch);
-  void settle(Segment& segment, Batch& batch);
+  void finish_batch(Segment& segment, Batch& batch);
   void finish_ended();
   std::vector<Reading> look_up(std::span<RecordPart> parts);
   void read(std::span<Reading> readings, std::span<std::byte>& room);

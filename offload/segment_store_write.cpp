@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way of blocks into a segment: places reserved for a batch, its page and records encoded, written, settled.
+// The way of blocks into a segment: places reserved for a batch, its page and records encoded, written, finished.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -34,11 +34,11 @@ struct SegmentStore::Batch {
   bool written = false;
 };
 
-// A reserved place is settled however its writing ends: a batch that is never settled would keep sync() waiting.
+// A reserved place is finished however its writing ends: a batch that is never finished would keep sync() waiting.
 class SegmentStore::Writing {
  public:
   Writing(SegmentStore& store, Segment& segment, Batch& batch) : store_(store), segment_(segment), batch_(batch) {}
-  ~Writing() { store_.settle(segment_, batch_); }
+  ~Writing() { store_.finish_batch(segment_, batch_); }
   Writing(const Writing&) = delete;
   Writing& operator=(const Writing&) = delete;
 
@@ -131,7 +131,7 @@ Status SegmentStore::encode(std::span<RecordPart* const> parts, const RecordFile
 Status SegmentStore::reserve(Segment& segment, Batch& batch) {
   const MutexLock lock(mutex_);
   if (segment.state != Segment::State::kOpen) return segment_closed(segment.header.number);
-  // What takes memory comes first: a place that is reserved and never settled would keep sync() waiting.
+  // What takes memory comes first: a place that is reserved and never finished would keep sync() waiting.
   std::set<uint32_t> positions;
   for (Batch::Item& item : batch.items) {
     const bool unused = segment.places[item.record.position].use == Segment::Use::kUnused;
@@ -185,7 +185,7 @@ void SegmentStore::write(Segment& segment, Batch& batch) {
 
 // What was written is found from now on. A batch page that is missing ends what can be recovered: nothing more is put
 // behind it.
-void SegmentStore::settle(Segment& segment, Batch& batch) {
+void SegmentStore::finish_batch(Segment& segment, Batch& batch) {
   const MutexLock lock(mutex_);
   segment.under_way.erase(batch.offset);
   if (!batch.written) {

@@ -215,7 +215,7 @@ void TransferEngine::tell_begun(const Batch& batch) const noexcept {
                       .b = bytes});
 }
 
-void TransferEngine::settle(const Batch& batch, int64_t began, DrainResult drained) noexcept {
+void TransferEngine::record_result(const Batch& batch, int64_t began, DrainResult drained) noexcept {
   JobRecord& record = *batch.record;
   bool failed = false;
   if (port_.on()) {
@@ -277,7 +277,7 @@ void TransferEngine::work(Worker& worker) {
     if (current.record != nullptr) drained = worker.copier->finish();
     if (!begun) (void)begin();  // with the staging memory of the other
     lock.lock();
-    if (current.record != nullptr) settle(current, current_began, std::move(drained));
+    if (current.record != nullptr) record_result(current, current_began, std::move(drained));
     current = next;
     current_began = next_began;
   }
@@ -296,7 +296,7 @@ bool TransferEngine::pump_one() {
     DrainResult drained = worker->copier->finish();
     mutex_.lock();
     worker->busy = false;
-    settle(batch, began, std::move(drained));
+    record_result(batch, began, std::move(drained));
     ended_.notify_all();  // who waits may find the next batch
     return true;
   }

@@ -131,7 +131,7 @@ class TransferEngine {
   Result<std::vector<ChunkTransfer>> submit_and_wait(Job job);
   Result<std::vector<ChunkTransfer>> do_in_background(Job job);
   void tell_begun(const Batch& batch) const noexcept;
-  void settle(const Batch& batch, int64_t began, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
+  void record_result(const Batch& batch, int64_t began, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
   void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);
   static LaneNumber lane_of(const Job& job) {
     if (job.store == nullptr || job.store->traits().in_memory) return kMemory;

@@ -6,8 +6,8 @@
 
 #include <sched.h>
 
+#include "allocator/background_prefault.h"
 #include "allocator/cuda/cuda_device.h"
-#include "allocator/quiet_prefault.h"
 #include "base/units.h"
 #include "tests/support/fake_cuda_driver.h"
 #include "tests/support/results.h"
@@ -79,7 +79,7 @@ TEST_F(CudaPrefault, TheQuietOneHoldsTheDriversLockForASmallPieceAtMost) {
   const auto arena = make_arena(64 * kMiB);
   fake_.forget_cost();
   bool stood_back = false;
-  QuietPrefault quiet(*arena, [&] {
+  BackgroundPrefault quiet(*arena, [&] {
     stood_back = stood_back || ::sched_getscheduler(0) == SCHED_IDLE;
     return kGiB;
   });
@@ -94,7 +94,7 @@ TEST_F(CudaPrefault, TheQuietOneHoldsTheDriversLockForASmallPieceAtMost) {
 TEST_F(CudaPrefault, ItSpoilsNoCapture) {
   const auto arena = make_arena(4 * kMiB);
   (void)fake_.begin_capture();
-  QuietPrefault quiet(*arena, [] { return kGiB; });
+  BackgroundPrefault quiet(*arena, [] { return kGiB; });
   quiet.want(8 * kMiB);
   quiet.wait();
   EXPECT_EQ(arena->info().unpinned_bytes, 0u);
@@ -111,7 +111,7 @@ TEST_F(CudaPrefault, MemoryThatIsMissingComesInPiecesWhileTheFirstIsUsed) {
   std::future<HostArena::Span> third =
       std::async(std::launch::async, [&] { return value_of(arena->allocate(4 * kMiB)); });
   EXPECT_EQ(arena->info().held_bytes, 8 * kMiB);
-  fake_.let_go();
+  fake_.resume();
   spans.push_back(third.get());
   for (int i = 0; i < 2; ++i) spans.push_back(value_of(arena->allocate(4 * kMiB)));
   ahead = {};

@@ -6,9 +6,9 @@
 #include <cerrno>
 #include <thread>
 
+#include "allocator/background_prefault.h"
 #include "allocator/cuda/cuda_device.h"
 #include "allocator/host_arena.h"
-#include "allocator/quiet_prefault.h"
 #include "base/mutex.h"
 #include "base/units.h"
 #include "tests/support/fake_cuda_driver.h"
@@ -99,7 +99,7 @@ TEST_F(NumaMemoryTest, SoDoesTheThreadThatGivesWayToAllOthers) {
   const std::vector<int> node{before_.front()};
   RefusingSystem system(node);
   const auto made = arena(system);
-  QuietPrefault quiet(*made, [] { return kGiB; });
+  BackgroundPrefault quiet(*made, [] { return kGiB; });
   quiet.want(8 * kMiB);
   quiet.wait();
   uint64_t bytes = 0;

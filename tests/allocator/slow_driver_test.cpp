@@ -61,7 +61,7 @@ class SlowDriverTest : public ::testing::Test {
     fake_.wait_until_held();
     std::future<void> second = std::async(std::launch::async, other);
     EXPECT_EQ(second.wait_for(20s), std::future_status::ready) << "it waited for " << function;
-    fake_.let_go();
+    fake_.resume();
     first.join();
     second.get();
   }
@@ -115,7 +115,7 @@ TEST_F(SlowDriverTest, UnmappingWaitsForACopyThatIsBeingGiven) {
   });
   asked.get_future().wait();
   EXPECT_EQ(fake_.counts()["cuMemUnmap"], before);
-  fake_.let_go();
+  fake_.resume();
   copier.join();
   unmapper.join();
   EXPECT_SUCCEEDS(device_->free_reservation(short_lived));

@@ -103,7 +103,7 @@ TEST_F(ContinuousCheckpoint, HostMemoryForTheStopIsThereBefore) {
   for (const size_t rooms : {0, 3, 5}) {
     BackgroundWriter behind(*transfers, *arena, RankWriting{}, nullptr);
     ASSERT_SUCCEEDS(behind.precopy({}, {}, rooms, kMiB));
-    ASSERT_SUCCEEDS(behind.settle());
+    ASSERT_SUCCEEDS(behind.wait_idle());
     const HostArenaInfo ready = arena->info();
     EXPECT_EQ(ready.used_bytes, std::min<uint64_t>(rooms, 4) * kMiB);  // beyond the budget it is taken in the stop
     EXPECT_EQ(ready.held_bytes, ready.used_bytes);

@@ -65,7 +65,7 @@ TEST_P(WhatARegionWaitsFor, ChunksGoUpMeanwhile) {
   fake_.wait_until_held();
   std::future<Status> first = std::async(std::launch::async, [&] { return restore(0); });
   EXPECT_EQ(first.wait_for(20s), std::future_status::ready) << "copies wait for the mapping";
-  fake_.let_go();
+  fake_.resume();
   EXPECT_SUCCEEDS(first.get());
   ASSERT_SUCCEEDS(mapper.wait(2));
   EXPECT_SUCCEEDS(restore(1));
@@ -80,7 +80,7 @@ TEST_F(MappingOverlapTest, TheNextRegionIsMappedWhileACopyBlocks) {
   RegionMapper mapper(*allocator_, regions_);
   std::future<Status> mapped = std::async(std::launch::async, [&] { return mapper.wait(2); });
   EXPECT_EQ(mapped.wait_for(20s), std::future_status::ready) << "the mapping waits for copies";
-  fake_.let_go();
+  fake_.resume();
   EXPECT_SUCCEEDS(mapped.get());
   EXPECT_SUCCEEDS(first.get());
   EXPECT_SUCCEEDS(restore(1));
@@ -93,7 +93,7 @@ TEST_F(MappingOverlapTest, WithoutAThreadAllIsMappedBeforeAnythingIsCopied) {
   std::future<void> later = std::async(std::launch::async, [&] {
     fake_.wait_until_held();
     std::this_thread::sleep_for(50ms);
-    fake_.let_go();
+    fake_.resume();
   });
   RegionMapper mapper(*allocator_, regions_, /*own_thread=*/false);
   EXPECT_TRUE(mapper.finished());
@@ -123,7 +123,7 @@ TEST(FirstSleepOverlap, ChunksGoDownWhileMoreHostMemoryIsPinned) {
   const auto down = [&] { return fake.counts()["cuMemcpyDtoHAsync"] + fake.counts()["cuMemcpyBatchAsync"]; };
   for (int i = 0; i < 20'000 && down() == 0; ++i) std::this_thread::sleep_for(1ms);
   EXPECT_GT(down(), 0u) << "copies wait for memory that they do not need yet";
-  fake.let_go();
+  fake.resume();
   EXPECT_EQ(value_of(saved.get()).size(), 3u);
   for (const DeviceAddress region : regions) EXPECT_SUCCEEDS(allocator->free(region));
 }

@@ -147,7 +147,7 @@ class FirstSleep : public RankMemoryTest {
     auto memory = value_of(RankMemory::create(std::move(device), linux_file_system(), std::move(options)));
     for (const char* name : {"a", "b"}) EXPECT_SUCCEEDS(memory->allocate("weights", name, kSize));
     EXPECT_SUCCEEDS(memory->allocate("kv_cache", "kv", kKv));
-    memory->wait_quiet_prefault();
+    memory->wait_background_prefault();
     (void)memory->arena().wait_prefault();
     return memory;
   }
@@ -163,7 +163,7 @@ TEST_F(FirstSleep, FindsItsHostMemoryThere) {
   EXPECT_EQ(sleep_and_wake(*memory).second.arena_held_bytes, before);
   EXPECT_EQ(held(*memory), before);
   ASSERT_SUCCEEDS(memory->allocate("weights", "more", kSize));  // after a sleep it waits for the next
-  memory->wait_quiet_prefault();
+  memory->wait_background_prefault();
   EXPECT_EQ(held(*memory), before);
 }
 
@@ -181,7 +181,7 @@ TEST_F(FirstSleep, WaitsWithItsHostMemoryUntilItIsToldToBegin) {
     EXPECT_EQ(held(*memory), 0u);
     memory->start_prefault();
     memory->start_prefault();  // nothing more
-    memory->wait_quiet_prefault();
+    memory->wait_background_prefault();
     (void)memory->arena().wait_prefault();
     EXPECT_GE(held(*memory), prefault.value_or(2 * 2 * kSize));
     EXPECT_LE(held(*memory), prefault.value_or(2 * 2 * kSize) + 2 * kMiB);
@@ -200,11 +200,11 @@ TEST_F(FirstSleep, BringsUpNothingMoreOnceItIsEnded) {
     memory->end_prefault();
     const uint64_t came = held(*memory);
     EXPECT_LT(came, kGiB);
-    memory->wait_quiet_prefault();
+    memory->wait_background_prefault();
     (void)memory->arena().wait_prefault();
     ASSERT_SUCCEEDS(memory->allocate("weights", "more", kSize));
     memory->start_prefault();
-    memory->wait_quiet_prefault();
+    memory->wait_background_prefault();
     EXPECT_EQ(held(*memory), came);
     EXPECT_EQ(sleep_and_wake(*memory).first, kSize);  // what a sleep needs comes all the same
   }

@@ -109,7 +109,7 @@ class SwapProcessesTest : public SleepFailure {
     };
     for (int rank = 0; rank < ranks; ++rank) half.engine.device(rank).on_change(count);
   }
-  static void let_go(SleepingEngine& half, int ranks) {
+  static void end_half(SleepingEngine& half, int ranks) {
     half.engine.before_hook = nullptr;
     half.engine.fail_hook("");
     for (int rank = 0; rank < ranks; ++rank) half.engine.device(rank).on_change({});
@@ -134,7 +134,7 @@ class SwapProcessesTest : public SleepFailure {
     follow(half, plan, ranks, 0);
     const Result<SleepReport> gave = half.controller.sleep({.preserve_state = true, .swap_out_to = path});
     shared_->over[0].set();
-    let_go(half, ranks);
+    end_half(half, ranks);
     if (swaps) {
       ASSERT_SUCCEEDS(gave);
       EXPECT_GT(gave->saved_bytes, kWeightBytes);
@@ -156,7 +156,7 @@ class SwapProcessesTest : public SleepFailure {
     follow(half, plan, ranks, 1);
     const Result<SleepReport> took = half.controller.wake_up({.swap_in_from = path});
     shared_->over[1].set();
-    let_go(half, ranks);
+    end_half(half, ranks);
     if (swaps) {
       ASSERT_SUCCEEDS(took);
       EXPECT_TRUE(took->fully_awake);

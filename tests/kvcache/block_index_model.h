@@ -95,7 +95,7 @@ class IndexModel {
   void unpin(StoreId store, Slot slot) {
     Record& record = at(store, slot);
     if (--record.pins > 0) return;
-    if (record.state == State::kDoomed) return let_go(store, slot);
+    if (record.state == State::kDoomed) return return_slot(store, slot);
     record.kind = kind(store, record);
     record.since = ++time_;
   }
@@ -152,9 +152,9 @@ class IndexModel {
     Record& record = at(store, slot);
     record.name.reset();
     record.state = State::kDoomed;
-    if (record.pins == 0) let_go(store, slot);
+    if (record.pins == 0) return_slot(store, slot);
   }
-  void let_go(StoreId store, Slot slot) {
+  void return_slot(StoreId store, Slot slot) {
     at(store, slot) = {.state = store == StoreId::kDisk ? State::kSpent : State::kFree};
     if (store != StoreId::kDisk) free_[static_cast<size_t>(store)].push_back(slot);
     if (store == StoreId::kHost) dropped.insert({0, slot});

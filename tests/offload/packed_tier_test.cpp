@@ -211,7 +211,7 @@ TEST_P(PackedTransfers, StagingMemoryIsKeptWhenTheCopiesUnderWayHaveEnded) {
   const JobId packs = value_of(transfers_->submit(job(JobKind::kSave, &tier)));
   ASSERT_SUCCEEDS(transfers_->keep_staging(kBytes));  // the held one is in the other lane, which nobody waits for
   EXPECT_SUCCEEDS(transfers_->wait(packs).status);
-  held.let_go();
+  held.resume();
   EXPECT_SUCCEEDS(transfers_->wait(slow).status);
 }
 

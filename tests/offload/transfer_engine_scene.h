@@ -20,7 +20,7 @@ using test::value_of;
 inline constexpr uint64_t kBytes = 1 * kMiB;
 inline constexpr uint64_t kChunks = 32;
 
-// Keeps nothing; what is put into it stands still until let_go().
+// Keeps nothing; what is put into it stands still until resume().
 class HeldTier final : public RecordStore {
  public:
   const StoreTraits& traits() const override { return traits_; }
@@ -35,7 +35,7 @@ class HeldTier final : public RecordStore {
     const MutexLock lock(mutex_);
     while (puts_ == 0) changed_.wait(mutex_);
   }
-  void let_go() {
+  void resume() {
     const MutexLock lock(mutex_);
     held_ = false;
     changed_.notify_all();

@@ -180,7 +180,7 @@ TEST_P(TransferEngineTest, TheNextBatchIsCopiedWhileOneIsWritten) {
   const JobId id = value_of(transfers_->submit(job(JobKind::kSave, &tier)));
   tier.wait_until_held();
   EXPECT_EQ(device_->calls(), 2u);
-  tier.let_go();
+  tier.resume();
   EXPECT_SUCCEEDS(transfers_->wait(id).status);
 }
 
@@ -188,7 +188,7 @@ TEST_P(TransferEngineTest, WithStagingMemoryForOneBatchTheyGoOneAfterTheOther) {
   const auto small = value_of(HostArena::create({.budget_bytes = 520 * kKiB, .slab_bytes = 4 * kKiB}));
   const auto transfers = value_of(TransferEngine::create(*device_, *small, {.threads = 1}));
   HeldTier tier;
-  tier.let_go();
+  tier.resume();
   EXPECT_EQ(value_of(transfers->save(plans_, tier)).size(), kChunks);
   EXPECT_EQ(tier.puts(), kChunks);
 }
@@ -214,7 +214,7 @@ TEST_P(TransferEngineTest, I3AnUnprovenCopyInOneLaneWhileTheOtherWorks) {
   device_->drain_as(Drain::kUnproven);
   EXPECT_FALSE(transfers_->digests(plans_).has_value());
   device_->drain_as(Drain::kCompleted);
-  slow.let_go();
+  slow.resume();
   const JobResult result = transfers_->wait(id);  // its copies were proven
   EXPECT_SUCCEEDS(result.status);
   EXPECT_EQ(ended_as(result, BlockOutcome::kTransferred), 8u);
@@ -234,7 +234,7 @@ TEST_P(TransferEngineTest, AtItsEndWhatHasBegunIsFinishedAndTheRestDoesNotBegin)
   TransferEngine* const ending = transfers_.get();
   std::future<void> ended = std::async(std::launch::async, [this] { transfers_.reset(); });
   while (ending->counts()[static_cast<size_t>(BlockOutcome::kShutDown)] == 0) std::this_thread::yield();
-  first.let_go();
+  first.resume();
   ended.get();
   EXPECT_EQ(first.puts(), 4u);
   EXPECT_EQ(second.puts(), 0u);

@@ -30,7 +30,7 @@ TEST_P(TransferEngineTest, AFullLaneSaysSoAndTheOtherOneTakesJobs) {
   const JobId other = value_of(transfers_->submit(job(JobKind::kSave, &tier)));
   EXPECT_FAILS(transfers_->submit(job(JobKind::kDigest, nullptr)), Code::kResourceExhausted, "memory lane");
   EXPECT_SUCCEEDS(transfers_->wait(other).status);
-  slow.let_go();
+  slow.resume();
   EXPECT_SUCCEEDS(transfers_->wait(first).status);
   EXPECT_FALSE(transfers_->pump());
 }
@@ -58,7 +58,7 @@ TEST_P(TransferEngineTest, CancelledInTheMiddleWhatHasBegunEnds) {
   const JobId id = value_of(transfers_->submit(std::move(large)));
   tier.wait_until_held();
   EXPECT_FALSE(transfers_->cancel(id));
-  tier.let_go();
+  tier.resume();
   const JobResult result = transfers_->wait(id);
   EXPECT_FAILS(result.status, Code::kAborted);
   EXPECT_EQ(ended_as(result, BlockOutcome::kTransferred), 512u);

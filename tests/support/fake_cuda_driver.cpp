@@ -45,7 +45,7 @@ void FakeCuda::wait_until_held() {
     ADD_FAILURE() << "nobody called " << gate_of_;
 }
 
-void FakeCuda::let_go() {
+void FakeCuda::resume() {
   const std::lock_guard lock(gate_mutex_);
   gate_of_.clear();
   gate_changed_.notify_all();

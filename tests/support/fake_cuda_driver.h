@@ -64,10 +64,10 @@ class FakeCuda {
   bool fired() const;
   std::string failed_function() const;  // the first that was made to fail
   // A driver that takes its time: the next call of `function`, after so many others, stands still, before it does
-  // anything, until let_go().
+  // anything, until resume().
   void hold(std::string function, uint64_t after = 0);
   void wait_until_held();  // fails the test if nobody calls it
-  void let_go();
+  void resume();
   // Begin a capture on `stream`, of this thread; null: on a stream that is not of the table's caller. Returns the
   // stream.
   CUstream begin_capture(CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL, CUstream stream = nullptr);

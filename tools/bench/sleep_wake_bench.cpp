@@ -110,7 +110,7 @@ struct BroughtUp {
   double populate = 0;
   std::string method;
 };
-BroughtUp bring_up(uint64_t bytes, int rounds) {
+BroughtUp prefaulted(uint64_t bytes, int rounds) {
   std::vector<double> arena_times, populate_times;
   BroughtUp result;
   for (int round = 0; round <= rounds; ++round) {
@@ -119,7 +119,7 @@ BroughtUp bring_up(uint64_t bytes, int rounds) {
       arena->prefault_in_background(0);  // measures which way is the fastest; once a process
       must(arena->wait_prefault());
       arena_times.push_back(seconds([&] { must(arena->prefault(bytes)); }));
-      result.method = to_string(arena->info().bring_up);
+      result.method = to_string(arena->info().prefault_method);
     }
     void* memory = MAP_FAILED;
     populate_times.push_back(seconds([&] {
@@ -238,7 +238,7 @@ int main(int argc, char** argv) {
   }
   const bench::KvSleeps kv = bench::sleep_kv_again(bytes, rounds);
   const bench::DiskSleeps disk = bench::sleep_to_disk_again(bytes / 4, rounds);
-  const BroughtUp up = bring_up(bytes, rounds);
+  const BroughtUp up = prefaulted(bytes, rounds);
   rlimit files{};
   if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {
     files.rlim_cur = files.rlim_max;

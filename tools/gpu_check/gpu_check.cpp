@@ -351,7 +351,7 @@ Json arena(const Gpu& gpu, const ExtraFunctions& extra, const Options& options, 
     const auto made = must(HostArena::create({.pin_for = device.get()}));
     made->prefault_in_background(0);
     must(made->wait_prefault());
-    method = to_string(made->info().bring_up);
+    method = to_string(made->info().prefault_method);
     node = made->info().numa_node.value_or(-1);
     ours.push_back(seconds([&] { must(made->prefault(options.bytes)); }));
     if (extra.host_alloc == nullptr) continue;

@@ -41,7 +41,7 @@ class ConnectorScheduler:
         so.
         """
     def know(self, request: object) -> None: ...
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """No block of the engine is held any more."""
     @property
     def loading(self) -> int:

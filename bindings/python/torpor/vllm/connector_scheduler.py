@@ -66,7 +66,7 @@ class SchedulerSide:
 
         def reset_prefix_cache(*args, **kwargs):
             if self.core is not None:
-                self.core.let_go()
+                self.core.release_all()
             return stock_reset(*args, **kwargs)
 
         manager.reset_prefix_cache = reset_prefix_cache

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "allocator/quiet_prefault.h"
+#include "allocator/background_prefault.h"
 
 #include <algorithm>
 #include <chrono>
@@ -22,7 +22,7 @@ void take_lowest_priority() {
 
 }  // namespace
 
-QuietPrefault::~QuietPrefault() {
+BackgroundPrefault::~BackgroundPrefault() {
   end();
   std::thread last;
   {
@@ -34,7 +34,7 @@ QuietPrefault::~QuietPrefault() {
 
 // A thread of the lowest priority that touches memory for another, one piece after the other. Where there is no thread
 // to be had, the caller does it.
-class QuietPrefault::Toucher {
+class BackgroundPrefault::Toucher {
  public:
   Toucher() {
     (void)try_catch([this] {
@@ -86,19 +86,19 @@ class QuietPrefault::Toucher {
   std::thread thread_;  // last: it uses the others
 };
 
-void QuietPrefault::want(uint64_t bytes) noexcept {
+void BackgroundPrefault::want(uint64_t bytes) noexcept {
   const MutexLock lock(mutex_);
   wanted_ = std::max(wanted_, bytes);
   begin();
 }
 
-void QuietPrefault::start() noexcept {
+void BackgroundPrefault::start() noexcept {
   const MutexLock lock(mutex_);
   waits_ = false;
   begin();
 }
 
-void QuietPrefault::begin() {
+void BackgroundPrefault::begin() {
   if (wanted_ == 0 || waits_ || running_ || ended_) return;
   if (thread_.joinable()) thread_.join();  // its work is done
   running_ = true;
@@ -109,7 +109,7 @@ void QuietPrefault::begin() {
   if (!begun) running_ = false;
 }
 
-void QuietPrefault::run() noexcept {
+void BackgroundPrefault::run() noexcept {
   Toucher toucher;
   const HostArena::OnThread on_thread = [&](const std::function<void()>& touch) { toucher.run_there(touch); };
   Clock::time_point rested = Clock::now();
@@ -143,13 +143,13 @@ void QuietPrefault::run() noexcept {
   }
 }
 
-void QuietPrefault::end() noexcept {
+void BackgroundPrefault::end() noexcept {
   const MutexLock lock(mutex_);
   ended_ = true;
   changed_.notify_all();
 }
 
-void QuietPrefault::wait() noexcept {
+void BackgroundPrefault::wait() noexcept {
   const MutexLock lock(mutex_);
   while (running_) changed_.wait(mutex_);
 }

@@ -16,17 +16,17 @@ void unmap_fresh(std::byte* data, uint64_t size);  // of that, from a page on; n
 void prefer_huge_pages(std::byte* data, uint64_t size, bool huge);
 
 // How it is brought up. Which way is the fastest differs from machine to machine.
-struct BringUp {
+struct PrefaultMethod {
   bool huge_pages = true;
   bool populate = false;  // by madvise(MADV_POPULATE_WRITE), else by touching each page
   int threads = 1;
 };
-std::string to_string(const BringUp& method);               // "huge pages, populated, 8 threads"
+std::string to_string(const PrefaultMethod& method);        // "huge pages, populated, 8 threads"
 void touch(std::byte* data, uint64_t size, bool populate);  // on this thread
 using TouchPages = std::function<void(std::byte* data, uint64_t size, bool populate)>;
 // Makes every page present. Several threads, because faults of one process scale; each calls `touch`.
-void bring_up(std::byte* data, uint64_t size, const BringUp& method, const TouchPages& touch = torpor::touch);
+void prefault(std::byte* data, uint64_t size, const PrefaultMethod& method, const TouchPages& touch = torpor::touch);
 // Tries the ways on some MiB each, about a tenth of a second in all, and returns the fastest.
-BringUp fastest_bring_up(int threads);
+PrefaultMethod fastest_prefault(int threads);
 
 }  // namespace torpor

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "allocator/fresh_memory.h"
+#include "allocator/prefault.h"
 
 #include <algorithm>
 #include <chrono>
@@ -48,7 +48,7 @@ void touch(std::byte* data, uint64_t size, bool populate) {
   for (uint64_t at = 0; at < size; at += kPage) *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
 }
 
-void bring_up(std::byte* data, uint64_t size, const BringUp& method, const TouchPages& touch) {
+void prefault(std::byte* data, uint64_t size, const PrefaultMethod& method, const TouchPages& touch) {
   prefer_huge_pages(data, size, method.huge_pages);
   const auto run = [&](uint64_t from, uint64_t to) { touch(data + from, to - from, method.populate); };
   const uint64_t share = align_up(size / static_cast<uint64_t>(method.threads) + 1, kHugePage);
@@ -63,22 +63,22 @@ void bring_up(std::byte* data, uint64_t size, const BringUp& method, const Touch
   for (std::thread& worker : workers) worker.join();
 }
 
-std::string to_string(const BringUp& method) {
+std::string to_string(const PrefaultMethod& method) {
   return fmt::format("{} pages, {}, {} thread{}", method.huge_pages ? "huge" : "small",
                      method.populate ? "populated" : "touched", method.threads, method.threads == 1 ? "" : "s");
 }
 
-BringUp fastest_bring_up(int threads) {
-  BringUp best{.threads = threads};
+PrefaultMethod fastest_prefault(int threads) {
+  PrefaultMethod best{.threads = threads};
   double best_seconds = std::numeric_limits<double>::infinity();
   for (int trial = 0; trial < kTrials; ++trial) {
     for (const bool huge_pages : {true, false}) {
       for (const bool populate : {true, false}) {
-        const BringUp method{huge_pages, populate, threads};
+        const PrefaultMethod method{huge_pages, populate, threads};
         std::byte* const data = map_fresh(kTrialBytes);
         if (data == nullptr) return best;
         const auto began = std::chrono::steady_clock::now();
-        bring_up(data, kTrialBytes, method);
+        prefault(data, kTrialBytes, method);
         const double taken = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
         unmap_fresh(data, kTrialBytes);
         if (taken < best_seconds) best = method, best_seconds = taken;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "allocator/quiet_prefault.h"
+#include "allocator/background_prefault.h"
 
 #include <filesystem>
 #include <string>
@@ -17,9 +17,9 @@ using test::value_of;
 
 constexpr uint64_t kPlenty = kGiB;
 
-TEST(QuietPrefault, WhatIsWantedIsThere) {
+TEST(BackgroundPrefault, WhatIsWantedIsThere) {
   const auto arena = value_of(HostArena::create({.slab_bytes = 4 * kMiB}));
-  QuietPrefault quiet(*arena, [] { return kPlenty; });
+  BackgroundPrefault quiet(*arena, [] { return kPlenty; });
   for (const uint64_t wanted : {10 * kMiB, 5 * kMiB, 13 * kMiB}) {
     quiet.want(wanted);
     quiet.wait();
@@ -32,9 +32,9 @@ TEST(QuietPrefault, WhatIsWantedIsThere) {
   EXPECT_EQ(arena->info().held_bytes, held);
 }
 
-TEST(QuietPrefault, BeginsNothingBeforeItIsTold) {
+TEST(BackgroundPrefault, BeginsNothingBeforeItIsTold) {
   const auto arena = value_of(HostArena::create({.slab_bytes = 4 * kMiB}));
-  QuietPrefault quiet(
+  BackgroundPrefault quiet(
       *arena, [] { return kPlenty; }, /*waits=*/true);
   quiet.want(8 * kMiB);
   quiet.wait();
@@ -48,11 +48,11 @@ TEST(QuietPrefault, BeginsNothingBeforeItIsTold) {
 }
 
 // Of this process some thread stands back for all others, and it is not the one that asks and pins.
-TEST(QuietPrefault, AThreadOfTheLowestPriorityTouchesThePages) {
+TEST(BackgroundPrefault, AThreadOfTheLowestPriorityTouchesThePages) {
   const auto arena = value_of(HostArena::create({.slab_bytes = 4 * kMiB}));
   bool somebody = false;
   bool who_asks = false;
-  QuietPrefault quiet(*arena, [&] {
+  BackgroundPrefault quiet(*arena, [&] {
     for (const auto& task : std::filesystem::directory_iterator("/proc/self/task"))
       somebody = somebody || ::sched_getscheduler(std::stoi(task.path().filename())) == SCHED_IDLE;
     who_asks = who_asks || ::sched_getscheduler(0) == SCHED_IDLE;
@@ -64,10 +64,10 @@ TEST(QuietPrefault, AThreadOfTheLowestPriorityTouchesThePages) {
   EXPECT_FALSE(who_asks);
 }
 
-TEST(QuietPrefault, ItEndsWhereTheSystemHasNoRoom) {
+TEST(BackgroundPrefault, ItEndsWhereTheSystemHasNoRoom) {
   const auto arena = value_of(HostArena::create());
   int pages = 3;
-  QuietPrefault quiet(*arena, [&] { return pages-- > 0 ? 2 * kMiB : 2 * kMiB - 1; });
+  BackgroundPrefault quiet(*arena, [&] { return pages-- > 0 ? 2 * kMiB : 2 * kMiB - 1; });
   quiet.want(50 * kMiB);
   quiet.wait();
   EXPECT_EQ(arena->info().held_bytes, 6 * kMiB);
@@ -78,19 +78,19 @@ TEST(QuietPrefault, ItEndsWhereTheSystemHasNoRoom) {
   EXPECT_EQ(arena->info().held_bytes, 8 * kMiB);
 }
 
-TEST(QuietPrefault, ItNeverGoesBeyondTheBudget) {
+TEST(BackgroundPrefault, ItNeverGoesBeyondTheBudget) {
   const auto arena = value_of(HostArena::create({.budget_bytes = 10 * kMiB, .slab_bytes = 4 * kMiB}));
-  QuietPrefault quiet(*arena, [] { return kPlenty; });
+  BackgroundPrefault quiet(*arena, [] { return kPlenty; });
   quiet.want(50 * kMiB);
   quiet.wait();
   EXPECT_EQ(arena->info().held_bytes, 8 * kMiB);
 }
 
-TEST(QuietPrefault, WhoNeedsFreshMemoryDoesNotWaitForIt) {
+TEST(BackgroundPrefault, WhoNeedsFreshMemoryDoesNotWaitForIt) {
   const auto arena = value_of(HostArena::create({.slab_bytes = 8 * kMiB}));
   HostArena::Span taken;
   int pages = 0;
-  QuietPrefault quiet(*arena, [&] {
+  BackgroundPrefault quiet(*arena, [&] {
     if (++pages == 3)
       taken = value_of(arena->allocate(6 * kMiB));  // on its thread: if it had to wait, it would for ever
     return kPlenty;
@@ -102,13 +102,13 @@ TEST(QuietPrefault, WhoNeedsFreshMemoryDoesNotWaitForIt) {
   EXPECT_EQ(arena->info().held_bytes, (4 + 8 + 2) * kMiB);
 }
 
-TEST(QuietPrefault, WhereTheBudgetIsShortItGivesBackWhatItHasNotBroughtUp) {
+TEST(BackgroundPrefault, WhereTheBudgetIsShortItGivesBackWhatItHasNotBroughtUp) {
   for (int round = 0; round < 20; ++round) {
     const auto arena = value_of(HostArena::create({.budget_bytes = 16 * kMiB, .slab_bytes = 16 * kMiB}));
     HostArena::Span taken;
     std::thread sleep;
     int pages = 0;
-    QuietPrefault quiet(*arena, [&] {
+    BackgroundPrefault quiet(*arena, [&] {
       if (++pages == 3) sleep = std::thread([&] { taken = value_of(arena->allocate(8 * kMiB)); });
       return kPlenty;
     });
@@ -120,11 +120,11 @@ TEST(QuietPrefault, WhereTheBudgetIsShortItGivesBackWhatItHasNotBroughtUp) {
   }
 }
 
-TEST(QuietPrefault, ItEndsAtOnceAndForEver) {
+TEST(BackgroundPrefault, ItEndsAtOnceAndForEver) {
   const auto arena = value_of(HostArena::create());
   int pages = 0;
-  QuietPrefault* of_thread = nullptr;
-  QuietPrefault quiet(*arena, [&] {
+  BackgroundPrefault* of_thread = nullptr;
+  BackgroundPrefault quiet(*arena, [&] {
     if (++pages == 2) of_thread->end();
     return kPlenty;
   });
@@ -138,10 +138,10 @@ TEST(QuietPrefault, ItEndsAtOnceAndForEver) {
   EXPECT_EQ(arena->info().held_bytes, 4 * kMiB);
 }
 
-TEST(QuietPrefault, ItsOwnerMayEndInTheMiddle) {
+TEST(BackgroundPrefault, ItsOwnerMayEndInTheMiddle) {
   for (int round = 0; round < 20; ++round) {
     const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB}));
-    QuietPrefault quiet(*arena, [] { return kPlenty; });
+    BackgroundPrefault quiet(*arena, [] { return kPlenty; });
     quiet.want(kGiB);
     if (round % 2 == 0) std::this_thread::yield();
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// QuietPrefault: memory for an arena that may be wanted later, brought up beside work that must not notice: three
+// BackgroundPrefault: memory for an arena that may be wanted later, brought up beside work that must not notice: three
 // quarters of the time nothing is done, and only as long as the system has room for it.
 //
 // Pages are touched by a thread of the lowest priority. Memory is pinned by another of normal priority, in small
@@ -17,14 +17,14 @@
 
 namespace torpor {
 
-class QuietPrefault {
+class BackgroundPrefault {
  public:
   // `room`: how many bytes may be taken from the system now; asked before each huge page, on the thread.
   using Room = std::function<uint64_t()>;
   // `waits`: begins nothing before start().
-  QuietPrefault(HostArena& arena, Room room, bool waits = false)
+  BackgroundPrefault(HostArena& arena, Room room, bool waits = false)
       : arena_(arena), room_(std::move(room)), waits_(waits) {}
-  ~QuietPrefault();
+  ~BackgroundPrefault();
 
   // Begin with what is wanted so far.
   void start() noexcept;
