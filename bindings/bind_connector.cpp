@@ -167,7 +167,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     if (scheduler_->finished(record->number)) record->used = false;
   }
 
-  // What the engine's blocks have now, and what is computed on top of that, is not for the new key space.
+  // What the engine's blocks have now, and what is computed on top of that, is not for the new namespace.
   uint32_t reset() {
     value_or_raise(try_catch([&]() -> Status { return scheduler_->reset(); }));
     offers_.reset();
@@ -274,7 +274,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   int most_failed_loads() const { return groups_.whole_hits() ? kMostFailedLoads : 1; }
   uint64_t damaged() const {
     uint64_t blocks = 0;
-    for (const Way way : {Way::kUp, Way::kOn})
+    for (const Way way : {Way::kOnboard, Way::kDemote})
       blocks += scheduler_->queue().counts(way)[static_cast<size_t>(BlockOutcome::kDamaged)];
     return blocks;
   }
@@ -376,7 +376,7 @@ void bind_connector(py::module_& module) {
       .def("finished", &ConnectorScheduler::finished, py::call_guard<InHook>(), py::arg("id"), py::arg("step"),
            "Of a request that still has its blocks; `step` was the last one.")
       .def("reset", &ConnectorScheduler::reset, py::call_guard<InHook>(),
-           "Nothing is found any more; returns the number of the new key space.")
+           "Nothing is found any more; returns the number of the new namespace.")
       .def("host_slots", &ConnectorScheduler::host_slots, py::call_guard<InHook>(), py::arg("blocks"), py::arg("keep"),
            "Of each of the engine's blocks, the slot in host memory that has its bytes, or -1; with `keep` they stay "
            "so.")

@@ -18,9 +18,9 @@
 #include "engine/rank_memory.h"
 #include "kvcache/offload_worker.h"
 #include "offload/background_sync.h"
+#include "offload/cache_epoch.h"
 #include "offload/host_store.h"
 #include "offload/segment_store.h"
-#include "offload/space_word.h"
 #ifdef TORPOR_HAS_REMOTE
 #include "bindings/mooncake_client.h"
 #include "remote/mooncake_store.h"
@@ -334,14 +334,14 @@ class ConnectorWorker {
 
 // Where it is not known, one that nothing was stored under.
 std::string word_of(const std::string& directory) {
-  const Result<std::string> word = without_lock([&] { return space_word(module_files(), directory); });
+  const Result<std::string> word = without_lock([&] { return cache_epoch(module_files(), directory); });
   if (word) return *word;
   log().warn("what is on disk is not found again: {}", word.error().to_string());
-  return random_space_word();
+  return random_cache_epoch();
 }
 
 std::string new_word_of(const std::string& directory) {
-  RenewedWord renewed = without_lock([&] { return renew_space_word(module_files(), directory); });
+  RenewedEpoch renewed = without_lock([&] { return renew_cache_epoch(module_files(), directory); });
   if (!renewed.kept) {
     log().warn("after a restart, blocks from before this reset may be found again: {}",
                renewed.kept.error().to_string());
@@ -358,7 +358,7 @@ void bind_connector_worker(py::module_& module) {
       .def("sizes", &ConnectorWorker::sizes)
       .def("weights_digest", &ConnectorWorker::weights_digest)
       .def("open_space", &ConnectorWorker::open_space, py::arg("space"), py::arg("name"), py::arg("shared") = "",
-           "Keys of this number belong to the key space with this name from now on; in the remote store, to `shared`.")
+           "Keys of this number belong to the namespace with this name from now on; in the remote store, to `shared`.")
       .def("recover", &ConnectorWorker::recover, py::arg("space"))
       .def("adopt", &ConnectorWorker::adopt, py::arg("blocks"))
       .def("run", &ConnectorWorker::run, py::arg("plan"), "Begins a plan; a repeated one changes nothing.")
@@ -367,8 +367,8 @@ void bind_connector_worker(py::module_& module) {
       .def("wait", &ConnectorWorker::wait, "Returns when nothing of a plan is under way.")
       .def("close", &ConnectorWorker::close)
       .def("idle", &ConnectorWorker::idle);
-  module.def("space_word", &word_of, py::arg("directory"), "The word in the name of the key space on disk.");
-  module.def("renew_space_word", &new_word_of, py::arg("directory"),
+  module.def("cache_epoch", &word_of, py::arg("directory"), "The word in the name of the namespace on disk.");
+  module.def("renew_cache_epoch", &new_word_of, py::arg("directory"),
              "Another one; what was stored before is not found.");
 }
 

@@ -76,7 +76,7 @@ bool ConnectorHits::has_next(const py::object& request, size_t block, uint32_t s
       !take_key(PyList_GET_ITEM(hashes.ptr(), static_cast<Py_ssize_t>(block)), key)) {
     return false;
   }
-  Places places;
+  BlockLocations places;
   return index_.run({&key, 1}, {&places, 1}) == 1;
 }
 
@@ -110,7 +110,7 @@ void ConnectorHits::find_from_left(const py::object& request, size_t group, size
 bool ConnectorHits::is_there(size_t group, size_t block) {
   BlockKey key = chain_[block];
   key.group = static_cast<uint32_t>(group);
-  Places places;
+  BlockLocations places;
   return index_.run({&key, 1}, {&places, 1}) == 1;
 }
 
@@ -174,7 +174,7 @@ size_t ConnectorHits::find_for_all(size_t have) {
 int64_t ConnectorHits::tokens_from(StoreId store) const {
   const auto first = places_.begin();
   const auto end = first + static_cast<std::ptrdiff_t>(std::min(places_.size(), of_first_group_));
-  return block_tokens_ * std::count_if(first, end, [store](const Places& places) {
+  return block_tokens_ * std::count_if(first, end, [store](const BlockLocations& places) {
            const bool disk = places.host < 0 && places.disk >= 0;
            return store == StoreId::kHost   ? places.host >= 0
                   : store == StoreId::kDisk ? disk

@@ -100,7 +100,7 @@ class ConnectorHits {
   const BlockIndex& index_;
   const int64_t block_tokens_;
   std::vector<BlockKey> keys_;
-  std::vector<Places> places_;
+  std::vector<BlockLocations> places_;
   std::vector<BlockKey> chain_;  // of one group, from `have` on
   size_t of_first_group_ = 0;    // keys
 };

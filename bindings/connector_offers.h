@@ -53,7 +53,7 @@ class ConnectorOffers {
   void took(size_t blocks) { taken_ += options_.lazy ? static_cast<int64_t>(blocks) : 0; }
   // With steps in flight it may have filled some blocks since the last one, `step`.
   void finished(Progress& progress, const Request& request, uint64_t step);
-  // What the engine's blocks have now is not for the new key space, nor is what a request computes on top of it.
+  // What the engine's blocks have now is not for the new namespace, nor is what a request computes on top of it.
   void reset();
 
  private:
@@ -75,7 +75,7 @@ class ConnectorOffers {
   EngineBlocks& blocks_;
   OffloadScheduler& scheduler_;
   std::vector<ContentVersion> offered_;  // lazy: by block, what was offered last
-  std::vector<ContentVersion> stale_;    // by block: content that is not for this key space
+  std::vector<ContentVersion> stale_;    // by block: content that is not for this namespace
   struct Marked {
     ContentVersion version = ContentVersion::kNone;
     int32_t priority = 0;

@@ -107,7 +107,7 @@ std::vector<AdoptedBlock> adopted_from(const Bytes& bytes) { return unpack(bytes
 
 py::dict connector_stats(const OffloadScheduler& scheduler, int64_t held, int64_t loading) {
   py::dict out;
-  for (const Way way : {Way::kUp, Way::kDown, Way::kOn, Way::kOut, Way::kAsk}) {
+  for (const Way way : {Way::kOnboard, Way::kOffload, Way::kDemote, Way::kPublish, Way::kLookup}) {
     const OutcomeCounts& counts = scheduler.queue().counts(way);
     for (int i = 0; i < kBlockOutcomes; ++i) {
       const uint64_t count = counts[static_cast<size_t>(i)];
@@ -134,7 +134,7 @@ py::dict connector_stats(const OffloadScheduler& scheduler, int64_t held, int64_
 
 py::dict times_to_python(const OffloadTimes& times) {
   py::dict out;
-  for (const Way way : {Way::kUp, Way::kDown, Way::kOn, Way::kOut, Way::kAsk}) {
+  for (const Way way : {Way::kOnboard, Way::kOffload, Way::kDemote, Way::kPublish, Way::kLookup}) {
     const std::vector<double>& seconds = times.batches[static_cast<size_t>(way)];
     if (!seconds.empty()) out[py::str(std::string(name(way)))] = py::cast(seconds);
   }

@@ -55,8 +55,8 @@ class PendingCheckpoint {
   Result<std::unique_ptr<RankWriter>> create_rank(int32_t rank, uint64_t expected_bytes = 0);
   // Whether ranks of other processes, perhaps on other hosts, write into it and not into a directory of their own at
   // the same path; else kFailedPrecondition, which names the rank. First before they save: takes away what each rank
-  // put there by leave_sign(); `hosts`: of rank 0, 1 …. Then of as many ranks that have begun to write.
-  Status take_signs(const std::vector<std::string>& hosts);
+  // put there by write_test_file(); `hosts`: of rank 0, 1 …. Then of as many ranks that have begun to write.
+  Status check_test_files(const std::vector<std::string>& hosts);
   Status see_chunks(size_t ranks) const;
   void add_rank(RankSummary rank);  // what its write_refs() returned
   // In place of write_state()'s, before commit(): what is known only once the chunks are written.

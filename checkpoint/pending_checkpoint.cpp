@@ -144,12 +144,12 @@ Result<std::unique_ptr<RankWriter>> PendingCheckpoint::create_rank(int32_t rank,
   });
 }
 
-Status PendingCheckpoint::take_signs(const std::vector<std::string>& hosts) {
+Status PendingCheckpoint::check_test_files(const std::vector<std::string>& hosts) {
   return try_catch([&]() -> Status {
     for (size_t rank = 0; rank < hosts.size(); ++rank) {
-      const std::string sign = sign_file_name(static_cast<int32_t>(rank));
-      TORPOR_RETURN_IF_ERROR(impl_->see(rank, sign, hosts[rank]));
-      TORPOR_RETURN_IF_ERROR(impl_->staging->remove_file(sign));
+      const std::string test_file = test_file_name(static_cast<int32_t>(rank));
+      TORPOR_RETURN_IF_ERROR(impl_->see(rank, test_file, hosts[rank]));
+      TORPOR_RETURN_IF_ERROR(impl_->staging->remove_file(test_file));
     }
     return ok();
   });

@@ -78,13 +78,13 @@ std::optional<size_t> sparsest(const std::vector<FileUse>& uses) {
 
 }  // namespace
 
-std::string sign_file_name(int32_t rank) { return fmt::format("sign-r{}", rank); }
+std::string test_file_name(int32_t rank) { return fmt::format("write-test-r{}", rank); }
 
-Status leave_sign(FileSystem& file_system, const std::string& staging, int32_t rank) {
+Status write_test_file(FileSystem& file_system, const std::string& staging, int32_t rank) {
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, open_staging(file_system, staging));
-  const Result<std::unique_ptr<File>> sign = directory->create_file(sign_file_name(rank));
-  if (sign || sign.error().native == EEXIST) return ok();  // asked again
-  return sign.error();
+  const Result<std::unique_ptr<File>> file = directory->create_file(test_file_name(rank));
+  if (file || file.error().native == EEXIST) return ok();  // asked again
+  return file.error();
 }
 
 struct RankWriter::Base {

@@ -26,16 +26,16 @@
 
 namespace torpor {
 
-// Asked of each rank before one of them saves: leaves an empty file of this name in the directory `staging` of a
-// checkpoint under construction, which PendingCheckpoint::take_signs() looks for. kFailedPrecondition: this rank does
-// not see the directory; the error names its host.
-Status leave_sign(FileSystem& file_system, const std::string& staging, int32_t rank);
-std::string sign_file_name(int32_t rank);  // "sign-r0"
+// Write an empty file into `staging`, the directory of a checkpoint under construction, to show that this rank sees the
+// directory. Each rank does so before any rank saves; PendingCheckpoint::check_test_files() looks for the files.
+// kFailedPrecondition: this rank does not see the directory; the error names its host.
+Status write_test_file(FileSystem& file_system, const std::string& staging, int32_t rank);
+std::string test_file_name(int32_t rank);  // "write-test-r0"
 
 class RankWriter final : public RecordStore {
  public:
   // In the directory `staging`; the base's files are linked now, those that are not needed go in write_refs().
-  // kInvalidArgument: `writing` is sealed and there is no key. kFailedPrecondition: as leave_sign().
+  // kInvalidArgument: `writing` is sealed and there is no key. kFailedPrecondition: as write_test_file().
   static Result<std::unique_ptr<RankWriter>> create(FileSystem& file_system, const std::string& staging,
                                                     const RankWriting& writing, int32_t rank,
                                                     std::shared_ptr<const Key> key,

@@ -8,8 +8,8 @@
 //
 // A breakpoint is a condition on events: after one that matches, the engine takes no further step. It is asked in the
 // thread that tells the event, maybe under its locks: so what it knows lies in atomics, in places that are there from
-// the beginning. Places are changed under a lock by who adds and removes breakpoints; while one is changed it matches
-// nothing.
+// the beginning. BlockLocations are changed under a lock by who adds and removes breakpoints; while one is changed it
+// matches nothing.
 //
 // A breakpoint that holds (`alone`) leaves the engine running: the one request or transfer that it matches is not
 // admitted, or not committed, until its stop ends; all that matches meanwhile waits with it, and goes with it. It is

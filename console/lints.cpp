@@ -182,7 +182,7 @@ void Lints::check_transfers(const EngineView& view, std::vector<Finding>& findin
   if (failed_copies_ > 0)
     findings.push_back({Lint::kFailedCopies, {}, fmt::format("{} batches of copies failed", failed_copies_)});
   uint64_t unproven = 0;
-  for (const Way way : {Way::kUp, Way::kDown, Way::kOn})
+  for (const Way way : {Way::kOnboard, Way::kOffload, Way::kDemote})
     unproven += view.ended(way)[static_cast<size_t>(BlockOutcome::kUnproven)];
   if (unproven > 0)
     findings.push_back({Lint::kUnproven,
@@ -205,11 +205,12 @@ void Lints::check_requests(const EngineView& view, std::vector<Finding>& finding
 
 void Lints::check_tiers(const EngineView& view, std::vector<Finding>& findings) const {
   const auto moved = [&](Way way) { return view.ended(way)[static_cast<size_t>(BlockOutcome::kTransferred)]; };
-  const uint64_t stored = moved(Way::kDown);
+  const uint64_t stored = moved(Way::kOffload);
   if (stored >= limits_.stored_in_vain &&
-      static_cast<double>(moved(Way::kUp)) < limits_.loaded_share * static_cast<double>(stored))
-    findings.push_back(
-        {Lint::kStoredInVain, {}, fmt::format("{} blocks were stored, {} were ever loaded", stored, moved(Way::kUp))});
+      static_cast<double>(moved(Way::kOnboard)) < limits_.loaded_share * static_cast<double>(stored))
+    findings.push_back({Lint::kStoredInVain,
+                        {},
+                        fmt::format("{} blocks were stored, {} were ever loaded", stored, moved(Way::kOnboard))});
   if (most_comings_ >= limits_.ping_pong)
     findings.push_back(
         {Lint::kPingPong, comer_.hex(),

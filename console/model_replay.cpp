@@ -64,7 +64,7 @@ class Tiers {
 
  private:
   static Slot place(BlockIndex* index, StoreId store, const BlockKey& key) {
-    Places places;
+    BlockLocations places;
     if (index == nullptr || index->run({&key, 1}, {&places, 1}) == 0) return -1;
     return store == StoreId::kHost ? places.host : places.disk;
   }

@@ -235,7 +235,7 @@ Status BackgroundCheckpoint::stop_and_copy(SleepOperation& sleep) {
   operation.begin("save");
   TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Save::Reply> saved, send(orders::Save::Stage::kStopAndCopy));
   if (!save_.carried.empty()) add_weights(captured_.fingerprint, saved);
-  context_.checkpoints.sign(*pending_, captured_.fingerprint);
+  context_.checkpoints.name_owner(*pending_, captured_.fingerprint);
   report.kept_blocks = static_cast<int64_t>(save_.blocks.size());
   copied_ = total_bytes(saved);
   operation.end("save", copied_);

@@ -35,7 +35,8 @@ class CheckpointPlan {
   uint64_t bytes_at(size_t place) const;
   uint64_t block_bytes() const { return images_->chunks().block_bytes(); }
   std::vector<SavedChunk>& records() { return records_; }  // of each place
-  // Places that the base has: its record is taken over. The writer has linked its file before (RankWriter::create()).
+  // BlockLocations that the base has: its record is taken over. The writer has linked its file before
+  // (RankWriter::create()).
   const std::vector<size_t>& unchanged() const { return unchanged_; }
   std::vector<size_t>& missing() { return missing_; }  // and those that it has not
   // Return where the chunks at these places lie in device memory.

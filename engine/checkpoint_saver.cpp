@@ -15,9 +15,9 @@
 
 namespace torpor {
 
-Result<orders::LeaveSign::Reply> CheckpointSaver::leave_sign(const orders::LeaveSign& order) const {
-  TORPOR_RETURN_IF_ERROR(torpor::leave_sign(parts_.file_system, order.directory, parts_.rank));
-  return orders::LeaveSign::Reply{.host = host_name()};
+Result<orders::WriteTestFile::Reply> CheckpointSaver::write_test_file(const orders::WriteTestFile& order) const {
+  TORPOR_RETURN_IF_ERROR(torpor::write_test_file(parts_.file_system, order.directory, parts_.rank));
+  return orders::WriteTestFile::Reply{.host = host_name()};
 }
 
 Result<orders::Save::Reply> CheckpointSaver::save(const orders::Save& order) {

@@ -23,7 +23,7 @@ class CheckpointSaver {
   CheckpointSaver(const RankParts& parts, RegionImages& images) : parts_(parts), images_(images) {}  // both outlive it
 
   // Leave a sign that this rank sees the directory (checkpoint/rank_writer.h).
-  Result<orders::LeaveSign::Reply> leave_sign(const orders::LeaveSign& order) const;
+  Result<orders::WriteTestFile::Reply> write_test_file(const orders::WriteTestFile& order) const;
   // Content -> images in the checkpoint. After an error call RegionImages::forget_saved().
   Result<orders::Save::Reply> save(const orders::Save& order);
   // Return what save() would do.

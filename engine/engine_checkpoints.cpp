@@ -27,7 +27,7 @@ std::optional<EngineCheckpoints::Generation> EngineCheckpoints::generation_at(co
   return Generation{.directory = path.substr(0, name - 1), .number = *generation};
 }
 
-void EngineCheckpoints::sign(PendingCheckpoint& checkpoint, const Fingerprint& fingerprint) {
+void EngineCheckpoints::name_owner(PendingCheckpoint& checkpoint, const Fingerprint& fingerprint) {
   if (!owner_) owner_ = owner_of(fingerprint);
   checkpoint.set_owner(*owner_);
 }
@@ -57,11 +57,11 @@ void EngineCheckpoints::mark_woken(const Generation& from) noexcept {
 }
 
 Status EngineCheckpoints::check_seen_by_all(PendingCheckpoint& checkpoint) const {
-  TORPOR_ASSIGN_OR_RETURN(std::vector<orders::LeaveSign::Reply> signs,
-                          engine_.ranks.call(orders::LeaveSign{.directory = checkpoint.staging_path()}));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<orders::WriteTestFile::Reply> written,
+                          engine_.ranks.call(orders::WriteTestFile{.directory = checkpoint.staging_path()}));
   std::vector<std::string> hosts;
-  for (orders::LeaveSign::Reply& sign : signs) hosts.push_back(std::move(sign.host));
-  return checkpoint.take_signs(hosts);
+  for (orders::WriteTestFile::Reply& reply : written) hosts.push_back(std::move(reply.host));
+  return checkpoint.check_test_files(hosts);
 }
 
 Status EngineCheckpoints::check_seen_by_all(const std::string& directory, size_t ranks) const {

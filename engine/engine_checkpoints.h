@@ -32,7 +32,7 @@ class EngineCheckpoints {
   static std::optional<Generation> generation_at(const std::string& path);
 
   // Name the owner in a checkpoint. Precondition: the fingerprint is whole.
-  void sign(PendingCheckpoint& checkpoint, const Fingerprint& fingerprint);
+  void name_owner(PendingCheckpoint& checkpoint, const Fingerprint& fingerprint);
   // Take over the owner of the checkpoint that the engine went on from.
   void set_owner(const Digest& owner) { owner_ = owner; }
   // Commit a checkpoint, and say in the report where it is and how large. After an error it may be there. Any thread.

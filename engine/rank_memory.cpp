@@ -389,8 +389,8 @@ Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags
   return reply;
 }
 
-Result<orders::LeaveSign::Reply> RankMemory::carry_out(const orders::LeaveSign& order) {
-  return saver_->checkpoint().leave_sign(order);
+Result<orders::WriteTestFile::Reply> RankMemory::carry_out(const orders::WriteTestFile& order) {
+  return saver_->checkpoint().write_test_file(order);
 }
 
 // Requests that leave and come while the engine serves need its KV cache where it is.

@@ -143,7 +143,7 @@ class RankMemory {
   Result<orders::PollRestore::Reply> carry_out(const orders::PollRestore& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Finish::Reply> carry_out(const orders::Finish& order) TORPOR_REQUIRES(mutex_);
   Result<orders::DigestTags::Reply> carry_out(const orders::DigestTags& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::LeaveSign::Reply> carry_out(const orders::LeaveSign& order) TORPOR_REQUIRES(mutex_);
+  Result<orders::WriteTestFile::Reply> carry_out(const orders::WriteTestFile& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Extract::Reply> carry_out(const orders::Extract& order) TORPOR_REQUIRES(mutex_);
   Result<orders::ReadImage::Reply> carry_out(const orders::ReadImage& order) TORPOR_REQUIRES(mutex_);
   Result<orders::SaveImage::Reply> carry_out(const orders::SaveImage& order) TORPOR_REQUIRES(mutex_);

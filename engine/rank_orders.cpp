@@ -123,11 +123,11 @@ void serialize(Archive& archive, orders::DigestTags& v) {
   archive(v.tags, v.as_proven, v.named);
 }
 template <class Archive>
-void serialize(Archive& archive, orders::LeaveSign& v) {
+void serialize(Archive& archive, orders::WriteTestFile& v) {
   archive(v.directory);
 }
 template <class Archive>
-void serialize(Archive& archive, orders::LeaveSign::Reply& v) {
+void serialize(Archive& archive, orders::WriteTestFile::Reply& v) {
   archive(v.host);
 }
 
@@ -295,7 +295,7 @@ TORPOR_ORDER(Restore)
 TORPOR_ORDER(PollRestore)
 TORPOR_ORDER(Finish)
 TORPOR_ORDER(DigestTags)
-TORPOR_ORDER(LeaveSign)
+TORPOR_ORDER(WriteTestFile)
 TORPOR_ORDER(Extract)
 TORPOR_ORDER(ReadImage)
 TORPOR_ORDER(VerifyImage)

@@ -241,8 +241,8 @@ struct DigestTags {
 
 // Put a file into the directory of a checkpoint under construction, to show that this rank sees it, before any saves
 // (checkpoint/rank_writer.h).
-struct LeaveSign {
-  static constexpr std::string_view kName = "leave_sign";
+struct WriteTestFile {
+  static constexpr std::string_view kName = "write_test_file";
   struct Reply {
     std::string host;  // of this rank
   };
@@ -332,7 +332,7 @@ struct CopyBlocks {
 
 using RankOrder = std::variant<orders::Describe, orders::Inform, orders::Save, orders::PollSave, orders::Undo,
                                orders::Detach, orders::Restore, orders::PollRestore, orders::Finish, orders::DigestTags,
-                               orders::LeaveSign, orders::Extract, orders::ReadImage, orders::VerifyImage,
+                               orders::WriteTestFile, orders::Extract, orders::ReadImage, orders::VerifyImage,
                                orders::Admit, orders::DropImage, orders::SaveImage, orders::CopyBlocks>;
 
 // `Order`: an alternative of RankOrder.

@@ -374,7 +374,7 @@ Status SleepOperation::cancel_save() {
 // Every chunk has its digest by now. To disk, the checkpoint becomes visible and durable.
 Result<uint64_t> SleepOperation::verify() {
   if (!pending_) return 0;
-  context_.checkpoints.sign(*pending_, captured_.fingerprint);
+  context_.checkpoints.name_owner(*pending_, captured_.fingerprint);
   checkpoint_stays_ = true;
   TORPOR_RETURN_IF_ERROR(context_.checkpoints.commit(*pending_, report_));
   report_.metadata = captured_.metadata;

@@ -42,10 +42,10 @@ Result<std::string> StoredImages::store(const std::string& id, Fingerprint finge
 Result<std::string> StoredImages::write(const std::string& id, uint64_t bytes, EngineCheckpoint checkpoint) {
   TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint pending, store_.begin(id, bytes));
   std::vector<std::string> hosts;
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::LeaveSign::Reply> signs,
-                          ranks_.call(orders::LeaveSign{.directory = pending.staging_path()}));
-  for (const orders::LeaveSign::Reply& sign : signs) hosts.push_back(sign.host);
-  TORPOR_RETURN_IF_ERROR(pending.take_signs(hosts));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::WriteTestFile::Reply> written,
+                          ranks_.call(orders::WriteTestFile{.directory = pending.staging_path()}));
+  for (const orders::WriteTestFile::Reply& reply : written) hosts.push_back(reply.host);
+  TORPOR_RETURN_IF_ERROR(pending.check_test_files(hosts));
   TORPOR_RETURN_IF_ERROR(pending.write_state(checkpoint));
   TORPOR_ASSIGN_OR_RETURN(
       const std::vector<orders::SaveImage::Reply> saved,

@@ -103,7 +103,7 @@ void BlockIndex::probe(std::span<const BlockKey> keys, Found found) const {
     look_at(at + kAhead);
     const bool fits = KeyTable::fits(keys[at]) && !retired(keys[at].space);
     const int32_t entry = fits ? table_.find(keys[at], hash(at)) : -1;
-    Places places;
+    BlockLocations places;
     if (entry >= 0) {
       const auto& refs = table_[entry].refs;
       places = {.host = refs[0].visible_slot(),
@@ -114,9 +114,9 @@ void BlockIndex::probe(std::span<const BlockKey> keys, Found found) const {
   }
 }
 
-size_t BlockIndex::run(std::span<const BlockKey> chain, std::span<Places> places) const {
+size_t BlockIndex::run(std::span<const BlockKey> chain, std::span<BlockLocations> places) const {
   size_t there = 0;
-  probe(chain.first(std::min(chain.size(), places.size())), [&](size_t at, const Places& found) {
+  probe(chain.first(std::min(chain.size(), places.size())), [&](size_t at, const BlockLocations& found) {
     if (!found.anywhere()) return false;
     places[at] = found;
     there = at + 1;
@@ -125,8 +125,8 @@ size_t BlockIndex::run(std::span<const BlockKey> chain, std::span<Places> places
   return there;
 }
 
-void BlockIndex::find_each(std::span<const BlockKey> keys, std::span<Places> places) const {
-  probe(keys.first(std::min(keys.size(), places.size())), [&](size_t at, const Places& found) {
+void BlockIndex::find_each(std::span<const BlockKey> keys, std::span<BlockLocations> places) const {
+  probe(keys.first(std::min(keys.size(), places.size())), [&](size_t at, const BlockLocations& found) {
     places[at] = found;
     return true;
   });
@@ -149,7 +149,7 @@ Result<Slot> BlockIndex::reserve(StoreId store, const BlockKey* key) {
   if (!KeyTable::fits(*key)) {
     return try_catch([&]() -> Result<Slot> {
       return Error{.code = Code::kInvalidArgument,
-                   .what = fmt::format("group {} of key space {}", key->group, key->space),
+                   .what = fmt::format("group {} of namespace {}", key->group, key->space),
                    .next_step = fmt::format("stay below {} and {}", kMostGroups, kMostSpaces)};
     });
   }
@@ -158,7 +158,7 @@ Result<Slot> BlockIndex::reserve(StoreId store, const BlockKey* key) {
   if (retired(key->space) || (entry >= 0 && ref(entry, store).any())) {
     return try_catch([&]() -> Result<Slot> {
       return Error{.code = Code::kFailedPrecondition,
-                   .what = retired(key->space) ? "its key space is retired" : "it is there, or on its way",
+                   .what = retired(key->space) ? "its namespace is retired" : "it is there, or on its way",
                    .next_step = "leave it out"};
     });
   }
@@ -283,7 +283,7 @@ void BlockIndex::back(int32_t block, ContentVersion version, StoreId store, Slot
   backing.generations[static_cast<size_t>(store)] = record->generation;
 }
 
-Places BlockIndex::backing(int32_t block, ContentVersion version) const {
+BlockLocations BlockIndex::backing(int32_t block, ContentVersion version) const {
   if (block < 0 || block >= options_.device_blocks || version == ContentVersion::kNone) return {};
   const Backing& backing = backings_[block];
   if (backing.version != version) return {};

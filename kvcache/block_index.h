@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "base/event.h"
-#include "kvcache/block_places.h"
+#include "kvcache/block_locations.h"
 #include "kvcache/block_state.h"
 #include "kvcache/flat_array.h"
 #include "kvcache/key_table.h"
@@ -74,9 +74,9 @@ class BlockIndex {
 
   // Where the blocks of a chain are, up to the first that is nowhere, whose number is returned. One probe a key for all
   // stores. What is found is not kept: pin it before anything else is reserved.
-  size_t run(std::span<const BlockKey> chain, std::span<Places> places) const;
+  size_t run(std::span<const BlockKey> chain, std::span<BlockLocations> places) const;
   // Where each of them is, whether the others are anywhere or not.
-  void find_each(std::span<const BlockKey> keys, std::span<Places> places) const;
+  void find_each(std::span<const BlockKey> keys, std::span<BlockLocations> places) const;
   // While it is hidden, nothing is found in the remote store: it does not answer.
   void hide_remote(bool hidden) { remote_hidden_ = hidden; }
   // It is asked for soon.
@@ -101,7 +101,7 @@ class BlockIndex {
 
   // The visible slot has the bytes that the device block has now. kNone or another version: nothing has them.
   void back(int32_t block, ContentVersion version, StoreId store, Slot slot);
-  Places backing(int32_t block, ContentVersion version) const;
+  BlockLocations backing(int32_t block, ContentVersion version) const;
   // No key of this space is found or taken any more; what it has goes first. Takes time for all slots.
   // kResourceExhausted: no memory; nothing has changed.
   Status retire(uint32_t space);

@@ -44,7 +44,7 @@ struct BlockIdentity {
   friend bool operator==(const BlockIdentity&, const BlockIdentity&) = default;
 };
 
-// Its key in a key space: its hash, and 128 bits of SHA-256 over the same fields.
+// Its key in a namespace: its hash, and 128 bits of SHA-256 over the same fields.
 BlockKey key_of(const BlockIdentity& identity, uint32_t space);
 
 struct BlockPoolOptions {

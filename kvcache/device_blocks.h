@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <span>
 
-#include "kvcache/block_places.h"
+#include "kvcache/block_locations.h"
 
 namespace torpor {
 

@@ -19,7 +19,7 @@ bool OffloadScheduler::is_committed(uint64_t candidate) const {
 
 Result<CancelledCandidate> OffloadScheduler::cancel(uint64_t candidate) {
   const bool committed = is_committed(candidate);
-  if (candidate >> 48 == static_cast<uint64_t>(Way::kUp) && (committed || queue_.has(candidate))) {
+  if (candidate >> 48 == static_cast<uint64_t>(Way::kOnboard) && (committed || queue_.has(candidate))) {
     return Error{.code = Code::kFailedPrecondition,
                  .what = fmt::format("candidate {} is a load: a request waits for its blocks", candidate),
                  .next_step = "abort the request"};
@@ -33,9 +33,9 @@ Result<CancelledCandidate> OffloadScheduler::cancel(uint64_t candidate) {
 
 DroppedKeys OffloadScheduler::drop(std::span<const BlockKey> keys, StoreId store) {
   DroppedKeys all;
-  std::vector<Places> places(keys.size());
+  std::vector<BlockLocations> places(keys.size());
   index_->find_each(keys, places);
-  for (const Places& each : places) {
+  for (const BlockLocations& each : places) {
     const Slot slot = store == StoreId::kHost ? each.host : each.disk;
     if (slot < 0) {
       ++all.absent;
@@ -54,7 +54,7 @@ Result<MovedKeys> OffloadScheduler::move_on(std::span<const BlockKey> keys) {
                  .what = "there is no disk below host memory",
                  .next_step = "give the engine a disk tier"};
   }
-  std::vector<Places> places(keys.size());
+  std::vector<BlockLocations> places(keys.size());
   index_->find_each(keys, places);
   std::vector<QueuedBlock> queued;
   for (size_t i = 0; i < keys.size(); ++i) {
@@ -66,7 +66,7 @@ Result<MovedKeys> OffloadScheduler::move_on(std::span<const BlockKey> keys) {
   // One candidate, which can be cancelled: as urgent as the most urgent of its blocks.
   const auto by_priority = [](const QueuedBlock& a, const QueuedBlock& b) { return a.priority < b.priority; };
   const int32_t priority = std::max_element(queued.begin(), queued.end(), by_priority)->priority;
-  const TransferHandle handle = queue_.enqueue({.way = Way::kOn, .priority = priority}, queued, queued.size(),
+  const TransferHandle handle = queue_.enqueue({.way = Way::kDemote, .priority = priority}, queued, queued.size(),
                                                BlockOutcome::kFiltered, clock_.now());
   return MovedKeys{.candidate = handle.number(), .blocks = queued.size()};
 }

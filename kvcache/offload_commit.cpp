@@ -31,8 +31,8 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
     queue_.set_held_aside(clock_.now());
     commit_loads(flush);
     commit_down(flush);
-    commit_on(Way::kOn, StoreId::kDisk, flush);
-    commit_on(Way::kOut, StoreId::kRemote, flush);
+    commit_on(Way::kDemote, StoreId::kDisk, flush);
+    commit_on(Way::kPublish, StoreId::kRemote, flush);
     commit_asks();
     commit_again();
     return ok();
@@ -89,15 +89,15 @@ OffloadScheduler::PlannedBatch* OffloadScheduler::planned(uint64_t id) {
 
 // A load is a job for each store that it comes from.
 void OffloadScheduler::commit_loads(bool flush) {
-  for (OffloadQueue::Next next; (next = queue_.next(Way::kUp, clock_.now(), flush)).blocks > 0;) {
+  for (OffloadQueue::Next next; (next = queue_.next(Way::kOnboard, clock_.now(), flush)).blocks > 0;) {
     make_room(next.blocks, next.containers);
     for (std::string& name : names_) name = at(next.owner).id;
-    queue_.commit(Way::kUp, next, batch_);
+    queue_.commit(Way::kOnboard, next, batch_);
     for (const StoreId store : {StoreId::kHost, StoreId::kDisk, StoreId::kRemote}) {
       PlannedBatch* batch = nullptr;
       for (size_t i = 0; i < batch_.blocks.size(); ++i) {
         if (batch_.blocks[i].store != store) continue;
-        if (batch == nullptr) batch = &new_batch(Way::kUp, store);
+        if (batch == nullptr) batch = &new_batch(Way::kOnboard, store);
         batch->blocks.push_back({.queued = batch_.blocks[i], .at = static_cast<int32_t>(i)});
       }
       if (batch == nullptr) continue;
@@ -112,9 +112,9 @@ void OffloadScheduler::commit_loads(bool flush) {
 }
 
 void OffloadScheduler::commit_down(bool flush) {
-  for (OffloadQueue::Next next; (next = queue_.next(Way::kDown, clock_.now(), flush)).blocks > 0;) {
+  for (OffloadQueue::Next next; (next = queue_.next(Way::kOffload, clock_.now(), flush)).blocks > 0;) {
     make_room(next.blocks, next.containers);
-    queue_.commit(Way::kDown, next, batch_);
+    queue_.commit(Way::kOffload, next, batch_);
     for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) commit_into(store);
   }
 }
@@ -149,10 +149,10 @@ void OffloadScheduler::commit_into(StoreId store) {
       const BlockOutcome outcome = held_[number] == 0 ? BlockOutcome::kEvicted : reserve(queued, store, slot);
       if (outcome != BlockOutcome::kTransferred) {
         if (held_[number] != 0 && options_.mode == OffloadMode::kEager) device_.release({&queued.block, 1});
-        queue_.end(owner.ticket, Way::kDown, outcome, 1);
+        queue_.end(owner.ticket, Way::kOffload, outcome, 1);
         continue;
       }
-      if (batch == nullptr) batch = &new_batch(Way::kDown, store);
+      if (batch == nullptr) batch = &new_batch(Way::kOffload, store);
       batch->blocks.push_back({.queued = queued});
       batch->blocks.back().queued.slot = slot;
       ++taken;
@@ -164,7 +164,7 @@ void OffloadScheduler::commit_into(StoreId store) {
 
 BlockOutcome OffloadScheduler::reserve(const QueuedBlock& block, StoreId store, Slot& slot) {
   if (!accepting(store)) return BlockOutcome::kDegraded;
-  if (store == StoreId::kDisk) keep_used();
+  if (store == StoreId::kDisk) reinsert_used();
   const Result<Slot> reserved = index_->reserve(store, &block.key);
   if (reserved) {
     slot = *reserved;
@@ -175,7 +175,7 @@ BlockOutcome OffloadScheduler::reserve(const QueuedBlock& block, StoreId store, 
 
 // Segments go oldest first, whatever was used of them. So when the last free one is begun, what was used of the next
 // one to go, and is nowhere else, is appended again, as far as there is room: what nobody used goes, as by LRU.
-void OffloadScheduler::keep_used() {
+void OffloadScheduler::reinsert_used() {
   const int64_t room = index_->disk_room();
   const bool begun = room > std::exchange(disk_room_, room);  // a segment has gone since
   if (!begun || room >= options_.index.segment_slots || options_.index.disk_segments < kFewSegments) return;
@@ -202,7 +202,7 @@ void OffloadScheduler::keep_used() {
 void OffloadScheduler::commit_again() {
   if (again_.empty()) return;
   make_room(again_.size(), 0);
-  PlannedBatch& batch = new_batch(Way::kOn, StoreId::kDisk);
+  PlannedBatch& batch = new_batch(Way::kDemote, StoreId::kDisk);
   batch.from = StoreId::kDisk;
   batch.blocks.swap(again_);  // which was empty
   plan(batch, PlanKind::kMove);
@@ -218,7 +218,7 @@ void OffloadScheduler::commit_on(Way way, StoreId store, bool flush) {
       uint32_t taken = 0;
       for (uint32_t i = 0; i < owner.count; ++i) {
         const QueuedBlock& queued = batch_.blocks[block++];
-        Places places;
+        BlockLocations places;
         (void)index_->run({&queued.key, 1}, {&places, 1});
         const bool there = (store == StoreId::kDisk ? places.disk : places.remote) >= 0;
         BlockOutcome outcome = there ? BlockOutcome::kPresent : BlockOutcome::kEvicted;
@@ -309,16 +309,16 @@ void OffloadScheduler::count(PlannedBatch& batch, const JobReport& job, const Tr
 
 void OffloadScheduler::end(PlannedBatch& batch) {
   switch (batch.way) {
-    case Way::kDown: end_down(batch); break;
-    case Way::kOn:
-    case Way::kOut: end_on(batch); break;
-    case Way::kUp: end_up(batch); break;
-    case Way::kAsk: end_ask(batch); break;
+    case Way::kOffload: end_down(batch); break;
+    case Way::kDemote:
+    case Way::kPublish: end_on(batch); break;
+    case Way::kOnboard: end_up(batch); break;
+    case Way::kLookup: end_ask(batch); break;
   }
   end_owners(batch);
   queue_.job_ended(batch.way);
   note_time(times_.batches[static_cast<size_t>(batch.way)], batch.planned_at);
-  if (batch.way == Way::kDown) {  // without memory for that they stay in host memory alone
+  if (batch.way == Way::kOffload) {  // without memory for that they stay in host memory alone
     for (const StoreId store : {StoreId::kDisk, StoreId::kRemote})
       (void)try_catch([&]() -> Status { return send_on(batch, store), ok(); });
   }
@@ -427,7 +427,7 @@ void OffloadScheduler::send_on(const PlannedBatch& batch, StoreId store) {
     queued_.push_back(block.queued);
     queued_.back().store = store;
   }
-  enqueue_by_priority(store == StoreId::kDisk ? Way::kOn : Way::kOut);
+  enqueue_by_priority(store == StoreId::kDisk ? Way::kDemote : Way::kPublish);
 }
 
 // Blocks of one batch stand by their priority already.

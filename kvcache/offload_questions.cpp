@@ -19,9 +19,9 @@ size_t OffloadScheduler::ask(uint32_t number, std::span<const BlockKey> keys) {
   }
   const size_t size = question.keys.size();
   if (size == 0) return 0;
-  const int64_t waiting = queue_.jobs_under_way(Way::kAsk) + static_cast<int64_t>(asks_.size());
+  const int64_t waiting = queue_.jobs_under_way(Way::kLookup) + static_cast<int64_t>(asks_.size());
   if (waiting >= options_.queue.loading_batches) {
-    queue_.count(Way::kAsk, BlockOutcome::kQueueFull, size);
+    queue_.count(Way::kLookup, BlockOutcome::kQueueFull, size);
     return 0;
   }
   question.number = ++questions_;
@@ -34,7 +34,7 @@ void OffloadScheduler::commit_asks() {
   while (!asks_.empty()) {
     const Question& question = asks_.back();
     make_room(question.keys.size(), 0);
-    PlannedBatch& batch = new_batch(Way::kAsk, StoreId::kRemote);
+    PlannedBatch& batch = new_batch(Way::kLookup, StoreId::kRemote);
     batch.request = question.request;
     batch.question = question.number;
     for (const BlockKey& key : question.keys)
@@ -47,7 +47,7 @@ void OffloadScheduler::commit_asks() {
 // What every rank found there is found here, too.
 void OffloadScheduler::end_ask(PlannedBatch& batch) {
   for (const JobBlock& block : batch.blocks) {
-    queue_.count(Way::kAsk, block.outcome, 1);
+    queue_.count(Way::kLookup, block.outcome, 1);
     if (block.outcome != BlockOutcome::kTransferred || block.queued.key.space != space_) continue;
     const Result<Slot> slot = index_->reserve(StoreId::kRemote, &block.queued.key);
     if (!slot) continue;  // another request has asked for it, or all is pinned

@@ -9,11 +9,11 @@ namespace torpor {
 
 std::string_view name(Way way) {
   switch (way) {
-    case Way::kUp: return "onboard";
-    case Way::kDown: return "offload";
-    case Way::kOn: return "demote";
-    case Way::kOut: return "publish";
-    case Way::kAsk: return "lookup";
+    case Way::kOnboard: return "onboard";
+    case Way::kOffload: return "offload";
+    case Way::kDemote: return "demote";
+    case Way::kPublish: return "publish";
+    case Way::kLookup: return "lookup";
   }
   return "?";
 }
@@ -111,9 +111,9 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   if (offered > blocks.size()) end(ticket, how.way, filtered, offered - blocks.size());
   if (blocks.empty()) return handle;
   // What goes on and out waits beside the others, so that a slow disk or network does not keep blocks from host memory.
-  const bool beside = how.way == Way::kOn || how.way == Way::kOut;
-  const int64_t before =
-      beside ? in_queue(how.way).blocks : queued_blocks_ - in_queue(Way::kOn).blocks - in_queue(Way::kOut).blocks;
+  const bool beside = how.way == Way::kDemote || how.way == Way::kPublish;
+  const int64_t before = beside ? in_queue(how.way).blocks
+                                : queued_blocks_ - in_queue(Way::kDemote).blocks - in_queue(Way::kPublish).blocks;
   if (before + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
     end(ticket, how.way, BlockOutcome::kQueueFull, blocks.size());
     return handle;
@@ -302,12 +302,12 @@ void OffloadQueue::set_held_aside(Time now) {
 }
 
 bool OffloadQueue::has_room(Way way) const {
-  if (way == Way::kUp) return under_way_[static_cast<size_t>(way)] < options_.loading_batches;
+  if (way == Way::kOnboard) return under_way_[static_cast<size_t>(way)] < options_.loading_batches;
   return under_way_[static_cast<size_t>(way)] < options_.max_concurrent_transfers + options_.on_deck_batches;
 }
 
 bool OffloadQueue::is_due(const InQueue& queue, Way way, Time now) const {
-  if (way == Way::kUp || queue.blocks >= options_.min_batch_size) return true;
+  if (way == Way::kOnboard || queue.blocks >= options_.min_batch_size) return true;
   return std::any_of(queue.levels.begin(), queue.levels.end(), [&](const Level& level) {
     return now - containers_[static_cast<size_t>(level.first)].ready_since >= options_.flush_interval;
   });
@@ -326,7 +326,7 @@ OffloadQueue::Next OffloadQueue::next(Way way, Time now, bool flush) {
       if (next.blocks == 0) next.owner = each.ticket->owner;
       next.blocks += each.blocks.size();
       ++next.containers;
-      if (way == Way::kUp) return next;  // a request's load is a job of its own
+      if (way == Way::kOnboard) return next;  // a request's load is a job of its own
     }
   }
   return next;

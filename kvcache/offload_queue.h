@@ -30,7 +30,7 @@
 
 #include "base/event.h"
 #include "base/status.h"
-#include "kvcache/block_places.h"
+#include "kvcache/block_locations.h"
 #include "offload/outcome.h"
 
 namespace torpor {
@@ -49,7 +49,7 @@ struct OffloadQueueOptions {
   Status validate() const;         // kInvalidArgument names the option
 };
 
-enum class Way : uint8_t { kUp, kDown, kOn, kOut, kAsk };
+enum class Way : uint8_t { kOnboard, kOffload, kDemote, kPublish, kLookup };
 inline constexpr int kWays = 5;
 std::string_view name(Way way);  // "onboard", "offload", "demote", "publish", "lookup"
 
@@ -126,7 +126,7 @@ class OffloadQueue {
   using Ticket = std::shared_ptr<detail::TransferTicket>;
   using Time = std::chrono::nanoseconds;
   struct Enqueue {
-    Way way = Way::kDown;
+    Way way = Way::kOffload;
     uint64_t after_step = 0;  // the precondition; 0: none
     int32_t priority = 0;     // higher ones first, equal ones in order
     uint32_t owner = UINT32_MAX;
@@ -202,7 +202,7 @@ class OffloadQueue {
   struct Container {
     std::vector<QueuedBlock> blocks;
     Ticket ticket;
-    Way way = Way::kDown;
+    Way way = Way::kOffload;
     int32_t priority = 0;
     uint64_t after_step = 0;
     Time ready_since{};

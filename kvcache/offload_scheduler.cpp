@@ -9,11 +9,11 @@
 namespace torpor {
 namespace {
 
-StoreId nearest(const Places& places) {
+StoreId nearest(const BlockLocations& places) {
   if (places.host >= 0) return StoreId::kHost;
   return places.disk >= 0 ? StoreId::kDisk : StoreId::kRemote;
 }
-Slot slot_in(const Places& places, StoreId store) {
+Slot slot_in(const BlockLocations& places, StoreId store) {
   if (store == StoreId::kHost) return places.host;
   return store == StoreId::kDisk ? places.disk : places.remote;
 }
@@ -150,9 +150,9 @@ int32_t OffloadScheduler::match(uint32_t number, std::span<const BlockKey> chain
   const std::span<const BlockKey> rest = chain.subspan(have);
   places_.resize(std::max(places_.size(), rest.size()));
   const size_t found = index_->run(rest, std::span(places_).first(rest.size()));
-  const std::span<const Places> run = std::span(places_).first(found);
+  const std::span<const BlockLocations> run = std::span(places_).first(found);
   const auto on_host = static_cast<uint64_t>(
-      std::count_if(run.begin(), run.end(), [](const Places& places) { return places.host >= 0; }));
+      std::count_if(run.begin(), run.end(), [](const BlockLocations& places) { return places.host >= 0; }));
   (void)port_.record({.type = EventType::kHit,
                       .request = event_request(number),
                       .a = rest.size(),
@@ -184,7 +184,7 @@ TransferHandle OffloadScheduler::allocated(uint32_t number, std::span<const int3
   }
   request.stage = RequestStage::kOnboarding;
   request.load_began = clock_.now();
-  return queue_.enqueue({.way = Way::kUp, .priority = request.priority, .owner = number}, queued_, queued_.size(),
+  return queue_.enqueue({.way = Way::kOnboard, .priority = request.priority, .owner = number}, queued_, queued_.size(),
                         BlockOutcome::kFiltered, clock_.now());
 }
 
@@ -215,7 +215,7 @@ void OffloadScheduler::loaded(uint32_t number, std::span<const int32_t> blocks) 
   for (size_t i = 0; i < std::min(blocks.size(), request.pinned.size()); ++i) {
     const Pinned& pinned = request.pinned[i];
     const ContentVersion version = device_.version(blocks[i]);
-    Places places;
+    BlockLocations places;
     if (!pinned.good || version == ContentVersion::kNone || index_->run({&pinned.key, 1}, {&places, 1}) == 0) continue;
     const Slot slot = slot_in(places, pinned.store);
     if (slot == pinned.slot) index_->back(blocks[i], version, pinned.store, slot);
@@ -275,7 +275,7 @@ TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
     queued_.clear();
     filtered = BlockOutcome::kPolicyTimeout;
   }
-  return queue_.enqueue({.way = Way::kDown, .after_step = offer.after_step, .priority = offer.priority}, queued_,
+  return queue_.enqueue({.way = Way::kOffload, .after_step = offer.after_step, .priority = offer.priority}, queued_,
                         size - without_version, filtered, now);
 }
 
@@ -305,7 +305,7 @@ Status OffloadScheduler::reset() {
   ++space_;
   queue_.end_all(BlockOutcome::kCancelled);
   for (const Question& question : std::exchange(asks_, {}))
-    queue_.count(Way::kAsk, BlockOutcome::kCancelled, question.keys.size());
+    queue_.count(Way::kLookup, BlockOutcome::kCancelled, question.keys.size());
   for (Request& request : requests_) {
     request.asked = 0;
     if (!request.used || request.stage != RequestStage::kOnboardStaged) continue;

@@ -146,7 +146,7 @@ class OffloadScheduler {
   void loaded(uint32_t request, std::span<const int32_t> blocks);
   // False: a load is still writing into its blocks, they stay until take_loads() names it; the number ends with that.
   bool finished(uint32_t request);
-  // Another key space from now on: nothing of before is found, what is queued ends as kCancelled. At once; jobs under
+  // Another namespace from now on: nothing of before is found, what is queued ends as kCancelled. At once; jobs under
   // way end in their own time. The ranks open the space, too.
   Status reset();
   uint32_t space() const { return space_; }
@@ -198,13 +198,13 @@ class OffloadScheduler {
   };
   struct JobBlock {
     QueuedBlock queued;
-    Slot from = -1;   // kOn: the slot that it comes from
-    int32_t at = -1;  // kUp: which of the request's
+    Slot from = -1;   // kDemote: the slot that it comes from
+    int32_t at = -1;  // kOnboard: which of the request's
     BlockOutcome outcome = BlockOutcome::kTransferred;
   };
   struct PlannedBatch {
     uint64_t id = 0;  // 0: the place is free
-    Way way = Way::kDown;
+    Way way = Way::kOffload;
     StoreId store = StoreId::kHost;  // target; up: source
     StoreId from = StoreId::kHost;   // on: source
     uint32_t request = 0;            // up, ask
@@ -245,7 +245,7 @@ class OffloadScheduler {
   void commit_on(Way way, StoreId store, bool flush);
   void commit_asks();
   void commit_into(StoreId store);
-  void keep_used();
+  void reinsert_used();
   void commit_again();
   BlockOutcome reserve(const QueuedBlock& block, StoreId store, Slot& slot);
   void plan(PlannedBatch& batch, PlanKind kind);
@@ -297,7 +297,7 @@ class OffloadScheduler {
   OffloadTimes times_;
   std::array<std::pair<uint64_t, uint64_t>, 2> told_{};  // host memory and disk, in an event
   // Of one call; they keep their memory.
-  std::vector<Places> places_;
+  std::vector<BlockLocations> places_;
   std::vector<QueuedBlock> queued_;
   OffloadQueue::Batch batch_;
   std::vector<int32_t> blocks_;

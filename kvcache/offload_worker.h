@@ -52,7 +52,7 @@ class OffloadWorker {
                                                        std::unique_ptr<SlotStore> remote = nullptr);
   ~OffloadWorker();
 
-  // Keys with this number belong to the key space with this digest from now on, in the remote store to `shared`; none
+  // Keys with this number belong to the namespace with this digest from now on, in the remote store to `shared`; none
   // of before is put any more.
   void open_space(uint32_t space, const Digest& digest, const Digest& shared = {});
   // What the store on disk has of this space and all ranks must agree on; before the first plan, once.

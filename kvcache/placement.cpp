@@ -22,7 +22,7 @@ class OptionPlacement final : public Placement {
     if (options_.remote && options_.host && candidate.places.remote < 0) mask.add(StoreId::kRemote);
     return mask;
   }
-  bool worth_loading(int64_t tokens, std::span<const Places>) const override {
+  bool worth_loading(int64_t tokens, std::span<const BlockLocations>) const override {
     return tokens >= options_.min_prefix_tokens;
   }
 

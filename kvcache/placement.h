@@ -9,7 +9,7 @@
 #include <memory>
 #include <span>
 
-#include "kvcache/block_places.h"
+#include "kvcache/block_locations.h"
 #include "kvcache/flat_array.h"
 
 namespace torpor {
@@ -30,8 +30,8 @@ class StoreMask {
 
 struct Candidate {
   const BlockKey& key;
-  uint32_t uses = 0;  // requests that had it, this one included; 0: nobody counts
-  Places places;      // where it is already
+  uint32_t uses = 0;      // requests that had it, this one included; 0: nobody counts
+  BlockLocations places;  // where it is already
 };
 
 class Placement {
@@ -40,7 +40,7 @@ class Placement {
   // Where the block shall be. Host memory and others: there first, and on from there. Empty: a policy says no.
   virtual StoreMask wanted(const Candidate& candidate) const = 0;
   // Else the tokens are computed.
-  virtual bool worth_loading(int64_t tokens, std::span<const Places> run) const = 0;
+  virtual bool worth_loading(int64_t tokens, std::span<const BlockLocations> run) const = 0;
 };
 
 struct PlacementOptions {

@@ -15,7 +15,7 @@
 
 #include "base/status.h"
 #include "base/value.h"
-#include "kvcache/block_places.h"
+#include "kvcache/block_locations.h"
 #include "offload/outcome.h"
 #include "offload/transfer_priority.h"
 

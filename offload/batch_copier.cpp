@@ -74,12 +74,12 @@ struct BatchCopier::Place {
 };
 
 BatchCopier::BatchCopier(DeviceMemory& device, HostArena& arena, std::atomic<bool>& quarantined, StreamId stream,
-                         std::unique_ptr<Places> places)
+                         std::unique_ptr<BlockLocations> places)
     : device_(device), arena_(arena), quarantined_(quarantined), stream_(stream), places_(std::move(places)) {}
 
 Result<std::unique_ptr<BatchCopier>> BatchCopier::create(DeviceMemory& device, HostArena& arena,
                                                          std::atomic<bool>& quarantined) {
-  auto places = std::make_unique<Places>();
+  auto places = std::make_unique<BlockLocations>();
   TORPOR_ASSIGN_OR_RETURN(const StreamId stream, device.create_stream());
   Result<std::unique_ptr<BatchCopier>> made = try_catch([&]() -> Result<std::unique_ptr<BatchCopier>> {
     return std::unique_ptr<BatchCopier>(new BatchCopier(device, arena, quarantined, stream, std::move(places)));
@@ -99,10 +99,10 @@ BatchCopier::~BatchCopier() {
     HostArena::quarantine(std::move(place.staging));
   }
   // Digests of copies that may still be running: they stay until the process ends, and can be seen to be meant to.
-  Places* const kept_places = places_.release();
+  BlockLocations* const kept_places = places_.release();
   (void)try_catch([&]() -> Status {
     static std::mutex mutex;
-    static auto* const kept = new std::vector<Places*>();
+    static auto* const kept = new std::vector<BlockLocations*>();
     const std::lock_guard lock(mutex);
     kept->push_back(kept_places);
     return ok();

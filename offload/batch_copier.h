@@ -54,9 +54,9 @@ class BatchCopier {
 
  private:
   struct Place;
-  using Places = std::array<Place, 2>;
+  using BlockLocations = std::array<Place, 2>;
   BatchCopier(DeviceMemory& device, HostArena& arena, std::atomic<bool>& quarantined, StreamId stream,
-              std::unique_ptr<Places> places);
+              std::unique_ptr<BlockLocations> places);
   Status usable() const;
   Status stage(Place& place);
   Status prepare(Place& place);
@@ -76,7 +76,7 @@ class BatchCopier {
   HostArena& arena_;
   std::atomic<bool>& quarantined_;
   const StreamId stream_;
-  std::unique_ptr<Places> places_;
+  std::unique_ptr<BlockLocations> places_;
   uint64_t begun_ = 0;
   uint64_t finished_ = 0;
 };

@@ -22,12 +22,12 @@ using StoreSlot = int64_t;
 struct BlockKey {
   std::array<uint8_t, 32> hash{};  // the engine's, chained; shorter ones are padded with zeros
   uint32_t group = 0;              // KV cache group
-  uint32_t space = 0;              // number of a key space that this process has opened (SlotStore::open_space)
+  uint32_t space = 0;              // number of a namespace that this process has opened (SlotStore::open_space)
   friend bool operator==(const BlockKey&, const BlockKey&) = default;
 };
 
 // Its digest stands beside stored bytes; what has another one is a miss, never an error. A change of weights opens
-// another key space.
+// another namespace.
 struct KeySpace {
   Digest model;
   Digest weights;

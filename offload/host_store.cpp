@@ -21,7 +21,7 @@ uint64_t bytes_of_slot(uint64_t slot_bytes, Codec codec) {
                                : align_up(slot_bytes - slot_bytes / 64 * 15, kPackedAlignment);
 }
 
-uint64_t whole_places(uint64_t slots, Codec codec) { return codec == Codec::kNone ? 0 : slots / kSlotsOfWhole + 1; }
+uint64_t overflow_slots(uint64_t slots, Codec codec) { return codec == Codec::kNone ? 0 : slots / kSlotsOfWhole + 1; }
 
 }  // namespace
 
@@ -29,7 +29,7 @@ uint64_t HostStoreOptions::bytes() const {
   if (slots < 1 || slot_bytes == 0 || slot_bytes > kGiB || (codec != Codec::kNone && codec != Codec::kBf16)) return 0;
   const auto many = static_cast<uint64_t>(slots);
   const bool given = whole && codec != Codec::kNone;
-  const uint64_t places = given ? static_cast<uint64_t>(std::max(*whole, 0)) : whole_places(many, codec);
+  const uint64_t places = given ? static_cast<uint64_t>(std::max(*whole, 0)) : overflow_slots(many, codec);
   return many * bytes_of_slot(slot_bytes, codec) + places * align_up(slot_bytes, kPage);
 }
 
@@ -61,8 +61,8 @@ uint64_t HostStore::slots_in(uint64_t bytes, uint64_t slot_bytes, Codec codec) {
   const uint64_t each = bytes_of_slot(slot_bytes, codec);
   const uint64_t whole = align_up(slot_bytes, kPage);
   uint64_t slots = bytes / each;
-  while (slots > 0 && slots * each + whole_places(slots, codec) * whole > bytes)
-    slots -= std::max<uint64_t>(1, (slots * each + whole_places(slots, codec) * whole - bytes) / (2 * each));
+  while (slots > 0 && slots * each + overflow_slots(slots, codec) * whole > bytes)
+    slots -= std::max<uint64_t>(1, (slots * each + overflow_slots(slots, codec) * whole - bytes) / (2 * each));
   return slots;
 }
 

@@ -27,7 +27,7 @@ struct SegmentHeader {
   uint64_t number = 0;  // of the file's name
   int32_t rank = 0;
   int32_t slots = 0;  // a segment
-  Digest space;       // of the key space
+  Digest space;       // of the namespace
   SealId id{};        // random
   Protection protection = Protection::kNone;
   KeyName key_name{};  // zero without a key

@@ -131,8 +131,8 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint64_t number, uint32_
       if (found->second->state != Segment::State::kOpen) return segment_closed(number);
       if (found->second->space == space) return found->second;
       return Error{.code = Code::kInvalidArgument,
-                   .what = fmt::format("{} has keys of another key space", segment_name(number)),
-                   .next_step = "use slots of a new segment for a new key space"};
+                   .what = fmt::format("{} has keys of another namespace", segment_name(number)),
+                   .next_step = "use slots of a new segment for a new namespace"};
     }
     TORPOR_ASSIGN_OR_RETURN(segment, begin_segment(number, space));
   }
@@ -165,7 +165,7 @@ Result<SegmentStore::SegmentPtr> SegmentStore::begin_segment(uint64_t number, ui
   if (number > kMostSegmentNumber) return no_more_numbers();
   if (digest == spaces_.end()) {
     return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("key space {} was not opened", space),
+                 .what = fmt::format("namespace {} was not opened", space),
                  .next_step = "open it first"};
   }
   if (options_.budget_bytes != 0 && health_.held_bytes + capacity_ > options_.budget_bytes) {

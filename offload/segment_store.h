@@ -65,7 +65,7 @@ class SegmentStore final : public SlotStore {
   // Whole segments are gone at once; their files with the next put() or sync(), on whose thread that is.
   void drop(std::span<const SlotRange> ranges) override;
   Status sync() override;
-  // Segments of other key spaces, of other options and with unknown keys are removed: nobody could count or evict them.
+  // Segments of other namespaces, of other options and with unknown keys are removed: nobody could count or evict them.
   // What could not be read is left where it is, and not found.
   Result<std::vector<RecoveredSlot>> recover(uint32_t space) override;
   // Hard links; copies of the records where links are refused, which is said once in the log.

@@ -226,7 +226,7 @@ Result<std::vector<RecoveredSlot>> SegmentStore::recover(uint32_t space) {
     const MutexLock lock(mutex_);
     if (!spaces_.contains(space))
       return Error{.code = Code::kFailedPrecondition,
-                   .what = fmt::format("key space {} was not opened", space),
+                   .what = fmt::format("namespace {} was not opened", space),
                    .next_step = "open it first"};
   }
   const Status done = try_catch([&]() -> Status {
@@ -301,7 +301,7 @@ Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint64_t number, uin
       header.slots != traits_.slots_per_segment ||
       (segment->seal != nullptr && (header.protection == Protection::kEncrypted) != options_.encrypt)) {
     return Error{.code = Code::kIncompatible,
-                 .what = "it is of another key space, another rank or another size",
+                 .what = "it is of another namespace, another rank or another size",
                  .next_step = "compute its blocks again"};
   }
   segment->places.resize(static_cast<size_t>(header.slots));

@@ -127,7 +127,7 @@ Status SegmentStore::encode(std::span<RecordPart* const> parts, const RecordFile
   return ok();
 }
 
-// Places behind what was reserved before. Parts whose slots are used already leave the batch.
+// BlockLocations behind what was reserved before. Parts whose slots are used already leave the batch.
 Status SegmentStore::reserve(Segment& segment, Batch& batch) {
   const MutexLock lock(mutex_);
   if (segment.state != Segment::State::kOpen) return segment_closed(segment.header.number);

@@ -87,7 +87,7 @@ class SlotStore : public RecordStore {
  public:
   // Slots from here on were never used when the store was opened.
   virtual StoreSlot first_slot() const { return 0; }
-  // Keys with this number belong to the key space with this digest from now on.
+  // Keys with this number belong to the namespace with this digest from now on.
   virtual void open_space(uint32_t space, const Digest& digest) = 0;
   // False while it would be useless to put anything: a medium that fails is tried again after a while.
   virtual bool accepting() const { return true; }
@@ -112,8 +112,8 @@ class SlotStore : public RecordStore {
   // All that was put before is as safe as this store makes it. What cannot be made safe is dropped.
   virtual Status sync() = 0;
 
-  // Durable: everything of this key space that can be believed, as put() had it. Bytes are proven when they are read,
-  // so what was not synced may turn out damaged. What is of another key space is removed.
+  // Durable: everything of this namespace that can be believed, as put() had it. Bytes are proven when they are read,
+  // so what was not synced may turn out damaged. What is of another namespace is removed.
   virtual Result<std::vector<RecoveredSlot>> recover(uint32_t space);
   // Durable: keeps the records beyond drop() and beyond this process: the files that hold them appear in `into`.
   // kFailedPrecondition: one of them was not synced. The caller syncs `into`.

@@ -20,7 +20,7 @@ struct BlockFrame {
   std::array<uint8_t, 32> hash{};
   uint32_t group = 0;
   int32_t rank = 0;
-  Digest space;        // of the key space
+  Digest space;        // of the namespace
   uint64_t bytes = 0;  // before encoding
   uint64_t stored = 0;
   Digest digest;  // of the bytes before encoding

@@ -85,7 +85,7 @@ Status BlockStore::address(RecordPart& part, Item& item) const {
   }
   if (!space) {
     return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("key space {} is not open in the remote store", key.space),
+                 .what = fmt::format("namespace {} is not open in the remote store", key.space),
                  .next_step = "this is a mistake in the calling code"};
   }
   item.part = &part;

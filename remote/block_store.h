@@ -2,7 +2,7 @@
 // BlockStore: what all stores of KV blocks on other machines have in common, whatever they speak with them (RespStore,
 // MooncakeStore): what one engine computed, another finds.
 //
-// A block is a value of its own, under a key that names its key space, rank, group and hash (remote/block_frame.h):
+// A block is a value of its own, under a key that names its namespace, rank, group and hash (remote/block_frame.h):
 // engines with other weights, layouts or ranks never meet. Blocks are created, never changed; the server forgets what
 // it has no room for. What comes back is compared with what it should be, and with its digest, whoever wrote it; what
 // is damaged is removed there.
@@ -102,7 +102,7 @@ class BlockStore : public SlotStore {
   const BlockStoreOptions options_;
   const StoreTraits traits_;
   const SealId seal_id_;
-  const Digest space_salt_;  // of the key: who has another one has other key spaces
+  const Digest space_salt_;  // of the key: who has another one has other namespaces
   std::atomic<uint64_t> sealed_ = 0;
   mutable Mutex mutex_;  // never held over a call of the server
   std::map<uint32_t, Digest> spaces_ TORPOR_GUARDED_BY(mutex_);

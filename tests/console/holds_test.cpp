@@ -101,12 +101,12 @@ TEST_F(HoldsTest, ACandidateIsNotPromotedUntilItsStopEnds) {
   (void)ask("breakpoint.add", {{"type", "candidate"}, {"to", "promoted"}, {"way", "offload"}, {"alone", true}});
   add("a", 1);
   (void)go(20);
-  EXPECT_EQ(counted(Way::kDown, BlockOutcome::kTransferred), 0u);
+  EXPECT_EQ(counted(Way::kOffload, BlockOutcome::kTransferred), 0u);
   EXPECT_GT(run_.engine().offload()->queue().queued_blocks(), 0);
   ASSERT_SUCCEEDS(run_.engine().offload()->queue().check());
   (void)ask("resume");
   (void)go(20);
-  EXPECT_GT(counted(Way::kDown, BlockOutcome::kTransferred), 0u);
+  EXPECT_GT(counted(Way::kOffload, BlockOutcome::kTransferred), 0u);
   ASSERT_SUCCEEDS(run_.engine().offload()->queue().check());
 }
 
@@ -168,7 +168,7 @@ TEST_F(HoldsTest, AHeldCandidateCanBeCancelledAndACommittedOneCannot) {
   const json first = candidates()[0];
   const json done = ask("transfer.cancel", {{"candidate", first["candidate"]}});
   EXPECT_EQ(done["blocks"], first["blocks"]) << done;
-  EXPECT_EQ(counted(Way::kDown, BlockOutcome::kCancelled), first["blocks"].get<uint64_t>());
+  EXPECT_EQ(counted(Way::kOffload, BlockOutcome::kCancelled), first["blocks"].get<uint64_t>());
   ASSERT_SUCCEEDS(run_.engine().offload()->queue().check());
   EXPECT_EQ(ask("transfer.cancel", {{"candidate", first["candidate"]}})["code"], "not_found");
   EXPECT_EQ(ask("transfer.cancel", {{"candidate", 1}})["code"], "not_found");  // a load that never was
@@ -181,7 +181,7 @@ TEST_F(HoldsTest, AHeldCandidateCanBeCancelledAndACommittedOneCannot) {
   add("b", 2);
   (void)go(60);  // what takes the place of a cancelled one is not held with it
   EXPECT_EQ(run_.engine().offload()->queue().queued_blocks(), 0);
-  EXPECT_GT(counted(Way::kDown, BlockOutcome::kTransferred), 0u);
+  EXPECT_GT(counted(Way::kOffload, BlockOutcome::kTransferred), 0u);
 }
 
 TEST_F(HoldsTest, DroppedBlocksAreFoundNoMore) {
@@ -211,7 +211,7 @@ TEST_F(HoldsTest, APinnedBlockStays) {
   BlockIndex& index = run_.engine().offload()->index();
   const auto tokens = static_cast<size_t>(options_.engine.model.block_tokens);
   const BlockKey key = key_of(BlockIdentity{.tokens = std::vector<int32_t>(tokens, 1)}, 1);
-  Places places;
+  BlockLocations places;
   ASSERT_EQ(index.run({&key, 1}, {&places, 1}), 1u);
   index.pin(StoreId::kHost, places.host);
   EXPECT_EQ(run_.engine().offload()->drop({&key, 1}, StoreId::kHost).pinned, 1u);

@@ -30,7 +30,7 @@ class LintsTest : public testing::Test {
     return all;
   }
   void step() { (void)port_.record({.type = EventType::kStep}); }
-  void candidate(uint64_t number, CandidateState to, Way way = Way::kDown) {
+  void candidate(uint64_t number, CandidateState to, Way way = Way::kOffload) {
     (void)port_.record({.type = EventType::kCandidate,
                         .to = static_cast<uint8_t>(to),
                         .transfer = static_cast<uint64_t>(way) << 48 | number,
@@ -94,11 +94,11 @@ TEST_F(LintsTest, ARequestThatWaitsWhileOthersDecode) {
 }
 
 TEST_F(LintsTest, BlocksThatAreStoredInVain) {
-  ended(Way::kDown, BlockOutcome::kTransferred, 999);
+  ended(Way::kOffload, BlockOutcome::kTransferred, 999);
   EXPECT_EQ(found(), Found{});
-  ended(Way::kDown, BlockOutcome::kTransferred, 1);
+  ended(Way::kOffload, BlockOutcome::kTransferred, 1);
   EXPECT_EQ(found(), Found{Lint::kStoredInVain});
-  ended(Way::kUp, BlockOutcome::kTransferred, 20);
+  ended(Way::kOnboard, BlockOutcome::kTransferred, 20);
   EXPECT_EQ(found(), Found{});
 }
 
@@ -170,7 +170,7 @@ TEST_F(LintsTest, CopiesThatFailAndCopiesThatNobodyKnowsTheEndOf) {
   (void)port_.record({.type = EventType::kCopy, .from = 0, .to = static_cast<uint8_t>(Edge::kEnd)});
   EXPECT_EQ(found(), Found{});
   (void)port_.record({.type = EventType::kCopy, .from = 0, .to = static_cast<uint8_t>(Edge::kFailed)});
-  ended(Way::kDown, BlockOutcome::kUnproven, 2);
+  ended(Way::kOffload, BlockOutcome::kUnproven, 2);
   EXPECT_EQ(found(), (Found{Lint::kFailedCopies, Lint::kUnproven}));
 }
 
@@ -239,10 +239,10 @@ TEST_F(LintsTest, PinsOfNobody) {
   clock_.advance(61s);
   step();
   EXPECT_EQ(found(), Found{Lint::kIdlePins});
-  candidate(1, CandidateState::kPromoted, Way::kOn);  // whose they are
+  candidate(1, CandidateState::kPromoted, Way::kDemote);  // whose they are
   step();
   EXPECT_EQ(found(), Found{});
-  candidate(1, CandidateState::kCompleted, Way::kOn);
+  candidate(1, CandidateState::kCompleted, Way::kDemote);
   (void)port_.record({.type = EventType::kTier, .from = 1});
   clock_.advance(61s);
   step();

@@ -58,13 +58,13 @@ TEST_F(WaitsTest, ForBlocksThatAreLoadedForItAndNotForOnesOfOthers) {
   const uint32_t a = value_of(table_.create("a", 10));
   const uint32_t b = value_of(table_.create("b", 10));
   port_.text(TextKind::kRequestName, event_request(4), 0, "a");  // as the scheduler of offloading calls it
-  candidate(Way::kUp, 1, CandidateState::kQueued, 16, event_request(4));
-  candidate(Way::kUp, 2, CandidateState::kPromoted, 3, event_request(4));
-  candidate(Way::kDown, 3, CandidateState::kPromoted, 5, 0);
+  candidate(Way::kOnboard, 1, CandidateState::kQueued, 16, event_request(4));
+  candidate(Way::kOnboard, 2, CandidateState::kPromoted, 3, event_request(4));
+  candidate(Way::kOffload, 3, CandidateState::kPromoted, 5, 0);
   EXPECT_EQ(waits_for(a), "19 blocks to be loaded, in 2 transfers");
   EXPECT_EQ(waits_for(b), "its turn: 2 wait");
-  candidate(Way::kUp, 1, CandidateState::kCompleted, 16, event_request(4));
-  candidate(Way::kUp, 2, CandidateState::kSkipped, 3, event_request(4));
+  candidate(Way::kOnboard, 1, CandidateState::kCompleted, 16, event_request(4));
+  candidate(Way::kOnboard, 2, CandidateState::kSkipped, 3, event_request(4));
   EXPECT_EQ(waits_for(a), "its turn: 2 wait");
 }
 

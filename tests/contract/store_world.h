@@ -14,7 +14,7 @@
 
 namespace torpor::test {
 
-// A store and what only its own test knows of it: room for at least 64 records of 3 pages, key space 1 open.
+// A store and what only its own test knows of it: room for at least 64 records of 3 pages, namespace 1 open.
 class StoreWorld {
  public:
   virtual ~StoreWorld() = default;

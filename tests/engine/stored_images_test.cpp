@@ -179,7 +179,7 @@ TEST_F(StoredImagesTest, ForgetWhatEndedBeforeTheyWereStored) {
 TEST_F(StoredImagesTest, StayInHostMemoryWhereTheyCannotBeWritten) {
   ASSERT_SUCCEEDS(engine_.extract("a"));
   const uint64_t used = engine_.used();
-  for (const char* const order : {"describe", "leave_sign", "save_image"}) {
+  for (const char* const order : {"describe", "write_test_file", "save_image"}) {
     engine_.fails = order;
     EXPECT_FAILS(engine_.stored.store("a", ImageEngine::fields(), Value{}), Code::kDevice);
     engine_.fails.clear();

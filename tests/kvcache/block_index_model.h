@@ -54,7 +54,7 @@ class IndexModel {
     const Slot slot = holder(store, name);
     return slot >= 0 && at(store, slot).state == State::kVisible ? slot : -1;
   }
-  Places places(Name name) {
+  BlockLocations places(Name name) {
     if (retired_.contains(name.first)) return {};
     return {.host = visible(StoreId::kHost, name),
             .disk = visible(StoreId::kDisk, name),

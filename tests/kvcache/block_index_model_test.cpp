@@ -68,7 +68,7 @@ class RandomUse {
     for (uint32_t space = 0; space <= space_; ++space) {
       for (uint32_t number = 0; number < kNumbers; ++number) {
         const BlockKey key = key_of({space, number});
-        Places found;
+        BlockLocations found;
         index_->run({&key, 1}, {&found, 1});
         ASSERT_EQ(found, model_.places({space, number})) << space << ", " << number;
       }
@@ -82,7 +82,7 @@ class RandomUse {
           expected[static_cast<size_t>(store)] = named.first;
       }
       ASSERT_EQ(index_->backing(block, backing.version),
-                (Places{.host = expected[0], .disk = expected[1], .remote = expected[2]}));
+                (BlockLocations{.host = expected[0], .disk = expected[1], .remote = expected[2]}));
       ASSERT_FALSE(index_->backing(block, ContentVersion{version_ + 1}).anywhere());
     }
   }
@@ -113,7 +113,7 @@ class RandomUse {
       const BlockKey key = key_of({space_, number});
       Told as{{}, key.group};
       std::copy_n(key.hash.begin(), as.first.size(), as.first.begin());
-      const Places places = model_.places({space_, number});
+      const BlockLocations places = model_.places({space_, number});
       if (places.host >= 0) truth[0].insert(as);
       if (places.disk >= 0) truth[1].insert(as);
     }

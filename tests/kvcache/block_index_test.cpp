@@ -41,8 +41,8 @@ class BlockIndexTest : public ::testing::Test {
     index_->pin(store, slot);
     index_->unpin(store, slot);
   }
-  Places places(const BlockKey& key) const {
-    Places found;
+  BlockLocations places(const BlockKey& key) const {
+    BlockLocations found;
     index_->run({&key, 1}, {&found, 1});
     return found;
   }
@@ -59,10 +59,10 @@ TEST_F(BlockIndexTest, ARunEndsAtTheFirstBlockThatIsNowhere) {
   const Slot disk = stored(kDisk, key(2));
   const Slot remote = stored(kRemote, key(2));
   stored(kHost, key(4));
-  std::vector<Places> found(4);
+  std::vector<BlockLocations> found(4);
   ASSERT_EQ(index_->run(chain, found), 2u);
-  EXPECT_EQ(found[0], (Places{.host = host}));
-  EXPECT_EQ(found[1], (Places{.disk = disk, .remote = remote}));
+  EXPECT_EQ(found[0], (BlockLocations{.host = host}));
+  EXPECT_EQ(found[1], (BlockLocations{.disk = disk, .remote = remote}));
   EXPECT_EQ(index_->run({}, found), 0u);
   EXPECT_EQ(index_->run(chain, std::span(found).first(1)), 1u);
 }
@@ -72,7 +72,7 @@ TEST_F(BlockIndexTest, LongRunsAreFoundWhole) {
   std::vector<BlockKey> chain;
   for (uint8_t i = 0; i < 250; ++i) chain.push_back(key(i));
   for (const BlockKey& each : chain) stored(kHost, each);
-  std::vector<Places> found(250);
+  std::vector<BlockLocations> found(250);
   ASSERT_EQ(index_->run(chain, found), 250u);
   for (Slot slot = 0; slot < 250; ++slot) EXPECT_EQ(found[static_cast<size_t>(slot)].host, slot);
 }
@@ -202,15 +202,15 @@ TEST_F(BlockIndexTest, ADamagedBlockIsAMissAtOnceAndItsSlotFreeWhenNobodyReadsIt
 TEST_F(BlockIndexTest, S1ABlockIsBackedByItsStampAndNotByItsKey) {
   const Slot slot = stored(kHost, key(1));
   index_->back(3, ContentVersion{7}, kHost, slot);
-  EXPECT_EQ(index_->backing(3, ContentVersion{7}), (Places{.host = slot}));
+  EXPECT_EQ(index_->backing(3, ContentVersion{7}), (BlockLocations{.host = slot}));
   EXPECT_FALSE(index_->backing(3, ContentVersion{8}).anywhere());  // the same key, computed again
   EXPECT_FALSE(index_->backing(2, ContentVersion{7}).anywhere());
   const Slot disk = stored(kDisk, key(1));
   stored(kRemote, key(1));
   index_->back(3, ContentVersion{7}, kDisk, disk);
-  EXPECT_EQ(index_->backing(3, ContentVersion{7}), (Places{.host = slot, .disk = disk}));
+  EXPECT_EQ(index_->backing(3, ContentVersion{7}), (BlockLocations{.host = slot, .disk = disk}));
   index_->back(3, ContentVersion{8}, kDisk, disk);  // new content, that lies on disk only
-  EXPECT_EQ(index_->backing(3, ContentVersion{8}), (Places{.disk = disk}));
+  EXPECT_EQ(index_->backing(3, ContentVersion{8}), (BlockLocations{.disk = disk}));
   EXPECT_FALSE(index_->backing(3, ContentVersion{7}).anywhere());
 }
 
@@ -405,7 +405,7 @@ TEST(BlockIndexOptions, BadOnesAreRefusedByName) {
   const BlockKey any = key(1);
   for (const StoreId store : {kHost, kDisk, kRemote})
     EXPECT_FAILS(empty->reserve(store, &any), Code::kResourceExhausted, name(store));
-  Places found;
+  BlockLocations found;
   EXPECT_EQ(empty->run({&any, 1}, {&found, 1}), 0u);
   EXPECT_SUCCEEDS(empty->check());
 }

@@ -36,7 +36,7 @@ class OffloadModel {
   uint64_t preempted() const { return preempted_; }
   uint64_t stood_still() const { return stood_still_; }
   uint64_t transferred() const {
-    return rig_.scheduler->queue().counts(Way::kDown)[static_cast<size_t>(BlockOutcome::kTransferred)];
+    return rig_.scheduler->queue().counts(Way::kOffload)[static_cast<size_t>(BlockOutcome::kTransferred)];
   }
 
  private:

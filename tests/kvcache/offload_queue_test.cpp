@@ -54,15 +54,15 @@ TEST(OffloadQueueEvents, EachCandidateGoesOneWayOnce) {
     return queue.enqueue(how, blocks, count + 1, BlockOutcome::kFiltered, 0ns);
   };
   (void)add(2, {.after_step = 1});
-  TransferHandle cancelled = add(3, {.way = Way::kUp, .owner = 7});
+  TransferHandle cancelled = add(3, {.way = Way::kOnboard, .owner = 7});
   (void)queue.enqueue({}, {}, 4, BlockOutcome::kFiltered, 0ns);
   cancelled.cancel();
   queue.acknowledge(1, 0ns);
   OffloadQueue::Batch batch;
-  queue.commit(Way::kDown, queue.next(Way::kDown, 0ns, true), batch);
+  queue.commit(Way::kOffload, queue.next(Way::kOffload, 0ns, true), batch);
   ASSERT_EQ(batch.owners.size(), 1u);
   queue.tell_planned(batch.owners[0].ticket, 99, 2);
-  queue.end(batch.owners[0].ticket, Way::kDown, BlockOutcome::kTransferred, 2);
+  queue.end(batch.owners[0].ticket, Way::kOffload, BlockOutcome::kTransferred, 2);
 
   std::vector<Event> events;
   EventReader(*ring).read(events, true);
@@ -75,13 +75,14 @@ TEST(OffloadQueueEvents, EachCandidateGoesOneWayOnce) {
     if (event.type == EventType::kEnded)
       way += fmt::format("{} {}, ", event.a, name(static_cast<BlockOutcome>(event.to)));
     if (event.type == EventType::kPlanned) way += fmt::format("job {}, ", event.a);
-    EXPECT_EQ(event.request, event.transfer == (static_cast<uint64_t>(Way::kUp) << 48 | 2) ? kOffloadRequest | 8 : 0);
+    EXPECT_EQ(event.request,
+              event.transfer == (static_cast<uint64_t>(Way::kOnboard) << 48 | 2) ? kOffloadRequest | 8 : 0);
   }
-  const uint64_t down = static_cast<uint64_t>(Way::kDown) << 48;
+  const uint64_t down = static_cast<uint64_t>(Way::kOffload) << 48;
   EXPECT_EQ(ways[down | 1],
             "1 filtered, none > waiting, waiting > queued, queued > promoted, job 99, 2 transferred, "
             "promoted > completed, ");
-  EXPECT_EQ(ways[static_cast<uint64_t>(Way::kUp) << 48 | 2],
+  EXPECT_EQ(ways[static_cast<uint64_t>(Way::kOnboard) << 48 | 2],
             "1 filtered, none > queued, 3 cancelled, queued > skipped, ");
   EXPECT_EQ(ways[down | 3], "4 filtered, none > skipped, ");
 }
@@ -97,7 +98,7 @@ class OffloadQueueTest : public ::testing::Test {
     return handle;
   }
   // Blocks of the next batch; none: no batch was due. Its job begins.
-  std::vector<int32_t> commit(Way way = Way::kDown, bool flush = false) {
+  std::vector<int32_t> commit(Way way = Way::kOffload, bool flush = false) {
     std::vector<int32_t> blocks;
     const OffloadQueue::Next next = queue_->next(way, now_, flush);
     if (next.blocks == 0) return blocks;
@@ -109,7 +110,7 @@ class OffloadQueueTest : public ::testing::Test {
     for (const QueuedBlock& block : batch_.blocks) blocks.push_back(block.block);
     return blocks;
   }
-  void end_batch(BlockOutcome outcome = BlockOutcome::kTransferred, Way way = Way::kDown) {
+  void end_batch(BlockOutcome outcome = BlockOutcome::kTransferred, Way way = Way::kOffload) {
     for (const auto& owner : batch_.owners) queue_->end(owner.ticket, way, outcome, owner.count);
     queue_->job_ended(way);
   }
@@ -232,7 +233,7 @@ TEST_F(OffloadQueueTest, APartialBatchGoesWhenItsTimeIsUpOrItIsAskedFor) {
   EXPECT_EQ(commit().size(), 7u);
   add(1);
   EXPECT_TRUE(commit().empty());
-  EXPECT_EQ(commit(Way::kDown, true).size(), 1u);
+  EXPECT_EQ(commit(Way::kOffload, true).size(), 1u);
   add(8);
   EXPECT_EQ(commit().size(), 8u);
 }
@@ -251,13 +252,13 @@ TEST_F(OffloadQueueTest, OnlySoManyJobsAreUnderWayAndLoadsHaveRoomOfTheirOwn) {
        .max_concurrent_transfers = 1,
        .on_deck_batches = 1,
        .loading_batches = 1});
-  for (int i = 0; i < 3; ++i) add(1), add(1, {.way = Way::kUp});
+  for (int i = 0; i < 3; ++i) add(1), add(1, {.way = Way::kOnboard});
   EXPECT_FALSE(commit().empty());
   EXPECT_FALSE(commit().empty());
   EXPECT_TRUE(commit().empty());
-  EXPECT_FALSE(commit(Way::kUp).empty());
-  EXPECT_TRUE(commit(Way::kUp).empty());
-  queue_->job_ended(Way::kDown);
+  EXPECT_FALSE(commit(Way::kOnboard).empty());
+  EXPECT_TRUE(commit(Way::kOnboard).empty());
+  queue_->job_ended(Way::kOffload);
   EXPECT_FALSE(commit().empty());
 }
 
@@ -324,7 +325,7 @@ TEST_F(OffloadQueueTest, I6S12UnderRandomUseEveryBlockEndsOnce) {
     }
     while (!under_way.empty()) end_one(0);
     OutcomeCounts all{};
-    for (const Way way : {Way::kUp, Way::kDown, Way::kOn}) {
+    for (const Way way : {Way::kOnboard, Way::kOffload, Way::kDemote}) {
       for (size_t i = 0; i < all.size(); ++i) all[i] += queue_->counts(way)[i];
     }
     queue_.reset();

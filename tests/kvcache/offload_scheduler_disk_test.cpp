@@ -14,7 +14,7 @@ TEST_P(OffloadSchedulerTest, BlocksGoOnToDiskAndARestartFindsThem) {
     (void)rig.offer({static_cast<uint32_t>(block)}, {block});
     rig.drain();
   }
-  EXPECT_EQ(rig.scheduler->queue().counts(Way::kOn)[static_cast<size_t>(BlockOutcome::kTransferred)], 6u);
+  EXPECT_EQ(rig.scheduler->queue().counts(Way::kDemote)[static_cast<size_t>(BlockOutcome::kTransferred)], 6u);
   EXPECT_EQ(rig.load({0, 1, 2, 3, 4, 5}, {8, 9, 10, 11, 12, 13}), 6);  // from both stores
   for (int32_t block = 0; block < 6; ++block) EXPECT_TRUE(rig.all_have(8 + block, 10 + static_cast<uint32_t>(block)));
   rig.restart();
@@ -90,7 +90,7 @@ TEST_P(OffloadSchedulerTest, WhatWasLoadedFromDiskIsPromotedWhenItIsOffered) {
   rig.drain();
   EXPECT_EQ(promoted.count(BlockOutcome::kTransferred), 1u);
   const BlockKey block = rig.keys_of({1})[0];
-  Places places;
+  BlockLocations places;
   EXPECT_EQ(rig.scheduler->index().run({&block, 1}, {&places, 1}), 1u);
   EXPECT_TRUE(places.host >= 0 && places.disk >= 0);
 }

@@ -48,19 +48,19 @@ TEST_F(RemoteTest, WhatOneComputedAnotherFindsOnEveryRank) {
   const auto one = engine();
   const auto other = engine();
   store(*one, {1, 2, 3});
-  EXPECT_EQ(count(*one, Way::kOut, BlockOutcome::kTransferred), 3u);
+  EXPECT_EQ(count(*one, Way::kPublish, BlockOutcome::kTransferred), 3u);
   EXPECT_EQ(shared_.blocks.size(), 6u);  // of two ranks
   EXPECT_EQ(other->hits({1, 2, 3}), 0);  // it was not asked
   EXPECT_EQ(ask_and_load(*other, {1, 2, 3, 4}, {5, 6, 7}), 3);
   for (const uint32_t key : {1, 2, 3}) EXPECT_TRUE(other->all_have(4 + static_cast<int32_t>(key), 100 + key));
-  EXPECT_EQ(count(*other, Way::kAsk, BlockOutcome::kTransferred), 3u);
-  EXPECT_EQ(count(*other, Way::kAsk, BlockOutcome::kAbsent), 1u);
+  EXPECT_EQ(count(*other, Way::kLookup, BlockOutcome::kTransferred), 3u);
+  EXPECT_EQ(count(*other, Way::kLookup, BlockOutcome::kAbsent), 1u);
   EXPECT_EQ(other->scheduler->loaded_from_remote(), 3);
   // What came from there goes to host memory, and not out again.
   (void)other->offer({1, 2, 3}, {5, 6, 7});
   other->drain();
-  EXPECT_EQ(count(*other, Way::kDown, BlockOutcome::kTransferred), 3u);
-  EXPECT_EQ(count(*other, Way::kOut, BlockOutcome::kTransferred), 0u);
+  EXPECT_EQ(count(*other, Way::kOffload, BlockOutcome::kTransferred), 3u);
+  EXPECT_EQ(count(*other, Way::kPublish, BlockOutcome::kTransferred), 0u);
   const uint32_t request = other->scheduler->begin_request("again");
   EXPECT_EQ(other->scheduler->ask(request, other->keys_of({1, 2, 3})), 0u);  // all are nearer
   EXPECT_TRUE(other->scheduler->finished(request));
@@ -90,7 +90,7 @@ TEST_F(RemoteTest, WhatOneRankLacksIsFoundByNone) {
   shared_.blocks.erase(shared_.blocks.begin());  // of rank 0
   const auto other = engine();
   EXPECT_LT(ask_and_load(*other, {1, 2}, {5, 6}), 2);
-  EXPECT_EQ(count(*other, Way::kAsk, BlockOutcome::kAbsent), 1u);
+  EXPECT_EQ(count(*other, Way::kLookup, BlockOutcome::kAbsent), 1u);
 }
 
 TEST_F(RemoteTest, WhatHasGoneMeanwhileIsComputedAndNotFoundAgain) {
@@ -103,7 +103,7 @@ TEST_F(RemoteTest, WhatHasGoneMeanwhileIsComputedAndNotFoundAgain) {
   EXPECT_TRUE(other->scheduler->finished(request));
   shared_.blocks.clear();  // the server needed room
   EXPECT_EQ(other->load({1, 2, 3}, {5, 6, 7}), 0);
-  EXPECT_EQ(count(*other, Way::kUp, BlockOutcome::kDamaged), 3u);
+  EXPECT_EQ(count(*other, Way::kOnboard, BlockOutcome::kDamaged), 3u);
   EXPECT_EQ(other->hits({1, 2, 3}), 0);
 }
 
@@ -113,10 +113,10 @@ TEST_F(RemoteTest, OneThatIsGoneCostsNoBlockAndIsNotAskedUntilItSaysSo) {
   const auto other = engine();
   EXPECT_EQ(ask_and_load(*other, {1, 2}, {5, 6}), 2);
   shared_.gone = shared_.refusing = true;
-  store(*other, {7});                                                    // its report says that nothing is taken
-  EXPECT_EQ(count(*other, Way::kDown, BlockOutcome::kTransferred), 1u);  // to host memory, as ever
-  EXPECT_EQ(count(*other, Way::kOut, BlockOutcome::kTransferred), 0u);
-  EXPECT_EQ(count(*other, Way::kOut, BlockOutcome::kDegraded), 1u);
+  store(*other, {7});                                                       // its report says that nothing is taken
+  EXPECT_EQ(count(*other, Way::kOffload, BlockOutcome::kTransferred), 1u);  // to host memory, as ever
+  EXPECT_EQ(count(*other, Way::kPublish, BlockOutcome::kTransferred), 0u);
+  EXPECT_EQ(count(*other, Way::kPublish, BlockOutcome::kDegraded), 1u);
   EXPECT_EQ(other->hits({1, 2}), 0);  // although they were there
   const uint32_t request = other->scheduler->begin_request("asks");
   EXPECT_EQ(other->scheduler->ask(request, other->keys_of({3})), 0u);
@@ -132,7 +132,7 @@ TEST_F(RemoteTest, AQuestionWithoutAnAnswerIsCountedAndTheRequestGoesOn) {
   const auto other = engine();
   shared_.gone = true;
   EXPECT_EQ(ask_and_load(*other, {1}, {5}), 0);
-  EXPECT_EQ(count(*other, Way::kAsk, BlockOutcome::kFailed), 1u);
+  EXPECT_EQ(count(*other, Way::kLookup, BlockOutcome::kFailed), 1u);
   shared_.gone = false;
   EXPECT_EQ(ask_and_load(*other, {1}, {5}), 1);
 }

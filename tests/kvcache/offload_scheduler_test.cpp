@@ -57,8 +57,8 @@ TEST_P(OffloadSchedulerTest, TimesAreThoseFromThePlanToTheLastRanksReportAndOfTh
   in_two_seconds();
   EXPECT_EQ(rig.scheduler->take_loads().size(), 1u);
   const OffloadTimes times = rig.scheduler->take_times();
-  EXPECT_EQ(times.batches[static_cast<size_t>(Way::kDown)], std::vector<double>{2.0});
-  EXPECT_EQ(times.batches[static_cast<size_t>(Way::kUp)], std::vector<double>{2.0});
+  EXPECT_EQ(times.batches[static_cast<size_t>(Way::kOffload)], std::vector<double>{2.0});
+  EXPECT_EQ(times.batches[static_cast<size_t>(Way::kOnboard)], std::vector<double>{2.0});
   EXPECT_EQ(times.loads, std::vector<double>{3.0});
   EXPECT_TRUE(rig.scheduler->take_times().loads.empty());
   rig.scheduler->loaded(request, blocks);
@@ -75,10 +75,10 @@ TEST_P(OffloadSchedulerTest, S1ALiveBlockIsKnownByItsStampAndNeverByItsKey) {
   EXPECT_EQ(second.count(BlockOutcome::kFiltered), 1u);
   BlockIndex& index = rig.scheduler->index();
   EXPECT_GE(index.backing(0, rig.device.version(0)).host, 0);
-  EXPECT_EQ(index.backing(1, rig.device.version(1)), Places());
+  EXPECT_EQ(index.backing(1, rig.device.version(1)), BlockLocations());
   const ContentVersion before = rig.device.version(0);
   rig.compute(0, 30);
-  EXPECT_EQ(index.backing(0, rig.device.version(0)), Places());
+  EXPECT_EQ(index.backing(0, rig.device.version(0)), BlockLocations());
   EXPECT_GE(index.backing(0, before).host, 0);
   // What was loaded has the bytes of its slot; what was computed meanwhile does not.
   EXPECT_EQ(rig.load({1}, {4}), 1);
@@ -259,7 +259,7 @@ TEST_P(OffloadSchedulerTest, ADamagedBlockIsAMissFromThenOnAndThoseBehindItAreCo
   EXPECT_EQ(rig.load({1, 2, 3}, {5, 6, 7}), 1);
   EXPECT_TRUE(rig.all_have(5, 10));
   EXPECT_EQ(rig.hits({1, 2}), 1);
-  EXPECT_EQ(rig.scheduler->queue().counts(Way::kUp)[static_cast<size_t>(BlockOutcome::kDamaged)], 1u);
+  EXPECT_EQ(rig.scheduler->queue().counts(Way::kOnboard)[static_cast<size_t>(BlockOutcome::kDamaged)], 1u);
   (void)rig.offer({2}, {1});
   rig.drain();
   EXPECT_EQ(rig.hits({1, 2, 3}), 3);
@@ -339,7 +339,7 @@ class SlowPlacement final : public Placement {
     clock_.advance(std::chrono::milliseconds(60));
     return StoreMask().add(StoreId::kHost);
   }
-  bool worth_loading(int64_t, std::span<const Places>) const override { return true; }
+  bool worth_loading(int64_t, std::span<const BlockLocations>) const override { return true; }
 
  private:
   test::ManualClock& clock_;
@@ -430,7 +430,7 @@ TEST(OffloadOnASlowDisk, HostMemoryAndLoadsDoNotWaitForIt) {
     (void)rig.offer({static_cast<uint32_t>(block)}, {block});
     EXPECT_TRUE(step_until([&] { return stored() == block + 1; })) << block;
   }
-  const OutcomeCounts& on = rig.scheduler->queue().counts(Way::kOn);
+  const OutcomeCounts& on = rig.scheduler->queue().counts(Way::kDemote);
   EXPECT_EQ(on[static_cast<size_t>(BlockOutcome::kQueueFull)], 2u);  // 2 are under way, 4 wait
   const uint32_t request = rig.scheduler->begin_request("r");
   EXPECT_EQ(rig.scheduler->match(request, rig.keys_of({0, 1}), 0), 2);

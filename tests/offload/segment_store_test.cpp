@@ -57,7 +57,7 @@ TEST(SegmentStore, BlocksOfOtherWeightsAreNeverFoundAgain) {
   ASSERT_SUCCEEDS(part.status);
   part.slot = 5;  // the segment is the old space's
   put(world.store(), {&part, 1});
-  EXPECT_FAILS(part.status, Code::kInvalidArgument, "key space");
+  EXPECT_FAILS(part.status, Code::kInvalidArgument, "namespace");
   world.open(other.digest());
   EXPECT_EQ(recovered_by(world.store()), (std::set<StoreSlot>{kSlots}));
   EXPECT_FALSE(boost::filesystem::exists(world.file(0)));  // nobody could evict it
@@ -87,8 +87,8 @@ TEST(SegmentStore, WithoutAnOpenKeySpaceNothingIsPutOrRecovered) {
   StorePart part = part_of(0, 1, bytes);
   part.key.space = 9;
   put(world.store(), {&part, 1});
-  EXPECT_FAILS(part.status, Code::kFailedPrecondition, "key space 9");
-  EXPECT_FAILS(world.store().recover(9), Code::kFailedPrecondition, "key space 9");
+  EXPECT_FAILS(part.status, Code::kFailedPrecondition, "namespace 9");
+  EXPECT_FAILS(world.store().recover(9), Code::kFailedPrecondition, "namespace 9");
 }
 
 TEST(SegmentStore, ASlotIsUsedOnceAndARecoveredSegmentGetsNothingMore) {

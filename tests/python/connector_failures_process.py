@@ -206,7 +206,7 @@ def every_stored_block_is_found(model) -> dict:
 
 
 def new_weights_over_old_blocks(model) -> dict:
-    """The engine keeps its own prefix cache over new weights. What stands on it is not for the new key space; what is
+    """The engine keeps its own prefix cache over new weights. What stands on it is not for the new namespace; what is
     computed afresh is."""
     found = []
     for mode in ("eager", "lazy"):

@@ -272,7 +272,7 @@ def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygo
         )
     assert first["slept"]["preserve_state"]["recomputed"] == 0
     assert first["disturbed"]["differing"] == [] and first["disturbed"]["aborted"] > 0
-    word = _core.space_word(str(tmp_path / "checkpoints/offload"))
+    word = _core.cache_epoch(str(tmp_path / "checkpoints/offload"))
     assert word or rig.active()  # it was reset: what came since is found all the same
     assert first["aborted_while_loading"]["free"] == GROUP_BLOCKS - 1 and first["aborted_while_loading"]["loaded"] > 0
     after = serve()
@@ -340,7 +340,7 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     before = serve(first)
     told = before["told"]
     assert told["cleared"] > 0 and len(told["STORAGE"]) >= 6 and set(told["STORAGE"]) <= set(told["CPU"])
-    assert _core.space_word(str(tmp_path / "checkpoints/offload")) != ""  # of the key space since that reset
+    assert _core.cache_epoch(str(tmp_path / "checkpoints/offload")) != ""  # of the namespace since that reset
     assert before["stats"]["demote_transferred"] > 50 and before["stats"]["recovered_blocks"] == 0
     assert before["tokens"] == before["again"]
     is_told_block_by_block(before["blocks"], before["stats"])
@@ -394,7 +394,7 @@ def test_counters_and_gauges_reach_prometheus():
 
 def test_where_the_word_of_a_key_space_cannot_be_kept_nothing_is_found_again(tmp_path):
     (tmp_path / "file").touch()
-    words = [_core.renew_space_word(str(tmp_path / "file")), _core.space_word(str(tmp_path / "file"))]
+    words = [_core.renew_cache_epoch(str(tmp_path / "file")), _core.cache_epoch(str(tmp_path / "file"))]
     assert words[0] != words[1] != ""
 
 

@@ -133,7 +133,7 @@ class Run {
       queued += row.state == CandidateState::kPromoted ? 0 : row.blocks;
     if (queued != static_cast<uint64_t>(queue.queued_blocks()))
       throw Failed{fmt::format("by the events {} blocks are queued, not {}", queued, queue.queued_blocks())};
-    for (const Way way : {Way::kUp, Way::kDown, Way::kOn}) {
+    for (const Way way : {Way::kOnboard, Way::kOffload, Way::kDemote}) {
       if (view_.ended(way) != queue.counts(way))
         throw Failed{fmt::format("by the events blocks {} ended otherwise", name(way))};
     }
@@ -356,7 +356,7 @@ class Run {
     result_.preemptions += engine().counts().preemptions;
     if (engine().offload() == nullptr) return;
     const OffloadQueue& queue = engine().offload()->queue();
-    for (const Way way : {Way::kDown, Way::kOn})
+    for (const Way way : {Way::kOffload, Way::kDemote})
       result_.offloaded += static_cast<int64_t>(queue.counts(way)[static_cast<size_t>(BlockOutcome::kTransferred)]);
   }
 

@@ -50,7 +50,7 @@ struct KeyHash {
     return value ^ key.group ^ (uint64_t{key.space} << 32);
   }
 };
-using Baseline = std::unordered_map<BlockKey, Places, KeyHash>;
+using Baseline = std::unordered_map<BlockKey, BlockLocations, KeyHash>;
 
 // Of this thread: nothing here waits, and what else runs on the machine is left out as far as that goes.
 double cpu_seconds(const std::function<void()>& work) {
@@ -110,7 +110,7 @@ nlohmann::ordered_json measure(size_t slots, int rounds) {
   const double with_index = resident();
   Baseline baseline;
   baseline.reserve(slots);
-  for (size_t i = 0; i < slots; ++i) baseline.emplace(key_of(i), Places{.host = static_cast<Slot>(i)});
+  for (size_t i = 0; i < slots; ++i) baseline.emplace(key_of(i), BlockLocations{.host = static_cast<Slot>(i)});
   const double with_baseline = resident();
   const Reads reads(slots);
 
@@ -122,7 +122,7 @@ nlohmann::ordered_json measure(size_t slots, int rounds) {
   std::vector<BlockKey> absent;
   for (const uint32_t number : order) keys.push_back(key_of(number));
   for (size_t i = 0; i < probes; ++i) absent.push_back(key_of((uint64_t{1} << 40) + random() % (uint64_t{1} << 30)));
-  std::array<Places, kChain> places;
+  std::array<BlockLocations, kChain> places;
 
   std::map<std::string, std::vector<double>> times;
   uint64_t next = uint64_t{1} << 50;

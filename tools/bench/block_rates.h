@@ -44,7 +44,7 @@ inline double seconds_of(SlotStore& store, std::span<RecordPart> parts, const Bl
   });
 }
 
-// Into the key space 1 of `store`, which has none of them. `warm`: so many of them first, which count for nothing.
+// Into the namespace 1 of `store`, which has none of them. `warm`: so many of them first, which count for nothing.
 inline BlockRates block_rates(SlotStore& store, const BlockLoad& load, size_t warm = 0) {
   PageBuffer memory;
   const std::span<std::byte> room = memory.room(load.bytes * static_cast<uint64_t>(load.blocks));

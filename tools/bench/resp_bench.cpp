@@ -23,7 +23,7 @@ int main(int argc, char** argv) {
   const auto store = bench::must(remote::RespStore::open(
       {.url = url, .slots = load.blocks, .record_bytes = load.bytes, .timeout = std::chrono::seconds(60)},
       system_clock()));
-  const SealId fresh = random_seal_id();  // a key space of this run
+  const SealId fresh = random_seal_id();  // a namespace of this run
   store->open_space(1, digest_of(std::as_bytes(std::span(fresh))));
   const bench::BlockRates rates = bench::block_rates(*store, load);
   std::cout << nlohmann::json{{"put_gb_per_s", rates.put_gb_per_s}, {"get_gb_per_s", rates.get_gb_per_s}}.dump()

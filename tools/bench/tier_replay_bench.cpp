@@ -133,7 +133,7 @@ class IndexTiers {
             {.host_slots = host, .disk_segments = std::max(disk / segment, 2), .segment_slots = segment}))) {}
   // 1: host, 2: disk, 0: nowhere. What is found was used.
   int use(const BlockKey& key) {
-    Places found;
+    BlockLocations found;
     if (index_->run({&key, 1}, {&found, 1}) == 0) return 0;
     const StoreId store = found.host >= 0 ? StoreId::kHost : StoreId::kDisk;
     const Slot slot = found.host >= 0 ? found.host : found.disk;
@@ -142,7 +142,7 @@ class IndexTiers {
     return found.host >= 0 ? 1 : 2;
   }
   void put(const BlockKey& key) {
-    Places found;
+    BlockLocations found;
     (void)index_->run({&key, 1}, {&found, 1});
     if (found.host < 0) stored(StoreId::kHost, index_->reserve(StoreId::kHost, &key));
     if (found.disk >= 0) return;

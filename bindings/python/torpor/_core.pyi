@@ -54,7 +54,7 @@ class ConnectorScheduler:
         """The same, without a step."""
     def release_host_slots(self) -> None: ...
     def reset(self) -> int:
-        """Nothing is found any more; returns the number of the new key space."""
+        """Nothing is found any more; returns the number of the new namespace."""
     @property
     def space(self) -> int: ...
     def stats(self) -> dict: ...
@@ -76,7 +76,7 @@ class ConnectorWorker:
     def close(self) -> None: ...
     def idle(self) -> bool: ...
     def open_space(self, space: int, name: str, shared: str = '') -> None:
-        """Keys of this number belong to the key space with this name from now on; in the remote store, to `shared`."""
+        """Keys of this number belong to the namespace with this name from now on; in the remote store, to `shared`."""
     def poll(self) -> tuple: ...
     def recover(self, space: int) -> bytes: ...
     def run(self, plan: bytes) -> None:
@@ -453,7 +453,7 @@ def rank_directory(directory: str, rank: int, ranks: int) -> str:
 def read_checkpoint(path: str, key_file: str | None = None) -> EngineCheckpoint:
     """The verified state of a checkpoint, or of the latest one of a directory."""
 
-def renew_space_word(directory: str) -> str:
+def renew_cache_epoch(directory: str) -> str:
     """Another one; what was stored before is not found."""
 
 def serve_front(begin: Callable) -> None:
@@ -464,5 +464,5 @@ def serve_front(begin: Callable) -> None:
 def set_woken_from(directory: str, generation: int, options: dict = {}) -> None:
     """Its engines run: older sets may go."""
 
-def space_word(directory: str) -> str:
-    """The word in the name of the key space on disk."""
+def cache_epoch(directory: str) -> str:
+    """The word in the name of the namespace on disk."""

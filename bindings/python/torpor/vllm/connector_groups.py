@@ -37,7 +37,7 @@ def need_whole_hits(kv_cache_config) -> bool:
 
 
 def describe(kv_cache_config) -> str | None:
-    """For the name of a key space. None: one group that sees everything."""
+    """For the name of a namespace. None: one group that sees everything."""
     if not need_whole_hits(kv_cache_config):
         return None
     return ";".join(

@@ -24,9 +24,9 @@ class Orders(KVConnectorMetadata):
 
     step: int
     adopted: bytes | None = None  # of what they recovered
-    space: tuple[int, str, str] | None = None  # a key space that begins: number, and the words in its names
+    space: tuple[int, str, str] | None = None  # a namespace that begins: number, and the words in its names
     plan: bytes | None = None
-    weights_doubted: bool = False  # before that key space: somebody may have written them
+    weights_doubted: bool = False  # before that namespace: somebody may have written them
 
 
 @dataclass

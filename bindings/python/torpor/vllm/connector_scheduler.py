@@ -45,7 +45,7 @@ class SchedulerSide:
         self.events = _MOST_EVENTS if events is not None and events.enable_kv_cache_events else 0
         self.core: _core.ConnectorScheduler | None = None
         self.kept = False  # whatever vLLM resets
-        self.weights_doubted = False  # since the last key space began
+        self.weights_doubted = False  # since the last namespace began
         self.slots = None  # who tells where requests stand (slots.py); None: nobody listens
         self.steps = 0
         self.recovered_blocks = 0
@@ -53,7 +53,7 @@ class SchedulerSide:
         self._adopted: bytes | None = None
         self._space: tuple[int, str, str] | None = None
         self._shared_word = ""  # of the remote store: every engine has the same until it is reset
-        self._word = "" if options.disk_folder is None else _core.space_word(options.disk_folder)
+        self._word = "" if options.disk_folder is None else _core.cache_epoch(options.disk_folder)
         self._block_bytes = 0  # of all ranks
         self._capacity: dict[str, int] = {}
         self._counted: dict[str, int] = {}  # counters as they were told last
@@ -189,7 +189,7 @@ class SchedulerSide:
         """What the tiers have is found by nobody any more, after a restart neither."""
         if self.core is not None and not self.kept:
             if (folder := self.options.disk_folder) is not None:
-                self._word = _core.renew_space_word(folder)
+                self._word = _core.renew_cache_epoch(folder)
             self._shared_word = secrets.token_hex(16)
             self.new_weights()
         return True

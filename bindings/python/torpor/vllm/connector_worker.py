@@ -28,7 +28,7 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._memory: WorkerMemory | None = None  # of the rank
-        self._space = ""  # what names of key spaces have in common
+        self._space = ""  # what names of namespaces have in common
         self._weights = 0  # as often as they were new
 
     def prepare(self) -> RankIsReady:
@@ -62,7 +62,7 @@ class WorkerSide:
         folder = options.disk_folder
         if folder is not None or options.kv_store is not None:
             self._space = key_space(mine)
-        self._open_space(core, _FIRST_SPACE, "" if folder is None else _core.space_word(folder), "")
+        self._open_space(core, _FIRST_SPACE, "" if folder is None else _core.cache_epoch(folder), "")
         return RankIsReady(core.sizes(), b"" if folder is None else core.recover(_FIRST_SPACE))
 
     def _open_space(self, core: _core.ConnectorWorker, number: int, word: str, shared_word: str) -> None:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "offload/space_word.h"
+#include "offload/cache_epoch.h"
 
 #include <algorithm>
 #include <charconv>
@@ -41,11 +41,11 @@ bool is_word(std::string_view text) {
 Result<std::string> read_word(const Directory& directory, uint32_t number) {
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory.open_file(name_of(number)));
   TORPOR_ASSIGN_OR_RETURN(const uint64_t bytes, file->size());
-  std::string word(kSpaceWordBytes, '\0');
+  std::string word(kCacheEpochBytes, '\0');
   if (bytes == word.size()) TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(word)), 0));
   if (bytes == word.size() && is_word(word)) return word;
   return Error{.code = Code::kCorruption,
-               .what = fmt::format("{} is not the word of a key space", file->name()),
+               .what = fmt::format("{} is not the word of a namespace", file->name()),
                .next_step = "nothing: what is on disk is computed again"};
 }
 
@@ -66,7 +66,7 @@ Status write_word(FileSystem& files, const std::string& path, const std::string&
 }  // namespace
 
 // Where the last one was being written when the machine stopped, the one before it is still there, and counts.
-Result<std::string> space_word(FileSystem& files, const std::string& path) {
+Result<std::string> cache_epoch(FileSystem& files, const std::string& path) {
   return try_catch([&]() -> Result<std::string> {
     const Result<std::unique_ptr<Directory>> directory = files.open_directory(path, false);
     if (!directory && directory.error().code == Code::kNotFound) return std::string();
@@ -80,14 +80,14 @@ Result<std::string> space_word(FileSystem& files, const std::string& path) {
   });
 }
 
-RenewedWord renew_space_word(FileSystem& files, const std::string& path) {
-  RenewedWord renewed{.word = random_space_word(), .kept = {}};
+RenewedEpoch renew_cache_epoch(FileSystem& files, const std::string& path) {
+  RenewedEpoch renewed{.word = random_cache_epoch(), .kept = {}};
   renewed.kept = try_catch([&] { return write_word(files, path, renewed.word); });
   return renewed;
 }
 
-std::string random_space_word() {
-  static_assert(sizeof(SealId) * 2 == kSpaceWordBytes);
+std::string random_cache_epoch() {
+  static_assert(sizeof(SealId) * 2 == kCacheEpochBytes);
   return hex(random_seal_id());
 }
 

@@ -18,12 +18,12 @@ inline constexpr int kStores = 3;
 std::string_view name(StoreId store);  // "host", "disk", "remote"
 constexpr uint8_t tier_of(StoreId store) { return static_cast<uint8_t>(static_cast<uint8_t>(store) + 1); }  // in events
 
-struct Places {
+struct BlockLocations {
   Slot host = -1;
   Slot disk = -1;
   Slot remote = -1;
   bool anywhere() const { return host >= 0 || disk >= 0 || remote >= 0; }
-  friend bool operator==(const Places&, const Places&) = default;
+  friend bool operator==(const BlockLocations&, const BlockLocations&) = default;
 };
 
 struct Dropped {  // what ranks forget: a host slot, or a segment on disk

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The word of a key space: it lasts until the next one, whenever the process ends, and is believed only whole.
-#include "offload/space_word.h"
+// The word of a namespace: it lasts until the next one, whenever the process ends, and is believed only whole.
+#include "offload/cache_epoch.h"
 
 #include "tests/support/faulty_file_system.h"
 #include "tests/support/results.h"
@@ -11,7 +11,7 @@ namespace {
 
 using namespace test;
 
-class SpaceWord : public ::testing::Test {
+class CacheEpoch : public ::testing::Test {
  protected:
   void put(const std::string& name, std::string_view content) {
     const auto directory = value_of(linux_file_system().open_directory(path_, true));
@@ -19,9 +19,9 @@ class SpaceWord : public ::testing::Test {
     const auto file = value_of(directory->create_file(name));
     ASSERT_SUCCEEDS(file->pwrite(std::as_bytes(std::span(content)), 0));
   }
-  std::string word() { return value_of(space_word(linux_file_system(), path_)); }
+  std::string word() { return value_of(cache_epoch(linux_file_system(), path_)); }
   std::string renew() {
-    const RenewedWord renewed = renew_space_word(linux_file_system(), path_);
+    const RenewedEpoch renewed = renew_cache_epoch(linux_file_system(), path_);
     EXPECT_SUCCEEDS(renewed.kept);
     return renewed.word;
   }
@@ -30,10 +30,10 @@ class SpaceWord : public ::testing::Test {
   const std::string path_ = temporary_ / "offload";
 };
 
-TEST_F(SpaceWord, ItLastsUntilTheNextOne) {
+TEST_F(CacheEpoch, ItLastsUntilTheNextOne) {
   EXPECT_EQ(word(), "");
   const std::string first = renew();
-  EXPECT_EQ(first.size(), kSpaceWordBytes);
+  EXPECT_EQ(first.size(), kCacheEpochBytes);
   EXPECT_EQ(word(), first);
   const std::string second = renew();
   EXPECT_NE(second, first);
@@ -42,25 +42,25 @@ TEST_F(SpaceWord, ItLastsUntilTheNextOne) {
 }
 
 // Whichever call fails: either word, whole, or an error; and what it is renewed to is another one in any case.
-TEST_F(SpaceWord, WhicheverCallFailsItIsTheOldOneOrTheNew) {
+TEST_F(CacheEpoch, WhicheverCallFailsItIsTheOldOneOrTheNew) {
   for (uint64_t call = 1, fired = 1; fired != 0; ++call) {
     const std::string before = renew();
     FaultyFileSystem files;
     files.plan.set(Fault::kError, call);
-    const RenewedWord renewed = renew_space_word(files, path_);
+    const RenewedEpoch renewed = renew_cache_epoch(files, path_);
     fired = files.plan.fired() ? 1 : 0;
     EXPECT_NE(renewed.word, before);
     const std::string now = word();
     EXPECT_TRUE(now == renewed.word || (!renewed.kept && now == before)) << "call " << call;
     files.plan.set(Fault::kError, call);
-    const Result<std::string> read = space_word(files, path_);
+    const Result<std::string> read = cache_epoch(files, path_);
     EXPECT_TRUE(!read || *read == now) << "call " << call;
   }
 }
 
-TEST_F(SpaceWord, OneThatWasNotWrittenWholeDoesNotCount) {
+TEST_F(CacheEpoch, OneThatWasNotWrittenWholeDoesNotCount) {
   const std::string before = renew();
-  for (const std::string& torn : {std::string(), std::string("0123"), std::string(kSpaceWordBytes, '\0')}) {
+  for (const std::string& torn : {std::string(), std::string("0123"), std::string(kCacheEpochBytes, '\0')}) {
     put("space-7", torn);
     EXPECT_EQ(word(), before);
   }
@@ -69,12 +69,12 @@ TEST_F(SpaceWord, OneThatWasNotWrittenWholeDoesNotCount) {
 }
 
 // Nobody knows then what was stored since.
-TEST_F(SpaceWord, HostileBytesAreNoWord) {
+TEST_F(CacheEpoch, HostileBytesAreNoWord) {
   for (const std::string& hostile :
        {std::string(), std::string("../../etc"), std::string(31, 'a'), std::string(33, 'a'), std::string(32, 'g'),
         std::string(32, '\n'), std::string(1 << 20, 'a')}) {
     put("space-1", hostile);
-    EXPECT_FAILS(space_word(linux_file_system(), path_), Code::kCorruption, "space-1");
+    EXPECT_FAILS(cache_epoch(linux_file_system(), path_), Code::kCorruption, "space-1");
   }
   for (const std::string name : {"space", "space-", "space-01", "space-1x", "space--1", "space-99999999999"})
     put(name, "?");
