@@ -250,7 +250,7 @@ Status SleepAllocator::begin_save(std::span<const std::string> tags) {
 
 Status SleepAllocator::cancel_save(std::span<const std::string> tags) {
   const MutexLock lock(mutex_);
-  while (in_use(tags)) let_go_.wait(mutex_);
+  while (in_use(tags)) call_ended_.wait(mutex_);
   TORPOR_RETURN_IF_ERROR(check(tags, {RegionState::kSaving}));
   for (const auto& [address, region] : regions_) {
     if (is_of(tags, *region) && !region->whole())

@@ -138,7 +138,7 @@ class SleepAllocator {
   DeviceMemory& device_;
   const SleepAllocatorOptions options_;
   mutable Mutex mutex_;                  // never held while the device works
-  CondVar let_go_;                       // a call has ended
+  CondVar call_ended_;                       // a call has ended
   Tags held_ TORPOR_GUARDED_BY(mutex_);  // by calls that are at work
   bool all_held_ TORPOR_GUARDED_BY(mutex_) = false;
   std::map<DeviceAddress, std::unique_ptr<Region>> regions_ TORPOR_GUARDED_BY(mutex_);

@@ -20,7 +20,7 @@ class SleepAllocator::Hold {
   Hold(SleepAllocator& allocator, Tags tags) : allocator_(allocator), tags_(std::move(tags)) {
     Tags named = tags_;
     const MutexLock lock(allocator_.mutex_);
-    while (allocator_.in_use(tags_)) allocator_.let_go_.wait(allocator_.mutex_);
+    while (allocator_.in_use(tags_)) allocator_.call_ended_.wait(allocator_.mutex_);
     if (tags_.empty()) allocator_.all_held_ = true;
     allocator_.held_.merge(named);
   }
@@ -30,7 +30,7 @@ class SleepAllocator::Hold {
     const MutexLock lock(allocator_.mutex_);
     if (tags_.empty()) allocator_.all_held_ = false;
     for (const std::string& tag : tags_) allocator_.held_.erase(tag);
-    allocator_.let_go_.notify_all();
+    allocator_.call_ended_.notify_all();
   }
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;

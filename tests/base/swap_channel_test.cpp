@@ -84,7 +84,7 @@ TEST_F(SwapChannelTest, EachSideWaitsForTheOther) {
   EXPECT_EQ(out->wait_for_end(), SwapChannel::End::kRuns);
   taker.join();
   EXPECT_TRUE(out->has_joined(SwapChannel::Side::kSwapsIn));
-  gives.reset();  // its end is none of an engine that was done
+  out.reset();  // its end is none of an engine that was done
   EXPECT_EQ(in_->stopped_by(), std::nullopt);
   EXPECT_FALSE(in_->other_ended());
 }
@@ -95,7 +95,7 @@ TEST_F(SwapChannelTest, WhoEndsWithoutAWordIsNoticedByWhoWaits) {
   EXPECT_SUCCEEDS(out->join(SwapChannel::Side::kSwapsOut, 1));
   EXPECT_SUCCEEDS(in_->join(SwapChannel::Side::kSwapsIn, 1));
   const std::unique_ptr<SwapChannel> rank = value_of(SwapChannel::open(path_));
-  std::thread ends([&] { gives.reset(); });
+  std::thread ends([&] { out.reset(); });
   EXPECT_FAILS(rank->acquire(0, 1), Code::kAborted, "process of the other engine ended");
   ends.join();
   EXPECT_FAILS(in_->wait_for(SwapChannel::Stage::kReady), Code::kAborted, "process of the other engine ended");

@@ -62,8 +62,8 @@ class Regions : public ::testing::Test {
   }
   std::string digest() { return value_of(call(orders::DigestTags{.tags = {tag_}})).digests.at(tag_); }
   std::string room() {
-    room_ = value_of(SwapChannel::create(temporary_ / "room"));
-    EXPECT_SUCCEEDS(room_->promise(0, 3 * kSize));
+    channel_ = value_of(SwapChannel::create(temporary_ / "room"));
+    EXPECT_SUCCEEDS(channel_->supply(0, 3 * kSize));
     return temporary_ / "room";
   }
 
@@ -71,7 +71,7 @@ class Regions : public ::testing::Test {
   std::unique_ptr<RankMemory> memory_;
   std::string tag_;
   std::vector<DeviceAddress> at_;
-  std::unique_ptr<SwapChannel> room_;
+  std::unique_ptr<SwapChannel> channel_;
 };
 
 // The kernel decides where a mapping lies, so one seed alone may have them in order.
