@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Background: one piece of work at a time on a thread of its own, for an owner that asks now and then whether it has
-// ended. Without a thread the work is done when the owner asks, on its thread: for simulations that must replay
-// exactly.
+// Background: runs one piece of work at a time on its own thread. The owner asks now and then whether the work has
+// ended.
 //
-// Threads: all calls from one at a time. What `work` uses stays until it has ended; the destructor waits for that.
+// Without a thread of its own, it does the work on the owner's thread, when the owner calls ended() or wait().
+// Simulations use this, because they must replay exactly.
+//
+// Threads: one thread at a time may call the methods. Everything that `work` uses must stay alive until the work has
+// ended; the destructor waits for that.
 #pragma once
 
 #include <atomic>
@@ -22,11 +25,12 @@ class Background {
   Background& operator=(const Background&) = delete;
   ~Background() { finish(); }
 
-  // After what was begun before has ended. kResourceExhausted: there is no thread to be had. What `work` throws is its
-  // error.
+  // Start `work`. Waits first until the previous work has ended, and drops its result. kResourceExhausted: the system
+  // gives no thread. If `work` throws, wait() returns that as its error.
   Status begin(std::function<Status()> work);
-  bool ended();  // nothing is under way any more, or was begun at all
-  // Until then; how the last one ended: once.
+  // Return whether no work is under way (also if none was ever started).
+  bool ended();
+  // Wait until the work has ended and return its result; each result is returned once, then ok().
   Status wait() {
     finish();
     return std::exchange(result_, ok());
@@ -36,7 +40,7 @@ class Background {
   void finish() noexcept;
   void run() noexcept;
   const bool own_thread_;
-  std::function<Status()> work_;  // null: nothing is under way
+  std::function<Status()> work_;  // null: no work is under way
   std::atomic<bool> running_ = false;
   Status result_;
   std::thread thread_;

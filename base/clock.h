@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Time as a dependency. `now()` is monotonic (for durations and deadlines), `unix_seconds()` is wall time (for
+// Clock: time as a dependency. `now()` is monotonic (for durations and deadlines), `unix_seconds()` is wall time (for
 // records).
 #pragma once
 
@@ -14,11 +14,11 @@ class Clock {
   virtual double unix_seconds() const = 0;
 };
 
-// The machine's clocks. Lives for the whole process; safe from any thread.
+// Return the machine's clocks. They live for the whole process. Safe from any thread.
 const Clock& system_clock();
 
-// Wall time that goes on evenly from what it was when this was made, whatever the machine's is set to meanwhile; for
-// ages. Monotonic time is that of `clock`, which outlives this.
+// UnsteppedClock: wall time that advances evenly from the moment of construction, even if the machine's wall clock is
+// set meanwhile. Use it for ages. `clock` supplies the monotonic time and must outlive this object.
 class UnsteppedClock final : public Clock {
  public:
   explicit UnsteppedClock(const Clock& clock) : clock_(clock), wall_(clock.unix_seconds()), at_(clock.now()) {}
@@ -31,7 +31,7 @@ class UnsteppedClock final : public Clock {
   const std::chrono::nanoseconds at_;
 };
 
-// Seconds between two values of `now()`.
+// Return the seconds between two values of `now()`.
 inline double seconds_between(std::chrono::nanoseconds from, std::chrono::nanoseconds to) {
   return std::chrono::duration<double>(to - from).count();
 }

@@ -11,8 +11,8 @@
 namespace torpor {
 namespace {
 
-// What is hashed must still be in the nearest cache when it is copied. Asking for later bytes ahead gains nothing over
-// what the machine does by itself, and costs where pieces are small.
+// Bytes hashed before they are copied: small enough that the nearest cache still holds them. Explicit prefetching
+// gained nothing over the hardware's own, and costs time with small pieces.
 constexpr size_t kHashed = 4 * 1024;
 
 #if defined(__SSE2__)

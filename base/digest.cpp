@@ -6,7 +6,7 @@
 #include <new>
 
 #include <sodium.h>
-#define XXH_STATIC_LINKING_ONLY  // the state by value: there is no memory for it that might be missing
+#define XXH_STATIC_LINKING_ONLY  // for the state as a value: it needs no allocation, which could fail
 #include <xxhash.h>
 
 #include "base/xxh3.h"
@@ -31,7 +31,7 @@ void update_narrow(void* state, const void* bytes, size_t size) {
   (void)XXH3_128bits_update(static_cast<XXH3_state_t*>(state), bytes, size);
 }
 
-// With the widest vectors that the machine has.
+// Return the functions for the widest vectors that the machine has.
 const Xxh3& widest() {
   static const Xxh3 chosen = [] {
 #if defined(__x86_64__)
@@ -46,7 +46,7 @@ const Xxh3& widest() {
 }  // namespace
 
 std::string hex(std::span<const uint8_t> bytes) {
-  std::string text(bytes.size() * 2 + 1, '\0');  // and its end
+  std::string text(bytes.size() * 2 + 1, '\0');  // one more for the terminating zero
   sodium_bin2hex(text.data(), text.size(), bytes.data(), bytes.size());
   text.pop_back();
   return text;
@@ -64,7 +64,8 @@ std::array<uint8_t, 32> sha256_of(std::span<const std::byte> bytes) {
   return hash;
 }
 
-// Nothing of the state is read before it was set, but for two fields: see XXH3_INITSTATE.
+// Before update() only two fields of the state are set: see XXH3_INITSTATE. The library writes every other field before
+// it reads it.
 StreamingDigest::StreamingDigest() {  // NOLINT(cppcoreguidelines-pro-type-member-init): half of it stays unused mostly
   static_assert(sizeof(XXH3_state_t) == kStateBytes && alignof(XXH3_state_t) == 64);
   auto* const state = new (state_.data()) XXH3_state_t;

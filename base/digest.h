@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// XXH3-128 digests: they find accidents (bit rot, torn writes, wrong copies), they do not stop an attacker; base/seal.h
-// does. Library: xxHash. The 16 bytes are in XXH128's canonical (big-endian) order, so they read the same everywhere.
+// XXH3-128 digests. They detect accidents (bit rot, torn writes, wrong copies); they do not stop an attacker,
+// base/seal.h does. Library: xxHash. The 16 bytes are in XXH128's canonical (big-endian) order, so every machine reads
+// the same bytes.
 #pragma once
 
 #include <array>
@@ -23,8 +24,8 @@ Digest digest_of(std::span<const std::byte> bytes);
 
 std::array<uint8_t, 32> sha256_of(std::span<const std::byte> bytes);  // library: libsodium
 
-// Digest of bytes that arrive in pieces; equal to digest_of their concatenation. Not thread-safe. A value: takes no
-// memory.
+// Digest of bytes that arrive in pieces; equal to digest_of() their concatenation. A value: it allocates no memory. Not
+// thread-safe.
 class StreamingDigest {
  public:
   StreamingDigest();
@@ -32,7 +33,7 @@ class StreamingDigest {
   Digest finish() const;
 
  private:
-  static constexpr size_t kStateBytes = 576;  // of the library; digest.cpp compares
+  static constexpr size_t kStateBytes = 576;  // size of the library's XXH3_state_t; digest.cpp checks it
   alignas(64) std::array<std::byte, kStateBytes> state_;
 };
 

@@ -22,10 +22,10 @@ namespace {
 
 constexpr char kMagic[9] = "TORPOREV";
 constexpr uint64_t kMostEvents = 1 << 24;
-// A thread may be held up in the middle of an event, but not for ever.
+// A writer may be held up in the middle of an event; a reader waits this long for it.
 constexpr std::chrono::seconds kPatience{1};
 
-std::atomic<uint32_t> forks{0};  // this process is so many forks away from the first
+std::atomic<uint32_t> forks{0};  // number of forks between the first process and this one
 
 uint32_t count_forks() {
   static std::once_flag once;
@@ -48,7 +48,7 @@ class RingFile {
   const int fd_;
 };
 
-// When a process began, in the kernel's ticks; 0: there is none.
+// Return the start time of a process in the kernel's ticks; 0: there is no such process.
 uint64_t process_start(int32_t pid) {
   const RingFile file(::open(fmt::format("/proc/{}/stat", pid).c_str(), O_RDONLY | O_CLOEXEC));
   if (file.get() < 0) return 0;
@@ -56,7 +56,7 @@ uint64_t process_start(int32_t pid) {
   const ssize_t got = ::read(file.get(), text, sizeof text);
   if (got <= 0) return 0;
   std::string_view rest(text, static_cast<size_t>(got));
-  rest = rest.substr(std::min(rest.size(), rest.rfind(')') + 2));  // the name may hold anything
+  rest = rest.substr(std::min(rest.size(), rest.rfind(')') + 2));  // the name may contain any character
   if (rest.starts_with('Z')) return 0;
   for (int field = 3; field < 22; ++field) rest = rest.substr(std::min(rest.size(), rest.find(' ') + 1));
   uint64_t start = 0;
@@ -67,7 +67,7 @@ uint64_t process_start(int32_t pid) {
   return start;
 }
 
-// Memory that no ring has yet.
+// Memory that is mapped and that no ring owns yet.
 struct Unmap {
   uint64_t bytes;
   void operator()(void* memory) const { (void)::munmap(memory, bytes); }
@@ -86,7 +86,7 @@ struct Head {
   int64_t monotonic_ns;
   int64_t wall_ns;
   char role[16];
-  Digest digest;  // of all before it
+  Digest digest;  // of all bytes before it
 };
 static_assert(sizeof(Head) == 88 && sizeof(Head) < 2048);
 
@@ -273,7 +273,7 @@ Result<std::unique_ptr<EventRing>> EventRing::create(const std::string& path, co
                      .what = fmt::format("{} is not on tmpfs: whoever tells an event could wait for a disk", path),
                      .next_step = "use a directory below /dev/shm or $XDG_RUNTIME_DIR"};
       }
-      // All of it now: where there is no room, that is an error here, and not a signal later.
+      // Allocate all of it now: if memory is short, that is an error here and not a signal later.
       const auto bytes = static_cast<off_t>(kEventHeadBytes + sized.capacity * sizeof(Cell));
       if (const int failed = ::posix_fallocate(file.get(), 0, bytes); failed != 0)
         return system_error(failed, fmt::format("{} bytes for {}", bytes, path));
@@ -319,7 +319,7 @@ uint64_t EventRing::record(const Event& event, int64_t time) noexcept {
   const uint64_t sequence = head().told.fetch_add(1, std::memory_order_relaxed) + 1;
   Cell& cell = this->cell(sequence);
   uint64_t before = cell.words[0].load(std::memory_order_relaxed);
-  // Whoever writes there was overtaken by a whole round, or has overtaken this one.
+  // The writer of this cell was overtaken by a whole round, or has overtaken this one.
   if ((before & kWriting) != 0 || before > sequence) return 0;
   if (!cell.words[0].compare_exchange_strong(before, sequence | kWriting, std::memory_order_relaxed)) return 0;
   uint64_t words[8];

@@ -12,9 +12,9 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kNoLimit = uint64_t{1} << 60;  // version 1 writes about 2^63 where there is none
+constexpr uint64_t kNoLimit = uint64_t{1} << 60;  // version 1 writes about 2^63 if there is no limit
 
-// Sum of the numbers behind these words, one a line.
+// Return the sum of the numbers that follow these words, one a line.
 std::optional<uint64_t> sum_of(const std::string& path, const std::vector<std::string>& words) {
   std::ifstream file(path);
   if (!file) return std::nullopt;
@@ -28,7 +28,7 @@ std::optional<uint64_t> sum_of(const std::string& path, const std::vector<std::s
   return sum;
 }
 
-// No value: there is no such file, or "max" in it.
+// Return the number in a file; none if there is no such file, or it says "max".
 std::optional<uint64_t> number_in(const std::string& path) {
   std::ifstream file(path);
   uint64_t number = 0;
@@ -36,7 +36,7 @@ std::optional<uint64_t> number_in(const std::string& path) {
   return number;
 }
 
-struct GroupFiles {  // of one version
+struct GroupFiles {  // of one version of control groups
   std::string mount;
   std::vector<std::string> limits;
   std::string used;
@@ -53,7 +53,7 @@ std::optional<MemoryBound> bound_of(const std::string& group, const GroupFiles& 
   return MemoryBound{.total = total, .available = total - std::min(total, needed)};
 }
 
-// The group and all above it.
+// Add the bounds of the group and of all groups above it.
 void add_groups(std::vector<MemoryBound>& bounds, std::string group, const GroupFiles& files) {
   if (group == "/") group.clear();
   while (true) {

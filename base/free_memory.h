@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much memory the system can still give this process: the machine, and each control group above the process that
-// has a limit (version 2 or 1). What is only cached of files counts as free.
+// How much memory the system can still give this process. The machine bounds it, and so does each control group
+// (version 1 or 2) above the process that has a limit. The page cache counts as free. All sizes are in bytes.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,14 @@ struct MemoryBound {
   uint64_t available = 0;
 };
 
-// The machine's own first. `root` is before each path: "" but in tests. A bound that cannot be read is left out.
+// Return all bounds, the machine's first. A bound that cannot be read is left out. `root` is put before each path;
+// tests alone set it.
 std::vector<MemoryBound> memory_bounds(const std::string& root = {});
 
-// What may be taken under all of them; 0 where none can be read.
+// Return the bytes that are available under every bound; 0 if no bound can be read.
 uint64_t free_memory(const std::string& root = {});
-// The same with half of each left free: what a process may take that only might need it.
+// Return the bytes that are available if half of each bound's total stays free. Use it for memory that is merely
+// useful.
 uint64_t spare_memory(const std::string& root = {});
 
 }  // namespace torpor

@@ -8,7 +8,7 @@
 namespace torpor {
 
 std::string host_name() {
-  std::array<char, 256> name{};  // one more than the system allows: it ends with a zero
+  std::array<char, 256> name{};  // one more than the system allows, so that it ends with a zero
   if (::gethostname(name.data(), name.size() - 1) != 0 || name.front() == '\0') return "unknown";
   return name.data();
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files of Linux as File: descriptors that are never those of standard streams and never follow a link, plain files,
-// and files for large transfers with direct I/O and io_uring, which may read from the page cache what lies there.
-// Owner: linux_file_system.cpp, which says what may be opened.
+// File for Linux: LinuxFile, a plain file, and FastFile, for large transfers with direct I/O and io_uring, which may
+// read from the page cache. A descriptor is never that of a standard stream, and no link is followed.
+//
+// Owner: linux_file_system.cpp, which decides what may be opened.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +49,7 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// A descriptor is never 0, 1 or 2, so that a stray print can never write into a file of ours.
+// Take over `fd`, moved above 2: a stray print to a standard stream can then never write into a file of ours.
 inline Result<Descriptor> guarded(int fd, const std::string& what) {
   if (fd < 0) return system_error(errno, what);
   if (fd > 2) return Descriptor(fd);
@@ -58,7 +59,7 @@ inline Result<Descriptor> guarded(int fd, const std::string& what) {
   return Descriptor(high);
 }
 
-// Nobody else can write it.
+// Return whether this user owns the file and nobody else may write to it.
 inline bool is_own(const struct stat& status) {
   return status.st_uid == ::geteuid() && (status.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
@@ -148,7 +149,7 @@ class LinuxFile : public File {
   int descriptor() const { return fd_.get(); }
 
  private:
-  // Direct I/O says "wrong argument" of a read that begins in the middle of a block, as the rest does behind the end.
+  // A direct read that begins in the middle of a block, behind the end of the file, fails with EINVAL.
   bool ends_before(uint64_t offset) const {
     struct stat info {};
     return ::fstat(fd_.get(), &info) == 0 && static_cast<uint64_t>(info.st_size) < offset;
@@ -157,14 +158,15 @@ class LinuxFile : public File {
   std::string name_;
 };
 
-// What of a file lies in the page cache, as after it was written through it. Thread-safe.
+// CachedPages: reads those bytes of a file that lie in the page cache. Thread-safe.
 class CachedPages {
  public:
-  // `fd`: the file, without direct I/O. Null where the system does not say what lies there.
+  // `fd`: the file, without direct I/O. Return null if the system does not say what is cached.
   static std::unique_ptr<CachedPages> of(Descriptor fd) {
     struct stat info {};
     if (::fstat(fd.get(), &info) != 0 || info.st_size == 0) return nullptr;
-    if (info.st_uid != ::geteuid() && ::geteuid() != 0) return nullptr;  // of others' files mincore() says yes to all
+    // of files of others mincore() says that all is cached
+    if (info.st_uid != ::geteuid() && ::geteuid() != 0) return nullptr;
     const auto bytes = static_cast<uint64_t>(info.st_size);
     void* const memory = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd.get(), 0);
     if (memory == MAP_FAILED) return nullptr;
@@ -174,9 +176,10 @@ class CachedPages {
   CachedPages(const CachedPages&) = delete;
   CachedPages& operator=(const CachedPages&) = delete;
 
-  // Reads as much from `offset` on, a multiple of a page, as lies there without a gap: whole pages, or all.
+  // Read the cached bytes from `offset` (a multiple of a page) on, up to the first gap. Return how many were read: all
+  // of `bytes`, or whole pages.
   size_t read(std::span<std::byte> bytes, uint64_t offset) const {
-    // RWF_NOWAIT alone would have the kernel read ahead from the disk where nothing lies there.
+    // RWF_NOWAIT alone would start a read ahead from the disk if nothing is cached.
     unsigned char first = 0;
     if (offset >= bytes_ || ::mincore(memory_ + offset, 1, &first) != 0 || (first & 1) == 0) return 0;
     const iovec room{bytes.data(), bytes.size()};
@@ -189,11 +192,11 @@ class CachedPages {
  private:
   CachedPages(Descriptor fd, std::byte* memory, uint64_t bytes) : fd_(std::move(fd)), memory_(memory), bytes_(bytes) {}
   const Descriptor fd_;
-  std::byte* const memory_;  // never touched: it is where mincore() is asked
+  std::byte* const memory_;  // never read: only mincore() uses the address
   const uint64_t bytes_;
 };
 
-// A file for large transfers: perhaps with direct I/O, perhaps through io_uring, perhaps with what is cached.
+// A file for large transfers: with direct I/O, io_uring or cached pages, each if given.
 class FastFile final : public LinuxFile {
  public:
   FastFile(Descriptor fd, std::string name, bool direct, std::unique_ptr<UringQueue> queue,
@@ -217,8 +220,8 @@ class FastFile final : public LinuxFile {
   }
 
  private:
-  // Large parts go as several operations at once, without what was cached. What came back short, or was interrupted, is
-  // finished by plain calls, which also have the words for an error.
+  // Split large parts into several operations at once, without the bytes that were cached. Plain calls finish what came
+  // back short or was interrupted; they also make the error.
   template <class Finish>
   void run(std::span<FilePart> parts, bool write, Finish finish) const {
     std::vector<FilePart> pieces;

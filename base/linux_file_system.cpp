@@ -37,7 +37,8 @@ Status check_component(std::string_view name) {
   return ok();
 }
 
-// A component with its end, without memory of its own: a call that cannot be made for want of it is never half made.
+// A path component with its terminating zero, in its own storage. It allocates nothing, so no call fails half-way for
+// want of memory.
 class Terminated {
  public:
   explicit Terminated(std::string_view component) {
@@ -52,8 +53,8 @@ class Terminated {
   bool fits_ = false;
 };
 
-// Return whether this process is in a group. Its members may do what the user of this process may: kubelet gives each
-// file of a volume to the group that a pod names as fsGroup.
+// Return whether this process is in a group. Members of the group may do what this user may: kubelet gives each file of
+// a volume to the group that a pod names as fsGroup.
 bool is_own_group(gid_t group) {
   if (group == ::getegid()) return true;
   std::vector<gid_t> groups(static_cast<size_t>(std::max(::getgroups(0, nullptr), 0)));
@@ -62,11 +63,11 @@ bool is_own_group(gid_t group) {
   return std::find(groups.begin(), groups.end(), group) != groups.end();
 }
 
-// Return whether a file has an access control list: the group bits of its mode are then the most that anybody in the
-// list may do.
+// Return whether a file has an access control list. If it has, the group bits of its mode are only the upper bound of
+// what the entries of the list allow.
 bool has_access_list(int fd) { return ::fgetxattr(fd, "system.posix_acl_access", nullptr, 0) > 0; }
 
-// Refuse what others could have put there, or could exchange meanwhile.
+// Refuse a file or directory that others could have made or could exchange.
 Status check_owned(int fd, const struct stat& info, const std::string& full) {
   if (info.st_uid != ::geteuid() && info.st_uid != 0) {
     return Error{.code = Code::kFailedPrecondition,
@@ -92,8 +93,8 @@ Status check_owned(int fd, const std::string& full) {
   return check_owned(fd, info, full);
 }
 
-// Whoever owns the parent, or may rename its entries, may exchange the directory; with the sticky bit only its owner
-// may.
+// Refuse a directory if others could exchange it: its parent's owner can, and everybody who may rename the parent's
+// entries. With the sticky bit only the owner of the entry may rename it.
 Status check_parent(int fd, const std::string& full) {
   struct stat info {};
   if (::fstatat(fd, "..", &info, 0) != 0)
@@ -134,7 +135,7 @@ class LinuxDirectory final : public Directory {
       return system_error(errno, fmt::format("cannot make the directory {}", join(name)),
                           "check the directory's permissions");
     }
-    if (::fchmodat(fd_.get(), std::string(name).c_str(), kDirectoryMode, 0) != 0) {  // a umask may have taken bits away
+    if (::fchmodat(fd_.get(), std::string(name).c_str(), kDirectoryMode, 0) != 0) {  // a umask may have removed bits
       return system_error(errno, fmt::format("cannot set the permissions of {}", join(name)));
     }
     return open_directory(name);
@@ -206,7 +207,8 @@ class LinuxDirectory final : public Directory {
                                                         fmt::format("cannot open the lock {}", join(name))));
     if (::fchmod(fd.get(), kFileMode) != 0)
       return system_error(errno, fmt::format("cannot set the permissions of {}", join(name)));
-    // An open-file-description lock: not dropped by another close() in this process, gone when the holder is.
+    // An open-file-description lock: another close() in this process does not drop it; it ends when its last descriptor
+    // is closed.
     struct flock request {};
     request.l_type = F_WRLCK;
     request.l_whence = SEEK_SET;
@@ -232,14 +234,13 @@ class LinuxDirectory final : public Directory {
     const std::string full = join(name);
     const std::string doing = fmt::format("cannot {} {}", verb, full);
     const mode_t mode = (flags & O_CREAT) ? kFileMode : 0;
-    // Direct I/O is asked for afterwards: where the file system has none, open() fails after it has made the file, and
-    // who then opens once more may get a file that somebody else has put there.
+    // Ask for direct I/O afterwards. If the file system has none, an open() with O_DIRECT fails after it has made the
+    // file, and a second open() could find a file that somebody else has put there.
     Result<Descriptor> fd = open_beneath(fd_.get(), std::string(name), flags, mode, doing);
     if (!fd) return fd.error();
     TORPOR_RETURN_IF_ERROR(check_regular(fd->get(), full));
     const bool direct = wish != FileIo::kPlain && ::fcntl(fd->get(), F_SETFL, O_DIRECT) == 0;
-    // Without O_NONBLOCK from here on, which kept a FIFO from blocking the open: io_uring would refuse to wait for the
-    // disk.
+    // Clear O_NONBLOCK, which kept a FIFO from blocking the open: with it io_uring would refuse to wait for the disk.
     if ((flags & O_NONBLOCK) && !direct && ::fcntl(fd->get(), F_SETFL, 0) != 0) return system_error(errno, doing);
     if ((flags & O_CREAT) && ::fchmod(fd->get(), kFileMode) != 0)
       return system_error(errno, fmt::format("cannot set the permissions of {}", full));
@@ -250,7 +251,8 @@ class LinuxDirectory final : public Directory {
         std::make_unique<FastFile>(std::move(*fd), full, direct, UringQueue::create(kUringDepth), std::move(pages)));
   }
 
-  // Of the file that `opened` is. A descriptor of its own: direct I/O is a matter of all copies of one.
+  // Open the cached pages of the file `opened`. They need their own open file: the direct I/O flag is shared by all
+  // duplicates of a descriptor.
   std::unique_ptr<CachedPages> cached_pages(std::string_view name, int opened) const {
     Result<Descriptor> again = open_beneath(fd_.get(), std::string(name), O_RDONLY | O_NONBLOCK, 0, "");
     struct stat one {};
@@ -271,7 +273,7 @@ class LinuxDirectory final : public Directory {
   static Result<std::vector<Entry>> list_descriptor(Descriptor fd, const std::string& path) {
     DIR* stream = ::fdopendir(fd.get());
     if (stream == nullptr) return system_error(errno, fmt::format("cannot list {}", path));
-    fd.release();  // belongs to the stream now
+    fd.release();  // the stream owns it now
     const std::unique_ptr<DIR, int (*)(DIR*)> owner(stream, ::closedir);
     std::vector<Entry> entries;
     errno = 0;
@@ -292,7 +294,7 @@ class LinuxDirectory final : public Directory {
     return entries;
   }
 
-  // Not boost::filesystem::remove_all: in versions before 1.80 it can be led out of the tree by a swapped link.
+  // Not boost::filesystem::remove_all: before version 1.80 a swapped link can lead it out of the tree.
   static Status remove_tree_at(int parent, const std::string& name, const std::string& full) {
     if (::unlinkat(parent, name.c_str(), 0) == 0) return ok();
     if (errno != EISDIR && errno != EPERM) return system_error(errno, fmt::format("cannot remove {}", full));
@@ -349,7 +351,8 @@ class LinuxFileSystem final : public FileSystem {
       } else if (errno != EEXIST && errno != EISDIR) {
         const int problem = errno;
         boost::system::error_code ignored;
-        if (boost::filesystem::is_directory(so_far, ignored)) continue;  // there, but not ours to make (EROFS, EACCES)
+        // it exists, but this user may not make it (EROFS, EACCES)
+        if (boost::filesystem::is_directory(so_far, ignored)) continue;
         return system_error(problem, fmt::format("cannot make the directory {}", so_far.string()),
                             "check its permissions or choose another directory");
       }

@@ -46,7 +46,7 @@ void Log::write(LogLevel level, fmt::string_view text, fmt::format_args args) {
   try {
     line = fmt::vformat(text, args);
     said = line;
-  } catch (const std::exception&) {  // no memory for it
+  } catch (const std::exception&) {  // no memory for the line
   }
   logger().log(at, said);
 }

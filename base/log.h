@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Log lines: one log, "torpor", on standard error, its level from TORPOR_LOG (trace…off; default warn). spdlog writes
-// them. Only log.cpp includes it: its calls are templates that compile most of fmt into each source that makes them.
+// Log lines: one log, "torpor", on standard error. TORPOR_LOG sets its level (trace…off; default warn). spdlog writes
+// the lines. Only log.cpp includes spdlog: its calls are templates that compile most of fmt into each source that uses
+// them.
 #pragma once
 
 #include <fmt/core.h>
@@ -31,7 +32,7 @@ class Log {
   void set_level(LogLevel least);
 
  private:
-  // Where there is no memory for the line, its text is written without `args`.
+  // If there is no memory for the line, write the text without `args`.
   void write(LogLevel level, fmt::string_view text, fmt::format_args args);
 };
 

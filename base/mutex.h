@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Mutex, MutexLock and CondVar that clang's thread-safety analysis understands (base/thread_annotations.h). std::mutex
-// of libstdc++ has no such attributes, hence the wrappers; they add nothing else.
+// Mutex, MutexLock and CondVar, which clang's thread-safety analysis understands (base/thread_annotations.h). They only
+// wrap libstdc++'s std::mutex, which has no such attributes.
 #pragma once
 
 #include <chrono>
@@ -25,11 +25,11 @@ class TORPOR_CAPABILITY("mutex") Mutex {
   std::mutex mutex_;
 };
 
-// Holds a mutex for the time of a scope; may let go of it in between.
+// Holds a mutex for a scope; unlock() and lock() release it in between.
 class TORPOR_SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) TORPOR_ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
-  // Takes over what try_lock() got.
+  // Adopts a mutex that try_lock() has locked.
   MutexLock(Mutex& mutex, std::adopt_lock_t) TORPOR_REQUIRES(mutex) : mutex_(mutex) {}
   ~MutexLock() TORPOR_RELEASE() {
     if (held_) mutex_.unlock();
@@ -50,7 +50,7 @@ class TORPOR_SCOPED_CAPABILITY MutexLock {
   bool held_ = true;
 };
 
-// Waits may end without cause: call them in a loop that looks at what is waited for.
+// Waits may end without a cause: call them in a loop that checks the condition.
 class CondVar {
  public:
   void wait(Mutex& mutex) TORPOR_REQUIRES(mutex) {

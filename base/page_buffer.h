@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// PageBuffer: memory at a multiple of a page, as direct I/O wants it, that grows on demand and forgets its content
-// then.
+// PageBuffer: memory at a multiple of a page, as direct I/O needs it. It grows on demand and then forgets its content.
 //
-// Large ones ask for huge pages: a disk takes an operation apart where its memory is not contiguous, and direct reads
-// of some MiB were twice as fast into huge pages as into scattered small ones (tools/dev bench checkpoint).
+// Large buffers ask for huge pages. A disk splits an operation if its memory is not contiguous, and direct reads of
+// some MiB were twice as fast into huge pages as into scattered small ones (tools/dev bench checkpoint).
 #pragma once
 
 #include <sys/mman.h>
@@ -20,7 +19,7 @@ namespace torpor {
 
 class PageBuffer {
  public:
-  // At least `bytes`, a whole number of pages; empty when there is no memory.
+  // Return at least `bytes` bytes, a whole number of pages; an empty span if there is no memory.
   std::span<std::byte> room(uint64_t bytes) {
     if (bytes > size_) {
       const uint64_t alignment = bytes >= kHugePage ? kHugePage : kPage;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Progress of long work, and its cancellation.
 //
-// Threads: ProgressMeter::add() from any; the sink is called under the meter's lock, by the thread that did the work.
+// Threads: any thread may call ProgressMeter::add(). The thread that did the work calls the sink, under the meter's
+// lock.
 #pragma once
 
 #include <atomic>
@@ -18,7 +19,7 @@ namespace torpor {
 struct Progress {
   std::string_view phase;
   uint64_t bytes_done = 0;
-  uint64_t bytes_total = 0;  // 0: not known
+  uint64_t bytes_total = 0;  // 0: unknown
   double seconds = 0;        // since the phase began
   double bytes_per_second() const { return seconds > 0 ? static_cast<double>(bytes_done) / seconds : 0; }
   double seconds_left() const {
@@ -28,16 +29,16 @@ struct Progress {
   }
 };
 
-// Returns whether to go on; false cancels.
+// Reports progress; returns whether to go on. False cancels the work.
 using ProgressSink = std::function<bool(const Progress&)>;
 
 class ProgressMeter {
  public:
-  // An empty `sink` costs nothing. `clock` outlives the meter.
+  // If `sink` is empty, the meter costs nothing. `clock` must outlive the meter.
   ProgressMeter(ProgressSink sink, std::string phase, uint64_t bytes_total, const Clock& clock = system_clock())
       : sink_(std::move(sink)), phase_(std::move(phase)), total_(bytes_total), clock_(clock), began_(clock.now()) {}
 
-  // kAborted once the sink has said no, then always.
+  // Add bytes that are done and report. kAborted: the sink returned false, now or earlier.
   Status add(uint64_t bytes) {
     if (!sink_) return ok();
     const MutexLock lock(mutex_);

@@ -12,12 +12,12 @@ constexpr uint64_t kMark = 0x31474f5250524f54;  // "TORPROG1"
 
 }  // namespace
 
-// What the file has; the rest of it is zero.
+// Content of the page; the rest of it is zero.
 struct ProgressFile::Page {
   std::atomic<uint64_t> mark;
   std::atomic<uint64_t> phase;
   std::atomic<uint64_t> cancelled;
-  std::atomic<uint64_t> began_ns;  // by the monotonic clock, when bytes were expected first; 0: never
+  std::atomic<uint64_t> began_ns;  // monotonic time of the first expect(); 0: none yet
   std::atomic<uint64_t> bytes_total;
   std::atomic<uint64_t> bytes_done;
 };

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// ProgressFile: how far an operation is, and the wish to cancel it, between who asked for it and the processes that do
-// it: a page of a file that all of them map. Those that work add up what they move; who watches reads, or cancels.
+// ProgressFile: the progress of an operation, shared between the process that started it and the processes that do the
+// work, with a request to cancel. It is a page of a file that all of them map. Workers add the bytes that they moved;
+// observers read, or cancel.
 //
-// Threads and processes: any, at any time; nothing waits. The numbers are shown and nothing else; all that depends on
-// the page is whether to go on.
+// Threads and processes: any, at any time; nothing blocks. The numbers are only shown. Cancellation is the only content
+// that changes what a process does.
 #pragma once
 
 #include <cstdint>
@@ -19,22 +20,23 @@ namespace torpor {
 
 class ProgressFile {
  public:
-  // A new file, 0600, that the caller removes. The clock counts for all who open the file on this machine.
+  // Make a new file, 0600; the caller removes it. All processes that open the file use the same monotonic clock of this
+  // machine.
   static Result<std::shared_ptr<ProgressFile>> create(const std::string& path, const Clock& clock = system_clock());
-  // kCorruption: not such a file; kFailedPrecondition: of another user.
+  // Open a file. kCorruption: it is no such file. kFailedPrecondition: another user can write to it.
   static Result<std::shared_ptr<ProgressFile>> open(const std::string& path, const Clock& clock = system_clock());
-  // For those that work: null where the path is empty, or, with a word in the log, where the file cannot be had (on
-  // another machine). The operation is then not watched.
+  // For workers: open the caller's file. Return null if the path is empty. If the file cannot be opened (on another
+  // machine), log that and return null; nobody then sees the progress.
   static std::shared_ptr<ProgressFile> of_caller(const std::string& path, const Clock& clock = system_clock()) noexcept;
 
-  // Those that work. The phase is a number of whoever runs the operation; 0: none yet.
+  // For workers. The operation numbers its phases; 0: none has begun.
   void begin_phase(uint8_t phase) noexcept;
-  void expect(uint64_t bytes) noexcept;  // that will be moved, too
+  void expect(uint64_t bytes) noexcept;  // add to the total that will be moved
   void moved(uint64_t bytes) noexcept;
-  Status check() const;  // kAborted once it was cancelled
+  Status check() const;  // kAborted: an observer has cancelled
 
-  // Who watches. Bytes are those of all processes; the total grows whenever one finds more to move. Seconds count from
-  // the first byte that was expected.
+  // For observers. Bytes are sums over all processes. The total grows whenever a process finds more to move. Seconds
+  // count from the first call of expect().
   uint8_t phase() const noexcept;
   Progress read() const noexcept;
   void cancel() noexcept;

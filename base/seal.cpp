@@ -31,7 +31,7 @@ ManifestMac blake2b(std::span<const uint8_t> key, std::span<const std::byte> hea
   return mac;
 }
 
-// A key of a checkpoint's own for one purpose.
+// Derive the checkpoint's own key for one purpose.
 template <size_t kSize>
 void derive(const Key& key, const SealId& id, std::string_view purpose, std::array<uint8_t, kSize>& out) {
   std::array<uint8_t, 32> whole{};
@@ -54,7 +54,7 @@ static_assert(sizeof(Nonce) == crypto_aead_xchacha20poly1305_ietf_NPUBBYTES);
 
 Nonce nonce_of(const SealPlace& place) { return {static_cast<uint32_t>(place.kind), place.rank, place.offset, 0}; }
 
-// libsodium chooses the machine's fastest code once; before any other call.
+// libsodium chooses the machine's fastest code once. Call this before any other of its functions.
 void prepare() {
   static const int ready = ::sodium_init();
   (void)ready;
@@ -145,13 +145,13 @@ SealTag Seal::seal(std::span<const std::byte> in, std::span<std::byte> out, cons
   SealTag tag{};
   unsigned long long tag_bytes = 0;
   if (protection_ == Protection::kEncrypted) {
-    unsigned char none = 0;  // libsodium wants an address, also of no bytes
+    unsigned char none = 0;  // libsodium needs an address even for no bytes
     crypto_aead_xchacha20poly1305_ietf_encrypt_detached(
         out.empty() ? &none : reinterpret_cast<unsigned char*>(out.data()), tag.data(), &tag_bytes, raw(in), in.size(),
         reinterpret_cast<const unsigned char*>(extra.data()), extra.size(), nullptr, npub, chunk_key_.data());
     return tag;
   }
-  // Poly1305 over the bytes, with a key of this place's own and the name in front.
+  // Poly1305 over the bytes, with a one-time key for this place, and with the place's name in front.
   std::array<unsigned char, crypto_onetimeauth_KEYBYTES> once{};
   crypto_stream_xchacha20(once.data(), once.size(), npub, chunk_key_.data());
   crypto_onetimeauth_state state;
@@ -170,7 +170,7 @@ Status Seal::open(std::span<std::byte> bytes, const SealTag& tag, const SealPlac
   if (protection_ == Protection::kEncrypted) {
     const Nonce nonce = nonce_of(place);
     const std::string extra = associated(place);
-    unsigned char none = 0;  // libsodium wants an address, also of no bytes
+    unsigned char none = 0;  // libsodium needs an address even for no bytes
     auto* const data = bytes.empty() ? &none : reinterpret_cast<unsigned char*>(bytes.data());
     right = crypto_aead_xchacha20poly1305_ietf_decrypt_detached(
                 data, nullptr, data, bytes.size(), tag.data(), reinterpret_cast<const unsigned char*>(extra.data()),

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Seal: what makes the bytes of one checkpoint unforgeable, and, if wished, unreadable. Library: libsodium.
+// Seal: makes the bytes of one checkpoint unforgeable and, if the user wants it, unreadable. Library: libsodium.
 //
-// A user's Key (32 bytes, from a file) and the checkpoint's random id give the checkpoint's own keys (BLAKE2b, keyed),
-// so that places within one checkpoint are enough of a nonce. The manifest carries a keyed BLAKE2b-256; every section
-// and chunk a Poly1305 tag of XChaCha20-Poly1305, over its bytes (kAuthenticated) or with its bytes encrypted
-// (kEncrypted). What the bytes are and where they lie is bound into the tag: nothing can be moved, exchanged or carried
-// over.
+// A user's Key (32 bytes, from a file) and the checkpoint's random id give the checkpoint its own keys (keyed BLAKE2b).
+// So a place within the checkpoint is nonce enough. The manifest carries a keyed BLAKE2b-256. Every section and chunk
+// carries a Poly1305 tag of XChaCha20-Poly1305, over its bytes (kAuthenticated) or with its bytes encrypted
+// (kEncrypted). The tag covers what the bytes are and where they lie: nobody can move or exchange them, or carry them
+// over from another checkpoint.
 //
 // Threads: all methods from any thread.
 #pragma once
@@ -24,19 +24,19 @@ namespace torpor {
 
 inline constexpr size_t kKeyBytes = 32;
 
-using SealId = std::array<uint8_t, 16>;       // of a checkpoint, random
-using SealTag = std::array<uint8_t, 16>;      // of sealed bytes
+using SealId = std::array<uint8_t, 16>;       // random, one per checkpoint
+using SealTag = std::array<uint8_t, 16>;      // tag of sealed bytes
 using ManifestMac = std::array<uint8_t, 32>;  // BLAKE2b-256, keyed or not
-using KeyName = std::array<uint8_t, 8>;       // tells a wrong key from damage; says nothing about the key
+using KeyName = std::array<uint8_t, 8>;       // tells a wrong key from damage; reveals nothing about the key
 
 enum class Protection : uint8_t { kNone, kAuthenticated, kEncrypted };
 std::string_view name(Protection protection);  // "none", "authenticated", "encrypted"
 
-// A secret; its memory is wiped.
+// A secret. The destructor wipes its memory.
 class Key {
  public:
-  // 32 bytes as they are, or 64 hexadecimal digits. kInvalidArgument for another length, or when others than its owner
-  // may read the file.
+  // Read 32 raw bytes or 64 hexadecimal digits. kInvalidArgument: the file has another length, or others than its owner
+  // may read it.
   static Result<Key> read_file(const std::string& path);
   explicit Key(const std::array<uint8_t, kKeyBytes>& bytes) : bytes_(bytes) {}
   Key(const Key&) = default;
@@ -48,18 +48,18 @@ class Key {
   std::array<uint8_t, kKeyBytes> bytes_{};
 };
 
-// Where sealed bytes belong; no two places of a checkpoint are equal.
+// Identifies sealed bytes within a checkpoint; no two places of a checkpoint are equal.
 struct SealPlace {
   enum class Kind : uint32_t { kManifest, kSection, kChunk, kRefs };
   Kind kind = Kind::kChunk;
   int32_t rank = 0;
-  uint64_t offset = 0;      // in its file
-  std::string_view what{};  // the section's name, the chunk's key
+  uint64_t offset = 0;      // in the file
+  std::string_view what{};  // the name of the section, or the key of the chunk
 };
 
 class Seal {
  public:
-  Seal(const Key& key, const SealId& id, Protection protection);  // kAuthenticated or kEncrypted
+  Seal(const Key& key, const SealId& id, Protection protection);  // `protection`: kAuthenticated or kEncrypted
   ~Seal();
   Seal(const Seal&) = delete;
   Seal& operator=(const Seal&) = delete;
@@ -68,9 +68,11 @@ class Seal {
   const SealId& id() const { return id_; }
   const KeyName& key_name() const { return key_name_; }
   ManifestMac mac(std::span<const std::byte> header, std::span<const std::byte> body) const;
-  // `out` has the size of `in` and may be the same memory; unused when only authenticating.
+  // Seal `in`. kEncrypted: write the encrypted bytes to `out`, which has the size of `in` and may be the same memory.
+  // kAuthenticated: `out` is not used.
   SealTag seal(std::span<const std::byte> in, std::span<std::byte> out, const SealPlace& place) const;
-  // Checks and, if encrypted, decrypts in place. kCorruption: not the bytes that were sealed for this place.
+  // Check bytes and, if they are encrypted, decrypt them in place. kCorruption: they were not sealed for this place
+  // with this key.
   Status open(std::span<std::byte> bytes, const SealTag& tag, const SealPlace& place) const;
 
  private:
@@ -81,7 +83,7 @@ class Seal {
   std::array<uint8_t, kKeyBytes> chunk_key_{};
 };
 
-// Without a key: finds accidents and gives the manifest a name; stops no attacker.
+// Return the manifest's checksum without a key. It detects accidents and identifies the manifest; it stops no attacker.
 ManifestMac unkeyed_mac(std::span<const std::byte> header, std::span<const std::byte> body);
 
 SealId random_seal_id();

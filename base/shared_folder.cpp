@@ -20,7 +20,7 @@ namespace {
 constexpr std::string_view kPrefix = "torpor-shared-";
 constexpr int kTries = 100;
 
-// Calls `use` with each name in an open directory until it returns false; whether it never did.
+// Call `use` with each name in an open directory, until it returns false. Return whether it always returned true.
 template <class Use>
 bool each_name(int directory, const Use& use) {
   const int own = ::openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -69,7 +69,7 @@ Result<std::unique_ptr<SharedFolder>> SharedFolder::make(const std::string& plac
       if (::mkdtemp(path.data()) == nullptr) return system_error(errno, fmt::format("making {}", path));
       Result<Descriptor> folder = guarded(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC), path);
       struct stat status {};
-      // Somebody who removes what is left may have been faster.
+      // A process that runs remove_left() may have been faster.
       if (folder && ::flock(folder->get(), LOCK_EX | LOCK_NB) == 0 && ::fstat(folder->get(), &status) == 0 &&
           status.st_nlink > 0) {
         std::unique_ptr<SharedFolder> made(new SharedFolder(std::move(path), folder->get()));

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// SharedFolder: a folder of its own for pages that processes of this machine map (SwapChannel, ProgressFile), in memory
-// where the system has such a place. It goes with this object.
+// SharedFolder: a private folder for pages that processes of this machine map (SwapChannel, ProgressFile). It is in
+// memory if the system has such a file system. The destructor removes it.
 //
-// Its process holds a lock on it as long as it lives. What a killed one left goes when the next folder is made, or at
-// remove_left(): whatever nobody holds a lock on, nor on a file in it.
+// The process holds a lock on the folder while it lives. A killed process leaves its folder behind: the next make() or
+// remove_left() removes every folder that nobody holds a lock on, nor on a file in it.
+//
+// Threads: one at a time.
 #pragma once
 
 #include <memory>
@@ -15,19 +17,22 @@ namespace torpor {
 
 class SharedFolder {
  public:
+  // Return "/dev/shm" if it is writable, else "/tmp".
   static std::string usual_place();
+  // Make a folder in `place`. kUnavailable: other processes removed each folder that was made.
   static Result<std::unique_ptr<SharedFolder>> make(const std::string& place = usual_place());
-  // Of this user, in that place. What cannot be looked at, or removed, stays.
+  // Remove this user's folders in `place` that ended processes have left. A folder that cannot be inspected or removed
+  // stays.
   static void remove_left(const std::string& place = usual_place()) noexcept;
   ~SharedFolder();
-  void remove() noexcept;  // with all that is in it
+  void remove() noexcept;  // with all files in it
   const std::string& path() const { return path_; }
 
  private:
   SharedFolder(std::string path, int folder) : path_(std::move(path)), folder_(folder) {}
 
   const std::string path_;
-  const int folder_;  // with the lock
+  const int folder_;  // descriptor; holds the lock
 };
 
 }  // namespace torpor

@@ -37,7 +37,7 @@ Result<std::unique_ptr<SharedPage>> SharedPage::create(const std::string& path, 
     const Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
     if (file.get() < 0) return system_error(errno, fmt::format("making {}", path));
     Result<std::unique_ptr<SharedPage>> made = try_catch([&]() -> Result<std::unique_ptr<SharedPage>> {
-      // The page of it now: where there is no room, that is an error here, and not a signal later.
+      // Allocate the page now: if memory is short, that is an error here and not a signal later.
       if (const int failed = ::posix_fallocate(file.get(), 0, kPage); failed != 0) return system_error(failed, path);
       return map(file.get());
     });

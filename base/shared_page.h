@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// SharedPage: a page of a file that several processes map. What lies in it begins with a mark that says what it is; all
-// else is zero at first, and made of atomics.
+// SharedPage: a page of a file that several processes map. It begins with a mark that identifies its content. The rest
+// is zero at first and consists of atomics, so all processes may use it at any time.
 #pragma once
 
 #include <atomic>
@@ -16,18 +16,19 @@ namespace torpor {
 
 class SharedPage {
  public:
-  // A new file, 0600, that the caller removes.
+  // Make a new file, 0600; the caller removes it.
   static Result<std::unique_ptr<SharedPage>> create(const std::string& path, uint64_t mark);
-  // `what` is for people. kCorruption: not such a file; kFailedPrecondition: others than this user can write it.
+  // Open and map a file. `what` describes the expected content in error texts. kCorruption: it is no such file.
+  // kFailedPrecondition: others than this user can write to it.
   static Result<std::unique_ptr<SharedPage>> open(const std::string& path, uint64_t mark, std::string_view what);
-  // The same of an open file; `path` is for people.
+  // Map an open file. `path` is used in error texts only.
   static Result<std::unique_ptr<SharedPage>> open(int file, const std::string& path, uint64_t mark,
                                                   std::string_view what);
   ~SharedPage();
   SharedPage(const SharedPage&) = delete;
   SharedPage& operator=(const SharedPage&) = delete;
 
-  // A struct whose first field is the mark.
+  // Return the page as a T: a struct whose first field is the mark.
   template <class T>
   T& as() const {
     static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(T) <= kPage);

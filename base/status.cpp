@@ -52,7 +52,7 @@ std::string Error::to_string() const {
 }
 
 Error detail::error_in_flight() noexcept {
-  // These words are short enough to need no memory.
+  // These words fit into a std::string without an allocation.
   const auto no_memory = [] {
     return Error{.code = Code::kResourceExhausted, .what = "no memory", .next_step = "free some"};
   };
@@ -60,7 +60,7 @@ Error detail::error_in_flight() noexcept {
     throw;
   } catch (const std::bad_alloc&) {
     return no_memory();
-  } catch (const std::length_error&) {  // a container asked for more than there can be
+  } catch (const std::length_error&) {  // a container asked for more than is possible
     return no_memory();
   } catch (const std::system_error& thrown) {
     const bool no_thread = thrown.code() == std::errc::resource_unavailable_try_again;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors as values: Status, Result<T> and the Error they carry.
+// Errors as values: Status, Result<T> and the Error that they carry.
 //
-// A code is chosen by what the caller should do next, not by where the failure happened. `what` says what was wrong and
-// names the setting, file, region or field; `next_step` says what to do about it. Nothing here throws; exceptions exist
+// Choose a code by what the caller should do next, not by where the failure happened. `what` says what was wrong and
+// names the setting, file, region or field. `next_step` says what to do about it. Nothing here throws; exceptions exist
 // only at the Python border (bindings/).
 #pragma once
 
@@ -20,19 +20,19 @@ namespace torpor {
 
 enum class Code : uint8_t {
   kInvalidArgument,     // the call is wrong; correct it
-  kFailedPrecondition,  // the call does not fit the present state; change the state first
+  kFailedPrecondition,  // the call does not fit the current state; change the state first
   kNotFound,            // the named thing does not exist
   kResourceExhausted,   // memory, disk space or a budget; free some and call again
-  kUnavailable,         // call the same again
+  kUnavailable,         // call again with the same arguments
   kAborted,             // a larger operation was undone; start that again
   kCorruption,          // bytes do not match their digest or their own description
-  kIncompatible,        // whole and well-formed, but made for something else; `what` names the field
-  kUnauthenticated,     // sealed with a key that was not given, or another one; give the right key
-  kUnsupported,         // a feature in use that this version cannot do; `what` names it
+  kIncompatible,        // intact and well-formed, but made for something else; `what` names the field
+  kUnauthenticated,     // sealed with another key than the given one, or no key was given; give the right key
+  kUnsupported,         // this version cannot do a feature that is in use; `what` names it
   kTimeout,             // not done in the given time; nothing was changed
   kIo,                  // a system call on a file failed; `native` is errno
   kDevice,              // the device failed; `native` is its code
-  kInternal,            // a broken invariant of torpor's own
+  kInternal,            // torpor broke an invariant of its own
 };
 inline constexpr Code kLastCode = Code::kInternal;
 
@@ -50,7 +50,7 @@ struct Error {
   // False: the failed call changed nothing, or undid what it had changed.
   bool state_changed = false;
 
-  // The same error, with `context` (what was being done) in front of its sentence.
+  // Return the same error with `context` (what was being done) in front of `what`.
   Error within(std::string_view context) const;
   std::string to_string() const;  // "<code>: <what> (<next_step>)"
 
@@ -70,14 +70,15 @@ using Status = Result<void>;
 inline Status ok() { return {}; }
 
 namespace detail {
-Error error_in_flight() noexcept;  // inside a catch block: what was thrown, as a value
+Error error_in_flight() noexcept;  // for use inside a catch block: the caught exception as a value
 }
 
-// Runs `work`, a function that returns a Status or Result; whatever it throws comes back as an Error: want of memory or
-// of threads as kResourceExhausted, all else as kInternal with the words that came with it. Takes no memory itself.
-// Only the end of a thread from outside (pthread_exit, as Python's interpreter does it when it ends) passes through.
+// Run `work`, a function that returns a Status or Result, and return its exceptions as an Error. Want of memory or
+// threads becomes kResourceExhausted; every other exception becomes kInternal with its text. The conversion allocates
+// nothing that it cannot do without. Only the end of a thread from outside (pthread_exit, as Python's interpreter calls
+// it when it ends) passes through.
 //
-// A lock that `work` needs is written at the lambda (TORPOR_REQUIRES); that it is held here, clang cannot follow.
+// If `work` needs a lock, write that at the lambda (TORPOR_REQUIRES). clang cannot check that the lock is held here.
 template <class Work>
 TORPOR_NO_THREAD_SAFETY_ANALYSIS auto try_catch(Work&& work) -> decltype(work()) {
   try {
@@ -89,14 +90,14 @@ TORPOR_NO_THREAD_SAFETY_ANALYSIS auto try_catch(Work&& work) -> decltype(work())
   }
 }
 
-// Builds an Error from errno's value `native`: `what` gets the system's text appended, the code follows the errno
-// (ENOSPC, EDQUOT, ENOMEM, EMFILE: kResourceExhausted; ENOENT: kNotFound; EACCES, EPERM, EROFS: kFailedPrecondition;
-// others: kIo).
+// Return an Error for errno's value `native`. It appends the system's text to `what` and derives the code: ENOSPC,
+// EDQUOT, ENOMEM, EMFILE: kResourceExhausted; ENOENT: kNotFound; EACCES, EPERM, EROFS: kFailedPrecondition; any other:
+// kIo.
 Error system_error(int native, std::string what, std::string next_step = {});
 
 }  // namespace torpor
 
-// Returns the error of `expression` (a Status or Result) from the enclosing function; otherwise goes on.
+// Return the error of `expression` (a Status or Result) from the enclosing function; continue if there is none.
 #define TORPOR_RETURN_IF_ERROR(expression)                           \
   do {                                                               \
     if (auto torpor_try_result = (expression); !torpor_try_result) { \

@@ -24,12 +24,14 @@ namespace {
 
 constexpr uint64_t kRoomMark = 0x324d4f4f52524f54;  // "TORROOM2"
 constexpr const char* kRoomFile = "a file of room";
-constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds{50};  // at processes that end without a word
+// interval at which to look for ended processes
+constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds{50};
 
-// Bytes that are locked: one for each side, this one by who made the file.
+// Locked bytes: 0 and 1 for the sides, this one for the process that made the file.
 constexpr int kMaker = 2;
 
-// Of the open file, not of the process: whatever else a process does with the file, it keeps it until this is closed.
+// A lock of the open file, not of the process: it lasts until this descriptor is closed, whatever else the process does
+// with the file.
 struct flock lock_at(int byte) {
   struct flock lock {};
   lock.l_type = F_WRLCK;
@@ -43,7 +45,7 @@ bool take_lock(int fd, int byte) {
   return ::fcntl(fd, F_OFD_SETLK, &lock) == 0;
 }
 
-// The file, in a directory into which nobody but this user can have put it.
+// Open the file. Only this user may write to its directory.
 Result<Descriptor> open_own(const std::string& path) {
   const size_t slash = path.rfind('/');
   if (!path.starts_with('/') || slash + 1 == path.size()) {
@@ -69,20 +71,20 @@ Result<Descriptor> open_own(const std::string& path) {
 
 struct SwapChannel::Page {
   std::atomic<uint64_t> mark;
-  std::atomic<uint32_t> changes;  // what is waited for
+  std::atomic<uint32_t> changes;  // waiters wait for this to change
   std::atomic<uint32_t> ended;
   std::atomic<uint32_t> agreement;
-  std::array<std::atomic<uint32_t>, 2> heartbeats;  // of each side, counted
-  std::atomic<double> peer_timeout;                 // in seconds
-  std::array<std::atomic<uint64_t>, 2> sizes;       // ranks of each side
+  std::array<std::atomic<uint32_t>, 2> heartbeats;  // counts, by side
+  std::atomic<double> peer_timeout;                 // seconds
+  std::array<std::atomic<uint64_t>, 2> sizes;       // ranks, by side
   struct Rank {
     std::atomic<uint64_t> supply, lent, released, acquired;  // bytes
   };
   std::array<Rank, kMostRanks> ranks;
 };
 
-// How long one side has waited for a heartbeat of the other. Between two looks at most twice the usual time counts:
-// if more has passed, this process was stopped itself.
+// Measures how long one side has waited for a heartbeat of the other. Between two looks at most twice the usual
+// interval counts: if more has passed, this process was itself stopped.
 class SwapChannel::PeerTimeout {
  public:
   PeerTimeout(const Page& page, Side of)
@@ -145,7 +147,7 @@ SwapChannel::Side SwapChannel::other() const noexcept {
 
 SwapHandshake SwapChannel::agreement() const noexcept { return SwapHandshake(page_.agreement.load()); }
 
-// `next`: the word that follows on the one that it is given; none: there is no such step.
+// Replace the word with next(word), atomically. Return false if `next` returns none: there is no such step.
 template <class Step>
 bool SwapChannel::step(const Step& next) noexcept {
   uint32_t word = page_.agreement;
@@ -157,13 +159,13 @@ bool SwapChannel::step(const Step& next) noexcept {
   }
 }
 
-// By another one than this object. Where that cannot be told, nobody is taken for gone.
+// Return whether another object holds the lock. If the system cannot tell, assume that it does.
 bool SwapChannel::held(int byte) const noexcept {
   struct flock lock = lock_at(byte);
   return ::fcntl(locks_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
-// The stage is said before the lock goes.
+// A side publishes its last stage before it drops its lock.
 bool SwapChannel::ended(Side side) const noexcept {
   const auto between = [&] {
     const Stage stage = agreement().stage(side);
@@ -216,7 +218,8 @@ Status SwapChannel::join(Side side, size_t ranks) {
   if (side_ || has_joined(side) || !take_lock(locks_, static_cast<int>(side)))
     return refuse("another engine has this side of the exchange", "make a file for each");
   side_ = side;
-  page_.sizes[static_cast<size_t>(side)].store(ranks);  // before it looks: of two that come at once, one sees the other
+  // Before it reads the other's: if both join at once, at least one sees the other.
+  page_.sizes[static_cast<size_t>(side)].store(ranks);
   const uint64_t others = page_.sizes[static_cast<size_t>(other())];
   if (others == 0 || others == ranks) return reach(Stage::kHere), ok();
   return refuse(fmt::format("the engines have {} and {} ranks", page_.sizes[0].load(), page_.sizes[1].load()),
@@ -235,7 +238,7 @@ Status SwapChannel::wait_for(Stage wanted, const std::function<Status()>& go_on)
     const uint32_t seen = page_.changes.load(std::memory_order_acquire);
     const bool maker_ended = !held(kMaker);
     (void)stopped_or(other());
-    const SwapHandshake now = agreement();  // last: whoever ended may have said it before
+    const SwapHandshake now = agreement();  // last: a process may have published its stage before it ended
     switch (now.look(other(), wanted)) {
       case SwapHandshake::Look::kThere: return ok();
       case SwapHandshake::Look::kOver: return stopped();

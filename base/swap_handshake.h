@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SwapHandshake: the stages of both sides of a swap, and whether it is stopped or committed, in one word of a
-// SwapChannel. Each step computes a new word from the one that was read, and counts only if no other step was faster.
-// So all processes see the steps in one order, and either "stopped" or "the engine that wakes runs" happens, never
-// both.
+// SwapChannel. A step computes a new word from the one that it read; it counts only if no other step came between. So
+// all processes see the steps in one order, and either "stopped" or "the engine that wakes runs" happens, never both.
 //
 // The side that falls asleep: here → ready → done, once it is asleep. If the swap is stopped before that, it undoes its
 //                             half; after that it wakes again.
@@ -26,17 +25,19 @@ class SwapHandshake {
     kHere,    // it has joined
     kReady,   // one engine is stopped; the other has all its content back, and does not run yet
     kDone,    // one engine is asleep; the other runs
-    kFailed,  // it holds no memory of the other's
-    kLost,    // it may hold some of the other's memory for ever
+    kFailed,  // it failed and holds no memory of the other side
+    kLost,    // it failed and may hold memory of the other side for ever
   };
   enum class Look : uint8_t { kWait, kThere, kOver };
-  // What became of the side that wakes, for the side that falls asleep.
+  // State of the side that wakes, after the swap, for the side that falls asleep.
   enum class End : uint8_t {
     kNone,
     kRuns,
-    kHasNothing,  // of the other's memory: it failed, never joined, or its process ended
-    kMayHold,     // some of it: it is lost, or sent no heartbeat
-    kMayRun,      // it has committed, and sent no heartbeat since
+    // It holds no memory of the other side: it failed, never joined, or its process ended.
+    kHasNothing,
+    // It may hold memory of the other side: it is lost, or sent no heartbeat.
+    kMayHold,
+    kMayRun,  // it has committed, and sent no heartbeat since
   };
 
   constexpr explicit SwapHandshake(uint32_t word = 0) : word_(word) {}
@@ -46,7 +47,8 @@ class SwapHandshake {
     return static_cast<Stage>(std::min(word_ >> shift(side) & kStages, static_cast<uint32_t>(Stage::kLost)));
   }
   constexpr bool stopped() const { return (word_ & kStopped) != 0; }
-  constexpr bool for_timeout() const { return (word_ & kForTimeout) != 0; }  // of the other side than stopped_by()
+  // stopped because the side other than stopped_by() sent no heartbeat
+  constexpr bool for_timeout() const { return (word_ & kForTimeout) != 0; }
   constexpr bool committed() const { return (word_ & kCommitted) != 0; }
   constexpr std::optional<Side> stopped_by() const {
     if (committed())
@@ -59,19 +61,19 @@ class SwapHandshake {
   constexpr SwapHandshake reach(Side side, Stage stage) const {
     return SwapHandshake((word_ & ~(kStages << shift(side))) | static_cast<uint32_t>(stage) << shift(side));
   }
-  // None: it is stopped already, or committed.
+  // Return the word after a stop; none: it is already stopped, or committed.
   constexpr std::optional<SwapHandshake> stop(std::optional<Side> by, bool for_timeout = false) const {
     if (stopped() || committed()) return std::nullopt;
     const uint32_t whom = !by ? 0 : *by == Side::kSwapsOut ? kByOut : kByIn;
     return SwapHandshake(word_ | kStopped | whom | (for_timeout ? kForTimeout : 0));
   }
-  // By the side that wakes, before the step that it cannot undo. None: the swap is stopped.
+  // Return the word after the commit of the side that wakes; none: the swap is stopped, or the other side is not done.
   constexpr std::optional<SwapHandshake> commit() const {
     if (stopped() || stage(Side::kSwapsOut) != Stage::kDone) return std::nullopt;
     return SwapHandshake(word_ | kCommitted);
   }
 
-  // Return whether `side` has reached `wanted`, or never will.
+  // Return whether `side` has reached `wanted` (kThere), never will (kOver), or still may (kWait).
   constexpr Look look(Side side, Stage wanted) const {
     const Stage now = stage(side);
     if (stopped() || now == Stage::kFailed || now == Stage::kLost) return Look::kOver;

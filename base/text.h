@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parts of sentences. What fmt/ranges.h does too, but that compiles fmt's own output of strings into each source.
+// Parts of sentences. fmt/ranges.h could join too, but it compiles fmt's own output of strings into each source.
 #pragma once
 
 #include <span>
@@ -8,7 +8,7 @@
 
 namespace torpor {
 
-// "a, b, c" of "a", "b", "c" with ", " between them.
+// Join `parts` with `between`: "a", "b", "c" and ", " give "a, b, c".
 std::string joined(std::span<const std::string> parts, std::string_view between);
 std::string joined(std::span<const std::string_view> parts, std::string_view between);
 

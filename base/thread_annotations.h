@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attributes of clang's thread-safety analysis as macros. What a lock guards is written at the fields (GUARDED_BY),
-// what a function needs at the function, or at the lambda (REQUIRES). Clang checks it wherever it compiles a room: in
-// the presets `asan` and `fuzz`. With other compilers the macros are empty. The locks: base/mutex.h.
+// Macros for the attributes of clang's thread-safety analysis. Write GUARDED_BY at the field that a lock guards, and
+// REQUIRES at the function or lambda that needs a lock. Clang checks them wherever it compiles a library, in the
+// presets `asan` and `fuzz`. With other compilers the macros are empty. The locks: base/mutex.h.
 #pragma once
 
 #if defined(__clang__)
@@ -20,5 +20,5 @@
 #define TORPOR_TRY_ACQUIRE(...) TORPOR_THREAD_ATTRIBUTE(try_acquire_capability(__VA_ARGS__))
 #define TORPOR_RELEASE(...) TORPOR_THREAD_ATTRIBUTE(release_capability(__VA_ARGS__))
 #define TORPOR_RETURN_CAPABILITY(mutex) TORPOR_THREAD_ATTRIBUTE(lock_returned(mutex))
-// For what the analysis cannot follow; a comment beside it says why it is right.
+// For code that the analysis cannot follow; a comment beside it says why the code is right.
 #define TORPOR_NO_THREAD_SAFETY_ANALYSIS TORPOR_THREAD_ATTRIBUTE(no_thread_safety_analysis)

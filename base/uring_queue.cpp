@@ -12,7 +12,7 @@
 namespace torpor {
 namespace {
 
-constexpr int kMostTries = 1000;  // of submitting while the kernel is short of memory and nothing is under way
+constexpr int kMostTries = 1000;  // to submit while the kernel is short of memory and nothing is under way
 
 }  // namespace
 
@@ -22,7 +22,8 @@ struct UringQueue::Impl {
   void close() TORPOR_REQUIRES(mutex) {
     if (std::exchange(usable, false)) ::io_uring_queue_exit(&ring);
   }
-  // Entries that were prepared and never submitted must not be submitted later: their memory is the callers'.
+  // Make a new ring. Entries that were prepared but not submitted must never be submitted later: callers own their
+  // memory.
   void start_anew() TORPOR_REQUIRES(mutex) {
     close();
     usable = ::io_uring_queue_init(depth, &ring, 0) == 0;
@@ -70,7 +71,7 @@ void UringQueue::run(int fd, bool write, std::span<const FilePart> parts, std::s
     under_way += std::max(submitted, 0);
     if (under_way == 0) {
       if ((submitted == -EINTR || submitted == -EAGAIN || submitted == -EBUSY) && ++tries < kMostTries) continue;
-      return impl_->start_anew();  // nothing is under way; what has no result has failed
+      return impl_->start_anew();  // nothing is under way; entries without a result have failed
     }
     io_uring_cqe* done = nullptr;
     if (::io_uring_wait_cqe(&ring, &done) != 0) continue;  // interrupted

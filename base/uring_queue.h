@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// UringQueue: many reads or writes of one file at once through io_uring. Library: liburing.
-// Threads: one batch at a time; others wait.
+// UringQueue: many reads or writes of one file at once, through io_uring. Library: liburing. Threads: any; one batch
+// runs at a time, other callers wait.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@ namespace torpor {
 
 class UringQueue {
  public:
-  // With room for `depth` operations at once. Null where the system has no io_uring or forbids it.
+  // Make a queue for `depth` operations at once. Null: the system has no io_uring, or forbids it.
   static std::unique_ptr<UringQueue> create(unsigned depth);
   ~UringQueue();
-  // Reads or writes every part once and returns when none is under way any more: what the system call returned for
-  // each, bytes or -errno.
+  // Read or write every part once; return when none is under way any more. results[i]: the system call's result for
+  // part i, bytes or -errno.
   void run(int fd, bool write, std::span<const FilePart> parts, std::span<int32_t> results);
 
  private:

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Value: a plain tree of data, for what an engine's adapter keeps that torpor does not interpret.
+// Value: a plain tree of data, for state that an engine's adapter saves and torpor does not interpret.
 //
-// Copyable, comparable, no pointers, no cycles. Depth is limited to kMaxValueDepth wherever a Value comes from outside.
-// The whole numbers and reals of long lists are held packed (IntArray, RealArray), as engines have many token ids.
+// It is copyable and comparable, without pointers or cycles. Wherever a Value comes from outside, its depth is limited
+// to kMaxValueDepth. Long lists of whole numbers or reals are packed (IntArray, RealArray), because engines have many
+// token ids.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +22,14 @@ using Bytes = std::vector<uint8_t>;
 using IntArray = std::vector<int64_t>;
 using RealArray = std::vector<double>;
 using List = std::vector<Value>;
-using Dict = std::vector<Field>;  // in the order in which it was filled; keys differ
+using Dict = std::vector<Field>;  // in order of insertion; keys differ
 
 struct Value {
   // The order is part of the checkpoint format (checkpoint/FORMAT.md).
   using Alternatives =
       std::variant<std::monostate, bool, int64_t, double, std::string, Bytes, IntArray, RealArray, List, Dict>;
-  // Its copies are made aside: when a copy of these throws, libstdc++ (seen in GCC 12) destroys what was never made.
+  // Data has its own copy operations: if a variant's copy throws, libstdc++ (seen in GCC 12) destroys an alternative
+  // that was never constructed.
   struct Data : Alternatives {
     using Alternatives::Alternatives;
     using Alternatives::operator=;
@@ -39,7 +41,7 @@ struct Value {
   };
   Data data;
 
-  const Value* find(std::string_view key) const;  // the entry of a Dict, or nullptr
+  const Value* find(std::string_view key) const;  // returns the entry of a Dict, or nullptr
   friend bool operator==(const Value& a, const Value& b);
 };
 
@@ -56,7 +58,7 @@ inline Value::Data::Data(const Data& other)
 
 inline Value::Data& Value::Data::operator=(const Data& other) { return *this = Data(other); }
 
-// Not defaulted inside: there Value is not yet complete, and some compilers look into its lists.
+// Not defaulted in the class: there Value is incomplete, and some compilers look into its lists.
 inline bool operator==(const Value& a, const Value& b) { return a.data == b.data; }
 
 inline const Value* Value::find(std::string_view key) const {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A FileSystem in front of another one, which asks a function before every call. What it says no to is not done and
-// fails with its error; before a file or directory is closed (`call` "close") it is only told.
+// A FileSystem that calls a function before each call of the inner one. If the function returns an error, the call is
+// not made and fails with that error. Before a file or directory is closed (`call` "close") the result is ignored.
 //
-// For checks and tests: that no lock is held over a call, that a call waits. Threads: as the one behind; the function
-// is called from the threads that call. It outlives everything that was opened.
+// For checks and tests: that no lock is held over a call, or that a call waits. Threads: as the inner file system; the
+// function runs on the calling thread. The function must outlive all files and directories that were opened.
 #pragma once
 
 #include <functional>
@@ -14,10 +14,10 @@
 
 namespace torpor {
 
-// `call`: the method's name. `name`: of the file or directory.
+// `call`: the name of the method. `name`: the name of the file or directory.
 using FileCallCheck = std::function<Status(const char* call, const std::string& name)>;
 
-// `inner` outlives the result.
+// `inner` must outlive the result.
 std::unique_ptr<FileSystem> make_watched_file_system(FileSystem& inner, FileCallCheck before);
 
 }  // namespace torpor

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// XXH3 in 128 bits with vectors of one width. The library's own choice of the width is only in its shared form, which a
-// portable module cannot use. Digests are the same with all. x86-64 only; elsewhere the library's functions serve.
+// XXH3 (128 bits) with vectors of a fixed width. The library chooses a width at run time only in its shared form, which
+// a portable module cannot use. Digests are the same with every width. x86-64 only; elsewhere the library's functions
+// are used.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,7 @@ struct Xxh3Hash {
 };
 struct Xxh3 {
   Xxh3Hash (*hash)(const void* bytes, size_t size);
-  void (*update)(void* state, const void* bytes, size_t size);  // of an XXH3_state_t
+  void (*update)(void* state, const void* bytes, size_t size);  // `state`: an XXH3_state_t
 };
 extern const Xxh3 kXxh3Avx2;
 extern const Xxh3 kXxh3Avx512;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The text of xxh3_avx2.cpp and xxh3_avx512.cpp, which differ in what they are compiled for. It includes nothing but
-// static functions: what is compiled here must not run elsewhere.
+// Code of xxh3_avx2.cpp and xxh3_avx512.cpp, which differ only in their compiler flags. It includes nothing but static
+// functions: code that is compiled here must not run on other machines.
 #pragma once
 
 #define XXH_INLINE_ALL
