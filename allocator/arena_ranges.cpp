@@ -8,7 +8,7 @@
 namespace torpor {
 namespace {
 
-constexpr int kTries = 4;  // in the bin of the wanted size, before larger ranges
+constexpr int kTries = 4;  // ranges of the own bin to try before a larger bin
 
 }  // namespace
 
@@ -25,7 +25,7 @@ void ArenaRanges::forget(Range* range) noexcept {
   unused_ = range;
 }
 
-// Below 2 * kBins pages each size has a bin of its own.
+// Each size below 2 * kBins pages has a bin of its own.
 ArenaRanges::Bin ArenaRanges::bin_of(uint64_t size) {
   const uint64_t pages = size / kPage;
   if (pages < kBins) return {0, static_cast<unsigned>(pages)};

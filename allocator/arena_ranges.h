@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// ArenaRanges: which ranges of an arena's slabs are free, found by size in constant time, whatever the number of ranges
-// and slabs.
+// ArenaRanges: the free ranges of an arena's slabs. It finds one by size in constant time, however many ranges and
+// slabs there are.
 //
-// Free ranges lie in bins by size: each power of two is divided in 64, and words of bits say which bins have some. A
-// range of a bin above the wanted size always fits. In the bin of the wanted size itself a few are looked at first, and
-// all of them only where nothing larger is free: memory that is there is found. Each range knows its neighbours in its
-// slab, so that a range that comes back is joined with them without a search.
+// Free ranges lie in bins by size. Each power of two is divided into 64 bins, and words of bits say which bins are not
+// empty. Every range of a bin above the wanted size fits. take() first tries a few ranges of the wanted size's own bin,
+// then a larger bin. If no larger range is free it tries the whole own bin, so it never misses memory that would fit.
+// Each range knows its neighbours in its slab, so a returned range joins them without a search.
 //
-// Owner: HostArena. Threads: none of its own; the owner's lock. Failure: take() and make() may want memory for a range,
-// and have changed nothing when they throw; give_back() takes none.
+// Owner: HostArena. Threads: none of its own; the owner's lock guards it. Failure: take() and make() may allocate; if
+// they throw they have changed nothing. give_back() allocates nothing.
 #pragma once
 
 #include <array>
@@ -20,14 +20,14 @@ namespace torpor {
 
 class ArenaRanges {
  public:
-  // A part of a slab, in somebody's hands or free. Sizes are whole pages. One line of the processor's cache.
+  // A part of a slab, used or free. Sizes are whole pages. Fills one cache line.
   struct alignas(64) Range {
-    std::byte* data = nullptr;  // only computed with
+    std::byte* data = nullptr;  // an address; never read or written here
     uint64_t size = 0;
     bool free = false;
-    Range* before = nullptr;  // in the slab
+    Range* before = nullptr;  // neighbours in the slab
     Range* after = nullptr;
-    Range* previous = nullptr;  // in the bin
+    Range* previous = nullptr;  // neighbours in the bin
     Range* next = nullptr;
   };
 
@@ -35,21 +35,21 @@ class ArenaRanges {
   ArenaRanges(const ArenaRanges&) = delete;
   ArenaRanges& operator=(const ArenaRanges&) = delete;
 
-  // Return a range that is not free, without memory; lives until forget(), or as long as this.
+  // Return a new range that is not free and has no memory. It lives until forget(), or as long as this object.
   Range* make();
   void forget(Range* range) noexcept;
-  // Let a whole slab's range be found, or not any more.
+  // Add the range of a whole slab to the free ranges, or remove it from them.
   void add(Range& range) noexcept;
   void remove(Range& range) noexcept;
-  // Return a range of exactly `size` bytes, out of one of the smallest free ones that fit; null if there is none.
+  // Take a range of exactly `size` bytes from one of the smallest free ranges that fit. Null: none fits.
   Range* take(uint64_t size);
-  // Join `range` with its free neighbours; what remains of them is free.
+  // Free a range and join it with its free neighbours.
   void give_back(Range* range) noexcept;
 
  private:
-  static constexpr unsigned kSplit = 6;            // bins a power of two, as a power of two
-  static constexpr unsigned kBins = 1u << kSplit;  // as many as a word has bits
-  static constexpr unsigned kLevels = 48;          // of pages: more than there are addresses
+  static constexpr unsigned kSplit = 6;            // log2 of the bins per power of two
+  static constexpr unsigned kBins = 1u << kSplit;  // one bin for each bit of a word
+  static constexpr unsigned kLevels = 48;          // covers more pages than there are addresses
   struct Bin {
     unsigned level = 0;
     unsigned index = 0;
@@ -58,10 +58,10 @@ class ArenaRanges {
   Range* find(uint64_t size) const;
 
   std::array<std::array<Range*, kBins>, kLevels> bins_{};
-  std::array<uint64_t, kLevels> filled_{};  // a bit for each bin that has ranges
-  uint64_t levels_ = 0;                     // a bit for each level that has some
+  std::array<uint64_t, kLevels> filled_{};  // a bit for each bin that is not empty
+  uint64_t levels_ = 0;                     // a bit for each level that is not empty
   std::deque<Range> all_;
-  Range* unused_ = nullptr;  // of all_, linked by `next`
+  Range* unused_ = nullptr;  // entries of all_ to be used again, linked by `next`
 };
 
 }  // namespace torpor

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// ArenaSlab: one piece of host memory that an arena has from the system: taken, pinned for a device, given back.
+// ArenaSlab: a piece of host memory that an arena has taken from the system and perhaps pinned for a device.
 //
-// Owner: HostArena, which alone is at work on it. Threads: none; called without the arena's lock, for all of it takes
-// its time. Failure: memory that cannot be pinned is used as it is; what cannot be unpinned stays.
+// Owner: HostArena, which lets one thread at a time work on a slab. Threads: none. The functions take long; call them
+// without the arena's lock. Failure: memory that cannot be pinned is used unpinned. Memory that cannot be unpinned is
+// never given back.
 #pragma once
 
 #include <cstddef>
@@ -19,19 +20,19 @@ class DeviceMemory;
 struct ArenaSlab {
   std::byte* data = nullptr;
   uint64_t size = 0;
-  uint64_t pinned = 0;                  // of its first bytes
-  bool stuck = false;                   // a part of it is pinned: never given back
-  bool refused = false;                 // by the device, to be pinned
-  bool pin_later = false;               // at that moment only
-  ArenaRanges::Range* range = nullptr;  // its first
+  uint64_t pinned = 0;                  // so many of the first bytes are pinned
+  bool stuck = false;                   // a part of it cannot be unpinned: never give it back
+  bool refused = false;                 // the device would not pin it
+  bool pin_later = false;               // the device would not pin it at that time; try again
+  ArenaRanges::Range* range = nullptr;  // the first range in the slab
   bool unused() const { return range->free && range->size == size; }
 };
 
-// Take `size` bytes from the system, for `target` (prefer_target()); nothing is touched.
+// Take `size` bytes from the system, on the NUMA node of `target` (prefer_target()). No page is touched.
 Result<std::byte*> map_slab(uint64_t size, NumaSystem& numa, NumaTarget& target);
-// Pin what is not, in pieces of at most `piece` bytes, each a call of the device. Null: there is nobody to pin for.
+// Pin the part that is not pinned yet, with calls of at most `piece` bytes. If `device` is null, do nothing.
 void pin_slab(ArenaSlab& slab, DeviceMemory* device, uint64_t piece) noexcept;
-// Give it back to the system. False: it must stay, for the device may still know it.
+// Return the slab's memory to the system. False: the slab must stay, because the device may still know it.
 bool drop_slab(const ArenaSlab& slab, DeviceMemory* device) noexcept;
 
 }  // namespace torpor

@@ -11,10 +11,10 @@ namespace torpor {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int kRests = 3;  // so many times what it has worked
+constexpr int kRests = 3;  // rest so many times as long as it worked
 constexpr std::chrono::nanoseconds kLongestRest = std::chrono::milliseconds(200);
 
-// Of the calling thread. Where it is refused, it only rests.
+// Give the calling thread the lowest priority. If the system refuses, the thread still rests.
 void take_lowest_priority() {
   const sched_param none{};
   (void)::sched_setscheduler(0, SCHED_IDLE, &none);
@@ -32,8 +32,8 @@ BackgroundPrefault::~BackgroundPrefault() {
   if (last.joinable()) last.join();
 }
 
-// A thread of the lowest priority that touches memory for another, one piece after the other. Where there is no thread
-// to be had, the caller does it.
+// A thread of the lowest priority that touches memory for another thread, one piece after the other. If the system
+// gives no thread, the calling thread touches the memory.
 class BackgroundPrefault::Toucher {
  public:
   Toucher() {
@@ -81,7 +81,7 @@ class BackgroundPrefault::Toucher {
 
   Mutex mutex_;
   CondVar changed_;
-  const std::function<void()>* piece_ TORPOR_GUARDED_BY(mutex_) = nullptr;  // null: there is none
+  const std::function<void()>* piece_ TORPOR_GUARDED_BY(mutex_) = nullptr;  // null: none
   bool last_ TORPOR_GUARDED_BY(mutex_) = false;
   std::thread thread_;  // last: it uses the others
 };
@@ -100,7 +100,7 @@ void BackgroundPrefault::start() noexcept {
 
 void BackgroundPrefault::begin() {
   if (wanted_ == 0 || waits_ || running_ || ended_) return;
-  if (thread_.joinable()) thread_.join();  // its work is done
+  if (thread_.joinable()) thread_.join();  // it has ended its work
   running_ = true;
   const Status begun = try_catch([&]() TORPOR_REQUIRES(mutex_) -> Status {
     thread_ = std::thread([this] { run(); });
@@ -114,7 +114,7 @@ void BackgroundPrefault::run() noexcept {
   const HostArena::OnThread on_thread = [&](const std::function<void()>& touch) { toucher.run_there(touch); };
   Clock::time_point rested = Clock::now();
   bool full = false;
-  // False: the next page is not to be brought up.
+  // Rest. Return false to bring up no further page.
   const auto go_on = [&](uint64_t next_bytes) {
     const std::chrono::nanoseconds worked = Clock::now() - rested;
     {

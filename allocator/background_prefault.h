@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// BackgroundPrefault: memory for an arena that may be wanted later, brought up beside work that must not notice: three
-// quarters of the time nothing is done, and only as long as the system has room for it.
+// BackgroundPrefault: prefaults memory that an arena may need later, while the engine works and must not notice. It
+// rests for three quarters of the time, and stops when the system has no memory to spare.
 //
-// Pages are touched by a thread of the lowest priority. Memory is pinned by another of normal priority, in small
-// pieces: other calls of the device's driver wait for a pin, so who pins must not stand back for anybody.
+// A thread of the lowest priority touches the pages. Another thread of normal priority pins them, in small pieces:
+// other calls of the device's driver wait for a pin, so the pinning thread must not be held up.
 //
-// Owner: who has the arena, which outlives it. Threads: any. Failure: what cannot be had is left to who needs it.
+// Owner: the owner of the arena; the arena must outlive it. Threads: any. Failure: memory that it cannot get is left to
+// the call that needs it.
 #pragma once
 
 #include <cstdint>
@@ -19,20 +20,20 @@ namespace torpor {
 
 class BackgroundPrefault {
  public:
-  // `room`: how many bytes may be taken from the system now; asked before each huge page, on the thread.
+  // Returns how many bytes may be taken from the system now. Called before each huge page, on the background thread.
   using Room = std::function<uint64_t()>;
-  // `waits`: begins nothing before start().
+  // `waits`: do nothing before start().
   BackgroundPrefault(HostArena& arena, Room room, bool waits = false)
       : arena_(arena), room_(std::move(room)), waits_(waits) {}
   ~BackgroundPrefault();
 
-  // Begin with what is wanted so far.
+  // Begin with the bytes of want() so far.
   void start() noexcept;
-  // At least so many bytes held and not in use. Where there is no room, or no thread to be had, it is left at what
-  // there is, until the next call.
+  // Try to have at least `bytes` bytes held and unused. If there is no memory or no thread to spare, stop with what is
+  // there, until the next call.
   void want(uint64_t bytes) noexcept;
-  void end() noexcept;   // begins nothing more; what is there stays. Waits for nobody
-  void wait() noexcept;  // until it has what is wanted, or no room, or was ended, or waits itself
+  void end() noexcept;   // begin nothing more and return at once; memory that is there stays
+  void wait() noexcept;  // until it has all that is wanted, or stopped for lack of memory, by end() or before start()
 
  private:
   class Toucher;
@@ -41,13 +42,13 @@ class BackgroundPrefault {
 
   HostArena& arena_;
   const Room room_;
-  Mutex mutex_;  // not held while memory is brought up
+  Mutex mutex_;  // not held while memory is prefaulted
   CondVar changed_;
   uint64_t wanted_ TORPOR_GUARDED_BY(mutex_) = 0;
   bool waits_ TORPOR_GUARDED_BY(mutex_) = false;
   bool running_ TORPOR_GUARDED_BY(mutex_) = false;
   bool ended_ TORPOR_GUARDED_BY(mutex_) = false;
-  std::thread thread_ TORPOR_GUARDED_BY(mutex_);  // joined by the next one, or the end
+  std::thread thread_ TORPOR_GUARDED_BY(mutex_);  // joined by the next begin(), or by the destructor
 };
 
 }  // namespace torpor

@@ -17,7 +17,7 @@ Error precondition(std::string what) {
       .code = Code::kFailedPrecondition, .what = std::move(what), .next_step = "this is a mistake in the calling code"};
 }
 
-// An entry of a map, made before the device is asked: what the device has done is then written down without fail.
+// Make an entry of a map before the device is called: recording what the device has done can then not fail.
 template <class Map>
 typename Map::node_type entry(const Map&, typename Map::mapped_type value) {
   Map made;
@@ -142,7 +142,7 @@ Status DeviceMemory::map(DeviceAddress address, PhysicalId id) {
   }
   fresh.key() = address;
   fresh.mapped().size = size;
-  const MappingAt mapping = mappings_.insert(std::move(fresh)).position;  // nobody else maps there meanwhile
+  const MappingAt mapping = mappings_.insert(std::move(fresh)).position;  // no other call can map there meanwhile
   memory->second.busy = true;
   lock.unlock();
   Status done = try_catch([&] { return do_map(address, id, size); });
@@ -217,14 +217,14 @@ Result<bool> DeviceMemory::find_for_copies(std::span<const Range> ranges, std::v
   bool in_use = false;
   for (const Range& copy : ranges) {
     uint64_t reached = copy.address;
-    if (!touched.empty()) {  // most pieces of a batch lie in the same memory as the one before
+    if (!touched.empty()) {  // most pieces of a batch lie in the same mapping as the piece before
       const auto& [address, mapping] = *touched.back();
       if (reached >= address && copy.bytes <= mapping.size && reached - address <= mapping.size - copy.bytes) continue;
     }
     while (reached < copy.address + copy.bytes) {
       MappingAt mapping = mappings_.upper_bound(reached);
       const bool there = mapping != mappings_.begin() && (--mapping)->first + mapping->second.size > reached;
-      if (there && physical_.at(mapping->second.id).busy) {  // judged by what it is when that call has ended
+      if (there && physical_.at(mapping->second.id).busy) {  // check its state when that call has ended
         in_use = true;
       } else if (!there || mapping->second.access == Access::kNone) {
         return invalid(fmt::format("copy of {} bytes at {:#x}: {:#x} is not mapped with access", copy.bytes,

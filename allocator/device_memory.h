@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// DeviceMemory: the seam to GPU memory, about a dozen verbs in the shape of CUDA's virtual memory management.
+// DeviceMemory: the interface to GPU memory, about a dozen operations in the form of CUDA's virtual memory management.
 //
-// A range of addresses is reserved; physical memory is created; physical memory is mapped at an address of a reserved
-// range and access is set; unmapping keeps the addresses reserved and the content with the physical memory; physical
-// memory is gone once it is released and nothing maps it. Sizes and addresses are multiples of granularity().
+// reserve() reserves a range of addresses. create() makes physical memory. map() maps it at an address of a reserved
+// range, and set_access() allows access. unmap() keeps the addresses reserved and the content with the physical memory.
+// Physical memory is gone once it is released and nothing maps it. Sizes and addresses are multiples of granularity().
 //
 // The public methods check what can be checked (alignment, ranges, known ids, double map, leaks) and are stricter than
 // CUDA; the do_* methods do the work. Implementations: HostDevice (no GPU; mmap and mremap), CudaDevice. Contract
 // suite: tests/contract/device_memory_contract.h.
 //
-// Threads: all methods may be called from any thread. Copies on one stream complete in order. A call that takes its
-// time (zeroing, a copy of pageable memory) holds up only calls about the same memory: no lock is held while a do_*
-// method runs, what it works on is marked. do_* methods of different memory run at once.
-// Failure: a failed call changes nothing, except where it says otherwise.
+// Threads: any thread may call any method. Copies on one stream complete in order. A long call (zeroing, a copy of
+// pageable memory) delays only calls on the same memory: while a do_* method runs no lock is held, and the memory that
+// it works on is marked. do_* methods on different memory run at once.
+//
+// Failure: a failed call changes nothing, unless its comment says otherwise.
 #pragma once
 
 #include <algorithm>
@@ -36,21 +37,21 @@ enum class PhysicalId : uint64_t {};
 enum class StreamId : uint64_t {};
 enum class EventId : uint64_t {};
 
-enum class Access : uint8_t { kNone, kReadWrite };  // drivers differ on memory that can only be read
+enum class Access : uint8_t { kNone, kReadWrite };  // no read-only access: drivers differ on it
 enum class Direction : uint8_t { kDeviceToHost, kHostToDevice };
-// kEngines: by the copy engines alone, for the device's processors are at work for an engine's steps.
+// kEngines: use the copy engines alone, because the device's processors are busy with an engine's steps.
 enum class CopyBy : uint8_t { kFastest, kEngines };
 
 struct Copy {
   DeviceAddress device = 0;
   std::byte* host = nullptr;
   uint64_t bytes = 0;
-  // Where takes_digests(): the copied bytes are added to it in the same pass, copies of one call in their order. Read
-  // it only after an event behind the copy completed. Otherwise it stays as it is.
+  // If takes_digests(): the call adds the copied bytes in the same pass, in the order of the copies of a call. Read it
+  // only after an event behind the copy has completed. Otherwise the call leaves it unchanged.
   StreamingDigest* digest = nullptr;
 };
 
-// Within the memory of one device.
+// A copy within the memory of one device.
 struct InnerCopy {
   DeviceAddress to = 0;
   DeviceAddress from = 0;
@@ -58,11 +59,11 @@ struct InnerCopy {
 };
 
 struct DeviceMemoryInfo {
-  uint64_t capacity_bytes = 0;  // 0: not limited by this device
+  uint64_t capacity_bytes = 0;  // 0: the device sets no limit
   uint64_t physical_bytes = 0;  // created and not yet gone
   uint64_t mapped_bytes = 0;
   uint64_t reserved_bytes = 0;
-  // Of all memory of the device in use by anybody, by the device's own count; none where it keeps none.
+  // Bytes of the device that any process uses, by the device's own count; none if it has no count.
   std::optional<uint64_t> used_bytes;
 
   // Return the bytes of the capacity that nobody uses; none if the capacity is not known.
@@ -72,12 +73,12 @@ struct DeviceMemoryInfo {
   }
 };
 
-// How a wait for device work ended. After kUnproven the work may still be running: memory
-// on both sides must not be unmapped, reused or freed.
+// How a wait for device work ended. After kUnproven the work may still run: memory on both sides must not be unmapped,
+// reused or freed.
 enum class Drain : uint8_t { kCompleted, kDrainedWithError, kUnproven };
 struct DrainResult {
   Drain drain = Drain::kCompleted;
-  Error error;  // meaningful unless kCompleted
+  Error error;  // set unless kCompleted
 };
 
 class DeviceMemory {
@@ -91,44 +92,46 @@ class DeviceMemory {
   virtual bool takes_digests() const { return false; }
 
   Result<DeviceAddress> reserve(uint64_t size);
-  Status free_reservation(DeviceAddress address);  // kFailedPrecondition while something is mapped in it
+  Status free_reservation(DeviceAddress address);  // kFailedPrecondition: something is mapped in it
 
-  Result<PhysicalId> create(uint64_t size);  // kResourceExhausted beyond the capacity; content is zero
-  Status release(PhysicalId id);             // the memory goes when the last mapping goes
+  Result<PhysicalId> create(uint64_t size);  // content is zero. kResourceExhausted: it is beyond the capacity
+  Status release(PhysicalId id);             // the memory is gone when the last mapping is gone
 
-  Status map(DeviceAddress address, PhysicalId id);  // whole physical memory; no access until set_access
+  Status map(DeviceAddress address, PhysicalId id);  // map all of it, without access until set_access()
   Status set_access(DeviceAddress address, uint64_t size, Access access);  // the range must be mapped without gaps
-  // Whole mappings only; the caller has proven that work is done. state_changed: a part is unmapped and could not be
-  // mapped again. Neither this nor release() takes memory of the process: for want of it nothing stays half done.
+  // Unmap whole mappings. Precondition: work that uses them is proven done. state_changed: a part is unmapped and could
+  // not be mapped again. Neither this nor release() allocates host memory, so they cannot fail half-way for lack of it.
   Status unmap(DeviceAddress address, uint64_t size);
 
   Result<StreamId> create_stream();
   Status destroy_stream(StreamId stream);  // waits for its work
-  // Enqueues copies. Host memory must stay valid and, for kDeviceToHost, untouched until an event after them completed.
-  // The device side must be mapped with access for the whole time.
+  // Enqueue copies. Host memory must stay valid, and for kDeviceToHost untouched, until an event behind them has
+  // completed. The device memory must be mapped with access all that time.
   Status copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy by = CopyBy::kFastest);
-  // Copies from one place of this device to another, and returns when that is over. The ranges are mapped with access
-  // for the whole time, and no target overlaps another range: kInvalidArgument. After another error the content of all
-  // targets is void. Work that was given before is not waited for: synchronize().
+  // Copy within this device and return when the copies are done. Ranges must be mapped with access all that time.
+  // kInvalidArgument: a target overlaps another range. After any other error the content of all targets is undefined.
+  // It does not wait for work that was enqueued before: call synchronize().
   Status copy_within(std::span<const InnerCopy> copies);
   Result<EventId> record(StreamId stream);
   DrainResult wait(EventId event);     // consumes the event
-  DrainResult drain(StreamId stream);  // waits for all work of the stream; where record() or wait() proved nothing
+  DrainResult drain(StreamId stream);  // waits for all work of the stream; use it if record() or wait() proved nothing
 
-  // Waits for all work on the device, whoever gave it: before content is read, and before memory goes.
+  // Wait for all work on the device, of any origin. Call it before content is read and before memory is released.
   Status synchronize() { return do_synchronize(); }
 
-  // Tells the device about host memory that copies will use, so that they run at the speed of the link. `host` is whole
-  // pages, which forked children do not get. kUnavailable: not beside what goes on now; it may work later. After a
-  // failed unpin_host() the memory must not be freed. Devices that gain nothing from it do nothing.
+  // Pin host memory that copies will use, so that they run at the speed of the link. `host` is whole pages; forked
+  // children do not get them. kUnavailable: not possible beside the current work; it may be later. After a failed
+  // unpin_host() the memory must not be freed. Devices that gain nothing from it do nothing.
   Status pin_host(std::span<std::byte> host) { return do_pin_host(host); }
   Status unpin_host(std::span<std::byte> host) { return do_unpin_host(host); }
 
-  // The host's NUMA node that the device is attached to, where it knows one: memory for copies is best taken there.
+  // Return the host's NUMA node to which the device is attached; none if it is not known. Memory for copies is best
+  // taken there.
   virtual std::optional<int> host_numa_node() const { return std::nullopt; }
 
   DeviceMemoryInfo info() const;
-  // Where mapped memory is the host's own: how much of it the system has really given. Takes a millisecond a GiB.
+  // Return how much of the mapped memory the system has really given, if that is host memory; else none. Takes a
+  // millisecond per GiB.
   virtual std::optional<uint64_t> resident_bytes() const { return std::nullopt; }
 
  protected:
@@ -158,13 +161,13 @@ class DeviceMemory {
     PhysicalId id{};
     uint64_t size = 0;
     Access access = Access::kNone;
-    uint64_t copies = 0;  // being given to the device
+    uint64_t copies = 0;  // copies that are being enqueued
   };
   struct Physical {
     uint64_t size = 0;
     uint64_t mappings = 0;
     bool released = false;
-    bool busy = false;  // a call is at work on it, or on a mapping of it
+    bool busy = false;  // a call works on it, or on a mapping of it
   };
   struct Reservation {
     uint64_t size = 0;
@@ -172,31 +175,31 @@ class DeviceMemory {
   };
   using MappingAt = std::map<DeviceAddress, Mapping>::iterator;
   using PhysicalAt = std::map<PhysicalId, Physical>::iterator;
-  // Marks the mappings that are exactly the range; waits for calls that are at work on them. False: there are none.
+  // Mark the mappings that are exactly the range, after waiting for calls that work on them. False: there are none.
   bool take(DeviceAddress address, uint64_t size) TORPOR_REQUIRES(mutex_);
   void give_back(DeviceAddress address, uint64_t size) TORPOR_REQUIRES(mutex_);
-  // Calls `use` for each mapping that begins in the range; `use` may take it away.
+  // Call `use` for each mapping that begins in the range; `use` may erase it.
   template <class Use>
   void each_in(DeviceAddress address, uint64_t size, const Use& use) TORPOR_REQUIRES(mutex_) {
     for (auto at = mappings_.lower_bound(address); at != mappings_.end() && at->first < address + size;) use(at++);
   }
-  // The mappings that these ranges touch; false: another call is at work on one of them.
+  // Find the mappings that the ranges touch. False: another call works on one of them.
   struct Range {
     DeviceAddress address = 0;
     uint64_t bytes = 0;
   };
   Result<bool> find_for_copies(std::span<const Range> ranges, std::vector<MappingAt>& touched) TORPOR_REQUIRES(mutex_);
-  // Calls `use` while the mappings of these ranges stay as they are.
+  // Call `use` while the mappings of these ranges stay as they are.
   template <class Use>
   Status while_mapped(std::span<const Range> ranges, const Use& use);
   void forget_if_gone(PhysicalAt physical) TORPOR_REQUIRES(mutex_);
 
   mutable Mutex mutex_;  // never held while a do_* method runs
-  CondVar changed_;      // a call has ended its work on something
+  CondVar changed_;      // a call has ended its work on some memory
   std::map<DeviceAddress, Reservation> reservations_ TORPOR_GUARDED_BY(mutex_);
   std::map<DeviceAddress, Mapping> mappings_ TORPOR_GUARDED_BY(mutex_);
   std::map<PhysicalId, Physical> physical_ TORPOR_GUARDED_BY(mutex_);
-  uint64_t physical_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of physical_, and being created
+  uint64_t physical_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of physical_, and of memory that is being created
 };
 
 }  // namespace torpor

@@ -18,7 +18,7 @@ namespace torpor {
 namespace {
 
 constexpr uint64_t kFirstSlab = 8 * kMiB;
-// At once pinned beside work that must not notice: other calls of the driver wait about a millisecond.
+// Most bytes to pin at once beside work that must not notice: other calls of the driver wait about a millisecond.
 constexpr uint64_t kQuietPin = 8 * kMiB;
 
 }  // namespace
@@ -29,26 +29,26 @@ struct HostArena::Impl {
 
   HostArenaOptions options;
   mutable Mutex mutex;  // not held while memory is taken, touched, pinned, unpinned or given back
-  CondVar changed;      // memory came, came back, or went
+  CondVar changed;      // memory was added, returned or given back to the system
   Slabs slabs TORPOR_GUARDED_BY(mutex);
-  ArenaRanges ranges TORPOR_GUARDED_BY(mutex);  // of them
-  uint64_t held TORPOR_GUARDED_BY(mutex) = 0;   // of slabs, and of those on their way
+  ArenaRanges ranges TORPOR_GUARDED_BY(mutex);  // of the slabs
+  uint64_t held TORPOR_GUARDED_BY(mutex) = 0;   // of slabs, and of memory that is being prefaulted
   uint64_t used TORPOR_GUARDED_BY(mutex) = 0;
   uint64_t unpinned TORPOR_GUARDED_BY(mutex) = 0;
-  uint64_t pin_later TORPOR_GUARDED_BY(mutex) = 0;  // slabs whose pinning is tried again
+  uint64_t pin_later TORPOR_GUARDED_BY(mutex) = 0;  // slabs that wait for another try to pin them
   PrefaultMethod method TORPOR_GUARDED_BY(mutex);
   NumaTarget numa TORPOR_GUARDED_BY(mutex);
-  uint64_t growing TORPOR_GUARDED_BY(mutex) = 0;   // bytes that are being brought up; one slab at a time
+  uint64_t growing TORPOR_GUARDED_BY(mutex) = 0;   // bytes that grow() prefaults; one slab at a time
   uint64_t dropping TORPOR_GUARDED_BY(mutex) = 0;  // bytes that are being given back, or pinned again
   bool ending TORPOR_GUARDED_BY(mutex) = false;
   bool prefaulting TORPOR_GUARDED_BY(mutex) = false;
-  std::thread background TORPOR_GUARDED_BY(mutex);  // joined by the next one, or the end
+  std::thread background TORPOR_GUARDED_BY(mutex);  // joined by the next one, or by the destructor
   Status background_result TORPOR_GUARDED_BY(mutex);
   GiveUp give_up TORPOR_GUARDED_BY(mutex);
-  uint64_t coming TORPOR_GUARDED_BY(mutex) = 0;  // bytes that are brought up slowly, beside all that
-  std::atomic<bool> hurry = false;               // somebody needs fresh memory now
+  uint64_t coming TORPOR_GUARDED_BY(mutex) = 0;  // bytes that grow_slowly() prefaults, in addition
+  std::atomic<bool> hurry = false;               // another call needs new memory now
 
-  // Memory that nobody has, and that is not on its way.
+  // Return the bytes that are there and unused.
   uint64_t free_bytes() const TORPOR_REQUIRES(mutex) { return held - used - growing - dropping - coming; }
   uint64_t missing(uint64_t bytes) const TORPOR_REQUIRES(mutex) {
     return bytes > free_bytes() ? align_up(bytes - free_bytes(), kPage) : 0;
@@ -64,22 +64,22 @@ struct HostArena::Impl {
         .next_step = "raise arena_budget_bytes, or sleep to disk"};
   }
 
-  // Takes another slab from the system, of at least `bytes`. Waits for a slab that is on its way instead: the caller
-  // looks again then. Gives the lock back meanwhile.
+  // Take another slab of at least `bytes` bytes from the system. If another slab is being prefaulted, wait for that
+  // instead; the caller then looks again. Releases the lock meanwhile.
   Status grow(uint64_t bytes) TORPOR_REQUIRES(mutex) {
     if (growing > 0) {
       changed.wait(mutex);
       return ok();
     }
     const uint64_t usual = std::max(bytes, options.slab_bytes);
-    // The first slabs are small: who wants staging memory, and no more, waits for that alone to be touched.
+    // The first slabs are small: a caller that needs only staging memory waits for no more than that.
     const uint64_t least = std::min(usual, std::max({bytes, held, kFirstSlab}));
     uint64_t size = align_up(least, options.slab_bytes >= kHugePage ? kHugePage : kPage);
-    // Near the budget what is asked for alone, so that no rest of a slab is missing in the end.
+    // Near the budget take exactly what is asked for, so that no remainder of a slab is missing in the end.
     if (over_budget(usual)) size = align_up(bytes, kPage);
     if (over_budget(size)) {
       if (dropping == 0 && coming == 0) return no_budget(bytes);
-      hurry = true;  // some of it goes, or comes
+      hurry = true;  // some of it is given back, or added
       changed.wait(mutex);
       return ok();
     }
@@ -112,7 +112,7 @@ struct HostArena::Impl {
     return taken;
   }
 
-  // A slab that came, alone in `fresh`. Takes no memory.
+  // Insert the one slab in `fresh`. Allocates nothing.
   void insert(Slabs& fresh) TORPOR_REQUIRES(mutex) {
     auto entry = fresh.extract(fresh.begin());
     ArenaSlab& slab = entry.mapped();
@@ -129,7 +129,7 @@ struct HostArena::Impl {
     if (slab.pin_later) pin_later = there ? pin_later + 1 : pin_later - 1;
   }
 
-  // As HostArena::prefault_slowly(). Gives the lock back meanwhile.
+  // Do the work of HostArena::prefault_slowly(). Releases the lock meanwhile.
   Result<uint64_t> grow_slowly(uint64_t bytes, const GoOn& go_on, const OnThread& on_thread) TORPOR_REQUIRES(mutex) {
     while (growing > 0) changed.wait(mutex);
     try_pinning_again();
@@ -168,8 +168,8 @@ struct HostArena::Impl {
     return came;
   }
 
-  // Pin slabs that the device would not pin before. Only slabs that nobody uses: a copy that is being given to the
-  // device must not find a part of its memory pinned. Releases the lock meanwhile.
+  // Pin the slabs that the device would not pin before, but only unused ones: a copy that is being enqueued must not
+  // find a part of its memory pinned. Releases the lock meanwhile.
   void try_pinning_again() TORPOR_REQUIRES(mutex) {
     std::byte* next = nullptr;
     while (pin_later > 0) {
@@ -207,7 +207,7 @@ struct HostArena::Impl {
     changed.notify_all();
   }
 
-  // Gives the lock back meanwhile.
+  // Releases the lock meanwhile.
   Status grow_to(uint64_t bytes, uint64_t most_at_once) TORPOR_REQUIRES(mutex) {
     try_pinning_again();
     while (!ending && free_bytes() < bytes) {
@@ -218,7 +218,7 @@ struct HostArena::Impl {
     return ok();
   }
 
-  // Whether somebody gave up a span. Gives the lock back meanwhile.
+  // Call GiveUp; return whether it freed anything. Releases the lock meanwhile.
   bool ask_for(uint64_t bytes) TORPOR_REQUIRES(mutex) {
     if (!give_up) return false;
     const GiveUp ask = give_up;
@@ -228,15 +228,15 @@ struct HostArena::Impl {
     return given > 0;
   }
 
-  // As HostArena::trim(). Gives the lock back meanwhile.
+  // Do the work of HostArena::trim(). Releases the lock meanwhile.
   uint64_t trim(uint64_t keep_bytes) TORPOR_REQUIRES(mutex) {
     uint64_t given = 0;
-    Slabs stay;  // those that could not be given back
+    Slabs stay;  // slabs that could not be given back
     while (true) {
       auto slab = slabs.begin();
       while (slab != slabs.end() && (slab->second.stuck || !slab->second.unused())) ++slab;
       if (slab == slabs.end() || held - growing - dropping - coming <= keep_bytes) break;
-      // Out of reach of everybody else while it is given back.
+      // While the slab is given back no other call may find it.
       auto entry = slabs.extract(slab);
       const ArenaSlab& going = entry.mapped();
       const uint64_t size = going.size;
@@ -344,7 +344,7 @@ Result<HostArena::Ahead> HostArena::prefault_ahead(uint64_t bytes) {
   TORPOR_RETURN_IF_ERROR(impl.grow_to(at_once ? bytes : bytes - missing + piece, std::numeric_limits<uint64_t>::max()));
   if (at_once) return ahead;
   ahead.work_ = std::make_shared<Ahead::Work>();
-  // An error here is reported where the memory is needed.
+  // Ignore an error: the allocation that needs the memory reports it.
   const auto rest = [&impl, target, piece, &work = *ahead.work_] {
     (void)try_catch([&]() -> Status {
       const MutexLock held(impl.mutex);
@@ -353,7 +353,7 @@ Result<HostArena::Ahead> HostArena::prefault_ahead(uint64_t bytes) {
       return ok();
     });
   };
-  (void)try_catch([&] {  // no thread to be had: it comes as it is needed
+  (void)try_catch([&] {  // no thread: the memory comes when it is needed
     ahead.work_->thread = std::thread(rest);
     return ok();
   });
@@ -378,7 +378,7 @@ void HostArena::prefault_in_background(uint64_t bytes) {
     const MutexLock lock(impl.mutex);
     while (impl.prefaulting) impl.changed.wait(impl.mutex);
     impl.prefaulting = true;
-    if (impl.background.joinable()) impl.background.join();  // its work is done
+    if (impl.background.joinable()) impl.background.join();  // it has ended its work
     try {
       impl.background = std::thread(work);
       return;

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// HostArena: host memory for saved bytes and staging, pre-faulted once, reused for ever, charged against a budget.
+// HostArena: host memory for saved bytes and for staging. It is prefaulted once, reused for ever, and limited by a
+// budget.
 //
-// Owner: one a process. Spans are move-only and return themselves; the arena must outlive them. Memory of returned
-// spans stays with the arena (that is what makes a second sleep cheap) until trim(). Threads: all methods are safe from
-// any thread. While memory is brought up and pinned, or unpinned and given back, what is there can be had; only who
-// needs more than that waits.
+// Owner: one per process. Spans are move-only and return themselves; the arena must outlive them. Memory of returned
+// spans stays with the arena until trim(), which makes a second sleep cheap. Threads: all methods are safe from any
+// thread. While some memory is prefaulted and pinned, or unpinned and given back, other memory can be allocated; a call
+// waits only if it needs more than is there.
 //
-// For a device that wants it, the memory is taken from the NUMA node that the device is attached to (numa_memory.h),
-// and pinned. Where that fails it is used as it is, which is slower: see HostArenaInfo. What the device would not pin
-// at the time only is tried again when memory is brought up or given back, as long as nobody uses it. Memory that
-// cannot be unpinned is never given back to the system.
+// If a device wants it, the memory comes from the NUMA node to which the device is attached (numa_memory.h), and is
+// pinned. If that fails the memory is used as it is, which is slower: see HostArenaInfo. If the device would not pin
+// memory only at that time, the arena tries again when memory is prefaulted or given back and the slab is unused.
+// Memory that cannot be unpinned is never given back to the system.
 //
 // An allocation takes constant time, however many ranges are free (allocator/arena_ranges.h).
 #pragma once
@@ -34,13 +35,13 @@ namespace torpor {
 class DeviceMemory;
 
 struct HostArenaOptions {
-  uint64_t budget_bytes = 0;          // most that may be held from the system; 0: no limit
-  uint64_t slab_bytes = 64ull << 20;  // memory is taken from the system in pieces of at least this size; the first ones
-                                      // may be smaller
-  int prefault_threads = 0;           // 0: as many as the machine has cores, at most 8
-  uint64_t piece_bytes = 256ull << 20;  // prefault_ahead() brings up so much at once
-  DeviceMemory* pin_for = nullptr;      // outlives the arena; null: nothing is pinned, memory comes from any node
-  NumaSystem* numa = &linux_numa();     // outlives the arena
+  uint64_t budget_bytes = 0;  // most bytes to hold from the system; 0: no limit
+  // Least size of a piece that is taken from the system; the first ones may be smaller.
+  uint64_t slab_bytes = 64ull << 20;
+  int prefault_threads = 0;             // 0: the number of cores, at most 8
+  uint64_t piece_bytes = 256ull << 20;  // prefault_ahead() prefaults so much at once
+  DeviceMemory* pin_for = nullptr;      // must outlive the arena; null: pin nothing, take memory from any node
+  NumaSystem* numa = &linux_numa();     // must outlive the arena
 };
 
 struct HostArenaInfo {
@@ -48,7 +49,7 @@ struct HostArenaInfo {
   uint64_t held_bytes = 0;         // taken from the system
   uint64_t used_bytes = 0;         // in spans
   uint64_t unpinned_bytes = 0;     // held, but the device would not pin it
-  std::optional<int> numa_node{};  // that memory is asked for; other nodes help out when it is full
+  std::optional<int> numa_node{};  // the node that is asked for memory; other nodes serve when it is full
   PrefaultMethod prefault_method{};
 };
 
@@ -74,22 +75,24 @@ class HostArena {
   static Result<std::unique_ptr<HostArena>> create(HostArenaOptions options = {});
   ~HostArena();
 
-  // Whom to ask for spans when there is no room for others: gives back at least so many bytes, or all that it can do
-  // without; how many. Called without locks, by whoever needs room; throws nothing. Null: nobody.
+  // A function that frees spans under memory pressure. It frees at least `bytes` if it can and returns the number of
+  // bytes freed. It is called without locks, by any thread that needs memory, and must not throw. Null: none.
   using GiveUp = std::function<uint64_t(uint64_t bytes)>;
   void ask_when_short(GiveUp give_up);
 
-  // Contiguous, aligned to 4096 bytes. kResourceExhausted beyond the budget, when nothing more is given up and what is
-  // held unused in other sizes was given back to the system: says how much is held and how much missing.
+  // Return contiguous memory, aligned to 4096 bytes. kResourceExhausted: it is beyond the budget, although GiveUp freed
+  // nothing more and unused memory of other sizes was given back to the system. The error says how much is held and how
+  // much is missing.
   Result<Span> allocate(uint64_t bytes);
-  // Of what is held: empty if no range of it is as large. Takes nothing from the system, and asks nobody.
+  // Return a span of memory that is already held; empty if no free range is large enough. Takes nothing from the system
+  // and does not call GiveUp.
   Span allocate_held(uint64_t bytes);
-  // Takes memory from the system and touches it now, so that at least `bytes` are held and not in use.
+  // Prefault memory until at least `bytes` bytes are held and unused.
   Status prefault(uint64_t bytes);
-  // The same, but returns when a piece of what is missing is there (HostArenaOptions::piece_bytes). The rest comes on a
-  // thread of its own, piece by piece, while what is there is used, until the result goes; the arena outlives that. A
-  // piece that cannot be had is missed where it is needed. Near the budget all comes at once: what is left between
-  // pieces would be missing there.
+  // Prefault the same, but return when a first piece of the missing memory is there (HostArenaOptions::piece_bytes). A
+  // thread brings the rest, piece by piece, while the first is used; it stops when the result is destroyed. The arena
+  // must outlive the result. If a piece cannot be had, the allocation that needs it fails. Near the budget all pieces
+  // come at once, because the remainders between pieces would be missing there.
   class Ahead {
    public:
     Ahead();
@@ -103,24 +106,24 @@ class HostArena {
     std::shared_ptr<Work> work_;
   };
   Result<Ahead> prefault_ahead(uint64_t bytes);
-  // The same on a thread of its own, slab by slab, in the way that a short measurement finds the fastest. Who needs
-  // more than there is meanwhile waits for a slab at most. What could not be had is told by wait_prefault(); the
-  // arena's end stops it.
+  // Prefault the same on a thread of the arena, slab by slab, with the fastest method of a short measurement. A call
+  // that needs more memory meanwhile waits for at most one slab. wait_prefault() returns the error, if any. The arena's
+  // destructor stops the thread.
   void prefault_in_background(uint64_t bytes);
-  void end_prefault() noexcept;  // prefault_in_background() brings up nothing more; waits for the piece at work
+  void end_prefault() noexcept;  // stop prefault_in_background(); waits for the slab under way
   Status wait_prefault();
-  // Brings up one slab, of what is missing for `bytes` to be held and not in use, huge page by huge page as long as
-  // `go_on` (asked before each, without locks) says so. While somebody else needs fresh memory it ends with what it
-  // has: nobody waits for it. Returns the bytes that came; 0: nothing is missing, the budget has no room, or it was not
-  // to go on.
-  // `on_thread`, if it is given, calls what touches the memory, on a thread of its choice, and returns after it. Memory
-  // is pinned on this thread in pieces of at most 8 MiB.
+  // Prefault one slab of the memory that is missing until `bytes` bytes are held and unused.
+  //
+  // Before each huge page, call `go_on` (without locks) and stop if it returns false. If another call needs new memory,
+  // stop with what is there, so that nobody waits. Return the bytes that were added; 0: nothing is missing, the budget
+  // is used up, or `go_on` said no. `on_thread`, if given, runs the function that touches memory on a thread of its
+  // choice, and returns after it. This thread pins the memory, in pieces of at most 8 MiB.
   using GoOn = std::function<bool(uint64_t next_bytes)>;
   using OnThread = std::function<void(const std::function<void()>& touch)>;
   Result<uint64_t> prefault_slowly(uint64_t bytes, const GoOn& go_on, const OnThread& on_thread = {});
-  // The span's memory is never used again: a copy may still write into it. It counts as used for ever.
+  // Never use the span's memory again, because a copy may still write into it. It counts as used for ever.
   static void quarantine(Span span) { span.arena_ = nullptr; }
-  // Gives slabs without a live span back to the system, while more than `keep_bytes` are held; returns how many bytes.
+  // Give unused slabs back to the system while more than `keep_bytes` are held. Return the number of bytes given back.
   uint64_t trim(uint64_t keep_bytes = 0);
   HostArenaInfo info() const;
 

@@ -53,7 +53,8 @@ class HostDevice final : public DeviceMemory {
   uint64_t capacity_bytes() const override { return options_.capacity_bytes; }
 
   Result<DeviceAddress> do_reserve(uint64_t size) override {
-    // Over-reserve to place the range at a multiple of the granularity, and of a huge page when it is large enough.
+    // Reserve more than `size`, to place the range at a multiple of the granularity, and of a huge page if it is large
+    // enough.
     const uint64_t alignment =
         std::max(granularity(), size >= 2 * kMiB && options_.huge_pages ? 2 * kMiB : uint64_t{0});
     void* base = ::mmap(nullptr, size + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -72,8 +73,8 @@ class HostDevice final : public DeviceMemory {
     return ok();
   }
 
-  // Physical memory is a private mapping at an address of its own, where it stands when it is mapped nowhere. Mapping
-  // it moves its pages (mremap), so that huge pages stay whole.
+  // Physical memory is a private mapping. While it is mapped nowhere it stays at an address of its own. Mapping it
+  // moves its pages (mremap), so that huge pages stay whole.
   Result<PhysicalId> do_create(uint64_t size) override {
     std::map<PhysicalId, Physical> made;
     Physical& memory = made.emplace(PhysicalId{}, Physical{.size = size}).first->second;
@@ -118,8 +119,8 @@ class HostDevice final : public DeviceMemory {
       parking = memory.parking;
     }
     TORPOR_RETURN_IF_ERROR(move_pages(parking, address, size));
-    if (options_.huge_pages) ::madvise(pointer(address), size, MADV_HUGEPAGE);  // advice only
-    ::madvise(pointer(address), size, MADV_DONTDUMP);                           // prompts have no place in core files
+    if (options_.huge_pages) ::madvise(pointer(address), size, MADV_HUGEPAGE);  // a hint only
+    ::madvise(pointer(address), size, MADV_DONTDUMP);                           // keep prompts out of core files
     const MutexLock lock(mutex_);
     physical_.at(id).mapped = true;
     mapped_.merge(made);
@@ -200,7 +201,7 @@ class HostDevice final : public DeviceMemory {
   }
 
   Status do_destroy_stream(StreamId stream) override {
-    std::shared_ptr<HostStream> doomed;  // its destructor drains; not under the lock
+    std::shared_ptr<HostStream> doomed;  // its destructor drains, so it must not run under the lock
     const MutexLock lock(mutex_);
     const auto found = streams_.find(stream);
     if (found == streams_.end()) return unknown("stream", static_cast<uint64_t>(stream));
@@ -273,16 +274,16 @@ class HostDevice final : public DeviceMemory {
     PhysicalId id{};
     uint64_t size = 0;
     int protection = PROT_NONE;
-    bool gone = false;  // unmapped by a call that failed and could not map it again
+    bool gone = false;  // a failed call unmapped it and could not map it again
   };
 
   struct Piece {
     DeviceAddress address = 0;
-    Mapped* mapping = nullptr;  // the caller alone is at work on it
+    Mapped* mapping = nullptr;  // only the caller works on it
     Physical memory;
     DeviceAddress end() const { return address + memory.size; }
   };
-  // The first mapping in the range; none: `mapping` is null.
+  // Return the first mapping in the range; if there is none, `mapping` is null.
   Piece next_piece(DeviceAddress from, DeviceAddress to) {
     const MutexLock lock(mutex_);
     const auto at = mapped_.lower_bound(from);
@@ -290,7 +291,7 @@ class HostDevice final : public DeviceMemory {
     return {at->first, &at->second, physical_.at(at->second.id)};
   }
 
-  // Both ranges stay reserved; the one that is left has no pages and no access.
+  // Move the pages. Both ranges stay reserved; `from` then has no pages and no access.
   static Status move_pages(DeviceAddress from, DeviceAddress to, uint64_t size) {
     if (::mremap(pointer(from), size, size, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, pointer(to)) ==
         MAP_FAILED) {
@@ -323,9 +324,9 @@ class HostDevice final : public DeviceMemory {
   }
 
   const HostDeviceOptions options_;
-  mutable Mutex mutex_;  // never held over a system call or a copy
+  mutable Mutex mutex_;  // never held during a system call or a copy
   uint64_t last_id_ TORPOR_GUARDED_BY(mutex_) = 0;
-  // DeviceMemory lets one call at a time at an entry of these two.
+  // DeviceMemory lets only one call at a time work on an entry of these two.
   std::map<PhysicalId, Physical> physical_ TORPOR_GUARDED_BY(mutex_);
   std::map<DeviceAddress, Mapped> mapped_ TORPOR_GUARDED_BY(mutex_);
   std::map<StreamId, std::shared_ptr<HostStream>> streams_ TORPOR_GUARDED_BY(mutex_);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A stream of the device without a GPU.
+// HostStream: a stream of HostDevice. Threads: any.
 #pragma once
 
 #include <cstring>
@@ -16,7 +16,7 @@
 
 namespace torpor {
 
-// One stream: calls in order on a thread of its own, or, deferred, on the thread that waits.
+// Runs calls in order, on a thread of its own, or, if `deferred`, on the thread that waits.
 class HostStream {
  public:
   HostStream(bool deferred, uint64_t link_bytes_per_second)
@@ -30,11 +30,11 @@ class HostStream {
         ending_ = true;
       }
       changed_.notify_all();
-      worker_.join();  // does what is queued first
+      worker_.join();  // it first runs the calls that are queued
     }
   }
 
-  // The thread of one that is not deferred.
+  // Start the thread. Call it unless the stream is deferred. kResourceExhausted: the system gives no thread.
   Status start() {
     try {
       worker_ = std::thread([this] { run(); });
@@ -61,7 +61,7 @@ class HostStream {
     return enqueued_;
   }
 
-  // Returns when the first `count` calls of this stream's life are done. An error: a copy threw.
+  // Return when the first `count` calls since construction are done. Error: a copy threw.
   DrainResult drain(uint64_t count) {
     const MutexLock lock(mutex_);
     while (done_ < count) {
@@ -91,7 +91,7 @@ class HostStream {
     }
   }
 
-  // Precondition: the queue is not empty. Gives the lock back while it copies.
+  // Run the first call of the queue. Precondition: the queue is not empty. Releases the lock while it copies.
   void run_one() TORPOR_REQUIRES(mutex_) {
     const Call call = std::move(queue_.front());
     queue_.pop_front();

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kMostNodes = 1024;  // Linux has no more
 
-// Return those of `cores` on which the calling thread may run; none if that is not known.
+// Return those of `cores` on which the calling thread may run; empty if that is not known.
 std::vector<int> usable(std::vector<int> cores) {
   cpu_set_t allowed;
   if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return {};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of one NUMA node: asked of the system (mbind), or, where the system refuses that, as Docker's default
-// seccomp profile does, touched first by threads that run on the node's cores.
+// Memory of one NUMA node. mbind asks the system for it. If the system refuses mbind, as Docker's default seccomp
+// profile does, threads that run on the node's cores touch the memory first.
 //
-// Owner: the arena, which keeps what it found out; linux_numa() is the process's. Threads: any. Failure: memory comes
-// from any node, which is slower and nothing else.
+// Owner: the arena, which remembers whether the system refused. linux_numa() belongs to the process. Threads: any.
+// Failure: memory comes from any node, which is slower but correct.
 #pragma once
 
 #include <cstddef>
@@ -17,35 +17,36 @@
 
 namespace torpor {
 
-// Linux, as far as NUMA goes. Tests replace it.
+// The system's NUMA functions, for Linux. Tests replace them.
 class NumaSystem {
  public:
   virtual ~NumaSystem() = default;
-  // Ask that pages of untouched memory come from `node`, from others when it is full. Return 0 or the system's error.
+  // Ask that pages of untouched memory come from `node`, or from others when it is full. Return 0 or the system's
+  // error.
   virtual int prefer(std::byte* data, uint64_t size, int node);
-  // Return the numbers of the node's cores; none where they are not known.
+  // Return the numbers of the node's cores; empty if they are not known.
   virtual std::vector<int> cores(int node);
-  // Make pages present, on this thread.
+  // Make the pages present, on this thread.
   virtual void touch(std::byte* data, uint64_t size, bool populate);
 };
 NumaSystem& linux_numa();
 
-// The numbers of a list as Linux writes it: "0-3,8,10-11". None if it is not such a list.
+// Parse a list in Linux's form: "0-3,8,10-11". Empty if it is no such list.
 std::vector<int> parse_cores(std::string_view list);
 
-// Where memory is to come from.
+// The node from which memory shall come.
 struct NumaTarget {
   std::optional<int> node{};  // none: any
-  std::vector<int> cores{};   // not empty: the system refused; threads on these touch the memory first
+  std::vector<int> cores{};   // not empty: the system refused mbind, so threads on these cores touch the memory first
 };
-// Ask for untouched memory of the target's node. If the system refuses, the target becomes those of the node's cores
-// that this thread may use, or any node where there is none; the log says so.
+// Ask for memory of the target's node for untouched pages. If the system refuses, fill target.cores with the node's
+// cores that this thread may use; if there are none, reset target.node. Log either.
 void prefer_target(NumaSystem& system, NumaTarget& target, std::byte* data, uint64_t size);
-// Make pages present, on this thread, for which it runs on the target's cores meanwhile.
+// Make the pages present on this thread, which runs on the target's cores meanwhile.
 void touch_on_target(NumaSystem& system, const NumaTarget& target, std::byte* data, uint64_t size, bool populate);
 
-// The calling thread runs on those of `cores` that it may use, while this object lives. If it may use none of them, or
-// the system refuses, it runs where it did.
+// OnCores: while it lives, the calling thread runs on those of `cores` that it may use. If it may use none, or the
+// system refuses, nothing changes.
 class OnCores {
  public:
   explicit OnCores(std::span<const int> cores) noexcept;

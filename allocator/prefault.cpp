@@ -18,7 +18,7 @@ namespace torpor {
 namespace {
 
 constexpr uint64_t kTrialBytes = 32 * kMiB;
-constexpr int kTrials = 2;  // of each way; the first may meet memory that a hypervisor has not backed yet
+constexpr int kTrials = 2;  // of each method; the first may meet memory that a hypervisor has not backed yet
 
 }  // namespace
 
@@ -31,7 +31,7 @@ std::byte* map_fresh(uint64_t size) {
       start + (align_up(reinterpret_cast<uintptr_t>(start), kHugePage) - reinterpret_cast<uintptr_t>(start));
   if (data > start) ::munmap(start, static_cast<size_t>(data - start));
   if (const auto tail = static_cast<size_t>(start + kHugePage - data); tail > 0) ::munmap(data + size, tail);
-  ::madvise(data, size, MADV_DONTDUMP);  // prompts have no place there
+  ::madvise(data, size, MADV_DONTDUMP);  // keep prompts out of core files
   return data;
 }
 
@@ -40,7 +40,7 @@ void unmap_fresh(std::byte* data, uint64_t size) {
 }
 
 void prefer_huge_pages(std::byte* data, uint64_t size, bool huge) {
-  ::madvise(data, size, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // advice only
+  ::madvise(data, size, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // a hint only
 }
 
 void touch(std::byte* data, uint64_t size, bool populate) {
@@ -57,7 +57,7 @@ void prefault(std::byte* data, uint64_t size, const PrefaultMethod& method, cons
   try {
     for (; from < size; from += share) workers.emplace_back(run, from, std::min(size, from + share));
   } catch (const std::exception&) {
-    run(from, size);  // no thread to be had
+    run(from, size);  // no thread
   }
   run(0, std::min(size, share));
   for (std::thread& worker : workers) worker.join();

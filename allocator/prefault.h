@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory fresh from the system: mapped and brought up, so that later use pays no page fault. From which NUMA node:
+// New memory from the system, mapped and prefaulted, so that later use causes no page fault. The NUMA node:
 // allocator/numa_memory.h.
 #pragma once
 
@@ -10,23 +10,23 @@
 
 namespace torpor {
 
-// At a multiple of a huge page, and in no core file; null when the system has none.
+// Map memory at a multiple of a huge page, excluded from core files. Null: the system has none.
 std::byte* map_fresh(uint64_t size);
-void unmap_fresh(std::byte* data, uint64_t size);  // of that, from a page on; nothing of 0 bytes
+void unmap_fresh(std::byte* data, uint64_t size);  // unmap from a page on; 0 bytes: nothing
 void prefer_huge_pages(std::byte* data, uint64_t size, bool huge);
 
-// How it is brought up. Which way is the fastest differs from machine to machine.
+// How to prefault. The fastest method differs between machines.
 struct PrefaultMethod {
   bool huge_pages = true;
-  bool populate = false;  // by madvise(MADV_POPULATE_WRITE), else by touching each page
+  bool populate = false;  // with madvise(MADV_POPULATE_WRITE); else by touching each page
   int threads = 1;
 };
 std::string to_string(const PrefaultMethod& method);        // "huge pages, populated, 8 threads"
 void touch(std::byte* data, uint64_t size, bool populate);  // on this thread
 using TouchPages = std::function<void(std::byte* data, uint64_t size, bool populate)>;
-// Makes every page present. Several threads, because faults of one process scale; each calls `touch`.
+// Make every page present. Several threads call `touch`, because page faults of one process scale.
 void prefault(std::byte* data, uint64_t size, const PrefaultMethod& method, const TouchPages& touch = torpor::touch);
-// Tries the ways on some MiB each, about a tenth of a second in all, and returns the fastest.
+// Measure each method with some MiB, for about a tenth of a second in all. Return the fastest.
 PrefaultMethod fastest_prefault(int threads);
 
 }  // namespace torpor

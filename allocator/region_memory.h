@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RegionMemory: physical memory behind one reserved range of addresses. What is done is written down at once, so that
-// it can be undone, or tried again, wherever something fails. Threads: one at a time.
+// RegionMemory: the physical memory behind one reserved range of addresses. It records each step at once, so that after
+// any failure the step can be undone or tried again. Threads: one at a time.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +17,10 @@ struct RegionMemory {
     PhysicalId id{};
     uint64_t offset = 0;
     uint64_t size = 0;
-    bool mapped = false;  // also where a failed call left that open
+    bool mapped = false;  // true also if a failed call left that open
   };
   std::vector<Handle> handles;  // created and not released
-  bool broken = false;          // what failed could not be undone
+  bool broken = false;          // a failure could not be undone
 
   bool mapped() const {
     return std::any_of(handles.begin(), handles.end(), [](const Handle& handle) { return handle.mapped; });
@@ -35,9 +35,9 @@ struct RegionMemory {
     return bytes == reserved_bytes;
   }
 
-  // Each of these changes nothing if it fails, or makes the region broken.
+  // If one of these calls fails, it changes nothing or marks the region broken.
   //
-  // What is not there of it.
+  // Create the memory that is missing, in pieces of `handle_bytes`.
   Status create(DeviceMemory& device, uint64_t handle_bytes) {
     const size_t before = handles.size();
     const Status done = try_catch([&]() -> Status {
@@ -70,7 +70,8 @@ struct RegionMemory {
     return done;
   }
 
-  // One piece that is not there, or not mapped: it is then, with access. What was made of it stays if this fails.
+  // Make one piece present and mapped, with access; nothing happens if it is. If this fails, a piece that was created
+  // stays.
   Status take(DeviceMemory& device, uint64_t offset, uint64_t size) {
     return try_catch([&]() -> Status {
       auto handle = find(offset);
@@ -83,7 +84,7 @@ struct RegionMemory {
     });
   }
 
-  // One piece that is there: its memory and content go.
+  // Release one piece that is present, with its content.
   Status give(DeviceMemory& device, uint64_t offset) {
     const auto handle = find(offset);
     Status done = try_catch([&] { return device.unmap(address + offset, handle->size); });
@@ -95,7 +96,7 @@ struct RegionMemory {
     done = try_catch([&] { return device.release(handle->id); });
     if (done) {
       handles.erase(handle);
-    } else if (!try_catch([&] { return map_one(device, *handle); })) {  // its content is there still
+    } else if (!try_catch([&] { return map_one(device, *handle); })) {  // its content is still there
       broken = true;
     }
     return done;
@@ -117,7 +118,7 @@ struct RegionMemory {
 
   Status unmap(DeviceMemory& device) {
     const bool all_mapped = std::all_of(handles.begin(), handles.end(), [](const Handle& each) { return each.mapped; });
-    if (!whole() || !all_mapped) return unmap_each(device);  // no content is lost with a part
+    if (!whole() || !all_mapped) return unmap_each(device);  // a region with missing pieces has no content to lose
     Status done = try_catch([&] { return device.unmap(address, reserved_bytes); });
     if (!done) {
       broken = broken || done.error().state_changed;
@@ -127,7 +128,7 @@ struct RegionMemory {
     return done;
   }
 
-  // What is mapped of it, in reverse; as much as the device lets go.
+  // Unmap all mapped pieces, in reverse order, as far as the device lets it. Return the first error.
   Status unmap_each(DeviceMemory& device) {
     Status first;
     for (auto handle = handles.rbegin(); handle != handles.rend(); ++handle) {
@@ -142,7 +143,8 @@ struct RegionMemory {
     return first;
   }
 
-  // As much as the device releases, but for the first `kept`; the rest stays in `handles`, and the region is broken.
+  // Release all pieces but the first `kept`, as far as the device lets it. If some remain, they stay in `handles` and
+  // the region is broken.
   Status release(DeviceMemory& device, size_t kept = 0) {
     Status first;
     const auto released = [&](const Handle& handle) {

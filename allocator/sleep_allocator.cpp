@@ -84,7 +84,7 @@ Result<DeviceAddress> SleepAllocator::allocate(std::string_view tag, std::string
       }
     }
   }
-  // All that is written down is made before the device is asked.
+  // Make all records before the device is called.
   std::set<std::pair<std::string, std::string>> fresh_name{{std::string(tag), std::string(region_name)}};
   std::map<DeviceAddress, std::unique_ptr<Region>> fresh;
   Region& region = *fresh.emplace(0, std::make_unique<Region>()).first->second;
@@ -157,13 +157,13 @@ Status SleepAllocator::free(DeviceAddress address) {
         return done;
       }
     }
-    region.broken = true;  // until it is gone: what fails now, free() may try again
+    region.broken = true;  // until it is gone; if a step fails now, free() may try again
     set_state({&one, 1}, state);
     TORPOR_RETURN_IF_ERROR(region.unmap_each(device_));
     TORPOR_RETURN_IF_ERROR(region.release(device_));
     TORPOR_RETURN_IF_ERROR(device_.free_reservation(address));
     const MutexLock lock(mutex_);
-    if (trimmed_.erase(address) > 0) return ok();  // its name may be another one's by now
+    if (trimmed_.erase(address) > 0) return ok();  // its name may belong to another region by now
     names_.erase({region.info.tag, region.info.name});
     regions_.erase(address);
     return ok();
@@ -181,7 +181,7 @@ Result<uint64_t> SleepAllocator::trim(DeviceAddress address) {
         region.info.state = RegionState::kDetached;
       }
     }
-    region.broken = false;  // its content is nobody's, so any part of its memory may stay or go
+    region.broken = false;  // nobody needs its content, so any part of its memory may stay or go
     const auto held = [&] {
       uint64_t bytes = 0;
       for (const RegionMemory::Handle& handle : region.handles) bytes += handle.size;
@@ -216,7 +216,7 @@ bool SleepAllocator::came_asleep(const Region& region) const {
          });
 }
 
-// Takes memory only for what it refuses.
+// Allocates memory only to report an error.
 Status SleepAllocator::check(std::span<const std::string> tags, std::initializer_list<RegionState> allowed,
                              bool coming) const {
   for (const std::string& tag : tags) {
@@ -243,7 +243,7 @@ bool SleepAllocator::is_of(std::span<const std::string> tags, const Region& regi
 Status SleepAllocator::begin_save(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Region*> selected, select(tags, {RegionState::kAttached}));
-  TORPOR_RETURN_IF_ERROR(device_.synchronize());  // what is saved is what the owner's work has written
+  TORPOR_RETURN_IF_ERROR(device_.synchronize());  // save what the owner's work has written
   set_state(selected, RegionState::kSaving);
   return ok();
 }
@@ -304,7 +304,8 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
     });
     return error;
   }
-  // From here on content goes. A handle that will not be released makes its region broken, the others are detached.
+  // From here on content is lost. If the device does not release a handle, its region is broken; the others are
+  // detached.
   Status first;
   for (Region* const region : selected) {
     Status released = region->release(device_);
@@ -332,8 +333,7 @@ Status SleepAllocator::begin_attach(std::span<const std::string> tags) {
   TORPOR_ASSIGN_OR_RETURN(
       std::vector<Region*> selected,
       select(tags, {RegionState::kDetached, RegionState::kAttaching, RegionState::kRestoring}, true));
-  {  // The others: an earlier cancel_restore() could not take the memory away again. It is still there, without
-     // content.
+  {  // The other regions have their memory, without content: an earlier cancel_restore() could not release it.
     const MutexLock lock(mutex_);
     std::erase_if(selected, [](const Region* region) { return region->info.state != RegionState::kDetached; });
   }

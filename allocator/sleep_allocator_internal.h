@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The files of SleepAllocator share these.
+// Types that the source files of SleepAllocator share.
 #pragma once
 
 #include <fmt/core.h>
@@ -9,12 +9,12 @@
 
 namespace torpor {
 
-struct SleepAllocator::Region : RegionMemory {  // which belongs to the call that holds the tag
-  RegionInfo info;                              // `state` is guarded by the allocator's lock, the rest never changes
+struct SleepAllocator::Region : RegionMemory {  // belongs to the call that holds the tag
+  RegionInfo info;                              // the allocator's lock guards `state`; the rest never changes
   uint64_t number = 0;                          // in order of allocation
 };
 
-// Some tags (none named: all) for the time of one call. Others that want one of them wait.
+// Holds tags (none named: all) while it lives. Other calls that need one of them wait.
 class SleepAllocator::Hold {
  public:
   Hold(SleepAllocator& allocator, Tags tags) : allocator_(allocator), tags_(std::move(tags)) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SleepAllocator: memory that goes and comes page by page.
+// SleepAllocator: releases and creates memory page by page.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -21,7 +21,7 @@ std::vector<DevicePage> SleepAllocator::pages_of(std::span<const std::string> ta
   return pages;
 }
 
-// Calls `call` with the page's region, which is in one of these states and stays in it.
+// Call `call` with the page's region, which is in one of the `allowed` states and stays in it.
 template <class Call>
 Status SleepAllocator::on_page(const DevicePage& page, std::initializer_list<RegionState> allowed, const Call& call) {
   const std::optional<RegionInfo> wanted = region_at(page.region);

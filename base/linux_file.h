@@ -165,7 +165,7 @@ class CachedPages {
   static std::unique_ptr<CachedPages> of(Descriptor fd) {
     struct stat info {};
     if (::fstat(fd.get(), &info) != 0 || info.st_size == 0) return nullptr;
-    // of files of others mincore() says that all is cached
+    // mincore() says of files of others that all is cached.
     if (info.st_uid != ::geteuid() && ::geteuid() != 0) return nullptr;
     const auto bytes = static_cast<uint64_t>(info.st_size);
     void* const memory = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd.get(), 0);

@@ -47,7 +47,7 @@ class SwapHandshake {
     return static_cast<Stage>(std::min(word_ >> shift(side) & kStages, static_cast<uint32_t>(Stage::kLost)));
   }
   constexpr bool stopped() const { return (word_ & kStopped) != 0; }
-  // stopped because the side other than stopped_by() sent no heartbeat
+  // Stopped because the side other than stopped_by() sent no heartbeat.
   constexpr bool for_timeout() const { return (word_ & kForTimeout) != 0; }
   constexpr bool committed() const { return (word_ & kCommitted) != 0; }
   constexpr std::optional<Side> stopped_by() const {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every call of the driver needs: its context current, its errors as values, and another try for what takes down.
+// Current: makes a device's context current for a driver call. Also: errors as values, and a second try for calls that
+// release something.
 #pragma once
 
 #include <fmt/core.h>
@@ -9,7 +10,8 @@
 
 namespace torpor {
 
-// Errors of earlier work that any call may report, done or not; the context is lost with them.
+// Return whether a result may be an error of earlier work, reported by a later call. The context is lost then, and the
+// call that reports it may have done its work.
 inline bool is_sticky(CUresult result) {
   switch (result) {
     case CUDA_ERROR_ILLEGAL_ADDRESS:
@@ -27,18 +29,19 @@ inline bool is_sticky(CUresult result) {
   }
 }
 
-// What takes down has no alternative, and a driver that is short of something for a moment may do it the next time. Not
-// after a sticky error: the call may have done its work, and what it took down must not be taken down again.
+// Run a call that releases something, and once more if it fails: it has no alternative, and a driver that was short of
+// something may do it the second time. After a sticky error do not retry: the call may have released it, and it must
+// not be released twice.
 template <class Call>
 CUresult twice(const Call& call) {
   const CUresult result = call();
   return result == CUDA_SUCCESS || is_sticky(result) ? result : call();
 }
 
-// Makes a context current for the time of a call, and lets the thread make calls that are unsafe beside a capture of a
-// stream: while vLLM captures CUDA graphs, in the mode that concerns all threads, the driver refuses such calls of
-// every thread that is not relaxed, and the capture is lost. No work of torpor's belongs into a graph. Where the mode
-// cannot be exchanged the call goes on without.
+// Makes a context current for a scope and allows calls that are unsafe during a stream capture. vLLM captures CUDA
+// graphs in the mode that concerns all threads: the driver refuses unsafe calls of each thread that is not in relaxed
+// mode, and the capture is lost. torpor's work never belongs into a graph. If the mode cannot be exchanged, the call
+// continues without.
 class Current {
  public:
   Current(const CudaDriver& driver, CUcontext context)
@@ -66,8 +69,8 @@ inline Error unknown_id(std::string_view what, uint64_t id) {
       .code = Code::kInvalidArgument, .what = fmt::format("{} {} does not exist", what, id), .origin = Origin::kDevice};
 }
 
-// Runs a driver call in the device's context; returns its error from the enclosing function. For members of a class
-// with driver_, context_ and kind_.
+// Run a driver call in the device's context; if it fails, return its error from the enclosing function. For members of
+// a class with driver_, context_ and kind_.
 #define TORPOR_CUDA_TRY(call, ...)                                            \
   do {                                                                        \
     if (const CUresult torpor_result = (call); torpor_result != CUDA_SUCCESS) \

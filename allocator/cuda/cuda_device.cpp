@@ -78,7 +78,7 @@ class CudaDevice final : public DeviceMemory {
             "memory that can be exported as a file descriptor")) {
       properties_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     }
-    int node = -1;  // what a machine without NUMA, or a driver older than CUDA 12.2, leaves
+    int node = -1;  // a machine without NUMA, or a driver before CUDA 12.2, leaves it so
     if (driver_.cuDeviceGetAttribute(&node, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device_) == CUDA_SUCCESS && node >= 0)
       host_numa_node_ = node;
     size_t granularity = 0;
@@ -173,7 +173,7 @@ class CudaDevice final : public DeviceMemory {
     if (access == Access::kReadWrite) {
       if (Status zeroed = zero_fresh(address, size); !zeroed) {
         if (zeroing_unproven_ == 0)
-          (void)grant(address, size, Access::kNone);  // whoever goes on regardless finds no access
+          (void)grant(address, size, Access::kNone);  // a caller that ignores the error has no access
         return zeroed;
       }
     }
@@ -183,13 +183,13 @@ class CudaDevice final : public DeviceMemory {
     return ok();
   }
 
-  // Each mapping by itself: the driver promises no more.
+  // Unmap each mapping by itself: the driver guarantees no more.
   Status do_unmap(DeviceAddress address, uint64_t size) override {
     TORPOR_CUDA_CURRENT();
     if (uint64_t unproven = zeroing_unproven_; unproven != 0) {
       if (const DrainResult drained = streams_.empty(zeroing_); drained.drain != Drain::kCompleted)
         return drained.error.within("zeroing may still run");
-      zeroing_unproven_.compare_exchange_strong(unproven, 0);  // what became unproven meanwhile stays so
+      zeroing_unproven_.compare_exchange_strong(unproven, 0);  // zeroing that became unproven meanwhile stays so
     }
     const DeviceAddress end = address + size;
     for (Piece piece = next_piece(address, end); piece.mapping != nullptr; piece = next_piece(piece.end(), end)) {
@@ -200,7 +200,7 @@ class CudaDevice final : public DeviceMemory {
         continue;
       }
       Error error{
-          .code = Code::kDevice, .what = "no unmapping", .origin = Origin::kDevice};  // where no words can be had
+          .code = Code::kDevice, .what = "no unmapping", .origin = Origin::kDevice};  // stays if there is no memory
       for (Piece undone = next_piece(address, piece.address); undone.mapping != nullptr;
            undone = next_piece(undone.end(), piece.address)) {
         if (!put_back(undone.address, *undone.mapping)) error.state_changed = true;
@@ -240,7 +240,7 @@ class CudaDevice final : public DeviceMemory {
     return copies_.begin(stream, direction, wanted, by);
   }
 
-  // A copy that may still run after a failed wait keeps its stream, and end_all() says so.
+  // If a copy may still run after a failed wait, its stream stays, and end_all() reports it.
   Status do_copy_within(std::span<const InnerCopy> copies) override {
     TORPOR_CUDA_CURRENT();
     TORPOR_ASSIGN_OR_RETURN(const StreamId id, streams_.create());
@@ -289,21 +289,21 @@ class CudaDevice final : public DeviceMemory {
     CUmemGenericAllocationHandle handle = 0;
     uint64_t mappings = 0;
     bool released = false;
-    bool fresh = true;  // never written by us: its bytes may be anybody's
+    bool fresh = true;  // never written by torpor: its bytes may be another process's
   };
   struct Mapped {
     PhysicalId id{};
     uint64_t size = 0;
     Access access = Access::kNone;
-    bool gone = false;  // unmapped by a call that failed and could not map it again
+    bool gone = false;  // a failed call unmapped it and could not map it again
   };
   struct Piece {
     DeviceAddress address = 0;
     uint64_t size = 0;
-    Mapped* mapping = nullptr;  // the caller alone is at work on it
+    Mapped* mapping = nullptr;  // only the caller works on it
     DeviceAddress end() const { return address + size; }
   };
-  // The first mapping in the range; none: `mapping` is null.
+  // Return the first mapping in the range; if there is none, `mapping` is null.
   Piece next_piece(DeviceAddress from, DeviceAddress to) {
     const MutexLock lock(mutex_);
     const auto at = mapped_.lower_bound(from);
@@ -316,7 +316,7 @@ class CudaDevice final : public DeviceMemory {
     return handles_.at(id);
   }
 
-  // Maps memory again that this call, or one before, unmapped. False: it is as good as gone.
+  // Map memory again that this call or an earlier one unmapped. False: it cannot be used any more.
   bool put_back(DeviceAddress address, Mapped& mapping) {
     const Handle handle = handle_of(mapping.id);
     if (handle.released || driver_.cuMemMap(address, mapping.size, 0, handle.handle, 0) != CUDA_SUCCESS) return false;
@@ -367,11 +367,11 @@ class CudaDevice final : public DeviceMemory {
   uint64_t capacity_ = 0;
   std::optional<int> host_numa_node_;
   CUstream zeroing_ = nullptr;
-  // Not 0: it may still run, and nothing is unmapped until it is proven not to. A new number each time.
+  // Not 0: zeroing may still run; unmap nothing until it is proven over. Each such zeroing has its own number.
   std::atomic<uint64_t> zeroing_unproven_ = 0;
   std::atomic<uint64_t> last_id_ = 0;
   Mutex mutex_;  // never held while the driver is called
-  // DeviceMemory lets one call at a time at an entry of these two.
+  // DeviceMemory lets only one call at a time work on an entry of these two.
   std::map<PhysicalId, Handle> handles_ TORPOR_GUARDED_BY(mutex_);
   std::map<DeviceAddress, Mapped> mapped_ TORPOR_GUARDED_BY(mutex_);
 };

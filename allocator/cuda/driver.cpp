@@ -17,7 +17,7 @@ Error missing(std::string what, std::string next_step) {
                .origin = Origin::kDevice};
 }
 
-PFN_cuGetProcAddress_v11030 look_up_function = nullptr;  // once the library is loaded
+PFN_cuGetProcAddress_v11030 look_up_function = nullptr;  // set once the library is loaded
 
 void* look_up(const char* name, int version) {
   void* found = nullptr;
@@ -28,13 +28,14 @@ void* look_up(const char* name, int version) {
 }
 
 Result<CudaDriver> load() {
-  void* const library = ::dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);  // never closed: its threads outlive any user of it
+  // Never closed: its threads outlive every user of it.
+  void* const library = ::dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     return missing(
         fmt::format("there is no NVIDIA driver here: {}", ::dlerror()),
         "install the driver; in a container, start it with the GPU given to it (--gpus, NVIDIA Container Toolkit)");
   }
-  // The driver's own look-up, of the oldest signature that is enough here; newer drivers keep it.
+  // Use the driver's own look-up, with the oldest signature that suffices; newer drivers keep it.
   look_up_function = reinterpret_cast<PFN_cuGetProcAddress_v11030>(::dlsym(library, "cuGetProcAddress"));
   if (look_up_function == nullptr)
     return missing(fmt::format("{} has no cuGetProcAddress", kLibrary), "install a driver for CUDA 11.4 or newer");
@@ -79,7 +80,7 @@ Error cuda_error(const CudaDriver& driver, CUresult result, std::string_view doi
   const char* text = nullptr;
   if (driver.cuGetErrorName(result, &name) != CUDA_SUCCESS || name == nullptr) name = "an unknown error";
   if (driver.cuGetErrorString(result, &text) != CUDA_SUCCESS || text == nullptr) text = "no description";
-  if (result == CUDA_ERROR_DEINITIALIZED) {  // which it cannot say any more
+  if (result == CUDA_ERROR_DEINITIALIZED) {  // the driver cannot name it any more
     name = "CUDA_ERROR_DEINITIALIZED";
     text = "the driver has shut down, the process is ending";
   }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // CudaDriver: the functions of NVIDIA's driver that torpor calls, as a plain table.
 //
-// The real table is filled at run time from libcuda.so.1, so that one binary runs with and without a GPU; nothing of
-// CUDA is linked. Tests give a table of their own: tests/support/fake_cuda_driver.h.
+// cuda_driver() fills the table at run time from libcuda.so.1, so one binary runs with and without a GPU; nothing of
+// CUDA is linked. Tests use a table of their own: tests/support/fake_cuda_driver.h.
 //
-// Only where cuda.h was found at build time; allocator/cuda/cuda_device.h works in any build.
+// Include this only if cuda.h was found at build time; allocator/cuda/cuda_device.h works in any build.
 #pragma once
 
 #include <cuda.h>
@@ -18,7 +18,7 @@
 
 namespace torpor {
 
-// Name and the CUDA version whose signature is meant. All are in drivers for CUDA 11.4 and newer.
+// Each function with the CUDA version of its signature. All are in drivers for CUDA 11.4 and newer.
 #define TORPOR_CUDA_FUNCTIONS(F)              \
   F(cuInit, 2000)                             \
   F(cuDriverGetVersion, 2020)                 \
@@ -61,7 +61,7 @@ namespace torpor {
   F(cuEventSynchronize, 2000)                 \
   F(cuEventDestroy, 4000)
 
-// Used where the driver has them, else something slower.
+// Functions that newer drivers have; without them torpor uses slower ones.
 #define TORPOR_CUDA_OPTIONAL_FUNCTIONS(F) F(cuMemcpyBatchAsync, 12080)
 
 struct CudaDriver {
@@ -71,15 +71,15 @@ struct CudaDriver {
 #undef TORPOR_CUDA_MEMBER
 };
 
-// The table of libcuda.so.1, initialised; found once and kept for the life of the process. kUnsupported says what is
-// missing: the library, a function (an old driver), or a device.
+// Return the table of libcuda.so.1, initialised. It is loaded once and lives for the whole process. kUnsupported: the
+// error says what is missing: the library, a function (an old driver), or a device.
 Result<const CudaDriver*> cuda_driver();
 
-// Another function of that library, by the driver's own look-up; null if there is none.
+// Look up another function of the library with the driver's own look-up; null if there is none.
 void* cuda_function(const char* name, int version);
 
-// The error of a driver call: `doing` says what was tried. Out of memory is kResourceExhausted, a call that is refused
-// beside a capture kUnavailable, all else kDevice.
+// Return the error of a driver call; `doing` says what was tried. Out of memory: kResourceExhausted; a call that is
+// refused during a capture: kUnavailable; any other: kDevice.
 Error cuda_error(const CudaDriver& driver, CUresult result, std::string_view doing);
 
 }  // namespace torpor

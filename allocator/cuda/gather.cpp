@@ -2,7 +2,7 @@
 #include "allocator/cuda/gather.h"
 
 #ifdef TORPOR_GATHER_IMAGE
-// The file that nvcc made, as it is.
+// The file that nvcc made, unchanged.
 asm(".pushsection .rodata\n"
     ".balign 16\n"
     "torpor_gather_image_begin: .incbin \"" TORPOR_GATHER_IMAGE

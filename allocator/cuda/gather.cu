@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled by nvcc alone, to an image of the kernel for several GPUs; see gather.h.
+// nvcc compiles this alone, into an image of the kernel for several GPUs; see gather.h.
 #include "allocator/cuda/gather.h"
 
 extern "C" __global__ void __launch_bounds__(torpor::cuda::kGatherThreads)

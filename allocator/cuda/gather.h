@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel that copies many small pieces between device memory and pinned host memory in one launch, where the copy
-// engines would pay for each piece. Compiled by nvcc into an image (gather.cu) that the driver loads; optional in a
-// build.
+// A kernel that copies many small pieces between device memory and pinned host memory in one launch, where the copy
+// engines would have a cost for each piece. nvcc compiles it (gather.cu) into an image that the driver loads; it is
+// optional in a build.
 //
-// The pieces travel as the kernel's arguments, so that no table has to live until the kernel ends.
+// The pieces are the kernel's arguments, so no table has to live until the kernel ends.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,8 @@ struct GatherPiece {
   uint64_t bytes = 0;
 };
 
-// Most of one launch: a kernel takes 32,764 bytes of arguments from CUDA 12.1 and compute capability 7.0 on (CUDA C++
-// Programming Guide, "Function Parameters").
+// Most pieces of one launch: a kernel takes 32,764 bytes of arguments from CUDA 12.1 and compute capability 7.0 on
+// (CUDA C++ Programming Guide, "Function Parameters").
 constexpr uint64_t kGatherPieces = 1364;
 constexpr int kGatherDriver = 12010;
 struct GatherArguments {
@@ -35,16 +35,17 @@ struct GatherArguments {
 static_assert(sizeof(GatherArguments) <= 32764);
 
 constexpr const char* kGatherName = "torpor_gather";
-constexpr unsigned kGatherThreads = 512;  // of the block that copies a piece; one block a piece
+constexpr unsigned kGatherThreads = 512;  // in the block that copies a piece; one block per piece
 
-// What thread `thread` of `threads` copies of a piece: 16 bytes at a time where both sides are aligned alike.
+// Copy the share of thread `thread` of `threads` of one piece: 16 bytes at a time if both sides have the same
+// alignment.
 TORPOR_DEVICE_TOO inline void copy_share(unsigned char* to, const unsigned char* from, uint64_t bytes, uint64_t thread,
                                          uint64_t threads) {
   struct alignas(16) Wide {
     uint64_t words[2];
   };
   constexpr uint64_t kWide = sizeof(Wide);
-  constexpr uint64_t kAtOnce = 4;  // loads in flight a thread: reads over the bus wait long
+  constexpr uint64_t kAtOnce = 4;  // loads in flight per thread: reads over the bus wait long
   const auto address = reinterpret_cast<uintptr_t>(to);
   if ((address - reinterpret_cast<uintptr_t>(from)) % kWide != 0) {
     for (uint64_t at = thread; at < bytes; at += threads) to[at] = from[at];
@@ -67,7 +68,7 @@ TORPOR_DEVICE_TOO inline void copy_share(unsigned char* to, const unsigned char*
   if (thread < bytes - tail) to[tail + thread] = from[tail + thread];
 }
 
-// The image in this build; empty: nvcc was not there.
+// Return the image in this build; empty: nvcc was not found.
 std::span<const std::byte> gather_image();
 
 }  // namespace torpor::cuda

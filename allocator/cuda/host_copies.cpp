@@ -26,8 +26,8 @@ Result<bool> HostCopies::find_batches(CUdevice device) {
   return same_addresses_ && driver_.cuMemcpyBatchAsync != nullptr;
 }
 
-// A batch is given the host's addresses, which are illegal where the device has others (sgl-project/sglang issue
-// 40232), and what it makes of memory that is not pinned is nowhere said: such pieces are copied one by one.
+// A batch uses the host's addresses, which are illegal if the device has others (sgl-project/sglang issue 40232). No
+// document says what a batch does with memory that is not pinned, so such pieces are copied one by one.
 Status HostCopies::begin(CUstream stream, Direction direction, std::span<const Copy> wanted, CopyBy by) {
   const Divided pieces = divided(wanted);
   if (by == CopyBy::kFastest && gathers(pieces)) return gather(stream, direction, pieces.copies);
@@ -55,7 +55,7 @@ Status HostCopies::pin(std::span<std::byte> host) {
   for (uint64_t at = 0; at < host.size(); at += pin_step_bytes_) {
     const uint64_t bytes = std::min<uint64_t>(pin_step_bytes_, host.size() - at);
     std::map<std::byte*, uint64_t> made{{host.data() + at, bytes}};
-    // A fork would copy pages that are pinned at once, all of them.
+    // A fork would copy all pinned pages at once.
     (void)::madvise(host.data() + at, bytes, MADV_DONTFORK);
     const CUresult result =
         driver_.cuMemHostRegister(host.data() + at, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
@@ -113,7 +113,7 @@ Status HostCopies::load_gather(int driver_version, std::span<const std::byte> wa
 }
 
 // The driver refuses a copy whose host memory lies in two registrations, or partly in one (seen with
-// cudaMemcpyBatchAsync, sgl-project/sglang pull request 36798): each result lies in one, or in none.
+// cudaMemcpyBatchAsync, sgl-project/sglang pull request 36798). So split copies until each lies in one or in none.
 HostCopies::Divided HostCopies::divided(std::span<const Copy> copies) {
   Divided pieces;
   pieces.copies.reserve(copies.size());
@@ -152,7 +152,7 @@ bool HostCopies::gathers(const Divided& pieces) const {
 
 Status HostCopies::gather(CUstream stream, Direction direction, std::span<const Copy> copies) {
   cuda::GatherArguments arguments;
-  void* parameters[] = {&arguments};  // copied by the launch
+  void* parameters[] = {&arguments};  // the launch copies them
   for (size_t begun = 0; begun < copies.size(); begun += arguments.count) {
     arguments.count = std::min<uint64_t>(cuda::kGatherPieces, copies.size() - begun);
     for (uint64_t i = 0; i < arguments.count; ++i) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In place of cuda_device.cpp in a build without cuda.h.
+// Replaces cuda_device.cpp in a build without cuda.h.
 #include "allocator/cuda/cuda_device.h"
 
 namespace torpor {

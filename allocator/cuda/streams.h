@@ -2,7 +2,7 @@
 // CudaStreams: a device's streams and events by number, and what is known of their work: done, done with an error, or
 // not proven to be over (I3).
 //
-// Threads: any. The device's context is current in every call but wait(), drain() and empty().
+// Threads: any. The device's context must be current in every call but wait(), drain() and empty().
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ class CudaStreams {
   CudaStreams(const CudaDriver& driver, CUcontext context, std::string kind)
       : driver_(driver), context_(context), kind_(std::move(kind)) {}
 
-  // At the device's end. False: something may still run.
+  // End all streams and events, with the device. False: something may still run.
   bool end_all();
   Result<StreamId> create();
   Status destroy(StreamId id);
@@ -29,9 +29,9 @@ class CudaStreams {
   Result<EventId> record(StreamId id);
   DrainResult wait(EventId id);  // ends the event
   DrainResult drain(StreamId id);
-  // Whether a stream is proven to be empty now.
+  // Wait until a stream is empty. kUnproven: it may still have work.
   DrainResult empty(CUstream stream);
-  // A stream that is not proven to be empty stays: what it runs goes on.
+  // Destroy a stream. If it is not proven to be empty it stays, because its work goes on.
   CUresult end(CUstream stream);
 
  private:
@@ -48,7 +48,7 @@ class CudaStreams {
   Mutex mutex_;  // never held while the driver is called
   std::map<StreamId, CUstream> streams_ TORPOR_GUARDED_BY(mutex_);
   std::map<EventId, Event> events_ TORPOR_GUARDED_BY(mutex_);
-  // That the driver would not destroy; the end of the device tries again.
+  // Events that the driver would not destroy; end_all() tries again.
   std::vector<CUevent> leftover_events_ TORPOR_GUARDED_BY(mutex_);
 };
 
