@@ -34,7 +34,7 @@ Result<BlockNumbers> plan_block_numbers(const KvSnapshot& saved, int32_t num_blo
   BlockNumbers numbers{.num_blocks = num_blocks, .now = {}, .dropped = {}};
   const LiveBlocks live = select_live_blocks(saved, 1, static_cast<uint64_t>(num_blocks - fewest));
   numbers.dropped = live.dropped;
-  // Free blocks keep their numbers, too, unless one that comes along needs it: nothing else tells where they stand.
+  // Free blocks keep their numbers too, unless a block that is taken over needs one: nothing else records their order.
   numbers.now.assign(static_cast<size_t>(saved.num_blocks), -1);
   const int32_t both = std::min(saved.num_blocks, num_blocks);
   for (int32_t id = 0; id < both; ++id) numbers.now[static_cast<size_t>(id)] = id;
@@ -59,7 +59,7 @@ void renumber(KvSnapshot& snapshot, const BlockNumbers& numbers) {
   drop_hashes(snapshot, numbers.dropped);
   const auto now = [&](int32_t id) { return numbers.now[static_cast<size_t>(id)]; };
   const auto give = [&](std::vector<int32_t>& ids) { std::transform(ids.begin(), ids.end(), ids.begin(), now); };
-  // Numbers that are nobody's any more: each stays where it was in the order in which they are taken.
+  // Numbers that no block has any more keep their place in the free order.
   std::vector<bool> placed(static_cast<size_t>(numbers.num_blocks), false);
   if (has_null_block(snapshot)) placed[static_cast<size_t>(snapshot.null_block)] = true;
   for (const KvBlock& block : snapshot.blocks) placed[static_cast<size_t>(now(block.id))] = true;

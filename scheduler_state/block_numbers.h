@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block numbers: a saved state in an engine with another number of KV blocks than the one that saved it.
+// Block numbers: fits a saved state into an engine that has another number of KV blocks.
 //
-// Blocks that requests hold always come along. Cached ones that no request has come along as far as there is room, the
-// last to be evicted first. A block keeps its number where the engine has that number.
+// Blocks that requests hold are always taken over. Cached blocks of no request are taken over while the engine has
+// blocks for them, those that would be evicted last first. A block keeps its number if the engine has that number.
 #pragma once
 
 #include <cstdint>
@@ -14,21 +14,21 @@
 namespace torpor {
 
 struct BlockNumbers {
-  int32_t num_blocks = 0;        // that the engine has
-  std::vector<int32_t> now;      // of each saved number, the one here; -1: what it has does not come along
-  std::vector<int32_t> dropped;  // cached blocks without room, by saved number
+  int32_t num_blocks = 0;        // blocks of the engine
+  std::vector<int32_t> now;      // new number of each saved number; -1: its content is not taken over
+  std::vector<int32_t> dropped;  // cached blocks that do not fit, by saved number
 };
 
-// The fewest blocks that an engine needs for the requests of this state, the null block included.
+// Return the least number of blocks that an engine needs for the requests of this state, including the null block.
 int32_t fewest_blocks(const KvSnapshot& saved);
 
-// kIncompatible: the requests hold more blocks than that; names the number that would do. Precondition:
-// saved.validate().
+// Decide which saved block gets which number. kIncompatible: the requests hold more than `num_blocks` blocks; the error
+// says how many blocks suffice. Precondition: saved.validate().
 Result<BlockNumbers> plan_block_numbers(const KvSnapshot& saved, int32_t num_blocks);
 
-// Gives the blocks these numbers, and notes them in `block_numbers` where one has another number than before. What
-// comes along keeps its place in the order of eviction; blocks that only this engine has are taken first.
-// Precondition: plan_block_numbers() of the same snapshot. The result is valid().
+// Give the blocks these numbers; if any number changes, record all in `block_numbers`. Blocks that are taken over keep
+// their order of eviction; blocks that only this engine has are used before them. Precondition: `numbers` is
+// plan_block_numbers() of this snapshot. validate() then succeeds.
 void renumber(KvSnapshot& snapshot, const BlockNumbers& numbers);
 
 }  // namespace torpor

@@ -65,7 +65,7 @@ Status check_tables(const KvSnapshot& snapshot, const BlockMap& by_id) {
   return ok();
 }
 
-using CarriedHash = std::pair<int32_t, std::string_view>;  // a block and a hash that it carries
+using CarriedHash = std::pair<int32_t, std::string_view>;  // a block and one of its hashes
 
 std::string_view view(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
@@ -105,7 +105,7 @@ Status check_prefix_index(const KvSnapshot& snapshot, const BlockMap& by_id) {
 }
 
 Status check_free_order(const KvSnapshot& snapshot, const BlockMap& by_id) {
-  // Counted first: `num_blocks` may be any number, and what follows takes memory and time for each.
+  // Check the count first: `num_blocks` may be any number, and the checks below take memory and time for each block.
   const auto used = std::count_if(snapshot.blocks.begin(), snapshot.blocks.end(),
                                   [](const KvBlock& block) { return block.ref_count > 0; });
   const int64_t expected = snapshot.num_blocks - used - (snapshot.null_block >= 0 ? 1 : 0);
@@ -137,7 +137,7 @@ Status check_free_order(const KvSnapshot& snapshot, const BlockMap& by_id) {
 void KvSnapshot::complete_free_order() {
   std::vector<bool> known(static_cast<size_t>(std::max(num_blocks, 0)), false);
   const auto know = [&](int32_t id) {
-    if (id >= 0 && id < num_blocks) known[static_cast<size_t>(id)] = true;  // else validate() says it
+    if (id >= 0 && id < num_blocks) known[static_cast<size_t>(id)] = true;  // validate() reports any other number
   };
   know(null_block);
   for (const KvBlock& block : blocks) {
@@ -191,7 +191,7 @@ LiveBlocks select_live_blocks(const KvSnapshot& snapshot, uint64_t bytes_per_blo
 
 std::vector<int32_t> by_need(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
                              const std::vector<int32_t>& kept) {
-  std::unordered_map<std::string_view, std::vector<const KvTable*>> tables;  // of each request, by group
+  std::unordered_map<std::string_view, std::vector<const KvTable*>> tables;  // by request, in order of the groups
   for (const KvGroup& group : snapshot.groups) {
     for (const KvTable& table : group.tables) tables[table.request].push_back(&table);
   }
@@ -216,7 +216,7 @@ std::vector<int32_t> by_need(const KvSnapshot& snapshot, const std::vector<std::
 
 std::vector<int32_t> deferred_blocks(const KvSnapshot& snapshot, const std::vector<std::string>& requests,
                                      const std::vector<int32_t>& blocks, size_t most_first) {
-  std::unordered_map<std::string_view, std::vector<int32_t>> tables;  // of each request, all groups
+  std::unordered_map<std::string_view, std::vector<int32_t>> tables;  // by request, all groups
   for (const KvGroup& group : snapshot.groups) {
     for (const KvTable& table : group.tables) {
       std::vector<int32_t>& all = tables[table.request];

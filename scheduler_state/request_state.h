@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RequestState: one request as a value, engine-neutral: what it asked for, how far it is, how it samples.
+// RequestState: one request as a value, independent of the engine: its parameters, its progress, its sampling.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace torpor {
 enum class RequestStatus : uint8_t { kWaiting, kRunning, kPreempted };
 std::string_view name(RequestStatus status);  // "waiting", "running", "preempted"
 
-// The sampling parameters in force. Names and meanings are those of the OpenAI API and vLLM; `engine` holds every other
+// The sampling parameters in force. Names and meanings are those of the OpenAI API and vLLM. `engine` holds every other
 // parameter that differs from the engine's default.
 struct SamplingState {
   int32_t n = 1;
@@ -49,14 +49,14 @@ struct RequestState {
   int32_t num_computed_tokens = 0;  // tokens whose KV is in the request's blocks
   int32_t num_preemptions = 0;
   int32_t max_tokens = 0;
-  Bytes block_hashes;            // the request's block keys one after the other
-  int32_t block_hash_bytes = 0;  // size of one; 0 if there are none
+  Bytes block_hashes;            // keys of the request's blocks, one after the other
+  int32_t block_hash_bytes = 0;  // size of one key; 0: there are none
   std::optional<std::string> cache_salt;
   Value stop_reason;
   SamplingState sampling;
-  Value engine;  // what the adapter keeps beside
+  Value engine;  // data that only the adapter understands
 
-  // Alone: lengths, counts and token numbers that fit each other. kCorruption names the field.
+  // Check that lengths, counts and token ids of this request fit each other. kCorruption: the error names the field.
   Status validate() const;
   friend bool operator==(const RequestState&, const RequestState&) = default;
 };
