@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How each value struct is laid out in an archive: its fields in this order. A change here is a change of the format:
-// raise kSectionVersion (state_sections.cpp) or kFormatVersion (manifest.h); checkpoint/FORMAT.md says what then.
+// Layout of each value struct in an archive: its fields, in this order. A change here changes the format: raise
+// kSectionVersion (state_sections.cpp) or kFormatVersion (manifest.h); checkpoint/FORMAT.md says what else to do.
 #pragma once
 
 #include "checkpoint/bounded_archive.h"
@@ -10,7 +10,7 @@
 
 namespace torpor {
 
-// Value: the number of its alternative, then its content.
+// A Value is the number of its alternative, then its content.
 inline void CEREAL_SAVE_FUNCTION_NAME(BoundedOutput& archive, const Value& value) {
   archive(static_cast<uint8_t>(value.data.index()));
   std::visit(
@@ -118,7 +118,7 @@ void serialize(Archive& archive, SectionInfo& v) {
   archive(v.name, v.required, v.offset, v.stored_bytes, v.bytes, checked(v.codec, Codec::kBf16), v.digest, v.seal);
 }
 template <class Archive>
-void serialize(Archive& archive, Manifest& v) {  // the rest of it stands in the header
+void serialize(Archive& archive, Manifest& v) {  // the other fields are in the header
   archive(v.generation, v.created_unix_seconds, v.creator, v.fingerprint, v.sections, v.ranks, v.owner);
 }
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only way from values to bytes and back: Cereal through archives of our own.
+// The only way from values to bytes and back: Cereal, through archives of torpor's own.
 //
-// Bytes are hostile until decoded: a length is checked against the bytes that remain before anything is allocated for
-// it, lists grow as their elements arrive and within kMemoryPerByte, a bool is 0 or 1, enums and variants are checked
-// against their range, trees against kMaxValueDepth, and bytes left over are an error. Neither Cereal's pointers nor
-// its polymorphic types are used: with them a file could choose types and addresses.
+// Bytes are hostile until decoded. A length is checked against the remaining bytes before anything is allocated for it.
+// Lists grow as their elements arrive, within kMemoryPerByte. A bool is 0 or 1; enums and variants are checked against
+// their range, trees against kMaxValueDepth. Bytes left over are an error. Cereal's pointers and polymorphic types are
+// not used: with them a file could choose types and addresses.
 //
 // Layout: little-endian, fixed widths, no padding; a length is 8 bytes; see checkpoint/FORMAT.md.
 #pragma once
@@ -25,11 +25,11 @@ namespace torpor {
 
 static_assert(std::endian::native == std::endian::little, "the format is the memory of a little-endian machine");
 
-// The most memory that decoding may take for each byte of input: an element of a list may be one byte there and a Value
-// here.
+// Most bytes of memory that decoding may take per byte of input: an element of a list may be one byte of input and a
+// whole Value in memory.
 inline constexpr uint64_t kMemoryPerByte = 64;
 
-// Appends to a buffer, or, without one, only counts: so that the buffer can be made large enough at once.
+// Appends to a buffer. Without a buffer it only counts, so that the buffer can be reserved at its full size.
 class BoundedOutput : public cereal::OutputArchive<BoundedOutput, cereal::AllowEmptyClassElision> {
  public:
   BoundedOutput() : OutputArchive(this) {}
@@ -57,31 +57,31 @@ class BoundedInput : public cereal::InputArchive<BoundedInput, cereal::AllowEmpt
     if (size > 0) std::memcpy(data, in_.data(), size);
     in_ = in_.subspan(size);
   }
-  // The next `size` bytes as they lie there.
+  // Return the next `size` bytes in place.
   std::span<const std::byte> take(uint64_t size) {
     expect(size, 1);
     const std::span<const std::byte> bytes = in_.first(size);
     in_ = in_.subspan(size);
     return bytes;
   }
-  // Throws unless `count` elements of at least `least` bytes each can still come.
+  // Throw unless `count` elements of at least `least` bytes each can follow.
   void expect(uint64_t count, uint64_t least) const {
     if (count > left() / least)
       throw cereal::Exception(fmt::format("a list of {} elements in {} bytes", count, left()));
   }
-  // Throws when `bytes` more of memory are more than this input is worth.
+  // Throw if `bytes` more bytes of memory exceed what the size of the input allows.
   void charge(uint64_t bytes) {
     if (bytes > budget_) throw cereal::Exception("it would take more memory than its size can mean");
     budget_ -= bytes;
   }
-  int depth = 0;  // of the Value being read
+  int depth = 0;  // of the Value that is being read
 
  private:
   std::span<const std::byte> in_;
   uint64_t budget_;
 };
 
-// Arithmetic types are their memory; a bool is one byte.
+// Arithmetic types are stored as their memory; a bool is one byte.
 template <class T>
   requires(std::is_arithmetic_v<T> && !std::is_same_v<T, bool>)
 void CEREAL_SAVE_FUNCTION_NAME(BoundedOutput& archive, const T& value) {
@@ -130,7 +130,7 @@ void CEREAL_LOAD_FUNCTION_NAME(BoundedInput& archive, cereal::BinaryData<T>& dat
   archive.raw(data.data, data.size);
 }
 
-// Enums whose enumerators run from 0 to `last`.
+// Enums with enumerators from 0 to `last`.
 template <class Enum>
 struct CheckedEnum {
   Enum& value;
@@ -163,7 +163,7 @@ CEREAL_REGISTER_ARCHIVE(torpor::BoundedOutput)
 CEREAL_REGISTER_ARCHIVE(torpor::BoundedInput)
 CEREAL_SETUP_ARCHIVE_TRAITS(torpor::BoundedInput, torpor::BoundedOutput)
 
-// Lists: numbers in one piece, everything else element by element, so that memory grows no faster than the input.
+// Lists: numbers are read at once, all other elements one by one, so that memory grows no faster than the input.
 namespace cereal {
 
 template <class T>
@@ -205,7 +205,7 @@ void CEREAL_LOAD_FUNCTION_NAME(torpor::BoundedInput& archive, std::vector<T>& li
 
 namespace torpor {
 
-// The values one after the other, with `gap` zero bytes in front.
+// Encode the values one after the other, after `gap` zero bytes.
 template <class... T>
 Bytes to_bytes_after(uint64_t gap, const T&... values) {
   BoundedOutput count;
@@ -223,7 +223,7 @@ Bytes to_bytes(const T& value) {
   return to_bytes_after(0, value);
 }
 
-// kCorruption when `bytes` are not exactly one T; `what` names them in the message.
+// Decode a T. kCorruption: `bytes` are not exactly one T; `what` describes them in the error.
 template <class T>
 Result<T> from_bytes(std::span<const std::byte> bytes, std::string_view what) {
   try {
@@ -232,7 +232,7 @@ Result<T> from_bytes(std::span<const std::byte> bytes, std::string_view what) {
     archive(value);
     if (archive.left() != 0) throw cereal::Exception(fmt::format("{} bytes are left over", archive.left()));
     return value;
-  } catch (const std::exception& problem) {  // cereal's, and bad_alloc
+  } catch (const std::exception& problem) {  // Cereal's, and bad_alloc
     return Error{.code = Code::kCorruption,
                  .what = fmt::format("{} cannot be decoded: {}", what, problem.what()),
                  .next_step = "use another checkpoint"};

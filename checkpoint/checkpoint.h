@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoint: a committed one, opened for reading: its manifest was whole and, with a key, authentic.
+// Checkpoint: a committed checkpoint, opened for reading. Its manifest is intact and, with a key, authentic.
 //
-// Owner: whoever reads. Threads: all methods from any thread. Nothing here writes.
+// Owner: the reader. Threads: all methods from any thread. Nothing here writes.
 #pragma once
 
 #include <functional>
@@ -23,17 +23,17 @@ class Checkpoint {
  public:
   const std::string& path() const;
   const Manifest& manifest() const;
-  // Verified, unsealed and decompressed. kCorruption names the section.
+  // Return all sections, verified, unsealed and decompressed. kCorruption: the error names the section.
   Result<std::vector<Section>> read_sections() const;
-  // Return what a user attached. Only its section is read. kCorruption: it is damaged, or too large.
+  // Return the metadata that a user attached; reads only its section. kCorruption: it is damaged or too large.
   Result<Metadata> read_metadata() const;
-  // The sections' values with the fingerprint; not yet validated.
+  // Return the values of the sections, with the fingerprint; not yet validated.
   Result<EngineCheckpoint> read_state() const;
-  // What `rank`, one of the manifest's, has where. kCorruption names its refs file.
+  // Return the records of one of the manifest's ranks. kCorruption: the error names the refs file.
   Result<RankRefs> refs(const RankSummary& rank) const;
-  // For reading its records: opens all of its files. kCorruption when one is missing, has another size or, in version
-  // 2, is of another checkpoint. `io` kFastest: from the disk, which is what is to be looked at; kCached: what was
-  // written lately, as by a pull, comes from memory.
+  // Open all files of a rank, to read its records. kCorruption: a file is missing or has another size. `io` kFastest:
+  // read from the disk, to check the disk; kCached: bytes that were written lately, for example by a pull, come from
+  // memory.
   Result<std::unique_ptr<DiskTier>> open_rank(const RankSummary& rank,
                                               std::shared_ptr<ProgressMeter> progress = nullptr,
                                               FileIo io = FileIo::kFastest) const;
@@ -48,24 +48,25 @@ class Checkpoint {
   std::unique_ptr<Impl> impl_;
 };
 
-// Fills `room` with what STATE has at `offset`.
+// Fills `room` with the bytes of STATE at `offset`.
 using StateReader = std::function<Status(uint64_t offset, std::span<std::byte> room)>;
-// Return what a user attached to the checkpoint that MANIFEST is of. `read` is called once, for its section alone, or
-// never if there is none. `state`: the name of STATE, for messages. Errors: those of Checkpoint::read_metadata() and
-// of `read`.
+// Return the metadata of the checkpoint with this MANIFEST. `read` is called once, for that section alone, or never if
+// there is none. `state`: the name of STATE for messages. Errors: those of Checkpoint::read_metadata() and of `read`.
 Result<Metadata> read_metadata(const OpenedManifest& opened, const std::string& state, const StateReader& read);
 
-// `key` null: only checkpoints without a seal can be read. Errors: decode_manifest().
+// Open the checkpoint in `directory`. `key` null: only unsealed checkpoints can be read. Errors: those of
+// decode_manifest().
 Result<Checkpoint> open_checkpoint_directory(std::unique_ptr<Directory> directory,
                                              std::shared_ptr<const Key> key = nullptr);
-// The latest one of a directory of checkpoints. kNotFound if there is none; a damaged newest one is kCorruption.
+// Open the newest checkpoint of a directory of checkpoints. kNotFound: there is none. kCorruption: the newest is
+// damaged.
 Result<Checkpoint> open_latest(const Directory& store, std::shared_ptr<const Key> key = nullptr);
-// Returns whether an engine with this fingerprint can go on from the checkpoint. kIncompatible names the checkpoint and
-// each field that differs. `named`: what it was opened by; if that is a directory of checkpoints, the error also names
-// the newest one there that fits.
+// Return whether an engine with this fingerprint can wake from the checkpoint. kIncompatible: the error names the
+// checkpoint and each field that differs. `named`: the path by which it was opened; if that is a directory of
+// checkpoints, the error also names the newest one there that fits.
 Status check_fits(FileSystem& file_system, const Checkpoint& checkpoint, const Fingerprint& engine,
                   const std::string& named, const Key* key = nullptr);
-// By its own path, or the latest one of a directory of checkpoints.
+// Open a checkpoint by its own path, or the newest one of a directory of checkpoints.
 Result<Checkpoint> open_checkpoint(FileSystem& file_system, const std::string& path,
                                    std::shared_ptr<const Key> key = nullptr);
 

@@ -28,7 +28,7 @@ struct CheckpointManager::Impl {
 
   struct Opened {
     std::unique_ptr<Directory> store;
-    std::unique_ptr<File> lock;  // null: only for reading
+    std::unique_ptr<File> lock;  // null: for reading only
   };
   Result<Opened> for_reading() const {
     Opened opened;
@@ -165,7 +165,7 @@ Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
       Result<Metadata> metadata = try_catch([&] { return metadata_of(*store, info.name, impl_->options.key); });
       if (metadata) {
         info.metadata = *std::move(metadata);
-      } else if (metadata.error().code != Code::kNotFound) {  // else it went meanwhile
+      } else if (metadata.error().code != Code::kNotFound) {  // otherwise another process has removed it
         log().warn("the metadata of {} cannot be read: {}", info.path, metadata.error().to_string());
       }
     }

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// CheckpointManager: a directory of checkpoints, each written once, committed atomically, verified before it is
-// believed.
+// CheckpointManager: a directory of checkpoints. Each is written once, committed atomically, and verified before it is
+// used.
 //
 // DIRECTORY/g-000001/{MANIFEST, STATE, refs-r0, chunks-r0, …}; checkpoint/FORMAT.md has the bytes. A checkpoint under
-// construction is DIRECTORY/s-…; commit syncs files and directories and renames it into place. A kill or power cut at
-// any point leaves the old generations and the new one either whole or invisible; leftovers go at the next begin() or
-// collect().
+// construction is DIRECTORY/s-…; commit() syncs files and directories and renames it into place. After a kill or a
+// power cut at any point the old generations are intact and the new one is either whole or invisible. The next begin()
+// or collect() removes leftovers.
 //
-// Owner: the engine's controller (one writer, held by a lock file, Directory::lock()); readers need no lock.
-// Threads: one at a time. Errors: also kResourceExhausted wherever memory ends; nothing is changed then.
+// Owner: the engine's controller. There is one writer, which holds a lock file (Directory::lock()); readers need no
+// lock. Threads: one at a time. Errors: every call may fail with kResourceExhausted for lack of memory, and has changed
+// nothing then.
 #pragma once
 
 #include <cstdint>
@@ -32,48 +33,49 @@ namespace torpor {
 struct CheckpointManagerOptions {
   Retention retention;
   std::shared_ptr<const Key> key;                         // null: neither authenticated nor encrypted
-  bool encrypt = false;                                   // with a key: encrypted, not only authenticated
-  CompressionOptions compression{.codec = Codec::kNone};  // of chunks; sections are always compressed where it pays
-  bool incremental = false;      // chunks that the newest checkpoint already has are linked, not written
-  ProgressSink progress;         // of what this process writes; saying no ends it with kAborted, the old ones whole
+  bool encrypt = false;                                   // with a key: encrypt, not only authenticate
+  CompressionOptions compression{.codec = Codec::kNone};  // of chunks; sections are always compressed if it saves space
+  bool incremental = false;      // link chunks that the newest checkpoint already has, instead of writing them
+  ProgressSink progress;         // of this process's writes; false ends it with kAborted, older checkpoints stay intact
   const Clock* clock = nullptr;  // null: the system's
-  Status validate() const;       // kInvalidArgument names what is wrong
+  Status validate() const;       // kInvalidArgument: the error names what is wrong
 };
 
-// A checkpoint under construction. Destroyed without commit(): removed, the space is given back.
+// A checkpoint under construction. The destructor removes it unless commit() succeeded.
 class PendingCheckpoint {
  public:
   uint64_t generation() const;
-  // Writes STATE and syncs it: durable before a device byte is touched. Once.
+  // Write STATE and sync it: it is durable before a byte of device memory is touched. Call it once.
   Status write_state(const EngineCheckpoint& checkpoint);
-  // The same of any sections.
+  // Write STATE with any sections.
   Status write_state(const Fingerprint& fingerprint, std::vector<Section> sections);
-  // For ranks in other processes: the directory that their RankWriters write into, and how.
+  // For ranks in other processes: the directory into which their RankWriters write, and how they write.
   const std::string& staging_path() const;
   const RankWriting& writing() const;
-  // The same for a rank of this process.
+  // Make the RankWriter of a rank of this process.
   Result<std::unique_ptr<RankWriter>> create_rank(int32_t rank, uint64_t expected_bytes = 0);
-  // Whether ranks of other processes, perhaps on other hosts, write into it and not into a directory of their own at
-  // the same path; else kFailedPrecondition, which names the rank. First before they save: takes away what each rank
-  // put there by write_test_file(); `hosts`: of rank 0, 1 …. Then of as many ranks that have begun to write.
+  // Check that ranks of other processes, perhaps on other hosts, write into this directory and not into another one at
+  // the same path. kFailedPrecondition: the error names the rank that does not. check_test_files(): call it before any
+  // rank saves; it removes the file that each rank wrote with write_test_file(). `hosts`: of rank 0, 1, ….
+  // see_chunks(): call it after `ranks` ranks have begun to write.
   Status check_test_files(const std::vector<std::string>& hosts);
   Status see_chunks(size_t ranks) const;
-  void add_rank(RankSummary rank);  // what its write_refs() returned
-  // In place of write_state()'s, before commit(): what is known only once the chunks are written.
+  void add_rank(RankSummary rank);  // the result of its write_refs()
+  // Replace the fingerprint of write_state(), before commit(): parts of it are known only after the chunks are written.
   void set_fingerprint(Fingerprint fingerprint);
-  // Before commit(), of an engine that went on from a checkpoint; else it is owner_of() the fingerprint.
+  // Set the owner, before commit(), for an engine that woke from a checkpoint. Default: owner_of() the fingerprint.
   void set_owner(const Digest& owner);
-  // Checks that each file is there with the named length, writes and syncs MANIFEST, syncs the directories,
-  // renames. Only after this returns without error is the checkpoint durable. Returns its path. Older ones stay.
+  // Check that each file exists with the recorded length, write and sync MANIFEST, sync the directories, rename. Return
+  // the path. The checkpoint is durable only after this returns without error. Older ones stay.
   Result<std::string> commit();
-  // Takes a committed checkpoint away again, while nobody else can have relied on it: this object holds the lock of its
-  // directory. Nothing happens without commit(). After an error it may still be there.
+  // Remove the committed checkpoint again, while no other process can rely on it: this object holds the lock of the
+  // directory. Does nothing without commit(). After an error the checkpoint may still be there.
   Status withdraw();
-  // Removes what the retention lets go of the same owner, now that the committed checkpoint stays: not before
-  // withdraw() is out of the question. A failure is only logged, the next one tries again.
+  // Remove the checkpoints of this owner that the retention no longer keeps. Call it only when withdraw() can no longer
+  // be needed. A failure is only logged; the next call tries again.
   void retire_older() noexcept;
 
-  // For CheckpointManager::begin(): `store` is locked by `lock`.
+  // For CheckpointManager::begin(): `lock` locks `store`.
   static Result<PendingCheckpoint> begin(FileSystem& file_system, std::unique_ptr<Directory> store,
                                          std::unique_ptr<File> lock, CheckpointManagerOptions options,
                                          uint64_t expected_bytes);
@@ -88,33 +90,34 @@ class PendingCheckpoint {
   std::unique_ptr<Impl> impl_;
 };
 
-// How the ranks write the next checkpoint of a directory that has these, but for its id. Its base: the newest one, if
-// it can be built on; none is no failure, all is written then.
+// Return how the ranks write the next checkpoint of a directory with these generations; the id is not set. The base is
+// the newest checkpoint if it can serve as one. Without a base, which is no failure, all chunks are written.
 RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& generations,
                        const CheckpointManagerOptions& options);
 
 class CheckpointManager {
  public:
-  // Makes the directory if need be, at begin(). Does not lock yet. kInvalidArgument: options.validate().
+  // Make a manager. begin() makes the directory if it is missing. Takes no lock yet. kInvalidArgument:
+  // options.validate().
   static Result<std::unique_ptr<CheckpointManager>> open(FileSystem& file_system, std::string directory,
                                                          CheckpointManagerOptions options = {});
   ~CheckpointManager();
 
-  // Locks, removes leftovers, checks that `expected_bytes` fit (kResourceExhausted names both numbers), unless it may
-  // be incremental: then far less may be needed.
-  // kUnavailable when another process is writing here.
+  // Take the lock, remove leftovers, and check that `expected_bytes` fit; an incremental checkpoint skips this check,
+  // because it may need far less. kResourceExhausted: they do not fit; the error has both numbers. kUnavailable:
+  // another process writes here.
   Result<PendingCheckpoint> begin(uint64_t expected_bytes);
-  // How the ranks would write now, but for the id. Changes nothing.
+  // Return how the ranks would write now; the id is not set. Changes nothing.
   RankWriting next_writing() const;
-  // Removes one. kNotFound. `dry_run`: only says whether it could.
+  // Remove one checkpoint. kNotFound. `dry_run`: only check whether it exists.
   Status remove(uint64_t generation, bool dry_run = false);
-  // After a wake from `generation`: marks it, then retires older ones of its owner.
+  // Mark `generation` as woken from, then retire older checkpoints of its owner.
   Status woken_from(uint64_t generation);
-  // Removes leftovers and what the retention lets go of each owner; returns the names. `dry_run`: only says what would
-  // go, and writes nothing, not even the lock.
+  // Remove leftovers and the checkpoints of each owner that the retention no longer keeps. Return their names.
+  // `dry_run`: only return the names; write nothing, not even the lock.
   Result<std::vector<std::string>> collect(bool dry_run = false);
   Result<std::vector<CheckpointInfo>> list() const;  // oldest first
-  Result<Checkpoint> open_latest() const;            // kNotFound if there is none; a damaged newest one is kCorruption
+  Result<Checkpoint> open_latest() const;            // kNotFound: there is none; kCorruption: the newest is damaged
   Result<Checkpoint> open_generation(uint64_t generation) const;
 
  private:

@@ -18,7 +18,7 @@ constexpr uint32_t kSetVersion = 1;
 
 std::string rank_directory_name(size_t rank, size_t ranks) { return fmt::format("rank-{}-of-{}", rank, ranks); }
 
-// The last two components of `path`, if what is before them is `directory`; else nothing.
+// Return the last two components of `path`; empty if they do not lie directly below `directory`.
 std::string name_below(const std::string& directory, const std::string& path) {
   namespace fs = boost::filesystem;
   const fs::path whole = fs::absolute(path).lexically_normal();
@@ -26,7 +26,7 @@ std::string name_below(const std::string& directory, const std::string& path) {
   return (fs::absolute(directory) / name).lexically_normal() == whole ? name : std::string();
 }
 
-// A name that a writer gives: nothing in a file may lead elsewhere.
+// Check that a member's name is one that torpor writes, so that no file can point elsewhere.
 Status check_name(const SetMember& member, size_t rank, size_t ranks) {
   const std::string expected = rank_directory_name(rank, ranks) + "/";
   if (member.name.starts_with(expected) && generation_of(std::string_view(member.name).substr(expected.size())))
@@ -96,7 +96,7 @@ Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& dire
                             CheckpointManager::open(file_system, directory, std::move(options)));
     TORPOR_ASSIGN_OR_RETURN(PendingCheckpoint pending, manager->begin(0));
     std::vector<SetMember> members;
-    Metadata metadata;  // that of the first is that of all
+    Metadata metadata;  // the first member's metadata is the set's
     for (size_t rank = 0; rank < paths.size(); ++rank) {
       SetMember member{.name = name_below(directory, paths[rank])};
       if (!check_name(member, rank, paths.size())) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints of several engines that belong together, one each: data parallel ranks behind one front end. All of them
-// are woken, or none.
+// A set: the checkpoints of several engines that belong together, one each, as of data parallel ranks behind one front
+// end. Either all of them wake, or none.
 //
-// Each engine writes into a directory of its own, DIRECTORY/rank-0-of-2/. When all have committed, DIRECTORY gets a
-// checkpoint without memory, whose one section names theirs by place and id: the set. It is written last, so that what
-// a crash leaves incomplete has no set.
+// Each engine writes into its own directory, DIRECTORY/rank-0-of-2/. When all have committed, the set is written into
+// DIRECTORY: a checkpoint without memory, with one section that names the members by path and id. Because it comes
+// last, members that a crash leaves incomplete have no set.
 //
 // Threads: one at a time. Errors: those of CheckpointManager.
 #pragma once
@@ -24,14 +24,15 @@ struct SetMember {
   friend bool operator==(const SetMember&, const SetMember&) = default;
 };
 
-// Where the engine of this rank writes its checkpoints.
+// Return the directory into which the engine of this rank writes its checkpoints.
 std::string rank_directory(const std::string& directory, int rank, int ranks);
 
 struct CommittedSet {
   PendingCheckpoint pending;  // to withdraw it, or to retire older ones
   std::string path;
 };
-// `paths`: a committed checkpoint of each rank, in its rank_directory(). kInvalidArgument: it lies elsewhere.
+// Write the set. `paths`: a committed checkpoint of each rank, in its rank_directory(). kInvalidArgument: one lies
+// elsewhere.
 Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& directory, CheckpointManagerOptions options,
                                 const std::vector<std::string>& paths);
 
@@ -43,12 +44,13 @@ struct CheckpointSet {
   uint64_t generation = 0;
   std::vector<std::string> members;  // paths, by rank
 };
-// `path`: of a set, or of a directory whose newest checkpoint is one. kNotFound, kIncompatible: a member is missing, or
-// is another checkpoint than the one that was written with the others; the error names its rank.
+// Open a set. `path`: of the set, or of a directory whose newest checkpoint is one. kNotFound: a member is missing;
+// kIncompatible: a member is not the checkpoint that was written with the others. The error names the rank.
 Result<CheckpointSet> open_set(FileSystem& file_system, const std::string& path,
                                std::shared_ptr<const Key> key = nullptr);
 
-// As open_checkpoint(), of one engine: of a set, the checkpoint of this rank. kIncompatible: the set has none.
+// Open the checkpoint of one engine like open_checkpoint(); if `path` is a set, open that of `rank`. kIncompatible: the
+// set has none.
 Result<Checkpoint> open_checkpoint_of(FileSystem& file_system, const std::string& path, int rank,
                                       std::shared_ptr<const Key> key = nullptr);
 

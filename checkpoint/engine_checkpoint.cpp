@@ -15,7 +15,7 @@ Error contradiction(std::string what) {
   return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
 }
 
-// What tokens and KV that were computed do not depend on.
+// Fields on which computed tokens and KV do not depend.
 constexpr std::array<std::string_view, 17> kOfOneEngine = {
     "chunked_prefill",
     "compilation",
@@ -68,8 +68,8 @@ Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& en
 }
 
 Status compare_portable(const Fingerprint& checkpoint, const Fingerprint& engine) {
-  // The digest of a model's configuration is of what transformers makes of it. Between releases of that, the digest of
-  // the weights says which model it is.
+  // The digest of a model's configuration depends on the release of transformers that read it. If the releases differ,
+  // the digest of the weights identifies the model.
   const auto of_transformers = [](const Fingerprint& fields) {
     const auto found = fields.find("transformers_version");
     return found == fields.end() ? std::string() : found->second;

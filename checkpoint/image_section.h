@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The section that makes a checkpoint an image: requests that left their engine (checkpoint/image_store.h), and not a
+// The section that marks a checkpoint as an image: requests that left their engine (checkpoint/image_store.h), not a
 // whole engine.
 #pragma once
 
@@ -11,9 +11,9 @@
 
 namespace torpor {
 
-Section image_section();  // readers of checkpoints carry it along
+Section image_section();  // not required: older readers carry it along
 bool is_image(const Manifest& manifest);
-// kIncompatible: the checkpoint at `path` is an image, and no engine wakes from that.
+// kIncompatible: the checkpoint at `path` is an image, from which no engine can wake.
 Status check_is_whole_engine(const Manifest& manifest, std::string_view path);
 
 }  // namespace torpor

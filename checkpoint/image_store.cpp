@@ -18,9 +18,9 @@ namespace torpor {
 namespace {
 
 constexpr std::string_view kEndedPrefix = "ended-";  // a file in g-000001: the request at this position has ended
-constexpr uint64_t kGeneration = 1;                  // the only one
+constexpr uint64_t kGeneration = 1;                  // an image has no other
 constexpr size_t kMostNameBytes = 128;
-constexpr int kTries = 3;  // another process may take a directory for a leftover before it is locked
+constexpr int kTries = 3;  // another process may remove a directory as a leftover before it is locked
 
 bool is_name(std::string_view name) {
   const auto fits = [](char c) {
@@ -39,7 +39,7 @@ Error gone(const std::string& path) {
 
 Error or_gone(Error error, const std::string& path) { return error.code == Code::kNotFound ? gone(path) : error; }
 
-// Whether a committed image is in it.
+// Return whether the directory has a committed image.
 Result<bool> has_image(const Directory& store) {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<uint64_t> generations, generations_in(store));
   return !generations.empty();
@@ -58,21 +58,21 @@ Result<std::set<int32_t>> ended_in(const Directory& image) {
   return ended;
 }
 
-// Whether the image was written as `id`. One that cannot be read has no other name than its path.
+// Return whether the image was written as `id`. An image that cannot be read is identified by its path alone.
 bool is_same(const Directory& image, const SealId& id, const Key* key) {
   const Result<OpenedManifest> opened = read_manifest(image, key);
   return !opened || opened->manifest.id == id;
 }
 
-// An image's directory, locked.
+// A locked directory of an image.
 struct Locked {
-  std::unique_ptr<Directory> images;  // that it is in
+  std::unique_ptr<Directory> images;  // the directory that contains it
   std::string name;
   std::string path;
   std::unique_ptr<Directory> store;
   std::unique_ptr<File> lock;
 
-  // HeldImage::meaning_of().
+  // See HeldImage::meaning_of().
   Error meaning_of(Error error) const {
     const Result<bool> still_there = has_image(*store);
     const bool taken = still_there ? !*still_there : still_there.error().code == Code::kNotFound;
@@ -81,8 +81,8 @@ struct Locked {
     return error;
   }
 
-  // The image is out of sight when this returns, and its files go. Whether that is durable does not matter: who has
-  // taken it ends with the machine.
+  // Hide the image and remove its files. The rename need not be durable: if the machine ends, so does the engine that
+  // has taken the image.
   Status take() {
     if (Status hidden = store->rename_new(generation_name(kGeneration),
                                           fmt::format("{}{}", kTrashPrefix, generation_name(kGeneration)));
@@ -101,14 +101,14 @@ struct Locked {
   }
 };
 
-// `path`: with the image's directory last.
+// `path`: ends with the image's directory.
 Result<Locked> lock_image(FileSystem& file_system, const std::string& path) {
   const boost::filesystem::path place = boost::filesystem::path(path).lexically_normal();
   Locked found{.images = {}, .name = place.filename().string(), .path = path, .store = {}, .lock = {}};
   const auto open = [&]() -> Status {
     TORPOR_ASSIGN_OR_RETURN(found.images, file_system.open_directory(place.parent_path().string(), false));
     TORPOR_ASSIGN_OR_RETURN(found.store, found.images->open_directory(found.name));
-    TORPOR_ASSIGN_OR_RETURN(const bool there, has_image(*found.store));  // without it nothing is made there
+    TORPOR_ASSIGN_OR_RETURN(const bool there, has_image(*found.store));  // without an image make no lock file
     if (!there) return gone(path);
     TORPOR_ASSIGN_OR_RETURN(found.lock, found.store->lock(kLockFile));
     TORPOR_ASSIGN_OR_RETURN(const bool still_there, has_image(*found.store));
@@ -173,7 +173,7 @@ Status HeldImage::take() {
 
 ImageStore::ImageStore(FileSystem& file_system, std::string directory, CheckpointManagerOptions options)
     : file_system_(file_system), directory_(std::move(directory)), options_([&] {
-        options.incremental = false;  // each is whole by itself, and goes by itself
+        options.incremental = false;  // each image is whole by itself and removed by itself
         return std::move(options);
       }()) {}
 
@@ -299,7 +299,7 @@ Result<std::vector<ImageInfo>> ImageStore::list() const {
         info.bytes = opened->manifest.total_bytes();
         return ok();
       }();
-      if (!read && read.error().code == Code::kNotFound) continue;  // not whole yet, or taken
+      if (!read && read.error().code == Code::kNotFound) continue;  // not committed yet, or taken
       if (!read) return read.error();
       infos.push_back(std::move(info));
     }

@@ -14,7 +14,7 @@ constexpr uint64_t kMaxSectionBytes = uint64_t{1} << 36;
 
 }  // namespace
 
-// How many KV blocks fit is measured at each start.
+// Leave out the number of KV blocks: each start measures it anew.
 Digest owner_of(const Fingerprint& fingerprint) {
   StreamingDigest digest;
   const auto add = [&](const std::string& text) {

@@ -13,7 +13,7 @@ namespace {
 constexpr std::array<char, 8> kManifestMagic = {'T', 'O', 'R', 'P', 'O', 'R', 'C', 'K'};
 constexpr uint32_t kEndianness = 0x01020304;
 
-// What all versions begin with.
+// The first fields of every version.
 struct Beginning {
   std::array<char, 8> magic = kManifestMagic;
   uint32_t format_version = kFormatVersion;
@@ -29,7 +29,7 @@ struct Header {
   KeyName key_name{};
   SealTag body_seal{};  // of an encrypted body
   std::array<uint8_t, 24> reserved{};
-  ManifestMac mac{};  // over this header with zeros here, and the body
+  ManifestMac mac{};  // over this header (this field zero) and the body
 };
 static_assert(sizeof(Header) == 128);
 
@@ -67,7 +67,7 @@ Status check(const Manifest& manifest) {
   return ok();
 }
 
-// The body of version 3 ends before the owner.
+// The body of version 3 has no owner.
 struct BodyOfVersion3 {
   Manifest manifest;
 };
@@ -77,7 +77,7 @@ void serialize(Archive& archive, BodyOfVersion3& v) {
   archive(m.generation, m.created_unix_seconds, m.creator, m.fingerprint, m.sections, m.ranks);
 }
 
-// The header alone: what can be said before anything is authenticated.
+// Check the header alone: what can be checked before the file is authenticated.
 Status check(const Header& header, uint64_t body_bytes, const Key* key) {
   if (header.protection > static_cast<uint32_t>(Protection::kEncrypted) || header.zero != 0 ||
       header.reserved != decltype(header.reserved){}) {

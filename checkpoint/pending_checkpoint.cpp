@@ -16,7 +16,7 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kSpareBytes = 4 * kMiB;  // for directories, the manifest and what a file system needs itself
+constexpr uint64_t kSpareBytes = 4 * kMiB;  // for directories, the manifest, and the file system's own needs
 
 }  // namespace
 
@@ -30,8 +30,8 @@ struct PendingCheckpoint::Impl {
   RankWriting writing;
   std::unique_ptr<Seal> seal;  // null: none
   Manifest manifest;
-  std::optional<Digest> owner;  // none: the fingerprint's
-  bool visible = false;         // or perhaps: the call that makes it so was begun
+  std::optional<Digest> owner;  // none: owner_of() the fingerprint
+  bool visible = false;         // true once the rename was begun, even if it failed
   bool committed = false;
 
   ~Impl() {
@@ -128,7 +128,7 @@ Status PendingCheckpoint::Impl::write(std::vector<Section>& sections) {
     section.bytes = {};
     manifest.sections.push_back(std::move(info));
   }
-  return file->sync();  // its entry in the directory is made durable by commit()
+  return file->sync();  // commit() makes the file's directory entry durable
 }
 
 Result<std::unique_ptr<RankWriter>> PendingCheckpoint::create_rank(int32_t rank, uint64_t expected_bytes) {
@@ -163,7 +163,7 @@ Status PendingCheckpoint::see_chunks(size_t ranks) const {
   });
 }
 
-// `host`: of the rank; empty: not known.
+// `host`: of the rank; empty: unknown.
 Status PendingCheckpoint::Impl::see(size_t rank, const std::string& name, const std::string& host) const {
   const Result<std::unique_ptr<File>> file = staging->open_file(name);
   if (file) return ok();
@@ -204,9 +204,10 @@ Status PendingCheckpoint::withdraw() {
   return try_catch([this]() -> Status {
     const Result<std::string> hidden = hide_generation(*impl_->store, impl_->manifest.generation);
     if (!hidden && hidden.error().code != Code::kNotFound) return hidden.error();
-    if (!hidden) TORPOR_RETURN_IF_ERROR(impl_->store->sync());  // it is out of sight; is that durable?
+    if (!hidden) TORPOR_RETURN_IF_ERROR(impl_->store->sync());  // it is already hidden; make that durable
     impl_->visible = false;
-    if (hidden) (void)try_catch([&] { return impl_->store->remove_tree(*hidden); });  // else the next writer does it
+    // If this fails, the next writer removes it.
+    if (hidden) (void)try_catch([&] { return impl_->store->remove_tree(*hidden); });
     return ok();
   });
 }
@@ -240,7 +241,7 @@ Result<std::string> PendingCheckpoint::Impl::commit() {
   TORPOR_RETURN_IF_ERROR(store->rename_new(staging_name, name));
   committed = true;
   if (Status synced = store->sync(); !synced) {
-    // Perhaps durable, perhaps not: nobody may ever believe it.
+    // It may be durable or not, so remove it: no reader may ever use it.
     if (const Status removed = remove_generation(*store, manifest.generation); !removed) {
       log().error("an unacknowledged checkpoint is left at {}: {}", path, removed.error().to_string());
     }

@@ -24,7 +24,8 @@ Bytes hash(const Bytes& bytes) {
 
 constexpr std::string_view kSaltKey = "cache_salt";
 
-// What Python's pickle, protocol 5, makes of the values that occur here. One frame; more than that is not recomputed.
+// Pickle protocol 5, as Python writes it for the values that occur here. Only one frame; larger input is not
+// recomputed.
 class Pickle final : public PrefixHasher {
  public:
   explicit Pickle(std::string seed) : seed_(std::move(seed)) {}

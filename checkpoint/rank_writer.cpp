@@ -15,12 +15,12 @@
 namespace torpor {
 namespace {
 
-// A link keeps its whole file. Those of a checkpoint hold at most so many times the bytes that it has in them, and are
-// at most so many: what reads a checkpoint has all of its files open.
+// Limits of links, because a link keeps its whole file: linked files hold at most so many times the bytes that the
+// checkpoint uses of them, and there are at most so many. A reader of a checkpoint opens all of its files.
 constexpr uint64_t kMostHeld = 2;
 constexpr size_t kMostLinks = 64;
 
-// Once where the file system has no links.
+// Log why a file was not linked; once per process if the file system has no links.
 void say_why_not_linked(const Error& error) {
   static std::atomic<bool> said = false;
   const bool refused =
@@ -29,12 +29,12 @@ void say_why_not_linked(const Error& error) {
 }
 
 struct FileUse {
-  uint64_t held = 0;  // size of the file; 0: the checkpoint has nothing in it
+  uint64_t held = 0;  // size of the file; 0: the checkpoint uses nothing of it
   uint64_t used = 0;
   double share() const { return static_cast<double>(used) / static_cast<double>(held); }
 };
 
-// A rank on another host may have a directory of its own there, or none.
+// Open the staging directory. A rank on another host may have none at this path.
 Result<std::unique_ptr<Directory>> open_staging(FileSystem& file_system, const std::string& staging) {
   Result<std::unique_ptr<Directory>> opened = file_system.open_directory(staging, false);
   if (opened || opened.error().code != Code::kNotFound) return opened;
@@ -44,7 +44,7 @@ Result<std::unique_ptr<Directory>> open_staging(FileSystem& file_system, const s
       .next_step = kShareIt};
 }
 
-// Of the base's files, as `records` use them.
+// Return how much of each file of the base `records` use.
 std::vector<FileUse> uses_of(const std::vector<SavedChunk>& records, const std::vector<LinkedFile>& files) {
   std::vector<FileUse> uses(files.size());
   for (const SavedChunk& record : records) {
@@ -56,7 +56,7 @@ std::vector<FileUse> uses_of(const std::vector<SavedChunk>& records, const std::
   return uses;
 }
 
-// The file whose records are to be put again; none where the links are few and well used.
+// Return the file whose records should be put again; none if the links are few and well used.
 std::optional<size_t> sparsest(const std::vector<FileUse>& uses) {
   FileUse all;
   size_t links = 0;
@@ -83,14 +83,14 @@ std::string test_file_name(int32_t rank) { return fmt::format("write-test-r{}", 
 Status write_test_file(FileSystem& file_system, const std::string& staging, int32_t rank) {
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, open_staging(file_system, staging));
   const Result<std::unique_ptr<File>> file = directory->create_file(test_file_name(rank));
-  if (file || file.error().native == EEXIST) return ok();  // asked again
+  if (file || file.error().native == EEXIST) return ok();  // called again
   return file.error();
 }
 
 struct RankWriter::Base {
   std::unique_ptr<RankBase> has;
-  std::vector<bool> linked;  // of each file
-  std::vector<bool> used;    // of each file: records of it may be taken over
+  std::vector<bool> linked;  // by file of the base
+  std::vector<bool> used;    // by file of the base: its records may be taken over
 };
 
 RankWriter::RankWriter(std::unique_ptr<Directory> staging, const RankWriting& writing, int32_t rank,
@@ -126,7 +126,7 @@ Result<std::unique_ptr<RankWriter>> RankWriter::create(FileSystem& file_system, 
   return writer;
 }
 
-// Each file that can be; without it what lies there is written again.
+// Link each file of the base if possible; records of the others are written again.
 void RankWriter::link_base(FileSystem& file_system) {
   const Result<std::unique_ptr<Directory>> from = file_system.open_directory(writing_.base, false);
   const auto link = [&](const LinkedFile& file) -> Status {
@@ -174,7 +174,7 @@ Status RankWriter::prepare(uint64_t bytes, uint64_t chunks) {
 
 void RankWriter::put(std::span<RecordPart> parts) {
   std::vector<RecordPart> changed;
-  std::vector<size_t> owner;  // of each of them
+  std::vector<size_t> owner;  // index in `parts` of each changed part
   for (size_t i = 0; i < parts.size(); ++i) {
     SavedChunk& chunk = *parts[i].chunk;
     const SavedChunk* const known = base_record(chunk.key);
@@ -215,7 +215,7 @@ Status RankWriter::drop_unused_links(const std::vector<SavedChunk>& records) {
   return ok();
 }
 
-// Files are numbered in the order in which records name them.
+// Number the files in the order in which records use them.
 RankRefs RankWriter::refs_of(std::vector<SavedChunk>& records) const {
   RankRefs refs{.rank = rank_,
                 .files = {{.name = chunk_file_name(rank_), .id = writing_.id, .bytes = own_->file_bytes()}}};

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankWriter: what one rank writes of a checkpoint under construction: its chunk file, hard links to files of the base
-// checkpoint, and last of all its refs.
+// RankWriter: writes one rank's part of a checkpoint under construction: its chunk file, hard links to files of the
+// base checkpoint, and last its refs.
 //
-// The base is the newest committed checkpoint of the same directory. A record of it is taken over, without its bytes
-// being written, in one of two ways:
-//   put()        a chunk that has the bytes of the base's record (key, size and digest are equal)
-//   take_over()  a chunk of which the caller knows that it has not changed: nothing of it is read at all
-// Its file is then linked, and holds all that it holds; so records of files that are mostly unused are put again:
-// sparse() says which. Nothing of the base is ever read but its manifest and refs.
+// The base is the newest committed checkpoint of the same directory. A record of the base is taken over without writing
+// its bytes, in one of two ways:
+//   put()        the chunk has the bytes of the base's record (key, size and digest are equal)
+//   take_over()  the caller knows that the chunk has not changed; nothing of it is read
+// The record's file is then linked, with everything in it. So records of files that are mostly unused must be put
+// again: sparse() returns them. Only the manifest and the refs of the base are read.
 //
-// Owner: who saves the rank. Threads: put() from several at once; all else from one at a time, and no put() meanwhile.
-// Failure: after an error the checkpoint under construction is void, the base is as it was. A base that cannot be read
-// is none: everything is written then, which the log says.
+// Owner: the saver of the rank. Threads: several threads at once may call put(); while any other call runs, no call may
+// run beside it. Failure: after an error the checkpoint under construction is void and the base is unchanged. If the
+// base cannot be read, everything is written, and the log says so.
 #pragma once
 
 #include <memory>
@@ -34,29 +34,29 @@ std::string test_file_name(int32_t rank);  // "write-test-r0"
 
 class RankWriter final : public RecordStore {
  public:
-  // In the directory `staging`; the base's files are linked now, those that are not needed go in write_refs().
-  // kInvalidArgument: `writing` is sealed and there is no key. kFailedPrecondition: as write_test_file().
+  // Make a writer in the directory `staging`. It links the base's files now; write_refs() removes the links that are
+  // not needed. kInvalidArgument: `writing` is sealed and there is no key. kFailedPrecondition: as write_test_file().
   static Result<std::unique_ptr<RankWriter>> create(FileSystem& file_system, const std::string& staging,
                                                     const RankWriting& writing, int32_t rank,
                                                     std::shared_ptr<const Key> key,
                                                     std::shared_ptr<ProgressMeter> progress = nullptr);
   ~RankWriter() override;
 
-  // What the base has of this chunk, in a file that could be linked and has its length; null: nothing.
+  // Return the base's record of this chunk if its file is linked with the right length; null: there is none.
   const SavedChunk* base_record(const ChunkKey& key) const;
-  // The record for write_refs() of a chunk that is as base_record() says: nobody looks whether it is. kNotFound: there
-  // is no base_record().
+  // Take over the base's record of a chunk, for write_refs(). The caller guarantees that the chunk has not changed;
+  // this call does not check it. kNotFound: there is no base_record().
   Result<SavedChunk> take_over(const ChunkKey& key);
-  // Of `records`, all that the rank has, those that are to be put again before write_refs(): the files that have them
-  // hold too much that nobody needs any more, or are too many. From now on these files have no base_record().
+  // Return the indices of those of `records` (all records of the rank) that must be put again before write_refs(),
+  // because their files hold too many unneeded bytes, or are too many. From now on these files have no base_record().
   std::vector<size_t> sparse(const std::vector<SavedChunk>& records);
 
   const StoreTraits& traits() const override { return own_->traits(); }
   Status prepare(uint64_t bytes, uint64_t chunks) override;
-  void put(std::span<RecordPart> parts) override;  // write_refs() makes it safe, finish() does nothing
+  void put(std::span<RecordPart> parts) override;  // write_refs() makes it durable, finish() does nothing
 
-  // Ends the writing: syncs the files, then writes and syncs the refs. `records`: all that the rank has, put or taken
-  // over; they are as the refs have them then. What it returns belongs into the manifest.
+  // Finish: sync the files, then write and sync the refs. `records`: all records of the rank, put or taken over;
+  // afterwards they are as in the refs. The result belongs into the manifest.
   Result<RankSummary> write_refs(std::vector<SavedChunk>& records);
 
  private:

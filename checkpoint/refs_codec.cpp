@@ -28,7 +28,7 @@ struct RefsHeader {
 };
 static_assert(sizeof(RefsHeader) == 64);
 
-// The body: the rest stands in the header.
+// The body; the other fields are in the header.
 struct RefsBody {
   std::vector<LinkedFile> files;
   std::vector<SavedChunk> records;
@@ -51,7 +51,7 @@ ManifestMac mac_of(std::span<const std::byte> file, const Seal* seal) {
   return seal != nullptr ? seal->mac(header, body) : unkeyed_mac(header, body);
 }
 
-// Against what the manifest says.
+// Compare with the summary in the manifest.
 Status check(const RankRefs& refs, const RankSummary& summary) {
   if (refs.files != summary.files) return damaged(summary.refs, "it lists other files than MANIFEST");
   if (summary_of(refs).tags != summary.tags) return damaged(summary.refs, "its records are not those of MANIFEST");

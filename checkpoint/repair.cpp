@@ -17,7 +17,7 @@ Error beyond_repair(std::string what) {
   return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
 }
 
-// Requests that have one of `bad` in a table, each with the first such block.
+// Return the requests with a block of `bad` in a table, each with its first such block.
 std::vector<DroppedRequest> hit_requests(const KvSnapshot& kv, const std::set<int32_t>& bad) {
   std::vector<DroppedRequest> hit;
   std::set<std::string> seen;
@@ -32,13 +32,13 @@ std::vector<DroppedRequest> hit_requests(const KvSnapshot& kv, const std::set<in
   return hit;
 }
 
-// Reads the chunks that stay and writes them anew, a few MiB at a time.
+// Copy the chunks that are kept, one by one.
 Result<RankSummary> copy_rank(const Checkpoint& checkpoint, const RankSummary& rank, const RepairPlan& plan,
                               PendingCheckpoint& pending) {
   TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(rank));
   const std::set<uint64_t> bad(plan.dropped_blocks.begin(), plan.dropped_blocks.end());
   const std::set<std::string> gone(plan.dropped_tags.begin(), plan.dropped_tags.end());
-  std::unique_ptr<DiskTier> from;  // opened when there is something to read: the file may be gone
+  std::unique_ptr<DiskTier> from;  // opened only if there is something to read: the file may be missing
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<RankWriter> to, pending.create_rank(rank.rank));
   std::vector<SavedChunk> copied;
   PageBuffer memory;
@@ -79,7 +79,7 @@ void drop_request(SchedulerCheckpoint& state, const std::string& id) {
     for (const KvTable& table : group.tables) {
       if (table.request != id) continue;
       for (auto block_id = table.blocks.rbegin(); block_id != table.blocks.rend();
-           ++block_id) {  // the last ones are taken first
+           ++block_id) {  // the last blocks are freed first
         const auto block = by_id.find(*block_id);
         if (block != by_id.end() && --block->second->ref_count == 0) kv.free_order.push_back(*block_id);
       }

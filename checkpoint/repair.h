@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Repair: from a damaged checkpoint a new one with the requests that are whole.
+// Repair: makes a new checkpoint from a damaged one, with the requests that are intact.
 //
-// A request goes if a block of its is damaged on some rank. Cached blocks that are damaged lose their hash. A tag whose
-// saved memory is damaged, other than KV, goes whole: waking in a new engine does not need it. What cannot be repaired:
-// a damaged manifest or section, or refs, as nothing then says what belongs to whom.
+// If a block of a request is damaged on any rank, the request is dropped. Damaged cached blocks lose their hash. If
+// saved memory of a tag other than KV is damaged, the whole tag is dropped: a new engine does not need it to wake. A
+// damaged manifest, section or refs file cannot be repaired, because nothing then says which bytes belong to which
+// request.
 #pragma once
 
 #include <string>
@@ -20,19 +21,19 @@ struct DroppedRequest {
 };
 
 struct RepairPlan {
-  EngineCheckpoint state;  // what is left; valid
+  EngineCheckpoint state;  // the remaining state; valid
   std::vector<DroppedRequest> dropped_requests;
   std::vector<int32_t> dropped_blocks;    // damaged ones, by number
-  std::vector<std::string> dropped_tags;  // whose saved memory goes
+  std::vector<std::string> dropped_tags;  // tags whose saved memory is dropped
 };
 
-// Decides only. kCorruption: it cannot be repaired.
+// Decide what to drop; changes nothing. kCorruption: the checkpoint cannot be repaired.
 Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification& found);
-// Takes a request out of everything that names it; its blocks become free.
+// Remove a request from all values that name it; its blocks become free.
 void drop_request(SchedulerCheckpoint& state, const std::string& id);
 
-// Writes what `plan` leaves of `checkpoint` as a new generation of `target`; returns its path. Nothing is
-// taken away: what is damaged may be wanted again.
+// Write what `plan` keeps of `checkpoint` as a new generation of `target`. Return its path. The damaged checkpoint is
+// not removed, because it may still be needed.
 Result<std::string> write_repaired(const Checkpoint& checkpoint, const RepairPlan& plan, CheckpointManager& target);
 
 }  // namespace torpor

@@ -32,9 +32,9 @@ std::vector<uint64_t> retired(const std::vector<CheckpointInfo>& checkpoints, co
                               double now_unix_seconds, const std::optional<Digest>& owner) {
   struct OfOwner {
     const CheckpointInfo* newest = nullptr;
-    const CheckpointInfo* woken = nullptr;  // the newest that was
-    int place = 0;                          // of the next one, the newest first
-    DiskUsage usage{};                      // of those that are kept
+    const CheckpointInfo* woken = nullptr;  // the newest that was woken from
+    int place = 0;                          // index of the next checkpoint, the newest is 0
+    DiskUsage usage{};                      // of the checkpoints that are kept
   };
   std::map<std::array<uint8_t, 16>, OfOwner> owners;
   for (const CheckpointInfo& info : checkpoints) {

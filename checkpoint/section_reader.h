@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SectionReader: takes the values out of named sections, each of which is its version (u32) and then its values.
+// SectionReader: decodes the values of named sections. A section is its version (u32), then its values.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,8 @@ class SectionReader {
  public:
   SectionReader(std::span<const Section> sections, uint32_t version) : sections_(sections), version_(version) {}
 
-  // kCorruption when the section is missing, damaged or has bytes left over; kIncompatible when it has another version.
+  // Decode the values of one section. kCorruption: the section is missing, damaged, or has bytes left over.
+  // kIncompatible: it has another version.
   template <class... Values>
   Status take(std::string_view name, Values&... values) {
     const auto wrong = [name](std::string_view what, Code code = Code::kCorruption) {
@@ -35,7 +36,7 @@ class SectionReader {
         return wrong(fmt::format("its version is {}, this torpor reads {}", version, version_), Code::kIncompatible);
       archive(values...);
       if (archive.left() != 0) return wrong(fmt::format("{} bytes are left over", archive.left()));
-    } catch (const std::exception& problem) {  // cereal's, and bad_alloc
+    } catch (const std::exception& problem) {  // Cereal's, and bad_alloc
       return wrong(problem.what());
     }
     return ok();

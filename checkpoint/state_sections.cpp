@@ -59,7 +59,8 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
   TORPOR_RETURN_IF_ERROR(reader.take("engine", scheduler.engine, kv.engine));
   TORPOR_RETURN_IF_ERROR(reader.take("outputs", checkpoint.outputs));
   Result<Metadata> metadata = decode_metadata(sections);
-  if (metadata) checkpoint.metadata = *std::move(metadata);  // else it is carried: nothing is decided by it
+  // Otherwise the section is carried along: no decision depends on it.
+  if (metadata) checkpoint.metadata = *std::move(metadata);
   for (const Section& section : sections) {
     if (reader.taken(section.name) || (metadata && section.name == kMetadataSection)) continue;
     if (section.required) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An EngineCheckpoint as the sections of a checkpoint, and back: Cereal through a bounded archive, so that a hostile or
-// damaged section is an error, never a large allocation. The bytes: checkpoint/FORMAT.md.
+// Turns an EngineCheckpoint into the sections of a checkpoint, and back. It uses Cereal through a bounded archive, so a
+// hostile or damaged section is an error and never a large allocation. checkpoint/FORMAT.md has the bytes.
 #pragma once
 
 #include <span>
@@ -12,17 +12,17 @@
 
 namespace torpor {
 
-inline constexpr std::string_view kSetSection = "set";            // of checkpoint_set.h; no state of an engine
-inline constexpr std::string_view kMetadataSection = "metadata";  // only where there is some; not required
+inline constexpr std::string_view kSetSection = "set";            // of checkpoint_set.h; has no state of an engine
+inline constexpr std::string_view kMetadataSection = "metadata";  // only if there is metadata; not required
 
-// The sections "requests", "queues", "block_tables", "blocks", "free_order", "prefix_index", "samplers", "engine",
-// "outputs", "metadata" if there is some, and what is carried. The fingerprint is the manifest's.
+// Encode the sections "requests", "queues", "block_tables", "blocks", "free_order", "prefix_index", "samplers",
+// "engine", "outputs", "metadata" (if there is any), and the carried ones. The fingerprint is in the manifest.
 std::vector<Section> encode(const EngineCheckpoint& checkpoint);
-// The reverse, without the fingerprint. kCorruption for a section that is missing, damaged or has bytes left over,
-// kIncompatible for an unknown one that is required. Does not call validate().
+// Decode the sections; does not set the fingerprint and does not call validate(). kCorruption: a section is missing,
+// damaged, or has bytes left over. kIncompatible: an unknown section is required.
 Result<EngineCheckpoint> decode(std::span<const Section> sections);
 Section encode_metadata(const Metadata& metadata);
-// Return what the section kMetadataSection has, empty if there is none. Errors: those of decode().
+// Decode the section kMetadataSection; empty if there is none. Errors: those of decode().
 Result<Metadata> decode_metadata(std::span<const Section> sections);
 
 }  // namespace torpor

@@ -34,7 +34,7 @@ CheckpointInfo info_of(const Directory& store, uint64_t generation, const Key* k
   return info;
 }
 
-// Whether the log has not named `path` yet.
+// Return whether this is the first call with `path`.
 bool is_news(const std::string& path) {
   static Mutex mutex;
   static std::set<std::string> known;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done to a directory of checkpoints as a whole: looking at all of them, and taking them away. Whoever changes
-// it holds its lock.
+// Operations on a whole directory of checkpoints: list all, and remove some. A caller that changes the directory must
+// hold its lock.
 #pragma once
 
 #include <string>
@@ -11,18 +11,19 @@
 
 namespace torpor {
 
-// What is only kept or removed need not be sealed with today's key: those from before it was set go their way too.
+// kAnySeal: also accept checkpoints that are not sealed with the current key. It suffices to keep or remove them, so
+// checkpoints from before the key was set are removed like the others.
 enum class Trust : uint8_t { kThisKey, kAnySeal };
 
 Result<std::vector<CheckpointInfo>> infos_in(const Directory& store, const Key* key, Trust trust);  // oldest first
-// Away from its name first, durably, so that a half-removed checkpoint is never seen as one.
+// Remove a checkpoint. It is renamed first, durably, so that a half-removed checkpoint never counts as one.
 Status remove_generation(Directory& store, uint64_t generation);
-Result<std::string> hide_generation(Directory& store, uint64_t generation);  // only that; what its leftovers are called
-// What a killed writer left.
+Result<std::string> hide_generation(Directory& store, uint64_t generation);  // only renames; returns the new name
+// Return the names that a killed writer left.
 Result<std::vector<std::string>> leftovers_in(const Directory& store);
 Status remove_leftovers(Directory& store);
-// Removes what may go; its names. `dry_run`: only says so. `owner`: of these alone; none: of each owner. Each one that
-// cannot be read is named in the log, once in a process.
+// Remove the checkpoints that the retention no longer keeps; return their names. `dry_run`: only return the names.
+// `owner`: only of this owner; none: of every owner. Checkpoints that cannot be read are logged, each once per process.
 Result<std::vector<std::string>> retire(Directory& store, const Key* key, const Retention& retention,
                                         double now_unix_seconds, bool dry_run, const std::optional<Digest>& owner);
 

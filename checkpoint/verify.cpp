@@ -19,9 +19,9 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kBatchBytes = 8 * kMiB;  // of one thread at a time; a disk wants many operations at once
+constexpr uint64_t kBatchBytes = 8 * kMiB;  // of one thread at a time; a disk needs many operations at once
 constexpr size_t kBatchChunks = 256;
-constexpr uint64_t kLargestChunk = kGiB;  // writers make them of at most a few MiB; memory is taken for a whole one
+constexpr uint64_t kLargestChunk = kGiB;  // writers make chunks of a few MiB at most; a whole chunk is read into memory
 
 Error damage(std::string what) {
   return Error{
@@ -33,7 +33,7 @@ class ChunkCheck {
  public:
   ChunkCheck(DiskTier& tier, const RankRefs& rank, Verification& found) : tier_(tier), rank_(rank), found_(found) {
     for (const SavedChunk& chunk : rank.records) order_.push_back(&chunk);
-    // As they lie on disk.
+    // In the order on disk.
     std::sort(order_.begin(), order_.end(), [](const SavedChunk* a, const SavedChunk* b) {
       return std::pair(a->file, a->offset) < std::pair(b->file, b->offset);
     });
@@ -51,7 +51,7 @@ class ChunkCheck {
       try {
         helpers.emplace_back(work);
       } catch (const std::exception&) {
-        break;  // fewer threads do it too
+        break;  // fewer threads suffice
       }
     }
     work();
@@ -135,7 +135,7 @@ class ChunkCheck {
   size_t at_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 
-// Every block that the state calls live must have been saved by every rank.
+// Check that every rank has saved every block of the state.
 void check_blocks(const std::vector<RankRefs>& ranks, const KvSnapshot& kv, Verification& found) {
   for (const RankRefs& rank : ranks) {
     std::set<uint64_t> saved;
@@ -151,11 +151,11 @@ void check_blocks(const std::vector<RankRefs>& ranks, const KvSnapshot& kv, Veri
   }
 }
 
-// The hashes of a request from its tokens; and those of its blocks, which are the request's with the group's number
-// behind.
+// Checks the hashes of a request against its tokens, and the hashes of its blocks against the request's: a block's hash
+// is the request's followed by the group's number.
 class HashCheck {
  public:
-  // `tokens`: that each hash covers beyond the one before; it divides the block size of every group.
+  // `tokens`: number of further tokens that each hash covers; it divides the block size of every group.
   HashCheck(const PrefixHasher& hasher, size_t tokens, const KvSnapshot& kv, Verification& found)
       : hasher_(hasher), tokens_(tokens), kv_(kv), found_(found) {
     for (const KvBlock& block : kv.blocks) blocks_.emplace(block.id, &block);
@@ -199,8 +199,8 @@ class HashCheck {
         for (size_t i = 0; i < table.blocks.size(); ++i) {
           const auto block = blocks_.find(table.blocks[i]);
           if (block == blocks_.end() || block->second->hash.empty()) continue;
-          // Which of the chain is its last; where blocks are larger than what a hash covers, they may be cached in
-          // part.
+          // Index of the block's last hash in the chain. If blocks are larger than the tokens of a hash, they may be
+          // cached in part.
           const size_t last = (block_hashes == 1 ? i + 1 : covered(*block->second)) - 1;
           if (last >= count)
             return wrong(request, fmt::format("block {} carries a hash beyond its full blocks", table.blocks[i]));
@@ -214,7 +214,8 @@ class HashCheck {
     }
     return ok();
   }
-  // How many of the chain a block's hash covers; 0 becomes too many.
+  // Return how many hashes of the chain the block covers. The caller subtracts 1, so 0 becomes an index that is too
+  // large.
   size_t covered(const KvBlock& block) const { return static_cast<size_t>(std::max(block.hash_tokens, 0)) / tokens_; }
   static Error wrong(const RequestState& request, std::string what) {
     return damage(fmt::format("request {}: {}", request.id, what));
@@ -227,8 +228,8 @@ class HashCheck {
   std::unordered_map<int32_t, const KvBlock*> blocks_;
 };
 
-// The tokens that each hash of a chain covers: what the engine says, or a whole block where there is one size. 0:
-// unknown.
+// Return the number of tokens that each hash of a chain covers: the engine's own value, or the block size if there is
+// only one. 0: unknown.
 size_t tokens_of_a_hash(const EngineCheckpoint& engine) {
   const std::vector<KvGroup>& groups = engine.state.kv.groups;
   if (groups.empty()) return 0;
@@ -295,7 +296,7 @@ Status check_state(const Checkpoint& checkpoint, const std::vector<RankRefs>& ra
   return ok();
 }
 
-// Of the ranks whose refs are whole; without them nothing says what a rank saved.
+// Return the refs of the ranks whose refs are intact; without refs nothing says what a rank saved.
 Result<std::vector<RankRefs>> read_refs(const Checkpoint& checkpoint, Verification& found) {
   std::vector<RankRefs> ranks;
   for (const RankSummary& rank : checkpoint.manifest().ranks) {
@@ -334,7 +335,7 @@ Status check_contents(const Checkpoint& checkpoint, const RankRefs& rank,
 Result<Verification> verify(const Checkpoint& checkpoint, const VerifyOptions& options) {
   return try_catch([&]() -> Result<Verification> {
     Verification found;
-    // Twice as many as cores: some read while others take digests.
+    // Twice as many as cores: some read while others compute digests.
     const int threads = options.threads > 0
                             ? options.threads
                             : static_cast<int>(std::clamp(2 * std::thread::hardware_concurrency(), 2u, 16u));
