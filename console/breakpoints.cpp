@@ -30,7 +30,7 @@ Status check_lease(std::chrono::nanoseconds lease) {
                .next_step = fmt::format("give more than 0 and at most {} s, and renew it", kMostLease.count())};
 }
 
-// Of what an event of this type says in `transfer`.
+// Return whether `transfer` of events of this type includes a way.
 bool has_way(EventType type) {
   return type == EventType::kCandidate || type == EventType::kEnded || type == EventType::kPlanned;
 }
@@ -78,7 +78,7 @@ bool may_hold(const Breakpoint& breakpoint) {
 bool matches_glob(std::string_view pattern, std::string_view text) noexcept {
   size_t at = 0;
   size_t in = 0;
-  size_t star = std::string_view::npos;  // the last one, and where in the text it stands for nothing yet
+  size_t star = std::string_view::npos;  // index of the last star; `from`: where in the text it matches nothing yet
   size_t from = 0;
   while (in < text.size()) {
     if (at < pattern.size() && (pattern[at] == '?' || (pattern[at] == text[in] && pattern[at] != '*'))) {
@@ -98,7 +98,7 @@ bool matches_glob(std::string_view pattern, std::string_view text) noexcept {
   return at == pattern.size();
 }
 
-// ---- by who adds and removes
+// ---- calls that add and remove
 
 std::optional<uint32_t> Breakpoints::find(uint32_t id) const {
   for (uint32_t at = 0; at < kPlaces; ++at) {
@@ -109,7 +109,7 @@ std::optional<uint32_t> Breakpoints::find(uint32_t id) const {
 
 std::optional<uint32_t> Breakpoints::room(bool pause) {
   for (uint32_t at = pause ? kMost : 0; at < (pause ? kPlaces : kMost); ++at) {
-    // What has ended by itself makes room.
+    // Reuse an entry whose breakpoint or pause has ended by itself.
     const bool over = pause || (known_[at].what.once && (armed_.load(std::memory_order_acquire) & 1u << at) == 0);
     if (known_[at].used && over && (standing_.load(std::memory_order_acquire) & 1u << at) == 0) known_[at] = {};
     if (!known_[at].used) return at;
@@ -146,7 +146,7 @@ void Breakpoints::arm(uint32_t at, const Breakpoint& what) {
     place.glob[i].store(word, relaxed);
   }
   place.globbed.store(!what.request.empty(), relaxed);
-  // Nobody's name was tried on it yet.
+  // Its glob was not tried on any name yet.
   const uint64_t tried = uint64_t{1} << (16 + at) | uint64_t{1} << at;
   for (std::atomic<uint64_t>& entry : names_) entry.fetch_and(~tried, std::memory_order_acq_rel);
   place.id.store(known_[at].id, std::memory_order_release);
@@ -185,7 +185,7 @@ void Breakpoints::retire(uint32_t at, StopEdge edge) noexcept {
   armed_.fetch_and(~(1u << at), std::memory_order_acq_rel);
   (void)end(at, edge);
   places_[at].id.store(0, std::memory_order_release);
-  (void)end(at, edge);  // who was telling an event meanwhile
+  (void)end(at, edge);  // for a thread that was recording an event meanwhile
   known_[at] = {};
 }
 
@@ -306,7 +306,7 @@ void Breakpoints::expire() noexcept {
   }
 }
 
-// ---- by who tells events, and by who steps
+// ---- calls of threads that record events, and of the engine's steps
 
 bool Breakpoints::glob_matches(const Place& place, std::string_view name) const noexcept {
   std::array<char, 64> glob{};
@@ -330,8 +330,8 @@ void Breakpoints::name_one(uint32_t request, std::string_view name, uint32_t eva
   for (uint32_t probe = 0; probe < kProbes; ++probe) {
     std::atomic<uint64_t>& entry = names_[(home + probe) % kNames];
     uint64_t before = entry.load(std::memory_order_acquire);
-    // Where there is no place within the probes the last one's is taken: that request matches no glob until its name is
-    // told again.
+    // If no entry within the probes is free, the last one is replaced: the replaced request matches no glob until its
+    // name is recorded again.
     if (before != 0 && before >> 32 != request && probe + 1 < kProbes) continue;
     while (true) {
       const bool same = before >> 32 == request;
@@ -344,7 +344,7 @@ void Breakpoints::name_one(uint32_t request, std::string_view name, uint32_t eva
 }
 
 void Breakpoints::named(uint32_t request, std::string_view name) noexcept {
-  // One that holds is asked as long as its stop stands, even if it matches nothing afterwards (`once`).
+  // A breakpoint that holds is asked while its stop lasts, even if it matches nothing afterwards (`once`).
   const uint32_t asked =
       (armed_.load(std::memory_order_acquire) | standing_.load(std::memory_order_acquire)) & kBreakpointBits;
   if (asked != 0) name_one(request, name, asked, false);
@@ -382,7 +382,7 @@ void Breakpoints::saw(const Event& event) noexcept {
   uint32_t armed = armed_.load(std::memory_order_acquire);
   if (const uint32_t alone = alone_.load(std::memory_order_acquire); alone != 0) {
     armed &= ~alone;
-    if (event.type == EventType::kRequest) forget_held(event.request);  // its number is another one's now
+    if (event.type == EventType::kRequest) forget_held(event.request);  // its number belongs to a new request
   }
   if (armed == 0 || operations_.load(std::memory_order_acquire) > 0) return;
   for (; armed != 0; armed &= armed - 1) {
@@ -401,14 +401,14 @@ void Breakpoints::saw(const Event& event) noexcept {
 }
 
 void Breakpoints::stand(uint32_t at, uint64_t event, uint32_t request, int64_t now) noexcept {
-  if ((standing_.load(std::memory_order_acquire) & 1u << at) != 0) return;  // it stands for an earlier one
+  if ((standing_.load(std::memory_order_acquire) & 1u << at) != 0) return;  // an earlier event has stopped it already
   Place& place = places_[at];
   place.event.store(event, std::memory_order_relaxed);
   place.request.store(request, std::memory_order_relaxed);
   place.began.store(now, std::memory_order_relaxed);
   place.deadline.store(now + place.lease.load(std::memory_order_relaxed), std::memory_order_release);
   if ((standing_.fetch_or(1u << at, std::memory_order_acq_rel) & 1u << at) == 0) tell(at, StopEdge::kBegun, 0);
-  // An operation that began meanwhile has not seen it.
+  // An operation that began meanwhile has not seen this stop.
   if (operations_.load(std::memory_order_acquire) > 0) (void)end(at, StopEdge::kOperation);
 }
 

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Breakpoints: where an engine stops so that it can be looked at as it stands, and for how long.
+// Breakpoints: conditions at which an engine stops for inspection, and how long it stays stopped.
 //
-// A stop means that no further step is taken: requests may come and be aborted, copies under way end, and a sleep, wake
-// or checkpoint goes on at once, because it ends all stops and makes none. So a stop changes no token. It has a lease:
-// when that is over, the engine goes on, whoever should have renewed it. A stop belongs to who made it, and ends with
-// its connection (drop_owner()), unless it was made to stay for its lease.
+// A stopped engine takes no further step. Requests may still arrive and be aborted, and copies under way end. A sleep,
+// wake or checkpoint runs at once: it ends all stops, and no stop begins while it runs. So a stop changes no token. A
+// stop has a lease: when the lease ends without renewal, the engine continues. A stop belongs to the connection that
+// made it and ends with that connection (drop_owner()), unless it was made to stay for its lease.
 //
-// A breakpoint is a condition on events: after one that matches, the engine takes no further step. It is asked in the
-// thread that tells the event, maybe under its locks: so what it knows lies in atomics, in places that are there from
-// the beginning. BlockLocations are changed under a lock by who adds and removes breakpoints; while one is changed it
-// matches nothing.
+// A breakpoint is a condition on events. After an event that matches, the engine takes no further step. The thread that
+// records the event evaluates the condition, perhaps under its own locks. So all data for it is in atomics, in entries
+// (Place) that exist from the beginning. Callers that add or remove breakpoints change the entries under a lock; while
+// an entry is changed it matches nothing.
 //
-// A breakpoint that holds (`alone`) leaves the engine running: the one request or transfer that it matches is not
-// admitted, or not committed, until its stop ends; all that matches meanwhile waits with it, and goes with it. It is
-// asked by who would go on, in the scheduler's thread, where no lock is held.
+// A breakpoint that holds (`alone`) leaves the engine running. It holds back only the request or transfer that matches:
+// the engine does not admit or commit that one until the stop ends. Everything else that matches meanwhile waits with
+// it and continues with it. The scheduler's thread asks such breakpoints before it continues, without a lock.
 //
-// Threads: any. Stops are told as events (kStop).
+// Threads: any. Stops are recorded as events (kStop).
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@
 
 namespace torpor::console {
 
-enum class StopCause : uint8_t { kNone, kPause, kBreakpoint, kHold };  // the last since 1.3
+enum class StopCause : uint8_t { kNone, kPause, kBreakpoint, kHold };  // kHold: since 1.3
 inline constexpr int kStopCauses = 4;
 std::string_view name(StopCause cause);
 
@@ -48,20 +48,20 @@ struct Breakpoint {
   EventType type = EventType::kSlot;
   std::optional<uint8_t> from;
   std::optional<uint8_t> to;
-  std::string request;         // with * and ?; empty: any
+  std::string request;         // name, with * and ?; empty: any
   std::optional<uint8_t> way;  // of a candidate, or of the blocks that ended
-  uint64_t at_least = 0;       // of the field `a`: blocks
-  uint64_t after = 0;          // matches that are let by first
-  uint64_t every = 1;          // of those behind them
+  uint64_t at_least = 0;       // least value of the field `a`: blocks
+  uint64_t after = 0;          // number of matches to skip first
+  uint64_t every = 1;          // stop at each n-th of the matches after those
   bool once = false;
-  bool alone = false;  // of a request before it is admitted, of a candidate before it is promoted
+  bool alone = false;  // hold one request before it is admitted, or one candidate before it is promoted
   std::chrono::nanoseconds lease = kUsualLease;
 };
 
 struct BreakpointRow {
   uint32_t id = 0;
   Breakpoint what;
-  uint64_t owner = 0;  // 0: it stays when who made it is gone
+  uint64_t owner = 0;  // 0: it stays when the connection that made it has ended
   uint64_t matches = 0;
 };
 
@@ -69,48 +69,50 @@ struct StopRow {
   uint32_t id = 0;  // of the breakpoint, or of the pause
   StopCause cause = StopCause::kPause;
   uint64_t owner = 0;
-  uint64_t event = 0;    // sequence of the event it stopped after; 0: a pause
+  uint64_t event = 0;    // sequence of the event after which it stopped; 0: a pause
   uint32_t request = 0;  // of that event
-  uint32_t held = 0;     // requests or transfers that wait for its end; of the last kMostHeld
+  uint32_t held = 0;     // requests or transfers that wait for its end; at most kMostHeld
   std::chrono::nanoseconds stood{};
   std::chrono::nanoseconds left{};
 };
 
-// Events of which a breakpoint makes sense: those of a serving engine.
+// Return whether a breakpoint may be set on events of this type: those of a serving engine.
 bool may_stop_at(EventType type);
-// And of which one that holds: who does this asks before.
+// Return whether the breakpoint may hold (`alone`): the engine asks before it does what the event says.
 bool may_hold(const Breakpoint& breakpoint);
-// `pattern` with * and ? for the whole of `text`.
+// Return whether `pattern`, with * and ?, matches all of `text`.
 bool matches_glob(std::string_view pattern, std::string_view text) noexcept;
 
 class Breakpoints final : public EventWatch {
  public:
   static constexpr uint32_t kMost = 16;
-  static constexpr uint32_t kMostHeld = 64;  // by one; beyond them what waited may be held once more
-  // Both outlive it. It does not watch the ring by itself (EventRing::watch()).
+  static constexpr uint32_t kMostHeld = 64;  // by one breakpoint; beyond them a held request may be held once more
+  // `ring` and `clock` must outlive this object. The caller registers it with EventRing::watch().
   Breakpoints(EventRing& ring, const Clock& clock) : ring_(ring), clock_(clock) {}
 
-  // Its id. `names`: of the requests that were told before. kInvalidArgument names what is wrong; kResourceExhausted.
+  // Add a breakpoint and return its id. `names`: names of requests that were recorded before. kInvalidArgument: the
+  // error says what is wrong. kResourceExhausted: there are kMost.
   Result<uint32_t> add(const Breakpoint& breakpoint, uint64_t owner, const std::map<uint32_t, std::string>& names = {});
-  Status remove(uint32_t id);  // with its stop; kNotFound
+  Status remove(uint32_t id);  // ends its stop, too; kNotFound
   std::vector<BreakpointRow> list() const;
 
-  // The stop's id. kResourceExhausted; kInvalidArgument: the lease.
+  // Stop the engine and return the id of the stop. kInvalidArgument: the lease is not above 0 or exceeds kMostLease.
+  // kUnavailable: a sleep, wake or checkpoint is under way. kResourceExhausted: there are kMost pauses.
   Result<uint32_t> pause(std::chrono::nanoseconds lease, uint64_t owner);
-  Status resume(uint32_t id);  // kNotFound: it does not stand
+  Status resume(uint32_t id);  // kNotFound: there is no such stop
   size_t resume_all();
-  // From now. kNotFound, kInvalidArgument.
+  // Let the lease of a stop end after `lease` from now. kNotFound; kInvalidArgument: as pause().
   Status renew(uint32_t id, std::chrono::nanoseconds lease);
-  // Of a stopped engine: so many steps, then it stands again. kFailedPrecondition: it does not stand.
+  // Let a stopped engine take `steps` steps (1 to 1,000,000), then stop again. kFailedPrecondition: it is not stopped.
   Status step(uint64_t steps);
   std::vector<StopRow> stops() const;
-  // The engine; not only a request or a transfer.
+  // Return whether the engine is stopped; false if only requests or transfers are held.
   bool stands() const noexcept { return (standing_.load(std::memory_order_acquire) & ~alone_.load()) != 0; }
-  // Something may begin or end without a call.
+  // Return whether a stop may begin or end without a call.
   bool waits() const noexcept;
-  // Its breakpoints and stops end.
+  // End the breakpoints and stops of this owner.
   void drop_owner(uint64_t owner) noexcept;
-  void expire() noexcept;  // what is over by now
+  void expire() noexcept;  // end the stops whose lease is over
 
   void saw(const Event& event) noexcept override;
   void named(uint32_t request, std::string_view name) noexcept override;
@@ -123,7 +125,7 @@ class Breakpoints final : public EventWatch {
   void operation_ended() noexcept override { operations_.fetch_sub(1, std::memory_order_acq_rel); }
 
  private:
-  // A breakpoint, or a pause. All that saw() reads is in atomics.
+  // A breakpoint or a pause. Everything that saw() reads is in atomics.
   struct Place {
     std::atomic<uint32_t> id = 0;  // 0: it matches nothing
     std::atomic<uint32_t> type_from_to = 0;
@@ -136,15 +138,15 @@ class Breakpoints final : public EventWatch {
     std::array<std::atomic<uint64_t>, 8> glob{};
     std::atomic<int64_t> lease = 0;
     std::atomic<uint64_t> matched = 0;
-    // Of the stop that stands.
+    // The current stop.
     std::atomic<uint64_t> event = 0;
     std::atomic<uint32_t> request = 0;
     std::atomic<int64_t> began = 0;
     std::atomic<int64_t> deadline = 0;
-    // What it held, since it was set: it is not held again. 0: a free place.
+    // Requests and transfers that it has held since it was set: it does not hold them again. 0: a free element.
     std::array<std::atomic<uint64_t>, kMostHeld> held{};
-    std::atomic<uint32_t> holding = 0;      // ever
-    std::atomic<uint32_t> held_before = 0;  // its stop began
+    std::atomic<uint32_t> holding = 0;      // number ever held
+    std::atomic<uint32_t> held_before = 0;  // `holding` when the current stop began
   };
   struct Known {  // under the lock
     bool used = false;
@@ -166,7 +168,7 @@ class Breakpoints final : public EventWatch {
   void name_one(uint32_t request, std::string_view name, uint32_t evaluated, bool only_new) noexcept;
   uint32_t matched_names(uint32_t request) const noexcept;
   void stand(uint32_t at, uint64_t event, uint32_t request, int64_t now) noexcept;
-  bool end(uint32_t at, StopEdge edge) noexcept;  // false: it does not stand
+  bool end(uint32_t at, StopEdge edge) noexcept;  // false: it is not stopped
   void tell(uint32_t at, StopEdge edge, uint64_t stood) noexcept;
   bool holds_back(uint32_t at, const Event& about, int64_t now) noexcept;
   void forget_held(uint32_t request) noexcept;
@@ -180,10 +182,10 @@ class Breakpoints final : public EventWatch {
   std::array<Place, kPlaces> places_;
   std::atomic<uint32_t> armed_ = 0;     // breakpoints, a bit each
   std::atomic<uint32_t> alone_ = 0;     // those of them that hold
-  std::atomic<uint32_t> standing_ = 0;  // stops, a bit each
-  std::atomic<uint64_t> steps_ = 0;     // that a stopped engine may still take
+  std::atomic<uint32_t> standing_ = 0;  // current stops, a bit each
+  std::atomic<uint64_t> steps_ = 0;     // steps that a stopped engine may still take
   std::atomic<int32_t> operations_ = 0;
-  // Of each request's number which globs were tried on its name and which match: number << 32 | tried << 16 | matching.
+  // By request number: which globs were tried on its name and which match: number << 32 | tried << 16 | matching.
   std::array<std::atomic<uint64_t>, kNames> names_{};
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Breakpoints that hold one request or transfer, and leave the engine running.
+// Breakpoints that hold one request or transfer while the engine runs.
 #include <algorithm>
 #include <bit>
 
@@ -8,7 +8,7 @@
 namespace torpor::console {
 namespace {
 
-// Of what is asked about. Requests and transfers have numbers of their own.
+// Return the number of the held request or transfer. Bit 63 marks transfers, whose numbers are separate.
 uint64_t subject_of(const Event& about) {
   return about.type == EventType::kCandidate ? about.transfer | uint64_t{1} << 63 : about.request;
 }
@@ -39,10 +39,11 @@ bool Breakpoints::holds_back(uint32_t at, const Event& about, int64_t now) noexc
   const auto stands_now = [&] { return (standing_.load(std::memory_order_acquire) & 1u << at) != 0; };
   const uint64_t subject = subject_of(about);
   for (const std::atomic<uint64_t>& each : place.held) {
-    if (each.load(std::memory_order_relaxed) == subject) return stands_now();  // over: it goes, now and later
+    if (each.load(std::memory_order_relaxed) == subject) return stands_now();  // held before: no new stop for it
   }
   const bool stood = stands_now();
-  if (!stood && (armed_.load(std::memory_order_acquire) & 1u << at) == 0) return false;  // once, and that has ended
+  // `once`, and its stop has ended
+  if (!stood && (armed_.load(std::memory_order_acquire) & 1u << at) == 0) return false;
   if (!stood) place.held_before.store(place.holding.load(std::memory_order_relaxed), std::memory_order_relaxed);
   place.held[place.holding.fetch_add(1, std::memory_order_relaxed) % kMostHeld].store(subject,
                                                                                       std::memory_order_relaxed);

@@ -39,7 +39,7 @@ std::chrono::nanoseconds lease_of(const json& params) {
   return std::chrono::nanoseconds(static_cast<int64_t>(std::min(found->get<double>(), 1e6) * 1e9));
 }
 
-// The value with this name, in `names`. kInvalidArgument lists them.
+// Return the index of `word` in `names`. kInvalidArgument: the error lists the names.
 Result<uint8_t> value_named(std::string_view parameter, std::string_view word,
                             std::span<const std::string_view> names) {
   std::string all;
@@ -63,7 +63,7 @@ Result<EventType> type_named(std::string_view word) {
   return wrong(fmt::format("type is \"{}\"", word), "use one of: " + all);
 }
 
-// How deep objects and lists lie in each other; what is in strings does not count.
+// Return the nesting depth of objects and lists, without looking into strings.
 size_t depth_of(std::string_view text) {
   size_t depth = 0;
   size_t most = 0;
@@ -208,7 +208,7 @@ Result<Json> Control::do_call(const ControlPeer& peer, const ControlMethod& meth
     case ControlCall::kDemoteBlocks: return use_offload(method, params);
     case ControlCall::kStartRecord: return start_record(params);
     case ControlCall::kStopRecord: return stop_record();
-    case ControlCall::kSubscribe:  // these are a session's
+    case ControlCall::kSubscribe:  // a session carries these out
     case ControlCall::kPlan:
     case ControlCall::kSleep:
     case ControlCall::kWake:
@@ -379,7 +379,7 @@ Result<Json> ControlSession::subscribe(const json& params) {
   TORPOR_ASSIGN_OR_RETURN(
       EventExport writer,
       EventExport::create({.types = words_or(params, "types"), .match = words_or(params, "match"), .after = after}));
-  // From the oldest on, for the names.
+  // From the oldest event on, because earlier events have the names.
   subscriptions_.push_back({++last_subscription_, EventReader(control_.ring()), std::move(writer)});
   return Json{{"subscription", last_subscription_}, {"after", after}};
 }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Control: what a process answers to who looks at it and stops it, without the socket (control_server.h); and
-// ControlSession: one peer's lines in, answers and events out.
+// Control: answers the calls of a process's socket, without the socket itself (control_server.h). ControlSession: the
+// lines of one peer, its answers and its events.
 //
-// A line is a JSON object: {"id", "method", "params"}; its answer {"id", "result"} or {"id", "error": {"code", "what",
-// "next_step", "state_changed"}}. What comes in is hostile: a line has at most 1 MiB and 16 levels, and what it asks
-// for is checked by the table of methods. Events of a subscription are lines {"subscription", "event"}; who reads too
-// slowly is told how many it missed (`lost`), and holds up nobody. A sleep is the front end's: its answer comes when it
-// has ended, and other answers before it.
+// A line is a JSON object: {"id", "method", "params"}. Its answer is {"id", "result"} or {"id", "error": {"code",
+// "what", "next_step", "state_changed"}}. Input is hostile: a line has at most 1 MiB and 16 levels, and its parameters
+// are checked against the table of methods. Events of a subscription are lines {"subscription", "event"}. A peer that
+// reads too slowly is told how many events it missed (`lost`), and delays no other peer. The front end carries out a
+// sleep: its answer comes when it has ended, and other answers may come before it.
 //
-// Threads: one, the server's; the ring is written meanwhile, and the engine asks `breakpoints()`.
+// Threads: one, the server's. Meanwhile other threads write the ring, and the engine asks `breakpoints()`.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,8 @@ struct ControlPeer {
 
 class Control {
  public:
-  // Both outlive it, and so does what tells events to the ring: it watches.
+  // `ring` and `clock` must outlive this object. It watches the ring: destroy it only while nothing records events
+  // there.
   Control(EventRing& ring, const Clock& clock, ControlRole role);
   ~Control();
   Control(const Control&) = delete;
@@ -49,19 +50,22 @@ class Control {
 
   Result<nlohmann::ordered_json> call(const ControlPeer& peer, const ControlMethod& method,
                                       const nlohmann::json& params);
-  // The engine's, from now on; null: none any more. Waits for the end of a call that uses the one before. Any thread.
+  // Set the engine's access to its stores; null: none any more. Waits until a call that uses the previous one has
+  // ended. Any thread.
   void serve(OffloadAccess* offload);
-  // Likewise: who carries out what only the front end can. Waits for a call that is just being begun.
+  // Set the front end, which carries out the calls of ControlPlace::kFront; null: none any more. Waits while a call is
+  // being begun. Any thread.
   void serve(FrontAccess* front);
-  // Where record.start makes its directories; empty: nowhere, and it is refused.
+  // Set the directory below which record.start makes its directories; empty: record.start is refused. Any thread.
   void record_below(std::string directory);
-  // Begins it, and gives what its answer will be in. Refused: it is in there at once.
+  // Begin a call of the front end. Return the object that will hold its result; if the call is refused, the result is
+  // there at once.
   std::shared_ptr<FrontCall> begin(const ControlPeer& peer, const ControlMethod& method, const nlohmann::json& params);
-  // Tells of those that have ended since. True: some have not.
+  // Record the calls that have ended since. Return whether some have not ended.
   bool look_at_front();
   Breakpoints& breakpoints() { return breakpoints_; }
   EventRing& ring() { return ring_; }
-  // Who may not connect is told, too.
+  // Record a call as an event; the server also uses it for peers that may not connect. `error`: null if it succeeded.
   void tell(const ControlPeer& peer, uint8_t method, const Error* error) noexcept;
 
  private:
@@ -86,26 +90,26 @@ class Control {
   const ControlRole role_;
   Breakpoints breakpoints_;
   EventReader reader_;
-  EngineView view_;  // until the event before the reader's next
+  EngineView view_;  // of all events before the reader's next one
   Mutex offload_mutex_;
   OffloadAccess* offload_ TORPOR_GUARDED_BY(offload_mutex_) = nullptr;
   Mutex front_mutex_;
   FrontAccess* front_ TORPOR_GUARDED_BY(front_mutex_) = nullptr;
-  std::list<std::shared_ptr<FrontCall>> front_calls_;  // that were begun, until their end was told
+  std::list<std::shared_ptr<FrontCall>> front_calls_;  // calls whose end was not recorded yet
   Mutex record_mutex_;
   std::string record_below_ TORPOR_GUARDED_BY(record_mutex_);
   std::string record_name_;
   std::unique_ptr<RecorderThread> recorder_;  // the last one
 };
 
-// Checked against the method's table. kInvalidArgument names the parameter.
+// Check parameters against the method's table. kInvalidArgument: the error names the parameter.
 Status check_parameters(const ControlMethod& method, const nlohmann::json& params);
 
 class ControlSession {
  public:
   static constexpr size_t kMostLine = 1 << 20;
   static constexpr size_t kMostDepth = 16;
-  static constexpr size_t kEnoughOutput = 4 << 20;  // beyond it nothing is read and no event is added
+  static constexpr size_t kEnoughOutput = 4 << 20;  // with more than this, nothing is read and no event is added
   static constexpr size_t kMostSubscriptions = 4;
 
   ControlSession(Control& control, const ControlPeer& peer) : control_(control), peer_(peer) {}
@@ -113,13 +117,14 @@ class ControlSession {
   ControlSession(const ControlSession&) = delete;
   ControlSession& operator=(const ControlSession&) = delete;
 
-  // False: what came is no protocol; output() says so, and then it is to be cut off.
+  // Process input. False: it is not the protocol; output() has the error, and the connection must be closed after it is
+  // sent.
   bool receive(std::string_view bytes);
-  // Adds some events for each subscription: few, for others wait meanwhile. True: there are more.
+  // Add some events for each subscription; only a few, because other peers wait. True: there are more.
   bool pump();
   std::string& output() { return output_; }
   bool subscribed() const { return !subscriptions_.empty(); }
-  bool waits() const { return !calls_.empty(); }  // for the front end's answers
+  bool waits() const { return !calls_.empty(); }  // for answers of the front end
   bool reads() const { return output_.size() < kEnoughOutput; }
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls that change what an engine's stores have, and what is on its way there.
+// Calls that change the content of an engine's stores, and transfers under way.
 #include <array>
 
 #include <fmt/core.h>
@@ -22,7 +22,7 @@ int digit(char c) {
   return -1;
 }
 
-// Shorter ones are padded, as an engine's are.
+// Pad shorter keys with zeros, as the engine does.
 Result<BlockKey> key_from(std::string_view hex, uint32_t space) {
   BlockKey key{.space = space};
   bool good = !hex.empty() && hex.size() % 2 == 0 && hex.size() <= 2 * key.hash.size();

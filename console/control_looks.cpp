@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Answers that change nothing: requests and events.
+// Calls that change nothing: requests and events.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -29,7 +29,7 @@ SourceEvents all_of(const EventRing& ring, EventReader& reader) {
   return all;
 }
 
-// By one of slot_orders(). kInvalidArgument lists them.
+// Sort by one of slot_orders(). kInvalidArgument: the error lists them.
 Status sort_rows(Json& rows, const std::string& order, bool inverted) {
   const auto orders = slot_orders();
   if (!order.empty() && std::find(orders.begin(), orders.end(), order) == orders.end())

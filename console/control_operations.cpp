@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls that the front end carries out, and recordings of a process's own.
+// Calls that the front end carries out, and recordings that a process makes of itself.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -15,7 +15,7 @@ using nlohmann::json;
 constexpr uint64_t kUsualBytes = 1 << 30;
 constexpr size_t kMostName = 64;
 
-// One that leads nowhere else.
+// A name that cannot lead to another directory.
 bool is_plain_name(std::string_view name) {
   return !name.empty() && name.size() <= kMostName && name.front() != '.' &&
          std::all_of(name.begin(), name.end(), [](char c) {
@@ -96,7 +96,7 @@ Result<Json> Control::start_record(const json& params) {
   }
   const std::string path = below + "/" + name;
   TORPOR_ASSIGN_OR_RETURN(auto recorder, Recorder::create(linux_file_system(), ring.substr(0, ring.rfind('/')), path));
-  TORPOR_RETURN_IF_ERROR(recorder->look(false));  // what cannot be is said at once
+  TORPOR_RETURN_IF_ERROR(recorder->look(false));  // report an error now, not from the thread
   const double bytes = params.value("bytes", static_cast<double>(kUsualBytes));
   recorder_ = std::make_unique<RecorderThread>(
       std::move(recorder), std::chrono::duration<double>(params.value("seconds", 0.0)), static_cast<uint64_t>(bytes));

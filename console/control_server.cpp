@@ -50,8 +50,8 @@ class Descriptor {
   int fd_;
 };
 
-// Through its directory's descriptor: a socket's address has room for 107 bytes only, and no link on the way is
-// followed anew. `directory` stays open as long as the address is used.
+// Return the address through the descriptor of the socket's directory: an address has at most 107 bytes, and no link on
+// the path is followed again. `directory` must stay open while the address is used.
 Result<sockaddr_un> address_of(const std::string& path, Descriptor& directory) {
   const size_t slash = path.rfind('/');
   const std::string parent = slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
@@ -80,7 +80,7 @@ Result<Descriptor> listen_at(const std::string& path) {
   Descriptor directory;
   TORPOR_ASSIGN_OR_RETURN(const sockaddr_un address, address_of(path, directory));
   TORPOR_ASSIGN_OR_RETURN(Descriptor made, new_socket());
-  (void)::unlink(path.c_str());  // of a process before that had this number
+  (void)::unlink(path.c_str());  // left by an earlier process with the same pid
   if (::bind(made.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
     return system_error(errno, fmt::format("making {}", path));
   // Before anybody can connect, whatever the umask is.
@@ -104,7 +104,7 @@ class ControlServer::Loop {
 
   void run() {
     while (!ended_.load(std::memory_order_acquire)) {
-      // Want of memory is the peers' loss.
+      // If memory is short, drop the peers.
       if (const Status turned = try_catch([&] { return turn(); }); !turned) {
         log().warn("console: {}", turned.error().to_string());
         peers_.clear();
@@ -127,7 +127,7 @@ class ControlServer::Loop {
         : fd(std::move(connected)), session(control, who) {}
     Descriptor fd;
     ControlSession session;
-    bool cut = false;  // what there is is sent, and no more
+    bool cut = false;  // send the remaining output, then close
     std::chrono::steady_clock::time_point moved = std::chrono::steady_clock::now();
   };
 
@@ -153,7 +153,7 @@ class ControlServer::Loop {
     return ok();
   }
 
-  // False: it is gone, or cut off.
+  // Return false if the peer is gone or must be closed.
   bool serve(Peer& peer, int16_t happened) {
     const auto now = std::chrono::steady_clock::now();
     if ((happened & (POLLHUP | POLLERR)) != 0 && (happened & POLLIN) == 0) return false;
@@ -163,7 +163,7 @@ class ControlServer::Loop {
       if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return false;
       if (got > 0) peer.cut = !peer.session.receive({bytes, static_cast<size_t>(got)});
     } else if (!peer.cut && peer.session.reads()) {
-      peer.cut = !peer.session.receive({});  // what waited for room
+      peer.cut = !peer.session.receive({});  // input that waited for output to be sent
     }
     if (!peer.cut && peer.session.pump()) behind_ = true;
     std::string& output = peer.session.output();
@@ -184,7 +184,8 @@ class ControlServer::Loop {
   void accept_one() {
     Descriptor connected(::accept4(listening_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (connected.get() < 0) {
-      // It stays at the door: out of descriptors, say. Without a pause this thread would only spin.
+      // The connection could not be accepted, for example for want of descriptors, and stays pending. Pause, or this
+      // thread would spin.
       if (errno != EAGAIN && errno != EINTR) std::this_thread::sleep_for(kLookMilliseconds * 1ms);
       return;
     }
@@ -206,7 +207,7 @@ class ControlServer::Loop {
   const Descriptor wake_;
   std::list<Peer> peers_;
   uint64_t connections_ = 0;
-  bool behind_ = false;  // some peer has more events to be told at once
+  bool behind_ = false;  // some peer has more events to be sent at once
   std::atomic<bool> ended_ = false;
 };
 
@@ -230,7 +231,7 @@ ControlServer::ControlServer(std::string path, std::unique_ptr<Loop> loop)
     : path_(std::move(path)), pid_(::getpid()), loop_(std::move(loop)), thread_([this] { loop_->run(); }) {}
 
 ControlServer::~ControlServer() {
-  if (::getpid() != pid_) {  // a fork's: neither thread nor socket are its own
+  if (::getpid() != pid_) {  // a forked child: it has neither the thread nor the socket
     thread_.detach();
     (void)loop_.release();
     return;

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// ControlServer: a process's socket, for who looks at it and stops it (control.h has what is said there).
+// ControlServer: the socket through which other processes inspect and stop this one (control.h has the protocol).
 //
-// A Unix socket beside the process's ring, 0600 in a directory that is 0700. Who connects must be of the same user, or
-// root, by the kernel's word; others are cut off, and that is told. One thread, without the interpreter's lock; it
-// sleeps until somebody connects, and looks every few milliseconds only while somebody listens or a breakpoint is set.
-// No engine ever waits for it: a peer that does not read is sent nothing more, and after a while it is cut off.
+// It is a Unix socket beside the process's ring, 0600 in a directory that is 0700. A peer must be the same user or
+// root, according to the kernel; others are cut off, and an event records that. One thread serves it, without the
+// interpreter's lock. The thread sleeps until a peer connects, and polls every few milliseconds only while a peer
+// listens or a breakpoint is set. No engine ever waits for it. A peer that does not read is sent nothing more, and
+// after 30 seconds it is cut off.
 //
-// A peer that is killed is an end of file: what it stopped goes on at once. One that only stands still keeps what it
-// stopped until the lease ends; the engine itself looks at that, so it does not hang on this thread.
+// A killed peer is an end of file: its stops end at once. The stops of a peer that only hangs stay until their lease
+// ends; the engine itself checks the lease, so it does not depend on this thread.
 #pragma once
 
 #include <sys/types.h>
@@ -23,18 +24,19 @@
 namespace torpor::console {
 
 inline constexpr size_t kMostPeers = 16;
-inline constexpr std::string_view kFrontRole = "front";  // of a server's process, in its ring's head
+inline constexpr std::string_view kFrontRole = "front";  // role of a server's process, in the head of its ring
 
 class ControlServer {
  public:
-  // `ring` has a path, and outlives it with all that tells events there. kFailedPrecondition: the socket cannot be
-  // made.
+  // Start a server. `ring` must have a path and must outlive the server, and so must `clock`. The server watches the
+  // ring: destroy it only while nothing records events there. kFailedPrecondition: the ring has no path. System errors:
+  // the socket cannot be made.
   static Result<std::unique_ptr<ControlServer>> start(EventRing& ring, const Clock& clock, ControlRole role);
-  ~ControlServer();  // stops end, and the socket goes
+  ~ControlServer();  // ends all stops and removes the socket
   ControlServer(const ControlServer&) = delete;
   ControlServer& operator=(const ControlServer&) = delete;
   const std::string& path() const { return path_; }
-  void serve(OffloadAccess* offload);  // these as Control has them
+  void serve(OffloadAccess* offload);  // this and the next two: see Control
   void serve(FrontAccess* front);
   void record_below(std::string directory);
 
@@ -50,14 +52,14 @@ class ControlServer {
 // A connection to such a socket.
 class ControlClient {
  public:
-  // `path`: a socket, or a directory, of which the newest engine's is taken, or the newest server's. kNotFound;
-  // kUnavailable: nobody answers.
+  // Connect. `path`: a socket; or a directory, for the newest engine in it, or the newest server if `place` is kFront.
+  // kNotFound: there is none. kUnavailable: nobody answers.
   static Result<ControlClient> connect(const std::string& path, ControlPlace place = ControlPlace::kAny);
   ControlClient(ControlClient&& other) noexcept;
   ControlClient& operator=(ControlClient&&) = delete;
   ~ControlClient();
-  Status send(std::string_view line);  // without its end
-  // The next line, without its end; no value: none came within `wait`. kUnavailable: the connection has ended.
+  Status send(std::string_view line);  // `line`: without its line end
+  // Return the next line, without its line end; none: none came within `wait`. kUnavailable: the connection has ended.
   Result<std::optional<std::string>> receive(std::chrono::milliseconds wait);
   const std::string& path() const { return path_; }
 

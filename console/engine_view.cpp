@@ -13,14 +13,14 @@ namespace {
 
 constexpr size_t kMostRanks = 4096;
 constexpr size_t kMostTags = 1024;     // of a rank
-constexpr size_t kMostRows = 1 << 20;  // of slots or candidates: more there never are
+constexpr size_t kMostRows = 1 << 20;  // of slots or candidates; no engine has more
 
 }  // namespace
 
 std::string_view EngineView::engine() const { return engine_ ? kEngineStates[*engine_] : std::string_view(); }
 
-// A checkpoint that is written behind the engine leaves it awake but for a stop in its middle; one for which it stands
-// still says that it falls asleep as it begins (engine/background_events.h).
+// A background checkpoint leaves the engine awake except for a stop in its middle. A checkpoint that stops the engine
+// records that it falls asleep as it begins (engine/background_events.h).
 std::optional<int64_t> EngineView::stands_since(const OperationRow& row) const {
   if (kOperationNames[row.kind] != "checkpoint") return row.began;
   if (!engine_ || *engine_ == 0) return std::nullopt;
@@ -96,7 +96,7 @@ void EngineView::apply_slot(const Event& event) {
   row.staged_blocks = low_of(event.b);
 }
 
-// A scheduler of offloading has numbers of its own: it is the request of the same name.
+// A scheduler of offloading has request numbers of its own, so the name identifies the request.
 void EngineView::apply_hit(const Event& event) {
   const std::string name = texts_.request(event.request);
   for (auto& [number, row] : slots_) {
@@ -142,7 +142,7 @@ void EngineView::apply_copy(const Event& event) {
   row.nanoseconds += event.b;
 }
 
-// The begin of one that is not known was lost.
+// Return the row of an operation. If it is unknown, its begin was lost.
 OperationRow& EngineView::operation(uint64_t number, const Event& event) {
   for (OperationRow& row : operations_) {
     if (row.number == number) return row;
@@ -166,7 +166,7 @@ void EngineView::apply_phase(const Event& event) {
     if (row.phases.size() < 256) row.phases.push_back({.kind = event.from, .began = event.time});
     return;
   }
-  // The last one of this kind that can still go there.
+  // The last phase of this kind that this event can end.
   const auto found = std::find_if(row.phases.rbegin(), row.phases.rend(), [&](const PhaseRow& phase) {
     return phase.kind == event.from &&
            (phase.edge == Edge::kBegin || (edge == Edge::kUndone && phase.edge == Edge::kEnd));
@@ -189,7 +189,7 @@ void EngineView::apply_stop(const Event& event) {
 
 void EngineView::apply_memory(const Event& event) {
   const auto part = static_cast<MemoryPart>(event.from);
-  if (part == MemoryPart::kDevice) {  // all that follows is told anew
+  if (part == MemoryPart::kDevice) {  // the events that follow describe everything again
     if (memory_.size() >= kMostRanks) memory_.clear();
     memory_[event.transfer] = {.device_bytes = event.a, .device_capacity = event.b};
     return;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// EngineView: what is now, folded from events: the same for an engine that lives, for last words and for a recording.
+// EngineView: the current state of an engine, computed from its events. It works alike for a live engine, for the ring
+// of a killed one and for a recording.
 //
-// What it does not know it leaves out: a view that began late learns of each request again when its slots are told anew
-// (kvcache/slot_table.h). Values of events are checked before they are used: they may come from a damaged file.
+// It leaves out what it does not know. A view that began late learns each request when its slots are recorded again
+// (kvcache/slot_table.h). Values of events are checked before use, because they may come from a damaged file. Times are
+// those of the events, in nanoseconds.
 #pragma once
 
 #include <array>
@@ -28,8 +30,8 @@ struct SlotRow {
   uint32_t tokens = 0;
   uint32_t device_blocks = 0;
   uint32_t staged_blocks = 0;
-  uint64_t asked_blocks = 0;  // of the tiers below, at the last look
-  uint32_t host_blocks = 0;   // and found
+  uint64_t asked_blocks = 0;  // looked up in the tiers below, at the last lookup
+  uint32_t host_blocks = 0;   // found of them
   uint32_t disk_blocks = 0;
 };
 
@@ -40,13 +42,13 @@ struct CandidateRow {
   uint32_t request = 0;
 };
 
-struct LaneRow {  // of one kind of job in one lane
+struct LaneRow {  // one kind of job in one lane
   uint64_t under_way = 0;
   uint64_t batches = 0;
   uint64_t failed = 0;
   uint64_t unproven = 0;
   uint64_t bytes = 0;
-  uint64_t nanoseconds = 0;  // of batches one by one, that may have run at the same time
+  uint64_t nanoseconds = 0;  // sum over batches, some of which may have run at the same time
 };
 
 struct PhaseRow {
@@ -67,22 +69,22 @@ struct OperationRow {
 };
 
 struct TierRow {
-  uint32_t used = 0;  // pinned ones, owned ones and those never used again
+  uint32_t used = 0;  // pinned ones, owned ones, and those never used again
   uint32_t pinned = 0;
   uint32_t cached = 0;
   uint32_t empty = 0;
 };
 
-// Of one rank, as it was told last.
+// Memory of one rank, as recorded last.
 struct MemoryRow {
   struct Tag {
     std::string name;
-    std::array<uint64_t, 3> bytes{};  // in the device, host memory and on disk
-    uint64_t region_bytes = 0;        // of the device, when all of it is there
+    std::array<uint64_t, 3> bytes{};  // in the device, in host memory, on disk
+    uint64_t region_bytes = 0;        // in the device, when all of it is there
   };
   uint64_t device_bytes = 0;
   uint64_t device_capacity = 0;  // 0: no limit of its own
-  uint64_t anybody_bytes = 0;    // by the device's own count; 0: it keeps none
+  uint64_t anybody_bytes = 0;    // used by any process, by the device's own count; 0: it has no count
   uint64_t arena_bytes = 0;
   uint64_t arena_budget = 0;  // 0: no limit
   uint64_t arena_held = 0;
@@ -91,30 +93,30 @@ struct MemoryRow {
 
 struct StandingRow {  // a stop
   uint8_t cause = 0;
-  uint64_t event = 0;    // after which it stands; 0: a pause
+  uint64_t event = 0;    // the event after which it stopped; 0: a pause
   uint32_t request = 0;  // of that event
   int64_t since = 0;
 };
 
 class EngineView {
  public:
-  static constexpr size_t kOperations = 32;  // the last ones that are kept
+  static constexpr size_t kOperations = 32;  // number of last operations that are kept
   void apply(const Event& event);
 
   const std::map<uint32_t, SlotRow>& slots() const { return slots_; }  // by the request's number
   std::string name_of(uint32_t request) const { return texts_.request(request); }
-  const std::map<uint32_t, std::string>& names() const { return texts_.requests(); }      // also of requests that ended
+  // Also of requests that have ended.
+  const std::map<uint32_t, std::string>& names() const { return texts_.requests(); }
   const std::map<uint64_t, CandidateRow>& candidates() const { return candidates_; }      // that have not ended
   const OutcomeCounts& ended(Way way) const { return ended_[static_cast<size_t>(way)]; }  // blocks
   const std::vector<OperationRow>& operations() const { return operations_; }
   const std::map<uint64_t, StandingRow>& stops() const { return stops_; }         // by number
   const std::map<uint64_t, MemoryRow>& memory() const { return memory_; }         // by rank
   const std::optional<TierRow>& tier(size_t tier) const { return tiers_[tier]; }  // device, host memory, disk
-  std::string_view engine() const;                                                // "" where nothing was told of it
-  // Since when the engine stands still for this operation, by the events; none: it serves, and this is written
-  // meanwhile.
+  std::string_view engine() const;                                                // "": no event says it
+  // Return since when the engine has been stopped for this operation; none: it serves while this checkpoint is written.
   std::optional<int64_t> stands_since(const OperationRow& row) const;
-  int64_t last_copy() const { return last_copy_; }  // that ended; 0: none
+  int64_t last_copy() const { return last_copy_; }  // end of the last copy; 0: none
   uint64_t steps() const { return steps_; }
   uint64_t lost() const { return lost_; }
   uint64_t unknown() const { return unknown_; }  // events that make no sense here

@@ -52,7 +52,7 @@ nlohmann::ordered_json to_json(uint64_t rank, const MemoryRow& row) {
 
 }  // namespace
 
-// What became findable in a tier and what no longer is.
+// Return what became available in a tier and what no longer is.
 nlohmann::ordered_json EngineView::blocks_of(size_t tier) const {
   nlohmann::ordered_json dropped = nlohmann::ordered_json::object();
   for (size_t i = 0; i < dropped_[tier].size(); ++i)

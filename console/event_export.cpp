@@ -74,7 +74,7 @@ Result<EventExport> EventExport::create(ExportOptions options) {
 std::string EventExport::request(const EventSource&, const EventTexts& texts, uint32_t number) {
   const std::string name = texts.request(number);
   if (!options_.anonymous || name.starts_with('#')) return name;
-  StreamingDigest digest;  // the same request has the same name in all of its processes
+  StreamingDigest digest;  // a request has the same name in all its processes
   digest.update(std::as_bytes(std::span(secret_.bytes)));
   digest.update(std::as_bytes(std::span(name)));
   return "request-" + digest.finish().hex().substr(0, 8);
@@ -117,7 +117,7 @@ Json EventExport::to_json(const EventSource& source, const EventTexts& texts, co
   if (!schema->transfer.empty() && event.transfer != 0) json[std::string(schema->transfer)] = event.transfer;
   if (!schema->key.empty()) json[std::string(schema->key)] = key(event.key);
   const auto add = [&](std::string_view name, uint64_t value) { json[std::string(name)] = value; };
-  if (event.type == EventType::kCopy) {  // says other things when it begins than when it ends
+  if (event.type == EventType::kCopy) {  // its fields mean other things at the begin than at the end
     const bool begins = static_cast<Edge>(event.to) == Edge::kBegin;
     add(begins ? "chunks" : "bytes", event.a);
     add(begins ? "bytes" : "nanoseconds", event.b);
@@ -177,7 +177,7 @@ bool EventExport::write(const std::vector<SourceEvents>& sources, Format format,
     const EventSource& source = sources[each.source].source;
     EventTexts& known = texts_[sources[each.source].path];
     const Event& event = *each.event;
-    // Words are told with what they belong to, and those of errors by themselves.
+    // Names are written with the events that they belong to; texts of errors and inputs are written by themselves.
     const std::optional<EventText> text = known.add(event);
     const bool error = text && (text->kind == TextKind::kError || text->kind == TextKind::kInput);
     if (event.type == EventType::kText && !error) continue;
@@ -212,7 +212,7 @@ bool EventExport::write(const std::vector<SourceEvents>& sources, Format format,
   return true;
 }
 
-// A name may say that the script is over: no "<" of one comes into the page.
+// A name could contain the end of the script: no "<" of a name is written into the page.
 bool EventExport::write_page(const std::vector<SourceEvents>& sources, const Write& write) {
   const auto escaped = [&](std::string_view text) {
     std::string out(text);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Events for other programs: a JSON object a line, a trace for Perfetto (ui.perfetto.dev), comma-separated values, a
-// web page (event_page.h).
+// Exports events for other programs: JSON, one object a line; a trace for Perfetto (ui.perfetto.dev); comma-separated
+// values; a web page (event_page.h).
 #pragma once
 
 #include <functional>
@@ -17,18 +17,19 @@
 namespace torpor::console {
 
 struct ExportOptions {
-  std::string types;            // only these, with commas between them; empty: all
-  std::string match;            // only where a name or word has this in it
+  std::string types;            // only these, separated by commas; empty: all
+  std::string match;            // only if a name or word contains this
   double since = 0;             // seconds before the last event; 0: all
-  uint64_t after = 0;           // only what was told after the event with this sequence
-  uint64_t until = UINT64_MAX;  // nothing that was told after the event with this sequence
-  bool anonymous = false;       // other names for requests, other keys, no words of errors: as a report may have
+  uint64_t after = 0;           // only events after the one with this sequence
+  uint64_t until = UINT64_MAX;  // no events after the one with this sequence
+  // Replace the names of requests and the keys, leave out texts of errors: for reports to others.
+  bool anonymous = false;
 };
 
-// Gives each event's words, one source after the other or merged; who is called writes them.
+// Turns events into text, of sources one after the other or merged. The caller's function writes the text.
 class EventExport {
  public:
-  // kInvalidArgument names a type that there is not.
+  // Make an export. kInvalidArgument: a type does not exist; the error names it.
   static Result<EventExport> create(ExportOptions options);
 
   nlohmann::ordered_json to_json(const EventSource& source, const EventTexts& texts, const Event& event);
@@ -36,13 +37,13 @@ class EventExport {
   static std::string csv_heading();
   std::string to_csv(const EventSource& source, const EventTexts& texts, const Event& event);
 
-  using Write = std::function<bool(std::string_view)>;  // false: nobody reads any more
+  using Write = std::function<bool(std::string_view)>;  // false: stop, nobody reads any more
   enum class Format : uint8_t { kLines, kNdjson, kCsv };
   bool write(const std::vector<SourceEvents>& sources, Format format, const Write& write);
-  // A track for each slot, lane and operation of each source.
+  // Write a trace with a track for each slot, lane and operation of each source.
   bool write_perfetto(const std::vector<SourceEvents>& sources, const Write& write);
   bool write_page(const std::vector<SourceEvents>& sources, const Write& write);
-  // Whether this event is one of those that are asked for.
+  // Return whether the options select this event.
   bool wanted(const EventTexts& texts, const Event& event) const;
 
  private:
@@ -52,7 +53,7 @@ class EventExport {
   const ExportOptions options_;
   std::vector<EventType> types_;
   Digest secret_;
-  std::map<std::string, EventTexts> texts_;  // by source: what comes next goes on from what came before
+  std::map<std::string, EventTexts> texts_;  // by source, for the names: a later call continues an earlier one
 };
 
 }  // namespace torpor::console

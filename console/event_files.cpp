@@ -24,9 +24,9 @@ namespace fs = boost::filesystem;
 
 constexpr std::string_view kRing = ".ring";
 constexpr std::string_view kSocket = ".sock";
-// At a process: asking the system costs more than reading what is new.
+// Between two checks of a process: asking the system costs more than reading new events.
 constexpr std::chrono::milliseconds kBetweenLooks{200};
-constexpr size_t kLastWords = 4;  // rings of killed processes that stay
+constexpr size_t kLastWords = 4;  // rings of killed processes that are kept
 
 Status own_directory(const std::string& path) {
   boost::system::error_code problem;
@@ -67,7 +67,7 @@ SourceEvents read_ring(const EventRing& ring) {
   read.gone = !read.alive;
   EventReader reader(ring);
   reader.read(read.events, !read.alive);
-  for (int more = 0; read.alive && more < 4; ++more) {  // what was being written at that moment
+  for (int more = 0; read.alive && more < 4; ++more) {  // events that were being written at that moment
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     reader.read(read.events);
   }
@@ -113,7 +113,7 @@ Result<std::vector<std::unique_ptr<EventRing>>> open_rings(const std::string& pa
     }
     for (const std::string& name : files_in(path, kRing)) {
       Result<std::unique_ptr<EventRing>> ring = EventRing::open(name);
-      if (ring) rings.push_back(std::move(*ring));  // else it went meanwhile, or is being made
+      if (ring) rings.push_back(std::move(*ring));  // otherwise it was removed, or is being made
     }
     const auto order = [](const auto& ring) {
       return std::tuple(!is_alive(ring->source()), -ring->source().wall_ns, ring->source().rank);
@@ -152,8 +152,8 @@ Result<std::vector<SourceEvents>> read_events(FileSystem& file_system, const std
   });
 }
 
-// Opening all rings in each poll would be most of what a follower costs. One that is being made is in the directory
-// before it can be opened: so a change is looked into for a while.
+// Check whether the directory has changed: opening all rings in each poll would be most of a follower's cost. A new
+// ring is in the directory before it can be opened, so a change is looked at repeatedly for a while.
 bool EventFollower::may_have_changed() {
   constexpr int64_t kWhileMade = 2;  // seconds
   struct stat status {};
@@ -184,7 +184,7 @@ Result<std::vector<SourceEvents>> EventFollower::poll(bool last) {
       EventReader reader(*ring, after);
       rings_.push_back({std::move(ring), std::move(reader)});
     }
-    from_now_ = false;  // who comes later is read from its beginning
+    from_now_ = false;  // rings that appear later are read from their beginning
     std::vector<SourceEvents> news;
     const auto now = std::chrono::steady_clock::now();
     for (Followed& each : rings_) {
@@ -219,7 +219,7 @@ std::vector<Placed> merged(const std::vector<SourceEvents>& sources) {
   std::vector<Key> keys;
   keys.reserve(count);
   for (size_t i = 0; i < sources.size(); ++i) {
-    int64_t latest = INT64_MIN;  // one source's events keep their order, whatever their threads' clocks said
+    int64_t latest = INT64_MIN;  // events of one source keep their order, even if the clocks of their threads disagree
     for (const Event& event : sources[i].events) {
       if (event.type != EventType::kLost) latest = std::max(latest, sources[i].source.wall(event.time));
       keys.push_back({latest, all.size()});

@@ -6,7 +6,7 @@
 namespace torpor::console {
 namespace {
 
-// Of both pages: what they look like, and where things are put.
+// Style and layout of both pages.
 constexpr std::string_view kStyle = R"page(
 body { font: 13px/1.4 ui-monospace, monospace; background: #14161a; color: #d8dce2; margin: 1em; }
 h2 { font-size: 14px; margin: 1.2em 0 0.3em; color: #9fb4d0; }
@@ -32,7 +32,7 @@ constexpr std::string_view kHead = R"page(<!doctype html>
  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
 <style>)page";
 
-// What it may load and run is said by the server's header. Its key is in no storage: it goes with the page.
+// The server's header says what the page may load and run. Its key is not stored: it is gone when the page is closed.
 constexpr std::string_view kLiveHead = R"page(<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>torpor: an engine</title>
 <style>)page";

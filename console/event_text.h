@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Words in events: parts of 32 bytes that are put together again; the names of requests and of memory's tags.
+// Texts in events: joins their parts of 32 bytes again, and keeps the names of requests and of memory tags.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +18,16 @@ struct EventText {
   std::string words;
 };
 
-// Of one source. Control characters come out as "?": the words may have been written to change a terminal.
+// Texts of one source. Control characters are replaced by "?", because a text may have been written to change a
+// terminal.
 class EventTexts {
  public:
-  // The text that is whole with this event, if there is one.
+  // Add an event. Return the text that it completes, if any.
   std::optional<EventText> add(const Event& event);
-  // "#7" where no name is known.
+  // Return the name of a request; "#7" if it is unknown.
   std::string request(uint32_t number) const;
   const std::map<uint32_t, std::string>& requests() const { return names_; }
-  std::string tag(uint32_t number) const;  // as it was told last; "#7"
+  std::string tag(uint32_t number) const;  // the last recorded name; "#7" if it is unknown
 
  private:
   struct Part {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// FrontAccess: what only an engine's front end can do for a console: plan, sleep, wake, checkpoint.
+// FrontAccess: the calls of a console that only an engine's front end can carry out: plan, sleep, wake, checkpoint.
 #pragma once
 
 #include <memory>
@@ -17,18 +17,18 @@ namespace torpor::console {
 class FrontCall {
  public:
   FrontCall(uint8_t of, uint32_t whose, int32_t process) : method(of), uid(whose), pid(process) {}
-  // The first end is the end.
+  // Set the result; all but the first call are ignored.
   void end(Result<nlohmann::ordered_json> result) {
     const MutexLock lock(mutex_);
     if (!result_) result_ = std::move(result);
   }
-  // Null: it is under way. What it points to does not change any more.
+  // Return the result; null: the call is under way. A result never changes.
   const Result<nlohmann::ordered_json>* result() const {
     const MutexLock lock(mutex_);
     return result_ ? &*result_ : nullptr;
   }
-  const uint8_t method;  // in the table
-  const uint32_t uid;    // whose it is
+  const uint8_t method;  // index in the table
+  const uint32_t uid;    // the calling user
   const int32_t pid;
 
  private:
@@ -38,7 +38,8 @@ class FrontCall {
 
 class FrontAccess {
  public:
-  // Returns at once; the call ends in any thread, perhaps before that. Its parameters fit the method's table.
+  // Begin a call and return at once. It calls call->end() on any thread, perhaps before this returns. `params` fit the
+  // method's table.
   virtual void begin(const ControlMethod& method, const nlohmann::json& params,
                      const std::shared_ptr<FrontCall>& call) = 0;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a reference engine was given (console/reference_run.h), as recordings name it.
+// Kinds of inputs of a reference engine (console/reference_run.h), as recordings name them.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace torpor::console {
 
-// `from` of kInput. Appended only.
+// `from` of kInput. Append only.
 enum class InputKind : uint8_t {
   kNone,
   kEngine,

@@ -14,7 +14,7 @@ namespace torpor::console {
 namespace {
 
 constexpr int64_t kMinute = 60'000'000'000;
-constexpr int64_t kNoticeable = 100'000'000;  // a wait that is shorter is no news
+constexpr int64_t kNoticeable = 100'000'000;  // a shorter wait is not reported
 constexpr size_t kEnoughTimes = 16;
 constexpr int64_t kLookEvery = 50'000'000;  // of a recording's time
 
@@ -35,7 +35,7 @@ void Lints::apply(const Event& event) {
   const int64_t time = within(event.time);
   switch (event.type) {
     case EventType::kRegistered: {
-      if (event.key == Digest{}) break;  // very many at once
+      if (event.key == Digest{}) break;  // many blocks at once
       if (comings_.size() >= kMostKeys) comings_.clear();
       Comings& key = comings_[{event.from, event.from == 0 ? 0 : event.b, event.key.bytes}];
       if (key.count == 0 || time - key.since > kMinute) key = {.since = time, .count = 0};
@@ -93,7 +93,7 @@ void Lints::apply_tier(const Event& event) {
   look_for_pins(within(event.time));
 }
 
-// Of host memory and disk: those of the device are counted by the engine, and others share them.
+// Check host memory and disk only: the engine counts the pins of device blocks, and requests share them.
 void Lints::look_for_pins(int64_t time) {
   const uint64_t pinned = uint64_t{pinned_[1]} + pinned_[2];
   if (pinned == 0 || !staged_.empty() || !on_their_way_.empty()) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lints: what an operator should look at, found in what an engine tells: live, in last words and in recordings. Each is
-// a pure function of the events; times are those of the events.
+// Lints: problems that an operator should look at, found in the events of a live engine, of a killed one, or of a
+// recording. The result depends on the events alone; times are those of the events.
 #pragma once
 
 #include <array>
@@ -15,19 +15,19 @@
 namespace torpor::console {
 
 enum class Lint : uint8_t {
-  kSlowTransfer,   // a candidate that has not ended for a long time, for its way or at all
+  kSlowTransfer,   // a candidate has not ended for long, compared with its way or at all
   kStarved,        // a request waits while others decode
   kStoredInVain,   // many blocks were stored, hardly any was ever loaded
-  kPingPong,       // a block comes and goes
-  kUnproven,       // copies whose end nobody knows: their blocks are never used again
+  kPingPong,       // a block is stored and dropped again and again
+  kUnproven,       // copies are not proven to have ended: their blocks are never used again
   kFailedCopies,   // copies failed
-  kOperation,      // a sleep, wake or checkpoint failed, or lost the engine
-  kSlowOperation,  // the engine stands still for one very long, or one beside it does not go on
+  kOperation,      // a sleep, wake or checkpoint failed, or left the engine unrecoverable
+  kSlowOperation,  // an operation stops the engine for very long, or one beside it makes no progress
   kStopped,        // somebody has stopped the engine
-  kLost,           // events are missing: what is said here may be wrong
-  kIdlePins,       // blocks below the device are pinned, by no request and no transfer
+  kLost,           // events are missing: these findings may be wrong
+  kIdlePins,       // blocks below the device are pinned, but by no request and no transfer
   kUnexplained,    // after each sleep more of the device is in use that torpor does not know
-  kEnded,          // the process is gone, and was awake with requests
+  kEnded,          // the process has ended, and was awake with requests
 };
 inline constexpr int kLints = 13;
 std::string_view name(Lint lint);  // "slow transfer", …
@@ -45,18 +45,18 @@ struct LintLimits {
   uint64_t stored_in_vain = 1000;  // blocks
   double loaded_share = 0.02;
   uint32_t ping_pong = 3;                                              // times a minute
-  std::chrono::nanoseconds slow_operation = std::chrono::seconds(60);  // for which the engine stands still
-  std::chrono::nanoseconds slow_behind = std::chrono::minutes(10);  // while it serves: in one phase, and no copy ends
+  std::chrono::nanoseconds slow_operation = std::chrono::seconds(60);  // time for which the engine is stopped
+  std::chrono::nanoseconds slow_behind = std::chrono::minutes(10);     // of a phase while it serves and no copy ends
   std::chrono::nanoseconds idle_pins = std::chrono::seconds(60);
-  uint64_t unexplained = uint64_t{1} << 20;  // bytes more than after the sleep before, three times
+  uint64_t unexplained = uint64_t{1} << 20;  // bytes more than after the previous sleep, three times in a row
 };
 
 class Lints {
  public:
   explicit Lints(LintLimits limits = {}) : limits_(limits) {}
-  // Of one process, in order.
+  // Add an event. All events are of one process, in order.
   void apply(const Event& event);
-  // Returns what is wrong now, by the last event's time. `is_gone`: the process has ended.
+  // Return the current problems, at the time of the last event. `is_gone`: the process has ended.
   std::vector<Finding> findings(const EngineView& view, bool is_gone = false) const;
 
  private:
@@ -65,7 +65,7 @@ class Lints {
     uint32_t count = 0;
   };
   static constexpr size_t kMostKeys = 1 << 16;
-  static constexpr size_t kTimes = 1024;  // of ended candidates that are remembered, by way
+  static constexpr size_t kTimes = 1024;  // durations of ended candidates that are kept, for each way
   void check_transfers(const EngineView& view, std::vector<Finding>& findings) const;
   void check_requests(const EngineView& view, std::vector<Finding>& findings) const;
   void check_tiers(const EngineView& view, std::vector<Finding>& findings) const;
@@ -88,10 +88,10 @@ class Lints {
   std::map<uint32_t, uint32_t> staged_;        // blocks, of requests that have any
   std::map<uint64_t, uint64_t> on_their_way_;  // blocks of candidates that have not ended
   std::array<uint32_t, 3> pinned_{};           // by tier
-  std::optional<int64_t> pins_since_;          // that nobody has
+  std::optional<int64_t> pins_since_;          // begin of pins that belong to nothing
   struct Device {                              // of one rank
     uint64_t bytes = 0;                        // torpor's
-    bool slept = false;                        // they have become fewer
+    bool slept = false;                        // `bytes` has decreased
     std::vector<uint64_t> unexplained;         // after the last four sleeps
   };
   std::map<uint64_t, Device> devices_;
@@ -101,7 +101,7 @@ struct LintMoment {
   int64_t time = 0;
   Finding finding;
 };
-// When each began that was not there before, by the events' own time; looked at every 50 ms of it.
+// Return when each new problem began, by the time of the events; checked every 50 ms of that time.
 std::vector<LintMoment> lint_moments(const SourceEvents& source);
 
 }  // namespace torpor::console

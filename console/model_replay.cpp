@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kMostBlocks = 1 << 26;
 constexpr size_t kMostKeys = 1 << 20;  // of a request
-constexpr int64_t kSegments = 32;      // that the disk is taken as
+constexpr int64_t kSegments = 32;      // number of segments of the modelled disk
 
 BlockKey key_of(const Event& event) {
   BlockKey key;
@@ -39,7 +39,7 @@ class Tiers {
     }
     return tiers;
   }
-  // The first blocks that are somewhere, each in the uppermost tier that has it. What is found was used.
+  // Find the first blocks that are in some tier, each in the uppermost one that has it. A found block counts as used.
   void find(const std::vector<BlockKey>& chain, TierSizes& found) {
     for (const BlockKey& key : chain) {
       if (used(device_.get(), StoreId::kHost, key)) {
@@ -53,7 +53,7 @@ class Tiers {
       }
     }
   }
-  // The end of a chain goes before its beginning, so it comes first.
+  // Store the end of a chain first, so that it is evicted before the beginning.
   void put(const std::vector<BlockKey>& chain) {
     for (auto key = chain.rbegin(); key != chain.rend(); ++key) {
       store(device_.get(), StoreId::kHost, *key);
@@ -75,7 +75,7 @@ class Tiers {
     index->unpin(store, slot);
     return true;
   }
-  // Where there is no such tier, or no room in it, nothing is.
+  // Store a block; do nothing if the tier does not exist or is full.
   static void store(BlockIndex* index, StoreId store, const BlockKey& key) {
     if (index == nullptr || place(index, store, key) >= 0) return;
     const Result<Slot> slot = index->reserve(store, &key);
@@ -128,13 +128,13 @@ Result<ModelResult> replay_in_model(const SourceEvents& recording, const TierSiz
     TORPOR_RETURN_IF_ERROR(check(sizes));
     TORPOR_ASSIGN_OR_RETURN(Tiers tiers, Tiers::create(sizes));
     ModelResult result{.sizes = sizes};
-    std::map<uint32_t, std::vector<BlockKey>> chains;  // of requests, as far as they are known
+    std::map<uint32_t, std::vector<BlockKey>> chains;  // by request, as far as they are known
     for (const Event& event : recording.events) {
       if (event.type != EventType::kKey || event.a >= event.b || event.b > kMostKeys) continue;
       std::vector<BlockKey>& chain = chains[event.request];
       const bool prompt = static_cast<KeyOf>(event.to) == KeyOf::kPrompt;
-      if (prompt && event.a == 0) chain.clear();  // the number is another request's now
-      if (event.a != chain.size()) continue;      // some are missing: what follows would be found by nobody
+      if (prompt && event.a == 0) chain.clear();  // the number belongs to a new request
+      if (event.a != chain.size()) continue;      // keys are missing: no request would find the blocks behind them
       chain.push_back(key_of(event));
       if (event.a + 1 < event.b) continue;
       if (prompt) {

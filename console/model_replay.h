@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a recording's requests would have found in tiers of other sizes: by a model, of a recording whose engine told
-// the keys of their blocks (option events_keys). It has the order of the requests, the keys of their prompts and of
-// what they made, and nothing of time: a device and host memory by use, a disk by whole segments, the oldest first, all
-// of it below one another (kvcache/block_index.h). Found blocks are compared, never tokens or seconds.
+// Computes, with a model, what a recording's requests would have found in tiers of other sizes. The recording needs the
+// keys of their blocks (option events_keys). The model uses the order of the requests, the keys of their prompts and of
+// the tokens that they generated, and no times. Device and host memory evict the least recently used block, the disk
+// evicts whole segments, the oldest first (kvcache/block_index.h). Compare the found blocks; the model says nothing of
+// tokens or seconds.
 #pragma once
 
 #include <cstdint>
@@ -31,10 +32,10 @@ struct RecordedHits {  // what the engine itself found
   uint64_t disk = 0;
 };
 
-// As large as the recording's engine told them; 0: it told of none.
+// Return the sizes that the recording's engine recorded; 0: it recorded none.
 TierSizes recorded_sizes(const SourceEvents& recording);
 RecordedHits recorded_hits(const SourceEvents& recording);
-// kFailedPrecondition: no keys. kInvalidArgument: a size.
+// Run the model. kFailedPrecondition: the recording has no keys. kInvalidArgument: a size is out of range.
 Result<ModelResult> replay_in_model(const SourceEvents& recording, const TierSizes& sizes);
 
 }  // namespace torpor::console

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recorder: what the rings of a directory tell, into a directory of recordings, one a process: `torpor record`, and
-// record.start of a console.
+// Recorder: writes the events of the rings of a directory into a directory of recordings, one for each process. Used by
+// `torpor record` and by record.start of a console.
 #pragma once
 
 #include <atomic>
@@ -23,13 +23,14 @@ struct RecorderCounts {
   uint64_t bytes = 0;  // in files
 };
 
-// One thread.
+// Threads: one.
 class Recorder {
  public:
   static constexpr std::chrono::milliseconds kPoll{50};  // between calls of look()
-  // `to` is made if it is not there, and outlives nothing. `file_system` outlives it.
+  // Make a recorder from the directory `from` to the directory `to`, which is made if it is missing. `file_system` must
+  // outlive the recorder.
   static Result<std::unique_ptr<Recorder>> create(FileSystem& file_system, std::string from, const std::string& to);
-  // Writes what is new, and syncs it once a second. `last`: syncs, and what is still being written counts as lost.
+  // Write new events, and sync once a second. `last`: sync now, and count events that are still being written as lost.
   Status look(bool last);
   RecorderCounts counts() const;
   bool any_alive() const { return follower_.any_alive(); }
@@ -47,21 +48,22 @@ class Recorder {
   std::chrono::steady_clock::time_point synced_ = std::chrono::steady_clock::now();
 };
 
-// The same in a thread of its own, until stop(), or until so many seconds (0: for ever) or bytes. What fails ends it.
+// Runs a Recorder on a thread of its own until stop(), for `seconds` (0: for ever), or until `bytes` bytes are written.
+// An error ends it.
 class RecorderThread {
  public:
   RecorderThread(std::unique_ptr<Recorder> recorder, std::chrono::duration<double> seconds, uint64_t bytes);
   ~RecorderThread() { (void)stop(); }
   RecorderThread(const RecorderThread&) = delete;
   RecorderThread& operator=(const RecorderThread&) = delete;
-  // What came of it; waits for the last sync. Again: the same.
+  // Stop it and return its result, after the last sync. Further calls return the same.
   std::pair<RecorderCounts, Status> stop();
   std::pair<RecorderCounts, Status> now() const;
   bool runs() const { return !ended_.load(std::memory_order_acquire); }
 
  private:
   void run();
-  const std::unique_ptr<Recorder> recorder_;  // the thread's
+  const std::unique_ptr<Recorder> recorder_;  // used by the thread
   const std::chrono::duration<double> seconds_;
   const uint64_t bytes_;
   mutable Mutex mutex_;

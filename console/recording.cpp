@@ -17,8 +17,8 @@ constexpr size_t kMostOfAPart = 1 << 16;  // events
 struct PartHead {
   uint32_t mark = 0;
   uint32_t count = 0;
-  uint64_t at = 0;  // where in the file it stands: a part that was copied elsewhere is none
-  Digest digest;    // of the fields before it and of the events
+  uint64_t at = 0;  // where the part begins in the file: a part that was copied elsewhere is invalid
+  Digest digest;    // of the preceding fields and the events
 };
 static_assert(sizeof(PartHead) == 32);
 constexpr uint32_t kMark = 0x54525645;  // "EVRT"
@@ -91,7 +91,7 @@ Result<SourceEvents> read_recording(const Directory& directory, const std::strin
       std::vector<Event> events(part.count);
       TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(events)), at + sizeof part));
       if (digest_of_part(part, std::as_bytes(std::span(events))) != part.digest) break;
-      // A whole part was written by some version of this: what it says that is not known is left to who looks at it.
+      // Some version of torpor wrote an intact part: values that this version does not know are left to its readers.
       bool rising = true;
       for (const Event& event : events) {
         if (event.type == EventType::kLost) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A recording: the events of one process in a file. RECORDING.md has the format.
 //
-// It is written by a process of its own (torpor record), never by an engine: an engine writes to no file, and a
-// recording that falls behind says what it missed. What was written when the recording process is killed stays; a loss
-// of power takes what was not synced.
+// A process of its own (torpor record) writes it, never an engine: an engine writes no file. A recording that falls
+// behind says which events it missed. If the recording process is killed, everything that it wrote stays. A loss of
+// power loses what was not synced.
 #pragma once
 
 #include <memory>
@@ -20,10 +20,10 @@ inline constexpr std::string_view kRecordingEnding = ".events";
 
 class RecordingWriter {
  public:
-  // A new file, `name` with kRecordingEnding.
+  // Make a new file, `name` with kRecordingEnding.
   static Result<std::unique_ptr<RecordingWriter>> create(Directory& directory, const std::string& name,
                                                          const EventSource& source);
-  // One part of the file. After a failure nothing more is written: what is there is whole.
+  // Write one part of the file. After a failure all further calls fail, so the file stays intact.
   Status write(std::span<const Event> events);
   Status sync();
   uint64_t bytes() const { return end_; }
@@ -35,7 +35,8 @@ class RecordingWriter {
   Status failed_;
 };
 
-// All that is whole. kCorruption: not even its head is; kIncompatible: of another major version of the schema.
+// Read all intact parts. kCorruption: even the head is damaged. kIncompatible: it has another major version of the
+// schema.
 Result<SourceEvents> read_recording(const Directory& directory, const std::string& name);
 
 }  // namespace torpor::console

@@ -20,8 +20,8 @@ namespace {
 using OrderedJson = nlohmann::ordered_json;
 
 struct Figures {
-  std::map<std::string, double> numbers;               // that must be equal
-  std::map<std::string, std::vector<double>> seconds;  // compared as median and p99
+  std::map<std::string, double> numbers;               // must be equal
+  std::map<std::string, std::vector<double>> seconds;  // compared by median and p99
 };
 
 Figures figures_of(const SourceEvents& recording) {

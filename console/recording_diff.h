@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What differs between two recordings, as somebody who looks for the cause wants it: the first event that differs, what
-// requests went through, how long transfers took, what sleeps and wakes took.
+// Compares two recordings for somebody who looks for a cause: the first event that differs, the states of requests, and
+// how long transfers, sleeps and wakes took.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -9,8 +9,8 @@
 
 namespace torpor::console {
 
-// Of one source each. "equal": every event is, all bytes of it but sequence and time. Numbers of a and b side by side;
-// those that are equal are left out of "differences".
+// Compare two recordings of one source each. "equal": all events are equal, in all bytes but sequence and time.
+// "differences": the figures of a and b side by side, without equal ones.
 nlohmann::ordered_json diff_recordings(const SourceEvents& a, const SourceEvents& b);
 
 }  // namespace torpor::console

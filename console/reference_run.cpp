@@ -112,7 +112,7 @@ RunOptions run_options_from(const json& words) {
   return run;
 }
 
-// A recording may say anything; more memory than a small engine has is not taken for it.
+// Check that the options fit a small engine: a recording may contain anything, and must not make this allocate more.
 Status is_small(const RunOptions& run) {
   const ReferenceOptions& of = run.engine;
   const auto within = [](auto value, int64_t low, int64_t high) {
@@ -152,7 +152,7 @@ json to_json(const SleepOptions& options) {
           {"tags", options.tags}};
 }
 
-// Recordings from before "weights": level 2 dropped them in any case.
+// Recordings from before "weights": level 2 always dropped them.
 Result<Weights> weights_of(const json& words) {
   if (!words.contains("weights"))
     return words.at("level") == 2 || !words.at("store_weights") ? Weights::kReload : Weights::kStore;
@@ -246,7 +246,7 @@ Status ReferenceRun::carry_out(InputKind kind, const json& words, uint64_t a, ui
       return ok();
     }
     case InputKind::kWake: {
-      // Where its checkpoint lies is the host's to say.
+      // The host chooses where its checkpoint lies.
       const std::string from = words.at("from_checkpoint");
       if (from.find("..") != std::string::npos) return damaged("a checkpoint elsewhere");
       const int old_kv = words.value("old_kv", 0);

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// ReferenceRun: a reference engine with its controller whose inputs are told as events, before each is carried out: the
-// engine's options, requests, aborts, steps, sleeps and wakes. Nothing else decides what it does, so its recording can
-// be replayed event by event (console/replay.h). Time is an input, too: it stands still while one is carried out.
+// ReferenceRun: a reference engine with its controller. It records each input as an event before it is carried out: the
+// engine's options, requests, aborts, steps, sleeps and wakes. Nothing else influences the engine, so its recording can
+// be replayed event by event (console/replay.h). Time is an input, too: the clock stands still while an input is
+// carried out.
 //
-// An input is an event of type kInput, and behind it its words: JSON, as texts of kind kInput. They hold the tokens of
-// prompts: this is an engine for tests, tours and bug reports, not one that serves.
+// An input is an event of type kInput, followed by its words: JSON, as texts of kind kInput. They contain the tokens of
+// prompts, so this engine is for tests, tours and bug reports, not for serving.
 //
-// Threads: one. With threads of its own for transfers the run works as well, but cannot be replayed exactly.
+// Threads: one. With threads of its own for transfers the run works, too, but cannot be replayed exactly.
 #pragma once
 
 #include <atomic>
@@ -26,7 +27,7 @@
 
 namespace torpor::console {
 
-// Stands still until it is set, by one thread; what is done in the background may ask meanwhile.
+// A clock that stands still until one thread sets it; background threads may read it meanwhile.
 class RunClock final : public Clock {
  public:
   std::chrono::nanoseconds now() const override { return now_; }
@@ -37,36 +38,36 @@ class RunClock final : public Clock {
   std::atomic<std::chrono::nanoseconds> now_ = std::chrono::nanoseconds(1);
 };
 
-// What a recording does not say.
+// The parts of a run that a recording does not contain.
 struct RunHost {
   FileSystem& files;
   std::string directory;  // for checkpoints and the disk tier
   std::function<Result<std::vector<std::unique_ptr<DeviceMemory>>>(int ranks)> devices;  // null: host memory
-  std::function<void(uint64_t a, uint64_t b)> other = {};  // inputs of the host's own, as a fault of its device
+  std::function<void(uint64_t a, uint64_t b)> other = {};  // inputs of the host's own, such as a fault of its device
 };
 
 struct RunOptions {
-  reference::ReferenceOptions engine;  // but the directory of its disk tier: that is the host's
+  reference::ReferenceOptions engine;  // without the directory of its disk tier: the host chooses that
   int ranks = 1;
   std::optional<uint64_t> kv_budget_bytes;
 };
 
 class ReferenceRun {
  public:
-  // Ring and clock outlive it. The ring is its alone.
+  // `ring` and `clock` must outlive this object. Nothing else may record in the ring.
   ReferenceRun(RunHost host, EventRing& ring, RunClock& clock);
 
-  Status begin(const RunOptions& options);  // in place of the engine before, if there was one
+  Status begin(const RunOptions& options);  // replaces the previous engine, if there was one
   Status add(const reference::ReferenceRequest& request, int32_t samples = 1);
   bool abort(const std::string& id);
   std::vector<reference::ReferenceOutput> step();
   bool step_offload();
-  void cancel(size_t offload);  // of engine().offloads()
+  void cancel(size_t offload);  // index in engine().offloads()
   Result<SleepReport> sleep(const SleepOptions& options);
   Result<SleepReport> wake(const WakeOptions& options);
   Result<WakeProgress> continue_wake(DeferredWait wait);
-  // Of one that is written while the engine serves: the calls of SleepController. continue_checkpoint() goes on until
-  // it is ready or has ended: what threads do meanwhile is no input.
+  // A background checkpoint: the same calls as in SleepController. continue_checkpoint() continues until the checkpoint
+  // is ready or has ended, because what threads do meanwhile is no input.
   Status begin_checkpoint();
   Result<CheckpointStage> continue_checkpoint();
   Status take_checkpoint();
@@ -75,7 +76,7 @@ class ReferenceRun {
   void load_weights(uint64_t seed);
   void other(uint64_t a, uint64_t b);
 
-  // As one of the calls above, by what it told. kCorruption: it makes no sense.
+  // Make one of the calls above from its recorded words. kCorruption: they make no sense.
   Status give(InputKind kind, const nlohmann::json& words, uint64_t a = 0, uint64_t b = 0);
 
   reference::ReferenceEngine& engine() { return *engine_; }
@@ -92,7 +93,7 @@ class ReferenceRun {
   const EventPort port_;
   std::unique_ptr<reference::ReferenceEngine> engine_;
   std::unique_ptr<SleepController> controller_;
-  // Of the last input.
+  // Results of the last input.
   std::vector<reference::ReferenceOutput> outputs_;
   bool happened_ = false;
   std::optional<Result<SleepReport>> report_;

@@ -30,7 +30,7 @@ Status can_be_replayed(const SourceEvents& recording) {
   return ok();
 }
 
-// The words behind the input at `at`. kCorruption.
+// Return the words that follow the input at `at`. kFailedPrecondition: the run had threads of its own.
 Result<nlohmann::json> words_of(const std::vector<Event>& events, size_t at) {
   EventTexts texts;
   for (size_t i = at + 1; i < events.size() && events[i].type == EventType::kText; ++i) {

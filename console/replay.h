@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replay: a recording of a reference engine (console/reference_run.h) is given to another one, input by input, and
-// every event is compared, all 64 bytes. The first that differs is where two versions of the code part ways.
+// Replay: gives a recording of a reference engine (console/reference_run.h) to another one, input by input, and
+// compares every event, all 64 bytes. The first event that differs shows where two versions of the code diverge.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +12,19 @@
 namespace torpor::console {
 
 struct ReplayDifference {
-  size_t at = 0;                  // of the recording's events
+  size_t at = 0;                  // index in the recording's events
   std::optional<Event> recorded;  // none: the recording has no more
-  std::optional<Event> replayed;  // none: the replay told no more
+  std::optional<Event> replayed;  // none: the replay recorded no more
 };
 
 struct ReplayResult {
   uint64_t inputs = 0;
-  uint64_t events = 0;  // that were equal
+  uint64_t events = 0;  // number of equal ones
   std::optional<ReplayDifference> difference;
 };
 
-// kFailedPrecondition: it cannot be replayed exactly, and why: no inputs, events lost, threads of its own, stops.
+// Replay a recording. kFailedPrecondition: it cannot be replayed exactly; the error says why: no inputs, lost events,
+// threads of its own for transfers, or stops.
 Result<ReplayResult> replay(const SourceEvents& recording, RunHost host, uint64_t ring_events = 1 << 16);
 
 }  // namespace torpor::console

@@ -32,7 +32,7 @@ class Story {
   Story(const SourceEvents& source, EventExport writer, size_t limit)
       : source_(source.source), writer_(std::move(writer)), limit_(limit) {}
 
-  // Numbers are used again, and a scheduler of offloading has numbers of its own.
+  // Request numbers are used again, and a scheduler of offloading has numbers of its own.
   void take(const Event& event, const std::string& request) {
     const std::optional<EventText> text = texts_.add(event);
     if (text && text->kind == TextKind::kRequestName) {
@@ -90,7 +90,7 @@ class Story {
   }
 
  private:
-  // What is told anew before the ring forgets it is no other state.
+  // A state that is only recorded again, before the ring overwrites it, is not a new one.
   void add_state(const Event& event, double time) {
     const std::string_view state = to_name(event);
     if (!states_.empty() && states_.back()["state"] == state) return;
@@ -112,7 +112,7 @@ class Story {
   EventExport writer_;
   const size_t limit_;
   EventTexts texts_;
-  std::set<uint32_t> numbers_;  // that are the request's now
+  std::set<uint32_t> numbers_;  // current numbers of the request
   std::optional<uint64_t> prompt_tokens_;
   Json states_ = Json::array();
   Json hits_ = Json::array();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RequestStory: all that the events of one process say of one request, by its name.
+// RequestStory: everything that the events of one process say about one request, by its name.
 #pragma once
 
 #include <string>
@@ -11,8 +11,8 @@
 
 namespace torpor::console {
 
-// An object of `prompt_tokens`, `states`, `hits`, `transfers` and `events`, each in order and of the last two the last
-// `limit`. Times are those of events as JSON has them. kNotFound: no event has this name.
+// Return an object with `prompt_tokens`, `states`, `hits`, `transfers` and `events`, each in order; of `transfers` and
+// `events` only the last `limit`. Times are those of events in JSON. kNotFound: no event has this name.
 Result<nlohmann::ordered_json> request_story(const SourceEvents& source, const std::string& request, size_t limit);
 
 }  // namespace torpor::console

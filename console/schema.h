@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the fields of each type of event mean, in words: for people, for JSON, and to know which events make sense.
+// The meaning of the fields of each type of event, in words: for people, for JSON, and to find events that make no
+// sense.
 #pragma once
 
 #include <array>
@@ -10,8 +11,8 @@
 
 namespace torpor::console {
 
-// Names of the values of `from` and `to`, of a number that stands for something, and of the fields. Empty: it has no
-// meaning in this type. A field with two names holds two numbers (both()).
+// Names of the values of `from` and `to`, of `transfer` and `key`, and of the fields `a` and `b`. Empty: no meaning in
+// this type. A field with two names holds two numbers (both()).
 struct EventSchema {
   std::string_view name;
   std::span<const std::string_view> from;
@@ -22,12 +23,12 @@ struct EventSchema {
   std::array<std::string_view, 2> b;
 };
 
-// Null for a type that this version does not know.
+// Return the schema; null: this version does not know the type.
 const EventSchema* schema_of(EventType type);
-// A type that is known, with values of `from` and `to` that have a name.
+// Return whether the type is known and the values of `from` and `to` have names.
 bool is_known(const Event& event);
-bool names_a_request(const Event& event);        // of a copy `request` is the lane, of memory the tag
-std::string_view from_name(const Event& event);  // "" where it has none
+bool names_a_request(const Event& event);        // false for a copy (`request` is the lane) and for memory (the tag)
+std::string_view from_name(const Event& event);  // "": it has no name
 std::string_view to_name(const Event& event);
 
 }  // namespace torpor::console

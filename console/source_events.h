@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What was read of one process.
+// The events that were read of one process.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@ namespace torpor::console {
 struct SourceEvents {
   EventSource source;
   std::string path;
-  bool alive = false;  // its process is there
-  bool gone = false;   // its process has ended, and left these events; of a recording nobody knows
+  bool alive = false;  // its process lives
+  bool gone = false;   // its process has ended and left these events; false for a recording, where that is unknown
   std::vector<Event> events;
-  uint64_t lost = 0;     // events of which there is only the number
-  uint64_t damaged = 0;  // bytes behind the last whole part of a recording
+  uint64_t lost = 0;     // number of missing events
+  uint64_t damaged = 0;  // bytes after the last intact part of a recording
 };
 
 }  // namespace torpor::console

@@ -11,7 +11,7 @@
 namespace torpor::console {
 namespace {
 
-// To be scheduled, or for what is loaded before it can be.
+// Return whether the request waits to be scheduled, or for a load that must come first.
 bool waits(SlotState state) {
   return state == SlotState::kInitialized || state == SlotState::kOnboardStaged || state == SlotState::kOnboarding ||
          state == SlotState::kPreempted;
@@ -25,7 +25,7 @@ std::string counted(uint64_t count, std::string_view of) {
 
 Waits::Waits(const EngineView& view) : view_(view) {
   for (const auto& [transfer, row] : view.candidates()) {
-    if (row.request == 0) continue;  // what goes down is no request's
+    if (row.request == 0) continue;  // an offload belongs to no request
     Request& request = by_name_[view.name_of(row.request)];
     request.oldest = request.transfers == 0 ? row.since : std::min(request.oldest, row.since);
     ++request.transfers;

@@ -11,23 +11,24 @@ namespace torpor::console {
 
 class Waits {
  public:
-  // Of a view that outlives it and is not changed meanwhile.
+  // `view` must outlive this object and must not change meanwhile.
   explicit Waits(const EngineView& view);
-  // Empty: it is served, or nothing is known of why it is not.
+  // Return what the request waits for; empty: it is served, or the reason is unknown.
   std::string of(uint32_t request) const;
 
  private:
   struct Request {
-    uint64_t transfers = 0;  // that load for it, or ask for what could be loaded
+    uint64_t transfers = 0;  // that load for it, or look up what could be loaded
     uint64_t blocks = 0;
-    int64_t oldest = 0;  // when the first of them began
+    int64_t oldest = 0;  // begin of the first of them
     bool held = false;
   };
 
   const EngineView& view_;
-  std::map<std::string, Request, std::less<>> by_name_;  // schedulers of offloading have numbers of their own
-  uint64_t waiting_ = 0;                                 // requests that are not scheduled
-  std::string engine_;                                   // what all wait for
+  // By name, because schedulers of offloading have numbers of their own.
+  std::map<std::string, Request, std::less<>> by_name_;
+  uint64_t waiting_ = 0;  // requests that are not scheduled
+  std::string engine_;    // what all wait for
 };
 
 }  // namespace torpor::console
