@@ -91,7 +91,7 @@ class SleepAllocator {
   Status attach_region(DeviceAddress address);
   // The next calls move memory page by page, while other memory is still copied (engine/swap_pages.h). If pages of a
   // saving region are given away, cancel_save() refuses it until all are taken back; detach() does not.
-  // Of regions that are not attached, in order.
+  // Return the pages of all regions of `tags` that are not attached, in order.
   std::vector<DevicePage> pages_of(std::span<const std::string> tags) const;
   // Release a page of a saving region, with its content. Precondition: device work on it is proven done.
   Status give_page(const DevicePage& page);

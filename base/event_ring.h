@@ -119,8 +119,8 @@ class EventReader {
   explicit EventReader(const EventRing& ring, uint64_t after = 0) : ring_(ring), next_(after + 1) {}
   // Append the new events to `events`, in order, until it has `most` entries.
   //
-  // Where events are missing, append a kLost (`a`: the first sequence, `b`: the count) as soon as the loss is certain.
-  // If an event is still being written, stop before it; after a second, or if `last`, count it as lost.
+  // If events are missing, append a kLost (`a`: the first sequence, `b`: the count) as soon as the loss is certain. If
+  // an event is still being written, stop before it; after a second, or if `last`, count it as lost.
   void read(std::vector<Event>& events, bool last = false, size_t most = SIZE_MAX);
   uint64_t lost() const { return lost_; }
   uint64_t next() const { return next_; }
