@@ -33,7 +33,7 @@ class BackgroundPrefault {
   // there, until the next call.
   void want(uint64_t bytes) noexcept;
   void end() noexcept;   // begin nothing more and return at once; memory that is there stays
-  void wait() noexcept;  // until it has all that is wanted, or stopped for lack of memory, by end() or before start()
+  void wait() noexcept;  // until no work is under way: done, short of memory, ended, or not started
 
  private:
   class Toucher;

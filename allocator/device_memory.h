@@ -46,7 +46,7 @@ struct Copy {
   DeviceAddress device = 0;
   std::byte* host = nullptr;
   uint64_t bytes = 0;
-  // If takes_digests(): the call adds the copied bytes in the same pass, in the order of the copies of a call. Read it
+  // If takes_digests(), the call adds the copied bytes to it in the same pass, copy by copy in their order. Read it
   // only after an event behind the copy has completed. Otherwise the call leaves it unchanged.
   StreamingDigest* digest = nullptr;
 };

@@ -89,10 +89,10 @@ class HostArena {
   Span allocate_held(uint64_t bytes);
   // Prefault memory until at least `bytes` bytes are held and unused.
   Status prefault(uint64_t bytes);
-  // Prefault the same, but return when a first piece of the missing memory is there (HostArenaOptions::piece_bytes). A
-  // thread brings the rest, piece by piece, while the first is used; it stops when the result is destroyed. The arena
-  // must outlive the result. If a piece cannot be had, the allocation that needs it fails. Near the budget all pieces
-  // come at once, because the remainders between pieces would be missing there.
+  // Do the work of prefault(), but return when a first piece of the missing memory is there
+  // (HostArenaOptions::piece_bytes). A thread brings the rest, piece by piece, while the first is used; it stops when
+  // the result is destroyed. The arena must outlive the result. If a piece cannot be had, the allocation that needs it
+  // fails. Near the budget all pieces come at once, because the remainders between pieces would be missing there.
   class Ahead {
    public:
     Ahead();
@@ -106,9 +106,9 @@ class HostArena {
     std::shared_ptr<Work> work_;
   };
   Result<Ahead> prefault_ahead(uint64_t bytes);
-  // Prefault the same on a thread of the arena, slab by slab, with the fastest method of a short measurement. A call
-  // that needs more memory meanwhile waits for at most one slab. wait_prefault() returns the error, if any. The arena's
-  // destructor stops the thread.
+  // Do the work of prefault() on a thread of the arena, slab by slab, with the fastest method of a short measurement. A
+  // call that needs more memory meanwhile waits for at most one slab. wait_prefault() returns the error, if any. The
+  // arena's destructor stops the thread.
   void prefault_in_background(uint64_t bytes);
   void end_prefault() noexcept;  // stop prefault_in_background(); waits for the slab under way
   Status wait_prefault();

@@ -76,7 +76,7 @@ class SleepAllocator {
   // same, all other regions can be used, and another trim() or free() tries again.
   Result<uint64_t> trim(DeviceAddress address);
 
-  // The calls below: empty `tags` means all tags that exist. kNotFound: a tag does not exist.
+  // In each call that changes states, empty `tags` means all tags that exist. kNotFound: a tag does not exist.
   Status begin_save(std::span<const std::string> tags);  // attached -> saving
   // saving -> attached. It allocates nothing, so it can undo a save that failed for lack of memory.
   Status cancel_save(std::span<const std::string> tags);
@@ -89,8 +89,9 @@ class SleepAllocator {
   // there. The owner may copy into restoring regions while others are still attaching. kResourceExhausted: the error
   // says how many bytes are still to come; the region stays attaching.
   Status attach_region(DeviceAddress address);
-  // The next calls move memory page by page, while other memory is still copied (engine/swap_pages.h). If pages of a
-  // saving region are given away, cancel_save() refuses it until all are taken back; detach() does not.
+  // The next three calls move memory page by page, while other memory is still copied (engine/swap_pages.h). If pages
+  // of a saving region were given away, cancel_save() refuses the region until all are taken back; detach() does not.
+  //
   // Return the pages of all regions of `tags` that are not attached, in order.
   std::vector<DevicePage> pages_of(std::span<const std::string> tags) const;
   // Release a page of a saving region, with its content. Precondition: device work on it is proven done.

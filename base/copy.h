@@ -12,7 +12,7 @@
 
 namespace torpor {
 
-// Make the copies of one batch, in pieces of any size. Other threads see the bytes once the object is destroyed.
+// Makes the copies of one batch, in pieces of any size. Other threads see the bytes once the object is destroyed.
 class BulkCopy {
  public:
   // `bytes`: the total of all copies of the batch.
@@ -27,7 +27,7 @@ class BulkCopy {
   void copy(std::span<std::byte> to, std::span<const std::byte> from, StreamingDigest& digest);
 
  private:
-  // smaller batches are likely read again soon: keep them in the cache
+  // Smaller batches are likely read again soon: keep them in the cache.
   static constexpr uint64_t kWorthIt = 256 * 1024;
   const bool past_cache_;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// XXH3-128 digests. They detect accidents (bit rot, torn writes, wrong copies); they do not stop an attacker,
+// XXH3-128 digests. They detect accidents (bit rot, torn writes, wrong copies); they do not stop an attacker;
 // base/seal.h does. Library: xxHash. The 16 bytes are in XXH128's canonical (big-endian) order, so every machine reads
 // the same bytes.
 #pragma once

@@ -20,7 +20,7 @@ namespace torpor {
 
 class ProgressFile {
  public:
-  // Make a new file, 0600; the caller removes it. All processes that open the file use the same monotonic clock of this
+  // Make a new file, 0600; the caller removes it. `clock`: the same for all processes that open the file, all on this
   // machine.
   static Result<std::shared_ptr<ProgressFile>> create(const std::string& path, const Clock& clock = system_clock());
   // Open a file. kCorruption: it is no such file. kFailedPrecondition: another user can write to it.

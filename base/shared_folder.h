@@ -3,7 +3,7 @@
 // memory if the system has such a file system. The destructor removes it.
 //
 // The process holds a lock on the folder while it lives. A killed process leaves its folder behind: the next make() or
-// remove_left() removes every folder that nobody holds a lock on, nor on a file in it.
+// remove_left() removes every folder that is unlocked and has no locked file.
 //
 // Threads: one at a time.
 #pragma once

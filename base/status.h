@@ -74,9 +74,9 @@ Error error_in_flight() noexcept;  // for use inside a catch block: the caught e
 }
 
 // Run `work`, a function that returns a Status or Result, and return its exceptions as an Error. Want of memory or
-// threads becomes kResourceExhausted; every other exception becomes kInternal with its text. The conversion allocates
-// nothing that it cannot do without. Only the end of a thread from outside (pthread_exit, as Python's interpreter calls
-// it when it ends) passes through.
+// threads becomes kResourceExhausted; every other exception becomes kInternal with its text. try_catch() itself needs
+// no memory. Only the end of a thread from outside (pthread_exit, as Python's interpreter calls it when it ends) passes
+// through.
 //
 // If `work` needs a lock, write that at the lambda (TORPOR_REQUIRES). clang cannot check that the lock is held here.
 template <class Work>

@@ -5,9 +5,9 @@
 //
 // If each engine has its own process, each process joins as one side. Each side publishes its stage and waits for the
 // other's (base/swap_handshake.h). Each side holds a lock on the file; the lock ends with its process, and so the other
-// side sees that the process has ended. Heartbeats show that a side is not stopped and does not hang: each page and
-// each stage is one. If a side waits longer than the peer timeout for a heartbeat, it stops the swap. Time for which
-// its own process was stopped does not count.
+// side sees that the process has ended. Heartbeats show that a side is not stopped and does not hang: each page that it
+// releases or acquires, and each stage, is one. If a side waits longer than the peer timeout for a heartbeat, it stops
+// the swap. Time for which its own process was stopped does not count.
 //
 // Threads and processes: any. Only acquire(), wait_for_more(), wait_for() and wait_for_end() block; release() never
 // does.
@@ -54,12 +54,13 @@ class SwapChannel {
   // joined and the process that made the file has ended.) kTimeout: this side stopped the swap because no heartbeat
   // came.
   Status wait_for(Stage stage, const std::function<Status()>& go_on = {});
-  // For the side that falls asleep: wait until the other engine runs, or until it is certain that it does not run.
+  // For the side that falls asleep: wait until the side that wakes has ended its part, or its process has ended, or no
+  // heartbeat came. Return what became of it.
   End wait_for_end() noexcept;
   // For the side that wakes: call this after the other side is done, before the step that cannot be undone. After it
   // stop() does nothing. kAborted: the swap was stopped before.
   Status commit();
-  bool other_ended() const noexcept;                    // the other side's process ended before it published an end
+  bool other_ended() const noexcept;                    // the other side's process ended before kDone, kFailed or kLost
   bool has_joined(Side side) const noexcept;            // an engine has joined as `side`; it may have left since
   Error stopped() const { return stopped_for(side_); }  // why neither side goes on
 
@@ -97,8 +98,8 @@ class SwapChannel {
   template <class Step>
   bool step(const Step& next) noexcept;
   bool held(int lock) const noexcept;
-  bool ended(Side side) const noexcept;  // the side's process ended before it published an end
-  // stops the swap if that side's process ended; returns whether it is stopped
+  bool ended(Side side) const noexcept;  // the side's process ended before kDone, kFailed or kLost
+  // Stop the swap if that side's process has ended. Return whether the swap is stopped.
   bool stopped_or(Side ended_side) noexcept;
   bool stop_by(std::optional<Side> whom, bool for_timeout = false) noexcept;
   void send_heartbeat(Side side) noexcept;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A FileSystem that calls a function before each call of the inner one. If the function returns an error, the call is
-// not made and fails with that error. Before a file or directory is closed (`call` "close") the result is ignored.
+// not made and fails with that error. The function is also called before a file or directory is closed (`call`:
+// "close"); its result is ignored then.
 //
 // For checks and tests: that no lock is held over a call, or that a call waits. Threads: as the inner file system; the
 // function runs on the calling thread. The function must outlive all files and directories that were opened.

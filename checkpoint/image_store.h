@@ -49,8 +49,9 @@ class HeldImage {
   const std::string& name() const;
   const Checkpoint& checkpoint() const;
   const std::set<int32_t>& ended() const;  // positions of requests that have ended since it was written
-  // Return the error that a failed read of this image means. kNotFound: another engine has taken it meanwhile, possible
-  // from a host whose locks do not work here. kCorruption: one of its files is missing. Otherwise `error` itself.
+  // Return the error that a failed read of this image means. kNotFound: another engine has taken it meanwhile; one on
+  // another host can, if locks do not work between the hosts. kCorruption: one of its files is missing. Otherwise
+  // `error` itself.
   Error meaning_of(Error error) const;
   template <class T>
   Result<T> checked(Result<T> result) const {

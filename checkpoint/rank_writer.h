@@ -9,9 +9,9 @@
 // The record's file is then linked, with everything in it. So records of files that are mostly unused must be put
 // again: sparse() returns them. Only the manifest and the refs of the base are read.
 //
-// Owner: the saver of the rank. Threads: several threads at once may call put(); while any other call runs, no call may
-// run beside it. Failure: after an error the checkpoint under construction is void and the base is unchanged. If the
-// base cannot be read, everything is written, and the log says so.
+// Owner: the saver of the rank. Threads: several threads at once may call put(); any other call must run alone.
+// Failure: after an error the checkpoint under construction is void and the base is unchanged. If the base cannot be
+// read, everything is written, and the log says so.
 #pragma once
 
 #include <memory>

@@ -39,7 +39,7 @@ struct RecordSums {
   friend bool operator==(const RecordSums&, const RecordSums&) = default;
 };
 
-// A rank's entry in the manifest: identifies the right refs, and has sums that need not be counted from them.
+// A rank's entry in the manifest. It identifies the right refs, and has sums, for which readers need not read the refs.
 struct RankSummary {
   int32_t rank = 0;
   std::string refs;  // name of the file

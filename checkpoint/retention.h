@@ -16,8 +16,8 @@
 namespace torpor {
 
 // The limits. The checkpoints of each owner (Manifest::owner) are counted separately. Three are never removed: the
-// newest; the last one that was woken from; and, until the newest was woken from, the one before it. A checkpoint that
-// cannot be read is neither counted nor removed.
+// newest; the last one that was woken from; and, until the newest was woken from, the one before the newest. A
+// checkpoint that cannot be read is neither counted nor removed.
 struct Retention {
   int keep = 2;                           // number of newest ones to keep
   std::optional<double> max_age_seconds;  // remove older ones
