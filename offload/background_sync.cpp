@@ -31,7 +31,7 @@ BackgroundSync::~BackgroundSync() {
   thread_.join();
 }
 
-// True: it ends. Else the interval has passed.
+// Wait for the interval, or until the end. Return true if this object ends.
 bool BackgroundSync::is_over() {
   const auto end = std::chrono::steady_clock::now() + interval_;
   const MutexLock lock(mutex_);
@@ -44,12 +44,12 @@ bool BackgroundSync::is_over() {
 }
 
 void BackgroundSync::run() {
-  uint64_t safe = 0;  // bytes that were put before the last sync
+  uint64_t safe = 0;  // StoreHealth::put_bytes before the last sync
   while (!is_over()) {
     uint64_t put = safe;
     (void)try_catch([&]() -> Status { return put = store_.health().put_bytes, ok(); });
     if (put == safe) continue;
-    (void)store_.sync();  // it counts and logs what it could not
+    (void)store_.sync();  // the store counts and logs its failures
     safe = put;
   }
 }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// BackgroundSync: makes safe what was put into a store while it is used, every so often, on a thread of its own, so
-// that little is left for whoever must wait for it. What cannot be made safe the store drops and counts
-// (SlotStore::sync).
+// BackgroundSync: a thread that makes a store's records durable at an interval, so that a later sync() has little left
+// to do. The store drops and counts the records that it cannot make durable (SlotStore::sync).
 //
-// Threads: the constructor's and the destructor's; the store's sync() is called from the thread in here.
+// Threads: one thread constructs and destroys it. Its own thread calls the store's sync().
 #pragma once
 
 #include <chrono>
@@ -17,9 +16,10 @@ namespace torpor {
 
 class BackgroundSync {
  public:
-  // `store` outlives it. kResourceExhausted: there is no thread to be had.
+  // Start a thread that calls `store.sync()` every `interval` if bytes were put since the last call. `store` outlives
+  // the result. kResourceExhausted if the system has no thread for it.
   static Result<std::unique_ptr<BackgroundSync>> start(SlotStore& store, std::chrono::milliseconds interval);
-  ~BackgroundSync();  // a sync under way ends first
+  ~BackgroundSync();  // waits for a sync that is running
   BackgroundSync(const BackgroundSync&) = delete;
   BackgroundSync& operator=(const BackgroundSync&) = delete;
 

@@ -13,7 +13,7 @@
 namespace torpor {
 namespace {
 
-// For what is not decided yet.
+// Set `error` for the chunks that have no error yet.
 void fail_all(std::span<ChunkTransfer> batch, const Error& error) noexcept {
   for (ChunkTransfer& chunk : batch) {
     if (chunk.status) chunk.status = copied(error);
@@ -44,29 +44,29 @@ Status copied(const Error& error) noexcept {
   }
 }
 
-// A batch on its way. The vectors keep their memory from batch to batch.
+// A batch under way. The vectors keep their memory for the next batch.
 struct BatchCopier::Place {
   JobKind kind = JobKind::kSave;
   CopyBy copy_by = CopyBy::kEngines;
   RecordStore* store = nullptr;
   RecordStore* source = nullptr;
   std::span<ChunkTransfer> batch;
-  HostArena::Span kept;  // staging memory, too: for what has room there
+  HostArena::Span kept;  // from keep_staging(); used for a batch that fits
   HostArena::Span staging;
-  std::vector<std::span<std::byte>> host;  // of each chunk
+  std::vector<std::span<std::byte>> host;  // for each chunk
   std::vector<size_t> members;             // the chunks that are copied
   std::vector<Copy> copies;
-  std::vector<size_t> first_copy;        // of each member, and the end
-  std::vector<StreamingDigest> digests;  // of each member, where the device takes them
+  std::vector<size_t> first_copy;        // for each member, and the end
+  std::vector<StreamingDigest> digests;  // for each member, if the device takes them
   std::vector<RecordPart> parts;
   bool on_stream = false;
   Status enqueued;
   std::optional<EventId> event;
   Error event_error;
 
-  // The store whose memory the bytes are in, if they are in one's.
+  // The store that the bytes are copied from or to directly; null if they need staging memory.
   RecordStore* memory() const { return from() != nullptr && from()->traits().addressable ? from() : nullptr; }
-  RecordStore* from() const { return source != nullptr ? source : store; }  // on the way up and on
+  RecordStore* from() const { return source != nullptr ? source : store; }  // source for kRestore and kMove
   bool in_store() const { return memory() != nullptr; }
   Direction direction() const {
     return kind == JobKind::kRestore ? Direction::kHostToDevice : Direction::kDeviceToHost;
@@ -98,7 +98,8 @@ BatchCopier::~BatchCopier() {
     HostArena::quarantine(std::move(place.kept));
     HostArena::quarantine(std::move(place.staging));
   }
-  // Digests of copies that may still be running: they stay until the process ends, and can be seen to be meant to.
+  // Copies that may still be running write these digests. They stay until the process ends, reachable for leak
+  // checkers.
   BlockLocations* const kept_places = places_.release();
   (void)try_catch([&]() -> Status {
     static std::mutex mutex;
@@ -153,7 +154,7 @@ bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
   return true;
 }
 
-// Staging memory for the chunks, each at a multiple of 4096.
+// Allocate staging memory for the chunks, each at a multiple of 4096.
 Status BatchCopier::stage(Place& place) {
   if (quarantined_) return ok();
   uint64_t bytes = 0;
@@ -175,7 +176,7 @@ Status BatchCopier::stage(Place& place) {
   return ok();
 }
 
-// Up to the list of copies; each chunk that cannot be copied has its status.
+// Do everything up to the list of copies. Set the status of each chunk that cannot be copied.
 Status BatchCopier::prepare(Place& place) {
   take_places(place);
   if (place.kind == JobKind::kRestore || place.kind == JobKind::kMove) {
@@ -188,7 +189,7 @@ Status BatchCopier::prepare(Place& place) {
   return ok();
 }
 
-// Where each chunk's bytes are on the host, for tiers in memory.
+// Fill `host` with the addresses of the chunks if their bytes lie in an addressable store, and check their sizes.
 void BatchCopier::take_places(Place& place) {
   const bool up = place.kind == JobKind::kRestore || place.kind == JobKind::kMove;
   if (place.in_store()) place.host.clear();
@@ -225,7 +226,8 @@ void BatchCopier::read(Place& place) {
   }
 }
 
-// In the pass of the copy itself. What was read from a disk is believed by nobody before it is checked.
+// Return whether the device takes the digests in the pass of the copy. Bytes read from a disk are checked before they
+// are copied.
 bool BatchCopier::digested_on_the_way(const Place& place) const {
   if (place.kind == JobKind::kMove || (place.kind == JobKind::kRestore && !place.in_store())) return false;
   return device_.takes_digests();
@@ -260,15 +262,15 @@ void BatchCopier::list_copies(Place& place) {
     }
   }
   place.first_copy.push_back(place.copies.size());
-  place.members = std::move(members);  // last: as long as there are none, no copy begins
+  place.members = std::move(members);  // last: no copy begins while this is empty
 }
 
-// From here on nothing but the proof may end the copies: they may be running.
+// Give the copies to the device. From here on they may be running: only prove() may say that they ended.
 void BatchCopier::enqueue(Place& place, std::span<const Copy> copies) {
   place.on_stream = true;
   place.event.reset();
   place.enqueued = try_catch([&] { return device_.copy_async(stream_, place.direction(), copies, place.copy_by); });
-  // Even a refused batch may have begun: its end is waited for in any case.
+  // Even a refused batch may have begun, so its end is waited for in any case.
   Status recorded = try_catch([&]() -> Status {
     TORPOR_ASSIGN_OR_RETURN(place.event, device_.record(stream_));
     return ok();
@@ -289,7 +291,7 @@ DrainResult BatchCopier::prove(Place& place) {
   });
   if (!waited) {
     drained = {Drain::kUnproven, std::move(waited).error()};
-    (void)try_catch([&] {  // where that throws too, it stays unproven
+    (void)try_catch([&] {  // if this throws too, the copy stays unproven
       if (device_.drain(stream_).drain == Drain::kCompleted) drained.drain = Drain::kDrainedWithError;
       return ok();
     });
@@ -298,7 +300,7 @@ DrainResult BatchCopier::prove(Place& place) {
   return drained;
 }
 
-// One chunk of a batch that failed.
+// Copy one chunk of a batch that failed.
 void BatchCopier::copy_alone(Place& place, size_t member, DrainResult& worst) {
   ChunkTransfer& chunk = place.batch[place.members[member]];
   const size_t first = place.first_copy[member];
@@ -348,7 +350,7 @@ DrainResult BatchCopier::end_copies(Place& place) {
   return drained;
 }
 
-// To where it stays: the way down through staging memory.
+// Put the bytes from `host` into the store.
 void BatchCopier::put(Place& place) {
   place.parts.clear();
   for (const size_t member : place.members) {

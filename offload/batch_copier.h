@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// BatchCopier: what one thread of a lane works with: a stream of the device, and two places in staging memory, so that
-// the copies of one batch run while the batch before is written, and the next is read and checked.
+// BatchCopier: the tools of one thread of a lane: a stream of the device, and staging memory for two batches. The
+// copies of one batch run while the thread writes the batch before it, or reads and checks the next one.
 //
-// Down: copied, proven by an event, digest taken (in the same pass where the device can, else of the host copy), put
-// into the store. Up: read, its digest checked, and only then copied; out of memory the digest is taken in the pass of
-// the copy where the device can, and a wrong one fails the chunk. A batch of chunks is one list of copies with one
-// event; if that fails, its chunks are tried one by one, so that one marks no other (I5). Between stores: the digest is
-// checked in the memory of the one, and from there put into the other.
+// Offload (device to store): copy, prove the copy by an event, take the digest, put the bytes into the store. The
+// device takes the digest in the pass of the copy if it can; else the host copy is hashed. Onboard (store to device):
+// read, check the digest, and only then copy. For a store in memory the device takes the digest in the pass of the copy
+// if it can; a wrong digest fails the chunk. Move (store to store): check the digest in the memory of the source, then
+// put the bytes into the target.
 //
-// Threads: one at a time. Failure: want of memory fails the batch, and no copy is left running by it. After a copy
-// that is not proven over, `quarantined` is true, staging memory and digests are kept for ever, and nothing more is
-// copied.
+// The chunks of a batch are one list of copies with one event. If that fails, the chunks are copied one by one, so that
+// a failed chunk marks no other (I5).
+//
+// Threads: one at a time. Failure: if memory runs out, the batch fails and none of its copies is left running. After a
+// copy that is not proven finished, `quarantined` is true, staging memory and digests are kept until the process ends,
+// and nothing more is copied.
 #pragma once
 
 #include <array>
@@ -28,29 +31,29 @@ namespace torpor {
 
 Error quarantined_error();
 
-// The same error without its words where there is no memory for them.
+// Return a copy of `error`; without its texts if there is no memory for them.
 Status copied(const Error& error) noexcept;
 
 class BatchCopier {
  public:
-  // All outlive the result.
+  // The arguments outlive the result. The copier sets `quarantined` after a copy that is not proven finished.
   static Result<std::unique_ptr<BatchCopier>> create(DeviceMemory& device, HostArena& arena,
                                                      std::atomic<bool>& quarantined);
   ~BatchCopier();
 
-  // Reads and checks where that is the way, and gives the copies to the device. Precondition: under_way() < 2. False:
-  // there is no staging memory while another batch is under way; finish() that and call again. `batch` stays until it
-  // is finished. Throws nothing.
+  // Begin a batch: read and check its bytes (kRestore, kMove), and give its copies to the device. Return false if there
+  // is no staging memory while another batch is under way: call finish() and try again. Precondition: under_way() < 2.
+  // `batch` stays valid until it is finished. Throws nothing.
   bool begin(const Job& job, std::span<ChunkTransfer> batch);
-  // Waits for the oldest batch, stores it where that is the way, and fills outcome and status of its chunks. How its
-  // copies ended. Throws nothing.
+  // Wait for the oldest batch, put its bytes into the store (kSave, kMove), and set outcome and status of its chunks.
+  // Return how its copies ended. Precondition: under_way() > 0. Throws nothing.
   DrainResult finish();
   int under_way() const { return static_cast<int>(begun_ - finished_); }
   void release_staging();  // precondition: under_way() == 0
-  // Staging memory for the two batches, which stays: what has room there never fails for want of it. Empty: none does.
-  // Precondition: under_way() == 0
+  // Keep `kept` as staging memory for the two batches: a batch that fits never fails because the arena is full. Empty
+  // spans: keep none. Precondition: under_way() == 0
   void keep_staging(std::array<HostArena::Span, 2> kept);
-  uint64_t kept_staging() const;  // of each
+  uint64_t kept_staging() const;  // bytes, for each of the two batches
 
  private:
   struct Place;
@@ -63,7 +66,7 @@ class BatchCopier {
   static void take_places(Place& place);
   static void read(Place& place);
   bool digested_on_the_way(const Place& place) const;
-  Status check(const Place& place, size_t i) const;  // of what goes up: its size, and its digest where that is due now
+  Status check(const Place& place, size_t i) const;  // size, and digest if it is due now
   void list_copies(Place& place);
   void enqueue(Place& place, std::span<const Copy> copies);
   DrainResult prove(Place& place);

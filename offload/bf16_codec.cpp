@@ -15,13 +15,13 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little);
 
-constexpr size_t kFrameWords = 65'536;  // a word's number fits 16 bits
+constexpr size_t kFrameWords = 65'536;  // so a word's number fits 16 bits
 constexpr size_t kHeaderBytes = 4;
 constexpr unsigned kLastBase = 256 - kWindow;
-constexpr size_t kSampledWords = 256;  // of a frame
-constexpr size_t kSampledFrames = 8;   // of all
+constexpr size_t kSampledWords = 256;  // in each sampled frame
+constexpr size_t kSampledFrames = 8;   // in the whole input
 
-// What a sample of a frame says: the best base, and which part of the words would be escapes.
+// The result of sampling a frame: the best base, and the fraction of words that would be escapes.
 struct Sample {
   uint8_t base = 1;
   size_t words = 0;
@@ -30,7 +30,7 @@ struct Sample {
 
 Sample sample_of(const std::byte* words, size_t count) {
   std::array<uint16_t, 256> seen{};
-  const size_t step = count / kSampledWords | 1;  // odd: it meets every channel of rows of a power of two
+  const size_t step = count / kSampledWords | 1;  // odd, so that it meets every channel if rows are a power of two long
   Sample sample;
   for (size_t i = 0; i < count; i += step, ++sample.words) ++seen[exponent_of(load_word(words + 2 * i))];
   size_t inside = 0;
@@ -47,7 +47,8 @@ Sample sample_of(const std::byte* words, size_t count) {
   return sample;
 }
 
-// An escape costs three bytes, a code saves half a byte. From a sixth on nothing is saved; at an eighth too little.
+// An escape costs three bytes, a code saves half a byte. If a sixth of the words are escapes, nothing is saved; at an
+// eighth the saving is too small.
 bool pays(const Sample& sample) { return sample.escapes * 8 < sample.words; }
 
 bool pays_in_places(std::span<const std::byte> bytes) {
@@ -71,17 +72,18 @@ void put_header(std::byte* at, uint8_t base, size_t escapes) {
   store_word(at + 2, static_cast<uint16_t>(escapes));
 }
 
-// Where the frame ends that begins at `out`.
+// Encode one frame at `out`. Return its end.
 std::byte* encode_frame(const std::byte* words, size_t count, std::byte* out, Instructions instructions) {
   std::byte* const body = out + kHeaderBytes;
   if (const Sample sample = sample_of(words, count); pays(sample)) {
     std::byte* const codes = body + count;
     std::byte* const escapes = codes + codes_bytes(count);
-    const size_t most = (count - codes_bytes(count)) / kEscapeBytes;  // with more the words themselves are smaller
+    // If there are more escapes, the unchanged words are smaller.
+    const size_t most = (count - codes_bytes(count)) / kEscapeBytes;
     Parts parts{.rests = body, .codes = codes, .escapes = escapes};
     encode(words, count, sample.base, parts, escapes + most * kEscapeBytes, instructions);
     const auto found = static_cast<size_t>(parts.escapes - escapes) / kEscapeBytes;
-    if (found < most) {  // else some may have been left out
+    if (found < most) {  // else some escapes may be missing
       put_header(out, sample.base, found);
       return parts.escapes;
     }
@@ -97,7 +99,7 @@ Error damaged(std::string_view what) {
                .next_step = "use another checkpoint"};
 }
 
-// The bytes of `stored` behind its first frame, which has `count` words.
+// Decode the first frame of `stored`, which has `count` words. Return the bytes behind it.
 Result<std::span<const std::byte>> decode_frame(std::span<const std::byte> stored, size_t count, std::byte* words,
                                                 Instructions instructions) {
   if (stored.size() < kHeaderBytes) return damaged("a frame is cut off");
@@ -127,7 +129,7 @@ Result<std::span<const std::byte>> decode_frame(std::span<const std::byte> store
 
 uint64_t compressed_bound(uint64_t bytes) {
   const uint64_t frames = (bytes / 2 + kFrameWords - 1) / kFrameWords;
-  return bytes + frames * kHeaderBytes + 1;  // of an odd number of words one half byte of the codes is not used
+  return bytes + frames * kHeaderBytes + 1;  // an odd number of words leaves half a byte of codes unused
 }
 
 std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::span<std::byte> out,

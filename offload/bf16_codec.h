@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lossless compression of bf16 values to about three quarters, nearly as fast as a copy: most exponents of weights and
-// of KV lie close together, so four bits name them. The idea: SplitZip (arXiv 2605.01708); the format is of this
-// project.
+// Lossless compression of bf16 values to about three quarters of their size, nearly as fast as a copy. Most exponents
+// of weights and KV lie close together, so four bits name them. The idea is SplitZip's (arXiv 2605.01708); the format
+// is torpor's.
 //
-// The values are taken as little-endian 16-bit words, in frames of 65,536; an odd byte at the end follows as it is. A
-// frame is
+// The input is little-endian 16-bit words, in frames of 65,536 words. An odd byte at the end is stored unchanged after
+// the last frame. A frame of W words is
 //
 //   base (u8), 0 (u8), number of escapes E (u16)
 //   W bytes: each word's sign and mantissa (its bits 15 and 6 to 0)
 //   (W + 1) / 2 bytes: each word's code, four bits: 0 to 13: its exponent is base + code; 14: it is 0; 15: an escape
 //   E times: the word's number in its frame (u16), its exponent (u8)
 //
-// or, with a base of 0, the words as they are. In codes, words go in groups of 32: byte j of a group of n words holds
-// word j in its lower half and word j + (n + 1) / 2 in its upper one.
+// If `base` is 0, the words follow unchanged instead. Codes are packed in groups of 32 words: byte j of a group of n
+// words holds the code of word j in its lower half and that of word j + (n + 1) / 2 in its upper half.
 #pragma once
 
 #include <cstddef>
@@ -25,16 +25,16 @@
 
 namespace torpor::bf16 {
 
-// Most and least that compression of `bytes` can take.
+// The largest and the smallest size that `bytes` bytes can compress to.
 uint64_t compressed_bound(uint64_t bytes);
 constexpr uint64_t least_compressed(uint64_t bytes) { return bytes - bytes / 4; }
 
-// Compresses into `out`, of at least compressed_bound() bytes. The size, or no value where a sample of the words, or
-// the result, says that less than an eighth is saved: fp8, integers, fp32, noise.
+// Compress into `out`, which has at least compressed_bound() bytes. Return the compressed size. Return no value if a
+// sample of the words or the result shows that less than an eighth is saved (fp8, integers, fp32, noise).
 std::optional<uint64_t> compress_into(std::span<const std::byte> bytes, std::span<std::byte> out,
                                       Instructions instructions = fastest_instructions());
 
-// Decodes into exactly `out.size()` bytes. kCorruption when the input is damaged or has another size.
+// Decode `stored` into exactly `out.size()` bytes. kCorruption if the input is damaged or decodes to another size.
 Status decompress(std::span<const std::byte> stored, std::span<std::byte> out,
                   Instructions instructions = fastest_instructions());
 

@@ -29,7 +29,8 @@ std::byte* put_escape(std::byte* at, size_t word, uint8_t exponent) {
   return at + kEscapeBytes;
 }
 
-// Words `begin` to `end` of a frame, `begin` a whole number of groups. Moves parts.escapes on; stops at `last_escape`.
+// Encode words `begin` to `end` of a frame; `begin` is a multiple of the group size. Advance parts.escapes; stop at
+// `last_escape`.
 void encode_plain(const std::byte* words, size_t begin, size_t end, uint8_t base, Parts& parts,
                   const std::byte* last_escape) {
   for (size_t group = begin; group < end; group += kGroupWords) {
@@ -67,7 +68,7 @@ void decode_plain(const std::byte* rests, const std::byte* codes, size_t begin, 
 TORPOR_AVX2 __m256i load(const std::byte* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
 TORPOR_AVX2 void store(std::byte* at, __m256i value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), value); }
 
-// As encode_plain(), for whole groups.
+// Encode as encode_plain() does, for whole groups.
 TORPOR_AVX2 void encode_avx2(const std::byte* words, size_t end, uint8_t base, Parts& parts,
                              const std::byte* last_escape) {
   const __m256i low_byte = _mm256_set1_epi16(0xff);
@@ -90,7 +91,7 @@ TORPOR_AVX2 void encode_avx2(const std::byte* words, size_t end, uint8_t base, P
         _mm256_or_si256(_mm256_add_epi8(high, high), _mm256_and_si256(_mm256_srli_epi16(low, 7), one));
     const __m256i distances = _mm256_sub_epi8(exponents, bases);
     const __m256i outside = _mm256_cmpeq_epi8(_mm256_max_epu8(distances, window), distances);
-    const __m256i zero = _mm256_cmpeq_epi8(exponents, _mm256_setzero_si256());  // outside too, as no base is 0
+    const __m256i zero = _mm256_cmpeq_epi8(exponents, _mm256_setzero_si256());  // also in `outside`: no base is 0
     const __m256i codes =
         _mm256_add_epi8(_mm256_and_si256(_mm256_or_si256(distances, outside), four_bits), zero);  // 15 - 1 is kZeroCode
     const __m128i both =
@@ -104,7 +105,7 @@ TORPOR_AVX2 void encode_avx2(const std::byte* words, size_t end, uint8_t base, P
   }
 }
 
-// Of each code: its exponent's bits 7 to 1, and bit 0, where they stand in the bytes of a word.
+// For each code, the exponent's bits 7 to 1, and bit 0, at their positions in the bytes of a word.
 class ExponentTables {
  public:
   explicit ExponentTables(uint8_t base) {
@@ -144,26 +145,26 @@ TORPOR_AVX2 void decode_avx2(const std::byte* rests, const std::byte* codes, siz
 
 #pragma GCC diagnostic push
 #if !defined(__clang__)
-// By values that its own headers leave undefined on purpose (g++'s bug 105593).
+// GCC's own headers leave values undefined on purpose, which it warns of (g++ bug 105593).
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
 TORPOR_AVX512 __m512i wide(const std::byte* at) { return _mm512_loadu_si512(at); }
 
-// `bit` of the mask set: of `yes`, else of `no`.
+// Return the bytes of `yes` where the mask's bit is set, else those of `no`.
 TORPOR_AVX512 __m512i choose(__m512i mask, __m512i yes, __m512i no) {
   return _mm512_ternarylogic_epi64(mask, yes, no, 0xca);
 }
 
-// The numbers of every second byte of 128, from `first` on.
+// Return the numbers of every second byte of 128, from `first` on.
 TORPOR_AVX512 __m512i every_second(unsigned first) {
   alignas(64) std::array<uint8_t, 64> numbers;
   for (unsigned i = 0; i < 64; ++i) numbers[i] = static_cast<uint8_t>(2 * i + first);
   return _mm512_load_si512(numbers.data());
 }
 
-// As encode_plain(), for pairs of groups.
+// Encode as encode_plain() does, for pairs of groups.
 TORPOR_AVX512 void encode_avx512(const std::byte* words, size_t end, uint8_t base, Parts& parts,
                                  const std::byte* last_escape) {
   const __m512i lower = every_second(0);
@@ -174,7 +175,7 @@ TORPOR_AVX512 void encode_avx512(const std::byte* words, size_t end, uint8_t bas
   const __m512i zero_code = _mm512_set1_epi8(kZeroCode);
   const __m512i escape_code = _mm512_set1_epi8(kEscapeCode);
   const __m512i bases = _mm512_set1_epi8(static_cast<char>(base));
-  const __m512i halves = _mm512_setr_epi64(0, 1, 4, 5, 2, 3, 6, 7);  // first those of both groups' lower codes
+  const __m512i halves = _mm512_setr_epi64(0, 1, 4, 5, 2, 3, 6, 7);  // first the lower codes of both groups
   for (size_t pair = 0; pair < end; pair += kPairWords) {
     const __m512i a = wide(words + 2 * pair);
     const __m512i b = wide(words + 2 * pair + 64);
@@ -184,7 +185,7 @@ TORPOR_AVX512 void encode_avx512(const std::byte* words, size_t end, uint8_t bas
     const __m512i exponents = choose(one, _mm512_srli_epi16(low, 7), _mm512_add_epi8(high, high));
     const __m512i distances = _mm512_sub_epi8(exponents, bases);
     const __mmask64 outside = _mm512_cmpge_epu8_mask(distances, window);
-    const __mmask64 zero = _mm512_testn_epi8_mask(exponents, exponents);  // outside too, as no base is 0
+    const __mmask64 zero = _mm512_testn_epi8_mask(exponents, exponents);  // also in `outside`: no base is 0
     const __m512i escapes = _mm512_mask_mov_epi8(distances, outside, escape_code);
     const __m512i codes = _mm512_permutexvar_epi64(halves, _mm512_mask_mov_epi8(escapes, zero, zero_code));
     const __m256i both =
@@ -206,7 +207,7 @@ TORPOR_AVX512 void decode_avx512(const std::byte* rests, const std::byte* codes,
   const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
   const __m256i four_bits = _mm256_set1_epi8(15);
   const __m512i halves = _mm512_setr_epi64(0, 1, 4, 5, 2, 3, 6, 7);
-  alignas(64) std::array<uint8_t, 64> numbers;  // of bytes of words: lower and upper ones in turn
+  alignas(64) std::array<uint8_t, 64> numbers;  // indices of bytes of words: lower and upper byte in turn
   for (unsigned i = 0; i < 64; ++i) numbers[i] = static_cast<uint8_t>(i / 2 + i % 2 * 64);
   const __m512i first = _mm512_load_si512(numbers.data());
   const __m512i second = _mm512_add_epi8(first, _mm512_set1_epi8(32));

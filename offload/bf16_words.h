@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The words of a frame of compressed bf16 values (bf16_codec.h), taken apart and put together, by the widest
-// instructions that the processor has.
+// Encoding and decoding the words of one frame of compressed bf16 values (bf16_codec.h), with the widest instructions
+// that the processor has. Pure functions, thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace torpor::bf16 {
 
-// By which instructions the words are taken apart and put together: those of all processors, AVX2, or AVX-512 with BW
-// and VBMI. The bytes are the same. A processor that has one of them has those before it, too.
+// The instruction set to use: baseline, AVX2, or AVX-512 with BW and VBMI. A processor that has one has all those
+// before it. The result does not depend on the choice.
 enum class Instructions : uint8_t { kPlain, kAvx2, kAvx512 };
 Instructions fastest_instructions();  // of this processor
 
@@ -27,23 +27,23 @@ inline uint16_t load_word(const std::byte* at) {
 }
 inline void store_word(std::byte* at, uint16_t word) { std::memcpy(at, &word, sizeof word); }
 inline uint8_t exponent_of(uint16_t word) { return static_cast<uint8_t>(word >> 7); }
-// `rest`: sign and mantissa.
+// Return the word with this sign and mantissa (`rest`) and `exponent`.
 inline uint16_t word_of(uint8_t rest, uint8_t exponent) {
   return static_cast<uint16_t>((rest & 0x80) << 8 | exponent << 7 | (rest & 0x7f));
 }
 
-// Where the parts of one frame go.
+// The output positions of the parts of one frame.
 struct Parts {
   std::byte* rests;
   std::byte* codes;
   std::byte* escapes;
 };
 
-// `count` words of a frame. Moves parts.escapes on; stops at `last_escape`. The bytes do not depend on `instructions`.
+// Encode `count` words of a frame. Advance parts.escapes; stop if it reaches `last_escape`.
 void encode(const std::byte* words, size_t count, uint8_t base, Parts& parts, const std::byte* last_escape,
             Instructions instructions);
 
-// The other way; words with an escape come with an exponent of 0.
+// Decode `count` words. A word whose code is an escape gets an exponent of 0.
 void decode(const std::byte* rests, const std::byte* codes, size_t count, uint8_t base, std::byte* words,
             Instructions instructions);
 

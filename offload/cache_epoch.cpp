@@ -17,7 +17,7 @@ constexpr uint32_t kNumbers = 1u << 30;
 
 std::string name_of(uint32_t number) { return fmt::format("{}{}", kPrefix, number); }
 
-// Numbers of the files that are there, the last one first.
+// Return the numbers of the files that exist, the newest first.
 Result<std::vector<uint32_t>> numbers_in(const Directory& directory) {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory.list());
   std::vector<uint32_t> numbers;
@@ -37,7 +37,7 @@ bool is_word(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
 }
 
-// kCorruption: it was not written whole, or is no word.
+// Return the word in the file. kCorruption if it was not written whole, or is not a word.
 Result<std::string> read_word(const Directory& directory, uint32_t number) {
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory.open_file(name_of(number)));
   TORPOR_ASSIGN_OR_RETURN(const uint64_t bytes, file->size());
@@ -59,13 +59,13 @@ Status write_word(FileSystem& files, const std::string& path, const std::string&
     TORPOR_RETURN_IF_ERROR(file->sync());
   }
   TORPOR_RETURN_IF_ERROR(directory->sync());
-  for (const uint32_t number : there) (void)directory->remove_file(name_of(number));  // the last one counts
+  for (const uint32_t number : there) (void)directory->remove_file(name_of(number));  // the newest file counts
   return ok();
 }
 
 }  // namespace
 
-// Where the last one was being written when the machine stopped, the one before it is still there, and counts.
+// If the machine stopped while the newest file was being written, the file before it still exists, and counts.
 Result<std::string> cache_epoch(FileSystem& files, const std::string& path) {
   return try_catch([&]() -> Result<std::string> {
     const Result<std::unique_ptr<Directory>> directory = files.open_directory(path, false);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The word in the name of a namespace that changes when the tiers are to forget. What was stored under another one is
-// found by nobody, after a restart neither. It lies beside the stores, as files `space-N` of which the last whole one
-// counts; it is durable before anything is stored under it.
+// The cache epoch: a word in the name of a namespace. A new word makes all stores forget: blocks stored under another
+// word are never found, not even after a restart. The word lies beside the stores, in files `space-N`; the last file
+// that is whole counts. It is durable before anything is stored under it.
+//
+// Threads: one caller at a time for a directory.
 #pragma once
 
 #include <string>
@@ -11,19 +13,21 @@
 
 namespace torpor {
 
-inline constexpr size_t kCacheEpochBytes = 32;  // of 0-9 and a-f
+inline constexpr size_t kCacheEpochBytes = 32;  // characters 0-9 and a-f
 
-// Empty: nobody ever asked to forget. kCorruption, or what the system says: which word it was is not known.
+// Return the word in `directory`; empty if it was never renewed. kCorruption, or the error of the file system, if the
+// word cannot be read.
 Result<std::string> cache_epoch(FileSystem& files, const std::string& directory);
 
-// For this process even where it cannot be kept; then those that follow may find what was stored before.
+// A new word. It applies to this process even if `kept` is an error; then a later process may find older blocks.
 struct RenewedEpoch {
   std::string word;
   Status kept;
 };
+// Make a new word and write it to `directory`.
 RenewedEpoch renew_cache_epoch(FileSystem& files, const std::string& directory);
 
-// One that no process has had.
+// Return a random word that no other process has.
 std::string random_cache_epoch();
 
 }  // namespace torpor

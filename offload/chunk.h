@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunk: the unit in which bytes are saved, proven and restored: a piece of a region, or one KV block over all layers.
+// Chunk: the unit that is saved, verified and restored: a piece of a region, or one KV block over all layers. Values.
 #pragma once
 
 #include <compare>
@@ -30,27 +30,27 @@ struct DevicePiece {
   uint64_t bytes = 0;
 };
 
-// Where a chunk's bytes lie in device memory, in order.
+// The pieces of device memory that hold a chunk, in order.
 struct ChunkPlan {
   ChunkKey key;
   std::vector<DevicePiece> pieces;
   uint64_t bytes() const;
 };
 uint64_t bytes_of(std::span<const ChunkPlan> plans);
-// Return the end of a job that begins at `first`: it has at most `most` bytes, each chunk in whole pages, or one chunk.
-// The staging memory of its batches is never more than that.
+// Return the end of a job that begins at chunk `first`. The job has at most `most` bytes, with each chunk rounded up to
+// whole pages, or it is one larger chunk. Its batches need no more staging memory than that.
 size_t end_of_job(std::span<const ChunkPlan> plans, size_t first, uint64_t most);
 
-// A chunk that was saved: what it is, what its bytes hash to, where it lies in its store.
+// A chunk that was saved: its key, its digest, and where its store has it.
 struct SavedChunk {
   ChunkKey key;
   uint64_t bytes = 0;  // in device memory
   Digest digest;       // of these bytes
   Codec codec = Codec::kNone;
-  uint64_t offset = 0;        // in its store: in its file; in a HostTier, its number there; in a SlotStore, its slot
-  uint64_t stored_bytes = 0;  // in its store
-  uint32_t file = 0;          // which of a rank's files it lies in; 0: the rank's own
-  SealTag seal{};             // of the stored bytes, if the checkpoint is sealed
+  uint64_t offset = 0;        // DiskTier: offset in the file; HostTier: position in its list; SlotStore: slot
+  uint64_t stored_bytes = 0;  // size in the store
+  uint32_t file = 0;          // index into the rank's files; 0: the rank's own
+  SealTag seal{};             // over the stored bytes, if the checkpoint is sealed
   friend bool operator==(const SavedChunk&, const SavedChunk&) = default;
 };
 

@@ -18,7 +18,7 @@ Error damaged(std::string what) {
   return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
 }
 
-// zstd's working memory, kept by each thread: making it anew costs more than compressing a small chunk.
+// zstd's working memory, one for each thread: allocating it anew costs more than compressing a small chunk.
 using Compressor = std::unique_ptr<ZSTD_CCtx, size_t (*)(ZSTD_CCtx*)>;
 using Decompressor = std::unique_ptr<ZSTD_DCtx, size_t (*)(ZSTD_DCtx*)>;
 ZSTD_CCtx* compressor() {

@@ -28,7 +28,7 @@ struct alignas(kPage) Page {
   std::array<std::byte, kPage> bytes{};
 };
 
-// How it lies in its file. The seal knows it by its key.
+// Return the chunk as a record of its file. The seal binds it to its key.
 FileRecord record_of(const SavedChunk& chunk, std::span<std::byte> bytes, const RecordFile& file) {
   return {.bytes = bytes,
           .key = file.sealed() ? chunk.key.to_string() : std::string(),
@@ -90,7 +90,7 @@ Status DiskTier::prepare(uint64_t bytes, uint64_t chunks) {
   return sources_[0].opened.file->preallocate(end_ + bytes + chunks * kPage + kMiB);
 }
 
-// Take the next place in the file for a record of so many bytes, up to a whole page.
+// Reserve the next offset in the file for a record of so many bytes, a multiple of the page size.
 uint64_t DiskTier::take_place(uint64_t padded_bytes) {
   uint64_t end = end_;
   while (!end_.compare_exchange_weak(end, record_offset(end, padded_bytes) + padded_bytes)) {}
@@ -105,7 +105,7 @@ void DiskTier::put(std::span<RecordPart> parts) {
   std::span<std::byte> room = scratch->room(most);
   const bool enough = room.size() >= most;
   std::vector<FilePart> writes;
-  std::vector<size_t> owner;  // of each write
+  std::vector<size_t> owner;  // the part of each write
   for (size_t i = 0; i < parts.size(); ++i) {
     RecordPart& part = parts[i];
     SavedChunk& chunk = *part.chunk;
@@ -127,7 +127,7 @@ void DiskTier::put(std::span<RecordPart> parts) {
   for (size_t w = 0; w < writes.size(); ++w) parts[owner[w]].status = std::move(writes[w].status);
 }
 
-// Whether the record can be true at all; `bytes` is what the reader expects.
+// Check that the record can be true; `bytes` is the size that the reader expects.
 Status DiskTier::check(const SavedChunk& chunk, uint64_t bytes) const {
   if (chunk.file >= sources_.size()) {
     return Error{.code = Code::kCorruption,
@@ -147,8 +147,8 @@ Status DiskTier::check(const SavedChunk& chunk, uint64_t bytes) const {
 }
 
 void DiskTier::get(std::span<RecordPart> parts) {
-  std::vector<std::vector<FileRecord>> records(sources_.size());  // of each file
-  std::vector<size_t> place(parts.size());                        // of each part among its file's
+  std::vector<std::vector<FileRecord>> records(sources_.size());  // for each file
+  std::vector<size_t> place(parts.size());                        // for each part, its index among its file's records
   uint64_t most = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
     RecordPart& part = parts[i];
@@ -172,7 +172,7 @@ void DiskTier::get(std::span<RecordPart> parts) {
 
 Status DiskTier::finish() {
   File& file = *sources_[0].opened.file;
-  TORPOR_RETURN_IF_ERROR(file.truncate(end_));  // what prepare() reserved too much goes; the last page is filled up
+  TORPOR_RETURN_IF_ERROR(file.truncate(end_));  // give back what prepare() reserved too much; fill up the last page
   return file.sync();
 }
 

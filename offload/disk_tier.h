@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // DiskTier: chunks in a rank's chunk file: a header page, then the chunks, each at a multiple of 4096 bytes, compressed
-// and sealed if wished. The file has no index: the caller keeps each chunk's SavedChunk (a checkpoint: in its manifest)
-// and needs it to read the chunk back. checkpoint/FORMAT.md has the bytes.
+// and sealed if the options say so. The file has no index: the caller keeps each chunk's SavedChunk (a checkpoint: in
+// its manifest) and needs it to read the chunk back. checkpoint/FORMAT.md describes the bytes.
 //
-// Memory beside the callers': one batch of stored bytes for each thread that calls.
+// Threads: as RecordStore. Each thread that calls uses memory for one batch of stored bytes.
 #pragma once
 
 #include <atomic>
@@ -23,23 +23,23 @@ struct ChunkFileOptions {
   int32_t rank = 0;
   CompressionOptions compression{.codec = Codec::kNone};
   std::shared_ptr<const Seal> seal;         // null: neither authenticated nor encrypted
-  std::shared_ptr<ProgressMeter> progress;  // may be null; a cancelled one fails put() and get() with kAborted
+  std::shared_ptr<ProgressMeter> progress;  // may be null; after a cancel, put() and get() fail with kAborted
   FileIo io = FileIo::kFastest;
 };
 
-// An existing chunk file and what is needed to read it.
+// An existing chunk file and its seal.
 struct OpenChunkFile {
   std::unique_ptr<File> file;
-  std::shared_ptr<const Seal> seal;  // null: it is not sealed
+  std::shared_ptr<const Seal> seal;  // null: the file is not sealed
 };
 
 class DiskTier final : public RecordStore {
  public:
-  // A new file in `directory`, for writing (and reading back what was written to it).
+  // Create a file in `directory`, for writing, and for reading back the chunks that were written.
   static Result<std::unique_ptr<DiskTier>> create(Directory& directory, std::string_view name,
                                                   ChunkFileOptions options);
-  // Existing ones of one rank, for reading; SavedChunk::file counts into `files`. kCorruption when a header is not that
-  // of a chunk file, kIncompatible when it is of another version or rank.
+  // Open existing chunk files of one rank for reading; SavedChunk::file is an index into `files`. kCorruption if a
+  // header is not that of a chunk file; kIncompatible if it has another version or rank.
   static Result<std::unique_ptr<DiskTier>> open(std::vector<OpenChunkFile> files, int32_t rank,
                                                 std::shared_ptr<ProgressMeter> progress = nullptr);
 
@@ -49,7 +49,7 @@ class DiskTier final : public RecordStore {
   void get(std::span<RecordPart> parts) override;
   Status finish() override;
 
-  uint64_t file_bytes() const { return end_; }  // of the new file; exact after finish()
+  uint64_t file_bytes() const { return end_; }  // size of the created file; exact after finish()
 
  private:
   struct Source {
@@ -65,7 +65,7 @@ class DiskTier final : public RecordStore {
   const StoreTraits traits_{.kind = "disk"};
   ChunkFileOptions options_;
   std::vector<Source> sources_;
-  std::atomic<uint64_t> end_ = 0;  // where the next chunk goes
+  std::atomic<uint64_t> end_ = 0;  // offset of the next chunk
   ScratchPool scratch_;
 };
 

@@ -15,7 +15,7 @@ namespace {
 constexpr uint64_t kSlotsOfWhole = 384;
 constexpr uint64_t kPackedAlignment = 64;  // a cache line
 
-// bf16 KV gets to 0.759 of its size (codec_bench; docs/measurements.md, "Disk"); this is 0.766.
+// bf16 KV compresses to 0.759 of its size (codec_bench; docs/measurements.md, "Disk"); this is 0.766.
 uint64_t bytes_of_slot(uint64_t slot_bytes, Codec codec) {
   return codec == Codec::kNone ? align_up(slot_bytes, kPage)
                                : align_up(slot_bytes - slot_bytes / 64 * 15, kPackedAlignment);
@@ -83,7 +83,8 @@ Error HostStore::wrong_part(StoreSlot slot, uint64_t bytes) const {
 }
 
 void HostStore::end_use(int32_t whole) {
-  if (whole >= 0 && --whole_uses_[static_cast<size_t>(whole)] == 0) whole_free_.push_back(whole);  // has room for all
+  // push_back() allocates nothing: the vector has capacity for all overflow slots.
+  if (whole >= 0 && --whole_uses_[static_cast<size_t>(whole)] == 0) whole_free_.push_back(whole);
 }
 
 void HostStore::forget(Content& content) {
@@ -145,10 +146,10 @@ void HostStore::count_failed(const Error& error) {
     before = health_.write_errors++;
     health_.reason = error.what;
   }
-  if (before == 0) log().warn("KV in host memory: {}; it is not kept there", error.what);  // and then counted
+  if (before == 0) log().warn("KV in host memory: {}; it is not kept there", error.what);  // later ones are counted
 }
 
-// Into `room` first: how much a block needs is known then.
+// Encode into `room` first: only then is the size known, and whether the block needs an overflow slot.
 Status HostStore::put_one(RecordPart& part, std::span<std::byte> room) {
   const StoreSlot slot = slot_of(part);
   if (!has(slot) || part.bytes.empty() || part.bytes.size() > options_.slot_bytes)
@@ -181,7 +182,7 @@ Status HostStore::put_one(RecordPart& part, std::span<std::byte> room) {
   return ok();
 }
 
-// A slot's content for as long as its bytes are read: a whole place is given to no other block meanwhile.
+// The content of a slot while its bytes are read. Meanwhile its overflow slot is not given to another block.
 class HostStore::Reading {
  public:
   Reading(HostStore& store, StoreSlot slot) : store_(store) {

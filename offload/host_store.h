@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// HostStore: blocks in host memory: slots of one size in the arena, each at a multiple of 4096, or of 64 where they are
-// packed. Used again and again; what is put into a used slot replaces what was there. Nothing outlives it.
+// HostStore: KV blocks in host memory: slots of one size in the arena, reused. Each slot lies at a multiple of 4096, or
+// of 64 if blocks are packed. A put into a used slot replaces its content. The content ends with the process.
 //
-// With a codec each block is packed on its way in and unpacked on its way out, by the thread that puts and gets it: the
-// store is not addressable then. A slot has room for a block that gets as small as bf16 values of KV do. One that stays
-// larger lies in one of a few whole places; while all of them are in use it is not kept: kResourceExhausted. Each
-// thread that packs leaves memory of a block's size behind, outside of the arena.
+// With a codec, the thread that puts or gets a block packs or unpacks it, and the store is not addressable. A slot then
+// fits a block of bf16 values of KV once it is packed. A block that stays larger goes to one of a few overflow slots.
+// If all of these are in use, the block is not stored: kResourceExhausted. Each thread that packs keeps memory of a
+// block's size, outside of the arena.
+//
+// Threads: as SlotStore.
 #pragma once
 
 #include <memory>
@@ -21,17 +23,18 @@ namespace torpor {
 
 struct HostStoreOptions {
   int32_t slots = 0;
-  uint64_t slot_bytes = 0;         // most of a block
+  uint64_t slot_bytes = 0;         // largest size of a block
   Codec codec = Codec::kNone;      // or bf16
-  std::optional<int32_t> whole{};  // places of slot_bytes beside packed slots; none given: one for 384 slots
-  uint64_t bytes() const;          // of the arena; 0: the options are wrong
+  std::optional<int32_t> whole{};  // overflow slots of slot_bytes; no value: one for 384 slots
+  uint64_t bytes() const;          // needed in the arena; 0: the options are invalid
 };
 
 class HostStore final : public SlotStore {
  public:
-  // `arena` outlives the result. kResourceExhausted when it has no room for all slots.
+  // Allocate all slots. `arena` outlives the result. kInvalidArgument if the options are invalid; kResourceExhausted if
+  // the arena has no space for all slots.
   static Result<std::unique_ptr<HostStore>> create(HostArena& arena, HostStoreOptions options);
-  // As many as have room in so many bytes of the arena.
+  // Return how many slots fit into `bytes` bytes of the arena.
   static uint64_t slots_in(uint64_t bytes, uint64_t slot_bytes, Codec codec);
 
   const StoreTraits& traits() const override { return traits_; }
@@ -42,18 +45,19 @@ class HostStore final : public SlotStore {
   void drop(std::span<const SlotRange> ranges) override;
   Status sync() override { return ok(); }
   StoreHealth health() const override;
-  // What was put there, or placed and proven, as it lies there; none: nothing was.
+  // The content of a slot, in its stored form.
   struct Stored {
     StoredRecord record;
-    std::span<std::byte> bytes;  // record.stored many
+    std::span<std::byte> bytes;  // record.stored bytes
   };
+  // Return the content of a slot that was put, or placed and proven; no value if there is none.
   std::optional<Stored> stored(StoreSlot slot) const;
 
  private:
   struct Content {
     StoredRecord record;
-    int32_t whole = -1;  // the whole place that has it; -1: the slot has
-    bool found = false;  // else only placed
+    int32_t whole = -1;  // the overflow slot that has the bytes; -1: the slot itself
+    bool found = false;  // false: only placed
   };
   class Reading;
   HostStore(HostStoreOptions options, HostArena::Span memory);
@@ -71,11 +75,11 @@ class HostStore final : public SlotStore {
 
   const HostStoreOptions options_;
   const StoreTraits traits_;
-  const HostArena::Span memory_;  // the slots, and behind them the whole places
+  const HostArena::Span memory_;  // the slots, then the overflow slots
   ScratchPool scratch_;
   mutable Mutex mutex_;  // never held over a copy
   std::vector<Content> contents_ TORPOR_GUARDED_BY(mutex_);
-  std::vector<int32_t> whole_uses_ TORPOR_GUARDED_BY(mutex_);  // by the slot that has it, and by who reads there
+  std::vector<int32_t> whole_uses_ TORPOR_GUARDED_BY(mutex_);  // by overflow slot: its slot and its readers
   std::vector<int32_t> whole_free_ TORPOR_GUARDED_BY(mutex_);
   StoreHealth health_ TORPOR_GUARDED_BY(mutex_);
 };

@@ -55,7 +55,7 @@ void HostTier::put(std::span<RecordPart> parts) {
   for (RecordPart& part : parts) part.status = pack(part, room);
 }
 
-// Into `room` first: so the arena is asked for what is needed to the end, and no more.
+// Encode into `room` first, so that the arena is asked for the final size, and no more.
 Status HostTier::pack(RecordPart& part, std::span<std::byte> room) {
   SavedChunk& chunk = *part.chunk;
   const auto [stored, codec] = encode(part.bytes, room, {.codec = codec_});
@@ -101,7 +101,7 @@ std::span<std::byte> HostTier::view(const SavedChunk& chunk) {
 
 void HostTier::abandon(std::unique_ptr<HostTier> tier) noexcept {
   static Mutex mutex;
-  static const HostTier* last = nullptr;  // of a list, so that who looks for leaks finds each
+  static const HostTier* last = nullptr;  // head of a list, so that leak checkers find each tier
   if (tier == nullptr) return;
   const MutexLock lock(mutex);
   tier->abandoned_before_ = last;

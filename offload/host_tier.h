@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// HostTier: chunks in the host arena, one span each, or in memory that somebody lends. Destroying it gives the memory
+// HostTier: chunks in the host arena, one span each, or in memory that an owner lends. The destructor gives the spans
 // back to the arena.
 //
-// With a codec each chunk is packed on its way in and unpacked on its way out, in pieces of memory of the caller's: the
-// tier is not addressable then. What does not get smaller, or what there is no memory to pack, lies there as it is.
-// Each takes whole pages. Until finish() the tier also has memory for a packed chunk for each thread that puts some,
-// and the arena brings up what is missing.
+// With a codec, the thread that puts or gets a chunk packs or unpacks it in the caller's memory, and the tier is not
+// addressable. A chunk that does not get smaller, or for which there is no memory to pack it, is stored unchanged. Each
+// chunk takes whole pages. Until finish(), the tier also has memory for a packed chunk for each thread that puts, and
+// the arena prefaults the memory that prepare() asked for.
+//
+// Threads: as RecordStore.
 #pragma once
 
 #include <memory>
@@ -26,10 +28,11 @@ class HostTier final : public RecordStore {
         arena_(arena),
         codec_(codec) {}
   const StoreTraits& traits() const override { return traits_; }
-  // Packed: as much as they need at least. Of much that is missing, a piece is there when it returns.
+  // Prefault memory for the chunks; for packed chunks, as much as they need at least. If much is missing, a part of it
+  // is ready on return.
   Status prepare(uint64_t bytes, uint64_t chunks) override;
   Result<std::span<std::byte>> place(SavedChunk& chunk) override;
-  std::span<std::byte> view(const SavedChunk& chunk) override;  // empty for a packed one, too
+  std::span<std::byte> view(const SavedChunk& chunk) override;  // empty for a packed chunk too
   void put(std::span<RecordPart> parts) override;
   void get(std::span<RecordPart> parts) override;
   Status finish() override {
@@ -37,15 +40,18 @@ class HostTier final : public RecordStore {
     ahead_ = {};
     return ok();
   }
-  // A chunk whose bytes lie in the arena already; fills its offset. Takes memory first, then the span.
+  // Add a chunk whose bytes are in `span` already; set its offset. Takes `span` only after memory for the entry was
+  // allocated.
   void adopt(SavedChunk& chunk, HostArena::Span&& span);
-  // A chunk whose bytes, encoded so, lie in memory of `owner`, who changes nothing there for as long as this tier may
-  // be asked for it; fills its offset. All of a tier have one owner, which is kept. Precondition: readable(codec)
+  // Add a chunk whose bytes, encoded with `codec`, lie in memory of `owner`; set its offset. `owner` must not change
+  // them while this tier can be read. All borrowed chunks of a tier have one owner, which the tier keeps alive.
+  // Precondition: readable(codec)
   void borrow(SavedChunk& chunk, std::span<std::byte> bytes, Codec codec, std::shared_ptr<const void> owner);
   bool readable(Codec codec) const { return codec == Codec::kNone || codec == codec_; }
-  // The memory of a chunk of this tier, which is in it no more; empty if it is not there, or borrowed.
+  // Remove a chunk from this tier and return its memory; empty if the tier does not have it, or borrowed it.
   HostArena::Span release(const SavedChunk& chunk) noexcept;
-  // A copy may still read or write there: it is kept until the process ends. Null is nothing. Takes no memory.
+  // Keep `tier` until the process ends, because a copy may still read or write its memory. Ignores null. Allocates
+  // nothing.
   static void abandon(std::unique_ptr<HostTier> tier) noexcept;
 
  private:
@@ -56,7 +62,7 @@ class HostTier final : public RecordStore {
   HostArena& arena_;
   const Codec codec_;
   ScratchPool scratch_;
-  HostArena::Ahead ahead_;  // ends before the spans go
+  HostArena::Ahead ahead_;  // destroyed before the spans
   const HostTier* abandoned_before_ = nullptr;
   Mutex mutex_;
   struct Place {
@@ -64,7 +70,7 @@ class HostTier final : public RecordStore {
     std::span<std::byte> bytes;
   };
   std::shared_ptr<const void> lender_ TORPOR_GUARDED_BY(mutex_);
-  std::vector<Place> places_ TORPOR_GUARDED_BY(mutex_);  // SavedChunk::offset is the position in it
+  std::vector<Place> places_ TORPOR_GUARDED_BY(mutex_);  // indexed by SavedChunk::offset
 };
 
 }  // namespace torpor

@@ -10,8 +10,8 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kLeastBatchBytes = 256 * kKiB;  // less is not worth a hand-over to another thread
-// Two batches a thread are under way; with fewer in a job some threads would have nothing to do.
+constexpr uint64_t kLeastBatchBytes = 256 * kKiB;  // a smaller batch is not worth handing to another thread
+// Each thread has two batches under way. If a job had fewer, some threads would have no work.
 constexpr uint64_t kBatchesPerThread = 2;
 
 }  // namespace
@@ -51,7 +51,7 @@ size_t Lane::drop(JobRecord& record, BlockOutcome outcome) noexcept {
   for (; record.begun < record.job.chunks.size(); ++record.begun) {
     ChunkTransfer& chunk = record.job.chunks[record.begun];
     chunk.outcome = outcome;
-    chunk.status = Error{.code = Code::kAborted, .what = "cancelled"};  // words that need no memory
+    chunk.status = Error{.code = Code::kAborted, .what = "cancelled"};  // a text that needs no allocation
   }
   std::erase(waiting_, &record);
   return dropped;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What became of a chunk or block that was to be moved. Each that is given to a pipeline or to the transfer engine ends
-// as exactly one of these, and is counted (I6).
+// The outcome of moving a chunk or a block. Each chunk or block that enters a pipeline or the transfer engine ends with
+// exactly one outcome, and is counted by it (I6). Values.
 #pragma once
 
 #include <array>
@@ -11,20 +11,20 @@ namespace torpor {
 
 enum class BlockOutcome : uint8_t {
   kTransferred,  // proven, and visible in the target store
-  kPresent,      // it was there already, or on its way
-  kFiltered,     // a policy said no
+  kPresent,      // the target had it already, or it was on its way
+  kFiltered,     // a policy excluded it
   kPolicyTimeout,
   kCancelled,  // before a byte of it moved
   kPreconditionFailed,
-  kEvicted,  // its source was gone when it was to be kept
-  kNoRoom,   // the target store has no room
+  kEvicted,  // its source was evicted before it could be held
+  kNoRoom,   // the target store is full
   kQueueFull,
-  kDegraded,  // the target store takes nothing for now: its medium failed
-  kFailed,    // the copy failed, and is proven over
+  kDegraded,  // the target store accepts nothing for now: its medium failed
+  kFailed,    // the copy failed, and is proven finished
   kUnproven,  // the copy may still be running; both sides are quarantined
   kShutDown,
-  kDamaged,  // what was to come up is not there any more as it was stored: a miss from now on
-  kAbsent,   // it was asked for, and is not there
+  kDamaged,  // the stored bytes of a load are gone or changed: a miss from now on
+  kAbsent,   // looked up, and not there
 };
 inline constexpr int kBlockOutcomes = 15;
 std::string_view name(BlockOutcome outcome);  // "transferred", "present", …

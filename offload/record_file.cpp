@@ -9,7 +9,7 @@
 namespace torpor {
 namespace {
 
-// Return what the seal binds beside the place: the record's key, its size and its codec.
+// Return what the seal binds in addition to the position: the record's key, its size and its codec.
 std::string sealed_name(const FileRecord& record) {
   return fmt::format("{} of {} bytes, {}", record.key, record.bytes.size(), name(record.codec));
 }

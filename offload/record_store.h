@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// RecordStore: a place below device memory where records are put and found again: pieces of regions, or KV blocks. The
-// transfer engine moves their bytes there and back.
+// RecordStore: stores records below device memory: pieces of regions, or KV blocks. The transfer engine moves their
+// bytes.
 //
-// Two kinds. One finds a place for each record itself, which the caller keeps (SavedChunk::offset, file): HostTier in
-// the arena, DiskTier (a checkpoint's chunk file), RankWriter (a checkpoint that is being written). The other,
-// SlotStore (offload/slot_store.h), has numbered slots: the caller says which, and the store knows what is in it.
+// There are two kinds. One allocates space for each record itself, and the caller keeps where (SavedChunk::offset,
+// file): HostTier in the arena, DiskTier in a checkpoint's chunk file, RankWriter in a checkpoint that is being
+// written. The other, SlotStore (offload/slot_store.h), has numbered slots: the caller names the slot, and the store
+// knows its content.
 //
-// Each part of a batch has its own status: the failure of one never marks another.
+// Each part of a batch has its own status: a failed part marks no other.
 //
 // Threads: all methods but prepare() and finish() may be called from several threads at once, for different records.
 #pragma once
@@ -23,22 +24,23 @@
 namespace torpor {
 
 struct StoreTraits {
-  std::string_view kind;          // "host", "disk", "remote"
-  bool in_memory = false;         // of this machine
-  bool addressable = false;       // the same, as it was put: place() and view() show it
-  bool durable = false;           // SlotStore: recover() and lease()
-  bool shared = false;            // on another machine, and others fill it, too: get() and find() by key
-  uint64_t record_bytes = 0;      // SlotStore: most bytes of one record
-  int32_t slots_per_segment = 0;  // SlotStore: slots n * this and the following ones go together, and are used once;
-                                  // 0: each slot by itself, again and again
+  std::string_view kind;      // "host", "disk", "remote"
+  bool in_memory = false;     // in memory of this machine
+  bool addressable = false;   // in memory, unencoded: place() and view() return it
+  bool durable = false;       // SlotStore: has recover() and lease()
+  bool shared = false;        // on another machine, filled by others too: get() and find() use the key
+  uint64_t record_bytes = 0;  // SlotStore: largest size of one record
+  // SlotStore: slots [n * this, (n + 1) * this) form a segment; they are dropped together and used once. 0: each slot
+  // stands alone and is reused.
+  int32_t slots_per_segment = 0;
 };
 
-// One record on its way into a store or out of it, with its bytes outside of the store, and what became of it.
+// One record that enters or leaves a store, with its bytes outside of the store, and its status.
 struct RecordPart {
   SavedChunk* chunk = nullptr;
-  std::span<std::byte> bytes{};  // chunk->bytes many; find() needs none
+  std::span<std::byte> bytes{};  // chunk->bytes bytes; not used by find()
   Status status{};
-  const BlockKey* key = nullptr;  // SlotStore: what a block was computed from; null: not known
+  const BlockKey* key = nullptr;  // SlotStore: the block's key; null: unknown
 };
 
 class RecordStore {
@@ -46,22 +48,23 @@ class RecordStore {
   virtual ~RecordStore() = default;
   virtual const StoreTraits& traits() const = 0;
 
-  // Make room for `chunks` chunks of `bytes` in all. kResourceExhausted before anything is written. Default: nothing.
+  // Reserve space for `chunks` chunks of `bytes` bytes in all. kResourceExhausted before anything is written. Default:
+  // nothing.
   virtual Status prepare(uint64_t bytes, uint64_t chunks);
-  // Addressable: return memory into which the chunk's bytes may be written, which then counts as put(); fill codec,
-  // offset and stored_bytes.
+  // Addressable: allocate memory for the chunk and return it; bytes written there count as put(). Set codec, offset and
+  // stored_bytes.
   virtual Result<std::span<std::byte>> place(SavedChunk& chunk);
-  // Addressable: return the chunk's bytes inside the store's memory; empty if it is not there.
+  // Addressable: return the chunk's bytes in the store's memory; empty if the store does not have it.
   virtual std::span<std::byte> view(const SavedChunk& chunk);
-  // Store the parts' bytes; fill codec, offset and stored_bytes of each chunk, whose other fields are final already.
-  // The callers' memory is free when it returns. Default: copies through place().
+  // Store the parts' bytes; set codec, offset and stored_bytes of each chunk. The caller has set the other fields. The
+  // caller may reuse its memory on return. Default: copies through place().
   virtual void put(std::span<RecordPart> parts);
-  // Read the parts' chunks into their bytes, decoded but not verified. Default: copies through view().
+  // Read the parts' chunks into their bytes; decoded, not verified. Default: copies through view().
   virtual void get(std::span<RecordPart> parts);
-  // Say which of the parts' chunks are there: ok or kNotFound. Default: kUnsupported.
+  // Set each part's status: ok if the store has the chunk, else kNotFound. Default: kUnsupported.
   virtual void find(std::span<RecordPart> parts);
   Status get_one(SavedChunk chunk, std::span<std::byte> bytes);
-  // End what prepare() began, when all was put: a file is whole and synced then. Default: nothing.
+  // End what prepare() began, after the last put(): a file is then complete and synced. Default: nothing.
   virtual Status finish();
 };
 

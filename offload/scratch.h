@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// ScratchPool: page-aligned memory for the stored form of one batch, lent to one call and kept for the next. A stack,
-// so that giving memory back needs none. Threads: leases may be taken and end on any; a lease belongs to one.
+// ScratchPool: page-aligned memory for the stored form of one batch. A call leases a buffer, and the pool keeps it for
+// the next call. The pool is a stack, so that returning a buffer allocates nothing.
+//
+// Threads: any thread may begin and end a lease; one lease belongs to one thread.
 #pragma once
 
 #include <memory>
@@ -42,7 +44,7 @@ class ScratchPool {
     std::unique_ptr<Entry> entry_;
   };
 
-  void clear() noexcept {  // gives back what is not lent
+  void clear() noexcept {  // frees the buffers that are not leased
     const MutexLock lock(mutex_);
     while (idle_ != nullptr) idle_ = std::move(idle_->below);
   }

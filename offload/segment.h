@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One segment as its store knows it. All under the store's lock.
+// Segment: one segment as SegmentStore knows it. Guarded by the store's lock.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@
 
 namespace torpor {
 
-// Sizes of files. Large ones are whole MiB: then the next file is likely to begin on one too, and so its large records,
-// which are read twice as fast there (record_offset).
+// Return the unit of a file's size. Large files are whole MiB, so that the next file is likely to begin on a MiB too,
+// and with it its large records, which are then read twice as fast (record_offset).
 inline uint64_t granularity_of(uint64_t bytes) { return bytes >= 16 * kMiB ? kMiB : kPage; }
 
 inline StoredRecord stored_record(const SegmentRecord& record) {
   return {.bytes = record.bytes, .stored = record.stored, .digest = record.digest, .codec = record.codec};
 }
 
-// A file of records, and what became of each of its slots.
+// A file of records, and the state of each of its slots.
 struct Segment {
   enum class State : uint8_t { kMaking, kOpen, kEnded, kGone };
   enum class Use : uint8_t { kUnused, kWriting, kStored, kGone };
@@ -34,14 +34,15 @@ struct Segment {
   std::shared_ptr<const Seal> seal;
   std::shared_ptr<File> file;  // null: closed
   State state = State::kMaking;
-  bool finished = false;   // cut to its length
-  bool recovered = false;  // not written by this process
+  bool finished = false;   // truncated to its length
+  bool recovered = false;  // written by an earlier process
   bool name_is_durable = false;
-  uint64_t reserved = 0;            // of the disk
-  uint64_t end = kPage;             // where the next batch begins
-  uint64_t durable_end = 0;         // what lies before was synced
-  uint64_t broken_at = UINT64_MAX;  // of a batch page that is not there: what lies behind is not found after a restart
-  std::set<uint64_t> under_way;     // batches being written
+  uint64_t reserved = 0;     // bytes of the disk
+  uint64_t end = kPage;      // offset of the next batch
+  uint64_t durable_end = 0;  // everything before this offset was synced
+  // The offset of the first batch page that could not be written. Records behind it are not found after a restart.
+  uint64_t broken_at = UINT64_MAX;
+  std::set<uint64_t> under_way;  // offsets of batches that are being written
   std::vector<Place> places;
   size_t used = 0;
   uint64_t last_use = 0;

@@ -13,21 +13,21 @@ namespace {
 constexpr std::array<char, 8> kHeaderMagic = {'T', 'O', 'R', 'P', 'S', 'E', 'G', 'M'};
 constexpr std::array<char, 8> kBatchMagic = {'T', 'O', 'R', 'P', 'B', 'A', 'T', 'C'};
 constexpr uint32_t kSegmentVersion = 1;
-constexpr uint32_t kLargeNumberVersion = 2;  // of a segment whose number takes more than 32 bits
+constexpr uint32_t kLargeNumberVersion = 2;  // if the number takes more than 32 bits
 constexpr uint32_t kByteOrder = 0x01020304;
 
 struct HeaderPage {
   std::array<char, 8> magic = kHeaderMagic;
   uint32_t version = kSegmentVersion;
   uint32_t endianness = kByteOrder;
-  uint32_t number = 0;  // its lower half
+  uint32_t number = 0;  // lower 32 bits
   int32_t rank = 0;
   int32_t slots = 0;
   uint32_t protection = 0;
   Digest space;
   SealId id{};
   KeyName key_name{};
-  ManifestMac mac{};          // of the page with zeros here
+  ManifestMac mac{};          // over the page with zeros here
   uint32_t upper_number = 0;  // version 2
   uint32_t zero = 0;
 };
@@ -46,7 +46,7 @@ struct RecordEntry {
 };
 static_assert(std::is_trivially_copyable_v<RecordEntry> && sizeof(RecordEntry) == 88);
 
-struct BatchBody {  // what the tag covers
+struct BatchBody {  // the bytes that the tag covers
   uint32_t count = 0;
   uint32_t zero = 0;
   std::array<RecordEntry, kBatchRecords> records{};
@@ -81,7 +81,7 @@ SealPlace batch_place(const SegmentHeader& header, uint64_t offset) {
   return {SealPlace::Kind::kSection, header.rank, offset, kBatchName};
 }
 
-// Without a key: the segment and the place are bound in here.
+// Return the tag of a batch page without a key: a digest that binds the segment and the offset.
 SealTag digest_tag(std::span<const std::byte> body, const SegmentHeader& header, uint64_t offset) {
   StreamingDigest digest;
   digest.update(std::as_bytes(std::span(header.id)));

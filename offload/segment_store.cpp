@@ -62,7 +62,7 @@ SegmentStore::SegmentStore(std::unique_ptr<Directory> directory, std::unique_ptr
 
 SegmentStore::~SegmentStore() { remove_dropped(); }
 
-// Each record in a batch of its own, and as far from the one before it as its alignment may want.
+// Assumes that each record is in a batch of its own, and as far behind the one before as its alignment may need.
 uint64_t SegmentStore::most_bytes_of_segment(const SegmentStoreOptions& options) {
   const uint64_t record = align_up(options.record_bytes, kPage) + (options.record_bytes >= kMiB ? kMiB : 0);
   const uint64_t most = kPage + static_cast<uint64_t>(slots_of(options)) * (kPage + record);
@@ -81,7 +81,7 @@ Result<std::unique_ptr<SegmentStore>> SegmentStore::open(FileSystem& file_system
   return store;
 }
 
-// What is there, and whether there is room for the rest.
+// List the segments in the directory, and check that the disk has space for the rest of the budget.
 Status SegmentStore::look_around() {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory_->list());
   uint64_t there = 0;
@@ -118,7 +118,7 @@ void SegmentStore::open_space(uint32_t space, const Digest& digest) {
 
 // ---- segments
 
-// The open segment with this number; a new one if there is none.
+// Return the open segment with this number; begin it if there is none.
 Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint64_t number, uint32_t space) {
   SegmentPtr segment;
   {
@@ -148,7 +148,8 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint64_t number, uint32_
       return segment;
     }
   }
-  // By its name: so nobody may begin this segment anew before the file is gone. Whoever waits for it goes on waiting.
+  // Removes the file by its name, so no thread may begin this segment anew before the file is gone. Threads that wait
+  // for the segment go on waiting.
   remove_segment_file(number);
   std::shared_ptr<File> closing;
   const MutexLock lock(mutex_);
@@ -207,7 +208,7 @@ Status SegmentStore::make_file(Segment& segment) {
   ScratchPool::Lease scratch(scratch_);
   const std::span<std::byte> room = scratch->room(kPage);
   if (room.empty()) return no_memory_for(kPage);
-  const std::span<std::byte> page = room.first(kPage);  // it may be larger
+  const std::span<std::byte> page = room.first(kPage);  // `room` may be larger
   write_header(page, segment.header, segment.seal.get());
   TORPOR_RETURN_IF_ERROR(file->pwrite(page, 0));
   const MutexLock lock(mutex_);
@@ -216,7 +217,7 @@ Status SegmentStore::make_file(Segment& segment) {
   return ok();
 }
 
-// Those that are far behind the newest take no more; of those that are gone, no memory is kept.
+// End segments that are kOpenSegments behind the newest, and forget those of them that were dropped.
 void SegmentStore::end_older() {
   for (const SegmentPtr& segment : unfinished_) {
     if (segment->state == Segment::State::kOpen && segment->header.number + kOpenSegments <= newest_)
@@ -233,7 +234,7 @@ void SegmentStore::note(const Error& error, bool write) {
   const MutexLock lock(mutex_);
   ++(write ? health_.write_errors : health_.read_errors);
   health_.reason = error.to_string();
-  if (!write) return;  // a block that cannot be read is a miss, others may be well
+  if (!write) return;  // a block that cannot be read is a miss; others may be readable
   if (!health_.degraded)
     log().warn("blocks on disk: {}; trying again in {} ms", health_.reason, options_.retry_interval.count());
   health_.degraded = true;

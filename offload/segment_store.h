@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// SegmentStore: blocks on disk, in append-only segments: files PATH/rN/seg-000123 of rank N (SEGMENTS.md has the
-// bytes).
+// SegmentStore: KV blocks on disk, in append-only segments: files PATH/rN/seg-000123 of rank N (SEGMENTS.md describes
+// the bytes).
 //
-// A slot is a segment and a position in it. put() writes a batch with one submission: a page that describes up to 40
-// records, and the records. No byte of a file is ever written twice, so a place in it is nonce enough for the seal; a
-// slot is used once, a segment that an earlier process wrote gets nothing more. Room comes back by the segment.
+// A slot is a position in a segment. put() writes a batch in one submission: a page that describes up to 40 records,
+// and the records. No byte of a file is written twice, so the seal can use the offset as nonce. A slot is used once,
+// and nothing is added to a segment of an earlier process. Disk space is freed by whole segments.
 //
-// A segment takes records until its slots are used, one of its batch pages could not be written, or others were begun
-// after it (kOpenSegments); then it is cut to its length. Segments may be put to in any order, within that.
+// A segment takes records until all its slots are used, one of its batch pages could not be written, or kOpenSegments
+// newer segments were begun; then its file is cut to its length. Puts may go to any segment that takes records.
 //
-// Failure: a record that cannot be written fails alone. An fsync that failed ends its segment: its slots are dropped,
-// the store goes on in the next. After a failed write nothing is put for `retry_interval` (accepting()).
+// Failure: if a record cannot be written, only that record fails. If an fsync fails, its segment is dropped, and the
+// store goes on in the next one. After a failed write, accepting() is false for `retry_interval`.
 //
-// At most `open_files` files are open, beside those that still take records. One process has a directory: another one
-// is refused, once `lock_wait` is over: one that was killed has its lock until the system has taken down its memory.
+// Besides the segments that take records, at most `open_files` files are open. One process uses a directory: another
+// one fails after `lock_wait`. (The lock of a killed process stays until the system has freed that process's memory.)
+//
+// Threads: as SlotStore.
 #pragma once
 
 #include <chrono>
@@ -37,24 +39,25 @@ struct Segment;  // offload/segment.h
 
 struct SegmentStoreOptions {
   int32_t rank = 0;
-  uint64_t record_bytes = 0;      // most of one record
-  int32_t slots_per_segment = 0;  // the same on every rank; 0: as many as make 64 MiB
-  uint64_t budget_bytes = 0;      // most that all segments may take; 0: no limit
+  uint64_t record_bytes = 0;      // largest size of one record
+  int32_t slots_per_segment = 0;  // the same on every rank; 0: as many as fill 64 MiB
+  uint64_t budget_bytes = 0;      // most that all segments take; 0: no limit
   CompressionOptions compression{.codec = Codec::kNone};
-  std::shared_ptr<const Key> key;  // null: segments find accidents, they stop no attacker
-  bool encrypt = false;            // else records with a key are authenticated
+  std::shared_ptr<const Key> key;  // null: segments detect accidents, not attackers
+  bool encrypt = false;            // false: records with a key are authenticated only
   FileIo io = FileIo::kFastest;
   size_t open_files = 64;
   std::chrono::milliseconds retry_interval{10'000};
-  std::chrono::milliseconds lock_wait{0};  // for a process that is ending to let go of the directory
+  std::chrono::milliseconds lock_wait{0};  // how long open() waits for another process to unlock
 };
 
 class SegmentStore final : public SlotStore {
  public:
   static constexpr uint32_t kOpenSegments = 32;
 
-  // Opens or makes PATH/rN. kUnavailable: another process uses it. kResourceExhausted: the disk has no room for
-  // budget_bytes. `file_system` and `clock` outlive the result.
+  // Open or create PATH/rN. kInvalidArgument: invalid options. kUnavailable: another process uses the directory.
+  // kResourceExhausted: the disk has no space for budget_bytes, or the directory has used up its segment numbers.
+  // `file_system` and `clock` outlive the result.
   static Result<std::unique_ptr<SegmentStore>> open(FileSystem& file_system, const std::string& path,
                                                     SegmentStoreOptions options, const Clock& clock);
   ~SegmentStore() override;
@@ -62,17 +65,17 @@ class SegmentStore final : public SlotStore {
   const StoreTraits& traits() const override { return traits_; }
   void open_space(uint32_t space, const Digest& digest) override;
   bool accepting() const override;
-  // Whole segments are gone at once; their files with the next put() or sync(), on whose thread that is.
+  // A whole segment is gone at once; the next put() or sync() removes its file, on its caller's thread.
   void drop(std::span<const SlotRange> ranges) override;
   Status sync() override;
-  // Segments of other namespaces, of other options and with unknown keys are removed: nobody could count or evict them.
-  // What could not be read is left where it is, and not found.
+  // Segments of other namespaces, with other options or with unknown keys are removed, because nobody could count or
+  // evict them. A segment that cannot be read is left in place, and not found.
   Result<std::vector<RecoveredSlot>> recover(uint32_t space) override;
-  // Hard links; copies of the records where links are refused, which is said once in the log.
+  // Makes hard links. If the file system refuses links, copies the records, and logs that once.
   Result<std::vector<LeasedRecord>> lease(std::span<const StoreSlot> slots, Directory& into) override;
   StoreHealth health() const override;
 
-  // Behind all segments that were there at the start.
+  // The first slot behind all segments that existed at the start.
   StoreSlot first_slot() const override { return static_cast<StoreSlot>(first_number_) * traits_.slots_per_segment; }
   static uint64_t most_bytes_of_segment(const SegmentStoreOptions& options);
 
@@ -123,18 +126,18 @@ class SegmentStore final : public SlotStore {
   const SegmentStoreOptions options_;
   const StoreTraits traits_;
   const uint64_t capacity_;
-  const std::unique_ptr<Directory> directory_;  // by whoever has the turn
+  const std::unique_ptr<Directory> directory_;  // used through DirectoryTurn
   const std::unique_ptr<File> lock_;
   const Clock& clock_;
   uint64_t first_number_ = 0;           // set by open()
-  std::vector<uint64_t> at_the_start_;  // recover() takes them
+  std::vector<uint64_t> at_the_start_;  // segment numbers; recover() takes them
   ScratchPool scratch_;
 
-  mutable Mutex mutex_;  // never held over a read, a write or a sync; guards the segments' content too
+  mutable Mutex mutex_;  // not held during a read, write or sync; guards the segments' content too
   CondVar changed_;
   bool directory_busy_ TORPOR_GUARDED_BY(mutex_) = false;
   std::map<uint64_t, SegmentPtr> segments_ TORPOR_GUARDED_BY(mutex_);
-  std::vector<SegmentPtr> unfinished_ TORPOR_GUARDED_BY(mutex_);  // may take records, or must be cut and synced
+  std::vector<SegmentPtr> unfinished_ TORPOR_GUARDED_BY(mutex_);  // take records, or must be cut
   uint64_t newest_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::map<uint32_t, Digest> spaces_ TORPOR_GUARDED_BY(mutex_);
   uint64_t uses_ TORPOR_GUARDED_BY(mutex_) = 0;
@@ -142,13 +145,13 @@ class SegmentStore final : public SlotStore {
     uint64_t number = 0;
     std::shared_ptr<File> file;
   };
-  std::vector<Dropped> dropped_ TORPOR_GUARDED_BY(mutex_);  // their files are still there
-  std::set<std::string> copies_ TORPOR_GUARDED_BY(mutex_);  // files of leases that are not links
+  std::vector<Dropped> dropped_ TORPOR_GUARDED_BY(mutex_);  // their files still exist
+  std::set<std::string> copies_ TORPOR_GUARDED_BY(mutex_);  // leased files that are not links
   StoreHealth health_ TORPOR_GUARDED_BY(mutex_);
   std::chrono::nanoseconds failed_at_ TORPOR_GUARDED_BY(mutex_){};
 };
 
-// The directory is used by one thread at a time; who waits for its turn holds no lock meanwhile.
+// Exclusive use of the directory for one thread. A thread that waits for its turn holds no lock.
 class SegmentStore::DirectoryTurn {
  public:
   explicit DirectoryTurn(SegmentStore& store) : store_(store) {

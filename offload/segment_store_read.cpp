@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading from segments, and their open files.
+// SegmentStore: reads records, and opens and closes the files of segments.
 #include <algorithm>
 #include <iterator>
 
@@ -69,7 +69,7 @@ std::vector<SegmentStore::Reading> SegmentStore::look_up(std::span<RecordPart> p
   return readings;
 }
 
-// All of one segment.
+// Read records that are all of one segment.
 void SegmentStore::read(std::span<Reading> readings, std::span<std::byte>& room) {
   const Result<std::shared_ptr<File>> file = file_of(*readings[0].segment);
   std::vector<FileRecord> records;
@@ -82,7 +82,7 @@ void SegmentStore::read(std::span<Reading> readings, std::span<std::byte>& room)
   for (size_t i = 0; i < readings.size(); ++i) readings[i].record = std::move(records[i]);
 }
 
-// The segment's file, opened again if it was closed.
+// Return the segment's file; open it again if it was closed.
 Result<std::shared_ptr<File>> SegmentStore::file_of(Segment& segment) {
   {
     const MutexLock lock(mutex_);
@@ -104,8 +104,9 @@ Result<std::shared_ptr<File>> SegmentStore::file_of(Segment& segment) {
   return opened;
 }
 
-// Of those that take no more records, as many as are too many; those that were used longest ago. One that was not
-// synced is synced first: of a file that was closed, fsync may not know what became of it.
+// Close the files that were used longest ago until at most `open_files` are left, among segments that take no more
+// records. Sync a segment before closing its file if that is still due: an fsync of a reopened file may not report an
+// error of earlier writes.
 void SegmentStore::close_oldest() {
   std::vector<SegmentPtr> oldest;
   std::vector<SegmentPtr> unsafe;
@@ -121,7 +122,7 @@ void SegmentStore::close_oldest() {
     std::copy_if(oldest.begin(), oldest.end(), std::back_inserter(unsafe),
                  [](const SegmentPtr& segment) { return !segment->is_safe() && !segment->recovered; });
   }
-  if (!unsafe.empty()) (void)make_safe(unsafe);  // what cannot be made safe is dropped, counted and logged
+  if (!unsafe.empty()) (void)make_safe(unsafe);  // segments whose sync fails are dropped, counted and logged
   std::vector<std::shared_ptr<File>> closing;
   const MutexLock lock(mutex_);
   for (const SegmentPtr& segment : oldest) closing.push_back(std::move(segment->file));

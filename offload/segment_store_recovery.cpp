@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The life of segments: their end, sync, drop, recovery.
+// SegmentStore: ends, syncs, drops, recovers and leases segments.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -10,8 +10,8 @@
 
 namespace torpor {
 
-// Cuts segments that take no more to their length. They are synced when somebody wants it, or when their files are to
-// be closed: an fsync in between would only hold up the writing.
+// Cut the files of segments that take no more records to their length. They are synced when sync() is called or their
+// files are closed: an fsync here would only delay writes.
 void SegmentStore::finish_ended() {
   struct Ended {
     SegmentPtr segment;
@@ -64,8 +64,8 @@ Status SegmentStore::sync() {
   });
 }
 
-// Files first, then their names, then they count as durable. A file or a name whose sync failed may be gone: the
-// segment is given up.
+// Sync the files, then their names, then count the records as durable. If a sync fails, the file may be gone, and the
+// segment is dropped.
 Status SegmentStore::make_safe(std::span<const SegmentPtr> segments) {
   Status first;
   const auto give_up_all = [&](const std::vector<std::pair<SegmentPtr, uint64_t>>& all, const Error& error) {
@@ -111,8 +111,8 @@ Status SegmentStore::make_safe(std::span<const SegmentPtr> segments) {
   return first;
 }
 
-// Up to where the segment is synced now. Recovery ends at the first batch page that is not there, so those that are
-// being written come first.
+// Sync the segment's file and return the offset up to which it is durable. Recovery ends at the first missing batch
+// page, so this waits for the batches that are being written before that offset.
 Result<uint64_t> SegmentStore::sync_one(Segment& segment) {
   uint64_t end = 0;
   {
@@ -156,7 +156,7 @@ std::shared_ptr<File> SegmentStore::forget(Segment& segment) {
   return std::move(segment.file);
 }
 
-// One that stays is found again by the next process: as true as before.
+// If the file cannot be removed, the next process finds it again; its records are still valid.
 void SegmentStore::remove_segment_file(uint64_t number) {
   const Status removed = try_catch([&]() -> Status {
     DirectoryTurn directory(*this);
@@ -166,7 +166,7 @@ void SegmentStore::remove_segment_file(uint64_t number) {
     log().warn("blocks on disk: {}", removed.error().to_string());
 }
 
-// Giving back the space of a segment may take tens of milliseconds.
+// Holds no lock: freeing the disk space of a segment may take tens of milliseconds.
 void SegmentStore::remove_dropped() noexcept {
   std::vector<Dropped> going;
   {
@@ -187,10 +187,10 @@ void SegmentStore::drop(std::span<const SlotRange> ranges) {
         dropped_.reserve(dropped_.size() + 1);
         return ok();
       });
-      Dropped now;  // for want of memory
+      Dropped now;  // removed at once if there is no memory to queue it
       {
         const MutexLock lock(mutex_);
-        const auto found = segments_.lower_bound(static_cast<uint64_t>(number));  // of those that are there
+        const auto found = segments_.lower_bound(static_cast<uint64_t>(number));  // skip numbers that do not exist
         if (found == segments_.end() || static_cast<int64_t>(found->first) * slots >= end) break;
         number = static_cast<int64_t>(found->first);
         if (found->second->state == Segment::State::kGone) continue;
@@ -273,8 +273,8 @@ Status SegmentStore::recover_segment(uint64_t number, uint32_t space, std::vecto
   return ok();
 }
 
-// Batch page by batch page until one does not match: that is its end, whatever lies behind. What is found there may be
-// in no more than the system's memory, so it counts as durable when it was synced again.
+// Read batch pages until one does not match: that is the end of the segment, whatever follows. The records may be in
+// the page cache only, so they count as durable after the next sync.
 Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint64_t number, uint32_t space, const File& file) {
   ScratchPool::Lease scratch(scratch_);
   const std::span<std::byte> room = scratch->room(kPage);
@@ -374,7 +374,7 @@ Status SegmentStore::link(Segment& segment, std::span<const SegmentRecord> recor
     if (is_copy) copies_.insert(fmt::format("{}/{}", into.path(), name));
   }
   if (is_copy) return copy(segment, records, into, name);
-  // Linked by an earlier lease, unless somebody else put something there.
+  // The name exists: either an earlier lease linked it, or it is another file.
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> there, into.open_file(name));
   ScratchPool::Lease scratch(scratch_);
   const std::span<std::byte> room = scratch->room(kPage);
@@ -385,7 +385,7 @@ Status SegmentStore::link(Segment& segment, std::span<const SegmentRecord> recor
   return header && header->header.id == segment.header.id ? ok() : linked;
 }
 
-// The records where they lie in the segment, so that seals stay true; what is between them takes no room.
+// Copy the records to the same offsets, because seals bind the offset. The ranges between them take no disk space.
 Status SegmentStore::copy(Segment& segment, std::span<const SegmentRecord> records, Directory& into,
                           const std::string& name) {
   TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<File> from, file_of(segment));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way of blocks into a segment: places reserved for a batch, its page and records encoded, written, finished.
+// SegmentStore: writes batches: reserve slots, encode the page and its records, write, finish.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -10,7 +10,7 @@
 namespace torpor {
 namespace {
 
-// The caller's mistakes say nothing about the disk.
+// Return whether the error is a mistake of the caller, which says nothing about the disk.
 bool is_callers(const Error& error) {
   return error.origin == Origin::kTorpor && (error.code == Code::kFailedPrecondition ||
                                              error.code == Code::kInvalidArgument || error.code == Code::kNotFound);
@@ -18,23 +18,23 @@ bool is_callers(const Error& error) {
 
 }  // namespace
 
-// One batch on its way to the disk.
+// A batch that is being written.
 struct SegmentStore::Batch {
   struct Item {
     RecordPart* part = nullptr;
     SegmentRecord record;
-    FileRecord in_file;  // the same
-    size_t write = 0;    // which of the writes has it
+    FileRecord in_file;  // `record` as the file stores it
+    size_t write = 0;    // index into `writes`
   };
   std::span<std::byte> page;
   std::vector<Item> items;
-  uint64_t offset = 0;  // of the page
+  uint64_t offset = 0;  // of the page, in the file
   std::shared_ptr<File> file;
   std::vector<FilePart> writes;
   bool written = false;
 };
 
-// A reserved place is finished however its writing ends: a batch that is never finished would keep sync() waiting.
+// Calls finish_batch() for a reserved batch, however its writing ends: else sync() would wait for it for ever.
 class SegmentStore::Writing {
  public:
   Writing(SegmentStore& store, Segment& segment, Batch& batch) : store_(store), segment_(segment), batch_(batch) {}
@@ -99,7 +99,7 @@ void SegmentStore::put_batch(std::span<RecordPart* const> parts) {
   if (!done) fail(done.error());
 }
 
-// The stored form of each part: its own memory where it can be written from there, otherwise scratch memory.
+// Set the stored form of each part: its own memory if it can be written from there, else scratch memory.
 Status SegmentStore::encode(std::span<RecordPart* const> parts, const RecordFile& file, PageBuffer& scratch,
                             Batch& batch) const {
   uint64_t most = kPage;
@@ -127,11 +127,11 @@ Status SegmentStore::encode(std::span<RecordPart* const> parts, const RecordFile
   return ok();
 }
 
-// BlockLocations behind what was reserved before. Parts whose slots are used already leave the batch.
+// Reserve the range behind the last reserved batch. Remove parts from the batch whose slots were used before.
 Status SegmentStore::reserve(Segment& segment, Batch& batch) {
   const MutexLock lock(mutex_);
   if (segment.state != Segment::State::kOpen) return segment_closed(segment.header.number);
-  // What takes memory comes first: a place that is reserved and never finished would keep sync() waiting.
+  // Allocate first: sync() would wait for ever for a batch that was reserved and never finished.
   std::set<uint32_t> positions;
   for (Batch::Item& item : batch.items) {
     const bool unused = segment.places[item.record.position].use == Segment::Use::kUnused;
@@ -183,8 +183,8 @@ void SegmentStore::write(Segment& segment, Batch& batch) {
   for (Batch::Item& item : batch.items) item.part->status = batch.writes[0].status;
 }
 
-// What was written is found from now on. A batch page that is missing ends what can be recovered: nothing more is put
-// behind it.
+// Make the written records visible. If the batch page was not written, recovery ends there, so end the segment: nothing
+// more is put behind it.
 void SegmentStore::finish_batch(Segment& segment, Batch& batch) {
   const MutexLock lock(mutex_);
   segment.under_way.erase(batch.offset);

@@ -20,7 +20,7 @@ Status check(const RecordPart& part, const StoreTraits& traits) {
       .next_step = fmt::format("use slots from 0 and 1 to {} bytes", traits.record_bytes)};
 }
 
-// Calls `work` with the parts as they are; if it throws, those that are not over fail with it.
+// Call `work` with the parts whose arguments are valid. If it throws, the parts that have no error yet fail with that.
 template <class Work>
 void each_ends(std::span<RecordPart> parts, const StoreTraits& traits, Work work) {
   const Status done = try_catch([&]() -> Status {

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// SlotStore: a RecordStore of numbered slots: one rank's share of a KV block in each. Who may use which slot, and what
-// goes first when it is full, the caller decides: a store does what it is told, and knows what it has. A record's slot
-// stands in SavedChunk::offset. Implementations: HostStore (host_store.h), SegmentStore (segment_store.h, on disk) and,
-// on other machines, RespStore and MooncakeStore (remote/block_store.h); what every one must do:
-// tests/contract/store_contract.h.
+// SlotStore: a RecordStore of numbered slots; each holds one rank's share of a KV block. The caller decides which slot
+// is used for what, and which blocks to drop when the store is full; the store knows its content. SavedChunk::offset is
+// the slot. Implementations: HostStore (host_store.h), SegmentStore (segment_store.h, on disk), and on other machines
+// RespStore and MooncakeStore (remote/block_store.h). tests/contract/store_contract.h has the contract of all.
 //
-// put(), get() and sync() return when their batch is over. A transfer lane calls them, and the lane is what makes them
-// asynchronous: it bounds what is under way, orders it and knows when it is over. Callbacks would give each store a
-// queue and threads of its own for the same.
+// put(), get() and sync() block until their batch is done. A transfer lane calls them, bounds and orders what is under
+// way, and so makes them asynchronous: callbacks would give each store a queue and threads of its own for the same
+// purpose.
 //
-// A batch's parts end one by one: the failure of one never marks another. Nothing throws.
+// Failure: each part of a batch has its own status: a failed part marks no other. Nothing throws.
 //
-// Threads: all methods from any, several at once for different slots; recover() before the others. What is dropped
-// while somebody reads it is read whole or not found.
+// Threads: all methods from any thread, several at once for different slots; recover() before the others. A record that
+// is dropped during a read is read whole, or not found.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +31,7 @@
 
 namespace torpor {
 
-// What is stored in a slot.
+// The content of a slot.
 struct StoredRecord {
   uint64_t bytes = 0;   // before encoding
   uint64_t stored = 0;  // after it
@@ -42,9 +41,9 @@ struct StoredRecord {
 };
 
 inline StoreSlot slot_of(const RecordPart& part) { return static_cast<StoreSlot>(part.chunk->offset); }
-// Return what the part's block was computed from; of space 0: that is not known.
+// Return the part's key; a key with space 0 if the part has none.
 const BlockKey& key_of(const RecordPart& part);
-// Say in the part's chunk what is stored in its slot.
+// Copy `record` into the part's chunk: size, digest, codec, stored size.
 void describe(RecordPart& part, const StoredRecord& record);
 
 struct SlotRange {
@@ -58,10 +57,10 @@ struct RecoveredSlot {
   StoredRecord record;
 };
 
-// Where a leased record lies.
+// The location of a leased record.
 struct LeasedRecord {
   StoreSlot slot = -1;
-  std::string file;  // name in the directory that it was leased into
+  std::string file;  // name in the directory of the lease
   SealId id{};       // of that file
   uint64_t offset = 0;
   StoredRecord record;
@@ -69,60 +68,61 @@ struct LeasedRecord {
 };
 
 struct StoreHealth {
-  std::string io;                // how bytes go: File::io(); "memory"
+  std::string io;                // File::io(), or "memory"
   bool degraded = false;         // the last write failed
-  std::string reason;            // the last failure
+  std::string reason;            // of the last failure
   uint64_t held_bytes = 0;       // of the medium, reserved or in use
   uint64_t put_bytes = 0;        // as stored
   uint64_t got_bytes = 0;        // as stored
-  uint64_t recovered_bytes = 0;  // found at the start and believed, as stored
+  uint64_t recovered_bytes = 0;  // found and accepted at the start, as stored
   uint64_t dropped_bytes = 0;    // as stored
-  uint64_t copied_bytes = 0;     // by leases where links are refused
-  uint64_t write_errors = 0;     // parts
-  uint64_t read_errors = 0;      // parts
+  uint64_t copied_bytes = 0;     // by leases, if links are refused
+  uint64_t write_errors = 0;     // failed parts
+  uint64_t read_errors = 0;      // failed parts
   uint64_t sync_errors = 0;
 };
 
 class SlotStore : public RecordStore {
  public:
-  // Slots from here on were never used when the store was opened.
+  // Return a slot; neither it nor any later slot had been used when the store was opened.
   virtual StoreSlot first_slot() const { return 0; }
-  // Keys with this number belong to the namespace with this digest from now on.
+  // Open the namespace with this digest: from now on, keys whose `space` is this number belong to it.
   virtual void open_space(uint32_t space, const Digest& digest) = 0;
-  // False while it would be useless to put anything: a medium that fails is tried again after a while.
+  // Return false while puts would fail: after a failure the medium is tried again after a while.
   virtual bool accepting() const { return true; }
 
-  // Store each part's bytes in its slot, under its key. The digest is the caller's; the rest of the chunk is filled.
-  // The callers' memory is unchanged, and free when it returns.
+  // Store each part's bytes in its slot, under its key. The caller sets the chunk's digest; this sets its other fields.
+  // The caller's memory is unchanged and may be reused on return. kInvalidArgument: a negative slot, or a wrong size.
   void put(std::span<RecordPart> parts) final;
-  // Read each part's slot into its bytes (as many as were put), decoded; fill the chunk. Not verified: who copies the
-  // bytes on proves them against the digest, in the same pass. kNotFound: nothing is stored there (any more).
+  // Read each part's slot into its bytes, decoded; set the chunk. The size must be that of put(). The bytes are not
+  // verified: the thread that copies them on checks the digest in the same pass. kNotFound if the slot has no content.
   void get(std::span<RecordPart> parts) final;
-  // Shared: ok where the key's block is there, else kNotFound. `bytes` are not needed.
+  // Shared stores: set each part's status: ok if the store has the key's block, else kNotFound. Ignores `bytes`.
   void find(std::span<RecordPart> parts) final;
 
-  // Addressable: memory for a record of chunk.bytes. It is found from placed() on, when the copy into it is proven.
+  // Addressable: return the slot's memory for a record of chunk.bytes. get() finds the record after placed(), which the
+  // caller calls once the copy into the memory is proven.
   Result<std::span<std::byte>> place(SavedChunk& chunk) override;
   virtual Status placed(StoreSlot slot, const Digest& digest);
-  // Addressable: the slot's memory as far as it was placed or put; empty: nothing is there.
+  // Addressable: return the slot's memory, as many bytes as were placed or put; empty if there is no content.
   std::span<std::byte> view(const SavedChunk& chunk) override;
 
-  // Nothing is found there any more. A segment whose slots all go gives its room back; of others the room is kept.
+  // Remove the content of the slots. A segment frees its disk space once all its slots are dropped.
   virtual void drop(std::span<const SlotRange> ranges) = 0;
-  // All that was put before is as safe as this store makes it. What cannot be made safe is dropped.
+  // Make everything that was put before as durable as this store can. Drop what cannot be made durable.
   virtual Status sync() = 0;
 
-  // Durable: everything of this namespace that can be believed, as put() had it. Bytes are proven when they are read,
-  // so what was not synced may turn out damaged. What is of another namespace is removed.
+  // Durable: return all records of the namespace that can be accepted, as they were put. Bytes are verified when they
+  // are read, so a record that was not synced may turn out damaged. Remove records of other namespaces.
   virtual Result<std::vector<RecoveredSlot>> recover(uint32_t space);
-  // Durable: keeps the records beyond drop() and beyond this process: the files that hold them appear in `into`.
-  // kFailedPrecondition: one of them was not synced. The caller syncs `into`.
+  // Durable: keep the records beyond drop() and beyond this process: their files appear in `into`, which the caller
+  // syncs. kFailedPrecondition if a record was not synced; kNotFound if a slot has no content.
   virtual Result<std::vector<LeasedRecord>> lease(std::span<const StoreSlot> slots, Directory& into);
 
   virtual StoreHealth health() const = 0;
 
  protected:
-  // Only parts whose status is good are to be touched.
+  // Implementations leave out parts whose status is an error.
   virtual void do_put(std::span<RecordPart> parts) = 0;
   virtual void do_get(std::span<RecordPart> parts) = 0;
   virtual void do_find(std::span<RecordPart> parts);

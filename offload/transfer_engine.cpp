@@ -11,7 +11,7 @@
 namespace torpor {
 namespace {
 
-// A disk wants many operations at once, memory only enough to be worth a copy.
+// A disk needs many operations at once; a memory batch need only be worth a copy.
 constexpr uint64_t kMemoryBatchBytes = 4 * kMiB;
 constexpr uint64_t kDiskBatchBytes = 8 * kMiB;
 constexpr size_t kBatchChunks = 256;
@@ -80,7 +80,8 @@ Status TransferEngine::open_remote_lane() {
   {
     const MutexLock lock(mutex_);
     if (remote_lane_) return ok();
-    for (const auto& worker : workers_) missing -= worker->lane == kRemote ? 1 : 0;  // of a call that failed
+    // Threads of an earlier call that failed.
+    for (const auto& worker : workers_) missing -= worker->lane == kRemote ? 1 : 0;
   }
   TORPOR_RETURN_IF_ERROR(try_catch([&] { return start(kRemote, missing); }));
   const MutexLock lock(mutex_);
@@ -170,7 +171,7 @@ size_t TransferEngine::poll(std::vector<JobResult>& finished) {
     finished.reserve(finished.size() + count);
     return ok();
   });
-  if (!room) return 0;  // they stay for the next call
+  if (!room) return 0;  // the results stay for the next call
   for (auto at = jobs_.begin(); at != jobs_.end();) {
     if (ready(*at)) {
       finished.push_back(result_of(at->second));
@@ -251,7 +252,7 @@ void TransferEngine::record_result(const Batch& batch, int64_t began, DrainResul
   }
 }
 
-// A batch is begun before the one before is finished, but only of the same job: a job does not wait for the next one.
+// Begin a batch before the batch before it is finished, but only of the same job: no job waits for the next one.
 void TransferEngine::work(Worker& worker) {
   MutexLock lock(mutex_);
   Batch current;
@@ -275,7 +276,7 @@ void TransferEngine::work(Worker& worker) {
     const bool begun = next.record == nullptr || begin();
     DrainResult drained;
     if (current.record != nullptr) drained = worker.copier->finish();
-    if (!begun) (void)begin();  // with the staging memory of the other
+    if (!begun) (void)begin();  // the finished batch has freed its staging memory
     lock.lock();
     if (current.record != nullptr) record_result(current, current_began, std::move(drained));
     current = next;
@@ -297,7 +298,7 @@ bool TransferEngine::pump_one() {
     mutex_.lock();
     worker->busy = false;
     record_result(batch, began, std::move(drained));
-    ended_.notify_all();  // who waits may find the next batch
+    ended_.notify_all();  // a thread that waits may find the next batch
     return true;
   }
   return false;
@@ -339,13 +340,13 @@ void TransferEngine::wait_until_idle(const Worker& worker) {
 Status TransferEngine::keep_staging(uint64_t batch_bytes) {
   return try_catch([&]() -> Status {
     MutexLock lock(mutex_);
-    for (size_t i = 0; i < workers_.size(); ++i) {  // others may be added meanwhile
+    for (size_t i = 0; i < workers_.size(); ++i) {  // workers_ may grow meanwhile
       Worker& worker = *workers_[i];
       if (worker.lane != kMemory) continue;
       wait_until_idle(worker);
       if (worker.copier->kept_staging() >= batch_bytes) continue;
       lock.unlock();
-      std::array<HostArena::Span, 2> kept;  // beside what it has, which something asleep may need
+      std::array<HostArena::Span, 2> kept;  // allocated while the old ones stay: a sleeping engine may need those
       const Status had = try_catch([&]() -> Status {
         for (HostArena::Span& each : kept) {
           TORPOR_ASSIGN_OR_RETURN(each, arena_.allocate(batch_bytes));

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// TransferEngine: the one way in which bytes leave device memory and come back. It lives as long as its rank.
+// TransferEngine: moves all bytes between device memory and stores. It lives as long as its rank.
 //
-// A job (offload/transfer_job.h) is a list of chunks on their way into a store or out of it. Jobs wait in lanes
-// (offload/lane.h), one for stores in memory, one for those that are not, and one for those of other machines, each
-// with threads of its own, so that a slow disk holds up no copy in memory, and a slow network neither. A thread has two
-// batches under way at once (offload/batch_copier.h): while one is written, or read and checked, the copies of the
-// other run.
+// A job (offload/transfer_job.h) is a list of chunks that go into a store or come from one. Jobs wait in lanes
+// (offload/lane.h): one for stores in memory, one for disks, one for stores on other machines. Each lane has threads of
+// its own, so a slow disk or network delays no copy in memory. A thread has two batches under way
+// (offload/batch_copier.h): while it writes one, or reads and checks it, the copies of the other run.
 //
-// Each chunk ends with one counted outcome (I6), and only as kTransferred where its copy was proven (I2). The failure
-// of one never marks another (I5). After a copy that is not proven over, usable() says so for ever: its memory is kept,
-// nothing more is copied, and no memory of the device may be unmapped (I3).
+// Each chunk ends with one counted outcome (I6): kTransferred only if its copy was proven (I2). A failed chunk marks no
+// other (I5). After a copy that is not proven finished, usable() is an error until the process ends: the memory of the
+// copy is kept, nothing more is copied, and no device memory may be unmapped (I3).
 //
-// Threads: all methods from any. They are started once, by create(), and end with the engine; whatever is thrown on
-// one fails the batch that it works on. With own_threads off nothing moves but in pump(), wait() and drain(), on the
-// thread that calls them, in one order: for simulations that must replay exactly.
+// Threads: all methods from any thread. create() starts the engine's threads; they end with the engine. An exception on
+// one of them fails its batch. Without own_threads, bytes move only in pump(), wait() and drain(), on the calling
+// thread and in one order: for simulations that must replay exactly.
 #pragma once
 
 #include <array>
@@ -36,81 +35,90 @@
 namespace torpor {
 
 struct TransferEngineOptions {
-  int threads = 0;  // of each lane, at most kMostThreads; 0: as many as the machine has cores, at most 8
+  // Threads of each lane, at most kMostThreads. 0: one for each core of the machine, at most 8.
+  int threads = 0;
   static constexpr int kMostThreads = 256;
   int32_t queued_jobs = 256;  // most that wait in each lane
   bool own_threads = true;
-  EventPort events{};  // each batch: begins, and how it ended
+  EventPort events{};  // for each batch: its begin and its result
 };
 
 class TransferEngine {
  public:
-  // `device` and `arena` outlive the result. kResourceExhausted where a thread cannot be had.
+  // `device` and `arena` outlive the result. kInvalidArgument: options out of range. kResourceExhausted: a thread
+  // cannot be started.
   static Result<std::unique_ptr<TransferEngine>> create(DeviceMemory& device, HostArena& arena,
                                                         TransferEngineOptions options = {});
-  // Batches under way are finished; what is not begun ends as kShutDown. Nobody may be waiting.
+  // Finish the batches under way; end the chunks that are not begun as kShutDown. Precondition: no thread is in a
+  // method.
   ~TransferEngine();
 
-  // Starts the threads of the lane of other machines; without it jobs for their stores are refused. Again: nothing.
-  // kResourceExhausted where a thread cannot be had.
+  // Start the threads of the lane for other machines. Jobs for their stores need it. A second call does nothing.
+  // kResourceExhausted: a thread cannot be started.
   Status open_remote_lane();
 
-  // Never blocks. Refused, and nothing of it is kept: kResourceExhausted names the lane that is full, kDevice after an
-  // unproven copy.
+  // Queue a job. Never blocks. After an error nothing of the job is kept. kResourceExhausted names the lane that is
+  // full; kDevice: an earlier copy is not proven finished; kInvalidArgument or kFailedPrecondition: a mistake of the
+  // caller.
   Result<JobId> submit(Job job);
-  // Returns when nothing of the job is running any more, or after kUnproven. The result is taken: once. kNotFound for a
-  // job that is not there.
+  // Wait until nothing of the job is running, or it ended as kUnproven. Return its result, once: a second call returns
+  // kNotFound, as for an unknown job.
   JobResult wait(JobId id);
-  // Adds the results of `polled` jobs that have ended; how many. Never blocks.
+  // Append the results of finished jobs that have `polled` set. Return their number. Never blocks. Without memory it
+  // appends nothing, and a later call returns them.
   size_t poll(std::vector<JobResult>& finished);
-  // What of the job is not begun ends as kCancelled. True: that is all of it, no byte moved. Its result is there all
-  // the same.
+  // End the chunks of the job that are not begun as kCancelled. Return true if no chunk was begun, so no byte moved.
+  // The result is still to be taken with wait() or poll().
   bool cancel(JobId id);
-  // Returns when no job waits or is under way: how the copies since the last call ended, the worst of them.
+  // Wait until no job is queued or under way. Return the worst result of the copies since the last call.
   DrainResult drain();
-  // Without own_threads: moves one batch. Whether there was one.
+  // Without own_threads: move one batch. Return false if there was none.
   bool pump();
   Status usable() const;  // kDevice after an unproven copy
   bool quarantined() const { return quarantined_; }
-  // Returns when all is over that the device was given before, by whomever: what the engine computes, too.
+  // Wait for all work that anyone gave the device before, including the engine's computation.
   Status wait_for_device() { return device_.synchronize(); }
 
-  // One job each, all or nothing, waited for. Plans and store stay until then.
+  // The following calls submit one all-or-nothing job each and wait for it. Plans and store stay valid until then.
   //
-  // Makes room in `target`, copies all chunks into it and finishes it. After an error the store's content is void.
+  // Prepare `target`, copy all chunks into it, and finish it. After an error the store's content is invalid.
   Result<std::vector<SavedChunk>> save(std::span<const ChunkPlan> plans, RecordStore& target);
-  // Copies every chunk of `saved` (same keys, same order as `plans`) up. kCorruption names the first chunk whose digest
-  // is wrong; the device's bytes are void then.
+  // Copy every chunk of `saved` (the same keys in the same order as `plans`) to the device. kIncompatible names a chunk
+  // that was not saved, or with another size. kCorruption names the first chunk whose digest is wrong; the device's
+  // bytes are then invalid.
   Status restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, RecordStore& source);
-  // Parts of a save or a restore, that run while who asked does something else. What was begun must be ended, also
-  // after an error; plans and store stay until then. begin_save() neither makes the store ready nor finishes it.
+  // Begin or end a part of a save or a restore; the caller does other work meanwhile. Every part that was begun must be
+  // ended, after an error too; plans and store stay valid until then. begin_save() neither prepares nor finishes the
+  // store.
   Result<JobId> begin_save(std::span<const ChunkPlan> plans, RecordStore& target);
   Result<std::vector<SavedChunk>> end_save(JobId part);
   Result<JobId> begin_restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, RecordStore& source);
   Status end_restore(JobId part);
-  // Of what is in device memory now.
+  // Return the digests of the chunks as they are in device memory now.
   Result<std::vector<Digest>> digests(std::span<const ChunkPlan> plans);
-  // The same in the background, behind all that is more urgent: `target` is neither made ready nor finished, and nobody
-  // is told. For a part of what goes into it.
+  // Save chunks in the background, with the lowest priority and without progress. Neither prepares nor finishes
+  // `target`: for a part of its content.
   Result<std::vector<SavedChunk>> put(std::span<const ChunkPlan> plans, RecordStore& target);
-  // Move chunks from `source`, a store in memory: `saved` says where they are there, and afterwards where in `target`.
+  // Move chunks from `source`, a store in memory, to `target`, as put() does. `saved` says where `source` has them, and
+  // on return where `target` has them.
   Status move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, RecordStore& source, RecordStore& target);
-  // Is told of save(), restore() and digests() from now on, and may cancel them: then they fail with kAborted. Null:
-  // nobody is.
+  // Report the progress of later calls of save(), restore() and digests() to `progress`, which may cancel them: they
+  // then fail with kAborted. Null: stop that.
   void watch(std::shared_ptr<ProgressFile> progress);
 
-  OutcomeCounts counts() const;             // of the chunks of all jobs that ever ended
-  int threads() const { return threads_; }  // of each lane
+  OutcomeCounts counts() const;             // chunks of all finished jobs, by outcome
+  int threads() const { return threads_; }  // in each lane
   bool own_threads() const { return own_threads_; }
-  // Gives staging memory that no batch uses back to the arena, but for what is kept.
+  // Give staging memory that no batch uses back to the arena, except what keep_staging() reserved.
   void release_staging();
-  // From now on each thread for stores in memory keeps staging memory for batches of up to so many bytes, each chunk in
-  // pages: a store there that is not addressable can then be read however full the arena is. Waits for what they copy
-  // now. kResourceExhausted: there is no room for it.
+  // Reserve staging memory in each thread for stores in memory: for batches of up to `batch_bytes` bytes, each chunk in
+  // whole pages. A store in memory that is not addressable can then be read even if the arena is full. Waits for the
+  // batches under way. kResourceExhausted: the arena has no space for it.
   Status keep_staging(uint64_t batch_bytes);
-  uint64_t kept_staging() const;  // of each batch
-  void let_staging_go();          // of threads that copy nothing now
-  // Most that a batch needs of chunks that have so many bytes in all, and in pages so many, the largest one too.
+  uint64_t kept_staging() const;  // bytes, for each batch
+  void let_staging_go();          // gives it back for threads that copy nothing now
+  // Return the most staging memory, in bytes, that a batch needs, for chunks of `bytes` bytes in all, `padded_bytes` in
+  // whole pages, the largest of which takes `largest_padded`.
   static uint64_t most_staging(uint64_t bytes, uint64_t padded_bytes, uint64_t largest_padded);
   uint64_t memory_batches() const { return 2 * static_cast<uint64_t>(own_threads_ ? threads_ : 1); }  // at once
 
@@ -119,13 +127,13 @@ class TransferEngine {
   struct Worker {
     LaneNumber lane = kMemory;
     bool busy = false;                    // guarded by mutex_
-    std::unique_ptr<BatchCopier> copier;  // the worker's alone while it is busy
+    std::unique_ptr<BatchCopier> copier;  // the worker's own while it is busy
     std::thread thread;
   };
   TransferEngine(DeviceMemory& device, HostArena& arena, int threads, const TransferEngineOptions& options);
   Status start(LaneNumber lane, int threads);
   void work(Worker& worker);
-  bool pump_one() TORPOR_REQUIRES(mutex_);  // gives the lock back while bytes move
+  bool pump_one() TORPOR_REQUIRES(mutex_);  // unlocks while bytes move
   Result<JobId> submit_watched(Job job);
   Result<std::vector<ChunkTransfer>> wait_watched(JobId id);
   Result<std::vector<ChunkTransfer>> submit_and_wait(Job job);
@@ -148,14 +156,14 @@ class TransferEngine {
   std::atomic<bool> quarantined_ = false;
   mutable Mutex mutex_;  // not held while bytes move
   std::array<CondVar, kLanes> work_;
-  CondVar ended_;  // a job, a batch, or what a worker had to do
+  CondVar ended_;  // a job or a batch ended, or a worker became idle
   std::array<Lane, kLanes> lanes_ TORPOR_GUARDED_BY(mutex_);
   std::map<JobId, JobRecord> jobs_ TORPOR_GUARDED_BY(mutex_);
-  size_t open_ TORPOR_GUARDED_BY(mutex_) = 0;  // of them: not finished
+  size_t open_ TORPOR_GUARDED_BY(mutex_) = 0;  // jobs that are not finished
   uint64_t last_id_ TORPOR_GUARDED_BY(mutex_) = 0;
   OutcomeCounts counts_ TORPOR_GUARDED_BY(mutex_){};
   DrainResult worst_ TORPOR_GUARDED_BY(mutex_);
-  std::shared_ptr<ProgressFile> progress_ TORPOR_GUARDED_BY(mutex_);  // of watch()
+  std::shared_ptr<ProgressFile> progress_ TORPOR_GUARDED_BY(mutex_);  // from watch()
   int waiting_for_idle_ TORPOR_GUARDED_BY(mutex_) = 0;
   bool ending_ TORPOR_GUARDED_BY(mutex_) = false;
   bool remote_lane_ TORPOR_GUARDED_BY(mutex_) = false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a TransferEngine is asked to do, and what it says became of it. Values.
+// The jobs of a TransferEngine and their results. Values.
 #pragma once
 
 #include <cstdint>
@@ -20,41 +20,41 @@ enum class JobId : uint64_t { kNone };
 
 enum class JobKind : uint8_t {
   kSave,     // device -> store
-  kRestore,  // store -> device; a chunk is good only if its digest is right: of a disk's bytes before they go up
-  kDigest,   // of what is in device memory now
-  kMove,     // `source`, a store -> store; the device has no part in it
-  kFind,     // nothing moves: whether the store, a shared one, has them; kNotFound: it has not
+  kRestore,  // store -> device; fails a chunk whose digest is wrong; bytes of a disk are checked before they are copied
+  kDigest,   // digests of device memory as it is now
+  kMove,     // `source`, a store -> store; does not use the device
+  kFind,     // moves nothing: looks up whether a shared store has the blocks; kNotFound if not
 };
 
-// One chunk on its way, and what became of it.
+// One chunk of a job, and its result.
 struct ChunkTransfer {
-  // Stays as it is until the job has ended. kMove: its pieces say only how many bytes there are.
+  // Stays valid until the job has ended. For kMove only its size counts.
   const ChunkPlan* plan = nullptr;
-  SavedChunk saved;               // kSave and kDigest fill it, kRestore and kMove need it
-  StoreSlot slot = 0;             // kSave, kMove: of a SlotStore, where it goes
-  const BlockKey* key = nullptr;  // of a block: RecordPart::key; stays as `plan` does
-  // kTransferred, kFailed, kUnproven (never reuse either side), kCancelled or kShutDown.
+  SavedChunk saved;               // set by kSave and kDigest, required by kRestore and kMove
+  StoreSlot slot = 0;             // kSave, kMove: the target slot in a SlotStore
+  const BlockKey* key = nullptr;  // of a block: RecordPart::key; stays valid as `plan` does
+  // One of kTransferred, kFailed, kUnproven (never reuse either side), kCancelled, kShutDown.
   BlockOutcome outcome = BlockOutcome::kFailed;
   Status status;  // an error unless kTransferred
 };
 
 struct Job {
   JobKind kind = JobKind::kSave;
-  RecordStore* store = nullptr;   // stays until the job has ended; kDigest has none
-  RecordStore* source = nullptr;  // kMove: the same
+  RecordStore* store = nullptr;   // stays valid until the job has ended; null for kDigest
+  RecordStore* source = nullptr;  // kMove only; stays valid as `store` does
   std::vector<ChunkTransfer> chunks;
   TransferPriority priority = TransferPriority::kOffload;
-  CopyBy copy_by = CopyBy::kEngines;  // kFastest: the engine stands still meanwhile
-  bool all_or_nothing = false;        // after the first chunk that failed, those that are not begun are cancelled
-  bool polled = false;                // its result is for poll(), otherwise for wait()
-  uint64_t number = 0;                // who asked knows it by this; for events
-  // Is told what was moved; once it is cancelled, what is not begun is, too. May be null.
+  CopyBy copy_by = CopyBy::kEngines;  // kFastest: only while the engine computes nothing
+  bool all_or_nothing = false;        // after a failed chunk, cancel the chunks that are not begun
+  bool polled = false;                // the result is taken with poll(), not wait()
+  uint64_t number = 0;                // the caller's number for the job, in events
+  // Receives what was moved. If it is cancelled, the chunks that are not begun are cancelled. May be null.
   std::shared_ptr<ProgressFile> progress{};
 };
 
 struct JobResult {
   JobId id = JobId::kNone;
-  Status status;  // that of the first chunk that failed; kAborted where some were only cancelled
+  Status status;  // of the first chunk that failed; kAborted if chunks were only cancelled
   std::vector<ChunkTransfer> chunks;
 };
 

@@ -5,7 +5,7 @@
 
 namespace torpor {
 
-// Which of the jobs that wait in a lane goes first; equal ones in the order in which they came.
+// The order of the jobs that wait in a lane: kLoad first. Equal jobs keep the order in which they were submitted.
 enum class TransferPriority : uint8_t { kLoad, kSleep, kOffload };
 
 }  // namespace torpor

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// TransferEngine: jobs that are waited for, all of them or nothing.
+// TransferEngine: all-or-nothing jobs, and the calls that wait for them.
 #include <fmt/core.h>
 
 #include "offload/transfer_engine.h"
