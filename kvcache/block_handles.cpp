@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The handles of a block pool: BlockRef, WeakBlock, MutableBlock.
+// BlockPool: its handles BlockRef, WeakBlock and MutableBlock.
 #include "kvcache/block_pool.h"
 
 namespace torpor {
@@ -21,7 +21,7 @@ BlockRef::~BlockRef() {
   const MutexLock lock(pool_->mutex_);
   pool_->drop_reference(id_);
 }
-// No lock: the identity of a block does not change while somebody keeps it.
+// Needs no lock: the identity of a block does not change while a BlockRef keeps it.
 const BlockIdentity& BlockRef::identity() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return pool_->slot(id_).identity; }
 
 WeakBlock::WeakBlock(const BlockRef& block) : pool_(block.pool_), id_(block.id_) {

@@ -8,7 +8,7 @@
 namespace torpor {
 namespace {
 
-// Far enough ahead that memory has answered when its turn comes.
+// How many keys ahead to prefetch: far enough that memory has answered when a key's turn comes.
 constexpr size_t kAhead = 8;
 
 Error no_room(StoreId store) {
@@ -73,18 +73,18 @@ Result<std::unique_ptr<BlockIndex>> BlockIndex::create(const BlockIndexOptions& 
 }
 
 void BlockIndex::misused(std::string_view call, StoreId store, int64_t slot) noexcept {
-  if (!misuse_.empty()) return;  // the first is the cause of those that follow
+  if (!misuse_.empty()) return;  // the first is the cause of later ones
   (void)try_catch([&] {
     misuse_ = fmt::format("{}() does not fit the state of slot {} of the store {}", call, slot, name(store));
     return ok();
   });
 }
 
-// `found` is told of each in turn, and says whether to go on.
+// Look up all keys in order. Call `found` with the position and the locations of each, until it returns false.
 template <class Found>
 void BlockIndex::probe(std::span<const BlockKey> keys, Found found) const {
   const size_t size = keys.size();
-  std::array<uint32_t, 4 * kAhead> hashes;  // of the keys from here to 2 kAhead on
+  std::array<uint32_t, 4 * kAhead> hashes;  // of the keys up to 2 kAhead ahead
   const auto hash = [&](size_t at) -> uint32_t& { return hashes[at % hashes.size()]; };
   const auto take_up = [&](size_t at) {
     if (at >= size) return;
@@ -95,7 +95,7 @@ void BlockIndex::probe(std::span<const BlockKey> keys, Found found) const {
     if (at < size) table_.prefetch_entry(hash(at));
   };
   for (size_t at = 0; at < std::min(size, 2 * kAhead); ++at) take_up(at);
-  if (size > 1) {  // one alone is found as fast without
+  if (size > 1) {  // for a single key prefetching gains nothing
     for (size_t at = 0; at < std::min(size, kAhead); ++at) look_at(at);
   }
   for (size_t at = 0; at < size; ++at) {
@@ -170,7 +170,7 @@ Result<Slot> BlockIndex::reserve(StoreId store, const BlockKey* key) {
   return slot;
 }
 
-// `entry` may name another slot: of one that this is to replace.
+// Set up a reserved slot. `entry` may name another slot of this store: the one that this slot is to replace.
 void BlockIndex::start(StoreId store, Slot slot, int32_t entry) {
   SlotRecord& record = store_of(store).slots[slot];
   record = {
@@ -185,8 +185,7 @@ BlockIndex::SlotRecord* BlockIndex::known(StoreId store, Slot slot) {
   return &of.slots[slot];
 }
 
-// --- a slot's life
-// -----------------------------------------------------------------------------------------------------
+// ---- states of a slot
 
 void BlockIndex::commit(StoreId store, Slot slot, bool tell) {
   SlotRecord* record = known(store, slot);
@@ -205,14 +204,14 @@ void BlockIndex::commit(StoreId store, Slot slot, bool tell) {
   if (store == StoreId::kDisk) host_reordered(record->entry);
 }
 
-// The new slot takes the place of the one that it was copied from.
+// Let slot `by` replace the slot that it was copied from.
 void BlockIndex::replace(Slot by) {
   Store& of = store_of(StoreId::kDisk);
   const Slot old = of.slots[by].before;
   of.slots[by].before = -1;
   of.slots[old].after = -1;
   if (!stale(of.slots[old])) useful_changed(segment_of(old), -1);
-  of.slots[old].entry = -1;  // the key goes on, with the new one
+  of.slots[old].entry = -1;  // the key now names the new slot
   hide(StoreId::kDisk, old, DropReason::kEvicted);
 }
 
@@ -222,7 +221,7 @@ void BlockIndex::abandon(StoreId store, Slot slot, bool unproven) {
   Store& of = store_of(store);
   unlink(store, slot);
   --of.counts.reserved;
-  if (unproven) {  // its pin stays for ever, and on disk with it its segment
+  if (unproven) {  // its pin stays for ever, and on disk keeps its segment
     record->state = State::kQuarantined;
     ++of.counts.quarantined;
     return;
@@ -234,7 +233,7 @@ void BlockIndex::abandon(StoreId store, Slot slot, bool unproven) {
 
 void BlockIndex::damaged(StoreId store, Slot slot) {
   const SlotRecord* record = known(store, slot);
-  if (record != nullptr && record->state == State::kDoomed) return;  // another load has said so
+  if (record != nullptr && record->state == State::kDoomed) return;  // another load reported it
   if (record == nullptr || record->state != State::kVisible) return misused("damaged", store, slot);
   hide(store, slot, DropReason::kDiscarded);
 }
@@ -259,7 +258,7 @@ void BlockIndex::pin(StoreId store, Slot slot) {
 
 void BlockIndex::unpin(StoreId store, Slot slot) {
   SlotRecord* record = known(store, slot);
-  // Who reserved it keeps it until its fate is known.
+  // The pin of reserve() stays until commit() or abandon().
   const uint32_t stays = record == nullptr                                                           ? 0
                          : record->state == State::kReserved || record->state == State::kQuarantined ? 1u
                                                                                                      : 0u;
@@ -309,7 +308,7 @@ std::vector<Dropped> BlockIndex::take_dropped() {
     const auto bit = static_cast<size_t>(each.number + (each.store == StoreId::kDisk ? options_.host_slots : 0));
     in_dropped_[bit / 64] &= ~(uint64_t{1} << (bit % 64));
   }
-  dropped_.clear();  // its memory stays
+  dropped_.clear();  // keeps its memory
   return taken;
 }
 

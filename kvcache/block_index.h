@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// BlockIndex: which key lies where, in host memory, on disk and in a remote store, and what may go when room is needed.
+// BlockIndex: maps a key to its slots in host memory, on disk and in a remote store, and decides what is evicted.
 //
-// It knows keys, slots and pins, and never touches bytes: slots are numbers that mean the same on every rank. A slot is
-// free → reserved → visible → free. Only what was proven on all ranks is visible; only what nobody pins goes. What goes
-// first: in host memory what no key finds any more (retired spaces, private slots), then clean blocks (on disk too),
-// then dirty ones, and of each kind what was used longest ago. On disk slots are (segment, position), filled in order
-// and never again; room comes by whole segments that nobody pins: one without a useful record, else the oldest.
+// It knows keys, slots and pins, and never touches bytes. A slot number means the same on every rank. A slot is free →
+// reserved → visible → free. A slot is visible only after all ranks proved its bytes; only slots without a pin are
+// evicted. In host memory the order of eviction is: stale blocks, which no key finds (retired namespaces, private
+// slots); then clean blocks, which are on disk too; then dirty ones; within each kind, the least recently used first.
+// Disk slots are (segment, position), filled in order and used once. Disk space is freed by evicting a whole segment
+// without pins: first one without a useful block, else the oldest.
 //
-// What becomes findable in host memory or on disk and what no longer is, is told as events, one a block; a space that
-// is retired as one a store.
+// The index emits an event for each block that becomes visible or is dropped in host memory or on disk, and one event
+// for each store if a namespace is retired.
 //
-// Owner: the scheduler, on its one thread. All memory is taken at the beginning, so nothing fails later for want of it.
-// A call that does not fit the state of its slot (a second commit, an unpin without a pin) changes nothing and is what
-// check() says from then on.
+// Owner and threads: the scheduler, on its one thread. Failure: all memory is allocated at the beginning, so no call
+// fails later for want of it. A call that does not fit the state of its slot (a second commit, an unpin without a pin)
+// changes nothing; check() returns the first such call from then on.
 #pragma once
 
 #include <array>
@@ -32,16 +33,16 @@ namespace torpor {
 
 struct BlockIndexOptions {
   int32_t host_slots = 0;
-  int32_t disk_segments = 0;  // none, or at least two
+  int32_t disk_segments = 0;  // 0, or at least 2
   int32_t segment_slots = 0;
-  int32_t remote_slots = 0;         // keys of which it is remembered that the remote store has them
-  int32_t device_blocks = 0;        // of which the backing is remembered
+  int32_t remote_slots = 0;         // most keys known to be in the remote store
+  int32_t device_blocks = 0;        // blocks whose backing is remembered
   int32_t remembered_removals = 0;  // most keys that wait for take_removed()
   int32_t block_tokens = 0;         // for events
   Status validate() const;          // kInvalidArgument names the field
 };
 
-struct LeavingBlock {  // of the segment that goes next
+struct LeavingBlock {  // a block of the segment that is evicted next
   Slot slot = -1;
   BlockKey key;
   bool used = false;  // pinned since it was committed
@@ -54,89 +55,97 @@ struct RemovedBlock {  // no longer found in this store
 };
 struct RemovedBlocks {
   std::vector<RemovedBlock> blocks;
-  uint64_t lost = 0;  // more than were remembered
+  uint64_t lost = 0;  // removals beyond remembered_removals
 };
 
 struct StoreCounts {
   int64_t reserved = 0;
   int64_t visible = 0;
-  int64_t doomed = 0;  // no longer found, but pinned
+  int64_t doomed = 0;  // no longer found, but still pinned
   int64_t quarantined = 0;
-  uint64_t evicted_stale = 0;  // on disk all that was visible and retired
-  uint64_t evicted_clean = 0;  // and all other blocks of the remote store
-  uint64_t evicted_dirty = 0;  // the only copy: from host memory not on disk, from disk not in host memory
+  // Evicted blocks. Stale: retired or private; on disk, every retired block. Clean: another copy remains; every other
+  // block of the remote store. Dirty: the only copy (a host block that is not on disk, a disk block that is not in host
+  // memory).
+  uint64_t evicted_stale = 0;
+  uint64_t evicted_clean = 0;
+  uint64_t evicted_dirty = 0;
 };
 
 class BlockIndex {
  public:
-  // kInvalidArgument; kResourceExhausted: no memory.
+  // kInvalidArgument: invalid options. kResourceExhausted: no memory.
   static Result<std::unique_ptr<BlockIndex>> create(const BlockIndexOptions& options, EventPort port = {});
 
-  // Where the blocks of a chain are, up to the first that is nowhere, whose number is returned. One probe a key for all
-  // stores. What is found is not kept: pin it before anything else is reserved.
+  // Set `places` for the blocks of `chain`, up to the first block that no store has; return the number of that block.
+  // Takes one lookup for each key. The blocks may be evicted by the next reserve(): pin them before.
   size_t run(std::span<const BlockKey> chain, std::span<BlockLocations> places) const;
-  // Where each of them is, whether the others are anywhere or not.
+  // Set `places` for each key; a key that no store has gets no slot.
   void find_each(std::span<const BlockKey> keys, std::span<BlockLocations> places) const;
-  // While it is hidden, nothing is found in the remote store: it does not answer.
+  // While `hidden`, find nothing in the remote store: it does not answer.
   void hide_remote(bool hidden) { remote_hidden_ = hidden; }
-  // It is asked for soon.
+  // Load the key's cells into the processor's cache before a lookup.
   void prefetch(const BlockKey& key) const { table_.prefetch_cells(KeyTable::hash_of(key)); }
 
-  // A slot for a block: pinned, not visible yet. Without a key it is private: no run() finds it (host memory only; on
-  // disk such a block belongs into the checkpoint's own file). Evicts if need be. kResourceExhausted: all is pinned.
-  // kFailedPrecondition: the key is there already or on its way, or its space is retired.
+  // Return a pinned slot that is not visible yet; evict if needed. Without a key the slot is private: run() does not
+  // find it. Private slots exist in host memory only; on disk such a block belongs into the checkpoint's own file.
+  // kResourceExhausted: all slots are pinned. kFailedPrecondition: the store has the key, or it is on its way, or its
+  // namespace is retired. kInvalidArgument: the key's group or namespace is out of range.
   Result<Slot> reserve(StoreId store, const BlockKey* key);
-  // Proven on all ranks: visible, and still pinned by who reserved it.
-  // `tell`: as an event; who commits very many at once tells them by one of its own.
+  // Make a reserved slot visible, after all ranks proved its bytes. The pin of reserve() stays. Without `tell` no event
+  // is emitted: a caller that commits very many blocks emits one of its own.
   void commit(StoreId store, Slot slot, bool tell = true);
-  // It will not become visible, and the pin of who reserved it ends. `unproven`: somebody may still write there; the
+  // End a reservation and its pin: the slot does not become visible. `unproven`: a copy may still write there, so the
   // slot (on disk: its segment) is never used again.
   void abandon(StoreId store, Slot slot, bool unproven);
-  // A load found that its bytes are not what they were: a miss from now on, free when nobody pins it any more.
+  // Drop a visible slot because a load found its bytes changed. It is freed with its last pin.
   void damaged(StoreId store, Slot slot);
-  // Somebody does not want it found any more. False: it is not there, or it is pinned, and stays.
+  // Drop a visible slot for an operator. Return false if it is not visible, or pinned; it then stays.
   bool drop(StoreId store, Slot slot);
   void pin(StoreId store, Slot slot);
   void unpin(StoreId store, Slot slot);
 
-  // The visible slot has the bytes that the device block has now. kNone or another version: nothing has them.
+  // Note that the visible slot has the bytes of this version of the device block. `version` must not be kNone.
   void back(int32_t block, ContentVersion version, StoreId store, Slot slot);
+  // Return the slots that have the bytes of this version of the device block; none for kNone or another version.
   BlockLocations backing(int32_t block, ContentVersion version) const;
-  // No key of this space is found or taken any more; what it has goes first. Takes time for all slots.
-  // kResourceExhausted: no memory; nothing has changed.
+  // Retire a namespace: its keys are no longer found or accepted, and its blocks are evicted first. Takes time
+  // proportional to all slots. kResourceExhausted: no memory; nothing has changed.
   Status retire(uint32_t space);
 
-  // The open segment takes no more: it is full in bytes, or its file failed.
+  // Add no more blocks to the open segment: it is full in bytes, or its file failed.
   void close_segment();
-  // Slots on disk that can be reserved before a segment has to go.
+  // Return how many disk slots can be reserved before a segment is evicted.
   int64_t disk_room() const;
-  // The visible blocks of the segment that goes next. Who wants to keep one appends it again before that: pins the old
-  // slot and copies it into append_again(old), which takes its place with commit().
+  // Return the visible blocks of the segment that is evicted next. To keep one, the caller reinserts it before that:
+  // pin the old slot, copy it into append_again(old), and commit() that, which replaces the old one. append_again()
+  // fails with kFailedPrecondition if the slot is not visible and pinned, or was reinserted already;
+  // kResourceExhausted: no disk slot is free.
   std::vector<LeavingBlock> leaving() const;
   Result<Slot> append_again(Slot disk_slot);
   int32_t segment_of(Slot disk_slot) const { return disk_slot / options_.segment_slots; }
 
-  // Since the last call, in their order; for the next plan, before its jobs. Takes memory; without any it is empty, and
-  // the next call has all.
+  // Return what was dropped since the last call, in order, for the next plan, before its jobs. Needs memory; without
+  // any it returns nothing, and the next call returns all.
   std::vector<Dropped> take_dropped();
-  // The same for keys, and for who watches.
+  // Return the keys that were removed since the last call, for cache events.
   RemovedBlocks take_removed() { return std::exchange(removed_, {}); }
   bool any_removed() const { return !removed_.blocks.empty() || removed_.lost > 0; }
   StoreCounts counts(StoreId store) const { return store_of(store).counts; }
   size_t keys() const { return table_.size(); }
-  uint64_t bytes() const;  // of memory when everything is in use
-  // Everything against everything, and the first call that did not fit. kInternal. Takes time for all slots.
+  uint64_t bytes() const;  // memory, once everything is in use
+  // Check all invariants. kInternal names the first contradiction, or the first call that did not fit its slot's state.
+  // Takes time proportional to all slots.
   Status check() const;
 
  private:
   enum class State : uint8_t { kFree, kReserved, kVisible, kDoomed, kQuarantined, kSpent };  // spent: disk only
-  enum class Order : uint8_t { kNone, kStale, kClean, kDirty };                              // in which list
+  enum class Order : uint8_t { kNone, kStale, kClean, kDirty };                              // the list that it is in
   struct SlotRecord {
-    int32_t before;  // in its list; on disk: the slot that it is written to replace, or -1
-    int32_t after;   // in its list or the free ones; on disk: the slot that is to replace it, or -1
-    int32_t entry;   // of the table; -1: no key finds it
+    int32_t before;  // in its list; on disk: the slot that it replaces once committed, or -1
+    int32_t after;   // in its list or the free list; on disk: the slot that replaces it, or -1
+    int32_t entry;   // in the table; -1: no key finds it
     uint32_t pins;
-    uint32_t generation;  // changes when it is no longer visible
+    uint32_t generation;  // changes when the slot is dropped
     State state;
     Order order;
     bool used;
@@ -146,18 +155,18 @@ class BlockIndex {
     FlatArray<SlotRecord> slots;
     int32_t size = 0;
     int32_t fresh = 0;              // slots from here on were never used
-    int32_t free = -1;              // those that were let go of; not on disk
-    std::array<SlotList, 4> lists;  // by Order; the first is not used
+    int32_t free = -1;              // head of the list of freed slots; not on disk
+    std::array<SlotList, 4> lists;  // by Order; the first is unused
     StoreCounts counts;
   };
   struct Segment {
     int32_t before;
     int32_t after;
     int32_t written;  // positions handed out
-    int32_t useful;   // visible, of a space in use
-    uint64_t pins;    // of all its slots together
+    int32_t useful;   // visible, of a namespace in use
+    uint64_t pins;    // sum over its slots
     bool closed;
-    bool stale;  // closed and nothing useful: which list it is in
+    bool stale;  // closed, without a useful block: in stale_segments_
   };
   struct Backing {
     ContentVersion version;
@@ -168,7 +177,7 @@ class BlockIndex {
   BlockIndex() = default;
   Store& store_of(StoreId store) { return stores_[static_cast<size_t>(store)]; }
   const Store& store_of(StoreId store) const { return stores_[static_cast<size_t>(store)]; }
-  SlotRecord* known(StoreId store, Slot slot);  // null: no such slot, or it was never used
+  SlotRecord* known(StoreId store, Slot slot);  // null: no such slot, or it is free
   SlotRef& ref(int32_t entry, StoreId store) { return table_[entry].refs[static_cast<size_t>(store)]; }
   bool retired(uint32_t space) const { return space < retired_.size() && retired_[space] != 0; }
   bool stale(const SlotRecord& record) const { return record.entry < 0 || retired(table_[record.entry].space()); }
@@ -211,7 +220,7 @@ class BlockIndex {
   FlatArray<Backing> backings_;
   std::vector<uint8_t> retired_;  // by space
   std::vector<Dropped> dropped_;
-  std::vector<uint64_t> in_dropped_;  // host slots and then segments, a bit each: each is named once
+  std::vector<uint64_t> in_dropped_;  // a bit for each host slot, then segment: it is in dropped_
   RemovedBlocks removed_;
   std::string misuse_;
 };

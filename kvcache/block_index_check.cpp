@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything of a BlockIndex against everything else.
+// BlockIndex: checks all invariants against each other.
 #include <algorithm>
 #include <bit>
 
@@ -27,7 +27,8 @@ Status BlockIndex::check() const {
   });
 }
 
-// Each slot is what its store counts; who stands in line is visible, not pinned, of that kind, and once.
+// Check that the states of the slots match the store's counts, and that each list has exactly the visible slots of its
+// kind that nobody pins.
 Status BlockIndex::check_slots(StoreId id) const {
   const Store& store = store_of(id);
   StoreCounts found;
@@ -117,7 +118,7 @@ Status BlockIndex::check_segments() const {
   return ok();
 }
 
-// From the other side: each slot that a key names exists and has that key.
+// Check that each slot that a key names exists and has that key.
 Status BlockIndex::check_entries() const {
   size_t named = 0;
   size_t used = 0;
@@ -127,7 +128,7 @@ Status BlockIndex::check_entries() const {
       const SlotRecord& record = store.slots[slot];
       if (record.state == State::kFree || record.entry < 0) continue;
       named += table_[record.entry].refs[static_cast<size_t>(id)].slot() == slot ? 1 : 0;
-      const auto& refs = table_[record.entry].refs;  // the first of its slots counts its key
+      const auto& refs = table_[record.entry].refs;  // count each key once, at the first of its slots
       const auto first = std::find_if(refs.begin(), refs.end(), [](const SlotRef& each) { return each.any(); });
       used += first - refs.begin() == static_cast<int64_t>(id) && first->slot() == slot ? 1 : 0;
     }

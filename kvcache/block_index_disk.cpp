@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Segments: how disk slots are handed out, and which segment goes.
+// BlockIndex: hands out disk slots, and chooses the segment that is evicted.
 #include "kvcache/block_index.h"
 
 namespace torpor {
@@ -33,7 +33,8 @@ int64_t BlockIndex::disk_room() const {
   return here + int64_t{options_.disk_segments - fresh_segments_} * options_.segment_slots;
 }
 
-// -1: somebody pins something in each. Pinned ones are passed over: their age does not change.
+// Return the segment that is evicted next; -1 if every segment has a pin. A pinned segment is passed over and keeps its
+// age.
 int32_t BlockIndex::next_to_leave() const {
   for (const SlotList* list : {&stale_segments_, &closed_}) {
     for (int32_t segment = list->first; segment >= 0; segment = segments_[segment].after) {
@@ -72,7 +73,7 @@ void BlockIndex::useful_changed(int32_t number, int by) {
   (segment.stale ? stale_segments_ : closed_).push_back(segments_, number);
 }
 
-// After a space was retired.
+// Count the useful blocks of each segment again, after a namespace was retired.
 void BlockIndex::recount_segments() {
   const Store& of = store_of(StoreId::kDisk);
   for (int32_t number = 0; number < fresh_segments_; ++number) {

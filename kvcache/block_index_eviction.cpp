@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What of the BlockIndex goes when there is no room: stale spaces first, then what is on disk too, then the rest, each
-// in order of use; and how a slot leaves the index.
+// BlockIndex: evicts blocks: stale ones first, then clean ones, then dirty ones, each kind in order of use. Drops
+// slots.
 #include <algorithm>
 
 #include "kvcache/block_index.h"
@@ -29,8 +29,9 @@ Slot BlockIndex::free_slot(StoreId store) {
   return of.fresh < of.size ? of.fresh++ : -1;
 }
 
-// What goes next was used longest ago: memory must be asked for it. Each is three looks that wait for one another, so
-// they are begun one, two and three evictions ahead.
+// Prefetch the next slots in the order of eviction: they were used longest ago, so they are not in the processor's
+// cache. An eviction reads three places one after the other; this begins to load them one, two and three evictions
+// ahead.
 void BlockIndex::prefetch_those_behind(StoreId store, Slot slot) const {
   const Store& of = store_of(store);
   const Slot first = of.slots[slot].after;
@@ -43,7 +44,7 @@ void BlockIndex::prefetch_those_behind(StoreId store, Slot slot) const {
   if (const Slot third = of.slots[second].after; third >= 0) __builtin_prefetch(&of.slots[third]);
 }
 
-// Nothing finds it, nobody pins it.
+// Free a slot that nothing finds and nobody pins.
 void BlockIndex::return_slot(StoreId store, Slot slot) {
   Store& of = store_of(store);
   SlotRecord& record = of.slots[slot];
@@ -62,7 +63,7 @@ void BlockIndex::return_slot(StoreId store, Slot slot) {
   }
 }
 
-// A visible slot is no longer found, neither by its key nor as a backing.
+// Make a visible slot unfindable, by its key and as a backing.
 void BlockIndex::hide(StoreId store, Slot slot, DropReason reason) {
   Store& of = store_of(store);
   SlotRecord& record = of.slots[slot];
@@ -81,7 +82,7 @@ void BlockIndex::hide(StoreId store, Slot slot, DropReason reason) {
   }
 }
 
-// Nobody is told of what no key finds, nor of the remote store, which is others', too.
+// Emit an event for a block. Emits none for a stale block, nor for the remote store, which other engines use too.
 void BlockIndex::tell(EventType type, StoreId store, Slot slot, DropReason reason) const {
   const SlotRecord& record = store_of(store).slots[slot];
   if (!port_.on() || store == StoreId::kRemote || stale(record)) return;
@@ -96,7 +97,7 @@ void BlockIndex::tell(EventType type, StoreId store, Slot slot, DropReason reaso
   (void)port_.record(event);
 }
 
-// Without a key: so many at once.
+// Emit one event without a key for each store: it may be very many blocks.
 void BlockIndex::tell_retired(uint32_t space) const {
   if (!port_.on()) return;
   for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
@@ -126,18 +127,18 @@ void BlockIndex::note_removed(StoreId store, const SlotRecord& record) noexcept 
   if (!noted) ++removed_.lost;
 }
 
-// Its key no longer names it; a key that names nothing goes.
+// Remove the slot from its key's entry; erase an entry that names no slot.
 void BlockIndex::unlink(StoreId store, Slot slot) {
   SlotRecord& record = store_of(store).slots[slot];
   const int32_t entry = record.entry;
   if (entry < 0) return;
   record.entry = -1;
-  if (store == StoreId::kDisk && record.before >= 0) {  // it was to replace another one, which stays
+  if (store == StoreId::kDisk && record.before >= 0) {  // it was to replace another slot, which stays
     store_of(store).slots[record.before].after = -1;
     record.before = -1;
     return;
   }
-  if (store == StoreId::kDisk && record.after >= 0) {  // the one that was to replace it comes all the same
+  if (store == StoreId::kDisk && record.after >= 0) {  // the slot that was to replace it takes its place
     SlotRecord& next = store_of(store).slots[record.after];
     ref(entry, store) = SlotRef(record.after, false);
     next.before = -1;
@@ -149,8 +150,7 @@ void BlockIndex::unlink(StoreId store, Slot slot) {
   if (table_[entry].empty()) table_.erase(entry);
 }
 
-// --- what goes first
-// ---------------------------------------------------------------------------------------------------
+// ---- order of eviction
 
 BlockIndex::Order BlockIndex::order_of(StoreId store, const SlotRecord& record) const {
   if (stale(record)) return Order::kStale;
@@ -158,7 +158,7 @@ BlockIndex::Order BlockIndex::order_of(StoreId store, const SlotRecord& record) 
   return elsewhere ? Order::kClean : Order::kDirty;
 }
 
-// A visible slot that nobody pins, as the last one of its kind to go.
+// Append a visible slot without a pin to the list of its kind: it is evicted last of them.
 void BlockIndex::line_up(StoreId store, Slot slot) {
   if (store == StoreId::kDisk) return;
   Store& of = store_of(store);
@@ -175,7 +175,7 @@ void BlockIndex::leave_line(StoreId store, Slot slot) {
   record.order = Order::kNone;
 }
 
-// The block came to disk or went from there: its host slot goes with the others of its new kind, as used last of them.
+// Move the block's host slot to the end of the other kind's list, because the block came to disk or left it.
 void BlockIndex::host_reordered(int32_t entry) {
   const Slot slot = ref(entry, StoreId::kHost).visible_slot();
   if (slot < 0) return;
@@ -194,7 +194,7 @@ Status BlockIndex::retire(uint32_t space) {
   tell_retired(space);
   retired_[space] = 1;
   for (const StoreId store : {StoreId::kHost, StoreId::kRemote}) {
-    for (const Order order : {Order::kClean, Order::kDirty}) {  // in their order
+    for (const Order order : {Order::kClean, Order::kDirty}) {  // keeps their order
       Slot next = -1;
       for (Slot slot = store_of(store).lists[static_cast<size_t>(order)].first; slot >= 0; slot = next) {
         next = store_of(store).slots[slot].after;

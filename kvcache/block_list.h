@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// BlockList: a list through the numbers of a pool's blocks, each in it at most once. It has room for all of them from
-// the beginning, so nothing but its making takes memory or fails. Threads: the owner's lock guards it.
+// BlockList: a linked list over the block numbers of a pool; each number is in it at most once. It has space for all of
+// them from the beginning, so only the constructor allocates or fails. Threads: the owner's lock guards it.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ class BlockList {
     at(end_) = {end_, end_};
     size_ = 0;
   }
-  std::vector<int32_t> ids() const {  // the first one first
+  std::vector<int32_t> ids() const {  // front to back
     std::vector<int32_t> ids;
     ids.reserve(size_);
     for (int32_t id = links_.back().after; id != end_; id = links_[static_cast<size_t>(id)].after) ids.push_back(id);
@@ -50,7 +50,7 @@ class BlockList {
     at(next).before = id;
     ++size_;
   }
-  std::vector<Link> links_;  // the last one is the ring's end: first after it, last before it
+  std::vector<Link> links_;  // the last entry is the ring's end: `after` is the front, `before` the back
   int32_t end_;
   size_t size_ = 0;
 };

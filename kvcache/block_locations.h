@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What names a block's content and where its bytes lie: versions, stores, slots. Values.
+// The identity of a block's content, and its locations: versions, stores, slots. Values.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace torpor {
 
-// Of a device block's present content; any new content has another one. A block that is in use is known by its version,
-// never by its key: equal keys are not equal bytes.
+// The version of a device block's content; any new content gets another version. A block in use is identified by its
+// version, never by its key: equal keys do not mean equal bytes.
 enum class ContentVersion : uint64_t { kNone };
 
 enum class StoreId : uint8_t { kHost, kDisk, kRemote };
@@ -26,7 +26,7 @@ struct BlockLocations {
   friend bool operator==(const BlockLocations&, const BlockLocations&) = default;
 };
 
-struct Dropped {  // what ranks forget: a host slot, or a segment on disk
+struct Dropped {  // a host slot, or a disk segment, that the ranks forget
   StoreId store = StoreId::kHost;
   int32_t number = 0;
   friend bool operator==(const Dropped&, const Dropped&) = default;

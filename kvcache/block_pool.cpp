@@ -82,7 +82,7 @@ Status BlockPool::move(int32_t id, BlockTrigger trigger) {
   return ok();
 }
 
-// Registered -> Empty: nobody can find or upgrade it any more.
+// Registered -> Empty: the block can no longer be found or upgraded.
 void BlockPool::empty(int32_t id, DropReason reason) {
   Slot& slot = this->slot(id);
   if (!std::exchange(slot.discarded, false)) {
@@ -98,7 +98,7 @@ void BlockPool::empty(int32_t id, DropReason reason) {
 
 void BlockPool::tell_registered(int32_t id) const {
   const BlockIdentity& identity = slot(id).identity;
-  uint64_t parent = 0;  // the beginning of its hash: as many digits as there is room for
+  uint64_t parent = 0;  // the first digits of its hash, as many as fit
   for (size_t i = 0; i < sizeof parent; ++i) parent = parent << 8 | identity.parent.bytes[i];
   (void)port_.record({.type = EventType::kRegistered,
                       .transfer = parent,
@@ -132,7 +132,7 @@ void BlockPool::add_to_free(int32_t id) {
   ++free_blocks_;
 }
 
-// An empty block, evicting one if need be. Precondition: some are free.
+// Return an empty block; evict one if needed. Precondition: a block is free.
 int32_t BlockPool::take_free() {
   --free_blocks_;
   int32_t id = -1;
@@ -146,7 +146,7 @@ int32_t BlockPool::take_free() {
   return id;
 }
 
-// With one reference, that of the caller. Its identity is set, its state is kRegistered.
+// Register the block with one reference, the caller's. Precondition: its identity is set, its state is kRegistered.
 void BlockPool::make_registered(int32_t id) {
   Slot& slot = this->slot(id);
   slot.owned = false;
@@ -181,7 +181,7 @@ void BlockPool::end_ownership(int32_t id) {
   Slot& slot = this->slot(id);
   slot.owned = false;
   --owned_;
-  if (!move(id, BlockTrigger::kReset)) {  // Inflight: the device may still write into it
+  if (!move(id, BlockTrigger::kReset)) {  // Inflight: the device may still write to it
     slot.quarantined = true;
     ++quarantined_;
     return;

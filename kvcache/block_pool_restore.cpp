@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// BlockPool: what it is as values, and an unused one made into what such values say.
+// BlockPool: makes a snapshot, and restores one into an unused pool.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -48,7 +48,7 @@ Result<BlockPool::Handles> BlockPool::restore_now(const BlockPoolSnapshot& snaps
       return wrong(fmt::format("block {} is empty and free behind cached ones", id));
     cached_seen = registered[static_cast<size_t>(id)];
   }
-  // Made aside, with handles that have no pool as yet: what fails here has touched nothing.
+  // Make everything that can fail first, with handles that have no pool yet: a failure has changed nothing.
   BlockPool aside(options_, EventPort());
   Handles handles;
   {
@@ -93,7 +93,7 @@ Result<BlockPool::Handles> BlockPool::restore_now(const BlockPoolSnapshot& snaps
   return handles;
 }
 
-// Makes this unused pool what a checked snapshot says; what is not free in it has its owner yet to come.
+// Fill this unused pool from a checked snapshot. Blocks that are not free get their handles later.
 void BlockPool::fill(const BlockPoolSnapshot& snapshot) {
   empty_.clear();
   free_blocks_ = 0;
@@ -111,7 +111,7 @@ void BlockPool::fill(const BlockPoolSnapshot& snapshot) {
     if (slot(*id).state == BlockState::kRegistered) continue;
     slot(*id).owned = false;
     --owned_;
-    add_to_free(*id);  // the last one added is taken first
+    add_to_free(*id);  // the block that is added last is taken first
   }
   for (const int32_t id : snapshot.free_order) {
     if (slot(id).state == BlockState::kRegistered) drop_reference(id);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The states of a KV block and every transition between them.
 //
-//   Empty -> Partial -> ReadyForScheduling -> Inflight -> Partial (room is left) or Complete -> Registered -> Empty
+//   Empty -> Partial -> ReadyForScheduling -> Inflight -> Partial (not full) or Complete -> Registered -> Empty
 //
-// Only the owner of a block moves it (kvcache/block_pool.h). A transition that is not in the table is an error value
-// (I1). A block that is Inflight may be written by the device: nothing but the end of that work takes it out of this
-// state (I3). Source of the states: the block manager of NVIDIA Dynamo (https://github.com/ai-dynamo/dynamo, lib/llm).
+// Only the owner of a block moves it (kvcache/block_pool.h). A transition that is not in the table is an error (I1).
+// The device may write to a block that is Inflight: only the end of that work takes it out of this state (I3). The
+// states are those of the block manager of NVIDIA Dynamo (https://github.com/ai-dynamo/dynamo, lib/llm).
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,19 @@ enum class BlockState : uint8_t { kEmpty, kPartial, kReadyForScheduling, kInflig
 inline constexpr int kBlockStates = 6;
 
 enum class BlockTrigger : uint8_t {
-  kInitialize,     // its place in a sequence is known: salt, parent
-  kAddTokens,      // and more will come before it is computed
-  kAddLastTokens,  // these are to be computed now
+  kInitialize,     // its position in a sequence is known: salt, parent
+  kAddTokens,      // more tokens follow before it is computed
+  kAddLastTokens,  // these tokens are computed now
   kScheduleCompute,
   kCancelSchedule,
-  kComputeDone,  // room is left
+  kComputeDone,  // the block is not full
   kComputeDoneFull,
   kRegister,
-  kReset,  // by its owner, or by eviction
+  kReset,  // by its owner, or by an eviction
 };
 inline constexpr int kBlockTriggers = 9;
 
-// Why a block is not found any more.
+// Why a block can no longer be found.
 enum class DropReason : uint8_t { kEvicted, kCleared, kDiscarded, kRenamed };
 inline constexpr int kDropReasons = 4;
 
@@ -38,7 +38,7 @@ std::string_view name(DropReason reason);     // "evicted", "cleared", …
 std::string_view name(BlockState state);      // "empty", "partial", "ready for scheduling", …
 std::string_view name(BlockTrigger trigger);  // "initialize", "add tokens", …
 
-// The state that follows, or no value where the trigger is not allowed.
+// Return the next state; no value if the transition is not allowed.
 constexpr std::optional<BlockState> next_state(BlockState state, BlockTrigger trigger) {
   using enum BlockState;
   using enum BlockTrigger;

@@ -24,7 +24,7 @@ std::string_view name(EvictionPolicy policy) {
 
 namespace {
 
-// LRU: nothing is searched or allocated.
+// LRU: searches nothing and allocates nothing.
 class LruOrder final : public EvictionOrder {
  public:
   explicit LruOrder(int32_t num_blocks) : blocks_(num_blocks) {}
@@ -39,8 +39,8 @@ class LruOrder final : public EvictionOrder {
   BlockList blocks_;
 };
 
-// A sorted set of blocks with room for all of them from the beginning: they come and go without memory, in destructors,
-// too.
+// A sorted set of blocks with space for all of them from the beginning, so that destructors can add and remove blocks
+// without allocating.
 template <class Rank>
 class SortedBlocks {
  public:
@@ -72,7 +72,7 @@ class SortedBlocks {
   std::vector<typename std::set<Entry>::node_type> spare_;
 };
 
-// FIFO and LFU: sorted by a rank that a block has while it stands here.
+// FIFO and LFU: blocks sorted by a rank, which is fixed while a block is in the set.
 class RankedOrder final : public EvictionOrder {
  public:
   RankedOrder(EvictionPolicy policy, int32_t num_blocks)
@@ -112,8 +112,8 @@ class RankedOrder final : public EvictionOrder {
   SortedBlocks<Rank> order_;
 };
 
-// A small queue for newcomers (a tenth of the blocks), a main queue for those hit more than once or come back soon
-// after they were evicted (ghosts). A block keeps its place in its queue while somebody keeps it.
+// S3-FIFO: a small queue (a tenth of the blocks) for new blocks, and a main queue for blocks that were hit more than
+// once or came back soon after their eviction (ghosts). A kept block holds its position in its queue.
 class S3FifoOrder final : public EvictionOrder {
  public:
   explicit S3FifoOrder(int32_t num_blocks)
@@ -154,7 +154,7 @@ class S3FifoOrder final : public EvictionOrder {
   std::vector<int32_t> order() const override { return queues_.ids(); }
 
  private:
-  using Rank = std::pair<bool, uint64_t>;  // in the main queue, which comes last; place in its queue
+  using Rank = std::pair<bool, uint64_t>;  // in the main queue, which is evicted last; position in the queue
   struct Block {
     uint64_t place = 0;
     Digest key;
@@ -174,7 +174,7 @@ class S3FifoOrder final : public EvictionOrder {
     queues_.remove({at(id).main, at(id).place}, id);
     if (!at(id).main) --small_blocks_;
   }
-  // Where there is no memory, it is forgotten.
+  // If there is no memory, the ghost is forgotten.
   void remember(const Digest& key) {
     (void)try_catch([&] {
       const auto [ghost, fresh] = ghosts_.insert(hash(key));

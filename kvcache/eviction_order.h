@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// EvictionOrder: which of the cached blocks of a pool is taken next when room is needed.
+// EvictionOrder: chooses which cached block of a pool is evicted next.
 //
-// Only blocks that nobody keeps stand in it. All of them forget a block when it is evicted, except for S3-FIFO's
-// ghosts. Only its making takes memory: what is kept is let go of in destructors. Threads: the owner's lock guards it.
+// It contains only blocks that nobody keeps. A policy forgets a block when it is evicted; only S3-FIFO remembers some,
+// as ghosts. Only the construction allocates, because blocks are released in destructors. Threads: the owner's lock
+// guards it.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +16,9 @@
 namespace torpor {
 
 enum class EvictionPolicy : uint8_t {
-  kLru,     // the one let go longest ago
-  kFifo,    // the one registered longest ago
-  kLfu,     // the one hit least often, then the one let go longest ago
+  kLru,     // the block released longest ago
+  kFifo,    // the block registered longest ago
+  kLfu,     // the block with the fewest hits; of these the one released longest ago
   kS3Fifo,  // Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023
 };
 std::string_view name(EvictionPolicy policy);  // "lru", "fifo", "lfu", "s3-fifo"
@@ -25,13 +26,13 @@ std::string_view name(EvictionPolicy policy);  // "lru", "fifo", "lfu", "s3-fifo
 class EvictionOrder {
  public:
   virtual ~EvictionOrder() = default;
-  // `id` was let go: it may be evicted from now on. `fresh`: it was registered since it last stood here.
+  // Add a block that was released. `fresh`: it was registered since it was last in here.
   virtual void add(int32_t id, const Digest& key, bool fresh) = 0;
-  virtual void hit(int32_t id) = 0;      // somebody keeps it now: it leaves
-  virtual void discard(int32_t id) = 0;  // it leaves, its content is gone
+  virtual void hit(int32_t id) = 0;      // removes it: it is kept again
+  virtual void discard(int32_t id) = 0;  // removes it: its content is gone
   virtual bool empty() const = 0;
-  virtual int32_t evict() = 0;  // the next one leaves; precondition: not empty
-  // All in it, the next one first; exact for all policies but S3-FIFO, which decides while it evicts.
+  virtual int32_t evict() = 0;  // removes and returns the next block; precondition: not empty
+  // Return all blocks, the next one first. Exact for all policies but S3-FIFO, which decides at the eviction.
   virtual std::vector<int32_t> order() const = 0;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// FlatArray: zeroed memory for a fixed number of plain values, in huge pages where the system gives them. Pages that
-// were never written take no memory. Threads: the owner's.
+// FlatArray: zeroed memory for a fixed number of plain values, in huge pages if the system has them. Pages that were
+// never written take no memory. Threads: the owner's.
 #pragma once
 
 #include <sys/mman.h>
@@ -21,7 +21,7 @@ class FlatArray {
 
  public:
   FlatArray() = default;
-  // kResourceExhausted.
+  // Map memory for `size` values. kResourceExhausted: the system has none.
   static Result<FlatArray> create(size_t size) {
     FlatArray made;
     if (size == 0) return made;

@@ -25,13 +25,13 @@ bool same(const std::array<uint8_t, 32>& a, const std::array<uint8_t, 32>& b) {
 
 Result<KeyTable> KeyTable::create(size_t keys) {
   KeyTable made;
-  // Two thirds full at most: a key that is not there costs five cells, one or two cache lines.
+  // At most two thirds full: a search for a missing key costs five cells, one or two cache lines.
   TORPOR_ASSIGN_OR_RETURN(made.cells_, FlatArray<Cell>::create(keys + keys / 2 + 16));
   TORPOR_ASSIGN_OR_RETURN(made.entries_, FlatArray<Entry>::create(keys));
   return made;
 }
 
-// All 32 bytes count: an engine's hash may be short, or chosen by who writes the prompts.
+// Uses all 32 bytes: an engine's hash may be short, or chosen by whoever writes the prompts.
 uint32_t KeyTable::hash_of(const BlockKey& key) {
   const auto words = std::bit_cast<Words>(key.hash);
   const uint64_t where = uint64_t{key.space} << 8 | key.group;
@@ -59,7 +59,7 @@ void KeyTable::prefetch_entry(uint32_t hash) const {
     if (cell.hash != hash) continue;
     const auto* entry = reinterpret_cast<const std::byte*>(&entries_[cell.entry - 1]);
     __builtin_prefetch(entry);
-    __builtin_prefetch(entry + sizeof(Entry) - 1);  // half of them lie on two lines
+    __builtin_prefetch(entry + sizeof(Entry) - 1);  // half of the entries lie on two lines
     return;
   }
 }
@@ -79,14 +79,14 @@ int32_t KeyTable::insert(const BlockKey& key, uint32_t hash) {
   return number;
 }
 
-// What stands behind moves up, so that no mark stays where something was.
+// Move the cells behind the erased one up, so that no tombstone is needed.
 void KeyTable::erase(int32_t number) {
   const auto size = static_cast<int64_t>(cells_.size());
   int64_t hole = home(hash_of(entries_[number].key()));
   while (cells_[hole].entry != static_cast<uint32_t>(number) + 1) hole = next(hole);
   for (int64_t at = next(hole); cells_[at].entry != 0; at = next(at)) {
     const auto distance = [&](int64_t from) { return at >= from ? at - from : at - from + size; };
-    if (distance(home(cells_[at].hash)) < distance(hole)) continue;  // it would come before its home
+    if (distance(home(cells_[at].hash)) < distance(hole)) continue;  // it would move in front of its home
     cells_[hole] = cells_[at];
     hole = at;
   }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// KeyTable: from a block's key to where it lies, one entry a key: open addressing over numbers of entries, which lie
-// beside each other in an array of their own. A probe reads one line of cells and one entry.
+// KeyTable: maps a block's key to its slots, one entry for each key. Open addressing: cells hold indices of entries,
+// which lie in an array of their own. A lookup reads one cache line of cells and one entry.
 //
-// It has room for a fixed number of keys from the beginning: nothing takes memory or fails later. Owner: BlockIndex.
+// It has space for a fixed number of keys from the beginning: only create() allocates or fails. Owner and threads:
+// BlockIndex.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 
 namespace torpor {
 
-// A slot as an entry names it; zero: none.
+// A slot in an entry, with a bit for "visible"; zero: none.
 class SlotRef {
  public:
   SlotRef() = default;
@@ -42,13 +43,15 @@ class KeyTable {
   static_assert(sizeof(Entry) == 48);
 
   KeyTable() = default;
+  // Make an empty table for `keys` keys. kResourceExhausted: no memory.
   static Result<KeyTable> create(size_t keys);
 
   static bool fits(const BlockKey& key) { return key.group < kMostGroups && key.space < kMostSpaces; }
   static uint32_t hash_of(const BlockKey& key);
-  // The number of its entry, or -1. Precondition of all below: fits(key), `hash` is its hash_of().
+  // Return the index of the key's entry; -1 if there is none. Precondition here and below: fits(key), and `hash` is
+  // hash_of(key).
   int32_t find(const BlockKey& key, uint32_t hash) const;
-  // Precondition: it is not there, and there is room. The entry names no slot yet.
+  // Add an entry that names no slot yet. Preconditions: the key has no entry, and the table is not full.
   int32_t insert(const BlockKey& key, uint32_t hash);
   void erase(int32_t entry);
 
@@ -56,16 +59,16 @@ class KeyTable {
   const Entry& operator[](int32_t entry) const { return entries_[entry]; }
   size_t size() const { return size_; }
   size_t bytes() const { return cells_.bytes() + entries_.bytes(); }
-  // For many probes at once: first the cells, a while later the entry, then find().
+  // To look up many keys at once: prefetch the cells, later the entry, then find().
   void prefetch_cells(uint32_t hash) const { __builtin_prefetch(&cells_[home(hash)]); }
   void prefetch_entry(uint32_t hash) const;
-  // For checks: every cell's entry can be found and no other is counted.
+  // For checks: every cell's entry can be found, and no other entry is counted. kInternal: the first contradiction.
   Status check() const;
 
  private:
   struct Cell {
     uint32_t hash;
-    uint32_t entry;  // plus 1; 0: nothing here, nor anything of this home behind it
+    uint32_t entry;  // index plus 1; 0: empty, which ends a search
   };
   int64_t home(uint32_t hash) const { return static_cast<int64_t>((uint64_t{hash} * cells_.size()) >> 32); }
   int64_t next(int64_t cell) const { return cell + 1 == static_cast<int64_t>(cells_.size()) ? 0 : cell + 1; }
@@ -73,7 +76,8 @@ class KeyTable {
   FlatArray<Entry> entries_;
   size_t size_ = 0;
   int32_t fresh_ = 0;  // entries from here on were never used
-  int32_t free_ = -1;  // the first of those that were let go of; each names the next in its `group_and_space`
+  // The first freed entry, or -1. Each freed entry has the next one's index plus 1 in `group_and_space`.
+  int32_t free_ = -1;
 };
 
 }  // namespace torpor

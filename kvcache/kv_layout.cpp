@@ -16,7 +16,8 @@ Error bad_tensor(size_t number, std::string what) {
                .next_step = "give the layout that the engine allocated"};
 }
 
-// True if the pieces of different (layer, block) pairs can touch: one stride must contain the whole run of the other.
+// Return true if the pieces of two (layer, block) pairs can overlap: one stride must contain the whole run of the
+// other.
 bool overlaps(const KvTensor& tensor, uint32_t num_blocks) {
   const uint64_t inner = std::min(tensor.layer_stride, tensor.block_stride);
   const uint64_t outer = std::max(tensor.layer_stride, tensor.block_stride);
@@ -29,7 +30,7 @@ bool overlaps(const KvTensor& tensor, uint32_t num_blocks) {
 
 uint64_t layer_address(const KvTensor& tensor, uint32_t layer) { return tensor.address + layer * tensor.layer_stride; }
 
-// Past the last byte of any block.
+// Return the address past the last byte of any block.
 uint64_t end_of(const KvTensor& tensor, uint32_t num_blocks) {
   return layer_address(tensor, tensor.layers - 1) + (num_blocks - 1) * tensor.block_stride + tensor.block_bytes;
 }
@@ -42,7 +43,7 @@ bool touch(uint64_t begin, uint64_t bytes, uint64_t other, uint64_t other_bytes)
   return begin < other + other_bytes && other < begin + bytes;
 }
 
-// True if a piece of one tensor lies over a piece of the other that is of another block. Both are valid.
+// Return true if a piece of one tensor overlaps a piece of another block of the other. Precondition: both are valid.
 bool mixes_blocks(const KvTensor& one, const KvTensor& other, uint32_t num_blocks) {
   if (num_blocks == 1 || apart(one, other, num_blocks)) return false;
   if (one.block_stride != other.block_stride) return true;
@@ -50,7 +51,7 @@ bool mixes_blocks(const KvTensor& one, const KvTensor& other, uint32_t num_block
   for (uint32_t i = 0; i < one.layers; ++i) {
     for (uint32_t j = 0; j < other.layers; ++j) {
       const bool behind = layer_address(one, i) >= layer_address(other, j);
-      const KvTensor& front = behind ? one : other;  // the tensor whose block 0 has the higher address in this pair
+      const KvTensor& front = behind ? one : other;  // the tensor with the higher address of block 0
       const KvTensor& back = behind ? other : one;
       const uint64_t distance =
           behind ? layer_address(one, i) - layer_address(other, j) : layer_address(other, j) - layer_address(one, i);
@@ -107,7 +108,7 @@ Status KvLayout::validate() const {
 
 KvLayout KvLayout::merged() const {
   KvLayout merged{.num_blocks = num_blocks, .tensors = {}};
-  std::vector<KvTensor> shared;  // single layers
+  std::vector<KvTensor> shared;  // one layer each
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto over = [&](const KvTensor& other) { return &other != &tensors[i] && shares_bytes(tensors[i], other); };
     if (std::none_of(tensors.begin(), tensors.end(), over)) {

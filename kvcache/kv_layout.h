@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// KvLayout: where the bytes of a KV block lie in device memory.
+// KvLayout: where the bytes of a KV block lie in device memory. A value.
 //
-// A KV cache is one or more tensors; in each, layer l of block b is one contiguous piece of `block_bytes` at
-// address + l * layer_stride + b * block_stride. That covers layer-outermost (block_stride == block_bytes) and
-// block-outermost layouts. All KV groups share the block numbers 0 … num_blocks-1, and may share the bytes: a block
-// belongs to one group at a time, so the tensors of different groups may lie over one another, block over same block.
+// A KV cache is one or more tensors. In each, layer l of block b is one contiguous piece of `block_bytes` bytes at
+// address + l * layer_stride + b * block_stride. That covers layouts with the layer outermost (block_stride ==
+// block_bytes) and with the block outermost. All KV groups share the block numbers 0 … num_blocks-1, and may share
+// bytes: a block belongs to one group at a time, so tensors of different groups may overlap if each block overlaps only
+// the same block.
 #pragma once
 
 #include <cstdint>
@@ -32,15 +33,15 @@ struct KvLayout {
   uint32_t num_blocks = 0;
   std::vector<KvTensor> tensors;
 
-  uint64_t bytes_per_block() const;  // over all layers of all tensors, as often as they name them
-  // Refuses zero sizes, pieces of a tensor that overlap each other, tensors whose pieces lie over those of another
-  // block, and sums that wrap (kInvalidArgument, names the tensor).
+  uint64_t bytes_per_block() const;  // over all tensors; shared bytes count once for each tensor
+  // Check the layout. kInvalidArgument names the tensor: a size is zero, its pieces overlap each other, it overlaps a
+  // tensor at another block, or a sum overflows.
   Status validate() const;
-  // The same bytes, each in one piece only: tensors that lie over others are put together. A layout in which none does
-  // comes back as it is. Precondition: validate().
+  // Return a layout of the same bytes in which each byte is in one piece only: overlapping tensors are merged. A layout
+  // without overlaps is returned unchanged. Precondition: validate() is ok.
   KvLayout merged() const;
-  // The pieces of block `block`, tensor by tensor, layer by layer; neighbours that touch are joined.
-  // Precondition: block < num_blocks.
+  // Return the pieces of a block, tensor by tensor and layer by layer; adjacent pieces are joined. Precondition: block
+  // < num_blocks.
   std::vector<KvPiece> pieces_of(uint32_t block) const;
   friend bool operator==(const KvLayout&, const KvLayout&) = default;
 };

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an operator asks of an OffloadScheduler, which takes memory of its own and is rare; and events of what is
-// stored.
+// OffloadScheduler: the calls of an operator, which are rare and allocate memory of their own; and its block events.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -63,7 +62,7 @@ Result<MovedKeys> OffloadScheduler::move_on(std::span<const BlockKey> keys) {
     queued.push_back({.key = keys[i], .parent = stored.parent, .priority = stored.priority, .store = StoreId::kDisk});
   }
   if (queued.empty()) return MovedKeys{};
-  // One candidate, which can be cancelled: as urgent as the most urgent of its blocks.
+  // One candidate, which can be cancelled. It has the highest priority of its blocks.
   const auto by_priority = [](const QueuedBlock& a, const QueuedBlock& b) { return a.priority < b.priority; };
   const int32_t priority = std::max_element(queued.begin(), queued.end(), by_priority)->priority;
   const TransferHandle handle = queue_.enqueue({.way = Way::kDemote, .priority = priority}, queued, queued.size(),
@@ -86,15 +85,15 @@ void OffloadScheduler::note_removed() {
   const RemovedBlocks removed = index_->take_removed();
   events_.lost += removed.lost;
   for (const RemovedBlock& block : removed.blocks) {
-    if (block.key.space != space_ || block.store == StoreId::kRemote) continue;  // all of these went with reset()
+    if (block.key.space != space_ || block.store == StoreId::kRemote) continue;  // older namespaces ended with reset()
     tell({.stored = false, .store = block.store, .key = block.key, .tokens = options_.block_tokens});
   }
 }
 
 void OffloadScheduler::note_stored(const QueuedBlock& block, StoreId store) {
   if (options_.events == 0 || block.key.space != space_ || store == StoreId::kRemote)
-    return;        // not this engine's alone
-  note_removed();  // in their order
+    return;        // a remote store is not this engine's alone
+  note_removed();  // keeps the order of events
   tell({.store = store, .key = block.key, .parent = block.parent, .tokens = options_.block_tokens});
 }
 

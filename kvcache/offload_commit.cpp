@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step commits, and how it ends: the strong half of OffloadScheduler.
+// OffloadScheduler: commits batches in a step, and ends them when the ranks have reported.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -9,11 +9,12 @@
 namespace torpor {
 namespace {
 
-constexpr int32_t kFewSegments = 3;  // with fewer, one that is read to be kept is in the way of all that is written
-constexpr size_t kJobsOfABatch = kStores;  // one with each
-constexpr uint64_t kBatchBits = 16;        // of a job's id: its place; above them: which job it was
+// With fewer segments, a segment that is read for a reinsertion would block writes.
+constexpr int32_t kFewSegments = 3;
+constexpr size_t kJobsOfABatch = kStores;  // one for each store
+constexpr uint64_t kBatchBits = 16;        // lower bits of a job's id: index in batches_; upper bits: running number
 
-// Of what two ranks say of one block.
+// Return the worse of two ranks' outcomes for a block.
 BlockOutcome worse(BlockOutcome a, BlockOutcome b) {
   for (const BlockOutcome outcome : {BlockOutcome::kUnproven, BlockOutcome::kDamaged}) {
     if (a == outcome || b == outcome) return outcome;
@@ -26,7 +27,7 @@ BlockOutcome worse(BlockOutcome a, BlockOutcome b) {
 const TransferPlan& OffloadScheduler::plan_step(bool flush) {
   plan_.clear();
   queue_.sweep_if_due(clock_.now());
-  // What there is no memory for stays in the queue, for the next step.
+  // If memory runs out, the rest stays queued for the next step.
   (void)try_catch([&]() -> Status {
     queue_.set_held_aside(clock_.now());
     commit_loads(flush);
@@ -43,7 +44,7 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
   return plan_;
 }
 
-// All memory that a batch of so many blocks needs, before it is committed: nothing of it fails any more then.
+// Allocate all memory for a batch of so many blocks before it is committed, so that nothing fails afterwards.
 void OffloadScheduler::make_room(size_t blocks, size_t owners) {
   grow(blocks_, blocks);
   grow(versions_, blocks);
@@ -64,7 +65,7 @@ void OffloadScheduler::make_room(size_t blocks, size_t owners) {
   }
 }
 
-// Precondition: make_room().
+// Precondition: make_room() was called.
 OffloadScheduler::PlannedBatch& OffloadScheduler::new_batch(Way way, StoreId store) {
   const uint32_t place = free_batches_.back();
   free_batches_.pop_back();
@@ -87,7 +88,7 @@ OffloadScheduler::PlannedBatch* OffloadScheduler::planned(uint64_t id) {
 
 // ---- commitment
 
-// A load is a job for each store that it comes from.
+// Plan each load as one job for each store that it reads from.
 void OffloadScheduler::commit_loads(bool flush) {
   for (OffloadQueue::Next next; (next = queue_.next(Way::kOnboard, clock_.now(), flush)).blocks > 0;) {
     make_room(next.blocks, next.containers);
@@ -119,7 +120,7 @@ void OffloadScheduler::commit_down(bool flush) {
   }
 }
 
-// Those blocks of the batch that go into this store: kept, and with a slot each. The others end here.
+// Hold the blocks of the batch that go into this store, and reserve a slot for each. End the others here.
 void OffloadScheduler::commit_into(StoreId store) {
   blocks_.clear();
   versions_.clear();
@@ -173,11 +174,13 @@ BlockOutcome OffloadScheduler::reserve(const QueuedBlock& block, StoreId store, 
   return reserved.error().code == Code::kFailedPrecondition ? BlockOutcome::kPresent : BlockOutcome::kNoRoom;
 }
 
-// Segments go oldest first, whatever was used of them. So when the last free one is begun, what was used of the next
-// one to go, and is nowhere else, is appended again, as far as there is room: what nobody used goes, as by LRU.
+// Segments are evicted oldest first, used or not. So when the last free segment is begun, reinsert the used blocks of
+// the next segment to be evicted which are not in host memory, as far as there is space. Unused blocks are evicted, as
+// LRU would do.
 void OffloadScheduler::reinsert_used() {
   const int64_t room = index_->disk_room();
-  const bool begun = room > std::exchange(disk_room_, room);  // a segment has gone since
+  // True if a segment was evicted since the last call.
+  const bool begun = room > std::exchange(disk_room_, room);
   if (!begun || room >= options_.index.segment_slots || options_.index.disk_segments < kFewSegments) return;
   (void)try_catch([&]() -> Status {
     for (const LeavingBlock& block : index_->leaving()) {
@@ -204,7 +207,7 @@ void OffloadScheduler::commit_again() {
   make_room(again_.size(), 0);
   PlannedBatch& batch = new_batch(Way::kDemote, StoreId::kDisk);
   batch.from = StoreId::kDisk;
-  batch.blocks.swap(again_);  // which was empty
+  batch.blocks.swap(again_);  // leaves again_ empty: a new batch has no blocks
   plan(batch, PlanKind::kMove);
 }
 
@@ -290,7 +293,7 @@ Status OffloadScheduler::apply(const TransferReport& report) {
   });
   for (const JobReport& job : report.jobs) {
     PlannedBatch* const batch = planned(job.id);
-    if (batch == nullptr || (batch->reported & bit) != 0) continue;  // said already
+    if (batch == nullptr || (batch->reported & bit) != 0) continue;  // reported before
     batch->reported |= bit;
     count(*batch, job, report);
     if (batch->reported == all_ranks_) end(*batch);
@@ -318,7 +321,7 @@ void OffloadScheduler::end(PlannedBatch& batch) {
   end_owners(batch);
   queue_.job_ended(batch.way);
   note_time(times_.batches[static_cast<size_t>(batch.way)], batch.planned_at);
-  if (batch.way == Way::kOffload) {  // without memory for that they stay in host memory alone
+  if (batch.way == Way::kOffload) {  // without memory to queue them the blocks stay in host memory only
     for (const StoreId store : {StoreId::kDisk, StoreId::kRemote})
       (void)try_catch([&]() -> Status { return send_on(batch, store), ok(); });
   }
@@ -326,7 +329,7 @@ void OffloadScheduler::end(PlannedBatch& batch) {
   batch.id = 0;
 }
 
-// Without memory for it nothing is noted.
+// Record a duration; drop it if there is no memory.
 void OffloadScheduler::note_time(std::vector<double>& times, std::chrono::nanoseconds from) noexcept {
   if (times.size() == OffloadTimes::kMost) return;
   (void)try_catch([&]() -> Status { return times.push_back(seconds_between(from, clock_.now())), ok(); });
@@ -338,14 +341,14 @@ void OffloadScheduler::end_down(PlannedBatch& batch) {
   for (JobBlock& block : batch.blocks) {
     const QueuedBlock& queued = block.queued;
     const bool unproven = block.outcome == BlockOutcome::kUnproven;
-    if (unproven) {  // who may still be read stays held
+    if (unproven) {  // a block that a copy may still read stays held
       ++quarantined_;
     } else {
       blocks_.push_back(queued.block);
     }
     const bool good = block.outcome == BlockOutcome::kTransferred;
     const bool same = device_.version(queued.block) == queued.version;
-    // It may have been written anew while it was read.
+    // Another version: the block was rewritten while it was read.
     if (good && !same) block.outcome = BlockOutcome::kEvicted;
     if (block.outcome != BlockOutcome::kTransferred) {
       disk_failed = disk_failed || (!good && batch.store == StoreId::kDisk);
@@ -359,7 +362,7 @@ void OffloadScheduler::end_down(PlannedBatch& batch) {
     index_->unpin(batch.store, queued.slot);
     note_stored(queued, batch.store);
   }
-  if (disk_failed) index_->close_segment();  // its file may take no more
+  if (disk_failed) index_->close_segment();  // its file may accept no more
   if (options_.mode == OffloadMode::kEager) device_.release(blocks_);
 }
 
@@ -370,7 +373,7 @@ void OffloadScheduler::end_on(PlannedBatch& batch) {
     const bool unproven = block.outcome == BlockOutcome::kUnproven;
     if (block.outcome == BlockOutcome::kDamaged) index_->damaged(batch.from, block.from);
     if (batch.from == StoreId::kDisk &&
-        block.outcome == BlockOutcome::kTransferred) {  // before the old one is let go of
+        block.outcome == BlockOutcome::kTransferred) {  // commit the new slot before the old one is released
       index_->commit(StoreId::kDisk, queued.slot);
       index_->unpin(StoreId::kDisk, queued.slot);
       index_->unpin(StoreId::kDisk, block.from);
@@ -430,7 +433,7 @@ void OffloadScheduler::send_on(const PlannedBatch& batch, StoreId store) {
   enqueue_by_priority(store == StoreId::kDisk ? Way::kDemote : Way::kPublish);
 }
 
-// Blocks of one batch stand by their priority already.
+// Queue queued_ for `way`. Its blocks are sorted by priority already.
 void OffloadScheduler::enqueue_by_priority(Way way) {
   for (size_t first = 0, end = 0; first < queued_.size(); first = end) {
     const int32_t priority = queued_[first].priority;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A job of OffloadWorker, from its plan to its report.
+// OffloadJob: a job of an OffloadWorker, from its plan to its report.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,8 @@ struct OffloadJob {
   std::vector<int32_t> from;
   std::vector<int32_t> to;
   std::vector<ChunkPlan> plans{};
-  std::vector<BlockKey> keys{};  // of its blocks, where its stores need them
+  std::vector<BlockKey> keys{};  // one for each block, if its stores need them
+  // The error if the transfer engine did not accept the job.
   Status refused{};
 };
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the remote store has: asked by way of the ranks, and known from their answers on.
+// OffloadScheduler: asks the remote store, through the ranks, which keys it has, and remembers the answers.
 #include "kvcache/offload_scheduler.h"
 
 namespace torpor {
 namespace {
 
-constexpr size_t kMostAsked = 4096;  // keys of one request: of 65,536 tokens in blocks of 16
+constexpr size_t kMostAsked = 4096;  // keys for one request: 65,536 tokens in blocks of 16
 
 }  // namespace
 
@@ -44,13 +44,13 @@ void OffloadScheduler::commit_asks() {
   }
 }
 
-// What every rank found there is found here, too.
+// Make the keys that every rank found visible in the index.
 void OffloadScheduler::end_ask(PlannedBatch& batch) {
   for (const JobBlock& block : batch.blocks) {
     queue_.count(Way::kLookup, block.outcome, 1);
     if (block.outcome != BlockOutcome::kTransferred || block.queued.key.space != space_) continue;
     const Result<Slot> slot = index_->reserve(StoreId::kRemote, &block.queued.key);
-    if (!slot) continue;  // another request has asked for it, or all is pinned
+    if (!slot) continue;  // another request asked for it, or all slots are pinned
     index_->commit(StoreId::kRemote, *slot);
     index_->unpin(StoreId::kRemote, *slot);
   }

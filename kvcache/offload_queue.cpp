@@ -74,7 +74,7 @@ OffloadQueue::~OffloadQueue() {
 
 // ---- into the queue
 
-// The first of the free ones.
+// Return the first free container; add one if there is none.
 OffloadQueue::Container& OffloadQueue::spare_container() {
   if (free_ == kNone) {
     containers_.emplace_back();
@@ -95,7 +95,7 @@ void OffloadQueue::free_container(int32_t container) {
 
 TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedBlock> blocks, uint64_t offered,
                                      BlockOutcome filtered, Time now) {
-  // All memory first: whatever fails for want of it has changed nothing.
+  // Allocate all memory first, so that a failure has changed nothing.
   InQueue& queue = in_queue(how.way);
   grow(queue.levels, queue.levels.size() + waiting_.size() + 1);
   grow(waiting_, waiting_.size() + 1);
@@ -110,7 +110,8 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   TransferHandle handle(ticket);
   if (offered > blocks.size()) end(ticket, how.way, filtered, offered - blocks.size());
   if (blocks.empty()) return handle;
-  // What goes on and out waits beside the others, so that a slow disk or network does not keep blocks from host memory.
+  // kDemote and kPublish have limits of their own, so that a slow disk or network does not keep blocks from host
+  // memory.
   const bool beside = how.way == Way::kDemote || how.way == Way::kPublish;
   const int64_t before = beside ? in_queue(how.way).blocks
                                 : queued_blocks_ - in_queue(Way::kDemote).blocks - in_queue(Way::kPublish).blocks;
@@ -209,7 +210,7 @@ void OffloadQueue::end_container(int32_t container, BlockOutcome outcome) {
 
 void OffloadQueue::cancelled(int32_t container) {
   if (!at(container).waiting) {
-    any_cancelled_ = true;  // the next sweep's
+    any_cancelled_ = true;  // the next sweep ends it
     return;
   }
   std::erase(waiting_, container);
@@ -245,7 +246,7 @@ void OffloadQueue::sweep() {
   });
 }
 
-// Those of the in-queues of which `gone` says that it took them.
+// Remove the containers for which `gone` returns true from the in-queues.
 template <class Gone>
 void OffloadQueue::take_out(Gone gone) {
   for (InQueue& queue : in_queues_) {
@@ -278,10 +279,10 @@ bool OffloadQueue::may_go(const Container& container) const {
 
 void OffloadQueue::set_held_aside(Time now) {
   if (!any_held_ && !port_.holds()) return;
-  // All memory first.
+  // Allocate all memory first.
   grow(waiting_, containers_.size());
   for (InQueue& queue : in_queues_) grow(queue.levels, queue.levels.size() + waiting_.capacity());
-  // Those that are held no more first: they are not asked for twice.
+  // Return released candidates first, so that none is asked about twice.
   size_t kept = 0;
   for (const int32_t container : waiting_) {
     if (at(container).held && may_go(at(container))) {
@@ -326,7 +327,7 @@ OffloadQueue::Next OffloadQueue::next(Way way, Time now, bool flush) {
       if (next.blocks == 0) next.owner = each.ticket->owner;
       next.blocks += each.blocks.size();
       ++next.containers;
-      if (way == Way::kOnboard) return next;  // a request's load is a job of its own
+      if (way == Way::kOnboard) return next;  // each request's load is a batch of its own
     }
   }
   return next;

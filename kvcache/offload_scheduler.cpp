@@ -65,8 +65,8 @@ Result<std::unique_ptr<OffloadScheduler>> OffloadScheduler::create(const Offload
   });
 }
 
-// Of what the ranks' disks had, the newest segments that there is room for; a segment here is one of the first rank's,
-// so that it can go as a whole.
+// Adopt the newest segments that fit, of the blocks that every rank has. A segment of the index stands for a segment of
+// rank 0, so that it is evicted as a whole.
 std::vector<AdoptedBlock> OffloadScheduler::adopt(std::span<const std::vector<RecoveredBlock>> ranks) {
   std::vector<AdoptedBlock> adopted;
   if (ranks.size() != static_cast<size_t>(options_.ranks) || options_.index.disk_segments == 0) return adopted;
@@ -94,7 +94,7 @@ std::vector<AdoptedBlock> OffloadScheduler::adopt(std::span<const std::vector<Re
     BlockKey key = block.key;
     key.space = space_;
     const Result<Slot> slot = index_->reserve(StoreId::kDisk, &key);
-    if (!slot) continue;  // an older record of the same key
+    if (!slot) continue;  // another record of the same key was adopted
     index_->commit(StoreId::kDisk, *slot, false);
     index_->unpin(StoreId::kDisk, *slot);
     adopted.push_back({block.key, *slot});
@@ -301,7 +301,7 @@ void OffloadScheduler::release_backing() {
 
 Status OffloadScheduler::reset() {
   TORPOR_RETURN_IF_ERROR(index_->retire(space_));
-  index_->close_segment();  // segments have keys of one space
+  index_->close_segment();  // a segment has keys of one namespace
   ++space_;
   queue_.end_all(BlockOutcome::kCancelled);
   for (const Question& question : std::exchange(asks_, {}))
@@ -328,7 +328,7 @@ Status OffloadScheduler::check() const {
   return index_->check();
 }
 
-// Where they changed since.
+// Emit the counts of each store that changed since the last event.
 void OffloadScheduler::tell_stores() {
   const BlockIndexOptions& of = options_.index;
   const auto tell = [&](StoreId store, int64_t slots) {

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// OffloadScheduler: the scheduler's part of offloading: which blocks go where and when, for all ranks at once. It knows
-// keys, slots and pins and touches no bytes (S4); OffloadWorkers do what its plans say.
+// OffloadScheduler: decides for all ranks which KV blocks are moved where and when. It knows keys, slots and pins and
+// touches no bytes (S4); OffloadWorkers run its plans.
 //
-// Its methods follow the hooks of an engine's scheduler, in their order: match() when a request may be admitted,
-// allocated() when it has its blocks, offer() for blocks that became full, plan_step() once a step, apply() for each
-// rank's report, finished() at a request's end, reset() when the cache is to be empty, take_events().
+// Its methods follow the hooks of an engine's scheduler, in order: match() when a request may be admitted, allocated()
+// when it has its blocks, offer() for blocks that became full, plan_step() once a step, apply() for each rank's report,
+// finished() at a request's end, reset() to empty the cache, take_events().
 //
 //   A request: initialized -> (match) onboard staged -> (allocated) onboarding -> running -> finished
-//   A block down: offered -> queued (weak: number and version) -> held, its slot reserved -> proven on all ranks ->
-//   visible
+//   An offloaded block: offered -> queued (weak: number and version) -> held, its slot reserved -> proven on all ranks
+//   -> visible
 //
-// Eager: a block is held from the plan to the last rank's report. Lazy: nothing is held, and the version decides at the
-// end: another one means that the block was written anew meanwhile, and its copy is worth nothing (S1).
+// Eager mode: a block is held from the plan to the last rank's report. Lazy mode: no block is held; if its version is
+// another one at the end, the block was rewritten meanwhile, and the copy is discarded (S1).
 //
-// A slot is visible only after every rank proved its part; the failure of one makes it invisible on all (S2). Both
-// sides of an unfinished job are pinned, after an unproven copy for ever (S3). Every block ends with one counted
+// A slot is visible only after every rank proved its part; a failure on one rank makes it invisible on all (S2). Both
+// sides of an unfinished job are pinned; after an unproven copy for ever (S3). Every block ends with one counted
 // outcome (S12).
 //
-// Threads: one, the engine scheduler's. No locks, no I/O, no waiting; what it keeps is used again, so that a step
-// takes no memory for each block. `device`, `clock` and `placement` outlive it.
+// Threads: one, the engine scheduler's. No locks, no I/O, no waiting. Memory is reused, so a step does not allocate for
+// each block. `device`, `clock` and `placement` outlive this object.
 #pragma once
 
 #include <memory>
@@ -42,14 +42,14 @@ struct OffloadSchedulerOptions {
   int32_t ranks = 1;
   int32_t block_tokens = 16;
   OffloadMode mode = OffloadMode::kEager;
-  int64_t counted_keys = 0;  // for a placement that asks for uses; 0: none are counted
-  size_t events = 0;         // most that wait for take_events(); 0: none are made
+  int64_t counted_keys = 0;  // cells of UseCounts, for a placement that needs uses; 0: none
+  size_t events = 0;         // most that wait for take_events(); 0: no events
   Status validate() const;   // kInvalidArgument names the option
 };
 
 enum class RequestStage : uint8_t { kInitialized, kOnboardStaged, kOnboarding, kRunning, kFinishing };
 
-// What was stored, or is not found any more.
+// A block was stored, or can no longer be found.
 struct BlockEvent {
   bool stored = true;
   StoreId store = StoreId::kHost;
@@ -59,24 +59,24 @@ struct BlockEvent {
 };
 struct BlockEvents {
   std::vector<BlockEvent> events;
-  uint64_t lost = 0;     // since the last call: more than were waited for
-  bool cleared = false;  // before all of them: nothing is found any more
+  uint64_t lost = 0;     // events beyond OffloadSchedulerOptions::events
+  bool cleared = false;  // before all events: nothing can be found any more
 };
 
-// A request's load that is over on all ranks: its first so many blocks are good.
+// A request's load that has ended on all ranks: its first `good_blocks` blocks are valid.
 struct EndedLoad {
   uint32_t request = 0;
   int32_t good_blocks = 0;
-  bool unproven = false;  // a copy may still be writing: none of its blocks may be used again
+  bool unproven = false;  // a copy may still write: none of its blocks may be reused
 };
 
 struct CancelledCandidate {
   uint64_t blocks = 0;
-  bool committed = false;  // too late
+  bool committed = false;  // it was committed before, and is not cancelled
 };
 struct DroppedKeys {
   uint64_t dropped = 0;
-  uint64_t pinned = 0;  // a load or a copy needs them: they stay
+  uint64_t pinned = 0;  // stay, because a load or a copy needs them
   uint64_t absent = 0;
 };
 struct MovedKeys {
@@ -85,93 +85,101 @@ struct MovedKeys {
 };
 
 struct OffloadOffer {
-  std::span<const BlockKey> keys;  // of space()
+  std::span<const BlockKey> keys;  // in namespace space()
   std::span<const int32_t> blocks;
-  bool consecutive = true;           // of one request, in their order; else nobody knows what is before them
+  // The blocks are consecutive blocks of one request; else the block before each is unknown.
+  bool consecutive = true;
   std::array<uint8_t, 32> parent{};  // hash of the block before the first
-  uint64_t after_step = 0;           // whose forward pass writes them; 0: they are written
+  uint64_t after_step = 0;           // the step whose forward pass writes them; 0: they are written
   int32_t priority = 0;
 };
 
-// How long things took, in seconds, each since it was last asked for. At most kMost of each: more are counted nowhere.
+// Durations in seconds since the last call. At most kMost of each are kept; further ones are dropped.
 struct OffloadTimes {
   static constexpr size_t kMost = 4096;
-  // Of each way: from when a batch was planned until all ranks had told how it ended.
+  // For each way: from the plan of a batch to the last rank's report.
   std::array<std::vector<double>, kWays> batches;
-  // Of requests: from when one had device blocks for what is loaded until all of it had ended.
+  // For each load: from allocated() to the end of the load.
   std::vector<double> loads;
 };
 
 class OffloadScheduler {
  public:
-  // kInvalidArgument, kResourceExhausted.
+  // kInvalidArgument: invalid options. kResourceExhausted: no memory.
   static Result<std::unique_ptr<OffloadScheduler>> create(const OffloadSchedulerOptions& options, DeviceBlocks& device,
                                                           const Placement& placement, const Clock& clock,
                                                           EventPort port = {});
   ~OffloadScheduler();
 
-  // Blocks that every rank recovered, under slots from now on; all ranks adopt() the result. Before the first plan.
+  // Assign slots to the blocks that every rank recovered. All ranks adopt() the result. Call before the first plan.
+  // `ranks`: one list for each rank.
   std::vector<AdoptedBlock> adopt(std::span<const std::vector<RecoveredBlock>> ranks);
 
-  // Requests have numbers here; one is used again when its request is over.
+  // Return a number for a request. It is reused after the request's end.
   uint32_t begin_request(std::string id, int32_t priority = 0);
   RequestStage stage(uint32_t request) const { return at(request).stage; }
-  // Asks the remote store, by way of the ranks, for those of `keys` that are nowhere else: for how many. 0: there is
-  // nothing to ask for, or it does not answer.
+  // Ask the remote store, through the ranks, for the keys that no store is known to have. Return how many are asked
+  // for; 0: there is nothing to ask, the store does not answer, or too many lookups wait.
   size_t ask(uint32_t request, std::span<const BlockKey> keys);
-  // It was asked for this request, and has not answered.
+  // Return whether the answer for this request is outstanding.
   bool asking(uint32_t request) const { return at(request).asked != 0; }
-  // How many of the blocks behind the first `have` of `chain` can be loaded; they are pinned. It may be asked again:
-  // what it pinned before is let go of.
+  // Pin the blocks behind the first `have` of `chain` that can be loaded, and return their number. Another call unpins
+  // them first.
   int32_t match(uint32_t request, std::span<const BlockKey> chain, size_t have);
-  // The device blocks for the first of them; the rest is let go of. They must stay the request's until its load ends.
+  // Start the load into `blocks`, the device blocks for the first pinned slots; unpin the others. The device blocks
+  // must stay the request's until its load ends.
   TransferHandle allocated(uint32_t request, std::span<const int32_t> blocks);
-  // Blocks that became full. Those without a version are left out (S8).
+  // Offer blocks that became full. Leaves out blocks without a version (S8).
   TransferHandle offer(const OffloadOffer& offer);
-  // The step's forward pass is over; or it failed, and what it wrote is worth nothing.
+  // acknowledge(): the step's forward pass is done. fail_step(): it failed, and the blocks that it wrote are skipped.
   void acknowledge(uint64_t step) { queue_.acknowledge(step, clock_.now()); }
   void fail_step(uint64_t step) { queue_.fail_step(step); }
-  // What all ranks do next; valid until the next call. Empty: nothing, and it need not be sent. `flush`: do not wait
-  // for batches to fill. What there is no memory to plan stays queued.
+  // Return what all ranks do next; valid until the next call. An empty plan need not be sent. `flush`: do not wait for
+  // batches to fill. If memory runs out, the rest stays queued.
   const TransferPlan& plan_step(bool flush = false);
-  // Ends what was cancelled, and commits nothing.
+  // End what was cancelled; commit nothing.
   void sweep() { queue_.sweep(); }
-  // One that comes again counts once. kInvalidArgument: of a rank that there is not, or of other jobs than were
-  // planned.
+  // Apply a rank's report. A report that arrives twice counts once. kInvalidArgument: an unknown rank, or jobs that
+  // were planned differently.
   Status apply(const TransferReport& report);
-  // Since the last call. The request is running then; what was not loaded is computed.
+  // Return the loads that ended since the last call. Their requests are running; the engine computes what was not
+  // loaded.
   std::vector<EndedLoad> take_loads();
-  // The engine has registered these blocks, the first of those that were loaded: their slots have the same bytes. Ends
-  // the pins.
+  // Note that the engine has registered `blocks`, the first loaded ones, so their slots have the same bytes. Unpins the
+  // request's slots.
   void loaded(uint32_t request, std::span<const int32_t> blocks);
-  // False: a load is still writing into its blocks, they stay until take_loads() names it; the number ends with that.
+  // End a request. Return false if its load still writes into its blocks: they stay, and the number is valid, until
+  // take_loads() names it.
   bool finished(uint32_t request);
-  // Another namespace from now on: nothing of before is found, what is queued ends as kCancelled. At once; jobs under
-  // way end in their own time. The ranks open the space, too.
+  // Open the next namespace: nothing stored before is found, and queued blocks end as kCancelled. Takes effect at once;
+  // jobs under way end on their own. The ranks must open the namespace too. kResourceExhausted: no memory; nothing
+  // changed.
   Status reset();
   uint32_t space() const { return space_; }
   BlockEvents take_events();
-  // Of each of these device blocks, the slot in host memory that has the bytes of its present content on every rank;
-  // -1: none has. With `keep`, for a sleep, they stay as they are until release_backing().
+  // Return, for each device block, the host slot that holds its current content on every rank; -1 if none does. With
+  // `keep` (a sleep), the slots are pinned until release_backing().
   std::vector<Slot> backing(std::span<const int32_t> blocks, bool keep);
   void release_backing();
 
-  // For who operates the engine (offload_calls.cpp). Stores: host memory and disk; what the remote one has is shared.
-  // A candidate that is not committed does not go. kNotFound; kFailedPrecondition: a request waits for it.
+  // Calls for operators (offload_calls.cpp), for host memory and disk; the remote store is shared with other engines.
+  // Cancel a candidate that is not committed. kNotFound: no such candidate. kFailedPrecondition: it is a load, for
+  // which a request waits.
   Result<CancelledCandidate> cancel(uint64_t candidate);
-  // None of these is found there any more.
+  // Drop these keys from `store`; pinned blocks stay.
   DroppedKeys drop(std::span<const BlockKey> keys, StoreId store);
-  // Those that are in host memory go to disk, too. Its candidate; 0: none goes. kFailedPrecondition: there is no disk.
+  // Copy those of the keys that are in host memory only to disk. Return the candidate's number and its blocks; 0 if
+  // there is none. kFailedPrecondition: there is no disk.
   Result<MovedKeys> move_on(std::span<const BlockKey> keys);
 
-  // Something is queued or under way: steps are needed, if only empty ones.
+  // Return whether anything is queued or under way: the engine must go on stepping, with empty steps if need be.
   bool busy() const { return queue_.anything_queued() || queue_.jobs_under_way() > 0 || !asks_.empty(); }
   bool under_way() const { return queue_.jobs_under_way() > 0; }
   BlockIndex& index() { return *index_; }
   const BlockIndex& index() const { return *index_; }
   const OffloadQueue& queue() const { return queue_; }
   int64_t quarantined() const { return quarantined_; }  // device blocks that are never used again
-  // Blocks that were used, in segments that were next to go: written again, into later ones.
+  // Return how many used blocks were reinserted from segments about to be evicted.
   int64_t appended_again() const { return appended_again_; }
   int64_t loaded_from_remote() const { return loaded_from_remote_; }  // blocks
   OffloadTimes take_times() { return std::exchange(times_, {}); }
@@ -184,39 +192,39 @@ class OffloadScheduler {
     Slot slot = -1;
     BlockKey key;
     bool good = false;  // it was loaded
-    bool kept = false;  // for ever: its copy was not proven over
+    bool kept = false;  // for ever: its copy is not proven finished
   };
   struct Request {
     std::string id;
     int32_t priority = 0;
     RequestStage stage = RequestStage::kInitialized;
-    bool used = false;     // the number
-    bool counted = false;  // its keys
-    uint64_t asked = 0;    // which question of all is its, while it waits for the answer; 0: none
+    bool used = false;     // the number is in use
+    bool counted = false;  // its keys were added to uses_
+    uint64_t asked = 0;    // number of its outstanding question; 0: none
     std::chrono::nanoseconds load_began{};
     std::vector<Pinned> pinned;
   };
   struct JobBlock {
     QueuedBlock queued;
-    Slot from = -1;   // kDemote: the slot that it comes from
-    int32_t at = -1;  // kOnboard: which of the request's
+    Slot from = -1;   // kDemote, kPublish: source slot
+    int32_t at = -1;  // kOnboard: index in Request::pinned
     BlockOutcome outcome = BlockOutcome::kTransferred;
   };
   struct PlannedBatch {
-    uint64_t id = 0;  // 0: the place is free
+    uint64_t id = 0;  // 0: unused
     Way way = Way::kOffload;
-    StoreId store = StoreId::kHost;  // target; up: source
-    StoreId from = StoreId::kHost;   // on: source
-    uint32_t request = 0;            // up, ask
-    uint64_t question = 0;           // ask
-    uint64_t reported = 0;           // ranks, a bit each
+    StoreId store = StoreId::kHost;  // target; kOnboard: source
+    StoreId from = StoreId::kHost;   // source of a move
+    uint32_t request = 0;            // kOnboard, kLookup
+    uint64_t question = 0;           // kLookup
+    uint64_t reported = 0;           // a bit for each rank
     std::chrono::nanoseconds planned_at{};
     std::vector<JobBlock> blocks;
     std::vector<OffloadQueue::Owner> owners;
     Status cause;
   };
 
-  struct HostBlock {  // what it was stored with
+  struct HostBlock {  // what the block was stored with
     std::array<uint8_t, 32> parent{};
     int32_t priority = 0;
   };
@@ -233,7 +241,7 @@ class OffloadScheduler {
   const Request& at(uint32_t request) const { return requests_[request]; }
   void unpin(Request& request, size_t from);
   void end_request(uint32_t request);
-  void enqueue_by_priority(Way way);  // queued_
+  void enqueue_by_priority(Way way);  // enqueues queued_
   bool is_committed(uint64_t candidate) const;
   bool accepting(StoreId store) const { return refusing_[static_cast<size_t>(store)] == 0; }
 
@@ -257,7 +265,7 @@ class OffloadScheduler {
   void end_up(PlannedBatch& batch);
   void end_ask(PlannedBatch& batch);
   void end_owners(PlannedBatch& batch);
-  void send_on(const PlannedBatch& batch, StoreId store);  // what arrived in host memory
+  void send_on(const PlannedBatch& batch, StoreId store);  // blocks that arrived in host memory
   void note_stored(const QueuedBlock& block, StoreId store);
   void note_removed();
   void tell_stores();
@@ -274,14 +282,14 @@ class OffloadScheduler {
   UseCounts uses_;
   std::vector<Request> requests_;
   std::vector<uint32_t> free_requests_;
-  std::vector<PlannedBatch> batches_;  // by the lower bits of their id
+  std::vector<PlannedBatch> batches_;  // indexed by the lower bits of their ids
   std::vector<uint32_t> free_batches_;
   uint64_t planned_ = 0;  // batches ever
   TransferPlan plan_;
   uint64_t plans_ = 0;
   uint32_t space_ = 1;
   uint64_t all_ranks_ = 1;
-  std::array<uint64_t, kStores> refusing_{};  // ranks whose store takes nothing, a bit each
+  std::array<uint64_t, kStores> refusing_{};  // a bit for each rank whose store accepts nothing
   std::vector<std::vector<StoreReport>> stores_;
   std::vector<EndedLoad> loads_;
   std::vector<Question> asks_;  // not planned yet
@@ -289,14 +297,14 @@ class OffloadScheduler {
   int64_t quarantined_ = 0;
   int64_t appended_again_ = 0;
   int64_t loaded_from_remote_ = 0;
-  int64_t disk_room_ = 0;        // when it was last looked at
-  std::vector<JobBlock> again_;  // of this step, or left by one without memory
-  std::vector<Slot> kept_;       // in host memory, by backing()
-  std::vector<HostBlock> host_;  // by slot, if they may go on to disk
+  int64_t disk_room_ = 0;        // BlockIndex::disk_room() at the last look
+  std::vector<JobBlock> again_;  // to be reinserted; a step without memory leaves them
+  std::vector<Slot> kept_;       // host slots pinned by backing()
+  std::vector<HostBlock> host_;  // by host slot; empty without a disk
   BlockEvents events_;
   OffloadTimes times_;
-  std::array<std::pair<uint64_t, uint64_t>, 2> told_{};  // host memory and disk, in an event
-  // Of one call; they keep their memory.
+  std::array<std::pair<uint64_t, uint64_t>, 2> told_{};  // last event for host memory and disk
+  // Scratch of one call; kept for their memory.
   std::vector<BlockLocations> places_;
   std::vector<QueuedBlock> queued_;
   OffloadQueue::Batch batch_;

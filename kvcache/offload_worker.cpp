@@ -95,7 +95,7 @@ void OffloadWorker::adopt(std::span<const AdoptedBlock> blocks) {
   const auto less = [](const BlockKey& a, const BlockKey& b) {
     return std::tie(a.hash, a.group) < std::tie(b.hash, b.group);
   };
-  std::map<BlockKey, StoreSlot, decltype(less)> found(less);  // the newest of a key counts
+  std::map<BlockKey, StoreSlot, decltype(less)> found(less);  // the newest record of a key wins
   for (const RecoveredSlot& each : std::exchange(recovered_, {})) {
     if (each.record.bytes == block_bytes_) found[each.key] = each.slot;
   }
@@ -143,13 +143,13 @@ Status OffloadWorker::check(const TransferPlan& plan) const {
   return keys == plan.keys.size() ? ok() : Status(wrong_plan("has other keys than its jobs need"));
 }
 
-// All that a plan needs of memory before its first step: from then on its jobs are sure to end.
+// All memory that a plan needs, allocated before its first step: after that its jobs are sure to end.
 struct OffloadWorker::Noted {
   RunningJobs jobs;
   std::map<std::string, Loading> loading;
   std::multimap<uint64_t, std::string> loads_of;
-  std::vector<SlotRange> host;    // room for what is dropped
-  std::vector<int64_t> segments;  // of the store; the same
+  std::vector<SlotRange> host;    // capacity for dropped host slots
+  std::vector<int64_t> segments;  // capacity for dropped segments of the store
   std::vector<SlotRange> disk;
 };
 
@@ -212,7 +212,7 @@ Status OffloadWorker::run(const TransferPlan& plan) {
   });
 }
 
-// Takes no memory of its own.
+// Allocates nothing: `noted` has the capacity.
 void OffloadWorker::drop(std::span<const Dropped> dropped, Noted& noted) {
   for (const Dropped& each : dropped) {
     if (each.store == StoreId::kHost) {
@@ -242,7 +242,8 @@ StoreSlot OffloadWorker::slot_to_read(StoreId store, Slot slot) const {
   return store == StoreId::kDisk ? disk_slots_[static_cast<size_t>(slot)] : slot;
 }
 
-// On disk: in the segment of the store that stands for the plan's; a new one where that was dropped.
+// Return the store's slot for a slot of the plans. On disk, assign a new segment of the store if the plan's segment has
+// none, as after a drop.
 StoreSlot OffloadWorker::slot_to_write(StoreId store, Slot slot) {
   if (store != StoreId::kDisk) return slot;
   int64_t& segment = segments_[static_cast<size_t>(slot / options_.segment_slots)];
@@ -270,7 +271,7 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
           .number = planned.id};
   running.plans.reserve(planned.count);
   job.chunks.reserve(planned.count);
-  const std::string tag = fmt::format("job {}", planned.id);  // for errors
+  const std::string tag = fmt::format("job {}", planned.id);  // for error texts
   for (uint32_t i = 0; i < planned.count; ++i) {
     ChunkPlan& chunk = running.plans.emplace_back();
     chunk.key = {.kind = ChunkKind::kKvBlock, .tag = tag, .index = i};
@@ -293,7 +294,7 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
   return job;
 }
 
-// Whatever fails here fails the job's blocks, which are reported like any other.
+// Submit one job. An error here fails the job's blocks, which are reported like any others.
 void OffloadWorker::begin(RunningJob at, std::span<const BlockKey> keys, const Status& ordered) {
   OffloadJob& begun = **at;
   begun.refused = try_catch([&]() -> Status {

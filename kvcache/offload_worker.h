@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// OffloadWorker: one rank's part of offloading. It runs the scheduler's plans over this rank's stores and says what
-// became of each block; it decides nothing (S4). Where the bytes of a slot lie and what their digest is, each rank
-// knows for itself: a slot on disk is a place in the plan's numbers, and gets one in a segment that was never written
-// (S5).
+// OffloadWorker: one rank's part of offloading. It runs the scheduler's plans over this rank's stores and reports the
+// outcome of each block; it decides nothing (S4). Each rank knows for itself where a slot's bytes lie and what their
+// digest is: a disk slot of a plan is mapped to a slot of a segment that was never written (S5).
 //
-// Blocks are proven by the transfer engine: what comes down by the end of its copy, what goes up or on by its digest. A
-// job ends for all its blocks, one by one (I5, I6); a copy that was not proven over is reported as unproven and its
-// memory is never used again (S3).
+// The transfer engine proves the blocks: offloaded ones by the end of their copy, loaded or moved ones by their digest.
+// A job ends for each of its blocks separately (I5, I6). A copy that is not proven finished is reported as unproven,
+// and its memory is never used again (S3).
 //
-// What the engine gave the device before a plan may still read the blocks that the plan loads into: it is waited for
-// (S11). Blocks that are stored are those of steps that are over.
+// Work that the engine gave the device before a plan may still read the blocks that the plan loads into, so the worker
+// waits for it (S11). Blocks are stored only after their step is over.
 //
-// Threads: one at a time, the rank's own; the bytes move on the engine's, which also removes segments' files. What it
-// uses outlives it, and so do the jobs of a plan: wait() before the memory of the device goes.
+// Threads: one at a time, the rank's own. Bytes move on the transfer engine's threads, which also remove segments'
+// files. `layout` and `transfers` outlive this object. Jobs run on after run() returned: call wait() before device
+// memory is freed. The destructor waits too.
 #pragma once
 
 #include <list>
@@ -30,9 +30,10 @@ namespace torpor {
 
 struct OffloadJob;
 
+// The scheduler's BlockIndexOptions have the same sizes; 0: the store does not exist.
 struct OffloadWorkerOptions {
   int32_t rank = 0;
-  int32_t host_slots = 0;  // as the scheduler's BlockIndexOptions have them; 0: no such store
+  int32_t host_slots = 0;
   int32_t disk_segments = 0;
   int32_t segment_slots = 0;
   int32_t remote_slots = 0;
@@ -40,35 +41,37 @@ struct OffloadWorkerOptions {
 
 struct LoadedRequest {
   std::string request;
-  std::vector<int32_t> bad_blocks;  // of the device: their load failed here
+  std::vector<int32_t> bad_blocks;  // device blocks whose load failed on this rank
 };
 
 class OffloadWorker {
  public:
-  // The stores may be null. kInvalidArgument: one is missing, or does not have the options' segments.
+  // `layout` and `transfers` outlive the result. A store may be null. kInvalidArgument: a store is missing, or does not
+  // match the options.
   static Result<std::unique_ptr<OffloadWorker>> create(const OffloadWorkerOptions& options, const KvLayout& layout,
                                                        TransferEngine& transfers, std::shared_ptr<SlotStore> host,
                                                        std::unique_ptr<SlotStore> disk,
                                                        std::unique_ptr<SlotStore> remote = nullptr);
   ~OffloadWorker();
 
-  // Keys with this number belong to the namespace with this digest from now on, in the remote store to `shared`; none
-  // of before is put any more.
+  // Open a namespace: keys with this number belong to `digest`, in the remote store to `shared`. Blocks of earlier
+  // namespaces are no longer put.
   void open_space(uint32_t space, const Digest& digest, const Digest& shared = {});
-  // What the store on disk has of this space and all ranks must agree on; before the first plan, once.
+  // Return what the disk store has of this namespace, for the agreement of all ranks. Call once, before the first plan.
   Result<std::vector<RecoveredBlock>> recover(uint32_t space);
-  // What recover() found and is not named here is forgotten.
+  // Forget the recovered blocks that are not in `blocks`.
   void adopt(std::span<const AdoptedBlock> blocks);
 
-  // Begins its jobs, in its order. A plan that was run already changes nothing. kInvalidArgument: it names what this
-  // rank does not have. kResourceExhausted: there is no memory to note its jobs; it can be run again. Nothing of it is
-  // done then. Otherwise each job of it ends with an outcome for each block.
+  // Start the jobs of a plan, in order. A plan that was run before changes nothing. After an error nothing of the plan
+  // is done: kInvalidArgument: it names a block or slot that this rank does not have; kResourceExhausted: there is no
+  // memory to note its jobs, and it can be run again. After success each of its jobs ends with an outcome for each
+  // block.
   Status run(const TransferPlan& plan);
-  // What ended and was not reported; empty: nothing did, or there is no memory to say so yet.
+  // Return what ended and was not reported yet. If memory runs out, a later call reports the rest.
   TransferReport poll();
-  // Requests of which all loads have been reported by poll(), since the last call.
+  // Return the requests whose loads poll() has reported completely since the last call.
   std::vector<LoadedRequest> take_loaded() { return std::exchange(loaded_, {}); }
-  // Returns when nothing of a plan is under way; the next poll() has all of it.
+  // Wait until nothing of a plan is under way; the next poll() reports all of it.
   void wait() { (void)transfers_.drain(); }
   bool idle() const { return running_.empty() && refused_.empty(); }
   SlotStore* store(StoreId id) const {
@@ -107,18 +110,18 @@ class OffloadWorker {
   const std::unique_ptr<SlotStore> remote_;
   const uint64_t block_bytes_;
   std::vector<Digest> host_digests_;      // by slot
-  std::vector<StoreSlot> disk_slots_;     // by slot of the plans; -1: nothing was put there
-  std::vector<int64_t> segments_;         // of the store, by segment of the plans; kNoSegment: not begun
-  std::map<int64_t, int32_t> adopted_;    // slots that plans know, by the store's recovered segment
+  std::vector<StoreSlot> disk_slots_;     // by disk slot of the plans; -1: empty
+  std::vector<int64_t> segments_;         // store's segment by segment of the plans, or kNoSegment
+  std::map<int64_t, int32_t> adopted_;    // adopted slots of each recovered segment of the store
   std::vector<RecoveredSlot> recovered_;  // until adopt()
   int64_t next_segment_ = 0;
   uint64_t last_plan_ = 0;
   std::map<JobId, std::unique_ptr<OffloadJob>> running_;
-  RunningJobs refused_;           // that the engine did not take
+  RunningJobs refused_;           // not accepted by the transfer engine
   std::vector<JobResult> ended_;  // not reported yet
   struct Loading {
     LoadedRequest ended;
-    size_t jobs = 0;  // not over
+    size_t jobs = 0;  // not ended
   };
   std::map<std::string, Loading> loading_;
   std::multimap<uint64_t, std::string> loads_of_;  // requests by job

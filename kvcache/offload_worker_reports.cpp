@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// OffloadWorker: what became of its jobs. Without memory for a report nothing of it is lost: what was not reported is,
-// by a later poll().
+// OffloadWorker: reports its jobs. If there is no memory for a report, a later poll() makes it; nothing is lost.
 #include <algorithm>
 #include <iterator>
 
@@ -13,7 +12,8 @@
 namespace torpor {
 namespace {
 
-// What was stored is bad. Other failures (of the device, for want of staging memory) say nothing about it.
+// Return whether the error means that the stored bytes are bad. Other errors (of the device, no staging memory) say
+// nothing about them.
 bool is_bad_record(const Error& error) {
   return error.code == Code::kCorruption || error.code == Code::kIo || error.code == Code::kNotFound ||
          error.code == Code::kIncompatible || error.code == Code::kInternal;
@@ -48,7 +48,7 @@ bool OffloadWorker::tell_refused(OffloadJob& running, TransferReport& report) {
   return made && tell(running, result, report);
 }
 
-// All of a job, or nothing: then there was no memory for it.
+// Add all of a job to the report. Return false and add nothing if there is no memory.
 bool OffloadWorker::tell(OffloadJob& running, const JobResult& result, TransferReport& report) {
   const size_t outcomes = report.outcomes.size();
   const Status told = try_catch([&]() -> Status {
@@ -80,7 +80,7 @@ bool OffloadWorker::tell(OffloadJob& running, const JobResult& result, TransferR
   return told.has_value();
 }
 
-// Called again it says the same.
+// Repeatable: a second call returns the same.
 BlockOutcome OffloadWorker::outcome_of(const OffloadJob& running, size_t i, const ChunkTransfer& chunk) {
   const PlannedJob& planned = running.planned;
   if (chunk.outcome == BlockOutcome::kTransferred) {
@@ -97,7 +97,7 @@ BlockOutcome OffloadWorker::outcome_of(const OffloadJob& running, size_t i, cons
   return damaged ? BlockOutcome::kDamaged : chunk.outcome;
 }
 
-// For load_ended().
+// Allocate what load_ended() needs.
 void OffloadWorker::make_room(uint64_t job, size_t bad_blocks) {
   const auto [begin, end] = loads_of_.equal_range(job);
   for (auto at = begin; at != end; ++at) {
@@ -120,7 +120,7 @@ void OffloadWorker::load_ended(uint64_t job, std::span<const int32_t> bad_blocks
   loads_of_.erase(begin, end);
 }
 
-// With what ended, and where a store began or ceased to take anything.
+// Add the state of each store if jobs ended, or if the store began or stopped accepting.
 void OffloadWorker::report_stores(TransferReport& report) {
   for (const StoreId id : {StoreId::kHost, StoreId::kDisk, StoreId::kRemote}) {
     const SlotStore* const of = store(id);

@@ -13,7 +13,7 @@ class OptionPlacement final : public Placement {
     if (options_.min_uses > 1 && candidate.uses < options_.min_uses) return {};
     const bool on_host = candidate.places.host >= 0;
     const bool on_disk = candidate.places.disk >= 0;
-    // What is on disk alone may come into host memory too; what is in host memory goes on from there by itself.
+    // A block on disk only may come into host memory too; a block in host memory goes on by itself.
     const bool there = options_.host ? on_host : on_disk;
     if (options_.presence && there) return {};
     StoreMask mask;

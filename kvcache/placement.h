@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Placement: which blocks are worth storing and where, and which hits are worth loading. It decides only: no state of
-// blocks, no slots. UseCounts: how often a key was used, in fixed memory.
+// Placement: decides which blocks are worth storing and where, and which hits are worth loading. It has no state of
+// blocks and no slots. UseCounts: how often a key was used, in fixed memory.
 //
 // Threads: the scheduler's.
 #pragma once
@@ -30,35 +30,36 @@ class StoreMask {
 
 struct Candidate {
   const BlockKey& key;
-  uint32_t uses = 0;      // requests that had it, this one included; 0: nobody counts
-  BlockLocations places;  // where it is already
+  uint32_t uses = 0;      // requests that used it, including this one; 0: not counted
+  BlockLocations places;  // stores that have it already
 };
 
 class Placement {
  public:
   virtual ~Placement() = default;
-  // Where the block shall be. Host memory and others: there first, and on from there. Empty: a policy says no.
+  // Return the stores that should have the block; empty: none. If host memory is one of them, the block goes there
+  // first, and from there to the others.
   virtual StoreMask wanted(const Candidate& candidate) const = 0;
-  // Else the tokens are computed.
+  // Return whether to load a run of `tokens` tokens; else the engine computes them.
   virtual bool worth_loading(int64_t tokens, std::span<const BlockLocations> run) const = 0;
 };
 
 struct PlacementOptions {
   bool host = true;
-  bool disk = false;              // also, if there is host memory: through it
-  bool remote = false;            // also, through host memory
-  bool presence = true;           // what one of the wanted stores has already is filtered before it is queued
-  uint32_t min_uses = 1;          // frequency: a block goes when that many requests had it
-  int64_t min_prefix_tokens = 0;  // shorter hits are computed
+  bool disk = false;              // through host memory, if there is any
+  bool remote = false;            // through host memory
+  bool presence = true;           // skip a block that one of the wanted stores has already
+  uint32_t min_uses = 1;          // store a block once so many requests used it
+  int64_t min_prefix_tokens = 0;  // shorter hits are computed, not loaded
 };
 std::unique_ptr<Placement> make_placement(const PlacementOptions& options);
 
-// Approximate: a key whose cell another one takes begins anew. 4 bytes a cell.
+// Approximate: if two keys share a cell, a key that takes the cell starts at zero. 4 bytes for each cell.
 class UseCounts {
  public:
-  // kResourceExhausted.
+  // Make counts with `cells` cells. kResourceExhausted: no memory.
   static Result<UseCounts> create(size_t cells);
-  uint32_t add(const BlockKey& key);  // one more; how many now, at most 255
+  uint32_t add(const BlockKey& key);  // adds one use; returns the count, at most 255
   uint32_t count(const BlockKey& key) const;
   void clear();
 

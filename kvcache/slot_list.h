@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// SlotList: a list through records that have fields `before` and `after`, each in one list at most. Takes no memory.
+// SlotList: a linked list over records that have fields `before` and `after`; each record is in one list at most.
+// Allocates nothing. Threads: the owner's.
 #pragma once
 
 #include <cstdint>

@@ -3,9 +3,9 @@
 //
 //   Initialized -> Onboard staged -> Onboarding -> Prefilling -> Decoding -> Finishing -> Finished
 //
-// Skipped: not scheduled in this step though it was before. Preempted: its device blocks went, its tokens stay.
-// Onboarding ends where its request is scheduled, is Initialized again when its load failed, and Finishing waits for
-// copies that can still read or write its blocks. Source of the states: the KVBM connector of NVIDIA Dynamo.
+// Skipped: scheduled before, but not in this step. Preempted: it lost its device blocks and kept its tokens. Onboarding
+// ends when the request is scheduled; if its load failed, it is Initialized again. Finishing waits for copies that can
+// still read or write its blocks. The states are those of the KVBM connector of NVIDIA Dynamo.
 #pragma once
 
 #include <cstdint>
@@ -31,23 +31,24 @@ inline constexpr int kSlotStates = 11;
 
 enum class SlotTrigger : uint8_t {
   kCreate,
-  kStage,          // blocks of tiers below were found and are kept
-  kGiveBack,       // and are not any more
-  kOnboard,        // they are on their way up
-  kOnboardFailed,  // what did not arrive is computed
-  kPrefill,        // scheduled: more than the newest token is computed
-  kDecode,         // scheduled: the newest token is computed
+  kStage,          // blocks of lower tiers were found and are kept
+  kGiveBack,       // they are no longer kept
+  kOnboard,        // they are being loaded
+  kOnboardFailed,  // blocks that were not loaded are computed
+  kPrefill,        // scheduled: computes more than the newest token
+  kDecode,         // scheduled: computes the newest token
   kSkip,
   kPreempt,
-  kFinish,  // copies that were committed are still under way
-  kEnd,     // none is, or none is any more
+  kFinish,  // committed copies are still under way
+  kEnd,     // no copy is under way
 };
 inline constexpr int kSlotTriggers = 11;
 
 std::string_view name(SlotState state);      // "initialized", "onboard staged", …
 std::string_view name(SlotTrigger trigger);  // "create", "stage", …
 
-// The state that follows, or no value where the trigger is not allowed. Skipping what does not run changes nothing.
+// Return the next state; no value if the transition is not allowed. kSkip changes nothing for a request that is not
+// running.
 constexpr std::optional<SlotState> next_state(SlotState state, SlotTrigger trigger) {
   using enum SlotState;
   using enum SlotTrigger;

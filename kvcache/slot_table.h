@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// SlotTable: the requests that an engine serves, each with its state (kvcache/slot_state.h), told as events.
+// SlotTable: the requests that an engine serves, each with its state (kvcache/slot_state.h), emitted as events.
 //
-// Who calls it says what the engine's scheduler did; what did not change costs a comparison and is not told: a decode
-// step is no event. How far a request came is told at changes, and every so many tokens. All of it is told anew when
-// half of what the ring of the events holds has been told since, so that a reader finds every request there.
+// The caller reports what the engine's scheduler did. A report that changes nothing costs a comparison and emits
+// nothing: a decode step is no event. The number of computed tokens is emitted at changes of state, and every
+// kToldEvery tokens. When half of the event ring was overwritten since, all requests are emitted again, so that a
+// reader finds each of them.
 //
-// Threads: one, the engine scheduler's. Failure: kFailedPrecondition names both where the table has no such transition;
-// the slot stays as it was.
+// Threads: one, the engine scheduler's. Failure: kNotFound for an unknown slot; kFailedPrecondition names request and
+// transition if the state does not allow it. The slot is then unchanged.
 #pragma once
 
 #include <span>
@@ -24,9 +25,9 @@ struct SlotInfo {
   std::string id;
   SlotState state = SlotState::kNone;
   int64_t computed_tokens = 0;
-  int64_t tokens = 0;         // all that it has
-  int32_t device_blocks = 0;  // 0 too where nobody says
-  int32_t staged_blocks = 0;  // to be loaded, or on their way
+  int64_t tokens = 0;         // all tokens that it has
+  int32_t device_blocks = 0;  // 0 also if unknown
+  int32_t staged_blocks = 0;  // to be loaded, or being loaded
 };
 
 class SlotTable {
@@ -34,24 +35,25 @@ class SlotTable {
   static constexpr int64_t kToldEvery = 64;  // tokens
   explicit SlotTable(EventPort port) : port_(port) {}
 
-  // Its number; one is used again when its slot has ended. kInvalidArgument: no id, no tokens.
+  // Add a request and return its number, which is reused after its end. kInvalidArgument: no id, or no tokens.
   Result<uint32_t> create(std::string id, int64_t tokens);
-  // Before it is looked for below and scheduled. False: somebody holds it; leave it where it is and ask again.
+  // Return false if a breakpoint holds the request: leave it waiting and ask again. Call before looking for its blocks
+  // and scheduling it.
   bool may_admit(uint32_t slot) const;
-  // `blocks`: those below that are kept for it; 0 gives back what was.
+  // `blocks` blocks of lower tiers are kept for the request; 0: none any more.
   Status stage(uint32_t slot, int32_t blocks);
   Status onboard(uint32_t slot, int32_t device_blocks);
   Status onboard_failed(uint32_t slot);
-  // In this step so many of its tokens are computed; `computed` are already, `tokens` it has in all.
+  // This step computes `now` tokens of the request; `computed` are computed already, of `tokens` in all.
   Status scheduled(uint32_t slot, int64_t computed, int64_t now, int64_t tokens, int32_t device_blocks = 0);
   Status skip(uint32_t slot) { return move(slot, SlotTrigger::kSkip); }
   Status preempt(uint32_t slot);
-  // Of its full blocks, from the one with this number on, the first bytes of each.
+  // Emit the first bytes of the keys of the request's full blocks, from block `first` on.
   Status keys(uint32_t slot, std::span<const std::string_view> keys, size_t first, KeyOf what);
-  // `busy`: copies that were committed are under way; end() when they are over.
+  // End the request. `busy`: committed copies are under way; call end() when they are over.
   Status finish(uint32_t slot, bool busy = false);
   Status end(uint32_t slot) { return finish(slot); }
-  // Once a step, at its end: how many run and wait, how many tokens were computed, how long it took.
+  // End a step: emit the number of running and waiting requests, the computed tokens, and the duration.
   void step(int32_t running, int32_t waiting, int64_t tokens, int64_t nanoseconds);
 
   const SlotInfo& at(uint32_t slot) const { return slots_[slot].info; }
@@ -70,7 +72,7 @@ class SlotTable {
   const EventPort port_;
   std::vector<Slot> slots_;
   std::vector<uint32_t> free_;
-  uint64_t told_ = 0;  // events of the ring, when all were told
+  uint64_t told_ = 0;  // the ring's last sequence when all requests were emitted
 };
 
 }  // namespace torpor

@@ -56,7 +56,7 @@ struct JobReportEntry {
   uint64_t id = 0;
   uint32_t count = 0;
   uint16_t code = 0;
-  uint16_t cause = 0;  // bytes
+  uint16_t cause = 0;  // length in bytes
 };
 struct StoreEntry {
   uint32_t store = 0;
@@ -91,7 +91,7 @@ Error wrong(std::string_view what) {
           .next_step = "run the same version of torpor in all processes"};
 }
 
-// Takes values off the front; what is not there is an error before memory is taken for it.
+// Reads values from the front. A value that is missing is an error, before memory is allocated for it.
 class Taker {
  public:
   explicit Taker(std::span<const uint8_t> bytes) : rest_(bytes) {}

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// TransferPlan: what the scheduler tells all ranks to move, the same bytes for each of them; TransferReport: what
-// became of it on one rank. Flat arrays, so that a plan of a hundred blocks costs a few allocations.
+// TransferPlan: what the scheduler tells all ranks to move, the same bytes for each. TransferReport: the result on one
+// rank. Values; flat arrays, so that a plan of a hundred blocks costs a few allocations.
 //
-// Both cross processes. decode() believes nothing: sizes, numbers and names are checked before memory is taken for them
-// (kCorruption), and what it accepts encodes to the same bytes. What only a rank can know (how many slots a store has)
-// the worker checks.
+// Both are sent between processes. decode() trusts nothing: it checks sizes, numbers and names before it allocates
+// memory for them (kCorruption), and an accepted message encodes to the same bytes again. The worker checks what only a
+// rank can know, such as the number of slots.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +21,13 @@
 
 namespace torpor {
 
-// A block that a rank's durable store had at the start. Those of one segment follow each other, the oldest segment
-// first.
+// A block that a rank's durable store had at the start. Lists of them are grouped by segment, the oldest first.
 struct RecoveredBlock {
   BlockKey key;
   int64_t segment = 0;
 };
 
-// The slot under which the scheduler knows a recovered block from now on; -1: nobody needs it.
+// The scheduler's slot for a recovered block; -1: not needed.
 struct AdoptedBlock {
   BlockKey key;
   Slot slot = -1;
@@ -37,28 +36,27 @@ struct AdoptedBlock {
 enum class PlanKind : uint8_t {
   kPut,   // device blocks `from` into slots `to` of `store`
   kGet,   // slots `from` of `store` into device blocks `to`
-  kMove,  // slots `from` of `store` into slots `to` of `other`; on disk also into others of its own
-  kFind,  // whether the remote store has the blocks of these keys; `from` and `to` mean nothing
+  kMove,  // slots `from` of `store` into slots `to` of `other`; on disk also within the store
+  kFind,  // look up keys in the remote store; `from` and `to` mean nothing
 };
 std::string_view name(PlanKind kind);  // "put", "get", "move", "find"
 
-// A job in a plan is committed: it ends with an outcome for each of its blocks, on every rank.
+// A planned job is committed: on every rank it ends with an outcome for each of its blocks.
 struct PlannedJob {
-  uint64_t id = 0;  // never used for another one
+  uint64_t id = 0;  // never reused
   PlanKind kind = PlanKind::kPut;
   StoreId store = StoreId::kHost;
-  StoreId other = StoreId::kHost;  // kMove only; else as `store`
+  StoreId other = StoreId::kHost;  // kMove: target; else the same as `store`
   TransferPriority priority = TransferPriority::kOffload;
-  uint32_t first = 0;  // its blocks: [first, first + count) of `from` and `to`
+  uint32_t first = 0;  // its blocks are [first, first + count) of `from` and `to`
   uint32_t count = 0;
   StoreId target() const { return kind == PlanKind::kMove ? other : store; }
-  // Its blocks' keys are written beside their bytes, or are what the remote store is asked for; jobs have theirs in
-  // `keys`, one behind the other.
+  // Return whether the job has keys: to store beside the bytes, or to look up. `keys` has them job after job.
   bool keyed() const { return kind == PlanKind::kGet ? store == StoreId::kRemote : target() != StoreId::kHost; }
   friend bool operator==(const PlannedJob&, const PlannedJob&) = default;
 };
 
-// The request's load is over on a rank when all jobs that are named with it are.
+// A request's load is over on a rank when all jobs that name the request have ended there.
 struct PlannedLoad {
   std::string request;
   uint64_t job = 0;
@@ -66,17 +64,17 @@ struct PlannedLoad {
 };
 
 struct TransferPlan {
-  uint64_t number = 0;           // 1, 2, …: a rank runs each once, also if it is sent again
-  std::vector<Dropped> dropped;  // before the jobs
-  std::vector<PlannedJob> jobs;  // of which the blocks follow each other
+  uint64_t number = 0;           // 1, 2, …: a rank runs each once, even if it is sent twice
+  std::vector<Dropped> dropped;  // to be forgotten before the jobs
+  std::vector<PlannedJob> jobs;  // their blocks follow each other in `from` and `to`
   std::vector<int32_t> from;
   std::vector<int32_t> to;
   std::vector<BlockKey> keys;
   std::vector<PlannedLoad> loading;
 
-  bool empty() const { return dropped.empty() && jobs.empty(); }  // then it need not be sent
-  void clear();                                                   // but for its memory
-  // Adds a job whose blocks the caller adds to from, to and, if it is keyed(), keys.
+  bool empty() const { return dropped.empty() && jobs.empty(); }  // it need not be sent
+  void clear();                                                   // keeps its memory
+  // Add a job. The caller appends its blocks to `from` and `to`, and to `keys` if it is keyed().
   PlannedJob& add(uint64_t id, PlanKind kind, StoreId store, TransferPriority priority);
   Bytes encode() const;
   static Result<TransferPlan> decode(std::span<const uint8_t> bytes);
@@ -85,14 +83,15 @@ struct TransferPlan {
 
 struct JobReport {
   uint64_t id = 0;
-  uint32_t first = 0;  // its blocks' outcomes: [first, first + count) of `outcomes`; none: all are transferred
+  // The outcomes of its blocks are [first, first + count) of `outcomes`; count 0: all were transferred.
+  uint32_t first = 0;
   uint32_t count = 0;
-  Code code = Code::kInternal;  // of the first block that failed
-  std::string cause;            // and what was wrong there
+  Code code = Code::kInternal;  // error of the first block that failed
+  std::string cause;            // text of that error
   friend bool operator==(const JobReport&, const JobReport&) = default;
 };
 
-struct StoreReport {  // since the worker began
+struct StoreReport {  // totals since the worker began
   StoreId store = StoreId::kHost;
   bool accepting = true;  // false: its medium failed, nothing is put for a while
   uint64_t put_bytes = 0;
