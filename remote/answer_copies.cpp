@@ -15,9 +15,9 @@ using Json = nlohmann::ordered_json;
 constexpr int kAnswersFormat = 1;
 constexpr uint64_t kMostFiles = 100;
 constexpr uint64_t kMostLogBytes = uint64_t{1} << 40;
-constexpr int kAttempts = 5;  // files of a log are replaced by newer ones now and then
+constexpr int kAttempts = 5;  // a log replaces its files by newer ones now and then
 constexpr std::string_view kLog = "answers";
-constexpr std::string_view kStaging = "s-pull-answers";  // removed like any other staging by the next writer
+constexpr std::string_view kStaging = "s-pull-answers";  // the next writer removes it like any other staging
 
 std::string answers_key(std::string_view hash) { return fmt::format("{}{}", kAnswersPrefix, hash); }
 
@@ -113,7 +113,7 @@ Status pull_file(ObjectStore& store, const IndexedFile& file, Directory& into, s
   return out->sync();
 }
 
-// What was in the directory before is kept beside it: the server that goes on had not written it.
+// Keep a log that is in the directory beside the new one: another server wrote it.
 Status set_aside(Directory& target, std::string_view index) {
   const auto there = target.open_directory(kLog);
   if (!there) return there.error().code == Code::kNotFound ? ok() : Status(there.error());

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The response log of a server on another machine: its files, cut into parts as a checkpoint's are.
+// Copies of a server's response log in an ObjectStore. Its files are cut into parts as a checkpoint's are.
+//
+// Threads: any; each call uses memory for one part.
 #pragma once
 
 #include <string>
@@ -12,15 +14,16 @@ namespace torpor::remote {
 
 inline constexpr std::string_view kAnswersPrefix = "answers/";
 
-// The files of a log that was pushed, with their parts. kNotFound, kCorruption.
+// Return the files of a pushed log, with their parts. `index`: the hash that push_answers() returned. kNotFound: no
+// such log. kCorruption: the index is damaged.
 Result<std::vector<IndexedFile>> read_answers(ObjectStore& store, const std::string& index);
 
-// Of a directory in which a server may write meanwhile: what was recorded before the call is there. Returns the hash of
-// the index (answers/<hash>); parts that are there already are not sent again.
+// Push the log in `directory`, which a server may write to meanwhile: everything recorded before the call is included.
+// Return the hash of the index (answers/<hash>). Parts that the store has are not sent again.
 Result<std::string> push_answers(FileSystem& file_system, const std::string& directory, ObjectStore& store);
 
-// Into `answers` of a directory of checkpoints: they are there whole or not at all. Others that were there are kept
-// beside them, as answers-before-…. kCorruption: something else is stored than was pushed.
+// Pull a log into `answers` of a directory of checkpoints, whole or not at all. A log that was there is kept beside it,
+// as answers-before-…. kCorruption: the store has other bytes than were pushed.
 Status pull_answers(FileSystem& file_system, ObjectStore& store, const std::string& index,
                     const std::string& directory);
 

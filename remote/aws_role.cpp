@@ -23,7 +23,7 @@ namespace {
 
 constexpr size_t kMostIssuedBytes = 64 << 10;
 constexpr size_t kMostTokenBytes = 64 << 10;
-constexpr std::time_t kRenewSeconds = 300;  // before they end
+constexpr std::time_t kRenewSeconds = 300;  // before they expire
 constexpr std::time_t kAskAgainSeconds = 60;
 constexpr int kRoleAttempts = 3;
 constexpr std::chrono::milliseconds kPause{200};  // before the second attempt; doubles
@@ -42,16 +42,16 @@ struct Request {
   Until until;
   std::vector<std::string> headers{};
   const char* method = "GET";
-  std::string body{};     // of a POST
+  std::string body{};     // for a POST
   std::string ca_file{};  // empty: the system's
-  bool near = false;      // a service of this machine: never by a proxy, and it answers at once
+  bool near = false;      // a service of this machine: used without a proxy, and answers at once
 };
 struct Answer {
   long status = 0;
   std::string text;
 };
 
-// A URL without path and query, which may be secrets.
+// Return the URL without path and query, which may be secrets.
 std::string place_of(const std::string& url) {
   const size_t host = url.find("://");
   return host == std::string::npos ? "" : url.substr(0, url.find_first_of("/?#", host + 3));
@@ -103,7 +103,7 @@ Result<Answer> ask_once(const Request& request) {
                .next_step = "try again"};
 }
 
-// Answers of any status are values here, but for those that say that it may work later.
+// Make the request, and retry it after a status that means "try later". An answer of any other status is a value.
 Result<Answer> ask(const Request& request) {
   std::optional<Error> error;
   for (int attempt = 0; attempt < kRoleAttempts; ++attempt) {
@@ -122,7 +122,7 @@ Result<Answer> ask(const Request& request) {
   return *std::move(error);
 }
 
-// Whether the text may stand in a header: it is printable ASCII.
+// Return whether the text may be in a header: it is printable ASCII.
 bool is_line(std::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= ' ' && c < '\x7f'; });
 }
@@ -164,7 +164,7 @@ Error refused(const std::string& url, const Answer& answer, std::string next_ste
                          std::move(next_step));
 }
 
-// A bearer's token, which the system exchanges now and then.
+// Read a bearer token, which the system replaces now and then.
 Result<std::string> token_in(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text(kMostTokenBytes, '\0');
@@ -177,7 +177,7 @@ Result<std::string> token_in(const std::string& path) {
   return text;
 }
 
-// Keeps what was issued until it is to be renewed.
+// Caches credentials until they are to be renewed.
 class Renewed : public AwsRole {
  public:
   Result<S3Credentials> credentials(std::time_t now, double seconds) final {
@@ -188,7 +188,7 @@ class Renewed : public AwsRole {
       for (uint64_t failures = failures_;;) {
         const bool valid = last_ && now < last_->ends;
         if (valid && (fetching_ || now < last_->ends - kRenewSeconds || now < ask_again_)) return last_->credentials;
-        if (failures_ != failures) return failure_;  // of the other thread's, which was waited for
+        if (failures_ != failures) return failure_;  // the other thread's fetch, which this one waited for
         if (!fetching_) break;
         const auto left = until - Until::clock::now();
         if (left <= Until::duration::zero())
@@ -223,10 +223,10 @@ class Renewed : public AwsRole {
   Mutex mutex_;
   CondVar fetched_;
   std::optional<Issued> last_ TORPOR_GUARDED_BY(mutex_);
-  std::time_t ask_again_ TORPOR_GUARDED_BY(mutex_) = 0;  // while the last ones are valid
+  std::time_t ask_again_ TORPOR_GUARDED_BY(mutex_) = 0;  // while the last credentials are valid
   bool fetching_ TORPOR_GUARDED_BY(mutex_) = false;
   uint64_t failures_ TORPOR_GUARDED_BY(mutex_) = 0;
-  Error failure_ TORPOR_GUARDED_BY(mutex_);  // the last one
+  Error failure_ TORPOR_GUARDED_BY(mutex_);  // of the last fetch that failed
 };
 
 class WebIdentity final : public Renewed {
@@ -314,7 +314,8 @@ class InstanceRole final : public Renewed {
                                   .headers = {"X-aws-ec2-metadata-token-ttl-seconds: 21600"},
                                   .method = "PUT",
                                   .near = true});
-    if (!session || session->status != 200 || !is_word(session->text)) {  // other clouds have a service there, too
+    // Other clouds have a service at this address too.
+    if (!session || session->status != 200 || !is_word(session->text)) {
       Error error = session ? refused(endpoint_, *session, "") : std::move(session).error();
       error.next_step =
           "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE; on an instance of EC2, "
@@ -342,7 +343,7 @@ std::string without_slash(std::string url) {
   return url;
 }
 
-// The host of a URL, without its port and brackets; empty if it is none of http or https, or names a user.
+// Return the URL's host, without port and brackets; empty if the scheme is not http or https, or the URL names a user.
 std::string host_of(const std::string& url) {
   const std::unique_ptr<CURLU, decltype(&curl_url_cleanup)> parts(curl_url(), &curl_url_cleanup);
   char* user = nullptr;
@@ -361,8 +362,8 @@ std::string host_of(const std::string& url) {
   return found;
 }
 
-// Whether a token may go there: by https, or to a host that the AWS SDKs take by plain HTTP: this machine, and the
-// agents of ECS and EKS.
+// Return whether a token may be sent to this URL: by https, or to a host that the AWS SDKs accept by plain HTTP (this
+// machine, and the agents of ECS and EKS).
 bool may_have_token(const std::string& url) {
   const std::string host = host_of(url);
   if (host.empty() || url.starts_with("https://")) return !host.empty();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// AwsRole: S3 credentials that a service of the cloud hands out to a machine, container or pod for some hours. They are
-// fetched when they are first wanted, and again five minutes before they end.
+// AwsRole: temporary S3 credentials from a service of the cloud for a machine, container or pod. They are fetched at
+// first use, and again five minutes before they expire.
 //
-// Which service, by the variables that AWS's own tools read, in their order (after keys in the environment, and with
-// the file of credentials between the first and the second: s3_settings.h):
+// These variables of AWS's own tools choose the service, in this order. (Keys in the environment come before all of
+// them; the file of credentials comes between the first and the second: s3_settings.h.)
 //
 //   AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN   STS (AssumeRoleWithWebIdentity), as for a service account of EKS.
 //     AWS_ROLE_SESSION_NAME                     default "torpor"
@@ -16,12 +16,12 @@
 //     AWS_EC2_METADATA_DISABLED                 "true", in any case: it is not asked
 //
 // Protocols: the API reference of STS, "Container credential provider" of the AWS SDKs reference, and "Use IMDSv2" of
-// the EC2 user guide. Libraries: libcurl, nlohmann/json, pugixml. AWS's SDK for C++ would do this, too, but Debian has
+// the EC2 user guide. Libraries: libcurl, nlohmann/json, pugixml. AWS's SDK for C++ would do this too, but Debian has
 // no package of it.
 //
-// Threads: any; while one fetches, the others take what is still valid, or wait for it as long as they may. Errors:
-// kUnauthenticated if the service refuses or answers something else, kUnavailable if it does not answer; never with a
-// secret, a path or a query in them.
+// Threads: any. While one thread fetches, others use credentials that are still valid, or wait up to their own limit.
+// Errors: kUnauthenticated: the service refuses, or answers something else. kUnavailable: it does not answer. Errors
+// never contain a secret, a path or a query.
 #pragma once
 
 #include <ctime>
@@ -37,13 +37,14 @@ namespace torpor::remote {
 class AwsRole {
  public:
   virtual ~AwsRole() = default;
-  // The credentials at `now`, within about so many seconds. Where new ones cannot be had, the last ones as long as they
-  // are valid; then nobody asks again for a minute.
+  // Return credentials that are valid at `now`, within about `seconds`. If a fetch fails, return the last ones while
+  // they are valid, and fetch again after a minute at the earliest.
   virtual Result<S3Credentials> credentials(std::time_t now, double seconds = 30) = 0;
 };
 
-// Null where the variables name no such role. kInvalidArgument: they contradict each other, an address has a user or a
-// password in it, or a token would go by plain HTTP to a host that is neither this one nor one of AWS's for that.
+// Return the role that the variables name; null if they name none. kInvalidArgument: they contradict each other, an
+// address contains a user or a password, or a token would be sent by plain HTTP to another host than this machine or
+// AWS's own agents.
 Result<std::shared_ptr<AwsRole>> web_identity(const Environment& variable, const std::string& region,
                                               const std::string& ca_file);
 Result<std::shared_ptr<AwsRole>> container_role(const Environment& variable, const std::string& ca_file);

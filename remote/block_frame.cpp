@@ -33,7 +33,7 @@ struct Layout {
   SealId seal_id{};
   uint64_t seal_number = 0;
   SealTag seal{};
-  std::array<uint8_t, 8> check{};  // of all before it
+  std::array<uint8_t, 8> check{};  // digest of all bytes before it
 };
 static_assert(sizeof(Layout) == kFrameBytes && std::has_unique_object_representations_v<Layout>);
 

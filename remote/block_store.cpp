@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::chrono::nanoseconds kFullPause = std::chrono::seconds(1);
 
-// What a key has of its own, without a word of itself.
+// Return a digest that depends on the key and does not reveal it.
 Digest salt_of(const Key* key, bool encrypt) {
   if (key == nullptr) return {};
   const Seal seal(*key, SealId{}, encrypt ? Protection::kEncrypted : Protection::kAuthenticated);
@@ -68,7 +68,7 @@ std::optional<Digest> BlockStore::space_of(uint32_t space) const {
   return found == spaces_.end() ? std::nullopt : std::optional(found->second);
 }
 
-// What the part's block is there. Without a key: the one that was put into its slot.
+// Set the item's key and expected frame. A part without a key means the block that was put into its slot.
 Status BlockStore::address(RecordPart& part, Item& item) const {
   BlockKey key = key_of(part);
   std::optional<Digest> space;
@@ -102,7 +102,7 @@ Status BlockStore::address(RecordPart& part, Item& item) const {
 
 // ---- verbs
 
-// Where it pays: a block that does not get smaller is sent as it is.
+// Compress the item's body if that makes it smaller.
 void BlockStore::compress(Item& item, std::vector<std::byte>& scratch, Encoded& encoded) const {
   item.body = item.part->bytes;
   if (options_.compression.codec == Codec::kNone) return;
@@ -118,7 +118,7 @@ void BlockStore::seal(Item& item, Encoded& encoded) {
   item.expected.digest = item.part->chunk->digest;
   if (options_.key != nullptr) {
     const bool encrypts = options_.encrypt;
-    if (encrypts) item.expected.digest = {};  // it would say which blocks are equal
+    if (encrypts) item.expected.digest = {};  // a digest would show which blocks are equal
     item.expected.seal_id = seal_id_;
     item.expected.seal_number = ++sealed_;
     const Seal with(*options_.key, seal_id_, item.expected.protection);
@@ -254,7 +254,7 @@ void BlockStore::no_room() {
   full_until_ = clock_.now() + kFullPause;
 }
 
-// Whether it says that it is what was asked for.
+// Check that the frame is that of the expected block.
 Status BlockStore::verify(const BlockFrame& frame, const BlockFrame& expected) {
   if (frame.hash != expected.hash || frame.group != expected.group || frame.rank != expected.rank ||
       frame.space != expected.space || frame.protection != expected.protection)
@@ -271,7 +271,7 @@ Status BlockStore::verify(const BlockFrame& frame, const BlockFrame& expected) {
   return ok();
 }
 
-// Blocks are created and never changed: one that is damaged would stay for ever.
+// Remove damaged blocks from the server: blocks are never overwritten, so they would stay for ever.
 void BlockStore::remove_damaged(std::span<Item> items) {
   std::vector<Item> bad;
   for (const Item& item : items) {

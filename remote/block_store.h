@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// BlockStore: what all stores of KV blocks on other machines have in common, whatever they speak with them (RespStore,
-// MooncakeStore): what one engine computed, another finds.
+// BlockStore: the common part of stores of KV blocks on other machines (RespStore, MooncakeStore), which engines share.
 //
 // A block is a value of its own, under a key that names its namespace, rank, group and hash (remote/block_frame.h):
-// engines with other weights, layouts or ranks never meet. Blocks are created, never changed; the server forgets what
-// it has no room for. What comes back is compared with what it should be, and with its digest, whoever wrote it; what
-// is damaged is removed there.
+// engines with other weights, layouts or ranks never meet. Blocks are created and never changed; the server evicts
+// blocks when it is full. A block that is read is compared with its key and its digest, whoever wrote it; a damaged one
+// is removed from the server.
 //
-// Slots mean nothing to it: it knows those that were put here, for get() without a key and for drop(). get() with a key
-// (of a space that is not 0) asks for the key's block. A server without room gets nothing for a second.
+// Slots mean nothing to the server. The store knows the slots that were put in this process, for get() without a key
+// and for drop(). get() with a key (whose space is not 0) reads the key's block. After a server was full, nothing is
+// put for a second.
 //
-// Threads: all methods from any.
+// Threads: all methods from any thread.
 #pragma once
 
 #include <atomic>
@@ -33,9 +33,9 @@ struct BlockStoreOptions {
   int32_t rank = 0;
   int32_t slots = 0;
   uint64_t record_bytes = 0;
-  std::shared_ptr<const Key> key;                         // null: digests find accidents, they stop no attacker
-  bool encrypt = false;                                   // else blocks with a key are authenticated
-  CompressionOptions compression{.codec = Codec::kNone};  // of what is put; what is there is read whatever it has
+  std::shared_ptr<const Key> key;                         // null: digests detect accidents, not attackers
+  bool encrypt = false;                                   // false: blocks with a key are authenticated only
+  CompressionOptions compression{.codec = Codec::kNone};  // for put(); get() reads any codec
   std::string io;
   Status validate() const;
 };
@@ -55,24 +55,26 @@ class BlockStore : public SlotStore {
     std::string key;
     BlockFrame expected{};
     FrameBytes head{};                  // kPut
-    std::span<const std::byte> body{};  // the same
-    bool damaged = false;               // kRemove: whoever reads it now gets nothing
-    std::string node{};                 // that is asked next; empty: whoever has it
-    bool asking = false;                // it was said to be there, for this once
+    std::span<const std::byte> body{};  // kPut
+    bool damaged = false;               // kRemove: a concurrent reader gets nothing
+    std::string node{};                 // the node to ask next; empty: the one that has the key
+    bool asking = false;                // the node answered ASK: valid for the next request only
     bool over = false;
     Status status{};
   };
 
-  // `clock` outlives it.
+  // `clock` outlives this object.
   BlockStore(BlockStoreOptions options, const Clock& clock);
-  // Does it with the server; each item ends with a status.
+  // Run `verb` for all items with the server. Set the status of each.
   virtual void exchange(std::span<Item> items, Verb verb) = 0;
 
-  // What a value says of itself, where it is what was asked for. kCorruption, kIncompatible.
+  // Decode the frame of a value of `stored` bytes behind it, and compare it with `expected`. kCorruption,
+  // kIncompatible.
   static Result<BlockFrame> frame_of(const FrameBytes& head, uint64_t stored, const BlockFrame& expected);
-  // What is behind it, opened and decoded into the item's part, and compared with its digest. `room` may be the part's.
+  // Open, decode and verify the bytes behind the frame into the item's part. `room` has these bytes; it may be the
+  // part's memory.
   Status open_value(const Item& item, const BlockFrame& frame, const FrameBytes& head, std::span<std::byte> room) const;
-  void no_room();  // nothing is put there for a while
+  void no_room();  // the server is full: puts nothing for a while
 
   static Error unavailable(std::string what);
   static Error missing();
@@ -81,8 +83,8 @@ class BlockStore : public SlotStore {
   const Clock& clock_;
 
  private:
-  using Encoded = std::vector<std::vector<std::byte>>;  // what is sent in another form than it was given in
-  struct Known {                                        // of a slot
+  using Encoded = std::vector<std::vector<std::byte>>;  // bytes that are sent in another form than the caller's
+  struct Known {                                        // a slot's block
     BlockKey key;
     Digest space;
     StoredRecord record;
@@ -102,9 +104,9 @@ class BlockStore : public SlotStore {
   const BlockStoreOptions options_;
   const StoreTraits traits_;
   const SealId seal_id_;
-  const Digest space_salt_;  // of the key: who has another one has other namespaces
+  const Digest space_salt_;  // from the key: stores with another key use other namespaces
   std::atomic<uint64_t> sealed_ = 0;
-  mutable Mutex mutex_;  // never held over a call of the server
+  mutable Mutex mutex_;  // not held during a call to the server
   std::map<uint32_t, Digest> spaces_ TORPOR_GUARDED_BY(mutex_);
   std::unordered_map<StoreSlot, Known> known_ TORPOR_GUARDED_BY(mutex_);
   std::chrono::nanoseconds full_until_ TORPOR_GUARDED_BY(mutex_){};

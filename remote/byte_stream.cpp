@@ -24,7 +24,7 @@
 namespace torpor::remote {
 namespace {
 
-constexpr size_t kPieces = 64;  // of one writev()
+constexpr size_t kPieces = 64;  // in one writev()
 
 Error unavailable(std::string_view what, const char* why) {
   return {.code = Code::kUnavailable, .what = fmt::format("{}: {}", what, why), .next_step = "try again"};
@@ -160,7 +160,7 @@ std::string tls_words() {
 
 int number_of(BIO* bio) { return static_cast<int>(reinterpret_cast<intptr_t>(BIO_get_data(bio))); }
 
-// OpenSSL's own writes to sockets raise SIGPIPE where the other side has gone.
+// A socket BIO without SIGPIPE: OpenSSL's own raises that signal if the peer has closed the connection.
 const BIO_METHOD* quiet_socket() {
   static const BIO_METHOD* const method = [] {
     BIO_METHOD* made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "torpor socket");
@@ -266,7 +266,7 @@ TlsTrust::~TlsTrust() { SSL_CTX_free(context_); }
 
 Result<std::shared_ptr<const TlsTrust>> TlsTrust::of(const std::string& authorities) {
   const SSL_METHOD* const method = TLS_client_method();
-  if (method == nullptr)  // of the portable module, which loads it
+  if (method == nullptr)  // in the portable module, which loads OpenSSL at run time
     return Error{.code = Code::kUnsupported,
                  .what = "TLS needs OpenSSL 3, and libssl.so.3 cannot be loaded",
                  .next_step = "install it: the package libssl3 (Debian, Ubuntu) or openssl-libs (Fedora, RHEL)"};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// ByteStream: a connection, over TCP or TLS, whose every call has a deadline. Library: OpenSSL.
+// ByteStream: a connection over TCP or TLS. Every call has a deadline. Library: OpenSSL.
 //
-// Errors: kTimeout: the deadline is over. kUnavailable: refused, reset, ended. kUnauthenticated: a certificate that is
-// not trusted. After an error it is of no use any more. Not thread-safe. A name is looked up by the system's resolver,
-// which knows no deadline: it has its own.
+// Threads: not thread-safe. Errors: kTimeout: the deadline is over. kUnavailable: refused, reset, or ended.
+// kUnauthenticated: the certificate is not trusted. After an error the connection is unusable. The system's resolver
+// looks names up, with its own time limit.
 #pragma once
 
 #include <chrono>
@@ -24,9 +24,9 @@ using Deadline = std::chrono::steady_clock::time_point;
 class ByteStream {
  public:
   virtual ~ByteStream() = default;
-  // At least one byte.
+  // Read at least one byte into `room`. Return the number of bytes.
   virtual Result<size_t> read_some(std::span<std::byte> room, Deadline until) = 0;
-  // All of them, in their order.
+  // Write all pieces in order.
   virtual Status write_all(std::span<const std::span<const std::byte>> pieces, Deadline until) = 0;
 };
 
@@ -37,10 +37,10 @@ struct Address {
   friend bool operator==(const Address&, const Address&) = default;
 };
 
-// Whom TLS trusts. Thread-safe.
+// The certificate authorities that TLS trusts. Thread-safe.
 class TlsTrust {
  public:
-  // `authorities`: a file of certificates; empty: those of the system. kInvalidArgument names the file.
+  // `authorities`: a file of certificates; empty: the system's. kInvalidArgument names the file.
   static Result<std::shared_ptr<const TlsTrust>> of(const std::string& authorities);
   ~TlsTrust();
   TlsTrust(const TlsTrust&) = delete;
@@ -52,7 +52,7 @@ class TlsTrust {
   ssl_ctx_st* const context_;
 };
 
-// `trust`: null: without TLS. It outlives the result.
+// Connect. `trust` outlives the result; null: no TLS.
 Result<std::unique_ptr<ByteStream>> connect_to(const Address& address, const TlsTrust* trust, Deadline until);
 
 }  // namespace torpor::remote

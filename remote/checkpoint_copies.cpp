@@ -17,10 +17,10 @@
 namespace torpor::remote {
 namespace {
 
-constexpr std::string_view kPullPrefix = "s-pull-";  // removed like any other staging by the next writer
+constexpr std::string_view kPullPrefix = "s-pull-";  // the next writer removes it like any other staging
 
 struct Part {
-  size_t file = 0;  // of the index
+  size_t file = 0;  // in the index
   size_t number = 0;
   uint64_t offset() const { return number * kPartBytes; }
   uint64_t bytes(const CheckpointIndex& index) const {
@@ -38,7 +38,7 @@ std::vector<Part> parts_of(const CheckpointIndex& index, size_t first_file = 0) 
 
 using PartWork = std::function<Status(const Part& part, std::span<std::byte> room)>;
 
-// All `parts`, on so many threads, each with memory for one; ends at the first error.
+// Run `work` for all parts on `threads` threads, each with memory for one part. End at the first error.
 Status with_each(const std::vector<Part>& parts, int threads, const PartWork& work) {
   std::atomic<size_t> next = 0;
   std::atomic<bool> failed = false;
@@ -60,7 +60,7 @@ Status with_each(const std::vector<Part>& parts, int threads, const PartWork& wo
       helpers.emplace_back(run, std::ref(ended[i]));
       return ok();
     });
-    if (!begun) break;  // fewer threads do it too
+    if (!begun) break;  // fewer threads suffice
   }
   run(ended[0]);
   for (std::thread& helper : helpers) helper.join();
@@ -77,7 +77,7 @@ Status check_hash(const CheckpointIndex& index, const Part& part, std::span<cons
                .next_step = "remove that object and push the checkpoint again"};
 }
 
-// The checkpoint's files with their sizes; their hashes are not known yet.
+// Return the index of the checkpoint's files, without hashes.
 Result<CheckpointIndex> index_of(const Manifest& manifest, const Directory& directory) {
   CheckpointIndex index{
       .id = hex(manifest.id),
@@ -144,7 +144,7 @@ Result<OpenedManifest> manifest_in(ObjectStore& store, const CheckpointIndex& in
   Bytes bytes;
   for (size_t number = 0; number < index.files[0].parts.size(); ++number) {
     const Part part{0, number};
-    bytes.resize(part.offset() + part.bytes(index));  // a part at a time: the index may claim anything
+    bytes.resize(part.offset() + part.bytes(index));  // part by part: the index may claim any size
     const std::span<std::byte> some = std::as_writable_bytes(std::span(bytes)).subspan(part.offset());
     TORPOR_ASSIGN_OR_RETURN(const uint64_t received, store.get(part_key(index.files[0].parts[number]), some));
     TORPOR_RETURN_IF_ERROR(check_hash(index, part, some.first(received)));
@@ -154,7 +154,7 @@ Result<OpenedManifest> manifest_in(ObjectStore& store, const CheckpointIndex& in
   return opened;
 }
 
-// Fill `room` with what the file has at `offset`, from as many parts as that lies in.
+// Fill `room` with the file's bytes at `offset`; fetch each part that has some of them.
 Status read_range(ObjectStore& store, const IndexedFile& file, uint64_t offset, std::span<std::byte> room) {
   if (offset > file.bytes || room.size() > file.bytes - offset)
     return Error{.code = Code::kCorruption,
@@ -170,14 +170,14 @@ Status read_range(ObjectStore& store, const IndexedFile& file, uint64_t offset, 
   return ok();
 }
 
-// One pull, into a staging directory whose store is locked.
+// A pull into a staging directory. Precondition: the directory of checkpoints is locked.
 class Pull {
  public:
-  // `resumed`: an earlier pull left something in `staging`.
+  // `resumed`: `staging` has files of an earlier pull.
   Pull(ObjectStore& store, const CheckpointIndex& index, Directory& staging, bool resumed, const CopyOptions& options)
       : store_(store), index_(index), staging_(staging), resumed_(resumed), options_(options) {}
 
-  // MANIFEST first: it says whether the rest is wanted.
+  // Fetch MANIFEST first: it decides whether the rest is wanted.
   Status fetch_manifest() {
     TORPOR_RETURN_IF_ERROR(fetch(0, 1, nullptr));
     TORPOR_ASSIGN_OR_RETURN(const OpenedManifest opened, read_manifest(staging_, options_.key.get()));
@@ -230,7 +230,7 @@ class Pull {
   std::atomic<uint64_t> moved_ = 0;
 };
 
-// What the files say of each other: refs and chunks are there with the sizes that MANIFEST has.
+// Check that the files fit each other: the refs can be read, and the chunk files have the sizes in MANIFEST.
 Status check_whole(std::unique_ptr<Directory> staging, std::shared_ptr<const Key> key) {
   TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_checkpoint_directory(std::move(staging), std::move(key)));
   TORPOR_RETURN_IF_ERROR(checkpoint.read_sections());
@@ -272,9 +272,9 @@ Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, O
     TORPOR_RETURN_IF_ERROR(lease.check());
     const std::string text = encode_index(index);
     const Result<bool> created = store.put_new(index_key(report.name), std::as_bytes(std::span(text)));
-    if (!created) lease.leave();  // nobody knows whether it is created, or will be
+    if (!created) lease.leave();  // the index may have been created, or may be later
     if (!created) return created.error();
-    if (const Status late = lease.check(); !late) {  // this process stood still before it was created
+    if (const Status late = lease.check(); !late) {  // the process was suspended before the index was created
       if (*created) TORPOR_RETURN_IF_ERROR(store.remove(index_key(report.name)));
       return late.error();
     }

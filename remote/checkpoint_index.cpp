@@ -28,7 +28,7 @@ bool is_hex(const std::string& text, size_t bytes) {
   return text.size() == 2 * bytes && text.find_first_not_of("0123456789abcdef") == std::string::npos;
 }
 
-// That a checkpoint can have: nothing else is written into a directory.
+// Return whether a checkpoint can have a file of this name. Other files are not written to a directory.
 bool is_file_name(const std::string& name) {
   if (name == kManifestFile || name == kStateFile) return true;
   return (name.starts_with("refs-r") || name.starts_with("chunks-r")) && name.size() <= 100 &&

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The index of a checkpoint that was pushed: which parts make up its files. remote/FORMAT.md has the keys and the JSON.
+// CheckpointIndex: the index of a pushed checkpoint: its files and their parts. remote/FORMAT.md has the keys and the
+// JSON. Values.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,8 @@
 
 namespace torpor::remote {
 
-inline constexpr uint64_t kPartBytes = 16 << 20;       // of a file's part but its last
-inline constexpr uint64_t kMostIndexBytes = 64 << 20;  // over 10 TB of checkpoint
+inline constexpr uint64_t kPartBytes = 16 << 20;       // of every part of a file but its last
+inline constexpr uint64_t kMostIndexBytes = 64 << 20;  // enough for more than 10 TB of checkpoint
 
 struct IndexedFile {
   std::string name;  // in the checkpoint's directory
@@ -25,26 +26,27 @@ struct IndexedFile {
 };
 
 struct CheckpointIndex {
-  std::string id;  // of the checkpoint, in hexadecimal digits
+  std::string id;  // the checkpoint's, in hexadecimal digits
   uint64_t generation = 0;
   double created_unix_seconds = 0;
   std::string creator;
-  // Whether it has metadata of a user's; no value in indexes of earlier versions. Not sealed, so it only spares a look.
+  // Whether the checkpoint has metadata of a user; no value in indexes of earlier versions. Not sealed: it only saves a
+  // request.
   std::optional<bool> has_metadata;
   std::vector<IndexedFile> files;  // MANIFEST first
   uint64_t bytes() const;
   friend bool operator==(const CheckpointIndex&, const CheckpointIndex&) = default;
 };
 
-// "20261123T071500Z-<id>": sorted by name they are sorted by age.
+// Return "20261123T071500Z-<id>". Names sort by age.
 std::string index_name(const CheckpointIndex& index);
 std::string index_key(std::string_view name);  // "checkpoints/<name>"
 std::string part_key(std::string_view hash);   // "parts/ab/abcd…"
 std::string part_hash(std::span<const std::byte> part);
 
 std::string encode_index(const CheckpointIndex& index);
-// kCorruption: not an index, or one whose names, sizes and hashes cannot be those of a checkpoint. kIncompatible: of
-// another format.
+// Decode and check an index. kCorruption: it is not an index, or its names, sizes and hashes cannot be a checkpoint's.
+// kIncompatible: it has another format.
 Result<CheckpointIndex> decode_index(std::string_view text);
 
 }  // namespace torpor::remote

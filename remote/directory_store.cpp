@@ -130,7 +130,7 @@ class DirectoryStore final : public ObjectStore {
     return ok();
   }
 
-  // The directory that has the key's file; `create`: made if need be.
+  // Return the directory of the key's file. `create`: create it if needed.
   Result<Place> open(std::string_view key, bool create) const {
     if (!is_key(key))
       return Error{.code = Code::kInternal, .what = fmt::format("{} is no key", key), .next_step = "report this"};

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// DirectoryStore: an ObjectStore in a directory that several machines see, on NFS or another shared file system. A key
-// is a file; it appears under its name only when it is whole and synced.
+// DirectoryStore: an ObjectStore in a directory that several machines share, on NFS or another shared file system. A
+// key is a file; the file gets its name only after it is whole and synced.
+//
+// Threads and errors: as ObjectStore.
 #pragma once
 
 #include <memory>
@@ -10,8 +12,8 @@
 
 namespace torpor::remote {
 
-// `file_system` outlives the result. The first key that is put makes the directory if it is not there, readable by its
-// owner only.
+// Open the store at `path`. `file_system` outlives the result. If the directory does not exist, the first put creates
+// it, readable by its owner only.
 Result<std::unique_ptr<ObjectStore>> open_directory_store(FileSystem& file_system, const std::string& path);
 
 }  // namespace torpor::remote

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Environment: how settings read environment variables. Tests give their own.
+// Environment: how settings read environment variables. Tests replace it.
 #pragma once
 
 #include <cstdlib>
@@ -9,10 +9,10 @@
 
 namespace torpor::remote {
 
-// Returns the value of a variable; none if it is not set or empty.
+// Return the value of a variable; no value if it is unset or empty.
 using Environment = std::function<std::optional<std::string>(const char* name)>;
 
-// That of this process.
+// The environment of this process.
 inline std::optional<std::string> environment(const char* name) {
   const char* const value = std::getenv(name);
   if (value == nullptr || *value == '\0') return std::nullopt;

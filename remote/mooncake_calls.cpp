@@ -31,7 +31,7 @@ class MooncakeCalls::Desk {
 struct MooncakeCalls::Shared {
   using State = Desk::State;
 
-  // Waits for another thread that connects.
+  // Return the client. The first caller connects it; others wait for that.
   Result<std::shared_ptr<MooncakeClient>> connected() {
     {
       MutexLock lock(mutex);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// MooncakeCalls: calls of a MooncakeClient that nobody has to wait for longer than he wants to.
+// MooncakeCalls: runs calls of a MooncakeClient with a time limit.
 //
-// A call cannot be broken off, so it is made by a thread of its own, on memory of its own. Who does not want to wait
-// longer leaves it there; the thread is free again when the call is over. While all of them are left, the next one
-// fails at once. The client is made by the first call, and once.
+// A call cannot be interrupted, so it runs on a thread of its own, with memory of its own. If the caller's limit is
+// over, it abandons the call; thread and memory are free again when the call ends. While all threads are abandoned, the
+// next call fails at once. The first call connects the client; a failed connect is repeated by the next one.
 //
-// Threads: all methods from any.
+// Threads: all methods from any thread.
 #pragma once
 
 #include <chrono>
@@ -22,20 +22,23 @@ namespace torpor::remote {
 
 class MooncakeCalls {
  public:
-  // What is done with the client, on one of the threads. It owns all it needs.
+  // A call with the client, on one of the threads. It owns everything it uses.
   using Work = std::function<void(MooncakeClient&)>;
   class Desk;
 
+  // `room_bytes`: memory of each thread. `longest_end`: how long the destructor waits for calls.
   MooncakeCalls(MooncakeConnect connect, int threads, uint64_t room_bytes, std::chrono::milliseconds longest_end);
-  // Calls that do not end in time are left behind, with what they use.
+  // Calls that do not end in time are abandoned, with the memory they use.
   ~MooncakeCalls();
   MooncakeCalls(const MooncakeCalls&) = delete;
   MooncakeCalls& operator=(const MooncakeCalls&) = delete;
 
-  // A thread and its memory; lent until give(), or until run() leaves it. kTimeout, kUnavailable, kResourceExhausted.
+  // Return a thread with its memory, for the caller until give(), or until run() abandons it. kTimeout: none became
+  // free. kUnavailable: all are abandoned. kResourceExhausted: no memory.
   Result<Desk*> take(Deadline until);
   std::span<std::byte> room(Desk& desk) const;
-  // kTimeout where it is left: `desk` is null then, and not the caller's any more. Else what connecting came to.
+  // Run `work` and wait. kTimeout: the call is abandoned; `desk` is null then, and no longer the caller's. Other errors
+  // are those of connecting.
   Status run(Desk*& desk, Work work, Deadline until);
   void give(Desk& desk);
 

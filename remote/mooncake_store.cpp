@@ -12,8 +12,8 @@
 namespace torpor::remote {
 namespace {
 
-constexpr uint64_t kBatch = 8 * kMiB;  // of blocks, as many as a lane gives at once; or one, where that is more
-constexpr int64_t kUnproven = std::numeric_limits<int64_t>::min();  // put was answered with 0, and it is not there
+constexpr uint64_t kBatch = 8 * kMiB;  // bytes of blocks in one call, or one larger block; a batch of a lane
+constexpr int64_t kUnproven = std::numeric_limits<int64_t>::min();  // put returned 0, but the key is missing
 
 BlockStoreOptions block_options(const MooncakeStoreOptions& options) {
   return {.name = options.name,
@@ -37,13 +37,13 @@ Error strange(size_t asked, size_t answers) {
           .next_step = "check the version of Mooncake"};
 }
 
-// One answer for each.
+// Return the answers; an error if there is not one for each value.
 MooncakeAnswers as_many(MooncakeAnswers answers, size_t asked) {
   if (answers && answers->size() != asked) return strange(asked, answers->size());
   return answers;
 }
 
-// What is there is not sent, and what was sent is asked for.
+// Put the values that the store does not have, and look them up afterwards.
 MooncakeAnswers put_proven(MooncakeClient& client, std::span<const MooncakeValue> values) {
   TORPOR_ASSIGN_OR_RETURN(std::vector<int64_t> answers, as_many(client.exist(values), values.size()));
   const auto those_with = [&](int64_t answer, std::vector<size_t>& at) {
@@ -140,7 +140,7 @@ size_t MooncakeStore::as_many_as_fit(std::span<const Item> items, Verb verb) con
   return count;
 }
 
-// `answered`: whether what was said shows that the store is there.
+// Run `verb` for the items. `answered`: set if an answer shows that the store is reachable.
 Status MooncakeStore::ask(std::span<Item> items, Verb verb, Deadline until, bool& answered) {
   struct Call {
     Verb verb;
@@ -174,7 +174,7 @@ Status MooncakeStore::ask(std::span<Item> items, Verb verb, Deadline until, bool
       }
     };
     const Status ran = calls_.run(lent.desk, work, until);
-    if (lent.desk == nullptr) return ran;  // it still works with what `call` has
+    if (lent.desk == nullptr) return ran;  // the abandoned thread still uses `call`
     if (ran && call->answers) {
       for (size_t i = 0; i < items.size(); ++i)
         end(items[i], verb, (*call->answers)[i], call->values[i].bytes, answered);

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// MooncakeStore: KV blocks in a Mooncake store that engines share (remote/block_store.h). It is asked through a
-// MooncakeClient.
+// MooncakeStore: KV blocks in a Mooncake store that engines share (remote/block_store.h), through a MooncakeClient.
 //
-// What Mooncake answers is believed as far as it proves something. A 0 from put does not: a writer that died before its
-// end leaves a key that others put "successfully" for half a minute, and nobody can read. So each block is asked for
-// when it was put, and what is not there was not stored. A master that is gone has lost all keys: misses, no errors.
+// Answers of Mooncake are trusted only if they prove something. A 0 from put proves nothing: after a writer died before
+// its end, puts of that key "succeed" for half a minute, and the key cannot be read. So put() looks each block up
+// afterwards; a block that is missing was not stored. A master that restarts has lost all keys: these are misses, not
+// errors.
 //
-// Calls hang for seconds where a node or the master is gone: remote/mooncake_calls.h. Nothing is repeated; after a few
-// calls in a row that came to nothing, the store is not asked for a while (remote/breaker.h).
+// Calls hang for seconds if a node or the master is gone (remote/mooncake_calls.h). No call is repeated; after a few
+// failed calls in a row the store is not asked for a while (remote/breaker.h).
 //
-// Threads: all methods from any.
+// Threads: all methods from any thread.
 #pragma once
 
 #include "remote/block_store.h"
@@ -24,17 +24,17 @@ struct MooncakeStoreOptions {
   int32_t rank = 0;
   int32_t slots = 0;
   uint64_t record_bytes = 0;
-  std::shared_ptr<const Key> key;  // and the two below: see BlockStoreOptions
+  std::shared_ptr<const Key> key;  // this and the next two: as in BlockStoreOptions
   bool encrypt = false;
   CompressionOptions compression{.codec = Codec::kNone};
-  std::chrono::milliseconds timeout{2000};  // of a call
+  std::chrono::milliseconds timeout{2000};  // for each call
   int threads = 4;
   BreakerOptions breaker{};
 };
 
 class MooncakeStore final : public BlockStore {
  public:
-  // Asks nothing yet: the first call connects. kInvalidArgument. `clock` outlives it.
+  // Connects with the first call, not here. kInvalidArgument: invalid options. `clock` outlives the result.
   static Result<std::unique_ptr<MooncakeStore>> open(const MooncakeStoreOptions& options, MooncakeConnect connect,
                                                      const Clock& clock);
   bool accepting() const override { return breaker_.closed_or_due(); }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a key of an ObjectStore may look like: nothing that a store, a URL or a file system takes apart or rewrites.
+// Valid keys of an ObjectStore: they contain nothing that a store, a URL or a file system interprets or rewrites.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,8 @@
 
 namespace torpor::remote {
 
-// Words of [A-Za-z0-9._-], '/' between them; no word is "." or ".."; at most 900 bytes.
+// Return whether `text` is a key: words of [A-Za-z0-9._-] with '/' between them, none of them "." or "..", at most 900
+// bytes.
 inline bool is_key(std::string_view text) {
   if (text.empty() || text.size() > 900) return false;
   size_t begin = 0;

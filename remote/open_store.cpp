@@ -13,7 +13,7 @@ Result<std::unique_ptr<ObjectStore>> open_object_store(FileSystem& file_system, 
                                                        std::function<bool()> stop,
                                                        std::function<double()> seconds_left) {
   if (url.starts_with("s3://")) {
-    TORPOR_RETURN_IF_ERROR(begin_curl());  // before any role is asked
+    TORPOR_RETURN_IF_ERROR(begin_curl());  // before a role is asked
     TORPOR_ASSIGN_OR_RETURN(S3Settings settings, s3_settings(url));
     return make_s3_store(url, std::move(settings), std::move(stop), {.seconds_left = std::move(seconds_left)});
   }

@@ -79,7 +79,7 @@ Result<OwnerRecord> decode_owner(std::string_view text, uint64_t number) {
                        .free = json["free"],
                        .checkpoint = json["checkpoint"],
                        .answers = json["answers"]};
-    if (json.contains("address")) {  // records of before have none
+    if (json.contains("address")) {  // older records have none
       if (!json["address"].is_string()) return damaged;
       record.address = json["address"];
       if (!record.address.empty() && !is_address(record.address)) return damaged;

@@ -58,13 +58,13 @@ Status Ownership::publish(const std::string& checkpoint, const std::string& answ
 Status Ownership::release() {
   OwnershipSteps next = steps();
   next.begin_release(clock_.now());
-  keep(next);  // it does not own from now on, whatever becomes of the call
+  keep(next);  // it no longer owns, whatever the result of the call
   TORPOR_ASSIGN_OR_RETURN(const OwnershipOutcome outcome, run(std::move(next)));
   (void)outcome;  // released, or lost before
   return ok();
 }
 
-// All calls of an operation. An error of the store ends it: its outcome is unknown.
+// Make all calls of an operation. An error of the store ends it: its outcome is unknown.
 Result<OwnershipOutcome> Ownership::run(OwnershipSteps steps) {
   return try_catch([&]() -> Result<OwnershipOutcome> {
     while (steps.call()) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ownership of what was pushed to an ObjectStore: one server at a time goes on with it. remote/ownership_steps.h has
-// the protocol.
+// Ownership of what was pushed to an ObjectStore: at most one server at a time wakes from it and goes on.
+// remote/ownership_steps.h has the protocol.
+//
+// Threads: take(), renew(), publish() and release() from one thread at a time; the others from any thread meanwhile.
 #pragma once
 
 #include <string>
@@ -12,25 +14,25 @@
 
 namespace torpor::remote {
 
-// Threads: those that ask the store from one at a time, the others from any thread meanwhile.
 class Ownership {
  public:
-  // `holder`: 32 random hexadecimal digits. `address`: at which it serves clients. The store and the clock outlive
-  // this.
+  // `holder`: 32 random hexadecimal digits. `address`: where this server serves clients. `store` and `clock` outlive
+  // this object.
   Ownership(ObjectStore& store, const Clock& clock, std::string holder, std::chrono::milliseconds term,
             std::string address = "");
 
-  // True: this process owns. False: another one does, or may: ask again after a while.
+  // Try to take ownership. Return true if this process owns now; false if another one does, or may: try again after a
+  // while.
   Result<bool> take();
-  // Goes on owning. kAborted: it does not own any more. Other errors: try again before the term is over.
+  // Renew the ownership. kAborted: this process no longer owns. After another error try again before the term is over.
   Status renew();
-  // As renew(); from now on this is what the next owner wakes from.
+  // Renew, and record the checkpoint and the response log from which the next owner wakes.
   Status publish(const std::string& checkpoint, const std::string& answers);
   Status release();  // the next owner need not wait
 
   bool owns() const;
-  std::string before() const;  // the holder from whom this process took over; empty: none
-  OwnerRecord newest() const;  // the record that was seen last
+  std::string before() const;  // the holder that this process succeeded; empty: none
+  OwnerRecord newest() const;  // the newest record seen
 
  private:
   Result<OwnershipOutcome> run(OwnershipSteps steps);
@@ -40,11 +42,11 @@ class Ownership {
 
   ObjectStore& store_;
   const Clock& clock_;
-  mutable Mutex mutex_;  // never held over a call of the store
+  mutable Mutex mutex_;  // not held during a call to the store
   OwnershipSteps steps_ TORPOR_GUARDED_BY(mutex_);
 };
 
-// Of whoever owns, or did last; an empty one: nobody ever did.
+// Return the record of the current or last owner; an empty record if there never was one.
 Result<OwnerRecord> newest_owner(ObjectStore& store);
 
 }  // namespace torpor::remote

@@ -34,7 +34,7 @@ void OwnershipSteps::put_next(Phase phase, bool free) {
 }
 
 void OwnershipSteps::begin_take() {
-  if (owned_) owned_ = false;  // its term was over, or it does not want to know
+  if (owned_) owned_ = false;  // its term was over, or the caller ignores it
   ask(Phase::kLook, Kind::kList);
 }
 
@@ -73,7 +73,7 @@ void OwnershipSteps::looked(const OwnershipAnswer& answer) {
 }
 
 void OwnershipSteps::read_head(const OwnershipAnswer& answer, Time now) {
-  if (!answer.record) return end(OwnershipOutcome::kOthers);  // superseded meanwhile
+  if (!answer.record) return end(OwnershipOutcome::kOthers);  // a newer record replaced it meanwhile
   head_ = *answer.record;
   if (head_.free || head_.holder == holder_) return take_behind_head();
   if (watched_ != head_.number) {
@@ -90,7 +90,7 @@ void OwnershipSteps::checked(const OwnershipAnswer& answer, Time now) {
   const uint64_t mine = head_.number;
   if (answer.numbers.empty() || answer.numbers.back() != mine || now >= until_) {
     old_.clear();
-    if (!answer.numbers.empty() && answer.numbers.back() > mine) old_ = {mine};  // a number that was free again
+    if (!answer.numbers.empty() && answer.numbers.back() > mine) old_ = {mine};  // the number was free a second time
     outcome_ = OwnershipOutcome::kOthers;
     return tidy();
   }
@@ -112,7 +112,7 @@ void OwnershipSteps::renewed(Time now) {
   tidy();
 }
 
-// What fails stays, and goes when somebody takes over.
+// Remove the next old record. A record whose removal fails stays until a takeover.
 void OwnershipSteps::tidy() {
   if (old_.empty()) return end(outcome_);
   const uint64_t number = old_.back();
@@ -152,7 +152,7 @@ void OwnershipSteps::answered(const OwnershipAnswer& answer, Time now) {
     case Phase::kReadReleased:
       if (!mine) return end(OwnershipOutcome::kLost);
       if (answer.record->free) return end(OwnershipOutcome::kReleased);
-      head_ = *answer.record;  // a renewal that had not been answered
+      head_ = *answer.record;  // an unanswered renewal took effect
       checkpoint_ = head_.checkpoint;
       answers_ = head_.answers;
       return put_next(Phase::kRelease, true);

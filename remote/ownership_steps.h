@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The protocol of ownership, one call of the store after the other, without the store: what a checker can explore.
+// OwnershipSteps: the protocol of ownership as one call to the store after another, without the store, so that a
+// checker can explore it.
 //
-// Records are written once, under numbers that go up by one. Who writes the record behind the highest one goes on; the
-// store lets one win. So a renewal, a push that is made known, a takeover and a release are all the same conditional
-// write, and whoever was too late finds the number taken: its push is not the one that counts.
+// Records are written once, under numbers that rise by one. A process that writes the record after the highest one
+// becomes or stays the owner; the store lets one writer win. So a renewal, a published push, a takeover and a release
+// are the same conditional write. A process that was too late finds the number taken, and its push is not valid.
 //
-// An owner owns until its term is over, counted from before it began to write its last record. Who wants to take over
-// must have seen the same highest record for longer than that. Only differences of one's own clock are used.
+// An owner owns until its term is over, counted from before it began to write its last record. A process that wants to
+// take over must have seen the same highest record for longer than that. Each process uses only differences of its own
+// clock.
 //
-// Old records are removed, so a number may be free again that once was taken. Therefore who took over looks whether
-// its record is the highest. A renewal need not: it counts only if it is acknowledged before the term is over.
+// Old records are removed, so a number can be free a second time. Therefore a process that took over checks that its
+// record is the highest. A renewal need not: it counts only if it is acknowledged before the term is over.
 #pragma once
 
 #include <chrono>
@@ -25,27 +27,27 @@ namespace torpor::remote {
 struct OwnershipCall {
   enum class Kind : uint8_t { kList, kRead, kPut, kRemove };
   Kind kind = Kind::kList;
-  OwnerRecord record;  // kPut: the whole; kRead and kRemove: its number
+  OwnerRecord record;  // kPut: the whole record; kRead, kRemove: its number
   friend auto operator<=>(const OwnershipCall&, const OwnershipCall&) = default;
 };
 
 struct OwnershipAnswer {
-  bool failed = false;                // nobody knows whether it took effect, or will
-  std::vector<uint64_t> numbers;      // of kList, ascending
-  std::optional<OwnerRecord> record;  // of kRead; none: there is no such record
-  bool created = false;               // of kPut
+  bool failed = false;                // it is unknown whether the call took effect, or will
+  std::vector<uint64_t> numbers;      // kList: ascending
+  std::optional<OwnerRecord> record;  // kRead; no value: no such record
+  bool created = false;               // kPut
   friend auto operator<=>(const OwnershipAnswer&, const OwnershipAnswer&) = default;
 };
 
 enum class OwnershipOutcome : uint8_t {
-  kOwned,     // what was wanted is recorded
-  kOthers,    // somebody else owns, or may
-  kLost,      // somebody else may own from now on
+  kOwned,     // the process owns, and the record is written
+  kOthers,    // another process owns, or may
+  kLost,      // another process may own from now on
   kUnknown,   // the store did not answer; try again
-  kReleased,  // the next one can take over at once
+  kReleased,  // the next process can take over at once
 };
 
-// A value: not thread-safe. One operation at a time: begin one, then answer its calls until there is none.
+// Not thread-safe. One operation at a time: begin one, then answer its calls until call() is empty.
 class OwnershipSteps {
  public:
   using Time = std::chrono::nanoseconds;
@@ -53,19 +55,19 @@ class OwnershipSteps {
       : holder_(std::move(holder)), term_(term), address_(std::move(address)) {}
 
   void begin_take();
-  // Also makes `checkpoint` and `answers` known as the newest.
+  // Also records `checkpoint` and `answers` as the newest.
   void begin_renew(std::string checkpoint, std::string answers, Time now);
   void begin_release(Time now);
 
   const std::optional<OwnershipCall>& call() const { return call_; }
-  void sent(Time now) { sent_ = now; }  // the call is about to be made
+  void sent(Time now) { sent_ = now; }  // before the call is made
   void answered(const OwnershipAnswer& answer, Time now);
   OwnershipOutcome outcome() const { return outcome_; }  // of the last operation that ended
 
   bool owns(Time now) const { return owned_ && now < until_; }
   Time until() const { return until_; }
-  const std::string& before() const { return before_; }  // the holder from whom this one took over; empty: none
-  const OwnerRecord& head() const { return head_; }      // the highest record that was seen or written
+  const std::string& before() const { return before_; }  // the holder that this one succeeded; empty: none
+  const OwnerRecord& head() const { return head_; }      // the highest record seen or written
   friend auto operator<=>(const OwnershipSteps&, const OwnershipSteps&) = default;
 
  private:
@@ -105,8 +107,8 @@ class OwnershipSteps {
   Time tried_at_{0};    // … and when it was first sent
   OwnerRecord head_;
   std::string before_;
-  uint64_t watched_ = 0;  // number of the record of another holder …
-  Time watched_since_{0};
+  uint64_t watched_ = 0;    // number of another holder's record …
+  Time watched_since_{0};   // … and since when it is the highest
   std::string checkpoint_;  // to be recorded
   std::string answers_;
   std::vector<uint64_t> old_;  // numbers to be removed

@@ -9,7 +9,7 @@
 
 namespace torpor::remote {
 namespace {
-constexpr size_t kMostFailing = 1000;  // whoever says MOVED may name any number of nodes
+constexpr size_t kMostFailing = 1000;  // a server can name any number of nodes in MOVED replies
 }  // namespace
 
 Error error_of(std::string_view words) {
@@ -137,7 +137,7 @@ std::string RespNodes::moved(std::string_view words, const std::string& node) {
   std::string named(words.substr(second + 1));
   const size_t colon = named.rfind(':');
   if (problem != std::errc() || end != words.data() + second || slot >= 16384 || colon == std::string::npos) return {};
-  if (colon == 0) named = node.substr(0, node.rfind(':')) + named;  // the host that said so
+  if (colon == 0) named = node.substr(0, node.rfind(':')) + named;  // no host: the one that replied
   if (words.starts_with("MOVED")) {
     const MutexLock lock(mutex_);
     slots_[slot] = named;

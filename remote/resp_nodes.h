@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // RespNodes: connections to the nodes of a Redis or Valkey server or cluster, and which node has a key.
 //
-// A connection is lent to one caller at a time and comes back when every reply was taken; one that failed does not. Who
-// is told MOVED says so with moved(), and asks there; a node that does not answer is forgotten with lost(), so that the
-// cluster is asked anew who has its keys.
+// A connection belongs to one caller at a time, which returns it after it has read every reply; a failed connection is
+// not returned. A caller that gets a MOVED reply passes it to moved(), and asks the node that it names. lost() forgets
+// a node that does not answer, so that the cluster is asked again which node has its keys.
 //
-// Each node has a breaker of its own (remote/breaker.h): where one of many is gone, only what it has is not asked for.
+// Each node has a breaker of its own (remote/breaker.h): if one of many nodes is gone, only its keys are not asked for.
 //
-// Threads: all methods from any.
+// Threads: all methods from any thread.
 #pragma once
 
 #include <map>
@@ -24,25 +24,26 @@ namespace torpor::remote {
 
 class RespNodes {
  public:
-  // `clock`, the breakers', outlives it.
+  // `clock` outlives this object; the breakers use it.
   RespNodes(RespSettings settings, std::shared_ptr<const TlsTrust> trust, const Clock& clock, BreakerOptions breaker)
       : settings_(std::move(settings)), trust_(std::move(trust)), clock_(clock), breaker_(breaker) {}
 
-  // "host:port" of the node that has the key, or of one that answers and may know which has it.
+  // Return "host:port" of the node that has the key, or of a node that answers and may know it.
   std::string node_of(std::string_view key) const;
-  // Logged in. kUnauthenticated: refused.
+  // Return a connection that is logged in. kUnauthenticated: the server refused the login.
   Result<std::unique_ptr<RespConnection>> take(const std::string& node, Deadline until);
   void give(const std::string& node, std::unique_ptr<RespConnection> connection);
-  // `words`: "MOVED 3999 127.0.0.1:6381", as `node` said it; or ASK. The node that it names; empty: it names none.
+  // Note a MOVED reply of `node`, as "MOVED 3999 127.0.0.1:6381", or an ASK reply. Return the node that it names; empty
+  // if it names none.
   std::string moved(std::string_view words, const std::string& node);
   void lost(const std::string& node);
 
-  // Whether to ask the node now; who may says with answered() or failed() how it ended.
+  // Return whether to ask the node now. If so, the caller must call answered() or failed() afterwards.
   bool may_ask(const std::string& node);
-  bool answered(const std::string& node);  // whether it had not, for a while
-  bool failed(const std::string& node);    // whether it is not asked for a while from now on
-  bool any_answers() const;                // or is due to be tried
-  // Which node has the key is asked again: the one that was said to have it is not asked now.
+  bool answered(const std::string& node);  // returns true if the node's breaker was open
+  bool failed(const std::string& node);    // returns true if that opened the node's breaker
+  bool any_answers() const;                // a node answers, or may be tried again
+  // Forget which node has the key, because that node is not asked now.
   void forget(std::string_view key);
 
  private:
@@ -53,13 +54,13 @@ class RespNodes {
   const Clock& clock_;
   const BreakerOptions breaker_;
   mutable Mutex mutex_;
-  size_t first_ TORPOR_GUARDED_BY(mutex_) = 0;                       // of the settings' nodes: who is asked at first
-  std::map<uint16_t, std::string> slots_ TORPOR_GUARDED_BY(mutex_);  // nodes that were named
+  size_t first_ TORPOR_GUARDED_BY(mutex_) = 0;                       // index in settings_.nodes: the node to ask first
+  std::map<uint16_t, std::string> slots_ TORPOR_GUARDED_BY(mutex_);  // node by cluster slot, as far as known
   std::map<std::string, std::vector<std::unique_ptr<RespConnection>>> idle_ TORPOR_GUARDED_BY(mutex_);
-  std::map<std::string, std::unique_ptr<Breaker>> failing_ TORPOR_GUARDED_BY(mutex_);  // who answered last has none
+  std::map<std::string, std::unique_ptr<Breaker>> failing_ TORPOR_GUARDED_BY(mutex_);  // nodes whose last answer failed
 };
 
-// What a server says where it refuses something.
+// Return the error for a refusal of the server.
 Error error_of(std::string_view words);
 
 }  // namespace torpor::remote

@@ -18,7 +18,7 @@ constexpr uint16_t kPort = 6379;
 Error wrong(std::string what, std::string next_step) {
   return {.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next_step)};
 }
-Error wrong_url() {  // which may have a secret in it: it is not repeated
+Error wrong_url() {  // does not repeat the URL, which may contain a secret
   return wrong("the URL of the remote store is none",
                "write redis://HOST:PORT or rediss://HOST:PORT/NAME, with a name of letters, digits, '.', '_' and '-'; "
                "a password belongs into a file");

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// RespStore: KV blocks on a Redis or Valkey server or cluster that engines share: what one computed, another finds.
-// What is not of its protocol: remote/block_store.h.
+// RespStore: KV blocks on a Redis or Valkey server or cluster that engines share. This is the protocol; the rest is in
+// remote/block_store.h.
 //
-// Every call has a deadline. In it, what passes is tried again after a pause of random length. After a few failures in
-// a row a node is not asked for a while (remote/breaker.h): calls for what it has fail at once. Where no node is asked,
-// accepting() is false until it is time to try. While others wait to be asked, a node may take no more than a quarter
-// of what is left of the call's time.
+// Every call has a deadline. Until then, transient errors are retried after a pause of random length. After a few
+// failures in a row a node is not asked for a while (remote/breaker.h): calls for its keys fail at once. If no node may
+// be asked, accepting() is false until it is time to try. While other nodes are still to be asked, a node may use no
+// more than a quarter of the call's remaining time.
 //
-// Threads: all methods from any; each thread that calls has a connection of its own to each node.
+// Threads: all methods from any thread; each calling thread has a connection of its own to each node.
 #pragma once
 
 #include <map>
@@ -23,21 +23,22 @@ namespace torpor::remote {
 struct RespStoreOptions {
   std::string url;          // remote/resp_settings.h
   std::string credentials;  // a file; empty: none
-  std::string authorities;  // certificates that TLS trusts; empty: the system's
+  std::string authorities;  // a file of certificates that TLS trusts; empty: the system's
   int32_t rank = 0;
   int32_t slots = 0;
   uint64_t record_bytes = 0;
-  std::shared_ptr<const Key> key;                         // null: digests find accidents, they stop no attacker
-  bool encrypt = false;                                   // else blocks with a key are authenticated
-  CompressionOptions compression{.codec = Codec::kNone};  // of what is put; what is there is read whatever it has
-  std::chrono::milliseconds timeout{2000};                // of a call
+  std::shared_ptr<const Key> key;                         // null: digests detect accidents, not attackers
+  bool encrypt = false;                                   // false: blocks with a key are authenticated only
+  CompressionOptions compression{.codec = Codec::kNone};  // for put(); get() reads any codec
+  std::chrono::milliseconds timeout{2000};                // for each call
   int attempts = 3;
-  BreakerOptions breaker{};  // of each node
+  BreakerOptions breaker{};  // for each node
 };
 
 class RespStore final : public BlockStore {
  public:
-  // Asks nothing yet. kInvalidArgument. `clock` outlives it; it is the breakers'.
+  // Connects with the first call, not here. kInvalidArgument: invalid options. `clock` outlives the result; the
+  // breakers use it.
   static Result<std::unique_ptr<RespStore>> open(const RespStoreOptions& options, const Clock& clock);
 
   bool accepting() const override { return nodes_.any_answers(); }
@@ -48,7 +49,7 @@ class RespStore final : public BlockStore {
     bool answered = false;
     std::optional<Error> failure{};
   };
-  using NodesAsked = std::map<std::string, NodeAsked>;  // of one call
+  using NodesAsked = std::map<std::string, NodeAsked>;  // in one call
 
   RespStore(const RespStoreOptions& options, const RespSettings& settings, std::shared_ptr<const TlsTrust> trust,
             const Clock& clock);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a RespStore says to the server, and what it believes of the answers.
+// RespStore: the requests to the server, and the checks of its replies.
 #include <algorithm>
 #include <random>
 #include <thread>
@@ -15,8 +15,9 @@ namespace {
 
 constexpr double kFirstPauseSeconds = 0.02;
 constexpr int kMostMoves = 5;
-constexpr size_t kMostShares = 4;  // of a call's time: one that hangs takes a share from those who come after it
-constexpr uint64_t kAskedAhead = 4 * kMiB;  // of blocks, but never less than two: one comes, one is made ready
+constexpr size_t kMostShares = 4;  // of a call's time: a hanging node takes a share from later ones
+// Bytes of blocks, at least two blocks: one is sent while the server makes the next.
+constexpr uint64_t kAskedAhead = 4 * kMiB;
 
 Error strange(const char* to) {
   return {.code = Code::kCorruption,
@@ -34,7 +35,7 @@ void pause_before(int attempt, Deadline until) {
 
 }  // namespace
 
-// Each item ends with a status. Those that are told to ask elsewhere do so at once; what passes is tried again.
+// Set the status of each item. Follows redirections at once, and retries transient errors.
 void RespStore::exchange(std::span<Item> items, Verb verb) {
   if (items.empty()) return;
   const Deadline until = std::chrono::steady_clock::now() + timeout_;
@@ -65,7 +66,7 @@ void RespStore::exchange(std::span<Item> items, Verb verb) {
   tell_breakers(asked);
 }
 
-// Whether an item is to be asked for elsewhere.
+// Return whether an item must be asked for at another node.
 bool RespStore::ask_node(const std::string& node, std::span<Item* const> items, Verb verb, Deadline until,
                          NodesAsked& asked) {
   const auto [at, first] = asked.try_emplace(node);
@@ -110,14 +111,15 @@ void RespStore::tell_breakers(const NodesAsked& asked) {
   }
 }
 
-// What cannot be told apart any more ends the connection, and is an error. What each item got is its own.
+// Run `verb` with one node. An error means that replies can no longer be matched to requests: the connection ends.
+// Items have a status of their own.
 Status RespStore::talk(const std::string& node, std::span<Item* const> items, Verb verb, Deadline until) {
   TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<RespConnection> connection, nodes_.take(node, until));
   if (verb == Verb::kPut) {
     TORPOR_RETURN_IF_ERROR(put_to(*connection, node, items, until));
   } else {
     const std::string_view command = verb == Verb::kGet ? "GET" : verb == Verb::kFind ? "EXISTS" : "UNLINK";
-    // A server answers all that it has read of a connection in its memory before it sends the first answer.
+    // A server makes the replies to all requests that it has read in its memory before it sends the first one.
     const size_t ahead = verb == Verb::kGet ? std::max<size_t>(2, kAskedAhead / traits().record_bytes) : items.size();
     for (size_t at = 0, asked = 0; at < items.size(); ++at) {
       const size_t until_here = asked - at > ahead / 2 ? asked : std::min(items.size(), at + ahead);
@@ -133,7 +135,7 @@ Status RespStore::talk(const std::string& node, std::span<Item* const> items, Ve
   return ok();
 }
 
-// What is there is not sent.
+// Put the blocks that the server does not have.
 Status RespStore::put_to(RespConnection& connection, const std::string& node, std::span<Item* const> items,
                          Deadline until) {
   for (const Item* const item : items) {
@@ -189,7 +191,7 @@ Status RespStore::receive(RespConnection& connection, const std::string& node, I
   return ok();
 }
 
-// The whole value is taken, whatever it is: what is behind it is the answer to another request.
+// Read the whole value in any case: the bytes behind it are the reply to another request.
 Status RespStore::receive_value(RespConnection& connection, Item& item, uint64_t length, Deadline until) {
   if (length < kFrameBytes) {
     item.status = damaged("is too short");
@@ -213,7 +215,7 @@ Status RespStore::receive_value(RespConnection& connection, Item& item, uint64_t
   return ok();
 }
 
-// The server's own words. What passes is not over.
+// Set the item's status from the server's error text. After a transient error the item is not over.
 void RespStore::refused(Item& item, const std::string& words, const std::string& node) {
   const Error error = error_of(words);
   item.status = error;
@@ -222,7 +224,7 @@ void RespStore::refused(Item& item, const std::string& words, const std::string&
     item.node = nodes_.moved(words, node);
     item.asking = words.starts_with("ASK ");
   } else if (words.starts_with("READONLY")) {
-    nodes_.lost(node);  // another one is the master now
+    nodes_.lost(node);  // another node is the master now
   }
   if (error.code == Code::kResourceExhausted) no_room();
 }

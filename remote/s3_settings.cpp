@@ -23,7 +23,7 @@ std::string trimmed(const std::string& text) {
   return text.substr(begin, text.find_last_not_of(" \t\r") - begin + 1);
 }
 
-// The section `profile` of a file of AWS's tools: [name], then lines of name = value.
+// Read section `profile` of a credentials file of AWS's tools: [name], then lines of name = value.
 Result<S3Credentials> credentials_in(const std::string& path, const std::string& profile) {
   struct stat info {};
   if (::stat(path.c_str(), &info) != 0)
@@ -51,7 +51,7 @@ Result<S3Credentials> credentials_in(const std::string& path, const std::string&
   return found;
 }
 
-// Keys as they are, or a role.
+// Set the credentials, or the role that provides them.
 Status who_asks(const Environment& variable, S3Settings& settings) {
   const std::optional<std::string> access_key = variable("AWS_ACCESS_KEY_ID");
   const std::optional<std::string> secret_key = variable("AWS_SECRET_ACCESS_KEY");
@@ -95,7 +95,8 @@ Result<S3Settings> s3_settings(const std::string& url, const Environment& variab
   settings.ca_file = variable("AWS_CA_BUNDLE").value_or("");
   settings.endpoint = variable("AWS_ENDPOINT_URL_S3").value_or(variable("AWS_ENDPOINT_URL").value_or(""));
   if (settings.endpoint.empty()) {
-    settings.bucket_in_host = settings.bucket.find('.') == std::string::npos;  // one dot more, and no certificate fits
+    // With one more dot the certificate would not match.
+    settings.bucket_in_host = settings.bucket.find('.') == std::string::npos;
     settings.endpoint = fmt::format("https://{}s3.{}.amazonaws.com",
                                     settings.bucket_in_host ? settings.bucket + "." : "", settings.region);
   }

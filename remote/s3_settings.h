@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where an S3 bucket is and who asks: from the URL and from the environment variables and file that AWS's own tools
-// read, so that what works with them works here.
+// S3Settings: the address of an S3 bucket, and the credentials for it: from the URL, and from the environment variables
+// and the file that AWS's own tools read, so that their settings work here too.
 //
 //   s3://BUCKET/PREFIX
 //   AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL   another server than AWS, as http://127.0.0.1:8333
@@ -25,16 +25,16 @@ namespace torpor::remote {
 struct S3Settings {
   std::string bucket;
   std::string prefix;    // "" or ends with '/'
-  std::string endpoint;  // "https://host[:port]", the bucket not in it
+  std::string endpoint;  // "https://host[:port]", without the bucket
   bool bucket_in_host = false;
   std::string region;
   std::string ca_file;  // empty: the system's
   S3Credentials credentials;
-  std::shared_ptr<AwsRole> role{};  // in place of `credentials`; or null
+  std::shared_ptr<AwsRole> role{};  // used instead of `credentials`; or null
 };
 
-// kInvalidArgument says which variable, file or part of the URL is missing or wrong; never with a secret in it.
-// It asks no service: the store does that.
+// Read the settings; makes no request. kInvalidArgument names the variable, file or part of the URL that is missing or
+// wrong, without any secret.
 Result<S3Settings> s3_settings(const std::string& url, const Environment& variable = environment);
 
 }  // namespace torpor::remote

@@ -25,7 +25,7 @@ Hash sha256(std::string_view text) {
 }
 
 Hash hmac(std::span<const unsigned char> key, std::string_view text) {
-  crypto_auth_hmacsha256_state state;  // of any length of key, which the one-call function does not take
+  crypto_auth_hmacsha256_state state;  // takes keys of any length, unlike the one-call function
   crypto_auth_hmacsha256_init(&state, key.data(), key.size());
   crypto_auth_hmacsha256_update(&state, bytes_of(text).data(), text.size());
   Hash hash;

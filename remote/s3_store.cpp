@@ -16,24 +16,24 @@
 namespace torpor::remote {
 namespace {
 
-constexpr size_t kMostAnswerBytes = 8 << 20;  // of a list or an error; a page of a list has 1,000 keys of 1,024 bytes
+constexpr size_t kMostAnswerBytes = 8 << 20;  // for a list or an error; a page of a list has 1,000 keys of 1,024 bytes
 
 struct CurlDeleter {
   void operator()(CURL* handle) const { curl_easy_cleanup(handle); }
 };
 using CurlHandle = std::unique_ptr<CURL, CurlDeleter>;
 
-// One request and its answer. Its callbacks are called by curl_easy_perform() alone.
+// One request and its answer. Only curl_easy_perform() runs its callbacks.
 struct Exchange {
   CURL* handle = nullptr;
   std::span<const std::byte> body{};  // to send
   size_t sent = 0;
-  std::span<std::byte> room{};  // for the answer's content, if it is one of success
-  long success = 200;           // the status of such an answer: 206 where a part of an object was asked for
-  uint64_t received = 0;        // there
+  std::span<std::byte> room{};  // where the content of a successful answer is written
+  long success = 200;           // status of a successful answer: 206 for a part of an object
+  uint64_t received = 0;        // bytes written to `room`
   bool too_large = false;
-  bool is_whole = false;  // the answer is the object, and a part of it was asked for
-  std::string text{};     // of any other answer
+  bool is_whole = false;  // the answer is the whole object instead of a part
+  std::string text{};     // body of any other answer
   const std::function<bool()>* stop = nullptr;
   bool stopped = false;
   long status = 0;
@@ -80,7 +80,7 @@ struct Exchange {
   }
 };
 
-// What a server says of an error, for people: its words may be anything.
+// Return the server's error text for people. It may be anything.
 std::string told(const std::string& text) {
   pugi::xml_document document;
   if (!document.load_buffer(text.data(), text.size())) return {};
@@ -132,7 +132,7 @@ class S3Store final : public ObjectStore {
     TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
     if (answer.status == 416 || (answer.status == 206 && answer.received < room.size()))
       return ends_too_early(*this, key, offset, room.size());
-    if (answer.status == 200) return gives_no_parts();  // and no byte
+    if (answer.status == 200) return gives_no_parts();  // no byte was written
     return answer.status == 206 ? ok() : Status(error_of(call, answer));
   }
 
@@ -151,8 +151,8 @@ class S3Store final : public ObjectStore {
     return error_of(call, answer);
   }
 
-  // By a page of its list: asking for the bucket itself tells nothing of why it is refused. Who may not list it is told
-  // so by what it does next, if at all.
+  // List one key: a request for the bucket itself does not tell why it is refused. If the credentials may not list,
+  // this returns ok, and the next call shows what is allowed.
   Status check_exists() override {
     Call call{.method = "GET", .query = {{"list-type", "2"}, {"max-keys", "1"}, {"prefix", settings_.prefix}}};
     TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
@@ -189,11 +189,11 @@ class S3Store final : public ObjectStore {
   struct Answer {
     long status = 0;
     uint64_t received = 0;
-    uint64_t length = 0;  // that the server names
+    uint64_t length = 0;  // as the server said
     std::string text;
   };
 
-  // Adds the keys of one page of a list; the token of the next page, "" after the last one.
+  // Append the keys of one page of a list. Return the token of the next page; "" after the last one.
   Result<std::string> read_page(const std::string& text, std::vector<std::string>& keys) const {
     pugi::xml_document document;
     const pugi::xml_node page =
@@ -273,7 +273,7 @@ class S3Store final : public ObjectStore {
     return Error{.code = Code::kUnavailable, .what = what, .next_step = "check AWS_ENDPOINT_URL, then try again"};
   }
 
-  // All attempts at one request. Answers of any status are values here.
+  // Make a request with all retries. An answer is a value, whatever its status.
   Result<Answer> send(const Call& call) {
     TORPOR_RETURN_IF_ERROR(begin_curl());
     CurlHandle handle = take_handle();
@@ -359,7 +359,7 @@ class S3Store final : public ObjectStore {
     return code;
   }
 
-  // A random part of a time that doubles, so that many who were refused at once do not come back at once.
+  // Pause for a random part of a time that doubles, so that clients that were refused together do not return together.
   Status pause_before(int attempt) const {
     static thread_local std::minstd_rand random{std::random_device{}()};
     const double longest = std::min(retries_.first_pause_seconds * static_cast<double>(1 << (attempt - 1)), 5.0);
@@ -395,7 +395,7 @@ class S3Store final : public ObjectStore {
   const S3Retries retries_;
   std::string host_;
   Mutex mutex_;
-  std::vector<CurlHandle> idle_ TORPOR_GUARDED_BY(mutex_);  // with their connections
+  std::vector<CurlHandle> idle_ TORPOR_GUARDED_BY(mutex_);  // with open connections
 };
 
 }  // namespace

@@ -21,7 +21,8 @@ constexpr std::chrono::milliseconds kLookAgain{500};
 
 double seconds_of(std::chrono::nanoseconds time) { return std::chrono::duration<double>(time).count(); }
 
-// Until when whoever wrote the record counts on it; none: it is gone. One that nobody can read counts.
+// Return when the record expires, in Unix seconds; no value if it is gone. An unreadable record counts: it expires at
+// `now`.
 Result<std::optional<double>> ends_at(ObjectStore& store, const std::string& key, double now) {
   const Result<std::vector<std::byte>> text = get_whole(store, key, kMostLeaseBytes);
   if (!text && text.error().code == Code::kNotFound) return std::optional<double>();
@@ -32,7 +33,7 @@ Result<std::optional<double>> ends_at(ObjectStore& store, const std::string& key
   return std::optional<double>(json["until"].get<double>());
 }
 
-// The key of one that is in the way, empty: none. Those that ended by themselves are removed.
+// Return the key of a lease that conflicts; empty if there is none. Removes expired leases.
 Result<std::string> in_the_way(ObjectStore& store, LeaseKind kind, const std::string& own, const Clock& clock) {
   for (bool again = true; again;) {
     again = false;
@@ -53,7 +54,7 @@ Result<std::string> in_the_way(ObjectStore& store, LeaseKind kind, const std::st
 
 }  // namespace
 
-// A record of its own, and not before.
+// Write a record with a new key. The members change only after that succeeded.
 Status StoreLease::write(ObjectStore& store) {
   const bool push = kind_ == LeaseKind::kPush;
   const std::chrono::nanoseconds term = push ? kPushTerm : kRemovalTerm;
@@ -92,7 +93,7 @@ Status StoreLease::renew(ObjectStore& store) {
   TORPOR_RETURN_IF_ERROR(check());
   StoreLease next = *this;
   TORPOR_RETURN_IF_ERROR(next.write(store));
-  TORPOR_RETURN_IF_ERROR(check());  // written too late: a removal may have looked in between
+  TORPOR_RETURN_IF_ERROR(check());  // if it was written too late, a removal may have looked in between
   const std::string old = std::exchange(before_, {});
   *this = std::move(next);
   return old.empty() ? ok() : store.remove(old);
@@ -123,8 +124,8 @@ KeptLease::~KeptLease() {
   }
   changed_.notify_all();
   thread_.join();
-  const MutexLock lock(mutex_);          // nobody else is there any more
-  if (!left_) (void)lease_.end(store_);  // else it ends by itself
+  const MutexLock lock(mutex_);          // no other thread is left
+  if (!left_) (void)lease_.end(store_);  // else it expires
 }
 
 Status KeptLease::check() const {
@@ -147,7 +148,7 @@ void KeptLease::run(std::chrono::milliseconds look) {
       if (lease_.due() && !lease_.over()) next = lease_;
     }
     if (!next) continue;
-    // What fails is tried again until the term is over; who asks is told so then.
+    // After an error try again until the term is over; check() fails from then on.
     (void)try_catch([&]() -> Status { return next->renew(store_); });
     const MutexLock lock(mutex_);
     lease_ = std::move(*next);

@@ -28,13 +28,13 @@ Result<std::vector<std::string>> all_parts(ObjectStore& store) {
 }
 
 struct Going {
-  std::vector<std::string> keys;  // in this order
+  std::vector<std::string> keys;  // in order of removal
   RemovalReport report;
 };
 
 Result<Going> what_goes(ObjectStore& store, const RemovalOptions& options) {
   TORPOR_ASSIGN_OR_RETURN(const OwnerRecord owner, newest_owner(store));
-  // Before what names them: a part that comes meanwhile is not among them.
+  // List parts before the indexes: a part that is pushed later is not in the list.
   TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> parts, all_parts(store));
   TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> logs, store.list(kAnswersPrefix));
   TORPOR_ASSIGN_OR_RETURN(const std::vector<PushedCheckpoint> pushed, list_pushed(store));
@@ -112,12 +112,12 @@ Result<RemovalReport> remove_unnamed(ObjectStore& store, const Clock& clock, con
       }
       Result<Going> going = what_goes(store, options);
       if (!going) {
-        if (lease) (void)lease->end(store);  // nothing went
+        if (lease) (void)lease->end(store);  // nothing was removed
         return going.error();
       }
       report.left = going->report.left;
       size_t gone = 0;
-      // A removal whose outcome is unknown may come late: then the lease stays, and pushes wait for its end.
+      // After an error the removal may take effect later, so the lease stays, and pushes wait until it expires.
       for (; lease && gone < going->keys.size() && !lease->over(); ++gone)
         TORPOR_RETURN_IF_ERROR(store.remove(going->keys[gone]));
       if (lease) TORPOR_RETURN_IF_ERROR(lease->end(store));
