@@ -63,7 +63,7 @@ class World {
       Client client;
       client.asked.id = fmt::format("r{}", number);
       for (int64_t i = dice_.between(1, 12); i > 0; --i)
-        client.asked.prompt.push_back(static_cast<int32_t>(dice_.between(0, 3)));  // many share their beginning
+        client.asked.prompt.push_back(static_cast<int32_t>(dice_.between(0, 3)));  // many share a prefix
       client.asked.max_tokens = static_cast<int32_t>(dice_.between(1, 12));
       client.asked.sampling = dice_.one_of({Sampling::kGreedy, Sampling::kSeeded});
       client.asked.seed = dice_.between(0, 1000);
@@ -78,7 +78,7 @@ class World {
 
   bool all_answered() const { return result_.requests == requests_; }
 
-  // Each token once, in order, and as the twin has it.
+  // Deliver each token once, in order, and as in the reference run.
   void deliver() {
     const uint64_t term = server_->own.newest().term;
     if (term < last_term_) throw Failed{"a server delivers although another one took over"};
@@ -87,7 +87,7 @@ class World {
       Client& client = clients_.at(*id);
       const auto from = static_cast<uint32_t>(client.received.size());
       const AnswerPart end = must(server_->log().position(*id), "an answer that its client waits for");
-      if (end.tokens_end < from) {  // it is computed again
+      if (end.tokens_end < from) {  // it is being computed again
         ++id;
         continue;
       }
@@ -118,7 +118,7 @@ class World {
 
   void submit(const std::string& id) { server_->submit(clients_.at(id).asked, arrivals_++); }
 
-  // --- a server that lives
+  // --- a server that runs
 
   bool step(Server& server) {
     return server.step([this](const std::string& id, uint32_t at, int32_t token) { made(id, at, token); });
@@ -147,7 +147,7 @@ class World {
     }
   }
 
-  // What its owner was told is pushed: of each request, so many tokens.
+  // Note how many tokens of each request the acknowledged push contains.
   void remember(Server& server) {
     known_.clear();
     for (const Answer& answer : server.log().all()) known_[answer.request.id] = answer.request.output_token_ids.size();
@@ -194,7 +194,7 @@ class World {
       case Fate::kPausedInPush: {
         Result<Server::Sent> sent = server_->send(false);
         check_zombie();
-        if (!sent) break;  // it is killed, then
+        if (!sent) break;  // then it is killed
         zombie_sent_ = std::move(*sent);
         zombie_ = std::move(server_);
         break;
@@ -208,9 +208,9 @@ class World {
     } else {
       server_.reset();
     }
-    if (old_ == nullptr && zombie_ == nullptr && dice_.chance(0.1)) {  // nobody looked for a while
+    if (old_ == nullptr && zombie_ == nullptr && dice_.chance(0.1)) {  // a long pause
       clock_.advance(std::chrono::minutes(16));
-      late_.clear();  // no call takes as long
+      late_.clear();  // no call takes that long
       remove_old();
     }
     take_over(again ? machine : another_machine(machine));
@@ -250,7 +250,7 @@ class World {
       if (const auto last = holders_.find(machine);
           last != holders_.end() && last->second.first == server_->own.before())
         mine = last->second.second;
-      if (!mine && server_->own.newest().checkpoint.empty()) {  // nobody ever pushed: all begins again
+      if (!mine && server_->own.newest().checkpoint.empty()) {  // no push was published: start from nothing
         boost::filesystem::remove_all(machine);
         server_->begin_first();
         return take_up({});
@@ -258,7 +258,7 @@ class World {
       const Result<RolledForward> rolled = server_->arrive(mine);
       if (rolled) return take_up(*rolled);
       if (rolled.error().code != Code::kUnavailable) throw Failed{"waking elsewhere: " + rolled.error().to_string()};
-      server_.reset();  // its store failed: started again
+      server_.reset();  // its store failed: start it again
     }
     throw Failed{"nobody can go on"};
   }
@@ -269,7 +269,7 @@ class World {
       if (taken && *taken) return;
       clock_.advance(kTerm / 20);
       if (old_ == nullptr) continue;
-      // The one that is cut off serves on as long as it owns.
+      // The server that is cut off serves as long as it owns.
       std::swap(old_, server_);
       if (step(*server_)) {
         deliver();
@@ -306,7 +306,7 @@ class World {
     check_zombie();
   }
 
-  // It runs again: nothing of it counts.
+  // Continue the paused server: its push must be refused.
   void check_zombie() {
     if (zombie_ == nullptr || server_ == nullptr) return;
     if (zombie_->publish(zombie_sent_)) throw Failed{"the push of a server that was paused counts"};
@@ -322,18 +322,18 @@ class World {
   const std::string directory_;
   WorldClock clock_;
   StoreInMemory store_;
-  std::vector<std::function<void()>> late_;  // calls of the store
+  std::vector<std::function<void()>> late_;  // calls of the store that take effect later
   std::map<std::string, Client> clients_;
   std::vector<std::string> order_;
-  std::set<std::string> waiting_;                                  // for their answers
-  std::map<std::string, size_t> known_;                            // what the last push had that was acknowledged
-  std::map<std::string, std::pair<std::string, GoneOn>> holders_;  // by machine: who served there last
+  std::set<std::string> waiting_;                                  // clients that wait for their answers
+  std::map<std::string, size_t> known_;                            // tokens in the last acknowledged push
+  std::map<std::string, std::pair<std::string, GoneOn>> holders_;  // the last holder on each machine
   int next_ = 0;
   int64_t arrivals_ = 0;
   uint64_t holder_ = 0;
   uint64_t last_term_ = 0;
   bool ended_by_itself_ = false;
-  bool drained_ = false;  // and all of it was pushed
+  bool drained_ = false;  // and everything was pushed
   std::unique_ptr<Server> server_;
   std::unique_ptr<Server> old_;     // cut off
   std::unique_ptr<Server> zombie_;  // paused in a push

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A server of the simulation, as far as it concerns its store: the reference engine with its controller and log of
-// answers, what owns and pushes for it, and the way to the store, on which calls fail.
+// Server: a server of the simulation, as far as its store is concerned: the reference engine with its controller and
+// response log, its ownership and pushes, and its link to the store, on which calls fail.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@
 namespace torpor::test {
 
 inline constexpr std::chrono::milliseconds kTerm{1000};
-inline constexpr std::chrono::milliseconds kStep{10};  // of an engine
+inline constexpr std::chrono::milliseconds kStep{10};  // of an engine's step
 
 class WorldClock final : public Clock {
  public:
@@ -35,14 +35,14 @@ class WorldClock final : public Clock {
   std::atomic<int64_t> now_ = 1;
 };
 
-// The store as one server reaches it. Calls fail now and then; when it is cut, all do.
+// The store as one server reaches it. Calls fail at random; if the link is cut, all fail.
 class Link final : public remote::ObjectStore {
  public:
   Link(remote::ObjectStore& store, Dice& dice, std::vector<std::function<void()>>& late)
       : store_(store), dice_(dice), late_(late) {}
   double failing = 0;
   bool cut = false;
-  int dies_at = 0;  // the call in whose middle the server is killed; 0: in none
+  int dies_at = 0;  // number of the call in which the server is killed; 0: none
 
   Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
     return call([&store = store_, name = std::string(key), kept = std::vector(bytes.begin(), bytes.end())] {
@@ -77,7 +77,7 @@ class Link final : public remote::ObjectStore {
     if (dies_at > 0 && --dies_at == 0) cut = dying_ = true;
     return !cut && !dice_.chance(failing);
   }
-  // What changes something: where it fails, it may have taken effect, or will some time.
+  // Make a changing call. If it fails, it may have taken effect, or will later.
   template <class Call>
   auto call(Call call) -> decltype(call()) {
     const bool was_cut = cut;
@@ -117,14 +117,14 @@ inline RequestState state_of(const ReferenceRequest& asked, int64_t arrival) {
   return state;
 }
 
-// What a server woke from, and its directory's checkpoints then: there may be newer ones, of one that was overtaken.
-// Killed before it has written another, it goes on from the same again.
+// The checkpoint that a server woke from, and the checkpoints in its directory then; newer ones may be those of a
+// server that was overtaken. A server that is killed before it wrote another one wakes from the same again.
 struct GoneOn {
-  std::string from;  // empty: from its own newest one
+  std::string from;  // empty: its own newest
   std::set<std::string> there;
 };
 
-// One process of a server, on a machine whose files are in `directory`.
+// One process of a server, on a machine with files in `directory`.
 class Server {
  public:
   Server(std::string directory, std::string holder, remote::ObjectStore& store, const WorldClock& clock, Dice& dice,
@@ -147,11 +147,11 @@ class Server {
   const GoneOn& gone_on() const { return gone_on_; }
   bool idle() const { return engine_->idle(); }
 
-  // It owns: brings what is newest into its directory, unless that is what the last owner had, and goes on from there.
-  // `last`: what the last owner, of this directory, went on from.
+  // Wake as the owner: pull the newest checkpoint and log into the directory, unless this directory's server was the
+  // last owner. `last`: what that server woke from.
   Result<RolledForward> arrive(const std::optional<GoneOn>& last) {
     const Fingerprint fingerprint = must(controller_->fingerprint(), "fingerprint");
-    std::string from;  // empty: the log alone
+    std::string from;  // empty: only the log
     if (last) {
       const std::set<std::string> there = checkpoints();
       const bool wrote_none = std::includes(last->there.begin(), last->there.end(), there.begin(), there.end());
@@ -190,7 +190,7 @@ class Server {
     must(engine_->add(asked), "a new request");
   }
 
-  // False: it does not own any more, and ends.
+  // Run a step. Return false if the server no longer owns, and ends.
   bool step(const std::function<void(const std::string& id, uint32_t at, int32_t token)>& made) {
     if (!own.owns()) return false;
     if (clock_.now() - renewed_ >= kTerm / 3) {
@@ -212,7 +212,7 @@ class Server {
     return true;
   }
 
-  // Of a push: a checkpoint and the answers are there, and nobody goes on from them yet.
+  // A push that is complete but not published: no server wakes from it yet.
   struct Sent {
     std::string checkpoint;
     std::string answers;
@@ -239,7 +239,7 @@ class Server {
     for (const CheckpointInfo& info : must(manager->list(), "its checkpoints")) names.insert(info.name);
     return names;
   }
-  // A seeded request's generator has made a draw for each token that it was given.
+  // Advance the generators of seeded requests by one draw for each token that was added.
   static void draw_again(SchedulerCheckpoint& state, const RolledForward& rolled) {
     std::set<std::string> ids(rolled.extended.begin(), rolled.extended.end());
     ids.insert(rolled.added.begin(), rolled.added.end());

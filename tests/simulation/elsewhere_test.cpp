@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Servers that go on elsewhere: a few seeds; with TORPOR_PROOF=long over 100,000 requests.
+// Runs simulations of servers that wake elsewhere: a few seeds; with TORPOR_PROOF=long more than 100,000 requests.
 #include "tests/simulation/elsewhere.h"
 
 #include <fmt/core.h>
@@ -13,9 +13,9 @@
 namespace torpor::test {
 namespace {
 
-constexpr int kRequests = 1000;  // of a seed
+constexpr int kRequests = 1000;  // in each seed
 constexpr int kCycles = 10;
-constexpr uint64_t kSeeds = TORPOR_SIMULATION_SEEDS < 100 ? 1 : 3;  // few where a sanitizer watches
+constexpr uint64_t kSeeds = TORPOR_SIMULATION_SEEDS < 100 ? 1 : 3;  // few with a sanitizer
 
 TEST(Elsewhere, EveryRequestIsAnsweredOnceWhateverBecomesOfTheServers) {
   log().set_level(LogLevel::kOff);
@@ -40,7 +40,7 @@ TEST(Elsewhere, EveryRequestIsAnsweredOnceWhateverBecomesOfTheServers) {
       sum.fates[5], sum.pushes, sum.failed, sum.too_late, sum.sent_again, sum.extended, sum.begun_again, sum.late_calls,
       sum.removed, sum.kept_out);
   if (seeds < 3) return;
-  // What is to be tested did happen.
+  // Everything that this test is about did happen.
   EXPECT_GT(sum.pushes, 0);
   EXPECT_GT(sum.failed, 0);
   EXPECT_GT(sum.sent_again, 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The devices and files of a simulated run, and their faults, which are inputs of it.
+// Machine: the devices and files of a simulated run. Their faults are inputs of the run.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ class Machine {
       TORPOR_ASSIGN_OR_RETURN(auto memory, make_host_device({.defer_copies = scenario_.late_copies,
                                                              .shuffle_seed = scenario_.shuffle_seed}));
       auto device = std::make_unique<FaultyDevice>(std::move(memory));
-      device_ = device.get();  // the last rank's fails
+      device_ = device.get();  // faults hit the last rank
       made.push_back(std::move(device));
     }
     return made;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens in one run of the simulation, drawn from its seed: options, requests, sleeps, faults; and the twin, the
-// same requests in a run to which nothing happens.
+// Scenario: everything that happens in one run, drawn from its seed: options, requests, sleeps, faults. Twin: the
+// reference run, with the same requests and no disturbance.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ using reference::ReferenceOutput;
 using reference::ReferenceRequest;
 using reference::Sampling;
 
-// That the KV of an engine has room for: each request fits. More where its steps are exactly the twin's.
+// Bounds for the tokens that an engine's KV blocks hold: each request fits. Exact scenarios may have more.
 constexpr int64_t kFewestBlockedTokens = 64;
 constexpr int64_t kMostBlockedTokens = 90;
 
@@ -56,9 +56,9 @@ struct Scenario {
   std::map<std::string, int> aborts;  // id -> step
   std::optional<uint64_t> kv_budget;
   double sleep_chance = 0;
-  double fault_chance = 0;  // of a step, a sleep or a wake
+  double fault_chance = 0;  // for each step, sleep or wake
   double cancel_chance = 0;
-  bool unproven = false;  // one copy is never proven over
+  bool unproven = false;  // one copy is never proven finished
 };
 
 class Dice {
@@ -89,12 +89,13 @@ inline Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& dire
   options.token_budget = static_cast<int32_t>(dice.between(3, 24));
   options.max_running = static_cast<int32_t>(dice.between(1, 6));
   options.by_priority = dice.chance(0.3);
-  options.kv_of_step = scenario.exact;  // S1: a copy of another computation, if under the right key, changes tokens
+  options.kv_of_step = scenario.exact;  // S1: a wrong copy under the right key changes tokens
   options.transfers_have_threads = seed % 4 < 2;
-  options.deferred_thread = false;               // whose order nobody could repeat
+  options.deferred_thread = false;               // its order could not be repeated
   options.deferred_job_bytes = seed % 5 * 4096;  // a block, some, most
   options.retain_kv_bytes = seed % 3 * 20'000;   // nothing, some blocks, most
-  Dice shape(seed * 7919u + 5);  // of its own: what happens in a seed does not depend on where its memory lies
+  // Dice of its own, so that the layout of memory does not change what else happens in a seed.
+  Dice shape(seed * 7919u + 5);
   options.regions_per_tag = static_cast<size_t>(shape.between(1, 5));
   options.spare_kv_regions = static_cast<size_t>(shape.between(0, 5 - options.model.layers));
   for (const char* tag : {reference::kGraphTag, kWorkspaceTag}) {
@@ -104,7 +105,7 @@ inline Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& dire
   if (seed % 7 < 3) options.host_compression = Codec::kBf16;
   options.num_blocks =
       static_cast<int32_t>(dice.between(kFewestBlockedTokens, scenario.exact ? 140 : kMostBlockedTokens) /
-                           options.model.block_tokens);  // a request fits, all do not
+                           options.model.block_tokens);  // each request fits, but not all together
   scenario.late_copies = dice.chance(0.5);
   scenario.shuffle_seed = dice.chance(0.5) ? seed + 1 : 0;
   scenario.sleep_chance = dice.one_of({0.03, 0.1, 0.3});
@@ -116,7 +117,7 @@ inline Scenario make_scenario(uint64_t seed, Dice& dice, const std::string& dire
   }
   scenario.ranks = dice.one_of({1, 1, 2});
   reference::TierOptions& tiers = options.tiers;
-  // Exactly: stores only, and nothing held, so that every step is the twin's.
+  // Exact scenarios only store and hold nothing, so that every step is that of the reference run.
   tiers.mode = scenario.exact ? OffloadMode::kLazy : dice.one_of({OffloadMode::kEager, OffloadMode::kLazy});
   tiers.loads = !scenario.exact;
   tiers.disk_directory = directory + "/tier";
@@ -168,7 +169,7 @@ inline void must(const Status& status, std::string_view doing) {
 
 using Streams = std::map<std::string, std::vector<int32_t>>;
 
-// The run to which nothing happens. For exact scenarios also what each step put out.
+// The tokens of the reference run; for exact scenarios also the output of each step.
 struct Twin {
   Streams streams;
   std::vector<std::vector<std::pair<std::string, int32_t>>> steps;
@@ -178,7 +179,7 @@ inline Twin run_twin(const Scenario& scenario) {
   ManualClock clock;
   ReferenceOptions options = scenario.options;
   options.tiers = {};
-  if (!scenario.exact) options.num_blocks = 1000;  // roomy and simple
+  if (!scenario.exact) options.num_blocks = 1000;  // more than enough
   std::vector<std::unique_ptr<DeviceMemory>> devices;
   for (int rank = 0; rank < scenario.ranks; ++rank) devices.push_back(must(make_host_device(), "device"));
   const auto engine = must(ReferenceEngine::create(std::move(devices), linux_file_system(), clock, options), "twin");
@@ -189,7 +190,7 @@ inline Twin run_twin(const Scenario& scenario) {
       more = more || arrival.step >= step;
       if (arrival.step == step) must(engine->add(arrival.request, arrival.samples), "add");
     }
-    if (scenario.exact) {  // in the others an aborted stream is a beginning of the twin's
+    if (scenario.exact) {  // otherwise an aborted stream is compared as a prefix
       for (const auto& [id, at] : scenario.aborts) {
         if (at == step) engine->abort(id);
       }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A checkpoint that is written while steps go on: begun, cancelled, taken and ended in random steps. Now and then the
-// engine ends when it is there, and another one goes on from where it was taken.
+// ServedCheckpoint: a checkpoint that is written while the engine steps: begun, cancelled, taken and ended in random
+// steps. Sometimes the engine ends after that, and another one wakes from the checkpoint.
 #pragma once
 
 #include <optional>
@@ -16,19 +16,19 @@ class ServedCheckpoint {
  public:
   struct Rewind {
     std::string checkpoint;
-    Streams streams;  // when it was taken
+    Streams streams;  // at the time it was taken
     int step = 0;
   };
-  // `written`, `rewound`: counted there.
+  // Counts in `written` and `rewound`.
   ServedCheckpoint(console::ReferenceRun& run, Dice& dice, double chance, int& written, int& rewound)
       : run_(run), dice_(dice), chance_(chance), written_(written), rewound_(rewound) {}
 
-  bool faulted = false;  // something failed since it began
+  bool faulted = false;  // a call failed since it began
   void gone() { writing_ = false; }
-  void newer_one() { newest_ = false; }  // the engine keeps few, so this one may have been removed
+  void newer_one() { newest_ = false; }  // this checkpoint may have been removed: the engine keeps few
   std::optional<Rewind> take_rewind() { return std::exchange(rewind_, std::nullopt); }
 
-  // After a step. An error: it failed.
+  // Call after each step. Return an error if the checkpoint failed.
   Status serve(const Streams& streams, int step) {
     if (!writing_) {
       if (!dice_.chance(chance_)) return ok();
@@ -52,7 +52,7 @@ class ServedCheckpoint {
     if (stage != CheckpointStage::kEnded) return ok();
     writing_ = false;
     Result<SleepReport> report = run_.end_checkpoint();
-    if (!report && report.error().code == Code::kAborted) return ok();  // a sleep came first
+    if (!report && report.error().code == Code::kAborted) return ok();  // a sleep ended it
     if (!report) return std::move(report).error();
     ++written_;
     if (!newest_ || rewound_ == kMostRewound || dice_.chance(0.5)) return ok();

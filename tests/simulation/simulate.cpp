@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// simulate: runs simulation seeds. Exit code 0: all passed; 1: some failed, their numbers are printed; 2: bad
-// arguments.
+// simulate: runs seeds of the simulation. Exit code 0: all passed; 1: some failed, and their numbers are printed; 2:
+// bad arguments.
 #include <algorithm>
 #include <chrono>
 #include <mutex>

@@ -38,7 +38,8 @@ class Run {
     result_.exact = scenario_.exact;
     ++result_.regions.at(scenario_.options.regions_per_tag - 1);
     ++result_.tags.at(scenario_.options.step_tags.size() - 1);
-    if (recorded == nullptr) stops_.emplace(*ring_, clock_, seed, !scenario_.exact);  // else nobody could replay it
+    // A recording with stops could not be replayed.
+    if (recorded == nullptr) stops_.emplace(*ring_, clock_, seed, !scenario_.exact);
   }
 
   SimulationResult run() {
@@ -102,7 +103,7 @@ class Run {
   std::vector<Event> told() {
     std::vector<Event> events;
     const uint64_t last = ring_->told();
-    while (reader_.next() <= last) reader_.read(events);  // a copying thread may be in the middle of one
+    while (reader_.next() <= last) reader_.read(events);  // a copying thread may be writing one
     for (const Event& event : events) {
       if (event.type == EventType::kStop) ++result_.stops[event.to];
     }
@@ -110,8 +111,7 @@ class Run {
     return events;
   }
 
-  // What was told, and nothing else, says how each request stands, how each block on its way ended, and what the engine
-  // does.
+  // Check that the events alone give the state of each request, the outcome of each block and the engine's operation.
   void check_events() {
     for (const Event& event : told()) view_.apply(event);
     if (view_.lost() + view_.unknown() > 0) throw Failed{"events were lost, or make no sense"};
@@ -139,7 +139,7 @@ class Run {
     }
   }
 
-  // Blocks that come behind the engine: what has arrived, or all; now and then nobody asks.
+  // Wait for deferred blocks: for those that have arrived, or for all; sometimes not at all.
   void continue_wake() {
     if (!late_) return;
     const DeferredWait wait =
@@ -202,7 +202,7 @@ class Run {
     if (engine().offload() != nullptr) must(engine().offload()->check(), "offload");
   }
 
-  // A fault of the device or of the disk within the next calls, perhaps.
+  // Perhaps plan a fault of the device or of the disk within the next calls.
   void arm() {
     if (scenario_.unproven && dice_.chance(0.05)) {
       say("copies are never proven over from now on, for a while");
@@ -228,8 +228,8 @@ class Run {
 
   void sleep_and_wake() {
     const bool to_disk = dice_.chance(0.5);
-    // Weights are loaded again, and where nobody waits for them no new request finds KV from before: its prefill then
-    // takes other steps than the twin's, so not where steps are compared.
+    // If weights are loaded again, a new request does not find earlier KV, so its prefill takes other steps than the
+    // reference run: not if steps are compared.
     const bool reload = !scenario_.exact && dice_.between(1, 2) == 2;
     const SleepOptions options{.level = reload ? 1 : 2,
                                .preserve_state = true,
@@ -238,7 +238,7 @@ class Run {
     arm();
     const Result<SleepReport> slept = run_.sleep(options);
     disarm();
-    late_ = false;  // the sleep has waited for what was on its way
+    late_ = false;  // the sleep has waited for deferred blocks
     if (!slept) {
       say("sleep: {}", slept.error().to_string());
       if (!faulted_ && !quarantined() && slept.error().code != Code::kUnsupported)
@@ -267,7 +267,7 @@ class Run {
         const bool waits = !engine().idle();
         if (woken->fully_awake == waits || (waits && !engine().step().empty()))
           throw Failed{"a token was made without weights"};
-        run_.load_weights(scenario_.options.weights_seed);  // they are the same
+        run_.load_weights(scenario_.options.weights_seed);  // the same weights
         loaded = true;
         if (woken->fully_awake) return woke(*woken);
         continue;
@@ -279,7 +279,7 @@ class Run {
       }
       say("wake: {}", woken.error().to_string());
       if (engine_is_lost()) return lose();
-      if (quarantined()) return give_up();  // it says so, and can do no more
+      if (quarantined()) return give_up();  // it reports that, and can do nothing more
       if (!faulted_) throw Failed{"a wake without a fault failed: " + woken.error().to_string()};
       if (!controller().is_sleeping()) throw Failed{"a wake that failed left the engine neither asleep nor lost"};
       ++result_.refused;
@@ -293,7 +293,8 @@ class Run {
   }
 
   void serve_checkpoint() {
-    if (scenario_.options.transfers_have_threads && !scenario_.exact) return;  // where they run is no input, nor faults
+    // The order of threads is no input, nor are their faults.
+    if (scenario_.options.transfers_have_threads && !scenario_.exact) return;
     arm();
     const Status well = checkpoint_.serve(streams_, step_);
     disarm();
@@ -306,7 +307,8 @@ class Run {
       wake_in_new_engine(from->checkpoint);
       streams_ = from->streams;
       step_ = from->step;
-      if (scenario_.exact) continue_wake();  // who is aborted before the next step lets go of blocks in their order
+      // An abort before the next step would release blocks in another order.
+      if (scenario_.exact) continue_wake();
     }
   }
 
@@ -316,7 +318,7 @@ class Run {
     const int64_t most = kMostBlockedTokens / tokens;
     for (bool any = true;;) {
       const int64_t blocks = any ? blocks_dice_.between(fewest, most) : most;
-      start_engine(scenario_.exact ? 0 : static_cast<int32_t>(blocks));  // the twin preempts as it does
+      start_engine(scenario_.exact ? 0 : static_cast<int32_t>(blocks));  // the reference run preempts as this one does
       arm();
       const Result<SleepReport> woken = run_.wake({.from_checkpoint = checkpoint, .early = early_dice_.chance(0.5)});
       disarm();
@@ -340,7 +342,7 @@ class Run {
   }
 
   bool engine_is_lost() { return controller().state().engine == "unrecoverable"; }
-  // Nothing false was said so far; this engine cannot go on.
+  // The engine reported no false success, and cannot go on.
   void lose() {
     ++result_.lost;
     give_up();
@@ -393,7 +395,7 @@ class Run {
   Dice& dice_;
   const std::string directory_;
   const bool tell_;
-  SourceEvents* const recorded_;  // null: nobody asks
+  SourceEvents* const recorded_;  // may be null
   Machine machine_{scenario_};
   console::RunClock clock_;
   std::unique_ptr<EventRing> ring_ = must(EventRing::in_memory({}, 1 << 14), "ring");
@@ -403,13 +405,13 @@ class Run {
   console::EngineView view_;
   Streams streams_;
   int step_ = 0;
-  bool begun_ = false;  // there is an engine
+  bool begun_ = false;  // an engine exists
   bool faulted_ = false;
   bool ended_ = false;
-  bool late_ = false;   // blocks come behind the engine
-  bool asked_ = false;  // a wake was told what becomes of KV: the next sleep does not read the weights
-  Dice early_dice_;     // of its own: who woke early in a seed does not change what else happens in it
-  Dice blocks_dice_;    // as early_dice_, of the numbers of blocks
+  bool late_ = false;   // blocks are deferred
+  bool asked_ = false;  // a wake was told to keep or drop KV: the next sleep does not read the weights
+  Dice early_dice_;     // dice of its own: early wakes do not change what else happens in a seed
+  Dice blocks_dice_;    // as early_dice_, for numbers of blocks
   SimulationResult result_;
   ServedCheckpoint checkpoint_{run_, dice_, scenario_.sleep_chance, result_.checkpoints, result_.rewound};
 };
@@ -441,7 +443,7 @@ SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell
   Dice dice(seed * 2654435761u + 1);
   try {
     Scenario scenario = make_scenario(seed, dice, directory);
-    if (recorded != nullptr) scenario.options.transfers_have_threads = false;  // whose order nobody could repeat
+    if (recorded != nullptr) scenario.options.transfers_have_threads = false;  // their order could not be repeated
     Twin twin = run_twin(scenario);
     return Run(seed, std::move(scenario), std::move(twin), dice, directory, tell, recorded).run();
   } catch (const Failed& failed) {

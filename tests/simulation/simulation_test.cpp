@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The seeds of the normal run. More: tools/dev simulate --seeds N.
+// Runs the seeds of the normal test run. More: tools/dev simulate --seeds N.
 #include "tests/simulation/simulation.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace torpor::test {
 namespace {
 
 constexpr uint64_t kSeeds = TORPOR_SIMULATION_SEEDS;
-constexpr uint64_t kGroups = 10;  // tests that may run at the same time
+constexpr uint64_t kGroups = 10;  // tests that may run in parallel
 
 class Simulation : public ::testing::TestWithParam<uint64_t> {};
 INSTANTIATE_TEST_SUITE_P(Seeds, Simulation, ::testing::Range(uint64_t{0}, kGroups));
@@ -27,7 +27,7 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
   log().set_level(LogLevel::kOff);
   const TemporaryDirectory temporary(in_memory());
   SimulationResult sum;
-  const uint64_t each = (long_run() ? 1000 : kSeeds) / kGroups;  // of a group
+  const uint64_t each = (long_run() ? 1000 : kSeeds) / kGroups;  // seeds in a group
   for (uint64_t seed = GetParam() * each; seed < (GetParam() + 1) * each; ++seed) {
     const std::string directory = fmt::format("{}/{}", temporary.path(), seed);
     boost::filesystem::create_directory(directory);
@@ -39,7 +39,7 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
     sum.add(result);
   }
   if (each < 50) return;
-  // What is to be tested did happen.
+  // Everything that this test is about did happen.
   EXPECT_GT(sum.sleeps, 0);
   EXPECT_GT(sum.reused, 0u);
   EXPECT_GT(sum.new_engines, 0);
@@ -59,7 +59,7 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
     EXPECT_GT(sum.stops[static_cast<size_t>(edge)], 0) << name(edge);
 }
 
-// What an engine was given decides every event that it tells, all bytes of it: faults, sleeps and new engines included.
+// An engine's inputs determine every byte of its events, with faults, sleeps and new engines.
 TEST(SimulationReplay, WhatWasRecordedReplaysEventByEvent) {
   log().set_level(LogLevel::kOff);
   const TemporaryDirectory temporary(in_memory());
@@ -83,7 +83,7 @@ TEST(SimulationReplay, WhatWasRecordedReplaysEventByEvent) {
     events += replayed.events;
     for (const Event& event : recorded.events) types.insert(event.type);
     if (seed > 0) continue;
-    // One bit of one event is seen.
+    // A change of one bit of one event is found.
     const auto slot = std::find_if(recorded.events.begin(), recorded.events.end(),
                                    [](const Event& event) { return event.type == EventType::kSlot; });
     ASSERT_NE(slot, recorded.events.end());
@@ -95,7 +95,8 @@ TEST(SimulationReplay, WhatWasRecordedReplaysEventByEvent) {
   }
   EXPECT_GT(events, 1000u);
   if (seeds < 20) return;
-  // A reference engine tells all there is, but what is asked for (kBlock, kKey), and stops, of which it was spared.
+  // A reference engine emits all types but kBlock and kKey, which must be asked for, and stops, which are off while it
+  // is recorded.
   EXPECT_EQ(types, (std::set{EventType::kText, EventType::kStep, EventType::kRequest, EventType::kSlot, EventType::kHit,
                              EventType::kCandidate, EventType::kPlanned, EventType::kEnded, EventType::kRegistered,
                              EventType::kDropped, EventType::kCopy, EventType::kTier, EventType::kOperation,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who stops the engine of a simulation, as a console would, and lets it go in every way there is: resumed, after some
-// steps, with the end of its lease, because its console is gone, by a sleep.
+// Stops: stops the engine of a simulation, as a console would, and lets it continue in every possible way: resumed,
+// after some steps, at the end of the lease, because its console is gone, or by a sleep.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace torpor::test {
 
 class Stops {
  public:
-  // `holds`: single requests and candidates, too, which changes in what order tokens are computed.
+  // `holds`: also hold single requests and candidates, which changes the order in which tokens are computed.
   Stops(EventRing& ring, console::RunClock& clock, uint64_t seed, bool holds)
       : ring_(ring), clock_(clock), points_(ring, clock), dice_(seed * 2246822519u + 3), holds_(holds) {
     ring_.watch(&points_);
@@ -22,7 +22,7 @@ class Stops {
   Stops(const Stops&) = delete;
   Stops& operator=(const Stops&) = delete;
 
-  // Before a step: perhaps the engine is to stop now, or after something that happens in this step or a later one.
+  // Call before a step. Perhaps stop the engine now, or add a breakpoint.
   void set() {
     if (dice_.chance(0.04)) must(points_.pause(lease(), owner()), "pause");
     if (dice_.chance(0.04)) points_.drop_owner(owner());
@@ -44,7 +44,8 @@ class Stops {
       must(points_.add(made, owner()), "breakpoint");
     }
   }
-  // Until the engine may go on. `step`: of the engine, which has to leave it undone. Returns whether it stood.
+  // Let the engine continue. `step` steps the engine, which must do nothing while it is stopped. Return whether it was
+  // stopped.
   template <class Step>
   bool stand(const Step& step) {
     for (int looks = 0;; ++looks) {
@@ -59,14 +60,14 @@ class Stops {
           if (points_.resume(one.id) && stands(one.id)) throw Failed{"a stop stands that was resumed"};
           break;
         case 1: (void)points_.resume_all(); break;
-        case 2: clock_.set(clock_.now() + one.left); break;  // nobody renewed it
+        case 2: clock_.set(clock_.now() + one.left); break;  // its lease expires
         case 3: points_.drop_owner(one.owner); break;
         case 4: (void)points_.renew(one.id, lease()); break;
         case 5: (void)points_.step(static_cast<uint64_t>(dice_.between(1, 4))); break;
       }
     }
   }
-  // An operation has ended every stop there was.
+  // Check that an operation has ended every stop.
   void check_operation() const {
     if (!points_.stops().empty()) throw Failed{"a stop stands while the engine sleeps"};
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes that bf16's codec makes smaller, and bytes that it does not.
+// Bytes that the bf16 codec compresses, and bytes that it does not.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace torpor::test {
 
-// The upper bytes of words differ in few bits.
+// Return bytes whose 16-bit words differ in few bits of their upper bytes.
 inline std::vector<std::byte> bf16_values(uint64_t seed, size_t size) {
   std::vector<std::byte> bytes(size);
   for (size_t i = 0; i < size; ++i) {

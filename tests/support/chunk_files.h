@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Opens one chunk file for reading.
+// open_chunks(): opens one chunk file for reading.
 #pragma once
 
 #include "offload/disk_tier.h"

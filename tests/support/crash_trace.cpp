@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Part of every test program that no sanitizer watches: a crash that happens once, on a machine of others, says where
-// it was. `addr2line -Cfie PROGRAM OFFSET...` names the lines of the offsets in round brackets.
+// A crash handler, linked into every test program without a sanitizer: it prints the stack of a crash, so that a crash
+// that happens once on another machine can be located. `addr2line -Cfie PROGRAM OFFSET...` names the lines of the
+// offsets in round brackets.
 #include <array>
 #include <charconv>
 #include <csignal>
@@ -13,7 +14,8 @@
 
 namespace {
 
-// Calls only what a signal handler may call. The first call of backtrace() loads a library, hence the one in install().
+// Calls only functions that a signal handler may call. install() calls backtrace() once, because its first call loads a
+// library.
 void tell(int signal, siginfo_t* info, void*) {
   const auto say = [](std::string_view text) { (void)!::write(STDERR_FILENO, text.data(), text.size()); };
   const auto say_number = [&say](uintptr_t number, int base) {
@@ -27,11 +29,11 @@ void tell(int signal, siginfo_t* info, void*) {
   say("\n");
   std::array<void*, 64> frames{};
   ::backtrace_symbols_fd(frames.data(), ::backtrace(frames.data(), static_cast<int>(frames.size())), STDERR_FILENO);
-  (void)::raise(signal);  // which is no longer handled: the test ends by it
+  (void)::raise(signal);  // the default action now: it ends the test
 }
 
 bool install() {
-  static std::array<std::byte, 65536> own_stack;  // a stack that overflowed has no room for the handler
+  static std::array<std::byte, 65536> own_stack;  // an overflowed stack has no space for the handler
   const stack_t stack{.ss_sp = own_stack.data(), .ss_flags = 0, .ss_size = own_stack.size()};
   (void)::sigaltstack(&stack, nullptr);
   std::array<void*, 1> frame{};

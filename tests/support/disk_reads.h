@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this process had from disks, and what of a file the page cache has: for tests of reads that go past it, or not.
+// Bytes that this process read from disks, and control of the page cache: for tests of reads that bypass it or use it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace torpor::test {
 
-// Bytes so far, those of io_uring among them.
+// Return the bytes read so far, with io_uring's.
 inline uint64_t read_from_disk() {
   std::ifstream file("/proc/self/io");
   for (std::string name; file >> name;) {
@@ -22,7 +22,7 @@ inline uint64_t read_from_disk() {
   return 0;
 }
 
-// Of what was synced; `bytes` 0: to the end.
+// Drop synced pages of a file from the page cache. `bytes` 0: to the end. Return false if that failed.
 inline bool forget_cached(const std::string& path, uint64_t offset = 0, uint64_t bytes = 0) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   const int failed = ::posix_fadvise(fd, static_cast<off_t>(offset), static_cast<off_t>(bytes), POSIX_FADV_DONTNEED);
@@ -30,6 +30,7 @@ inline bool forget_cached(const std::string& path, uint64_t offset = 0, uint64_t
   return failed == 0;
 }
 
+// Read a file into the page cache.
 inline void make_cached(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string bytes(1 << 16, '\0');

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small, valid state of an engine, to copy and to damage: three requests (running, waiting, held), a shared prefix
-// block, a cached block without a request, and one worker.
+// A small, valid engine state, to copy and to damage: three requests (running, waiting, held), a shared prefix block, a
+// cached block without a request, and one worker.
 #pragma once
 
 #include "checkpoint/engine_checkpoint.h"
@@ -20,7 +20,7 @@ inline RequestState example_request(std::string id, RequestStatus status, int pr
   return request;
 }
 
-// Blocks of 4 tokens, 8 blocks, null block 0. Blocks 1 and 2 belong to "run", 1 and 3 to "held"; 4 is only cached.
+// 8 blocks of 4 tokens, null block 0. Blocks 1 and 2 belong to "run", 1 and 3 to "held"; block 4 is only cached.
 inline EngineCheckpoint example_checkpoint() {
   EngineCheckpoint checkpoint;
   checkpoint.fingerprint = {{"model", "example"}, {"block_size", "4"}};
@@ -45,8 +45,8 @@ inline EngineCheckpoint example_checkpoint() {
   return checkpoint;
 }
 
-// The same with a second KV group, a window of 4 tokens: of "run" block 5 is left, of "held" block 6. What lies before
-// the window is the null block. Keys have the group's number behind.
+// The same with a second KV group, a window of 4 tokens: "run" has block 5 left in it, "held" block 6. Blocks before
+// the window are the null block. Keys end with the group's number.
 inline EngineCheckpoint example_of_two_groups() {
   EngineCheckpoint checkpoint = example_checkpoint();
   KvSnapshot& kv = checkpoint.state.kv;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions of the fake driver's table: what each refuses, and what it changes in FakeCuda's model of a machine.
+// The functions of the fake driver's table: what each refuses, and how it changes FakeCuda's model of a machine.
 #include <algorithm>
 #include <cstring>
 
@@ -19,17 +19,17 @@ int device_of(CUcontext context) { return static_cast<int>(reinterpret_cast<uint
 
 }  // namespace
 
-// The functions of the table.
+// The functions of the driver's table.
 struct FakeCalls {
   using Work = FakeCuda::Work;
 
-  // Enters `function` under the lock and returns the failure, if one was asked for; `fake` is the one at work.
+  // Enter `function` under the lock. Return an injected failure, if one is due. `fake`: the active FakeCuda.
 #define FAKE_ENTER(...)                    \
   FakeCuda& fake = *FakeCuda::active_;     \
   fake.pass_gate(__func__);                \
   const std::lock_guard lock(fake.mutex_); \
   if (const CUresult failed = fake.enter(__func__ __VA_OPT__(, ) __VA_ARGS__); failed != CUDA_SUCCESS) return failed
-  // The same for a call that waits, or changes memory: unsafe beside a capture.
+  // The same for a call that waits or changes memory: unsafe beside a capture.
 #define FAKE_ENTER_UNSAFE() \
   FAKE_ENTER();             \
   if (const CUresult refused = fake.beside_captures(); refused != CUDA_SUCCESS) return refused
@@ -263,7 +263,7 @@ struct FakeCalls {
     FAKE_ENTER();
     return fake.enqueue(number(stream), {.kind = Work::Kind::kSet, .device = address, .bytes = size, .value = value});
   }
-  // Such a copy may wait for its stream.
+  // A copy of memory that is not pinned may wait for its stream.
   static CUresult beside_captures_if_pageable(FakeCuda& fake, const void* host, size_t size) {
     if (fake.is_pinned(static_cast<const std::byte*>(host), size)) return CUDA_SUCCESS;
     return fake.beside_captures();

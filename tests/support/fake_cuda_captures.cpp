@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fake driver's captures of streams, pinned memory as the device sees it, and prices.
+// FakeCuda: captures of streams, pinned memory as the device sees it, and prices.
 #include <algorithm>
 
 #include "tests/support/fake_cuda_driver.h"
@@ -29,8 +29,8 @@ CUresult FakeCuda::spoil(Capture& capture, CUresult result) {
   return result;
 }
 
-// An unsafe call is refused beside an own capture that is not relaxed and, in global mode, beside any other thread's
-// global one.
+// Refuse an unsafe call beside an own capture that is not relaxed; in global mode also beside another thread's global
+// capture.
 CUresult FakeCuda::beside_captures(bool whole_context) {
   CUresult result = CUDA_SUCCESS;
   for (Capture& capture : captures_) {

@@ -16,7 +16,7 @@
 namespace torpor::test {
 namespace {
 
-// As all threads of a kernel's block do it.
+// Copy as all threads of a kernel's block do.
 void copy_by_kernel(std::byte* to, const std::byte* from, uint64_t bytes) {
   for (uint64_t thread = 0; thread < cuda::kGatherThreads; ++thread) {
     cuda::copy_share(reinterpret_cast<unsigned char*>(to), reinterpret_cast<const unsigned char*>(from), bytes, thread,
@@ -24,7 +24,7 @@ void copy_by_kernel(std::byte* to, const std::byte* from, uint64_t bytes) {
   }
 }
 
-// cuda.h's macros give some functions another name.
+// Return the function's name without the version suffix that cuda.h's macros add.
 std::string plain(std::string function) {
   if (const size_t version = function.find("_v"); version != std::string::npos) function.resize(version);
   return function;
@@ -63,7 +63,7 @@ void FakeCuda::pass_gate(std::string function) {
   gate_changed_.wait(lock, [this] { return gate_of_.empty(); });
 }
 
-// Counts the call, lets it fail if that was asked for, and lets work on streams go on a little.
+// Count the call, return an injected failure if one is due, and let some work on streams run.
 CUresult FakeCuda::enter(std::string function, bool needs_context) {
   function = plain(std::move(function));
   ++counts_[function];
@@ -179,7 +179,7 @@ CUresult FakeCuda::enqueue(uint64_t id, const Work& work) {
       (!accessible(work.source, work.bytes, false) || overlap(work.source, work.bytes, work.device, work.bytes)))
     return CUDA_ERROR_INVALID_VALUE;
   if (const CUresult captured = use_of_stream(id); captured != CUDA_SUCCESS) return captured;
-  for (const auto& [base, size] : pinned_) {  // host memory lies in one registration, or in none
+  for (const auto& [base, size] : pinned_) {  // a copy's host memory is in one registration, or in none
     if (work.host != nullptr && overlap(number(base), size, number(work.host), work.bytes) &&
         (work.host < base || base + size < work.host + work.bytes))
       return CUDA_ERROR_INVALID_VALUE;
@@ -211,7 +211,7 @@ CUresult FakeCuda::enqueue(uint64_t id, const Work& work) {
   return CUDA_SUCCESS;
 }
 
-// What one call begins runs in any order; where the call was made to fail, some may have begun.
+// Enqueue the copies of one call in random order. If the call fails on command, some may have begun.
 CUresult FakeCuda::enqueue_in_any_order(uint64_t id, std::vector<Work> works, CUresult asked, size_t* failed) {
   std::vector<size_t> order(works.size());
   std::iota(order.begin(), order.end(), size_t{0});

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// A strict NVIDIA driver without a GPU, for tests: the same table as the real one (allocator/cuda/driver.h).
+// FakeCuda: a strict NVIDIA driver without a GPU, for tests. It has the same function table as the real one
+// (allocator/cuda/driver.h).
 //
 // It models devices, contexts, address ranges, physical memory, maps, access, streams, events, pinned host memory, the
-// kernel that gathers (its own code, allocator/cuda/gather.h, thread after thread) and a limit. Work on streams runs
-// late: when something waits for it, or at some later call, in an order fixed by the seed. What the real driver refuses
-// is refused with its code; what it would punish later (unmapping, unpinning, freeing or reusing memory that a copy
-// still uses) is written down in misuses(). Any call can be made to fail.
+// gather kernel (its own code, allocator/cuda/gather.h, thread by thread) and a memory limit. Work on streams runs
+// late: when a call waits for it, or at some later call, in an order fixed by the seed. The fake refuses what the real
+// driver refuses, with the same code. misuses() lists what the real driver would punish later: unmapping, unpinning,
+// freeing or reusing memory that a copy still uses. Any call can be made to fail.
 //
-// Where the documentation leaves a question open, the fake takes the stricter answer: a batch takes pinned host memory
-// only, memory is never read-only, and every call that may wait or changes memory counts as unsafe beside a capture of
-// another thread (cuda.h, cuThreadExchangeStreamCaptureMode). An illegal address and its like are for ever, as they
-// are for a context. Each call has a price (fake_cuda_prices.h).
+// If the documentation leaves a question open, the fake takes the stricter answer: a batch takes pinned host memory
+// only, memory is never read-only, and every call that may wait or changes memory is unsafe beside a capture of another
+// thread (cuda.h, cuThreadExchangeStreamCaptureMode). An illegal address and similar errors last for ever, as they do
+// for a context. Each call has a price (fake_cuda_prices.h).
 //
-// Owner: a test. One at a time: the table's functions find it through a global. All functions may be called from any
-// thread. Failure: what was misused fails the test at the end.
+// Owner: a test. Only one exists at a time, because the table's functions find it through a global. Threads: all
+// functions from any thread. Failure: a misuse fails the test at the end.
 #pragma once
 
 #include <condition_variable>
@@ -33,12 +34,12 @@ namespace torpor::test {
 
 struct FakeCudaOptions {
   int devices = 1;
-  uint64_t memory_bytes = uint64_t{1} << 30;  // of each device
+  uint64_t memory_bytes = uint64_t{1} << 30;  // for each device
   uint64_t granularity_bytes = uint64_t{2} << 20;
   bool batched_copies = true;
-  bool attributes = true;  // GPUDirect RDMA and export of memory are there
-  // The device reaches registered host memory at its own addresses. False, as on WSL2: at others, device_pointer(); the
-  // host's, where the driver does not translate them, are illegal.
+  bool attributes = true;  // the device supports GPUDirect RDMA and export of memory
+  // True: the device sees registered host memory at the host's addresses. False, as on WSL2: at others,
+  // device_pointer(); the host's addresses are then illegal unless the driver translates them.
   bool host_pointers = true;
   bool virtual_memory = true;
   int host_numa_node = -1;
@@ -47,7 +48,7 @@ struct FakeCudaOptions {
 
 class FakeCuda {
  public:
-  // kOnce: that call. kForever: that call and later ones of the same function. kSticky: all calls from then on, as
+  // kOnce: only that call fails. kForever: later calls of the same function fail too. kSticky: all later calls fail, as
   // after an error that destroys the context; codes of such errors are always sticky.
   enum class Lasting : uint8_t { kOnce, kForever, kSticky };
 
@@ -58,36 +59,37 @@ class FakeCuda {
 
   const CudaDriver& driver() const { return driver_; }
   void fail(uint64_t nth_call_from_now, CUresult code, Lasting lasting);
-  void heal();              // no more failures, a lost context is whole; fired() and failed_function() stay
-  void pause(bool paused);  // while paused no call counts or is made to fail
-  uint64_t calls() const;   // since the last fail() or the beginning
+  void heal();              // ends failures and repairs a lost context; fired() and failed_function() stay
+  void pause(bool paused);  // while paused, no call counts or fails
+  uint64_t calls() const;   // since the last fail(), or the beginning
   bool fired() const;
-  std::string failed_function() const;  // the first that was made to fail
-  // A driver that takes its time: the next call of `function`, after so many others, stands still, before it does
-  // anything, until resume().
+  std::string failed_function() const;  // the first that failed on command
+  // Block the next call of `function`, after `after` other calls of it, before it does anything, until resume(): a slow
+  // driver.
   void hold(std::string function, uint64_t after = 0);
-  void wait_until_held();  // fails the test if nobody calls it
+  void wait_until_held();  // fails the test if no call arrives
   void resume();
-  // Begin a capture on `stream`, of this thread; null: on a stream that is not of the table's caller. Returns the
-  // stream.
+  // Begin a capture of this thread on `stream`, and return the stream. Null: on a stream that no caller of the table
+  // has.
   CUstream begin_capture(CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL, CUstream stream = nullptr);
-  // End this thread's capture. CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if a call has spoiled it.
+  // End this thread's capture. Return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if a call has spoiled it.
   CUresult end_capture();
-  // Where the device sees registered host memory, as cuMemHostGetDevicePointer; 0 if it is not registered.
+  // Return the address at which the device sees registered host memory (cuMemHostGetDevicePointer); 0 if it is not
+  // registered.
   CUdeviceptr device_pointer(const void* host) const;
-  // What all calls since the last forget_cost() would have cost.
+  // Return the cost of all calls since the last forget_cost().
   FakeCudaCost cost() const;
   void forget_cost();
-  // Taken away by the call; what is left of them at the end fails the test at work.
+  // Return and remove the misuses. Those that are left at the end fail the current test.
   std::vector<std::string> take_misuses();
-  // Ranges, physical memory, maps, streams, events, pinned ranges and retained contexts that exist, in words; empty:
-  // none.
+  // Describe the ranges, physical memory, maps, streams, events, pinned ranges and retained contexts that exist; empty
+  // if there are none.
   std::string left() const;
   uint64_t used_bytes(int device = 0) const;
-  uint64_t rdma_bytes() const;  // of physical memory that other devices on the bus may reach
+  uint64_t rdma_bytes() const;  // physical memory that other devices on the bus may access
   size_t contexts_of_this_thread() const;
   CUstreamCaptureMode capture_mode_of_this_thread() const;
-  // How often each function was called.
+  // Return the number of calls of each function.
   std::map<std::string, uint64_t> counts() const;
 
  private:
@@ -110,12 +112,12 @@ class FakeCuda {
   struct Work {
     enum class Kind : uint8_t { kDown, kUp, kSet, kWithin } kind = Kind::kDown;
     uint64_t device = 0;
-    uint64_t source = 0;  // kWithin: in device memory, too
+    uint64_t source = 0;  // kWithin: in device memory too
     std::byte* host = nullptr;
     uint64_t bytes = 0;
     uint8_t value = 0;
     bool by_kernel = false;
-    bool illegal = false;  // uses an address that the device does not have
+    bool illegal = false;  // uses an address that is not the device's
   };
   struct Capture {
     uint64_t stream = 0;
@@ -144,7 +146,7 @@ class FakeCuda {
   // the whole context conflicts with every capture, whatever the thread's mode.
   CUresult beside_captures(bool whole_context = false);
   CUresult spoil(Capture& capture, CUresult result);
-  CUresult use_of_stream(uint64_t stream);  // that a capture may be going on in
+  CUresult use_of_stream(uint64_t stream);  // a capture may be running on it
   bool is_pinned(const std::byte* host, uint64_t bytes) const;
   void charge(const std::string& function, uint64_t nanoseconds, bool locks = false);
   void misuse(std::string what) { misuses_.push_back(std::move(what)); }
@@ -165,12 +167,12 @@ class FakeCuda {
   bool paused_ = false;
   CUresult code_ = CUDA_SUCCESS;
   Lasting lasting_ = Lasting::kOnce;
-  std::string failing_;           // the function that began to fail
-  CUresult lost_ = CUDA_SUCCESS;  // what the context was lost by
+  std::string failing_;           // the function that failed first
+  CUresult lost_ = CUDA_SUCCESS;  // the error that destroyed the context
   std::vector<Capture> captures_;
   FakeCudaCost cost_;
   std::map<std::string, uint64_t> counts_;
-  uint64_t next_address_ = uint64_t{1} << 47;  // above what Linux gives to processes: never host memory, too
+  uint64_t next_address_ = uint64_t{1} << 47;  // above Linux's user addresses, so never host memory too
   uint64_t next_id_ = 1;
   std::map<uint64_t, Range> ranges_;
   std::map<uint64_t, Physical> physical_;
@@ -185,8 +187,8 @@ class FakeCuda {
 
   std::mutex gate_mutex_;  // guards all below
   std::condition_variable gate_changed_;
-  std::string gate_of_;      // empty: all pass
-  uint64_t gate_after_ = 0;  // calls that pass before
+  std::string gate_of_;      // empty: no call is held
+  uint64_t gate_after_ = 0;  // number of calls to let pass
   bool held_ = false;
 };
 

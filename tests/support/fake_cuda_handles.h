@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fake driver's handles are numbers.
+// Handles of the fake driver: they are numbers.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +19,12 @@ inline bool overlap(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size) {
   return a < b + b_size && b < a + a_size;
 }
 
-// The contexts that this thread has pushed, and how it takes captures of others.
+// The contexts that this thread has pushed, and its capture mode.
 inline thread_local std::vector<CUcontext> contexts;
 inline thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
-// Where the device sees registered host memory that it does not see at the host's addresses: by so much further on.
-// Beyond all addresses of processes, and of the fake's devices.
+// The distance between a host address and the device's address of the same registered memory, if they differ. It is
+// beyond all addresses of processes and of the fake's devices.
 inline constexpr uint64_t kDeviceView = uint64_t{1} << 52;
 
 }  // namespace torpor::test

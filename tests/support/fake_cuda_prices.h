@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What calls of a driver cost, in simulated time, for tests that compare sequences of calls. No wall clock has a part.
+// Prices of driver calls in simulated time, for tests that compare sequences of calls. No wall clock is used.
 //
-// The figures are others' reports, rounded; the order of magnitude is what a test may rely on.
+// The figures are rounded reports of others. A test may rely on the order of magnitude only.
 //
-// Owner: FakeCuda. Threads: values. Failure: none.
+// Owner: FakeCuda. Values.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace torpor::test {
 
-// Nanoseconds, and bytes a nanosecond.
+// In nanoseconds, and bytes per nanosecond.
 struct FakeCudaPrices {
   // | what                  | price     | source                                                                     |
   // | a call                | 2.3 us    | one cudaMemcpyAsync, H20: FlexKV pull request 193                          |
@@ -40,11 +40,11 @@ struct FakeCudaPrices {
 inline constexpr FakeCudaPrices kFakeCudaPrices{};
 
 struct FakeCudaCost {
-  uint64_t host = 0;                              // nanoseconds that callers spend in calls, all threads together
-  uint64_t link = 0;                              // nanoseconds of copies, one after the other
-  uint64_t locked = 0;                            // of `host`: while no other call of the process goes on
-  uint64_t longest_locked = 0;                    // at once
-  std::map<std::string, uint64_t> by_function{};  // of `host`
+  uint64_t host = 0;                              // nanoseconds that callers spend in calls, summed over threads
+  uint64_t link = 0;                              // nanoseconds of copies, one after another
+  uint64_t locked = 0;                            // part of `host` while no other call of the process can run
+  uint64_t longest_locked = 0;                    // the longest single one
+  std::map<std::string, uint64_t> by_function{};  // parts of `host`
 };
 
 }  // namespace torpor::test

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A DeviceMemory that fails on command: the n-th call that can fail, once or from then on; or a wait that proves
-// nothing.
+// FaultyDevice: a DeviceMemory that fails on command: at the n-th call that can fail, once or from then on; or a wait
+// that proves nothing. Threads: fail_at() and drain_as() while other threads call.
 #pragma once
 
 #include <atomic>
@@ -15,18 +15,19 @@ class FaultyDevice final : public DeviceMemory {
  public:
   explicit FaultyDevice(std::unique_ptr<DeviceMemory> inner) : inner_(std::move(inner)) {}
 
-  // The n-th fallible call from now (1 is the next) fails; with `sticky`, all after it too. 0: none.
+  // The n-th fallible call from now (1 is the next) fails; with `sticky`, all later ones too. 0: none fails.
   void fail_at(uint64_t n, bool sticky = false) { calls_ = 0, fail_at_ = n, sticky_ = sticky; }
-  // The next waits end like this instead of kCompleted.
+  // All later waits end like this; kCompleted: normally.
   void drain_as(Drain drain) { drain_ = drain; }
   // Called by each synchronize(), before it returns.
   void on_synchronize(std::function<void()> call) { on_synchronize_ = std::move(call); }
   // Called before each batch of copies begins.
   void on_copy(std::function<void()> call) { on_copy_ = std::move(call); }
-  // Called after memory was made, or released.
+  // Called after physical memory was created or released.
   void on_change(std::function<void()> call) { on_change_ = std::move(call); }
-  void has_own_memory() { own_memory_ = true; }  // or says so: none that the machine has, too
-  // Calls neither fail nor count as long as one is there.
+  // Report a kind() of its own, as if its memory were not the machine's.
+  void has_own_memory() { own_memory_ = true; }
+  // While one exists, no call fails or counts.
   class Spared {
    public:
     explicit Spared(FaultyDevice& device) : device_(device) { ++device_.spared_; }
@@ -38,7 +39,7 @@ class FaultyDevice final : public DeviceMemory {
     FaultyDevice& device_;
   };
   uint64_t calls() const { return calls_; }
-  CopyBy copied_by() const { return copied_by_; }  // the last copies
+  CopyBy copied_by() const { return copied_by_; }  // of the last copies
   bool fired() const { return fail_at_ != 0 && calls_ >= fail_at_; }
 
   std::string_view kind() const override { return own_memory_ ? "faulty" : inner_->kind(); }

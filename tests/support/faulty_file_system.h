@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A FileSystem over the real one, or another, that counts every call that changes or reads something, and at the n-th
-// call fails or kills the process with SIGKILL, before or after the call took effect.
+// FaultyFileSystem: a FileSystem over another one. It counts every call that changes or reads something. At the n-th
+// call it fails, or kills the process with SIGKILL, before or after the call took effect.
 #pragma once
 
 #include <atomic>
@@ -15,16 +15,17 @@
 
 namespace torpor::test {
 
-enum class Fault : uint8_t { kNone, kError, kKillBefore, kKillAfter, kKillTorn };  // torn: in the middle of a write
+// kKillTorn: kill in the middle of a write.
+enum class Fault : uint8_t { kNone, kError, kKillBefore, kKillAfter, kKillTorn };
 
-// May be set while other threads call.
+// The plan may be set while other threads call.
 struct FaultPlan {
   std::atomic<Fault> fault = Fault::kNone;
-  std::atomic<uint64_t> at = 0;      // 1 is the first call
-  std::atomic<int> native = EIO;     // of kError
+  std::atomic<uint64_t> at = 0;      // number of the call; 1 is the first
+  std::atomic<int> native = EIO;     // kError: errno
   std::atomic<bool> sticky = false;  // kError: all later calls fail too
   std::atomic<uint64_t> calls = 0;
-  std::set<uint64_t>* writes = nullptr;  // gets the numbers of the calls that are writes; one thread's only
+  std::set<uint64_t>* writes = nullptr;  // gets the numbers of all writes; for one thread only
 
   void set(Fault what, uint64_t n, int error = EIO, bool all_after = false) {
     calls = 0, fault = what, at = n, native = error, sticky = all_after;
@@ -32,7 +33,7 @@ struct FaultPlan {
   void clear() { set(Fault::kNone, 0); }
   bool fired() const { return fault != Fault::kNone && calls >= at; }
 
-  // Runs one call under the plan.
+  // Run one call under the plan.
   template <class Call>
   auto run(Call call) -> decltype(call()) {
     const uint64_t number = ++calls;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints that are kept in the repository, copied: a clone's modes follow its umask.
+// Copies of the checkpoints that are kept in the repository: a clone's file modes depend on its umask.
 #pragma once
 
 #include <filesystem>
@@ -7,7 +7,7 @@
 
 namespace torpor::test {
 
-// `name`: below tests/golden; a directory of checkpoints. Returns `into`, which holds the same.
+// Copy a directory of checkpoints, `name` below tests/golden, to `into`. Return `into`.
 inline std::string copy_of_golden(const std::string& name, const std::string& into) {
   namespace fs = std::filesystem;
   fs::create_directories(into);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of files and of this process, as kubelet gives a volume to the fsGroup of a pod.
+// Groups of files and of this process, as kubelet sets them for a volume with a pod's fsGroup.
 #pragma once
 
 #include <filesystem>
@@ -14,11 +14,11 @@
 
 namespace torpor::test {
 
-inline constexpr gid_t kForeignGroup = 4711;  // this process is not in it
+inline constexpr gid_t kForeignGroup = 4711;  // a group that this process is not in
 
 inline gid_t own_group() { return ::getegid(); }
 
-// Give a tree to `group` as kubelet does at each mount: chgrp, files |= 0660, directories |= 02770.
+// Give a tree to `group` as kubelet does at each mount: chgrp; files |= 0660; directories |= 02770.
 inline void give_to_group(const std::string& root, gid_t group) {
   const auto give = [group](const std::string& path) {
     struct stat info {};
@@ -31,7 +31,7 @@ inline void give_to_group(const std::string& root, gid_t group) {
   for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) give(entry.path());
 }
 
-// This process is in one more group, for a while. Only root may do so.
+// Adds this process to one more group while it exists. Needs root.
 class InGroup {
  public:
   explicit InGroup(gid_t group) : before_(static_cast<size_t>(::getgroups(0, nullptr))) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an order to a rank cost that it has to wait for.
+// hashed_weights(): the bytes of weights that an order to a rank hashed, while the engine waited for it.
 #pragma once
 
 #include "engine/rank_orders.h"
@@ -8,7 +8,7 @@
 
 namespace torpor::test {
 
-// Bytes of weights that were read for a digest, by what a rank says of an order.
+// Return that number, by the rank's reply to the order.
 inline uint64_t hashed_weights(const Bytes& order, const Bytes& reply, uint64_t weight_bytes) {
   const RankOrder decoded = value_of(decode_order(order));
   if (std::holds_alternative<orders::DigestTags>(decoded)) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The hooks of an engine that has no requests and nothing to do: for tests in which only orders go to the ranks.
+// IdleHooks: the hooks of an engine without requests, for tests in which only orders go to the ranks.
 #pragma once
 
 #include <string>
@@ -27,7 +27,7 @@ class IdleHooks : public EngineHooks {
   Status forget_restored() override { return ok(); }
 };
 
-// A request that runs, with six prompt tokens and three output tokens, of which `computed` have KV.
+// Return a running request with six prompt tokens and three output tokens, of which `computed` have KV.
 inline RequestState running_request(std::string id, int32_t computed) {
   return {.id = std::move(id),
           .status = RequestStatus::kRunning,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An engine of two ranks, of which nothing but the KV blocks and the images of requests is there. Each block has the
-// bytes of a number.
+// ImageEngine: an engine of two ranks that consists of KV blocks and images of requests only. Each block's bytes all
+// have one value.
 #pragma once
 
 #include <algorithm>
@@ -51,19 +51,20 @@ class ImageEngine final : public IdleHooks {
     }
     return true;
   }
-  uint64_t used() {  // host memory, on both ranks
+  uint64_t used() {  // bytes of host memory on both ranks
     uint64_t bytes = 0;
     for (Rank& rank : ranks_) bytes += rank.memory->ledger().arena_used_bytes;
     return bytes;
   }
 
-  // Requests r1 and r2 share block 3; each has another one. All have the bytes of ten times their number.
+  // Extract requests r1 and r2, which share block 3 and have one block more each. The bytes of each block are ten times
+  // its number.
   Result<const RequestImages::Image*> extract(const std::string& id) {
     for (const int32_t block : {3, 7, 9}) write(block, 10 * block);
     return images.extract(id, {running_request("r1", 8), running_request("r2", 5)}, {{3, 7}, {3, 9}}, kBlockTokens);
   }
   static Fingerprint fields() { return {{"model", "m"}}; }
-  // Into host memory, from the disk: this engine's image, or another one's, and the requests that have not ended.
+  // Read a stored image, of this engine or of another, from disk into host memory, without requests that have ended.
   Result<const RequestImages::Image*> open(const std::string& path) {
     TORPOR_ASSIGN_OR_RETURN(const StoredImages::Opened opened, stored.open(path));
     const std::string id = opened.image->name();
@@ -84,7 +85,7 @@ class ImageEngine final : public IdleHooks {
     stored.put_back(id);
     return error;
   }
-  // Bring the requests of an image, which is in host memory, into blocks 1, 2 and so on. Return whether their bytes are
+  // Admit the requests of an image that is in host memory into blocks 1, 2 and so on. Return whether their bytes are
   // those of extract().
   bool brings(const std::string& id) {
     EXPECT_SUCCEEDS(images.begin(id));
@@ -106,7 +107,7 @@ class ImageEngine final : public IdleHooks {
     return true;
   }
 
-  std::string fails{};  // the name of an order that the second rank fails
+  std::string fails{};  // name of an order that the second rank fails
 
   Result<std::vector<Bytes>> call_ranks(const Bytes& order) override {
     std::vector<Bytes> replies;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether tests try more, as in `tools/dev proof`: TORPOR_PROOF=long.
+// long_run(): whether tests run their long versions, as in `tools/dev proof` (TORPOR_PROOF=long).
 #pragma once
 
 #include <cstdlib>

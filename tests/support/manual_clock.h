@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A clock that stands still until it is moved.
+// ManualClock: a clock that stops until a test advances it. Threads: any.
 #pragma once
 
 #include <atomic>

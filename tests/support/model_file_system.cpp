@@ -232,7 +232,7 @@ void apply_change(ModelDisk& disk, const ModelChange& change) {
     case Kind::kUnlink: node.entries.erase(change.name); break;
     case Kind::kRename:
       disk[static_cast<size_t>(change.target)].is_directory = change.directory;
-      node.entries[change.to] = change.target;  // it moves the thing, whatever became of its old name
+      node.entries[change.to] = change.target;  // the new name gets the node, even if the old name was lost
       if (const auto found = node.entries.find(change.name);
           found != node.entries.end() && found->second == change.target)
         node.entries.erase(found);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes of this process wherever they lie, to damage what nothing else can reach.
+// Finds bytes anywhere in this process, to damage what a test cannot reach otherwise.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace torpor::test {
 
 constexpr uint64_t kMostOfAPiece = 256ull << 20;
 
-// Return where memory that can be written has these bytes, but for those of `pattern` itself.
+// Return the addresses of these bytes in writable memory, without `pattern` itself.
 inline std::vector<uint64_t> addresses_of(std::span<const std::byte> pattern) {
   std::vector<uint64_t> found;
   std::vector<std::byte> piece((1 << 20) + pattern.size());
@@ -28,7 +28,7 @@ inline std::vector<uint64_t> addresses_of(std::span<const std::byte> pattern) {
     uint64_t end = 0;
     char access[5] = "";
     if (std::sscanf(line, "%lx-%lx %4s", &begin, &end, access) != 3 || std::strncmp(access, "rw", 2) != 0) continue;
-    if (end - begin > kMostOfAPiece) continue;  // a sanitizer's own
+    if (end - begin > kMostOfAPiece) continue;  // a sanitizer's memory
     for (uint64_t at = begin; at < end; at += 1 << 20) {
       const size_t wanted = std::min<uint64_t>(piece.size(), end - at);
       const ssize_t got = ::pread(memory, piece.data(), wanted, static_cast<off_t>(at));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An order to one rank and its answer, through the bytes that cross processes.
+// call_rank(): sends an order to one rank and returns its reply, encoded as between processes.
 #pragma once
 
 #include "engine/rank_service.h"

@@ -30,7 +30,7 @@ template <class T>
   return ::testing::AssertionSuccess();
 }
 
-// The value, or a fatal failure of the test program.
+// Return the value. On an error, record a failure and abort the test program.
 template <class T>
 T value_of(Result<T> result) {
   if (!result) {

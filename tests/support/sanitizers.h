@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tests do otherwise under a sanitizer.
+// How tests differ under a sanitizer.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@ inline constexpr bool kThreadSanitizer = false;
 inline constexpr bool kAddressSanitizer = false;
 #endif
 
-// Tests that fail each call of an operation in turn go from one call to the next by this much: by 1 without a sanitizer
-// and in `tools/dev proof`. Sanitizers look at memory and threads, and slow such tests down by a factor of 5 to 20.
+// The step of tests that fail each call of an operation in turn: 1 without a sanitizer and in `tools/dev proof`.
+// Sanitizers check memory and threads, and slow such tests down by a factor of 5 to 20.
 inline uint64_t next_failure() {
   static const uint64_t step = long_run() ? 1 : kThreadSanitizer ? 13 : kAddressSanitizer ? 11 : 1;
   return step;
 }
 
-// The same for tests of many cases that resemble each other: every third one with a sanitizer.
+// The step of tests of many similar cases: 3 with a sanitizer.
 inline int next_case() {
   static const int step = long_run() ? 1 : kThreadSanitizer || kAddressSanitizer ? 3 : 1;
   return step;

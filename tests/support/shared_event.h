@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SharedEvent: something that happens once, in memory that several processes share. Takes no memory.
+// SharedEvent: an event that happens once, in memory that several processes share. Allocates nothing.
 #pragma once
 
 #include <semaphore.h>
@@ -18,20 +18,20 @@ class SharedEvent {
   SharedEvent& operator=(const SharedEvent&) = delete;
 
   void set() { ::sem_post(&happened_); }
-  // As if it had not happened. Nobody may be waiting.
+  // Make it not have happened. Precondition: nobody waits.
   void reset() {
     ::sem_destroy(&happened_);
     ::sem_init(&happened_, /*pshared=*/1, 0);
   }
-  // Whether it has happened, or does so in that time. For any number that wait.
+  // Wait until it has happened, at most `most`. Return false if it did not. Any number of callers may wait.
   bool wait(std::chrono::seconds most) {
     timespec end{};
-    ::clock_gettime(CLOCK_REALTIME, &end);  // sem_timedwait() knows no other
+    ::clock_gettime(CLOCK_REALTIME, &end);  // sem_timedwait() uses this clock only
     end.tv_sec += most.count();
     while (::sem_timedwait(&happened_, &end) != 0) {
       if (errno != EINTR) return false;
     }
-    set();  // for the next one
+    set();  // for the next caller
     return true;
   }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A test engine with its controller, and the requests that the tests of the controller use.
+// SleepingEngine: a test engine with its controller. Also the requests of the controller's tests.
 #pragma once
 
 #include "engine/sleep_controller.h"
@@ -9,7 +9,7 @@
 
 namespace torpor::test {
 
-inline constexpr int kSteps = 30;  // until all of the example requests have ended
+inline constexpr int kSteps = 30;  // until all example requests have ended
 
 inline void add_example_requests(TestEngine& engine) {
   engine.add("a", {1, 2, 3, 4, 5, 6, 7}, 20);
@@ -38,7 +38,7 @@ struct SleepingEngine {
   SleepController controller;
 };
 
-// The tokens of a run that never sleeps; `late` comes in after all others have ended.
+// Return the tokens of a run that never sleeps. "late" is added after all others have ended.
 inline TestEngine::Tokens uninterrupted(TestEngineOptions options = {}) {
   TestEngine engine(linux_file_system(), options);
   add_example_requests(engine);
@@ -48,7 +48,7 @@ inline TestEngine::Tokens uninterrupted(TestEngineOptions options = {}) {
   return engine.tokens();
 }
 
-// Runs to the end as uninterrupted() does.
+// Run an engine to its end, as uninterrupted() does. Return its tokens.
 inline TestEngine::Tokens finish(TestEngine& engine) {
   engine.run();
   add_late_request(engine);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A directory of its own for one test, removed at its end.
+// TemporaryDirectory: a directory for one test, removed at its end.
 #pragma once
 
 #include <string>
@@ -10,13 +10,13 @@
 
 namespace torpor::test {
 
-// Where files lie in memory, null if nowhere: for tests that write much and cut no power, so that the disk has no part
-// in them.
+// Return a directory in memory, null if there is none: for tests that write much and cut no power, so that the disk's
+// speed does not matter.
 inline const char* in_memory() { return ::access("/dev/shm", W_OK | X_OK) == 0 ? "/dev/shm" : nullptr; }
 
 class TemporaryDirectory {
  public:
-  // `parent` null: where the system keeps temporary files.
+  // `parent` null: the system's directory for temporary files.
   explicit TemporaryDirectory(const char* parent = nullptr)
       : path_((parent != nullptr ? boost::filesystem::path(parent) : boost::filesystem::temp_directory_path()) /
               boost::filesystem::unique_path("torpor-test-%%%%-%%%%-%%%%")) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small engine whose every token depends on every byte that a sleep must keep: on the weights, on the KV of all
-// tokens before it on all ranks, on block tables and prefix hits, on batch order and on a shared generator.
+// TestEngine: a small engine in which every token depends on every byte that a sleep must keep: on the weights, on the
+// KV of all tokens before it on all ranks, on block tables and prefix hits, on batch order and on a shared generator.
 //
-// One step schedules every request, first in first out. The next token of a request is a digest over its KV, mixed with
-// a draw of the engine's generator if the request is unseeded. A byte that is lost, stale or misplaced changes tokens.
+// Each step schedules every request, first in first out. The next token of a request is a digest over its KV, mixed
+// with a draw of the engine's generator if the request is unseeded. A lost, stale or misplaced byte changes tokens.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@ class TestEngine final : public EngineHooks {
     versions_.resize(static_cast<size_t>(options_.num_blocks));
   }
 
-  // --- what a user does
+  // --- calls of a user
   void load_weights(uint64_t seed, bool tell = true) {
     for (Rank& rank : ranks_) {
       rank.weights.make(seed, options_.bf16);
@@ -51,7 +51,7 @@ class TestEngine final : public EngineHooks {
     take_cached_prefix(request);
     requests_.push_back(std::move(request));
   }
-  // One step, unless frozen. Returns whether it did anything.
+  // Run one step, unless frozen. Return whether it did anything.
   bool step() {
     if (frozen_ || requests_.empty() || !late_.empty()) return false;
     ++steps_;
@@ -75,24 +75,24 @@ class TestEngine final : public EngineHooks {
     while (step()) {}
   }
   const Tokens& tokens() const { return tokens_; }
-  // As an engine whose front end and steps are those of another one.
+  // Continue the front end and the steps of another engine.
   void go_on_after(const TestEngine& other) { go_on_from(other.tokens_, other.steps_); }
   void go_on_from(Tokens tokens, uint64_t steps) { tokens_ = std::move(tokens), steps_ = steps; }
   uint64_t steps() const { return steps_; }
-  void set_tokens(Tokens tokens) { tokens_ = std::move(tokens); }  // what the front end has already
+  void set_tokens(Tokens tokens) { tokens_ = std::move(tokens); }  // tokens that the front end has already
   bool frozen() const { return frozen_; }
   int64_t recomputed() const { return recomputed_; }
-  // Of the runtime, since the memory went: not there any more when it came back.
+  // Return the bytes of the runtime tag that were freed while the engine slept.
   uint64_t freed_asleep() const { return freed_asleep_; }
-  uint64_t hashed_bytes() const { return hashed_bytes_; }  // of weights, on all ranks
+  uint64_t hashed_bytes() const { return hashed_bytes_; }  // bytes of weights, on all ranks
   FaultyDevice& device(int rank = 0) { return *ranks_[static_cast<size_t>(rank)].device; }
   RankMemory& memory(int rank = 0) { return *ranks_[static_cast<size_t>(rank)].memory; }
-  // The named hook fails once (or always, until cleared).
+  // Make the named hook fail, once or always until cleared.
   void fail_hook(std::string name, bool always = false) { failing_ = std::move(name), failing_always_ = always; }
   std::vector<std::string> unsupported_features;
-  bool can_hold = false;                                     // holds_back(); no request runs while one is late
+  bool can_hold = false;                                     // holds_back(); no request runs while a block is deferred
   std::string invalid_request;                               // restore() refuses this one
-  std::function<void(const std::string& hook)> before_hook;  // runs inside each hook
+  std::function<void(const std::string& hook)> before_hook;  // called inside each hook
 
   // --- EngineHooks
 
@@ -167,7 +167,7 @@ class TestEngine final : public EngineHooks {
   Result<Fingerprint> fingerprint() override {
     TORPOR_RETURN_IF_ERROR(enter("fingerprint"));
     return Fingerprint{{"engine", "test"},
-                       {"blocks", "64"},  // as stored checkpoints of older versions have it
+                       {"blocks", "64"},  // for stored checkpoints of older versions
                        {std::string(kNumBlocksField), std::to_string(options_.num_blocks)}};
   }
   Status drop_requests(const std::string& mode) override {
@@ -282,7 +282,7 @@ class TestEngine final : public EngineHooks {
     int32_t max_tokens = 0;
     bool seeded = true;
     int32_t reached = 0;  // highest `computed` so far
-    int32_t salt = 0;     // more for each time that its KV was kept over new weights
+    int32_t salt = 0;     // rises each time its KV was kept over new weights
     int32_t token(int32_t at) const {
       return at < static_cast<int32_t>(prompt.size()) ? prompt[static_cast<size_t>(at)]
                                                       : output[static_cast<size_t>(at) - prompt.size()];
@@ -303,7 +303,7 @@ class TestEngine final : public EngineHooks {
   }
   int32_t& refs(int32_t block) { return refs_[static_cast<size_t>(block)]; }
   Bytes& hash(int32_t block) { return hashes_[static_cast<size_t>(block)]; }
-  uint64_t& version(int32_t block) { return versions_[static_cast<size_t>(block)]; }  // of a block with a hash
+  uint64_t& version(int32_t block) { return versions_[static_cast<size_t>(block)]; }  // for a block with a hash
   void forget_hash(int32_t block) {
     index_.erase(hash(block));
     hash(block).clear();
@@ -321,7 +321,7 @@ class TestEngine final : public EngineHooks {
     return bytes;
   }
   void set_generator(const Bytes& bytes) { std::memcpy(&generator_, bytes.data(), sizeof generator_); }
-  // The key of the first `count` tokens.
+  // Return the key of the first `count` tokens.
   static Bytes key_of(const Request& request, int32_t count) {
     StreamingDigest digest;
     if (request.salt > 0) digest.update(std::as_bytes(std::span(&request.salt, 1)));
@@ -347,7 +347,7 @@ class TestEngine final : public EngineHooks {
       if (--refs(*block) == 0) free_.push_back(*block);
     }
   }
-  // One layer's KV of the token at `at`, on one rank.
+  // Return one layer's KV of token `at` on one rank.
   std::span<std::byte> kv(const Rank& rank, const Request& request, int32_t at, uint32_t layer) {
     const auto block = static_cast<uint64_t>(request.table[static_cast<size_t>(at / kBlockTokens)]);
     const uint64_t offset = block * kBlockBytes + static_cast<uint64_t>(at % kBlockTokens) * kKvTokenBytes;
@@ -395,7 +395,7 @@ class TestEngine final : public EngineHooks {
         for (uint32_t layer = 0; layer < kKvLayers; ++layer) digest.update(kv(rank, request, at, layer));
       }
     }
-    generator_ = generator_ * 6364136223846793005u + 1442695040888963407u;  // one draw a row, as engines do
+    generator_ = generator_ * 6364136223846793005u + 1442695040888963407u;  // one draw for each row, as engines do
     if (!request.seeded) digest.update(std::as_bytes(std::span(&generator_, 1)));
     const Digest finished = digest.finish();
     int32_t token = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Of what size a TestEngine is, and how it is made.
+// TestEngineOptions: the size and the settings of a TestEngine.
 #pragma once
 
 #include <memory>
@@ -13,19 +13,19 @@
 namespace torpor::test {
 
 inline constexpr int32_t kBlockTokens = 4;
-inline constexpr uint64_t kKvTokenBytes = 32;  // per layer
+inline constexpr uint64_t kKvTokenBytes = 32;  // in each layer
 inline constexpr uint32_t kKvLayers = 2;
 inline constexpr uint64_t kBlockBytes = kBlockTokens * kKvTokenBytes;
 inline constexpr uint64_t kWeightBytes = 200'000;
-inline constexpr uint64_t kRuntimeBytes = 6'000;  // written in each step: each sleep copies them
+inline constexpr uint64_t kRuntimeBytes = 6'000;  // written in each step, so each sleep copies them
 inline constexpr uint64_t kFreshGenerator = 42;
 
 struct TestEngineOptions {
   int ranks = 1;
-  FileSystem* files_of_last_rank = nullptr;  // null: as of the others
+  FileSystem* files_of_last_rank = nullptr;  // null: the same as the other ranks
   int32_t num_blocks = 64;
-  bool exchange_asleep = true;  // off, where pages are counted that an engine has while it sleeps
-  size_t regions = 3;           // of weights; other tags have as many
+  bool exchange_asleep = true;  // false: for tests that count pages of a sleeping engine
+  size_t regions = 3;           // of weights; the other tags have as many
   uint64_t weights_seed = 1;
   bool defer_copies = false;
   uint64_t arena_budget_bytes = 0;
@@ -34,17 +34,18 @@ struct TestEngineOptions {
   uint64_t handle_bytes = 64ull << 20;
   std::optional<uint64_t> retain_kv_bytes;
   Codec host_compression = Codec::kNone;
-  bool bf16 = false;  // weights and KV are like values of that type, whose exponents lie close together
+  bool bf16 = false;  // weights and KV resemble bf16 values, whose exponents lie close together
   std::string spill_dir;
-  bool mix_steps = false;  // KV has other bytes in each step, also of the same tokens: equal keys are not equal bytes
-  std::shared_ptr<const Key> key;  // of sealed checkpoints
-  bool incremental = false;        // checkpoints
+  // KV bytes depend on the step too: equal keys are not equal bytes.
+  bool mix_steps = false;
+  std::shared_ptr<const Key> key;  // for sealed checkpoints
+  bool incremental = false;        // of checkpoints
   bool always_read_weights = false;
-  // Of a rank, where all have `others`.
+  // Return the file system of `rank`; `others`: that of all ranks but the last.
   FileSystem& files_of(int rank, FileSystem& others) const {
     return rank == ranks - 1 && files_of_last_rank != nullptr ? *files_of_last_rank : others;
   }
-  bool own_threads = true;  // off: what is done in the background is, by the thread that asks
+  bool own_threads = true;  // false: the calling thread does background work
 };
 
 }  // namespace torpor::test

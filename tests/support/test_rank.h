@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory of one rank of a TestEngine: each tag in several regions whose addresses follow nothing.
+// TestRank: the memory of one rank of a TestEngine: several regions for each tag, in no order of addresses.
 #pragma once
 
 #include <atomic>
@@ -29,8 +29,7 @@ struct TestRank {
     const auto state = states.find(reference::kRuntimeTag);
     return state != states.end() && state->second == RegionState::kDetached;
   }
-  // A region of the runtime goes and another comes, as when a framework tidies up, whatever the engine does then.
-  // Returns the size of each.
+  // Free a region of the runtime tag and allocate another, as a framework may at any time. Return the size of each.
   uint64_t exchange() {
     const FaultyDevice::Spared spared(*device);
     const uint64_t bytes = runtime.next_bytes();
@@ -40,7 +39,7 @@ struct TestRank {
 };
 
 inline TestRank make_rank(const TestEngineOptions& options, int rank, FileSystem& file_system) {
-  static std::atomic<uint64_t> made_before = 0;  // one is allocated in another order than the next
+  static std::atomic<uint64_t> made_before = 0;  // each rank allocates in another order
   auto device = std::make_unique<FaultyDevice>(value_of(
       make_host_device({.capacity_bytes = options.device_capacity_bytes, .defer_copies = options.defer_copies})));
   TestRank made{.memory = nullptr, .device = device.get()};

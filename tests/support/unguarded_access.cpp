@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Touches what a lock guards without it, in the ways that clang must find. Never linked.
+// Accesses guarded members without their lock, in the ways that clang must find. Never linked.
 #include "base/mutex.h"
 
 namespace torpor::test {
