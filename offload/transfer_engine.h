@@ -61,8 +61,8 @@ class TransferEngine {
   // full; kDevice: an earlier copy is not proven finished; kInvalidArgument or kFailedPrecondition: a mistake of the
   // caller.
   Result<JobId> submit(Job job);
-  // Wait until nothing of the job is running, or it ended as kUnproven. Return its result, once: a second call returns
-  // kNotFound, as for an unknown job.
+  // Wait until nothing of the job is running, or a copy of it is unproven. Return the job's result, once: a second call
+  // returns kNotFound, as for an unknown job.
   JobResult wait(JobId id);
   // Append the results of finished jobs that have `polled` set. Return their number. Never blocks. Without memory it
   // appends nothing, and a later call returns them.

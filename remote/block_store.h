@@ -68,8 +68,8 @@ class BlockStore : public SlotStore {
   // Run `verb` for all items with the server. Set the status of each.
   virtual void exchange(std::span<Item> items, Verb verb) = 0;
 
-  // Decode the frame of a value of `stored` bytes behind it, and compare it with `expected`. kCorruption,
-  // kIncompatible.
+  // Decode the frame `head` of a value that has `stored` bytes behind it, and compare the frame with `expected`.
+  // kCorruption, kIncompatible.
   static Result<BlockFrame> frame_of(const FrameBytes& head, uint64_t stored, const BlockFrame& expected);
   // Open, decode and verify the bytes behind the frame into the item's part. `room` has these bytes; it may be the
   // part's memory.
