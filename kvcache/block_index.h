@@ -11,8 +11,8 @@
 // The index emits an event for each block that becomes visible or is dropped in host memory or on disk, and one event
 // for each store if a namespace is retired.
 //
-// Owner and threads: the scheduler, on its one thread. Failure: all memory is allocated at the beginning, so no call
-// fails later for want of it. A call that does not fit the state of its slot (a second commit, an unpin without a pin)
+// Owner and threads: the scheduler, on its one thread. Failure: all memory is allocated at the beginning, so later
+// calls do not run out of it. A call that does not fit the state of its slot (a second commit, an unpin without a pin)
 // changes nothing; check() returns the first such call from then on.
 #pragma once
 

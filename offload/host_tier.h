@@ -2,10 +2,10 @@
 // HostTier: chunks in the host arena, one span each, or in memory that an owner lends. The destructor gives the spans
 // back to the arena.
 //
-// With a codec, the thread that puts or gets a chunk packs or unpacks it in the caller's memory, and the tier is not
-// addressable. A chunk that does not get smaller, or for which there is no memory to pack it, is stored unchanged. Each
-// chunk takes whole pages. Until finish(), the tier also has memory for a packed chunk for each thread that puts, and
-// the arena prefaults the memory that prepare() asked for.
+// With a codec, the thread that puts a chunk packs it from the caller's memory, and the thread that gets it unpacks it
+// into the caller's memory; the tier is not addressable. A chunk that does not get smaller, or for which there is no
+// memory to pack it, is stored unchanged. Each chunk takes whole pages. Until finish(), the tier also has memory for a
+// packed chunk for each thread that puts, and the arena prefaults the memory that prepare() asked for.
 //
 // Threads: as RecordStore.
 #pragma once
