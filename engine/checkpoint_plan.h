@@ -35,7 +35,7 @@ class CheckpointPlan {
   uint64_t bytes_at(size_t place) const;
   uint64_t block_bytes() const { return images_->chunks().block_bytes(); }
   std::vector<SavedChunk>& records() { return records_; }  // of each place
-  // BlockLocations that the base has: its record is taken over. The writer has linked its file before
+  // Places that the base has: its record is taken over. The writer has linked its file before
   // (RankWriter::create()).
   const std::vector<size_t>& unchanged() const { return unchanged_; }
   std::vector<size_t>& missing() { return missing_; }  // and those that it has not

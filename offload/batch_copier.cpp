@@ -45,7 +45,7 @@ Status copied(const Error& error) noexcept {
 }
 
 // A batch under way. The vectors keep their memory for the next batch.
-struct BatchCopier::Place {
+struct BatchCopier::StagingSlot {
   JobKind kind = JobKind::kSave;
   CopyBy copy_by = CopyBy::kEngines;
   RecordStore* store = nullptr;
@@ -74,15 +74,15 @@ struct BatchCopier::Place {
 };
 
 BatchCopier::BatchCopier(DeviceMemory& device, HostArena& arena, std::atomic<bool>& quarantined, StreamId stream,
-                         std::unique_ptr<BlockLocations> places)
-    : device_(device), arena_(arena), quarantined_(quarantined), stream_(stream), places_(std::move(places)) {}
+                         std::unique_ptr<StagingSlots> slots)
+    : device_(device), arena_(arena), quarantined_(quarantined), stream_(stream), slots_(std::move(slots)) {}
 
 Result<std::unique_ptr<BatchCopier>> BatchCopier::create(DeviceMemory& device, HostArena& arena,
                                                          std::atomic<bool>& quarantined) {
-  auto places = std::make_unique<BlockLocations>();
+  auto slots = std::make_unique<StagingSlots>();
   TORPOR_ASSIGN_OR_RETURN(const StreamId stream, device.create_stream());
   Result<std::unique_ptr<BatchCopier>> made = try_catch([&]() -> Result<std::unique_ptr<BatchCopier>> {
-    return std::unique_ptr<BatchCopier>(new BatchCopier(device, arena, quarantined, stream, std::move(places)));
+    return std::unique_ptr<BatchCopier>(new BatchCopier(device, arena, quarantined, stream, std::move(slots)));
   });
   if (!made) (void)device.destroy_stream(stream);
   return made;
@@ -94,18 +94,18 @@ BatchCopier::~BatchCopier() {
     if (!done) log().error("stream: {}", done.error().to_string());
     return;
   }
-  for (Place& place : *places_) {
+  for (StagingSlot& place : *slots_) {
     HostArena::quarantine(std::move(place.kept));
     HostArena::quarantine(std::move(place.staging));
   }
   // Copies that may still be running write these digests. They stay until the process ends, reachable for leak
   // checkers.
-  BlockLocations* const kept_places = places_.release();
+  StagingSlots* const kept_slots = slots_.release();
   (void)try_catch([&]() -> Status {
     static std::mutex mutex;
-    static auto* const kept = new std::vector<BlockLocations*>();
+    static auto* const kept = new std::vector<StagingSlots*>();
     const std::lock_guard lock(mutex);
-    kept->push_back(kept_places);
+    kept->push_back(kept_slots);
     return ok();
   });
 }
@@ -114,18 +114,18 @@ Status BatchCopier::usable() const { return quarantined_ ? Status(quarantined_er
 
 void BatchCopier::release_staging() {
   if (quarantined_) return;
-  for (Place& place : *places_) place.staging = {};
+  for (StagingSlot& place : *slots_) place.staging = {};
 }
 
 void BatchCopier::keep_staging(std::array<HostArena::Span, 2> kept) {
   if (quarantined_) return;
-  for (size_t i = 0; i < kept.size(); ++i) (*places_)[i].kept = std::move(kept[i]);
+  for (size_t i = 0; i < kept.size(); ++i) (*slots_)[i].kept = std::move(kept[i]);
 }
 
-uint64_t BatchCopier::kept_staging() const { return places_->front().kept.bytes().size(); }
+uint64_t BatchCopier::kept_staging() const { return slots_->front().kept.bytes().size(); }
 
 bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
-  Place& place = (*places_)[begun_ % 2];
+  StagingSlot& place = (*slots_)[begun_ % 2];
   place.kind = job.kind;
   place.copy_by = job.copy_by;
   place.store = job.store;
@@ -155,14 +155,14 @@ bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
 }
 
 // Allocate staging memory for the chunks, each at a multiple of 4096.
-Status BatchCopier::stage(Place& place) {
+Status BatchCopier::stage(StagingSlot& place) {
   if (quarantined_) return ok();
   uint64_t bytes = 0;
   for (const ChunkTransfer& chunk : place.batch) bytes += align_up(chunk.plan->bytes(), kPage);
   const bool kept = place.kept.bytes().size() >= bytes;
   if (!kept && place.staging.bytes().size() < bytes) {
     place.staging = {};
-    if (under_way() == 0) (*places_)[(begun_ + 1) % 2].staging = {};
+    if (under_way() == 0) (*slots_)[(begun_ + 1) % 2].staging = {};
     TORPOR_ASSIGN_OR_RETURN(place.staging, arena_.allocate(bytes));
   }
   const std::span<std::byte> room = (kept ? place.kept : place.staging).bytes();
@@ -177,7 +177,7 @@ Status BatchCopier::stage(Place& place) {
 }
 
 // Do everything up to the list of copies. Set the status of each chunk that cannot be copied.
-Status BatchCopier::prepare(Place& place) {
+Status BatchCopier::prepare(StagingSlot& place) {
   take_places(place);
   if (place.kind == JobKind::kRestore || place.kind == JobKind::kMove) {
     if (!place.in_store()) read(place);
@@ -190,7 +190,7 @@ Status BatchCopier::prepare(Place& place) {
 }
 
 // Fill `host` with the addresses of the chunks if their bytes lie in an addressable store, and check their sizes.
-void BatchCopier::take_places(Place& place) {
+void BatchCopier::take_places(StagingSlot& place) {
   const bool up = place.kind == JobKind::kRestore || place.kind == JobKind::kMove;
   if (place.in_store()) place.host.clear();
   for (ChunkTransfer& chunk : place.batch) {
@@ -213,7 +213,7 @@ void BatchCopier::take_places(Place& place) {
   }
 }
 
-void BatchCopier::read(Place& place) {
+void BatchCopier::read(StagingSlot& place) {
   place.parts.clear();
   for (size_t i = 0; i < place.batch.size(); ++i) {
     ChunkTransfer& chunk = place.batch[i];
@@ -228,12 +228,12 @@ void BatchCopier::read(Place& place) {
 
 // Return whether the device takes the digests in the pass of the copy. Bytes read from a disk are checked before they
 // are copied.
-bool BatchCopier::digested_on_the_way(const Place& place) const {
+bool BatchCopier::digested_on_the_way(const StagingSlot& place) const {
   if (place.kind == JobKind::kMove || (place.kind == JobKind::kRestore && !place.in_store())) return false;
   return device_.takes_digests();
 }
 
-Status BatchCopier::check(const Place& place, size_t i) const {
+Status BatchCopier::check(const StagingSlot& place, size_t i) const {
   const SavedChunk& saved = place.batch[i].saved;
   if (place.host[i].size() != saved.bytes) {
     return Error{.code = Code::kInternal,
@@ -243,7 +243,7 @@ Status BatchCopier::check(const Place& place, size_t i) const {
   return wrong_bytes(saved);
 }
 
-void BatchCopier::list_copies(Place& place) {
+void BatchCopier::list_copies(StagingSlot& place) {
   std::vector<size_t> members;
   for (size_t i = 0; i < place.batch.size(); ++i) {
     if (place.batch[i].status) members.push_back(i);
@@ -266,7 +266,7 @@ void BatchCopier::list_copies(Place& place) {
 }
 
 // Give the copies to the device. From here on they may be running: only prove() may say that they ended.
-void BatchCopier::enqueue(Place& place, std::span<const Copy> copies) {
+void BatchCopier::enqueue(StagingSlot& place, std::span<const Copy> copies) {
   place.on_stream = true;
   place.event.reset();
   place.enqueued = try_catch([&] { return device_.copy_async(stream_, place.direction(), copies, place.copy_by); });
@@ -278,7 +278,7 @@ void BatchCopier::enqueue(Place& place, std::span<const Copy> copies) {
   if (!recorded) place.event_error = std::move(recorded).error();
 }
 
-DrainResult BatchCopier::prove(Place& place) {
+DrainResult BatchCopier::prove(StagingSlot& place) {
   DrainResult drained{.drain = Drain::kUnproven};
   Status waited = try_catch([&] {
     if (place.event) {
@@ -301,7 +301,7 @@ DrainResult BatchCopier::prove(Place& place) {
 }
 
 // Copy one chunk of a batch that failed.
-void BatchCopier::copy_alone(Place& place, size_t member, DrainResult& worst) {
+void BatchCopier::copy_alone(StagingSlot& place, size_t member, DrainResult& worst) {
   ChunkTransfer& chunk = place.batch[place.members[member]];
   const size_t first = place.first_copy[member];
   const std::span<const Copy> copies = std::span(place.copies).subspan(first, place.first_copy[member + 1] - first);
@@ -327,7 +327,7 @@ void BatchCopier::copy_alone(Place& place, size_t member, DrainResult& worst) {
   if (drained.drain > worst.drain) worst = std::move(drained);
 }
 
-DrainResult BatchCopier::end_copies(Place& place) {
+DrainResult BatchCopier::end_copies(StagingSlot& place) {
   DrainResult drained = prove(place);
   if (drained.drain == Drain::kCompleted && place.enqueued) return drained;
   if (drained.drain == Drain::kCompleted) drained = {Drain::kDrainedWithError, std::move(place.enqueued).error()};
@@ -351,7 +351,7 @@ DrainResult BatchCopier::end_copies(Place& place) {
 }
 
 // Put the bytes from `host` into the store.
-void BatchCopier::put(Place& place) {
+void BatchCopier::put(StagingSlot& place) {
   place.parts.clear();
   for (const size_t member : place.members) {
     ChunkTransfer& chunk = place.batch[member];
@@ -366,7 +366,7 @@ void BatchCopier::put(Place& place) {
   }
 }
 
-void BatchCopier::find(Place& place) {
+void BatchCopier::find(StagingSlot& place) {
   place.parts.clear();
   for (ChunkTransfer& chunk : place.batch) {
     if (chunk.status) place.parts.push_back({&chunk.saved, {}, ok(), chunk.key});
@@ -380,7 +380,7 @@ void BatchCopier::find(Place& place) {
 }
 
 DrainResult BatchCopier::finish() {
-  Place& place = (*places_)[finished_ % 2];
+  StagingSlot& place = (*slots_)[finished_ % 2];
   DrainResult drained;
   if (place.on_stream) drained = end_copies(place);
   const Status stored = try_catch([&]() -> Status {

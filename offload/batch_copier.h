@@ -56,30 +56,30 @@ class BatchCopier {
   uint64_t kept_staging() const;  // bytes, for each of the two batches
 
  private:
-  struct Place;
-  using BlockLocations = std::array<Place, 2>;
+  struct StagingSlot;
+  using StagingSlots = std::array<StagingSlot, 2>;
   BatchCopier(DeviceMemory& device, HostArena& arena, std::atomic<bool>& quarantined, StreamId stream,
-              std::unique_ptr<BlockLocations> places);
+              std::unique_ptr<StagingSlots> slots);
   Status usable() const;
-  Status stage(Place& place);
-  Status prepare(Place& place);
-  static void take_places(Place& place);
-  static void read(Place& place);
-  bool digested_on_the_way(const Place& place) const;
-  Status check(const Place& place, size_t i) const;  // size, and digest if it is due now
-  void list_copies(Place& place);
-  void enqueue(Place& place, std::span<const Copy> copies);
-  DrainResult prove(Place& place);
-  void copy_alone(Place& place, size_t member, DrainResult& worst);
-  DrainResult end_copies(Place& place);
-  static void put(Place& place);
-  static void find(Place& place);
+  Status stage(StagingSlot& place);
+  Status prepare(StagingSlot& place);
+  static void take_places(StagingSlot& place);
+  static void read(StagingSlot& place);
+  bool digested_on_the_way(const StagingSlot& place) const;
+  Status check(const StagingSlot& place, size_t i) const;  // size, and digest if it is due now
+  void list_copies(StagingSlot& place);
+  void enqueue(StagingSlot& place, std::span<const Copy> copies);
+  DrainResult prove(StagingSlot& place);
+  void copy_alone(StagingSlot& place, size_t member, DrainResult& worst);
+  DrainResult end_copies(StagingSlot& place);
+  static void put(StagingSlot& place);
+  static void find(StagingSlot& place);
 
   DeviceMemory& device_;
   HostArena& arena_;
   std::atomic<bool>& quarantined_;
   const StreamId stream_;
-  std::unique_ptr<BlockLocations> places_;
+  std::unique_ptr<StagingSlots> slots_;
   uint64_t begun_ = 0;
   uint64_t finished_ = 0;
 };
