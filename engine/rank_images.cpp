@@ -30,9 +30,9 @@ Result<ChunkPlan> plan_of(const KvLayout& layout, int32_t block, uint64_t positi
   return plan;
 }
 
-Error damaged(const std::string& image, const ChunkKey& key, const char* next_step) {
+Error damaged(const std::string& image, const ChunkKey& key, const char* what, const char* next_step) {
   return {.code = Code::kCorruption,
-          .what = fmt::format("image {}: {} does not match its digest", image, key.to_string()),
+          .what = fmt::format("image {}: {} {}", image, key.to_string(), what),
           .next_step = next_step};
 }
 
@@ -73,6 +73,12 @@ Result<orders::Extract::Reply> RankImages::extract(const orders::Extract& order,
       return std::move(saved).error();
     }
     image.chunks = std::move(*saved);
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> now, parts_.transfers.digests(plans));
+    for (size_t i = 0; i < now.size(); ++i) {
+      if (now[i] != image.chunks[i].digest) {
+        return damaged(order.image, image.chunks[i].key, "changed while it was copied", "try again");
+      }
+    }
   }
   const orders::Extract::Reply reply{.bytes = image.bytes()};
   images_.emplace(order.image, std::move(image));
@@ -110,7 +116,7 @@ Result<orders::ReadImage::Reply> RankImages::read(const orders::ReadImage& order
     TORPOR_ASSIGN_OR_RETURN(const std::span<std::byte> bytes, image.host->place(chunk));
     TORPOR_RETURN_IF_ERROR(source->get_one(record, bytes));
     if (digest_of(bytes) != record.digest)
-      return damaged(order.image, record.key, "use another checkpoint");
+      return damaged(order.image, record.key, "does not match its digest", "use another checkpoint");
     chunk.key.index = image.chunks.size();
     image.chunks.push_back(std::move(chunk));
   }
@@ -134,7 +140,7 @@ Result<orders::SaveImage::Reply> RankImages::save(const orders::SaveImage& order
     for (uint64_t bytes = 0; i < records.size() && (parts.empty() || bytes + records[i].bytes <= kWriteBytes); ++i) {
       const std::span<std::byte> bytes_of_chunk = image->host->view(image->chunks[i]);
       if (digest_of(bytes_of_chunk) != records[i].digest)
-        return damaged(order.image, records[i].key, kSendAgain);
+        return damaged(order.image, records[i].key, "does not match its digest", kSendAgain);
       parts.push_back({&records[i], bytes_of_chunk, ok()});
       bytes += records[i].bytes;
     }
@@ -150,7 +156,7 @@ Result<orders::VerifyImage::Reply> RankImages::verify(const orders::VerifyImage&
   TORPOR_ASSIGN_OR_RETURN(const Image* const image, find(order.image));
   for (const SavedChunk& chunk : image->chunks) {
     if (digest_of(image->host->view(chunk)) != chunk.digest) {
-      return damaged(order.image, chunk.key, kSendAgain);
+      return damaged(order.image, chunk.key, "does not match its digest", kSendAgain);
     }
   }
   return orders::VerifyImage::Reply{.bytes = image->bytes()};

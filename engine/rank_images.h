@@ -24,9 +24,8 @@ class RankImages {
  public:
   explicit RankImages(const RankParts& parts) : parts_(parts) {}  // outlives it
 
-  // Copy blocks into a new image, with a digest of each. Precondition: nothing writes into these blocks meanwhile; they
-  // are not read twice to find that out, as in a sleep. kFailedPrecondition: there is an image of this id.
-  // kInvalidArgument: no such block. kResourceExhausted: the arena has no room.
+  // Nothing writes into these blocks meanwhile. kFailedPrecondition: there is an image of this id. kInvalidArgument: no
+  // such block. kResourceExhausted: the arena has no room. kCorruption: a block was written while it was copied.
   Result<orders::Extract::Reply> extract(const orders::Extract& order, const KvLayout& layout);
   // The same from a committed checkpoint, which need not stay. kNotFound: it does not have a block. kIncompatible: its
   // blocks have another size, or it is not the one that the order names. kCorruption names what is damaged.

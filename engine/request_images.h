@@ -47,8 +47,8 @@ class RequestImages {
 
   explicit RequestImages(EngineHooks& hooks) : ranks_(hooks) {}  // `hooks` outlives it
 
-  // Copy the KV of requests into a new image on every rank, with a digest of each block. The engine stands still.
-  // `tables`: of each request, its blocks that have KV; `block_tokens`: of one block. kFailedPrecondition: there is such an image, or
+  // Copy the KV of requests into a new image on every rank, and verify it. The engine stands still. `tables`: of each
+  // request, its blocks that have KV; `block_tokens`: of one block. kFailedPrecondition: there is such an image, or
   // one of a request. kInvalidArgument, kCorruption: values that contradict each other. Errors of the ranks: see
   // RankImages.
   Result<const Image*> extract(const std::string& id, std::vector<RequestState> requests,

@@ -73,7 +73,7 @@ class Sessions:
             self._send_drops(admissions)
             summary = self._extract(images, admissions, image, requests)
             self._clients |= {each: self._scheduler.requests[each].client_index for each in requests}
-            # Now that each rank has a whole image. The front end hears nothing of it, and waits on.
+            # Now that each rank has a whole, verified image. The front end hears nothing of it, and waits on.
             self._scheduler.finish_requests(requests, RequestStatus.FINISHED_ABORTED)
         finally:
             if not was_quiet:
