@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// ArenaPlan: what a sleep into host memory does with each of its tags: which chunks are copied, which bytes are in host
-// memory already, and what goes to a file because the arena has no room for it.
+// ArenaPlan: what a sleep into host memory does with each of its tags: which chunks it copies, which bytes are already
+// in host memory, and which chunks go to a file because the arena has no room for them.
 //
-// Owner: one order to a rank. Threads: RankMemory's lock is held at every call.
+// Owner: one order to a rank. Threads: the caller holds RankMemory's lock.
 #pragma once
 
 #include <cstdint>
@@ -22,40 +22,41 @@ class ArenaPlan {
  public:
   struct Tag {
     std::string tag;
-    uint64_t clean_bytes = 0;              // its image holds: nothing is to be done
-    std::vector<ChunkPlan> copied{};       // from device memory, the most needed first
-    std::vector<BlockContent> contents{};  // of these, where they are blocks
-    size_t in_host = 0;                    // of them have room in the arena
-    uint64_t reused_bytes = 0;             // of retained blocks that are taken over
-    uint64_t retained_bytes = 0;           // of the arena, that these have
-    uint64_t borrowed_bytes = 0;           // of blocks that the host store has
-    TagImage image{};                      // with Take::kNow: what was taken over and borrowed
-    std::vector<SavedChunk> spilled{};     // where those of `copied` are that have no room
+    uint64_t clean_bytes = 0;              // bytes of a clean image, of which nothing is copied; 0: it is not clean
+    std::vector<ChunkPlan> copied{};       // chunks to copy from device memory, the most needed first
+    std::vector<BlockContent> contents{};  // content of each of `copied`, if the tag has blocks
+    size_t in_host = 0;                    // number of chunks of `copied`, from the first on, that fit into the arena
+    uint64_t reused_bytes = 0;             // bytes of retained blocks that the image takes over
+    uint64_t retained_bytes = 0;           // bytes of the arena that those blocks have
+    uint64_t borrowed_bytes = 0;           // bytes of blocks that the host store has
+    TagImage image{};                      // with Take::kNow: the blocks taken over and borrowed
+    std::vector<SavedChunk> spilled{};     // the other chunks of `copied`, as saved in the spill file
 
     bool clean() const { return clean_bytes != 0; }
     uint64_t unread_bytes() const { return clean_bytes + reused_bytes + borrowed_bytes; }
     uint64_t spilled_bytes() const;
   };
   enum class Take : uint8_t {
-    kNothing,  // the plan says what would be done
-    kNow,      // retained blocks that still hold are in the images, and the others are gone
+    kNothing,  // only plan
+    kNow,      // move retained blocks that are still current into the images, and release the other ones
   };
 
-  // Ask the index who has the bytes of each chunk. All arguments outlive the result. kIncompatible: a block that does
-  // not exist. kCorruption: an order that does not fit together.
+  // Ask the index where the bytes of each chunk are, and return the plan. All arguments outlive the result.
+  // kIncompatible: a block of the order does not exist. kCorruption: the lists of the order do not fit together.
   static Result<ArenaPlan> of(const RankParts& parts, const RegionImages& images, const PackedShares& shares,
                               const orders::Save& order, Take take);
 
   std::vector<Tag>& tags() { return tags_; }
-  // Fill in_host, in the order of need: all that has room in the arena. `freed`: bytes in use now that will be free;
-  // `reserved`: bytes to leave free.
+  // Set `in_host` of each tag, the most needed chunks first, until the arena is full. `freed`: bytes that are in use
+  // now and will be free. `reserved`: bytes to leave free.
   void fit(uint64_t freed, uint64_t reserved);
-  // Return the staging memory of each batch of this sleep, and of its wake; 0 where chunks need none. Before the images
-  // are taken out of the plan.
+  // Return the bytes of staging memory that each batch of this sleep, and of its wake, needs; 0 if no chunk needs
+  // staging. Call it before the images are moved out of the plan.
   uint64_t batch_staging() const;
   // Return how many bytes of the arena all copied chunks take.
   uint64_t arena_bytes() const;
-  // Return how much of the arena is needed to bring back spilled chunks of so many bytes in all, each in pages.
+  // Return the bytes of the arena needed to bring back spilled chunks. `padded_bytes`: the size of all of them, each
+  // rounded up to pages. `largest`: the size of the largest.
   uint64_t spill_staging(uint64_t padded_bytes, uint64_t largest) const;
 
  private:

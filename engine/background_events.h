@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// BackgroundEvents: what is told of a checkpoint that is written while the engine serves: an operation like any other
-// (engine/operation.h), whose phases in the stop are told by the Operation that is a part of it. It stops nobody from
-// stopping the engine.
+// BackgroundEvents: the events of a checkpoint that is written while the engine serves. It is an operation like any
+// other (engine/operation.h). The Operation of the stop is a part of it and emits the phases of the stop. A debugger
+// may pause the engine while it runs.
+//
+// Owner: BackgroundCheckpoint. Threads: one at a time. Failure: none.
 #pragma once
 
 #include <string_view>
@@ -31,7 +33,8 @@ class BackgroundEvents {
   void leave(uint64_t bytes = 0) noexcept {
     if (open_ != 0) tell(EventType::kPhase, std::exchange(open_, 0), Edge::kEnd, bytes, since(entered_));
   }
-  // Once; what is open then has failed. `why` in words, or empty.
+  // Emit the end of the operation; only the first call counts. A phase that is still open has failed. `why`: the error
+  // in words, or empty.
   void end(Edge edge, std::string_view why) noexcept {
     if (std::exchange(ended_, true)) return;
     if (open_ != 0) tell(EventType::kPhase, std::exchange(open_, 0), Edge::kFailed, 0, since(entered_));

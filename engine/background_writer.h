@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// BackgroundWriter: what one rank writes of a checkpoint while its engine serves, in the background and piece by piece,
-// so that whatever is more urgent waits for one piece at most.
+// BackgroundWriter: writes one rank's part of a checkpoint while the engine serves. It works in small pieces, so that
+// more urgent transfers wait for one piece at most.
 //
-//   open()        makes the files, and takes the digest of weights that is not known
-//   precopy()     blocks with a version, from device memory. Nothing keeps them as they are meanwhile: what was copied
-//   of
-//                 one counts only if its version is the same when the engine stands still, and its bytes were then
-//                 the same all along. Then host memory for what is left, which the engine would wait for
-//   copy_rest()   while the engine stands still: all else, to host memory
-//   write()       that into the file; then the file is made safe, and the refs are written
+//   open()        make the files, and take the digest of the weights if it is not known
+//   precopy()     copy blocks that have a version from device memory into the file. The engine may write them
+//                 meanwhile: a copy counts only if the block has the same version when the engine stands still.
+//                 Then take host memory for what copy_rest() will copy, so that the stop does not wait for it
+//   copy_rest()   while the engine stands still: copy all other chunks to host memory
+//   write()       write those into the file, sync it, and write the refs
 //
-// Owner: CheckpointSaver; RankMemory's lock is held at every call. A thread of its own writes in the background; it
-// takes no lock. Failure: what was begun fails at the next wait_idle(), and so does all that follows. The rank's memory
-// and the checkpoint before are as they were.
+// Owner: CheckpointSaver. Threads: the caller holds RankMemory's lock. A thread of its own writes in the background and
+// takes no lock. Failure: if background work fails, the next wait_idle() returns its error, and so do all later calls.
+// The rank's memory and the checkpoint before stay as they were.
 #pragma once
 
 #include <atomic>
@@ -36,7 +35,8 @@ namespace torpor {
 
 class BackgroundWriter {
  public:
-  // The first two outlive it. `progress`: who watches what is written, and may cancel it; or null.
+  // `transfers` and `arena` outlive this object. `progress`: the caller's ProgressFile, which is told the bytes written
+  // and may cancel; or null.
   BackgroundWriter(TransferEngine& transfers, HostArena& arena, const RankWriting& writing,
                    std::shared_ptr<ProgressFile> progress)
       : transfers_(transfers),
@@ -44,27 +44,30 @@ class BackgroundWriter {
         writing_(writing),
         progress_(std::move(progress)),
         background_(transfers.own_threads()) {}
-  ~BackgroundWriter();  // what is under way ends first, at its next piece
+  ~BackgroundWriter();  // stops the background work after its current piece, and waits for it
 
-  // `weights`: pieces whose digest is wanted.
+  // Make the files of this rank in `directory`. `weights`: the pieces to take the digest of.
   Status open(FileSystem& file_system, std::string directory, int32_t rank, std::shared_ptr<const Key> key,
               std::vector<ChunkPlan> weights);
   bool ended() { return background_.ended(); }
-  Status wait_idle();  // waits for what is under way
+  Status wait_idle();  // waits for the background work, and returns its error
 
-  // All that follows needs wait_idle() without an error.
+  // Call all functions below only after wait_idle() returned no error.
   const RankWriting& writing() const { return writing_; }
   RankWriter& writer() { return *writer_; }
   std::optional<std::string> take_digest() { return std::exchange(digest_, std::nullopt); }  // of `weights`
 
-  // Then it brings up host memory for `rooms` chunks of `room_bytes`, which copy_rest() is likely to have.
+  // Copy these blocks into the file in the background. Then take host memory for `rooms` chunks of `room_bytes` each:
+  // an estimate of what copy_rest() will copy.
   Status precopy(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, size_t rooms, uint64_t room_bytes);
-  const SavedChunk* ahead(const ChunkKey& block, const BlockContent& content) const;  // null: it was not, or is another
-  // Blocks that the checkpoint before has in a file that this one is not to link (RankWriter::sparse()).
+  // Return the record of a block that precopy() wrote with this content; null if it wrote none.
+  const SavedChunk* ahead(const ChunkKey& block, const BlockContent& content) const;
+  // Mark a block that the checkpoint before has in a file that this checkpoint should not link (RankWriter::sparse()).
   void note_sparse(uint64_t block) { sparse_.insert(block); }
   bool is_sparse(uint64_t block) const { return sparse_.contains(block); }
   Status copy_rest(std::vector<ChunkPlan> plans);
-  // `records`: all that the rank has; `places`: those of copy_rest()'s, in its order.
+  // Write the chunks of copy_rest(), sync, and write the refs, in the background. `records`: all records of the rank.
+  // `places`: the positions in `records` of the chunks of copy_rest(), in their order.
   Status write(std::vector<SavedChunk> records, std::vector<size_t> places, orders::Save::Reply reply);
   const std::optional<orders::Save::Reply>& written() const { return written_; }
 
@@ -77,7 +80,8 @@ class BackgroundWriter {
   Status go_on() const;
   Status in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const;
   void make_room(size_t rooms, uint64_t room_bytes) noexcept;
-  void expect() const noexcept;  // that plans_ will be written
+  // Announce the bytes of plans_ to the ProgressFile.
+  void expect() const noexcept;
   void written(std::span<const ChunkPlan> plans) const noexcept;
 
   TransferEngine& transfers_;
@@ -86,18 +90,18 @@ class BackgroundWriter {
   const std::shared_ptr<ProgressFile> progress_;
   std::unique_ptr<RankWriter> writer_;
   std::optional<std::string> digest_;
-  std::unordered_map<uint64_t, Ahead> ahead_;  // by block
-  std::unordered_set<uint64_t> sparse_;        // of them, since open()
-  std::vector<ChunkPlan> plans_;               // of what is under way
+  std::unordered_map<uint64_t, Ahead> ahead_;  // by block number
+  std::unordered_set<uint64_t> sparse_;        // blocks marked since open()
+  std::vector<ChunkPlan> plans_;               // of the background work
   std::vector<BlockContent> contents_;
-  std::vector<HostArena::Span> rooms_;  // for copy_rest(), brought up before
-  std::unique_ptr<HostTier> host_;      // null: nothing was copied
+  std::vector<HostArena::Span> rooms_;  // host memory for copy_rest(), prefaulted
+  std::unique_ptr<HostTier> host_;      // null: copy_rest() has copied nothing
   std::vector<SavedChunk> copied_;
   std::vector<SavedChunk> records_;
   std::optional<orders::Save::Reply> written_;
   std::optional<Error> failed_;
   std::atomic<bool> stop_ = false;
-  Background background_;  // last: it uses all above
+  Background background_;  // last member: its work uses all above
 };
 
 }  // namespace torpor

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The KV blocks that children of a fork do not share are copied within the device, on one rank.
+// On one rank, copies the KV blocks that children of a fork do not share, within the device.
+//
+// Owner: none, this is a function. Threads: RankMemory's lock is held.
 #pragma once
 
 #include "allocator/device_memory.h"
@@ -9,9 +11,9 @@
 
 namespace torpor {
 
-// Wait for what the device was given before, copy, and return when that is over. `layout`: a merged one; all its memory
-// is attached. kInvalidArgument, and nothing was copied: lists of other lengths, a block that does not exist, a target
-// that is named twice or is a source.
+// Wait for all work that the device was given before, copy the blocks, and return when the copies have ended. `layout`:
+// a merged layout, all of whose memory is attached. kInvalidArgument: the lists differ in length, a block does not
+// exist, or a target is named twice or is a source; then nothing was copied.
 Result<orders::CopyBlocks::Reply> copy_blocks_within(DeviceMemory& device, const KvLayout& layout,
                                                      const orders::CopyBlocks& order);
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// CheckpointSaver: saves the tags of a rank into a checkpoint under construction, at once while the engine stands
-// still, or in parts while it serves (engine/background_writer.h). What the checkpoint before has already is linked,
+// CheckpointSaver: saves the tags of a rank into a checkpoint under construction: at once while the engine stands
+// still, or in stages while it serves (engine/background_writer.h). Chunks that the checkpoint before has are linked,
 // and not read.
 //
-// Owner: RankSaver; RankMemory's lock is held at every call.
+// Owner: RankSaver. Threads: the caller holds RankMemory's lock.
 #pragma once
 
 #include <memory>
@@ -22,19 +22,19 @@ class CheckpointSaver {
  public:
   CheckpointSaver(const RankParts& parts, RegionImages& images) : parts_(parts), images_(images) {}  // both outlive it
 
-  // Leave a sign that this rank sees the directory (checkpoint/rank_writer.h).
+  // Write a file that shows that this rank sees the directory (checkpoint/rank_writer.h).
   Result<orders::WriteTestFile::Reply> write_test_file(const orders::WriteTestFile& order) const;
-  // Content -> images in the checkpoint. After an error call RegionImages::forget_saved().
+  // Copy the tags' content into images in the checkpoint. After an error call RegionImages::forget_saved().
   Result<orders::Save::Reply> save(const orders::Save& order);
-  // Return what save() would do.
+  // Return the reply that save() would give. Nothing changes.
   Result<orders::Save::Reply> plan(const orders::Save& order) const;
 
-  // A checkpoint that is written while the engine serves; one at a time.
+  // The stages of a checkpoint that is written while the engine serves (orders::Save::Stage). There is one at a time.
   Result<orders::Save::Reply> open(const orders::Save& order);
   Result<orders::Save::Reply> precopy(const orders::Save& order);
   Result<orders::Save::Reply> stop_and_copy(const orders::Save& order);
   Result<orders::PollSave::Reply> poll(const orders::PollSave& order);
-  void stop() noexcept { writer_.reset(); }  // nothing reads the tags' memory any more
+  void stop() noexcept { writer_.reset(); }  // ends it; when this returns, nothing reads the tags' memory any more
 
  private:
   Status write(CheckpointPlan& plan, std::span<const size_t> places, RankWriter& writer) const;
@@ -44,7 +44,7 @@ class CheckpointSaver {
 
   const RankParts& parts_;
   RegionImages& images_;
-  std::unique_ptr<BackgroundWriter> writer_;  // null: none
+  std::unique_ptr<BackgroundWriter> writer_;  // null: no checkpoint is being written in stages
 };
 
 }  // namespace torpor

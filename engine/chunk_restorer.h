@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// ChunkRestorer: copies what was saved of a rank back into its device memory, in the order in which it is given.
+// ChunkRestorer: copies saved chunks back into a rank's device memory, in the order given.
 //
-// A gate says when the memory of each chunk is there. Two jobs are under way, so that copying and checking go on while
-// memory is mapped or another engine releases it, and from one source to the next. Where chunks belong is asked when
-// their job is due, and forgotten when that has ended, so that a wake of a million blocks has no list of all. (By
-// address, and one job after the other, there is such a list.)
+// A gate tells when the memory of each chunk is there. Two jobs are under way at a time, also across sources, so that
+// copying and checking overlap with mapping, or with the other engine's releases. The device locations of a job's
+// chunks are looked up when the job begins and freed when it ends, so that a wake of a million blocks never has a list
+// of all. (copy_in_turn(), and a gate whose memory comes by address, do need such a list.)
 //
 // Owner: one order to a rank. Threads: one.
 #pragma once
@@ -24,31 +24,33 @@ namespace torpor {
 
 class ChunkRestorer {
  public:
-  // Return where each of these chunks belongs (DeviceChunks::of_saved()).
+  // Returns where each of these chunks belongs (DeviceChunks::of_saved()).
   using Locate = std::function<Result<std::vector<ChunkPlan>>(std::span<const SavedChunk>)>;
 
-  // The first two outlive it. `first_job_bytes`: of the first job; each next one may be as large as all before it, up
-  // to the gate's. So copies begin as soon as some memory is there, and few jobs are small.
+  // `transfers` and `gate` outlive this object. `first_job_bytes`: the size of the first job. Each next job may be as
+  // large as all before it, up to the gate's job_bytes(). So copies begin as soon as some memory is there, and few jobs
+  // are small.
   ChunkRestorer(TransferEngine& transfers, RestoreGate& gate, Locate locate, uint64_t first_job_bytes = 32 * kMiB)
       : transfers_(transfers), gate_(gate), locate_(std::move(locate)), first_job_bytes_(first_job_bytes) {}
-  ~ChunkRestorer();  // cancels what is under way, and waits for it
+  ~ChunkRestorer();  // cancels the jobs under way, and waits for them
 
-  // Keep a source until its jobs have ended. One that is not kept outlives this.
+  // Own a source until its jobs have ended. A source that is not passed here outlives this object.
   void keep(std::shared_ptr<RecordStore> source) { sources_.push_back(std::move(source)); }
-  // Begin to copy chunks from `source`: `saved` says what they are there. Return when the last job is begun. Errors:
-  // those of locate, the gate's, and those of jobs that have ended meanwhile (kCorruption names the first damaged
-  // chunk). After an error the device's bytes are void.
+  // Begin to copy chunks from `source`, in which `saved` describes them. Return when the last job has begun. Errors:
+  // those of Locate, of the gate, and of jobs that ended meanwhile; kCorruption names the first damaged chunk. After an
+  // error the content of the device memory is void.
   Status copy(std::span<const SavedChunk> saved, RecordStore& source);
-  // The same, one job of at most `job_bytes` at a time, where staging memory is short. Return when all is copied.
+  // The same with one job of at most `job_bytes` at a time, for sources that have little staging memory. Return when
+  // all chunks are copied.
   Status copy_in_turn(std::span<const SavedChunk> saved, RecordStore& source, uint64_t job_bytes);
-  // Return when all memory is there and all chunks are copied.
+  // Return when all memory is there and all chunks are copied. Errors: as copy().
   Status wait();
 
  private:
   using Plans = std::shared_ptr<const std::vector<ChunkPlan>>;
   struct Job {
     JobId id = JobId::kNone;
-    Plans plans;  // to which it points
+    Plans plans;  // the job's chunks point into it
   };
   Result<Plans> locate(std::span<const SavedChunk> saved) const;
   Result<std::vector<SavedChunk>> by_address(std::span<const SavedChunk> saved) const;
@@ -62,14 +64,14 @@ class ChunkRestorer {
   std::vector<std::shared_ptr<RecordStore>> sources_;
   std::deque<Job> under_way_;
   const uint64_t first_job_bytes_;
-  uint64_t begun_bytes_ = 0;  // of all jobs of copy()
+  uint64_t begun_bytes_ = 0;  // of all jobs that copy() began
 };
 
-// Return a Locate of a rank's own memory, which outlives it.
+// Return a Locate over a rank's own chunks. `chunks` outlives it.
 inline ChunkRestorer::Locate locate_in(const DeviceChunks& chunks) {
   return [&chunks](std::span<const SavedChunk> saved) { return chunks.of_saved(saved); };
 }
-// Copy chunks from `source` into memory of the rank that is there. Errors: ChunkRestorer::copy().
+// Copy chunks from `source` into attached memory of the rank. Errors: as ChunkRestorer::copy().
 Status restore_attached(TransferEngine& transfers, const DeviceChunks& chunks, std::span<const SavedChunk> saved,
                         RecordStore& source);
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// ChunkSaver: copies chunks of a rank's device memory into tiers, in the order in which they are given.
+// ChunkSaver: copies chunks of a rank's device memory into tiers, in the order given.
 //
-// Where nobody takes the memory meanwhile, all chunks of a tier are one job, and it ends before the next tier is made
-// ready: what that brings up of host memory depends on what the one before took. With a gate (engine/release_gate.h)
-// all host memory is there before, and jobs are small. Two are under way, also from one tier to the next, so that
-// memory is released while others are copied.
+// Without a gate, the chunks of one tier are one job, which ends before the next tier is prepared: how much host memory
+// that tier takes depends on what the one before has used. With a gate (engine/release_gate.h) all host memory has been
+// taken before, and jobs are small. Two jobs are under way at a time, also across tiers, so that memory is released
+// while other chunks are copied.
 //
 // Owner: one order to a rank. Threads: one.
 #pragma once
@@ -20,17 +20,18 @@ namespace torpor {
 
 class ChunkSaver {
  public:
-  // Both outlive it. Without a gate (null) nobody is told what is saved.
+  // Both outlive this object. `gate`: is told which chunks are saved; or null.
   explicit ChunkSaver(TransferEngine& transfers, ReleaseGate* gate = nullptr) : transfers_(transfers), gate_(gate) {}
-  ~ChunkSaver();  // cancels what is under way, and waits for it
+  ~ChunkSaver();  // cancels the jobs under way, and waits for them
 
-  // Make `target` ready and begin to copy the chunks into it; as each job ends, append to `saved` what its chunks are
-  // there. All arguments outlive this. Return when the last job is begun. Errors: the target's, and those of jobs that
-  // have ended meanwhile. After an error a target has the chunks in `saved`, and nobody knows what else.
+  // Prepare `target` and begin to copy the chunks into it. As each job ends, append its chunks, as saved, to `saved`.
+  // All arguments outlive this object. Return when the last job has begun. Errors: the target's, and those of jobs that
+  // ended meanwhile. After an error the target has the chunks in `saved`, and perhaps others.
   Status copy(std::span<const ChunkPlan> chunks, RecordStore& target, std::vector<SavedChunk>& saved);
-  // Return when all is copied and all targets are finished.
+  // Return when all chunks are copied and all targets are finished. Errors: as copy().
   Status wait();
-  // The same for these chunks alone, one job of at most `job_bytes` at a time, where staging memory is short.
+  // Copy only these chunks, and return when they are copied: one job of at most `job_bytes` at a time, for targets that
+  // have little staging memory.
   Status copy_in_turn(std::span<const ChunkPlan> chunks, RecordStore& target, uint64_t job_bytes,
                       std::vector<SavedChunk>& saved);
 
@@ -47,7 +48,7 @@ class ChunkSaver {
 
   TransferEngine& transfers_;
   ReleaseGate* const gate_;
-  std::vector<RecordStore*> targets_;  // that are not finished
+  std::vector<RecordStore*> targets_;  // not finished yet
   std::deque<Part> under_way_;
 };
 

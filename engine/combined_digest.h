@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One digest for all content of a tag: over its chunks' keys and digests. In the order of the keys: in which order the
-// regions were allocated, saved or read, it does not say.
+// One digest for all content of a tag: over the keys and digests of its chunks, sorted by key. So it does not depend on
+// the order in which regions were allocated, saved or read.
 #pragma once
 
 #include <algorithm>

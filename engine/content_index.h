@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // ContentIndex: what is known of the bytes in a rank's device memory, and where else the same bytes are.
 //
-// Two contents are the same only where that is known: a KV block's by its content version (BlockContent), a tag's by a
-// digest that was proven since its last write. Nothing is read to find out, but for the samples by which writes are
-// noticed (engine/tag_contents.h).
+// Two contents count as equal only if that is known: for a KV block by its content version (BlockContent), for a tag by
+// a digest that was taken since its last write. No bytes are read to compare contents, except the samples that detect
+// writes (engine/tag_contents.h).
 //
-// The bytes of a KV block may also lie in the host store into which an engine offloads, in the arena, where the last
-// wake left them (engine/retained_blocks.h), and in the newest checkpoint (engine/stored_blocks.h).
+// The bytes of a KV block may also be in the host store of an engine that offloads, in the arena where the last wake
+// left them (engine/retained_blocks.h), and in the newest checkpoint (engine/stored_blocks.h).
 //
-// Owner: RegionImages; RankMemory's lock is held at every call. The arena may take what is retained at any time, from
-// any thread.
+// Owner: RegionImages. Threads: the caller holds RankMemory's lock. The arena may evict retained blocks at any time,
+// from any thread.
 #pragma once
 
 #include <cstdint>
@@ -30,64 +30,66 @@
 
 namespace torpor {
 
-// Where the bytes of KV blocks are in host memory.
+// Where the bytes of KV blocks are in host memory. Each list is in the order of the blocks that were asked for.
 struct HostPlaces {
-  std::vector<uint64_t> retained_bytes;                    // of the arena, of each block; 0: none is retained
-  std::shared_ptr<HostStore> store;                        // null: there is none, or it is not asked
+  std::vector<uint64_t> retained_bytes;                    // bytes of the arena of each block; 0: it is not retained
+  std::shared_ptr<HostStore> store;                        // null: there is no store, or it was not asked
   std::vector<std::optional<HostStore::Stored>> in_store;  // of each block; empty without a store
 };
 
 class ContentIndex {
  public:
-  // All outlive it. `retain_bytes`: most that retain() keeps.
+  // All outlive this object. `retain_bytes`: the most bytes that retain() keeps.
   ContentIndex(const DeviceMemory& device, const SleepAllocator& allocator, HostArena& arena, uint64_t retain_bytes);
   ~ContentIndex();
 
   // --- tags without blocks ---
 
-  // Note that the tag has other bytes now.
+  // Note that the tag was written.
   void note_write(std::string_view tag);
-  // Note that the tag may have other bytes now.
+  // Note that the tag may have been written.
   void invalidate_digest(std::string_view tag);
-  // Look whether an attached tag was written without a note. Return true, and note it, if it was.
+  // Return true, and note the write, if the bytes of an attached tag have changed without note_write().
   bool notice_write(const std::string& tag);
-  // Let later writes be noticed against what the tag has now.
+  // Compare with the tag's present bytes in later calls of notice_write().
   void look_anew(const std::string& tag) { tags_.look_anew(tag); }
-  // Note that the tag came back from a sleep without bytes. It is missing until somebody writes it.
+  // Note that the tag came back from a sleep without content. It is missing() until it is written.
   void note_missing(const std::string& tag) { tags_.came_back_empty(tag); }
   bool missing(std::string_view tag) const { return tags_.missing(tag); }
-  // Note the digest of what the tag was filled with just now.
+  // Note the digest of the content with which the tag was just filled.
   void note_filled(const std::string& tag, std::string digest) { tags_.prove(tag, std::move(digest)); }
-  // Note the digest of what was read of the tag.
+  // Note the digest of content that was read from the tag.
   void note_digest(const std::string& tag, std::string digest) { tags_.know(tag, std::move(digest)); }
-  // Return the digest of the tag's bytes; none if it is not known.
+  // Return the digest of the tag's content; none if it is not known.
   std::optional<std::string> digest(std::string_view tag) const { return tags_.proven(tag); }
-  // Begin to watch the weights, whose digest is being computed in the background.
+  // Begin to watch the weights, while their digest is computed in the background.
   void watch_weights() { weights_unwritten_ = true; }
-  // Note that digest, unless somebody wrote the weights since watch_weights().
+  // Note that digest, unless the weights were written since watch_weights().
   void note_watched_digest(std::string digest);
   void describe(orders::Describe::Reply& reply) const { tags_.describe(reply); }
 
   // --- KV blocks ---
 
-  // Ask this store from now on; null: no store.
+  // Ask this store in find_in_host() from now on; null: no store.
   void set_host_store(std::weak_ptr<HostStore> store) { host_store_ = std::move(store); }
-  // Forget what the arena and checkpoints have of blocks: all of them may have other bytes now.
+  // Forget what the arena and checkpoints have of KV blocks, as any block may have been written.
   void forget_blocks() noexcept;
-  // Return where the bytes of each block are in host memory. `slots`: of each block in the host store, or empty.
+  // Return where the bytes of each block are in host memory. `slots`: the slot of each block in the host store, or
+  // empty.
   HostPlaces find_in_host(std::span<const int32_t> blocks, std::span<const BlockContent> contents,
                           std::span<const Slot> slots) const;
-  // Hand over what is retained of these blocks, without bytes for one of which nothing is. All else goes. (Const: what
-  // is retained may go at any time anyway.)
+  // Move the retained content of each of these blocks out: one entry a block, with empty `bytes` if nothing is
+  // retained. All other retained blocks are released. (This is const because the arena may evict them at any time
+  // anyway.)
   std::vector<RetainedBlocks::Block> take_retained(std::span<const int32_t> blocks,
                                                    std::span<const BlockContent> contents) const {
     return retained_->take(blocks, contents);
   }
-  // Keep these in the arena, in place of what is retained, as far as retain_bytes go.
+  // Retain these blocks in place of what is retained now, up to `retain_bytes`.
   void retain(std::vector<RetainedBlocks::Block> blocks) noexcept { retained_->keep(std::move(blocks), retain_bytes_); }
   uint64_t retained_bytes() const { return retained_->bytes(); }
   void release_retained() noexcept { retained_->clear(); }
-  // Return the table of what the newest checkpoint and the one before it have.
+  // Return the blocks of the newest checkpoint and of the one before it.
   StoredBlocks& checkpoints() { return stored_; }
   const StoredBlocks& checkpoints() const { return stored_; }
 

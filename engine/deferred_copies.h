@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// DeferredCopies: the KV blocks of a wake whose engine runs already. They are copied up behind it, in the order of
-// need, a job at a time with the next one waiting; each block is checked, and has an end of its own. What an engine
-// waits for comes next, and what it can do without does not come at all.
+// DeferredCopies: copies the KV blocks of a post-copy wake while the engine already runs, in the order of need. One job
+// runs and the next one is queued. Each block is verified, and ends by itself. Blocks that the engine waits for come
+// next; blocks that it skips are not copied.
 //
-// On a thread of its own, or, without one, as far as wait() asks for, so that a run can be repeated. Owner:
-// RankRestorer. Threads: the owner's, and its own.
+// Owner: RankRestorer. Threads: the owner's, and one of its own. Without one, wait() makes the copies, in an order that
+// is the same in each run.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,10 @@
 namespace torpor {
 
 enum class BlockArrival : uint8_t {
-  kArrived,   // its content is there, verified
-  kSkipped,   // nobody wants it any more; nothing writes into the block
+  kArrived,   // the content is there, verified
+  kSkipped,   // the engine does not want it any more; nothing writes into the block
   kLost,      // it could not be read, or was damaged; nothing writes into the block any more
-  kUnproven,  // a copy may still write into it: it must never be used again
+  kUnproven,  // a copy may still write into it: the block must never be used again
 };
 struct DeferredArrival {
   int32_t block = -1;
@@ -35,32 +35,35 @@ struct DeferredArrival {
 
 enum class DeferredWait : uint8_t {
   kNone,
-  kSome,  // for the next ones, if there are any to come
+  kSome,  // until some more have ended, if any are left
   kAll,
 };
 
 class DeferredCopies {
  public:
-  struct Part {  // one job; all chunks are KV blocks
+  struct Part {  // one job; all its chunks are KV blocks
     RecordStore* tier = nullptr;
     std::vector<SavedChunk> chunks;
-    std::vector<ChunkPlan> plans;  // of each
-    bool alone = false;            // staging memory is short: no other job of these beside it
+    std::vector<ChunkPlan> plans;  // of each chunk
+    bool alone = false;            // staging memory is short: no other job runs beside it
   };
 
-  // Transfers and tiers outlive it.
+  // `transfers` and the tiers outlive this object.
   DeferredCopies(TransferEngine& transfers, std::vector<Part> parts, bool own_thread);
-  ~DeferredCopies();  // what is not begun is lost, and nothing of it runs any more
+  ~DeferredCopies();  // blocks whose copy has not begun are lost; waits for the others
 
-  void prefer(std::span<const int32_t> blocks) noexcept;  // they come next, with what is in the same jobs
-  void skip(std::span<const int32_t> blocks) noexcept;    // those not begun end here; the others are about to
+  // Copy these blocks next, with the others of their jobs.
+  void prefer(std::span<const int32_t> blocks) noexcept;
+  // Do not copy these blocks. Those not begun end now as kSkipped; the others end by themselves.
+  void skip(std::span<const int32_t> blocks) noexcept;
+  // Wait for blocks that ended beyond the first `seen`.
   void wait(DeferredWait wait, size_t seen);
-  // Those that have ended, in that order, from the `seen`-th on.
+  // Return the blocks that have ended, in the order of their ends, from position `seen` on.
   std::vector<DeferredArrival> from(size_t seen) const;
-  std::string why() const;  // the first of them was lost; empty: none was
+  std::string why() const;  // why the first lost block was lost; empty: none was
   size_t total() const { return total_; }
   bool finished() const;
-  void cancel() noexcept;  // what is not begun is lost
+  void cancel() noexcept;  // blocks whose copy has not begun are lost
 
  private:
   struct Progress {  // of a part
@@ -71,7 +74,7 @@ class DeferredCopies {
   struct Begun {
     size_t part = 0;
     JobId id{};
-    std::vector<size_t> chunks{};  // of the part
+    std::vector<size_t> chunks{};  // positions in the part
   };
   struct Place {
     size_t part = 0;
@@ -89,7 +92,7 @@ class DeferredCopies {
   TransferEngine& transfers_;
   const std::vector<Part> parts_;
   size_t total_ = 0;
-  std::unordered_map<int32_t, Place> places_;  // of each block
+  std::unordered_map<int32_t, Place> places_;  // by block number
   mutable Mutex mutex_;
   CondVar changed_;
   std::vector<Progress> progress_ TORPOR_GUARDED_BY(mutex_);  // of each part

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fingerprint of an engine: all that must be equal for tokens to be equal, with the digests of the weights.
+// The fingerprint of an engine: all values that must be equal for tokens to be equal, with the digests of the weights.
+//
+// Owner: none, these are functions. Threads: the operation in progress.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +13,22 @@
 namespace torpor {
 
 enum class WeightsDigest : uint8_t {
-  kNone,          // not in the fingerprint
-  kRead,          // of what the weights' memory has now
-  kReadOrProven,  // the same, but weights that nobody wrote since they were read are not read again
+  kNone,          // the fingerprint has none
+  kRead,          // read the memory of the weights
+  kReadOrProven,  // the same, but do not read weights again that were not written since they were read
 };
 
 // Return the fingerprint of the engine, with one digest of the weights for each rank.
 Result<Fingerprint> fingerprint_of(const EngineParts& engine, const Described& described, WeightsDigest weights);
-// Add what the ranks have named as their weights (RankMemory::name_weights). False: a rank has named nothing.
+// Add the digests of the weights that the ranks have named (RankMemory::name_weights). Return false if a rank has named
+// none.
 Result<bool> add_named_weights(const EngineParts& engine, Fingerprint& fields, bool as_proven);
 
-// Return how often each rank's weights were seen to be written; other tags are no weights, whoever writes them.
+// Return for each rank how often a write of its weights was seen. Writes of other tags do not count.
 std::vector<uint64_t> writes_of_weights(const Described& described);
 // Return whether the tag came back without content on some rank, and was not written since.
 bool is_without_content(const Described& described, const std::string& tag);
-// Return kFailedPrecondition if any tag did: a checkpoint would not say what its tokens come from.
+// Return kFailedPrecondition if is_without_content() of any tag: a checkpoint would not have what its tokens depend on.
 Status all_have_content(const Described& described);
 
 }  // namespace torpor

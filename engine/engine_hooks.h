@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // EngineHooks: what an inference engine does for the controller. Implementations: vLLM's adapter through the Python
-// bindings, and the small engine of the tests.
+// bindings, the reference engine, and the small engine of the tests.
 //
-// The controller calls them from the thread that called it, one at a time, holding only the lock that keeps a second
-// operation out: a hook must not call sleep(), wake_up() or checkpoint(); state() and is_sleeping() it may. Hooks
-// translate between the engine's objects and values; they do not decide, copy device memory, or write files.
+// Threads: the controller calls the hooks one at a time, from the thread that called it. It holds only the lock that
+// keeps other operations out. So a hook must not call sleep(), wake_up() or checkpoint(); it may call state() and
+// is_sleeping(). Hooks translate between the engine's objects and values. They do not decide, copy device memory, or
+// write files.
 //
-// A hook may throw: it counts as failed then. What undoes (resume, rebuild_derived, forget_restored) is also called
-// where what it undoes failed half-way or was never begun, and does no harm then.
+// Failure: a hook that throws has failed. The hooks that undo (resume, rebuild_derived, forget_restored) are also
+// called if what they undo failed half-way or was never begun; then they do no harm.
 #pragma once
 
 #include <cstdint>
@@ -22,57 +23,60 @@
 
 namespace torpor {
 
-struct FailedRequest {  // one that alone could not be restored
+struct FailedRequest {  // a request that could not be restored; the others were
   std::string id;
   std::string error;
 };
 
-// What tells the contents of KV blocks apart.
+// The values that identify the contents of KV blocks.
 struct KvContents {
   std::vector<int32_t> blocks;
-  std::vector<uint64_t> versions;  // of each
+  std::vector<uint64_t> versions;  // of each block
   uint64_t steps = 0;
 };
 
-// The state of one moment.
-struct Moment {
+// The state at one moment.
+struct Moment {   // of all blocks in the state
   KvContents kv;  // of all blocks in it
-  // All that capture() would have returned then: once, on any thread, while the engine goes on.
+  // Returns all that capture() would have returned at that moment. Call it once; on any thread, also while the engine
+  // runs.
   std::function<Result<SchedulerCheckpoint>()> read;
 };
 
-// What became of blocks that an engine holds back: their content is there, or it is not and never will be; of the last
-// ones, a copy may still write into them, so that they must never be used again.
+// How blocks ended that the engine holds back.
 struct ArrivedBlocks {
-  std::vector<int32_t> arrived{};
-  std::vector<int32_t> lost{};
-  std::vector<int32_t> skipped{};  // as lost ones, but by a wish of the engine
-  std::vector<int32_t> unproven{};
+  std::vector<int32_t> arrived{};   // the content is there
+  std::vector<int32_t> lost{};      // the content will never be there; nothing writes into the block
+  std::vector<int32_t> skipped{};   // as lost, but because the engine skipped them
+  std::vector<int32_t> unproven{};  // a copy may still write into them: they must never be used again
 };
 
-// Which KV blocks an engine can do without at first, so that it runs before they are back.
+// Which KV blocks an engine can be without for a while, so that it runs before they are back.
 enum class HoldsBack : uint8_t {
   kNothing,
-  kCached,  // those that no request has
-  kAll,     // those of requests too, but for the ones that run first
+  kCached,  // cached blocks that no request has
+  kAll,     // also blocks of requests, but not of those that run first
 };
 
 class EngineHooks {
  public:
   virtual ~EngineHooks() = default;
 
-  // Features in use whose state cannot be preserved, by name. Asked before anything is touched.
+  // Return the names of features in use whose state cannot be preserved. Called before anything is changed.
   virtual Result<std::vector<std::string>> unsupported() = 0;
+  // Return the number of requests that have not ended.
   virtual Result<int64_t> unfinished_requests() = 0;
 
-  // Returns when no step is running; from then on the engine takes no step, not even an empty one, until resume().
-  // kTimeout: not within `timeout_seconds`; the engine serves on.
+  // Return when no step is running. From then on the engine takes no step, not even an empty one, until resume().
+  // kTimeout: a step still ran after `timeout_seconds`; the engine serves on.
   virtual Status quiesce(std::optional<double> timeout_seconds) = 0;
+  // Let the engine take steps again.
   virtual Status resume() = 0;
 
-  // All state but memory, as values. `fingerprint` leaves the weights out; the controller adds them.
+  // Return all state except memory, as values. The engine's part of `fingerprint` has no weights; the controller adds
+  // them.
   virtual Result<SchedulerCheckpoint> capture() = 0;
-  // The same of an engine that is to go on at once: what of it takes long is left to Moment::read.
+  // The same for an engine that is to go on at once: slow work is left to Moment::read.
   virtual Result<Moment> capture_moment() {
     TORPOR_ASSIGN_OR_RETURN(SchedulerCheckpoint captured, capture());
     Moment moment{.kv = {.steps = captured.kv.steps}};
@@ -84,50 +88,54 @@ class EngineHooks {
     moment.read = [state]() -> Result<SchedulerCheckpoint> { return std::move(*state); };
     return moment;
   }
+  // Return all that must be equal for tokens to be equal, without the weights.
   virtual Result<Fingerprint> fingerprint() = 0;
-  // Of the KV that restore() has put back, what capture() would say of it now: KvBlock::version of each block, and
-  // KvSnapshot::steps. None by default: then the next checkpoint reads it once.
+  // Return the KvBlock::version of each block that restore() has put back, and KvSnapshot::steps, as capture() would
+  // now. By default there are none; then the next checkpoint reads these blocks once.
   virtual Result<KvContents> kv_contents() { return KvContents{}; }
 
-  // Of each of these KV blocks, the slot of a host store that has the bytes of its present content on every rank; -1:
-  // none has. Empty: there is no such store. With `keep` they stay as they are until release_host_slots().
+  // Return for each block the host-store slot that has its current content on every rank; -1 if none has. Return an
+  // empty list if there is no host store. With `keep` these slots stay unchanged until release_host_slots().
   virtual Result<std::vector<int32_t>> host_slots(const std::vector<int32_t>& /*blocks*/, bool /*keep*/) {
     return std::vector<int32_t>{};
   }
   virtual Status release_host_slots() { return ok(); }
 
-  // Sleep without preserve_state: what becomes of the requests; "abort" or "recompute". Clears the prefix cache.
+  // Drop all requests, for a sleep without preserve_state, and clear the prefix cache. `mode`: "abort" or "recompute".
   virtual Status drop_requests(const std::string& mode) = 0;
-  // Forgets the hashes of these blocks: their bytes are not kept.
+  // Forget the hashes of these blocks: their bytes are not saved.
   virtual Status drop_prefix(const std::vector<int32_t>& blocks) = 0;
-  // The weights are others now, and running requests keep the KV that they have: from now on no other request may find
-  // KV that was computed so far, in any tier, nor what these requests compute on top of it. May be called again.
+  // The weights have changed, and running requests go on with the KV of the old ones. From now on no other request may
+  // find KV that was computed before, in any tier, nor KV that these requests compute on top of it. May be called
+  // again.
   virtual Status retire_prefix() = 0;
 
-  // Just before memory goes: drop what was derived from it outside the regions (packed copies of weights).
+  // Called just before memory is released: drop what was derived from it and lies outside the regions (packed copies of
+  // weights).
   virtual Status release_derived() = 0;
-  // Memory is back: make that again.
+  // Called when memory is back: make that again.
   virtual Status rebuild_derived() = 0;
 
-  // The same objects live on: put back what may have moved meanwhile (generators).
+  // Called in the same process: put back what may have changed during the sleep (random generators).
   virtual Status reconnect(const std::vector<WorkerSnapshot>& workers) = 0;
-  // A new, empty engine: rebuild requests, queues, block pool, batches and samplers from values.
+  // Called in a new, empty engine: rebuild requests, queues, block pool, batches and samplers from values. Return the
+  // requests that could not be restored.
   virtual Result<std::vector<FailedRequest>> restore(const EngineCheckpoint& checkpoint) = 0;
-  // Undoes restore().
+  // Undo restore().
   virtual Status forget_restored() = 0;
 
-  // Of an engine that holds nothing back every wake brings back all first.
+  // Return which blocks this engine can hold back. With kNothing every wake brings back all blocks first.
   virtual HoldsBack holds_back() { return HoldsBack::kNothing; }
-  // From the next resume() on, until release_blocks() has named a block: no step reads or writes it, nobody else gets
-  // it, nothing of it is stored. All of them have a hash.
+  // Hold these blocks, all of which have a hash, from the next resume() until release_blocks() names them: no step
+  // reads or writes them, no other request gets them, and they are not stored.
   virtual Status hold_blocks(const std::vector<int32_t>& /*blocks*/) { return ok(); }
-  // Some of them have ended. Requests that have one without content are computed again; their ids. May be called again
-  // with the same ones, and with ones that are not held.
+  // These blocks have ended. Compute requests again that have a block without content, and return their ids. The same
+  // blocks may be named again, and so may blocks that are not held.
   virtual Result<std::vector<std::string>> release_blocks(const ArrivedBlocks& /*blocks*/) {
     return std::vector<std::string>{};
   }
 
-  // Sends an order to the memory of every worker rank (engine/rank_orders.h) and returns their replies, by rank.
+  // Send an order (engine/rank_orders.h) to the memory of every worker rank, and return the replies, by rank.
   virtual Result<std::vector<Bytes>> call_ranks(const Bytes& order) = 0;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// EngineParts: what the controller of an engine works with. All of it outlives the operations that use it.
+// EngineParts: what the operations of a controller work with. All of it outlives them.
 #pragma once
 
 #include <string_view>
@@ -23,10 +23,10 @@ struct EngineParts {
   const EventPort port;
   EngineState& state;
 
-  // Return kUnsupported, with `otherwise` as what to do, if the state of the engine's requests cannot be preserved.
+  // Return kUnsupported if the state of the engine's requests cannot be preserved. `otherwise`: the error's next step.
   Status can_preserve(std::string_view otherwise) const;
-  // Let the host store have the slots again that a sleep kept. Where it fails, and is logged, an engine has so much
-  // less room to offload to.
+  // Let the host store use the slots again that a sleep kept. A failure is logged; then the engine has that much less
+  // memory to offload to.
   void release_host_slots() const noexcept;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// EngineState: whether an engine is awake, asleep or between the two, and what others may see of it.
+// EngineState: whether an engine is awake, asleep or between the two, and the part of its state that others may read.
 //
-//   awake ⇄ falling asleep → asleep ⇄ waking → awake          unrecoverable, from any of them, for good
+//   awake ⇄ falling asleep → asleep ⇄ waking → awake          from any of them to unrecoverable, for good
 //
 // Threads: any.
 #pragma once
@@ -30,17 +30,17 @@ class EngineState final : public Operation::Owner {
   bool lost() const noexcept override { return is(At::kLost); }
   ControllerState view() const;
 
-  // Enter a state and emit its event. An engine that is lost stays so.
+  // Enter a state and emit its event. An unrecoverable engine stays unrecoverable.
   void enter(At at) noexcept;
   // Mark the engine as unrecoverable, and log why.
   void lose(const Error& error) noexcept override;
-  // Enter kAsleep. The level is that of the deepest of several sleeps. An empty path leaves the checkpoint of the sleep
-  // before, if that is still in force.
+  // Enter kAsleep. If several sleeps are in force, the level is that of the deepest. An empty path keeps the checkpoint
+  // of the earlier sleep.
   void fall_asleep(int level, std::string checkpoint) noexcept;
-  // Enter kAwake. Return the path of the sleep's checkpoint; empty: there was none.
+  // Enter kAwake. Return the path of the sleep's checkpoint; empty if there was none.
   std::string wake() noexcept;
-  // Take over the states of all tags from the ledgers of all ranks. Needs memory only for tags that were not known, so
-  // that what is recorded of the known ones is always right.
+  // Take over the states of all tags from the ledgers of all ranks. It allocates only for tags that were not known
+  // before, so that the states of known tags are always right.
   template <class Reply>
   void set_tags(const std::vector<Reply>& replies) noexcept {
     const MutexLock lock(mutex_);
@@ -53,7 +53,7 @@ class EngineState final : public Operation::Owner {
       for (const Reply& reply : replies) {
         for (const auto& [tag, entry] : reply.ledger.tags) {
           std::string& state = public_.tags[tag];
-          if (state.empty() || entry.state == "broken") state = entry.state;  // short: kept without memory of its own
+          if (state.empty() || entry.state == "broken") state = entry.state;  // short enough to need no allocation
         }
       }
       return ok();

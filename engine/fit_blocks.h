@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// fit_blocks(): the KV blocks of a checkpoint in the engine that wakes from it, which may have more or fewer.
+// fit_blocks(): fits the KV blocks of a checkpoint into the engine that wakes from it, which may have more or fewer.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@
 namespace torpor {
 
 struct FittedBlocks {
-  int64_t dropped = 0;  // cached blocks that had no room
-  std::string note;     // says so
+  int64_t dropped = 0;  // cached blocks that found no place
+  std::string note;     // a sentence about them
 };
 
-// Gives the blocks numbers that the ranks have. kIncompatible, with the number that would do and how to set it: the
-// requests do not fit.
+// Give the blocks numbers that the ranks have. kIncompatible: the blocks of the requests do not fit; the error has the
+// number of blocks that would do, and how to set it.
 Result<FittedBlocks> fit_blocks(KvSnapshot& kv, const Described& described);
 
 }  // namespace torpor

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// GuardedHooks: an engine's hooks, whose exceptions are errors like any other. The one border between the controller
-// and code that may throw.
+// GuardedHooks: calls an engine's hooks and turns their exceptions into errors. It is the one border between the
+// controller and code that may throw. Threads: as EngineHooks.
 #pragma once
 
 #include "engine/engine_hooks.h"
@@ -9,7 +9,7 @@ namespace torpor {
 
 class GuardedHooks final : public EngineHooks {
  public:
-  explicit GuardedHooks(EngineHooks& hooks) : hooks_(hooks) {}  // `hooks` outlives it
+  explicit GuardedHooks(EngineHooks& hooks) : hooks_(hooks) {}  // outlives this object
 
   Result<std::vector<std::string>> unsupported() override {
     return guard("unsupported", [&] { return hooks_.unsupported(); });
@@ -93,7 +93,7 @@ class GuardedHooks final : public EngineHooks {
       return returned;
     });
     if (!thrown) return result;
-    // Say which hook it was, if there is memory for that.
+    // Name the hook, if there is memory for it.
     return try_catch([&]() -> decltype(call()) {
       Error error = result.error().within(hook);
       error.origin = Origin::kEngine;

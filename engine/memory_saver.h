@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// MemorySaver: the memory of one process for programs that have no controller: an allocator below torch, tags, sleep
-// and wake. One RankMemory for each device in use, made when it is first asked for.
+// MemorySaver: sleep and wake for programs that have no controller: an allocator below torch, with tags. It has one
+// RankMemory for each device in use, and makes it at the first use.
 //
-// Each thread has a stack of scopes; what it allocates belongs to the tag of the innermost one. A tag's memory is kept
-// over a sleep or not, as its scope said; the same tag may have both kinds. The C ABI over this:
-// bindings/memory_c_api.h.
+// Each thread has a stack of scopes. An allocation gets the tag of the innermost scope. The scope also says whether a
+// sleep saves the content; one tag may have both kinds of memory. bindings/memory_c_api.h is the C ABI of this class.
 //
-// Each sleep and wake of a device is told as an operation, with what the device has then (RankMemoryOptions::events).
+// Each sleep and wake of a device emits the events of an operation, and the memory of the device after it
+// (RankMemoryOptions::events).
 //
-// Threads: any. After a fork the child is refused by name.
+// Threads: any. Failure: errors are values. In a forked child every call that needs the device is an error.
 #pragma once
 
 #include <cstdint>
@@ -30,53 +30,58 @@ class MemorySaver {
  public:
   struct Scope {
     std::string tag = "default";
-    bool keep = true;      // over a sleep; else the memory comes back without content
-    bool active = true;    // false: allocations fail here; they are not to be torpor's
-    bool on_disk = false;  // wanted for the backup, and not offered: allocations fail, too
+    bool keep = true;      // a sleep saves the content; else the memory comes back without content
+    bool active = true;    // false: allocations fail here, as they should not be torpor's
+    bool on_disk = false;  // a backup on disk, which is not offered: allocations fail, too
   };
   using MakeMemory = std::function<Result<std::unique_ptr<RankMemory>>(int ordinal)>;
 
-  // `make_memory` is asked once for the device of each ordinal.
+  // `make_memory` is called once for each device ordinal.
   explicit MemorySaver(MakeMemory make_memory);
   ~MemorySaver();
 
-  static std::vector<Scope>& scopes();  // of this thread; empty: the default scope
+  static std::vector<Scope>& scopes();  // of this thread; empty: the default scope applies
 
-  Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the present scope
+  Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the current scope
   Status free(int device, DeviceAddress address);
-  // Give the memory of allocations of which nothing is in use back to the device; their addresses stay taken until
-  // free(). Nobody may touch them. Return the bytes given back. What fails is logged, and stays as usable as it was:
-  // the next call tries again. Nothing happens to addresses that were not allocated here, or while their tag moves.
+  // Give the memory of unused allocations back to the device. Their addresses stay reserved until free(), and must not
+  // be touched. Return the bytes given back. A failure is logged and leaves the allocation as it was; the next call
+  // tries again. Addresses that were not allocated here, or whose tag is falling asleep or waking, are ignored.
   uint64_t trim(int device, std::span<const DeviceAddress> addresses);
-  // From now on an allocation fails that would leave less than this free on its device, where that is known.
+  // From now on fail every allocation that would leave less than `bytes` free on its device, where the free memory is
+  // known.
   void set_margin(uint64_t bytes);
-  // What is saved of memory that sleeps. kNotFound: nothing is.
+  // Read saved bytes of memory that sleeps. kNotFound: nothing is saved of it.
   Status read_saved(DeviceAddress address, std::span<std::byte> out) const;
-  // The memory of this device, for a controller above it; lives as long as this object. The first who asks for it, or
-  // allocates there, makes it: `make`, if it is given, instead of what the constructor got.
+  // Return the memory of this device, for a controller above it. It lives as long as this object. The first call, or
+  // the first allocation there, makes it, by `make` if given.
   Result<RankMemory*> memory_of(int device, const MakeMemory& make = {});
-  // `tags` empty: all that are awake, or asleep. On every device that has them. `keep`: of which tags the content is
-  // saved; none: as their scopes said. A device that fails has undone itself; those before it stay as they then are,
-  // and a retry goes on from there.
+  // Put these tags to sleep on every device that has them. `tags` empty: all that are awake. `keep`: the tags whose
+  // content is saved; none: as their scopes said. A device that fails undoes its own sleep. Devices that slept before
+  // it stay asleep; a retry goes on from there.
   Result<TagMove> sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep = {},
                         CleanCheck clean = CleanCheck::kTrust);
+  // Wake these tags on every device that has them. `tags` empty: all that are asleep. Failures: as sleep().
   Result<TagMove> wake(const std::vector<std::string>& tags);
+  // Return what the same calls would move. Nothing changes.
   Result<TagMove> plan_sleep(const std::vector<std::string>& tags,
                              const std::optional<std::vector<std::string>>& keep = {});
   Result<TagMove> plan_wake(const std::vector<std::string>& tags);
-  void mark_dirty(const std::vector<std::string>& tags);  // empty: all
-  std::map<int, RankLedger> ledgers() const;              // of each device; states by tag in it
-  void end_prefault() noexcept;  // RankMemory's, of each device; not while another thread allocates, sleeps or wakes
+  void mark_dirty(const std::vector<std::string>& tags);  // `tags` empty: all
+  std::map<int, RankLedger> ledgers() const;              // by device ordinal; they have the state of each tag
+  // Call RankMemory::end_prefault() of each device. No other thread may allocate, sleep or wake meanwhile.
+  void end_prefault() noexcept;
 
  private:
   struct Device {
     std::unique_ptr<RankMemory> memory;
-    uint64_t allocations = 0;  // so far; names them
+    uint64_t allocations = 0;  // made so far; the number names the next one
   };
   Result<RankMemory*> find_or_make(int device, const MakeMemory& make) TORPOR_REQUIRES(mutex_);
   static std::vector<std::string> kept(const std::vector<std::string>& tags,
                                        const std::optional<std::vector<std::string>>& keep);
-  // `operation`: as it is told; empty: it only looks.
+  // Do `work` on each device that has the tags in the state before `wanted`. `operation`: its name in events; empty:
+  // emit none.
   Result<TagMove> each(std::string_view operation, const std::vector<std::string>& tags, RegionState wanted,
                        const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work)
       TORPOR_REQUIRES(mutex_);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operation: one sleep, wake or checkpoint while it runs: its phases with their clock, and the steps that undo it, in
-// reverse, unless it is kept. Lives on the stack of the call; one thread.
+// Operation: one sleep, wake or checkpoint while it runs: its phases with their times, and the steps that undo it. The
+// destructor undoes them in reverse order unless keep() was called. It lives on the stack of the call. Threads: one.
 //
-// A step is registered before what it undoes is begun, so that nothing can fail in between; it does no harm where there
-// is nothing to undo. A step that fails, or throws, loses the engine.
+// An undo step is registered before the work that it undoes begins, so that nothing can fail in between. If there is
+// nothing to undo, the step does no harm. If a step fails or throws, the engine is unrecoverable.
 //
-// Its events: an operation begins and ends, fails or is lost; its number is the sequence of its first event. A phase
-// begins and ends, or fails; one that had ended and is taken back is undone. While it is there, nobody who looks at the
-// engine stops it.
+// Events: an operation begins, and then ends, fails or is lost. Its number is the sequence number of its first event. A
+// phase begins, and then ends or fails; a phase that had ended and is taken back is undone. While an operation runs, no
+// debugger pauses the engine.
 #pragma once
 
 #include <functional>
@@ -26,17 +26,17 @@ namespace torpor {
 
 class Operation {
  public:
-  // Whose operation it is.
+  // The engine to which the operation belongs.
   class Owner {
    public:
-    virtual bool lost() const noexcept = 0;              // the engine cannot go on
-    virtual void lose(const Error& error) noexcept = 0;  // it cannot from now on
+    virtual bool lost() const noexcept = 0;              // the engine is unrecoverable
+    virtual void lose(const Error& error) noexcept = 0;  // makes it so
    protected:
     ~Owner() = default;
   };
 
-  // `owner` and `clock` outlive it. `progress`: path of a ProgressFile of who asked, or empty. `part_of`: number of an
-  // operation whose begin and end are told by somebody else; 0: it is one of its own.
+  // `owner` and `clock` outlive it. `progress`: path of the caller's ProgressFile, or empty. `part_of`: the number of
+  // an operation whose begin and end somebody else emits; 0: this is an operation of its own.
   Operation(std::string_view name, const Clock& clock, EventPort port, Owner& owner, const std::string& progress,
             uint64_t part_of = 0)
       : kind_(number_of(name, kOperationNames)),
@@ -63,16 +63,17 @@ class Operation {
   }
 
   void undo_with(std::function<Status()> step) { undo_.push_back(std::move(step)); }
-  // Stops once the engine is unrecoverable: what is left to undo would touch memory that is not there, or take away the
-  // checkpoint that the requests can still be woken from.
+  // Undo all steps. Stop if the engine becomes unrecoverable: further steps would touch memory that is not there, or
+  // delete the checkpoint from which the requests can still be woken.
   void undo() noexcept {
     undo_to(0);
     if (!kept_) end_with(owner_.lost() ? Edge::kLost : Edge::kFailed);
   }
-  // Why it fails, in words.
+  // Emit the error's words.
   void failed(const Error& error) const noexcept { port_.text(TextKind::kError, 0, number_, error.what); }
-  // Undoes all but the first so many steps.
+  // Return the number of registered undo steps.
   size_t steps() const noexcept { return undo_.size(); }
+  // Undo all steps but the first `steps`.
   void undo_to(size_t steps) noexcept {
     if (open_ != 0) tell(EventType::kPhase, std::exchange(open_, 0), Edge::kFailed, 0, since(last_));
     while (undo_.size() > steps) {
@@ -86,21 +87,23 @@ class Operation {
       done_.pop_back();
     }
   }
+  // The operation has succeeded: forget all undo steps.
   void keep() noexcept {
     undo_.clear();
     done_.clear();
     kept_ = true;
   }
 
-  // What is about to be done cannot be undone: if the call fails, this is said with the error. `what` is a literal.
+  // Note that the next step cannot be undone. If the call fails, its error says so with `what`, a literal.
   void irreversible(std::string_view what) noexcept { irreversible_ = what; }
   std::string_view irreversible() const noexcept { return irreversible_; }
 
-  // Whether who asked has cancelled it, and that as an error. Asked between phases; what copies asks for itself.
+  // Return whether the caller has cancelled; go_on() returns that as an error. Called between phases; the code that
+  // copies checks the ProgressFile itself.
   bool cancelled() const noexcept { return progress_ != nullptr && progress_->cancelled(); }
   Status go_on() const { return progress_ == nullptr ? ok() : progress_->check(); }
 
-  // Neither fails: a phase that nobody hears of is no reason to end a sleep.
+  // begin() and end() cannot fail: a sleep need not end because an event has no listener.
   void begin(std::string_view phase) noexcept {
     last_ = clock_.now();
     open_ = number_of(phase, kPhaseNames);
@@ -124,8 +127,8 @@ class Operation {
 
  private:
   static constexpr size_t kUsualPhases = 8;
-  struct Done {  // a phase that ended
-    uint8_t kind = 0;
+  struct Done {        // a phase that ended
+    uint8_t kind = 0;  // number of undo steps when it began
     size_t steps = 0;  // that there were when it began
   };
   uint64_t tell(EventType type, uint8_t kind, Edge edge, uint64_t a = 0, uint64_t b = 0) const noexcept {
@@ -149,9 +152,9 @@ class Operation {
   std::string_view irreversible_;
   std::vector<Phase> phases_;
   std::vector<std::function<Status()>> undo_;
-  uint64_t number_ = 0;  // in events
-  uint8_t open_ = 0;     // the phase that was begun and has not ended
-  size_t steps_ = 0;     // when the last phase began
+  uint64_t number_ = 0;  // of the operation, in events
+  uint8_t open_ = 0;     // the phase that has begun and not ended; 0: none
+  size_t steps_ = 0;     // number of undo steps when the last phase began
   std::vector<Done> done_;
   bool kept_ = false;
   bool told_end_ = false;

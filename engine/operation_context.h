@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// OperationContext: what the operations on one engine share, and what one leaves for the next.
+// OperationContext: what the operations on one engine share, and what each leaves for the next.
 //
-// Owner: SleepController. The operation in progress alone uses it.
+// Owner: SleepController. Only the operation in progress uses it.
 #pragma once
 
 #include <cstdint>
@@ -15,18 +15,18 @@
 
 namespace torpor {
 
-// One or several sleeps leave this for the wake after them.
+// What one or several sleeps leave for the wake after them.
 struct SleepInForce {
-  std::vector<std::string> tags{};  // whose memory is away
-  bool preserved = false;           // the requests are kept
-  bool derived_released = false;    // EngineHooks::rebuild_derived() is due
+  std::vector<std::string> tags{};  // whose memory is released
+  bool preserved = false;           // the state of the requests is preserved
+  bool derived_released = false;    // EngineHooks::rebuild_derived() must be called
   std::vector<WorkerSnapshot> workers{};
-  std::vector<std::string> without_content{};  // tags that will come back empty
-  // By need, the saved KV blocks that a post-copy wake brings back behind the engine.
+  std::vector<std::string> without_content{};  // tags that will come back without content
+  // The saved KV blocks that a post-copy wake may defer, the most needed first.
   std::vector<int32_t> deferrable_blocks{};
-  std::vector<uint64_t> weights_writes{};      // by rank, when the engine fell asleep (writes_of_weights)
-  std::vector<std::string> weights_digests{};  // by rank, of the weights that the kept KV is of; empty: not known
-  // The checkpoint that this sleep, or this wake on hold, is of.
+  std::vector<uint64_t> weights_writes{};      // by rank, when the engine fell asleep (writes_of_weights())
+  std::vector<std::string> weights_digests{};  // by rank, of the weights that computed the saved KV; empty: not known
+  // The checkpoint of this sleep, or of a wake that is held.
   std::optional<EngineCheckpoints::Generation> checkpoint{};
   Metadata metadata{};  // of that checkpoint
 };
@@ -38,10 +38,10 @@ struct OperationContext {
   EngineCheckpoints checkpoints;
   DeferredBlocks deferred;
   SleepInForce asleep{};
-  // The last wake over weights that were written had `old_kv`: expect it of the next one.
+  // The last wake after a write of the weights was given `old_kv`; so the next one is expected to be, too.
   bool wakes_name_old_kv = false;
-  bool took_checkpoint = false;  // in a wake, for good or to throw it away
-  bool wake_is_held = false;     // a restored checkpoint waits for its front end
+  bool took_checkpoint = false;  // a wake has taken a checkpoint over, to go on from it or to discard it
+  bool wake_is_held = false;     // a restored checkpoint waits for end_hold()
 };
 
 }  // namespace torpor

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// PackedShares: how much of the arena chunks of each tag take once they are packed. Before they are, nobody knows: a
-// sleep is planned by the last one.
+// PackedShares: how many bytes of the arena the packed chunks of each tag need. That is known only after packing, so a
+// sleep is planned with the shares of the sleep before.
 //
-// Owner: RankSaver. Threads: RankMemory's lock is held at every call.
+// Owner: RankSaver. Threads: the caller holds RankMemory's lock.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ class PackedShares {
  public:
   explicit PackedShares(Codec codec) : codec_(codec) {}  // of chunks in the arena
 
-  // Return how many bytes of the arena so many bytes of the tag will take.
+  // Return how many bytes of the arena `bytes` of the tag are expected to need.
   uint64_t held_for(std::string_view tag, uint64_t bytes) const {
     if (codec_ == Codec::kNone) return bytes;
     const auto known = shares_.find(tag);
@@ -28,7 +28,7 @@ class PackedShares {
     return std::min(bytes, bytes / kWhole * share + bytes % kWhole);
   }
   bool known(std::string_view tag) const { return shares_.contains(tag); }
-  // Note what these chunks took: others of the tag are likely to take as much.
+  // Note how much these chunks needed; other chunks of the tag are expected to need as much.
   void learn(const std::string& tag, std::span<const SavedChunk> chunks) {
     uint64_t bytes = 0;
     uint64_t stored = 0;
@@ -36,15 +36,15 @@ class PackedShares {
     if (codec_ == Codec::kNone || bytes == 0) return;
     shares_[tag] = std::min(kWhole, stored * kWhole / bytes + kShareMargin);
   }
-  // Note that nothing of the tag may get smaller.
+  // Expect that chunks of the tag do not become smaller.
   void expect_whole(const std::string& tag) {
     if (codec_ != Codec::kNone) shares_[tag] = kWhole;
   }
 
  private:
-  static constexpr uint64_t kWhole = 1024;      // shares are of it
-  static constexpr uint64_t kUsualShare = 784;  // of bf16 values; no less than 768 is possible
-  static constexpr uint64_t kShareMargin = 16;  // by which other content may be larger
+  static constexpr uint64_t kWhole = 1024;      // a share is a number of 1024ths
+  static constexpr uint64_t kUsualShare = 784;  // of bf16 values; less than 768 is impossible
+  static constexpr uint64_t kShareMargin = 16;  // added to a known share, as other content may need more
 
   const Codec codec_;
   std::map<std::string, uint64_t, std::less<>> shares_;  // by tag

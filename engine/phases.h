@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations of a SleepController, their phases, and parts of a rank's memory, by number: for events, which hold no
-// words.
+// Names and numbers of the SleepController's operations, their phases, and parts of a rank's memory. Events hold the
+// numbers, as they hold no words.
 #pragma once
 
 #include <array>
@@ -9,22 +9,22 @@
 
 namespace torpor {
 
-// `from` of an operation's events. Appended only.
+// `from` of an operation's events. Only append.
 inline constexpr std::array<std::string_view, 4> kOperationNames = {"other", "sleep", "wake", "checkpoint"};
 
-// `from` of a phase's events. Appended only; "attach" is in older recordings, a wake is without it now.
+// `from` of a phase's events. Only append. "attach" occurs in older recordings; a wake has no such phase now.
 inline constexpr std::array<std::string_view, 11> kPhaseNames = {
     "other", "quiesce", "capture", "commit", "save", "verify", "detach", "attach", "restore", "reconnect", "open"};
 
-// `from` and `to` of an engine's events. Appended only.
+// `from` and `to` of an engine's events. Only append.
 inline constexpr std::array<std::string_view, 5> kEngineStates = {"awake", "falling asleep", "asleep", "waking",
                                                                   "unrecoverable"};
 
-// `from` of an event of memory. Appended only.
+// `from` of an event of memory. Only append.
 enum class MemoryPart : uint8_t { kNone, kDevice, kAnybody, kArena, kArenaHeld, kTag };
 inline constexpr std::array<std::string_view, 6> kMemoryParts = {"", "device", "anybody", "arena", "arena held", "tag"};
 
-// 0 for a name that is not there.
+// Return the number of a name; 0 if it has none.
 template <size_t size>
 constexpr uint8_t number_of(std::string_view name, const std::array<std::string_view, size>& names) {
   for (size_t i = 0; i < size; ++i) {

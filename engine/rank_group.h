@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankGroup: all worker ranks as one: an order succeeds on every rank or it is an error.
+// RankGroup: all worker ranks as one. An order succeeds on every rank, or the call returns an error.
+//
+// Owner: an operation, or RequestImages. Threads: one at a time. Failure: errors are values; a hook that throws is
+// caught below (GuardedHooks).
 #pragma once
 
 #include <string>
@@ -13,16 +16,18 @@ namespace torpor {
 
 class RankGroup {
  public:
-  explicit RankGroup(EngineHooks& hooks) : hooks_(hooks) {}  // `hooks` outlives the group
+  explicit RankGroup(EngineHooks& hooks) : hooks_(hooks) {}  // outlives the group
 
-  // The replies of all ranks, by rank. If one failed: its error. Then other ranks may have carried the order out; the
-  // caller sends the order that undoes it, which a rank that has nothing to undo refuses without harm: see undo().
+  // Send an order to all ranks and return their replies, by rank. If a rank failed, return its error. Other ranks may
+  // have carried the order out then: send the order that undoes it with undo(). A rank that has nothing to undo refuses
+  // that order, which does no harm.
   template <class Order>
   Result<std::vector<typename Order::Reply>> call(const Order& order) {
     return send(order, /*refusals=*/false);
   }
-  // Sends an undoing order. A rank in another state refuses it (kFailedPrecondition): it has nothing to undo, and its
-  // reply is left out. Any other failure is tried once more, then it is the result's error.
+  // Send an order that undoes another one. A rank in another state refuses it (kFailedPrecondition) because it has
+  // nothing to undo; its reply is left out. After any other failure the order is sent once more; if that fails too,
+  // return the error.
   template <class Order>
   Result<std::vector<typename Order::Reply>> undo(const Order& order) {
     const auto attempt = [&] { return send(order, /*refusals=*/true); };
@@ -47,7 +52,7 @@ class RankGroup {
     }
     return replies;
   }
-  Result<std::vector<Bytes>> send_bytes(const Bytes& order);  // one answer or more, none without bytes
+  Result<std::vector<Bytes>> send_bytes(const Bytes& order);  // at least one reply, none empty
   EngineHooks& hooks_;
 };
 
@@ -64,38 +69,39 @@ std::vector<RankLedger> ledgers_of(const std::vector<Reply>& replies) {
   return ledgers;
 }
 
-// To a fingerprint, what each rank said of its weights. Throws std::out_of_range where one said nothing.
+// Add to a fingerprint the digest of each rank's weights. Throws std::out_of_range if a reply has none.
 template <class Reply>
 void add_weights(Fingerprint& fields, const std::vector<Reply>& replies) {
   for (size_t rank = 0; rank < replies.size(); ++rank)
     fields["weights_digest_rank" + std::to_string(rank)] = replies[rank].digests.at(kWeightsTag);
 }
 
-// In the order in which a woken engine runs them.
+// Return the ids of all requests, in the order in which a woken engine runs them.
 std::vector<std::string> requests_by_need(const SchedulerCheckpoint& state);
-// All blocks of a state, in the order in which it needs them.
+// Return all blocks of a state, the most needed first.
 std::vector<int32_t> blocks_by_need(const SchedulerCheckpoint& state);
-// Of these blocks of a state, which are by need, those that may come back behind an engine that holds so much back.
+// Return those of `blocks`, the most needed first, that may come back after an engine that holds back `held` runs.
 std::vector<int32_t> deferred_blocks_of(const SchedulerCheckpoint& state, const std::vector<int32_t>& blocks,
                                         HoldsBack held);
-// Says which blocks of this state are saved, the most needed first, and what tells their contents apart.
+// Write into `save` which blocks of this state are saved, the most needed first, with the values that identify their
+// contents.
 void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept);
 
 using Described = std::vector<orders::Describe::Reply>;  // by rank
-// The sum of one field of a tag's ledger over all ranks.
+// Return the sum over all ranks of one field of a tag's ledger.
 uint64_t tag_bytes(const Described& described, const std::string& tag, uint64_t RankLedger::Tag::*field);
-// Of one KV block: stages of a pipeline have different layers.
+// The bytes of one KV block. They differ by rank if stages of a pipeline have different layers.
 struct BlockBytes {
   uint64_t all = 0;   // on all ranks together
-  uint64_t most = 0;  // on the rank that needs most for it
+  uint64_t most = 0;  // on the rank that has most of it
 };
 BlockBytes block_bytes(const Described& described);
-// KV blocks that all ranks have; 0: there is no KV.
+// Return the number of KV blocks that all ranks have; 0: there is no KV cache.
 int32_t num_blocks(const Described& described);
-// Return the tags of these names, in the order in which they wake; where none is named, all that there are.
-// kInvalidArgument names one that is not there.
+// Return the tags of these names in the order in which they wake; all tags if `wanted` is empty. kInvalidArgument names
+// a tag that does not exist.
 Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const Described& described);
-// Return kInvalidArgument unless the KV cache is among these tags, which a checkpoint will have.
+// Return kInvalidArgument unless the tag of the KV cache is among these, the tags of a checkpoint.
 Status has_kv(const std::vector<std::string>& tags);
 
 }  // namespace torpor

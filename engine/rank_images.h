@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankImages: KV blocks of requests that left their engine, on one rank, until they are admitted to an engine again.
+// RankImages: on one rank, KV blocks of requests that left their engine, until the requests are admitted to an engine
+// again.
 //
-// An image is a list of chunks in the host arena, one KV block each, with its digest. An image is made whole or not at
-// all. It takes room of the arena's budget, and stays over sleeps. What the blocks mean is known where the scheduler is
+// An image is a list of chunks in the host arena, each one KV block with its digest. It is made whole or not at all. It
+// counts against the arena's budget and stays over sleeps. Only the scheduler's side knows what the blocks mean
 // (engine/request_images.h).
 //
-// Owner: RankMemory; its lock is held at every call. Failure: errors are values, and leave all images as they were.
+// Owner: RankMemory. Threads: the caller holds RankMemory's lock. Failure: an error is a value and leaves all images as
+// they were.
 #pragma once
 
 #include <map>
@@ -24,20 +26,25 @@ class RankImages {
  public:
   explicit RankImages(const RankParts& parts) : parts_(parts) {}  // outlives it
 
-  // Nothing writes into these blocks meanwhile. kFailedPrecondition: there is an image of this id. kInvalidArgument: no
-  // such block. kResourceExhausted: the arena has no room. kCorruption: a block was written while it was copied.
+  // Copy KV blocks of the device into a new image, with a digest of each. Precondition: nothing writes into these
+  // blocks meanwhile; this is not checked. kFailedPrecondition: an image of this id exists. kInvalidArgument: a block
+  // does not exist. kResourceExhausted: the arena is full.
   Result<orders::Extract::Reply> extract(const orders::Extract& order, const KvLayout& layout);
-  // The same from a committed checkpoint, which need not stay. kNotFound: it does not have a block. kIncompatible: its
-  // blocks have another size, or it is not the one that the order names. kCorruption names what is damaged.
+  // Copy blocks of a committed checkpoint into a new image. The checkpoint need not stay. kNotFound: it does not have a
+  // block. kIncompatible: its blocks have another size, or it is not the checkpoint that the order names. kCorruption
+  // names what is damaged.
   Result<orders::ReadImage::Reply> read(const orders::ReadImage& order, const KvLayout& layout);
-  // Write an image into a checkpoint under construction. kNotFound, kCorruption, errors of files. The image stays.
+  // Write an image into a checkpoint under construction. The image stays. kNotFound: there is no such image.
+  // kCorruption: a chunk is damaged. Other errors: those of files.
   Result<orders::SaveImage::Reply> save(const orders::SaveImage& order) const;
-  // kNotFound, kCorruption.
+  // Compare each chunk of an image with its digest. kNotFound: there is no such image. kCorruption: a chunk is damaged.
   Result<orders::VerifyImage::Reply> verify(const orders::VerifyImage& order) const;
-  // Waits for what the device was given before. kNotFound, kInvalidArgument, kCorruption.
+  // Copy chunks of an image, verified, into KV blocks, after all work that the device was given before. kNotFound:
+  // there is no such image. kInvalidArgument: a chunk or a block does not exist. kCorruption: a chunk is damaged.
   Result<orders::Admit::Reply> admit(const orders::Admit& order, const KvLayout& layout);
+  // Free an image. It does nothing if there is none.
   orders::DropImage::Reply drop(const orders::DropImage& order) noexcept;
-  void abandon() noexcept;  // copies may still run: the memory of all images is kept until the process ends
+  void abandon() noexcept;  // copies may still run: keeps the memory of all images until the process ends
 
  private:
   struct Image {

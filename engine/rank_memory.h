@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankMemory: the memory of one worker rank: its device, its regions by tag, its arena, what carries bytes between
-// them, and the steps of a sleep and a wake. A step is an order (rank_orders.h); each is all or nothing.
+// RankMemory: the memory of one worker rank: its device, its regions by tag, its arena, the transfers between them, and
+// the steps of a sleep and a wake. A step is an order (rank_orders.h); each is all or nothing.
 //
-// Who takes the steps: RankService for the controller of an engine, TagSleep for programs without one. They hold the
-// lock over all that belongs together.
+// RankService calls the steps for the controller of an engine; TagSleep calls them for programs without a controller.
+// They hold the lock over all steps that belong together.
 //
-// Owner: the worker process, for as long as its engine lives. Threads: any; what says so needs the lock. A forked child
-// has the addresses, but not the device: same_process().
+// Owner: the worker process, for as long as its engine lives. Threads: any; methods marked with TORPOR_REQUIRES need
+// the lock. Failure: errors are values. A forked child has the addresses, but not the device: same_process().
 #pragma once
 
 #include <atomic>
@@ -36,42 +36,46 @@ namespace torpor {
 
 struct RankMemoryOptions {
   int32_t rank = 0;
-  uint64_t arena_budget_bytes = 0;          // 0: no limit
-  uint64_t arena_slab_bytes = 64ull << 20;  // host memory is taken from the system in pieces of this size,
-                                            // the first ones smaller
-  uint64_t handle_bytes = 64ull << 20;      // physical memory of the device is made in pieces of this size
-  // Host memory that is brought up in the background from the start. None: on a device with memory of its own, quietly
-  // (allocator/background_prefault.h) what the first sleep will need: all regions, of KV blocks as much as of all else
-  // at most, as long as the system has half of its memory free (base/free_memory.h). The first sleep ends it.
+  uint64_t arena_budget_bytes = 0;  // 0: no limit
+  // The size of the pieces in which host memory is taken from the system; the first ones are smaller.
+  uint64_t arena_slab_bytes = 64ull << 20;
+  uint64_t handle_bytes = 64ull << 20;  // size of the pieces of the device's physical memory
+  // Host memory to prefault from the start. None: a background prefault, on a device with memory of its own
+  // (allocator/background_prefault.h), of what the first sleep will need: the bytes of all regions, of which the KV
+  // cache counts at most as much as all others together. It stops when the system has less than half of its memory free
+  // (base/free_memory.h). The first sleep ends it.
   std::optional<uint64_t> arena_prefault_bytes = 0;
-  // None of that before start_prefault(): for an engine that captures CUDA graphs first, and loads, beside which pinned
-  // memory is slow to come.
+  // Do not begin that before start_prefault(). For an engine that loads weights and captures CUDA graphs first: memory
+  // is pinned slowly beside that.
   bool prefault_waits = false;
-  BackgroundPrefault::Room prefault_room{};  // that, in a test
-  // Most host memory that stays held between operations, for the next sleep to find it ready; what backups need stays
-  // in any case. None: any amount; but 0 on the device without a GPU, where it is taken from the same memory.
+  BackgroundPrefault::Room prefault_room{};  // how much the background prefault may take, in a test
+  // The most host memory that stays held between operations, ready for the next sleep. Memory of backups stays in any
+  // case. None: no limit; but 0 on the device without a GPU, whose memory comes from the same system.
   std::optional<uint64_t> arena_keep_bytes;
-  // For copies and digests, and as many for files; 0: as many as the machine has cores, at most 8.
+  // Number of threads for copies and digests, and again for files. 0: one for each core of the machine, at most 8.
   int threads = 0;
   bool own_threads =
-      true;  // off: who waits makes the copies, in one order, and maps memory before them (TransferEngine)
-  // Backups are kept after a wake. That of the weights is not copied again until somebody marks them dirty: the owner's
-  // word that nobody else writes them. Those of other tags only serve TagSleep's CleanCheck::kDigest. None: off.
+      true;  // off: the thread that waits makes the copies, in one order, and maps memory before them (TransferEngine)
+  // Keep backups after a wake. The backup of the weights is not copied again until the owner marks them dirty; so the
+  // owner promises that nothing else writes them. Backups of other tags serve only CleanCheck::kDigest of TagSleep.
+  // None: off.
   std::optional<bool> keep_backup;
-  // Most bytes of KV blocks whose backup is kept after a wake, for the next sleep to copy only what changed since. They
-  // go where the arena needs room. None: any amount; but 0 on the device without a GPU.
+  // The most bytes of KV blocks whose backup is retained after a wake, so that the next sleep copies only what has
+  // changed since. The arena evicts them if it needs the memory. None: no limit; but 0 on the device without a GPU.
   std::optional<uint64_t> retain_kv_bytes;
-  // kBf16: what of a sleep lies in the arena is packed, chunk by chunk, where that makes it smaller. kNone: it is not.
+  // Codec of saved chunks in the arena. kBf16: each chunk is packed if that makes it smaller.
   Codec host_compression = Codec::kNone;
-  std::shared_ptr<const Key> key;  // for chunk files of sealed checkpoints; null: there is none
-  // What has no room in the arena's budget at a sleep goes to a file there that nobody else sees, for as long as the
-  // sleep lasts; with a key it is sealed, with `encrypt` also unreadable. Empty: such a sleep fails.
+  std::shared_ptr<const Key> key;  // for the chunk files of sealed checkpoints; null: there is no key
+  // Directory of a file for what does not fit into the arena's budget at a sleep. No other process sees the file, and
+  // it lasts as long as the sleep. With a key it is sealed, with `encrypt` also encrypted. Empty: such a sleep fails.
   std::string spill_dir;
   bool encrypt = false;
-  // Of the budget, kept free meanwhile for bringing it back; at most a quarter of it.
+  // Bytes of the budget that a sleep with such a file keeps free, to bring its chunks back; at most a quarter of the
+  // budget.
   uint64_t spill_staging_bytes = 64ull << 20;
-  EventPort events{};  // each batch of copies, and what memory there is after each operation
-  // Deferred blocks of a wake come in jobs of this size. Off: they move when somebody asks for them, in one order.
+  EventPort events{};  // receives each batch of copies, and the memory after each operation
+  // The size of the jobs that bring deferred blocks of a wake. Without `deferred_thread` they are copied only while a
+  // caller waits for them, in one order.
   uint64_t deferred_job_bytes = 64ull << 20;
   bool deferred_thread = true;
 };
@@ -82,57 +86,60 @@ class RankMemory {
                                                     RankMemoryOptions options = {});
   ~RankMemory();
 
-  // A new zeroed region; its address is valid for the life of this object, its bytes while its tag is attached.
+  // Allocate a zeroed region. Its address is valid for the life of this object, its bytes while its tag is attached.
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
   Status free(DeviceAddress address);
-  // Give the memory of a region of which nothing is in use back to the device. Its addresses stay taken until free();
-  // no sleep, wake or ledger has it from then on. Return the bytes given back. A checkpoint that is
-  // being written is given up, as by free(). Errors: SleepAllocator::trim().
+  // Give the memory of a region that is not in use back to the device. Its addresses stay reserved until free();
+  // sleeps, wakes and ledgers ignore it from then on. Return the bytes given back. A checkpoint that is being written
+  // is cancelled, as by free(). Errors: those of SleepAllocator::trim().
   Result<uint64_t> trim(DeviceAddress address);
-  // What is saved of these bytes of a region. kNotFound: they are in none, or nothing is.
+  // Read saved bytes of a region. kNotFound: they lie in no region, or nothing is saved of them.
   Status read_saved(DeviceAddress address, std::span<std::byte> out) const;
-  // From now on `tag` holds KV blocks laid out like this.
+  // Make `tag` the one that holds KV blocks with this layout.
   Status set_kv_layout(std::string tag, KvLayout layout);
-  // A store of its blocks in the arena, from which a sleep need not copy what orders name there
-  // (orders::Save::host_slots). For a packed one staging memory is kept for as long as the store is there.
-  // kResourceExhausted: there is no room for both; nothing of them is held then.
+  // Make a store of KV blocks in the arena. A sleep need not copy blocks that an order names in it
+  // (orders::Save::host_slots). With a packed store, staging memory is reserved for as long as the store exists.
+  // kResourceExhausted: the arena has no room for both; then nothing is held.
   Result<std::shared_ptr<HostStore>> make_host_store(const HostStoreOptions& options);
-  // The owner changed bytes of `tag`: a kept backup is no longer that of its content. On the device without a GPU most
-  // changes are noticed without it, when the tag is described next: a sample of its bytes is compared.
+  // Note that the owner has changed bytes of `tag`, so that a kept backup is not its content any more. On the device
+  // without a GPU most writes are also noticed without this call, when the tag is described next, by a sample of its
+  // bytes.
   void mark_dirty(std::string_view tag);
-  // The engine's weights are these bytes of regions of their tag, in this order; `label` says which and of what kind. A
-  // fingerprint is of them alone: beside them, and in where they lie, two processes of an engine may differ.
-  // kInvalidArgument: they lie elsewhere.
+  // Name the engine's weights: these pieces of regions of the weights' tag, in this order. `label`: which weights, and
+  // of what kind. A fingerprint then covers these bytes alone; other bytes of the tag, and addresses, may differ
+  // between two processes of an engine. kInvalidArgument: a piece lies elsewhere.
   Status name_weights(std::string label, std::vector<DevicePiece> pieces);
-  // Return the digest of the named weights, or of their whole tag where none were named.
+  // Return the digest of the named weights; if none are named, of the whole tag.
   Result<std::string> weights_digest();
-  // Somebody may have: what was known of its content is not believed any more, and is read when it is wanted next.
+  // Note that the owner may have changed bytes of `tag`: its digest is taken anew when it is needed next.
   void invalidate_digest(std::string_view tag);
-  // Fills the regions of a tag, which are there and attached, with what a committed checkpoint has of this rank's: each
-  // piece is proved by its digest, and seal, before it is copied. kIncompatible: other regions, or nothing of the tag.
+  // Fill the attached regions of a tag with what a committed checkpoint has of this rank. Each piece is verified by its
+  // digest, and its seal, before it is copied. kIncompatible: the checkpoint has other regions, or nothing of the tag.
   Result<LoadedTag> load_tag(const StoredTag& stored);
-  // Of what load_tag() filled: its digest, unless it was seen to be written since.
+  // Return the digest of the content that load_tag() filled in; none if a write was seen since.
   std::optional<std::string> proven_digest(const std::string& tag);
 
   RankLedger ledger() const;
   const EventPort& events() const { return options_.events; }
-  // Begin to bring up host memory, where options.prefault_waits holds it back; else it has begun.
+  // Begin the background prefault that options.prefault_waits holds back. It does nothing if it has begun.
   void start_prefault();
-  // Bring up no more host memory from now on, and wait for what is being brought up. For the end of the process: no
-  // thread may call the driver of a GPU once that shuts down.
+  // Prefault nothing more, and wait for the current piece. Call it before the process ends: no thread may call the
+  // driver of a GPU while that shuts down.
   void end_prefault() noexcept;
   void wait_background_prefault() const noexcept {
     if (prefault_ != nullptr) prefault_->wait();
   }
   std::map<std::string, RegionState> states() const { return allocator_->states(); }
-  // For an engine that moves KV blocks between tiers while it serves; both live as long as this object.
+  // For an engine that offloads KV blocks while it serves. Both live as long as this object.
   TransferEngine& transfers() { return *transfers_; }
   HostArena& arena() { return *arena_; }
-  // After set_kv_layout(), merged. No lock: it does not change while an engine serves.
+  // Return the merged layout, after set_kv_layout(). It needs no lock, as the layout does not change while an engine
+  // serves.
   const KvLayout& kv_layout() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return images_->chunks().kv_layout(); }
 
   // --- for RankService and TagSleep ---
-  // A reply has no ledger: fill() after it, so that nothing fails once the memory has gone.
+  // Carry out an order. A reply has no ledger: call fill() afterwards, so that nothing can fail once the memory has
+  // been released.
   Result<orders::Describe::Reply> carry_out(const orders::Describe& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Inform::Reply> carry_out(const orders::Inform& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Save::Reply> carry_out(const orders::Save& order) TORPOR_REQUIRES(mutex_);
@@ -166,7 +173,7 @@ class RankMemory {
   Status nothing_moves() TORPOR_REQUIRES(mutex_);
   void before_free(const RegionInfo& region) TORPOR_REQUIRES(mutex_);
   Status kv_is_attached() const TORPOR_REQUIRES(mutex_);
-  void forget(const RegionInfo& region) TORPOR_REQUIRES(mutex_);  // it was freed, or trimmed
+  void forget(const RegionInfo& region) TORPOR_REQUIRES(mutex_);  // after the region was freed or trimmed
   Result<orders::Save::Reply> save_all(const orders::Save& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Save::Reply> save_giving(const orders::Save& order) TORPOR_REQUIRES(mutex_);
   Result<orders::Save::Reply> stop_and_copy(const orders::Save& order) TORPOR_REQUIRES(mutex_);
@@ -178,18 +185,18 @@ class RankMemory {
   struct NamedWeights {
     std::string label;
     std::vector<DevicePiece> pieces;
-    std::string digest{};  // empty: it is not known
-    uint64_t writes = 0;   // of the tag, when it was taken
+    std::string digest{};  // empty: not known
+    uint64_t writes = 0;   // of the tag, when the digest was taken
   };
 
   const RankMemoryOptions options_;
-  const int64_t process_;  // that made it
-  mutable Mutex mutex_;    // one sleep, wake or order at a time
-  // Made by create(). What needs the lock says so; all else is safe from any thread.
+  const int64_t process_;  // process id of the maker
+  mutable Mutex mutex_;    // held for one sleep, wake or order
+  // Made by create(). Members without a guard are safe from any thread.
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<BackgroundPrefault> prefault_;  // null: there is none
-  std::atomic<uint64_t> prefault_waiting_ = 0;    // bytes that start_prefault() brings up
+  std::atomic<uint64_t> prefault_waiting_ = 0;    // bytes that start_prefault() will ask for
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<const RankParts> parts_;
@@ -198,10 +205,10 @@ class RankMemory {
   std::unique_ptr<RankRestorer> restorer_ TORPOR_PT_GUARDED_BY(mutex_);
   std::unique_ptr<RankImages> request_images_ TORPOR_PT_GUARDED_BY(mutex_);
   std::optional<NamedWeights> named_weights_ TORPOR_GUARDED_BY(mutex_);
-  uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of regions
+  uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of the regions
   uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::weak_ptr<HostStore> packed_store_ TORPOR_GUARDED_BY(mutex_);
-  uint64_t packed_store_batch_ TORPOR_GUARDED_BY(mutex_) = 0;  // bytes of staging that its blocks need
+  uint64_t packed_store_batch_ TORPOR_GUARDED_BY(mutex_) = 0;  // bytes of staging memory for its blocks
 };
 
 }  // namespace torpor

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // RankParts: what all parts of one rank's memory work with: its device, allocator, arena, transfers and options.
 //
-// Owner: RankMemory; all that refer to it end before. What it refers to outlives it.
+// Owner: RankMemory. What it refers to outlives it; all objects that refer to it end before it. Options: see
+// RankMemoryOptions.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +24,12 @@ struct RankParts {
   TransferEngine& transfers;
   FileSystem& file_system;
   int32_t rank = 0;
-  bool keep_backup = false;         // of tags without blocks, after a wake
-  uint64_t retain_kv_bytes = 0;     // of blocks, after a wake: most
+  bool keep_backup = false;         // keep backups of tags without blocks after a wake
+  uint64_t retain_kv_bytes = 0;     // the most bytes of KV blocks retained after a wake
   Codec host_codec = Codec::kNone;  // of chunks in the arena
-  std::string spill_dir;            // for what has no room in the arena; empty: there is none
-  std::shared_ptr<const Key> key;   // of sealed files; null: there is none
-  bool encrypt = false;             // what is spilled
+  std::string spill_dir;            // directory of the spill file; empty: none
+  std::shared_ptr<const Key> key;   // of sealed files; null: none
+  bool encrypt = false;             // encrypt the spill file
   uint64_t spill_staging_bytes = 0;
   uint64_t deferred_job_bytes = 0;
   bool deferred_thread = false;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankRestorer: brings what was saved of a rank back into its device memory.
+// RankRestorer: copies what was saved of a rank back into its device memory.
 //
-// A whole wake, an early one, one from a checkpoint and a swap differ in what says that memory is there
-// (engine/restore_gate.h), in the source of the bytes, and in the deferred blocks: the engine runs before those
-// are there, and they are copied behind it (engine/deferred_copies.h). Which these are the controller decides
-// (orders::Restore::deferred).
+// A full wake, a post-copy wake, a wake from a checkpoint and a swap-in differ in three points: the gate that tells
+// when memory is there (engine/restore_gate.h), the source of the bytes, and the deferred blocks. The engine runs
+// before deferred blocks are there; they are copied while it runs (engine/deferred_copies.h). The controller chooses
+// them (orders::Restore::deferred).
 //
-// Owner: RankMemory; its lock is held at every call.
+// Owner: RankMemory. Threads: the caller holds RankMemory's lock.
 #pragma once
 
 #include <cstdint>
@@ -29,18 +29,19 @@ class RankRestorer {
  public:
   RankRestorer(const RankParts& parts, RegionImages& images) : parts_(parts), images_(images) {}  // both outlive it
 
-  // Attach the tags' regions and copy their images up, but for deferred blocks, which begin to come.
+  // Attach the tags' regions and copy their images into them. Deferred blocks begin to be copied.
   Result<orders::Restore::Reply> restore(const orders::Restore& order);
-  // Copy KV blocks of a committed checkpoint into attached memory, but for deferred ones, which begin to come.
+  // Copy KV blocks of a committed checkpoint into attached memory. Deferred blocks begin to be copied.
   Result<orders::Restore::Reply> load_blocks(const orders::Restore& order);
-  // The tags are awake (RegionImages::finish()). The image of deferred blocks stays until all have ended and were told.
+  // End the wake of these tags (RegionImages::finish()). The image of deferred blocks stays until all have ended and
+  // were reported.
   Status finish(const std::vector<std::string>& tags, bool keep);
 
-  // Return which deferred blocks have ended since the controller heard of them.
+  // Return the deferred blocks that have ended since those that the controller has seen.
   orders::PollRestore::Reply poll(const orders::PollRestore& order);
-  Status nothing_deferred() const;                        // kFailedPrecondition while some are
-  void cancel_deferred() noexcept { deferred_.reset(); }  // nothing is written any more; the image stays
-  void end_deferred() noexcept;                           // the same, and the image goes
+  Status nothing_deferred() const;                        // kFailedPrecondition while blocks are deferred
+  void cancel_deferred() noexcept { deferred_.reset(); }  // stops all copies; the image stays
+  void end_deferred() noexcept;                           // stops all copies and drops the image
 
  private:
   struct Source {
@@ -49,13 +50,13 @@ class RankRestorer {
     bool in_turn = false;  // staging memory is short: one job at a time
   };
   struct Deferred {
-    std::shared_ptr<RecordStore> disk{};  // they come from, if it is not an image's
+    std::shared_ptr<RecordStore> disk{};  // source of the blocks, if it is not an image
     std::vector<DeferredCopies::Part> parts{};
     uint64_t bytes = 0;
     bool of_image = false;
-    bool keep = false;                         // the image, as finish() was told
-    uint64_t foreign_writes = 0;               // RegionImages::foreign_block_writes() then
-    std::unique_ptr<DeferredCopies> blocks{};  // last: it ends first
+    bool keep = false;                         // keep the image, as finish() was told
+    uint64_t foreign_writes = 0;               // RegionImages::foreign_block_writes() at finish()
+    std::unique_ptr<DeferredCopies> blocks{};  // last member: it ends first
   };
 
   Result<std::unique_ptr<RestoreGate>> gate_of(const std::vector<std::string>& tags, SwapChannel* channel) const;
@@ -68,7 +69,7 @@ class RankRestorer {
 
   const RankParts& parts_;
   RegionImages& images_;
-  std::unique_ptr<Deferred> deferred_;  // null: none are
+  std::unique_ptr<Deferred> deferred_;  // null: no block is deferred
 };
 
 }  // namespace torpor

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankSaver: saves the tags of a rank: into the arena, with a file for what has no room there, or into a checkpoint
-// (engine/checkpoint_saver.h). A sleep to host memory and a swap differ in when the memory goes: after the sleep, or
+// RankSaver: saves the tags of a rank: into the arena, with a file for what does not fit there, or into a checkpoint
+// (engine/checkpoint_saver.h). A sleep to host memory releases the device memory afterwards; a swap-out releases it
 // page by page while the rest is copied.
 //
-// Owner: RankMemory; its lock is held at every call.
+// Owner: RankMemory. Threads: the caller holds RankMemory's lock.
 #pragma once
 
 #include <cstdint>
@@ -27,22 +27,23 @@ class RankSaver {
   RankSaver(const RankParts& parts, RegionImages& images)  // both outlive it
       : parts_(parts), images_(images), shares_(parts.host_codec), checkpoint_(parts, images) {}
 
-  // Content -> images. Clean ones in the arena stand as they are. After an error call RegionImages::forget_saved().
+  // Copy the tags' content into images. Clean images in the arena are kept as they are. After an error call
+  // RegionImages::forget_saved().
   Result<orders::Save::Reply> save(const orders::Save& order);
-  // The same, into the arena; the memory of what is safe there goes page by page, for another engine. After an error
-  // the images are as far as they came, for take_back(), then forget_saved().
+  // The same, into the arena, but release each page to another engine as soon as its content is saved. After an error
+  // the images are as far as they came: call take_back(), then RegionImages::forget_saved().
   Result<orders::Save::Reply> save_giving(const orders::Save& order, SwapChannel& channel);
-  // Take back the memory that save_giving() gave: what was saved of it comes from the images, the rest is zeroed. A
-  // page with bytes that were still to be copied never went. kDevice: a copy is not proven over, so nobody knows. May
-  // be repeated.
+  // Take back the memory that save_giving() released. What was saved of it is copied back from the images; the rest is
+  // zeroed. (A page with bytes that were not saved was never released.) kDevice: a copy may still run, so the content
+  // is unknown. May be repeated.
   Status take_back(const std::vector<std::string>& tags);
-  void on_detached() noexcept { pages_gone_ = false; }  // nothing can be taken back any more
-  // Return what save() would do.
+  void on_detached() noexcept { pages_gone_ = false; }  // from now on nothing can be taken back
+  // Return the reply that save() would give. Nothing changes.
   Result<orders::Save::Reply> plan(const orders::Save& order) const;
 
   CheckpointSaver& checkpoint() { return checkpoint_; }
-  bool spills() const { return !parts_.spill_dir.empty(); }  // what has no room in the arena
-  // Return how much of the arena so many bytes of a tag will take: where they are packed, about so much.
+  bool spills() const { return !parts_.spill_dir.empty(); }  // whether a file takes what does not fit into the arena
+  // Return how many bytes of the arena `bytes` of a tag will need; an estimate if chunks are packed.
   uint64_t held_for(std::string_view tag, uint64_t bytes) const { return shares_.held_for(tag, bytes); }
 
  private:
@@ -60,7 +61,7 @@ class RankSaver {
   RegionImages& images_;
   PackedShares shares_;
   CheckpointSaver checkpoint_;
-  bool pages_gone_ = false;  // for another engine, and not taken back with their content
+  bool pages_gone_ = false;  // for another engine, and not taken back yet
 };
 
 }  // namespace torpor

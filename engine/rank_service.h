@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankService: the end of the controller's orders on a rank: decodes one, carries it out on the rank's memory, encodes
-// the answer. It has no state of its own: make one where it is needed.
+// RankService: the rank's end of the controller's orders. It decodes an order, carries it out on the rank's memory, and
+// encodes the reply. It has no state: make one where it is needed.
 #pragma once
 
 #include "engine/rank_memory.h"
@@ -9,11 +9,11 @@ namespace torpor {
 
 class RankService {
  public:
-  explicit RankService(RankMemory& memory) : memory_(memory) {}  // `memory` outlives it
+  explicit RankService(RankMemory& memory) : memory_(memory) {}  // outlives this object
 
-  // Threads: any, one order at a time, others wait. Failures, exceptions too, are in the answer; no bytes at all: there
-  // was not even memory for it. An order that failed may have been carried out all the same, when there was no memory
-  // to say so: send the one that undoes it.
+  // Carry out an order and return the reply. Failures, also exceptions, are in the reply; a reply without bytes means
+  // that there was no memory to encode one. An order whose failure is for want of memory may have been carried out:
+  // send the order that undoes it. Threads: any; one order at a time, others wait.
   Bytes call(const Bytes& order);
 
  private:

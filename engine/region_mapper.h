@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// RegionMapper: on a thread of its own, attaches regions one after the other while what is there is copied into
-// already. Without one, all of them before anything is copied: so that the device's calls have one order.
+// RegionMapper: attaches regions one after the other on a thread of its own, while those that are there are filled.
+// Without a thread it attaches all of them in the constructor, so that the order of the device's calls is fixed.
+//
+// Owner: MappedRegions. Threads: one calls it. Failure: wait() returns the error of the region that failed.
 #pragma once
 
 #include <thread>
@@ -13,13 +15,13 @@ namespace torpor {
 
 class RegionMapper {
  public:
-  // `regions` are attaching, or attached already; all in `allocator`, which outlives this.
+  // `regions`: all in `allocator`, which outlives this object; attaching, or attached already.
   RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress> regions, bool own_thread = true);
-  ~RegionMapper();  // ends after the region at work
+  ~RegionMapper();  // returns after the current region
 
-  // Waits until the first `count` regions are there. An error: attaching one of them, or of those after, failed.
+  // Wait until the first `count` regions are attached. An error: one of them, or one after them, failed.
   Status wait(size_t count);
-  bool finished() const;  // all are there
+  bool finished() const;  // whether all are attached
 
  private:
   void run();

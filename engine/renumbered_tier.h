@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RenumberedTier: reads KV blocks by the numbers that they get from a checkpoint that has them under others. A seal
-// binds the number that a block had when it was written, so each is read under that one.
+// RenumberedTier: reads KV blocks from a checkpoint that has them under other numbers. A seal binds the number that a
+// block had when it was written, so each block is read under that number.
 //
 // Owner: the load that made it. Threads: as DiskTier::get().
 #pragma once
@@ -16,7 +16,7 @@ namespace torpor {
 
 class RenumberedTier final : public RecordStore {
  public:
-  // `there`: of each number that a block gets, the one that it has in `source`.
+  // `there`: a block's number here -> its number in `source`. Blocks that are not in it have the same number.
   RenumberedTier(std::unique_ptr<RecordStore> source, std::unordered_map<uint64_t, uint64_t> there)
       : traits_{.kind = source->traits().kind}, source_(std::move(source)), there_(std::move(there)) {}
 

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// RequestImages: requests that left a live engine between two steps, as values, and where their KV lies on the ranks.
+// RequestImages: requests that left a running engine between two steps, as values, and where the ranks have their KV.
 //
-// An image has one request or more. It is made whole or not at all, and the engine forgets its requests only after
-// that. Later its requests are admitted to the engine again, one by one, as it finds blocks for them. When the last one
-// has its KV, or has ended, the host memory of the image is free.
+// An image has one request or more. It is made whole or not at all, and the engine forgets the requests only
+// afterwards. Later the engine admits the requests again, one by one, as it finds blocks for them. When the last
+// request has its KV, or has ended, the host memory of the image is freed.
 //
 //   extract() ── hibernated ── verify(), begin() ── resuming ── admit_order() … release() of each request ── gone
 //                    └──────────────── release() of each: they were aborted ──────────────────────────────────┘
 //
-// Blocks that several requests of an image share are in it once.
-// Owner: the engine core, beside its scheduler. Threads: the engine core's. Failure: an error changes nothing.
+// An image has a block once, even if several of its requests share it.
+//
+// Owner: the engine core, beside its scheduler. Threads: the engine core's. Failure: after an error nothing has
+// changed.
 #pragma once
 
 #include <map>
@@ -27,72 +29,75 @@ class RequestImages {
  public:
   struct Request {
     RequestState state;
-    std::vector<int32_t> chunks{};  // of the image: its blocks, in token order
-    int32_t position = 0;           // on disk: among the requests that were saved
+    std::vector<int32_t> chunks{};  // positions in the image of the request's blocks, in token order
+    int32_t position = 0;           // on disk: its position among the requests that were saved
   };
   struct Image {
-    std::vector<Request> requests{};  // that have not been released
+    std::vector<Request> requests{};  // not released yet
     uint64_t bytes = 0;               // on all ranks
     bool resuming = false;
-    bool in_memory = true;  // its KV: in that of the ranks, else on disk alone (engine/stored_images.h)
-    int32_t block_tokens = 0;
-    int32_t count = 0;  // of its chunks
+    bool in_memory = true;     // false: on disk alone (engine/stored_images.h)
+    int32_t block_tokens = 0;  // tokens of one block
+    int32_t count = 0;         // number of chunks
   };
-  struct StoredBlocks {  // of a committed checkpoint
+  struct StoredBlocks {  // where a committed checkpoint is
     std::string directory;
     uint64_t generation = 0;
     SealId id{};
   };
   using Images = std::map<std::string, Image, std::less<>>;  // by id
 
-  explicit RequestImages(EngineHooks& hooks) : ranks_(hooks) {}  // `hooks` outlives it
+  explicit RequestImages(EngineHooks& hooks) : ranks_(hooks) {}  // outlives this object
 
-  // Copy the KV of requests into a new image on every rank, and verify it. The engine stands still. `tables`: of each
-  // request, its blocks that have KV; `block_tokens`: of one block. kFailedPrecondition: there is such an image, or
-  // one of a request. kInvalidArgument, kCorruption: values that contradict each other. Errors of the ranks: see
-  // RankImages.
+  // Copy the KV of requests into a new image on every rank, with a digest of each block. Precondition: the engine
+  // stands still. `tables`: for each request its blocks that have KV. `block_tokens`: tokens of one block.
+  // kFailedPrecondition: the image exists, or another image has one of the requests. kInvalidArgument, kCorruption:
+  // values contradict each other. Errors of the ranks: see RankImages.
   Result<const Image*> extract(const std::string& id, std::vector<RequestState> requests,
                                const std::vector<std::vector<int32_t>>& tables, int32_t block_tokens);
-  // The same from a committed checkpoint: `tables` are its block tables, perhaps with blocks for tokens without KV.
+  // The same from a committed checkpoint. `tables` are its block tables; they may have blocks for tokens without KV.
   Result<const Image*> read(const std::string& id, std::vector<RequestState> requests,
                             std::vector<std::vector<int32_t>> tables, int32_t block_tokens, const StoredBlocks& stored);
-  // Have every rank compare its chunks with their digests. Return the image. kNotFound, kCorruption.
+  // Have every rank compare its chunks with their digests, and return the image. kNotFound: there is no such image.
+  // kCorruption: a chunk is damaged.
   Result<const Image*> verify(const std::string& id);
-  // The requests of the image are on their way into the engine. kNotFound; kFailedPrecondition if they are already.
+  // Mark the image as resuming: its requests are on their way into the engine. kNotFound: there is no such image.
+  // kFailedPrecondition: it is resuming already.
   Status begin(const std::string& id);
-  // Return the order to all ranks that brings the KV of a request of an image that is resuming. `blocks`: those of the
-  // request, in token order. kNotFound, kInvalidArgument.
+  // Return the order to all ranks that copies the KV of a request of a resuming image into `blocks`, in token order.
+  // kNotFound: no image has the request. kInvalidArgument: the number of blocks is wrong.
   Result<Bytes> admit_order(const std::string& request, const std::vector<int32_t>& blocks) const;
-  // A request has its KV, or has ended. Return the order to all ranks that frees the image if it was the last one.
+  // Release a request that has its KV, or has ended. If it was the last of its image, return the order to all ranks
+  // that frees the image.
   std::optional<Bytes> release(const std::string& request);
 
-  // kNotFound.
+  // kNotFound: there is no such image.
   Result<const Image*> get(const std::string& id) const;
-  // The state of an engine that has the requests of the image, their blocks by the number of their chunk, and nothing
-  // else. `ranks`: that it has. kNotFound.
+  // Return the state of an engine that has exactly the requests of the image, with chunk positions as block numbers.
+  // `ranks`: the number of ranks that the state has. kNotFound: there is no such image.
   Result<SchedulerCheckpoint> state_of(const std::string& id, size_t ranks) const;
-  // The image is on disk, and its host memory goes. A rank that cannot free it does so at return_to_memory().
-  // kNotFound. `saved`: with the state_of() of now.
+  // Free the host memory of an image that is on disk. A rank that fails to free it does so at return_to_memory().
+  // kNotFound: there is no such image. `saved`: whether it was saved with the present state_of(), or earlier.
   enum class Saved : uint8_t { kNow, kBefore };
   Status leave_memory(const std::string& id, Saved saved);
-  // Bring all chunks of an image that has left memory from a checkpoint that it was saved in, verified. kNotFound,
-  // errors of RankImages::read(): then it is as it was.
+  // Bring all chunks of an image that left memory back from a checkpoint that has it, verified. kNotFound: there is no
+  // such image. Other errors: those of RankImages::read(). After an error the image is as it was.
   Result<const Image*> return_to_memory(const std::string& id, const StoredBlocks& stored);
 
   const Images& images() const { return images_; }
-  // Null: no image has it.
+  // Return the request; null: no image has it.
   const Request* find(const std::string& request) const;
 
  private:
   Result<Image*> image_of(const std::string& id);
-  // `order`: Extract or ReadImage, with all but its blocks.
+  // `order`: Extract or ReadImage, complete but for its blocks.
   template <class Order>
   Result<const Image*> make(Order order, std::vector<RequestState> requests,
                             const std::vector<std::vector<int32_t>>& tables, int32_t block_tokens);
 
   RankGroup ranks_;
   Images images_;
-  std::map<std::string, std::string, std::less<>> image_of_;  // of each request: its image
+  std::map<std::string, std::string, std::less<>> image_of_;  // request id -> image id
 };
 
 }  // namespace torpor

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RestoreGate: says when the memory of a chunk is there, so that its bytes can be copied into it.
+// RestoreGate: tells when the memory of a chunk is there, so that its bytes can be copied into it.
 //
 // Owner: one order to a rank. Threads: one calls it.
 #pragma once
@@ -20,19 +20,19 @@ namespace torpor {
 class RestoreGate {
  public:
   virtual ~RestoreGate() = default;
-  // Wait until the memory of the chunk is there. Return an error if it will not be.
+  // Wait until the memory of the chunk is there. An error: it will not be.
   virtual Status wait_for(const ChunkPlan& chunk) = 0;
-  // Wait until all memory of the wake is there. Return an error if it will not be.
+  // Wait until all memory of the wake is there. An error: it will not be.
   virtual Status wait_for_all() = 0;
-  // Return whether all memory is there. False where that is not known.
+  // Return whether all memory is there; false if that is not known.
   virtual bool all_there() const = 0;
-  // Return the bytes of a job until then: it is begun when the memory of all its chunks is there.
+  // Return the size of a job, in bytes, until all_there(). A job begins when the memory of all its chunks is there.
   virtual uint64_t job_bytes() const = 0;
-  // Return whether memory comes by rising addresses: chunks are to be copied in that order then.
+  // Return whether memory comes in the order of addresses; then chunks are to be copied in that order.
   virtual bool by_address() const = 0;
 };
 
-// Memory that is there.
+// For memory that is there already.
 class AllAttached final : public RestoreGate {
  public:
   Status wait_for(const ChunkPlan&) override { return ok(); }
@@ -42,10 +42,11 @@ class AllAttached final : public RestoreGate {
   bool by_address() const override { return false; }
 };
 
-// The regions of a wake, which a thread attaches one after the other.
+// For the regions of a wake, which a thread attaches one after the other.
 class MappedRegions final : public RestoreGate {
  public:
-  // The regions of `tags`, in this order; `allocator` outlives this. Without a thread all of them are attached here.
+  // `tags`: their regions, in this order. `allocator` outlives this object. Without a thread all regions are attached
+  // here.
   MappedRegions(SleepAllocator& allocator, const std::vector<std::string>& tags, bool own_thread);
 
   Status wait_for(const ChunkPlan& chunk) override;
@@ -57,13 +58,13 @@ class MappedRegions final : public RestoreGate {
  private:
   struct Order {
     std::vector<DeviceAddress> regions;
-    // Tag and name of a region -> how many regions there are up to and with that one. Without a name: of the whole tag.
+    // (tag, region name) -> number of regions up to and including it. An empty name: up to the end of the tag.
     std::map<std::pair<std::string, std::string>, size_t> end_of;
   };
   static Order order_of(const SleepAllocator& allocator, const std::vector<std::string>& tags);
 
   const Order order_;
-  ChunkKey last_{};  // that was waited for
+  ChunkKey last_{};  // the last chunk that was waited for
   RegionMapper mapper_;
 };
 

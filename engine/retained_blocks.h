@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// RetainedBlocks: what the last sleep copied of KV blocks, after the wake. The next sleep takes over what is still the
-// content of its block, and copies the rest.
+// RetainedBlocks: the KV blocks that the last sleep copied, after the wake. The next sleep takes over those whose
+// content is still current, and copies the rest.
 //
-// Equal keys are not equal bytes: a block is known by its version (KvBlock::version), and one without a version by the
-// number of steps that the engine had taken when it was copied. Nothing is read to find out. Their memory is the first
-// to go where the arena needs room: give_up().
+// Equal hashes are not equal bytes. A block is identified by its content version (KvBlock::version); a block without
+// one by the number of steps that the engine had taken when it was copied. No bytes are read to compare. The arena
+// evicts these blocks first if it needs memory: give_up().
 //
 // Owner: ContentIndex. Threads: any.
 #pragma once
@@ -19,16 +19,16 @@
 
 namespace torpor {
 
-// Of a device block: with an equal one it has the same bytes.
+// Identifies the content of a device block. Two blocks with the same_as() content have the same bytes.
 struct BlockContent {
-  uint64_t version = 0;  // 0: none
-  uint64_t steps = 0;    // that the engine had taken; 0: not known
+  uint64_t version = 0;  // 0: it has none
+  uint64_t steps = 0;    // number of steps that the engine had taken; 0: not known
   bool same_as(const BlockContent& other) const {
     return version != 0 ? version == other.version : other.version == 0 && steps != 0 && steps == other.steps;
   }
 };
 
-// Of each of `blocks`. kCorruption: `versions`, unless it is empty, does not have one of each.
+// Return the content of each block. kCorruption: `versions` is not empty, and its length is not that of `blocks`.
 Result<std::vector<BlockContent>> contents_of(std::span<const int32_t> blocks, std::span<const uint64_t> versions,
                                               uint64_t steps);
 
@@ -40,21 +40,22 @@ class RetainedBlocks {
     BlockContent content;
   };
 
-  // In place of what is there, as many as have room in the budget: those with a version first, then in their order.
-  // Throws nothing: without memory none is kept.
+  // Replace the retained blocks by as many of these as the budget allows: those with a version first, else in the given
+  // order. If there is no memory for the list, none is retained.
   void keep(std::vector<Block> blocks, uint64_t budget_bytes) noexcept;
-  // For each of `wanted`, how much memory take() would find; 0: none.
+  // Return for each wanted block the bytes that take() would find; 0: none.
   std::vector<uint64_t> find(std::span<const int32_t> wanted, std::span<const BlockContent> contents) const;
-  // For each of `wanted` (numbers of blocks) with its content there: it, or one without bytes. All others go.
+  // Move out each wanted block whose content is current: one entry for each of `wanted`, with empty `bytes` if there is
+  // none. All other blocks are released.
   std::vector<Block> take(std::span<const int32_t> wanted, std::span<const BlockContent> contents);
-  // Frees at least so many bytes, or all; how many.
+  // Release at least `bytes`, or all; return how many were released.
   uint64_t give_up(uint64_t bytes) noexcept;
   void clear() noexcept;
   uint64_t bytes() const;
 
  private:
-  mutable Mutex mutex_;                                  // memory is given back to the arena without it
-  std::vector<Block> blocks_ TORPOR_GUARDED_BY(mutex_);  // the first to go is the last
+  mutable Mutex mutex_;                                  // not held while memory is given back to the arena
+  std::vector<Block> blocks_ TORPOR_GUARDED_BY(mutex_);  // evicted from the end
   uint64_t bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SleepController: sleep(level, preserve_state) and wake_up, step by step, each all or nothing.
 //
-// It lives where the scheduler lives, asks the engine through EngineHooks, and orders the memory of all worker ranks.
-// States: awake -> falling asleep -> asleep -> waking -> awake; lost after a failure that cannot be undone.
-// A failed call undoes exactly its own steps, in reverse; docs/semantics.md has every case. Nothing is thrown: whatever
-// a hook throws, and want of memory or of threads anywhere, is an error like any other.
+// It runs in the process of the scheduler, calls the engine through EngineHooks, and sends orders to the memory of all
+// worker ranks. States: awake -> falling asleep -> asleep -> waking -> awake; unrecoverable after a failure that cannot
+// be undone. This class has the public calls: it takes the lock, refuses calls that do not fit the engine's state, and
+// lets an operation do the rest (sleep_operation.h, wake_operation.h, background_checkpoint.h, swap_out.h).
 //
-// This class has the public calls: it takes the lock, refuses what does not fit the engine's state, and lets an
-// operation do the rest (sleep_operation.h, wake_operation.h, background_checkpoint.h, swap_out.h).
+// Threads: any. One operation runs at a time; a second one returns kUnavailable at once, but end_sleep(), end_hold()
+// and cancel_checkpoint() wait for it. state() and is_sleeping() may be called at any time.
 //
-// Threads: one operation at a time, a second one is kUnavailable at once; but end_sleep(), end_hold() and
-// cancel_checkpoint() wait for it. state() and is_sleeping() at any time.
+// Failure: a failed call undoes exactly its own steps, in reverse; docs/semantics.md has every case. Nothing is thrown.
+// Exceptions of hooks, and a lack of memory or threads, are errors like any other.
 #pragma once
 
 #include <functional>
@@ -41,54 +41,58 @@ class SleepController final {
 
   Result<SleepReport> sleep(const SleepOptions& options);
   Result<SleepReport> wake_up(const WakeOptions& options);
-  // A checkpoint of an engine that serves on: its state and the KV of its requests. Weights are named for reload: an
-  // engine that wakes from it has loaded them; they are in it only where a link to the checkpoint before is enough. The
-  // engine stands still meanwhile; the report's seconds say how long.
+  // Write a checkpoint of an engine that serves on: its state and the KV of its requests. The engine stands still
+  // meanwhile, for the report's seconds. An engine that wakes from the checkpoint must have loaded the weights: the
+  // checkpoint has them only if a link to the checkpoint before is enough.
   Result<SleepReport> checkpoint(const Value& outputs, DataParallel data_parallel = {},
                                  const std::string& progress = {},
                                  const Metadata& metadata = {});  // as in SleepOptions
-  // The same while the engine serves, which stands still for the state and the last blocks alone:
+  // Write a checkpoint while the engine serves; it stands still only for its state and for the last blocks.
   //   begin_checkpoint()     opens the checkpoint, in the background
-  //   continue_checkpoint()  how far it is; takes the next step. Called until it is ready, and until it has ended
-  //   take_checkpoint()      of one that is ready: the engine stands still, and goes on
-  //   end_checkpoint()       of one that has ended: the report, or why there is none. Waits for one that was taken
-  // Committed, or never there: an error leaves the checkpoints and the engine as they were. A sleep, a wake and another
-  // checkpoint give up one that was not taken, and wait for one that was.
+  //   continue_checkpoint()  takes the next step, and returns the stage. Call it until the checkpoint is ready, and
+  //   later
+  //                          until it has ended
+  //   take_checkpoint()      if it is ready: stops the engine, copies the rest, and lets the engine go on
+  //   end_checkpoint()       if it has ended: returns its report, or its error. Waits for one that was taken
+  // The checkpoint is committed or leaves no trace: after an error the other checkpoints and the engine are as they
+  // were. A sleep, a wake or another checkpoint cancels a checkpoint that was not taken, and waits for one that was.
   Status begin_checkpoint(const std::string& progress = {}, const Metadata& metadata = {});
   Result<CheckpointStage> continue_checkpoint();
   Status take_checkpoint(const Value& outputs);
   Result<SleepReport> end_checkpoint();
-  void cancel_checkpoint() noexcept;  // unless it is committed already; nothing is left of it
-  // After a sleep or checkpoint of a data parallel rank whose report says that it is held: all is kept, nothing is gone
-  // yet, and the engine stands still. Carries it out, or undoes it, as the others could sleep, too, or not.
+  void cancel_checkpoint() noexcept;  // does nothing once it is committed; else nothing is left of it
+  // Carry out (`keep`) or undo a held sleep or checkpoint of a data parallel rank, as all ranks could sleep or not. The
+  // report of such a call says that it is held: all content is saved, no memory is released yet, and the engine stands
+  // still.
   Result<SleepReport> end_sleep(bool keep);
-  // After an early wake, between two steps of the engine, on the thread that takes them: which blocks have arrived, on
-  // all ranks, and releases them to the engine. kUnavailable while another operation runs. Every other operation waits
-  // for what is left first.
+  // Release the blocks of a post-copy wake that have arrived on all ranks to the engine. Call it between two steps of
+  // the engine, on the thread that takes them. kUnavailable: another operation runs. Every other operation first waits
+  // for all blocks that are left.
   Result<WakeProgress> continue_wake(DeferredWait wait = DeferredWait::kNone, const DeferredWishes& wishes = {});
-  // `from` falls asleep to host memory with all that it has, and `to`, which is asleep, wakes, on the same devices,
-  // rank by rank: `to` takes memory as `from` gives it, page by page, and both together never have more than the larger
-  // of them. All or nothing: after an error `from` is awake, as if nothing had been asked, and `to` is asleep and can
-  // be woken; where that is not so, the error says so, and state() of each how it is.
+  // Put `from` to sleep in host memory, with all that it has, and wake `to`, which is asleep, on the same devices, rank
+  // by rank. `to` acquires memory page by page as `from` releases it, so both together never use more than the larger
+  // of them needs alone. All or nothing: after an error `from` is awake as before, and `to` is asleep and can be woken.
+  // If that is impossible, the error says so, and state() of each engine says how it is.
   //
-  // Engines of two processes: one is told sleep() with `swap_out_to` and the other wake_up() with `swap_in_from`, both
-  // at once. Each returns when both have ended well, or when it has undone its own part; the end of the other process
-  // undoes it.
+  // For engines of two processes, call sleep() with `swap_out_to` and wake_up() with `swap_in_from` at the same time.
+  // Each call returns when both have succeeded, or when it has undone its own part. If the other process ends, the call
+  // undoes its part.
   static Result<SwapReport> swap(SleepController& from, SleepController& to, const SwapOptions& options = {});
-  // The directory of checkpoints, if it has one and this engine is new: awake, without a step or a request so far, and
-  // without a wake from a checkpoint. Else empty.
+  // Return the directory of checkpoints if it has a checkpoint and this engine is new: awake, without a step or a
+  // request so far, and not woken from a checkpoint. Otherwise return "".
   Result<std::string> checkpoint_to_wake();
-  // All that must be equal for tokens to be equal, the weights' digest included.
+  // Return all values that must be equal for tokens to be equal, with the digest of the weights.
   Result<Fingerprint> fingerprint();
-  // After wake_up with `hold`: lets the engine run, or throws away what was restored. Only when it runs does the
-  // checkpoint count as woken from.
+  // After wake_up with `hold`: let the engine run (`keep`), or discard what was restored. The checkpoint counts as
+  // woken from only when the engine runs.
   Status end_hold(bool keep);
-  // What a sleep would move and free, and why it would be refused. Changes neither the engine nor its checkpoints; like
-  // every operation it first waits for the blocks of an early wake, and to disk it does as check_directory() does.
+  // Return what a sleep would move and free, and why it would be refused. The engine and its checkpoints do not change.
+  // Like every operation it first waits for the blocks of a post-copy wake. If the sleep is to disk, it does what
+  // check_directory() does.
   Result<SleepPlan> plan_sleep(const SleepOptions& options);
-  // Whether the hosts of all ranks see the directory of checkpoints, which is made if need be: looked at by one that is
-  // empty and goes again. kFailedPrecondition names the rank, and its host; kUnavailable: somebody else writes there.
-  // One rank is not asked, and none while a checkpoint is written, which finds out itself.
+  // Check that the hosts of all ranks see the directory of checkpoints. The directory is made if it is absent, and an
+  // empty checkpoint is written there and removed. kFailedPrecondition names the rank and its host. kUnavailable:
+  // another process writes there. With one rank, or while a checkpoint is being written, nothing is tried.
   Status check_directory();
   Result<std::vector<RankLedger>> ledgers();
   ControllerState state() const;
@@ -96,9 +100,9 @@ class SleepController final {
 
  private:
   struct HeldSleep;
-  // The engine that comes, for the one that goes, in this process or in another.
+  // The engine that wakes in a swap, in this process or in another, as the engine that falls asleep sees it.
   struct OtherEngine {
-    std::function<Status()> admit;  // refuses, before anything is touched
+    std::function<Status()> admit;  // returns an error if the swap is impossible, before anything changes
     std::function<Result<SleepReport>(SleepOperation&, SwapOutEnd&)> swap;
   };
 
@@ -134,10 +138,10 @@ class SleepController final {
   EngineState state_;
   const EngineParts parts_;
 
-  Mutex operation_mutex_;  // held by the operation in progress; first in the lock order
+  Mutex operation_mutex_;  // held by the operation in progress; the first in the lock order
   OperationContext context_ TORPOR_GUARDED_BY(operation_mutex_);
   std::unique_ptr<HeldSleep> held_sleep_ TORPOR_GUARDED_BY(operation_mutex_);             // waits for end_sleep()
-  std::unique_ptr<BackgroundCheckpoint> background_ TORPOR_GUARDED_BY(operation_mutex_);  // null: none is written
+  std::unique_ptr<BackgroundCheckpoint> background_ TORPOR_GUARDED_BY(operation_mutex_);  // null: none is being written
 };
 
 }  // namespace torpor

@@ -10,12 +10,12 @@
 namespace torpor {
 
 struct SleepControllerOptions {
-  std::string directory;                    // of checkpoints; empty: sleeping to disk is refused
-  std::optional<uint64_t> kv_budget_bytes;  // for cached blocks without a request, per rank; no value: keep all
-  CheckpointManagerOptions checkpoints;     // the clock is the controller's; ranks have the key from their own options
-  // Weights are read for each checkpoint. Otherwise once, and then only after they were seen to be written.
+  std::string directory;                    // of checkpoints; empty: a sleep to disk fails
+  std::optional<uint64_t> kv_budget_bytes;  // per rank, for cached blocks that no request has; none: save all
+  CheckpointManagerOptions checkpoints;     // the controller sets the clock; ranks get the key by their own options
+  // Read the weights for each checkpoint. Otherwise they are read once, and again only after a write was seen.
   bool always_read_weights = false;
-  bool own_threads = true;  // off: what is written in the background is, by the thread that asks how far it is
+  bool own_threads = true;  // off: background work is done by the thread that asks how far it is
 };
 
 }  // namespace torpor

@@ -5,9 +5,9 @@
 
 namespace torpor {
 
-// Return what a sleep would move and free, and why it would be refused. Changes nothing. `valid`: whether the options
-// are. `being_written`: another checkpoint is, so that it is not tried whether all ranks see the directory.
-// Precondition: nothing is left of a post-copy wake.
+// Return what a sleep would move and free, and why it would be refused. Nothing changes. `valid`: the result of
+// checking the options. `being_written`: another checkpoint is being written, so whether all ranks see the directory is
+// not tried. Precondition: no block of a post-copy wake is left.
 Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOptions& options, const Status& valid,
                                 bool being_written);
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What callers ask of a sleep and a wake, and what they are told. The fields for users: docs/vllm.md and
-// docs/semantics.md.
+// The options and reports of a sleep and a wake. docs/vllm.md and docs/semantics.md explain the fields to users.
 #pragma once
 
 #include <cstdint>
@@ -17,134 +16,136 @@
 
 namespace torpor {
 
-// One of several engines behind one front end; none sleeps unless all can.
+// One of several engines behind one front end. No engine sleeps unless all can.
 struct DataParallel {
   int rank = 0;
   int size = 1;  // above 1: its checkpoints lie in rank_directory(), and a sleep is held until end_sleep()
 };
 
-// What becomes of the weights' content.
+// What a sleep does with the content of the weights.
 enum class Weights : uint8_t {
-  kByLevel,  // kStore; at level 2 without preserve_state kReload, as vLLM's level 2
-  kStore,    // it is kept, where the rest is
-  kReload,   // it is not, and their owner loads them after the wake
+  kByLevel,  // kStore, but at level 2 without preserve_state kReload, as in vLLM
+  kStore,    // save it where the rest is saved
+  kReload,   // do not save it; the owner loads the weights after the wake
 };
 
 struct SleepOptions {
-  int level = 1;  // 0: only pause; 1 and 2: docs/semantics.md
+  int level = 1;  // 0: pause only; 1 and 2: docs/semantics.md
   bool preserve_state = false;
-  bool to_disk = false;                   // not where tags are asleep already
+  bool to_disk = false;                   // fails if tags are asleep already
   std::string in_flight = "freeze";       // without preserve_state: "abort" or "recompute"
-  bool discard_on_save_error = false;     // keep in host memory what cannot go to disk, drop what has no room there
-  Weights weights = Weights::kByLevel;    // said, it wins over the level
+  bool discard_on_save_error = false;     // if the disk fails, save to host memory and drop what does not fit
+  Weights weights = Weights::kByLevel;    // kStore and kReload override the level
   std::vector<std::string> tags;          // empty: all
-  std::optional<double> timeout_seconds;  // for the quiesce
+  std::optional<double> timeout_seconds;  // of the quiesce
   Value outputs;                          // the front end's part of the checkpoint
-  Metadata metadata;                      // for the checkpoint; refused without one
+  Metadata metadata;                      // of the checkpoint; an error if there is none
   DataParallel data_parallel;
-  std::string progress{};  // path of a ProgressFile that is told how far it is, and may cancel it; or empty
-  // Path of a SwapChannel, or empty: device memory is given to an engine that wakes with `swap_in_from` of this path,
-  // at the same time and perhaps in another process. To host memory, all of it, with preserve_state.
+  std::string progress{};  // path of a ProgressFile that is told the progress, and may cancel; or empty
+  // Path of a SwapChannel, or empty. Device memory is released to an engine that wakes at the same time with
+  // `swap_in_from` of this path, perhaps in another process. Requires a sleep of all tags to host memory, with
+  // preserve_state.
   std::string swap_out_to{};
 
-  // Whether the memory of `tag` goes without a copy.
+  // Return whether the memory of `tag` is released without a copy.
   bool drops(const std::string& tag) const {
     const bool by_level = level == 2 && !preserve_state;
     const bool no_weights = weights == Weights::kByLevel ? by_level : weights == Weights::kReload;
     return (tag == kWeightsTag && no_weights) || (tag == kKvCacheTag && !preserve_state) ||
-           (is_scratch(tag) && swap_out_to.empty());  // what is given page by page is given whole
+           (is_scratch(tag) && swap_out_to.empty());  // a swap releases whole pages, with all that lies in them
   }
 };
 
-// New weights were loaded: what becomes of KV that the old ones computed, and so of the requests that have it. In no
-// case does another request find it.
+// If new weights were loaded: what happens to KV that the old weights computed, and so to the requests that have it. No
+// other request ever finds this KV.
 enum class OldKv : uint8_t {
-  kUnsaid,     // none were loaded, or there are no requests
-  kRecompute,  // computed again, from the tokens so far
+  kUnsaid,     // not said: no weights were loaded, or there are no requests
+  kRecompute,  // compute it again from the tokens so far
   kKeep,       // running requests go on with it
-  kAbort,      // the requests end
+  kAbort,      // end these requests
 };
 
 struct WakeOptions {
-  // Empty: all that sleep. Named or not, those that may not wait come with them (engine/tags.h).
+  // Empty: all that sleep. Tags that cannot wait come with them, named or not (engine/tags.h).
   std::vector<std::string> tags;
-  std::string from_checkpoint;  // a checkpoint or a directory of checkpoints; for a new, empty engine
+  std::string from_checkpoint;  // path of a checkpoint or a directory of checkpoints; for a new, empty engine
   bool discard_on_restore_error = false;
-  OldKv old_kv = OldKv::kUnsaid;  // kUnsaid is refused where requests have KV and weights were seen to be written
-  bool hold = false;              // restored, but not yet running: end_hold() follows
-  bool others_wait = false;       // another data parallel rank has requests: none runs before its weights are loaded
-  // The engine runs as soon as the weights and the KV of the requests that run first are back. The rest comes behind
-  // it, and continue_wake() is to be called between its steps until nothing is left. Not with `hold`, where weights
-  // were written or are to be loaded, nor of an engine that cannot hold blocks back: all is back then.
+  OldKv old_kv = OldKv::kUnsaid;  // kUnsaid is an error if requests have KV and the weights were written
+  bool hold = false;              // restore, but do not run: end_hold() follows
+  bool others_wait = false;       // another data parallel rank has requests: do not run before its weights are loaded
+  // A post-copy wake: the engine runs as soon as the weights and the KV of the requests that run first are back. The
+  // rest comes while it runs: call continue_wake() between its steps until nothing is left. All is copied before the
+  // engine runs if `hold` is set, if the weights were written or must be loaded, or if the engine cannot hold blocks
+  // back.
   bool early = false;
-  // Brings the values of the checkpoint to what has happened since, before they are put in; `woken_before`: an engine
-  // has gone on from them. With it, `from_checkpoint` may be empty: it is then given the values of the empty engine. A
-  // server passes catch_up_with() its answers (engine/delivery/roll_forward.h).
+  // Changes the values of the checkpoint to what has happened since, before the engine gets them. `woken_before`: an
+  // engine has gone on from this checkpoint. With this function `from_checkpoint` may be empty; the values are then
+  // those of the empty engine. A server passes catch_up_with() with its answers (engine/delivery/roll_forward.h).
   std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up{};
   std::string progress{};      // as in SleepOptions
-  std::string swap_in_from{};  // the other half of SleepOptions::swap_out_to. All tags, and nothing else is asked
+  std::string swap_in_from{};  // counterpart of SleepOptions::swap_out_to. Set no other option, and wake all tags
 };
 
-// Of blocks that come behind the engine: what it wants of them. What is under way already ends first.
+// The engine's wishes about deferred blocks. Copies under way end first.
 struct DeferredWishes {
-  std::vector<int32_t> wanted{};   // they come next
-  std::vector<int32_t> skipped{};  // their content is not wanted any more
+  std::vector<int32_t> wanted{};   // copy these next
+  std::vector<int32_t> skipped{};  // do not copy these
 };
 
-struct WakeProgress {  // of blocks that come behind the engine, since the last call
+struct WakeProgress {  // of deferred blocks, since the last call
   int64_t arrived = 0;
-  int64_t lost = 0;  // damaged, or they could not be read
+  int64_t lost = 0;  // damaged, or not readable
   int64_t skipped = 0;
   int64_t left = 0;                     // still to come
-  std::vector<std::string> recomputed;  // requests that are computed again, for they had a lost one
+  std::vector<std::string> recomputed;  // requests that are computed again, as a block of theirs was lost
 };
 
 struct Phase {
   std::string name;
   double seconds = 0;
   uint64_t bytes = 0;
-  double after = 0;  // seconds from the operation's beginning to the phase's
+  double after = 0;  // seconds from the beginning of the operation to that of the phase
 };
 
 struct SleepReport {  // also of a wake
   bool changed = false;
-  bool held = false;  // end_sleep() is to follow
+  bool held = false;  // end_sleep() must follow
   bool fully_awake = false;
-  std::string note;  // why nothing changed, what was discarded, or what to do next
+  std::string note;  // why nothing has changed, what was discarded, or what to do next
   int level = 0;
   bool preserve_state = false;
   std::string to;          // "host" or "disk"
-  std::string checkpoint;  // path, if there is one
+  std::string checkpoint;  // path; empty: none
   uint64_t checkpoint_bytes = 0;
   std::map<std::string, uint64_t> checkpoint_parts;  // section or tag -> stored bytes
   int64_t requests = 0;
   uint64_t saved_bytes = 0;      // copied
-  uint64_t compacted_bytes = 0;  // of these: unchanged, written again so that linked files are half in use
-  uint64_t reused_bytes = 0;     // kept without a copy: the one of the last sleep still holds
-  uint64_t host_bytes = 0;       // where it lies: in host memory
-  uint64_t disk_bytes = 0;       // in the checkpoint, or for want of room in a file that ends with the sleep
-  uint64_t freed_bytes = 0;      // device memory
+  uint64_t compacted_bytes = 0;  // of saved_bytes: unchanged, written again to keep linked files half in use
+  uint64_t reused_bytes = 0;     // saved without a copy: the copy of the last sleep still holds
+  uint64_t host_bytes = 0;       // saved bytes that lie in host memory
+  uint64_t disk_bytes = 0;       // saved bytes in the checkpoint, or in a file that lasts as long as the sleep
+  uint64_t freed_bytes = 0;      // of device memory
   uint64_t restored_bytes = 0;
-  int64_t deferred_blocks = 0;  // that come behind the engine: continue_wake()
+  int64_t deferred_blocks = 0;  // blocks that are still to come: continue_wake()
   uint64_t deferred_bytes = 0;
-  uint64_t unread_bytes = 0;  // of a checkpoint: memory that this engine has itself; only its digest was compared
+  uint64_t unread_bytes = 0;  // of a checkpoint: content that this engine has already; only its digest was compared
   int64_t kept_blocks = 0;
-  int64_t dropped_blocks = 0;  // cached blocks whose bytes were not kept, or that had no room here
-  // Tags that came back without content, or of a sleep, that will: the owner must load them. Where requests were kept,
-  // nothing runs before that.
+  int64_t dropped_blocks = 0;  // cached blocks that were not saved, or that found no place here
+  // Tags that came back without content; of a sleep: that will. The owner must load them. If requests were preserved,
+  // none runs before that.
   std::vector<std::string> reload;
   std::vector<FailedRequest> failed_requests;
   Value outputs;      // of a restored checkpoint
   Metadata metadata;  // of the checkpoint that was written or restored
   std::vector<Phase> phases;
   double seconds = 0;
-  std::vector<RankLedger> ledgers;  // by rank, at the end
+  std::vector<RankLedger> ledgers;  // by rank, at the end of the operation
 };
 
 struct SwapOptions {
-  std::optional<double> timeout_seconds{};  // for the quiesce of the engine that goes
+  std::optional<double> timeout_seconds{};  // of the quiesce of the engine that falls asleep
   Value outputs{};                          // as in SleepOptions
-  std::string progress{};                   // as in SleepOptions, of the engine that goes
+  std::string progress{};                   // as in SleepOptions, for the engine that falls asleep
 };
 
 struct SwapReport {
@@ -154,10 +155,10 @@ struct SwapReport {
 };
 
 struct SleepPlan {
-  std::map<std::string, uint64_t> save_bytes;  // tag -> bytes that would be copied, all ranks together
-  std::map<std::string, uint64_t> free_bytes;  // tag -> device bytes that would be given back
-  uint64_t reused_bytes = 0;                   // that would be kept without a copy
-  uint64_t host_bytes = 0;                     // that would lie in host memory then, and on disk
+  std::map<std::string, uint64_t> save_bytes;  // tag -> bytes that would be copied, over all ranks
+  std::map<std::string, uint64_t> free_bytes;  // tag -> device bytes that would be released
+  uint64_t reused_bytes = 0;                   // would be saved without a copy
+  uint64_t host_bytes = 0;                     // saved bytes that would lie in host memory, and on disk
   uint64_t disk_bytes = 0;
   int64_t requests = 0;
   int64_t kept_blocks = 0;
@@ -166,7 +167,7 @@ struct SleepPlan {
 };
 
 struct ControllerState {
-  std::string engine;  // "awake", "falling asleep", "asleep", "waking", "unrecoverable"
+  std::string engine;  // as in kEngineStates
   std::map<std::string, std::string> tags;
   int level = -1;  // of the sleep in force
   std::string checkpoint;

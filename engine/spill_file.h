@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A chunk file that nobody else sees: for what of a sleep has no room in host memory. It loses its name as soon as it
-// exists, so that nothing of it is left when it is closed, or when the process ends in whatever way.
+// A chunk file for what does not fit into host memory at a sleep. Its name is removed as soon as it exists, so no other
+// process sees it, and nothing of it is left when it is closed or the process ends in any way.
 #pragma once
 
 #include <memory>
@@ -12,8 +12,8 @@
 
 namespace torpor {
 
-// `directory` is made if it is absent. With a key (may be null) every chunk is authenticated, with `encrypt`
-// unreadable.
+// Make the file in `directory`, which is made if it is absent. With a key (may be null) every chunk is authenticated;
+// with `encrypt` it is also encrypted. Errors: those of the file system.
 Result<std::unique_ptr<RecordStore>> make_spill_file(FileSystem& file_system, const std::string& directory,
                                                      int32_t rank, const Key* key, bool encrypt);
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// StoredBlocks: which content of each KV block the newest checkpoint has, so that the next one can link it unread.
+// StoredBlocks: which content of each KV block the newest checkpoint has, so that the next one can link it without
+// reading.
 //
-// A checkpoint is known by its id, a content as in engine/retained_blocks.h. What is noted of a checkpoint that is not
-// committed in the end is never asked for: no later one builds on it. So the one that it was built on stays noted too.
+// A checkpoint is known by its id, a content by its BlockContent. What is noted of a checkpoint that is never committed
+// does no harm: no later checkpoint has it as base. So the checkpoint before it stays noted, too.
 //
-// Owner: ContentIndex; RankMemory's lock is held at every call.
+// Owner: ContentIndex. Threads: the caller holds RankMemory's lock.
 #pragma once
 
 #include <cstdint>
@@ -19,18 +20,19 @@ namespace torpor {
 
 class StoredBlocks {
  public:
-  // The number under which the checkpoint has this content of the block: another one than the block's after a wake
-  // with other block numbers. None: it has it not.
+  // Return the number under which the checkpoint has this content of the block; none if it does not have it. The number
+  // differs from the block's after a wake into an engine with other block numbers.
   std::optional<uint64_t> find(const SealId& checkpoint, int32_t block, const BlockContent& content) const;
-  // The checkpoint, built on `base`, has these. Of others than these two nothing is known any more.
+  // Note that the checkpoint, built on `base`, has these contents. All other checkpoints except these two are
+  // forgotten.
   void note(const SealId& checkpoint, const SealId& base, std::span<const int32_t> blocks,
             std::span<const BlockContent> contents);
-  // The device has these blocks, which this checkpoint has under the numbers `there`, and no others; their contents are
-  // told later.
+  // Note that the device has exactly these blocks, which this checkpoint has under the numbers `there`. tell_contents()
+  // gives their contents later.
   void note_loaded(const SealId& checkpoint, std::span<const SavedChunk> blocks, std::span<const uint64_t> there);
-  // Of those blocks that note_loaded() named.
+  // Note the contents of blocks that note_loaded() named.
   void tell_contents(const SealId& checkpoint, std::span<const int32_t> blocks, std::span<const BlockContent> contents);
-  // The device has lost the contents of all blocks but these.
+  // Forget all blocks but these: the device has lost the content of the others.
   void keep_only(std::span<const SavedChunk> blocks) noexcept;
   void clear() noexcept {
     newest_ = {};
@@ -40,7 +42,7 @@ class StoredBlocks {
  private:
   struct Stored {
     BlockContent content{};
-    uint64_t there = 0;  // the block's number in the checkpoint
+    uint64_t there = 0;  // block number in the checkpoint
   };
   struct Noted {
     SealId checkpoint{};

@@ -7,8 +7,10 @@
 //
 //   on disk, of another engine ── open(), RequestImages::read(), take() ── in host memory of this one
 //
-// An image is on disk, whole and durable, before its host memory goes; and its files go only after it was read and
-// verified, by take(), which one of several engines can do. Owner: the engine core. Threads: its own.
+// An image is whole and durable on disk before its host memory is freed. Its files are deleted by take() only, after it
+// was read and verified; only one of several engines can take an image.
+//
+// Owner: the engine core. Threads: the engine core's. Failure: errors are values.
 #pragma once
 
 #include <map>
@@ -26,41 +28,42 @@ namespace torpor {
 
 class StoredImages {
  public:
-  // All outlive it. `directory`: of checkpoints; empty: none is configured.
+  // All outlive this object. `directory`: the directory of checkpoints; empty: none is configured.
   StoredImages(EngineHooks& hooks, RequestImages& images, FileSystem& file_system, std::string directory,
                CheckpointManagerOptions options)
       : ranks_(hooks), images_(images), store_(file_system, std::move(directory), std::move(options)) {}
 
-  // Write an image to disk, then free its host memory. Return its path. `fingerprint`: of this engine. `outputs`: the
-  // front end's part of its requests. An image that is there already: its path. After an error it is in host memory,
-  // and nothing is on disk.
+  // Write an image to disk, then free its host memory. Return its path; if it is on disk already, only that.
+  // `fingerprint`: of this engine. `outputs`: the front end's part of the requests. After an error the image is in host
+  // memory, and nothing is on disk.
   Result<std::string> store(const std::string& id, Fingerprint fingerprint, Value outputs);
-  // Hold an image of this engine, and read it into host memory, verified. kNotFound: another engine has taken it.
-  // kUnavailable: another one reads it. kCorruption: it is damaged, and stays. An image that never left memory is
-  // verified there.
+  // Hold an image of this engine, and read it into host memory, verified. An image that never left memory is verified
+  // there. kNotFound: another engine has taken it. kUnavailable: another engine reads it. kCorruption: it is damaged,
+  // and stays.
   Result<const RequestImages::Image*> read_back(const std::string& id);
   struct Opened {
-    const HeldImage* image;  // until take() or put_back()
-    EngineCheckpoint state;  // valid
+    const HeldImage* image;  // valid until take() or put_back()
+    EngineCheckpoint state;  // checked: valid()
   };
   // Hold an image of another engine, and read its state. kFailedPrecondition: this engine has an image of its name, or
   // holds it. kCorruption: it is damaged.
   Result<Opened> open(const std::string& path);
-  // HeldImage::meaning_of(), of an image that is held. An error of another image stays as it is.
+  // Return what an error means for an image that is held (HeldImage::meaning_of()). Errors of other images are returned
+  // unchanged.
   Error meaning_of(const std::string& id, Error error) const;
-  // The image that is held is this engine's: its files go. kNotFound: another engine was first. Nothing happens where
-  // none is held.
+  // Make an image that is held this engine's, and delete its files. kNotFound: another engine was first. It does
+  // nothing if the image is not held.
   Status take(const std::string& id);
-  // Let go of an image that is held. One that was read back leaves memory again.
+  // Release an image that is held. One that was read back leaves memory again.
   void put_back(const std::string& id) noexcept;
-  // Let go of all images that are held, as the end of the process would.
+  // Release all images that are held, as the end of the process would.
   void close() noexcept { held_.clear(); }
-  // As RequestImages::release(), of a request that has ended. The files of an image go with its last request, or note
-  // that it has ended.
+  // Release a request that has ended (RequestImages::release()). With the last request of an image its files are
+  // deleted; before, they note that this request has ended.
   std::optional<Bytes> release(const std::string& request);
-  // Forget an image of this engine that another one has taken. Return its requests.
+  // Forget an image of this engine that another engine has taken. Return the ids of its requests.
   std::vector<std::string> forget(const std::string& id);
-  // Return the path of an image of this engine that is on disk alone; else "".
+  // Return the path of an image of this engine that is on disk alone; otherwise "".
   std::string path_of(const std::string& id) const;
 
  private:
@@ -69,10 +72,10 @@ class StoredImages {
   RankGroup ranks_;
   RequestImages& images_;
   ImageStore store_;
-  bool swept_ = false;                                  // of leftovers, once
+  bool swept_ = false;                                  // leftovers were removed, once
   std::map<std::string, HeldImage, std::less<>> held_;  // by id
   std::map<std::string, SealId, std::less<>>
-      written_;  // of each image that is on disk alone: the checkpoint that it is
+      written_;  // image id -> the checkpoint that it is, for images that are on disk alone
 };
 
 }  // namespace torpor

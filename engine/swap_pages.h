@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory of a rank page by page, while an engine gives it to another one: which pages have bytes that are still to
-// be copied, and which have to be there before bytes are.
+// The memory of a rank in pages, for a swap: which pages still have bytes to copy before they are released, and which
+// must be acquired before bytes are copied into them.
 //
 // Owner: one order to a rank. Threads: one.
 #pragma once
@@ -24,12 +24,12 @@ class SwapPages {
   }
   size_t size() const { return pages_.size(); }
   const DevicePage& operator[](size_t page) const { return pages_[page]; }
-  uint64_t most_bytes() const {  // of one
+  uint64_t most_bytes() const {  // of the largest page
     uint64_t most = 1;
     for (const DevicePage& page : pages_) most = std::max(most, page.size_bytes);
     return most;
   }
-  // Calls `use` with the number of each page in which a piece of `plan` lies, once for each piece.
+  // Call `use` with the number of each page in which a piece of `plan` lies, once for each piece.
   template <class Use>
   void each_of(const ChunkPlan& plan, const Use& use) const {
     for (const DevicePiece& piece : plan.pieces) {
@@ -45,16 +45,16 @@ class SwapPages {
   std::vector<DevicePage> pages_;
 };
 
-// The pages of tags that are being saved, each given when all is copied that lies in it.
+// Releases each page of tags that are being saved when all chunks in it are copied.
 class PageGiver final : public ReleaseGate {
  public:
-  // All outlive it. The chunks to be copied are told by expect(), before begin().
+  // All outlive this object. Name all chunks to be copied by expect(), before begin().
   PageGiver(SleepAllocator& allocator, std::span<const std::string> tags, SwapChannel& channel, size_t rank);
   void expect(std::span<const ChunkPlan> chunks);
-  Status begin();                                               // gives the pages of which nothing is to be copied
-  Status on_saved(std::span<const ChunkPlan> chunks) override;  // each of them was expected once
+  Status begin();                                               // releases the pages from which nothing is copied
+  Status on_saved(std::span<const ChunkPlan> chunks) override;  // each chunk was expected once
   uint64_t job_bytes() const override { return pages_.most_bytes(); }
-  bool has_given() const { return has_given_; }  // a page, or may have
+  bool has_given() const { return has_given_; }  // a page was released, or may have been
 
  private:
   Status give(size_t page);
@@ -63,16 +63,16 @@ class PageGiver final : public ReleaseGate {
   SwapChannel& channel_;
   const size_t rank_;
   const SwapPages pages_;
-  std::vector<uint64_t> missing_;  // of each page: pieces that are not copied
+  std::vector<uint64_t> missing_;  // of each page: number of pieces that are not copied yet
   bool has_given_ = false;
 };
 
-// The pages of tags that are attaching, each taken when somebody wants it and the other engine has given as much.
+// Acquires each page of attaching tags when a chunk needs it and the other engine has released enough bytes.
 class PageTaker final : public RestoreGate {
  public:
-  // All but the tags outlive it.
+  // All but `tags` outlive this object.
   PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& channel, size_t rank);
-  Status begin();  // says how much it needs
+  Status begin();  // publishes how many bytes it needs
   Status wait_for(const ChunkPlan& chunk) override;
   Status wait_for_all() override;
   bool all_there() const override { return false; }

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// TagContents: what is known of the content of each tag of a rank: how often it was written, whether it came back from
-// a sleep without any, and its digest where it was read, or a load has proved it. The tag of the KV cache is not among
-// them.
+// TagContents: what is known of the content of each tag of a rank, except the tag of the KV cache: how often it was
+// written, whether it came back from a sleep without content, and its digest if it was read or a load has verified it.
 //
-// Writes are told by who makes them. On the device without a GPU most others are noticed: a sample of the tag's bytes
-// is compared. Owner: ContentIndex.
+// The code that writes a tag calls note_write(). On the device without a GPU most other writes are detected, by
+// comparing a sample of the tag's bytes. Owner: ContentIndex. Threads: the caller holds RankMemory's lock.
 #pragma once
 
 #include <cstdint>
@@ -26,15 +25,15 @@ class TagContents {
       : device_(device), allocator_(allocator) {}
 
   void note_write(std::string_view tag);
-  // Whether the tag, which is attached, was written without a word since it was looked at last: unless every place that
-  // is looked at was left as it was. True again until note_write().
+  // Return whether the bytes of the sample of this attached tag have changed since the sample was taken. It stays true
+  // until note_write().
   bool was_written(const std::string& tag);
-  void look_anew(const std::string& tag);  // later writes are noticed against what the tag is now
+  void look_anew(const std::string& tag);  // takes the sample anew
   void came_back_empty(const std::string& tag);
-  bool missing(std::string_view tag) const;  // it came back empty, and was not written since
-  // The content was filled with bytes of this digest, until note_write() or forget_proof().
+  bool missing(std::string_view tag) const;  // it came back without content, and was not written since
+  // Note the digest of the content with which the tag was just filled, until note_write() or forget_proof().
   void prove(const std::string& tag, std::string digest);
-  // The same of content that was read, and is as it was when the tag was looked at last.
+  // Note the digest of content that was read; it is as it was when the sample was taken.
   void know(const std::string& tag, std::string digest);
   void forget_proof(std::string_view tag) noexcept;
   std::optional<std::string> proven(std::string_view tag) const;
@@ -42,10 +41,10 @@ class TagContents {
 
  private:
   struct Content {
-    uint64_t writes = 0;           // how often it was seen to be another
-    std::optional<Digest> sample;  // of its bytes, when they were looked at last; none: never
+    uint64_t writes = 0;           // number of writes that were seen
+    std::optional<Digest> sample;  // digest of the sample; none: never taken
     bool missing = false;
-    std::optional<std::string> proven;  // its digest
+    std::optional<std::string> proven;  // digest of the content
   };
   std::optional<Digest> sample(const std::string& tag) const;
 

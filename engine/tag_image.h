@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// TagImage: what is saved of one tag while its memory is away: chunks in the arena, and in a file without a name what
-// had no room there; or chunks in a checkpoint.
+// TagImage: what is saved of one tag while its memory is released: chunks in the arena, and in a spill file those that
+// did not fit there; or chunks in a checkpoint.
 //
-// Owner: RegionImages. A plain value.
+// Owner: RegionImages. It is a plain value.
 #pragma once
 
 #include <cstdint>
@@ -20,16 +20,16 @@
 namespace torpor {
 
 struct TagImage {
-  std::unique_ptr<HostTier> host;  // null: in a checkpoint
-  std::string directory;           // of the checkpoint
+  std::unique_ptr<HostTier> host;  // null: the chunks are in a checkpoint
+  std::string directory;           // of that checkpoint
   std::vector<SavedChunk> chunks;
-  // With `host`: so many of the first chunks are there, the others in `spilled`.
+  // With `host`: number of chunks, from the first on, that are there. The others are in `spilled`.
   size_t in_host = 0;
-  std::unique_ptr<RecordStore> spilled;  // null: there are none
-  HostArena::Span staging;               // kept free for bringing those back
-  std::vector<BlockContent> contents;    // of blocks in the arena: of each chunk
-  uint64_t reused_bytes = 0;             // not copied by the sleep that made it
-  bool kept = false;                     // since a wake
+  std::unique_ptr<RecordStore> spilled;  // null: none are
+  HostArena::Span staging;               // memory of the arena, reserved to bring those back
+  std::vector<BlockContent> contents;    // of each chunk; of blocks in the arena only
+  uint64_t reused_bytes = 0;             // that the sleep did not copy
+  bool kept = false;                     // it stayed after a wake
   bool clean = false;                    // kept, and equal to the content of the attached tag
   uint64_t bytes() const {               // of the content
     uint64_t bytes = 0;

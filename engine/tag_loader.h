@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// TagLoader: fills the regions of a new process with what a committed checkpoint has of a tag, its weights.
+// TagLoader: fills the regions of a tag, the weights of a new process, from a committed checkpoint.
 //
-// Owner: RankMemory; its lock is held at every call.
+// Owner: RankMemory. Threads: the caller holds RankMemory's lock.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,20 @@ namespace torpor {
 struct StoredTag {
   std::string tag;
   std::string directory;    // of the checkpoint
-  uint64_t generation = 0;  // that it has
+  uint64_t generation = 0;  // of that checkpoint
   SealId id{};
 };
 struct LoadedTag {
   uint64_t bytes = 0;
-  std::string digest;  // as DigestTags says it
+  std::string digest;  // as DigestTags returns it
 };
 
 class TagLoader {
  public:
   TagLoader(const RankParts& parts, RegionImages& images) : parts_(parts), images_(images) {}  // both outlive it
-  // What a committed checkpoint has of a tag -> its attached regions, which must be the same. Nothing is written before
-  // that is known; a failure after it leaves the tag without content. kIncompatible: other regions, or nothing of it.
+  // Copy what a committed checkpoint has of a tag into its attached regions, which must be the same regions. It checks
+  // that before it writes. A later failure leaves the tag without content. kIncompatible: the checkpoint has other
+  // regions, or nothing of the tag.
   Result<LoadedTag> load(const StoredTag& stored);
 
  private:

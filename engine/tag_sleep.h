@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // TagSleep: sleep and wake of tags without a controller, for allocators below other programs (memory_saver.h). It has
-// no state of its own: make one where it is needed.
+// no state: make one where it is needed. Threads: any, one call at a time, others wait.
 #pragma once
 
 #include <cstdint>
@@ -15,28 +15,30 @@ namespace torpor {
 // What a sleep or wake of some tags moved, or would move.
 struct TagMove {
   uint64_t copied_bytes = 0;    // between device memory and the arena
-  uint64_t clean_bytes = 0;     // sleep: the backup from before still holds, not copied again
-  uint64_t dropped_bytes = 0;   // sleep: freed without a copy; wake: comes back without content
-  uint64_t physical_bytes = 0;  // device memory given back, or taken
-  std::string obstacle{};       // of a plan: why it would fail, as far as can be known now; empty: it would not
+  uint64_t clean_bytes = 0;     // sleep: the earlier backup still holds, not copied again
+  uint64_t dropped_bytes = 0;   // sleep: released without a copy; wake: came back without content
+  uint64_t physical_bytes = 0;  // device memory released, or taken
+  std::string obstacle{};       // of a plan: why it would fail, as far as is known; empty: it would not
   std::vector<std::pair<std::string, double>> seconds{};  // of each phase, in their order
 };
 
-// When a kept backup counts as that of the present content.
+// When a kept backup counts as the present content.
 enum class CleanCheck : uint8_t {
-  kTrust,  // that of the weights, unless the owner marked them dirty; no other
-  kDigest  // of any tag, where the digests of all its bytes are the same
+  kTrust,  // the weights' backup, unless the owner marked them dirty; no other
+  kDigest  // the backup of any tag whose bytes have the same digests
 };
 
 class TagSleep {
  public:
-  explicit TagSleep(RankMemory& memory) : memory_(memory) {}  // `memory` outlives it
+  explicit TagSleep(RankMemory& memory) : memory_(memory) {}  // outlives this object
 
-  // `tags` empty: all that are awake, or asleep. What is in `keep` is saved, the rest is freed without a copy. All or
-  // nothing; a retry works. Threads: any, one at a time, others wait.
+  // Put tags to sleep. `tags` empty: all that are awake. `keep`: the tags whose content is saved; the others are
+  // released without a copy. All or nothing: after an error a retry works.
   Result<TagMove> sleep(std::vector<std::string> tags, const std::vector<std::string>& keep,
                         CleanCheck clean = CleanCheck::kTrust);
+  // Wake tags. `tags` empty: all that are asleep. All or nothing.
   Result<TagMove> wake(std::vector<std::string> tags);
+  // Return what sleep() and wake() would move. Nothing changes.
   Result<TagMove> plan_sleep(std::vector<std::string> tags, const std::vector<std::string>& keep) const;
   Result<TagMove> plan_wake(std::vector<std::string> tags) const;
 

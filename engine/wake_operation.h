@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// WakeOperation: one wake while it runs: of an engine that sleeps in this process, or of a new one from a checkpoint.
+// WakeOperation: one wake while it runs: of an engine that sleeps in this process, or of a new engine from a
+// checkpoint.
 //
-//   this process   restore   reconnect   finish, resume      restore: memory comes back, its content with it
+//   this process   restore   reconnect   finish, resume      restore: memory and content come back
 //   a checkpoint   open   quiesce   restore   reconnect   resume
 //
-// A wake of this process may end early: some tags sleep on, or nothing may run before weights are loaded. A failure
-// undoes this wake and nothing else, until finish has begun: a rank that has carried it out has no way back.
+// A wake of this process may end before the engine runs, if some tags stay asleep or the weights must be loaded first.
+// Failure: a failed wake undoes itself and nothing else. From finish on it cannot be undone, as a rank that has carried
+// finish out has no way back.
 //
 // Owner: the controller's call. Threads: one.
 #pragma once
@@ -21,23 +23,23 @@
 
 namespace torpor {
 
-// For a wake that takes its memory from another engine, which must be asleep before this one runs.
+// For a wake that acquires its memory from another engine, which must be asleep before this engine runs.
 struct SwapIn {
   std::string channel;                        // path of the SwapChannel
   std::function<Status()> wait_until_asleep;  // waits until the other engine is asleep
-  std::function<Status()> commit{};           // from then on this one may run, and does what cannot be undone
+  std::function<Status()> commit{};           // called before this engine runs and does what cannot be undone
 };
 
 class WakeOperation {
  public:
-  // The engine enters kWaking. All that is referred to outlives this. `swap`: null for a wake without a swap.
+  // Enter kWaking. All arguments outlive this object. `swap`: null for a wake without a swap.
   WakeOperation(OperationContext& context, const WakeOptions& options, const SwapIn* swap);
 
-  // Wake, or undo all of it.
+  // Wake, or undo all steps. Call it once.
   Result<SleepReport> run();
 
  private:
-  enum class End : uint8_t { kStillAsleep, kWaits, kRuns };  // how a wake leaves the engine
+  enum class End : uint8_t { kStillAsleep, kWaits, kRuns };  // the state in which a wake leaves the engine
 
   // A wake of this process.
   Result<SleepReport> wake_this_process();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Answer: what one request of a server asked, and what its readers were given so far. Values only.
+// Answer: what one request of a server asked for, and the tokens and text delivered so far. Plain values.
 #pragma once
 
 #include <algorithm>
@@ -32,14 +32,14 @@ inline uint32_t code_points(std::string_view text) {
 // One choice of one response.
 struct Answer {
   RequestState
-      request;  // what was asked; output_token_ids: what was given. Its status and computed tokens mean nothing here.
-  std::string response;  // the id that clients know
-  std::string tenant;    // who may see it; empty: anybody
-  uint64_t call = 0;     // of the client that asked: the choices of one call belong together. 0: not known
+      request;  // the request as asked; output_token_ids: tokens delivered. Its status and computed tokens are unused.
+  std::string response;  // id that clients know
+  std::string tenant;    // tenant that may see it; empty: any
+  uint64_t call = 0;     // number of the client's call, which the choices of one call share; 0: not known
   int32_t choice = 0;
-  Value front;                      // what the adapter's front end keeps beside
-  std::string text;                 // given so far, UTF-8
-  std::vector<uint32_t> text_ends;  // for each token: code points of `text` after it
+  Value front;                      // data of the adapter's front end
+  std::string text;                 // delivered so far, UTF-8
+  std::vector<uint32_t> text_ends;  // for each token: code points of `text` up to its end
   AnswerState state = AnswerState::kRunning;
   std::string finish_reason;
   Value stop_reason;
@@ -48,10 +48,10 @@ struct Answer {
   friend bool operator==(const Answer&, const Answer&) = default;
 };
 
-// What one engine step gave to one answer.
+// What one engine step adds to one answer.
 struct AnswerStep {
   std::string id;
-  uint32_t at = 0;  // tokens that were given before
+  uint32_t at = 0;  // number of tokens that were delivered before
   std::vector<int32_t> tokens;
   std::string text;
   AnswerState state = AnswerState::kRunning;
@@ -60,19 +60,19 @@ struct AnswerStep {
   double time = 0;  // seconds since 1970; DeliveryLog sets it
 };
 
-// Where an answer that runs ends so far.
+// The present end of a running answer.
 struct AnswerEnds {
   uint32_t tokens = 0;
   uint32_t text = 0;  // code points
   friend bool operator==(const AnswerEnds&, const AnswerEnds&) = default;
 };
 
-// A part of an answer: from some token, or from some code point of its text, on.
+// A part of an answer, from some token or some code point of its text on.
 struct AnswerPart {
   std::vector<int32_t> tokens;
   std::string text;
-  uint32_t tokens_end = 0;  // tokens of the answer up to here
-  uint32_t text_end = 0;    // code points
+  uint32_t tokens_end = 0;  // tokens of the answer up to the end of this part
+  uint32_t text_end = 0;    // the same in code points
   AnswerState state = AnswerState::kRunning;
   std::string finish_reason;
   Value stop_reason;

@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// DeliveryLog: what each request of a server asked and what its readers were given so far; in memory, and in a log that
-// survives the end of the process.
+// DeliveryLog: what each request of a server asked for, and what was delivered to its readers so far; in memory, and in
+// a log that survives the end of the process.
 //
-// A server records here before it delivers, so that after a crash every request can go on from what was delivered, and
-// readers that lost their connection can take up their answers. One directory holds the log of one server at a time.
+// A server records here before it delivers. After a crash every request can go on from what was delivered, and readers
+// that lost their connection can resume their answers. A directory holds the log of one server at a time.
 //
-// The log is a numbered file of records (engine/delivery/delivery_log_file.h). When it has grown to several times what
-// is still wanted, when it could not be written, and at each start, rotate() begins a new one beside it: the state,
-// answer by answer; then what was recorded meanwhile; fsync; what was recorded during that, and the mark that makes the
-// file whole, while writers wait; from then on records go into the new file; fsync; and the older files go. Until the
-// mark is there the older file counts, and has everything. A kill or power loss takes the last records with it, never
-// those before.
+// The log is a numbered file of records (engine/delivery/delivery_log_file.h). rotate() begins a new file beside it: at
+// each start, after a failed write, and when the file has grown to several times the size of what is still needed. It
+// writes the state, answer by answer; then what was recorded meanwhile; syncs; then, while writers wait, what was
+// recorded during the sync, and the mark that completes the file. From then on records go into the new file. It is
+// synced, and the older files are deleted. Until the mark is written the older file counts, and has everything. A kill
+// or power loss loses the last records, never earlier ones.
 //
-// Time: answers end by a wall clock that goes on from where it was at the start, whatever is done to the machine's.
+// Times of answers come from a wall clock that ignores later changes of the machine's clock.
 //
-// Threads: all methods from any thread. Nobody who reads waits for a file; who records waits for the write of earlier
-// records, never for an fsync or a new file. A thread of its own rotates.
+// Threads: all methods from any thread. Reading never waits for a file. Recording waits for writes of earlier records,
+// never for a sync or a new file. A thread of its own rotates. Failure: errors are values; if a write fails, what could
+// not be written stays in memory, and unwritten() names it.
 #pragma once
 
 #include <chrono>
@@ -41,65 +42,67 @@ namespace torpor {
 
 // What open() does with answers that still run and belong to another engine.
 enum class OtherEngine {
-  kRefuse,    // fail; the log stays as it was
-  kTakeUp,    // take them up: the caller computes them again
-  kSetAside,  // take them up for the caller to end them, and keep the log's files under another name. Does so, and
-              // begins an empty log, with a log that cannot be read, too: of another format, or sealed otherwise
+  kRefuse,  // fail; the log stays as it was
+  kTakeUp,  // take them over; the caller computes them again
+  // Take them over so that the caller ends them, rename the log's files, and begin an empty log. The same is done with
+  // a log that cannot be read: it has another format, or another seal.
+  kSetAside,
 };
 
 struct DeliveryLogOptions {
   const Clock* clock = nullptr;  // required
-  std::string directory;         // made if absent; empty: in memory only
-  Fingerprint engine;            // of the engine that serves
+  std::string directory;         // made if it is absent; empty: in memory only
+  Fingerprint engine;            // fingerprint of the engine that serves
   OtherEngine other_engine = OtherEngine::kRefuse;
-  double keep_seconds = 3600;          // ended answers
-  uint64_t keep_bytes = 256ull << 20;  // of ended answers in memory; beyond it the oldest of them go
+  double keep_seconds = 3600;          // how long ended answers stay
+  uint64_t keep_bytes = 256ull << 20;  // the most bytes of ended answers in memory; beyond it the oldest are removed
   uint64_t file_bytes =
-      64ull << 20;                 // a file of the log is replaced when it is larger, and four times what it began with
-  std::shared_ptr<const Key> key;  // seals the log
+      64ull << 20;  // a file is replaced when it is larger than this, and than four times the size that it began with
+  std::shared_ptr<const Key> key;  // seals the log; null: none
   bool encrypt = false;
-  bool own_thread = true;  // false: the owner calls rotate() when rotation_due()
+  bool own_thread = true;  // false: the owner calls rotate() if rotation_due()
 };
 
 class DeliveryLog {
  public:
-  // Reads what an earlier server left. kUnavailable: another one uses the directory. kIncompatible: answers that still
-  // run belong to another engine (OtherEngine); kUnauthenticated: sealed otherwise. The log is then as it was.
+  // Open the log, and read what an earlier server left. kUnavailable: another server uses the directory. kIncompatible:
+  // answers that still run belong to another engine (OtherEngine). kUnauthenticated: the log has another seal. After an
+  // error the log is as it was.
   static Result<std::unique_ptr<DeliveryLog>> open(FileSystem& file_system, DeliveryLogOptions options);
-  // How many answers still run that an earlier server left. Errors as of open(). Nothing is written.
+  // Return how many answers of an earlier server still run. Nothing is written. Errors: those of open().
   static Result<uint64_t> count_running(FileSystem& file_system, DeliveryLogOptions options);
   ~DeliveryLog();
 
-  // A new answer. kInvalidArgument: the id is in use.
+  // Record a new answer. kInvalidArgument: its id is in use.
   Status start(Answer answer);
-  // All in one record. Unknown ids, two steps of one answer, steps that do not begin where the answer ends or bring it
-  // beyond its max_tokens are kInvalidArgument; nothing is recorded then.
+  // Record all steps in one record. kInvalidArgument: an id is unknown, two steps are of one answer, or a step does not
+  // begin where its answer ends, or goes beyond its max_tokens; then nothing is recorded.
   Status step(std::vector<AnswerStep> steps);
-  // What was recorded before is durable when this returns.
+  // Return when all that was recorded before is durable.
   Status sync();
-  // Whether the log should begin anew: it has grown, or could not be written a while ago.
+  // Return whether a new file should begin: the file has grown, or a write failed some time ago.
   bool rotation_due() const;
-  // Begins it anew; returns when that is durable and the older files are gone. kUnavailable: it is being done already.
-  // After another failure the log is as it was, and what could not be written stays in memory only.
+  // Begin a new file. Return when it is durable and the older files are deleted. kUnavailable: another thread does that
+  // already. After any other failure the log is as it was, and what could not be written stays in memory only.
   Status rotate();
-  // Nothing is recorded from now on: the process is about to end, and what happens to the requests meanwhile is not
-  // their fate.
+  // Record nothing from now on. Call it when the process is about to end: what happens to requests after that is not
+  // their outcome.
   void close();
 
-  // Ids of the choices of a response, in their order; of the newest call where a client used an id again. Empty: no
-  // such answer, or not of this tenant.
+  // Return the ids of the choices of a response, in their order; if a client used an id again, of its newest call.
+  // Empty: there is no such answer, or another tenant has it.
   std::vector<std::string> find(std::string_view response, std::string_view tenant) const;
-  // kNotFound: no such answer. kInvalidArgument: beyond its end. At most one of `from_token` and `from_text` is meant,
-  // the other 0.
+  // Return a part of an answer. At most one of `from_token` and `from_text` is set; the other is 0. kNotFound: there is
+  // no such answer. kInvalidArgument: the position is beyond its end.
   Result<AnswerPart> part(const std::string& id, uint32_t from_token, uint32_t from_text = 0) const;
-  Result<AnswerPart> position(const std::string& id) const;  // its ends and state, without content
-  // For each id the ends of its answer; nothing where there is none, or where it has ended.
+  Result<AnswerPart> position(const std::string& id) const;  // end and state, without content
+  // Return the end of each answer; none if there is no such answer, or it has ended.
   std::vector<std::optional<AnswerEnds>> running_ends(std::span<const std::string_view> ids) const;
-  // Whether an ended answer of this response went for keep_bytes, less than keep_seconds after its end. Only since
-  // open(), and only of the last 65,536 that did.
+  // Return whether an ended answer of this response was removed for keep_bytes, less than keep_seconds after its end.
+  // Known only since open(), and for the last 65,536 of them.
   bool was_dropped(std::string_view response, std::string_view tenant) const;
-  uint64_t dropped() const;  // ended answers that went for keep_bytes since open()
-  // Ids of the answers of which the file lacks records, because it could not be written. rotate() writes them.
+  uint64_t dropped() const;  // number of ended answers removed for keep_bytes since open()
+  // Return the ids of answers of which the file lacks records, as writes failed. rotate() writes them.
   std::vector<std::string> unwritten() const;
   std::optional<Answer> get(const std::string& id) const;
   std::vector<Answer> all() const;  // in the order of their start
@@ -108,25 +111,25 @@ class DeliveryLog {
     uint64_t running = 0;
     uint64_t ended = 0;
     uint64_t log_bytes = 0;
-    uint64_t lost_bytes = 0;  // of the log that was read, behind damage
+    uint64_t lost_bytes = 0;  // of the log that open() read, from damage on
     uint64_t dropped = 0;     // as dropped()
-    std::string of_another;   // why open() took up or set aside a log of another engine; empty: it did not
-    std::string set_aside;    // where that log is now; empty: it was not set aside
-    std::string problem;      // why the log cannot be written at present; empty: it can
+    std::string of_another;   // why open() took over or set aside another engine's log; empty: it did not
+    std::string set_aside;    // path of the log that was set aside; empty: none was
+    std::string problem;      // why the log cannot be written now; empty: it can
   };
   Counts counts() const;
 
  private:
-  // A new file in the making. What is recorded of answers that it has already is kept for its end.
+  // A new file that is being written. Records of answers that it has already are kept for its end.
   struct Rotation {
     std::unordered_set<std::string> written;
     std::vector<Bytes> tail;
-    bool incomplete = false;  // there was no memory for the tail
-    bool switched = false;    // the new file is in use
+    bool incomplete = false;  // the tail is incomplete, for want of memory
+    bool switched = false;    // records go into the new file
   };
 
   DeliveryLog(FileSystem& file_system, DeliveryLogOptions options);
-  void run();  // the thread
+  void run();  // of the thread
 
   Status append(const Bytes& record) TORPOR_REQUIRES(writer_);
 
@@ -146,34 +149,34 @@ class DeliveryLog {
   FileSystem& file_system_;
   const DeliveryLogOptions options_;
   const UnsteppedClock clock_;
-  std::unique_ptr<Directory> directory_;  // used by rotate() only, after open()
+  std::unique_ptr<Directory> directory_;  // after open(), used by rotate() only
   std::unique_ptr<File> lock_;
 
-  // Held by who records, from the check over the write to the change in memory; taken before mutex_.
+  // Held while recording: from the check over the write to the change in memory. Taken before mutex_.
   Mutex writer_;
-  bool writable_ TORPOR_GUARDED_BY(writer_) = true;  // false: a record is missing in the file, no other may follow
+  bool writable_ TORPOR_GUARDED_BY(writer_) = true;  // false: the file lacks a record, so no other may follow
 
-  mutable Mutex mutex_;                            // never held over a call of a file
-  AnswerTable answers_ TORPOR_GUARDED_BY(mutex_);  // changed with writer_ held, too
-  // At the next start(): so that nothing goes between two calls of the one who records.
+  mutable Mutex mutex_;                            // never held over a file call
+  AnswerTable answers_ TORPOR_GUARDED_BY(mutex_);  // changed only with writer_ held, too
+  // Forget old answers at the next start(), so that no answer disappears between two other calls of the writer.
   bool forget_ TORPOR_GUARDED_BY(mutex_) = false;
-  // Null: in memory only. Changed with writer_ held, too.
+  // Null: in memory only. Changed only with writer_ held, too.
   std::shared_ptr<DeliveryLogFile> file_ TORPOR_GUARDED_BY(mutex_);
   std::optional<Rotation> rotation_ TORPOR_GUARDED_BY(mutex_);
   uint64_t number_ TORPOR_GUARDED_BY(mutex_) = 0;      // of the newest file that was begun
   uint64_t log_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;   // of file_
-  uint64_t began_with_ TORPOR_GUARDED_BY(mutex_) = 0;  // bytes of the state it began with
+  uint64_t began_with_ TORPOR_GUARDED_BY(mutex_) = 0;  // size of the state that file_ began with
   uint64_t lost_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::string of_another_ TORPOR_GUARDED_BY(mutex_);
-  bool sets_aside_ TORPOR_GUARDED_BY(mutex_) = false;  // the files that the first new one replaces
+  bool sets_aside_ TORPOR_GUARDED_BY(mutex_) = false;  // the first rotation sets aside the files that it replaces
   std::string set_aside_ TORPOR_GUARDED_BY(mutex_);
   std::string problem_ TORPOR_GUARDED_BY(mutex_);
   std::unordered_set<std::string> unwritten_ TORPOR_GUARDED_BY(mutex_);  // as unwritten()
-  std::chrono::nanoseconds retry_at_ TORPOR_GUARDED_BY(mutex_){0};       // no rotation before, by Clock::now()
+  std::chrono::nanoseconds retry_at_ TORPOR_GUARDED_BY(mutex_){0};       // no rotation before this Clock::now()
   bool closed_ TORPOR_GUARDED_BY(mutex_) = false;
   bool ends_ TORPOR_GUARDED_BY(mutex_) = false;
 
-  CondVar changed_;  // of what rotation_due() looks at, and of ends_
+  CondVar changed_;  // for the values that rotation_due() reads, and for ends_
   std::thread thread_;
 };
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rolling forward: from the state of a checkpoint, or of an empty engine, to the state that lets each request go on
-// from what its reader was given since.
+// Rolling forward: changes the state of a checkpoint, or of an empty engine, so that each request goes on from what was
+// delivered to its reader since.
 //
-// Tokens that were given are never drawn again: they are appended to the request, and the engine computes their KV as
-// it would that of a prompt. Requests that began since come in as preempted ones: their prompt and tokens are computed
-// anew.
+// Delivered tokens are never sampled again: they are appended to the request, and the engine computes their KV like
+// that of a prompt. Requests that began later are added as preempted ones: their prompt and tokens are computed anew.
+//
+// Owner: none, these are functions. Threads: any. Failure: errors are values.
 #pragma once
 
 #include <functional>
@@ -18,17 +19,19 @@
 namespace torpor {
 
 struct RolledForward {
-  std::vector<std::string> extended;  // were given more tokens than the state has
-  std::vector<std::string> added;     // began after it, or took another course than it
-  std::vector<std::string> dropped;   // have ended since, or are of nobody's interest any more
+  std::vector<std::string> extended;  // got tokens that the state did not have
+  std::vector<std::string> added;     // began after the state, or continue differently from it
+  std::vector<std::string> dropped;   // have ended since, or nobody waits for them any more
 };
 
-// `answers` in the order of their start; those that the state does not know and that have ended mean nothing. Requests
-// of which the state has more tokens stay as they are; so do those without an answer, unless `forgotten`: the state was
-// gone on with before, so that their answers have ended and were forgotten. The result is valid().
+// Roll `state` forward. `answers`: in the order of their start; ended answers that the state does not know are ignored.
+// A request of which the state has more tokens than the answer stays as it is. A request without an answer stays, too,
+// unless `forgotten`: an engine has gone on from this state before, so the answer has ended and was forgotten. The
+// result is valid().
 Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten);
 
-// The same for a wake (engine/sleep_report.h: WakeOptions::catch_up). `rolled` receives what was done, and outlives it.
+// Return a function that does that in a wake (WakeOptions::catch_up, engine/sleep_report.h). It writes what it did into
+// `rolled`, which outlives it.
 std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up_with(std::vector<Answer> answers,
                                                                                    RolledForward& rolled);
 

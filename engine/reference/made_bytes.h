@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes that follow from their place and a seed, for engines that write and compare all of theirs. Always compiled with
-// optimisation: under a sanitizer a test engine spends most of its time here otherwise.
+// Bytes that are a function of their position and a seed, for engines that write and compare all their bytes. This file
+// is always compiled with optimisation: otherwise a test engine under a sanitizer spends most of its time here.
 //
 // Threads: any; the functions have no state.
 #pragma once
@@ -11,14 +11,14 @@
 
 namespace torpor::reference {
 
-// Writes `bytes`, of which the first is number `first` of those that `seed` makes.
+// Fill `bytes` with the sequence of `seed`, from its byte number `first` on.
 void make_bytes(std::span<std::byte> bytes, uint64_t first, uint64_t seed);
-// The place in `bytes` of the first byte that is not what make_bytes(bytes, 0, seed) writes; their number if there is
-// none.
+// Return the position of the first byte that make_bytes(bytes, 0, seed) would not have written; bytes.size() if there
+// is none.
 size_t first_not_made(std::span<const std::byte> bytes, uint64_t seed);
-// The place of the first byte that is not 0; their number if there is none.
+// Return the position of the first byte that is not 0; bytes.size() if there is none.
 size_t first_not_zero(std::span<const std::byte> bytes);
-// Makes `bytes` like values of type bf16, whose exponents lie close together: every second byte, counted from number
+// Make `bytes` look like bf16 values, whose exponents lie close together: every second byte, counted from byte number
 // `first`, keeps its sign and gets seven bits of the exponent.
 void make_like_bf16(std::span<std::byte> bytes, uint64_t first = 0);
 

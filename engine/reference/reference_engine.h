@@ -3,13 +3,13 @@
 // prefill, prefix caching, asynchronous loads, priorities, preemption, greedy, seeded and unseeded sampling, parallel
 // samples. Its model is a ByteModel.
 //
-// It may have several worker ranks: each has a device, weights, KV and stores of its own, and the next token depends on
-// the KV of all of them.
+// It may have several worker ranks. Each rank has a device, weights, KV and stores of its own, and the next token
+// depends on the KV of all ranks.
 //
-// It is the oracle of the simulation and the example for who integrates another engine: reference_engine.cpp serves,
-// reference_offload.cpp is all that offloading needs of it, reference_hooks.cpp all that a sleep does.
+// The simulation compares its tokens, and it is the example for integrating another engine: reference_engine.cpp
+// serves, reference_offload.cpp is all code for offloading, reference_hooks.cpp all code for a sleep.
 //
-// Threads: one, except for the transfers.
+// Owner: tests and tools. Threads: one, except for the transfers. Failure: errors are values.
 #pragma once
 
 #include <deque>
@@ -33,11 +33,11 @@
 namespace torpor::reference {
 
 struct TierOptions {
-  int32_t host_blocks = 0;  // 0: no such store
+  int32_t host_blocks = 0;  // 0: there is no such store
   int32_t disk_blocks = 0;
-  std::string disk_directory;  // segments go below it, into "store"
+  std::string disk_directory;  // segments lie below it, in "store"
   OffloadMode mode = OffloadMode::kEager;
-  bool loads = true;  // off: what is stored is never asked for
+  bool loads = true;  // off: stored blocks are never looked up
   PlacementOptions placement;
   int64_t counted_keys = 0;
   OffloadQueueOptions offload;
@@ -48,18 +48,18 @@ struct ReferenceOptions {
   uint64_t weight_bytes = 16'384;
   uint64_t weights_seed = 1;
   int32_t num_blocks = 64;
-  int32_t token_budget = 16;  // tokens a step, all requests together
+  int32_t token_budget = 16;  // tokens in one step, of all requests together
   int32_t max_running = 8;
-  bool by_priority = false;  // else first come, first served
-  bool kv_of_step = false;   // computed again in another step, equal tokens have other KV
+  bool by_priority = false;  // off: first come, first served
+  bool kv_of_step = false;   // equal tokens get other KV in another step
   TierOptions tiers;
-  size_t regions_per_tag = kRegionsPerTag;          // of all tags but the KV cache
-  size_t spare_kv_regions = 1;                      // of the KV cache, which has one a layer beside these
-  std::vector<std::string> step_tags{kRuntimeTag};  // beside weights and KV cache; each step writes them
+  size_t regions_per_tag = kRegionsPerTag;          // of every tag but the KV cache
+  size_t spare_kv_regions = 1;                      // of the KV cache, in addition to one for each layer
+  std::vector<std::string> step_tags{kRuntimeTag};  // tags beside weights and KV cache; each step writes them
   int transfer_threads = 1;
-  bool transfers_have_threads = true;       // off: copies are made by the thread that waits for them
-  std::optional<uint64_t> retain_kv_bytes;  // RankMemoryOptions
-  Codec host_compression = Codec::kNone;    // the same, and of blocks in host memory
+  bool transfers_have_threads = true;       // off: the thread that waits for copies makes them
+  std::optional<uint64_t> retain_kv_bytes;  // as in RankMemoryOptions
+  Codec host_compression = Codec::kNone;    // as in RankMemoryOptions; also for blocks in host memory
   uint64_t deferred_job_bytes = 64ull << 20;
   bool deferred_thread = true;
 };
@@ -72,8 +72,8 @@ struct ReferenceRequest {
   int32_t max_tokens = 1;
   int32_t priority = 0;  // lower first, as in vLLM
   Sampling sampling = Sampling::kGreedy;
-  int64_t seed = 0;   // of kSeeded
-  uint64_t salt = 0;  // its blocks are shared only with the same salt
+  int64_t seed = 0;   // for kSeeded
+  uint64_t salt = 0;  // blocks are shared only between equal salts
 };
 
 struct ReferenceOutput {

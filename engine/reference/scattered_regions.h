@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device memory as an engine on a GPU has it: several regions a tag, of sizes and at addresses that follow nothing, and
-// regions that come and go while the engine serves and while it sleeps.
+// Device memory as an engine on a GPU has it: a tag has several regions, of irregular sizes and at irregular addresses,
+// and regions are allocated and freed while the engine serves and while it sleeps.
 //
-// For the reference engine and the engines of tests, which own it; the memory outlives it. Threads: one at a time.
+// Owner: the reference engine and the engines of tests; the RankMemory outlives it. Threads: one at a time. Failure:
+// errors are values.
 #pragma once
 
 #include <cstdint>
@@ -18,27 +19,28 @@ namespace torpor::reference {
 
 inline constexpr size_t kRegionsPerTag = 3;
 
-// Allocates a region of each size in `tag`, named by its place ("w", "w1", "w2" of "weights"). Their order of
-// allocation is drawn from `seed`; from three on their addresses neither rise nor fall in it.
+// Allocate a region of each size in `tag`, with names like "w", "w1", "w2" for "weights", and return the addresses.
+// `seed` shuffles the order of allocation; with three or more regions the addresses are neither ascending nor
+// descending.
 Result<std::vector<DeviceAddress>> allocate_scattered(RankMemory& memory, std::string_view tag,
                                                       std::span<const uint64_t> sizes, uint64_t seed);
-// `bytes` as that many sizes, drawn from `seed`: as many as there are bytes, at most.
+// Split `bytes` into `count` random sizes of at least one byte; into fewer if there are fewer bytes.
 std::vector<uint64_t> random_sizes(uint64_t bytes, size_t count, uint64_t seed);
 
-// A KV cache whose layers lie apart, each in a region of its own.
+// The shape of a KV cache whose layers lie in regions of their own.
 struct ScatteredKv {
   uint32_t layers = 0;
   int32_t blocks = 0;
-  uint64_t block_bytes = 0;       // a layer
-  std::vector<uint64_t> spare{};  // sizes of regions that no layer needs
+  uint64_t block_bytes = 0;       // of one layer
+  std::vector<uint64_t> spare{};  // sizes of regions that no layer uses
 };
-// Allocates it as allocate_scattered() does, and tells the memory its layout. Returns the layers' addresses.
+// Allocate it like allocate_scattered(), and set the memory's layout. Return the addresses of the layers.
 Result<std::vector<DeviceAddress>> allocate_kv(RankMemory& memory, const ScatteredKv& kv, uint64_t seed);
 
 // Bytes that lie in several regions of a tag, one after the other.
 class ScatteredBytes {
  public:
-  // Their sizes are drawn from `seed`, their order of allocation from `order`.
+  // Allocate them. `seed` draws the sizes of the regions, `order` the order of allocation.
   static Result<ScatteredBytes> allocate(RankMemory& memory, std::string_view tag, uint64_t bytes, uint64_t seed,
                                          uint64_t order, size_t regions = kRegionsPerTag);
   ScatteredBytes() = default;
@@ -46,7 +48,7 @@ class ScatteredBytes {
   uint64_t size() const;
   Digest digest() const;
   void add_first(StreamingDigest& digest, uint64_t bytes) const;
-  // Writes all of them, as `seed` makes them (made_bytes.h).
+  // Write all bytes, as `seed` makes them (made_bytes.h).
   void make(uint64_t seed, bool bf16) const;
 
  private:
@@ -56,18 +58,19 @@ class ScatteredBytes {
 inline constexpr const char* kRuntimeTag = "runtime";
 inline constexpr const char* kGraphTag = "cudagraph";
 
-// A tag that an engine has beside weights and KV, written anew in each step. Its size stays the same.
+// A tag that an engine has beside weights and KV cache, and writes anew in each step. Its size stays the same.
 class StepRegions {
  public:
   static constexpr uint64_t kBytes = 6'000;
 
-  // As ScatteredBytes.
+  // As ScatteredBytes::allocate().
   static Result<StepRegions> allocate(RankMemory& memory, std::string tag, uint64_t bytes, uint64_t seed,
                                       uint64_t order, size_t regions = kRegionsPerTag);
-  // Writes all of it. kCorruption: a byte is not as it was left; an engine must not run then. Of the workspace
-  // a region may be zeroed instead, as a sleep leaves it.
+  // Check and rewrite all bytes. kCorruption: a byte has changed since the last step, so the engine must not run.
+  // Regions of the workspace may also be zeroed, as a sleep leaves them.
   Status step();
-  // A region goes, and another of its size comes in its place: awake, or asleep. Nothing where neither is the case.
+  // Free a region and allocate another one of its size, while the tag is awake or asleep. It does nothing in other
+  // states.
   Status exchange();
   const std::string& tag() const { return tag_; }
   uint64_t next_bytes() const { return regions_[exchanges_ % regions_.size()].bytes; }  // of the one that goes next
@@ -77,7 +80,7 @@ class StepRegions {
     std::string name;
     DeviceAddress address = 0;
     uint64_t bytes = 0;
-    uint64_t written = 0;  // what with; 0: not yet
+    uint64_t written = 0;  // seed of the content; 0: not written yet
   };
   static std::span<std::byte> content(const Region& region);
   void write(Region& region);
