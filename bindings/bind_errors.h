@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors across the Python border: an Error value becomes an exception of torpor.errors, and back.
+// Errors across the Python border: an Error value becomes an exception of torpor.errors, and back. Threads: those that
+// hold the interpreter's lock.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,9 +9,10 @@
 
 namespace torpor {
 
-[[noreturn]] void raise(const Error& error);  // needs the interpreter lock
+// Raise the exception of torpor.errors that has this error's code.
+[[noreturn]] void raise(const Error& error);
 
-// What a Python hook raised, as a value: torpor's own exceptions keep their code.
+// Return what a Python hook raised as a value. torpor's own exceptions keep their code.
 Error error_from(pybind11::error_already_set& raised);
 
 template <class T>

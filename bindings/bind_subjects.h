@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One function a subject; core_module.cpp calls them.
+// One function for each subject of the module torpor._core. core_module.cpp calls them.
 #pragma once
 
 #include <pybind11/pybind11.h>

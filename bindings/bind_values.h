@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values across the Python border: the structs of scheduler_state, kvcache and checkpoint to and from plain dicts,
-// lists and array.array. Strict: a key that is missing, unknown or of another type is an invalid_argument that names
+// Values across the Python border: translates structs of scheduler_state, kvcache and checkpoint to and from plain
+// dicts, lists and array.array. A key that is missing, unknown or of another type raises InvalidArgument, which names
 // it. Token ids and block numbers are array('i'), copied in one piece.
+//
+// Threads: those that hold the interpreter's lock. Failure: the functions raise the exceptions of torpor.errors.
 #pragma once
 
 #include <string>
@@ -26,11 +28,11 @@ RequestState request_state_from(const pybind11::handle& object);
 pybind11::dict to_python(const RequestState& request);
 EngineCheckpoint engine_checkpoint_from(const pybind11::dict& dict);
 Fingerprint fingerprint_from(const pybind11::handle& object);
-std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file);  // null for none
+std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file);  // null if `key_file` is none
 KvLayout kv_layout_from(const pybind11::dict& dict);
 
 pybind11::bytes to_python(const Bytes& bytes);
-// InvalidArgument naming `where` for anything but bytes.
+// Return the bytes. Anything but bytes raises InvalidArgument, which names `where`.
 Bytes bytes_from(const pybind11::handle& object, const std::string& where);
 
 }  // namespace torpor

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// BlockField: one attribute of vLLM's KVCacheBlock. Where its class has it as a slot, the slot is read and written
-// where it lies, without the interpreter; of any other object it is asked for by name, slower and as right.
+// BlockField: one attribute of vLLM's KVCacheBlock. If its class has the attribute as a slot, it is read and written in
+// place, without the interpreter. Other objects are asked for it by name: slower, with the same result.
 //
-// Threads: those that hold the interpreter's lock.
+// Threads: those that hold the interpreter's lock. Failure: no method leaves a Python exception.
 #pragma once
 
 #include <cstdint>
@@ -13,25 +13,26 @@ namespace torpor {
 
 class BlockField {
  public:
-  // `type`: of the blocks; null: there are none.
+  // `type`: the class of the blocks; null: there are no blocks.
   BlockField(PyTypeObject* type, const char* name);
 
-  // Null, without an exception, where there is none.
+  // Return the attribute; null if the block has none.
   pybind11::object get(PyObject* block) const {
     if (Py_TYPE(block) == type_ && offset_ >= 0) return pybind11::reinterpret_borrow<pybind11::object>(slot(block));
     return by_name(block);
   }
-  // The same, borrowed and without a look at it; null also where the block has no such slot.
+  // Return the attribute, borrowed; null also if the block does not have it as a slot.
   PyObject* peek(PyObject* block) const { return Py_TYPE(block) == type_ && offset_ >= 0 ? slot(block) : nullptr; }
-  // It is asked for soon; prefetch() of the block before.
+  // Load the value into the cache, as it is needed soon. Call prefetch(), which loads the slot, a while before.
   void prefetch_value(PyObject* block) const {
     if (offset_ >= 0) __builtin_prefetch(slot(block));
   }
   void prefetch(PyObject* block) const {
     if (offset_ >= 0) __builtin_prefetch(&slot(block));
   }
+  // Return the attribute as a number; `otherwise` if it is none.
   int64_t number(PyObject* block, int64_t otherwise) const;
-  // False, without an exception: it was not written.
+  // Set the attribute. Return false if that failed.
   bool set(PyObject* block, int64_t number) const;
 
  private:
@@ -41,7 +42,7 @@ class BlockField {
   pybind11::object by_name(PyObject* block) const;
 
   PyTypeObject* const type_;  // kept alive by its blocks
-  PyObject* const name_;      // interned, for ever
+  PyObject* const name_;      // interned, never freed
   Py_ssize_t offset_ = -1;
 };
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How checkpoints are written, from a Python dict: the same entries wherever they are taken.
+// The options of checkpoints from a Python dict: the same entries wherever they are read. Threads: those that hold the
+// interpreter's lock.
 #pragma once
 
 #include <optional>

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// ConnectorHits: how much of a request's prompt can be loaded, for all KV cache groups of the engine; and GroupTables,
-// their block tables. A group is layers with one table; its blocks have keys of their own.
+// ConnectorHits: how many blocks of a request's prompt can be loaded, over all KV cache groups of the engine.
+// GroupTables: the block tables of these groups. A group is a set of layers that share one table; its blocks have keys
+// of their own.
 //
-// What a hit needs: of a group that sees all tokens each block, of the others those that the first token behind the hit
-// still sees. What the engine has itself of a prefix it has for all groups.
+// A hit needs every block of a group that sees all tokens. Of other groups it needs the blocks that the first token
+// after the hit still sees. A prefix that the engine has itself is there for all groups.
 //
-// Threads: those that hold the interpreter's lock.
+// Owner: the scheduler's side of the connector. Threads: those that hold the interpreter's lock.
 #pragma once
 
 #include <algorithm>
@@ -19,16 +20,18 @@
 
 namespace torpor {
 
-// What a layer of the group sees: all tokens before its own; the last `window` with its own; or those of its chunk.
+// The tokens that a layer of the group sees: all before its own; the last `window`, with its own; or those of its
+// chunk.
 struct GroupReach {
   int64_t window = 0;
   int64_t chunk = 0;
   bool all() const { return window == 0 && chunk == 0; }
-  // The first block that a token behind `end` blocks sees something of.
+  // Return the first block of which a token after `end` blocks sees a part.
   size_t first_seen(size_t end, int64_t block_tokens) const;
 };
 
-// vLLM's, by request id. Blocks are its KVCacheBlocks; where a request needs none any more, there is the null block.
+// vLLM's block tables, by request id. Blocks are its KVCacheBlocks. The null block stands for blocks that a request
+// does not need any more.
 class GroupTables {
  public:
   struct Table {
@@ -37,14 +40,15 @@ class GroupTables {
     PyObject* operator[](size_t i) const { return PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)); }
   };
 
-  // Of each group (req_to_blocks, num_cached_block, window, chunk).
+  // `groups`: for each group (req_to_blocks, num_cached_block, window, chunk).
   explicit GroupTables(const pybind11::list& groups);
   size_t size() const { return groups_.size(); }
   const GroupReach& reach(size_t group) const { return groups_[group].reach; }
-  // A part of a hit is of no use: what a shorter one needs of a window is something else.
+  // Return whether a part of a hit is useless: a shorter hit would need other blocks of a window.
   bool whole_hits() const { return groups_.size() > 1 || !groups_[0].reach.all(); }
+  // Return the block table of a request in a group; an empty one if there is none.
   Table of(size_t group, PyObject* request) const;
-  // Blocks of the request that are full and were entered into the prefix cache, as far as they ever will be.
+  // Return the number of full blocks of the request that all groups have entered into the prefix cache.
   size_t entered(PyObject* request) const;
 
  private:
@@ -62,28 +66,28 @@ class ConnectorHits {
   ConnectorHits(const GroupTables& groups, const BlockIndex& index, int64_t block_tokens)
       : groups_(groups), index_(index), block_tokens_(block_tokens) {}
 
-  // How many blocks behind the first `have` can be loaded, never the last token's. keys() and places() are of what is
-  // to be loaded for that, group after group.
+  // Return how many blocks after the first `have` can be loaded; never the block of the last token. Afterwards keys()
+  // has what must be loaded for that, group after group.
   size_t find(const pybind11::object& request, size_t have, uint32_t space);
-  // keys() of all its blocks and groups, wherever they are.
+  // Fill keys() with the keys of all blocks of the request in all groups, whether they can be found or not.
   void take_all(const pybind11::object& request, uint32_t space);
-  // Where `group` begins to need blocks for a hit of those from `have` up to `end`.
+  // Return the first block that `group` needs for a hit of the blocks from `have` up to `end`.
   size_t first_needed(size_t group, size_t have, size_t end) const {
     return std::max(have, groups_.reach(group).first_seen(end, block_tokens_));
   }
 
-  // With one group that sees all tokens, all of it in host memory: what was found stays the answer as long as
-  // has_next() says no.
+  // Return whether the found hit stays the answer until has_next() is true: there is one group, it sees all tokens, and
+  // the whole hit is in host memory.
   bool ends_where_it_ends() const {
     return !groups_.whole_hits() && tokens_from(StoreId::kDisk) == 0 && tokens_from(StoreId::kRemote) == 0;
   }
-  // The request's block of this number can be loaded, too.
+  // Return whether the request's block of this number can be loaded, too.
   bool has_next(const pybind11::object& request, size_t block, uint32_t space) const;
 
   std::span<const BlockKey> keys() const { return keys_; }
-  // The engine takes the first `blocks` of them; not with whole_hits().
+  // Note that the engine takes only the first `blocks` of them. Not with whole_hits().
   void shorten(size_t blocks) { places_.resize(std::min(places_.size(), blocks)); }
-  // How many tokens of the first group's come from there, and from nowhere nearer.
+  // Return how many tokens of the first group come from `store`, and are in no nearer one.
   int64_t tokens_from(StoreId store) const;
 
  private:
@@ -101,8 +105,8 @@ class ConnectorHits {
   const int64_t block_tokens_;
   std::vector<BlockKey> keys_;
   std::vector<BlockLocations> places_;
-  std::vector<BlockKey> chain_;  // of one group, from `have` on
-  size_t of_first_group_ = 0;    // keys
+  std::vector<BlockKey> chain_;  // of one group, from block `have` on
+  size_t of_first_group_ = 0;    // number of keys
 };
 
 }  // namespace torpor

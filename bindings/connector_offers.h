@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// ConnectorOffers: which of vLLM's blocks are offered to the tiers, and when. Eager: what a step fills, and what a
-// request has filled at its end. Lazy: what lies at the head of vLLM's free queue, which it evicts next.
+// ConnectorOffers: which of vLLM's blocks are offered to the tiers, and when. Eager: blocks that a step fills, and at
+// the end of a request those that it has filled. Lazy: blocks at the head of vLLM's free queue, which are evicted next.
 //
-// Threads: those that hold the interpreter's lock, one at a time.
+// Owner: the scheduler's side of the connector. Threads: those that hold the interpreter's lock, one at a time.
 #pragma once
 
 #include <cstdint>
@@ -20,40 +20,41 @@ namespace torpor {
 
 class ConnectorOffers {
  public:
-  // How far a request is.
+  // The progress of a request.
   struct Progress {
-    size_t offered = 0;   // blocks of its tables
-    int64_t to_fill = 0;  // no other block is full before it was given so many tokens
-    bool stale = false;   // what it computes stands on blocks from before a reset
+    size_t offered = 0;   // number of blocks of its tables that were offered
+    int64_t to_fill = 0;  // tokens until the next block can be full
+    bool stale = false;   // it computes on top of blocks from before a reset
   };
   struct Request {
-    PyObject* object = nullptr;  // vLLM's
+    PyObject* object = nullptr;  // vLLM's request
     PyObject* id = nullptr;
     int32_t priority = 0;
   };
 
-  // All but `pool` outlive it.
+  // All but `pool` outlive this object.
   ConnectorOffers(const pybind11::object& pool, const ConnectorOptions& options, const GroupTables& groups,
                   EngineBlocks& blocks, OffloadScheduler& scheduler);
 
-  // Requests of this priority come: lazily, blocks are looked at when they are filled only if some have one.
+  // A request of this priority exists. In lazy mode requests are looked at only if one has a priority other than 0.
   void expect(int32_t priority) { any_priority_ = any_priority_ || priority != 0; }
-  // Whether computes() has anything to do.
+  // Return whether computes() has any work.
   bool looks_at_requests() const { return !options_.lazy || any_stale_ || any_priority_; }
-  // It computes `tokens` in this step.
+  // The request computes `tokens` in this step: offer the blocks that this fills.
   void computes(Progress& progress, const Request& request, int64_t tokens, uint64_t step) {
     progress.to_fill -= tokens;
     if (progress.to_fill <= 0 && looks_at(progress)) offer(progress, request, tokens, step);
   }
-  // After computes() of all: `scheduled` has how many tokens each request computes.
+  // Call it after computes() of all requests. `scheduled`: request id -> tokens that it computes.
   void end_step(const pybind11::dict& scheduled);
-  // It has other blocks than before; some may be of the engine's prefix cache.
+  // The request has got other blocks; some may be from the engine's prefix cache.
   void allocated(Progress& progress, PyObject* id);
-  // Loads took so many from the free queue.
+  // Loads have taken this many blocks from the free queue.
   void took(size_t blocks) { taken_ += options_.lazy ? static_cast<int64_t>(blocks) : 0; }
-  // With steps in flight it may have filled some blocks since the last one, `step`.
+  // The request has ended. With steps in flight it may have filled some blocks since step `step`, its last one.
   void finished(Progress& progress, const Request& request, uint64_t step);
-  // What the engine's blocks have now is not for the new namespace, nor is what a request computes on top of it.
+  // Begin a new namespace: the present content of the engine's blocks is not for it, nor is KV that a request computes
+  // on top of it.
   void reset();
 
  private:
@@ -74,17 +75,17 @@ class ConnectorOffers {
   const GroupTables& groups_;
   EngineBlocks& blocks_;
   OffloadScheduler& scheduler_;
-  std::vector<ContentVersion> offered_;  // lazy: by block, what was offered last
-  std::vector<ContentVersion> stale_;    // by block: content that is not for this namespace
+  std::vector<ContentVersion> offered_;  // lazy: by block, the content that was offered last
+  std::vector<ContentVersion> stale_;    // by block: content that does not belong to this namespace
   struct Marked {
     ContentVersion version = ContentVersion::kNone;
     int32_t priority = 0;
   };
-  std::vector<Marked> marked_;  // lazy: by block, the highest priority of those that have computed with it
+  std::vector<Marked> marked_;  // lazy: by block, the highest priority of the requests that computed with it
   bool any_stale_ = false;
   bool any_priority_ = false;
-  int64_t taken_ = std::numeric_limits<int32_t>::max();  // lazy: blocks, at most, since they were looked at
-  // Of one call; they keep their memory.
+  int64_t taken_ = std::numeric_limits<int32_t>::max();  // lazy: the most blocks taken since the queue was looked at
+  // Buffers of one call; they keep their memory.
   std::vector<BlockKey> keys_;
   std::vector<int32_t> few_;
   struct NextToGo {

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both sides of vLLM's KV connector tell each other besides plans and reports, and what it tells vLLM.
+// What the two sides of vLLM's KV connector send each other besides plans and reports, and what they return to vLLM.
+//
+// Threads: those that hold the interpreter's lock. Failure: the functions raise the exceptions of torpor.errors.
 #pragma once
 
 #include <chrono>
@@ -17,21 +19,22 @@ struct ConnectorOptions {
   OffloadSchedulerOptions offload;
   PlacementOptions placement;
   bool lazy = false;
-  std::chrono::milliseconds remote_wait{0};  // longest that a request waits to hear what the remote store has
-  int32_t watermark = 0;                     // lazy: how many of the next blocks to be evicted are looked at
+  std::chrono::milliseconds remote_wait{0};  // longest time that a request waits for the remote store's lookup
+  int32_t watermark = 0;                     // lazy: number of blocks at the head of the free queue that are looked at
 };
 ConnectorOptions connector_options_from(const pybind11::dict& dict);
 
-// Blocks that a rank recovered, and the slots under which they are known, as flat records. Raises where they are none.
+// Encode and decode the blocks that a rank recovered, and the slots under which they were adopted, as flat records.
+// Decoding raises if the bytes are not such records.
 Bytes packed(const std::vector<RecoveredBlock>& blocks);
 Bytes packed(const std::vector<AdoptedBlock>& blocks);
 std::vector<RecoveredBlock> recovered_from(const Bytes& bytes);
 std::vector<AdoptedBlock> adopted_from(const Bytes& bytes);
 
-// Counters since the beginning, and what there is now: flat, by name.
+// Return counters since the start, and present numbers, by name.
 pybind11::dict connector_stats(const OffloadScheduler& scheduler, int64_t held, int64_t loading);
 pybind11::dict times_to_python(const OffloadTimes& times);
-// None: there are none.
+// Return None if there are no events.
 pybind11::object events_to_python(const BlockEvents& events);
 
 }  // namespace torpor

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// DictReader: takes the entries of a Python dict one by one and refuses what is missing, unknown or of another type.
+// DictReader: reads the entries of a Python dict one by one. An entry that is missing, unknown or of another type
+// raises InvalidArgument, which names it. Threads: those that hold the interpreter's lock.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +47,7 @@ class DictReader {
       wrong_type<T>(item, fmt::format("{}.{}", where_, key));
     }
   }
-  // The same for an object that is no entry of its own.
+  // Read an object that is not an entry of a dict. `where` names it in errors.
   template <class T>
   static void cast(const pybind11::handle& object, const std::string& where, T& value) {
     try {
@@ -60,7 +61,7 @@ class DictReader {
     if (has(key)) read(key, value);
   }
 
-  // Refuses entries that nobody took. Each entry is taken at most once, so that counting finds that there are any.
+  // Raise if an entry was not read. Each entry is read at most once, so comparing the numbers suffices.
   void finish() const {
     if (taken_.size() == dict_.size()) return;
     for (const auto& [key, item] : dict_) {

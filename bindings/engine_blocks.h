@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// EngineBlocks: vLLM's BlockPool as DeviceBlocks. A block's content is known by its hash object: vLLM makes a new one
-// each time it enters a block into the prefix cache, and drops it when the block is evicted (vllm/block_versions.py).
-// Objects are kept, so that none comes to lie where another was.
+// EngineBlocks: vLLM's BlockPool as DeviceBlocks. A block's content is identified by its hash object: vLLM makes a new
+// one each time it enters a block into the prefix cache, and drops it when the block is evicted
+// (vllm/block_versions.py). This class keeps a reference, so that no other object gets the same address.
 //
-// Threads: those that hold the interpreter's lock, one at a time. What Python raises is cleared: the block has no
-// version then, or is not held. What the pool's own methods raise is logged.
+// Owner: the scheduler's side of the connector. Threads: those that hold the interpreter's lock, one at a time.
+// Failure: Python exceptions are cleared; the block then has no version, or is not held. Exceptions of the pool's own
+// methods are logged.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ namespace torpor {
 
 class EngineBlocks final : public DeviceBlocks {
  public:
-  // `pool`: vLLM's BlockPool. `block_tokens`: a hash of fewer tokens covers a part of its block only.
+  // `pool`: vLLM's BlockPool. `block_tokens`: a hash of fewer tokens covers only a part of its block.
   EngineBlocks(const pybind11::object& pool, int64_t block_tokens);
   ~EngineBlocks() override;
 
@@ -31,22 +32,22 @@ class EngineBlocks final : public DeviceBlocks {
 
   int64_t held() const { return held_; }
   int64_t size() const { return static_cast<int64_t>(known_.size()); }
-  // Ends all holds at once, though their blocks go on being read: from now on the versions decide. The release() that
-  // belongs to each of them does nothing.
+  // End all holds at once, though copies may still read the blocks: from now on their versions decide. The release()
+  // that belongs to each hold does nothing then.
   void release_all();
 
-  // The block's number and, if it is full and entered into the prefix cache, its key but for the space.
+  // Return whether the block is full and in the prefix cache; then set the key, except `space`.
   bool key_of(PyObject* block, BlockKey& key) const;
   int32_t number_of(PyObject* block) const;  // -1: it has none
-  // They are asked for soon: first the block, a while later what it names.
+  // Load the block into the cache, as it is needed soon; then, a while later, the values that it refers to.
   void prefetch(PyObject* block) const;
   void prefetch_values(PyObject* block) const;
-  // The one behind it in the free queue; null or None: there is none.
+  // Return the next block of the free queue; null or None: there is none.
   pybind11::object next_free(PyObject* block) const { return next_.get(block); }
 
  private:
   struct Known {
-    PyObject* object = nullptr;  // kept
+    PyObject* object = nullptr;  // a reference
     ContentVersion version = ContentVersion::kNone;
   };
   PyObject* hash_object(PyObject* block) const;  // borrowed from the block; null: it has none
@@ -67,14 +68,14 @@ class EngineBlocks final : public DeviceBlocks {
   const BlockField references_;
   const BlockField owner_;
   const BlockField next_;
-  mutable std::vector<Known> known_;  // by block
+  mutable std::vector<Known> known_;  // by block number
   mutable uint64_t last_ = 0;
   struct Holds {
     int32_t now = 0;
-    int32_t released = 0;  // of which the release() is to come
+    int32_t released = 0;  // holds that release_all() ended and whose release() is still to come
   };
-  std::vector<Holds> holds_;  // by block
-  std::vector<int32_t> few_;  // of one call
+  std::vector<Holds> holds_;  // by block number
+  std::vector<int32_t> few_;  // buffer of one call
   int64_t held_ = 0;
 };
 

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How another thread uses what the engine's thread has in Python: with the interpreter's lock, and between two hooks.
+//
+// Threads: see each function. Failure: between_hooks() returns kUnavailable.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,14 +13,15 @@
 
 namespace torpor {
 
-// While a hook of the engine's runs: what it calls in Python may let others have the interpreter's lock.
+// Stands on the stack of a hook of the engine while it runs. Python code that the hook calls may release the
+// interpreter's lock to other threads.
 struct InHook {
   InHook() { ++running; }
   ~InHook() { --running; }
   static inline int running = 0;  // under that lock
 };
 
-// What is garbage waits: its end may want what the caller of between_hooks() holds.
+// Delays garbage collection: a finalizer may need a lock that the caller of between_hooks() holds.
 struct NoCollection {
   NoCollection() : was_on(PyGC_Disable() != 0) {}
   ~NoCollection() {
@@ -31,7 +34,8 @@ inline Error engine_is_busy() {
   return {.code = Code::kUnavailable, .what = "the engine's scheduler is busy", .next_step = "try again"};
 }
 
-// kUnavailable: the hook took too long. Where `work` calls into Python a hook may begin: it looks at `running` again.
+// Run `work` with the interpreter's lock while no hook runs. kUnavailable: a hook ran for two seconds. If `work` calls
+// into Python, a hook may begin meanwhile: `work` must look at `running` again.
 template <class Work>
 Status between_hooks(const Work& work) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2);

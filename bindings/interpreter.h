@@ -6,7 +6,8 @@
 
 namespace torpor {
 
-// Then a thread that asks for the interpreter's lock would be ended where it stands.
+// Return whether Python's interpreter is ending. Then a thread that asks for the interpreter's lock would be ended in
+// the middle of its work.
 inline bool interpreter_ends() {
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsFinalizing() != 0;

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C ABI of torpor's memory, exported by the Python module's shared library and by libtorpor_memory.so
-// (bindings/memory_library), which needs no Python; for torch's pluggable allocators, ctypes and other programs.
-// Nothing here ends the process: a failure is a null pointer or a code that is not 0, and torpor_last_error() says what
-// was wrong.
+// The C ABI of torpor's memory, for torch's pluggable allocators, ctypes and other programs. It is exported by the
+// Python module's shared library, and by libtorpor_memory.so (bindings/memory_library), which needs no Python.
 //
-// TORPOR_MEMORY_DEVICE=host in the environment takes memory without a GPU; TORPOR_KEEP_BACKUPS=1 keeps saved bytes
-// after a wake: those of the tag "weights" are not copied again until torpor_mark_dirty, others only if they differ
-// where digests are compared. The other variables of docs/memory.md hold, too.
+// Threads: any. Failure: nothing here ends the process. A failed call returns a null pointer or a code other than 0,
+// and torpor_last_error() says what was wrong.
+//
+// Environment: TORPOR_MEMORY_DEVICE=host takes memory without a GPU. TORPOR_KEEP_BACKUPS=1 keeps saved bytes after a
+// wake: those of the tag "weights" are copied again only after torpor_mark_dirty(); those of other tags are copied
+// again unless digests are compared and equal. docs/memory.md has the other variables.
 #pragma once
 
 #include <stdbool.h>
@@ -17,45 +18,46 @@
 extern "C" {
 #endif
 
-// torch.cuda.memory.CUDAPluggableAllocator(path, "torpor_torch_malloc", "torpor_torch_free"). In the scope of this
-// thread.
+// For torch.cuda.memory.CUDAPluggableAllocator(path, "torpor_torch_malloc", "torpor_torch_free"). The memory belongs to
+// the innermost scope of this thread.
 void* torpor_torch_malloc(ssize_t bytes, int device, void* stream);
 void torpor_torch_free(void* address, ssize_t bytes, int device, void* stream);
 
-// Scopes of this thread; they nest.
+// Begin and end a scope of this thread. Scopes nest. `keep`: 0: the content is not saved.
 int torpor_region_begin(const char* tag, int keep);
 int torpor_region_end(void);
 
-// `tag` null: all that are awake, or asleep.
+// Put a tag to sleep, wake it, or note that its bytes have changed. `tag` null: all tags.
 int torpor_sleep(const char* tag);
 int torpor_wake(const char* tag);
 int torpor_mark_dirty(const char* tag);
 
-// Of the last failure in this thread; "" if there was none. Valid until the next call in this thread.
+// Return the error of the last failure in this thread; "" if there was none. Valid until the next call in this thread.
 const char* torpor_last_error(void);
 
-// The names of torch_memory_saver's C ABI, so that its callers can load this library instead. Pausing sleeps, resuming
-// wakes; "" as a tag means all.
+// The names of torch_memory_saver's C ABI, so that its callers can load this library instead. Pausing is a sleep,
+// resuming a wake; the tag "" means all tags.
 void tms_set_current_tag(const char* tag);
 const char* tms_get_current_tag(void);
 void tms_set_interesting_region(bool active);
 bool tms_get_interesting_region(void);
 void tms_set_enable_cpu_backup(bool keep);
 bool tms_get_enable_cpu_backup(void);
-int tms_pause(const char* tag);  // compares backups that were kept: its callers do not say what they changed
+int tms_pause(const char* tag);  // compares kept backups, as callers do not say what they changed
 int tms_resume(const char* tag);
-// An allocation that would leave less free fails. 0: none does.
+// Fail every allocation that would leave less than `bytes` free. 0: none.
 void set_memory_margin_bytes(uint64_t bytes);
-// What is saved of memory that is paused; null: nothing is. A copy, until the next tms_pause() or tms_resume().
+// Return a copy of what is saved of paused memory; null if nothing is. Valid until the next tms_pause() or
+// tms_resume().
 uint8_t* tms_get_cpu_backup_pointer(const uint8_t* address, uint64_t bytes);
-// "pinned"; another one is refused: it stays, and torpor_last_error() says why.
+// "pinned" is the only backend. Another name changes nothing; torpor_last_error() says why.
 void tms_set_cpu_backup_backend(const char* name);
 const char* tms_get_cpu_backup_backend(void);
-// Refused as well: a thread that wants one allocates nothing until it takes it back.
+// A backup on disk is not offered. A thread that asks for one fails all allocations until it calls this with false.
 void tms_set_enable_disk_backup(bool enable);
 bool tms_get_enable_disk_backup(void);
 void tms_set_disk_backup_dir(const char* path);
-// Before the first allocation only; also TORPOR_KEEP_BACKUPS=1.
+// Call it before the first allocation; TORPOR_KEEP_BACKUPS=1 does the same.
 void tms_set_retain_cpu_backup(bool retain);
 bool tms_get_retain_cpu_backup(void);
 void* tms_torch_malloc(ssize_t bytes, int device, void* stream);

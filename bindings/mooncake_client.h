@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Mooncake's client, which exists as a Python extension: torpor/vllm/mooncake.py makes it.
+// Mooncake's client. It exists as a Python extension, which torpor/vllm/mooncake.py loads. Threads: any.
 #pragma once
 
 #include "remote/mooncake_client.h"
@@ -7,9 +7,9 @@
 
 namespace torpor {
 
-// kUnsupported: it is not. Asks no server.
+// Return kUnsupported if Mooncake is not installed. No server is asked.
 Status mooncake_is_installed();
-// Takes the interpreter's lock for each call, and Mooncake lets go of it while it works.
+// Connect a client. Each of its calls takes the interpreter's lock, which Mooncake releases while it works.
 Result<std::shared_ptr<remote::MooncakeClient>> connect_mooncake(const remote::MooncakeSettings& settings);
 
 }  // namespace torpor

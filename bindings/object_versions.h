@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// ObjectVersions: versions of KV blocks (KvBlock::version) for an engine in Python that has an object of its own for
-// each content of a block: the same object, the same version. Objects are kept, so that none comes to lie where another
-// was.
+// ObjectVersions: content versions of KV blocks (KvBlock::version) for an engine in Python that has one object for each
+// content of a block: the same object means the same version. This class keeps references, so that no other object gets
+// the same address.
 //
-// Threads: those that hold the interpreter's lock.
+// Owner: PythonHooks. Threads: those that hold the interpreter's lock.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ namespace torpor {
 
 class ObjectVersions {
  public:
-  // `objects`: that of each of `blocks`; None: it has no version, which is 0. Blocks that are not listed are forgotten.
+  // Return the version of each block. `objects`: the object of each block; None: the block has no version, and gets 0.
+  // Blocks that are not listed are forgotten. Raises InvalidArgument if the lengths differ.
   std::vector<uint64_t> give(const pybind11::list& objects, const std::vector<int32_t>& blocks) {
     if (objects.size() != blocks.size()) {
       DictReader::fail("capture.versions.objects",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The events of this process: one ring, however many engines and ranks it has.
+// The events of this process. It has one ring for all its engines and ranks. Threads: any. Failure: errors are values.
 #pragma once
 
 #include <string>
@@ -11,19 +11,20 @@
 
 namespace torpor {
 
-// From now on what this process does is told in a ring of its own in `directory`; its path. Where that was done before
-// it changes nothing. A forked child begins anew.
+// From now on write the events of this process into a ring of its own in `directory`; return its path. If there is a
+// ring already, nothing changes. A forked child begins anew.
 Result<std::string> begin_process_events(const std::string& directory, const std::string& role, int32_t rank);
-// From now on who may read them can look at this process through a socket, and stop its engine if it `operates`; its
-// path. kFailedPrecondition: it tells no events. `records`: where they may begin recordings; empty: nowhere.
+// From now on let a console that may read the ring look at this process through a socket, and stop its engine if
+// `operates`; return the socket's path. `records`: directory in which the console may begin recordings; empty: nowhere.
+// kFailedPrecondition: there is no ring.
 Result<std::string> begin_process_control(bool operates, const std::string& records);
-// Who looks at this process through its socket may use this engine's OffloadScheduler, until unserve() returns. One at
-// a time: the last one. Both without the interpreter's lock: they wait for a call that may want it.
+// Let consoles use this engine's OffloadScheduler until unserve_offload() returns. There is one at a time, the last
+// one. Call both without the interpreter's lock: they wait for a console's call, which may need it.
 void serve_offload(console::OffloadAccess& offload);
-void unserve_offload(const console::OffloadAccess* offload);  // null: whoever it is
-// The same of what this process can do as an engine's front end; null: nothing any more.
+void unserve_offload(const console::OffloadAccess* offload);  // null: any
+// Set what this process answers as an engine's front end; null: nothing any more.
 void serve_front(console::FrontAccess* front);
-// Tells nothing before begin_process_events().
+// Return the port of the ring. It drops events before begin_process_events().
 EventPort process_events();
 
 }  // namespace torpor

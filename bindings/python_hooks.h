@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// EngineHooks that call a Python object.
+// EngineHooks that call a Python object. Owner: the binding of the controller. Threads: any, as EngineHooks.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@
 
 namespace torpor {
 
-// Calls the methods of a Python object of the same names. Takes the interpreter lock for each call.
+// Each hook calls the object's method of the same name, with the interpreter's lock.
 class PythonHooks final : public EngineHooks {
  public:
   explicit PythonHooks(pybind11::object object) : object_(std::move(object)) {}
@@ -28,13 +28,13 @@ class PythonHooks final : public EngineHooks {
     TORPOR_ASSIGN_OR_RETURN(const Moment moment, capture_moment());
     return moment.read();
   }
-  // The values are nobody else's, so that they can be translated when the engine has gone on.
+  // The captured values are not shared with the engine, so they can be translated after the engine has gone on.
   Result<Moment> capture_moment() override {
     return guarded<Moment>([&] {
       const std::shared_ptr<pybind11::dict> captured(
           new pybind11::dict(pybind11::dict(object_.attr("capture")()).attr("copy")()), &forget);
       const pybind11::object versions =
-          captured->attr("pop")("versions", pybind11::none());  // an engine without them has none
+          captured->attr("pop")("versions", pybind11::none());  // none: the engine has no versions
       Moment moment{.kv = {.blocks = block_ids_from(*captured)}};
       if (versions.is_none()) {
         moment.kv.versions.resize(moment.kv.blocks.size());
@@ -116,7 +116,8 @@ class PythonHooks final : public EngineHooks {
   }
 
  private:
-  // Whatever Python raises, KeyboardInterrupt too, is an error of the hook: the controller then undoes what it did.
+  // Run `function` with the interpreter's lock. Anything that Python raises, also KeyboardInterrupt, is an error of the
+  // hook, so that the controller undoes its steps.
   template <class T, class Function>
   Result<T> guarded(const Function& function) {
     return try_catch([&]() -> Result<T> {
@@ -153,7 +154,7 @@ class PythonHooks final : public EngineHooks {
     });
   }
 
-  // Of `contents.blocks`.
+  // Fill the versions of `contents.blocks`.
   void read_versions(DictReader& in, KvContents& contents) {
     pybind11::list objects;
     in.read("steps", contents.steps);
@@ -161,9 +162,9 @@ class PythonHooks final : public EngineHooks {
     in.finish();
     contents.versions = versions_.give(objects, contents.blocks);
   }
-  // On any thread.
+  // Free captured values. Threads: any.
   static void forget(pybind11::dict* values) noexcept {
-    if (interpreter_ends()) return;  // with all that it has
+    if (interpreter_ends()) return;  // the interpreter frees them
     const pybind11::gil_scoped_acquire lock;
     delete values;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankMemoryOptions from what Python gives.
+// RankMemoryOptions from a Python dict. Threads: those that hold the interpreter's lock.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,9 +9,10 @@
 
 namespace torpor {
 
-// Reads what it knows and leaves the rest to the caller, who ends with finish(). Raises for wrong values.
+// Read the entries that are options; the caller reads the others and calls finish(). Raises InvalidArgument for a wrong
+// value.
 RankMemoryOptions rank_memory_options_from(DictReader& in);
-// All of it: raises for keys that are no options, too.
+// The same for a dict that has only options: also raises for unknown keys.
 RankMemoryOptions rank_memory_options_from(const pybind11::dict& dict);
 
 }  // namespace torpor
