@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sets of checkpoints for Python: what the front end of several engines writes and reads.
+// Sets of checkpoints for Python: the front end of several engines writes and reads them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-// Holds the lock of its directory, as long as it lives.
+// Holds the lock of its directory for as long as it lives.
 struct BoundSet {
   std::optional<PendingCheckpoint> pending;
   std::string path;
@@ -27,7 +27,7 @@ struct BoundSet {
     const py::gil_scoped_release released;
     pending.reset();
   }
-  // Either ends it.
+  // Either call ends it.
   void keep() {
     if (!pending) return;
     pending->retire_older();

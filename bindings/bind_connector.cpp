@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scheduler's side of vLLM's KV connector (torpor/vllm/connector.py): vLLM's objects in, OffloadScheduler's
-// decisions out, one call a hook. What is done for each block is done in connector_hits and connector_offers.
+// The scheduler's side of vLLM's KV connector (torpor/vllm/connector.py): translates vLLM's objects for
+// OffloadScheduler and its decisions back, one call for each hook. connector_hits and connector_offers do the work for
+// each block.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -28,11 +29,11 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-constexpr int kMostFailedLoads = 4;  // of a request
+constexpr int kMostFailedLoads = 4;  // of one request
 
 class ConnectorScheduler final : public console::OffloadAccess {
  public:
-  // `pool`: vLLM's BlockPool. `groups`: its KV cache groups, as GroupTables wants them.
+  // `pool`: vLLM's BlockPool. `groups`: its KV cache groups, as GroupTables takes them.
   ConnectorScheduler(const py::object& pool, const py::list& groups, const py::dict& dict)
       : options_(connector_options_from(dict)),
         block_tokens_(options_.offload.block_tokens),
@@ -44,15 +45,15 @@ class ConnectorScheduler final : public console::OffloadAccess {
         hits_(groups_, scheduler_->index(), block_tokens_),
         asks_(groups_, scheduler_->index(), block_tokens_),
         offers_(pool, options_, groups_, blocks_, *scheduler_) {
-    const py::gil_scoped_release others_go_on;  // a call to the one before may wait for the interpreter's lock
+    const py::gil_scoped_release others_go_on;  // a call to the previous offload may wait for the interpreter's lock
     serve_offload(*this);
   }
   ~ConnectorScheduler() {
-    const py::gil_scoped_release others_go_on;  // who uses it now may wait for the interpreter's lock
+    const py::gil_scoped_release others_go_on;  // a console that uses the offload may wait for the interpreter's lock
     unserve_offload(this);
   }
 
-  // In a console's thread.
+  // Called in a console's thread.
   Status use(const std::function<Status(OffloadScheduler&)>& work) override {
     return between_hooks([&] { return work(*scheduler_); });
   }
@@ -73,18 +74,18 @@ class ConnectorScheduler final : public console::OffloadAccess {
                  .next_step = "look at `slots`: it may have ended"};
   }
 
-  // Tokens behind the first `computed` ones that can be loaded; None: ask again in the next step.
+  // Return how many tokens after the first `computed` ones can be loaded; None: ask again in the next step.
   std::optional<int64_t> match(const py::object& request, int64_t computed) {
     Record& record = record_of(request);
     if (is_still_matched(record, request, computed)) return static_cast<int64_t>(record.matched) * block_tokens_;
     if (!has_answer(record, request)) return std::nullopt;
     record.begin_again();
-    // Whose load failed has no blocks any more, and stands before those that have theirs: where there are none left, it
-    // would wait for them, and they behind it.
+    // A request whose load failed has no blocks any more, but is ahead of requests that have. If no block is free, it
+    // would wait for theirs, and they wait behind it.
     if (record.failed_loads > 0 && others_have_loaded(record)) return std::nullopt;
     if (record.loading || record.failed_loads >= most_failed_loads() || computed % block_tokens_ != 0) return 0;
     record.matched_at = static_cast<size_t>(computed / block_tokens_);
-    if (options_.offload.counted_keys > 0) {  // all keys are told, found or not
+    if (options_.offload.counted_keys > 0) {  // all keys are counted, found or not
       hits_.take_all(request, scheduler_->space());
       (void)match(record, hits_.keys().size());
     }
@@ -97,7 +98,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
 
   void know(const py::object& request) { (void)record_of(request); }
 
-  // The request has blocks for `external` of them; 0: it computes all, or its load is over.
+  // The request has got blocks for `external` of these tokens; 0: it computes all, or its load is over.
   void allocated(const py::str& id, int64_t external) {
     Record* const record = known(id.ptr());
     if (record == nullptr || record->loading) return;
@@ -114,7 +115,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
                   .what = fmt::format("vLLM takes {} of {} blocks that can be loaded", wanted, record->matched),
                   .next_step = "a sliding window needs others then: report this"});
     }
-    if (!groups_.whole_hits()) hits_.shorten(wanted);  // of this request: it was matched just now
+    if (!groups_.whole_hits()) hits_.shorten(wanted);  // hits_ is of this request: it was matched just now
     take_blocks(*record, id.ptr(), wanted);
     value_or_raise(try_catch([&]() -> Status { return (void)scheduler_->allocated(record->number, few_), ok(); }));
     offers_.took(few_.size());
@@ -123,7 +124,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     loading_ += record->loading ? 1 : 0;
   }
 
-  // `scheduled`: how many tokens each request computes in step `step`. Returns the plan of this step for all ranks, or
+  // `scheduled`: request id -> tokens that it computes in step `step`. Return the plan of this step for all ranks, or
   // None.
   py::object step(uint64_t step, const py::dict& scheduled, bool flush) {
     if (offers_.looks_at_requests()) look_at(scheduled, step);
@@ -145,7 +146,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     value_or_raise(try_catch([&]() -> Status { return scheduler_->acknowledge(step), ok(); }));
   }
 
-  // Reports of ranks, in any order; those of a rank in theirs.
+  // Take reports of ranks. Reports of different ranks may come in any order, those of one rank in theirs.
   void apply(const py::list& reports) {
     for (const py::handle each : reports) {
       const Bytes bytes = bytes_from(each, "a report of transfers");
@@ -157,7 +158,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
     end_loads();
   }
 
-  // Its blocks are still there. With steps in flight it may have filled some since the last one, `step`.
+  // The request has ended and still has its blocks. With steps in flight it may have filled some since step `step`, its
+  // last one.
   void finished(const py::str& id, uint64_t step) {
     Record* const record = known(id.ptr());
     if (record == nullptr) return;
@@ -167,7 +169,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
     if (scheduler_->finished(record->number)) record->used = false;
   }
 
-  // What the engine's blocks have now, and what is computed on top of that, is not for the new namespace.
+  // Begin a new namespace, and return its number. The present content of the engine's blocks is not for it, nor is KV
+  // that is computed on top of it.
   uint32_t reset() {
     value_or_raise(try_catch([&]() -> Status { return scheduler_->reset(); }));
     offers_.reset();
@@ -196,7 +199,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
         value_or_raise(try_catch([&]() -> Result<Bytes> { return packed(scheduler_->adopt(found)); })));
   }
 
-  // Tokens that the load which was allocated last takes from there.
+  // Return how many tokens of the load that was allocated last come from this store.
   int64_t tokens_from_disk() const { return hits_.tokens_from(StoreId::kDisk); }
   int64_t tokens_from_remote() const { return hits_.tokens_from(StoreId::kRemote); }
 
@@ -213,10 +216,10 @@ class ConnectorScheduler final : public console::OffloadAccess {
     int failed_loads = 0;
     ConnectorOffers::Progress progress;
     size_t matched_at = 0;
-    size_t matched = 0;         // blocks behind that can be loaded
-    size_t asked = 0;           // blocks, of all groups, that are being loaded
-    size_t loaded = 0;          // and are good
-    bool remote_asked = false;  // and is waited for until …
+    size_t matched = 0;         // blocks after those that can be loaded
+    size_t asked = 0;           // blocks of all groups that are being loaded
+    size_t loaded = 0;          // those of `asked` that are good
+    bool remote_asked = false;  // and its answer is waited for, until …
     std::chrono::nanoseconds ask_until{};
     py::object request;
 
@@ -231,8 +234,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
     return number == nullptr ? nullptr : &records_[static_cast<size_t>(PyLong_AsSize_t(number))];
   }
 
-  // The remote store is asked once for each request, for all that is nowhere else, and has its time to answer. Without
-  // an answer in time the request goes on without what it has.
+  // Return whether the remote store has answered. It is asked once for each request, for all blocks that are nowhere
+  // else. If it does not answer in time, the request goes on without its blocks.
   bool has_answer(Record& record, const py::object& request) {
     if (options_.offload.index.remote_slots == 0 || record.loading) return true;
     if (std::exchange(record.remote_asked, true))
@@ -243,7 +246,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
                try_catch([&]() -> Result<size_t> { return scheduler_->ask(record.number, asks_.keys()); })) == 0;
   }
 
-  // vLLM takes lower ones first. A client may choose it, and has 64 bits for it.
+  // Return the priority; vLLM runs lower ones first. A client may choose any number of 64 bits.
   static int32_t priority_of(const py::object& request) {
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
     const auto given = py::getattr(request, "priority", py::int_(0)).cast<int64_t>();
@@ -261,16 +264,17 @@ class ConnectorScheduler final : public console::OffloadAccess {
     return records_[number];
   }
 
-  // The head of the waiting queue is asked for in each step, until there are blocks for it. What it has is pinned, so
-  // it has it still; there may be more of it, or nearer, or some of it was found damaged meanwhile.
+  // vLLM asks for the head of its waiting queue in each step, until there are blocks for it. Return whether the earlier
+  // answer still holds. The blocks that were found are pinned, so they are still there. But there may be more, or
+  // nearer ones, or some were found to be damaged meanwhile.
   bool is_still_matched(const Record& record, const py::object& request, int64_t computed) const {
     return record.matched > 0 && last_match_.number == record.number && last_match_.whole &&
            last_match_.damaged == damaged() && scheduler_->stage(record.number) == RequestStage::kOnboardStaged &&
            computed == static_cast<int64_t>(record.matched_at) * block_tokens_ &&
            !hits_.has_next(request, record.matched_at + record.matched, scheduler_->space());
   }
-  // Then it computes. Of a load of several groups vLLM takes all or nothing; what was damaged is found no more, so what
-  // lies before is loaded by another one.
+  // The number of failed loads after which a request computes its tokens. vLLM takes a load of several groups whole or
+  // not at all. Damaged blocks are not found again, so another load brings what lies before them.
   int most_failed_loads() const { return groups_.whole_hits() ? kMostFailedLoads : 1; }
   uint64_t damaged() const {
     uint64_t blocks = 0;
@@ -290,7 +294,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
         try_catch([&]() -> Result<int32_t> { return scheduler_->match(record.number, hits_.keys(), have); }));
   }
 
-  // The blocks for a hit of so many behind what the engine had itself, as hits_ has their keys.
+  // Take the engine's blocks for a hit of `blocks` blocks after those that it had itself, whose keys are in hits_.
   void take_blocks(const Record& record, PyObject* id, size_t blocks) {
     few_.clear();
     const size_t end = record.matched_at + blocks;
@@ -306,7 +310,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     PyObject* tokens = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &tokens) != 0;) {
       Record* const record = known(id);
-      if (record == nullptr) continue;  // it was never matched
+      if (record == nullptr) continue;  // the request was never matched
       offers_.computes(record->progress, {record->request.ptr(), id, record->priority}, PyLong_AsLongLong(tokens),
                        step);
     }
@@ -340,15 +344,15 @@ class ConnectorScheduler final : public console::OffloadAccess {
   ConnectorHits asks_;
   ConnectorOffers offers_;
   struct LastMatch {
-    uint32_t number = UINT32_MAX;  // hits_ has its
+    uint32_t number = UINT32_MAX;  // index of the request whose keys hits_ has
     uint64_t damaged = 0;
     bool whole = false;
   };
   LastMatch last_match_;
-  py::dict numbers_;             // of `records_`, by request id
+  py::dict numbers_;             // request id -> index in records_
   std::vector<Record> records_;  // by OffloadScheduler's number
-  int64_t loading_ = 0;          // requests
-  std::vector<int32_t> few_;     // blocks of one call; it keeps its memory
+  int64_t loading_ = 0;          // number of requests
+  std::vector<int32_t> few_;     // buffer of one call; it keeps its memory
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank's side of vLLM's KV connector: OffloadWorker over the memory of the rank.
+// The rank's side of vLLM's KV connector: OffloadWorker over the memory of the rank.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -32,7 +32,7 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-constexpr int32_t kSegments = 8;  // at least, where there is room on disk for so many
+constexpr int32_t kSegments = 8;  // at least so many, if the disk has room for them
 constexpr uint64_t kMostSegmentBytes = 64 * kMiB;
 constexpr uint64_t kMostSlots = 1u << 30;
 constexpr std::chrono::seconds kLockWait{10};
@@ -90,7 +90,7 @@ WorkerOptions worker_options_from(const py::dict& dict) {
 
 class ConnectorWorker {
  public:
-  // `memory` outlives it, and its KV layout is set.
+  // `memory` outlives it, and has a KV layout.
   ConnectorWorker(RankMemory& memory, const py::dict& dict) : memory_(memory) {
     const WorkerOptions options = worker_options_from(dict);
     worker_ = value_or_raise(without_lock([&] { return make(options); }));
@@ -112,7 +112,7 @@ class ConnectorWorker {
     return out;
   }
 
-  // Of the weights as they are now.
+  // Return the digest of the present weights.
   std::string weights_digest() const {
     return value_or_raise(without_lock([&] { return memory_.weights_digest(); }));
   }
@@ -129,14 +129,14 @@ class ConnectorWorker {
     value_or_raise(without_lock([&] { return try_catch([&]() -> Status { return worker_->adopt(adopted), ok(); }); }));
   }
 
-  // Plans run in their order; one that there is no memory for is run by a later call.
+  // Run a plan. Plans run in their order; if there is no memory for one, a later call runs it.
   void run(const py::bytes& plan) {
     plans_.push_back(plan);
     run_plans();
   }
 
-  // (report or None, by id of requests whose load is over: the device blocks that were not loaded); without memory for
-  // them nothing, and the next call has all.
+  // Return (report or None, request id -> device blocks that were not loaded, for requests whose load is over). If
+  // there is no memory for them, return nothing; the next call has all.
   py::tuple poll() {
     run_plans();
     Bytes encoded;
@@ -145,7 +145,7 @@ class ConnectorWorker {
         if (report_.empty()) report_ = worker_->poll();
         if (loaded_.empty()) loaded_ = worker_->take_loaded();
         if (!report_.empty()) encoded = report_.encode();
-        return memory_.transfers().usable();  // a copy that may still write into blocks: nothing more is safe
+        return memory_.transfers().usable();  // a copy may still write into blocks: no other use is safe
       });
     });
     py::dict finished;
@@ -159,7 +159,7 @@ class ConnectorWorker {
     return all;
   }
 
-  // What was put on disk is as safe as the disk makes it.
+  // Return when what was stored on disk is durable.
   void sync() {
     SlotStore* const disk = worker_->store(StoreId::kDisk);
     if (disk != nullptr) value_or_raise(without_lock([&] { return disk->sync(); }));
@@ -236,7 +236,8 @@ class ConnectorWorker {
     });
   }
 
-  // Less than was asked for is no reason not to serve. Null: there is none at all.
+  // Make a host store, a smaller one if the arena is too small: the engine serves all the same. Null: there is no room
+  // at all.
   Result<std::shared_ptr<HostStore>> make_host(uint64_t bytes, Codec codec) {
     const int32_t wanted = options_.host_slots;
     for (; options_.host_slots > 0; options_.host_slots /= 2) {
@@ -326,13 +327,13 @@ class ConnectorWorker {
   RankMemory& memory_;
   OffloadWorkerOptions options_;
   std::unique_ptr<OffloadWorker> worker_;
-  std::unique_ptr<BackgroundSync> sync_;  // of its disk, while it is there
-  std::deque<py::bytes> plans_;           // not begun
-  TransferReport report_;                 // not told
+  std::unique_ptr<BackgroundSync> sync_;  // of the disk store, while there is one
+  std::deque<py::bytes> plans_;           // not begun yet
+  TransferReport report_;                 // not returned yet
   std::vector<LoadedRequest> loaded_;
 };
 
-// Where it is not known, one that nothing was stored under.
+// Return the cache epoch of a directory. If it cannot be read, return one under which nothing was stored.
 std::string word_of(const std::string& directory) {
   const Result<std::string> word = without_lock([&] { return cache_epoch(module_files(), directory); });
   if (word) return *word;

@@ -21,16 +21,16 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-// Hooks, then the controller that refers to them.
+// The hooks, and the controller that refers to them.
 struct BoundController {
   PythonHooks hooks;
-  UnsteppedClock clock{system_clock()};  // the age of checkpoints does not jump when somebody sets the machine's
+  UnsteppedClock clock{system_clock()};  // the age of checkpoints ignores changes of the machine's clock
   SleepController controller;
 
   BoundController(py::object object, SleepControllerOptions options)
       : hooks(std::move(object)), controller(hooks, module_files(), clock, std::move(options), process_events()) {}
   ~BoundController() {
-    const py::gil_scoped_release others_go_on;  // what is written behind may wait for the interpreter's lock
+    const py::gil_scoped_release others_go_on;  // background work may wait for the interpreter's lock
     controller.cancel_checkpoint();
   }
   BoundController(const BoundController&) = delete;
@@ -69,7 +69,7 @@ DataParallel data_parallel_from(const py::handle& object) {
   return {.rank = place.first, .size = place.second};
 }
 
-// None: all. A list that somebody has computed, and that is empty, does not mean all.
+// None: all tags. An empty list does not mean all, as code may have computed it.
 std::vector<std::string> tags_from(const std::optional<std::vector<std::string>>& tags) {
   if (tags && tags->empty()) {
     raise(Error{.code = Code::kInvalidArgument,
@@ -119,7 +119,7 @@ OldKv old_kv_from(const std::optional<std::string>& kv) {
   return OldKv::kAbort;
 }
 
-// `rolled` outlives the wake: it receives what was done to catch up with a server's answers.
+// `rolled` outlives the wake, which writes into it how it caught up with a server's answers.
 WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   DictReader in(dict, "wake_up");
   WakeOptions options;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a server has delivered, for Python.
+// DeliveryLog for Python: the answers that a server has delivered.
 #include <limits>
 
 #include <pybind11/pybind11.h>
@@ -127,9 +127,9 @@ std::vector<AnswerStep> steps_from(const py::list& list) {
   return steps;
 }
 
-// --- vLLM's requests, as they are ------------------------------------------------------------------------------------
+// --- reading vLLM's own request objects ------------------------------------------------------------------------------
 
-// An attribute of a Python object, or null, without an error, if it has none.
+// An attribute of Python objects. Reading it returns null, without an exception, if an object has none.
 class Attribute {
  public:
   explicit Attribute(const char* name) : name_(PyUnicode_InternFromString(name)) {}
@@ -140,10 +140,10 @@ class Attribute {
   }
 
  private:
-  PyObject* name_;  // lives as long as the process
+  PyObject* name_;  // never freed
 };
 
-// Appends the code points of a str from `from` to `to` as UTF-8. False: it has some that are none.
+// Append the code points of a str from `from` to `to` as UTF-8. Return false if one cannot be encoded.
 bool append_text(PyObject* text, Py_ssize_t from, Py_ssize_t to, std::string& out) {
   if (PyUnicode_IS_COMPACT_ASCII(text)) {
     out.append(reinterpret_cast<const char*>(PyUnicode_1BYTE_DATA(text)) + from, static_cast<size_t>(to - from));
@@ -157,7 +157,7 @@ bool append_text(PyObject* text, Py_ssize_t from, Py_ssize_t to, std::string& ou
   return true;
 }
 
-// Reads what a detokenizer has beyond `ends` into `step`. False: in a way that is not known here.
+// Read into `step` what a detokenizer has beyond `ends`. Return false if the detokenizer is of an unknown form.
 bool read_new(PyObject* detokenizer, const AnswerEnds& ends, AnswerStep& step) {
   static const Attribute token_ids("token_ids"), output_text("output_text"), stop_buffer_length("stop_buffer_length");
   const py::object tokens = token_ids.of(detokenizer);
@@ -179,9 +179,9 @@ bool read_new(PyObject* detokenizer, const AnswerEnds& ends, AnswerStep& step) {
   return to <= ends.text || append_text(text.ptr(), ends.text, to, step.text);
 }
 
-// Records what one step of an engine gave to `states`, in one record. Returns whether there was anything.
-// `running`: the processor's states that have not ended, by their ids. A state that has ended, whose id is in `others`,
-// or whose detokenizer is not of the type `plain`, is read by `step_of`, which returns a step or None.
+// Record in one record what one step of an engine gave to `states`. Return whether there was anything. `running`: the
+// processor's states that have not ended, by id. `step_of`, which returns a step or None, reads a state that has ended,
+// whose id is in `others`, or whose detokenizer is not of the type `plain`.
 bool step_states(DeliveryLog& log, const py::list& states, const py::dict& running, const py::set& others,
                  const py::handle& plain, const py::function& step_of) {
   static const Attribute request_id("request_id"), detokenizer("detokenizer");
@@ -228,7 +228,7 @@ bool step_states(DeliveryLog& log, const py::list& states, const py::dict& runni
 }  // namespace
 
 void bind_delivery(py::module_& module) {
-  // The other methods only look into memory, over which DeliveryLog holds no lock while it calls a file.
+  // The other methods only read memory, and DeliveryLog holds no lock over it during a file call.
   py::class_<DeliveryLog>(module, "DeliveryLog",
                           "What each request of a server asked and was given, in memory and in a log.",
                           py::release_gil_before_calling_cpp_dtor())

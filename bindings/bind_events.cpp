@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Events of this process, and the requests of an engine as their states, for Python.
+// The events of this process, and an engine's requests as slots, for Python.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -27,10 +27,10 @@ namespace {
 
 constexpr uint64_t kFrontEvents = 1 << 12;
 
-// Whoever tells events may still do so while the process ends: the ring is never unmapped.
+// The ring is never unmapped: other threads may emit events until the process has ended.
 struct ProcessEvents {
-  // First. While it is held a call through the socket is waited for, that may want the interpreter's lock: nobody who
-  // has that lock takes this one.
+  // The first lock in the order. Its holder waits for a call through the socket, which may need the interpreter's lock.
+  // So a thread that has the interpreter's lock never takes this one.
   Mutex serving;
   Mutex mutex;
   EventRing* ring TORPOR_GUARDED_BY(mutex) = nullptr;
@@ -44,7 +44,7 @@ ProcessEvents& state() {
   return *all;
 }
 
-// A process that ends by itself leaves no last words.
+// Forget the ring: a process that ends normally leaves no last events.
 void forget() {
   ProcessEvents& all = state();
   const MutexLock lock(all.mutex);
@@ -53,8 +53,8 @@ void forget() {
   if (all.server != nullptr) (void)::unlink(all.server->path().c_str());
 }
 
-// A function of Python that carries out what the front end can. It is called in the socket's thread, begins the call
-// and returns; it, or who goes on with it, ends it.
+// A Python function that carries out a call to the front end. It is called in the socket's thread, begins the call and
+// returns. It, or the code that goes on with the call, ends the call.
 class Front final : public console::FrontAccess {
  public:
   explicit Front(py::function function) : function_(std::move(function)) {}
@@ -72,7 +72,7 @@ class Front final : public console::FrontAccess {
   py::function function_;
 };
 
-// As it would be over the socket; raises what does not fit the method's table.
+// Check a call as the socket does. Raises if it does not fit the table of the method.
 void check_call(const std::string& name, const std::string& params) {
   const console::ControlMethod* const method = console::find_control_method(name);
   if (method == nullptr)
@@ -87,9 +87,9 @@ class Slots {
  public:
   Slots() : port_(process_events()), table_(port_) {}
   uint32_t create(std::string id, int64_t tokens) { return value_or_raise(table_.create(std::move(id), tokens)); }
-  // What an engine of another hand does is not always in the table: then it is left as it was.
+  // If an engine that torpor does not know does something that the table does not allow, the slot is left as it was.
   void stage(uint32_t slot, int32_t blocks) { (void)table_.stage(slot, blocks); }
-  // `blocks` of it are loaded, into as many of the device.
+  // `blocks` blocks are loaded, into as many blocks of the device.
   void onboard(uint32_t slot, int32_t blocks) {
     if (table_.stage(slot, blocks)) (void)table_.onboard(slot, blocks);
   }
@@ -126,13 +126,13 @@ Result<std::string> begin_process_events(const std::string& directory, const std
   ProcessEvents& all = state();
   const MutexLock lock(all.mutex);
   if (all.ring != nullptr && all.pid == ::getpid()) return all.ring->path();
-  // A front end tells only who asked it for what.
+  // A front end emits only events of its calls.
   const uint64_t events = role == console::kFrontRole ? kFrontEvents : EventRing::kDefaultEvents;
   TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<EventRing> ring,
                           console::begin_events(directory, role, rank, system_clock(), events));
   all.ring = ring.release();
   all.pid = ::getpid();
-  all.server = nullptr;  // that of who forked is not here
+  all.server = nullptr;  // the parent's server does not run here
   static std::once_flag once;
   std::call_once(once, [] { (void)std::atexit(forget); });
   return all.ring->path();
@@ -151,7 +151,7 @@ Result<std::string> begin_process_control(bool operates, const std::string& reco
         std::unique_ptr<console::ControlServer> server,
         console::ControlServer::start(*all.ring, system_clock(),
                                       operates ? console::ControlRole::kOperate : console::ControlRole::kRead));
-    all.server = server.release();  // as the ring, for as long as the process lives
+    all.server = server.release();  // never freed, as the ring
     all.server->serve(all.offload);
     all.server->serve(all.front);
     all.server->record_below(records);
@@ -213,7 +213,7 @@ void bind_events(py::module_& module) {
   module.def(
       "begin_control",
       [](bool operates, const std::string& records) {
-        // Once the interpreter ends nobody gets its lock any more.
+        // After the interpreter has ended no thread gets its lock any more.
         py::module_::import("atexit").attr("register")(py::cpp_function(
             [] { (void)without_lock([] { return unserve_offload(nullptr), serve_front(nullptr), ok(); }); }));
         return value_or_raise(without_lock([&] { return begin_process_control(operates, records); }));
@@ -244,7 +244,7 @@ void bind_events(py::module_& module) {
   module.def(
       "serve_front",
       [](const py::function& begin) {
-        auto* const front = new Front(begin);  // for as long as the process lives, as its socket
+        auto* const front = new Front(begin);  // never freed, as its socket
         without_lock([&] { serve_front(front); });
       },
       py::arg("begin"),

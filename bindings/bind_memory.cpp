@@ -35,7 +35,7 @@ py::dict to_dict(const TagMove& move) {
   return out;
 }
 
-// Without Python's lock: copying takes long, and another thread may be at torch.
+// Run `work` without the interpreter's lock: copying takes long, and another thread may use torch.
 template <class Work>
 py::dict moved(const Work& work) {
   Result<TagMove> move = [&] {
@@ -48,7 +48,7 @@ py::dict moved(const Work& work) {
 }  // namespace
 
 ProcessParts process_parts() {
-  // An engine's ranks have their own; this is a program's.
+  // The ranks of an engine have rings of their own; this one is of a program.
   const char* const directory = std::getenv("TORPOR_EVENTS_DIR");
   if (directory != nullptr && *directory != '\0') {
     if (const auto begun = begin_process_events(directory, "memory", 0); !begun)

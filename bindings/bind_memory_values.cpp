@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank's memory is told and says: its key, its KV layout, its ledger.
+// A rank's memory for Python: its key, its KV layout, its ledger.
 #include <pybind11/stl.h>
 
 #include "bindings/bind_errors.h"
@@ -63,7 +63,7 @@ py::dict to_python(const RankLedger& ledger) {
   out["chunks_by_outcome"] = ledger.chunks_by_outcome;
   out["process_resident_bytes"] = ledger.process_resident_bytes;
   out["process_resident_region_bytes"] = ledger.process_resident_region_bytes;
-  // What is left of the process: interpreter, libraries, the engine's own heap.
+  // The rest of the process: interpreter, libraries, the engine's own heap.
   const uint64_t explained = ledger.process_resident_region_bytes + ledger.arena_held_bytes;
   out["process_other_bytes"] =
       ledger.process_resident_bytes > explained ? ledger.process_resident_bytes - explained : 0;

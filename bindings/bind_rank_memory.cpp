@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankMemory for Python: one a worker process.
+// RankMemory for Python: one object for each worker process.
 #include <algorithm>
 
 #include <pybind11/pybind11.h>
@@ -47,7 +47,7 @@ RankMemoryOptions rank_memory_options_from(DictReader& in) {
   RankMemoryOptions options;
   in.read_if_given("rank", options.rank);
   in.read_if_given("arena_budget_bytes", options.arena_budget_bytes);
-  options.arena_prefault_bytes.reset();  // unless it is said
+  options.arena_prefault_bytes.reset();  // unless the option is given
   in.read_if_given("arena_prefault_bytes", options.arena_prefault_bytes);
   std::optional<int> threads;
   in.read_if_given("copy_threads", threads);
@@ -77,7 +77,7 @@ RankMemoryOptions rank_memory_options_from(const py::dict& dict) {
   return options;
 }
 
-// Every method waits for the order in progress, which may write or read files for long: so none holds the
+// Every method waits for the order in progress, which may read or write files for long. So no method holds the
 // interpreter's lock.
 void bind_rank_memory(py::module_& module) {
   py::class_<RankMemory>(module, "RankMemory",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What of a server is in an object store, for Python: who owns it, its newest checkpoint and its answers.
+// A server's data in an object store, for Python: its owner, its newest checkpoint and its answers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -23,8 +23,9 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-// How long an operation may take that asks who owns: a renewal that hangs must leave time for another one in its term,
-// and who ends must not wait long for a store that is gone. One operation at a time.
+// Limits the time of an operation that asks the store who the owner is. If a renewal hangs, there must be time for
+// another one within its term; and a process that ends must not wait long for a store that is gone. One operation at a
+// time.
 class OperationLimit {
  public:
   explicit OperationLimit(std::chrono::nanoseconds length) : length_(length) {}
@@ -39,13 +40,13 @@ class OperationLimit {
 constexpr int kOperationsPerTerm = 3;
 
 struct RemoteHome {
-  std::unique_ptr<remote::ObjectStore> store;  // for copies, which take as long as they take
+  std::unique_ptr<remote::ObjectStore> store;  // without a time limit, for copies
   std::shared_ptr<OperationLimit> limit;
   std::unique_ptr<remote::ObjectStore> records;
   std::shared_ptr<const Key> key;
   std::string holder;
   remote::Ownership ownership;
-  std::unique_ptr<remote::KeptLease> sending{};  // from send() until publish(): what was sent is named nowhere
+  std::unique_ptr<remote::KeptLease> sending{};  // from send() until publish(): nothing names yet what was sent
 
   RemoteHome(std::unique_ptr<remote::ObjectStore> store, std::shared_ptr<OperationLimit> limit,
              std::unique_ptr<remote::ObjectStore> records, std::shared_ptr<const Key> key, std::string holder,
@@ -58,7 +59,7 @@ struct RemoteHome {
         ownership(*this->records, system_clock(), this->holder, term, std::move(address)) {}
 };
 
-// An operation that asks the store who owns.
+// Run an operation that asks the store who the owner is.
 template <class Work>
 auto within_limit(RemoteHome& self, Work work) {
   return value_or_raise(without_lock([&] {
@@ -90,7 +91,7 @@ struct Sent {
   std::string answers;
 };
 
-// Nobody goes on from these before they are published, both in one write.
+// Send both; no server goes on from them before publish() names both in one write.
 Result<Sent> send(RemoteHome& self, const std::string& checkpoint, const std::string& answers) {
   return try_catch([&]() -> Result<Sent> {
     Sent sent;
@@ -111,11 +112,11 @@ Status publish(RemoteHome& self, const Sent& sent) {
   if (sending) TORPOR_RETURN_IF_ERROR(sending->check());
   self.limit->begin();
   Status published = self.ownership.publish(sent.checkpoint.name, sent.answers);
-  if (!published && sending) sending->leave();  // nobody knows whether it takes effect
+  if (!published && sending) sending->leave();  // it is unknown whether the write takes effect
   return published;
 }
 
-// The path of the checkpoint; empty: there is none.
+// Return the path of the checkpoint; empty: there is none.
 Result<std::string> fetch(RemoteHome& self, const std::string& directory, const Fingerprint& engine) {
   const remote::OwnerRecord newest = self.ownership.newest();
   const Result<remote::CopyReport> report = remote::pull(module_files(), *self.store, newest.checkpoint, directory,
@@ -129,7 +130,7 @@ Result<std::string> fetch(RemoteHome& self, const std::string& directory, const 
   return report->path;
 }
 
-// Whether there are any.
+// Return whether there are any answers.
 Result<bool> fetch_answers(RemoteHome& self, const std::string& directory) {
   const remote::OwnerRecord newest = self.ownership.newest();
   if (newest.answers.empty()) return false;

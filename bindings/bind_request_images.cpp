@@ -18,7 +18,7 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-// Hooks, then the images that refer to them.
+// The hooks, and the images that refer to them.
 struct BoundImages {
   PythonHooks hooks;
   RequestImages images;
@@ -46,8 +46,8 @@ std::unique_ptr<BoundImages> make_images(py::object hooks, const py::dict& dict)
   return std::make_unique<BoundImages>(std::move(hooks), directory.value_or(""), std::move(options));
 }
 
-// `requests`: of each, how many output tokens it has. `tokens`: of all that have KV. `bytes`: on all ranks. `path`: of
-// an image that is on disk alone, else "".
+// Entries: `requests`: request id -> number of output tokens. `tokens`: number of tokens that have KV, over all
+// requests. `bytes`: over all ranks. `path`: of an image that is on disk alone, else "".
 py::dict summary_of(const BoundImages& self, const std::string& id, const RequestImages::Image& image) {
   py::dict requests;
   int64_t tokens = 0;
@@ -71,8 +71,8 @@ py::list requests_of(const RequestImages::Image& image) {
   return requests;
 }
 
-// An image of another engine, as describe_checkpoint() and read_checkpoint() have it. `ended`: positions of its
-// requests that have ended since.
+// Return an image of another engine in the form of describe_checkpoint() and read_checkpoint(). `ended`: positions of
+// its requests that have ended.
 py::dict described(BoundImages& self, const std::string& path) {
   const StoredImages::Opened opened = value_or_raise(without_lock([&] { return self.stored.open(path); }));
   const Checkpoint& checkpoint = opened.image->checkpoint();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes and trees of plain values to and from Python.
+// Bytes and trees of plain values, to and from Python.
 #include <fmt/core.h>
 #include <pybind11/stl.h>
 

@@ -38,7 +38,7 @@ T cast_from(const py::handle& object, const std::string& where) {
   return value;
 }
 
-// Which entries the dict of a struct has: once, for reading and for writing. `Struct` may be const.
+// The entries of a struct's dict, listed once for reading and writing. `Struct` may be const.
 template <class Fields, class Struct>
   requires std::is_same_v<std::remove_const_t<Struct>, SamplingState>
 void fields_of(Fields& field, Struct& v) {
@@ -117,7 +117,7 @@ void fields_of(Fields& field, Struct& v) {
   field("engine", v.engine);
 }
 
-// What is not a plain number or text, on its way in: read(object, where, value).
+// Readers of all that is not a plain number or text: read(object, where, value).
 void read(const py::handle& object, const std::string& where, RequestState& v);
 void read(const py::handle& object, const std::string& where, SamplingState& v);
 
@@ -198,7 +198,7 @@ void read(const py::handle& object, const std::string& where, std::vector<ExtraH
   read_pairs(object, where, v, &ExtraHashes::block, &ExtraHashes::hashes);
 }
 
-// A field on its way in.
+// Reads one field.
 struct FieldReader {
   DictReader in;
   std::string where;
@@ -227,7 +227,7 @@ void read(const py::handle& object, const std::string& where, RequestState& v) {
       id != nullptr && PyUnicode_Check(id) ? fmt::format("request {}", py::handle(id).cast<std::string>()) : where, v);
 }
 
-// Values on their way out: write(value). What is not listed here is a plain number or text.
+// Writers of all that is not a plain number or text: write(value).
 py::object write(const Value& v) { return to_python(v); }
 py::object write(const Bytes& v) { return to_python(v); }
 py::object write(RequestStatus v) { return py::str(std::string(name(v))); }
@@ -288,7 +288,7 @@ py::object write(const std::vector<ExtraHashes>& v) {
 py::object write(const SamplingState& v);
 py::object write(const std::vector<RequestState>& v);
 
-// A field on its way out.
+// Writes one field.
 struct FieldWriter {
   py::dict out;
   template <class T>

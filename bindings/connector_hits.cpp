@@ -44,7 +44,7 @@ size_t GroupTables::entered(PyObject* request) const {
   return least;
 }
 
-// Behind the request's last block that can be loaded: that of the last token is always computed.
+// Return the number of blocks of the request that can be loaded. The block of the last token is always computed.
 size_t ConnectorHits::last_key(const py::object& request, const py::list& hashes, int64_t block_tokens) {
   const auto tokens = request.attr("num_tokens").cast<int64_t>();
   return std::min<size_t>(hashes.size(), static_cast<size_t>(std::max<int64_t>(tokens - 1, 0) / block_tokens));
@@ -56,7 +56,7 @@ bool ConnectorHits::take_key(PyObject* hash, BlockKey& key) {
   return true;
 }
 
-// Keys of `group` for at most `most` blocks from `first` on, behind those in keys_. False: there are no more.
+// Append keys of `group` to keys_, for at most `most` blocks from `first` on. Return false if there are no more.
 bool ConnectorHits::take_keys(const py::object& request, size_t group, size_t first, size_t most, uint32_t space) {
   const py::list hashes = request.attr("block_hashes");
   const size_t end = last_key(request, hashes, block_tokens_);
@@ -92,8 +92,8 @@ void ConnectorHits::take_all(const py::object& request, uint32_t space) {
   }
 }
 
-// The group's keys up to the first that is nowhere. Each is a look at memory that nobody has looked at for long,
-// so one is taken at first: most prompts are new, and a request that waits asks in each step.
+// Take the group's keys up to the first that is in no store. Each look-up misses the CPU's caches, so it begins with
+// one: most prompts are new, and a waiting request asks in each step.
 void ConnectorHits::find_from_left(const py::object& request, size_t group, size_t have, uint32_t space) {
   for (size_t few = 1; true; few = few == 1 ? kFirstKeys : 2 * few) {
     const size_t from = keys_.size();
@@ -114,8 +114,9 @@ bool ConnectorHits::is_there(size_t group, size_t block) {
   return index_.run({&key, 1}, {&places, 1}) == 1;
 }
 
-// The longest hit of at most `blocks` behind `have` for which the group has all that it needs. Where a block is missing
-// the hit ends; what was seen behind it is not needed any more, and nothing is looked at twice.
+// Return the length of the longest hit after `have`, of at most `blocks`, for which the group has all blocks that it
+// needs. It goes from the right: a hit ends before a missing block, and then does not need the blocks that were found
+// after it. So no block is looked up twice.
 size_t ConnectorHits::shorten_from_right(size_t group, size_t have, size_t blocks) {
   for (size_t next = blocks; next > 0 && have + next > first_needed(group, have, have + blocks); --next) {
     if (!is_there(group, next - 1)) blocks = next - 1;
@@ -126,7 +127,7 @@ size_t ConnectorHits::shorten_from_right(size_t group, size_t have, size_t block
 size_t ConnectorHits::find(const py::object& request, size_t have, uint32_t space) {
   keys_.clear();
   places_.clear();
-  const size_t whole = whole_group();  // those that need each block end the chain soonest
+  const size_t whole = whole_group();  // a group that needs every block ends the chain soonest
   if (whole < groups_.size()) {
     find_from_left(request, whole, have, space);
   } else {
@@ -143,7 +144,7 @@ size_t ConnectorHits::whole_group() const {
   return group;
 }
 
-// keys_ are one group's, and as many as a hit can have.
+// keys_ are those of one group, as many as a hit can have.
 size_t ConnectorHits::find_for_all(size_t have) {
   chain_ = keys_;
   size_t blocks = chain_.size();
@@ -152,7 +153,7 @@ size_t ConnectorHits::find_for_all(size_t have) {
     while (groups_.reach(group).all() && there < blocks && is_there(group, there)) ++there;
     if (groups_.reach(group).all()) blocks = there;
   }
-  for (size_t before = kAll; blocks < before;) {  // until all agree
+  for (size_t before = kAll; blocks < before;) {  // until all groups agree
     before = blocks;
     for (size_t group = 0; group < groups_.size(); ++group) {
       if (!groups_.reach(group).all()) blocks = shorten_from_right(group, have, blocks);

@@ -11,7 +11,7 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-constexpr size_t kAhead = 8;  // blocks of vLLM's: far enough that memory has answered when their turn comes
+constexpr size_t kAhead = 8;  // blocks of vLLM to prefetch: enough that memory has answered when their turn comes
 
 }  // namespace
 
@@ -43,8 +43,8 @@ void ConnectorOffers::reset() {
   any_stale_ = true;
 }
 
-// Those of its blocks that this step fills. vLLM has entered them into the prefix cache already, if their tokens are
-// known; the others come with a later step.
+// Offer the request's blocks that this step fills. vLLM has already entered those into the prefix cache whose tokens
+// are known; a later step offers the others.
 void ConnectorOffers::offer(Progress& progress, const Request& request, int64_t tokens, uint64_t step) {
   static PyObject* const kComputed = PyUnicode_InternFromString("num_computed_tokens");
   PyObject* const computed = PyObject_GetAttr(request.object, kComputed);
@@ -70,8 +70,8 @@ void ConnectorOffers::offer(Progress& progress, const Request& request, int64_t 
   progress.offered = ready;
 }
 
-// Its blocks from `first` on, up to one that has no key: outside of a window, or of no use to a hit. Returns where it
-// ended.
+// Offer the blocks of the request from `first` on, up to one without a key: it is outside of a window, or of no use to
+// a hit. Return the position after the last block.
 size_t ConnectorOffers::offer_run(const Request& request, const GroupTables::Table& table, size_t first, size_t end,
                                   uint64_t step) {
   keys_.clear();
@@ -99,7 +99,7 @@ size_t ConnectorOffers::mark_stale(const GroupTables::Table& table, size_t i) {
   return i + 1;
 }
 
-// Until somebody else's content is in it; the highest, where several requests share it.
+// Mark the content of a block with the request's priority; with the highest, if several requests share it.
 size_t ConnectorOffers::mark_priority(const GroupTables::Table& table, size_t i, int32_t priority) {
   const int32_t number = blocks_.number_of(table[i]);
   const ContentVersion version = blocks_.version(number);
@@ -121,7 +121,7 @@ void ConnectorOffers::allocated(Progress& progress, PyObject* id) {
   }
 }
 
-// Lazy: how many blocks a step takes from the free queue, at most.
+// Lazy: return the most blocks that this step can take from the free queue.
 int64_t ConnectorOffers::most_taken(const py::dict& scheduled) const {
   int64_t tokens = 0;
   PyObject* id = nullptr;
@@ -130,9 +130,9 @@ int64_t ConnectorOffers::most_taken(const py::dict& scheduled) const {
   return (tokens / block_tokens_ + static_cast<int64_t>(scheduled.size())) * static_cast<int64_t>(groups_.size());
 }
 
-// Lazy: the head of vLLM's free queue, which is what it evicts next. Whoever wrote them is done. In a queue that is
-// short, every block that is freed is among the next; in a long one, those that were looked at last a while. They are
-// of many requests, the last block of each first: what was before a block in its request is not known here.
+// Lazy: offer the head of vLLM's free queue, which it evicts next. No step writes these blocks any more. A freed block
+// is among them at once if the queue is short, and after a while if it is long. They belong to many requests, the last
+// block of each first, so the block before one in its request is not known here.
 void ConnectorOffers::offer_next_to_go() {
   next_to_go_.clear();
   py::object block = blocks_.next_free(py::object(queue_.attr("fake_free_list_head")).ptr());

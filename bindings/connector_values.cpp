@@ -85,7 +85,7 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   }
   in.read_if_given("presence", options.placement.presence);
   in.finish();
-  // Held in both modes: of a short free queue vLLM takes a block before its copy is made.
+  // Blocks are held in both modes: if the free queue is short, vLLM would reuse a block before it was copied.
   options.offload.mode = OffloadMode::kEager;
   options.offload.events = static_cast<size_t>(std::max<int64_t>(events, 0));
   options.placement.host = options.offload.index.host_slots > 0;

@@ -11,8 +11,8 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-constexpr size_t kGroupBytes = 4;  // at the end of a hash, the most significant first
-constexpr uint8_t kByPool = 2;     // a hold that the pool has to make
+constexpr size_t kGroupBytes = 4;  // the group, at the end of a hash, most significant byte first
+constexpr uint8_t kByPool = 2;     // a hold that only the pool's touch() can make
 
 PyTypeObject* type_of_first(const py::list& blocks) {
   return blocks.empty() ? nullptr : Py_TYPE(PyList_GET_ITEM(blocks.ptr(), 0));
@@ -35,7 +35,7 @@ EngineBlocks::EngineBlocks(const py::object& pool, int64_t block_tokens)
       next_(type_of_first(blocks_), "next_free_block"),
       known_(blocks_.size()),
       holds_(blocks_.size()) {
-  few_.reserve(blocks_.size());  // so that nothing fails for want of memory once a job is committed
+  few_.reserve(blocks_.size());  // so that hold() and release() cannot fail for want of memory once a job is committed
 }
 
 EngineBlocks::~EngineBlocks() {
@@ -80,21 +80,23 @@ bool EngineBlocks::call(const py::object& method, std::span<const int32_t> block
   return done != nullptr;
 }
 
-// What the pool's method raised. The caller goes on without what it asked for: a scheduler's step does not end by it.
+// Log an exception of the pool's method. The caller goes on without the result, so that the scheduler's step does not
+// fail.
 void EngineBlocks::tell_failure(const py::object& method, size_t blocks) const {
-  const py::error_already_set raised;  // takes it
+  const py::error_already_set raised;  // takes the exception
   const bool frees = method.is(free_);
   log().error("vLLM's {} of {} KV blocks failed: {}; {}", frees ? "free_blocks()" : "touch()", blocks, raised.what(),
               frees ? "they stay in use until the engine ends" : "they are not offloaded");
 }
 
-// touch() and free_blocks() of the pool, where they would only count.
+// Do what touch() and free_blocks() of the pool would do, if they would only count references. Return false if they
+// would do more.
 bool EngineBlocks::count_one(int32_t number, int64_t more) {
   PyObject* const block = PyList_GET_ITEM(blocks_.ptr(), number);
   const py::object owner = owner_.get(block);
   if (owner && !owner.is_none() && !owner.is(pool_)) return false;
   const int64_t references = references_.number(block, 0);
-  const int64_t least = more > 0 ? 1 : 2;  // else it leaves the free queue, or goes there
+  const int64_t least = more > 0 ? 1 : 2;  // otherwise the block would leave or enter the free queue
   return references >= least && references_.set(block, references + more);
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 thread_local std::string last_error;
 
-// What `work` returns as a code; nothing is thrown across the C border.
+// Return the result of `work` as a code. Nothing is thrown across the C border.
 template <class Work>
 int code_of(const Work& work) {
   const Status done = try_catch([&]() -> Status {
@@ -46,7 +46,7 @@ void refuse(const std::string& what, const char* next_step) {
   code_of([&]() -> Status { return Error{.code = Code::kUnsupported, .what = what, .next_step = next_step}; });
 }
 
-// What tms_get_cpu_backup_pointer() gave out.
+// The copies that tms_get_cpu_backup_pointer() returned.
 class ReadBackups {
  public:
   std::byte* add(std::vector<std::byte> read) {

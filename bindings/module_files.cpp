@@ -22,7 +22,7 @@ bool checked() {
 
 Status check_file_call(const char* call, const std::string& name) {
   if (!checked() || Py_IsInitialized() == 0 || PyGILState_Check() == 0) return ok();
-  if (std::string_view(call) == "close") {  // nobody hears of it otherwise
+  if (std::string_view(call) == "close") {  // no caller looks at its result
     log().critical("{} is closed while the interpreter's lock is held", name);
     std::abort();
   }

@@ -20,7 +20,7 @@ using remote::MooncakeValue;
 
 constexpr const char* kGlue = "torpor.vllm.mooncake";
 
-// What Python raises is an error; after the interpreter's end nothing is called.
+// Call Python. An exception is an error; after the interpreter's end nothing is called.
 template <class T, class Function>
 Result<T> in_python(const Function& function) {
   return try_catch([&]() -> Result<T> {

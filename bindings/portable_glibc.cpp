@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// For manylinux_2_28 (cmake/TorporPortable.cmake): what this machine's C++ library wants of glibc and version 2.28 does
-// not have. Declared by hand, as the headers of a newer glibc declare them.
+// For manylinux_2_28 (cmake/TorporPortable.cmake): functions that this machine's C++ library needs and glibc 2.28
+// lacks. They are declared by hand, like in the headers of a newer glibc.
 #include <pthread.h>
 #include <sys/random.h>
 
@@ -10,11 +10,12 @@
 
 extern "C" {
 
-// glibc 2.32. Shared pointers count without atomics where it is true; it may always be false.
+// glibc 2.32. Shared pointers count without atomics if it is true; false is always right.
 char __libc_single_threaded = 0;
 
-// glibc 2.30. As libstdc++ does without it: the wait is until the same moment of the realtime clock. Callers look at
-// their own clock afterwards, so a clock that is set ends a wait too early or too late, not wrongly.
+// glibc 2.30. It does what libstdc++ does without this function: it waits for the same moment of the realtime clock.
+// Callers read their own clock afterwards. So if the machine's clock is set, a wait ends too early or too late, and
+// nothing else.
 int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
   if (clock == CLOCK_REALTIME) return pthread_cond_timedwait(condition, mutex, until);
   constexpr int64_t kSecond = 1'000'000'000;
@@ -36,8 +37,8 @@ uint32_t arc4random() {
   return value;
 }
 
-// glibc 2.38, whose headers have C++ call these. The older ones, which take no binary numbers, do for them; by their
-// symbols, because their names mean the new ones.
+// glibc 2.38, whose headers make C++ call these functions. The older functions, which do not read binary numbers, do
+// the work. They are called by their symbols, as their names now mean the new ones.
 #if __GLIBC_PREREQ(2, 38)
 long before_c23_strtol(const char* text, char** end, int base) __asm__("strtol");
 long long before_c23_strtoll(const char* text, char** end, int base) __asm__("strtoll");

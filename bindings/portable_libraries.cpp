@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// For the portable module and inspector (cmake/TorporPortable.cmake): fmt and spdlog, which Debian has as shared
-// libraries only. Their header-only form has the same functions; -fkeep-inline-functions compiles them all.
+// For the portable module and inspector (cmake/TorporPortable.cmake): fmt and spdlog. Debian has them as shared
+// libraries only. Their header-only form has the same functions; -fkeep-inline-functions compiles all of them.
 #undef FMT_SHARED
 #undef SPDLOG_COMPILED_LIB
 #undef SPDLOG_SHARED_LIB

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// For the portable module and inspector (cmake/TorporPortable.cmake): libcurl and OpenSSL are those of the machine,
-// loaded when an object store or TLS is first asked for. So they have its security updates, and trust its authorities.
-// Each function here has the name of one of theirs and calls it; where the library is missing, it fails as it may:
-// begin_curl() (remote/curl.cpp) and TlsTrust::of() (remote/byte_stream.cpp) then say so.
+// For the portable module and inspector (cmake/TorporPortable.cmake): calls libcurl and OpenSSL of the machine, and
+// loads them when an object store or TLS is first used. So they get its security updates, and trust its authorities.
+// Each function here has the name of a function of theirs and calls it. If the library is missing, it fails in a way
+// that its caller expects; begin_curl() (remote/curl.cpp) and TlsTrust::of() (remote/byte_stream.cpp) then report it.
 #include <dlfcn.h>
 
 #include <cstdarg>
@@ -15,7 +15,8 @@
 
 namespace {
 
-// Return the first of these libraries that is there, or null. It stays loaded. Its symbols serve nobody else.
+// Return the first of these libraries that exists, or null. It stays loaded. Its symbols are not visible to other
+// libraries.
 void* loaded(std::initializer_list<const char*> names) {
   for (const char* name : names) {
     if (void* const library = ::dlopen(name, RTLD_NOW | RTLD_LOCAL); library != nullptr) return library;
@@ -28,7 +29,8 @@ void* of_curl(const char* name) {
   return library == nullptr ? nullptr : ::dlsym(library, name);
 }
 
-// The loader finds what libssl needs through it, too. Version 1.1 is not taken: its support ended in 2023.
+// Return a function of libssl. The loader finds symbols of libcrypto through it, too. Version 1.1 is not used: its
+// support ended in 2023.
 void* of_ssl(const char* name) {
   static void* const library = loaded({"libssl.so.3"});
   return library == nullptr ? nullptr : ::dlsym(library, name);
@@ -72,7 +74,8 @@ CURL_(CURLUcode, curl_url_get, (UrlToRead url, CURLUPart part, char** text, unsi
 CURL_(CURLUcode, curl_url_set, (CURLU * url, CURLUPart part, const char* text, unsigned int flags),
       (url, part, text, flags), CURLUE_BAD_HANDLE)
 
-// Both take one more argument: a long, a pointer or a curl_off_t. On x86-64 each is one word, passed alike.
+// Both functions take one more argument: a long, a pointer or a curl_off_t. On x86-64 each is one word, passed in the
+// same way.
 CURLcode curl_easy_setopt(CURL* curl, CURLoption option, ...) {
   static const auto found = reinterpret_cast<CURLcode (*)(CURL*, CURLoption, ...)>(of_curl("curl_easy_setopt"));
   if (found == nullptr) return CURLE_FAILED_INIT;

@@ -22,7 +22,7 @@ std::string_view environment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// Return the number in `name`; none where the variable is not set.
+// Return the number in the variable `name`; none if it is not set.
 Result<std::optional<uint64_t>> number_from_environment(const char* name, const char* next_step) {
   const std::string_view text = environment(name);
   if (text.empty()) return std::optional<uint64_t>();
@@ -36,8 +36,8 @@ Result<std::optional<uint64_t>> bytes_from_environment(const char* name) {
   return number_from_environment(name, "give a number of bytes");
 }
 
-// Return RankMemoryOptions::arena_prefault_bytes. "background" is none there: the arena grows beside the work, as an
-// engine on a GPU has it.
+// Return RankMemoryOptions::arena_prefault_bytes. "background" gives none: a background prefault, as in an engine on a
+// GPU.
 Result<std::optional<uint64_t>> prefault_from_environment() {
   constexpr const char* kName = "TORPOR_ARENA_PREFAULT_BYTES";
   if (environment(kName) == "background") return std::optional<uint64_t>();
@@ -58,7 +58,7 @@ Result<int> threads_from_environment() {
 
 struct KeptBackups {
   std::atomic<bool> wanted = environment("TORPOR_KEEP_BACKUPS") == "1";
-  std::atomic<bool> fixed = false;  // memory was made
+  std::atomic<bool> fixed = false;  // memory was allocated, so the setting cannot change
 };
 
 KeptBackups& kept_backups() {
@@ -88,8 +88,8 @@ Result<std::unique_ptr<RankMemory>> make_memory(int ordinal) {
                              .events = parts.events});
 }
 
-// The driver shuts down in a function of its own at exit, which it registered when it was initialised: what is
-// registered later runs before it.
+// The driver shuts down in an exit function, which it registered when it was initialised. Functions that are registered
+// later run before it.
 void end_prefault_at_exit() {
   static const int registered = std::atexit([] { memory_saver().end_prefault(); });
   (void)registered;
