@@ -54,7 +54,7 @@ Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) con
       image.contents.push_back(contents[i]);
       continue;
     }
-    const bool given_up = take == Take::kNow && retained[i].bytes.empty();  // meanwhile
+    const bool given_up = take == Take::kNow && retained[i].bytes.empty();  // the arena has evicted it meanwhile
     if (found.retained_bytes[i] == 0 || given_up) {
       copied.push_back(blocks[i]);
       tag.contents.push_back(contents[i]);
@@ -76,7 +76,7 @@ bool ArenaPlan::can_borrow(const Tag& tag, const HostStore::Stored& stored) cons
   return stored.record.bytes == images_->chunks().block_bytes() && tag.image.host->readable(stored.record.codec);
 }
 
-// Put a block into the image whose bytes stay where the host store has them.
+// Put a block into the image and leave its bytes in the host store.
 void ArenaPlan::borrow(Tag& tag, const HostStore::Stored& stored, int32_t block,
                        const std::shared_ptr<HostStore>& store) const {
   TagImage& image = tag.image;
@@ -89,7 +89,7 @@ void ArenaPlan::borrow(Tag& tag, const HostStore::Stored& stored, int32_t block,
 }
 
 uint64_t ArenaPlan::room_for(const Tag& tag, const ChunkPlan& chunk) const {
-  return shares_->held_for(tag.tag, chunk.bytes()) + kPage;  // as HostTier::prepare()
+  return shares_->held_for(tag.tag, chunk.bytes()) + kPage;  // as HostTier::prepare() does
 }
 
 uint64_t ArenaPlan::arena_bytes() const {

@@ -51,9 +51,9 @@ Result<CheckpointStage> BackgroundCheckpoint::advance(bool wait) {
   }
 }
 
-// Take the next step if what it waits for has ended. Return whether there may be another.
+// Take the next step if the work that it waits for has ended. Return whether another step may follow.
 Result<bool> BackgroundCheckpoint::step(bool wait) {
-  const bool may_have_ended = wait || !engine_.options.own_threads;  // what the ranks have just begun
+  const bool may_have_ended = wait || !engine_.options.own_threads;  // the work that the ranks have just begun
   if (progress_ != nullptr && at_ != At::kCommitting && at_ != At::kEnded) TORPOR_RETURN_IF_ERROR(progress_->check());
   switch (at_) {
     case At::kOpening: {
@@ -98,7 +98,7 @@ Result<bool> BackgroundCheckpoint::step(bool wait) {
       at_ = At::kEnded;
       events_->leave();
       events_->end(Edge::kEnd, {});
-      pending_.reset();  // with the lock of its directory
+      pending_.reset();  // releases the lock of its directory
       (void)try_catch([&]() -> Status {
         const auto stopped = engine_.ranks.undo(orders::PollSave{.stop = true});
         if (!stopped) log().warn("{}", stopped.error().to_string());
@@ -128,7 +128,7 @@ Result<bool> BackgroundCheckpoint::ranks_have_ended(bool wait) {
   return std::all_of(ranks_.begin(), ranks_.end(), [](const orders::PollSave::Reply& rank) { return rank.ended; });
 }
 
-// Ask what the engine is, as long as nothing ends this checkpoint.
+// Ask the ranks and the engine for all that would end this checkpoint if it changed.
 Status BackgroundCheckpoint::describe_engine() {
   TORPOR_ASSIGN_OR_RETURN(described_, engine_.ranks.call(orders::Describe{}));
   engine_.state.set_tags(described_);
@@ -140,7 +140,7 @@ Status BackgroundCheckpoint::describe_engine() {
   return ok();
 }
 
-// The tag with KV blocks comes first: the ranks know their contents by place.
+// Put the tag of the KV cache first: the ranks identify contents by position.
 void BackgroundCheckpoint::choose_tags(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
     if (!is_scratch(tag)) (tag == kWeightsTag ? save_.carried : save_.tags).push_back(tag);
@@ -159,7 +159,7 @@ void BackgroundCheckpoint::choose_blocks(KvContents& contents) {
   save_.steps = contents.steps;
 }
 
-// Between two steps, with none in flight: what has a version by then was computed.
+// Called between two steps with none in flight: blocks that have a version are complete.
 Status BackgroundCheckpoint::precopy() {
   const std::chrono::nanoseconds began = engine_.clock.now();
   const std::optional<uint64_t> budget = engine_.options.kv_budget_bytes;
@@ -209,7 +209,7 @@ Status BackgroundCheckpoint::take(const Value& outputs) {
   return begun ? ok() : Status(fail(std::move(begun).error()));
 }
 
-// As short as it can be: what the engine is was asked before, and what takes long of its state is read after.
+// Keep the stop short: the engine was described before it, and slow parts of the state are read after it.
 Status BackgroundCheckpoint::stop_and_copy(SleepOperation& sleep) {
   SleepReport& report = sleep.report();
   Operation& operation = sleep.operation();
@@ -252,7 +252,7 @@ Status BackgroundCheckpoint::write_state() {
   return pending_->write_state(captured_);
 }
 
-// Commit the whole of it, or nothing: what is committed and cannot be reported is taken away again.
+// Commit the checkpoint or nothing. A committed checkpoint that cannot be reported is withdrawn.
 Status BackgroundCheckpoint::commit() {
   const Status committed = try_catch([&]() -> Status {
     for (const orders::PollSave::Reply& rank : ranks_) {
@@ -278,7 +278,7 @@ Status BackgroundCheckpoint::commit() {
 
 Result<SleepReport> BackgroundCheckpoint::finish() {
   while (!ended()) TORPOR_RETURN_IF_ERROR(advance(/*wait=*/true));
-  if (error_) return std::move(*error_);  // a copy could fail, and would not say what has changed
+  if (error_) return std::move(*error_);  // a copy could fail, and would lose what has changed
   return std::move(report_);
 }
 
@@ -290,7 +290,7 @@ void BackgroundCheckpoint::cancel() noexcept {
   }
 }
 
-// The caller that asked for the checkpoint hears of its end at its next call.
+// The caller of the checkpoint learns of its end by its next call.
 void BackgroundCheckpoint::end_or_wait(std::string_view why) noexcept {
   if (ended()) return;
   if (!can_finish()) {
@@ -314,8 +314,8 @@ void BackgroundCheckpoint::enter(std::string_view phase) noexcept {
   events_->enter(phase);
 }
 
-// End it with this error, so that nothing of it is left, neither here nor on the ranks. Takes no memory that it needs.
-// Returns the error, without words if there is no memory for them.
+// End the checkpoint with this error, and leave nothing of it here or on the ranks. It needs no memory. Return the
+// error; without its words, if there is no memory for them.
 Error BackgroundCheckpoint::fail(Error error) noexcept {
   const Status stopped = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(engine_.ranks.undo(orders::PollSave{.stop = true}));

@@ -7,7 +7,7 @@
 namespace torpor {
 namespace {
 
-// One batch, so one thread of a lane: the others serve.
+// One batch, and so one thread of a lane; the other threads serve the engine.
 constexpr uint64_t kPieceBytes = 256 * kKiB;
 
 }  // namespace
@@ -90,7 +90,7 @@ Status BackgroundWriter::precopy(std::vector<ChunkPlan> plans, std::vector<Block
   });
 }
 
-// What cannot be had is taken when it is needed.
+// Take what memory there is; the rest is taken when it is needed.
 void BackgroundWriter::make_room(size_t rooms, uint64_t room_bytes) noexcept {
   (void)try_catch([&]() -> Status {
     const HostArena::GoOn unless_stopped = [this](uint64_t) { return !stop_; };

@@ -38,7 +38,7 @@ Result<orders::CopyBlocks::Reply> copy_blocks_within(DeviceMemory& device, const
     }
   }
   if (copies.empty()) return reply;
-  TORPOR_RETURN_IF_ERROR(device.synchronize());  // a step that was begun before may still write into these blocks
+  TORPOR_RETURN_IF_ERROR(device.synchronize());  // an earlier step may still write into these blocks
   TORPOR_RETURN_IF_ERROR(device.copy_within(copies));
   return reply;
 }

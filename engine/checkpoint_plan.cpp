@@ -42,7 +42,7 @@ Status CheckpointPlan::add_blocks(const BaseRecord& in_base, const orders::Save&
     ChunkKey there = key;
     there.index = number.value_or(key.index);
     const SavedChunk* const known = number ? in_base(there) : nullptr;
-    // A seal binds the number: under another one the bytes are written again.
+    // A seal binds the block's number. Under another number the bytes are written again.
     const bool linked =
         known != nullptr && known->bytes == block_bytes() && (there.index == key.index || known->seal == SealTag{});
     (linked ? unchanged_ : missing_).push_back(place);
@@ -53,8 +53,8 @@ Status CheckpointPlan::add_blocks(const BaseRecord& in_base, const orders::Save&
   return ok();
 }
 
-// All pieces are linked, where their digests in the base are together what is known of the tag; else none. Only of
-// weights is it known who writes them. Return whether they are.
+// Link all pieces of the tag if the digests in the base, combined, are the known digest of the tag; otherwise none.
+// Only of weights it is known when they were written. Return whether the pieces are linked.
 bool CheckpointPlan::add_tag(const BaseRecord& in_base, const std::string& tag, bool as_proven) {
   const size_t first = size();
   std::vector<ChunkPlan> chunks = images_->chunks().of_tag(tag);

@@ -75,7 +75,7 @@ Result<orders::Save::Reply> CheckpointSaver::plan(const orders::Save& order) con
   return reply;
 }
 
-// Copy them from memory; what the base has with an equal digest is linked then.
+// Copy these chunks from memory. The writer links those that the base has with an equal digest.
 Status CheckpointSaver::write(CheckpointPlan& plan, std::span<const size_t> places, RankWriter& writer) const {
   if (places.empty()) return ok();
   TORPOR_ASSIGN_OR_RETURN(const std::vector<ChunkPlan> chunks, plan.chunks_at(places));
@@ -105,7 +105,7 @@ Result<orders::Save::Reply> CheckpointSaver::open(const orders::Save& order) {
   return orders::Save::Reply{};
 }
 
-// Return that of this checkpoint, with nothing under way.
+// Return the writer of this checkpoint, with no work under way.
 Result<BackgroundWriter*> CheckpointSaver::writer_of(const orders::Save& save) {
   if (writer_ == nullptr || writer_->writing().id != save.writing.id) {
     return Error{.code = Code::kFailedPrecondition,
@@ -118,8 +118,8 @@ Result<BackgroundWriter*> CheckpointSaver::writer_of(const orders::Save& save) {
   return writer_.get();
 }
 
-// Return all that the checkpoint has of this rank. Blocks that were copied ahead have their records, and are not
-// missing.
+// Return the plan of all that the checkpoint has of this rank. Blocks that the pre-copy wrote have their records, and
+// are not missing.
 Result<CheckpointPlan> CheckpointSaver::plan_serving(const orders::Save& save,
                                                      const std::vector<BlockContent>& contents,
                                                      BackgroundWriter& background) const {
@@ -151,7 +151,7 @@ Result<orders::Save::Reply> CheckpointSaver::precopy(const orders::Save& save) {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
                           contents_of(save.blocks, save.versions, save.steps));
   TORPOR_ASSIGN_OR_RETURN(CheckpointPlan plan, plan_serving(save, contents, *background));
-  size_t written_into = 0;  // blocks that the engine still fills
+  size_t written_into = 0;  // number of blocks that the engine still fills
   std::erase_if(plan.missing(), [&](size_t place) {
     if (place >= contents.size()) return true;
     if (contents[place].version == 0) ++written_into;
@@ -161,7 +161,7 @@ Result<orders::Save::Reply> CheckpointSaver::precopy(const orders::Save& save) {
   for (const size_t place : plan.missing()) of_chunks.push_back(contents[place]);
   TORPOR_ASSIGN_OR_RETURN(std::vector<ChunkPlan> chunks, plan.chunks_at(plan.missing()));
   orders::Save::Reply reply{.bytes = bytes_of(chunks)};
-  // Until the stop each of them may become full, and another one be begun.
+  // Before the stop each of them may become full, and another block be begun.
   TORPOR_RETURN_IF_ERROR(
       background->precopy(std::move(chunks), std::move(of_chunks), 2 * written_into, plan.block_bytes()));
   return reply;

@@ -9,7 +9,7 @@ namespace torpor {
 namespace {
 
 constexpr size_t kAtOnce = 2;  // jobs under way
-// Chunks of a job, at most: what is made for them stays in the caches, and its memory serves the next one.
+// The most chunks of a job: their descriptions fit into the CPU's caches, and the next job uses the same memory.
 constexpr size_t kJobChunks = 16384;
 
 }  // namespace
@@ -24,7 +24,7 @@ Result<ChunkRestorer::Plans> ChunkRestorer::locate(std::span<const SavedChunk> s
   return std::make_shared<const std::vector<ChunkPlan>>(std::move(plans));
 }
 
-// Return the chunks by rising addresses of their first pieces.
+// Return the chunks in the order of the addresses of their first pieces.
 Result<std::vector<SavedChunk>> ChunkRestorer::by_address(std::span<const SavedChunk> saved) const {
   TORPOR_ASSIGN_OR_RETURN(const Plans plans, locate(saved));
   std::vector<size_t> order(saved.size());
@@ -81,7 +81,7 @@ Status ChunkRestorer::copy_in_turn(std::span<const SavedChunk> saved, RecordStor
   });
 }
 
-// `saved`: chunks of the job; `first`: the place of the first of them in `plans`.
+// `saved`: the chunks of the job. `first`: the position in `plans` of the first of them.
 Status ChunkRestorer::begin(std::span<const SavedChunk> saved, const Plans& plans, size_t first, RecordStore& source) {
   if (under_way_.size() == kAtOnce) TORPOR_RETURN_IF_ERROR(end_oldest());
   under_way_.push_back({.plans = plans});
@@ -100,7 +100,7 @@ Status ChunkRestorer::end_oldest() {
   return transfers_.end_restore(oldest.id);
 }
 
-// Return the first error.
+// Wait for all jobs. Return the first error.
 Status ChunkRestorer::end_all() {
   Status first;
   while (!under_way_.empty()) {

@@ -33,8 +33,8 @@ Result<WakeProgress> DeferredBlocks::take(DeferredWait wait, const DeferredWishe
   return progress;
 }
 
-// Take one round; return whether there is another. What the ranks tell counts only when the engine has it: a round that
-// fails has changed nothing, and is repeated.
+// Take one round; return whether there is another. Reports of the ranks count only when the engine has got them: a
+// round that fails has changed nothing, and is repeated.
 Result<bool> DeferredBlocks::take_once(DeferredWait wait, const DeferredWishes& wishes, WakeProgress& progress) {
   TORPOR_ASSIGN_OR_RETURN(
       const std::vector<orders::PollRestore::Reply> replies,
@@ -65,13 +65,13 @@ Result<bool> DeferredBlocks::take_once(DeferredWait wait, const DeferredWishes& 
     }
     next.seen[rank] = std::max(next.seen[rank], reply.first + reply.arrivals.size());
   }
-  // A rank that has given up its memory has told of none.
+  // If all ranks have ended, the blocks that are left are lost: a rank that released its memory has reported none.
   for (auto block = next.left.begin(); all_ended && block != next.left.end();) {
     block->second.worst = std::max(block->second.worst, BlockArrival::kLost);
     block = end(block);
   }
   TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> recomputed, engine_.hooks.release_blocks(ended));
-  // From here on nothing fails: the engine has them.
+  // Nothing can fail from here on: the engine has the blocks.
   deferred_ = std::move(next);
   const size_t lost = ended.lost.size() + ended.unproven.size();
   progress.arrived += static_cast<int64_t>(ended.arrived.size());

@@ -19,10 +19,10 @@ DeferredCopies::DeferredCopies(TransferEngine& transfers, std::vector<Part> part
         places_[static_cast<int32_t>(chunks[i].key.index)] = {.part = part, .chunk = i};
       total_ += chunks.size();
     }
-    ended_.reserve(total_);  // from here on it takes no memory
+    ended_.reserve(total_);  // nothing is allocated from here on
   }
   if (!own_thread) return;
-  // Without a thread to be had they come as they are asked for.
+  // If no thread can be started, wait() makes the copies.
   (void)try_catch([this]() -> Status {
     thread_ = std::thread([this] { run(); });
     return ok();
@@ -34,7 +34,7 @@ DeferredCopies::~DeferredCopies() {
   if (thread_.joinable()) thread_.join();
 }
 
-// The first part that is waited for, else the first one that was not begun; it counts as begun now.
+// Return the first preferred part, otherwise the first one, that has not begun; mark it as begun.
 std::optional<size_t> DeferredCopies::next() noexcept {
   const MutexLock lock(mutex_);
   auto found = std::find_if(progress_.begin(), progress_.end(),
@@ -105,7 +105,7 @@ void DeferredCopies::end(const Begun& begun) noexcept {
   const JobResult result = transfers_.wait(begun.id);
   const MutexLock lock(mutex_);
   for (size_t i = 0; i < begun.chunks.size(); ++i) {
-    // A result without its chunks cannot be: then nothing is known of the copies.
+    // A result always has its chunks. If it had not, nothing would be known of the copies.
     BlockArrival how = BlockArrival::kUnproven;
     if (i < result.chunks.size()) {
       const BlockOutcome outcome = result.chunks[i].outcome;

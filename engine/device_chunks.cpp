@@ -12,11 +12,11 @@
 
 namespace torpor {
 
-// Every piece must lie inside a region of the tag, so that a block number from a file can never reach elsewhere.
+// Every piece must lie inside a region of the tag, so that a block number from a file can never reach other memory.
 Status DeviceChunks::set_kv_layout(std::string tag, const KvLayout& layout) {
   TORPOR_RETURN_IF_ERROR(layout.validate());
   const std::vector<RegionInfo> regions = allocator_.regions_of(tag);
-  // Blocks lie at equal distances, so those between the first and the last are inside where both are in one region.
+  // Blocks lie at equal distances. So if the first and the last are in one region, all others are.
   for (const KvTensor& tensor : layout.tensors) {
     for (uint64_t layer = 0; layer < tensor.layers; ++layer) {
       const uint64_t begin = tensor.address + layer * tensor.layer_stride;
@@ -94,7 +94,7 @@ std::vector<ChunkPlan> DeviceChunks::of_tag(std::string_view tag) const {
 }
 
 Result<std::vector<ChunkPlan>> DeviceChunks::of_saved(std::span<const SavedChunk> saved) const {
-  std::map<std::pair<std::string_view, std::string_view>, const RegionInfo*> places;  // tag and name of a region
+  std::map<std::pair<std::string_view, std::string_view>, const RegionInfo*> places;  // (tag, region name)
   std::vector<RegionInfo> regions;
   if (std::any_of(saved.begin(), saved.end(), [](const auto& each) { return each.key.kind == ChunkKind::kRegion; }))
     regions = allocator_.regions();

@@ -10,7 +10,7 @@
 namespace torpor {
 namespace {
 
-constexpr int64_t kMostChildren = 1024;  // more is a mistake of the caller
+constexpr int64_t kMostChildren = 1024;  // a larger number is a mistake of the caller
 
 Error invalid(std::string what, std::string next_step) {
   return {.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next_step)};
@@ -40,7 +40,7 @@ Result<ForkPlan> plan_fork(const ForkedRequest& parent, std::optional<int64_t> a
   }
   const int64_t of_child = parent.prompt_tokens + outputs;
   ForkPlan plan{.output_tokens = outputs, .computed_tokens = std::min(parent.computed_tokens, of_child - 1)};
-  if (plan.computed_tokens == 0) return plan;  // the scheduler gives it blocks when its turn comes
+  if (plan.computed_tokens == 0) return plan;  // the scheduler allocates its blocks when its turn comes
   plan.shared_blocks = plan.computed_tokens / parent.block_tokens;
   plan.own_blocks = blocks_of(of_child, parent.block_tokens) - plan.shared_blocks;
   if (plan.computed_tokens % parent.block_tokens != 0)

@@ -15,7 +15,7 @@
 namespace torpor {
 namespace {
 
-// The tag of memory that is not kept; a tag of a user has no control character in it.
+// Suffix of the tag of memory that a sleep does not save. Tags of users have no control characters.
 constexpr const char* kNotKept = "\x01";
 
 std::string tag_of(const MemorySaver::Scope& scope) { return scope.keep ? scope.tag : scope.tag + kNotKept; }
@@ -117,7 +117,7 @@ Status MemorySaver::read_saved(DeviceAddress address, std::span<std::byte> out) 
 
 namespace {
 
-// Of one device, with what it has when that is over.
+// Emit the events of an operation on one device, and its memory afterwards.
 Result<TagMove> tell_operation(std::string_view name, RankMemory& memory,
                                const std::function<Result<TagMove>()>& work) {
   const EventPort& port = memory.events();
@@ -133,7 +133,7 @@ Result<TagMove> tell_operation(std::string_view name, RankMemory& memory,
                      .to = static_cast<uint8_t>(move ? Edge::kEnd : Edge::kFailed),
                      .transfer = number,
                      .b = static_cast<uint64_t>(port.now() - began)});
-  (void)memory.ledger();  // tells it
+  (void)memory.ledger();  // emits its memory
   return move;
 }
 
@@ -182,7 +182,7 @@ Result<TagMove> MemorySaver::each(
   return sum;
 }
 
-// Of `tags`, those whose content is saved.
+// Return those of `tags` whose content is saved.
 std::vector<std::string> MemorySaver::kept(const std::vector<std::string>& tags,
                                            const std::optional<std::vector<std::string>>& keep) {
   std::vector<std::string> kept;

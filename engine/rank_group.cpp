@@ -10,7 +10,7 @@
 namespace torpor {
 namespace {
 
-// Of the blocks, the requests that run first have at most one in so many, unless the first has more.
+// The requests that run first get at most one of this many blocks, unless the very first needs more.
 constexpr size_t kShareOfFirst = 32;
 
 }  // namespace

@@ -17,7 +17,7 @@ namespace {
 constexpr uint64_t kWriteBytes = 8 * kMiB;  // of an image, at once: a disk wants many operations
 constexpr const char* kSendAgain = "abort its requests and send them again";
 
-// The plan of a KV block that is the chunk at `position` of an image.
+// Return the plan of a KV block that is the chunk at `position` of an image.
 Result<ChunkPlan> plan_of(const KvLayout& layout, int32_t block, uint64_t position) {
   if (block < 0 || static_cast<uint32_t>(block) >= layout.num_blocks) {
     return Error{.code = Code::kInvalidArgument,
@@ -187,7 +187,7 @@ Result<orders::Admit::Reply> RankImages::admit(const orders::Admit& order, const
   }
   if (plans.empty()) return orders::Admit::Reply{};
   TORPOR_RETURN_IF_ERROR(
-      parts_.transfers.wait_for_device());  // a step that was begun before may still write into these blocks
+      parts_.transfers.wait_for_device());  // a step that began earlier may still write into these blocks
   if (Status copied = parts_.transfers.restore(chunks, plans, *image->host); !copied)
     return copied.error().within(fmt::format("image {}", order.image));
   return orders::Admit::Reply{.bytes = bytes_of(plans)};

@@ -19,10 +19,10 @@
 namespace torpor {
 namespace {
 
-// Each saved piece is rounded up to a page: of all, one part in so many.
+// Saved pieces are rounded up to pages, which adds at most one byte to this many.
 constexpr uint64_t kSlack = 64;
 
-// Who asked for an order sees how far its copies are, and may cancel them, as long as this is there.
+// While it exists, the caller's ProgressFile is told how far the order's copies are, and may cancel them.
 class Watched {
  public:
   Watched(TransferEngine& transfers, const std::string& progress) : transfers_(transfers) {
@@ -36,7 +36,7 @@ class Watched {
   TransferEngine& transfers_;
 };
 
-// A line "Name:   1234 kB" of /proc/self/status, in bytes; 0 if it is not there.
+// Return the bytes of a line "Name:   1234 kB" of /proc/self/status; 0 if there is none.
 uint64_t process_bytes(std::string_view name) {
   std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen("/proc/self/status", "re"), std::fclose);
   if (file == nullptr) return 0;
@@ -57,7 +57,7 @@ RankMemory::RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions o
 RankMemory::~RankMemory() {
   const bool forked = ::getpid() != process_;  // a child has neither the threads nor the device
   if (!forked && (transfers_ == nullptr || !transfers_->quarantined()))
-    return;  // members go in reverse: restorer, saver, images, parts, transfers, allocator, arena, device
+    return;  // members end in reverse order: restorer, saver, images, parts, transfers, allocator, arena, device
   if (forked) {
     request_images_.release();
     restorer_.release();
@@ -67,14 +67,14 @@ RankMemory::~RankMemory() {
     transfers_.release();
     prefault_.release();
   } else {
-    // A copy may still run, so nothing that it reads or writes may be unmapped: it is leaked until the process ends.
+    // A copy may still run, so nothing that it reads or writes may be unmapped: leak it until the process ends.
     if (request_images_ != nullptr) request_images_->abandon();
     request_images_.reset();
     restorer_.reset();
     saver_.reset();
     if (images_ != nullptr) images_->abandon();
     images_.reset();
-    transfers_.reset();  // its threads end; what a copy may still use it keeps itself
+    transfers_.reset();  // ends its threads; it keeps what a copy may still use
     prefault_.reset();
   }
   allocator_.release();
@@ -173,7 +173,7 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
   const MutexLock lock(mutex_);
   TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
   TORPOR_RETURN_IF_ERROR(images_->set_kv_layout(std::move(tag), std::move(layout)));
-  if (options_.events.on()) {  // an engine that never sleeps tells its memory, too
+  if (options_.events.on()) {  // so that an engine that never sleeps emits its memory, too
     RankLedger ledger;
     fill(ledger);
   }
@@ -253,7 +253,7 @@ Result<orders::Save::Reply> RankMemory::save_all(const orders::Save& order) {
   if (prefault_ != nullptr) prefault_->end();
   const Watched watched(*transfers_, order.progress);
   if (!order.channel.empty()) return save_giving(order);
-  const bool any = !order.tags.empty();  // the allocator takes none for all
+  const bool any = !order.tags.empty();  // with no tag named the allocator would take all
   if (any) TORPOR_RETURN_IF_ERROR(allocator_->begin_save(order.tags));
   Result<orders::Save::Reply> saved = try_catch([&]() TORPOR_REQUIRES(mutex_) { return saver_->save(order); });
   if (saved) return saved;
@@ -263,7 +263,7 @@ Result<orders::Save::Reply> RankMemory::save_all(const orders::Save& order) {
   return saved;
 }
 
-// After an error Undo of kGiving takes back what was given, when the other engine has let go.
+// After an error, Undo of kGiving takes back what was released, once the other engine has none of it.
 Result<orders::Save::Reply> RankMemory::save_giving(const orders::Save& order) {
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(order.channel));
   TORPOR_RETURN_IF_ERROR(nothing_moves());
@@ -305,11 +305,11 @@ Result<orders::Undo::Reply> RankMemory::carry_out(const orders::Undo& order) {
   return orders::Undo::Reply{};
 }
 
-// Before memory goes.
+// Called before memory is released.
 Status RankMemory::nothing_moves() {
   TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
   saver_->checkpoint().stop();
-  (void)transfers_->drain();  // of blocks that an engine moves; what counts is that none is left
+  (void)transfers_->drain();  // of KV blocks that the engine offloads; all that counts is that none is left
   return transfers_->usable();
 }
 
@@ -324,7 +324,7 @@ Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order)
   images_->on_detached(order.tags, std::move(away));
   saver_->on_detached();
   give_back_unused();
-  ::malloc_trim(0);  // what the engine derived from the content was freed just before
+  ::malloc_trim(0);  // the engine has just freed what it derived from the content
   return reply;
 }
 
@@ -341,7 +341,7 @@ Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& orde
 Result<orders::Restore::Reply> RankMemory::restore_tags(const orders::Restore& order) {
   const std::map<std::string, RegionState> states = allocator_->states();
   const auto kv = states.find(kKvCacheTag);
-  // Then they are of a wake that was undone, and this rank was not told.
+  // The deferred blocks are those of a wake that was undone while this rank did not hear of it.
   if (kv != states.end() && kv->second != RegionState::kAttached) restorer_->cancel_deferred();
   TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
   const std::vector<std::string> tags = images_->asleep_of(order.tags);
@@ -353,7 +353,8 @@ Result<orders::Restore::Reply> RankMemory::restore_tags(const orders::Restore& o
   return restorer_->restore(order);
 }
 
-// Before anything is copied, as far as the device tells. Others may take memory meanwhile: then a region fails later.
+// Called before anything is copied. It checks as far as the device tells; if other processes take memory meanwhile, a
+// region fails later.
 Status RankMemory::has_room_for(const std::vector<std::string>& tags) const {
   uint64_t needed = 0;
   for (const RegionInfo& region : allocator_->regions()) {
@@ -393,7 +394,7 @@ Result<orders::WriteTestFile::Reply> RankMemory::carry_out(const orders::WriteTe
   return saver_->checkpoint().write_test_file(order);
 }
 
-// Requests that leave and come while the engine serves need its KV cache where it is.
+// Requests that leave and come while the engine serves need its KV cache in place.
 Status RankMemory::kv_is_attached() const {
   const std::map<std::string, RegionState> states = allocator_->states();
   const auto kv = states.find(kKvCacheTag);
@@ -447,7 +448,7 @@ Result<orders::CopyBlocks::Reply> RankMemory::carry_out(const orders::CopyBlocks
       [&]() TORPOR_REQUIRES(mutex_) { return copy_blocks_within(*device_, images_->chunks().kv_layout(), order); });
 }
 
-// What cannot be given back now is at the next operation.
+// What cannot be given back now is given back at the next operation.
 void RankMemory::give_back_unused() noexcept {
   (void)try_catch([this]() TORPOR_REQUIRES(mutex_) -> Status {
     transfers_->release_staging();
@@ -460,7 +461,7 @@ void RankMemory::give_back_unused() noexcept {
   });
 }
 
-// --- what it holds ---
+// --- the ledger ---
 
 RankLedger RankMemory::ledger() const {
   const MutexLock lock(mutex_);
@@ -491,8 +492,8 @@ void RankMemory::fill(RankLedger& ledger) const {
   if (options_.events.on()) tell(ledger);
 }
 
-// The device first: with it a reader forgets what was told of this rank before. Nothing of the process as a whole: what
-// is told of an engine that is replayed must not depend on it.
+// Emit the device first: with it a reader forgets all earlier values of this rank. Emit nothing of the process as a
+// whole: events of a replayed engine must not depend on it.
 void RankMemory::tell(const RankLedger& ledger) const noexcept {
   constexpr uint8_t kDevice = 0;
   constexpr uint8_t kHost = 1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankMemory: regions that go, and what is saved of those that are there.
+// RankMemory: freeing and trimming regions, and reading what is saved of the others.
 #include <algorithm>
 
 #include <fmt/core.h>
@@ -15,7 +15,7 @@ Status RankMemory::free(DeviceAddress address) {
   const std::optional<RegionInfo> region = allocator_->region_at(address);
   if (region) before_free(*region);
   TORPOR_RETURN_IF_ERROR(allocator_->free(address));
-  if (region) forget(*region);  // trim() has it forgotten
+  if (region) forget(*region);  // as trim() has done
   return ok();
 }
 
@@ -29,7 +29,7 @@ Result<uint64_t> RankMemory::trim(DeviceAddress address) {
   return bytes;
 }
 
-// From now on nothing reads or writes the region.
+// Called before a region is freed: nothing reads or writes it any more.
 void RankMemory::before_free(const RegionInfo& region) {
   const bool holds_blocks = images_->chunks().holds_blocks(region);
   if (region.tag == kWeightsTag || holds_blocks) saver_->checkpoint().stop();
@@ -40,7 +40,7 @@ void RankMemory::forget(const RegionInfo& region) {
   images_->on_freed(region);
   (region.tag == kKvCacheTag ? kv_bytes_ : other_bytes_) -= region.size_bytes;
   if (!named_weights_ || region.tag != kWeightsTag) return;
-  // The names are not those of the engine's weights any more.
+  // The named pieces are not the engine's weights any more.
   const bool named = std::any_of(named_weights_->pieces.begin(), named_weights_->pieces.end(), [&](const auto& piece) {
     return piece.address >= region.address && piece.address - region.address < region.size_bytes;
   });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Digests of what a rank holds: of the weights by the bytes that were named, wherever they lie in their regions.
+// Digests of a rank's content. The digest of named weights is over the named bytes, wherever they lie in their regions.
 
 #include <algorithm>
 

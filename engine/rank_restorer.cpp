@@ -18,14 +18,14 @@
 namespace torpor {
 namespace {
 
-// Divide chunks into those that are not deferred, and those that are, in the order of `deferred` (numbers of blocks).
+// Divide chunks into those that are not deferred, and those that are, in the order of `deferred` (block numbers).
 std::pair<std::vector<SavedChunk>, std::vector<SavedChunk>> divide(std::span<const SavedChunk> chunks,
                                                                    const std::vector<int32_t>& deferred) {
   std::unordered_map<uint64_t, size_t> places;
   places.reserve(deferred.size());
   for (size_t i = 0; i < deferred.size(); ++i) places.emplace(static_cast<uint64_t>(deferred[i]), i);
   std::pair<std::vector<SavedChunk>, std::vector<SavedChunk>> divided;
-  std::vector<std::pair<size_t, size_t>> order;  // place, chunk
+  std::vector<std::pair<size_t, size_t>> order;  // (position in `deferred`, chunk)
   for (size_t i = 0; i < chunks.size(); ++i) {
     const auto place = places.find(chunks[i].key.index);
     if (place == places.end()) {
@@ -54,7 +54,7 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
   Deferred deferred{.of_image = true};
   for (const std::string& tag : order.tags) {
     TagImage* const image = images_.find(tag);
-    // A tag that never went, as where a detach was undone, has its content.
+    // A tag that was never detached has its content, as after a detach that was undone.
     const auto state = states.find(tag);
     const bool went =
         state != states.end() && state->second != RegionState::kAttached && state->second != RegionState::kSaving;
@@ -72,7 +72,7 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
   return reply;
 }
 
-// With a channel the regions come page by page, as the other engine releases them.
+// With a channel, regions come page by page, as the other engine releases them.
 Result<std::unique_ptr<RestoreGate>> RankRestorer::gate_of(const std::vector<std::string>& tags,
                                                            SwapChannel* channel) const {
   if (channel == nullptr) return std::make_unique<MappedRegions>(parts_.allocator, tags, parts_.own_threads);
@@ -99,7 +99,7 @@ Status RankRestorer::restore_image(TagImage& image, const std::vector<int32_t>& 
               deferred);
 }
 
-// Begin to copy up what is not deferred; list the others in `deferred`.
+// Begin to copy the chunks that are not deferred; add the others to `deferred`.
 Status RankRestorer::copy(const Source& from, const std::vector<int32_t>& deferred_numbers, ChunkRestorer& copier,
                           Deferred& deferred) const {
   std::vector<SavedChunk> first;
@@ -114,7 +114,7 @@ Status RankRestorer::copy(const Source& from, const std::vector<int32_t>& deferr
   return add_deferred(std::move(later), from, deferred);
 }
 
-// Jobs of at most so many bytes, or one block.
+// Divide them into jobs of at most deferred_job_bytes, or of one block.
 Status RankRestorer::add_deferred(std::vector<SavedChunk> chunks, const Source& from, Deferred& deferred) const {
   const uint64_t job_bytes = from.in_turn ? parts_.spill_staging_bytes : parts_.deferred_job_bytes;
   for (auto chunk = chunks.begin(); chunk != chunks.end();) {
@@ -143,14 +143,14 @@ Result<orders::Restore::Reply> RankRestorer::load_blocks(const orders::Restore& 
   TORPOR_ASSIGN_OR_RETURN(const RankSummary* const own, own_summary(parts_, checkpoint));
   TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(*own));
   std::vector<SavedChunk> blocks;  // by their numbers here
-  std::vector<uint64_t> there;     // of each, its number in the checkpoint
+  std::vector<uint64_t> there;     // the number of each in the checkpoint
   orders::Restore::Reply reply;
   for (const SavedChunk& chunk : refs.records) {
     const uint64_t number = chunk.key.index;
     if (chunk.key.kind != ChunkKind::kKvBlock || !images_.is_kv(chunk.key.tag)) continue;
     SavedChunk block = chunk;
     if (!from.numbers.empty()) {
-      if (number >= from.numbers.size() || from.numbers[number] < 0) continue;  // nobody has it here
+      if (number >= from.numbers.size() || from.numbers[number] < 0) continue;  // it has no number here
       block.key.index = static_cast<uint64_t>(from.numbers[number]);
     }
     reply.bytes += block.bytes;
@@ -174,7 +174,7 @@ Result<orders::Restore::Reply> RankRestorer::load_blocks(const orders::Restore& 
   return reply;
 }
 
-// Precondition: all regions are there. Return the bytes that are on their way then.
+// Precondition: all regions are attached. Return the bytes that are still to come.
 uint64_t RankRestorer::begin_deferred(Deferred deferred) {
   if (deferred.parts.empty()) return 0;
   auto begun = std::make_unique<Deferred>(std::move(deferred));

@@ -15,7 +15,7 @@
 namespace torpor {
 namespace {
 
-// Order the chunks by rising addresses, as the pages go.
+// Sort the chunks by address, as pages are released in that order.
 void sort_by_address(ArenaPlan::Tag& tag) {
   std::vector<size_t> order(tag.copied.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -42,8 +42,8 @@ Result<orders::Save::Reply> RankSaver::save(const orders::Save& order) {
   };
   Result<orders::Save::Reply> saved = save_to_arena(order, 0);
   if (is_final(saved) || (images_.index().retained_bytes() == 0 && !spills())) return saved;
-  // What is retained, or held unused, may stand in the way of larger pieces; and packed content may be larger than was
-  // planned.
+  // Retained blocks, or free memory that is held, may be in the way of larger pieces; and packed content may be larger
+  // than planned.
   images_.index().release_retained();
   for (const std::string& tag : order.tags) shares_.expect_whole(tag);
   const auto again = [&](uint64_t unused) {
@@ -51,15 +51,15 @@ Result<orders::Save::Reply> RankSaver::save(const orders::Save& order) {
     return save_to_arena(order, unused);
   };
   saved = again(0);
-  // The free memory of the arena can lie in pieces that are too small: then more goes to disk, at last all of it.
+  // The free memory of the arena may be in pieces that are too small. Then more chunks go to the file, in the end all.
   const uint64_t budget = parts_.arena.info().budget_bytes;
   for (uint64_t unused = budget / 32; spills() && unused != 0 && unused <= budget && !is_final(saved); unused *= 2)
     saved = again(unused);
   return saved;
 }
 
-// What goes to the file goes first: while there is room for its staging memory. `unused`: bytes of the arena's room
-// that stay free. After an error blocks that were copied or taken over are retained.
+// Chunks for the file are saved first, while there is memory for staging them. `unused`: bytes of the arena to leave
+// free. After an error, blocks that were copied or taken over are retained.
 Result<orders::Save::Reply> RankSaver::save_to_arena(const orders::Save& order, uint64_t unused) {
   TORPOR_ASSIGN_OR_RETURN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNow));
   const Status saved = try_catch([&]() -> Status {
@@ -93,7 +93,7 @@ Result<orders::Save::Reply> RankSaver::save_giving(const orders::Save& order, Sw
   return saved.error();
 }
 
-// Where memory goes while it is copied, nothing may be found to have no room later on: all of it is made before.
+// If memory is released while it is copied, no chunk may find the arena full later: take all host memory before.
 Result<ArenaPlan> RankSaver::prepare_giving(const orders::Save& order) {
   TORPOR_ASSIGN_OR_RETURN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNow));
   const Status prepared = try_catch([&]() -> Status {
@@ -107,7 +107,7 @@ Result<ArenaPlan> RankSaver::prepare_giving(const orders::Save& order) {
   return prepared.error();
 }
 
-// Blocks that were copied or taken over are retained, whether the images have them or the plan.
+// Retain blocks that were copied or taken over, whether the images have them or the plan.
 void RankSaver::forget(ArenaPlan& plan, const std::vector<std::string>& tags) noexcept {
   abandon_quarantined(tags);
   images_.forget_saved(tags);
@@ -136,7 +136,7 @@ Status RankSaver::spill(const ArenaPlan& plan, ArenaPlan::Tag& tag) {
     largest = std::max(largest, align_up(chunk.bytes(), kPage));
   }
   TagImage& image = *images_.find(tag.tag);
-  // Before other memory is taken: it lies in the way of none then.
+  // Take it before other memory, so that it lies in the way of none.
   TORPOR_ASSIGN_OR_RETURN(image.staging, parts_.arena.allocate(plan.spill_staging(padded, largest)));
   TORPOR_ASSIGN_OR_RETURN(image.spilled, make_spill_file(parts_.file_system, parts_.spill_dir, parts_.rank,
                                                          parts_.key.get(), parts_.encrypt));
@@ -146,7 +146,7 @@ Status RankSaver::spill(const ArenaPlan& plan, ArenaPlan::Tag& tag) {
       .copy_in_turn(rest, *image.spilled, std::max(parts_.spill_staging_bytes, room / 2), tag.spilled);
 }
 
-// After an error the images have what was copied until then.
+// After an error the images have what was copied so far.
 Status RankSaver::copy_to_host(ArenaPlan& plan, ReleaseGate* gate) {
   const Status copied = try_catch([&]() -> Status {
     ChunkSaver saver(parts_.transfers, gate);
@@ -191,7 +191,7 @@ orders::Save::Reply RankSaver::complete_images(ArenaPlan& plan, Memory memory) {
   return reply;
 }
 
-// A copy that is not proven over may still write into the images.
+// A copy that may still run can write into the images.
 void RankSaver::abandon_quarantined(const std::vector<std::string>& tags) noexcept {
   if (!parts_.transfers.quarantined()) return;
   for (const std::string& tag : tags) {

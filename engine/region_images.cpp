@@ -18,7 +18,7 @@ RegionImages::RegionImages(const RankParts& parts)
       chunks_(parts.allocator),
       index_(parts.device, parts.allocator, parts.arena, parts.retain_kv_bytes) {}
 
-// --- what the device has ---
+// --- the content of the device ---
 
 Status RegionImages::set_kv_layout(std::string tag, const KvLayout& layout) {
   TORPOR_RETURN_IF_ERROR(chunks_.set_kv_layout(std::move(tag), layout));
@@ -62,7 +62,7 @@ void RegionImages::on_allocated(std::string_view tag) {
   if (!is_kv(tag)) invalidate_digest(tag);  // no block lies in it
 }
 
-// A wake of blocks that have no place any more fails: their engine cannot go on.
+// If regions of KV blocks are freed, a later wake fails: its engine cannot go on.
 void RegionImages::on_freed(const RegionInfo& region) {
   if (is_kv(region.tag)) {
     if (!chunks_.holds_blocks(region)) return;
@@ -181,13 +181,13 @@ std::vector<std::string> RegionImages::asleep_of(const std::vector<std::string>&
   return asleep;
 }
 
-// Whether the image of a tag without blocks has all of its regions: on_freed() leaves none of another.
+// Return whether the image of a tag without blocks has all of its regions: on_freed() drops images that have not.
 bool RegionImages::is_whole(const std::string& tag) const {
   const TagImage* const image = find(tag);
   return image != nullptr && chunks_.of_tag(tag).size() == image->chunks.size();
 }
 
-// Repeated after an answer that was lost on the way: tags that are attached already stay so.
+// May be repeated if a reply was lost: tags that are already attached stay so.
 Status RegionImages::finish(const std::vector<std::string>& tags, bool keep, bool blocks_stay) {
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   std::vector<std::string> unfinished;
@@ -199,12 +199,12 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep, boo
   for (const std::string& tag : tags) {
     if (keep && parts_.keep_backup && !is_kv(tag) && is_whole(tag)) whole.push_back(tag);
   }
-  // Writes from here on show against what a tag is without content.
+  // Detect writes from here on, against a tag without content.
   for (const std::string& tag : tags) {
     if (!is_kv(tag) && find(tag) == nullptr) index_.look_anew(tag);
   }
   if (!unfinished.empty()) TORPOR_RETURN_IF_ERROR(parts_.allocator.finish_restore(unfinished));
-  // From here on nothing fails.
+  // Nothing can fail from here on.
   for (const std::string& tag : tags) {
     if (const auto back = away_.find(tag); back != away_.end()) away_.erase(back);
     TagImage* const image = find(tag);
@@ -266,7 +266,7 @@ Status RegionImages::read_saved(const RegionInfo& region, uint64_t offset, std::
   uint64_t read = 0;
   std::vector<std::byte> unpacked;
   for (size_t i = 0; i < in_host && read < out.size(); ++i) {
-    const SavedChunk& chunk = image->chunks[i];  // those of a region follow one another
+    const SavedChunk& chunk = image->chunks[i];  // chunks of a region follow one another
     const uint64_t begin = chunk.key.index * DeviceChunks::kRegionChunk;
     const uint64_t from = offset + read;
     if (chunk.key.region != region.name || from < begin || from >= begin + chunk.bytes) continue;

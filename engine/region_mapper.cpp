@@ -13,7 +13,7 @@ RegionMapper::RegionMapper(SleepAllocator& allocator, std::vector<DeviceAddress>
     thread_ = std::thread([this] { run(); });
     return ok();
   });
-  if (!started) run();  // no thread to be had
+  if (!started) run();  // no thread could be started
 }
 
 RegionMapper::~RegionMapper() {

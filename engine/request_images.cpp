@@ -71,7 +71,7 @@ Result<const RequestImages::Image*> RequestImages::make(Order order, std::vector
   };
   if (images_.contains(id)) return exists(fmt::format("there is an image {} already", id));
   Image image;
-  std::unordered_map<int32_t, int32_t> positions;  // of each block
+  std::unordered_map<int32_t, int32_t> positions;  // block number -> position in the image
   std::set<std::string> ids;
   for (size_t i = 0; i < requests.size(); ++i) {
     TORPOR_RETURN_IF_ERROR(requests[i].validate());
@@ -154,7 +154,7 @@ Result<const RequestImages::Image*> RequestImages::return_to_memory(const std::s
   orders::ReadImage order{
       .image = id, .blocks = {}, .directory = stored.directory, .generation = stored.generation, .id = stored.id};
   for (int32_t chunk = 0; chunk < image->count; ++chunk) order.blocks.push_back(chunk);
-  TORPOR_RETURN_IF_ERROR(ranks_.undo(orders::DropImage{.image = id}));  // of a rank that could not before
+  TORPOR_RETURN_IF_ERROR(ranks_.undo(orders::DropImage{.image = id}));  // of a rank that failed to free it before
   if (Result<std::vector<orders::ReadImage::Reply>> read = try_catch([&] { return ranks_.call(order); }); !read) {
     (void)ranks_.undo(orders::DropImage{.image = id});
     return std::move(read).error();

@@ -8,7 +8,7 @@
 namespace torpor {
 namespace {
 
-// Large enough that a job costs little beside its bytes; two are under way.
+// Large enough that the cost of a job does not count; two jobs are under way.
 constexpr uint64_t kJobBytes = 256 * kMiB;
 
 }  // namespace
@@ -22,7 +22,7 @@ MappedRegions::Order MappedRegions::order_of(const SleepAllocator& allocator, co
     const std::vector<RegionInfo> all = allocator.regions_of(tag);
     const bool went = std::any_of(all.begin(), all.end(), [](const auto& each) { return is_asleep(each.state); });
     for (const RegionInfo& region : all) {
-      // One that was allocated while the others were asleep is there.
+      // A region that was allocated while the others were asleep is attached.
       if (!went || region.state != RegionState::kAttached) order.regions.push_back(region.address);
       order.end_of[{tag, region.name}] = order.regions.size();
     }

@@ -17,7 +17,7 @@ Result<std::vector<BlockContent>> contents_of(std::span<const int32_t> blocks, s
 
 void RetainedBlocks::keep(std::vector<Block> blocks, uint64_t budget_bytes) noexcept {
   std::vector<Block> before;
-  // Without a version it is of use only until the next step.
+  // A block without a version is useful only until the next step.
   const auto unversioned = std::stable_partition(blocks.begin(), blocks.end(),
                                                  [](const Block& block) { return block.content.version != 0; });
   (void)unversioned;
@@ -38,7 +38,7 @@ namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
 
-// Return for each of `wanted` its place in `there`, or kNone. Numbers of blocks are dense: a table has room for all.
+// Return the position in `there` of each wanted block, or kNone. Block numbers are dense, so a table can hold all.
 std::vector<uint32_t> places(std::span<const RetainedBlocks::Block> there, std::span<const int32_t> wanted,
                              std::span<const BlockContent> contents) {
   uint64_t numbers = 0;

@@ -21,7 +21,7 @@ Error cannot(std::string what, std::string next) {
 
 }  // namespace
 
-// A sleep or checkpoint that waits for end_sleep(), with what it was asked for.
+// A sleep or checkpoint that waits for end_sleep(), and its options.
 struct SleepController::HeldSleep {
   HeldSleep(OperationContext& context, std::string_view name, const SleepOptions& asked)
       : options(asked), sleep(context, name, options) {}
@@ -47,7 +47,7 @@ SleepController::SleepController(EngineHooks& hooks, FileSystem& file_system, co
              .state = state_},
       context_(parts_) {}
 
-// Undo what is held: the requests go on, if anybody can still ask for them.
+// Undo a held sleep: its requests go on.
 SleepController::~SleepController() {
   cancel_checkpoint();
   held_sleep_.reset();
@@ -93,7 +93,7 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   return finish_sleep(sleep);
 }
 
-// Return whether a sleep of an engine that is asleep would free memory that is left.
+// Return whether a sleep of a sleeping engine would free more memory.
 Result<bool> SleepController::frees_more(const SleepOptions& options) {
   if (options.level == 0) return false;
   TORPOR_ASSIGN_OR_RETURN(const Described described, ranks_.call(orders::Describe{}));
@@ -180,7 +180,7 @@ Result<SleepReport> SleepController::serve_on(SleepOperation& sleep) {
   return std::move(sleep.report());
 }
 
-// For an engine that serves; it waits for what still comes back of the last wake.
+// For an engine that serves; it first waits for deferred blocks of the last wake.
 Status SleepController::may_checkpoint(const SleepOptions& options) {
   TORPOR_RETURN_IF_ERROR(check(options));
   TORPOR_RETURN_IF_ERROR(may_begin());
@@ -253,7 +253,7 @@ void SleepController::cancel_checkpoint() noexcept {
   background_.reset();
 }
 
-// Before another operation.
+// Called before another operation.
 void SleepController::end_or_wait_for_checkpoint(std::string_view why) noexcept {
   if (background_ != nullptr) background_->end_or_wait(why);
 }
@@ -293,8 +293,7 @@ Result<WakeProgress> SleepController::continue_wake(DeferredWait wait, const Def
   });
 }
 
-// The restored requests are in an engine that stands still: if they can be neither dropped nor run, nothing can be said
-// of it.
+// If the restored requests can be neither dropped nor run, the engine is unrecoverable.
 Status SleepController::end_hold(bool keep) {
   return try_catch([&] { return end_hold_now(keep); });
 }
@@ -328,7 +327,7 @@ Result<std::string> SleepController::checkpoint_to_wake() {
     if (unfinished > 0 || contents.steps != 1 || context_.took_checkpoint) return std::string();
     const Result<Checkpoint> latest = open_checkpoint(parts_.file_system, options_.directory, options_.checkpoints.key);
     if (!latest && latest.error().code == Code::kNotFound) return std::string();
-    return options_.directory;  // what is wrong with it, the wake says
+    return options_.directory;  // the wake reports what is wrong with it
   });
 }
 
@@ -364,7 +363,7 @@ Result<SwapReport> SleepController::swap_with(SleepController& to, const SwapOpt
   return error;
 }
 
-// The half of the engine that goes, with one of another process.
+// Swap out, with an engine of another process that swaps in.
 Result<SleepReport> SleepController::swap_out(const SleepOptions& options) {
   TORPOR_RETURN_IF_ERROR(check(options));
   if (options.level == 0 || !options.preserve_state || options.to_disk || options.drops(kWeightsTag) ||
@@ -390,7 +389,7 @@ Result<SleepReport> SleepController::swap_out(const SleepOptions& options) {
   return std::move(left).error();
 }
 
-// The half of the engine that comes, with one of another process.
+// Swap in, with an engine of another process that swaps out.
 Result<SleepReport> SleepController::swap_in(const WakeOptions& options) {
   if (!options.tags.empty() || !options.from_checkpoint.empty() || options.catch_up || options.hold || options.early ||
       options.old_kv != OldKv::kUnsaid) {
@@ -439,7 +438,8 @@ Result<SwapReport> SleepController::swap_out_for(const SleepOptions& asked, cons
   Error error = std::move(swapped).error();
   Status woken;
   if (end.state == SwappedOut::kAsleepOtherEnded) {
-    // All of it is in host memory. The other one has given back what it had, unless it is lost or gives no sign.
+    // All is in host memory. The other engine has released what it had, unless it is unrecoverable or sends no
+    // heartbeat.
     woken = try_catch([&] {
       return retry_until_memory_comes(clock_, end.memory_comes_late, [&]() -> Status {
         TORPOR_RETURN_IF_ERROR(wake_now({}));
@@ -476,7 +476,7 @@ Result<SwapReport> SleepController::begin_swap_out(const SleepOptions& asked, co
   return std::move(woken).error();
 }
 
-// Return how many ranks this engine has, if it can be the one that comes.
+// Return the number of ranks of this engine, if it can swap in.
 Result<size_t> SleepController::can_swap_in() {
   const ControllerState own = state();
   if (own.engine != "asleep") return cannot(fmt::format("the engine that is to come is {}", own.engine), "");
@@ -494,7 +494,7 @@ Result<size_t> SleepController::count_ranks() {
   return described.size();
 }
 
-// --- what an engine is, and what may be asked of it ---
+// --- the state of the engine, and which calls it allows ---
 
 Result<Fingerprint> SleepController::fingerprint() {
   return try_catch([this]() -> Result<Fingerprint> {

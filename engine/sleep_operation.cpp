@@ -42,7 +42,7 @@ struct SleepOperation::Step {
   std::string_view phase;
   bool (SleepOperation::*wanted)() const;
   Result<uint64_t> (SleepOperation::*take)();
-  Status (SleepOperation::*undo)();  // also where the step failed half-way or did nothing
+  Status (SleepOperation::*undo)();  // called also if the step failed half-way or did nothing
 };
 
 const std::array<SleepOperation::Step, SleepOperation::kSteps> SleepOperation::steps_ = {{
@@ -56,7 +56,7 @@ const std::array<SleepOperation::Step, SleepOperation::kSteps> SleepOperation::s
     {"detach", &SleepOperation::releases_memory, &SleepOperation::detach, &SleepOperation::undo_detach},
 }};
 
-// Take those steps, from `first` to `last`, that are wanted.
+// Take the steps from `first` to `last` whose condition holds.
 Status SleepOperation::take_steps(size_t first, size_t last) {
   for (size_t place = first; place <= last; ++place) {
     const Step& step = steps_[place];
@@ -71,7 +71,7 @@ Status SleepOperation::take_steps(size_t first, size_t last) {
   return ok();
 }
 
-// Register what undoes a step before the step begins.
+// Register the undo step before the step begins.
 Result<uint64_t> SleepOperation::take(const Step& step) {
   operation_.undo_with([this, &step] { return (this->*step.undo)(); });
   return (this->*step.take)();
@@ -101,7 +101,7 @@ Status SleepOperation::prepare_sleep() {
     const size_t steps = operation_.steps();
     const Status saved = try_catch([&] { return take_steps(kCapture, kVerify); });
     if (saved) break;
-    // Beyond the requests there is nothing that may be discarded: level 1 promises to keep the weights.
+    // Apart from the requests nothing may be discarded: level 1 promises to keep the weights.
     if (!options_.discard_on_save_error || (!to_disk_ && !preserved_)) return saved.error();
     if (operation_.cancelled()) return saved.error();
     operation_.undo_to(steps);
@@ -124,7 +124,7 @@ Status SleepOperation::prepare_swap_out() {
   TORPOR_RETURN_IF_ERROR(admit());
   TORPOR_RETURN_IF_ERROR(take_steps(kQuiesce, kCapture));
   TORPOR_RETURN_IF_ERROR(not_cancelled());
-  TORPOR_RETURN_IF_ERROR(take(steps_[kDropDerived]));  // before its phase: memory is given while it is saved
+  TORPOR_RETURN_IF_ERROR(take(steps_[kDropDerived]));  // before its phase, as the save releases memory
   return ok();
 }
 
@@ -140,7 +140,7 @@ Status SleepOperation::commit_sleep() {
   sort_for_wake(sleeping);
   std::string checkpoint = report_.checkpoint;
   std::vector<uint64_t> writes = writes_of_weights(described_);
-  // The generators are where they were when the requests were first kept.
+  // If the requests were captured by an earlier sleep, the generators are as they were then.
   const bool same_workers = deeper_ && asleep.preserved && preserved_;
   std::optional<EngineCheckpoints::Generation> generation;
   if (pending_)
@@ -153,7 +153,7 @@ Status SleepOperation::commit_sleep() {
   std::vector<std::string> without_content = report_.reload;
   without_content.insert(without_content.end(), asleep.without_content.begin(), asleep.without_content.end());
   TORPOR_RETURN_IF_ERROR(take_steps(save_.channel.empty() ? kDropDerived : kDetach, kDetach));
-  // From here on nothing fails: the memory is gone.
+  // Nothing can fail from here on: the memory is released.
   operation_.keep();
   report_.changed = true;
   report_.preserve_state = preserved_;
@@ -211,8 +211,8 @@ Error SleepOperation::undone(Error error) noexcept {
   return error;
 }
 
-// Keep in host memory what cannot go to disk, and drop requests that have no room there (discard_on_save_error).
-// Precondition: what was done to save them is undone.
+// Save to host memory instead of disk, and drop requests that do not fit there (discard_on_save_error). Precondition:
+// the failed save is undone.
 void SleepOperation::fall_back(const Error& why) {
   const std::string what = to_disk_ ? "it is kept in host memory, not on disk" : "the state was discarded";
   log().error("sleep: {}: {}", what, why.to_string());
@@ -244,7 +244,7 @@ void SleepOperation::fall_back(const Error& why) {
 
 // --- the steps ---
 
-// Refuse what cannot be done, before anything is touched.
+// Refuse what is impossible, before anything changes.
 Status SleepOperation::admit() {
   TORPOR_ASSIGN_OR_RETURN(described_, engine_.ranks.call(orders::Describe{}));
   engine_.state.set_tags(described_);
@@ -262,7 +262,7 @@ Status SleepOperation::admit() {
   save_.progress = options_.progress;
   for (const std::string& tag : tags_) {
     if (!options_.drops(tag)) save_.tags.push_back(tag);
-    // Once a checkpoint has the weights, those after it keep the file: no later sleep need write it again.
+    // Once a checkpoint has the weights, later ones link the file: no later sleep writes it again.
     if (tag == kWeightsTag && options_.weights == Weights::kReload) save_.carried.push_back(tag);
   }
   if (!options_.preserve_state || options_.level == 0) return ok();
@@ -281,11 +281,11 @@ Status SleepOperation::resume() { return deeper_ ? ok() : engine_.hooks.resume()
 
 bool SleepOperation::captures() const {
   if (!preserved_ && !to_disk_) return false;
-  // A deeper sleep captured the requests when it was less deep.
+  // If this is a deeper sleep, the first one has captured the requests.
   return !deeper_ || !context_.asleep.preserved || has_tag(tags_, kKvCacheTag);
 }
 
-// Take the state as values, and choose the KV blocks to save.
+// Capture the state as values, and choose the KV blocks to save.
 Result<uint64_t> SleepOperation::capture() {
   const bool with_kv = has_tag(tags_, kKvCacheTag);
   TORPOR_ASSIGN_OR_RETURN(captured_.state, engine_.hooks.capture());
@@ -298,12 +298,12 @@ Result<uint64_t> SleepOperation::capture() {
   drop_hashes(captured_.state.kv, live_.dropped);
   name_blocks(save_, captured_.state, live_.kept);
   deferrable_ = deferred_blocks_of(captured_.state, save_.blocks, engine_.hooks.holds_back());
-  // Blocks that the engine offloaded and has not changed since need no copy: they stay where they are.
+  // Blocks that the engine offloaded and has not changed since need no copy: the host store keeps them.
   if (with_kv && !to_disk_) {
     TORPOR_ASSIGN_OR_RETURN(save_.host_slots, engine_.hooks.host_slots(save_.blocks, /*keep=*/true));
   }
   if (to_disk_) {
-    // Weights that are saved are read then, and not twice: save() adds what they are.
+    // Weights that are saved are read by the save, and not twice: save() adds their digest.
     WeightsDigest digest = engine_.options.always_read_weights ? WeightsDigest::kRead : WeightsDigest::kReadOrProven;
     if (has_tag(save_.tags, kWeightsTag)) digest = WeightsDigest::kNone;
     TORPOR_ASSIGN_OR_RETURN(captured_.fingerprint, fingerprint_of(engine_, described_, digest));
@@ -316,7 +316,7 @@ Status SleepOperation::release_host_slots() {
   return ok();
 }
 
-// Write the state into a new checkpoint: durable before memory is touched.
+// Write the state into a new checkpoint; it is durable before memory is touched.
 Result<uint64_t> SleepOperation::write_state() {
   uint64_t expected = live_.kept.size() * block_bytes(described_).all;
   for (const std::string& tag : save_.tags) {
@@ -333,7 +333,7 @@ Result<uint64_t> SleepOperation::write_state() {
   return 0;
 }
 
-// Copy what is kept to the arena or into the checkpoint under construction.
+// Copy all that is saved to the arena or into the checkpoint under construction.
 Result<uint64_t> SleepOperation::save() {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Save::Reply> saved, engine_.ranks.call(save_));
   if (pending_) {
@@ -359,7 +359,7 @@ Result<uint64_t> SleepOperation::save() {
   return report_.saved_bytes;
 }
 
-// The other engine of a swap has none of the memory any more.
+// Precondition, in a swap: the other engine has none of the memory any more.
 Status SleepOperation::cancel_save() {
   if (!save_.channel.empty()) {
     TORPOR_RETURN_IF_ERROR(retry_until_memory_comes(engine_.clock, memory_comes_late_, [&]() -> Status {
@@ -371,7 +371,7 @@ Status SleepOperation::cancel_save() {
   return ok();
 }
 
-// Every chunk has its digest by now. To disk, the checkpoint becomes visible and durable.
+// Every chunk has its digest now. To disk: make the checkpoint visible and durable.
 Result<uint64_t> SleepOperation::verify() {
   if (!pending_) return 0;
   context_.checkpoints.name_owner(*pending_, captured_.fingerprint);
@@ -382,14 +382,14 @@ Result<uint64_t> SleepOperation::verify() {
   return 0;
 }
 
-// If it fails twice, the error of the sleep says that the checkpoint is there.
+// If withdrawing fails twice, the error of the sleep says that the checkpoint exists.
 Status SleepOperation::withdraw() {
   if (pending_ && (pending_->withdraw() || pending_->withdraw())) checkpoint_stays_ = false;
   return ok();
 }
 
-// Let go of what the engine derived from its memory, and of requests and prefixes that are not kept. After all else
-// that can fail but the release of memory: requests that were ended stay so.
+// Drop what the engine derived from its memory, and requests and prefixes that are not saved. Only the release of
+// memory comes after this step: requests that it ends cannot be brought back.
 Result<uint64_t> SleepOperation::drop_derived() {
   TORPOR_RETURN_IF_ERROR(engine_.hooks.release_derived());
   TORPOR_RETURN_IF_ERROR(drop());
@@ -451,7 +451,7 @@ Status SleepOperation::undo_detach() {
 
 // --- what the wake will need to know ---
 
-// Say what the wake will not bring back.
+// Write into the report what the wake will not bring back.
 void SleepOperation::say_what_to_load() {
   for (const std::string& tag : tags_) {
     if (tag != kKvCacheTag && !is_scratch(tag) && (options_.drops(tag) || is_without_content(described_, tag)))
@@ -462,9 +462,9 @@ void SleepOperation::say_what_to_load() {
   report_.note += fmt::format("{} not kept: to be loaded after the wake", joined(report_.reload, ", "));
 }
 
-// Return, by rank, the digest of the weights that the KV of kept requests is of; none where it is not known. Weights
-// that go without a copy are read for it, unless the wake will be told what becomes of the KV. A failure is logged: the
-// wake asks for what is not known.
+// Return, by rank, the digest of the weights that computed the KV of preserved requests; empty if it is not known.
+// Weights that are released without a copy are read for it, unless the wake is expected to say what happens to the KV.
+// A failure is logged; then the wake takes weights that are loaded again for other ones.
 std::vector<std::string> SleepOperation::weights_of_kv() noexcept {
   std::vector<std::string> weights;
   const Status found = try_catch([&]() -> Status {

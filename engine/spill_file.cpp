@@ -11,8 +11,8 @@ namespace {
 
 constexpr std::string_view kPrefix = "spill-";
 
-// What an end between making a file and taking its name away left. That of a process that is just there loses its name
-// a moment earlier.
+// Remove the files of processes that ended between making a file and removing its name. If such a process still runs,
+// its file loses the name a moment earlier.
 Status remove_left(Directory& directory) {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory.list());
   for (const Entry& entry : entries) {

@@ -71,7 +71,7 @@ Result<const RequestImages::Image*> StoredImages::read_back(const std::string& i
                  .next_step = "another engine has taken this one; give each image an id of its own"};
   }
   TORPOR_RETURN_IF_ERROR(
-      held.checked(checkpoint.read_state()));  // whatever is damaged of it is said before it is taken
+      held.checked(checkpoint.read_state()));  // damage of any part is reported before the image is taken
   const Manifest& manifest = checkpoint.manifest();
   TORPOR_ASSIGN_OR_RETURN(
       const RequestImages::Image* const read,

@@ -10,14 +10,14 @@
 namespace torpor {
 namespace {
 
-// A SwapChannel in a folder of its own; both are gone in the end.
+// A SwapChannel in a folder of its own; the destructor removes both.
 struct OwnChannel {
   static Result<std::unique_ptr<OwnChannel>> make() {
     auto own = std::make_unique<OwnChannel>();
     TORPOR_ASSIGN_OR_RETURN(own->folder, SharedFolder::make());
     own->path = fmt::format("{}/room", own->folder->path());
     TORPOR_ASSIGN_OR_RETURN(own->channel,
-                            SwapChannel::create(own->path, SwapChannel::kNoBound));  // nobody waits for a process
+                            SwapChannel::create(own->path, SwapChannel::kNoBound));  // no side waits for a process
     return own;
   }
   std::unique_ptr<SharedFolder> folder;
@@ -25,16 +25,16 @@ struct OwnChannel {
   std::unique_ptr<SwapChannel> channel;
 };
 
-// Say what will be given, before anybody takes.
+// Publish how many bytes will be released, before the other side acquires any.
 Status promise(const SleepOperation& sleep, SwapChannel& channel) {
   const std::vector<uint64_t> bytes = sleep.bytes_by_rank();
   for (size_t rank = 0; rank < bytes.size(); ++rank) TORPOR_RETURN_IF_ERROR(channel.supply(rank, bytes[rank]));
   return ok();
 }
 
-// Copy, and give. Throws nothing: a thread ends with it.
+// Copy, and release. It never throws, as it ends a thread.
 Status give(SleepOperation& sleep, SwapChannel& channel, const std::string& path, bool& failed_first) {
-  Status given = try_catch([&] { return sleep.save_giving(path); });  // moved from here: a copy takes memory
+  Status given = try_catch([&] { return sleep.save_giving(path); });  // moved from here, as a copy would allocate
   if (given) {
     channel.end();
   } else {
@@ -71,10 +71,10 @@ Result<SleepReport> swap_out_here(SleepOperation& sleep,
   return woken;
 }
 
-// From when this engine is asleep it looks at nothing but the end of the other, which may run by then.
+// Once this engine is asleep it only waits for the end of the other engine, which may run by then.
 Result<SleepReport> swap_out_to(SleepOperation& sleep, SwapChannel& channel, const std::string& path,
                                 SwapOutEnd& swapped) {
-  bool only_waits = false;  // all is saved, and given
+  bool only_waits = false;  // all is saved and released
   Status given = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(promise(sleep, channel));
     channel.reach(SwapChannel::Stage::kReady);

@@ -47,8 +47,8 @@ Status PageTaker::begin() {
   return channel_.demand(rank_, bytes);
 }
 
-// The device may be slow to have what was given, or somebody else may have it: that shows as want of memory, which
-// counts only when nothing more comes.
+// The device may be slow to have the memory that the other engine released, or another process may have taken it. Both
+// look like a lack of memory; that is an error only if nothing more will be released.
 Status PageTaker::take(size_t page) {
   TORPOR_RETURN_IF_ERROR(channel_.acquire(rank_, pages_[page].size_bytes));
   for (bool more = true;;) {

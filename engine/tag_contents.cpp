@@ -8,10 +8,10 @@
 namespace torpor {
 namespace {
 
-// So many bytes at so many places, a few milliseconds for any size.
+// This many bytes at this many positions: a few milliseconds for a tag of any size.
 constexpr uint64_t kSampleBytes = 64;
 constexpr uint64_t kSamplePlaces = 16'384;
-constexpr uint64_t kAsked = 16;  // so many places before they are looked at: none of them is in a cache
+constexpr uint64_t kAsked = 16;  // positions to prefetch, as none of them is in a CPU cache
 
 }  // namespace
 
@@ -20,7 +20,7 @@ void TagContents::note_write(std::string_view tag) {
   ++content.writes;
   content.missing = false;
   content.proven.reset();
-  content.sample.reset();  // taken anew when it is looked at next
+  content.sample.reset();  // the next look takes it anew
 }
 
 bool TagContents::was_written(const std::string& tag) {
@@ -75,7 +75,7 @@ void TagContents::describe(orders::Describe::Reply& reply) const {
   }
 }
 
-// A digest of some bytes all over the tag; none where looking is not cheap. Precondition: it is attached.
+// Return a digest of some bytes all over the tag; none if reading them is slow. Precondition: the tag is attached.
 std::optional<Digest> TagContents::sample(const std::string& tag) const {
   if (device_.kind() != "host") return std::nullopt;
   const std::vector<RegionInfo> regions = allocator_.regions_of(tag);

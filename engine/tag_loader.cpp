@@ -18,7 +18,7 @@ namespace {
 
 constexpr const char* kLoadItsFiles = "start the engine with the model's own files";
 
-// Name the first region that is another one there.
+// Return an error that names the first region that differs.
 Error other_layout(const std::string& tag, const std::vector<SavedChunk>& stored, const std::vector<ChunkPlan>& plans) {
   std::map<std::string, uint64_t> there, here;
   for (const SavedChunk& chunk : stored) there[chunk.key.region] += chunk.bytes;
@@ -71,7 +71,7 @@ Status TagLoader::fill(const std::string& tag, std::vector<SavedChunk> chunks, R
                                      state == states.end() ? "not there" : name(state->second)),
                  .next_step = "fill a tag that is attached, before the engine runs"};
   }
-  // By their keys: the process that saved them may have allocated in another order.
+  // Sort by key: the process that saved them may have allocated in another order.
   std::vector<ChunkPlan> plans = images_.chunks().of_tag(tag);
   const auto by_key = [](const auto& a, const auto& b) { return a.key < b.key; };
   std::sort(plans.begin(), plans.end(), by_key);

@@ -11,11 +11,11 @@
 namespace torpor {
 namespace {
 
-// Seconds of one phase after the other.
+// Measures the seconds of phases that follow one another.
 class Phases {
  public:
   explicit Phases(TagMove& move) : move_(move) { move_.seconds.reserve(kMost); }
-  // Takes no memory: there is room for all of them, and their names are short.
+  // It allocates nothing: there is room for all phases, and their names are short.
   void done(const char* phase) {
     const auto now = std::chrono::steady_clock::now();
     move_.seconds.emplace_back(phase, std::chrono::duration<double>(now - began_).count());
@@ -30,8 +30,8 @@ class Phases {
 
 }  // namespace
 
-// The tags that are meant, each once. Named ones must be in `wanted`; of all, those are taken that are. A tag whose
-// wake could not be undone counts as asleep; the allocator refuses broken ones by name.
+// Return the tags of the call, each once. A named tag must be in the state `wanted`; if none is named, return those
+// that are. A tag whose wake could not be undone counts as asleep; the allocator refuses broken tags by name.
 Result<std::vector<std::string>> TagSleep::select(std::vector<std::string> tags, RegionState wanted) const {
   const std::map<std::string, RegionState> states = memory_.states();
   const auto fits = [wanted](RegionState state) {
@@ -62,7 +62,7 @@ Result<std::vector<std::string>> TagSleep::select(std::vector<std::string> tags,
   return tags;
 }
 
-// Throws nothing.
+// Carry out an order. It never throws.
 template <class Order>
 Result<typename Order::Reply> TagSleep::carry_out(const Order& order) {
   return try_catch([&]() TORPOR_REQUIRES(memory_.mutex()) { return memory_.carry_out(order); });
@@ -95,20 +95,20 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
     phases.done("check");
   }
   const orders::Detach leaving{.tags = tags};
-  std::vector<orders::Undo> undoing;  // tag by tag: one that is broken now is no reason to leave another as it is
+  std::vector<orders::Undo> undoing;  // tag by tag, so that a broken tag does not keep the others from being undone
   for (const std::string& tag : kept) undoing.push_back({.what = orders::Undo::What::kSave, .tags = {tag}});
   if (!kept.empty()) {
     TORPOR_ASSIGN_OR_RETURN(const orders::Save::Reply saved, carry_out(orders::Save{.tags = kept}));
     move.copied_bytes = saved.bytes;
     phases.done("save");
   }
-  // From here on nothing but the orders themselves can fail. What was kept of the others is of no use: they come back
+  // From here on only the orders themselves can fail. Kept images of the other tags are useless: those tags come back
   // without content.
   TagImages dropped = memory_.images().take(dropped_tags);
   Result<orders::Detach::Reply> detached = carry_out(leaving);
   if (!detached) {
     memory_.images().put_back(std::move(dropped));
-    for (const orders::Undo& saving : undoing) (void)carry_out(saving);  // refused where it went
+    for (const orders::Undo& saving : undoing) (void)carry_out(saving);  // a tag that was detached refuses it
     return std::move(detached).error();
   }
   phases.done("detach");

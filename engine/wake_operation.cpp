@@ -91,7 +91,7 @@ Result<SleepReport> WakeOperation::wake_this_process() {
   if (swap_ != nullptr && swap_->commit) TORPOR_RETURN_IF_ERROR(swap_->commit());
   if (!tags.empty()) TORPOR_RETURN_IF_ERROR(finish(tags));
   report_.deferred_blocks = static_cast<int64_t>(deferred.size());
-  // From here on the backups are gone; only the engine's own resume can still fail.
+  // The backups are dropped from here on; only the engine's own resume can still fail.
   operation_.keep();
   if (Status resumed = engine_.hooks.resume(); !resumed) {
     engine_.state.lose(resumed.error());
@@ -102,7 +102,7 @@ Result<SleepReport> WakeOperation::wake_this_process() {
   return std::move(report_);
 }
 
-// Return which of the tags that sleep this call wakes.
+// Return the sleeping tags that this call wakes.
 Result<std::vector<std::string>> WakeOperation::tags_that_wake() const {
   std::vector<std::string> tags = context_.asleep.tags;
   for (const std::string& tag : options_.tags) {
@@ -140,9 +140,9 @@ Status WakeOperation::restore_memory(const std::vector<std::string>& tags, const
   return ok();
 }
 
-// Memory that can be neither mapped nor given back cannot be woken again; its content is safe where it was saved.
+// If memory can be neither mapped nor given back, the tag cannot be woken again; its content is safe in its backup.
 Status WakeOperation::undo_restore(const std::vector<std::string>& tags) {
-  // The next wake takes up memory that stays on the way.
+  // Memory that stays mapped halfway is used by the next wake.
   if (const auto cancelled = engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kRestore, .tags = tags});
       !cancelled)
     log().error("undoing a wake: {}", cancelled.error().to_string());
@@ -161,7 +161,7 @@ Status WakeOperation::undo_restore(const std::vector<std::string>& tags) {
   return ok();
 }
 
-// Leave the engine asleep: what was asked for is awake, but other tags are not, or weights must be loaded first.
+// Leave the engine asleep: the requested tags are awake, but others are not, or the weights must be loaded first.
 Result<SleepReport> WakeOperation::end_early(const std::vector<std::string>& tags,
                                              std::vector<std::string> still_asleep) {
   report_.changed = !tags.empty();
@@ -184,7 +184,7 @@ Status WakeOperation::reconnect(bool kv_of_old_weights) {
   const SleepInForce& asleep = context_.asleep;
   if (asleep.derived_released) {
     operation_.undo_with([this]() -> Status {
-      // It takes some memory until the next wake makes it again; the engine can be woken all the same.
+      // Until the next wake makes it again it takes some memory; the engine can be woken all the same.
       if (const Status released = engine_.hooks.release_derived(); !released)
         log().error("{}", released.error().to_string());
       return ok();
@@ -213,8 +213,8 @@ Status WakeOperation::drop_old_kv() {
   return ok();
 }
 
-// Give the last order of a wake. A rank that has carried it out has no way back: then all must, or the engine is
-// unrecoverable.
+// Send the last order of a wake. A rank that has carried it out cannot go back; so if not all carry it out, the engine
+// is unrecoverable.
 Status WakeOperation::finish(const std::vector<std::string>& tags) {
   const orders::Finish order{.tags = tags, .keep_backup = !drops_kv()};
   const auto attempt = [&]() -> Status {
@@ -246,7 +246,7 @@ void WakeOperation::finished(const std::vector<std::string>& tags) noexcept {
   if (has_tag(tags, kKvCacheTag) && !context_.deferred.any()) engine_.release_host_slots();
 }
 
-// The engine runs: nothing of the sleep is in force any more.
+// The engine runs: no sleep is in force any more.
 void WakeOperation::let_run(bool weights_were_written) noexcept {
   SleepInForce& asleep = context_.asleep;
   if (weights_were_written) context_.wakes_name_old_kv = kv_is_said();
@@ -259,12 +259,13 @@ void WakeOperation::let_run(bool weights_were_written) noexcept {
   context_.deferred.end_if_all_came();
 }
 
-// --- weights that were loaded meanwhile, or are to be ---
+// --- weights that were loaded during the sleep, or must be ---
 
-// Return whether other weights were loaded since the engine fell asleep: also of the same ones where a word was said
-// about KV, or where it is not known that they are. Adds to the report what must still be loaded.
+// Return whether other weights were loaded since the engine fell asleep. Loading the same weights counts, too, if the
+// caller has said what happens to old KV, or if it is not known that they are the same. Add to the report what must
+// still be loaded.
 Result<bool> WakeOperation::has_other_weights() {
-  const bool loaded = report_.reload.empty();  // else they are still to be loaded, whatever was said
+  const bool loaded = report_.reload.empty();  // if not, they must still be loaded, whatever the caller said
   if (kv_is_said() && loaded) TORPOR_RETURN_IF_ERROR(engine_.ranks.call(orders::Inform{.written = {kWeightsTag}}));
   TORPOR_ASSIGN_OR_RETURN(const Described described, engine_.ranks.call(orders::Describe{}));
   for (const orders::Describe::Reply& reply : described) {
@@ -278,7 +279,7 @@ Result<bool> WakeOperation::has_other_weights() {
   return !same;
 }
 
-// Return whether the weights, which were written, are the same bytes as before.
+// Return whether the weights, though written, have the same bytes as before.
 Result<bool> WakeOperation::weights_are_those_of_kv(const Described& described) {
   const std::vector<std::string>& weights = context_.asleep.weights_digests;
   if (weights.empty() || weights.size() != described.size()) return false;
@@ -292,7 +293,7 @@ Result<bool> WakeOperation::weights_are_those_of_kv(const Described& described) 
                     });
 }
 
-// Return whether requests are kept that must wait until what is missing is loaded.
+// Return whether requests are preserved that must wait until missing content is loaded.
 Result<bool> WakeOperation::waits_for_weights() {
   if (report_.reload.empty() || !context_.asleep.preserved) return false;
   if (options_.others_wait) return true;
@@ -300,7 +301,7 @@ Result<bool> WakeOperation::waits_for_weights() {
   return requests > 0;
 }
 
-// Say, and log, what a wake means that leaves tags without content.
+// Return and log a warning if a wake leaves tags without content.
 std::string WakeOperation::warning_of(End end) const {
   std::string warning = joined(report_.reload, ", ");
   switch (end) {
@@ -352,7 +353,7 @@ Result<SleepReport> WakeOperation::wake_from_checkpoint() {
 }
 
 Status WakeOperation::restore_checkpoint() {
-  // Such an engine could not preserve its requests, and cannot go on with those of another one.
+  // If its features cannot be preserved, the engine cannot go on with the requests of another one either.
   TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> unsupported, engine_.hooks.unsupported());
   if (!unsupported.empty()) {
     return Error{.code = Code::kUnsupported,
@@ -371,7 +372,7 @@ Status WakeOperation::restore_checkpoint() {
   operation_.end("quiesce");
 
   operation_.begin("restore");
-  // The KV pool of an engine without requests holds nothing that anybody may still read, except cached prefixes.
+  // The KV pool of an engine without requests has nothing that is still read, except cached prefixes.
   TORPOR_RETURN_IF_ERROR(engine_.hooks.drop_requests("abort"));
   std::vector<int32_t> deferred;
   if (checkpoint && options_.early && !options_.hold && !options_.catch_up) {
@@ -428,7 +429,7 @@ Status WakeOperation::open(std::optional<Checkpoint>& checkpoint, EngineCheckpoi
   TORPOR_RETURN_IF_ERROR(check_fits(engine_.file_system, *checkpoint, own, options_.from_checkpoint, key.get()));
   report_.checkpoint_bytes = checkpoint->manifest().total_bytes();
   report_.unread_bytes = checkpoint->manifest().stored_bytes_but_of(kKvCacheTag);
-  // First: blocks of requests that have ended since need no room.
+  // This comes first: requests that have ended since need no blocks.
   if (options_.catch_up) TORPOR_RETURN_IF_ERROR(catch_up(*checkpoint, state.state));
   TORPOR_ASSIGN_OR_RETURN(FittedBlocks fitted, fit_blocks(state.state.kv, described));
   if (fitted.dropped > 0) log().warn("wake: {}", fitted.note);
@@ -445,8 +446,8 @@ Status WakeOperation::catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint
   return options_.catch_up(state, mark.has_value());
 }
 
-// Tell the ranks what the engine calls the contents that came back. Where it fails, and is logged, the next checkpoint
-// reads all blocks once.
+// Tell the ranks the content versions that the engine uses for the blocks that came back. A failure is logged; then the
+// next checkpoint reads all blocks once.
 void WakeOperation::tell_contents(const Checkpoint& checkpoint) noexcept {
   const Status told = try_catch([&]() -> Status {
     TORPOR_ASSIGN_OR_RETURN(KvContents contents, engine_.hooks.kv_contents());

@@ -8,9 +8,9 @@
 namespace torpor {
 namespace {
 
-constexpr size_t kMostDropped = 1 << 16;  // that are remembered
+constexpr size_t kMostDropped = 1 << 16;  // responses that are remembered
 
-// Where the code point `index` begins; the end if there are no more.
+// Return the offset of the code point `index`; the end of the text if there are no more.
 size_t offset_of(std::string_view text, uint32_t index) {
   size_t at = 0;
   for (; at < text.size(); ++at) {
@@ -49,7 +49,7 @@ Error no_answer(const std::string& id) {
           .next_step = "ask for one that was begun here"};
 }
 
-// Room for `more` elements, so that they can be added without memory.
+// Reserve memory for `more` elements, so that adding them cannot fail.
 template <class Sequence>
 void make_room(Sequence& in, size_t more) {
   if (in.capacity() - in.size() < more) in.reserve(std::max(in.capacity() * 2, in.size() + more));
@@ -77,7 +77,7 @@ std::vector<std::string> AnswerTable::find(std::string_view response, std::strin
   const auto [first, last] = by_response_.equal_range(std::pair(std::string(tenant), std::string(response)));
   if (first == last) return {};
   const uint64_t call =
-      answers_.at(std::prev(last)->second).call;  // of the newest: they are in the order of their start
+      answers_.at(std::prev(last)->second).call;  // of the newest answer: they are in the order of their start
   std::map<int32_t, std::string> choices;
   for (auto entry = first; entry != last; ++entry) {
     const Answer& answer = answers_.at(entry->second);
@@ -141,7 +141,7 @@ void AnswerTable::put(Answer answer) {
   }
   order_.push_back(std::move(id));
   ended_bytes_ += bytes;
-  if (!dropped_at_.empty()) dropped_at_.erase(hash);  // it is begun again
+  if (!dropped_at_.empty()) dropped_at_.erase(hash);  // the response has begun again
 }
 
 Result<std::vector<Answer*>> AnswerTable::prepare(const std::vector<AnswerStep>& steps) {
@@ -202,13 +202,13 @@ void AnswerTable::forget_old(double now) {
   if (over_budget()) drop_oldest();
 }
 
-// The oldest responses go of which every choice has ended, each one whole: its choices are counted by their places.
+// Drop the oldest responses, each as a whole, of which all choices have ended.
 void AnswerTable::drop_oldest() {
   try {
     for (const std::string& id : order_) {
       if (!over_budget()) break;
       const auto found = answers_.find(id);
-      if (found == answers_.end()) continue;  // it went with a choice before it
+      if (found == answers_.end()) continue;  // it was dropped with an earlier choice
       const std::vector<std::string> choices = of_response(found->second);
       const bool runs = std::any_of(choices.begin(), choices.end(), [&](const std::string& choice) {
         return answers_.at(choice).state == AnswerState::kRunning;
@@ -217,7 +217,7 @@ void AnswerTable::drop_oldest() {
       remember_drop(found->second, choices.size());
       for (const std::string& choice : choices) take_out(choice);
     }
-  } catch (const std::bad_alloc&) {}  // the rest goes the next time
+  } catch (const std::bad_alloc&) {}  // the rest is dropped next time
   std::erase_if(order_, [&](const std::string& id) { return !answers_.contains(id); });
 }
 
@@ -228,7 +228,7 @@ std::vector<std::string> AnswerTable::of_response(const Answer& answer) const {
   return ids;
 }
 
-// One that was aborted or failed may be begun again: who asks for it is told that it is not there.
+// Aborted and failed responses are not remembered: they may begin again, and a reader is told that they do not exist.
 void AnswerTable::remember_drop(const Answer& answer, size_t choices) {
   dropped_ += choices;
   if (answer.state != AnswerState::kFinished) return;

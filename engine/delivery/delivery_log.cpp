@@ -11,9 +11,9 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kSafetyBytes = 4ull << 20;  // a file is not replaced before it grew by as much
+constexpr uint64_t kSafetyBytes = 4ull << 20;  // a file is not replaced before it grew by this
 constexpr std::chrono::seconds kRetry(1);      // after a write that failed
-constexpr int kTailRounds = 8;                 // each takes up what was recorded during the one before
+constexpr int kTailRounds = 8;                 // each appends what was recorded during the one before
 
 }  // namespace
 
@@ -36,7 +36,7 @@ Result<std::unique_ptr<DeliveryLog>> DeliveryLog::open(FileSystem& file_system, 
   return try_catch([&]() -> Result<std::unique_ptr<DeliveryLog>> {
     std::unique_ptr<DeliveryLog> opened(new DeliveryLog(file_system, std::move(options)));
     if (opened->options_.directory.empty()) return opened;
-    {  // over calls of files, too: nobody else knows it yet
+    {  // held also over file calls: no other thread has the object yet
       const MutexLock lock(opened->mutex_);
       TORPOR_RETURN_IF_ERROR(opened->read_log());
       opened->forget_old();
@@ -63,7 +63,7 @@ Result<uint64_t> DeliveryLog::count_running(FileSystem& file_system, DeliveryLog
   });
 }
 
-// --- reading what was left -------------------------------------------------------------------------------------------
+// --- reading what an earlier server left -----------------------------------------------------------------------------
 
 Status DeliveryLog::read_log() {
   TORPOR_ASSIGN_OR_RETURN(directory_, file_system_.open_directory(options_.directory, true));
@@ -92,7 +92,8 @@ Status DeliveryLog::read_log() {
   return ok();
 }
 
-// The newest whole one. If none is, of the oldest what can be read: those after it were begun when it was whole.
+// Read the newest complete file. If none is complete, read what is readable of the oldest: it was complete when the
+// others were begun.
 Status DeliveryLog::read_files(const std::vector<uint64_t>& numbers) {
   Fingerprint engine = options_.engine;
   const DeliveryLogSink sink = {
@@ -100,11 +101,11 @@ Status DeliveryLog::read_files(const std::vector<uint64_t>& numbers) {
       .answer =
           [&](Answer answer) TORPOR_REQUIRES(mutex_) {
             const Answer* const earlier = answers_.get(answer.request.id);
-            if (earlier != nullptr) {  // one that had ended and was forgotten before its id was used again
+            if (earlier != nullptr) {  // that answer had ended and was forgotten before its id was used again
               if (earlier->state == AnswerState::kRunning) return false;
               answers_.forget(answer.request.id);
             }
-            answer.ended = std::min(answer.ended, clock_.unix_seconds());  // by a clock that was ahead
+            answer.ended = std::min(answer.ended, clock_.unix_seconds());  // it was recorded by a clock that was ahead
             answers_.put(std::move(answer));
             return true;
           },
@@ -130,7 +131,7 @@ Status DeliveryLog::read_files(const std::vector<uint64_t>& numbers) {
     lost_bytes_ = read.lost_bytes;
   }
   if (lost_bytes_ > 0) log().warn("{}: {} bytes behind damage were left out", options_.directory, lost_bytes_);
-  // Ended answers are text that anybody may read; running ones need the engine that began them.
+  // Any server may read ended answers, which are text. Running answers need the engine that began them.
   const Status same = compare_fingerprints(engine, options_.engine);
   if (same || answers_.running() == 0) return ok();
   if (options_.other_engine == OtherEngine::kRefuse)
@@ -170,7 +171,7 @@ void DeliveryLog::run() {
   while (!ends_) {
     if (due()) {
       lock.unlock();
-      (void)rotate();  // a failure is in the log, and tried again
+      (void)rotate();  // a failure is logged, and tried again
       lock.lock();
     } else if (problem_.empty() && clock_.now() >= retry_at_) {
       changed_.wait(mutex_);
@@ -194,14 +195,14 @@ Status DeliveryLog::rotate() {
       }
       rotation_ = Rotation{};
       aside = sets_aside_;
-      number = ++number_;  // also after a failure: the name is taken
+      number = ++number_;  // counts up also after a failure: the name is taken
     }
     bool in_use = false;
     const Status done = try_catch([&]() -> Status {
       TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<DeliveryLogFile> file, write_beside(number));
       TORPOR_RETURN_IF_ERROR(switch_to(file));
       in_use = true;
-      // What went into the older file and was synced there, and all since.
+      // Syncs what went into the older file and was synced there, and all since.
       TORPOR_RETURN_IF_ERROR(file->sync());
       return remove_older(number, aside);
     });
@@ -240,7 +241,7 @@ Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside(uint64_t numb
         const MutexLock lock(mutex_);
         if (ends_) return Error{.code = Code::kAborted, .what = "the answers end", .next_step = "open them again"};
         const Answer* answer = answers_.get(id);
-        if (answer == nullptr) continue;                // forgotten since
+        if (answer == nullptr) continue;                // it was forgotten since
         if (rotation_->written.contains(id)) continue;  // and begun anew: the tail has it
         record = answer_record(*answer);
         rotation_->written.insert(id);
@@ -253,11 +254,11 @@ Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside(uint64_t numb
     return append_tail(*file);
   }();
   if (written) return file;
-  (void)directory_->remove_file(delivery_log_file_name(number));  // not whole: a reader passes it over in any case
+  (void)directory_->remove_file(delivery_log_file_name(number));  // it is not complete: readers ignore it in any case
   return written.error();
 }
 
-// What was recorded since, so that little is left for when writers wait.
+// Append what was recorded since, so that little is left when writers wait.
 Status DeliveryLog::append_tail(DeliveryLogFile& file) {
   for (int round = 0; round < kTailRounds; ++round) {
     std::vector<Bytes> tail;
@@ -272,7 +273,7 @@ Status DeliveryLog::append_tail(DeliveryLogFile& file) {
 }
 
 Status DeliveryLog::switch_to(const std::shared_ptr<DeliveryLogFile>& file) {
-  std::shared_ptr<DeliveryLogFile> closed_last = file;  // the older one, closed without a lock
+  std::shared_ptr<DeliveryLogFile> closed_last = file;  // the older file, closed without a lock
   const MutexLock writing(writer_);
   TORPOR_RETURN_IF_ERROR(append_tail(*file));
   {
@@ -319,7 +320,8 @@ std::shared_ptr<DeliveryLogFile> DeliveryLog::file() const {
   return file_;
 }
 
-// A write that fails leaves the record out; a new file with the whole state is tried a second later.
+// Write a record. If that fails, the file lacks the record, and a second later a new file with the whole state is
+// tried.
 Status DeliveryLog::append(const Bytes& record) {
   const std::shared_ptr<DeliveryLogFile> file = this->file();
   if (file == nullptr || !writable_) return ok();  // reported when it began, and in counts()
@@ -380,7 +382,7 @@ Status DeliveryLog::step(std::vector<AnswerStep> steps) {
     const MutexLock writing(writer_);
     const double now = clock_.unix_seconds();
     for (AnswerStep& step : steps) step.time = now;
-    std::vector<Answer*> answers;  // they stay: only who has writer_ takes one out
+    std::vector<Answer*> answers;  // they stay valid: only the holder of writer_ removes one
     {
       const MutexLock lock(mutex_);
       if (closed_ || steps.empty()) return ok();
@@ -390,7 +392,7 @@ Status DeliveryLog::step(std::vector<AnswerStep> steps) {
     const Status written = append(record);
     const MutexLock lock(mutex_);
     note([&]() TORPOR_REQUIRES(
-             mutex_) -> Bytes {  // of what the new file has already; the rest goes into it as it is then
+             mutex_) -> Bytes {  // of answers that the new file has; it gets the others as they are then
       std::vector<AnswerStep> known;
       for (const AnswerStep& step : steps) {
         if (rotation_->written.contains(step.id)) known.push_back(step);
@@ -412,7 +414,7 @@ Status DeliveryLog::sync() {
     bool failing = false;
     {
       const MutexLock lock(mutex_);
-      // A record is missing in the file, or a sync of it failed: only a new file can be durable.
+      // The file lacks a record, or its sync failed: only a new file can be durable.
       const bool behind = !problem_.empty();
       while (behind && rotation_) changed_.wait(mutex_);
       file = file_;
@@ -423,7 +425,7 @@ Status DeliveryLog::sync() {
     const Status synced = file->sync();
     if (synced) return synced;
     const MutexLock lock(mutex_);
-    if (file == file_) failed(synced.error(), {});  // what was written to it may be gone: all goes into a new one
+    if (file == file_) failed(synced.error(), {});  // what was written to it may be lost: all goes into a new file
     return synced;
   });
 }

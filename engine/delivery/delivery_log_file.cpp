@@ -44,7 +44,7 @@ static_assert(sizeof(FileHead) == 64);
 
 struct RecordHead {
   uint32_t bytes = 0;
-  std::array<uint8_t, 16> tag{};  // of the seal, or XXH3-128 over the offset and the record
+  std::array<uint8_t, 16> tag{};  // of the seal; without one, XXH3-128 over the offset and the record
 };
 static_assert(sizeof(RecordHead) == 20);
 
@@ -55,8 +55,8 @@ Bytes record_of(RecordKind kind, const T& value) {
   return to_bytes_after(0, static_cast<uint8_t>(kind), value);
 }
 
-// Writes what an archive writes, into memory that is there. A record of steps is made at each step of an engine, and
-// has an entry for each of its requests.
+// Writes what an archive would write, into memory that is already allocated. A record of steps is made at each step of
+// an engine, and has an entry for each of its requests.
 class FlatOutput {
  public:
   explicit FlatOutput(uint8_t* to) : to_(to) {}
@@ -82,7 +82,7 @@ class FlatOutput {
   uint8_t* to_;
 };
 
-// Of a step without its lists and its stop reason: four lengths, `at`, state, time.
+// The bytes of a step without its lists and its stop reason: four lengths, `at`, state, time.
 constexpr size_t kStepBytes = 4 * sizeof(uint64_t) + sizeof(uint32_t) + 1 + sizeof(double);
 
 bool is_none(const Value& value) { return value.data.index() == 0; }
@@ -96,7 +96,7 @@ Digest digest_at(uint64_t offset, std::span<const std::byte> record) {
 
 SealPlace place_at(uint64_t offset) { return {.kind = SealPlace::Kind::kSection, .offset = offset, .what = kPlace}; }
 
-// Null: the file is not sealed, and need not be.
+// Return the seal of a file; null if the file is not sealed and need not be.
 Result<std::unique_ptr<Seal>> seal_of(const FileHead& head, const Key* key, const std::string& name) {
   if (head.protection == 0) {
     if (key == nullptr) return std::unique_ptr<Seal>();
@@ -116,7 +116,7 @@ Result<std::unique_ptr<Seal>> seal_of(const FileHead& head, const Key* key, cons
   return seal;
 }
 
-// False: what it says does not fit.
+// Pass a record to the sink. Return false if its content does not fit.
 Result<bool> take(RecordKind kind, std::span<const std::byte> content, const std::string& name,
                   const DeliveryLogSink& sink) {
   switch (kind) {
@@ -226,7 +226,7 @@ Result<DeliveryLogFileRead> read_delivery_log_file(const Directory& directory, c
     return read;
   };
   FileHead head;
-  if (size < sizeof head) return damaged_from(0);  // a kill at its very beginning
+  if (size < sizeof head) return damaged_from(0);  // the process was killed at the very beginning
   TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(&head, 1)), 0));
   if (std::string_view(head.magic.data(), head.magic.size()) != kMagic || head.byte_order != kByteOrder)
     return damaged_from(0);

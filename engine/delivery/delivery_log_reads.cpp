@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What readers of a DeliveryLog look at: memory alone, never a file.
+// The methods of DeliveryLog that only read. They read memory, never a file.
 #include "engine/delivery/delivery_log.h"
 
 namespace torpor {

@@ -9,7 +9,8 @@
 namespace torpor {
 namespace {
 
-// A request as a scheduler would hold it after it lost its blocks; without tokens of its own, as a new one.
+// Return the request as a scheduler would hold it after it lost its blocks; if it has no tokens of its own, as a new
+// one.
 RequestState begun_again(RequestState request) {
   request.status = request.output_token_ids.empty() ? RequestStatus::kWaiting : RequestStatus::kPreempted;
   request.num_computed_tokens = 0;
@@ -47,7 +48,7 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
       if (begins_with(given, request.output_token_ids) && request.status != RequestStatus::kWaiting) {
         request.output_token_ids = given;
         rolled.extended.push_back(request.id);
-      } else {  // what was given counts; and a waiting request has no tokens
+      } else {  // the delivered tokens count; and a waiting request has no tokens
         rolled.dropped.push_back(request.id);
         anew.push_back(&answer);
       }

@@ -8,8 +8,8 @@
 namespace torpor::reference {
 namespace {
 
-// Sanitizers look at each access of a loop, and once at a whole copy or comparison. So bytes are made here, on the
-// stack, where nobody looks, and go to their place, or are compared, as a piece.
+// A sanitizer checks each access in a loop, but a whole copy or comparison only once. So pieces are made on the stack,
+// unchecked, and are copied or compared as a whole.
 using Piece = std::array<std::byte, 512>;
 
 __attribute__((no_sanitize("thread", "address"))) void make(Piece& piece, uint64_t first, uint64_t seed) {
@@ -18,12 +18,12 @@ __attribute__((no_sanitize("thread", "address"))) void make(Piece& piece, uint64
     bytes[i] = static_cast<std::byte>(((first + i) * 2654435761u + seed * 97) >> 7);
 }
 
-// The place of the first byte in which `bytes` and a piece differ, where they do.
+// Return the position of the first byte in which `bytes` and a piece differ. Precondition: they do.
 size_t first_difference(std::span<const std::byte> bytes, const Piece& piece) {
   return static_cast<size_t>(std::mismatch(bytes.begin(), bytes.end(), piece.begin()).first - bytes.begin());
 }
 
-// `next` makes the piece that begins at a place.
+// `next` makes the piece that begins at a position.
 template <class Next>
 size_t first_other(std::span<const std::byte> bytes, Piece& piece, const Next& next) {
   for (size_t at = 0; at < bytes.size(); at += piece.size()) {

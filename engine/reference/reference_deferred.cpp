@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an early wake needs of an engine, for the reference engine: to run while the content of some blocks is not there
-// yet, and to do without what never comes.
+// Post-copy wakes of the reference engine: it runs while the content of some blocks is not there yet, and goes on
+// without content that never comes.
 #include <algorithm>
 #include <iterator>
 
@@ -44,12 +44,12 @@ Result<std::vector<std::string>> ReferenceEngine::release_blocks(const ArrivedBl
   for (const int32_t id : blocks.arrived) deferred_ids_.erase(id);
   for (const int32_t id : gone) deferred_ids_.erase(id);
   if (!deferred_ids_.empty()) return recomputed;
-  // The last one first, so that they are evicted in the order in which they would have been without a sleep.
+  // Release the last one first, so that blocks are evicted in the same order as without a sleep.
   while (!deferred_.empty()) deferred_.pop_back();
   return recomputed;
 }
 
-// Nobody finds these any more; who had one is computed again.
+// Forget these blocks. Return the requests that had one; they are computed again.
 std::vector<std::string> ReferenceEngine::lose(const std::set<int32_t>& gone) {
   std::vector<std::string> recomputed;
   if (gone.empty()) return recomputed;
@@ -81,7 +81,7 @@ bool ReferenceEngine::waits_for_blocks(const Request& request) const {
   return std::any_of(table.begin(), table.end(), [this](int32_t block) { return deferred_ids_.contains(block); });
 }
 
-// Whether its prefix is in blocks that are not there yet: it waits for them instead of computing them again.
+// Return whether the request's prefix is in blocks that are not there yet: it waits for them instead of computing them.
 bool ReferenceEngine::finds_deferred_blocks(const Request& request) const {
   if (deferred_ids_.empty()) return false;
   const std::vector<BlockRef> found = pool_->match(chain_of(request));

@@ -75,7 +75,7 @@ Result<ReferenceEngine::Rank> ReferenceEngine::make_rank(int32_t rank, std::uniq
                                                            .deferred_job_bytes = options_.deferred_job_bytes,
                                                            .deferred_thread = options_.deferred_thread}));
   const ByteModelShape& shape = options_.model;
-  const auto seed = static_cast<uint64_t>(rank) + options_.weights_seed;  // of the order; sizes are those of any engine
+  const auto seed = static_cast<uint64_t>(rank) + options_.weights_seed;  // of the order; sizes are the same in all
   TORPOR_ASSIGN_OR_RETURN(ScatteredBytes weights,
                           ScatteredBytes::allocate(*made.memory, "weights", options_.weight_bytes,
                                                    static_cast<uint64_t>(rank), seed, options_.regions_per_tag));
@@ -183,7 +183,7 @@ void ReferenceEngine::queue(Request& request) {
   waiting_.insert(place, &request);
 }
 
-// The last block first, so that of a chain the end is evicted before the beginning.
+// Release the last block first, so that the end of a chain is evicted before its beginning.
 void ReferenceEngine::release(Request& request) {
   request.partial.reset();
   while (!request.full.empty()) request.full.pop_back();
@@ -197,7 +197,7 @@ std::vector<int32_t> ReferenceEngine::Request::table() const {
   return ids;
 }
 
-// The full blocks of its tokens, without the last token: that one must be computed in any case, for its logits.
+// Return the full blocks of its tokens, except the last token: that one is always computed, for its logits.
 std::vector<BlockIdentity> ReferenceEngine::chain_of(const Request& request) const {
   std::vector<BlockIdentity> chain;
   Digest parent;
@@ -213,7 +213,7 @@ std::vector<BlockIdentity> ReferenceEngine::chain_of(const Request& request) con
 // --- one step
 // ------------------------------------------------------------------------------------------------------------
 
-// True: it waits for a load now.
+// Return true if the request now waits for a load.
 bool ReferenceEngine::take_prefix(Request& request) {
   const std::vector<BlockIdentity> chain = chain_of(request);
   request.full = pool_->match(chain);
@@ -255,8 +255,8 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
     if (waits_for_blocks(request)) continue;
     const int32_t tokens = std::min(budget, request.length() - request.computed);
     std::optional<std::vector<MutableBlock>> fresh = allocate_for(request, tokens);
-    if (!fresh && !deferred_.empty()) continue;  // there is room once they have arrived
-    while (!fresh) {                             // the one that would be served last makes room
+    if (!fresh && !deferred_.empty()) continue;  // there is room once the deferred blocks have arrived
+    while (!fresh) {                             // preempt the request that would be served last
       Request* last = *std::max_element(running_.begin(), running_.end(),
                                         [this](const Request* a, const Request* b) { return comes_before(*a, *b); });
       const auto last_row = static_cast<size_t>(std::find(running_.begin(), running_.end(), last) - running_.begin());
@@ -273,7 +273,7 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
                                      running_.size() < static_cast<size_t>(options_.max_running) &&
                                      counts_.preemptions == preempted_before;) {
     Request& request = **next;
-    if (!slots_.may_admit(request.slot) || finds_deferred_blocks(request)) {  // others go before it
+    if (!slots_.may_admit(request.slot) || finds_deferred_blocks(request)) {  // other requests may pass it
       ++next;
       continue;
     }
@@ -286,7 +286,7 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
     std::optional<std::vector<MutableBlock>> fresh = allocate_for(request, tokens);
     if (!fresh) {
       release(request);
-      // What others wait with since their loads would keep it from ever having room.
+      // The loaded blocks with which other requests wait would keep the engine full for ever.
       for (Request* other : waiting_) {
         if (running_.empty()) release(*other);
       }
@@ -300,7 +300,7 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
   return scheduled;
 }
 
-// The forward pass of one request's tokens, block by block through the states of a block.
+// Compute one request's tokens, block by block, through the states of a block.
 void ReferenceEngine::compute(Scheduled& scheduled) {
   Request& request = *scheduled.request;
   const size_t full = request.full.size();
@@ -335,7 +335,7 @@ int32_t ReferenceEngine::sample(Request& request) {
   uint64_t number = 0;
   if (request.asked.sampling == Sampling::kSeeded) number = draw(request.generator);
   if (request.asked.sampling == Sampling::kUnseeded) number = draw(generator_);
-  // Each rank draws with what the one before it said, so that the last one's answer depends on all.
+  // Each rank draws with the token of the rank before it, so that the last token depends on all ranks.
   int32_t token = 0;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     token = ranks_[rank].model->sample(request.table(), request.computed, number);
@@ -383,7 +383,7 @@ std::vector<ReferenceOutput> ReferenceEngine::step() {
   return outputs;
 }
 
-// Regions go and come while their tag sleeps, too, as when a framework tidies up.
+// Free and allocate regions also while their tag sleeps, as a framework may.
 Status ReferenceEngine::exchange_asleep() {
   for (Rank& rank : ranks_) {
     const std::map<std::string, RegionState> states = rank.memory->states();

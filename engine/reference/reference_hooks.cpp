@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a sleep needs of an engine, for the reference engine: to stand still, to hand its state over as values, to take
-// it back.
+// The EngineHooks of the reference engine for a sleep: it stands still, returns its state as values, and takes it back.
 #include <algorithm>
 #include <cstring>
 #include <set>
@@ -33,7 +32,7 @@ Error damaged(std::string what) {
   return {.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
 }
 
-// A registered block's identity, which the engine-neutral part of a snapshot does not have.
+// Return the identity of a registered block, which a snapshot holds as a value of the engine's own.
 Value to_value(const BlockPoolSnapshot::Block& block) {
   return {Dict{{"id", {int64_t{block.id}}},
                {"parent", {to_bytes(block.identity.parent)}},
@@ -91,7 +90,7 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
   scheduler.policy = options_.by_priority ? "priority" : "fcfs";
   scheduler.engine = {Dict{{"steps", {counts_.steps}}}};
   KvGroup group{.block_size = block_tokens()};
-  WorkerSnapshot worker{.default_generator = to_bytes(generator_)};  // of each rank the same
+  WorkerSnapshot worker{.default_generator = to_bytes(generator_)};  // the same on each rank
   std::map<int32_t, int32_t> references;
   for (const Request* request : running_) scheduler.running.push_back(request->asked.id);
   for (const Request* request : waiting_) scheduler.waiting.push_back(request->asked.id);
@@ -157,7 +156,7 @@ Result<SchedulerCheckpoint> ReferenceEngine::capture() {
   return state;
 }
 
-// Those without a version: whatever a request has, and is in no index.
+// All blocks without a version: those that a request has and that are in no index.
 Result<KvContents> ReferenceEngine::kv_contents() {
   std::map<int32_t, uint64_t> versions;
   for (const auto& [id, request] : requests_) {
@@ -183,7 +182,7 @@ Status ReferenceEngine::release_host_slots() {
 
 Status ReferenceEngine::drop_requests(const std::string& mode) {
   const bool abort = mode == "abort";
-  if (!abort) {  // first: what follows takes no memory
+  if (!abort) {  // first, as the rest allocates nothing
     std::deque<Request*> again = waiting_;
     again.insert(again.end(), running_.begin(), running_.end());
     std::sort(again.begin(), again.end(), [this](const Request* a, const Request* b) { return comes_before(*a, *b); });
@@ -191,7 +190,7 @@ Status ReferenceEngine::drop_requests(const std::string& mode) {
   }
   for (const auto& [id, request] : requests_) {
     release(*request);
-    if (abort && offload_) (void)offload_->finished(request->offload);  // no load is under way: it stands still
+    if (abort && offload_) (void)offload_->finished(request->offload);  // the engine stands still: there is no load
     (void)(abort ? slots_.finish(request->slot) : slots_.preempt(request->slot));
   }
   running_.clear();
@@ -199,7 +198,7 @@ Status ReferenceEngine::drop_requests(const std::string& mode) {
     waiting_.clear();
     requests_.clear();
   }
-  // Weights may be others from now on: nothing that was computed is of use.
+  // The weights may change from now on, so all computed KV is useless.
   pool_->clear_cached();
   return forget_stored();
 }
@@ -209,8 +208,8 @@ Status ReferenceEngine::drop_prefix(const std::vector<int32_t>& blocks) {
   return ok();
 }
 
-// What running requests hold gets a name that only they can make: their salt is hashed once more, the same for those
-// that share blocks.
+// Rename the KV that running requests hold, so that only they can make the name: their salt is hashed once more, the
+// same for requests that share blocks.
 Status ReferenceEngine::retire_prefix() {
   pool_->clear_cached();
   TORPOR_RETURN_IF_ERROR(forget_stored());
@@ -262,7 +261,7 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
   const WorkerSnapshot& worker = state.workers[0];
 
   BlockPoolSnapshot pool;
-  std::set<int32_t> hashed;  // blocks whose bytes were not kept have lost their hash
+  std::set<int32_t> hashed;  // blocks whose bytes were not saved have lost their hash
   for (const KvBlock& block : state.kv.blocks) {
     if (!block.hash.empty()) hashed.insert(block.id);
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Offloading, as an engine calls it: what a scheduler's hooks do with OffloadScheduler, and each rank's step with its
+// Offloading in an engine: what the hooks of a scheduler do with OffloadScheduler, and the step of each rank with its
 // OffloadWorker.
 #include <algorithm>
 
@@ -75,7 +75,7 @@ Status ReferenceEngine::build_offload() {
   return ok();
 }
 
-// With the weights as they were loaded; what they are after a change nobody can name (forget_stored).
+// Return the namespace of the weights as they were loaded. After load_weights() it has no name (forget_stored).
 Result<KeySpace> ReferenceEngine::key_space() {
   TORPOR_ASSIGN_OR_RETURN(const Fingerprint fields, fingerprint());
   KeySpace space{.weights = digest_of(std::as_bytes(std::span(&options_.weights_seed, 1))),
@@ -87,7 +87,7 @@ Result<KeySpace> ReferenceEngine::key_space() {
   return space;
 }
 
-// Other weights: what was stored is not found any more, after a restart neither.
+// After a change of weights: stored blocks are not found any more, also not after a restart.
 Status ReferenceEngine::forget_stored() {
   if (!offload_) return ok();
   TORPOR_RETURN_IF_ERROR(offload_->reset());
@@ -117,7 +117,7 @@ bool ReferenceEngine::begin_load(Request& request, std::span<const BlockIdentity
   const size_t have = request.full.size();
   const int32_t found = offload_->match(request.offload, keys, have);
   std::vector<int32_t> blocks;
-  if (Result<std::vector<MutableBlock>> fresh = pool_->allocate(found)) {  // without room it is computed, or waits
+  if (Result<std::vector<MutableBlock>> fresh = pool_->allocate(found)) {  // else it is computed, or waits
     for (size_t i = 0; i < fresh->size(); ++i) {
       (void)begin_filling((*fresh)[i], chain[have + i]);
       blocks.push_back((*fresh)[i].id());
@@ -136,7 +136,7 @@ void ReferenceEngine::end_load(Request& request, const EndedLoad& load) {
   std::vector<int32_t> blocks;
   for (size_t i = 0; i < request.loading.size(); ++i) {
     MutableBlock& block = request.loading[i];
-    if (load.unproven) continue;  // in flight for ever, which its pool never uses again
+    if (load.unproven) continue;  // a copy may still write into the block: its pool never uses it again
     (void)block.compute_done();
     if (i != blocks.size() || i >= static_cast<size_t>(load.good_blocks)) continue;
     Result<BlockRef> registered = block.register_block();
@@ -164,7 +164,7 @@ void ReferenceEngine::end_loads() {
       queue(request);
       continue;
     }
-    const auto orphans = orphans_.find(load.request);  // of a request that was aborted
+    const auto orphans = orphans_.find(load.request);  // of an aborted request
     if (orphans == orphans_.end()) continue;
     for (MutableBlock& block : orphans->second.blocks) {
       if (!load.unproven) (void)block.compute_done();
@@ -189,8 +189,8 @@ bool ReferenceEngine::take_reports() {
   return any;
 }
 
-// The last plan, on all ranks; it changes nothing where it was begun before. A rank without memory for it has done
-// nothing of it: it stays the last one, and is run again.
+// Run the last plan on all ranks; a rank that has begun it ignores it. A rank without memory for it has done nothing,
+// so the plan stays the last one and is run again.
 void ReferenceEngine::run_plan() {
   if (plan_ == nullptr) return;
   bool all = true;
@@ -221,7 +221,7 @@ bool ReferenceEngine::step_offload() {
   return take_reports() || any;
 }
 
-// Nothing is under way any more, no request waits for a load, and nobody else holds a block. What is queued stays so.
+// Wait until nothing is under way: no request waits for a load, and no copy holds a block. What is queued stays queued.
 Status ReferenceEngine::drain_offload() {
   run_plan();
   if (plan_ != nullptr)

@@ -25,7 +25,7 @@ Result<std::vector<DeviceAddress>> allocate_scattered(RankMemory& memory, std::s
   std::iota(order.begin(), order.end(), size_t{0});
   std::mt19937_64 random(seed);
   for (size_t left = order.size(); left > 1; --left) std::swap(order[left - 1], order[random() % left]);
-  // The second comes where something was before the first: above it, where the third comes below it.
+  // The second region is placed above memory that was allocated before the first; the third below the second.
   DeviceAddress before = 0;
   if (order.size() > 1) {
     TORPOR_ASSIGN_OR_RETURN(before, memory.allocate(tag, "before", sizes[order[1]]));
@@ -140,7 +140,7 @@ Status StepRegions::step() {
   return ok();
 }
 
-// The new one is written at once, also asleep: who allocates does so for that.
+// The new region is written at once, also while the tag sleeps: its owner allocates it to use it.
 Status StepRegions::exchange() {
   const std::map<std::string, RegionState> states = memory_->states();
   const auto state = states.find(tag_);
@@ -150,7 +150,7 @@ Status StepRegions::exchange() {
   Region fresh{.name = fmt::format("exchanged {}", ++exchanges_), .bytes = region.bytes};
   TORPOR_RETURN_IF_ERROR(memory_->free(region.address));
   TORPOR_ASSIGN_OR_RETURN(fresh.address,
-                          memory_->allocate(tag_, fresh.name, fresh.bytes));  // perhaps where the old one was
+                          memory_->allocate(tag_, fresh.name, fresh.bytes));  // perhaps at the old address
   region = std::move(fresh);
   write(region);
   return ok();
