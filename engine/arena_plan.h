@@ -41,8 +41,8 @@ class ArenaPlan {
     kNow,      // move retained blocks that are still current into the images, and release the other ones
   };
 
-  // Ask the index where the bytes of each chunk are, and return the plan. All arguments outlive the result.
-  // kIncompatible: a block of the order does not exist. kCorruption: the lists of the order do not fit together.
+  // Plan the sleep: ask the index where the bytes of each chunk are. All arguments outlive the result. kIncompatible: a
+  // block of the order does not exist. kCorruption: the lists of the order do not fit together.
   static Result<ArenaPlan> of(const RankParts& parts, const RegionImages& images, const PackedShares& shares,
                               const orders::Save& order, Take take);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On one rank, copies the KV blocks that children of a fork do not share, within the device.
+// Copies KV blocks within the device of one rank: those that the children of a fork do not share.
 //
 // Owner: none, this is a function. Threads: RankMemory's lock is held.
 #pragma once

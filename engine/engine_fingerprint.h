@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fingerprint of an engine: all values that must be equal for tokens to be equal, with the digests of the weights.
 //
-// Owner: none, these are functions. Threads: the operation in progress.
+// Owner: none, these are functions. Threads: that of the operation in progress. Failure: errors are values.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ Result<bool> add_named_weights(const EngineParts& engine, Fingerprint& fields, b
 std::vector<uint64_t> writes_of_weights(const Described& described);
 // Return whether the tag came back without content on some rank, and was not written since.
 bool is_without_content(const Described& described, const std::string& tag);
-// Return kFailedPrecondition if is_without_content() of any tag: a checkpoint would not have what its tokens depend on.
+// Return kFailedPrecondition if any tag is without content: a checkpoint would not have what its tokens depend on.
 Status all_have_content(const Described& described);
 
 }  // namespace torpor

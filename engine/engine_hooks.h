@@ -36,8 +36,8 @@ struct KvContents {
 };
 
 // The state at one moment.
-struct Moment {   // of all blocks in the state
-  KvContents kv;  // of all blocks in it
+struct Moment {
+  KvContents kv;  // of all blocks in the state
   // Returns all that capture() would have returned at that moment. Call it once; on any thread, also while the engine
   // runs.
   std::function<Result<SchedulerCheckpoint>()> read;
@@ -73,8 +73,7 @@ class EngineHooks {
   // Let the engine take steps again.
   virtual Status resume() = 0;
 
-  // Return all state except memory, as values. The engine's part of `fingerprint` has no weights; the controller adds
-  // them.
+  // Return all state except memory, as values. `fingerprint` is without the weights; the controller adds them.
   virtual Result<SchedulerCheckpoint> capture() = 0;
   // The same for an engine that is to go on at once: slow work is left to Moment::read.
   virtual Result<Moment> capture_moment() {

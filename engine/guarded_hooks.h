@@ -9,7 +9,7 @@ namespace torpor {
 
 class GuardedHooks final : public EngineHooks {
  public:
-  explicit GuardedHooks(EngineHooks& hooks) : hooks_(hooks) {}  // outlives this object
+  explicit GuardedHooks(EngineHooks& hooks) : hooks_(hooks) {}  // `hooks` outlives this object
 
   Result<std::vector<std::string>> unsupported() override {
     return guard("unsupported", [&] { return hooks_.unsupported(); });

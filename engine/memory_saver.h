@@ -54,7 +54,7 @@ class MemorySaver {
   // Read saved bytes of memory that sleeps. kNotFound: nothing is saved of it.
   Status read_saved(DeviceAddress address, std::span<std::byte> out) const;
   // Return the memory of this device, for a controller above it. It lives as long as this object. The first call, or
-  // the first allocation there, makes it, by `make` if given.
+  // the first allocation there, makes it, with `make` if that is given.
   Result<RankMemory*> memory_of(int device, const MakeMemory& make = {});
   // Put these tags to sleep on every device that has them. `tags` empty: all that are awake. `keep`: the tags whose
   // content is saved; none: as their scopes said. A device that fails undoes its own sleep. Devices that slept before
@@ -80,8 +80,8 @@ class MemorySaver {
   Result<RankMemory*> find_or_make(int device, const MakeMemory& make) TORPOR_REQUIRES(mutex_);
   static std::vector<std::string> kept(const std::vector<std::string>& tags,
                                        const std::optional<std::vector<std::string>>& keep);
-  // Do `work` on each device that has the tags in the state before `wanted`. `operation`: its name in events; empty:
-  // emit none.
+  // Do `work` on each device with those of its tags that are in the state `wanted`. `operation`: its name in events;
+  // empty: emit none.
   Result<TagMove> each(std::string_view operation, const std::vector<std::string>& tags, RegionState wanted,
                        const std::function<Result<TagMove>(RankMemory&, const std::vector<std::string>&)>& work)
       TORPOR_REQUIRES(mutex_);

@@ -6,8 +6,8 @@
 // nothing to undo, the step does no harm. If a step fails or throws, the engine is unrecoverable.
 //
 // Events: an operation begins, and then ends, fails or is lost. Its number is the sequence number of its first event. A
-// phase begins, and then ends or fails; a phase that had ended and is taken back is undone. While an operation runs, no
-// debugger pauses the engine.
+// phase begins, and then ends or fails; a phase that had ended and is taken back is undone. While an operation runs no
+// debugger pauses the engine, and one that had paused it lets it go on.
 #pragma once
 
 #include <functional>
@@ -36,7 +36,7 @@ class Operation {
   };
 
   // `owner` and `clock` outlive it. `progress`: path of the caller's ProgressFile, or empty. `part_of`: the number of
-  // an operation whose begin and end somebody else emits; 0: this is an operation of its own.
+  // an operation whose begin and end its owner emits; 0: this is an operation of its own.
   Operation(std::string_view name, const Clock& clock, EventPort port, Owner& owner, const std::string& progress,
             uint64_t part_of = 0)
       : kind_(number_of(name, kOperationNames)),
@@ -127,9 +127,9 @@ class Operation {
 
  private:
   static constexpr size_t kUsualPhases = 8;
-  struct Done {        // a phase that ended
-    uint8_t kind = 0;  // number of undo steps when it began
-    size_t steps = 0;  // that there were when it began
+  struct Done {  // a phase that ended
+    uint8_t kind = 0;
+    size_t steps = 0;  // number of undo steps when it began
   };
   uint64_t tell(EventType type, uint8_t kind, Edge edge, uint64_t a = 0, uint64_t b = 0) const noexcept {
     return port_.record(

@@ -16,7 +16,7 @@ namespace torpor {
 
 class RankGroup {
  public:
-  explicit RankGroup(EngineHooks& hooks) : hooks_(hooks) {}  // outlives the group
+  explicit RankGroup(EngineHooks& hooks) : hooks_(hooks) {}  // `hooks` outlives the group
 
   // Send an order to all ranks and return their replies, by rank. If a rank failed, return its error. Other ranks may
   // have carried the order out then: send the order that undoes it with undo(). A rank that has nothing to undo refuses
@@ -80,7 +80,8 @@ void add_weights(Fingerprint& fields, const std::vector<Reply>& replies) {
 std::vector<std::string> requests_by_need(const SchedulerCheckpoint& state);
 // Return all blocks of a state, the most needed first.
 std::vector<int32_t> blocks_by_need(const SchedulerCheckpoint& state);
-// Return those of `blocks`, the most needed first, that may come back after an engine that holds back `held` runs.
+// Return those of `blocks`, which are by need, that may come back while the engine already runs, if it holds back
+// `held`.
 std::vector<int32_t> deferred_blocks_of(const SchedulerCheckpoint& state, const std::vector<int32_t>& blocks,
                                         HoldsBack held);
 // Write into `save` which blocks of this state are saved, the most needed first, with the values that identify their

@@ -24,7 +24,7 @@ namespace torpor {
 
 class RankImages {
  public:
-  explicit RankImages(const RankParts& parts) : parts_(parts) {}  // outlives it
+  explicit RankImages(const RankParts& parts) : parts_(parts) {}  // `parts` outlives this object
 
   // Copy KV blocks of the device into a new image, with a digest of each. Precondition: nothing writes into these
   // blocks meanwhile; this is not checked. kFailedPrecondition: an image of this id exists. kInvalidArgument: a block

@@ -2,8 +2,8 @@
 // RankMemory: the memory of one worker rank: its device, its regions by tag, its arena, the transfers between them, and
 // the steps of a sleep and a wake. A step is an order (rank_orders.h); each is all or nothing.
 //
-// RankService calls the steps for the controller of an engine; TagSleep calls them for programs without a controller.
-// They hold the lock over all steps that belong together.
+// RankService takes the steps for the controller of an engine, TagSleep for programs without a controller. They hold
+// the lock over all steps that belong together.
 //
 // Owner: the worker process, for as long as its engine lives. Threads: any; methods marked with TORPOR_REQUIRES need
 // the lock. Failure: errors are values. A forked child has the addresses, but not the device: same_process().
@@ -45,8 +45,8 @@ struct RankMemoryOptions {
   // cache counts at most as much as all others together. It stops when the system has less than half of its memory free
   // (base/free_memory.h). The first sleep ends it.
   std::optional<uint64_t> arena_prefault_bytes = 0;
-  // Do not begin that before start_prefault(). For an engine that loads weights and captures CUDA graphs first: memory
-  // is pinned slowly beside that.
+  // Do not begin the background prefault before start_prefault(). For an engine that loads weights and captures CUDA
+  // graphs first: memory is pinned slowly beside that.
   bool prefault_waits = false;
   BackgroundPrefault::Room prefault_room{};  // how much the background prefault may take, in a test
   // The most host memory that stays held between operations, ready for the next sleep. Memory of backups stays in any

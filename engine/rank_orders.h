@@ -342,12 +342,12 @@ template <class Order>
 Bytes encode_order(const Order& order);
 template <class Order>
 Bytes encode_reply(const typename Order::Reply& reply);
-// Return the reply, or the rank's error, or kCorruption if the bytes are not a reply to this order.
+// Decode the reply to such an order. Errors: the rank's, or kCorruption if the bytes are not such a reply.
 template <class Order>
 Result<typename Order::Reply> decode_reply(const Bytes& bytes);
 Bytes encode_error(const Error& error);  // is sent in place of any reply
 
-// kIncompatible: this version does not know the order. kCorruption: the bytes are not an order.
+// Decode an order. kIncompatible: this version does not know the order. kCorruption: the bytes are not an order.
 Result<RankOrder> decode_order(const Bytes& bytes);
 // Return the name of the order, or of its stage, for logs and tests. It reads the first two bytes only.
 std::string_view order_name(const Bytes& bytes);

@@ -9,7 +9,7 @@ namespace torpor {
 
 class RankService {
  public:
-  explicit RankService(RankMemory& memory) : memory_(memory) {}  // outlives this object
+  explicit RankService(RankMemory& memory) : memory_(memory) {}  // `memory` outlives this object
 
   // Carry out an order and return the reply. Failures, also exceptions, are in the reply; a reply without bytes means
   // that there was no memory to encode one. An order whose failure is for want of memory may have been carried out:

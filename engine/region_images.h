@@ -30,7 +30,7 @@ namespace torpor {
 
 class RegionImages {
  public:
-  explicit RegionImages(const RankParts& parts);  // outlives it
+  explicit RegionImages(const RankParts& parts);  // `parts` outlives this object
 
   // --- the content of the device ---
 
@@ -51,7 +51,7 @@ class RegionImages {
   // Detect writes that were not noted, and fill the reply.
   void describe(orders::Describe::Reply& reply);
   void on_allocated(std::string_view tag);  // a new region: no image has it
-  void on_freed(const RegionInfo& region);  // call it before; nothing reads or writes the region any more
+  void on_freed(const RegionInfo& region);  // call it before the free: nothing reads or writes the region any more
   // Return the digest of each tag: the known one, that of its image, or one of what is read now.
   Result<orders::DigestTags::Reply> digest(const orders::DigestTags& order);
   // Return the known digest of an attached tag; none if it was written since.

@@ -47,7 +47,7 @@ class RequestImages {
   };
   using Images = std::map<std::string, Image, std::less<>>;  // by id
 
-  explicit RequestImages(EngineHooks& hooks) : ranks_(hooks) {}  // outlives this object
+  explicit RequestImages(EngineHooks& hooks) : ranks_(hooks) {}  // `hooks` outlives this object
 
   // Copy the KV of requests into a new image on every rank, with a digest of each block. Precondition: the engine
   // stands still. `tables`: for each request its blocks that have KV. `block_tokens`: tokens of one block.

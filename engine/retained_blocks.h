@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RetainedBlocks: the KV blocks that the last sleep copied, after the wake. The next sleep takes over those whose
-// content is still current, and copies the rest.
+// RetainedBlocks: KV blocks that the last sleep copied and that stay in the arena after the wake. The next sleep takes
+// over those whose content is still current, and copies the rest.
 //
 // Equal hashes are not equal bytes. A block is identified by its content version (KvBlock::version); a block without
 // one by the number of steps that the engine had taken when it was copied. No bytes are read to compare. The arena

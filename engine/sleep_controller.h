@@ -49,9 +49,7 @@ class SleepController final {
                                  const Metadata& metadata = {});  // as in SleepOptions
   // Write a checkpoint while the engine serves; it stands still only for its state and for the last blocks.
   //   begin_checkpoint()     opens the checkpoint, in the background
-  //   continue_checkpoint()  takes the next step, and returns the stage. Call it until the checkpoint is ready, and
-  //   later
-  //                          until it has ended
+  //   continue_checkpoint()  takes a step, and returns the stage. Call it until it is ready, later until it has ended
   //   take_checkpoint()      if it is ready: stops the engine, copies the rest, and lets the engine go on
   //   end_checkpoint()       if it has ended: returns its report, or its error. Waits for one that was taken
   // The checkpoint is committed or leaves no trace: after an error the other checkpoints and the engine are as they

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The settings of a SleepController, which keeps a copy of them.
 #pragma once
 
 #include <cstdint>

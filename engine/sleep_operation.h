@@ -122,7 +122,7 @@ class SleepOperation {
   LiveBlocks live_{};
   std::vector<int32_t> deferrable_{};  // SleepInForce::deferrable_blocks
   std::unique_ptr<CheckpointManager> checkpoints_{};
-  std::optional<PendingCheckpoint> pending_{};  // owned to the end: under its lock a commit can be withdrawn,
+  std::optional<PendingCheckpoint> pending_{};  // owned to the end: its lock is needed to withdraw it
   bool cancel_forbidden_ = false;
   bool memory_comes_late_ = false;
   bool checkpoint_stays_ = false;  // it was committed, and could not be withdrawn

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Plans of sleeps, for SleepController::plan_sleep(). Threads: that of the operation in progress.
 #pragma once
 
 #include "engine/operation_context.h"

@@ -38,7 +38,7 @@ struct SwapOutEnd {
 // channel.
 inline constexpr const char* kThisProcess = "this process";
 
-// Swap with an engine of this process, which `wake` wakes. A thread of its own copies; all hooks are called on the
+// Swap with an engine of this process, which `wake` wakes. A thread makes the copies; all hooks are called on the
 // caller's thread. After an error the other engine has none of the memory any more.
 Result<SleepReport> swap_out_here(SleepOperation& sleep, const std::function<Result<SleepReport>(const SwapIn&)>& wake);
 // Swap with an engine of another process, at the other end of `channel`; `path` is its path. After an error that engine

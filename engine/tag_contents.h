@@ -21,7 +21,7 @@ namespace torpor {
 
 class TagContents {
  public:
-  TagContents(const DeviceMemory& device, const SleepAllocator& allocator)  // both outlive it
+  TagContents(const DeviceMemory& device, const SleepAllocator& allocator)  // both outlive this object
       : device_(device), allocator_(allocator) {}
 
   void note_write(std::string_view tag);

@@ -30,7 +30,7 @@ enum class CleanCheck : uint8_t {
 
 class TagSleep {
  public:
-  explicit TagSleep(RankMemory& memory) : memory_(memory) {}  // outlives this object
+  explicit TagSleep(RankMemory& memory) : memory_(memory) {}  // `memory` outlives this object
 
   // Put tags to sleep. `tags` empty: all that are awake. `keep`: the tags whose content is saved; the others are
   // released without a copy. All or nothing: after an error a retry works.
