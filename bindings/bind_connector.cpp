@@ -158,8 +158,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
     end_loads();
   }
 
-  // The request has ended and still has its blocks. With steps in flight it may have filled some since step `step`, its
-  // last one.
+  // Offer the blocks that a request which has ended fills in steps that are in flight; they are still there. `step`:
+  // the last of these steps.
   void finished(const py::str& id, uint64_t step) {
     Record* const record = known(id.ptr());
     if (record == nullptr) return;

@@ -40,18 +40,18 @@ class ConnectorOffers {
   void expect(int32_t priority) { any_priority_ = any_priority_ || priority != 0; }
   // Return whether computes() has any work.
   bool looks_at_requests() const { return !options_.lazy || any_stale_ || any_priority_; }
-  // The request computes `tokens` in this step: offer the blocks that this fills.
+  // Offer the blocks that the request fills by computing `tokens` in this step.
   void computes(Progress& progress, const Request& request, int64_t tokens, uint64_t step) {
     progress.to_fill -= tokens;
     if (progress.to_fill <= 0 && looks_at(progress)) offer(progress, request, tokens, step);
   }
   // Call it after computes() of all requests. `scheduled`: request id -> tokens that it computes.
   void end_step(const pybind11::dict& scheduled);
-  // The request has got other blocks; some may be from the engine's prefix cache.
+  // Note that the request has got other blocks; some may be from the engine's prefix cache.
   void allocated(Progress& progress, PyObject* id);
-  // Loads have taken this many blocks from the free queue.
+  // Note that loads have taken this many blocks from the free queue.
   void took(size_t blocks) { taken_ += options_.lazy ? static_cast<int64_t>(blocks) : 0; }
-  // The request has ended. With steps in flight it may have filled some blocks since step `step`, its last one.
+  // Offer the blocks that a request which has ended fills in steps that are in flight. `step`: the last of these steps.
   void finished(Progress& progress, const Request& request, uint64_t step);
   // Begin a new namespace: the present content of the engine's blocks is not for it, nor is KV that a request computes
   // on top of it.

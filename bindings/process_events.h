@@ -18,8 +18,8 @@ Result<std::string> begin_process_events(const std::string& directory, const std
 // `operates`; return the socket's path. `records`: directory in which the console may begin recordings; empty: nowhere.
 // kFailedPrecondition: there is no ring.
 Result<std::string> begin_process_control(bool operates, const std::string& records);
-// Let consoles use this engine's OffloadScheduler until unserve_offload() returns. There is one at a time, the last
-// one. Call both without the interpreter's lock: they wait for a console's call, which may need it.
+// Let consoles use this engine's OffloadScheduler until unserve_offload() returns. Only the one that was served last is
+// used. Call both without the interpreter's lock: they wait for a console's call, which may need it.
 void serve_offload(console::OffloadAccess& offload);
 void unserve_offload(const console::OffloadAccess* offload);  // null: any
 // Set what this process answers as an engine's front end; null: nothing any more.
