@@ -46,7 +46,7 @@ class AnswerTable {
   // answer of each step; the pointers are valid until an answer is removed. kInvalidArgument: a step does not fit; then
   // nothing has changed.
   Result<std::vector<Answer*>> prepare(const std::vector<AnswerStep>& steps);
-  void apply(AnswerStep& step, Answer& answer);  // one that prepare() returned; allocates nothing
+  void apply(AnswerStep& step, Answer& answer);  // `answer`: from prepare(); allocates nothing
 
   bool too_old(const Answer& answer, double now) const;
   bool over_budget() const { return ended_bytes_ > keep_bytes_; }

@@ -92,32 +92,33 @@ struct ReferenceCounts {
 
 class ReferenceEngine final : public EngineHooks {
  public:
-  // `file_system` and `clock` outlive the result.
+  // `file_system` and `clock` outlive the engine.
   static Result<std::unique_ptr<ReferenceEngine>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
                                                          const Clock& clock, ReferenceOptions options,
                                                          EventPort port = {});
-  // With a rank for each of `devices`. kInvalidArgument: none.
+  // Make an engine with a rank for each of `devices`. kInvalidArgument: there are none.
   static Result<std::unique_ptr<ReferenceEngine>> create(std::vector<std::unique_ptr<DeviceMemory>> devices,
                                                          FileSystem& file_system, const Clock& clock,
                                                          ReferenceOptions options, EventPort port = {});
   ~ReferenceEngine() override;
 
-  // `samples` > 1: as many requests "ID/0", "ID/1", … that share the prompt's blocks and differ in their seed.
-  // kInvalidArgument for a prompt that can never fit, or a known id.
+  // Add a request. `samples` > 1: add as many requests "ID/0", "ID/1", … that share the prompt's blocks and differ in
+  // their seed. kInvalidArgument: the prompt can never fit, or the id is known.
   Status add(const ReferenceRequest& request, int32_t samples = 1);
-  bool abort(const std::string& id);  // false: unknown
-  // Other weights from now on. Who keeps KV over it says so to the controller, or sleeps over it.
+  bool abort(const std::string& id);  // false: the id is unknown
+  // Load other weights. If KV is kept, the caller tells the controller, or loads them during a sleep.
   void load_weights(uint64_t seed);
-  // One forward pass over as many tokens as the budget allows. Nothing while frozen or idle. An output of no request,
-  // with the token -1: the engine's memory is not as it was left, and the id says where.
+  // Run one forward pass over as many tokens as the budget allows, and return its outputs. It does nothing while frozen
+  // or idle. An output with the token -1 belongs to no request: bytes of the engine's memory have changed, and its id
+  // says where.
   std::vector<ReferenceOutput> step();
   bool idle() const { return requests_.empty(); }
   bool frozen() const { return frozen_; }
 
-  // Offloading (reference_offload.cpp): plans what is due, lets bytes move (without threads of their own one batch a
-  // rank) and takes what ended. False: nothing did.
+  // Take a step of offloading (reference_offload.cpp): run the plan that is due, let bytes move (without threads of
+  // their own one batch on each rank), and take results. Return false if nothing ended.
   bool step_offload();
-  std::vector<TransferHandle>& offloads() { return offloads_; }  // those not ended yet, oldest first
+  std::vector<TransferHandle>& offloads() { return offloads_; }  // not ended yet, oldest first
 
   ReferenceCounts counts() const { return counts_; }
   std::optional<int64_t> steps_before_restore_;
@@ -125,7 +126,7 @@ class ReferenceEngine final : public EngineHooks {
   RankMemory& memory(size_t rank = 0) { return *ranks_[rank].memory; }
   BlockPool& pool() { return *pool_; }
   const SlotTable& slots() const { return slots_; }
-  OffloadScheduler* offload() { return offload_.get(); }  // null: without stores
+  OffloadScheduler* offload() { return offload_.get(); }  // null: there are no stores
   OffloadWorker& worker(size_t rank) { return *workers_[rank]; }
 
   // EngineHooks (reference_hooks.cpp)
@@ -157,14 +158,14 @@ class ReferenceEngine final : public EngineHooks {
     ReferenceRequest asked;
     std::vector<int32_t> tokens;  // prompt and output
     int32_t computed = 0;         // tokens whose KV is in the blocks
-    std::vector<BlockRef> full;   // registered blocks, then, if there is one,
+    std::vector<BlockRef> full;   // registered blocks; `partial` comes after them
     std::optional<MutableBlock> partial;
-    uint32_t offload = 0;               // its number there
-    std::vector<MutableBlock> loading;  // behind the full ones
+    uint32_t offload = 0;               // its number in the OffloadScheduler
+    std::vector<MutableBlock> loading;  // after the full ones
     TransferHandle load;
     int64_t loaded_tokens = 0;
-    bool computes = false;   // a load failed: what is missing is computed
-    uint64_t generator = 0;  // of a seeded request
+    bool computes = false;   // a load failed: compute what is missing
+    uint64_t generator = 0;  // for a seeded request
     int32_t preemptions = 0;
     uint64_t arrival = 0;
     uint32_t slot = UINT32_MAX;
@@ -175,12 +176,12 @@ class ReferenceEngine final : public EngineHooks {
   struct Rank {
     std::unique_ptr<RankMemory> memory;
     std::unique_ptr<ByteModel> model;
-    std::vector<StepRegions> beside{};  // by options_.step_tags
+    std::vector<StepRegions> beside{};  // in the order of options_.step_tags
   };
   struct Scheduled {
     Request* request = nullptr;
     int32_t tokens = 0;
-    std::vector<MutableBlock> fresh;  // blocks for those that do not fit into the partial one
+    std::vector<MutableBlock> fresh;  // blocks for tokens that do not fit into the partial one
   };
 
   ReferenceEngine(FileSystem& file_system, const Clock& clock, ReferenceOptions options, EventPort port);
@@ -227,16 +228,16 @@ class ReferenceEngine final : public EngineHooks {
   std::unique_ptr<Placement> placement_;
   std::unique_ptr<OffloadScheduler> offload_;
   std::vector<std::unique_ptr<OffloadWorker>> workers_;  // by rank
-  const TransferPlan* plan_ = nullptr;                   // the scheduler's last one, where a rank has not begun it
+  const TransferPlan* plan_ = nullptr;                   // the last plan, if some rank has not begun it
   std::vector<TransferHandle> offloads_;
-  // Blocks of requests that were aborted while they were loaded, by the request's number.
+  // By request number: blocks of requests that were aborted while they were loaded.
   struct Orphans {
     std::vector<MutableBlock> blocks;
     uint32_t slot = UINT32_MAX;
   };
   std::map<uint32_t, Orphans> orphans_;
-  // Blocks whose content was not there when the engine began to run again (reference_deferred.cpp): kept from anybody
-  // who wants room until all have ended, and by their numbers those that have not.
+  // Blocks whose content was not there when the engine began to run again (reference_deferred.cpp). No request gets
+  // them before all have ended. deferred_ids_ has the numbers of those that have not.
   std::vector<BlockRef> deferred_;
   std::set<int32_t> deferred_ids_;
   int32_t unproven_deferred_ = 0;
@@ -244,8 +245,8 @@ class ReferenceEngine final : public EngineHooks {
   std::map<std::string, std::unique_ptr<Request>> requests_;
   std::vector<Request*> running_;         // row order
   std::deque<Request*> waiting_;          // front first
-  std::vector<Request*> loading_;         // they wait for their blocks
-  uint64_t generator_ = kFreshGenerator;  // that unseeded requests share
+  std::vector<Request*> loading_;         // waiting for their blocks
+  uint64_t generator_ = kFreshGenerator;  // shared by unseeded requests
   uint64_t arrivals_ = 0;
   bool frozen_ = false;
   ReferenceCounts counts_;
