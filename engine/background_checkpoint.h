@@ -38,6 +38,7 @@ class BackgroundCheckpoint {
   // Return the options of every checkpoint that is written while the engine serves.
   static SleepOptions options_of(const std::string& progress, const Metadata& metadata);
 
+  // Open the directory of checkpoints, and begin the checkpoint. Errors: those of CheckpointManager::open().
   Status begin();
   // Take all steps that need no waiting. With `wait`, go on until the checkpoint is ready or has ended.
   Result<CheckpointStage> advance(bool wait);

@@ -65,6 +65,8 @@ class BackgroundWriter {
   // Mark a block that the checkpoint before has in a file that this checkpoint should not link (RankWriter::sparse()).
   void note_sparse(uint64_t block) { sparse_.insert(block); }
   bool is_sparse(uint64_t block) const { return sparse_.contains(block); }
+  // Copy these chunks to host memory, and return when they are copied. Precondition: the engine stands still. Errors:
+  // those of the arena and of copies.
   Status copy_rest(std::vector<ChunkPlan> plans);
   // Write the chunks of copy_rest(), sync, and write the refs, in the background. `records`: all records of the rank.
   // `places`: the positions in `records` of the chunks of copy_rest(), in their order.

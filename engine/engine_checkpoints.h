@@ -26,6 +26,7 @@ class EngineCheckpoints {
 
   // Return the directory of one of several data parallel engines.
   std::string directory_of(const DataParallel& place) const;
+  // Open a directory of checkpoints with the engine's options and clock. Errors: those of CheckpointManager::open().
   Result<std::unique_ptr<CheckpointManager>> open(const std::string& directory) const;
   // Return the generation of the checkpoint at this path. A copied checkpoint may have another number than the
   // original. None: the path is not in a directory of checkpoints.

@@ -28,6 +28,7 @@ class EngineState final : public Operation::Owner {
   At at() const noexcept;
   bool is(At at) const noexcept { return this->at() == at; }
   bool lost() const noexcept override { return is(At::kLost); }
+  // Return the part of the state that others may read.
   ControllerState view() const;
 
   // Enter a state and emit its event. An unrecoverable engine stays unrecoverable.

@@ -43,6 +43,7 @@ class MemorySaver {
   static std::vector<Scope>& scopes();  // of this thread; empty: the default scope applies
 
   Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the current scope
+  // Free an allocation of this device.
   Status free(int device, DeviceAddress address);
   // Give the memory of unused allocations back to the device. Their addresses stay reserved until free(), and must not
   // be touched. Return the bytes given back. A failure is logged and leaves the allocation as it was; the next call

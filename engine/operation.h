@@ -36,7 +36,7 @@ class Operation {
   };
 
   // `owner` and `clock` outlive it. `progress`: path of the caller's ProgressFile, or empty. `part_of`: the number of
-  // an operation whose begin and end its owner emits; 0: this is an operation of its own.
+  // the operation of which this one is a part, and whose begin and end others emit; 0: it is an operation of its own.
   Operation(std::string_view name, const Clock& clock, EventPort port, Owner& owner, const std::string& progress,
             uint64_t part_of = 0)
       : kind_(number_of(name, kOperationNames)),

@@ -50,7 +50,8 @@ struct RankMemoryOptions {
   bool prefault_waits = false;
   BackgroundPrefault::Room prefault_room{};  // how much the background prefault may take, in a test
   // The most host memory that stays held between operations, ready for the next sleep. Memory of backups stays in any
-  // case. None: no limit; but 0 on the device without a GPU, whose memory comes from the same system.
+  // case. None: no limit; but 0 on the device without a GPU, unless backups are kept, as its memory comes from the same
+  // system.
   std::optional<uint64_t> arena_keep_bytes;
   // Number of threads for copies and digests, and again for files. 0: one for each core of the machine, at most 8.
   int threads = 0;
@@ -82,16 +83,20 @@ struct RankMemoryOptions {
 
 class RankMemory {
  public:
+  // Make the memory of a rank. kInvalidArgument: host_compression is a codec for files. Other errors: those of the
+  // arena, the allocator and the transfers.
   static Result<std::unique_ptr<RankMemory>> create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
                                                     RankMemoryOptions options = {});
   ~RankMemory();
 
   // Allocate a zeroed region. Its address is valid for the life of this object, its bytes while its tag is attached.
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
+  // Free a region. If it has weights or KV blocks, a checkpoint that is being written ends. Errors: those of
+  // SleepAllocator::free().
   Status free(DeviceAddress address);
   // Give the memory of a region that is not in use back to the device. Its addresses stay reserved until free();
   // sleeps, wakes and ledgers ignore it from then on. Return the bytes given back. A checkpoint that is being written
-  // is cancelled, as by free(). Errors: those of SleepAllocator::trim().
+  // ends, as by free(). Errors: those of SleepAllocator::trim().
   Result<uint64_t> trim(DeviceAddress address);
   // Read saved bytes of a region. kNotFound: they lie in no region, or nothing is saved of them.
   Status read_saved(DeviceAddress address, std::span<std::byte> out) const;

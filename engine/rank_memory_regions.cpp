@@ -15,7 +15,7 @@ Status RankMemory::free(DeviceAddress address) {
   const std::optional<RegionInfo> region = allocator_->region_at(address);
   if (region) before_free(*region);
   TORPOR_RETURN_IF_ERROR(allocator_->free(address));
-  if (region) forget(*region);  // as trim() has done
+  if (region) forget(*region);  // a trimmed one is forgotten already
   return ok();
 }
 
@@ -29,7 +29,7 @@ Result<uint64_t> RankMemory::trim(DeviceAddress address) {
   return bytes;
 }
 
-// Called before a region is freed: nothing reads or writes it any more.
+// Called before a region is freed or trimmed: nothing reads or writes it any more.
 void RankMemory::before_free(const RegionInfo& region) {
   const bool holds_blocks = images_->chunks().holds_blocks(region);
   if (region.tag == kWeightsTag || holds_blocks) saver_->checkpoint().stop();

@@ -39,7 +39,15 @@ class SleepController final {
                   EventPort port = {});
   ~SleepController();
 
+  // Put the engine to sleep. If it is asleep already and this sleep would free no more memory, nothing changes, and the
+  // report's note says so. kInvalidArgument: the options are wrong, or contradict each other. kFailedPrecondition: the
+  // state of the engine or of its tags does not allow this sleep. kUnsupported: the state of the requests cannot be
+  // preserved. kTimeout: a step did not end in time. Other errors: those of hooks, memory and files.
   Result<SleepReport> sleep(const SleepOptions& options);
+  // Wake the engine in this process or, with `from_checkpoint`, a new engine from a checkpoint. If it is awake already,
+  // nothing changes, and the report's note says so. kFailedPrecondition: the state of the engine does not allow this
+  // wake, or the weights were written and `old_kv` is not said. kIncompatible: the checkpoint does not fit this engine.
+  // kCorruption: saved bytes are damaged. Other errors: those of hooks, memory and files.
   Result<SleepReport> wake_up(const WakeOptions& options);
   // Write a checkpoint of an engine that serves on: its state and the KV of its requests. The engine stands still
   // meanwhile, for the report's seconds. An engine that wakes from the checkpoint must have loaded the weights: the
@@ -92,6 +100,7 @@ class SleepController final {
   // empty checkpoint is written there and removed. kFailedPrecondition names the rank and its host. kUnavailable:
   // another process writes there. With one rank, or while a checkpoint is being written, nothing is tried.
   Status check_directory();
+  // Return what each rank holds, by rank.
   Result<std::vector<RankLedger>> ledgers();
   ControllerState state() const;
   bool is_sleeping() const;

@@ -24,11 +24,13 @@ class TagContents {
   TagContents(const DeviceMemory& device, const SleepAllocator& allocator)  // both outlive this object
       : device_(device), allocator_(allocator) {}
 
+  // Note that the tag was written: its sample and its digest are forgotten.
   void note_write(std::string_view tag);
   // Return whether the bytes of the sample of this attached tag have changed since the sample was taken. It stays true
   // until note_write().
   bool was_written(const std::string& tag);
   void look_anew(const std::string& tag);  // takes the sample anew
+  // Note that the tag came back from a sleep without content.
   void came_back_empty(const std::string& tag);
   bool missing(std::string_view tag) const;  // it came back without content, and was not written since
   // Note the digest of the content with which the tag was just filled, until note_write() or forget_proof().
@@ -37,6 +39,7 @@ class TagContents {
   void know(const std::string& tag, std::string digest);
   void forget_proof(std::string_view tag) noexcept;
   std::optional<std::string> proven(std::string_view tag) const;
+  // Fill the reply's `writes`, `without_content` and `proven`.
   void describe(orders::Describe::Reply& reply) const;
 
  private:
