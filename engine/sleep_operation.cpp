@@ -388,8 +388,8 @@ Status SleepOperation::withdraw() {
   return ok();
 }
 
-// Drop what the engine derived from its memory, and requests and prefixes that are not saved. Only the release of
-// memory comes after this step: requests that it ends cannot be brought back.
+// Drop what the engine derived from its memory, and requests and prefixes that are not saved. It comes after all other
+// steps that can fail, except those that release memory: requests that it ends cannot be brought back.
 Result<uint64_t> SleepOperation::drop_derived() {
   TORPOR_RETURN_IF_ERROR(engine_.hooks.release_derived());
   TORPOR_RETURN_IF_ERROR(drop());
