@@ -27,8 +27,8 @@ class RankImages {
   explicit RankImages(const RankParts& parts) : parts_(parts) {}  // `parts` outlives this object
 
   // Copy KV blocks of the device into a new image, with a digest of each. Precondition: nothing writes into these
-  // blocks meanwhile; this is not checked. kFailedPrecondition: an image of this id exists. kInvalidArgument: a block
-  // does not exist. kResourceExhausted: the arena is full.
+  // blocks meanwhile. kFailedPrecondition: an image of this id exists. kInvalidArgument: a block does not exist.
+  // kResourceExhausted: the arena is full. kCorruption: a block was written while it was copied.
   Result<orders::Extract::Reply> extract(const orders::Extract& order, const KvLayout& layout);
   // Copy blocks of a committed checkpoint into a new image. The checkpoint need not stay. kNotFound: it does not have a
   // block. kIncompatible: its blocks have another size, or it is not the checkpoint that the order names. kCorruption

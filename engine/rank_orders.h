@@ -251,8 +251,8 @@ struct WriteTestFile {
   std::string directory;
 };
 
-// Copy KV blocks of requests that are about to leave the engine into a new image in host memory (engine/rank_images.h).
-// Each block gets a digest.
+// Copy KV blocks into a new image in host memory, with a digest of each, and compare them with the device once more.
+// The engine stands still.
 struct Extract {
   static constexpr std::string_view kName = "extract";
   struct Reply {

@@ -49,10 +49,10 @@ class RequestImages {
 
   explicit RequestImages(EngineHooks& hooks) : ranks_(hooks) {}  // `hooks` outlives this object
 
-  // Copy the KV of requests into a new image on every rank, with a digest of each block. Precondition: the engine
-  // stands still. `tables`: for each request its blocks that have KV. `block_tokens`: tokens of one block.
-  // kFailedPrecondition: the image exists, or another image has one of the requests. kInvalidArgument, kCorruption:
-  // values contradict each other. Errors of the ranks: see RankImages.
+  // Copy the KV of requests into a new image on every rank, with a digest of each block, and compare each block with
+  // the device once more. Precondition: the engine stands still. `tables`: for each request its blocks that have KV.
+  // `block_tokens`: tokens of one block. kFailedPrecondition: the image exists, or another image has one of the
+  // requests. kInvalidArgument, kCorruption: values contradict each other. Errors of the ranks: see RankImages.
   Result<const Image*> extract(const std::string& id, std::vector<RequestState> requests,
                                const std::vector<std::vector<int32_t>>& tables, int32_t block_tokens);
   // The same from a committed checkpoint. `tables` are its block tables; they may have blocks for tokens without KV.
