@@ -36,7 +36,7 @@ def test_where_no_engine_asks_two_attributes_of_vllm_are_torpors(seen):
 
 @pytest.mark.slow
 def test_where_one_does_no_more_is_touched_than_is_known(seen):
-    """A new one is a decision: it is counted here, and docs/limits.md has the numbers."""
+    """A new one is a decision: it is counted here, and docs/measurements.md has the numbers."""
     found = touches.found(seen["used"], seen["unused"])
     assert (sum(touch.replaced for touch in found), len(found)) == (11, 16), "\n".join(map(str, found))
     assert not [touch for touch in found if "Scheduler" in touch.owner or "worker.Worker" in touch.owner]

@@ -31,10 +31,11 @@ def main(arguments: list[str]) -> int:
 
 def draw(path: Path) -> None:
     """Draw what is recorded in the checkout. The same record gives the same bytes."""
-    run("The board is drawn", [_python(), FOLDER / "render.py", path], log_name="board-drawn")
+    run("The board is drawn", [python(), FOLDER / "render.py", path], log_name="board-drawn")
 
 
-def _python() -> Path:
+def python() -> Path:
+    """Return the Python that has Matplotlib; the first call installs it."""
     wanted = read_list("board.txt")
     folder = CACHE / f"board-{hashlib.sha256(' '.join(wanted).encode()).hexdigest()[:12]}"
     if not (folder / "complete").exists():
