@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 from conftest import ROOT
-from devtool import checks
+from devtool import checks, documents
 
 
 def test_documents_and_sources_are_in_order():
@@ -104,6 +104,43 @@ def test_the_checks_find_planted_problems(tmp_path):
         assert part in found
     assert found.count("nothing fills") == 1
     assert "names base/here.h" not in found and "'fresh'" not in found
+
+
+def test_long_lines_and_words_that_documents_must_not_use_are_found():
+    long = "x" * 121
+    made = "<!-- from code: here.h -->"
+    page = f"""{long}
+{"ä" * 120}
+```
+{long} the rig stands still
+```
+| {long} |
+{made}
+| {long} twin |
+| {long} |
+
+{long}
+Requests are refused by
+name. `twin`, [it](docs/rig.md), and a timestamp. It Stands still; as a right is.
+"""
+    lines = [line.split(": ", 1) for line in documents.problems_of("page.md", page)]
+    assert [place for place, problem in lines if "columns" in problem] == [f"page.md:{n}" for n in (1, 4, 6, 11)]
+    assert [place for place, problem in lines if "write" in problem] == ["page.md:12", "page.md:13"]
+    for word, instead in documents.WORDS.items():
+        assert documents.problems_of("page.md", f"The {instead}.") == [], f"{word} is written as a word of the list"
+
+
+def test_pages_still_to_be_rewritten_exist_and_others_are_checked(tmp_path):
+    assert documents.excepted("docs/reference/options.md") and not documents.excepted("docs/reference.md")
+    assert not documents.excepted("README.md")
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    for name in ("README.md", documents.NOT_YET[0]):
+        (tmp_path / name).write_text("The twin.\n")
+    assert checks.unclear_documents(tmp_path) == ["README.md:1: 'twin': write reference run"]
+    (tmp_path / "tools/devtool").mkdir(parents=True)
+    (tmp_path / "tools/devtool/documents.py").write_text("")
+    lost = [problem for problem in checks.unclear_documents(tmp_path) if "which does not exist" in problem]
+    assert len(lost) == sum(not name.endswith("/") for name in documents.NOT_YET) - 1
 
 
 @pytest.mark.skipif(not (checks.LINT / "bin/mypy").exists(), reason="tools/dev setup installs mypy")

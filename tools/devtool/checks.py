@@ -11,6 +11,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from devtool import documents
 from devtool.public_names import private_names
 from devtool.setup import LINT, ROOMS
 
@@ -289,9 +290,15 @@ def without_licence(root: Path) -> list[str]:
     ]
 
 
+def unclear_documents(root: Path) -> list[str]:
+    """Documents with lines that are too long, or with words that they must not use (devtool/documents.py)."""
+    return documents.problems(root, tracked(root))
+
+
 def all_problems(root: Path) -> list[str]:
     checks = (
         missing_paths,
+        unclear_documents,
         without_licence,
         forbidden_includes,
         wrong_arrows,

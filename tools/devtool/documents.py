@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the documents' text: no line is longer than 120 columns, and one word means one thing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+COLUMNS = 120
+
+# Words that documents do not use, as regular expressions, and what to write instead. A word stands here only if every
+# use of it in a document is a wrong one. Code, paths and links are not searched.
+WORDS = {
+    "by name": "what the error names, or nothing",
+    "rigs?": "the GPU path on CPU tensors",
+    "oracles?": "expected output",
+    "twins?": "reference run",
+    "forgone": "skipped",
+    "stamps?": "content version",
+    "key spaces?": "namespace",
+    "early wakes?": "post-copy wake",
+    "late blocks?": "deferred blocks",
+    "write-behind": "background checkpoint",
+    "quiet prefault": "background prefault",
+    "space words?": "cache epoch",
+    "whole places": "overflow slots",
+    "writ(?:e|es|ing|ten) behind|behind the engine": "background checkpoint",
+    "(?:stands?|stood|standing) still": "the engine stops",
+    "roll(?:s|ed|ing)? forward": "replay the response log",
+    "(?:bring|brings|brought|bringing) up": "prefault",
+    "let(?:s|ting)? go of": "release",
+}
+
+# Pages that are still to be rewritten: they may break both rules. Take a page off when it is done. A name that ends
+# with a slash is a folder whose pages are made from code.
+NOT_YET = (
+    "CHANGELOG.md",
+    "bindings/python/torpor/vllm/README.md",
+    "checkpoint/FORMAT.md",
+    "docs/server.md",
+    "docs/sessions.md",
+    "docs/sharing.md",
+    "docs/vllm.md",
+    "engine/README.md",
+    "kvcache/README.md",
+    "offload/README.md",
+    "offload/SEGMENTS.md",
+    "remote/FORMAT.md",
+    "remote/README.md",
+    "tests/connector.md",
+    "tests/console.md",
+    "tests/promises.md",
+    "tests/rig/README.md",
+    "docs/reference/",
+)
+
+# The lines of a table after this comment are made from code, and are as long as that makes them.
+_FROM_CODE = re.compile(r"\s*<!-- from code: .* -->$")
+_FENCE = re.compile(r"\s*```")
+_NO_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|<[^>]*>")
+_WORD = {re.compile(rf"\b(?:{word})\b".replace(" ", r"\s+"), re.I): instead for word, instead in WORDS.items()}
+
+
+def excepted(page: str, pages: Iterable[str] = NOT_YET) -> bool:
+    """Return whether this page, by its path from the root, is still to be rewritten."""
+    return any(page == name or (name.endswith("/") and page.startswith(name)) for name in pages)
+
+
+def _prose(lines: list[str]) -> str:
+    """Return the words outside of code and of tables that are made from code, each in its line."""
+    code = made = False
+    kept = []
+    for line in lines:
+        fence = bool(_FENCE.match(line))
+        made = bool(_FROM_CODE.match(line)) or (made and line.startswith("|"))
+        kept.append("" if code or fence or made else _NO_PROSE.sub(" ", line))
+        code ^= fence
+    return "\n".join(kept)
+
+
+def _long(lines: list[str]) -> Iterator[tuple[int, int]]:
+    made = False
+    for number, line in enumerate(lines, 1):
+        made = bool(_FROM_CODE.match(line)) or (made and line.startswith("|"))
+        if not made and len(line) > COLUMNS:
+            yield number, len(line)
+
+
+def problems_of(name: str, text: str) -> list[str]:
+    """Return what is wrong with the text of the page `name`: lines that are too long, words that it must not use."""
+    lines = text.splitlines()
+    found = [(n, f"{columns} columns, {COLUMNS} are the most") for n, columns in _long(lines)]
+    words = _prose(lines)
+    found += [
+        (words.count("\n", 0, match.start()) + 1, f"{match.group(0)!r}: write {instead}")
+        for pattern, instead in _WORD.items()
+        for match in pattern.finditer(words)
+    ]
+    return [f"{name}:{number}: {problem}" for number, problem in sorted(found)]
+
+
+def problems(root: Path, pages: Iterable[Path]) -> list[str]:
+    """Return what is wrong with these pages, and the exceptions that name no page."""
+    names = {str(page.relative_to(root)): page for page in pages if page.suffix == ".md"}
+    found = [
+        problem
+        for name, page in names.items()
+        if not excepted(name)
+        for problem in problems_of(name, page.read_text())
+    ]  # fmt: skip
+    if (root / "tools/devtool/documents.py").exists():
+        lost = [name for name in NOT_YET if not name.endswith("/") and name not in names]
+        found += [f"tools/devtool/documents.py: NOT_YET names {name}, which does not exist" for name in lost]
+    return found
