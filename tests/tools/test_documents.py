@@ -130,6 +130,18 @@ name. `twin`, [it](docs/rig.md), and a timestamp. It Stands still; as a right is
         assert documents.problems_of("page.md", f"The {instead}.") == [], f"{word} is written as a word of the list"
 
 
+def test_links_to_places_that_a_page_does_not_have_are_found(tmp_path):
+    here, there = tmp_path / "here.md", tmp_path / "there.md"
+    there.write_text('# One `wake_up(early=True)`, [two](x.md)\n```\n# code\n```\n<a id="old"></a>\n## Three & 4\n')
+    good = "[a](there.md#one-wake_upearlytrue-two) [b](there.md#old) [c](there.md#three--4)"
+    here.write_text(f"# Here\n{good} [d](https://a.org/there.md#no) [e](#here)\n")
+    assert documents.lost_anchors(tmp_path, [here, there]) == []
+    here.write_text("# Here\n[a](there.md#code) [b](#there)\n")
+    assert documents.lost_anchors(tmp_path, [here, there]) == [
+        "here.md: there.md#code is not there", "here.md: #there is not there"
+    ]  # fmt: skip
+
+
 def test_pages_still_to_be_rewritten_exist_and_others_are_checked(tmp_path):
     assert documents.excepted("docs/reference/options.md") and not documents.excepted("docs/reference.md")
     assert not documents.excepted("README.md")

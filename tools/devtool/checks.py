@@ -291,8 +291,8 @@ def without_licence(root: Path) -> list[str]:
 
 
 def unclear_documents(root: Path) -> list[str]:
-    """Documents with lines that are too long, or with words that they must not use (devtool/documents.py)."""
-    return documents.problems(root, tracked(root))
+    """Documents with long lines, words that they must not use, links that lead nowhere (devtool/documents.py)."""
+    return documents.problems(root, tracked(root)) + documents.lost_anchors(root, tracked(root))
 
 
 def all_problems(root: Path) -> list[str]:

@@ -100,6 +100,33 @@ def problems_of(name: str, text: str) -> list[str]:
     return [f"{name}:{number}: {problem}" for number, problem in sorted(found)]
 
 
+_ANCHOR = re.compile(r"\]\(([^)#\s:]*)#([^)\s]+)\)")
+_MARK = re.compile(r"`|\]\([^)]*\)|\[")
+
+
+def _anchors(text: str) -> set[str]:
+    """Return the names to which links into this page may lead: its headings, as GitHub names them, and its marks."""
+    names, code = set(re.findall(r'<a id="([^"]+)"', text)), False
+    for line in text.splitlines():
+        code ^= bool(_FENCE.match(line))
+        if line.startswith("#") and not code:
+            heading = _MARK.sub("", line.lstrip("#").strip()).lower()
+            names.add(re.sub(r"[^\w\- ]", "", heading).replace(" ", "-"))
+    return names
+
+
+def lost_anchors(root: Path, pages: Iterable[Path]) -> list[str]:
+    """Return the links to a place in a page that the page does not have."""
+    texts = {page.resolve(): page.read_text() for page in pages if page.suffix == ".md"}
+    found = []
+    for page, text in texts.items():
+        for target, anchor in _ANCHOR.findall(text):
+            other = (page.parent / target).resolve() if target else page
+            if other in texts and anchor not in _anchors(texts[other]):
+                found.append(f"{page.relative_to(root.resolve())}: {target}#{anchor} is not there")
+    return found
+
+
 def problems(root: Path, pages: Iterable[Path]) -> list[str]:
     """Return what is wrong with these pages, and the exceptions that name no page."""
     names = {str(page.relative_to(root)): page for page in pages if page.suffix == ".md"}
