@@ -57,7 +57,8 @@ void bind_checkpoint(py::module_& module) {
             checkpoint.fingerprint = fingerprint_from(fingerprint);
             return checkpoint;
           },
-          py::arg("sections"), py::arg("fingerprint") = py::dict())
+          py::arg("sections"), py::arg("fingerprint") = py::dict(),
+          "The reverse of encode(). Raises Damaged or Incompatible, which names the section.")
       .def("__eq__", [](const EngineCheckpoint& a, const EngineCheckpoint& b) { return a == b; });
 
   module.def(

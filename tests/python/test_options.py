@@ -12,7 +12,6 @@ from torpor.vllm import serve
 from torpor.vllm.asking import asks
 from torpor.vllm.options import VARIABLES, Options
 
-DOCUMENT = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
 NAMES = [option.name for option in fields(Options) if option.name != "connector"]
 
 
@@ -104,8 +103,7 @@ def test_a_word_of_the_server_that_does_not_exist_is_named_with_the_nearest_one(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_option_is_documented_and_says_what_it_does(name, capsys):
-    assert f"`{name}`" in DOCUMENT and f"TORPOR_{name.upper()}" in DOCUMENT
+def test_each_option_says_what_it_does(name, capsys):
     with pytest.raises(SystemExit):
         serve.take_options(["--torpor-help"])
     text = " ".join(capsys.readouterr().out.split())

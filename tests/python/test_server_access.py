@@ -284,9 +284,9 @@ def test_two_that_begin_at_once_get_one_secret(tmp_path):
 
 
 def listed_as_public() -> set[tuple[str, str]]:
-    """The routes that docs/server.md lists as answering without a key."""
-    text = (Path(__file__).parents[2] / "docs/server.md").read_text()
-    listed = text.split("**Public routes.**")[1].split("\n\n")[1]
+    """The routes that docs/reference/http.md lists as answering without a key."""
+    text = (Path(__file__).parents[2] / "docs/reference/http.md").read_text()
+    listed = text.split("\n## Public routes\n")[1].split("\n## ")[0]
     return {(method, path.removesuffix("/*")) for method, path in re.findall(r"`(GET|POST) (/[^` ]+)`", listed)}
 
 
@@ -324,6 +324,6 @@ def test_the_public_routes_are_exactly_those_listed(monkeypatch, state):
                 if refused == {False}:
                     public.add((asked[0], path))
         assert server.engine.state == ("asleep" if state == "asleep" else "awake"), "somebody changed the engine"
-        assert public == listed_as_public(), "decide so in route_table.py, and list it in docs/server.md"
+        assert public == listed_as_public(), "decide so in route_table.py, and run tools/dev reference"
 
     run(scene())

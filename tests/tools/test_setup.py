@@ -35,7 +35,7 @@ def checkout(tmp_path, monkeypatch):
     def install(name: str, sources: str = "1", portable: bool = False, python: Path = PYTHON) -> list[str]:
         took.clear()
         monkeypatch.setattr(setup, "SITE", tmp_path / name)
-        monkeypatch.setattr(setup, "sources_digest", lambda: sources)
+        monkeypatch.setattr(setup, "sources_digest", lambda endings=("",): f"{sources}{''.join(endings)}")
         setup.install_torpor(python, portable)
         return list(took)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from devtool import documents
 from devtool.public_names import private_names
+from devtool.reference import problems as reference_differs
 from devtool.setup import LINT, ROOMS
 
 # A word in backticks that looks like a path inside the repository: has a slash, or a known file ending.
@@ -312,5 +313,6 @@ def all_problems(root: Path) -> list[str]:
         unformatted,
         wrong_python,
         wrong_types,
+        reference_differs,
     )
     return [problem for check in checks for problem in check(root)]

@@ -100,10 +100,15 @@ def clang() -> None:
     system_packages("clang-system.txt")
 
 
-def python_environment() -> Path:
-    """A virtual environment with torch, vLLM and the tools; returns its python. Named by what is in it."""
+def environment_folder() -> Path:
+    """Return where python_environment() is, or would be. Named by what is in it."""
     pins = "\n".join([f"{sys.version_info[0]}.{sys.version_info[1]}", TORCH, VLLM_WHEEL, *read_list("python.txt")])
-    folder = CACHE / f"venv-{hashlib.sha256(pins.encode()).hexdigest()[:12]}"
+    return CACHE / f"venv-{hashlib.sha256(pins.encode()).hexdigest()[:12]}"
+
+
+def python_environment() -> Path:
+    """A virtual environment with torch, vLLM and the tools; returns its python."""
+    folder = environment_folder()
     python = folder / "bin/python"
     if (folder / "complete").exists():
         return python
@@ -188,8 +193,8 @@ def model(python: Path) -> Path:
     return folder
 
 
-def sources_digest() -> str:
-    """Of everything that `pip install .` builds from."""
+def sources_digest(endings: tuple[str, ...] = ("",)) -> str:
+    """Return the digest of everything that `pip install .` builds from; of the files with these endings alone."""
     digest = hashlib.sha256()
     for top in (*ROOMS, "remote", "tools/torpor", "cmake", "CMakeLists.txt", "pyproject.toml"):
         path = ROOT / top
@@ -199,6 +204,8 @@ def sources_digest() -> str:
             else sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
         )
         for file in files:
+            if not file.name.endswith(endings):
+                continue
             digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
@@ -228,8 +235,18 @@ def install_torpor(python: Path, portable: bool = False) -> None:
     shutil.rmtree(SITE, ignore_errors=True)
     run("torpor (pip install)", [*pip, "install", "--no-deps", "--target", SITE, wheel], log_name="torpor-install")
     stamp.write_text(stamped)
+    (SITE / "torpor-compiled").write_text(sources_digest(COMPILED))
     if stamped == built.name:  # with everything
         (SITE / "torpor-digest").write_text(digest)
+
+
+COMPILED = (".h", ".cpp", ".cu", ".txt", ".cmake")  # endings of what the compiled parts are made of
+
+
+def has_present_program() -> bool:
+    """Return whether the compiled parts in SITE were made of the sources that are here. Python may have changed."""
+    mark = SITE / "torpor-compiled"
+    return mark.exists() and mark.read_text() == sources_digest(COMPILED)
 
 
 def installed_program() -> Path | None:

@@ -108,6 +108,7 @@ int main(int argc, char** argv) {
         ->type_name("FILE");
   }
   CLI::App* const man = app.add_subcommand("man", "this tool's man page; read it with: torpor man | man -l -");
+  man->add_flag("--json", as_json, "print its verbs, arguments and exit codes as one JSON object");
   CLI::App* const completion = app.add_subcommand("completion", "a shell's completion script: bash, zsh or fish");
   completion->add_option("shell", shell, "bash, zsh or fish")->required();
   const auto is_named = [&](const CLI::App* command) { return command->get_name() == argv[1]; };
@@ -122,7 +123,10 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& problem) {
     return app.exit(problem) == 0 ? torpor::cli::kFine : torpor::cli::kUsage;
   }
-  if (man->parsed()) return write_out(torpor::cli::man_page(app)) ? torpor::cli::kFine : torpor::cli::kFailed;
+  if (man->parsed()) {
+    const std::string page = as_json ? dump(torpor::cli::reference(app)) : torpor::cli::man_page(app);
+    return write_out(page) ? torpor::cli::kFine : torpor::cli::kFailed;
+  }
   if (completion->parsed()) {
     const std::optional<std::string> script = torpor::cli::completion(app, shell);
     if (!script)

@@ -6,8 +6,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "tools/torpor/verb.h"
-
 namespace torpor::cli {
 namespace {
 
@@ -72,6 +70,39 @@ std::string man_page(const CLI::App& app) {
   page +=
       ".SH ENVIRONMENT\n.TP\nNO_COLOR\nif set, nothing is coloured\n.TP\nTORPOR_KEY_FILE\nthe same as "
       "\\-\\-key\\-file\n";
+  return page;
+}
+
+Json reference(const CLI::App& app) {
+  Json page = {{"version", TORPOR_VERSION}, {"description", app.get_description()}, {"verbs", Json::array()}};
+  for (const CLI::App* verb : verb_apps(app)) {
+    Json arguments = Json::array();
+    for (const CLI::Option* option : verb->get_options()) {
+      if (option->get_name() == "--help") continue;
+      const bool positional = option->get_positional();
+      arguments.push_back({{"name", positional ? option->get_name(true) : option->get_name(false, true)},
+                           {"positional", positional},
+                           {"required", option->get_required()},
+                           {"takes", option->get_type_size() > 0 && !positional ? option->get_type_name() : ""},
+                           {"repeats", option->get_expected_max() > 1},
+                           {"default", option->get_default_str()},
+                           {"environment", option->get_envname()},
+                           {"text", option->get_description()}});
+    }
+    const auto known =
+        std::find_if(verbs().begin(), verbs().end(), [&](const Verb& each) { return each.name == verb->get_name(); });
+    page["verbs"].push_back({{"name", verb->get_name()},
+                             {"text", verb->get_description()},
+                             {"arguments", arguments},
+                             {"json", known == verbs().end() ? "" : known->json}});
+  }
+  page["exit_codes"] = Json::array();
+  for (const ExitCode& each : exit_codes())
+    page["exit_codes"].push_back({{"code", static_cast<int>(each.code)}, {"text", each.meaning}});
+  page["errors"] = Json::array();
+  for (int code = 0; code <= static_cast<int>(kLastCode); ++code)
+    page["errors"].push_back(
+        {{"error", name(static_cast<Code>(code))}, {"exit_code", static_cast<int>(exit_for(static_cast<Code>(code)))}});
   return page;
 }
 

@@ -124,7 +124,8 @@ class EngineCheckpoint:
     """All state of an engine but the bytes of its memory, as values."""
 
     @staticmethod
-    def decode(sections: list, fingerprint: dict = {}) -> EngineCheckpoint: ...
+    def decode(sections: list, fingerprint: dict = {}) -> EngineCheckpoint:
+        """The reverse of encode(). Raises Damaged or Incompatible, which names the section."""
     def encode(self) -> list:
         """The sections of a checkpoint, uncompressed: a list of (name, bytes). The fingerprint is not among them."""
     @staticmethod

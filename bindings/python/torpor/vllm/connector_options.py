@@ -14,8 +14,8 @@ MODULE, CLASS = "torpor.vllm.connector", "TorporConnector"
 ADMIT_MODULE, ADMIT_CLASS = "torpor.vllm.portable", "TorporAdmit"  # of the option sessions
 
 
-def _advanced(default, kind: str, text: str):
-    return described(default, kind, text, least=1, advanced=True)
+def _advanced(default, kind: str, text: str, details: str = ""):
+    return described(default, kind, text, least=1, advanced=True, details=details)
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,21 @@ class ConnectorOptions:
         "eager",
         "lazy",
         "off",
+        details=(
+            "In `additional_config` this option turns the connector on; in `kv_connector_extra_config` it may be "
+            "left out. eager copies a block when the step that filled it has ended. lazy copies it two steps "
+            "before vLLM would evict it."
+        ),
     )
     host_bytes: int = described(
-        0, BYTES, "host memory for KV blocks, per rank; torpor's host_compression packs them there"
+        0,
+        BYTES,
+        "host memory for KV blocks, per rank; torpor's host_compression packs them there",
+        details=(
+            "If there is an `arena_budget_bytes`, it has room for these bytes, too. With `host_compression` it "
+            "also has room for staging memory: two pieces of 4 MiB for each copying thread, and two of 8 MiB each "
+            "for the disk and for the shared store."
+        ),
     )
     disk_bytes: int = described(0, BYTES, "disk for KV blocks, per rank; the blocks outlive the process")
     disk: str = described(
@@ -39,13 +51,23 @@ class ConnectorOptions:
         "through: blocks in host memory are copied to disk in the background; off: none is",
         "through",
         "off",
+        details="Without a value it is through if `disk_bytes` is given.",
     )
-    disk_dir: str | None = described(None, PATH, "directory of the blocks on disk, for one engine at a time")
+    disk_dir: str | None = described(
+        None,
+        PATH,
+        "directory of the blocks on disk, for one engine at a time",
+        details=(
+            "Without a value it is `offload` in the `checkpoint_dir`. With `key_file` records there are "
+            "authenticated, with `encrypt` they are unreadable."
+        ),
+    )
     durable: bool = described(
         False,
         SWITCH,
         "blocks on disk survive a loss of power, but for those of the last second; after a sleep or a regular end all "
         "of them",
+        details="Blocks on disk survive the end of the process in any case.",
     )
     block_compression: str = described(
         "none",
@@ -55,19 +77,30 @@ class ConnectorOptions:
         "none",
         "bf16",
         "zstd",
+        details=(
+            "torpor stores a block as it is if a sample, or the result, shows that it does not become smaller. "
+            "For blocks in host memory see `host_compression`."
+        ),
     )
     kv_store: str | None = described(
         None,
         TEXT,
         "store in which engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS; mooncake://HOST:PORT/NAME. "
         "Each block in host memory is published there",
+        details="See [sharing.md](sharing.md).",
     )
     kv_store_credentials: str | None = described(None, PATH, "file with the password, or the user and the password")
     kv_store_ca: str | None = described(None, PATH, "file of trusted certificates")
     kv_store_blocks: int = described(
         1 << 18, WHOLE, "number of shared blocks that the engine remembers to be there", least=1
     )
-    kv_store_timeout_ms: int = described(2000, WHOLE, "most milliseconds of a transfer from or to the store", least=1)
+    kv_store_timeout_ms: int = described(
+        2000,
+        WHOLE,
+        "most milliseconds of a transfer from or to the store",
+        least=1,
+        details="All attempts together have this time.",
+    )
     kv_store_wait_ms: int = described(
         100, WHOLE, "most milliseconds that a request waits for a lookup in the store; then it goes on without", least=1
     )
@@ -90,7 +123,16 @@ class ConnectorOptions:
     max_concurrent_transfers: int = _advanced(1, WHOLE, "number of store jobs that ranks work at")
     on_deck_batches: int = _advanced(4, WHOLE, "number of store jobs that wait on ranks")
     loading_batches: int = _advanced(64, WHOLE, "number of load jobs that ranks work at or that wait there")
-    queue_blocks: int = _advanced(1 << 16, WHOLE, "most blocks that wait to be offloaded; more are skipped")
+    queue_blocks: int = _advanced(
+        1 << 16,
+        WHOLE,
+        "most blocks that wait to be offloaded; more are skipped",
+        details=(
+            "Blocks of a higher priority go first in each direction. A block has the priority of the request that "
+            "filled it, as vLLM has it: a lower number goes first. A shared block that is offloaded lazily has "
+            "the highest."
+        ),
+    )
 
     @staticmethod
     def of(given: dict, directory: str | None = None) -> ConnectorOptions:

@@ -83,7 +83,8 @@ class Metrics(KVConnectorPromMetrics):
         )
         self._bytes = self._counter_cls(
             name="torpor_offload_bytes",
-            documentation="Bytes of the blocks that were transferred, of all ranks together, by way.",
+            documentation="Bytes of the blocks that were transferred, of all ranks together, by way. Its rate is the "
+            "throughput.",
             labelnames=[*labelnames, "way"],
         )
         self._seconds = self._histogram_cls(
@@ -94,7 +95,8 @@ class Metrics(KVConnectorPromMetrics):
         )
         self._load_seconds = self._histogram_cls(
             name="torpor_offload_load_seconds",
-            documentation="Seconds of a request's load, from when it had blocks until all of it had ended.",
+            documentation="Seconds of the load of a request whose prefix was found, from when it had blocks until "
+            "all of it had ended.",
             labelnames=labelnames,
             buckets=_SECONDS,
         )

@@ -27,14 +27,16 @@ def described(
     least: float | None = None,
     most: int | None = None,
     secret=False,
+    details: str = "",
     **more,
 ):
     """A field of a dataclass of options.
 
     text: what the option does, for people who start an engine. choices: the words that it may be. least, most: of a
-    number. secret: it is not shown. more: what else the class knows of the option.
+    number. secret: it is not shown. details: more sentences for docs/reference/options.md, whose links are relative to
+    docs/. more: what else the class knows of the option.
     """
-    about = {"kind": kind, "help": text, "choices": choices, "least": least, "most": most} | more
+    about = {"kind": kind, "help": text, "choices": choices, "least": least, "most": most, "details": details} | more
     return field(default=default, repr=not secret, metadata=about)
 
 

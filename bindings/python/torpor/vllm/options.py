@@ -15,13 +15,35 @@ from torpor.vllm.near_names import meant
 
 @dataclass(frozen=True)
 class Options:
-    enabled: bool = described(True, SWITCH, "off: vLLM runs without torpor")
-    checkpoint_dir: str | None = described(None, PATH, "directory for checkpoints; without it a sleep to disk fails")
+    enabled: bool = described(
+        True,
+        SWITCH,
+        "off: vLLM runs without torpor",
+        details="`TORPOR_ENABLED=0` holds for all engines of the process.",
+    )
+    checkpoint_dir: str | None = described(
+        None,
+        PATH,
+        "directory for checkpoints; without it a sleep to disk fails",
+        details=(
+            "A server also keeps its response log there. One server at a time uses the directory. For ranks on "
+            "several hosts see [elsewhere.md](elsewhere.md#ranks-on-several-hosts)."
+        ),
+    )
     events_dir: str | None = described(
-        None, PATH, "directory on tmpfs where each process keeps its last events, for torpor events, record and console"
+        None,
+        PATH,
+        "directory on tmpfs where each process keeps its last events, for torpor events, record and console",
+        details=(
+            "Only the user may have access to it. Each process keeps its last 262,144 events there (16 MiB). "
+            "Without a directory torpor writes no events. See [console.md](console.md)."
+        ),
     )
     events_keys: bool = described(
-        False, SWITCH, "events name the KV blocks of each request by their keys, for torpor replay --host-blocks"
+        False,
+        SWITCH,
+        "events name the KV blocks of each request by their keys, for torpor replay --host-blocks",
+        details="See [console.md](console.md).",
     )
     console: str = described(
         "off",
@@ -31,9 +53,16 @@ class Options:
         "off",
         "read",
         "control",
+        details=(
+            "Whoever may connect to the socket of `control` may stop the engine. See "
+            "[console.md](console.md#stopping-an-engine)."
+        ),
     )
     recordings_dir: str | None = described(
-        None, PATH, "directory below which a console may record; without it recordings fail"
+        None,
+        PATH,
+        "directory below which a console may record; without it recordings fail",
+        details="`record.start` of a console begins a recording.",
     )
     cpu_linear: str = described(
         "packed",
@@ -54,6 +83,19 @@ class Options:
         "that type take three quarters; sleeps, wakes and loads are slower",
         "none",
         "bf16",
+        details=(
+            "bf16 packs weights and KV blocks of that type. Memory of another type takes what it took before. "
+            "[measurements.md](measurements.md#sleep-and-wake-in-host-memory) has the costs. Each copying thread "
+            "holds two pieces of staging memory until the wake; with the KV connector it holds them always. A "
+            "piece has 4 MiB, or the size of a KV block if that is larger. Each packed piece takes whole pages, "
+            "so KV blocks of a few pages gain little. torpor plans what will not fit into `arena_budget_bytes` by "
+            "what the last sleep took, and for the first sleep by a factor of 0.77. If the saved memory takes "
+            "more, the sleep fails; with `spill_dir` torpor plans again as if nothing became smaller. If all KV "
+            "is bf16, `host_bytes` of the KV connector holds 1.3 times the blocks; otherwise as many as without "
+            "compression. A block that becomes little smaller needs an overflow slot of its whole size. There is "
+            "one for 384 blocks. If all of them are in use, the block is not stored in host memory: "
+            "`torpor_offload_*` counts it, and the log says so once."
+        ),
     )
     copy_threads: int | None = described(
         None,
@@ -62,36 +104,74 @@ class Options:
         "256; none: as many as the machine has cores, at most 8",
         least=1,
         most=256,
+        details=(
+            "With several ranks on one machine, the number of cores divided by the number of ranks is a good start."
+        ),
     )
     spill_dir: str | None = described(
         None,
         PATH,
         "directory for saved memory that does not fit into arena_budget_bytes; a wake empties it; without it such a "
         "sleep fails",
+        details=(
+            "The sleep writes what the wake needs last to a file there. A wake needs the weights first, then "
+            "running requests by their row, then other requests, then cached blocks by their last use. The file "
+            "has no name: nothing remains after the wake, or after the end of the process. With `key_file` it is "
+            "sealed."
+        ),
     )
     retain_kv_bytes: int | None = described(
         None,
         BYTES,
         "most bytes of KV blocks whose copy stays in host memory after a wake, per rank: the next sleep copies only "
         "what has changed since; none: all on a GPU, 0 on a CPU, where it is the same memory",
+        details="torpor frees these copies first if saved memory needs the room.",
     )
     arena_prefault_bytes: int | None = described(
         None,
         BYTES,
         "bytes of host memory to prefault in the background, per rank, for a fast first sleep; none: on a GPU what "
         "that sleep will need, while half of the machine's memory is free; 0 on a CPU",
+        details=(
+            "On a GPU the prefault begins when the engine has warmed up. Without a value it prefaults the bytes "
+            "of the weights, and as many again for the KV cache. A thread of the lowest priority touches the "
+            "memory, pins it in pieces of 8 MiB, and rests three quarters of the time. It goes on while half of "
+            "the machine's memory stays free, and half of what each control group around the process may use. The "
+            "first sleep ends it. On a CPU saved memory is of the engine's own kind and is released after each "
+            "wake, so all sleeps are alike."
+        ),
     )
-    retain_checkpoints: int = described(2, WHOLE, "number of checkpoints of this engine to retain in checkpoint_dir")
+    retain_checkpoints: int = described(
+        2,
+        WHOLE,
+        "number of checkpoints of this engine to retain in checkpoint_dir",
+        details=(
+            "torpor always retains the newest checkpoint and the last one that an engine woke from. Until an "
+            "engine woke from the newest, it also retains the one before it. Checkpoints of another engine "
+            "(another model, other weights or other settings) stay. `torpor ls` shows the owner of each, `torpor "
+            "gc` counts those of each owner separately, `torpor rm` removes one. torpor neither counts nor "
+            "removes a checkpoint that it cannot read, and the log names it once."
+        ),
+    )
     retain_checkpoint_seconds: int | None = described(
         None, WHOLE, "torpor deletes older checkpoints, but for the newest; none: it keeps any age"
     )
     retain_checkpoint_bytes: int | None = described(
-        None, BYTES, "torpor deletes the oldest checkpoints until the rest fits; none: any size"
+        None,
+        BYTES,
+        "torpor deletes the oldest checkpoints until the rest fits; none: any size",
+        details="A file with several links counts once.",
     )
     key_file: str | None = described(
-        None, PATH, "file with a secret of 32 bytes. It authenticates checkpoints, and only such checkpoints wake"
+        None,
+        PATH,
+        "file with a secret of 32 bytes. It authenticates checkpoints, and only such checkpoints wake",
+        details=(
+            "Only its owner may have access to it. All processes need the same secret. Make one: `(umask 077; "
+            "head -c 32 /dev/urandom > FILE)`."
+        ),
     )
-    encrypt: bool = described(False, SWITCH, "encrypt checkpoints with key_file")
+    encrypt: bool = described(False, SWITCH, "encrypt checkpoints with key_file", details="Sizes stay readable.")
     compression: str | None = described(
         None,
         TEXT,
@@ -100,31 +180,49 @@ class Options:
         "none",
         "bf16",
         "zstd",
+        details="With bf16 values of other types stay as they are.",
     )
     compression_level: int | None = described(
-        None, WHOLE, "level of zstd, -100 (fast) to 19; given alone, compression is zstd"
+        None,
+        WHOLE,
+        "level of zstd, -100 (fast) to 19; given alone, compression is zstd",
+        details="Without a value the level is 1.",
     )
-    # Proved on CPU tensors only: no GPU has run it yet. Without it torpor is vLLM's sleep mode there, and no more:
-    # where enable_sleep_mode is given and additional_config names torpor.
+    # Without it torpor is vLLM's sleep mode on a GPU, and no more: where enable_sleep_mode is given and
+    # additional_config names torpor.
     gpu_preserve_state: bool = described(
         False,
         SWITCH,
         "on a GPU: keep requests over sleeps, and write checkpoints. Turns on vLLM's sleep mode with torpor's memory",
+        details=(
+            "On a GPU it is the one option that all of torpor needs. One H100 has run it, eager; with CUDA graphs "
+            "answers differed ([limits.md](limits.md#gpus)). See [vllm.md](vllm.md#on-a-gpu). On a CPU it changes "
+            "nothing."
+        ),
     )
     wake_latest: bool = described(
         False,
         SWITCH,
         "wake_up() without arguments, of an engine that has had no request, takes the newest checkpoint in "
         "checkpoint_dir, where there is one; else only from_checkpoint does",
+        details="It is for programs that only know vLLM's own call.",
     )
     incremental: bool = described(
-        False, SWITCH, "a checkpoint links memory that the newest one has already, and does not write it again"
+        False,
+        SWITCH,
+        "a checkpoint links memory that the newest one has already, and does not write it again",
+        details=(
+            "torpor does not read KV blocks and weights that are known not to have changed. Each checkpoint is "
+            "whole by itself, so older ones can be removed. Sometimes torpor writes more: the few records of a "
+            "large old file that are still in use."
+        ),
     )
     sessions: bool = described(
         False,
         SWITCH,
         "requests can leave the running engine and come back: torpor.hibernate() and torpor.resume(). The engine then "
         "has a KV connector of torpor's, which loads nothing else",
+        details="See [sessions.md](sessions.md).",
     )
     weights_check: str = described(
         "writes",
@@ -133,6 +231,7 @@ class Options:
         "digest: each time",
         "writes",
         "digest",
+        details="See [semantics.md](semantics.md#waking).",
     )
     # Of the KV connector (connector_options.py), which is switched on by one named `offload`.
     connector: dict = field(default_factory=dict)

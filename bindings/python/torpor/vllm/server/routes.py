@@ -84,6 +84,19 @@ def routes() -> APIRouter:
         tags: Annotated[list[str] | None, Query()] = None,
         metadata: Annotated[list[str] | None, Query()] = None,
     ) -> Response:
+        """Put the engine to sleep. Requests are preserved, unless the call names a `mode` or `preserve_state=false`.
+
+        level: 0 only pauses. 1 and 2 free the weights and the KV cache.
+        mode: what becomes of requests that are not preserved. `abort`: they end. `keep`: they are computed again after
+            the wake. `wait`: the engine sleeps when they have ended, and new ones wait for the wake.
+        preserve_state: `true` keeps requests with their KV blocks; they go on without recompute.
+        to: `host` memory, or `disk`: a checkpoint.
+        weights: `store` keeps the weights, `reload` does not. Without it they are kept; at level 2 only if requests
+            are preserved. See [semantics.md](semantics.md#calls).
+        tags: only these of weights and kv_cache.
+        metadata: NAME=VALUE, once or more, which the checkpoint keeps. It needs `to=disk`.
+        """
+
         async def call(progress: Watcher | None) -> dict:
             options = {"weights": weights, "tags": tags, "metadata": front.metadata_of(metadata), "progress": progress}
             with recorded("sleep"):
@@ -100,6 +113,18 @@ def routes() -> APIRouter:
         early: bool = False,
         swap_in_from: str | None = None,
     ) -> Response:
+        """Wake the engine. `reload` and `note` of the answer name what has no content and must be loaded.
+
+        tags: only these of weights and kv_cache; without it all.
+        kv: after new weights were loaded, what becomes of requests that have KV of the old ones. `recompute`: it is
+            computed again. `keep`: they go on with it. `abort`: they end. Without it such a wake fails with 409. See
+            [semantics.md](semantics.md#waking).
+        weights_changed: `true` is `kv=recompute`.
+        early: with `true` it answers, and requests go on, before cached prefixes are back. See
+            [semantics.md](semantics.md#an-early-wake).
+        swap_in_from: path of a swap channel. The server that a `POST /swap` was sent to gives it.
+        """
+
         async def call(progress: Watcher | None) -> dict:
             kv_of_old = kv_option(kv, weights_changed)
             with recorded("wake"):
@@ -111,12 +136,16 @@ def routes() -> APIRouter:
     @router.get("/is_sleeping")
     @as_vllm_has_it
     async def is_sleeping(raw_request: Request) -> JSONResponse:
+        """Whether the engine sleeps, as vLLM has it."""
         return JSONResponse({"is_sleeping": server(raw_request).state != "awake"})
 
     @router.get("/health")
     @as_vllm_has_it
     async def health(raw_request: Request) -> Response:
-        """Whether the process is worth keeping: also asleep, and where a new one would meet the same problem."""
+        """Liveness: 200 while the engine lives, also asleep, and if a new process would meet the same problem.
+
+        503 when a restart may help.
+        """
         life = server(raw_request)
         try:
             await life.engine.check_health()
@@ -130,7 +159,10 @@ def routes() -> APIRouter:
 
     @router.get("/torpor/ready")
     async def ready(raw_request: Request) -> Response:
-        """Whether new requests are taken, now or after a wake of their own."""
+        """Readiness: 200 when the server takes new requests, now or after a wake of their own; otherwise 503.
+
+        It takes them while the engine is awake, and while it sleeps with `--torpor-wake-on-request`.
+        """
         life = server(raw_request)
         wakes = life.settings.wake_on_request and life.state in ("falling asleep", "asleep", "waking")
         taken = life.state == "awake" or wakes
@@ -139,6 +171,7 @@ def routes() -> APIRouter:
 
     @router.get("/torpor/state")
     async def state(raw_request: Request) -> JSONResponse:
+        """The state, memory by tag, counts of answers, and the newest checkpoint."""
         life = server(raw_request)
         content = {
             "state": life.state,
@@ -159,13 +192,19 @@ def routes() -> APIRouter:
 
     @router.get("/torpor/console")
     async def page() -> Response:
-        """It says nothing of the engine: it asks, with the admin key that is typed into it."""
+        """A page that follows the engine. It asks for that with the admin key that is typed into it."""
         return Response(*_page())
 
     @router.post("/torpor/console/{method}")
     @takes_body
     async def console(raw_request: Request, method: str) -> Response:
-        """A call of docs/console.md. What it stops stays for its lease: each call is a connection of its own."""
+        """A call of the console. Its parameters are a JSON object in the body.
+
+        What a call stops stays stopped for its lease, because each call is a connection of its own. `plan`, `sleep`,
+        `wake` and `checkpoint` are among the methods.
+
+        method: name of the method. See [console.md](console.md#stopping-an-engine).
+        """
         try:
             params = await _params(raw_request)
             life = server(raw_request)
@@ -182,6 +221,13 @@ def routes() -> APIRouter:
         preserve_state: bool = True,
         to: Literal["host", "disk"] = "host",
     ) -> Response:
+        """What a sleep would move and free. It changes nothing, but the engine takes no step meanwhile.
+
+        level: as in `POST /sleep`.
+        preserve_state: as in `POST /sleep`, but true without it.
+        to: as in `POST /sleep`.
+        """
+
         async def call(_progress) -> dict:
             return await front.plan(server(raw_request), level, preserve_state, to)
 
@@ -193,7 +239,13 @@ def routes() -> APIRouter:
         to: str,
         peer_timeout: Annotated[float, Query(gt=0, allow_inf_nan=False)] = exchange.PEER_SECONDS,
     ) -> Response:
-        """`to`: the address of the other server. `peer_timeout`: as torpor.swap() has it."""
+        """Put this engine to sleep while the one of another server wakes on its memory.
+
+        See [server.md](server.md#a-swap-with-another-server).
+
+        to: URL of the other server on this host, as `http://127.0.0.1:8001`.
+        peer_timeout: seconds without a heartbeat of one engine after which the other one gives the swap up.
+        """
 
         async def call(progress: Watcher | None) -> dict:
             with recorded("sleep"):
@@ -203,6 +255,11 @@ def routes() -> APIRouter:
 
     @router.post("/torpor/checkpoint")
     async def checkpoint(raw_request: Request, metadata: Annotated[list[str] | None, Query()] = None) -> Response:
+        """Write a checkpoint while the engine serves. `seconds` of the answer is how long the engine stood still.
+
+        metadata: as in `POST /sleep`.
+        """
+
         async def call(progress: Watcher | None) -> dict:
             return summary(await server(raw_request).checkpoint(progress, front.metadata_of(metadata)))
 
@@ -210,6 +267,7 @@ def routes() -> APIRouter:
 
     @router.get("/torpor/checkpoints")
     async def checkpoints(raw_request: Request) -> Response:
+        """The checkpoints in `--torpor-checkpoint-dir`."""
         options = server(raw_request).options
         try:
             found = (
@@ -231,9 +289,12 @@ def routes() -> APIRouter:
         from_tokens: Annotated[str | None, Query(alias="from")] = None,
         from_text: str | None = None,
     ) -> Response:
-        """The rest as server-sent events.
+        """The rest of an answer as server-sent events. It is complete with `data: [DONE]`.
 
-        `from`: tokens that the reader has; `from_text`: characters; one number a choice, or one for all.
+        response: id of the answer, or its `X-Request-Id`.
+        from: number of tokens that the reader has. One number for each choice, with commas, or one for all. Without
+            it and `from_text` the header `Last-Event-ID` counts, or 0.
+        from_text: number of characters that the reader has, in the same form.
         """
         life = server(raw_request)
         if life.recorder is None and life.remote is not None and (owner := await life.remote.owner_address()):
@@ -260,6 +321,10 @@ def routes() -> APIRouter:
 
     @router.get("/torpor/requests/{response:path}")
     async def answer(raw_request: Request, response: str) -> Response:
+        """An answer so far: text, token ids, and how it ended.
+
+        response: id of the answer, or its `X-Request-Id`.
+        """
         life = server(raw_request)
         ids = choices(life, response, raw_request)
         if isinstance(ids, Response):
@@ -289,6 +354,10 @@ def routes() -> APIRouter:
 
     @router.delete("/torpor/requests/{response:path}")
     async def abort(raw_request: Request, response: str) -> Response:
+        """Abort a request.
+
+        response: id of its answer, or its `X-Request-Id`.
+        """
         life = server(raw_request)
         ids = choices(life, response, raw_request)
         if isinstance(ids, Response):

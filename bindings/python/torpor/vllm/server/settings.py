@@ -39,6 +39,10 @@ class Settings:
         "recompute",
         "discard",
         needs_log=("recompute",),
+        details=(
+            "fail removes nothing. recompute also takes up answers that another engine began. discard serves "
+            "without the checkpoint and without the log. See [server.md](server.md#another-option-or-version)."
+        ),
     )
     object_store: str = _setting(
         "",
@@ -46,6 +50,7 @@ class Settings:
         "an object store, s3://BUCKET/PREFIX or file:///DIRECTORY. The server pushes checkpoints and the response log "
         "there, and a server on another machine goes on from them when this one has ended",
         needs_log=(...,),
+        details="See [elsewhere.md](elsewhere.md#a-server-that-goes-on-elsewhere).",
     )
     ownership_term_seconds: float = _setting(
         30.0,
@@ -70,6 +75,9 @@ class Settings:
         25.0,
         NUMBER,
         "most seconds that a checkpoint on SIGTERM may take",
+        details=(
+            "After that the server ends without a checkpoint and says so. The response log still has every answer."
+        ),
     )
     checkpoint_interval_seconds: float = _setting(
         0.0,
@@ -87,11 +95,13 @@ class Settings:
         256,
         WHOLE,
         "most requests that wait for a wake; the server refuses more",
+        details="The answer is 503 with Retry-After.",
     )
     wake_on_request: bool = _setting(
         False,
         SWITCH,
         "a request that arrives while asleep wakes the engine",
+        details="If the device has no room, the server tries the wake again every second while a request waits.",
     )
     sleep_after_seconds: float = _setting(
         0.0,
@@ -102,6 +112,10 @@ class Settings:
         0.0,
         NUMBER,
         "seconds of such a sleep after which the engine moves to disk and releases its host memory; 0: never",
+        details=(
+            "It needs `--torpor-checkpoint-dir`. The engine wakes on the way. If the device has no room for that, "
+            "the engine stays in host memory, and the server tries again."
+        ),
     )
     on_disconnect: str = _setting(
         "abort",
@@ -119,6 +133,7 @@ class Settings:
         "goes on after a kill; off: it records nothing, and requests go on over sleeps and from checkpoints only",
         "on",
         "off",
+        details="See [server.md](server.md#without-a-response-log).",
     )
     response_log_bytes: int = _setting(
         256 << 20,
@@ -126,6 +141,7 @@ class Settings:
         "most bytes of ended answers in the response log, as 4GiB; beyond it the log drops the oldest ended answers. "
         "It never drops an answer that still runs",
         needs_log=(...,),
+        details="See [server.md](server.md#the-limit-of-the-response-log).",
     )
     response_log_seconds: float = _setting(
         3600.0,
@@ -147,6 +163,7 @@ class Settings:
         "",
         TEXT,
         "a request header that separates tenants, besides the API key",
+        details="A gateway sets it. See [server.md](server.md#authorization).",
     )
     admin_key: str = _setting(
         "",
@@ -155,6 +172,7 @@ class Settings:
         "may list processes can read it here: better use the environment (TORPOR_ADMIN_KEY) or a file",
         variable="TORPOR_ADMIN_KEY",
         secret=True,
+        details="See [server.md](server.md#authorization).",
     )
     admin_key_file: str = _setting(
         "",
