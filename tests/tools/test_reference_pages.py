@@ -7,7 +7,7 @@ import re
 import shutil
 
 import pytest
-from conftest import ROOT, inspector
+from conftest import ROOT, inspector, started
 from reference import command_page, errors_page, http_page, option_pages, python_page, text, write
 
 import torpor
@@ -179,6 +179,36 @@ def test_each_verb_has_its_arguments_and_what_its_json_has(manual):
         problems,
     )
     assert problems == ["the verb new of torpor has no text", "the argument --bad of torpor has no text"]
+
+
+def test_the_commands_of_the_example_print_what_the_page_shows(tmp_path):
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    shown = dict(re.findall(r"^```\n\$ (.*)\n([^`]*)```$", page, flags=re.M))
+    words = {command.split()[1] for command in shown}
+    assert {"ls", "tree", "requests", "show", "blocks", "prefix", "diff", "verify"} <= words
+    program = ROOT / "build/release/tools/torpor/torpor"
+    for command, output in shown.items():
+        assert command_page.output_of(command, program, ROOT) == output, command
+    copy = shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    with open(copy / "checkpoints/g-000002/chunks-r0", "r+b") as file:
+        file.seek(5000)
+        file.write(b"changed")
+    assert command_page.output_of("torpor verify examples/checkpoints", program, tmp_path) != output
+    sizes = {path: path.stat().st_size for path in (ROOT / "examples/checkpoints").rglob("*") if path.is_file()}
+    assert len(sizes) >= 8 and sum(sizes.values()) < 400_000
+
+
+@pytest.mark.long
+def test_the_script_makes_such_checkpoints(tmp_path):
+    done = started(ROOT / "examples/make_checkpoints.py", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    made, kept = (
+        json.loads(inspector("requests", folder / "checkpoints", "--json").stdout)["requests"]
+        for folder in (tmp_path, ROOT / "examples")
+    )
+    same = ("queue", "status", "prompt_tokens", "output_tokens", "computed_tokens", "sampling")
+    assert [[each[name] for name in same] for each in made] == [[each[name] for name in same] for each in kept]
+    assert (tmp_path / "tokenizer.json").read_bytes() == (ROOT / "examples/tokenizer.json").read_bytes()
 
 
 def test_the_python_page_has_what_torpor_exports_and_the_shared_docstrings(made):

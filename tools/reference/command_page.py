@@ -3,11 +3,44 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 from reference.text import code, item, page, paragraph, plain, sentence
+
+EXAMPLES = (
+    ("The checkpoints of a directory:", "torpor ls examples/checkpoints"),
+    ("What is in the newest one:", "torpor tree examples/checkpoints"),
+    ("Its requests. Three run and one waits:", "torpor requests examples/checkpoints"),
+    ("One of them:", "torpor show examples/checkpoints chat2 | head -n 13"),
+    ("The KV blocks. The three chats share the first one:", "torpor blocks examples/checkpoints"),
+    ("The prefixes that a later request would find:", "torpor prefix examples/checkpoints"),
+    ("Who uses the space:", "torpor du examples/checkpoints"),
+    ("What changed between two checkpoints. The exit code is 6:",
+     "torpor diff examples/checkpoints/g-000001 examples/checkpoints/g-000002"),
+    ("Whether every byte is whole:", "torpor verify examples/checkpoints"),
+)  # fmt: skip
+
+
+def examples(program: Path, root: Path) -> list[str]:
+    """Return blocks that show commands on the example checkpoints, with what they print now."""
+    blocks = [paragraph("[examples](../../examples/README.md) has two checkpoints of a tiny model, to look into.")]
+    for text, command in EXAMPLES:
+        blocks += [paragraph(text), code(f"$ {command}\n{output_of(command, program, root)}")]
+    return blocks
+
+
+def output_of(command: str, program: Path, root: Path) -> str:
+    """Return what a command prints in the folder `root`, without the path of that folder."""
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "NO_COLOR": "1"}
+    done = subprocess.run(["bash", "-c", command], cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.stdout.decode().replace(f"{root}/", "")
 
 
 def command_page(manual: dict, example: list[str], problems: list[str]) -> str:
-    """`example`: blocks that show commands on the example checkpoint. Add to `problems` what lacks a text."""
+    """`example`: of examples(); none: no such section. Add to `problems` what lacks a text."""
     everywhere = _everywhere(manual)
     codes = "\n".join(item(f"`{each['code']}`: {plain(sentence(each['text']))}") for each in manual["exit_codes"])
     return page(

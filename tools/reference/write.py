@@ -67,7 +67,7 @@ def pages(program: Path | None, problems: list[str]) -> dict[str, str]:
     if program is not None:
         asked = subprocess.run([program, "man", "--json"], capture_output=True, text=True, check=True).stdout
         manual = json.loads(asked)
-        made["cli.md"] = command_page.command_page(manual, [], problems)
+        made["cli.md"] = command_page.command_page(manual, command_page.examples(program, ROOT), problems)
         made["errors.md"] = errors_page.errors_page(manual, problems)
     return made
 
