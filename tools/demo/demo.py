@@ -24,6 +24,7 @@ import offload_demo
 import remote_demo
 import server_demo
 import sessions_demo
+from demo_options import parse, what_happens
 from engine_child import DemoError, EngineProcess
 from networks import inside, two_networks
 from screen import MARK, Screen, size
@@ -32,108 +33,6 @@ from serving import ServerEnded
 HERE = Path(__file__).resolve().parent
 RIG = HERE.parents[1] / "tests/rig"
 _ENGINE_BYTES = 6 << 30  # of the machine's memory, where nothing else is said: the engine takes about half of them
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools/dev demo",
-        description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--model", type=Path, required=True, help=argparse.SUPPRESS)
-    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.txt", help="one prompt a line")
-    parser.add_argument("--max-tokens", type=int, default=72, help="of each answer")
-    parser.add_argument("--freeze-after", type=int, default=30, metavar="N", help="engine steps before the sleep")
-    parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="of the sleep")
-    parser.add_argument(
-        "--to",
-        choices=("host", "disk"),
-        default="disk",
-        help="disk: the process is killed and a new one wakes; host: the same process wakes",
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the sampled requests")
-    parser.add_argument(
-        "--dir", type=Path, default=None, help="where checkpoints are left; default: a new temporary folder"
-    )
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="SHARE",
-        help="of the machine's memory, as vLLM's own: what is left of it is for KV; without it about 6 GiB",
-    )
-    parser.add_argument(
-        "--gpu-path",
-        action="store_true",
-        help="vLLM as it runs on a GPU (model runner V2, async scheduling), on CPU tensors; a tiny random model",
-    )
-    parser.add_argument(
-        "--features",
-        action="store_true",
-        help="one request of each kind instead, in one engine: grammars, LoRA; "
-        "with --gpu-path grammars and speculation",
-    )
-    parser.add_argument(
-        "--server",
-        action="store_true",
-        help="show it with a server and its clients instead: drained with SIGTERM, taken up by the next one",
-    )
-    parser.add_argument(
-        "--offload",
-        action="store_true",
-        help="show the KV connector instead: a conversation returns when its KV was evicted, and to a new process",
-    )
-    parser.add_argument(
-        "--console",
-        action="store_true",
-        help="with the KV connector, and told as events: leaves a recording, pictures of the console and a page",
-    )
-    parser.add_argument(
-        "--remote",
-        action="store_true",
-        help="two engines share KV blocks through a Redis server; then the checkpoint goes to an S3 server, all files "
-        "here are removed, and it wakes from there elsewhere",
-    )
-    parser.add_argument(
-        "--sessions",
-        action="store_true",
-        help="show single chats instead: one is hibernated while its tool runs, then it moves to another engine that "
-        "serves, and its own is killed",
-    )
-    parser.add_argument(
-        "--conversation",
-        type=int,
-        default=1000,
-        metavar="TOKENS",
-        help="with --offload: how long the conversation is that returns",
-    )
-    parser.add_argument(
-        "--drain-at",
-        type=float,
-        default=0.4,
-        metavar="SHARE",
-        help="with --server: SIGTERM when the clients have this share of their answers",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    options = parser.parse_args(arguments)
-    modes = [
-        name
-        for name in ("gpu_path", "features", "server", "offload", "console", "remote", "sessions")
-        if getattr(options, name)
-    ]
-    if len(modes) > 1 and modes != ["gpu_path", "features"]:
-        named = " and ".join(f"--{name.replace('_', '-')}" for name in modes)
-        parser.error(f"{named} do not go together; leave one out")
-    if options.remote and options.to != "disk":
-        parser.error(f"--remote needs a checkpoint, and --to {options.to} writes none; leave it out")
-    if options.freeze_after < 1:
-        parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
-    if options.max_tokens < 2:
-        parser.error(f"--max-tokens is {options.max_tokens}; use 2 or more")
-    if not 200 <= options.conversation <= 1500:
-        parser.error(f"--conversation is {options.conversation}; use 200 to 1500")
-    if not 0 < options.drain_at < 1:
-        parser.error(f"--drain-at is {options.drain_at}; use more than 0 and less than 1")
-    return options
 
 
 def memory_share(asked: float | None) -> float | None:
@@ -176,19 +75,6 @@ def gpu_path(directory: Path) -> tuple[Path, dict[str, str]]:
     from rig.model import make_model
 
     return make_model(directory / "model"), rig.environment()
-
-
-def what_happens(options: argparse.Namespace) -> str:
-    """Return what this demo will show, in two sentences at most."""
-    if options.server:
-        return "8 steps: a server is drained in the middle of its clients' answers, and the next one goes on with them."
-    if options.offload:
-        return "5 steps: a long conversation returns after its KV was evicted, and to a new process; beside vLLM alone."
-    if options.sessions:
-        return "7 steps: a chat leaves its engine while others run, comes back, and moves to another engine; one forks."
-    asleep = "its process is killed, a new one" if options.to == "disk" else "the same process wakes and"
-    said = f"7 steps: an engine answers chats, and again with a sleep in the middle: {asleep} goes on."
-    return f"First two engines share KV. Then {said}" if options.remote else said
 
 
 def run(options: argparse.Namespace, screen: Screen) -> dict:

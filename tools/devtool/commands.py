@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from devtool import (
     testing,
     vllm_tests,
 )
+from devtool.durations import Step
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "asan-rest", "tsan", "tsan-rest", "fuzz")
@@ -110,7 +113,8 @@ def main(arguments: list[str], manual: str) -> int:
     if arguments[0] not in words:
         say(f"error: tools/dev has no word {arguments[0]!r}; there are {', '.join(words)}")
         return 2
-    if arguments[0] not in _HAVE_HELP and {"-h", "--help"} & set(arguments[1:]):
+    is_asked = {"-h", "--help"} & set(arguments[1:2] if arguments[0] == "python" else arguments[1:])
+    if is_asked and (arguments[0] not in _HAVE_HELP or arguments[0] == "python"):
         print(_part_of(manual, arguments[0]))
         return 0
     try:
@@ -124,13 +128,35 @@ def main(arguments: list[str], manual: str) -> int:
 
 def demo(arguments: list[str]) -> int:
     other, arguments = other_vllm.named(arguments)
-    python_path, model = setup.everything(portable=True)
+    asked = subprocess.run([sys.executable, ROOT / "tools/demo/demo_options.py", *arguments], stdout=subprocess.PIPE)
+    if {"-h", "--help"} & set(arguments) or asked.returncode != 0:  # needs nothing that is to be installed
+        sys.stdout.write(asked.stdout.decode())
+        return asked.returncode
+    say(f"tools/dev demo: {asked.stdout.decode().strip()} First it installs what is missing.")
+    name = _demo_name(arguments, other)
+    for line in setup.DURATIONS.plan([*setup.steps(portable=True), Step("the demo", (name,))]):
+        say(line)
+    python_path, model = setup.to_run(portable=True)
+    if "--console" in arguments:
+        setup.install_console(python_path)
     if "--remote" in arguments:
         setup.install_stores(python_path)
     if "--console" in arguments or "--remote" in arguments:
         os.environ["TORPOR_BINARY"] = str(inspector())
     python_path, env = with_vllm(other, python_path)
-    return subprocess.run([python_path, ROOT / "tools/demo/demo.py", "--model", model, *arguments], env=env).returncode
+    began = time.monotonic()
+    script = ROOT / "tools/demo/demo.py"
+    code = subprocess.run([python_path, script, "--model", model, *arguments], env=env).returncode
+    if code == 0:
+        setup.DURATIONS.remember(name, time.monotonic() - began)
+    return code
+
+
+def _demo_name(arguments: list[str], other: str | None) -> str:
+    """Return under which name the duration of such a demo is remembered: others take another time."""
+    kinds = ("server", "offload", "console", "remote", "sessions", "features", "gpu-path")
+    named = [kind for kind in kinds if f"--{kind}" in arguments]
+    return "-".join(["demo", *named, *([other] if other else [])])
 
 
 def with_vllm(other: str | None, python_path: Path) -> tuple[Path, dict[str, str]]:

