@@ -17,5 +17,6 @@ void bind_connector_worker(pybind11::module_& module);
 void bind_remote(pybind11::module_& module);
 void bind_events(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
+void bind_owner(pybind11::module_& module);
 
 }  // namespace torpor

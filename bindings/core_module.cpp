@@ -26,6 +26,7 @@ PYBIND11_MODULE(_core, module) {
   torpor::bind_connector(module);
   torpor::bind_connector_worker(module);
   torpor::bind_memory(module);
+  torpor::bind_owner(module);
   torpor::bind_events(module);
 #ifdef TORPOR_HAS_REMOTE
   torpor::bind_remote(module);

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user may set, in additional_config and in the environment: one description of each option."""
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,19 @@ def test_a_word_of_the_server_that_does_not_exist_is_named_with_the_nearest_one(
         serve.take_options(["MODEL", "--torpor-checkpoint-dirr=/d"])
     said = capsys.readouterr().err
     assert "there is no option --torpor-checkpoint-dirr; did you mean --torpor-checkpoint-dir?" in said
+
+
+def test_a_standby_has_the_directory_of_its_owner(monkeypatch, capsys, tmp_path):
+    for name in ("TORPOR_SERVER_STANDBY_OF", "TORPOR_CHECKPOINT_DIR"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    directory = str(tmp_path)
+    assert serve.take_options(["MODEL", "--torpor-standby-of", directory]) == ["MODEL"]
+    assert os.environ["TORPOR_CHECKPOINT_DIR"] == directory
+    serve.take_options(["MODEL", "--torpor-standby-of", directory, "--torpor-checkpoint-dir", f"{directory}/."])
+    with pytest.raises(SystemExit):
+        serve.take_options(["MODEL", "--torpor-standby-of", directory, "--torpor-checkpoint-dir", "/other"])
+    assert f"--torpor-standby-of {directory} and --torpor-checkpoint-dir /other differ" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", NAMES)

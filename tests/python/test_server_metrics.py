@@ -39,10 +39,10 @@ def test_counts_are_counters_and_amounts_and_facts_are_gauges():
     kinds = {name: family.type for name, family in families(registry).items()}
     assert {name for name, kind in kinds.items() if kind == "counter"} == {
         "torpor_operations", "torpor_moved_bytes", "torpor_requests_refused", "torpor_response_log_failures",
-        "torpor_automatic_operations", "torpor_task_failures", "torpor_responses_dropped",
+        "torpor_automatic_operations", "torpor_task_failures", "torpor_responses_dropped", "torpor_failovers",
     }  # fmt: skip
     assert {name for name, kind in kinds.items() if kind == "histogram"} == {
-        "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds",
+        "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds", "torpor_failover_seconds",
     }  # fmt: skip
     for name in ("torpor_response_log_bytes", "torpor_requests_queued", "torpor_start_requests", "torpor_build_info"):
         assert kinds[name] == "gauge"

@@ -238,6 +238,33 @@ def test_keys_that_cannot_be_used_end_the_start(tmp_path, told):
     assert len(told) == 1
 
 
+def test_a_standby_touches_nothing_that_its_owner_has(tmp_path, told):
+    held = open_log(tmp_path)
+    check(tmp_path, standby_of=str(tmp_path))  # where an owner's start would be refused
+    assert told[-1][1].startswith(f"torpor: standby of {tmp_path}: waits to take over from its owner; ")
+    assert [path.name for path in tmp_path.iterdir()] == ["answers"]
+    held.close()
+
+
+@pytest.mark.parametrize("other", [{"object_store": "file:///store"}, {"wake_from": "/checkpoint"}])
+def test_a_standby_goes_on_from_its_owners_directory_alone(other):
+    from torpor.vllm.server.settings import Settings
+
+    with pytest.raises(InvalidArgument, match="do not go together"):
+        Settings(standby_of="/directory", **other)
+
+
+def test_a_file_descriptor_that_does_not_listen_ends_the_start(tmp_path, told):
+    with open(tmp_path / "file", "w") as file, pytest.raises(InvalidArgument, match="is no socket"):
+        check(tmp_path, listen_fd=file.fileno())
+    with socket.socket() as quiet, pytest.raises(InvalidArgument, match="does not listen"):
+        quiet.bind(("127.0.0.1", 0))
+        check(tmp_path, listen_fd=quiet.fileno())
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        check(tmp_path, listen_fd=listening.fileno())
+        assert listening.getsockname()  # it was not closed
+
+
 def test_a_port_that_is_in_use_ends_the_start(tmp_path, told):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])

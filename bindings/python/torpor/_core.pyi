@@ -145,6 +145,24 @@ class FrontCall:
         """JSON."""
     def fail(self, code: str, what: str, next_step: str = '', state_changed: bool = False) -> None: ...
 
+class OwnerRecord:
+    """Names this process, and those that it has started, as the owner of a server's directory."""
+
+    def __init__(self, directory: str, term_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def beat(self) -> None:
+        """Give a heartbeat: several times a term."""
+
+class OwnerWatch:
+    """Follows the owner of a server's directory, from another process."""
+
+    def __init__(self, directory: str) -> None: ...
+    def end_owner(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """End what is left of the owner that was seen (SIGKILL). TimedOut: something lives on after these seconds."""
+    def wait(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> dict:
+        """Return how the owner is ("none", "serves", "ended", "silent"), its process and why: at once if it has
+        ended or is silent, else after these seconds.
+        """
+
 class ProgressFile:
     """How far a sleep or wake is, in a file that its processes are given as `progress`."""
 
@@ -178,6 +196,13 @@ class RankMemory:
         """Begin to bring up host memory for the first sleep, which waits for this on a GPU; else it has begun."""
     def states(self) -> dict:
         """The state of each tag."""
+
+class ReadAhead:
+    """Reads the blocks of a directory's newest checkpoint into the page cache."""
+
+    def __init__(self, directory: str, key_file: str | None, budget_bytes: int) -> None: ...
+    def follow(self) -> dict:
+        """Read what the newest checkpoint has and no earlier call has read. NotFound: there is none."""
 
 class RemoteHome:
     """What a server has in an object store, and who may go on with it."""

@@ -17,6 +17,7 @@ from itertools import pairwise
 from torpor.errors import Error, Unsupported
 from torpor.vllm.near_names import meant
 from torpor.vllm.options import Options, holds_memory_by
+from torpor.vllm.paths import expanded
 from torpor.vllm.server.settings import Settings, variable
 
 
@@ -111,10 +112,23 @@ def take_options(arguments: list[str]) -> list[str]:
         if value is not None:
             os.environ[variables[name]] = str(value)
     settings = Settings.from_environment()
+    _follow_owner(settings, parser)
     settings.admin()  # said now if it cannot be had, not after the engine's start
     if settings.checkpoint_interval_seconds > 0:
         os.environ.setdefault("TORPOR_INCREMENTAL", "1")
     return rest
+
+
+def _follow_owner(settings: Settings, parser: argparse.ArgumentParser) -> None:
+    """A standby has the owner's directory."""
+    if not settings.standby_of:
+        return
+    given = os.environ.setdefault("TORPOR_CHECKPOINT_DIR", settings.standby_of)
+    if os.path.realpath(expanded(given)) != os.path.realpath(settings.standby_of):
+        parser.error(
+            f"--torpor-standby-of {settings.standby_of} and --torpor-checkpoint-dir {given} differ: leave out "
+            "--torpor-checkpoint-dir"
+        )
 
 
 def _add(parser: argparse.ArgumentParser, name: str, default, text: str, choices: tuple[str, ...]) -> argparse.Action:

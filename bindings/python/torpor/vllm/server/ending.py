@@ -44,9 +44,11 @@ async def end(server) -> None:
 
 async def _end(server) -> None:
     began, before = time.monotonic(), server.state
-    begun = server.recorder is not None or not server.has_log
+    begun = before != "standby" and (server.recorder is not None or not server.has_log)
     running = server.running() if begun else 0
     server.enter("ending")
+    if server.listener is not None:
+        server.listener.close()  # who connects from now on waits there for the next server
     if begun and before != "failed":
         saving = server.tasks.run(_save_before_end(server, before))
         done, _ = await asyncio.wait({saving}, timeout=server.settings.sigterm_seconds)

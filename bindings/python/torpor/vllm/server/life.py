@@ -23,7 +23,7 @@ from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
 from torpor.vllm.progress import Watcher
-from torpor.vllm.server import access, ending, hosts, start, unlogged
+from torpor.vllm.server import access, ending, hosts, listening, owning, standby, start, unlogged
 from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
@@ -64,6 +64,7 @@ class Server:
         self.last_checkpoint: dict | None = None
         self.left_checkpoint: dict | None = None  # that the start passed over: it fits no more, and had no requests
         self.remote: Remote | None = None
+        self.standby: standby.Standby | None = None  # none unless it was started as one
         self.queued = 0
         self._console: str | None = None
         self._tenant_secret = access.tenant_secret(None)  # until the answers' own is known
@@ -72,6 +73,7 @@ class Server:
         self._moved = asyncio.Event()  # set, and replaced, at each change of the state
         self._adding = 0  # requests on their way into the engine
         self._slept_to = "host"  # the tier that it sleeps in, or that its last sleep wrote to
+        self.listener: asyncio.Server | None = None  # on the socket of --torpor-listen-fd
         self.tasks = Tasks(self.metrics.task_failed)
         self._automatic = Automatic(self)
         self.state = "starting"
@@ -105,12 +107,18 @@ class Server:
         try:
             await self._begin()
         except Error as problem:
-            self._fail(problem, isinstance(problem, WrongState) and await self._is_unrecoverable())
-            self.metrics.failed("wake", "disk")
-            logger.error("torpor: the server cannot go on with what it finds: %s", problem)
-            if self.remote is not None:
-                await self.remote.release()
+            await self.failed_to_go_on(problem)
         self.tasks.keep(lambda: ending.take_signals(self), "taking signals")
+        if self.settings.listen_fd > 0:
+            self.tasks.keep(lambda: listening.when_awake(self), "listening for clients")
+
+    async def failed_to_go_on(self, problem: Error) -> None:
+        """With what an earlier server left."""
+        self._fail(problem, isinstance(problem, WrongState) and await self._is_unrecoverable())
+        self.metrics.failed("wake", "disk")
+        logger.error("torpor: the server cannot go on with what it finds: %s", problem)
+        if self.remote is not None:
+            await self.remote.release()
 
     def _fail(self, problem: Error, unrecoverable: bool = False) -> None:
         self.problem, self._unrecoverable = problem, unrecoverable
@@ -142,7 +150,27 @@ class Server:
             raise Unsupported("several API servers or data parallel engines", "use one API server and one engine")
         self._automatic.check()
         fingerprint = await self.engine.torpor.call("fingerprint")
+        self._stock_add, self._stock_abort = self.engine.add_request, self.engine.abort
+        if self.settings.standby_of:
+            self.standby = standby.Standby(self, fingerprint)
+            await self.standby.begin()
+            self._take_requests()
+            self.enter("standby")
+            self.tasks.keep(self.standby.follow, "following the owner")
+            return
+        self._take_requests()
         await hosts.check_directory(self)
+        await self.own(fingerprint)
+
+    def _take_requests(self) -> None:
+        self.engine.add_request, self.engine.abort = self._add_request, self._abort
+
+    async def own(self, fingerprint: dict, parts: standby.Parts | None = None, wake=None) -> None:
+        """Own the directory, go on with what an earlier server left there, and serve.
+
+        parts: is told what has ended. wake: wakes an engine that sleeps, once the directory is this server's. Busy:
+        another server owns it; nothing was changed then.
+        """
         pulled = ""
         if self.settings.object_store:
             self.remote = Remote(self.settings, self.options)
@@ -153,14 +181,22 @@ class Server:
             self._begin_log(fingerprint, directory)
         elif directory is not None:
             self._directory = await asyncio.to_thread(unlogged.Directory, directory, fingerprint, self.options.key_file)
-        self._stock_add, self._stock_abort = self.engine.add_request, self.engine.abort
-        self.engine.add_request, self.engine.abort = self._add_request, self._abort
+        if directory is not None:
+            await owning.begin(self)
+        if parts is not None:
+            parts.end("log_read")
+        if wake is not None:
+            await wake()
+        if parts is not None:
+            parts.end("memory_woken")
         if self.has_log:
             self._end_unrestorable()
         if directory is not None:
             named = self.settings.wake_from or pulled
             await (start.wake(self, named) if self.has_log else unlogged.wake(self, named))
             self._reserve_adapter_numbers()
+        if parts is not None:
+            parts.end("requests_restored")
         self.metrics.ledger(await self.engine.torpor.call("ledger"))
         self.metrics.start_time.set(time.time())
         self.enter("awake")
@@ -246,6 +282,8 @@ class Server:
         self._automatic.used()
         if self.state == "awake":
             return None
+        if self.state in standby.STATES:
+            return self._refuse(f"the server is {self.state}: another one serves; ask that one, or again later")
         if self.state in ("failed", "ending"):
             return self._refuse(f"the server is {self.state}")
         if self.settings.new_requests == "refuse" and not self.settings.wake_on_request:
@@ -302,6 +340,8 @@ class Server:
         """Two operators do not mean the same; the server's own checkpoint is waited for."""
         if self.operation.locked() and not self._automatic.checkpointing:
             raise Busy(f"the server is {self.state}, another operation is in progress", "wait for that to end")
+        if self.state in standby.STATES:
+            raise WrongState(f"the server is {self.state}", "ask the server that serves; this one follows it")
         if self.state in ("failed", "ending"):
             raise WrongState(f"the server is {self.state}", str(self.problem) if self.problem else "start a new one")
         return self.operation

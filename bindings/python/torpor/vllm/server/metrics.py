@@ -16,7 +16,9 @@ from torpor import _core
 from torpor.vllm.server.tasks import TASKS
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
-STATES = ("starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending")
+STATES = (
+    "starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending", "standby", "taking over",
+)  # fmt: skip
 # Which tier a sleep or a checkpoint writes to, and a wake reads from.
 OPERATIONS = (
     ("sleep", "host"), ("sleep", "disk"), ("wake", "host"), ("wake", "disk"), ("wake", "response_log"),
@@ -141,6 +143,20 @@ class Metrics:
             "log alone; dropped: it had ended since; failed: it could not go on, and its client gets the reason.",
             ("result",),
             [(each,) for each in RESULTS],
+        )
+        self.failovers = of(
+            Counter,
+            "torpor_failovers",
+            "Take-overs of this server as the standby of another one. ok: it serves; lost: another server was faster; "
+            "failed: it could not go on, /torpor/ready says why.",
+            ("outcome",),
+            [(each,) for each in ("ok", "lost", "failed")],
+        )
+        self.failover_seconds = of(
+            Histogram,
+            "torpor_failover_seconds",
+            "Seconds from the moment at which a standby noticed the end or the silence of the owner until it served.",
+            buckets=_SECONDS,
         )
         self.checkpoint_time = of(
             Gauge,

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from torpor import _core
 from torpor.errors import Busy, Damaged, Error, Incompatible, InvalidArgument, NotFound, Unauthenticated
 from torpor.vllm.options import Options
-from torpor.vllm.server import unlogged
+from torpor.vllm.server import listening, unlogged
 from torpor.vllm.server.access import Access, client_keys
 from torpor.vllm.server.settings import Settings
 
@@ -40,6 +40,14 @@ def check(args: Namespace, options: Options, settings: Settings) -> None:
         logger.warning(
             "torpor: no --torpor-checkpoint-dir: nothing outlives this process, and SIGTERM ends the streams of "
             "clients; %s", keys,
+        )  # fmt: skip
+        return
+    if settings.listen_fd > 0:
+        listening.socket_of(settings.listen_fd).detach()
+    if settings.standby_of:  # the directory is its owner's, its lock too
+        logger.info(
+            "torpor: standby of %s: waits to take over from its owner; %s; %s; %s",
+            settings.standby_of, _sealing(options), keys, _drain(settings),
         )  # fmt: skip
         return
     answers = _answers(options.checkpoint_dir, options, settings)

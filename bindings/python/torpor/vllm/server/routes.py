@@ -183,7 +183,9 @@ def routes() -> APIRouter:
         }
         if life.recorder is not None:
             content["responses"] = life.recorder.answers.counts() | {"log_failures": life.recorder.failures}
-        if life.state in ("awake", "asleep"):  # otherwise the engine is busy, or gone
+        if life.standby is not None:
+            content["standby"] = life.standby.to_dict()
+        if life.state in ("awake", "asleep", "standby"):  # otherwise the engine is busy, or gone
             state = await life.engine.torpor.call("state")
             ledger = await life.engine.torpor.call("ledger")
             content |= {"engine": state, "ledger": ledger}

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, fields
 
 from torpor.errors import InvalidArgument
-from torpor.vllm.described import BYTES, NUMBER, SWITCH, TEXT, WHOLE, described, value_of
+from torpor.vllm.described import BYTES, NUMBER, PATH, SWITCH, TEXT, WHOLE, described, value_of
 
 _MOST_KEY_CHARACTERS = 4096
 
@@ -56,6 +56,24 @@ class Settings:
         30.0,
         NUMBER,
         "seconds without a heartbeat of this server after which another one may take over what it owns",
+    )
+    standby_of: str = _setting(
+        "",
+        PATH,
+        "the --torpor-checkpoint-dir of another server on this machine, which owns it. This server starts, sleeps with "
+        "its device memory released, and takes over when that one has ended or gave no heartbeat for its "
+        "--torpor-ownership-term-seconds",
+    )
+    standby_read_ahead_bytes: int = _setting(
+        4 << 30,
+        BYTES,
+        "most bytes of the owner's newest checkpoint that a standby reads ahead into the system's page cache; 0: none",
+    )
+    listen_fd: int = _setting(
+        0,
+        WHOLE,
+        "file descriptor of a socket that listens, from the process that started this server: clients are accepted "
+        "there, too, from the moment on when the server serves. torpor pair gives it; 0: none",
     )
     advertise_address: str = _setting(
         "",
@@ -187,6 +205,7 @@ class Settings:
     )
 
     def __post_init__(self):
+        self._check_standby()
         if self.response_log == "on":
             return
         for setting in fields(self):
@@ -196,6 +215,20 @@ class Settings:
                     f"{flag(setting)} {value} needs the response log, which --torpor-response-log off turns off",
                     f"leave out {flag(setting)}, or use --torpor-response-log on",
                 )
+
+    def _check_standby(self) -> None:
+        if not self.standby_of:
+            return
+        if self.object_store:
+            raise InvalidArgument(
+                "--torpor-standby-of and --torpor-object-store do not go together",
+                "leave out one: a standby goes on from the owner's own directory",
+            )
+        if self.wake_from:
+            raise InvalidArgument(
+                "--torpor-standby-of and --torpor-wake-from do not go together",
+                "leave out --torpor-wake-from: a standby wakes from the owner's newest checkpoint",
+            )
 
     @staticmethod
     def from_environment() -> Settings:

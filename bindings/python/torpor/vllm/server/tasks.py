@@ -13,7 +13,8 @@ logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own n
 # What the tasks are called in the log and, with _ for blanks, in torpor_task_failures_total.
 TASKS = (
     "taking signals", "syncing the log", "periodic checkpoints", "watching for idleness", "waking for a request",
-    "looking for deferred blocks", "keeping ownership", "answering a console", "ending",
+    "looking for deferred blocks", "keeping ownership", "answering a console", "ending", "giving heartbeats",
+    "following the owner", "listening for clients",
 )  # fmt: skip
 _RESTART_SECONDS = 1.0  # so that a loop that fails at once does not take the event loop for itself
 

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// Processes of this machine, seen from another one: which they are, whether they have ended, and their end.
+//
+// A number alone may be given to another process later. ProcessId has the start time, too, and Process holds a file
+// descriptor of the process (pidfd), so neither ever means another one.
+//
+// Threads: any.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/linux_file.h"
+#include "base/status.h"
+
+namespace torpor {
+
+struct ProcessId {
+  int32_t pid = 0;
+  uint64_t started = 0;  // clock ticks since the machine's start
+  friend bool operator==(const ProcessId&, const ProcessId&) = default;
+};
+
+// What a process number counts in: numbers of one space mean nothing in another one.
+struct ProcessSpace {
+  std::string boot;            // of the machine; another one after each start
+  uint64_t pid_namespace = 0;  // as containers have
+  friend bool operator==(const ProcessSpace&, const ProcessSpace&) = default;
+};
+// kIo: the system does not say (no /proc).
+Result<ProcessSpace> this_process_space();
+
+// kNotFound: there is none, or it has ended and nobody has waited for it yet.
+Result<ProcessId> find_process(int32_t pid);
+// Return the processes that `pid` started, and those that these started, and so on.
+std::vector<ProcessId> descendants_of(int32_t pid);
+// Return the words of its command line, separated by blanks; empty: it has ended, or is not ours to ask.
+std::string command_line(int32_t pid);
+
+class Process {
+ public:
+  // kNotFound: it has ended. kUnsupported: the kernel has no pidfd (before Linux 5.3).
+  static Result<Process> open(const ProcessId& id);
+  const ProcessId& id() const { return id_; }
+  bool ended() const;    // with all its threads; its parent need not have waited for it
+  bool stopped() const;  // by SIGSTOP or a debugger
+  // SIGKILL. No error where it has ended.
+  Status kill() const;
+
+ private:
+  friend std::optional<size_t> wait_for_end(std::span<const Process> processes, std::chrono::nanoseconds patience);
+  Process(const ProcessId& id, Descriptor fd) : id_(id), fd_(std::move(fd)) {}
+  ProcessId id_;
+  Descriptor fd_;
+};
+
+// Return as soon as one of these has ended, which one; or after `patience`, none.
+std::optional<size_t> wait_for_end(std::span<const Process> processes, std::chrono::nanoseconds patience);
+
+}  // namespace torpor

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A socket that listens already, from whoever started the server (--torpor-listen-fd).
+
+Two servers that share it never both accept: a standby begins when it serves, which is after the owner's end. Who
+connects while neither does waits in the socket's queue, and is answered by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+from os import fstat
+
+from torpor.errors import InvalidArgument
+
+_LOOK_SECONDS = 0.02
+
+
+def socket_of(fd: int) -> socket.socket:
+    """InvalidArgument: the file descriptor is not of a socket that listens."""
+    try:
+        if not stat.S_ISSOCK(fstat(fd).st_mode):
+            raise InvalidArgument(f"listen_fd is {fd}, which is no socket", "give a socket that listens")
+        found = socket.socket(fileno=fd)
+    except OSError as problem:
+        raise InvalidArgument(f"listen_fd is {fd}: {problem.strerror}", "give a socket that listens") from None
+    if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        found.detach()
+        raise InvalidArgument(f"listen_fd is {fd}, a socket that does not listen", "call listen() first")
+    return found
+
+
+async def when_awake(server) -> None:
+    """Accept clients on the socket from the moment on when the server serves."""
+    while server.state in ("starting", "standby", "taking over"):
+        await server.changed()
+    if server.state == "ending":
+        return
+    while not getattr(getattr(server.app_state, "server", None), "started", False):
+        await asyncio.sleep(_LOOK_SECONDS)
+    http = server.app_state.server  # vLLM's, of uvicorn
+
+    def connection(_loop=None):
+        return http.config.http_protocol_class(
+            config=http.config, server_state=http.server_state, app_state=http.lifespan.state, _loop=_loop
+        )
+
+    loop = asyncio.get_running_loop()
+    listening = socket_of(server.settings.listen_fd)
+    server.listener = await loop.create_server(
+        connection, sock=listening, ssl=http.config.ssl, backlog=http.config.backlog
+    )
+    http.servers.append(server.listener)  # closed with the others

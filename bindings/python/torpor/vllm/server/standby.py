@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that waits to take over from the one that owns its directory (--torpor-standby-of).
+
+It has started and taken its first steps, and sleeps with its weights in host memory: a wake copies them to the device,
+which is faster than any file is read. It follows the owner's record (engine/delivery/owner_record.h). When the owner
+has ended or is silent, it ends what is left of it, then asks for the lock of the response log like any server, wakes,
+and goes on from the newest checkpoint and the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+
+from vllm import SamplingParams
+from vllm.logger import init_logger
+
+from torpor import _core
+from torpor.errors import Busy, Error, InvalidArgument, NotEnoughRoom, NotFound
+
+logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
+
+STATES = ("standby", "taking over")
+_LOOK_SECONDS = 1.0  # one call of the watch, which returns at once when the owner ends
+_END_SECONDS = 60.0  # for the owner's processes to end after SIGKILL: a device driver may take its time
+_ROOM_SECONDS = 60.0  # for the device to have the memory that the owner had
+_ROOM_RETRY_SECONDS = 0.05
+# First steps of greedy and of seeded sampling: what vLLM compiles or makes when it is first used, it has then.
+_FIRST_STEPS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95, "seed": 1})
+
+
+class Standby:
+    """Of one life.Server, in its event loop."""
+
+    def __init__(self, server, fingerprint: dict):
+        directory, owners = server.options.checkpoint_dir, server.settings.standby_of
+        if not directory or os.path.realpath(directory) != os.path.realpath(owners):
+            raise InvalidArgument(
+                f"standby of {owners}, with the directory {directory}",
+                "give the owner's --torpor-checkpoint-dir as both",
+            )
+        self._server, self._fingerprint = server, fingerprint
+        self._watch = _core.OwnerWatch(server.options.checkpoint_dir)
+        self._ahead = _core.ReadAhead(
+            server.options.checkpoint_dir, server.options.key_file, server.settings.standby_read_ahead_bytes
+        )
+        self._said = ""
+        self.owner: dict = {"state": "none", "pid": 0, "why": "not looked yet"}
+        self.read_ahead: dict = {"checkpoint": "", "bytes": 0, "ahead_bytes": 0, "read_bytes": 0}
+        self.failover: dict | None = None  # from whom, why and how fast; None: it has not
+
+    def to_dict(self) -> dict:
+        return {"owner": self.owner, "read_ahead": self.read_ahead, "failover": self.failover}
+
+    async def begin(self) -> None:
+        """Take first steps, then sleep. From then on the owner is followed."""
+        server = self._server
+        await asyncio.to_thread(self._watch.wait, 0)  # an owner that ends before this one sleeps has been seen
+        for sampling in _FIRST_STEPS:
+            parameters = SamplingParams(max_tokens=2, **sampling)
+            async for _ in server.engine.generate({"prompt_token_ids": [1, 2, 3]}, parameters, uuid.uuid4().hex):
+                pass
+        await server.engine.reset_prefix_cache()
+        report = await server.engine.sleep(1, preserve_state=True)
+        server.metrics.record("sleep", "host", report)
+        logger.info(
+            "torpor: standby of %s; %.1f MB of device memory released", server.options.checkpoint_dir,
+            report.freed_bytes / 1e6,
+        )  # fmt: skip
+
+    async def follow(self) -> None:
+        """Return when this server has taken over, or has failed to."""
+        while self._server.state == "standby":
+            self.owner = await asyncio.to_thread(self._watch.wait, _LOOK_SECONDS)
+            if self.owner["state"] in ("ended", "silent"):
+                await self._take_over()
+            elif self.owner["state"] == "none":
+                self._say(f"no owner to take over from: {self.owner['why']}")
+                await asyncio.sleep(_LOOK_SECONDS / 10)
+            else:
+                self._say(f"follows process {self.owner['pid']}")
+                await self._read_ahead()
+
+    def _say(self, what: str) -> None:
+        if what != self._said:
+            self._said = what
+            logger.info("torpor: standby of %s: %s", self._server.options.checkpoint_dir, what)
+
+    async def _read_ahead(self) -> None:
+        try:
+            self.read_ahead = await asyncio.to_thread(self._ahead.follow)
+        except NotFound:
+            pass  # no checkpoint yet, or one that was just retired
+        except Error as problem:
+            self._say(f"the newest checkpoint is not read ahead: {problem}")
+
+    async def _take_over(self) -> None:
+        server, owner = self._server, self.owner
+        logger.warning("torpor: taking over from process %s: %s", owner["pid"], owner["why"])
+        server.enter("taking over")
+        parts = Parts()
+        async with server.operation:
+            try:
+                await asyncio.to_thread(self._watch.end_owner, _END_SECONDS)
+                parts.end("owner_ended")
+                await server.own(self._fingerprint, parts, self._wake)
+            except Busy as problem:  # another server was faster, and is the owner now
+                logger.warning("torpor: not taken over: %s", problem)
+                server.metrics.failovers.labels("lost").inc()
+                return server.enter("standby")
+            except Error as problem:
+                server.metrics.failovers.labels("failed").inc()
+                return await server.failed_to_go_on(problem)
+        self.failover = {
+            "process": owner["pid"], "why": owner["why"], "time": time.time(), "noticed_at": parts.began,
+            "seconds": parts.seconds(), "parts": parts.ended,
+        }  # fmt: skip
+        server.metrics.failovers.labels("ok").inc()
+        server.metrics.failover_seconds.observe(parts.seconds())
+        logger.info(
+            "torpor: taken over in %.3f s (%s)", parts.seconds(),
+            ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.ended.items()),
+        )  # fmt: skip
+
+    async def _wake(self) -> None:
+        """With the memory that the owner had: a driver may release it a moment after the process has ended."""
+        deadline = time.monotonic() + _ROOM_SECONDS
+        while True:
+            try:
+                report = await self._server.engine.wake_up()
+                break
+            except NotEnoughRoom:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_ROOM_RETRY_SECONDS)
+        self._server.metrics.record("wake", "host", report)
+
+
+class Parts:
+    """How long each part of a take-over took, in its order."""
+
+    def __init__(self) -> None:
+        self.began = self._last = time.monotonic()
+        self.ended: dict[str, float] = {}
+
+    def end(self, part: str) -> None:
+        now = time.monotonic()
+        self.ended[part], self._last = now - self._last, now
+
+    def seconds(self) -> float:
+        return self._last - self.began

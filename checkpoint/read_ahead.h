@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// ReadAhead: the KV blocks of a directory's newest checkpoint, read into the system's page cache before they are
+// needed.
+//
+// For a process that follows the checkpoints that another one writes, and is to wake from the newest of them: its wake
+// then takes the bytes from memory (FileIo::kCached) and verifies them there, as ever. Nothing is kept here but which
+// bytes were read: of an incremental checkpoint only the new ones are read.
+//
+// Threads: one at a time. Nothing here writes, and no lock is taken.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "base/file_system.h"
+#include "base/seal.h"
+#include "base/status.h"
+
+namespace torpor {
+
+struct ReadAheadReport {
+  std::string checkpoint;    // path of the newest one
+  uint64_t bytes = 0;        // of its blocks, as stored
+  uint64_t ahead_bytes = 0;  // of those that were read, by this call or before
+  uint64_t read_bytes = 0;   // by this call
+};
+
+class ReadAhead {
+ public:
+  // `budget`: most bytes of one checkpoint.
+  ReadAhead(FileSystem& file_system, std::string directory, std::shared_ptr<const Key> key, uint64_t budget)
+      : file_system_(file_system), directory_(std::move(directory)), key_(std::move(key)), budget_(budget) {}
+
+  // Read what the newest checkpoint has and no earlier call has read. kNotFound: there is none, or it was removed
+  // meanwhile. Other errors: open_latest(), and of its files.
+  Result<ReadAheadReport> follow();
+
+ private:
+  using Place = std::pair<SealId, uint64_t>;  // the checkpoint that wrote the file, and the offset there
+
+  FileSystem& file_system_;
+  const std::string directory_;
+  const std::shared_ptr<const Key> key_;
+  const uint64_t budget_;
+  SealId newest_{};
+  ReadAheadReport last_;
+  std::set<Place> ahead_;
+};
+
+}  // namespace torpor

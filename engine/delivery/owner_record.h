@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which processes own a server's directory, for a second server on the same machine that is to take over from them.
+//
+// The owner is the server that holds the lock of the response log. It writes one page, OWNER, beside the log: its
+// processes, its term, and a heartbeat, a number that grows while it serves. OwnerWatch follows that page, and ends
+// what is left of the owner. The lock alone decides who may write: whoever takes over ends the owner first, and then
+// asks for the lock like any server.
+//
+// Threads: one at a time.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/file_system.h"
+#include "base/process.h"
+#include "base/status.h"
+
+namespace torpor {
+
+// The owner's side. Precondition of all: this process holds the lock of the response log in `directory`/answers.
+class OwnerRecord {
+ public:
+  // Names this process, and those that it has started, as the owner. `directory`: the server's. `term`: without a
+  // heartbeat for so long, another server may end this one. kResourceExhausted: too many processes for the page.
+  static Result<std::unique_ptr<OwnerRecord>> begin(FileSystem& file_system, const std::string& directory,
+                                                    std::chrono::nanoseconds term);
+  // Give a heartbeat: several times a term, from the thread that serves.
+  Status beat();
+
+ private:
+  explicit OwnerRecord(std::unique_ptr<File> file) : file_(std::move(file)) {}
+  std::unique_ptr<File> file_;
+  uint64_t beats_ = 0;
+};
+
+enum class OwnerState {
+  kNone,    // nobody owns the directory, or somebody whom this process cannot see; `why` says so
+  kServes,  // its processes live, and it gives its heartbeat
+  kEnded,   // it was seen alive, and a process of it has ended
+  kSilent,  // it lives, without a heartbeat for a term, or with a process that is stopped for a term
+};
+
+struct OwnerLook {
+  OwnerState state = OwnerState::kNone;
+  int32_t pid = 0;  // of the server; 0: there is none
+  std::string why;
+};
+
+// The side of the one that is to take over.
+class OwnerWatch {
+ public:
+  OwnerWatch(FileSystem& file_system, const Clock& clock, std::string directory)
+      : file_system_(file_system), clock_(clock), directory_(std::move(directory)) {}
+
+  // Return how the owner is: at once if it has ended or is silent, else after `patience`. An owner that had ended
+  // before the first look is none. Errors: of the file OWNER.
+  Result<OwnerLook> wait(std::chrono::nanoseconds patience);
+  // End what is left of the owner that was seen, and of what it has started since (SIGKILL); return when all of it is
+  // gone. kTimeout: something lives on after `patience`. kUnavailable: another process still writes checkpoints into
+  // the directory.
+  Status end_owner(std::chrono::nanoseconds patience);
+
+ private:
+  Status find_owner();
+  Status see_heartbeat();
+  std::optional<OwnerLook> ended(std::chrono::nanoseconds patience) const;
+  std::optional<OwnerLook> silent() const;
+
+  FileSystem& file_system_;
+  const Clock& clock_;
+  const std::string directory_;
+  std::vector<Process> processes_;  // of the owner; the server is the first. Empty: there is none
+  std::string why_none_;
+  std::chrono::nanoseconds term_{0};
+  uint64_t beats_ = 0;
+  std::chrono::nanoseconds looked_{0};                               // when the owner was last looked at
+  std::chrono::nanoseconds beat_at_{0};                              // when its heartbeat was last seen to grow
+  std::vector<std::optional<std::chrono::nanoseconds>> stopped_at_;  // since when each process is stopped
+};
+
+}  // namespace torpor

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+// The owner of a server's directory as its standby sees it: alive, ended, stopped, silent; and that two processes never
+// write the same directory.
+#include "engine/delivery/owner_record.h"
+
+#include <array>
+#include <csignal>
+#include <functional>
+#include <optional>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fmt/core.h>
+
+#include "base/watched_file_system.h"
+#include "checkpoint/checkpoint_manager.h"
+#include "checkpoint/read_ahead.h"
+#include "tests/engine/delivery/delivery_log_scene.h"
+#include "tests/support/written_checkpoint.h"
+
+namespace torpor {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using test::asked;
+using test::DeliveryLogTest;
+using test::failed_with;
+using test::given;
+using test::succeeded;
+using test::value_of;
+
+// A child process, which is gone at the latest with its owner.
+class Child {
+ public:
+  explicit Child(const std::function<void(const Child&)>& life) {
+    EXPECT_EQ(::pipe(ends_.data()), 0);
+    pid_ = ::fork();
+    if (pid_ != 0) return;
+    life(*this);
+    ::_exit(0);
+  }
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+  ~Child() {
+    (void)::kill(pid_, SIGKILL);
+    (void)wait();
+    for (const int end : ends_) (void)::close(end);
+  }
+  pid_t pid() const { return pid_; }
+  void say(char word) const { (void)!::write(ends_[1], &word, 1); }
+  char hear() const {
+    char word = 0;
+    (void)!::read(ends_[0], &word, 1);
+    return word;
+  }
+  // What it has said so far; it must not run meanwhile.
+  std::string said() {
+    (void)::close(std::exchange(ends_[1], -1));
+    std::string words;
+    for (char word = 0; ::read(ends_[0], &word, 1) == 1;) words += word;
+    return words;
+  }
+  // Until it is stopped or has ended. Return its status.
+  int wait(int flags = 0) {
+    if (!status_) {
+      int status = 0;
+      if (::waitpid(pid_, &status, flags) == pid_ && WIFSTOPPED(status)) return status;
+      status_ = status;
+    }
+    return *status_;
+  }
+
+ private:
+  std::array<int, 2> ends_{};
+  pid_t pid_ = 0;
+  std::optional<int> status_;
+};
+
+class OwnerRecordTest : public DeliveryLogTest {
+ protected:
+  static constexpr milliseconds kTerm{200};
+  OwnerWatch watch() { return {linux_file_system(), system_clock(), directory_.path()}; }
+  // One that owns the directory and gives a heartbeat until it is told otherwise by a signal.
+  std::unique_ptr<Child> owner(bool beats = true) {
+    auto child = std::make_unique<Child>([&](const Child& self) {
+      const auto answers = value_of(DeliveryLog::open(linux_file_system(), options()));
+      const auto record = value_of(OwnerRecord::begin(linux_file_system(), directory_.path(), kTerm));
+      self.say('o');
+      while (true) {
+        if (beats && !record->beat()) self.say('!');
+        ::usleep(5000);
+      }
+    });
+    EXPECT_EQ(child->hear(), 'o');
+    return child;
+  }
+};
+
+TEST_F(OwnerRecordTest, WithoutARecordThereIsNoOwner) {
+  OwnerWatch standby = watch();
+  EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kNone);
+  EXPECT_EQ(value_of(standby.wait(milliseconds(0))).why, "no server has named itself as the owner");
+}
+
+TEST_F(OwnerRecordTest, AnOwnerThatEndsIsNoticedAtOnceAndMayBeFollowed) {
+  const std::unique_ptr<Child> child = owner();
+  OwnerWatch standby = watch();
+  const OwnerLook look = value_of(standby.wait(2 * kTerm));
+  EXPECT_EQ(look.state, OwnerState::kServes) << look.why;
+  EXPECT_EQ(look.pid, child->pid());
+  ASSERT_EQ(::kill(child->pid(), SIGKILL), 0);
+  const OwnerLook end = value_of(standby.wait(seconds(60)));
+  EXPECT_EQ(end.state, OwnerState::kEnded);
+  EXPECT_EQ(end.why, fmt::format("its server has ended (process {})", child->pid()));
+  EXPECT_SUCCEEDS(standby.end_owner(seconds(60)));
+  EXPECT_NE(open(), nullptr);
+  EXPECT_EQ(value_of(watch().wait(milliseconds(0))).why, "the last owner has ended");
+}
+
+TEST_F(OwnerRecordTest, AStoppedOwnerKeepsTheLockUntilItIsEnded) {
+  const std::unique_ptr<Child> child = owner();
+  OwnerWatch standby = watch();
+  ASSERT_EQ(value_of(standby.wait(milliseconds(1))).state, OwnerState::kServes);
+  ASSERT_EQ(::kill(child->pid(), SIGSTOP), 0);
+  const OwnerLook look = value_of(standby.wait(seconds(60)));
+  EXPECT_EQ(look.state, OwnerState::kSilent);
+  EXPECT_EQ(look.why, fmt::format("its server (process {}) is stopped and gave no heartbeat for 0.2 s", child->pid()));
+  EXPECT_TRUE(failed_with(DeliveryLog::open(linux_file_system(), options()), Code::kUnavailable));
+  EXPECT_SUCCEEDS(standby.end_owner(seconds(60)));
+  EXPECT_EQ(WTERMSIG(child->wait()), SIGKILL);
+  EXPECT_NE(open(), nullptr);
+}
+
+TEST_F(OwnerRecordTest, AnOwnerThatGivesNoHeartbeatIsSilent) {
+  const std::unique_ptr<Child> child = owner(/*beats=*/false);
+  OwnerWatch standby = watch();
+  const OwnerLook look = value_of(standby.wait(seconds(60)));
+  EXPECT_EQ(look.state, OwnerState::kSilent);
+  EXPECT_EQ(look.why, fmt::format("its server (process {}) gave no heartbeat for 0.2 s", child->pid()));
+}
+
+// Of a machine that stood still, the standby may be the first that runs again.
+TEST_F(OwnerRecordTest, ATimeInWhichTheStandbyDidNotLookIsNoSilence) {
+  const std::unique_ptr<Child> child = owner(/*beats=*/false);
+  test::TwoClocks clock;
+  OwnerWatch standby(linux_file_system(), clock, directory_.path());
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kServes) << i;
+    clock.pass(100);
+  }
+  clock.pass(0.04);
+  EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kServes);  // a gap of 100 s
+  for (int i = 0; i < 4; ++i) {
+    clock.pass(0.04);
+    EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kServes) << i;
+  }
+  clock.pass(0.04);
+  EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kSilent);
+}
+
+TEST_F(OwnerRecordTest, WhatTheOwnerStartedEndsWithIt) {
+  const Child child([&](const Child& self) {
+    const auto answers = value_of(DeliveryLog::open(linux_file_system(), options()));
+    const auto start = [&] {
+      if (::fork() != 0) return;
+      while (true) ::pause();
+    };
+    start();
+    const auto record = value_of(OwnerRecord::begin(linux_file_system(), directory_.path(), seconds(60)));
+    self.say('o');
+    start();  // the record does not name it
+    self.say('o');
+    while (true) ::pause();
+  });
+  ASSERT_EQ(child.hear(), 'o');
+  OwnerWatch standby = watch();
+  ASSERT_EQ(value_of(standby.wait(milliseconds(1))).state, OwnerState::kServes);
+  ASSERT_EQ(child.hear(), 'o');
+  std::vector<Process> started;
+  for (const ProcessId& id : descendants_of(child.pid())) started.push_back(value_of(Process::open(id)));
+  ASSERT_EQ(started.size(), 2U);
+  // The log's lock is held by the copies of its descriptor, too: they must be gone before it is asked for.
+  ASSERT_EQ(::kill(started[0].id().pid, SIGKILL), 0);
+  EXPECT_EQ(value_of(standby.wait(seconds(60))).state, OwnerState::kEnded);
+  EXPECT_SUCCEEDS(standby.end_owner(seconds(60)));
+  for (const Process& process : started) EXPECT_TRUE(process.ended());
+  EXPECT_NE(open(), nullptr);
+}
+
+TEST_F(OwnerRecordTest, AProcessThatGotTheNumberOfTheOwnerIsLeftAlone) {
+  const ProcessId self = value_of(find_process(::getpid()));
+  EXPECT_TRUE(failed_with(Process::open({.pid = self.pid, .started = self.started + 1}), Code::kNotFound));
+  const Result<Process> same = Process::open(self);
+  ASSERT_TRUE(same);
+  EXPECT_FALSE(same->ended());
+  EXPECT_FALSE(same->stopped());
+}
+
+TEST_F(OwnerRecordTest, ARecordThatIsHalfWrittenNamesNobody) {
+  const std::unique_ptr<Child> child = owner();
+  Bytes page = read(directory_ / "answers/OWNER");
+  page[100] ^= 1;
+  write(directory_ / "answers/OWNER", page);
+  EXPECT_EQ(value_of(watch().wait(milliseconds(0))).state, OwnerState::kNone);
+  page.resize(100);
+  write(directory_ / "answers/OWNER", page);
+  EXPECT_EQ(value_of(watch().wait(milliseconds(0))).state, OwnerState::kNone);
+}
+
+// The owner's life as its files see it: it records, begins a new file of the log, and writes a checkpoint. Each word is
+// said when what it stands for is done.
+void write_all(FileSystem& files, const std::string& directory, DeliveryLogOptions options, const Child& self) {
+  const auto answers = value_of(DeliveryLog::open(files, std::move(options)));
+  const auto record = value_of(OwnerRecord::begin(files, directory, milliseconds(20)));
+  EXPECT_SUCCEEDS(answers->start(asked("a")));
+  self.say('a');
+  EXPECT_SUCCEEDS(answers->step({given("a", 0, {1}, "x")}));
+  self.say('x');
+  EXPECT_SUCCEEDS(record->beat());
+  EXPECT_SUCCEEDS(answers->rotate());
+  EXPECT_SUCCEEDS(answers->step({given("a", 1, {2}, "y")}));
+  self.say('y');
+  EXPECT_SUCCEEDS(answers->sync());
+  const auto checkpoints = value_of(CheckpointManager::open(files, directory));
+  PendingCheckpoint pending = value_of(checkpoints->begin(0));
+  EXPECT_SUCCEEDS(pending.write_state(test::example_checkpoint()));
+  EXPECT_SUCCEEDS(pending.commit());
+  self.say('c');
+  EXPECT_SUCCEEDS(answers->step({given("a", 2, {3}, "z")}));
+  self.say('z');
+  ::_exit(0);  // with all that it holds
+}
+
+// Stopped at any call of a file, in the middle of a record, a new file or a checkpoint, the owner still holds what it
+// locked, and its standby gets nothing before it has ended it. Then all is there that was acknowledged.
+TEST_F(OwnerRecordTest, AnOwnerThatIsStoppedAtAnyCallOfAFileIsEndedBeforeItsStandbyWrites) {
+  int stopped = 0, in_checkpoint = 0;
+  for (int call = 1;; ++call) {
+    const test::TemporaryDirectory place;
+    DeliveryLogOptions log = options();
+    log.directory = place / "answers";
+    Child child([&](const Child& self) {
+      int calls = 0;
+      const auto files = make_watched_file_system(linux_file_system(), [&](std::string_view, const std::string&) {
+        if (++calls == call) (void)::raise(SIGSTOP);
+        return ok();
+      });
+      write_all(*files, place.path(), log, self);
+    });
+    const int status = child.wait(WUNTRACED);
+    if (!WIFSTOPPED(status)) {
+      ASSERT_EQ(status, 0);
+      break;
+    }
+    OwnerWatch standby(linux_file_system(), system_clock(), place.path());
+    const OwnerLook look = value_of(standby.wait(seconds(60)));
+    if (look.state == OwnerState::kNone) continue;  // it had not named itself yet: nobody takes over from it
+    ASSERT_EQ(look.state, OwnerState::kSilent) << call;
+    ++stopped;
+    ASSERT_TRUE(failed_with(DeliveryLog::open(linux_file_system(), log), Code::kUnavailable)) << call;
+    const auto checkpoints = value_of(CheckpointManager::open(linux_file_system(), place.path()));
+    if (const auto begun = checkpoints->begin(0); !begun) {
+      ASSERT_TRUE(failed_with(begun, Code::kUnavailable)) << call;
+      ++in_checkpoint;
+    }
+    ASSERT_TRUE(succeeded(standby.end_owner(seconds(60)))) << call;
+    ASSERT_EQ(WTERMSIG(child.wait()), SIGKILL);
+    const std::string said = child.said();
+    const auto answers = value_of(DeliveryLog::open(linux_file_system(), log));
+    std::string given;
+    for (const char word : said) {
+      if (word >= 'x') given += word;
+    }
+    const std::optional<Answer> answer = answers->get("a");
+    ASSERT_EQ(answer.has_value() || said.empty(), true) << call;
+    const std::string text = answer ? answer->text : "";
+    ASSERT_TRUE(text.starts_with(given)) << call << ": " << text << ", " << given;
+    ASSERT_TRUE(succeeded(answers->sync()));
+    const size_t committed = value_of(checkpoints->list()).size();
+    ASSERT_GE(committed, said.find('c') == std::string::npos ? 0U : 1U) << call;
+    ASSERT_TRUE(succeeded(checkpoints->begin(0))) << call;
+  }
+  std::printf(
+      "proof: an owner stopped at %d calls of a file, %d of them in a checkpoint: ended before its standby "
+      "wrote\n",
+      stopped, in_checkpoint);
+  EXPECT_GT(stopped, 30);
+  EXPECT_GT(in_checkpoint, 10);
+}
+
+}  // namespace
+}  // namespace torpor

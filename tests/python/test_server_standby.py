@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two servers of one directory: when the owner was killed or stopped its standby goes on. No request is lost, and no
+client gets a token twice."""
+
+import asyncio
+import os
+import signal
+import time
+
+import httpx
+import pytest
+from conftest import IN_PROOF
+from servers import ALICE, Client, Reading, make_server, of, samples, sampling
+from serving import command_of, descendants
+
+pytestmark = pytest.mark.slow
+
+CLIENTS, TOKENS, TERM_SECONDS = 6, 120, 2.0
+HEADERS = {"Authorization": f"Bearer {ALICE}"}
+SECONDS = 120  # that something may take that happens
+TAKE_OVERS = 200 if IN_PROOF else 3
+
+
+class Pair:
+    """A server that owns its directory, and its standby. Whichever ended comes back as the new standby."""
+
+    def __init__(self, model, folder, *options: str):
+        self.directory = folder / "torpor"
+        options = ("--torpor-checkpoint-interval-seconds", "1", *options)
+        options += ("--torpor-ownership-term-seconds", f"{TERM_SECONDS}")
+        self.owner, self.standby = (
+            make_server(model, self.directory, *options, name=name) for name in ("first", "second")
+        )
+
+    def start(self) -> None:
+        """The standby first: it sleeps when the owner takes memory."""
+        self.start_standby()
+        self.owner.start()
+        self.owner.wait_until_ready()
+        until_state(self.standby, lambda state: state["standby"]["owner"]["state"] == "serves")
+
+    def start_standby(self) -> None:
+        self.standby.start(["--torpor-standby-of", str(self.directory)])
+        until_state(self.standby, lambda state: state["state"] == "standby")
+
+    def taken_over(self) -> dict:
+        """Wait until the standby serves. Return how it took over, once the processes of the owner have ended."""
+        state = until_state(self.standby, lambda state: state["state"] == "awake")
+        self.owner.stop()
+        self.owner, self.standby = self.standby, self.owner
+        return state["standby"]["failover"]
+
+    def stop(self) -> None:
+        self.standby.stop()
+        self.owner.stop()
+
+
+def until_state(server, condition) -> dict:
+    """Ask a server for its state until that is as `condition` wants it. Return it."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        assert server.running() and time.monotonic() < deadline, server.end_of_log()
+        try:
+            state = httpx.get(f"{server.url}/torpor/state", headers=HEADERS, timeout=5).json()
+            assert state["state"] != "failed", state
+            if condition(state):
+                return state
+        except httpx.TransportError:
+            pass
+        time.sleep(0.02)
+
+
+def processes_of(server) -> dict[str, list[int]]:
+    """What a fault can hit."""
+    family = descendants(server.pid)
+    core = [pid for pid in family if "EngineCore" in command_of(pid)]
+    assert core
+    return {"front end": [server.pid], "engine core": core, "all": [server.pid, *core]}
+
+
+FAULTS = [
+    ("all", signal.SIGKILL),
+    ("engine core", signal.SIGSTOP),
+    ("front end", signal.SIGKILL),
+    ("engine core", signal.SIGKILL),
+    ("front end", signal.SIGSTOP),
+    ("all", signal.SIGSTOP),
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model, tmp_path_factory):
+    pair = Pair(tiny_model, tmp_path_factory.mktemp("standby"))
+    try:
+        pair.start()
+        yield pair
+    finally:
+        pair.stop()
+
+
+async def everybody(clients: Client, prefix: str) -> tuple[list[Reading], asyncio.Future]:
+    readings = [Reading(f"{prefix}-{number}") for number in range(CLIENTS)]
+    chats = [
+        clients.chat(reading, f"Write note {number}.", **sampling(number, TOKENS))
+        for number, reading in enumerate(readings)
+    ]
+    return readings, asyncio.gather(*chats)
+
+
+async def hit(pair: Pair, expected: list[str], prefix: str, what: str, fault: signal.Signals) -> dict:
+    """Let the owner be hit in the middle of its answers. Return how its standby took over."""
+    client = Client(pair.owner.url, ALICE)
+    client.also_at.append(pair.standby.url)
+    try:
+        readings, answering = await everybody(client, prefix)
+        while sum(len(reading.text) for reading in readings) < 0.4 * sum(map(len, expected)):
+            await asyncio.sleep(0.005)
+        victims = processes_of(pair.owner)[what]
+        for pid in victims:
+            os.kill(pid, fault)
+        how = await asyncio.to_thread(pair.taken_over)
+        await answering
+        assert [reading.text for reading in readings] == expected
+        assert any(reading.taken_up_at for reading in readings)
+        for reading in readings:
+            whole = await asyncio.to_thread(
+                httpx.get, f"{pair.owner.url}/torpor/requests/{reading.request_id}", headers=HEADERS
+            )
+            choice = whole.json()["choices"][0]
+            assert (choice["text"], choice["state"]) == (reading.text, "finished")
+        return how
+    finally:
+        await client.close()
+
+
+@pytest.mark.longer
+def test_a_standby_goes_on_whatever_ends_or_stops_the_owner(pair):
+    async def scene():
+        client = Client(pair.owner.url, ALICE)
+        readings, answering = await everybody(client, "undisturbed")
+        await answering
+        await client.close()
+        expected = [reading.text for reading in readings]
+        for number in range(TAKE_OVERS):
+            what, fault = FAULTS[number % len(FAULTS)]
+            owner = pair.owner.pid
+            how = await hit(pair, expected, f"hit-{number}", what, fault)
+            assert how["process"] == owner
+            word = "has ended" if fault == signal.SIGKILL else "is stopped" if what != "front end" else "for 2 s"
+            assert word in how["why"], how
+            assert how["seconds"] == pytest.approx(sum(how["parts"].values()))
+            print("took over:", what, fault.name, how)
+            await asyncio.to_thread(pair.start_standby)
+
+    asyncio.run(scene())
+
+
+def test_a_standby_refuses_requests_and_operations_and_says_what_it_follows(pair):
+    state = until_state(pair.standby, lambda state: state["standby"]["owner"]["state"] == "serves")
+    assert state["standby"]["owner"]["pid"] == pair.owner.pid
+    assert set(state["engine"]["tags"].values()) == {"detached"} or "attached" not in state["engine"]["tags"].values()
+    chat = {"model": "model", "messages": [{"role": "user", "content": "Hello"}]}
+    with httpx.Client(base_url=pair.standby.url, headers=HEADERS, timeout=30) as client:
+        refused = client.post("/v1/chat/completions", json=chat)
+        assert refused.status_code == 503 and "another one serves" in refused.text and "Retry-After" in refused.headers
+        assert client.get("/health").status_code == 200
+        ready = client.get("/torpor/ready")
+        assert ready.status_code == 503 and ready.json()["state"] == "standby"
+        assert client.get("/torpor/requests/any").status_code == 503
+        counted = samples(client.get("/metrics").text)
+        assert counted["torpor_state", of(state="standby")] == 1
+    with httpx.Client(base_url=pair.standby.url, headers={"Authorization": "Bearer demo-admin"}) as admin:
+        for route in ("/sleep", "/wake_up", "/torpor/checkpoint"):
+            refused = admin.post(route)
+            assert refused.status_code == 409 and "standby" in refused.text, refused.text
