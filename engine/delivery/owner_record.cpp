@@ -123,11 +123,11 @@ Result<OwnerLook> OwnerWatch::wait(std::chrono::nanoseconds patience) {
   return try_catch([&]() -> Result<OwnerLook> {
     const auto until = clock_.now() + patience;
     while (true) {
-      if (processes_.empty()) TORPOR_RETURN_IF_ERROR(find_owner());
-      const auto left = std::max(until - clock_.now(), std::chrono::nanoseconds(0));
       if (processes_.empty()) {
-        return OwnerLook{.why = why_none_};
+        TORPOR_ASSIGN_OR_RETURN(OwnerLook look, find_owner());
+        if (look.state != OwnerState::kServes) return look;
       }
+      const auto left = std::max(until - clock_.now(), std::chrono::nanoseconds(0));
       if (std::optional<OwnerLook> look = ended(std::min(left, term_ / kLooksPerTerm))) return *std::move(look);
       TORPOR_RETURN_IF_ERROR(see_heartbeat());
       if (std::optional<OwnerLook> look = silent()) return *std::move(look);
@@ -137,18 +137,20 @@ Result<OwnerLook> OwnerWatch::wait(std::chrono::nanoseconds patience) {
 }
 
 // Precondition: none is known.
-Status OwnerWatch::find_owner() {
-  why_none_.clear();
+Result<OwnerLook> OwnerWatch::find_owner() {
   TORPOR_ASSIGN_OR_RETURN(const std::optional<OwnerPage> page, read_page(file_system_, directory_));
-  if (!page) return why_none_ = "no server has named itself as the owner", ok();
+  const bool is_new = page_ && page && page_->bytes != page->digest;
+  page_ = Digest{.bytes = page ? page->digest : std::array<uint8_t, 16>{}};
+  const auto none = [](const char* why) { return OwnerLook{.why = why}; };
+  if (!page) return none("no server has named itself as the owner");
   TORPOR_ASSIGN_OR_RETURN(const ProcessSpace space, this_process_space());
   const ProcessSpace theirs{.boot = std::string(page->boot.data(), ::strnlen(page->boot.data(), page->boot.size())),
                             .pid_namespace = page->pid_namespace};
-  if (theirs.boot != space.boot) return why_none_ = "the last owner ended with its machine", ok();
+  if (theirs.boot != space.boot) return none("the last owner ended with its machine");
   if (theirs != space)
-    return why_none_ = "the last owner ran in another container: a standby shares the namespace of processes with it",
-           ok();
+    return none("the last owner ran in another container: a standby shares the namespace of processes with it");
   std::vector<Process> processes;
+  bool server_ended = false;
   for (size_t i = 0; i < page->count; ++i) {
     Result<Process> process = Process::open({.pid = page->processes[i].pid, .started = page->processes[i].started});
     if (process) {
@@ -156,15 +158,19 @@ Status OwnerWatch::find_owner() {
     } else if (process.error().code != Code::kNotFound) {
       return process.error();
     } else if (i == 0) {
-      return why_none_ = "the last owner has ended", ok();
+      server_ended = true;
     }
   }
+  if (server_ended && !is_new) return none("the last owner has ended");
   processes_ = std::move(processes);
   term_ = std::chrono::nanoseconds(page->term_ns);
   beats_ = page->beats;
   looked_ = beat_at_ = clock_.now();
   stopped_at_.assign(processes_.size(), std::nullopt);
-  return ok();
+  if (!server_ended) return OwnerLook{.state = OwnerState::kServes, .pid = page->processes[0].pid};
+  return OwnerLook{.state = OwnerState::kEnded,
+                   .pid = page->processes[0].pid,
+                   .why = fmt::format("its server has ended (process {})", page->processes[0].pid)};
 }
 
 std::optional<OwnerLook> OwnerWatch::ended(std::chrono::nanoseconds patience) const {

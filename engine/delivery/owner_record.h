@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/digest.h"
 #include "base/file_system.h"
 #include "base/process.h"
 #include "base/status.h"
@@ -42,7 +43,7 @@ class OwnerRecord {
 enum class OwnerState {
   kNone,    // nobody owns the directory, or somebody whom this process cannot see; `why` says so
   kServes,  // its processes live, and it gives its heartbeat
-  kEnded,   // it was seen alive, and a process of it has ended
+  kEnded,   // a process of it has ended
   kSilent,  // it lives, without a heartbeat for a term, or with a process that is stopped for a term
 };
 
@@ -58,8 +59,9 @@ class OwnerWatch {
   OwnerWatch(FileSystem& file_system, const Clock& clock, std::string directory)
       : file_system_(file_system), clock_(clock), directory_(std::move(directory)) {}
 
-  // Return how the owner is: at once if it has ended or is silent, else after `patience`. An owner that had ended
-  // before the first look is none. Errors: of the file OWNER.
+  // Return how the owner is: at once if it has ended or is silent, else after `patience`. An owner that had named
+  // itself and ended before the first look is none; one that did both between two looks has ended. Errors: of the file
+  // OWNER.
   Result<OwnerLook> wait(std::chrono::nanoseconds patience);
   // End what is left of the owner that was seen, and of what it has started since (SIGKILL); return when all of it is
   // gone. kTimeout: something lives on after `patience`. kUnavailable: another process still writes checkpoints into
@@ -67,7 +69,7 @@ class OwnerWatch {
   Status end_owner(std::chrono::nanoseconds patience);
 
  private:
-  Status find_owner();
+  Result<OwnerLook> find_owner();
   Status see_heartbeat();
   std::optional<OwnerLook> ended(std::chrono::nanoseconds patience) const;
   std::optional<OwnerLook> silent() const;
@@ -76,7 +78,7 @@ class OwnerWatch {
   const Clock& clock_;
   const std::string directory_;
   std::vector<Process> processes_;  // of the owner; the server is the first. Empty: there is none
-  std::string why_none_;
+  std::optional<Digest> page_;      // the last record that was looked at; zeros: there was none. Nothing: no look yet
   std::chrono::nanoseconds term_{0};
   uint64_t beats_ = 0;
   std::chrono::nanoseconds looked_{0};                               // when the owner was last looked at

@@ -4,6 +4,7 @@ client gets a token twice."""
 
 import asyncio
 import os
+import resource
 import signal
 import time
 
@@ -78,11 +79,13 @@ def processes_of(server) -> dict[str, list[int]]:
     return {"front end": [server.pid], "engine core": core, "all": [server.pid, *core]}
 
 
+FULL_DISK = "all, after the disk was full"
 FAULTS = [
-    ("all", signal.SIGKILL),
+    (FULL_DISK, signal.SIGKILL),
     ("engine core", signal.SIGSTOP),
     ("front end", signal.SIGKILL),
     ("engine core", signal.SIGKILL),
+    ("all", signal.SIGKILL),
     ("front end", signal.SIGSTOP),
     ("all", signal.SIGSTOP),
 ]
@@ -113,9 +116,19 @@ async def hit(pair: Pair, expected: list[str], prefix: str, what: str, fault: si
     client.also_at.append(pair.standby.url)
     try:
         readings, answering = await everybody(client, prefix)
-        while sum(len(reading.text) for reading in readings) < 0.4 * sum(map(len, expected)):
-            await asyncio.sleep(0.005)
-        victims = processes_of(pair.owner)[what]
+
+        async def until_read(share: float) -> None:
+            while sum(len(reading.text) for reading in readings) < share * sum(map(len, expected)):
+                await asyncio.sleep(0.005)
+
+        await until_read(0.2)
+        victims = processes_of(pair.owner)["all" if what == FULL_DISK else what]
+        if what == FULL_DISK:  # no file grows any more, as on a disk that is full
+            for pid in victims:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            failed = ("responses", "log_failures")
+            await asyncio.to_thread(until_state, pair.owner, lambda state: state[failed[0]][failed[1]] > 0)
+        await until_read(0.4)
         for pid in victims:
             os.kill(pid, fault)
         how = await asyncio.to_thread(pair.taken_over)

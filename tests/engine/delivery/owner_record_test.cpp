@@ -119,6 +119,17 @@ TEST_F(OwnerRecordTest, AnOwnerThatEndsIsNoticedAtOnceAndMayBeFollowed) {
   EXPECT_EQ(value_of(watch().wait(milliseconds(0))).why, "the last owner has ended");
 }
 
+TEST_F(OwnerRecordTest, AnOwnerThatCameAndEndedBetweenTwoLooksHasEnded) {
+  OwnerWatch standby = watch();
+  EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kNone);
+  const pid_t pid = owner()->pid();  // its end, too
+  const OwnerLook look = value_of(standby.wait(milliseconds(0)));
+  EXPECT_EQ(look.state, OwnerState::kEnded);
+  EXPECT_EQ(look.why, fmt::format("its server has ended (process {})", pid));
+  EXPECT_SUCCEEDS(standby.end_owner(seconds(60)));
+  EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kNone);  // once
+}
+
 TEST_F(OwnerRecordTest, AStoppedOwnerKeepsTheLockUntilItIsEnded) {
   const std::unique_ptr<Child> child = owner();
   OwnerWatch standby = watch();
