@@ -314,6 +314,32 @@ async def those_who_wait_and_those_who_are_refused(watched):
     watched.silent(*alerts)
 
 
+@scene("TorporNoStandby")
+async def an_owner_whose_standby_has_ended(watched):
+    def standby(address: str) -> None:
+        watched.process(address).enter("standby")
+
+    for address in ("a", "c"):
+        (await watched.serve(address)).metrics.standby_wanted.set(1)
+    await watched.serve("alone")  # it wants none
+    for address in ("b", "d"):
+        standby(address)
+    watched.scrape(20)
+    watched.silent("TorporNoStandby")
+    watched.kill("d")
+    watched.scrape(9)
+    watched.silent("TorporNoStandby")
+    standby("e")  # in time
+    watched.scrape(15)
+    watched.silent("TorporNoStandby")
+    watched.kill("e")
+    watched.scrape(13)
+    watched.firing("TorporNoStandby", "2 servers of model want a standby, and fewer are there", job="torpor")
+    standby("f")
+    watched.scrape(2)
+    watched.silent("TorporNoStandby")
+
+
 @pytest.mark.parametrize("name", SCENES)
 def test_alerts_fire_and_stop(monkeypatch, tmp_path, name):
     alerts, play = SCENES[name]

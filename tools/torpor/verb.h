@@ -45,10 +45,11 @@ inline constexpr int kKeepAll = 1 << 30;  // gc
 // All that a command line can say. A verb reads what it declared.
 struct Arguments {
   std::string path;
-  std::string second;     // diff: the other checkpoint; show, cat, extract: what; repair, push: where to; --like
-  std::string output;     // extract: file; pull: directory
-  std::string tokenizer;  // file tokenizer.json
-  std::string model;      // fits: a model's directory
+  std::string second;  // pair: --own-ports; diff: the other checkpoint; show, cat, extract: what; repair, push: where
+                       // to; --like
+  std::string output;  // extract: file; pull: directory; pair: --python
+  std::string tokenizer;            // file tokenizer.json
+  std::string model;                // fits: a model's directory
   std::vector<std::string> fields;  // fits: NAME=VALUE
   uint64_t memory_bytes = 0;        // fits
   int keep = 0;
@@ -71,7 +72,7 @@ struct Arguments {
   int64_t device_blocks = -1;     // replay; -1: as recorded
   int64_t host_blocks = -1;       // replay
   int64_t disk_blocks = -1;       // replay
-  std::vector<std::string> call;  // live: method and parameters
+  std::vector<std::string> call;  // live: method and parameters; pair: a server's
 };
 
 struct Context {
@@ -124,6 +125,7 @@ Verb live_verb();
 Verb replay_verb();
 Verb mock_verb();
 Verb sessions_verb();
+Verb pair_verb();
 Verb push_verb();
 Verb pull_verb();
 

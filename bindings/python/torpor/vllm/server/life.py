@@ -91,6 +91,7 @@ class Server:
             return
         self.state = state
         self.metrics.enter(state)
+        listening.tell(self.settings.state_fd, state)
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
         self._automatic.entered(state)
@@ -183,6 +184,8 @@ class Server:
             self._directory = await asyncio.to_thread(unlogged.Directory, directory, fingerprint, self.options.key_file)
         if directory is not None:
             await owning.begin(self)
+        if self.settings.listen_fd > 0 or self.standby is not None:
+            self.metrics.standby_wanted.set(1)
         if parts is not None:
             parts.end("log_read")
         if wake is not None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A socket that listens already, from whoever started the server (--torpor-listen-fd).
+"""What whoever started the server gave it: a socket that listens already (--torpor-listen-fd), and a pipe for its
+states (--torpor-state-fd).
 
 Two servers that share it never both accept: a standby begins when it serves, which is after the owner's end. Who
 connects while neither does waits in the socket's queue, and is answered by the next one.
@@ -8,13 +9,21 @@ connects while neither does waits in the socket's queue, and is answered by the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import stat
-from os import fstat
+from os import fstat, write
 
 from torpor.errors import InvalidArgument
 
 _LOOK_SECONDS = 0.02
+
+
+def tell(fd: int, state: str) -> None:
+    """Write a state of the server to whoever started it; 0: nobody wants to know. One that has ended needs no word."""
+    if fd > 0:
+        with contextlib.suppress(OSError):
+            write(fd, f"{state}\n".encode())
 
 
 def socket_of(fd: int) -> socket.socket:

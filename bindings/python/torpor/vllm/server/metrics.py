@@ -158,6 +158,12 @@ class Metrics:
             "Seconds from the moment at which a standby noticed the end or the silence of the owner until it served.",
             buckets=_SECONDS,
         )
+        self.standby_wanted = of(
+            Gauge,
+            "torpor_standby_wanted",
+            "1: this server owns its directory as one of a pair, so another server is to be its standby; absent else.",
+            values=(),
+        )
         self.checkpoint_time = of(
             Gauge,
             "torpor_checkpoint_timestamp_seconds",

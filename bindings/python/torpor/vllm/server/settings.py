@@ -75,6 +75,12 @@ class Settings:
         "file descriptor of a socket that listens, from the process that started this server: clients are accepted "
         "there, too, from the moment on when the server serves. torpor pair gives it; 0: none",
     )
+    state_fd: int = _setting(
+        0,
+        WHOLE,
+        "file descriptor of a pipe into which the server writes each of its states, a line each. torpor pair gives it; "
+        "0: none",
+    )
     advertise_address: str = _setting(
         "",
         TEXT,

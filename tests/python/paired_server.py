@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server as `torpor pair` starts it, without an engine.
+
+It holds the lock of the response log, names itself as the owner, follows the owner as a standby, says its states, and
+accepts clients where torpor's server would. Its command line is read by torpor.vllm.serve. Whoever connects is told
+"PORT STATES", the states that it has been in.
+
+paired_server.py -m torpor.vllm.serve FOLDER …: each line of FOLDER/fail-PORT is an exit code with which a process of
+this port ends at its start, one a start.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from torpor import _core
+from torpor.errors import Busy
+from torpor.vllm.serve import take_options
+from torpor.vllm.server import listening
+from torpor.vllm.server.settings import Settings
+
+
+def fail_as_asked(folder: Path, port: int) -> None:
+    asked = folder / f"fail-{port}"
+    codes = asked.read_text().split() if asked.exists() else []
+    if codes:
+        asked.write_text("\n".join(codes[1:]))
+        sys.exit(int(codes[0]))
+
+
+def main() -> None:
+    assert sys.argv[1:3] == ["-m", "torpor.vllm.serve"], sys.argv
+    rest = take_options(sys.argv[3:])
+    settings = Settings.from_environment()
+    port = int(rest[rest.index("--port") + 1])
+    directory = os.environ["TORPOR_CHECKPOINT_DIR"]
+    states = []
+
+    def enter(state: str) -> None:
+        states.append(state)
+        print(f"process {os.getpid()} is {state}", flush=True)
+        listening.tell(settings.state_fd, state)
+
+    enter("starting")
+    fail_as_asked(Path(rest[0]), port)
+    clients = listening.socket_of(settings.listen_fd)
+    watch = _core.OwnerWatch(directory)
+    watch.wait(0)
+    with socket.create_server(("127.0.0.1", port)):
+        if settings.standby_of:
+            enter("standby")
+            while watch.wait(1)["state"] not in ("ended", "silent"):
+                time.sleep(0.01)
+            enter("taking over")
+            watch.end_owner(60)
+        log = {"directory": f"{directory}/answers", "engine": {"model": "none"}}
+        try:
+            answers = _core.DeliveryLog(log)
+        except Busy as problem:
+            sys.exit(f"two owners: {problem}")
+        record = _core.OwnerRecord(directory, settings.ownership_term_seconds)
+
+        def end(*_) -> None:
+            enter("ending")
+            answers.close()
+            os._exit(17)  # what its parent is to end with
+
+        signal.signal(signal.SIGTERM, end)
+        threading.Thread(target=beat, args=(record, settings), daemon=True).start()
+        enter("awake")
+        while True:
+            connection, _ = clients.accept()
+            with connection:
+                connection.sendall(f"{port} {','.join(states)}".encode())
+
+
+def beat(record: _core.OwnerRecord, settings: Settings) -> None:
+    while True:
+        record.beat()
+        time.sleep(settings.ownership_term_seconds / 10)
+
+
+if __name__ == "__main__":
+    main()

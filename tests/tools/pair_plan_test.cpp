@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/torpor/pair_plan.h"
+
+#include <gtest/gtest.h>
+
+namespace torpor::cli {
+
+namespace {
+
+constexpr PairStart kStandby0{.which = 0, .as_standby = true}, kStandby1{.which = 1, .as_standby = true};
+constexpr PairStart kOwner0{.which = 0, .as_standby = false}, kOwner1{.which = 1, .as_standby = false};
+
+// One that has ended at 100 s.
+PairedServer ended(bool owned, int ended_early = 0) {
+  return {.state = ServerState::kNone, .owned = owned, .ended_at = 100, .ended_early = ended_early};
+}
+PairedServer in(ServerState state) { return {.state = state}; }
+
+TEST(PairPlan, TheStandbyStartsFirstAndTheOwnerWhenThatSleeps) {
+  EXPECT_TRUE(next_start({PairedServer{}, PairedServer{}}, 1) == kStandby0);
+  EXPECT_FALSE(next_start({in(ServerState::kStarting), PairedServer{}}, 1));
+  EXPECT_TRUE(next_start({in(ServerState::kStandby), PairedServer{}}, 1) == kOwner1);
+  EXPECT_FALSE(next_start({in(ServerState::kStandby), in(ServerState::kStarting)}, 1));
+  EXPECT_FALSE(next_start({in(ServerState::kStandby), in(ServerState::kOwns)}, 1));
+}
+
+TEST(PairPlan, AnOwnerThatEndedComesBackAsTheStandbyOnceTheOtherOneServes) {
+  EXPECT_FALSE(next_start({in(ServerState::kStandby), ended(true)}, 100.1));
+  EXPECT_FALSE(next_start({in(ServerState::kTakingOver), ended(true)}, 100.2));
+  EXPECT_TRUE(next_start({in(ServerState::kOwns), ended(true)}, 100.5) == kStandby1);
+}
+
+TEST(PairPlan, AnOwnerWhoseEndNobodyNoticesIsStartedAgain) {
+  EXPECT_FALSE(next_start({in(ServerState::kStandby), ended(true)}, 109));
+  EXPECT_TRUE(next_start({in(ServerState::kStandby), ended(true)}, 111) == kOwner1);
+}
+
+TEST(PairPlan, AnOwnerThatEndedBeforeItOwnedIsStartedAgainAfterAPauseThatGrows) {
+  EXPECT_FALSE(next_start({in(ServerState::kStandby), ended(false, 1)}, 100.5));
+  EXPECT_TRUE(next_start({in(ServerState::kStandby), ended(false, 1)}, 101.5) == kOwner1);
+  EXPECT_FALSE(next_start({in(ServerState::kStandby), ended(false, 4)}, 107));
+  EXPECT_TRUE(next_start({in(ServerState::kStandby), ended(false, 4)}, 109) == kOwner1);
+  EXPECT_FALSE(next_start({in(ServerState::kStandby), ended(false, 40)}, 129));
+  EXPECT_TRUE(next_start({in(ServerState::kStandby), ended(false, 40)}, 131) == kOwner1);
+}
+
+TEST(PairPlan, AStandbyThatEndedComesBackBesideAnOwner) {
+  EXPECT_TRUE(next_start({ended(false), in(ServerState::kOwns)}, 100.1) == kStandby0);
+  EXPECT_FALSE(next_start({ended(false), in(ServerState::kStarting)}, 100.1));
+  EXPECT_FALSE(next_start({ended(false), in(ServerState::kEnding)}, 100.1));
+  EXPECT_FALSE(next_start({ended(false), in(ServerState::kFailed)}, 100.1));
+}
+
+TEST(PairPlan, WhereBothEndedItBeginsAnew) {
+  EXPECT_TRUE(next_start({ended(true), ended(true)}, 100.1) == kStandby0);
+  EXPECT_TRUE(next_start({in(ServerState::kStandby), ended(true)}, 120) == kOwner1);
+  EXPECT_TRUE(next_start({ended(true), in(ServerState::kStandby)}, 120) == kOwner0);
+}
+
+TEST(PairPlan, EachStateOfAServerIsKnown) {
+  for (const char* word :
+       {"starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending", "standby", "taking over"})
+    EXPECT_TRUE(server_state_of(word)) << word;
+  EXPECT_FALSE(server_state_of("awak"));
+}
+
+}  // namespace
+}  // namespace torpor::cli
