@@ -309,7 +309,7 @@ def test_a_large_request_is_not_kept_without_bound_while_it_waits(monkeypatch):
             return {"type": "http.request", "body": b"l" * (1 << 16), "more_body": True}
 
         scope = {"type": "http", "path": "/v1/completions"}
-        held = _Held(receive, EventStream(server, "/v1/completions", None, 1), scope, Headers())
+        held = _Held(receive, EventStream(server, "/v1/completions", None, 1, set()), scope, Headers())
         waiting = asyncio.create_task(held.until_let_in(server))
         for _ in range(1000):
             await asyncio.sleep(0)

@@ -40,9 +40,11 @@ def test_counts_are_counters_and_amounts_and_facts_are_gauges():
     assert {name for name, kind in kinds.items() if kind == "counter"} == {
         "torpor_operations", "torpor_moved_bytes", "torpor_requests_refused", "torpor_response_log_failures",
         "torpor_automatic_operations", "torpor_task_failures", "torpor_responses_dropped", "torpor_failovers",
+        "torpor_session_actions",
     }  # fmt: skip
     assert {name for name, kind in kinds.items() if kind == "histogram"} == {
         "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds", "torpor_failover_seconds",
+        "torpor_session_action_seconds",
     }  # fmt: skip
     for name in ("torpor_response_log_bytes", "torpor_requests_queued", "torpor_start_requests", "torpor_build_info"):
         assert kinds[name] == "gauge"

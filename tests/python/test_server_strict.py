@@ -17,11 +17,15 @@ MEANT = {
     ("POST", "/torpor/plan"): ("preserve-state", "preserve_state"),
     ("POST", "/torpor/checkpoint"): ("metdata", "metadata"),
     ("GET", "/torpor/requests/{response:path}/stream"): ("from_txt", "from_text"),
+    ("POST", "/v1/sessions/{session:path}/hibernate"): ("action-id", "action_id"),
+    ("POST", "/v1/sessions/{session:path}/resume"): ("pathh", "path"),
+    ("POST", "/v1/sessions/{session:path}/fork"): ("seed", "seeds"),
+    ("POST", "/v1/sessions/{session:path}/move"): ("too", "to"),
 }
 
 
 def address(path: str) -> str:
-    return path.replace("{response:path}", "one").replace("{method}", "state")
+    return path.replace("{response:path}", "one").replace("{session:path}", "one").replace("{method}", "state")
 
 
 def asked(monkeypatch, tmp_path, method: str, path: str, **how):
@@ -39,7 +43,8 @@ def asked(monkeypatch, tmp_path, method: str, path: str, **how):
 
 
 def test_they_are_those_of_the_table():
-    assert set(OWN) <= set(ROUTES) and {route for route in ROUTES if "/torpor/" in route[1]} <= set(OWN)
+    known = {route for route in ROUTES if "/torpor/" in route[1] or "/sessions" in route[1]}
+    assert set(OWN) <= set(ROUTES) and known <= set(OWN)
     parameters = {
         (method, route.path): {field.alias for field in route.dependant.query_params}
         for route in routes().routes

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// push, pull, and ls, gc and rm of a URL: checkpoints in an object store.
+// push, pull, and ls, gc and rm of a URL: checkpoints in an object store. sessions of a URL: a server's images.
 #include "tools/torpor/remote.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "remote/checkpoint_copies.h"
+#include "remote/environment.h"
+#include "remote/http_get.h"
 #include "remote/open_store.h"
 #include "remote/store_removal.h"
 #include "tools/torpor/fits.h"
@@ -98,7 +100,51 @@ bool is_of_this_checkpoint(const Error& error) {
          error.code == Code::kNotFound;  // it went meanwhile
 }
 
+// What a server says of an error, as torpor's routes and vLLM's have it.
+Error error_of(const std::string& url, const remote::HttpAnswer& answer) {
+  const Json content = Json::parse(answer.body, nullptr, false);
+  const Json told = content.is_object() ? content.value("error", Json()) : Json();
+  if (answer.status == 401 || answer.status == 403)
+    return {.code = Code::kUnauthenticated,
+            .what = fmt::format("{} refuses the key ({})", url, answer.status),
+            .next_step = "set TORPOR_ADMIN_KEY, or TORPOR_API_KEY to a client's key"};
+  if (!told.is_object() || !told.value("what", Json()).is_string())
+    return {.code = Code::kInternal,
+            .what = fmt::format("{} answers {}", url, answer.status),
+            .next_step = "see whether it is a server of torpor"};
+  Error error{.code = Code::kInternal,
+              .what = fmt::format("{}: {}", url, cell(told["what"])),
+              .next_step = told.contains("next_step") ? cell(told["next_step"]) : std::string()};
+  for (int code = 0; code <= static_cast<int>(kLastCode); ++code) {
+    if (told.contains("code") && told["code"] == std::string(name(static_cast<Code>(code))))
+      error.code = static_cast<Code>(code);
+  }
+  return error;
+}
+
 }  // namespace
+
+Result<Json> sessions_of_server(const Context& context) {
+  std::string url = context.arguments.path;
+  while (url.ends_with('/')) url.pop_back();
+  const std::optional<std::string> admin = remote::environment("TORPOR_ADMIN_KEY");
+  const std::string key = admin ? *admin : remote::environment("TORPOR_API_KEY").value_or("");
+  TORPOR_ASSIGN_OR_RETURN(const remote::HttpAnswer answer,
+                          remote::http_get(url + "/v1/sessions", key, context.interrupted));
+  if (answer.status != 200) return error_of(url, answer);
+  const Json content = Json::parse(answer.body, nullptr, false);
+  if (!content.is_object() || !content.contains("data") || !content["data"].is_array()) return error_of(url, answer);
+  Json images = Json::array();
+  for (const Json& image : content["data"]) {
+    if (!image.is_object()) return error_of(url, answer);
+    Json entry = Json::object();
+    for (const char* const field : {"id", "requests", "tier", "bytes", "tokens", "path"}) {
+      if (image.contains(field)) entry[field] = image[field];
+    }
+    images.push_back(std::move(entry));
+  }
+  return Json{{"url", url}, {"images", std::move(images)}};
+}
 
 bool is_url(const std::string& path) { return path.find("://") != std::string::npos; }
 

@@ -7,7 +7,7 @@ namespace {
 
 Error lacks_it() {
   return {.code = Code::kUnsupported,
-          .what = "this torpor was built without libcurl, by which it would speak to an object store",
+          .what = "this torpor was built without libcurl, by which it would speak to an object store or a server",
           .next_step = "take the one of tools/dev deb, or of a build on this machine"};
 }
 
@@ -22,6 +22,7 @@ Verb absent(const char* name) {
 
 }  // namespace
 
+Result<Json> sessions_of_server(const Context&) { return lacks_it(); }
 bool is_url(const std::string& path) { return path.find("://") != std::string::npos; }
 Result<Json> ls_of_store(const Context&) { return lacks_it(); }
 std::string show_ls_of_store(const Json&) { return {}; }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// sessions: the images of hibernated requests beside a directory's checkpoints.
+// sessions: the images of hibernated requests beside a directory's checkpoints, or those of a server.
 #include <fmt/core.h>
 
 #include "checkpoint/image_store.h"
+#include "tools/torpor/remote.h"
 #include "tools/torpor/text.h"
 
 namespace torpor::cli {
@@ -25,6 +26,7 @@ Result<Json> requests_of(const Context& context, const ImageInfo& info) {
 }
 
 Result<Json> sessions(const Context& context) {
+  if (is_url(context.arguments.path)) return sessions_of_server(context);
   TORPOR_RETURN_IF_ERROR(context.file_system.open_directory(context.arguments.path, /*create=*/false));
   const ImageStore store(context.file_system, context.arguments.path, {.key = context.key});
   TORPOR_ASSIGN_OR_RETURN(const std::vector<ImageInfo> found, store.list());
@@ -43,7 +45,24 @@ Result<Json> sessions(const Context& context) {
   return Json{{"directory", context.arguments.path}, {"images", std::move(images)}};
 }
 
+std::string show_sessions_of_server(const Json& json) {
+  if (json["images"].empty()) return fmt::format("no images in {}\n", cell(json["url"]));
+  std::vector<Row> rows = {{"IMAGE", "TIER", "SIZE", "TOKENS", "REQUEST"}};
+  for (const Json& image : json["images"]) {
+    Row first = {cell(image.value("id", Json())), cell(image.value("tier", Json())),
+                 image.contains("bytes") && image["bytes"].is_number() ? size_text(image["bytes"]) : "",
+                 cell(image.value("tokens", Json()))};
+    const Json requests = image.value("requests", Json::array());
+    for (const Json& request : requests) {
+      first.push_back(cell(request));
+      rows.push_back(std::exchange(first, {"", "", "", ""}));
+    }
+  }
+  return table(rows);
+}
+
 std::string show_sessions(const Json& json) {
+  if (json.contains("url")) return show_sessions_of_server(json);
   if (json["images"].empty()) return fmt::format("no images in {}\n", cell(json["directory"]));
   std::vector<Row> rows = {{"IMAGE", "CREATED", "SIZE", "REQUEST", "PROMPT", "OUTPUT", "COMPUTED"}};
   for (const Json& image : json["images"]) {
@@ -65,16 +84,22 @@ std::string show_sessions(const Json& json) {
 }  // namespace
 
 Verb sessions_verb() {
-  return {
-      .name = "sessions",
-      .help = "the images of hibernated requests on disk, and whose they are; info, requests and verify look into one",
-      .json =
-          "directory, images: [{id, path, readable, created, bytes, requests: [{id, prompt_tokens, output_tokens, "
-          "computed_tokens}] | problem}]",
-      .declare = [](CLI::App& app,
-                    Arguments& a) { app.add_option("directory", a.path, "a directory of checkpoints")->required(); },
-      .ask = sessions,
-      .show = show_sessions};
+  return {.name = "sessions",
+          .help =
+              "the images of hibernated requests of a directory or a server; info, requests and verify look into one "
+              "on disk",
+          .json =
+              "directory, images: [{id, path, readable, created, bytes, requests: [{id, prompt_tokens, output_tokens, "
+              "computed_tokens}] | problem}]; of a server url, images: [{id, requests, tier, bytes, tokens, path}]",
+          .declare =
+              [](CLI::App& app, Arguments& a) {
+                app.add_option("directory", a.path,
+                               "a directory of checkpoints, or the URL of a server: it is asked with the key in "
+                               "TORPOR_ADMIN_KEY or TORPOR_API_KEY")
+                    ->required();
+              },
+          .ask = sessions,
+          .show = show_sessions};
 }
 
 }  // namespace torpor::cli

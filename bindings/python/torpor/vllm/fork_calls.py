@@ -88,9 +88,12 @@ async def _fork(side: BlockingSide | AsyncSide, request: str, names: list[str], 
     try:
         parent = options["request"]  # of others that come meanwhile the engine knows nothing yet
         await frontend.caught_up_with(side, {parent: answer["sent"][parent]})
-        _take(side, _parent(processor, request), names, answer, made)
+        of = _parent(processor, request)
+        _take(side, of, names, answer, made)
+        side.adopt(made, of, options["seeds"])
         await side.call("end_fork", {"call": call, "keep": True})
     except BaseException:
+        side.disown(made)
         for state in made:
             _forget(side, state)
         await _undo(side, call)

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from typing import Any
 
@@ -16,6 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import RequestState
 
 from torpor import errors
 from torpor.errors import Error, InvalidArgument, NotFound, TimedOut, Unsupported, WrongState
@@ -102,6 +103,16 @@ class BlockingSide:
         given = step_outputs.of(self.engine)
         given.first = given.first + failed
 
+    def capture(self, requests: Iterable[str]) -> dict:
+        """Return this front end's part of requests that leave for disk."""
+        return front_end.capture(self.engine.output_processor, requests)
+
+    def adopt(self, states: list[RequestState], parent: RequestState, seeds: Sequence[int | None]) -> None:
+        """Children of a fork are about to take steps. `seeds`: of each, or None for its parent's."""
+
+    def disown(self, states: list[RequestState]) -> None:
+        """Undo adopt()."""
+
     def forget(self, outputs: dict) -> None:
         """Undo take() of these outputs, which may have come half-way."""
         front_end.forget(self.engine.output_processor, outputs)
@@ -169,6 +180,15 @@ class AsyncSide:
         report["failed_requests"] = [*report.failed_requests, *(lost or ())]
         front_end.fail(self.engine.output_processor, report.failed_requests)
         self.engine._run_output_handler()
+
+    def capture(self, requests: Iterable[str]) -> dict:
+        return front_end.capture(self.engine.output_processor, requests)
+
+    def adopt(self, states: list[RequestState], parent: RequestState, seeds: Sequence[int | None]) -> None:
+        pass
+
+    def disown(self, states: list[RequestState]) -> None:
+        pass
 
     def forget(self, outputs: dict) -> None:
         front_end.forget(self.engine.output_processor, outputs)

@@ -18,7 +18,6 @@ from typing import Any
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, NotFound, WrongState
 from torpor.vllm import frontend, step_outputs
-from torpor.vllm import outputs as front_end
 from torpor.vllm.engine_values import Hibernated, Moved, Resumed
 from torpor.vllm.frontend import AsyncSide, BlockingSide, Report
 from torpor.vllm.paths import expanded
@@ -102,7 +101,7 @@ async def _stored(side: BlockingSide | AsyncSide, names: dict, summary: dict, en
     those that were named, too, and ended before they could leave."""
     try:
         await frontend.caught_up_with(side, summary["requests"], ended)
-        outputs = front_end.capture(side.engine.output_processor, summary["requests"])
+        outputs = side.capture(summary["requests"])
         return await side.call("store_image", {"image": names["image"], "outputs": outputs})
     except BaseException:
         with contextlib.suppress(Error):

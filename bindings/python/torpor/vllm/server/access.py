@@ -9,6 +9,8 @@ import os
 import secrets
 import stat
 from argparse import Namespace
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 import vllm.envs as envs
@@ -23,6 +25,19 @@ from torpor.vllm.server.settings import Settings
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
 _SECRET_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who calls: its tenant, or the admin, who may name the requests of all tenants."""
+
+    tenant: str = ""
+    is_admin: bool = False
+    may_change: bool = False  # the engine: the admin, and anybody where the operator allows it
+
+
+_NOBODY = Caller()
+caller_of_call: ContextVar[Caller] = ContextVar("torpor_caller", default=_NOBODY)  # set by the Gate for each call
 _SECRET_FILE = "tenants.secret"
 
 
@@ -56,6 +71,13 @@ class Access:
             return self._refusal_of_change(is_client, is_admin)
         guarded = bool(self._clients) or (who is Who.OPERATOR and self._admin is not None)
         return (401, "Unauthorized") if guarded and not (is_client or is_admin) else None
+
+    def caller(self, headers: Headers, tenant: str) -> Caller:
+        """Who calls with these headers. `tenant`: as of tenant()."""
+        scheme, key = credentials(headers)
+        given = _digest(key) if scheme == "bearer" else b""
+        is_admin = self._admin is not None and secrets.compare_digest(given, self._admin)
+        return Caller(tenant, is_admin, self.refusal(Who.ADMIN, headers) is None)
 
     def _refusal_of_change(self, is_client: bool, is_admin: bool) -> tuple[int, str] | None:
         if is_admin or self._unguarded:
@@ -105,6 +127,11 @@ def tenant(headers: Headers, tenant_header: str, secret: bytes) -> str:
     if tenant_header:
         parts.append(headers.get(tenant_header, "").strip())
     return hmac.digest(secret, "\0".join(parts).encode(), "sha256").hex() if any(parts) else ""
+
+
+def tenants_id(secret: bytes) -> str:
+    """Equal for servers of equal secrets, which tell the same tenants apart by the same words."""
+    return hmac.digest(secret, b"torpor: the tenants of this secret", "sha256").hex()
 
 
 def tenant_secret(directory: str | None) -> bytes:

@@ -131,6 +131,7 @@ async def _save_before_end(server, before: str) -> None:
                 await server.engine.wake_up()
             except WrongState:  # new weights were loaded, and nobody said what becomes of KV
                 await server.engine.wake_up(kv="keep")
+        await server.sessions.bring_back()  # no checkpoint has a request that is hibernated
         report = await server.sleep_now(1, "abort", True, "disk", {"weights": "reload"})
         logger.info(
             "torpor: checkpoint %s, %d requests, %.1f MB, in %.2f s",

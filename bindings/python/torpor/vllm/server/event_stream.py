@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way out of a streamed answer: while the engine is not awake, comment lines keep its connection open.
+"""The way out of a streamed answer: while the engine is not awake, or its request is hibernated, comment lines keep its
+connection open.
 
 Proxies and clients give up a connection without a byte, many after a minute. A client of server-sent events passes over
 a line that begins with a colon.
@@ -38,7 +39,9 @@ def asks_for_events(path: str, headers: Headers, body: bytes) -> bool:
 class EventStream:
     """The send() of one call, in the server's event loop. What is no event stream passes as it is."""
 
-    def __init__(self, server, path: str, send, seconds: float):
+    def __init__(self, server, path: str, send, seconds: float, answers: set[str]):
+        """`answers`: ids of the requests whose answers it gives; others fill the set."""
+        self._answers = answers
         self._server, self._path, self._send, self._seconds = server, path, send, seconds
         self._sending = asyncio.Lock()
         self._between_events = True
@@ -94,7 +97,7 @@ class EventStream:
     async def _comment_while_not_awake(self) -> None:
         with suppress(OSError):  # the client is gone
             while True:
-                while self._server.state not in _NOT_AWAKE:
+                while not self._waits():
                     await self._server.changed()
                 async with self._sending:
                     if self._between_events:
@@ -102,8 +105,11 @@ class EventStream:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._until_awake(), self._seconds)
 
+    def _waits(self) -> bool:
+        return self._server.state in _NOT_AWAKE or self._server.sessions.are_away(self._answers)
+
     async def _until_awake(self) -> None:
-        while self._server.state in _NOT_AWAKE:
+        while self._waits():
             await self._server.changed()
 
     def close(self) -> None:

@@ -11,10 +11,17 @@ from starlette.routing import Match, get_route_path
 from vllm.logger import init_logger
 
 from torpor.vllm.server import event_stream
-from torpor.vllm.server.access import Access
+from torpor.vllm.server.access import Access, caller_of_call
 from torpor.vllm.server.event_stream import EventStream, asks_for_events
 from torpor.vllm.server.life import let_in
-from torpor.vllm.server.recorder import Echo, call_of_client, echo_of_call, new_call, tenant_of_call
+from torpor.vllm.server.recorder import (
+    Echo,
+    answers_of_call,
+    call_of_client,
+    echo_of_call,
+    new_call,
+    tenant_of_call,
+)
 from torpor.vllm.server.route_table import UNKNOWN, Asleep, Rule, Who, rule_of
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
@@ -34,7 +41,11 @@ class Gate:
         if scope["type"] in ("http", "websocket") and (rule := self._rule(scope)) is not None:
             server = scope["app"].state.torpor
             headers = Headers(scope=scope)
-            tenant_of_call.set(server.tenant(headers))
+            tenant = server.tenant(headers)
+            tenant_of_call.set(tenant)
+            caller_of_call.set(self.access.caller(headers, tenant))
+            answers: set[str] = set()
+            answers_of_call.set(answers)
             call_of_client.set(new_call())
             refusal = self.access.refusal(rule.who, headers)
             if scope["type"] == "http" and get_route_path(scope) == "/v1/completions":
@@ -43,7 +54,7 @@ class Gate:
                 echo_of_call.set(echo)
             if refusal is None and rule.who is Who.CLIENT and scope["type"] == "http":
                 seconds = getattr(scope["app"].state.args, "sse_keep_alive_interval", 0) or event_stream.SECONDS
-                send = EventStream(server, get_route_path(scope), send, seconds)
+                send = EventStream(server, get_route_path(scope), send, seconds, answers)
             try:
                 return await self._answer(scope, receive, send, rule, headers, refusal)
             finally:

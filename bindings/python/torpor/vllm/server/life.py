@@ -28,6 +28,7 @@ from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
 from torpor.vllm.server.remote import Remote
+from torpor.vllm.server.sessions import Sessions
 from torpor.vllm.server.settings import Settings
 from torpor.vllm.server.tasks import Tasks
 
@@ -76,6 +77,8 @@ class Server:
         self.listener: asyncio.Server | None = None  # on the socket of --torpor-listen-fd
         self.tasks = Tasks(self.metrics.task_failed)
         self._automatic = Automatic(self)
+        self.sessions = Sessions(self)
+        self.metrics.hibernated.set_function(lambda: len(self.sessions.away()))
         self.state = "starting"
         self.enter("starting")
 
@@ -92,12 +95,16 @@ class Server:
         self.state = state
         self.metrics.enter(state)
         listening.tell(self.settings.state_fd, state)
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
+        self.notify()
         self._automatic.entered(state)
 
+    def notify(self) -> None:
+        """The state has changed, or which requests are hibernated."""
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
     async def changed(self) -> None:
-        """Returns at the next change of the state."""
+        """Returns at the next change of the state, or of which requests are hibernated."""
         await self._moved.wait()
 
     # --- the start ----------------------------------------------------------------------------------------------------
@@ -325,6 +332,10 @@ class Server:
 
     def tenant(self, headers: Headers) -> str:
         return access.tenant(headers, self.settings.tenant_header, self._tenant_secret)
+
+    @property
+    def tenants_id(self) -> str:
+        return access.tenants_id(self._tenant_secret)
 
     async def has_weights(self) -> bool:
         """Whether they are in the engine: between two wakes by tags, too."""

@@ -29,6 +29,9 @@ PHASES = {  # engine/sleep_controller_*.cpp
     "wake": ("open", "quiesce", "restore", "reconnect"),
     "checkpoint": ("open", "save", "verify", "commit", "quiesce", "capture"),
 }
+# Calls of /v1/sessions, and what came of them.
+SESSION_VERBS = ("hibernate", "resume", "fork", "move", "delete")
+SESSION_OUTCOMES = ("accepted", "repeated", "deferred", "rejected", "missing")
 AUTOMATIC = ("sleep", "sleep_to_disk", "wake")
 MOVED = ("saved", "restored", "freed")
 RESULTS = ("restored", "extended", "added", "dropped", "failed")
@@ -106,6 +109,25 @@ class Metrics:
             ("operation", "phase"),
             [(operation, phase) for operation, phases in PHASES.items() for phase in phases],
             buckets=_SECONDS,
+        )
+        self.session_actions = of(
+            Counter,
+            "torpor_session_actions",
+            "Calls of /v1/sessions by verb and outcome: accepted; repeated, which an earlier call with the same "
+            "action_id had done; deferred, to be called again later; rejected; missing, for a name that is none.",
+            ("verb", "outcome"),
+            product(SESSION_VERBS, SESSION_OUTCOMES),
+        )
+        self.session_seconds = of(
+            Histogram,
+            "torpor_session_action_seconds",
+            "Seconds that an accepted call of /v1/sessions took.",
+            ("verb",),
+            [(each,) for each in SESSION_VERBS],
+            buckets=_SECONDS,
+        )
+        self.hibernated = of(
+            Gauge, "torpor_hibernated_requests", "Requests that are hibernated now, in host memory or on disk."
         )
         self.bytes = of(
             Counter,

@@ -35,6 +35,8 @@ logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own n
 tenant_of_call: ContextVar[str] = ContextVar("torpor_tenant", default="")  # set by the Gate for each call
 echo_of_call: ContextVar[Echo | None] = ContextVar("torpor_echo", default=None)  # set by the Gate, as the next
 call_of_client: ContextVar[int] = ContextVar("torpor_call", default=0)  # a number of its own for each call, by the Gate
+# Ids of the requests whose answers the present call gives: the Gate makes the set, others fill it.
+answers_of_call: ContextVar[set[str] | None] = ContextVar("torpor_answers", default=None)
 
 _TRUE = ("true", "1", "1.0", "yes", "y", "on", "t")  # as pydantic reads a bool
 # What may stand before a client's X-Request-Id in the id of its response.
@@ -142,6 +144,8 @@ class Recorder:
         self._stock_add(request, prompt, parent_req, request_index, queue)
         state = self._processor.request_states[request.request_id]
         state.__class__ = KnownEnd
+        if (given := answers_of_call.get()) is not None:
+            given.add(request.request_id)
         if getattr(state, "streaming_input", False):
             self._in_pieces.add(request.request_id)
         answer: dict[str, Any] = {
@@ -354,6 +358,24 @@ class Recorder:
                     }
                 ]
             )
+
+    def adopt(self, state: RequestState, answer: dict) -> None:
+        """Record a request that came from elsewhere, or from a fork, and what it has been given so far.
+
+        `answer`: response, tenant, choice and echo, and of `request` what is known of how it was made: sampling and
+        arrival_time at least.
+        """
+        state.__class__ = KnownEnd
+        known, tokens = answer["request"], list(state.prompt_token_ids or [0])
+        request = unstarted_request(state.request_id, tokens, known["sampling"], known["arrival_time"]) | known
+        request |= {"id": state.request_id, "prompt_token_ids": tokens, "output_token_ids": []}
+        front = {"state": _without_outputs(state_to_value(state))}
+        if answer.get("echo"):
+            front["echo"] = answer["echo"]
+        kept = {name: answer[name] for name in ("response", "tenant", "choice")}
+        self._write(self._start, kept | {"request": request, "front": front})
+        if (step := self.step_of(state)) is not None:
+            self._record([step])
 
     # --- a new process goes on ----------------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ ROUTES: dict[tuple[str, str], Rule] = (
         Who.CLIENT, Asleep.SERVED,
         "GET /torpor/requests/{response:path}", "GET /torpor/requests/{response:path}/stream",
         "DELETE /torpor/requests/{response:path}",
+        "GET /v1/sessions", "DELETE /v1/sessions/{session:path}",
     )
     | _all(
         Who.CLIENT, Asleep.HELD,
@@ -78,6 +79,11 @@ ROUTES: dict[tuple[str, str], Rule] = (
         "POST /v1/embeddings", "POST /v2/embed", "POST /pooling", "POST /classify",
         "POST /score", "POST /v1/score", "POST /rerank", "POST /v1/rerank", "POST /v2/rerank",
         "POST /v1/audio/transcriptions", "POST /v1/audio/translations", "WEBSOCKET /v1/realtime",
+    )
+    | _all(
+        Who.CLIENT, Asleep.REFUSED,
+        "POST /v1/sessions/{session:path}/hibernate", "POST /v1/sessions/{session:path}/resume",
+        "POST /v1/sessions/{session:path}/fork",
     )
     | _all(Who.OPERATOR, Asleep.SERVED, "GET /torpor/state", "GET /torpor/checkpoints")
     | _all(
@@ -97,6 +103,7 @@ ROUTES: dict[tuple[str, str], Rule] = (
         "POST /reset_prefix_cache", "POST /reset_encoder_cache", "POST /release_kv_cache_memory",
         "POST /pause", "POST /resume", "POST /scale_elastic_ep", "POST /fault_tolerance/apply",
         "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
+        "POST /v1/sessions/{session:path}/move",
         "POST /adapters", "DELETE /adapters/{adapter_name}",
     )
 )  # fmt: skip

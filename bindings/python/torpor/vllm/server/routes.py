@@ -8,7 +8,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import lru_cache
@@ -20,15 +20,17 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 import torpor.console
 from torpor import _core, errors
-from torpor.errors import Error, InvalidArgument, NotFound, WrongState
+from torpor.errors import Error, InvalidArgument, NotFound, Unauthenticated, WrongState
 from torpor.vllm import exchange, tracing
 from torpor.vllm.compat import lookup
 from torpor.vllm.progress import Watcher
 from torpor.vllm.server import front, swapping
+from torpor.vllm.server.access import caller_of_call
 from torpor.vllm.server.front import summary
 from torpor.vllm.server.life import Server
-from torpor.vllm.server.recorder import RESPONSE_ID_STARTS
+from torpor.vllm.server.recorder import answers_of_call
 from torpor.vllm.server.refusals import content_of
+from torpor.vllm.server.sessions import names_of, outcome_of, seeds_of
 from torpor.vllm.server.strict import StrictRoute, as_vllm_has_it, takes_body
 from torpor.vllm.weight_updates import kv_option
 
@@ -367,7 +369,64 @@ def routes() -> APIRouter:
         await life.abort(ids)
         return JSONResponse({"aborted": len(ids)})
 
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    @router.get("/v1/sessions")
+    async def sessions(raw_request: Request) -> Response:
+        return await outcome(server(raw_request).sessions.listed())
+
+    @router.post("/v1/sessions/{session:path}/hibernate")
+    async def hibernate(
+        raw_request: Request, session: str, to: Literal["host", "disk"] = "host", action_id: str | None = None
+    ) -> Response:
+        """Take the request out of the engine. Its streams stay open."""
+        return await outcome(server(raw_request).sessions.hibernate(session, to, action_id))
+
+    @router.post("/v1/sessions/{session:path}/resume")
+    async def resume(
+        raw_request: Request, session: str, path: str | None = None, action_id: str | None = None
+    ) -> Response:
+        """Put it back. `path`: of an image of another server, with the admin key."""
+        if path is not None and not caller_of_call.get().may_change:
+            problem = Unauthenticated("path is for the admin key", "resume an image of this server by its id")
+            return refused(problem, 403, outcome="rejected")
+        return await outcome(server(raw_request).sessions.resume(session, path, action_id))
+
+    @router.post("/v1/sessions/{session:path}/fork")
+    async def fork(
+        raw_request: Request,
+        session: str,
+        n: Annotated[int, Query(ge=1, le=1024)],
+        at: Annotated[int | None, Query(ge=0)] = None,
+        seeds: Annotated[list[str] | None, Query()] = None,
+        action_id: str | None = None,
+    ) -> Response:
+        """Make `n` requests that go on from where this one is. Their answers are at /torpor/requests/CHILD."""
+
+        async def call() -> dict:
+            return await server(raw_request).sessions.fork(session, n, at, seeds_of(seeds), action_id)
+
+        return await outcome(call())
+
+    @router.post("/v1/sessions/{session:path}/move")
+    async def move(raw_request: Request, session: str, to: str, action_id: str | None = None) -> Response:
+        """Have the server at `to` take the request."""
+        return await outcome(server(raw_request).sessions.move(session, to, raw_request.headers, action_id))
+
+    @router.delete("/v1/sessions/{session:path}")
+    async def delete(raw_request: Request, session: str) -> Response:
+        """End the requests of an image, and free it."""
+        return await outcome(server(raw_request).sessions.delete(session))
+
     return router
+
+
+async def outcome(call: Awaitable[dict]) -> Response:
+    """The answer of a verb of /v1/sessions, or its error with the outcome that it has."""
+    try:
+        return JSONResponse(await call)
+    except Error as problem:
+        return refused(problem, outcome=outcome_of(problem))
 
 
 def failure(life: Server) -> dict:
@@ -386,10 +445,14 @@ def choices(life: Server, response: str, request: Request) -> list[str] | Respon
     if life.recorder is None:
         return refused(WrongState(f"the server is {life.state}", "ask again once /torpor/ready is 200"), 503)
     whose = life.tenant(request.headers)
-    # vLLM's request of a response of /v1/responses has a number behind its id.
-    names = (response, *(start + response for start in RESPONSE_ID_STARTS), f"{response}_0")
+    names = names_of(response)
+    if (address := life.sessions.moved_to(names, whose)) is not None:
+        query = f"?{request.url.query}" if request.url.query else ""
+        return RedirectResponse(f"{address}{request.url.path}{query}", 307)
     for name in names:
         if ids := life.recorder.answers.find(name, whose):
+            if (given := answers_of_call.get()) is not None:
+                given.update(ids)
             return ids
     if any(life.recorder.answers.was_dropped(name, whose) for name in names):
         what = f"the answer {response} has ended, and the response log dropped it to make room for newer ones"
@@ -476,8 +539,11 @@ async def _with_progress(task: asyncio.Task, so_far: dict) -> AsyncIterator[str]
         yield f"event: error\ndata: {json.dumps(problem.to_dict())}\n\n"
 
 
-def refused(problem: Error, status: int | None = None) -> JSONResponse:
-    return JSONResponse(content_of(problem), status or _STATUS.get(type(problem), 500))
+def refused(problem: Error, status: int | None = None, **more: str) -> JSONResponse:
+    """`more`: further fields of the error."""
+    content = content_of(problem)
+    content["error"] |= more
+    return JSONResponse(content, status or _STATUS.get(type(problem), 500))
 
 
 async def _params(request: Request) -> dict:

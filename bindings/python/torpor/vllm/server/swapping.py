@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-import aiohttp
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core, errors
@@ -21,14 +20,12 @@ from torpor.vllm.frontend import Report
 from torpor.vllm.progress import Watcher
 from torpor.vllm.server import loopback
 from torpor.vllm.server.front import summary
-from torpor.vllm.server.loopback import Loopback
+from torpor.vllm.server.other_server import Other
 
 _COMES_SECONDS = 30.0  # the other one, before this one stands still for it
 _MEMORY_SECONDS = 30.0  # what a process had is free some time after its end
-_CONNECT_SECONDS = 10.0
 _LOOK_SECONDS = 0.005
 _RETRY_SECONDS = 0.5
-_PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 
 async def swap(server, to: str, peer_timeout: float, headers: Mapping[str, str], progress: Watcher | None) -> dict:
@@ -106,67 +103,6 @@ async def _asleep_alone(server, other: Other, lost: Error) -> None:
                 raise NotEnoughRoom(what, problem.next_step, state_changed=True) from None
         await asyncio.sleep(_RETRY_SECONDS)
     raise Aborted(f"{lost.what}; this server serves on", lost.next_step)
-
-
-class Other:
-    """The other server, as this one asks it: at addresses that were checked, and nowhere else."""
-
-    def __init__(self, at: Loopback, headers: Mapping[str, str]):
-        self.url, self._at = at.url, at
-        self._headers = {name: headers[name] for name in _PASSED_ON if name in headers}
-
-    def __str__(self) -> str:
-        return f"the server at {self.url}"
-
-    def _session(self, headers: Mapping[str, str], seconds: float | None = None) -> aiohttp.ClientSession:
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
-        connector = aiohttp.TCPConnector(resolver=self._at)
-        return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, trust_env=False)
-
-    async def wake_up(self, path: str) -> dict:
-        """Its report. Raises its error, or why there is none."""
-        try:
-            async with self._session(self._headers) as session:
-                asked = session.post(f"{self.url}/wake_up", params={"swap_in_from": path}, allow_redirects=False)
-                async with asked as answer:
-                    status, content = answer.status, await _json(answer)
-        except (aiohttp.ClientConnectorError, TimeoutError) as problem:
-            raise Aborted(f"{self} cannot be reached: {problem}", "see whether it runs, and where") from None
-        except (aiohttp.ClientError, OSError) as problem:
-            raise Aborted(f"{self} broke off: {problem or type(problem).__name__}", "see its log") from None
-        if status == 200 and "status" in content:
-            return content
-        raise self._error(status, content.get("error"))
-
-    def _error(self, status: int, told) -> Error:
-        if status in (401, 403):
-            return WrongState(f"{self} refuses this admin key ({status})", "give both servers the same admin key")
-        if isinstance(told, dict) and "what" in told:
-            what, next_step = f"{self}: {told['what']}", str(told.get("next_step", ""))
-            return errors.make(str(told.get("code")), what, next_step, state_changed=told.get("state_changed") is True)
-        message = told.get("message") if isinstance(told, dict) else None
-        return Aborted(f"{self} answers {status}: {message or 'it is no server of torpor'}", "see its log")
-
-    async def is_there(self) -> bool:
-        """Its process is, whatever it does."""
-        try:
-            async with (
-                self._session({}, _CONNECT_SECONDS) as session,
-                session.get(f"{self.url}/is_sleeping", allow_redirects=False),
-            ):
-                return True
-        except TimeoutError:
-            return True
-        except (aiohttp.ClientError, OSError):
-            return False
-
-
-async def _json(answer: aiohttp.ClientResponse) -> dict:
-    try:
-        content = await answer.json(content_type=None)
-    except ValueError:
-        content = None
-    return content if isinstance(content, dict) else {}
 
 
 def _of(who: str, problem: Error) -> Error:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Another server of torpor on this host, as this one asks it with the key of its own caller."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from urllib.parse import quote
+
+import aiohttp
+
+from torpor import errors
+from torpor.errors import Aborted, Error, WrongState
+from torpor.vllm.server.loopback import Loopback
+
+_CONNECT_SECONDS = 10.0
+_PASSED_ON = ("Authorization", "traceparent", "tracestate")
+
+
+class Other:
+    """The other server, as this one asks it: at addresses that were checked, and nowhere else."""
+
+    def __init__(self, at: Loopback, headers: Mapping[str, str]):
+        self.url, self._at = at.url, at
+        self._headers = {name: headers[name] for name in _PASSED_ON if name in headers}
+
+    def __str__(self) -> str:
+        return f"the server at {self.url}"
+
+    def _session(self, headers: Mapping[str, str], seconds: float | None = None) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        connector = aiohttp.TCPConnector(resolver=self._at)
+        return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, trust_env=False)
+
+    async def wake_up(self, path: str) -> dict:
+        """Its report. Raises its error, or why there is none."""
+        content = await self._post("/wake_up", {"swap_in_from": path})
+        if "status" in content:
+            return content
+        raise self._error(200, content.get("error"))
+
+    async def resume(self, path: str) -> dict:
+        """Have it resume the image at `path`. Return its answer. Raises its error, or why there is none."""
+        name = quote(os.path.basename(path), safe="")
+        content = await self._post(f"/v1/sessions/{name}/resume", {"path": path})
+        if content.get("outcome") == "accepted":
+            return content
+        raise self._error(200, content.get("error"))
+
+    async def _post(self, path: str, params: dict[str, str]) -> dict:
+        try:
+            async with self._session(self._headers) as session:
+                asked = session.post(f"{self.url}{path}", params=params, allow_redirects=False)
+                async with asked as answer:
+                    status, content = answer.status, await _json(answer)
+        except (aiohttp.ClientConnectorError, TimeoutError) as problem:
+            raise Aborted(f"{self} cannot be reached: {problem}", "see whether it runs, and where") from None
+        except (aiohttp.ClientError, OSError) as problem:
+            raise Aborted(f"{self} broke off: {problem or type(problem).__name__}", "see its log") from None
+        if status == 200:
+            return content
+        raise self._error(status, content.get("error"))
+
+    def _error(self, status: int, told) -> Error:
+        if status in (401, 403):
+            return WrongState(f"{self} refuses this admin key ({status})", "give both servers the same admin key")
+        if isinstance(told, dict) and "what" in told:
+            what, next_step = f"{self}: {told['what']}", str(told.get("next_step", ""))
+            return errors.make(str(told.get("code")), what, next_step, state_changed=told.get("state_changed") is True)
+        message = told.get("message") if isinstance(told, dict) else None
+        return Aborted(f"{self} answers {status}: {message or 'it is no server of torpor'}", "see its log")
+
+    async def is_there(self) -> bool:
+        """Its process is, whatever it does."""
+        try:
+            async with (
+                self._session({}, _CONNECT_SECONDS) as session,
+                session.get(f"{self.url}/is_sleeping", allow_redirects=False),
+            ):
+                return True
+        except TimeoutError:
+            return True
+        except (aiohttp.ClientError, OSError):
+            return False
+
+
+async def _json(answer: aiohttp.ClientResponse) -> dict:
+    try:
+        content = await answer.json(content_type=None)
+    except ValueError:
+        content = None
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/sessions: requests of this server leave its engine and come back, fork, and move to another server.
+
+The engine does it (session_calls.py, fork_calls.py). Here is what a server has beside it: whose request it is, the
+response log, of which clients read, streams that stay open, and calls that are sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from http import HTTPStatus
+from urllib.parse import quote
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.logger import init_logger
+from vllm.v1.engine.output_processor import RequestState
+
+from torpor.errors import Busy, Error, Incompatible, InvalidArgument, NotFound, Unsupported, WrongState
+from torpor.vllm import fork_calls, frontend, session_calls
+from torpor.vllm.frontend import Report
+from torpor.vllm.server import loopback
+from torpor.vllm.server.access import caller_of_call
+from torpor.vllm.server.other_server import Other
+from torpor.vllm.server.recorder import RESPONSE_ID_STARTS, Nobody, split_response_id
+
+logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
+
+MOVED = "another engine has taken this request"
+_MOST_ACTIONS = 4096  # whose results are remembered
+_MOST_MOVED = 65536  # answers of which it is remembered where they went
+_ACTION = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+_LOOK_SECONDS = 0.02  # between looks whether requests have come back
+
+
+def outcome_of(problem: Error) -> str:
+    """Return the outcome of a call that failed so."""
+    if isinstance(problem, NotFound):
+        return "missing"
+    return "deferred" if isinstance(problem, Busy) else "rejected"
+
+
+class Sessions:
+    """Of one life.Server, in its event loop."""
+
+    def __init__(self, server):
+        self._server = server
+        self._away: dict[str, str] = {}  # of each hibernated request, by vLLM's id: its image
+        self._moved: OrderedDict[tuple[str, str], str] = OrderedDict()  # tenant and response -> the server that has it
+        self._actions: OrderedDict[tuple[str, str], tuple[tuple, asyncio.Task]] = OrderedDict()
+        self._turn = asyncio.Lock()  # the engine stands still for each verb
+
+    # --- what others ask ---
+
+    def away(self) -> set[str]:
+        """Return vLLM's ids of the requests that are hibernated."""
+        running = self._server.engine.output_processor.request_states
+        self._away = {each: image for each, image in self._away.items() if each in running}
+        return set(self._away)
+
+    def are_away(self, requests: Collection[str]) -> bool:
+        """Return whether any of these requests is hibernated."""
+        return bool(self._away) and not self.away().isdisjoint(requests)
+
+    def moved_to(self, names: Iterable[str], tenant: str) -> str | None:
+        """Return the address of the server that has taken an answer of one of these names, or None."""
+        found = (self._moved.get((tenant, name)) for name in names)
+        return next((address for address in found if address is not None), None)
+
+    async def bring_back(self) -> None:
+        """Return when no request is hibernated or on its way back: a checkpoint has all of them then."""
+        for image in await self._images():
+            await session_calls.resume(self._side(), image["id"])
+        self._away = {}
+        self._server.notify()
+        while await self._server.engine.torpor.call("images"):
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    # --- the verbs ---
+
+    async def listed(self) -> dict:
+        """Return the images of this caller's requests."""
+        self._check_on()
+        return {"object": "list", "data": [self._shown(each) for each in await self._images() if self._is_mine(each)]}
+
+    async def hibernate(self, name: str, to: str, action: str | None) -> dict:
+        async def run() -> dict:
+            ids = self._running(name)
+            image = next((self._away[each] for each in ids if each in self._away), None)
+            async with self._turn:
+                left = await session_calls.hibernate(self._side(), ids, image, None, to)
+            await self._look()
+            kept = {"id": left.id, "bytes": left.bytes, "tokens": left.tokens, "path": left.path}
+            return self._shown(kept | {"requests": ids})
+
+        return await self._action("hibernate", (name, to), action, run)
+
+    async def resume(self, name: str, path: str | None, action: str | None) -> dict:
+        """`path`: the directory of an image of another server, of this id."""
+
+        async def run() -> dict:
+            if path is not None:
+                return await self._take(name, path)
+            image = await self._image_named(name)
+            if image is None:  # it runs already
+                return {"object": "session.image", "requests": self._responses(self._running(name))}
+            async with self._turn:
+                resumed = await session_calls.resume(self._side(), image["id"])
+            await self._look()
+            return self._shown(image) | {"recomputed": resumed.recomputed}
+
+        return await self._action("resume", (name, path), action, run)
+
+    async def _take(self, name: str, path: str) -> dict:
+        if os.path.basename(path) != name or not os.path.isabs(path):
+            raise InvalidArgument(f"{path!r} is not the image {name}", "give the absolute path that its server named")
+        async with self._turn:
+            resumed = await session_calls.resume(self._side(), path)
+        await self._look()
+        running = self._server.engine.output_processor.request_states
+        ids = [each for each, state in running.items() if state.external_req_id in resumed.requests]
+        return {
+            "id": resumed.id, "object": "session.image", "requests": self._responses(ids),
+            "recomputed": resumed.recomputed,
+        }  # fmt: skip
+
+    async def fork(self, name: str, n: int, at: int | None, seeds: list[int | None] | None, action: str | None) -> dict:
+        async def run() -> dict:
+            ids = self._running(name)
+            if len(ids) > 1:
+                raise Unsupported(f"request {name} cannot be forked: it has several answers", "make requests of n = 1")
+            async with self._turn:
+                forked = await fork_calls.fork(self._side(), ids[0], n, at, seeds, action, None)
+            return {
+                "object": "session.fork", "parent": self._responses(ids)[0], "children": list(forked.children),
+                "shared_blocks": forked.shared_blocks, "bytes": forked.bytes,
+            }  # fmt: skip
+
+        return await self._action("fork", (name, n, at, tuple(seeds or ())), action, run)
+
+    async def move(self, name: str, to: str, headers: Mapping[str, str], action: str | None) -> dict:
+        """`to`: address of the other server, which is asked with the key of these `headers`."""
+
+        async def run() -> dict:
+            other = Other(await loopback.checked(to), headers)
+            ids = self._running(name)
+            responses = self._responses(ids)
+            image = next((self._away[each] for each in ids if each in self._away), None)
+            side = self._side()
+            side.gone_to = other.url
+            try:
+                moved = await session_calls.move(side, ids, other.resume, image, None)
+            finally:
+                await self._look()
+            return {"id": moved.id, "object": "session.move", "requests": responses, "to": other.url}
+
+        return await self._action("move", (name, to), action, run)
+
+    async def delete(self, name: str) -> dict:
+        async def run() -> dict:
+            image = await self._image_named(name)
+            if image is None:
+                raise NotFound(f"there is no image {name}: no hibernated request of yours is called so", _LIST)
+            shown = self._shown(image)
+            await self._server.abort(list(image["requests"]))
+            await self._look()
+            return shown
+
+        return await self._action("delete", (name,), None, run)
+
+    # --- each verb's call ---
+
+    async def _action(self, verb: str, what: tuple, action: str | None, run: Callable[[], Awaitable[dict]]) -> dict:
+        """Carry out a verb, to its end also where its caller goes. The same call again, by the id of its action, gives
+        the same result; a call that failed may be made again."""
+        metrics, began = self._server.metrics, time.monotonic()
+        try:
+            self._check_on()
+            result, repeated = await self._once((verb, *what), action, run)
+        except Error as problem:
+            metrics.session_actions.labels(verb, outcome_of(problem)).inc()
+            raise
+        metrics.session_actions.labels(verb, "repeated" if repeated else "accepted").inc()
+        if not repeated:
+            metrics.session_seconds.labels(verb).observe(time.monotonic() - began)
+        return result | {"action": verb, "outcome": "accepted", "repeated": repeated}
+
+    async def _once(self, call: tuple, action: str | None, run: Callable[[], Awaitable[dict]]) -> tuple[dict, bool]:
+        if action is None:
+            return await asyncio.shield(self._server.tasks.run(run())), False
+        if not _ACTION.fullmatch(action):
+            raise InvalidArgument(f"the action id {action!r}", "give 1 to 64 letters, digits, or any of . _ : -")
+        caller = caller_of_call.get()
+        key = ("admin" if caller.is_admin else f"tenant {caller.tenant}", action)
+        known = self._actions.get(key)
+        if known is not None:
+            if known[0] != call:
+                raise InvalidArgument(f"the action id {action} was given to another call", "give each call its own")
+            if not _failed(known[1]):
+                return await asyncio.shield(known[1]), True
+        task = self._server.tasks.run(run())
+        self._actions[key] = (call, task)
+        self._actions.move_to_end(key)
+        while len(self._actions) > _MOST_ACTIONS and next(iter(self._actions.values()))[1].done():
+            self._actions.popitem(last=False)
+        return await asyncio.shield(task), False
+
+    def _check_on(self) -> None:
+        server = self._server
+        if not server.options.sessions:
+            raise Unsupported("sessions: this server was started without them", "start it with --torpor-sessions")
+        if not server.has_log:
+            raise WrongState("this server has no response log", "start it with --torpor-response-log on")
+        if server.recorder is None:
+            raise WrongState(f"the server is {server.state}", "ask again once /torpor/ready is 200")
+
+    # --- names ---
+
+    def _running(self, name: str) -> list[str]:
+        """Return vLLM's ids of the unfinished choices of an answer of this caller, by any of its names."""
+        server, caller = self._server, caller_of_call.get()
+        running = server.engine.output_processor.request_states
+        names = set(names_of(name))
+        if caller.is_admin:
+            found = [each for each, state in running.items() if _external_names(state) & names]
+            tenants = {self._kept(each)["tenant"] for each in found}
+            if len(tenants) > 1:
+                raise WrongState(f"{len(tenants)} tenants have a request {name}", "call this with the key of one")
+        else:
+            known = (server.log.answers.find(each, caller.tenant) for each in names_of(name))
+            found = [each for each in next(filter(None, known), []) if each in running]
+        if not found:
+            what = f"there is no unfinished request {name}: it was never begun here, is not yours, or has ended"
+            raise NotFound(what, "name it by its X-Request-Id, or by the id of its response")
+        return found
+
+    def _kept(self, request: str) -> dict:
+        """Return what the response log has of a request, by vLLM's id: its response and tenant among them."""
+        answer = self._server.log.answers.get(request)
+        if answer is not None:
+            return answer
+        state = self._server.engine.output_processor.request_states.get(request)
+        return {"tenant": None, "response": request if state is None else split_response_id(state.external_req_id)[0]}
+
+    def _responses(self, ids: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys(self._kept(each)["response"] for each in ids))
+
+    def _is_mine(self, image: dict) -> bool:
+        caller = caller_of_call.get()
+        return caller.is_admin or all(self._kept(each)["tenant"] == caller.tenant for each in image["requests"])
+
+    async def _images(self) -> list[dict]:
+        """Return the images whose requests are hibernated, as the engine core has them: by vLLM's ids of requests."""
+        return [each for each in await self._server.engine.torpor.call("images") if not each["resuming"]]
+
+    async def _image_named(self, name: str) -> dict | None:
+        """Return the image of this id, or of the answer of this name, if it is this caller's."""
+        mine = [each for each in await self._images() if self._is_mine(each)]
+        found = [each for each in mine if each["id"] == name]
+        found = found or [each for each in mine if set(names_of(name)) & set(self._responses(each["requests"]))]
+        return found[0] if found else None
+
+    def _shown(self, image: dict) -> dict:
+        shown = {
+            "id": image["id"], "object": "session.image", "requests": self._responses(image["requests"]),
+            "tier": "disk" if image["path"] else "host", "bytes": image["bytes"], "tokens": image["tokens"],
+        }  # fmt: skip
+        return shown | ({"path": image["path"]} if image["path"] and caller_of_call.get().may_change else {})
+
+    # --- what changes ---
+
+    def _side(self) -> ServerSide:
+        return ServerSide(self._server, self)
+
+    async def _look(self) -> None:
+        """Learn which requests are hibernated, after a call that has changed it."""
+        self._away = {each: image["id"] for image in await self._images() for each in image["requests"]}
+        self._server.notify()
+
+    def has_moved(self, request: str, address: str) -> str:
+        """Another server has this request. Return where its client finds the answer."""
+        kept = self._kept(request)
+        self._moved[(kept["tenant"] or "", kept["response"])] = address
+        while len(self._moved) > _MOST_MOVED:
+            self._moved.popitem(last=False)
+        return f"{address}/torpor/requests/{quote(kept['response'], safe='')}"
+
+    def is_here(self, tenant: str, response: str) -> None:
+        self._moved.pop((tenant, response), None)
+
+
+_LIST = "GET /v1/sessions lists those that there are"
+
+
+class ServerSide(frontend.AsyncSide):
+    """The front end of a server: requests that come have answers in its response log, and clients read them there."""
+
+    def __init__(self, server, sessions: Sessions):
+        super().__init__(server.engine)
+        self._server, self._sessions = server, sessions
+        self.gone_to = ""  # the server that a move gives its requests to
+
+    def capture(self, requests: Iterable[str]) -> dict:
+        """With what the response log has of these requests."""
+        outputs, log = super().capture(requests), self._server.log.answers
+        answers = {}
+        for each in outputs["requests"]:
+            if (answer := log.get(each["id"])) is None:
+                continue
+            request = dict(answer["request"]) | {"prompt_token_ids": [], "output_token_ids": []}
+            kept = {name: answer[name] for name in ("response", "tenant", "choice")}
+            answers[each["id"]] = kept | {"request": request, "echo": answer["front"].get("echo")}
+        return outputs | {"served": {"tenants": self._server.tenants_id, "answers": answers}}
+
+    def take(self, report: Report, lost: list[dict] | None = None) -> None:
+        outputs = report["outputs"]
+        served = outputs.get("served") or {"tenants": "", "answers": {}}
+        tenants = {each["tenant"] for each in served["answers"].values()} - {""}
+        if tenants and served["tenants"] != self._server.tenants_id:
+            raise Incompatible(
+                "the requests of this image are of tenants whom this server cannot tell apart",
+                "give both servers the same answers/tenants.secret",
+            )
+        log = self._server.log.answers
+        if known := [each["external_id"] for each in outputs["requests"] if log.get(each["id"]) is not None]:
+            raise WrongState(
+                f"the response log of this server has the request {split_response_id(known[0])[0]} already",
+                "move it to another server, or wait for --torpor-response-log-seconds",
+            )
+        super().take(report, lost)
+        states = self.engine.output_processor.request_states
+        come = [each for each in outputs["requests"] if each["id"] in states]
+        answers = {each["id"]: served["answers"].get(each["id"]) or _answer_of(each) for each in come}
+        self._adopt([states[each["id"]] for each in come], answers)
+
+    def forget(self, outputs: dict) -> None:
+        for each in outputs["requests"]:
+            self._end(each["id"])
+        super().forget(outputs)
+
+    def adopt(self, states: list[RequestState], parent: RequestState, seeds: Sequence[int | None]) -> None:
+        """Children of a fork: answers of their own, of the tenant of their parent."""
+        known = self._server.log.answers.get(parent.request_id)
+        if known is None:
+            raise WrongState(f"request {parent.external_req_id} is not in the response log", "send it again")
+        answers = {}
+        for state, seed in zip(states, seeds, strict=True):
+            sampling = known["request"]["sampling"] | ({} if seed is None else {"seed": seed})
+            answers[state.request_id] = {
+                "response": state.external_req_id, "tenant": known["tenant"], "choice": 0,
+                "request": known["request"] | {"sampling": sampling},
+            }  # fmt: skip
+        self._adopt(states, answers)
+
+    def disown(self, states: list[RequestState]) -> None:
+        for each in states:
+            self._end(each.request_id)
+
+    def _adopt(self, states: list[RequestState], answers: dict[str, dict]) -> None:
+        for state in states:
+            getattr(self.engine, "torpor_collectors", {}).pop(state.external_req_id, None)
+            state.queue = Nobody()  # its clients read the response log
+            answer = answers[state.request_id]
+            self._server.log.adopt(state, answer)
+            self._sessions.is_here(answer["tenant"], answer["response"])
+
+    def _end(self, request: str) -> None:
+        if self._server.log.answers.get(request) is not None:
+            self._server.log.end(request, "failed", "error", "it did not come into this engine")
+
+    def fail(self, failed: list[dict]) -> None:
+        states = self.engine.output_processor.request_states
+        for each in failed:
+            state = states.get(each["id"])
+            if state is None or each["error"] != MOVED or not self.gone_to:
+                continue
+            where = self._sessions.has_moved(each["id"], self.gone_to)
+            each["error"] = f"{MOVED}: {where}"
+            if state.queue is not None:
+                state.queue.put(GracefulHTTPError(
+                    f"another server has this request; take up its answer at {where}", HTTPStatus.SERVICE_UNAVAILABLE
+                ))  # fmt: skip
+        super().fail(failed)
+
+
+def _answer_of(item: dict) -> dict:
+    """Return what the log is to have of a request of an engine without a server. It is of the tenant who calls."""
+    response, number = split_response_id(item["external_id"])
+    made = {name: item[name] for name in ("sampling", "arrival_time")}
+    tenant = caller_of_call.get().tenant
+    return {"response": response, "tenant": tenant, "choice": number + item["index"], "request": made}
+
+
+def names_of(name: str) -> tuple[str, ...]:
+    """Return the ids that vLLM's response may have which a client knows by this id, or by this X-Request-Id."""
+    return (name, *(start + name for start in RESPONSE_ID_STARTS), f"{name}_0")
+
+
+def _external_names(state: RequestState) -> set[str]:
+    return {state.external_req_id, split_response_id(state.external_req_id)[0]}
+
+
+def _failed(task: asyncio.Task) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def seeds_of(words: list[str] | None) -> list[int | None] | None:
+    """Return the seeds of a fork, as a query has them: a number each, or "parent" for that of the parent."""
+    if words is None:
+        return None
+    if wrong := [each for each in words if each != "parent" and not (each.isascii() and each.isdigit())]:
+        raise InvalidArgument(f"the seed {wrong[0]!r}", 'give a number of 0 to 2**63 - 1, or "parent"')
+    return [None if each == "parent" else int(each) for each in words]
