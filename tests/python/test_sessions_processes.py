@@ -48,7 +48,6 @@ def test_what_cannot_leave_is_said_and_goes_on(zygote, tiny_model, options, name
 @pytest.mark.parametrize(
     ("engine", "options", "named"),
     [
-        ({}, {"offload": "eager", "host_bytes": "1MiB"}, "sessions beside the KV connector TorporConnector"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}, {},
          "sessions with speculation"),
     ],

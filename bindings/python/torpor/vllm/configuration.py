@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from torpor.errors import InvalidArgument, Unsupported
@@ -54,30 +55,58 @@ def _choose_connector(vllm_config, options: Options) -> None:
         raise InvalidArgument(
             f"torpor's option offload beside the KV connector {given.kv_connector}", "use one of them"
         )
-    vllm_config.kv_transfer_config = KVTransferConfig(
-        kv_connector=connector_options.CLASS,
-        kv_connector_module_path=connector_options.MODULE,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=dict(wanted),
-    )
+    vllm_config.kv_transfer_config = KVTransferConfig(**_of_torpor(wanted), kv_load_failure_policy="recompute")
 
 
 def _choose_admitting(vllm_config, options: Options) -> None:
-    """The option sessions gives the engine the connector by which requests come back (portable.py)."""
+    """The option sessions gives the engine the connector by which requests come back (portable.py): alone, or before
+    the engine's own connectors, as the first one inside vLLM's MultiConnector."""
     from vllm.config import KVTransferConfig
 
     given = vllm_config.kv_transfer_config
-    if given is not None and given.kv_connector == connector_options.ADMIT_CLASS:
+    if given is not None and connector_options.admits(given):
         return  # it was here before
-    offloads = options.connector and options.connector["offload"] != "off"
-    if offloads or (given is not None and given.kv_connector is not None):
-        name = connector_options.CLASS if offloads or given is None else given.kv_connector
-        raise InvalidArgument(f"torpor's option sessions beside the KV connector {name}", "use one of them")
-    vllm_config.kv_transfer_config = KVTransferConfig(
-        kv_connector=connector_options.ADMIT_CLASS,
-        kv_connector_module_path=connector_options.ADMIT_MODULE,
+    members = [] if given is None or given.kv_connector is None else _members(given)
+    if options.connector and options.connector["offload"] != "off":
+        if any(each["kv_connector"] != connector_options.CLASS for each in members):
+            name = given.kv_connector
+            raise InvalidArgument(f"torpor's option offload beside the KV connector {name}", "use one of them")
+        members = members or [_of_torpor(options.connector)]
+    admitting = {
+        "kv_connector": connector_options.ADMIT_CLASS,
+        "kv_connector_module_path": connector_options.ADMIT_MODULE,
         # A consumer would delay each free of a block by a step. The ranks wait for the device before they load.
-        kv_role="kv_producer",
-        kv_load_failure_policy="recompute",
-    )
+        "kv_role": "kv_producer",
+    }
+    if not members:
+        vllm_config.kv_transfer_config = KVTransferConfig(**admitting, kv_load_failure_policy="recompute")
+        return
+    beside = {} if given is None else _fields(given, "engine_id", "kv_buffer_device", "kv_port")
+    vllm_config.kv_transfer_config = KVTransferConfig(**beside | {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both" if given is None else given.kv_role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [admitting, *members]},
+    })  # fmt: skip
+
+
+def _of_torpor(wanted: dict) -> dict:
+    """torpor's own KV connector, as a member of MultiConnector."""
+    return {
+        "kv_connector": connector_options.CLASS,
+        "kv_connector_module_path": connector_options.MODULE,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": dict(wanted),
+    }
+
+
+def _members(given) -> list[dict]:
+    """Return the connectors of vLLM's KVTransferConfig, each as MultiConnector takes it."""
+    if given.kv_connector == "MultiConnector":
+        return [dict(each) for each in given.kv_connector_extra_config.get("connectors", ())]
+    names = {each.name for each in fields(given)} - {"engine_id"}  # MultiConnector gives its own to each
+    return [_fields(given, *names)]
+
+
+def _fields(given, *names: str) -> dict:
+    return {name: getattr(given, name) for name in names}

@@ -202,3 +202,9 @@ def is_ours(kv_transfer_config) -> bool:
     if isinstance(kv_transfer_config, dict):
         return kv_transfer_config.get("kv_connector") in (CLASS, ADMIT_CLASS)
     return getattr(kv_transfer_config, "kv_connector", None) in (CLASS, ADMIT_CLASS)
+
+
+def admits(kv_transfer_config) -> bool:
+    """Whether vLLM's KVTransferConfig has TorporAdmit, alone or inside MultiConnector."""
+    inside = kv_transfer_config.kv_connector_extra_config.get("connectors", ())
+    return ADMIT_CLASS in (kv_transfer_config.kv_connector, *(each.get("kv_connector") for each in inside))

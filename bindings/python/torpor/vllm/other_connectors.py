@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -105,8 +106,8 @@ class OtherConnector:
     def __init__(self, core):
         self._core = core
         transfer = None if core.scheduler.connector is None else core.vllm_config.kv_transfer_config
-        other = transfer is not None and not is_ours(transfer)
-        self.follows = other and not refusals(core.vllm_config)  # False: there is none, or it is refused
+        self.is_there = transfer is not None and not is_ours(transfer)
+        self.follows = self.is_there and not refusals(core.vllm_config)  # False: there is none, or it is refused
         self._name = getattr(transfer, "kv_connector", None)
         self._registered = True  # on all ranks
 
@@ -115,17 +116,29 @@ class OtherConnector:
 
         Raises TimedOut if one is still open after `timeout` seconds. What ended by then has ended.
         """
-        if not self.follows:
-            return
+        if self.follows:
+            self._finish(timeout, self._under_way)
+
+    def end_transfers(self, timeout: float | None = None) -> None:
+        """The same, also for a connector beside which no sleep keeps requests. The connector has heard, too, of all
+        requests that have ended."""
+        if self.is_there:
+            self._finish(timeout, lambda: self._under_way() + self._unheard())
+
+    def _unheard(self) -> list[str]:
+        count = len(self._core.scheduler.finished_req_ids)
+        return [f"ended requests of which it has not heard ({count})"] if count > 0 else []
+
+    def _finish(self, timeout: float | None, under_way: Callable[[], list[str]]) -> None:
         core, scheduler = self._core, self._core.scheduler
         deadline = time.monotonic() + (_TRANSFER_SECONDS if timeout is None else timeout)
         state = scheduler.pause_state
         try:
-            while under_way := self._under_way():
+            while found := under_way():
                 if time.monotonic() >= deadline:
                     raise TimedOut(
-                        f"the KV connector {self._name} still has {', '.join(under_way)}",
-                        "let its transfers end first, or give the sleep a longer timeout",
+                        f"the KV connector {self._name} still has {', '.join(found)}",
+                        "let its transfers end first, or give the call a longer timeout",
                     )
                 if not scheduler.torpor_collects:
                     scheduler.set_pause_state(PauseState.PAUSED_ALL)  # no request is scheduled

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -82,6 +83,12 @@ class TorporAdmit(ConnectorBase):
         if self.worker:
             self.worker.bind(worker.of_this_process())
 
+    def unregister_kv_caches(self) -> None:
+        """Before a sleep inside vLLM's MultiConnector, since 0.33. torpor's memory knows where the KV cache lies."""
+
+    def restore_kv_caches(self) -> None:
+        """After that sleep."""
+
     def handle_preemptions(self, kv_connector_metadata) -> None:
         """Called before the model runner looks at the step."""
         if self.worker:
@@ -123,6 +130,20 @@ class TorporAdmit(ConnectorBase):
         return self.admissions is not None and bool(self.admissions.orders.drops)
 
 
+class AskedFirst(KVConnectorBase_V1):
+    """Of vLLM's MultiConnector: the KV of a request that comes back is TorporAdmit's, and no other one looks for it.
+    Its blocks have no keys until it is there, and other connectors expect keys."""
+
+    def get_num_new_matched_tokens(self: Any, request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        place, ours = next((i, each) for i, each in enumerate(self.sub_connectors) if isinstance(each, TorporAdmit))
+        if ours.admissions is None or not ours.admissions.brings(request.request_id):
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        tokens, loads = ours.get_num_new_matched_tokens(request, num_computed_tokens)
+        if tokens:
+            self._requests_to_connector[request.request_id] = place
+        return tokens, loads
+
+
 class Admissions:
     """The requests that are on their way into the engine, in the scheduler's process."""
 
@@ -159,6 +180,10 @@ class Admissions:
     def withdraw(self, request_id: str) -> None:
         """Do not expect a request that was not added after all."""
         self._admitted.pop(request_id, None)
+
+    def brings(self, request_id: str) -> bool:
+        """Return whether this request is admitted with KV, and has no blocks yet."""
+        return self._admitted.get(request_id, (0,))[0] > 0
 
     def match(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens of the request have KV in an image, and whether they are to be loaded.

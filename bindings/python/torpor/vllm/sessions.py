@@ -17,8 +17,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from torpor import _core
 from torpor.errors import Damaged, Incompatible, InvalidArgument, NotFound, Unsupported, WrongState
-from torpor.vllm import connector_options, grammar
+from torpor.vllm import connector_options, grammar, portable
 from torpor.vllm import scheduler_values as values
+from torpor.vllm.mixed_in import mix_in
 
 if TYPE_CHECKING:
     from torpor.vllm.portable import Admissions
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 def admissions_of(scheduler) -> Admissions | None:
     """Return the scheduler's side of TorporAdmit, or None where the engine has no such connector."""
     connector: Any = scheduler.connector
-    return connector.admissions if type(connector).__name__ == connector_options.ADMIT_CLASS else None
+    for each in (connector, *getattr(connector, "sub_connectors", ())):
+        if type(each).__name__ == connector_options.ADMIT_CLASS:
+            return each.admissions
+    return None
 
 
 class Sessions:
@@ -70,6 +74,8 @@ class Sessions:
             named, requests = requests, [each for each in requests if each in self._scheduler.requests]
             if not requests:
                 raise NotFound(f"request {', '.join(named)}: the step under way was the last one", "take its answer")
+            if any(self._scheduler.requests[each].status is RequestStatus.WAITING_FOR_REMOTE_KVS for each in requests):
+                self._hooks.other_connector.end_transfers(timeout)  # another connector brings their KV
             self._send_drops(admissions)
             summary = self._extract(images, admissions, image, requests)
             self._clients |= {each: self._scheduler.requests[each].client_index for each in requests}
@@ -113,6 +119,8 @@ class Sessions:
             raise Unsupported("sessions: this engine was started without them", "start it with the option sessions")
         if self._images is None:
             self._images = admissions.images = _core.RequestImages(self._hooks, self._store_options)
+            if hasattr(self._scheduler.connector, "sub_connectors"):  # vLLM's MultiConnector
+                mix_in(self._scheduler.connector, portable.AskedFirst)
             admissions.kv_epoch = lambda: self._hooks.kv_epoch
             self._scheduler.torpor_sessions = self
         return self._images, admissions
@@ -166,6 +174,7 @@ class Sessions:
         if image in self._moved and all(each["id"] != image for each in images.summaries()):
             return self._moved[image]  # who asked has perhaps not heard it
         stored = next((each["path"] for each in images.summaries() if each["id"] == image), "")
+        self._end_transfers()
         try:
             items = images.read_back(image)
             recomputed = self._epochs.get(image) != self._hooks.kv_epoch
@@ -187,6 +196,19 @@ class Sessions:
         for item, request in zip(items, requests, strict=True):
             self._admit(admissions, item, request, 0 if recomputed else item["num_computed_tokens"])
         return summary | {"recomputed": recomputed}
+
+    def _end_transfers(self) -> None:
+        """Another KV connector knows requests by their ids: it must have done with those that left before they come
+        back. Raises TimedOut where its transfers do not end."""
+        other, was_quiet = self._hooks.other_connector, self._hooks.is_quiet
+        if not other.is_there:
+            return
+        self._hooks.quiesce(None)
+        try:
+            other.end_transfers()
+        finally:
+            if not was_quiet:
+                self._hooks.resume()
 
     def _forget_moved(self, images, image: str) -> list[str]:
         """Another engine has taken this image. Return its requests, which are no more here."""
@@ -244,6 +266,7 @@ class Sessions:
         self._portable, self._taken, self._holder = [], image, call
         try:
             self._hooks.quiesce(None)
+            self._hooks.other_connector.end_transfers()
             try:
                 self._read(images, image, made, state, stored)
             except NotFound as missing:  # a part of an image that is there
@@ -296,6 +319,7 @@ class Sessions:
         self._hooks.quiesce(None)
         self._portable, self._holder = [], options["call"]
         try:
+            self._hooks.other_connector.end_transfers()
             summary = self._read(images, image, made, state, stored)
             for item, request in made:
                 self._portable.append(request.request_id)

@@ -1731,6 +1731,17 @@ PORTABLE = (
             Class("KVConnectorTransferResults", fields="finished_sending finished_recving failed_recving", exact=True),
         ),
     ),
+    Module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
+        classes=(
+            Class(
+                "MultiConnector",
+                calls={"get_num_new_matched_tokens": "self, request, num_computed_tokens"},
+                fields="_requests_to_connector",
+                properties="sub_connectors",
+            ),
+        ),
+    ),
     Module("vllm.v1.kv_cache_interface", names=("FullAttentionSpec",)),
     Module(
         "vllm.v1.core.kv_cache_manager",

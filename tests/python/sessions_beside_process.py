@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process of the tests: an engine with sessions and other KV connectors, whose requests leave and come back.
+
+Prints what became of each scenario.
+"""
+
+import json
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from conftest import InProcess
+from requests_of_tests import REQUESTS, run
+from test_sessions import rounded
+from vllm.v1.request import RequestStatus
+
+from torpor.errors import Error
+
+NAMES = ["greedy", "seeded", "two", "stops", "long-seeded"]
+LEAVE = ["greedy", "long-seeded", "two"]
+
+
+class Engine:
+    def __init__(self, model: Path, directory: Path, torpor: dict, transfer: dict | None):
+        options = {} if transfer is None else {"kv_transfer_config": transfer}
+        self.one = InProcess(model, directory, torpor={"sessions": True} | torpor, **options)
+        self.torpor, self.core = self.one.llm.torpor, self.one.core
+        self.expected = self.one.finish(self.one.begin(0, NAMES))
+
+    def connectors(self) -> list[str]:
+        connector = self.core.scheduler.connector
+        return [type(each).__name__ for each in getattr(connector, "sub_connectors", [connector])]
+
+    def same(self, answers: dict) -> bool:
+        finished = self.one.finish(answers)
+        assert not self.torpor.hibernated() and not self.core.scheduler.requests.keys() & set(NAMES)
+        differ = [name for name in self.expected if rounded(finished.get(name)) != rounded(self.expected[name])]
+        assert not differ, f"{differ}: {[(finished.get(each), self.expected[each]) for each in differ]}"
+        return finished.keys() == self.expected.keys()
+
+    # --- scenarios ---
+
+    def leaves_and_comes_back(self) -> dict:
+        of = []
+        for steps in (2, 7):
+            answers = self.one.begin(steps, NAMES)
+            left = self.torpor.hibernate(LEAVE)
+            answers |= run(self.one.engine)  # the others to their ends
+            resumed = self.torpor.resume(left.id)
+            of.append([left.tokens > 0, not resumed.recomputed, self.same(answers)])
+        return {"of": of}
+
+    def comes_back_at_once(self) -> dict:
+        answers = self.one.begin(5, NAMES)
+        for _ in range(3):
+            left = self.torpor.hibernate(LEAVE)
+            self.torpor.resume(left.id)
+            while any(each.status is RequestStatus.WAITING_FOR_REMOTE_KVS for each in self._requests()):
+                answers |= run(self.one.engine, 1)
+            answers |= run(self.one.engine, 1)
+        return {"same": self.same(answers)}
+
+    def _requests(self) -> list:
+        return list(self.core.scheduler.requests.values())
+
+    def goes_to_disk(self) -> dict:
+        answers = self.one.begin(6, NAMES)
+        left = self.torpor.hibernate(LEAVE, to="disk")
+        answers |= run(self.one.engine, 3)
+        self.torpor.resume(left.path)
+        return {"stored": left.path != "", "same": self.same(answers)}
+
+    def forks(self) -> dict:
+        answers = self.one.begin(6, NAMES)
+        forked = self.torpor.fork("greedy", 2)
+        found = self.one.finish(answers)
+        same = all(rounded(found[child]) == rounded(self.expected["greedy"]) for child in forked.children)
+        return {"children": len(forked.children), "same": same}
+
+    def ends_while_away(self) -> dict:
+        answers = self.one.begin(6, NAMES)
+        self.torpor.hibernate(LEAVE)
+        self.one.engine.abort_request(LEAVE)
+        rest = self.one.finish(answers)
+        kept = {name: self.expected[name] for name in NAMES if name not in LEAVE}
+        same = all(rounded(rest[name]) == rounded(value) for name, value in kept.items())
+        return {"same": same, "images": len(self.torpor.hibernated())}
+
+
+def main(model: Path, torpor: dict, transfer: dict | None) -> dict:
+    with tempfile.TemporaryDirectory() as directory:
+        engine = Engine(model, Path(directory), torpor, transfer)
+        result: dict = {"connectors": engine.connectors()}
+        names = ("leaves_and_comes_back", "comes_back_at_once", "goes_to_disk", "forks", "ends_while_away")
+        for name in names:
+            try:
+                result[name] = getattr(engine, name)()
+            except Exception:
+                result[name] = {"error": traceback.format_exc()}
+                break
+        try:
+            engine.one.llm.sleep(level=1, preserve_state=True)
+            result["sleep"] = "slept"
+            engine.one.llm.wake_up()
+        except Error as problem:
+            result["sleep"] = str(problem)
+        if "offloading_on_cpu" in sys.modules:
+            result["counts"] = sys.modules["offloading_on_cpu"].COUNTS
+        return result
+
+
+if __name__ == "__main__":
+    assert set(NAMES) <= set(REQUESTS)
+    words = [json.loads(word) for word in sys.argv[2:]]
+    print("RESULT " + json.dumps(main(Path(sys.argv[1]), *words)), flush=True)
