@@ -68,6 +68,7 @@ BENCHES = {
     "events": "build/release/tools/bench/events_bench",
     "console": "tools/bench/console_bench.py",
     "sessions": "tools/bench/sessions_bench.py",
+    "preemptions": "tools/bench/preemptions_bench.py",
 }
 
 

@@ -23,6 +23,7 @@ from torpor.vllm.hooks import VllmHooks
 from torpor.vllm.mixed_in import Stock, mix_in
 from torpor.vllm.options import Options, holds_memory_of
 from torpor.vllm.patching import Patches
+from torpor.vllm.preemptions import Preemptions
 from torpor.vllm.sessions import Sessions
 from torpor.vllm.slots import begin_events
 from torpor.vllm.support import compute_for_each_other
@@ -74,6 +75,8 @@ class EngineSide:
         images["directory"] = images["directory"] and os.path.abspath(images["directory"])
         self.sessions = self.hooks.sessions = Sessions(self.hooks, images)
         self.forks = self.hooks.forks = Forks(self.hooks, self.sessions)
+        if options.offload_preempted:
+            self.sessions.preemptions = self.hooks.scheduler.torpor_preemptions = Preemptions(self.hooks, self.sessions)
 
     def freeze(self, options: dict) -> dict:
         """Take no step from now on; the front end captures its part then.
@@ -312,6 +315,7 @@ class EngineSide:
             "recomputed_tokens": getattr(scheduler, "torpor_recomputed", 0),
             "console": scheduler.torpor_console,
             "deferred": self._deferred(),
+            "preempted": {} if self.sessions.preemptions is None else self.sessions.preemptions.counts(),
         }
 
 
@@ -411,6 +415,8 @@ def install(patches: Patches) -> None:
 def adopt(core: EngineCore) -> None:
     """Give the engine core of an engine that asks its mixin."""
     mix_in(core, EngineCoreProcMixin if isinstance(core, EngineCoreProc) else EngineCoreMixin)
+    if Options.of(core.vllm_config).offload_preempted:
+        _side(core)  # the scheduler needs it before anybody calls torpor
 
 
 def _side(core) -> EngineSide:

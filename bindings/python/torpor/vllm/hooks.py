@@ -79,7 +79,7 @@ class VllmHooks:
             found.append(f"{blocks} KV blocks whose copies were never proven over")
         found += sorted({name for w in workers for name in w["unsupported"]})
         if self.for_new_process:
-            if self.sessions is not None and (images := self.sessions.summaries()):
+            if images := self._images():
                 count = sum(len(image["requests"]) for image in images)
                 found.append(f"hibernated requests ({count}); resume or abort them first; host memory keeps them")
             if self.forks is not None and (count := self.forks.unstarted()) > 0:
@@ -94,6 +94,18 @@ class VllmHooks:
                 "copy into it, or use load_weights()"
             )
         return found
+
+    def _images(self) -> list[dict]:
+        """Return the images of hibernated requests. Those that vLLM has preempted are computed again instead."""
+        if self.sessions is None:
+            return []
+        preemptions = self.sessions.preemptions
+        if preemptions is None:
+            return self.sessions.summaries()
+        if self._quiet:  # it is no plan
+            preemptions.give_up()
+        preempted = () if self._quiet else preemptions.images()
+        return [each for each in self.sessions.summaries() if each["id"] not in preempted]
 
     def ask_workers(self) -> None:
         """Between quiesce() and unsupported(): what that looks at comes meanwhile."""

@@ -224,6 +224,12 @@ class Options:
         "has a KV connector of torpor's, which loads nothing else",
         details="See [sessions.md](sessions.md).",
     )
+    offload_preempted: bool = described(
+        False,
+        SWITCH,
+        "a request that is preempted for want of KV blocks keeps its KV in host memory, and is not computed again; "
+        "needs sessions",
+    )
     weights_check: str = described(
         "writes",
         TEXT,
@@ -264,6 +270,8 @@ class Options:
         options = Options(**values, connector=connector)
         if options.console != "off" and options.events_dir is None:
             raise InvalidArgument("console without events_dir", "name a directory for events")
+        if options.offload_preempted and not options.sessions:
+            raise InvalidArgument("offload_preempted without sessions", "give the option sessions, too")
         return options
 
 

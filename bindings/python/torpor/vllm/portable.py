@@ -29,7 +29,7 @@ from torpor import _core
 from torpor.errors import Unsupported
 from torpor.vllm import worker
 from torpor.vllm.connector_base import ConnectorBase
-from torpor.vllm.options import holds_memory_of
+from torpor.vllm.options import Options, holds_memory_of
 from torpor.vllm.plugin import require
 
 logger = logging.getLogger("vllm.torpor")
@@ -48,7 +48,9 @@ def unsupported(vllm_config, kv_cache_config) -> list[str]:
     """Return the name of each setting of this engine with which no request can leave or enter it."""
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
+    offloads = Options.of(vllm_config).offload_preempted
     checks = {
+        "offload_preempted and async scheduling": offloads and vllm_config.scheduler_config.async_scheduling,
         "torpor does not hold the engine's memory": not holds_memory_of(vllm_config),
         "a pipeline": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -151,7 +153,9 @@ class Admissions:
         self.images: _core.RequestImages | None = None  # until somebody hibernates a request
         self.orders = Orders()  # of the next step
         self.kv_epoch: Callable[[], int] = int  # changes when KV from before is not to be used any more
-        self._admitted: dict[str, tuple[int, dict, int]] = {}  # until it has blocks: tokens with KV, for runners, epoch
+        self._admitted: dict[
+            str, tuple[int, dict | None, int]
+        ] = {}  # until it has blocks: tokens with KV, for runners, epoch
         self._loading: set[str] = set()
         self._ending: set[str] = set()  # ended, and the runners have not heard of it
 
@@ -176,6 +180,11 @@ class Admissions:
             request.skip_reading_prefix_cache = False  # of prompt_logprobs, which it has had: it would skip its KV
         else:
             request.num_preemptions = 0  # with any, vLLM would resume one that the model runner never began
+
+    def expect_again(self, request: Request, computed: int) -> None:
+        """Bring the KV of the first `computed` tokens of a request that vLLM has preempted. The runners know it."""
+        self._admitted[request.request_id] = (computed, None, self.kv_epoch())
+        request.block_hashes.clear()  # as in admit()
 
     def withdraw(self, request_id: str) -> None:
         """Do not expect a request that was not added after all."""
@@ -208,7 +217,7 @@ class Admissions:
         if found is None or self.images is None:
             return
         request.update_block_hashes()  # vLLM registers its blocks under them when their content is there
-        if request.num_output_tokens > 0:
+        if request.num_output_tokens > 0 and found[1] is not None:
             self.orders.runners.append(found[1])
         if external == 0:
             self._release(request.request_id)

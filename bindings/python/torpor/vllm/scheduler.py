@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from typing import Any
 
 from torpor.vllm import grammar, plugin
 from torpor.vllm.connector_sleep import let_those_with_blocks_go_first
@@ -33,6 +34,8 @@ class SchedulerMixin(Stock):
     torpor_slots = None  # not asked for yet; False: nobody listens
     torpor_deferred = None  # the LateBlocks of a post-copy wake, until all blocks have arrived
     torpor_sessions = None  # Sessions, once a request was hibernated
+    torpor_preemptions: Any = None  # Preemptions, with the option offload_preempted
+    torpor_schedules = False  # a step is being made up
     torpor_gate = None  # says whether a step may be taken
     torpor_console = None  # path of its socket
 
@@ -62,6 +65,14 @@ class SchedulerMixin(Stock):
             return False
         return not self.torpor_slots or self.torpor_slots.may_admit(request)
 
+    def _preempt_request(self, request, *args, **kwargs) -> None:
+        """Preempt a request. One that has to go for want of blocks keeps its KV in host memory, where that is on."""
+        offloads = self.torpor_preemptions is not None and self.torpor_schedules  # else its KV is not to be used again
+        computed = self.torpor_preemptions.offload(request) if offloads else 0
+        super()._preempt_request(request, *args, **kwargs)
+        if computed > 0:
+            self.torpor_preemptions.expect(request, computed)
+
     def schedule(self, *args, **kwargs):
         self.torpor_steps += 1
         slots = self.torpor_slots if self.torpor_slots is not None else Slots.of(self)
@@ -70,7 +81,11 @@ class SchedulerMixin(Stock):
             self.torpor_deferred.poll()
         if is_torpors(self.connector) or admissions_of(self) is not None:  # another's stand where vLLM puts them
             let_those_with_blocks_go_first(self)
-        output = super().schedule(*args, **kwargs)
+        self.torpor_schedules = True
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self.torpor_schedules = False
         count_recomputed(self, output.num_scheduled_tokens)
         if slots:
             slots.step(self, output, began)

@@ -23,6 +23,7 @@ from torpor.vllm.mixed_in import mix_in
 
 if TYPE_CHECKING:
     from torpor.vllm.portable import Admissions
+    from torpor.vllm.preemptions import Preemptions
 
 
 def admissions_of(scheduler) -> Admissions | None:
@@ -52,6 +53,7 @@ class Sessions:
         self._holder: str | None = None  # the call whose front end they wait for
         self._paths: dict[str, str] = {}  # of each image that was written to disk, or came from there
         self._moved: dict[str, dict] = {}  # of each image that another engine has taken: what resume() said of it
+        self.preemptions: Preemptions | None = None  # with the option offload_preempted
         self.drawn_seeds: set[str] = set()  # requests whose seed their model runner drew, before they left
         self._clients: dict[str, int] = {}  # of each request that was hibernated here: vLLM's number of its front end
 
@@ -125,6 +127,15 @@ class Sessions:
             self._scheduler.torpor_sessions = self
         return self._images, admissions
 
+    @staticmethod
+    def tokens_with_kv(request: Request) -> int:
+        """Return of how many tokens the KV of a request that leaves is taken along."""
+        return _tokens_with_kv(request)
+
+    def problems(self, request: Request) -> list[str]:
+        """Return why this request cannot leave. Empty: it can."""
+        return unsupported(request)
+
     def _check_runs(self, request_id: str) -> Request:
         request = self._scheduler.requests.get(request_id)
         if request is None or request.is_finished():
@@ -134,6 +145,8 @@ class Sessions:
     def _extract(self, images, admissions, image: str, requests: list[str]) -> dict:
         scheduler = self._scheduler
         values.assert_quiet(scheduler)
+        if self.preemptions is not None:
+            self.preemptions.give_up(requests)
         found = []
         for request_id in requests:
             request = self._check_runs(request_id)
@@ -479,7 +492,7 @@ class Sessions:
 
     def close(self) -> None:
         """The engine has ended."""
-        self._scheduler.torpor_sessions = None
+        self._scheduler.torpor_sessions = self._scheduler.torpor_preemptions = None
         if (admissions := admissions_of(self._scheduler)) is not None:
             admissions.images = None
         self._images = None

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that vLLM preempts for want of KV blocks keep their KV in host memory: the option `offload_preempted`.
+
+vLLM frees the blocks of such a request and computes its tokens again. Here its KV becomes an image (sessions.py) just
+before, and TorporAdmit (portable.py) brings it back when the scheduler finds blocks for the request.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request
+
+from torpor.errors import Error
+from torpor.vllm import scheduler_values as values
+
+if TYPE_CHECKING:
+    from torpor.vllm.sessions import Sessions
+
+logger = logging.getLogger("vllm.torpor")
+
+
+class Preemptions:
+    """Of one EngineSide. The scheduler calls it within its step, while no other step is under way."""
+
+    def __init__(self, hooks, sessions: Sessions):
+        self._hooks, self._sessions = hooks, sessions
+        self._images: dict[str, str] = {}  # of each request that was preempted: its image
+        self._said = ""  # the last problem in the log
+        self.offloaded = 0  # preempted requests whose KV went to host memory
+        self.recomputed = 0  # preempted requests that vLLM computes again
+
+    def offload(self, request: Request) -> int:
+        """Copy the KV of a request that is about to be preempted. Return of how many tokens; 0: it has to be computed
+        again, for the reason in the log."""
+        images, admissions = self._sessions.begun()
+        computed = self._sessions.tokens_with_kv(request)
+        if computed == 0 or request.request_id in admissions.requests or self._is_bound(request):
+            self.recomputed += 1
+            return 0
+        image, block_tokens = f"preempted-{uuid.uuid4().hex}", self._hooks.scheduler.block_size
+        (blocks,) = self._hooks.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        state = values.request_to_value(request) | {"num_computed_tokens": computed}
+        try:
+            images.extract(image, [state], [list(blocks[: -(-computed // block_tokens)])], block_tokens)
+            images.begin(image)
+        except Error as problem:
+            self._say(f"a preempted request is computed again: {problem}")
+            self.recomputed += 1
+            return 0
+        self._images[request.request_id] = image
+        self.offloaded += 1
+        return computed
+
+    def _is_bound(self, request: Request) -> bool:
+        found = self._sessions.problems(request)
+        if found:
+            self._say(f"a preempted request is computed again: it has {', '.join(found)}")
+        return bool(found)
+
+    def _say(self, what: str) -> None:
+        if what != self._said:
+            self._said = what
+            logger.warning("torpor: %s", what)
+
+    def expect(self, request: Request, computed: int) -> None:
+        """vLLM has preempted this request, which offload() has copied so many tokens of."""
+        _, admissions = self._sessions.begun()
+        admissions.expect_again(request, computed)
+
+    def images(self) -> set[str]:
+        """Return the images of preempted requests, which have not all of them their KV again."""
+        known = {each["id"] for each in self._sessions.summaries()}
+        self._images = {request: image for request, image in self._images.items() if image in known}
+        return set(self._images.values())
+
+    def give_up(self, requests: list[str] | None = None) -> None:
+        """Have vLLM compute those of these requests again, or all (None), that have no blocks yet: they are to go where
+        the image does not."""
+        images, admissions = self._sessions.begun()
+        self.images()
+        for request_id in list(self._images) if requests is None else requests:
+            if request_id not in self._images or not admissions.brings(request_id):
+                continue
+            del self._images[request_id]
+            admissions.withdraw(request_id)
+            self._hooks.scheduler.requests[request_id].update_block_hashes()
+            self.recomputed += 1
+            if (drop := images.release(request_id)) is not None:
+                self._hooks.call_ranks(drop)
+
+    def counts(self) -> dict[str, int]:
+        return {"offloaded": self.offloaded, "recomputed": self.recomputed}
