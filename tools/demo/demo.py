@@ -24,6 +24,7 @@ import offload_demo
 import remote_demo
 import server_demo
 import sessions_demo
+import standby_demo
 from demo_options import parse, what_happens
 from engine_child import DemoError, EngineProcess
 from networks import inside, two_networks
@@ -301,6 +302,8 @@ def main() -> int:
             screen.say(f"{what_happens(options)} A line at least every five seconds; files are in {options.dir}")
             if options.server:
                 result = server_demo.run(options, read_prompts(options.prompts), screen)
+            elif options.standby:
+                result = standby_demo.run(options, read_prompts(options.prompts), screen)
             elif options.offload:
                 result = offload_demo.run(options.model, options.dir, options.conversation, options.max_tokens, screen)
             elif options.sessions:
@@ -317,6 +320,8 @@ def main() -> int:
         print(json.dumps(result, indent=2))
     elif options.server:
         server_demo.show(result, screen)
+    elif options.standby:
+        standby_demo.show(result, screen)
     elif options.offload:
         offload_demo.show(result, screen)
     elif options.sessions:

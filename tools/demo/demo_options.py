@@ -85,6 +85,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "serves, and its own is killed",
     )
     parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="show torpor pair instead: the server's processes are killed, and its standby goes on",
+    )
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --standby: how often; the figures are medians then",
+    )
+    parser.add_argument(
         "--conversation",
         type=int,
         default=1000,
@@ -96,13 +108,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=float,
         default=0.4,
         metavar="SHARE",
-        help="with --server: SIGTERM when the clients have this share of their answers",
+        help="with --server and --standby: the server ends when the clients have this share of their answers",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(arguments)
     modes = [
         name
-        for name in ("gpu_path", "features", "server", "offload", "console", "remote", "sessions")
+        for name in ("gpu_path", "features", "server", "offload", "console", "remote", "sessions", "standby")
         if getattr(options, name)
     ]
     if len(modes) > 1 and modes != ["gpu_path", "features"]:
@@ -112,6 +124,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--remote needs a checkpoint, and --to {options.to} writes none; leave it out")
     if options.freeze_after < 1:
         parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
+    if options.kills < 1:
+        parser.error(f"--kills is {options.kills}; use 1 or more")
     if options.max_tokens < 2:
         parser.error(f"--max-tokens is {options.max_tokens}; use 2 or more")
     if not 200 <= options.conversation <= 1500:
@@ -129,6 +143,8 @@ def what_happens(options: argparse.Namespace) -> str:
         return "5 steps: a long conversation returns after its KV was evicted, and to a new process; beside vLLM alone."
     if options.sessions:
         return "7 steps: a chat leaves its engine while others run, comes back, and moves to another engine; one forks."
+    if options.standby:
+        return "6 steps: a server is killed in the middle of its clients' answers, and its standby goes on with them."
     asleep = "its process is killed, a new one" if options.to == "disk" else "the same process wakes and"
     said = f"7 steps: an engine answers chats, and again with a sleep in the middle: {asleep} goes on."
     return f"First two engines share KV. Then {said}" if options.remote else said

@@ -142,7 +142,7 @@ def demo(arguments: list[str]) -> int:
         setup.install_console(python_path)
     if "--remote" in arguments:
         setup.install_stores(python_path)
-    if "--console" in arguments or "--remote" in arguments:
+    if {"--console", "--remote", "--standby"} & set(arguments):
         os.environ["TORPOR_BINARY"] = str(inspector())
     python_path, env = with_vllm(other, python_path)
     began = time.monotonic()
