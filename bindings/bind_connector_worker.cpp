@@ -12,6 +12,7 @@
 #include "bindings/bind_errors.h"
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
+#include "bindings/connector_stores.h"
 #include "bindings/connector_values.h"
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
@@ -20,71 +21,30 @@
 #include "offload/background_sync.h"
 #include "offload/cache_epoch.h"
 #include "offload/host_store.h"
-#include "offload/segment_store.h"
-#ifdef TORPOR_HAS_REMOTE
-#include "bindings/mooncake_client.h"
-#include "remote/mooncake_store.h"
-#include "remote/resp_store.h"
-#endif
 
 namespace py = pybind11;
 
 namespace torpor {
 namespace {
 
-constexpr int32_t kSegments = 8;  // at least so many, if the disk has room for them
-constexpr uint64_t kMostSegmentBytes = 64 * kMiB;
 constexpr uint64_t kMostSlots = 1u << 30;
-constexpr std::chrono::seconds kLockWait{10};
-constexpr std::chrono::seconds kSyncInterval{1};
 
-struct WorkerOptions {
-  int32_t rank = 0;
+struct WorkerOptions : ConnectorStoreOptions {
   uint64_t host_bytes = 0;
-  uint64_t disk_bytes = 0;
-  std::string directory;
-  std::shared_ptr<const Key> key;
-  bool encrypt = false;
   bool durable = false;
-  std::string kv_store;
-  std::string kv_store_credentials;
-  std::string kv_store_ca;
-  int32_t remote_slots = 0;
-  int64_t kv_store_timeout_ms = 0;
-  CompressionOptions compression{.codec = Codec::kNone};
   Codec host_codec = Codec::kNone;
 };
 
 WorkerOptions worker_options_from(const py::dict& dict) {
   DictReader in(dict, "connector options");
   WorkerOptions options;
-  std::optional<std::string> directory;
-  std::optional<std::string> key_file;
-  in.read("rank", options.rank);
+  read_store_options(in, options);
   in.read("host_bytes", options.host_bytes);
-  in.read("disk_bytes", options.disk_bytes);
-  in.read("directory", directory);
-  in.read_if_given("key_file", key_file);
-  in.read_if_given("encrypt", options.encrypt);
   in.read_if_given("durable", options.durable);
-  for (const auto& [name, to] :
-       {std::pair("kv_store", &options.kv_store), std::pair("kv_store_credentials", &options.kv_store_credentials),
-        std::pair("kv_store_ca", &options.kv_store_ca)}) {
-    std::optional<std::string> text;
-    in.read_if_given(name, text);
-    *to = text.value_or("");
-  }
-  in.read_if_given("kv_store_blocks", options.remote_slots);
-  in.read_if_given("kv_store_timeout_ms", options.kv_store_timeout_ms);
   std::optional<std::string> codec;
-  std::optional<std::string> host_codec;
-  in.read_if_given("block_compression", codec);
-  in.read_if_given("host_compression", host_codec);
+  in.read_if_given("host_compression", codec);
   in.finish();
-  options.compression = value_or_raise(CompressionOptions::of(codec, std::nullopt));
-  options.host_codec = value_or_raise(CompressionOptions::of(host_codec, std::nullopt)).codec;
-  options.directory = directory.value_or("");
-  options.key = key_from(key_file);
+  options.host_codec = value_or_raise(CompressionOptions::of(codec, std::nullopt)).codec;
   return options;
 }
 
@@ -218,11 +178,14 @@ class ConnectorWorker {
         TORPOR_ASSIGN_OR_RETURN(host, make_host(bytes, options.host_codec));
       }
       if (options.disk_bytes > 0) {
-        TORPOR_ASSIGN_OR_RETURN(disk, open_disk(options, bytes));
+        TORPOR_ASSIGN_OR_RETURN(DiskBlocks blocks, open_disk_blocks(options, bytes));
+        options_.disk_segments = blocks.segments;
+        options_.segment_slots = blocks.segment_slots;
+        disk = std::move(blocks.store);
       }
       std::unique_ptr<SlotStore> remote;
       if (!options.kv_store.empty() && options_.host_slots > 0) {
-        TORPOR_ASSIGN_OR_RETURN(remote, open_remote(options, bytes));
+        TORPOR_ASSIGN_OR_RETURN(remote, open_shared_blocks(options, bytes));
         options_.remote_slots = options.remote_slots;
       }
       SlotStore* const to_sync = options.durable ? disk.get() : nullptr;
@@ -230,7 +193,7 @@ class ConnectorWorker {
                               OffloadWorker::create(options_, layout, memory_.transfers(), std::move(host),
                                                     std::move(disk), std::move(remote)));
       if (to_sync != nullptr) {
-        TORPOR_ASSIGN_OR_RETURN(sync_, BackgroundSync::start(*to_sync, kSyncInterval));
+        TORPOR_ASSIGN_OR_RETURN(sync_, BackgroundSync::start(*to_sync, kBlocksSyncInterval));
       }
       return made;
     });
@@ -251,78 +214,6 @@ class ConnectorWorker {
     log().warn("KV connector: there is no host memory for blocks, {} were asked for", wanted);
     return std::shared_ptr<HostStore>();
   }
-
-  Result<std::unique_ptr<SlotStore>> open_disk(const WorkerOptions& options, uint64_t bytes) {
-    const uint64_t record = align_up(bytes, kPage);
-    const uint64_t most = std::max<uint64_t>(kMostSegmentBytes / record, 1);
-    const uint64_t slots = std::clamp<uint64_t>(options.disk_bytes / record / kSegments, 1, most);
-    SegmentStoreOptions with{.rank = options.rank,
-                             .record_bytes = bytes,
-                             .slots_per_segment = static_cast<int32_t>(slots),
-                             .budget_bytes = options.disk_bytes,
-                             .compression = options.compression,
-                             .key = options.key,
-                             .encrypt = options.encrypt,
-                             .lock_wait = kLockWait};
-    const uint64_t segments = options.disk_bytes / SegmentStore::most_bytes_of_segment(with);
-    if (segments < 3) {
-      return Error{.code = Code::kInvalidArgument,
-                   .what = fmt::format("disk_bytes is {}, a block has {} bytes", options.disk_bytes, bytes),
-                   .next_step = fmt::format("use {} or more", 3 * SegmentStore::most_bytes_of_segment(with))};
-    }
-    options_.segment_slots = static_cast<int32_t>(slots);
-    options_.disk_segments = static_cast<int32_t>(std::min(segments - 1, kMostSlots / slots));  // one more is written
-    return SegmentStore::open(module_files(), options.directory + "/store", std::move(with), system_clock());
-  }
-
-  static Result<std::unique_ptr<SlotStore>> open_remote([[maybe_unused]] const WorkerOptions& options,
-                                                        [[maybe_unused]] uint64_t bytes) {
-#ifdef TORPOR_HAS_REMOTE
-    if (remote::is_mooncake(options.kv_store)) return open_mooncake(options, bytes);
-    return remote::RespStore::open({.url = options.kv_store,
-                                    .credentials = options.kv_store_credentials,
-                                    .authorities = options.kv_store_ca,
-                                    .rank = options.rank,
-                                    .slots = options.remote_slots,
-                                    .record_bytes = bytes,
-                                    .key = options.key,
-                                    .encrypt = options.encrypt,
-                                    .compression = options.compression,
-                                    .timeout = std::chrono::milliseconds(options.kv_store_timeout_ms)},
-                                   system_clock());
-#else
-    return Error{.code = Code::kUnsupported,
-                 .what = "a remote store for KV blocks: this build of torpor knows none",
-                 .next_step = "install the packages of docs/vllm.md, then build it on this machine: pip install ."};
-#endif
-  }
-
-#ifdef TORPOR_HAS_REMOTE
-  static Result<std::unique_ptr<SlotStore>> open_mooncake(const WorkerOptions& options, uint64_t bytes) {
-    if (!options.kv_store_credentials.empty() || !options.kv_store_ca.empty()) {
-      return Error{.code = Code::kInvalidArgument,
-                   .what = "kv_store_credentials or kv_store_ca with a Mooncake store, which knows neither",
-                   .next_step = "leave them out; a key_file of torpor's protects blocks"};
-    }
-    TORPOR_ASSIGN_OR_RETURN(const remote::MooncakeSettings settings, remote::mooncake_settings(options.kv_store));
-    TORPOR_RETURN_IF_ERROR(mooncake_is_installed());
-    log().warn("KV connector: a Mooncake store has no TLS and no passwords: {}",
-               options.key == nullptr ? "who reaches it can read and forge blocks; give torpor a key_file"
-               : options.encrypt      ? "blocks are encrypted with torpor's key"
-                                      : "blocks are authenticated with torpor's key, and who reaches it can read them");
-    return remote::MooncakeStore::open(
-        {.name = settings.name,
-         .io = settings.protocol,
-         .rank = options.rank,
-         .slots = options.remote_slots,
-         .record_bytes = bytes,
-         .key = options.key,
-         .encrypt = options.encrypt,
-         .compression = options.compression,
-         .timeout = std::chrono::milliseconds(options.kv_store_timeout_ms)},
-        [settings] { return connect_mooncake(settings); }, system_clock());
-  }
-#endif
 
   RankMemory& memory_;
   OffloadWorkerOptions options_;

@@ -12,6 +12,7 @@ void bind_request_images(pybind11::module_& module);
 void bind_checkpoint(pybind11::module_& module);
 void bind_checkpoint_set(pybind11::module_& module);
 void bind_delivery(pybind11::module_& module);
+void bind_block_tier(pybind11::module_& module);
 void bind_connector(pybind11::module_& module);
 void bind_connector_worker(pybind11::module_& module);
 void bind_remote(pybind11::module_& module);

@@ -25,6 +25,7 @@ PYBIND11_MODULE(_core, module) {
   torpor::bind_delivery(module);
   torpor::bind_connector(module);
   torpor::bind_connector_worker(module);
+  torpor::bind_block_tier(module);
   torpor::bind_memory(module);
   torpor::bind_owner(module);
   torpor::bind_events(module);

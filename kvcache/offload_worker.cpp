@@ -29,9 +29,7 @@ OffloadWorker::OffloadWorker(const OffloadWorkerOptions& options, const KvLayout
       remote_(std::move(remote)),
       block_bytes_(layout.bytes_per_block()),
       host_digests_(static_cast<size_t>(slots_of(StoreId::kHost))),
-      disk_slots_(static_cast<size_t>(slots_of(StoreId::kDisk)), -1),
-      segments_(static_cast<size_t>(options.disk_segments), kNoSegment),
-      next_segment_(disk_ != nullptr ? disk_->first_slot() / disk_->traits().slots_per_segment : 0) {}
+      disk_slots_(options.disk_segments, options.segment_slots, disk_ != nullptr ? disk_->first_slot() : 0) {}
 
 OffloadWorker::~OffloadWorker() { wait(); }
 
@@ -82,10 +80,9 @@ Result<std::vector<RecoveredBlock>> OffloadWorker::recover(uint32_t space) {
   if (disk_ == nullptr || !disk_->traits().durable) return blocks;
   return try_catch([&]() -> Result<std::vector<RecoveredBlock>> {
     TORPOR_ASSIGN_OR_RETURN(recovered_, disk_->recover(space));
+    disk_slots_.note_recovered(recovered_);
     for (const RecoveredSlot& each : recovered_) {
-      const int64_t segment = each.slot / options_.segment_slots;
-      adopted_.emplace(segment, 0);
-      if (each.record.bytes == block_bytes_) blocks.push_back({each.key, segment});
+      if (each.record.bytes == block_bytes_) blocks.push_back({each.key, each.slot / options_.segment_slots});
     }
     return blocks;
   });
@@ -102,14 +99,9 @@ void OffloadWorker::adopt(std::span<const AdoptedBlock> blocks) {
   for (const AdoptedBlock& block : blocks) {
     const auto known = found.find(block.key);
     if (known == found.end() || block.slot < 0 || block.slot >= slots_of(StoreId::kDisk)) continue;
-    disk_slots_[static_cast<size_t>(block.slot)] = known->second;
-    ++adopted_[known->second / options_.segment_slots];
+    disk_slots_.adopt(block.slot, known->second);
   }
-  for (auto at = adopted_.begin(); at != adopted_.end();) {
-    const SlotRange range{.first = at->first * options_.segment_slots, .count = options_.segment_slots};
-    if (at->second == 0) disk_->drop({&range, 1});
-    at = at->second == 0 ? adopted_.erase(at) : std::next(at);
-  }
+  if (const std::vector<SlotRange> ranges = disk_slots_.take_unadopted(); !ranges.empty()) disk_->drop(ranges);
 }
 
 // ---- plans
@@ -170,7 +162,7 @@ OffloadWorker::Noted OffloadWorker::note(const TransferPlan& plan) const {
     noted.loads_of.emplace(load.job, load.request);
   }
   noted.host.reserve(plan.dropped.size());
-  noted.segments.reserve(plan.dropped.size() + adopted_.size());
+  noted.segments.reserve(disk_slots_.most_gone(plan.dropped.size()));
   noted.disk.reserve(noted.segments.capacity());
   return noted;
 }
@@ -219,36 +211,19 @@ void OffloadWorker::drop(std::span<const Dropped> dropped, Noted& noted) {
       noted.host.push_back({.first = each.number});
       continue;
     }
-    if (const int64_t live = std::exchange(segments_[static_cast<size_t>(each.number)], kNoSegment); live != kNoSegment)
-      noted.segments.push_back(live);
-    const int32_t first = each.number * options_.segment_slots;
-    for (int32_t slot = first; slot < first + options_.segment_slots; ++slot) {
-      const StoreSlot gone = std::exchange(disk_slots_[static_cast<size_t>(slot)], -1);
-      const auto adopted = gone < 0 ? adopted_.end() : adopted_.find(gone / options_.segment_slots);
-      if (adopted == adopted_.end() || --adopted->second > 0) continue;
-      noted.segments.push_back(adopted->first);
-      adopted_.erase(adopted);
-    }
+    disk_slots_.let_go(each.number, noted.segments);
   }
   if (!noted.host.empty()) host_->drop(noted.host);
-  std::sort(noted.segments.begin(), noted.segments.end());
-  noted.segments.erase(std::unique(noted.segments.begin(), noted.segments.end()), noted.segments.end());
-  for (const int64_t segment : noted.segments)
-    noted.disk.push_back({.first = segment * options_.segment_slots, .count = options_.segment_slots});
+  disk_slots_.add_ranges(noted.segments, noted.disk);
   if (!noted.disk.empty()) disk_->drop(noted.disk);
 }
 
 StoreSlot OffloadWorker::slot_to_read(StoreId store, Slot slot) const {
-  return store == StoreId::kDisk ? disk_slots_[static_cast<size_t>(slot)] : slot;
+  return store == StoreId::kDisk ? disk_slots_.slot_to_read(slot) : slot;
 }
 
-// Return the store's slot for a slot of the plans. On disk, assign a new segment of the store if the plan's segment has
-// none, as after a drop.
 StoreSlot OffloadWorker::slot_to_write(StoreId store, Slot slot) {
-  if (store != StoreId::kDisk) return slot;
-  int64_t& segment = segments_[static_cast<size_t>(slot / options_.segment_slots)];
-  if (segment == kNoSegment) segment = next_segment_++;
-  return disk_slots_[static_cast<size_t>(slot)] = segment * options_.segment_slots + slot % options_.segment_slots;
+  return store == StoreId::kDisk ? disk_slots_.slot_to_write(slot) : slot;
 }
 
 Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running) {

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "kvcache/disk_slots.h"
 #include "kvcache/kv_layout.h"
 #include "kvcache/transfer_plan.h"
 #include "offload/slot_store.h"
@@ -81,7 +82,6 @@ class OffloadWorker {
  private:
   using RunningJobs = std::list<std::unique_ptr<OffloadJob>>;
   using RunningJob = RunningJobs::iterator;
-  static constexpr int64_t kNoSegment = -1;
 
   OffloadWorker(const OffloadWorkerOptions& options, const KvLayout& layout, TransferEngine& transfers,
                 std::shared_ptr<SlotStore> host, std::unique_ptr<SlotStore> disk, std::unique_ptr<SlotStore> remote);
@@ -110,11 +110,8 @@ class OffloadWorker {
   const std::unique_ptr<SlotStore> remote_;
   const uint64_t block_bytes_;
   std::vector<Digest> host_digests_;      // by slot
-  std::vector<StoreSlot> disk_slots_;     // by disk slot of the plans; -1: empty
-  std::vector<int64_t> segments_;         // store's segment by segment of the plans, or kNoSegment
-  std::map<int64_t, int32_t> adopted_;    // adopted slots of each recovered segment of the store
+  DiskSlots disk_slots_;                  // of the plans' slots
   std::vector<RecoveredSlot> recovered_;  // until adopt()
-  int64_t next_segment_ = 0;
   uint64_t last_plan_ = 0;
   std::map<JobId, std::unique_ptr<OffloadJob>> running_;
   RunningJobs refused_;           // not accepted by the transfer engine

@@ -2,7 +2,8 @@
 // SlotStore: a RecordStore of numbered slots; each holds one rank's share of a KV block. The caller decides which slot
 // is used for what, and which blocks to drop when the store is full; the store knows its content. SavedChunk::offset is
 // the slot. Implementations: HostStore (host_store.h), SegmentStore (segment_store.h, on disk), and on other machines
-// RespStore and MooncakeStore (remote/block_store.h). tests/contract/store_contract.h has the contract of all.
+// RespStore, MooncakeStore and ObjectBlockStore (remote/block_store.h). tests/contract/store_contract.h has the
+// contract of all.
 //
 // put(), get() and sync() block until their batch is done. A transfer lane calls them, bounds and orders what is under
 // way, and so makes them asynchronous: callbacks would give each store a queue and threads of its own for the same

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// BlockStore: the common part of stores of KV blocks on other machines (RespStore, MooncakeStore), which engines share.
+// BlockStore: the common part of stores of KV blocks on other machines (RespStore, MooncakeStore, ObjectBlockStore),
+// which engines share.
 //
 // A block is a value of its own, under a key that names its namespace, rank, group and hash (remote/block_frame.h):
 // engines with other weights, layouts or ranks never meet. Blocks are created and never changed; the server evicts
@@ -74,7 +75,8 @@ class BlockStore : public SlotStore {
   // Open, decode and verify the bytes behind the frame into the item's part. `room` has these bytes; it may be the
   // part's memory.
   Status open_value(const Item& item, const BlockFrame& frame, const FrameBytes& head, std::span<std::byte> room) const;
-  void no_room();  // the server is full: puts nothing for a while
+  void no_room();                                        // the server is full: puts nothing for a while
+  std::optional<Digest> space_of(uint32_t space) const;  // with a key, salted
 
   static Error unavailable(std::string what);
   static Error missing();
@@ -93,7 +95,6 @@ class BlockStore : public SlotStore {
   void do_put(std::span<RecordPart> parts) override;
   void do_get(std::span<RecordPart> parts) override;
   void do_find(std::span<RecordPart> parts) override;
-  std::optional<Digest> space_of(uint32_t space) const;
   Status address(RecordPart& part, Item& item) const;
   void compress(Item& item, std::vector<std::byte>& scratch, Encoded& encoded) const;
   void seal(Item& item, Encoded& encoded);

@@ -1,59 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spec of vLLM's OffloadingConnector whose worker copies on a CPU: vLLM's own needs a GPU. All else is vLLM's.
+"""Lets vLLM's own OffloadingConnector run on a CPU: install() stands in for CUDA's streams, events and batch copy.
 
-As strict as a copy engine: a transfer is under way for some looks, and its bytes are read and written in the last one.
+All that the connector decides stays vLLM's: what it stores, evicts and loads, and when a request waits. A copy runs on
+a thread of its direction, in its order, and its event has happened when it is over.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import inspect
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
-from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-
-LOOKS = 3  # at a transfer before it is done
-COUNTS = {"stored": 0, "loaded": 0}  # blocks
 
 
-class OnCpu(CPUOffloadingSpec):
-    def get_worker(self, kv_caches) -> OffloadingWorker:
-        assert self.blocks_per_chunk == 1
-        return Worker(kv_caches, self.num_chunks)
+class Stream:
+    cuda_stream = 0
+
+    def __init__(self, *_, **__):
+        self.last = None  # of what was given to it, a Future
+
+    def wait_stream(self, _):
+        pass  # the model's step is over when Python goes on
+
+    wait_event = wait_stream  # one thread a direction keeps the order
 
 
-class Worker(OffloadingWorker):
-    def __init__(self, kv_caches, chunks: int):
-        self._device = [each.tensor for each in kv_caches.tensors]
-        self._host = [torch.zeros(chunks, *each.shape[1:], dtype=each.dtype) for each in self._device]
-        self._open: dict[int, list] = {}  # looks left, whether it is a load, blocks of the device, chunks
+class Event:
+    def __init__(self, *_, **__):
+        self._future = None
 
-    def submit_store(self, job_id: int, src_spec, dst_spec) -> bool:
-        return self._submit(job_id, False, src_spec.block_ids, dst_spec.block_ids)
+    def record(self, stream=None):
+        self._future = stream.last
 
-    def submit_load(self, job_id: int, src_spec, dst_spec) -> bool:
-        return self._submit(job_id, True, dst_spec.block_ids, src_spec.block_ids)
-
-    def _submit(self, job_id: int, loads: bool, blocks, chunks) -> bool:
-        assert job_id not in self._open and len(blocks) == len(chunks)
-        self._open[job_id] = [LOOKS, loads, blocks.tolist(), chunks.tolist()]
+    def query(self):
+        if self._future is None or not self._future.done():
+            return self._future is None
+        self._future.result()  # raises what the copy raised
         return True
 
-    def get_finished(self) -> list[TransferResult]:
-        for transfer in self._open.values():
-            transfer[0] -= 1
-        done = [job_id for job_id, transfer in self._open.items() if transfer[0] <= 0]
-        for job_id in done:
-            self._carry_out(job_id)
-        return [TransferResult(job_id, True, 1, 0.001) for job_id in done]
+    def synchronize(self):
+        if self._future is not None:
+            self._future.result()
 
-    def _carry_out(self, job_id: int) -> None:
-        _, loads, blocks, chunks = self._open.pop(job_id)
-        COUNTS["loaded" if loads else "stored"] += len(blocks)
-        for device, host in zip(self._device, self._host, strict=True):
-            if loads:
-                device[blocks] = host[chunks]
-            else:
-                host[chunks] = device[blocks]
+    def elapsed_time(self, _):
+        return 1.0
 
-    def wait(self, job_ids: set[int]) -> None:
-        for job_id in job_ids & self._open.keys():
-            self._open[job_id][0] = 0  # get_finished() says so
+
+class _Accelerator:
+    @staticmethod
+    def current_device_index() -> int:
+        return 0  # of the one worker in this process
+
+
+class _Torch:
+    """torch, with other events and one device."""
+
+    Event, accelerator = Event, _Accelerator
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+class _Platform:
+    Stream = Stream
+    current_stream = staticmethod(lambda *_: Stream())
+
+    def __init__(self, platform):
+        self._platform = platform
+        self.current = None
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.current = stream
+        yield
+        self.current = None
+
+    def __getattr__(self, name):
+        return getattr(self._platform, name)
+
+
+def _copy(sources: list[int], targets: list[int], sizes: list[int]) -> None:
+    for source, target, size in zip(sources, targets, sizes, strict=True):
+        ctypes.memmove(target, source, size)
+
+
+def install() -> None:
+    from vllm.v1.kv_offload.cpu import gpu_worker, spec
+    from vllm.v1.kv_offload.tiering import spec as tiering_spec
+
+    platform = _Platform(gpu_worker.current_platform)
+    threads = {any_order: ThreadPoolExecutor(1) for any_order in (False, True)}
+
+    def swap(source, target, sizes, is_src_access_order_any):
+        arguments = (source.tolist(), target.tolist(), sizes.tolist())
+        platform.current.last = threads[is_src_access_order_any].submit(_copy, *arguments)
+
+    gpu_worker.torch, gpu_worker.current_platform = _Torch(), platform
+    if hasattr(tiering_spec, "torch"):  # vLLM 0.31 asks for its device there
+        tiering_spec.torch = _Torch()
+    gpu_worker._select_swap_blocks_fn = lambda *_, **__: swap
+    handler = gpu_worker.SingleDirectionOffloadingHandler
+    text = textwrap.dedent(inspect.getsource(handler.__init__))
+    refused = "assert gpu_tensor.is_cuda or gpu_tensor.is_xpu"
+    assert refused in text
+    scope: dict = {}
+    exec(text.replace(refused, "pass"), gpu_worker.__dict__, scope)
+    handler.__init__ = scope["__init__"]
+
+    def get_worker(self, kv_caches):
+        if not self._worker:
+            self._worker = self.create_worker(kv_caches)
+        return self._worker
+
+    spec.CPUOffloadingSpec.get_worker = get_worker

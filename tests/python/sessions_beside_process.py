@@ -105,8 +105,8 @@ def main(model: Path, torpor: dict, transfer: dict | None) -> dict:
             engine.one.llm.wake_up()
         except Error as problem:
             result["sleep"] = str(problem)
-        if "offloading_on_cpu" in sys.modules:
-            result["counts"] = sys.modules["offloading_on_cpu"].COUNTS
+        if "offloading_spec_on_cpu" in sys.modules:
+            result["counts"] = sys.modules["offloading_spec_on_cpu"].COUNTS
         return result
 
 

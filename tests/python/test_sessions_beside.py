@@ -20,7 +20,7 @@ PROCESS = Path(__file__).parent / "sessions_beside_process.py"
 OFFLOADING = {
     "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
     "kv_connector_extra_config": {
-        "spec_name": "OnCpu", "spec_module_path": "offloading_on_cpu", "cpu_bytes_to_use": 64 << 20,
+        "spec_name": "OnCpu", "spec_module_path": "offloading_spec_on_cpu", "cpu_bytes_to_use": 64 << 20,
     },
 }  # fmt: skip
 KINDS = {

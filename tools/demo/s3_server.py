@@ -148,6 +148,10 @@ class S3Server:
         except OSError:
             return 0
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def pause(self) -> None:
         suspend(self._process.pid, group=True)
 

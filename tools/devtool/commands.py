@@ -55,6 +55,7 @@ BENCHES = {
     "server_sleeps": "tools/bench/server_sleeps_bench.py",
     "continuous": "tools/bench/continuous_bench.py",
     "remote": "tools/bench/remote_bench.py",
+    "offloading": "tools/bench/offloading_bench.py",
     "weights_load": "tools/bench/weights_load_bench.py",
     "connector": "tools/bench/connector_bench.py",
     "rl": "tools/bench/rl_bench.py",

@@ -5,6 +5,28 @@ from collections.abc import Callable, Mapping, Sequence
 
 __version__: str
 
+class BlockTier:
+    """A store of KV blocks below the host memory of an engine."""
+
+    def __init__(self, memory: memoryview, space: str, options: dict) -> None: ...
+    def ask(self) -> None:
+        """Sends the questions since the last call."""
+    def close(self) -> None: ...
+    def finished(self) -> list:
+        """[(job, which of its blocks are good, bytes moved, seconds), …]"""
+    def forget(self) -> None:
+        """What was stored before is not found any more."""
+    def load(self, job: int, request: str, keys: Sequence[bytes], rows: Sequence[int]) -> None: ...
+    def lookup(self, key: bytes, request: str) -> int:
+        """0: the block is not there; 1: it is; 2: the store is asked."""
+    def request_finished(self, request: str) -> None: ...
+    def stats(self) -> dict: ...
+    def store(self, job: int, keys: Sequence[bytes], rows: Sequence[int]) -> None: ...
+    def take_removed(self) -> list:
+        """Keys that are no longer found, since the last call."""
+    def wait(self) -> None:
+        """Returns when no job is under way."""
+
 class CheckpointSet:
     """A committed set of checkpoints, until it is kept or withdrawn."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from torpor.errors import InvalidArgument
-from torpor.vllm.described import BYTES, PATH, SWITCH, TEXT, WHOLE, described, value_of
+from torpor.vllm.described import BYTES, NUMBER, PATH, SWITCH, TEXT, WHOLE, described, value_of
 
 MODULE, CLASS = "torpor.vllm.connector", "TorporConnector"
 ADMIT_MODULE, ADMIT_CLASS = "torpor.vllm.portable", "TorporAdmit"  # of the option sessions
@@ -85,8 +85,8 @@ class ConnectorOptions:
     kv_store: str | None = described(
         None,
         TEXT,
-        "store in which engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS; mooncake://HOST:PORT/NAME. "
-        "Each block in host memory is published there",
+        "store in which engines share blocks: redis://HOST:PORT/NAME; rediss:// over TLS; mooncake://HOST:PORT/NAME; "
+        "s3://BUCKET/PREFIX or file:///DIRECTORY. Each block in host memory is published there",
         details="See [sharing.md](sharing.md).",
     )
     kv_store_credentials: str | None = described(None, PATH, "file with the password, or the user and the password")
@@ -103,6 +103,9 @@ class ConnectorOptions:
     )
     kv_store_wait_ms: int = described(
         100, WHOLE, "most milliseconds that a request waits for a lookup in the store; then it goes on without", least=1
+    )
+    kv_store_expire_days: float = described(
+        7.0, NUMBER, "blocks in an object store that are older are removed from it; 0: none is", least=0, most=36500
     )
     min_uses: int = described(1, WHOLE, "a block is offloaded once so many requests have used it", least=1)
     min_prefix_tokens: int = described(0, WHOLE, "shorter hits are computed, not loaded; in tokens", least=0)

@@ -57,6 +57,7 @@ class WorkerSide:
                 "kv_store_ca": options.kv_store_ca,
                 "kv_store_blocks": options.kv_store_blocks,
                 "kv_store_timeout_ms": options.kv_store_timeout_ms,
+                "kv_store_expire_days": options.kv_store_expire_days,
             },
         )
         folder = options.disk_folder

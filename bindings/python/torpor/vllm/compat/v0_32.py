@@ -1812,6 +1812,67 @@ FORK = (
     ),
 )
 
+# A secondary tier of vLLM's own OffloadingConnector (offloading_tier.py).
+OFFLOADING_TIER = (
+    Module(
+        "vllm.v1.kv_offload.tiering.base",
+        classes=(
+            Class(
+                "SecondaryTierManager",
+                calls={
+                    "__init__": ("self, offloading_spec, primary_kv_view, tier_type, backpressure_detector=None"),
+                    "lookup": "self, key, req_context",
+                    "submit_store": "self, job_metadata",
+                    "submit_load": "self, job_metadata",
+                    "get_finished_jobs": "self",
+                    "take_events": "self",
+                    "on_new_request": "self, req_context",
+                    "on_request_finished": "self, req_context",
+                    "on_schedule_end": "self, context",
+                    "drain_jobs": "self",
+                    "shutdown": "self",
+                },
+            ),
+            Class("TransferJob", fields="job_id keys chunk_ids req_context"),
+            Class("JobResult", fields="job_id success successful_keys transfer_time transfer_bytes"),
+        ),
+    ),
+    Module(
+        "vllm.v1.kv_offload.base",
+        classes=(
+            Class("LookupResult", members="MISS HIT RETRY"),
+            Class("Medium", members="STORAGE"),
+            Class("Locality", members="REMOTE"),
+            Class("OffloadingEvent", fields="keys medium removed locality"),
+            Class("ReqContext", fields="req_id"),
+            Class("OffloadingSpec", fields="config blocks_per_chunk kv_events_config"),
+        ),
+        names=("RequestOffloadingContext",),
+    ),
+    Module(
+        "vllm.v1.kv_offload.file_mapper",
+        classes=(
+            Class(
+                "FileMapper",
+                calls={
+                    "from_offloading_spec": (
+                        "cls, root_dir, offloading_spec, blocks_per_file=1, parallel_agnostic=False"
+                    ),
+                    "get_run_config": "self",
+                },
+                fields="rank",
+            ),
+        ),
+    ),
+    Module(
+        "vllm.v1.kv_offload.config",
+        classes=(
+            Class("OffloadingConfig", fields="parallel"),
+            Class("OffloadingParallelConfig", fields="data_parallel_index data_parallel_size"),
+        ),
+    ),
+)
+
 CPU_SAMPLER_DRAWS = "a number"
 
 # What a manifest is looked up by.
@@ -1827,4 +1888,5 @@ PARTS = {
     "other_connectors": OTHER_CONNECTORS,
     "portable": PORTABLE,
     "fork": FORK,
+    "offloading_tier": OFFLOADING_TIER,
 }

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/connector_stores.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/units.h"
+#include "bindings/bind_values.h"
+#include "bindings/module_files.h"
+#include "offload/segment_store.h"
+#ifdef TORPOR_HAS_REMOTE
+#include "bindings/mooncake_client.h"
+#include "remote/mooncake_store.h"
+#include "remote/object_block_store.h"
+#include "remote/resp_store.h"
+#endif
+
+namespace torpor {
+namespace {
+
+constexpr int32_t kSegments = 8;  // at least, where there is room on disk for so many
+constexpr uint64_t kMostSegmentBytes = 64 * kMiB;
+constexpr uint64_t kMostStoreSlots = 1u << 30;
+constexpr std::chrono::seconds kLockWait{10};
+
+#ifdef TORPOR_HAS_REMOTE
+Result<std::unique_ptr<SlotStore>> open_mooncake(const ConnectorStoreOptions& options, uint64_t bytes) {
+  if (!options.kv_store_credentials.empty() || !options.kv_store_ca.empty()) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "kv_store_credentials or kv_store_ca with a Mooncake store, which knows neither",
+                 .next_step = "leave them out; a key_file of torpor's protects blocks"};
+  }
+  TORPOR_ASSIGN_OR_RETURN(const remote::MooncakeSettings settings, remote::mooncake_settings(options.kv_store));
+  TORPOR_RETURN_IF_ERROR(mooncake_is_installed());
+  log().warn("KV connector: a Mooncake store has no TLS and no passwords: {}",
+             options.key == nullptr ? "who reaches it can read and forge blocks; give torpor a key_file"
+             : options.encrypt      ? "blocks are encrypted with torpor's key"
+                                    : "blocks are authenticated with torpor's key, and who reaches it can read them");
+  return remote::MooncakeStore::open(
+      {.name = settings.name,
+       .io = settings.protocol,
+       .rank = options.rank,
+       .slots = options.remote_slots,
+       .record_bytes = bytes,
+       .key = options.key,
+       .encrypt = options.encrypt,
+       .compression = options.compression,
+       .timeout = std::chrono::milliseconds(options.kv_store_timeout_ms)},
+      [settings] { return connect_mooncake(settings); }, system_clock());
+}
+
+Result<std::unique_ptr<SlotStore>> open_objects(const ConnectorStoreOptions& options, uint64_t bytes) {
+  if (!options.kv_store_credentials.empty() || !options.kv_store_ca.empty()) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "kv_store_credentials or kv_store_ca with an object store",
+                 .next_step = "use AWS's environment variables or credentials file, as for checkpoints"};
+  }
+  constexpr double kSecondsOfADay = 86400;
+  return remote::ObjectBlockStore::open(
+      options.kv_store, module_files(),
+      {.rank = options.rank,
+       .slots = options.remote_slots,
+       .record_bytes = bytes,
+       .key = options.key,
+       .encrypt = options.encrypt,
+       .compression = options.compression,
+       .timeout = std::chrono::milliseconds(options.kv_store_timeout_ms),
+       .expire = std::chrono::seconds(static_cast<int64_t>(options.kv_store_expire_days * kSecondsOfADay))},
+      system_clock());
+}
+#endif
+
+}  // namespace
+
+void read_store_options(DictReader& in, ConnectorStoreOptions& options) {
+  std::optional<std::string> directory;
+  std::optional<std::string> key_file;
+  in.read("rank", options.rank);
+  in.read("disk_bytes", options.disk_bytes);
+  in.read("directory", directory);
+  in.read_if_given("key_file", key_file);
+  in.read_if_given("encrypt", options.encrypt);
+  for (const auto& [name, to] :
+       {std::pair("kv_store", &options.kv_store), std::pair("kv_store_credentials", &options.kv_store_credentials),
+        std::pair("kv_store_ca", &options.kv_store_ca)}) {
+    std::optional<std::string> text;
+    in.read_if_given(name, text);
+    *to = text.value_or("");
+  }
+  in.read_if_given("kv_store_blocks", options.remote_slots);
+  in.read_if_given("kv_store_timeout_ms", options.kv_store_timeout_ms);
+  in.read_if_given("kv_store_expire_days", options.kv_store_expire_days);
+  std::optional<std::string> codec;
+  in.read_if_given("block_compression", codec);
+  options.compression = value_or_raise(CompressionOptions::of(codec, std::nullopt));
+  options.directory = directory.value_or("");
+  options.key = key_from(key_file);
+}
+
+Result<DiskBlocks> open_disk_blocks(const ConnectorStoreOptions& options, uint64_t bytes) {
+  const uint64_t record = align_up(bytes, kPage);
+  const uint64_t most = std::max<uint64_t>(kMostSegmentBytes / record, 1);
+  const uint64_t slots = std::clamp<uint64_t>(options.disk_bytes / record / kSegments, 1, most);
+  SegmentStoreOptions with{.rank = options.rank,
+                           .record_bytes = bytes,
+                           .slots_per_segment = static_cast<int32_t>(slots),
+                           .budget_bytes = options.disk_bytes,
+                           .compression = options.compression,
+                           .key = options.key,
+                           .encrypt = options.encrypt,
+                           .lock_wait = kLockWait};
+  const uint64_t segments = options.disk_bytes / SegmentStore::most_bytes_of_segment(with);
+  if (segments < 3) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("disk_bytes is {}, a block has {} bytes", options.disk_bytes, bytes),
+                 .next_step = fmt::format("use {} or more", 3 * SegmentStore::most_bytes_of_segment(with))};
+  }
+  DiskBlocks made{
+      .segments = static_cast<int32_t>(std::min(segments - 1, kMostStoreSlots / slots)),  // one more is written
+      .segment_slots = static_cast<int32_t>(slots)};
+  TORPOR_ASSIGN_OR_RETURN(
+      made.store, SegmentStore::open(module_files(), options.directory + "/store", std::move(with), system_clock()));
+  return made;
+}
+
+Result<std::unique_ptr<SlotStore>> open_shared_blocks([[maybe_unused]] const ConnectorStoreOptions& options,
+                                                      [[maybe_unused]] uint64_t bytes) {
+#ifdef TORPOR_HAS_REMOTE
+  if (remote::is_mooncake(options.kv_store)) return open_mooncake(options, bytes);
+  if (options.kv_store.starts_with("s3://") || options.kv_store.starts_with("file://"))
+    return open_objects(options, bytes);
+  return remote::RespStore::open({.url = options.kv_store,
+                                  .credentials = options.kv_store_credentials,
+                                  .authorities = options.kv_store_ca,
+                                  .rank = options.rank,
+                                  .slots = options.remote_slots,
+                                  .record_bytes = bytes,
+                                  .key = options.key,
+                                  .encrypt = options.encrypt,
+                                  .compression = options.compression,
+                                  .timeout = std::chrono::milliseconds(options.kv_store_timeout_ms)},
+                                 system_clock());
+#else
+  return Error{.code = Code::kUnsupported,
+               .what = "a remote store for KV blocks: this build of torpor knows none",
+               .next_step = "install the packages of docs/vllm.md, then build it on this machine: pip install ."};
+#endif
+}
+
+}  // namespace torpor

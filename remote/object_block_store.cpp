@@ -1,0 +1,519 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "remote/object_block_store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+
+#include <fmt/core.h>
+
+#include "base/log.h"
+#include "base/units.h"
+#include "remote/open_store.h"
+
+namespace torpor::remote {
+namespace {
+
+constexpr uint64_t kMostRun = 32 * kMiB;   // of one read
+constexpr uint64_t kMostPack = 64 * kMiB;  // of one write
+constexpr uint64_t kMostIndex = 64 * kMiB;
+constexpr size_t kMostRemovals = 1000;  // of one sweep
+constexpr std::chrono::seconds kLookSeconds{30};
+constexpr std::chrono::hours kSweepInterval{1};
+
+// What is left for this thread's call of the store.
+thread_local std::chrono::steady_clock::time_point call_ends;
+void begin_call(std::chrono::milliseconds length) { call_ends = std::chrono::steady_clock::now() + length; }
+double call_seconds_left() {
+  return std::chrono::duration<double>(call_ends - std::chrono::steady_clock::now()).count();
+}
+
+BlockStoreOptions block_options(const ObjectBlockStoreOptions& options, const std::string& url) {
+  return {.name = "",
+          .rank = options.rank,
+          .slots = options.slots,
+          .record_bytes = options.record_bytes,
+          .key = options.key,
+          .encrypt = options.encrypt,
+          .compression = options.compression,
+          .io = url.substr(0, url.find(':'))};
+}
+
+Digest digest_of_text(const std::string& text) { return digest_of(std::as_bytes(std::span(text))); }
+
+}  // namespace
+
+size_t ObjectBlockStore::DigestHash::operator()(const Digest& digest) const {
+  uint64_t word = 0;
+  std::memcpy(&word, digest.bytes.data(), sizeof word);
+  return static_cast<size_t>(word);
+}
+
+ObjectBlockStore::ObjectBlockStore(std::unique_ptr<ObjectStore> store, const ObjectBlockStoreOptions& options,
+                                   const Clock& clock)
+    : BlockStore(block_options(options, store->url()), clock),
+      options_(options),
+      store_(std::move(store)),
+      breaker_(clock, options.breaker) {}
+
+Result<std::unique_ptr<ObjectBlockStore>> ObjectBlockStore::open(const std::string& url, FileSystem& file_system,
+                                                                 const ObjectBlockStoreOptions& options,
+                                                                 const Clock& clock) {
+  return try_catch([&]() -> Result<std::unique_ptr<ObjectBlockStore>> {
+    const auto ending = std::make_shared<std::atomic<bool>>(false);
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<ObjectStore> store,
+                            open_object_store(
+                                file_system, url, [ending] { return ending->load(); }, call_seconds_left));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<ObjectBlockStore> made, open(std::move(store), options, clock));
+    made->ending_is(ending);
+    return made;
+  });
+}
+
+Result<std::unique_ptr<ObjectBlockStore>> ObjectBlockStore::open(std::unique_ptr<ObjectStore> store,
+                                                                 const ObjectBlockStoreOptions& options,
+                                                                 const Clock& clock) {
+  return try_catch([&]() -> Result<std::unique_ptr<ObjectBlockStore>> {
+    TORPOR_RETURN_IF_ERROR(block_options(options, store->url()).validate());
+    if (options.timeout.count() < 1 || options.expire.count() < 0) {
+      return Error{.code = Code::kInvalidArgument,
+                   .what = fmt::format("an object store for KV blocks with {} ms, which expire after {} s",
+                                       options.timeout.count(), options.expire.count()),
+                   .next_step = "use 1 ms or more, and 0 s for never"};
+    }
+    std::unique_ptr<ObjectBlockStore> made(new ObjectBlockStore(std::move(store), options, clock));
+    try {
+      made->thread_ = std::thread([self = made.get()] { self->run(); });
+    } catch (const std::system_error& error) {
+      return Error{.code = Code::kResourceExhausted,
+                   .what = fmt::format("no thread for an object store of KV blocks: {}", error.what()),
+                   .next_step = "allow this process more threads"};
+    }
+    return made;
+  });
+}
+
+ObjectBlockStore::~ObjectBlockStore() {
+  {
+    const MutexLock lock(known_);
+    over_ = true;
+    if (ending_ != nullptr) *ending_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void ObjectBlockStore::ending_is(std::shared_ptr<std::atomic<bool>> ending) {
+  const MutexLock lock(known_);
+  ending_ = std::move(ending);
+}
+
+void ObjectBlockStore::open_space(uint32_t space, const Digest& digest) {
+  BlockStore::open_space(space, digest);
+  {
+    const MutexLock lock(known_);
+    if (const std::optional<Digest> opened = space_of(space); opened != space_) {
+      space_ = opened;
+      looked_ = Looked::kNever;
+      blocks_.clear();
+      packs_.clear();
+      pack_numbers_.clear();
+      indexes_.clear();
+    }
+    wanted_ = true;
+  }
+  changed_.notify_all();
+}
+
+size_t ObjectBlockStore::known_blocks() const {
+  const MutexLock lock(known_);
+  return blocks_.size();
+}
+
+// Whether the store answered, as far as the breaker is told.
+bool ObjectBlockStore::asked(const Status& status) {
+  const bool answered = status || (status.error().code != Code::kUnavailable && status.error().code != Code::kAborted);
+  if (answered) {
+    if (breaker_.succeeded()) log().info("KV connector: {} answers again", store_->url());
+  } else if (breaker_.failed()) {
+    log().warn("KV connector: {} is not asked for a while: {}", store_->url(), status.error().to_string());
+  }
+  return answered;
+}
+
+void ObjectBlockStore::exchange(std::span<Item> items, Verb verb) {
+  if (items.empty()) return;
+  const Status done = try_catch([&]() -> Status {
+    switch (verb) {
+      case Verb::kFind: find_items(items); break;
+      case Verb::kPut: put_items(items); break;
+      case Verb::kGet: get_items(items); break;
+      case Verb::kRemove: forget_items(items); break;
+    }
+    return ok();
+  });
+  if (done) return;
+  for (Item& item : items) item.status = done.error();
+}
+
+// ---- find
+
+void ObjectBlockStore::find_items(std::span<Item> items) {
+  const auto until = std::chrono::steady_clock::now() + options_.timeout;
+  MutexLock lock(known_);
+  while (looked_ == Looked::kNever && !over_) {
+    const auto left = until - std::chrono::steady_clock::now();
+    if (left <= std::chrono::nanoseconds(0)) break;
+    changed_.wait_for(known_, left);
+  }
+  bool all = true;
+  for (Item& item : items) {
+    const bool there = blocks_.contains(digest_of_text(item.key));
+    all = all && there;
+    if (!there)
+      item.status = looked_ == Looked::kDone ? missing() : unavailable("what the object store has is not known");
+  }
+  const bool due = clock_.now() - looked_at_ >= options_.look_interval;
+  if (all || looking_ || !due || !breaker_.closed_or_due()) return;
+  wanted_ = true;
+  changed_.notify_all();
+}
+
+// ---- put
+
+void ObjectBlockStore::put_items(std::span<Item> items) {
+  std::vector<Item*> absent;
+  {
+    const MutexLock lock(known_);
+    for (Item& item : items) {
+      if (!blocks_.contains(digest_of_text(item.key))) absent.push_back(&item);
+    }
+  }
+  for (size_t first = 0; first < absent.size();) {
+    size_t end = first;
+    uint64_t bytes = 0;
+    while (end < absent.size() && end - first < kMostPackBlocks && (bytes == 0 || bytes < kMostPack))
+      bytes += kFrameBytes + absent[end++]->body.size();
+    const std::span<Item* const> some = std::span(absent).subspan(first, end - first);
+    const Status put = breaker_.may_ask()
+                           ? put_pack(some)
+                           : Status(unavailable("the object store did not answer; it is not asked for a while"));
+    for (Item* const item : some) item->status = put;
+    first = end;
+  }
+}
+
+Status ObjectBlockStore::put_pack(std::span<Item* const> items) {
+  std::vector<PackEntry> entries;
+  for (const Item* const item : items) {
+    entries.push_back(
+        {.hash = item->expected.hash, .group = item->expected.group, .bytes = kFrameBytes + item->body.size()});
+  }
+  const std::vector<std::byte> head = encode_pack_head(entries);
+  std::vector<std::byte> object = head;
+  object.reserve(entries.back().offset + entries.back().bytes);
+  for (const Item* const item : items) {
+    object.insert(object.end(), item->head.begin(), item->head.end());
+    object.insert(object.end(), item->body.begin(), item->body.end());
+  }
+  const std::string name =
+      PackName{.unix_seconds = now_seconds(), .id = torpor::hex(random_seal_id()), .number = items.size()}.text();
+  const Digest& space = items[0]->expected.space;
+  const std::string folder = pack_folder(space, options_.rank);
+  begin_call(options_.timeout);
+  const Result<bool> created = store_->put_new(folder + "packs/" + name, object);  // false: by its first attempt
+  asked(created ? ok() : Status(created.error()));
+  if (!created) {
+    if (created.error().code == Code::kResourceExhausted) no_room();
+    return created.error();
+  }
+  add_pack(folder, name, space, entries);
+  add_head(folder, name, head);
+  return ok();
+}
+
+// ---- get
+
+void ObjectBlockStore::get_items(std::span<Item> items) {
+  bool answers = true;
+  for (Run& run : runs_of(items)) {
+    if (answers && breaker_.may_ask()) {
+      read(run);
+      // One that took its whole time leaves none for the others.
+      const Status& first = run.items[0].first->status;
+      answers = first || first.error().code != Code::kUnavailable;
+      continue;
+    }
+    for (const auto& [item, bytes] : run.items) item->status = unavailable("the object store did not answer");
+  }
+}
+
+std::vector<ObjectBlockStore::Run> ObjectBlockStore::runs_of(std::span<Item> items) {
+  struct Placed {
+    Place place;
+    Item* item;
+  };
+  std::vector<Placed> placed;
+  std::vector<Run> runs;
+  const MutexLock lock(known_);
+  for (Item& item : items) {
+    const auto found = blocks_.find(digest_of_text(item.key));
+    if (found == blocks_.end()) {
+      item.status = missing();
+    } else {
+      placed.push_back({found->second, &item});
+    }
+  }
+  std::sort(placed.begin(), placed.end(), [](const Placed& a, const Placed& b) {
+    return std::pair(a.place.pack, a.place.offset) < std::pair(b.place.pack, b.place.offset);
+  });
+  for (const Placed& each : placed) {
+    const bool goes_on = !runs.empty() && runs.back().pack == each.place.pack &&
+                         runs.back().offset + runs.back().bytes == each.place.offset &&
+                         runs.back().bytes + each.place.bytes <= kMostRun;
+    if (!goes_on)
+      runs.push_back({.key = packs_[each.place.pack].key, .pack = each.place.pack, .offset = each.place.offset});
+    runs.back().bytes += each.place.bytes;
+    runs.back().items.emplace_back(each.item, each.place.bytes);
+  }
+  return runs;
+}
+
+void ObjectBlockStore::read(Run& run) {
+  std::vector<std::byte> room(run.bytes);
+  begin_call(options_.timeout);
+  const Status came = store_->get_range(run.key, run.offset, room);
+  asked(came);
+  if (!came) {
+    const bool gone = came.error().code == Code::kNotFound;
+    if (gone) {
+      const MutexLock lock(known_);
+      if (const auto known = pack_numbers_.find(run.key); known != pack_numbers_.end())
+        forget_pack(packs_[known->second]);
+    }
+    for (const auto& [item, bytes] : run.items) item->status = gone ? missing() : came.error();
+    return;
+  }
+  std::span<std::byte> left = room;
+  for (const auto& [item, bytes] : run.items) {
+    const std::span<std::byte> value = left.first(bytes);
+    left = left.subspan(bytes);
+    FrameBytes head;
+    std::memcpy(head.data(), value.data(), head.size());
+    const Result<BlockFrame> frame = frame_of(head, value.size() - kFrameBytes, item->expected);
+    item->status = frame ? open_value(*item, *frame, head, value.subspan(kFrameBytes)) : Status(frame.error());
+  }
+}
+
+// Of a pack of many blocks one cannot be removed.
+void ObjectBlockStore::forget_items(std::span<Item> items) {
+  const MutexLock lock(known_);
+  for (Item& item : items) {
+    blocks_.erase(digest_of_text(item.key));
+    item.status = ok();
+  }
+}
+
+// ---- what is there
+
+void ObjectBlockStore::add_pack(const std::string& folder, const std::string& name, const Digest& space,
+                                std::span<const PackEntry> entries) {
+  const std::string key = folder + "packs/" + name;
+  std::vector<std::pair<Digest, Place>> places;
+  for (const PackEntry& entry : entries) {
+    const BlockKey block{.hash = entry.hash, .group = entry.group};
+    places.emplace_back(digest_of_text(block_key_text("", space, options_.rank, block)),
+                        Place{.bytes = static_cast<uint32_t>(entry.bytes), .offset = entry.offset});
+  }
+  const MutexLock lock(known_);
+  const auto number = static_cast<uint32_t>(packs_.size());
+  if (!pack_numbers_.emplace(key, number).second) return;
+  KnownPack& pack = packs_.emplace_back(KnownPack{.key = key, .added = ++added_});
+  for (auto& [block, place] : places) {
+    place.pack = number;
+    if (blocks_.emplace(block, place).second) pack.blocks.push_back(block);
+  }
+}
+
+void ObjectBlockStore::add_head(const std::string& folder, std::string name, std::vector<std::byte> head) {
+  {
+    const MutexLock lock(known_);
+    std::vector<IndexedPack>& packs = without_index_[folder];
+    packs.push_back({.name = std::move(name), .head = std::move(head)});
+    if (packs.size() < kPacksOfAnIndex) return;
+    wanted_ = true;
+  }
+  changed_.notify_all();
+}
+
+void ObjectBlockStore::forget_pack(KnownPack& pack) {
+  if (std::exchange(pack.gone, true)) return;
+  for (const Digest& block : std::exchange(pack.blocks, {})) {
+    const auto found = blocks_.find(block);
+    if (found != blocks_.end() && &packs_[found->second.pack] == &pack) blocks_.erase(found);
+  }
+}
+
+Status ObjectBlockStore::look() {
+  std::optional<Digest> space;
+  {
+    const MutexLock lock(known_);
+    space = space_;
+  }
+  if (!space) return ok();
+  if (!breaker_.may_ask()) return unavailable("the object store did not answer; it is not asked for a while");
+  const Status looked = try_catch([&]() -> Status {
+    TORPOR_RETURN_IF_ERROR(look_at(*space));
+    TORPOR_RETURN_IF_ERROR(write_indexes());
+    return sweep();
+  });
+  asked(looked);
+  return looked;
+}
+
+Status ObjectBlockStore::look_at(const Digest& space) {
+  const std::string folder = pack_folder(space, options_.rank);
+  uint64_t added = 0;
+  {
+    const MutexLock lock(known_);
+    added = added_;
+  }
+  begin_call(kLookSeconds);
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> keys, store_->list(folder));
+  const std::set<std::string> there(keys.begin(), keys.end());
+  std::vector<PackName> indexes;
+  {
+    const MutexLock lock(known_);
+    for (KnownPack& pack : packs_) {  // those that were put since the list was asked for may not be in it
+      if (pack.added <= added && pack.key.starts_with(folder) && !there.contains(pack.key)) forget_pack(pack);
+    }
+    for (const std::string& key : keys) {
+      const std::string_view rest = std::string_view(key).substr(folder.size());
+      const std::optional<PackName> name = rest.starts_with("index/") ? PackName::of(rest.substr(6)) : std::nullopt;
+      if (name && name->number <= kMostIndex && !indexes_.contains(key)) indexes.push_back(*name);
+    }
+  }
+  for (const PackName& name : indexes) TORPOR_RETURN_IF_ERROR(read_index(folder, name, there, space));
+  for (const std::string& key : keys) {
+    const std::string_view rest = std::string_view(key).substr(folder.size());
+    if (!rest.starts_with("packs/")) continue;
+    {
+      const MutexLock lock(known_);
+      if (over_) return ok();
+      if (pack_numbers_.contains(key)) continue;
+    }
+    TORPOR_RETURN_IF_ERROR(read_head(folder, std::string(rest.substr(6)), space));
+  }
+  return ok();
+}
+
+// What is damaged or gone is passed over, and not read again. Errors are those of the store.
+Status ObjectBlockStore::read_index(const std::string& folder, const PackName& name, const std::set<std::string>& there,
+                                    const Digest& space) {
+  const std::string key = folder + "index/" + name.text();
+  std::vector<std::byte> bytes(name.number);
+  begin_call(kLookSeconds);
+  const Result<uint64_t> came = store_->get(key, bytes);
+  if (!came && came.error().code != Code::kNotFound && came.error().code != Code::kCorruption) return came.error();
+  {
+    const MutexLock lock(known_);
+    indexes_.insert(key);
+  }
+  if (!came) return ok();
+  const Result<std::vector<IndexedPack>> packs = decode_pack_index(std::span(bytes).first(*came));
+  if (!packs) return log().warn("KV connector: {} of {}: {}", key, store_->url(), packs.error().to_string()), ok();
+  for (const IndexedPack& pack : *packs) {
+    if (!there.contains(folder + "packs/" + pack.name)) continue;
+    if (const auto entries = decode_pack_head(pack.head); entries) add_pack(folder, pack.name, space, *entries);
+  }
+  return ok();
+}
+
+Status ObjectBlockStore::read_head(const std::string& folder, const std::string& name, const Digest& space) {
+  const std::optional<PackName> parsed = PackName::of(name);
+  if (!parsed || parsed->number > kMostPackBlocks) return add_pack(folder, name, space, {}), ok();
+  std::vector<std::byte> head(pack_head_bytes(parsed->number));
+  begin_call(kLookSeconds);
+  const Status came = store_->get_range(folder + "packs/" + name, 0, head);
+  if (!came && came.error().code != Code::kNotFound && came.error().code != Code::kCorruption) return came.error();
+  const Result<std::vector<PackEntry>> entries = came ? decode_pack_head(head) : came.error();
+  if (!entries) {
+    if (came) log().warn("KV connector: {} of {}: {}", name, store_->url(), entries.error().to_string());
+    return add_pack(folder, name, space, {}), ok();
+  }
+  add_pack(folder, name, space, *entries);
+  add_head(folder, name, std::move(head));
+  return ok();
+}
+
+Status ObjectBlockStore::write_indexes() {
+  std::map<std::string, std::vector<IndexedPack>> ready;
+  {
+    const MutexLock lock(known_);
+    for (auto& [folder, packs] : without_index_) {
+      const auto end = packs.begin() + static_cast<std::ptrdiff_t>(packs.size() / kPacksOfAnIndex * kPacksOfAnIndex);
+      if (end != packs.begin()) ready[folder].assign(packs.begin(), end);
+      packs.erase(packs.begin(), end);
+    }
+  }
+  for (const auto& [folder, packs] : ready) {
+    for (size_t first = 0; first < packs.size(); first += kPacksOfAnIndex) {
+      const std::vector<std::byte> bytes = encode_pack_index(std::span(packs).subspan(first, kPacksOfAnIndex));
+      const std::string name =
+          PackName{.unix_seconds = now_seconds(), .id = torpor::hex(random_seal_id()), .number = bytes.size()}.text();
+      begin_call(kLookSeconds);
+      TORPOR_ASSIGN_OR_RETURN([[maybe_unused]] const bool made, store_->put_new(folder + "index/" + name, bytes));
+      const MutexLock lock(known_);
+      indexes_.insert(folder + "index/" + name);
+    }
+  }
+  return ok();
+}
+
+// Of all namespaces: those that nobody looks at any more, too.
+Status ObjectBlockStore::sweep() {
+  if (options_.expire.count() == 0) return ok();
+  {
+    const MutexLock lock(known_);
+    if (swept_at_ && clock_.now() - *swept_at_ < kSweepInterval) return ok();
+    swept_at_ = clock_.now();
+  }
+  begin_call(kLookSeconds);
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> keys, store_->list(kAllPacks));
+  size_t removed = 0;
+  for (const std::string& key : keys) {
+    const std::optional<PackName> name = PackName::of(std::string_view(key).substr(key.rfind('/') + 1));
+    if (!name || name->unix_seconds + options_.expire.count() >= now_seconds()) continue;
+    if (++removed > kMostRemovals) break;
+    begin_call(kLookSeconds);
+    TORPOR_RETURN_IF_ERROR(store_->remove(key));
+    const MutexLock lock(known_);
+    if (over_) break;
+    if (const auto known = pack_numbers_.find(key); known != pack_numbers_.end()) forget_pack(packs_[known->second]);
+  }
+  return ok();
+}
+
+void ObjectBlockStore::run() {
+  MutexLock lock(known_);
+  while (true) {
+    while (!over_ && !wanted_) changed_.wait(known_);
+    if (over_) return;
+    wanted_ = false;
+    looking_ = true;
+    const std::optional<Digest> space = space_;
+    lock.unlock();
+    const Status looked = look();
+    lock.lock();
+    looking_ = false;
+    looked_at_ = clock_.now();
+    if (space == space_ && (looked || looked_ == Looked::kNever)) looked_ = looked ? Looked::kDone : Looked::kFailed;
+    const std::string failure = looked ? "" : looked.error().to_string();
+    if (failure != said_ && !looked && looked.error().code != Code::kUnavailable)  // that the breaker says
+      log().warn("KV connector: what {} has is not known: {}", store_->url(), failure);
+    said_ = failure;
+    changed_.notify_all();
+  }
+}
+
+}  // namespace torpor::remote

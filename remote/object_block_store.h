@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// ObjectBlockStore: KV blocks in an object store (S3, or a shared directory) that engines share: what one computed,
+// another finds, also after all of them have ended. What is not of packs: remote/block_store.h.
+//
+// Each put() writes one object, a pack of all blocks of the call. Which blocks are where is in memory, for each key
+// space: an engine lists the packs, reads indexes, each of which says what is in many packs, and of packs that none
+// names their heads (remote/FORMAT.md). After kPacksOfAnIndex packs that no index names it writes one. So an engine
+// that begins takes a request a thousand packs for the list, and one for each index.
+//
+// find() answers from memory. Of a namespace that was never looked at it waits for that, within its time; what is not
+// there makes it look again in the background, at most once a `look_interval`. So a block of another engine is found
+// that much later.
+//
+// Packs and indexes older than `expire` are removed by whichever engine looks, of all namespaces; a pack that is gone
+// is a miss. Each call has a deadline; after a few failures in a row the store is not asked for a while
+// (remote/breaker.h). A damaged block is not asked for again by this process; its pack stays, for the other blocks.
+//
+// Threads: all methods from any; one of its own looks.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "remote/block_store.h"
+#include "remote/breaker.h"
+#include "remote/object_store.h"
+#include "remote/pack_format.h"
+
+namespace torpor::remote {
+
+struct ObjectBlockStoreOptions {
+  int32_t rank = 0;
+  int32_t slots = 0;
+  uint64_t record_bytes = 0;
+  std::shared_ptr<const Key> key;  // and the two below: see BlockStoreOptions
+  bool encrypt = false;
+  CompressionOptions compression{.codec = Codec::kNone};
+  std::chrono::milliseconds timeout{2000};  // of a call
+  std::chrono::seconds expire{0};           // 0: nothing is removed
+  std::chrono::milliseconds look_interval{10'000};
+  BreakerOptions breaker{};
+};
+
+class ObjectBlockStore final : public BlockStore {
+ public:
+  static constexpr size_t kPacksOfAnIndex = 64;
+
+  // By its URL, as open_object_store() has it. Asks nothing yet. kInvalidArgument. `clock` outlives it.
+  static Result<std::unique_ptr<ObjectBlockStore>> open(const std::string& url, FileSystem& file_system,
+                                                        const ObjectBlockStoreOptions& options, const Clock& clock);
+  static Result<std::unique_ptr<ObjectBlockStore>> open(std::unique_ptr<ObjectStore> store,
+                                                        const ObjectBlockStoreOptions& options, const Clock& clock);
+  ~ObjectBlockStore() override;
+
+  bool accepting() const override { return breaker_.closed_or_due(); }
+  void open_space(uint32_t space, const Digest& digest) override;
+  // Looks now, on the caller's thread, what is there of the newest namespace, and removes what has expired.
+  Status look();
+  size_t known_blocks() const;
+
+ private:
+  struct DigestHash {
+    size_t operator()(const Digest& digest) const;
+  };
+  struct Place {
+    uint32_t pack = 0;
+    uint32_t bytes = 0;
+    uint64_t offset = 0;
+  };
+  struct KnownPack {
+    std::string key;  // in the store
+    bool gone = false;
+    uint64_t added = 0;  // counts
+    std::vector<Digest> blocks{};
+  };
+  struct Run {  // blocks that lie one after the other in a pack
+    std::string key;
+    uint32_t pack = 0;
+    uint64_t offset = 0;
+    uint64_t bytes = 0;
+    std::vector<std::pair<Item*, uint32_t>> items{};  // with the bytes of each there
+  };
+  enum class Looked : uint8_t { kNever, kFailed, kDone };
+
+  ObjectBlockStore(std::unique_ptr<ObjectStore> store, const ObjectBlockStoreOptions& options, const Clock& clock);
+  void ending_is(std::shared_ptr<std::atomic<bool>> ending);
+  void exchange(std::span<Item> items, Verb verb) override;
+  void find_items(std::span<Item> items);
+  void put_items(std::span<Item> items);
+  Status put_pack(std::span<Item* const> items);
+  void get_items(std::span<Item> items);
+  std::vector<Run> runs_of(std::span<Item> items);
+  void read(Run& run);
+  void forget_items(std::span<Item> items);
+  bool asked(const Status& status);
+
+  void run();
+  Status look_at(const Digest& space);
+  Status read_index(const std::string& folder, const PackName& name, const std::set<std::string>& there,
+                    const Digest& space);
+  Status read_head(const std::string& folder, const std::string& name, const Digest& space);
+  void add_pack(const std::string& folder, const std::string& name, const Digest& space,
+                std::span<const PackEntry> entries);
+  void add_head(const std::string& folder, std::string name, std::vector<std::byte> head);
+  void forget_pack(KnownPack& pack) TORPOR_REQUIRES(known_);
+  Status write_indexes();
+  Status sweep();
+  int64_t now_seconds() const { return static_cast<int64_t>(clock_.unix_seconds()); }
+
+  const ObjectBlockStoreOptions options_;
+  const std::unique_ptr<ObjectStore> store_;
+  Breaker breaker_;
+
+  mutable Mutex known_;  // never held over a call of the store
+  CondVar changed_;
+  bool over_ TORPOR_GUARDED_BY(known_) = false;
+  std::shared_ptr<std::atomic<bool>> ending_ TORPOR_GUARDED_BY(known_);  // set: the store gives up what it does
+  std::unordered_map<Digest, Place, DigestHash> blocks_ TORPOR_GUARDED_BY(known_);  // by the digest of their key's text
+  std::deque<KnownPack> packs_ TORPOR_GUARDED_BY(known_);
+  std::unordered_map<std::string, uint32_t> pack_numbers_ TORPOR_GUARDED_BY(known_);  // by key
+  std::set<std::string> indexes_ TORPOR_GUARDED_BY(known_);                           // keys of those that were read
+  std::map<std::string, std::vector<IndexedPack>> without_index_ TORPOR_GUARDED_BY(known_);  // by folder
+  uint64_t added_ TORPOR_GUARDED_BY(known_) = 0;
+  std::optional<Digest> space_ TORPOR_GUARDED_BY(known_);  // the newest
+  Looked looked_ TORPOR_GUARDED_BY(known_) = Looked::kNever;
+  bool wanted_ TORPOR_GUARDED_BY(known_) = false;
+  bool looking_ TORPOR_GUARDED_BY(known_) = false;
+  std::chrono::nanoseconds looked_at_ TORPOR_GUARDED_BY(known_){};
+  std::optional<std::chrono::nanoseconds> swept_at_ TORPOR_GUARDED_BY(known_);
+  std::string said_ TORPOR_GUARDED_BY(known_);  // of the last look
+  std::thread thread_;                          // last: it uses all above
+};
+
+}  // namespace torpor::remote
