@@ -211,7 +211,7 @@ void OffloadWorker::drop(std::span<const Dropped> dropped, Noted& noted) {
       noted.host.push_back({.first = each.number});
       continue;
     }
-    disk_slots_.let_go(each.number, noted.segments);
+    disk_slots_.release_segment(each.number, noted.segments);
   }
   if (!noted.host.empty()) host_->drop(noted.host);
   disk_slots_.add_ranges(noted.segments, noted.disk);
