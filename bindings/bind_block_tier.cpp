@@ -94,7 +94,7 @@ class PyBlockTier {
   // What was stored before is not found any more, after a restart neither.
   void forget() {
     const Status done = without_lock([&] {
-      RenewedWord renewed = directory_.empty() ? RenewedWord{.word = random_cache_epoch(), .kept = ok()}
+      RenewedEpoch renewed = directory_.empty() ? RenewedEpoch{.word = random_cache_epoch(), .kept = ok()}
                                                : renew_cache_epoch(module_files(), directory_);
       if (!renewed.kept) return renewed.kept;
       return tier().forget(digest_of_text(space_ + renewed.word));
