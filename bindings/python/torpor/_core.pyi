@@ -63,8 +63,6 @@ class ConnectorScheduler:
         so.
         """
     def know(self, request: object) -> None: ...
-    def release_all(self) -> None:
-        """No block of the engine is held any more."""
     @property
     def loading(self) -> int:
         """Requests."""
@@ -74,6 +72,8 @@ class ConnectorScheduler:
         """
     def plan(self, flush: bool) -> typing.Any:
         """The same, without a step."""
+    def release_all(self) -> None:
+        """No block of the engine is held any more."""
     def release_host_slots(self) -> None: ...
     def reset(self) -> int:
         """Nothing is found any more; returns the number of the new namespace."""
@@ -389,7 +389,7 @@ class SwapChannel:
     def stop(self, side: str) -> None:
         """One of the two cannot: the other is told."""
     def stopped_by(self) -> str:
-        """"gives" or "takes": the side that failed first; or ""."""
+        """"out" or "in": the side that failed first; or ""."""
 
 def admit_error(reply: bytes) -> str | None:
     """Why a rank could not admit a request, by its reply to RequestImages.admit_order(); or None."""
@@ -404,6 +404,9 @@ def begin_events(directory: str, role: str, rank: int = 0) -> str:
 
 def built_with_cuda() -> bool:
     """Whether cuda.h was there when this was built."""
+
+def cache_epoch(directory: str) -> str:
+    """The word in the name of the namespace on disk."""
 
 def check_call(method: str, params: str) -> None:
     """Raises if a console has no such method, or it does not take these parameters (JSON)."""
@@ -511,6 +514,3 @@ def serve_front(begin: Callable) -> None:
 
 def set_woken_from(directory: str, generation: int, options: dict = {}) -> None:
     """Its engines run: older sets may go."""
-
-def cache_epoch(directory: str) -> str:
-    """The word in the name of the namespace on disk."""
