@@ -32,6 +32,7 @@ class EngineState:
     tiers: dict[str, str | None]  # None for a tier of the adapter that is on, or why it is off
     recomputed_tokens: int  # since the engine last slept
     console: str | None  # path of the socket of a console
+    preempted: dict[str, int]  # with the option offload_preempted: requests that were offloaded, and recomputed
     deferred: DeferredBlocks
 
     @classmethod
