@@ -296,7 +296,10 @@ class EngineSide:
         return "a fork" if self.forks.holds else None
 
     def images(self, _: dict) -> list[dict]:
-        return self.sessions.summaries()
+        """Return what the images of this engine have; "preempted": of a request that vLLM has preempted."""
+        preemptions = self.sessions.preemptions
+        preempted = set() if preemptions is None else preemptions.images()
+        return [each | {"preempted": each["id"] in preempted} for each in self.sessions.summaries()]
 
     def _check_awake(self) -> None:
         if (state := self.controller.state())["engine"] != "awake":

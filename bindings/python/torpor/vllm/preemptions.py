@@ -36,6 +36,7 @@ class Preemptions:
         """Copy the KV of a request that is about to be preempted. Return of how many tokens; 0: it has to be computed
         again, for the reason in the log."""
         images, admissions = self._sessions.begun()
+        self.images()  # forget those that have their KV again
         computed = self._sessions.tokens_with_kv(request)
         if computed == 0 or request.request_id in admissions.requests or self._is_bound(request):
             self.recomputed += 1

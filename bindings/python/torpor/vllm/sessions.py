@@ -73,7 +73,7 @@ class Sessions:
         was_quiet = self._hooks.is_quiet
         self._hooks.quiesce(timeout)
         try:
-            named, requests = requests, [each for each in requests if each in self._scheduler.requests]
+            named, requests = requests, [each for each in requests if self._is_unfinished(each)]
             if not requests:
                 raise NotFound(f"request {', '.join(named)}: the step under way was the last one", "take its answer")
             if any(self._scheduler.requests[each].status is RequestStatus.WAITING_FOR_REMOTE_KVS for each in requests):
@@ -90,6 +90,12 @@ class Sessions:
         self._paths.pop(image, None)  # of another image, that had this id before
         self._epochs[image], self._makers[image] = self._hooks.kv_epoch, call
         return summary
+
+    def _is_unfinished(self, request_id: str) -> bool:
+        """Return whether the scheduler runs this request. One that has ended may be there as well, while another KV
+        connector holds its blocks."""
+        request = self._scheduler.requests.get(request_id)
+        return request is not None and not request.is_finished()
 
     def _send_drops(self, admissions: Admissions) -> None:
         """The ranks free images that are gone, before the next step would tell them: the next one may have the same
@@ -446,11 +452,11 @@ class Sessions:
 
         With all of them images on disk stay there, for another engine: so this process may be about to end.
         Return an object with `request_id` and `client_index` for each, as vLLM's finish_requests() returns. A request
-        that is just leaving is in an image and still in the scheduler: it is not among them.
+        that is just leaving is in an image and still unfinished: it is not among them.
         """
         if self._images is None:
             return []
-        held = [request_id for request_id in self.held() if request_id not in self._scheduler.requests]
+        held = [request_id for request_id in self.held() if not self._is_unfinished(request_id)]
         gone = self._leave_stored() if requests is None else []
         wanted = held if requests is None else [requests] if isinstance(requests, str) else list(requests)
         left = {each.request_id for each in gone}

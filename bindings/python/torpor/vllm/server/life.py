@@ -424,6 +424,8 @@ class Server:
         while self.engine.output_processor.request_states and not self.engine.errored:
             if self.state == "ending":
                 raise WrongState("the server ends", "its checkpoint has the requests")
+            if away := self.sessions.away():  # no route resumes one meanwhile
+                raise WrongState(f"{len(away)} requests are hibernated, so they do not end", "resume or abort them")
             await asyncio.sleep(_WAIT_SECONDS)
 
     async def wake_up(

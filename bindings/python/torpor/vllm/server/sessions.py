@@ -12,7 +12,8 @@ import os
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from urllib.parse import quote
 
@@ -34,6 +35,7 @@ MOVED = "another engine has taken this request"
 _MOST_ACTIONS = 4096  # whose results are remembered
 _MOST_MOVED = 65536  # answers of which it is remembered where they went
 _ACTION = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+_SEED = re.compile(r"[0-9]{1,19}", re.ASCII)
 _LOOK_SECONDS = 0.02  # between looks whether requests have come back
 
 
@@ -50,7 +52,8 @@ class Sessions:
     def __init__(self, server):
         self._server = server
         self._away: dict[str, str] = {}  # of each hibernated request, by vLLM's id: its image
-        self._moved: OrderedDict[tuple[str, str], str] = OrderedDict()  # tenant and response -> the server that has it
+        # Of each tenant and response that another server has: its address, and vLLM's ids of what went there.
+        self._moved: OrderedDict[tuple[str, str], tuple[str, frozenset[str]]] = OrderedDict()
         self._actions: OrderedDict[tuple[str, str], tuple[tuple, asyncio.Task]] = OrderedDict()
         self._turn = asyncio.Lock()  # the engine stands still for each verb
 
@@ -67,18 +70,25 @@ class Sessions:
         return bool(self._away) and not self.away().isdisjoint(requests)
 
     def moved_to(self, names: Iterable[str], tenant: str) -> str | None:
-        """Return the address of the server that has taken an answer of one of these names, or None."""
-        found = (self._moved.get((tenant, name)) for name in names)
-        return next((address for address in found if address is not None), None)
+        """Return the address of the server that has taken an answer of one of these names, or None. A name that was
+        used again means the newest answer, which is here."""
+        for name in names:
+            address, went = self._moved.get((tenant, name), (None, frozenset()))
+            newest = self._server.log.answers.find(name, tenant)
+            if address is not None and (not newest or not went.isdisjoint(newest)):
+                return address
+        return None
 
     async def bring_back(self) -> None:
         """Return when no request is hibernated or on its way back: a checkpoint has all of them then."""
-        for image in await self._images():
-            await session_calls.resume(self._side(), image["id"])
-        self._away = {}
-        self._server.notify()
-        while await self._server.engine.torpor.call("images"):
-            await asyncio.sleep(_LOOK_SECONDS)
+        async with self._turn:
+            while images := await self._images_on_their_way():
+                for image in images:
+                    if not image["resuming"]:
+                        with suppress(Busy, NotFound):  # another engine reads it, or has taken it
+                            await session_calls.resume(self._side(), image["id"])
+                await self._look()
+                await asyncio.sleep(_LOOK_SECONDS)
 
     # --- the verbs ---
 
@@ -89,11 +99,11 @@ class Sessions:
 
     async def hibernate(self, name: str, to: str, action: str | None) -> dict:
         async def run() -> dict:
-            ids = self._running(name)
-            image = next((self._away[each] for each in ids if each in self._away), None)
-            async with self._turn:
+            async with self._at_turn():
+                ids = self._running(name)
+                image = next((self._away[each] for each in ids if each in self._away), None)
                 left = await session_calls.hibernate(self._side(), ids, image, None, to)
-            await self._look()
+                await self._look()
             kept = {"id": left.id, "bytes": left.bytes, "tokens": left.tokens, "path": left.path}
             return self._shown(kept | {"requests": ids})
 
@@ -108,9 +118,9 @@ class Sessions:
             image = await self._image_named(name)
             if image is None:  # it runs already
                 return {"object": "session.image", "requests": self._responses(self._running(name))}
-            async with self._turn:
+            async with self._at_turn():
                 resumed = await session_calls.resume(self._side(), image["id"])
-            await self._look()
+                await self._look()
             return self._shown(image) | {"recomputed": resumed.recomputed}
 
         return await self._action("resume", (name, path), action, run)
@@ -118,9 +128,9 @@ class Sessions:
     async def _take(self, name: str, path: str) -> dict:
         if os.path.basename(path) != name or not os.path.isabs(path):
             raise InvalidArgument(f"{path!r} is not the image {name}", "give the absolute path that its server named")
-        async with self._turn:
+        async with self._at_turn():
             resumed = await session_calls.resume(self._side(), path)
-        await self._look()
+            await self._look()
         running = self._server.engine.output_processor.request_states
         ids = [each for each, state in running.items() if state.external_req_id in resumed.requests]
         return {
@@ -133,8 +143,8 @@ class Sessions:
             ids = self._running(name)
             if len(ids) > 1:
                 raise Unsupported(f"request {name} cannot be forked: it has several answers", "make requests of n = 1")
-            async with self._turn:
-                forked = await fork_calls.fork(self._side(), ids[0], n, at, seeds, action, None)
+            async with self._at_turn():  # without the action: the engine would not tell it from another tenant's
+                forked = await fork_calls.fork(self._side(), ids[0], n, at, seeds, None, None)
             return {
                 "object": "session.fork", "parent": self._responses(ids)[0], "children": list(forked.children),
                 "shared_blocks": forked.shared_blocks, "bytes": forked.bytes,
@@ -147,6 +157,7 @@ class Sessions:
 
         async def run() -> dict:
             other = Other(await loopback.checked(to), headers)
+            self._check_goes_on()
             ids = self._running(name)
             responses = self._responses(ids)
             image = next((self._away[each] for each in ids if each in self._away), None)
@@ -205,9 +216,27 @@ class Sessions:
         task = self._server.tasks.run(run())
         self._actions[key] = (call, task)
         self._actions.move_to_end(key)
+        task.add_done_callback(lambda ended: self._forget_failed(key, ended))
         while len(self._actions) > _MOST_ACTIONS and next(iter(self._actions.values()))[1].done():
             self._actions.popitem(last=False)
         return await asyncio.shield(task), False
+
+    def _forget_failed(self, key: tuple[str, str], task: asyncio.Task) -> None:
+        """It may be made again, and takes no place of those that succeeded."""
+        known = self._actions.get(key)
+        if known is not None and known[1] is task and _failed(task):
+            del self._actions[key]
+
+    @asynccontextmanager
+    async def _at_turn(self) -> AsyncIterator[None]:
+        """One verb after the other, and none once the end of the server has brought all requests back."""
+        async with self._turn:
+            self._check_goes_on()
+            yield
+
+    def _check_goes_on(self) -> None:
+        if self._server.state == "ending":
+            raise WrongState("the server ends", "call the next one")
 
     def _check_on(self) -> None:
         server = self._server
@@ -232,7 +261,8 @@ class Sessions:
                 raise WrongState(f"{len(tenants)} tenants have a request {name}", "call this with the key of one")
         else:
             known = (server.log.answers.find(each, caller.tenant) for each in names_of(name))
-            found = [each for each in next(filter(None, known), []) if each in running]
+            unfinished = ([each for each in ids if each in running] for ids in known)
+            found = next(filter(None, unfinished), [])
         if not found:
             what = f"there is no unfinished request {name}: it was never begun here, is not yours, or has ended"
             raise NotFound(what, "name it by its X-Request-Id, or by the id of its response")
@@ -255,13 +285,20 @@ class Sessions:
 
     async def _images(self) -> list[dict]:
         """Return the images whose requests are hibernated, as the engine core has them: by vLLM's ids of requests."""
-        return [each for each in await self._server.engine.torpor.call("images") if not each["resuming"]]
+        return [each for each in await self._images_on_their_way() if not each["resuming"]]
+
+    async def _images_on_their_way(self) -> list[dict]:
+        """Return also those that are being resumed. A checkpoint computes the tokens of preempted requests again."""
+        return [each for each in await self._server.engine.torpor.call("images") if not each["preempted"]]
 
     async def _image_named(self, name: str) -> dict | None:
         """Return the image of this id, or of the answer of this name, if it is this caller's."""
         mine = [each for each in await self._images() if self._is_mine(each)]
         found = [each for each in mine if each["id"] == name]
         found = found or [each for each in mine if set(names_of(name)) & set(self._responses(each["requests"]))]
+        tenants = {self._kept(request)["tenant"] for each in found for request in each["requests"]}
+        if len(tenants) > 1:
+            raise WrongState(f"{len(tenants)} tenants have a request {name}", "name the image, by its id")
         return found[0] if found else None
 
     def _shown(self, image: dict) -> dict:
@@ -284,7 +321,9 @@ class Sessions:
     def has_moved(self, request: str, address: str) -> str:
         """Another server has this request. Return where its client finds the answer."""
         kept = self._kept(request)
-        self._moved[(kept["tenant"] or "", kept["response"])] = address
+        key = kept["tenant"] or "", kept["response"]
+        before = self._moved.pop(key, ("", frozenset()))[1]
+        self._moved[key] = (address, before | {request})
         while len(self._moved) > _MOST_MOVED:
             self._moved.popitem(last=False)
         return f"{address}/torpor/requests/{quote(kept['response'], safe='')}"
@@ -412,6 +451,6 @@ def seeds_of(words: list[str] | None) -> list[int | None] | None:
     """Return the seeds of a fork, as a query has them: a number each, or "parent" for that of the parent."""
     if words is None:
         return None
-    if wrong := [each for each in words if each != "parent" and not (each.isascii() and each.isdigit())]:
+    if wrong := [each for each in words if each != "parent" and not _SEED.fullmatch(each)]:
         raise InvalidArgument(f"the seed {wrong[0]!r}", 'give a number of 0 to 2**63 - 1, or "parent"')
     return [None if each == "parent" else int(each) for each in words]

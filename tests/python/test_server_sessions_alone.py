@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose request a name means, and what becomes of calls for sessions, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from torpor.errors import Busy, InvalidArgument, NotFound, WrongState
+from torpor.vllm import fork_calls, session_calls
+from torpor.vllm import sessions as in_the_core
+from torpor.vllm.server import sessions as of_server
+from torpor.vllm.server.access import Caller, caller_of_call
+from torpor.vllm.server.life import Server
+from torpor.vllm.server.sessions import Sessions, seeds_of
+from torpor.vllm.server.tasks import Tasks
+
+ALICE, ADMIN = Caller("alice"), Caller("", is_admin=True, may_change=True)
+
+
+class Counter:
+    def labels(self, *_):
+        return self
+
+    def inc(self, *_) -> None:
+        pass
+
+    observe = inc
+
+
+class Made:
+    """What Sessions asks of a server: answers by tenant and response, requests that run, images of the engine."""
+
+    def __init__(self):
+        self.answers: dict[tuple[str, str], list[str]] = {}
+        self.states: dict[str, SimpleNamespace] = {}
+        self.images: list[dict] = []
+        found = SimpleNamespace(find=lambda response, tenant: self.answers.get((tenant, response), []), get=self._get)
+        self.server = SimpleNamespace(
+            state="awake", has_log=True, recorder=True, options=SimpleNamespace(sessions=True),
+            log=SimpleNamespace(answers=found), tasks=Tasks(lambda _: None), notify=lambda: None,
+            metrics=SimpleNamespace(session_actions=Counter(), session_seconds=Counter()),
+            engine=SimpleNamespace(
+                output_processor=SimpleNamespace(request_states=self.states), torpor=SimpleNamespace(call=self._call)
+            ),
+        )  # fmt: skip
+        self.sessions = Sessions(self.server)
+        self.sessions._side = lambda: SimpleNamespace()
+
+    def answer(self, tenant: str, response: str, request: str, runs: bool = True) -> None:
+        self.answers[(tenant, response)] = [request]
+        if runs:
+            self.states[request] = SimpleNamespace(external_req_id=response)
+
+    def image(self, name: str, *requests: str, **fields) -> None:
+        self.images.append({
+            "id": name, "requests": dict.fromkeys(requests, 1), "resuming": False, "preempted": False, "path": "",
+            "bytes": 1, "tokens": 1,
+        } | fields)  # fmt: skip
+
+    def _get(self, request: str) -> dict | None:
+        found = next((key for key, ids in self.answers.items() if request in ids), None)
+        return None if found is None else {"tenant": found[0], "response": found[1]}
+
+    async def _call(self, method: str, options: dict | None = None) -> list[dict]:
+        assert method == "images"
+        return [dict(each) for each in self.images]
+
+
+@contextmanager
+def called_by(caller: Caller) -> Iterator[None]:
+    before = caller_of_call.set(caller)
+    try:
+        yield
+    finally:
+        caller_of_call.reset(before)
+
+
+def run(scene) -> None:
+    asyncio.run(asyncio.wait_for(scene, 30))
+
+
+def test_a_name_that_was_used_again_means_the_answer_that_is_here():
+    made = Made()
+    made.answer("alice", "chatcmpl-x", "x-1")
+    assert made.sessions.has_moved("x-1", "http://127.0.0.1:8001").endswith("/torpor/requests/chatcmpl-x")
+    assert made.sessions.moved_to(["x", "chatcmpl-x"], "alice") == "http://127.0.0.1:8001"
+    assert made.sessions.moved_to(["chatcmpl-x"], "bob") is None
+    made.answer("alice", "chatcmpl-x", "x-2")
+    assert made.sessions.moved_to(["x", "chatcmpl-x"], "alice") is None
+    made.answers.clear()  # the log knows nothing of it any more
+    assert made.sessions.moved_to(["chatcmpl-x"], "alice") == "http://127.0.0.1:8001"
+
+
+def test_of_several_answers_of_one_name_the_one_that_runs_is_meant():
+    made = Made()
+    made.answer("alice", "chatcmpl-x", "ended", runs=False)
+    made.answer("alice", "cmpl-x", "runs")
+    with called_by(ALICE):
+        assert made.sessions._running("x") == ["runs"]
+
+
+def test_the_admin_does_not_take_one_tenants_image_for_anothers():
+    async def scene():
+        made = Made()
+        for tenant in ("alice", "bob"):
+            made.answer(tenant, "chatcmpl-x", f"of-{tenant}")
+            made.image(f"image-{tenant}", f"of-{tenant}")
+        with called_by(ADMIN):
+            with pytest.raises(WrongState, match="2 tenants have a request x"):
+                await made.sessions._image_named("x")
+            assert (await made.sessions._image_named("image-bob"))["requests"] == {"of-bob": 1}
+        with called_by(ALICE):
+            assert (await made.sessions._image_named("x"))["id"] == "image-alice"
+
+    run(scene())
+
+
+def test_hibernating_what_another_call_hibernates_changes_nothing(monkeypatch):
+    async def scene():
+        made, asked = Made(), []
+        made.answer("alice", "chatcmpl-x", "x-1")
+
+        async def hibernate(side, requests, image, timeout, to):
+            asked.append(image)
+            await asyncio.sleep(0.01)
+            if image is None:
+                made.image("one", *requests)
+            return SimpleNamespace(id="one", bytes=1, tokens=1, path="")
+
+        monkeypatch.setattr(session_calls, "hibernate", hibernate)
+        with called_by(ALICE):
+            both = await asyncio.gather(*(made.sessions.hibernate("x", "host", None) for _ in range(2)))
+        assert asked == [None, "one"] and [each["id"] for each in both] == ["one", "one"]
+
+    run(scene())
+
+
+def test_action_ids_of_tenants_do_not_meet_in_the_engine(monkeypatch):
+    async def scene():
+        made, asked = Made(), []
+        made.answer("alice", "chatcmpl-x", "x-1")
+
+        async def fork(side, request, n, at, seeds, action, timeout):
+            asked.append(action)
+            return SimpleNamespace(children=("child",), shared_blocks=0, bytes=0)
+
+        monkeypatch.setattr(fork_calls, "fork", fork)
+        with called_by(ALICE):
+            first = await made.sessions.fork("x", 1, None, None, "step-1")
+            again = await made.sessions.fork("x", 1, None, None, "step-1")
+        assert asked == [None] and again["repeated"] and again["children"] == first["children"]
+
+    run(scene())
+
+
+def test_a_call_that_failed_may_be_made_again_and_takes_no_place():
+    async def scene():
+        made = Made()
+        with called_by(ALICE):
+            for _ in range(3):
+                with pytest.raises(NotFound):
+                    await made.sessions.hibernate("nothing", "host", "a-1")
+        await asyncio.sleep(0)
+        assert not made.sessions._actions
+
+    run(scene())
+
+
+def test_the_end_of_a_server_waits_for_images_and_not_for_those_of_others(monkeypatch):
+    async def scene():
+        made, resumed = Made(), []
+        made.image("mine", "a")
+        made.image("taken", "b", path="/images/taken")
+        made.image("read", "c", path="/images/read")
+        made.image("preempted-1", "d", resuming=True, preempted=True)
+        busy = iter([True, False])
+
+        async def resume(side, image):
+            resumed.append(image)
+            if image == "read" and next(busy):
+                raise Busy("another engine reads it")
+            made.images = [each for each in made.images if each["id"] != image]
+            if image == "taken":
+                raise NotFound("another engine has taken it")
+
+        monkeypatch.setattr(session_calls, "resume", resume)
+        monkeypatch.setattr(of_server, "_LOOK_SECONDS", 0)
+        await made.sessions.bring_back()
+        assert resumed == ["mine", "taken", "read", "read"]
+        assert [each["id"] for each in made.images] == ["preempted-1"]
+
+    run(scene())
+
+
+def test_nothing_is_hibernated_once_the_server_ends():
+    async def scene():
+        made = Made()
+        made.answer("alice", "chatcmpl-x", "x-1")
+        made.server.state = "ending"
+        with called_by(ALICE), pytest.raises(WrongState, match="the server ends"):
+            await made.sessions.hibernate("x", "host", None)
+
+    run(scene())
+
+
+def test_a_sleep_that_waits_for_ends_does_not_wait_for_a_hibernated_request():
+    async def scene():
+        made = Made()
+        made.answer("alice", "chatcmpl-x", "x-1")
+        made.image("one", "x-1")
+        await made.sessions._look()
+        server = made.server
+        server._adding, server.sessions, server.engine.errored = 0, made.sessions, False
+
+        async def is_paused() -> bool:
+            return False
+
+        server.engine.is_paused = is_paused
+        with pytest.raises(WrongState, match="1 requests are hibernated"):
+            await Server._requests_ended(server, "awake")
+
+    run(scene())
+
+
+def test_a_seed_has_as_many_digits_as_one_can_have():
+    assert seeds_of(["parent", str(2**63 - 1)]) == [None, 2**63 - 1]
+    for wrong in ("9" * 5000, "-1", "٣", ""):
+        with pytest.raises(InvalidArgument, match="the seed"):
+            seeds_of([wrong])
+
+
+def test_an_abort_reaches_a_hibernated_request_whose_blocks_another_connector_still_holds():
+    def request(status: RequestStatus) -> SimpleNamespace:
+        return SimpleNamespace(status=status, is_finished=lambda: RequestStatus.is_finished(status))
+
+    ended, dropped = [], []
+    requests = {"held": request(RequestStatus.FINISHED_ABORTED), "leaving": request(RequestStatus.RUNNING)}
+    hooks = SimpleNamespace(core=None, scheduler=SimpleNamespace(requests=requests), call_ranks=dropped.append)
+    core = in_the_core.Sessions(hooks)
+    image = {"id": "one", "requests": {"held": 1, "leaving": 1}, "resuming": False, "path": ""}
+    core._images = SimpleNamespace(summaries=lambda: [image], end=lambda name: ended.append(name) or b"drop")
+    core._clients = {"held": 0, "leaving": 0}
+    assert [each.request_id for each in core.end(["held", "leaving"])] == ["held"]
+    assert ended == ["held"] and dropped == [b"drop"]
