@@ -172,6 +172,26 @@ def test_a_call_that_failed_may_be_made_again_and_takes_no_place():
     run(scene())
 
 
+def test_a_call_that_takes_long_does_not_keep_what_is_remembered_of_others(monkeypatch):
+    async def scene():
+        made, goes_on = Made(), asyncio.Event()
+
+        async def at_once() -> dict:
+            return {}
+
+        monkeypatch.setattr(of_server, "_MOST_ACTIONS", 2)
+        with called_by(ALICE):
+            long = asyncio.create_task(made.sessions._once(("move",), "long", goes_on.wait))
+            await asyncio.sleep(0)
+            for number in range(5):
+                await made.sessions._once(("fork",), f"a-{number}", at_once)
+            assert {action for _, action in made.sessions._actions} == {"long", "a-4"}
+            goes_on.set()
+            await long
+
+    run(scene())
+
+
 def test_the_end_of_a_server_waits_for_images_and_not_for_those_of_others(monkeypatch):
     async def scene():
         made, resumed = Made(), []

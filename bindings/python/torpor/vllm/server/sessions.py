@@ -217,8 +217,11 @@ class Sessions:
         self._actions[key] = (call, task)
         self._actions.move_to_end(key)
         task.add_done_callback(lambda ended: self._forget_failed(key, ended))
-        while len(self._actions) > _MOST_ACTIONS and next(iter(self._actions.values()))[1].done():
-            self._actions.popitem(last=False)
+        while len(self._actions) > _MOST_ACTIONS:
+            oldest = next((known for known, (_, made) in self._actions.items() if made.done()), None)
+            if oldest is None:
+                break
+            del self._actions[oldest]
         return await asyncio.shield(task), False
 
     def _forget_failed(self, key: tuple[str, str], task: asyncio.Task) -> None:
