@@ -83,6 +83,17 @@ def test_it_can_be_hibernated(result):
     assert same(result["are_hibernated"])
 
 
+@pytest.mark.parametrize("outputs", [0, 3])
+def test_prompt_logprobs_that_were_given_do_not_have_it_computed_again(outputs):
+    request = SimpleNamespace(
+        request_id="a", block_hashes=[b"1"], num_output_tokens=outputs, skip_reading_prefix_cache=True
+    )
+    admissions = portable.Admissions()
+    admissions.expect_again(request, 5)
+    assert admissions.match(request, 0) == (5, True) and request.block_hashes == []
+    assert request.skip_reading_prefix_cache is (outputs == 0)  # vLLM takes no KV of a request that has it
+
+
 def test_what_it_needs_is_said():
     with pytest.raises(errors.InvalidArgument, match="offload_preempted without sessions"):
         Options.of(SimpleNamespace(additional_config={"torpor": {"offload_preempted": True}}))

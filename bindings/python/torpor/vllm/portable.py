@@ -185,6 +185,8 @@ class Admissions:
         """Bring the KV of the first `computed` tokens of a request that vLLM has preempted. The runners know it."""
         self._admitted[request.request_id] = (computed, None, self.kv_epoch())
         request.block_hashes.clear()  # as in admit()
+        if request.num_output_tokens > 0:
+            request.skip_reading_prefix_cache = False  # else vLLM would skip the KV that is brought
 
     def withdraw(self, request_id: str) -> None:
         """Do not expect a request that was not added after all."""
