@@ -14,6 +14,7 @@ from vllm.v1.request import RequestStatus
 from torpor.errors import Busy, InvalidArgument, NotFound, WrongState
 from torpor.vllm import fork_calls, session_calls
 from torpor.vllm import sessions as in_the_core
+from torpor.vllm.server import routes
 from torpor.vllm.server import sessions as of_server
 from torpor.vllm.server.access import Caller, caller_of_call
 from torpor.vllm.server.life import Server
@@ -95,6 +96,29 @@ def test_a_name_that_was_used_again_means_the_answer_that_is_here():
     assert made.sessions.moved_to(["x", "chatcmpl-x"], "alice") is None
     made.answers.clear()  # the log knows nothing of it any more
     assert made.sessions.moved_to(["chatcmpl-x"], "alice") == "http://127.0.0.1:8001"
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_who_reads_an_answer_that_moves_does_not_take_it_for_complete(moves):
+    async def scene():
+        made = Made()
+        made.answer("alice", "chatcmpl-x", "x-1")
+
+        async def more(request, from_token, from_text=0) -> dict:
+            if moves:
+                made.sessions.has_moved(request, "http://127.0.0.1:8001")
+            return {
+                "state": "failed", "tokens": [1], "text": "a", "tokens_end": 1, "finish_reason": "error",
+                "stop_reason": of_server.MOVED,
+            }  # fmt: skip
+
+        life = made.server
+        life.sessions, life.model, life.log.more = made.sessions, "model", more
+        events = "".join([each async for each in routes._events(life, ["x-1"], [0], False, [""])])
+        assert ("data: [DONE]" in events) is not moves
+        assert ("event: error" in events and "http://127.0.0.1:8001/torpor/requests/chatcmpl-x" in events) is moves
+
+    run(scene())
 
 
 def test_of_several_answers_of_one_name_the_one_that_runs_is_meant():

@@ -506,6 +506,8 @@ async def _events(
                 text, before[index] = before[index] + part["text"], ""
                 ends[index] = part["tokens_end"]
                 ended = part["state"] != "running"
+                if ended and (where := life.sessions.where_it_went(ids[index])) is not None:
+                    raise WrongState(f"another server has this request, at {where}", "take up its answer there")
                 choice = {
                     "index": index,
                     "token_ids": part["tokens"],
@@ -517,7 +519,7 @@ async def _events(
                 if not ended:
                     waits[asyncio.create_task(life.log.more(ids[index], part["tokens_end"]))] = index
         yield "data: [DONE]\n\n"
-    except Error as problem:  # the server ends; without a word the answer would look complete
+    except Error as problem:  # the server ends, or another one has it; without a word the answer would look complete
         yield f"event: error\ndata: {json.dumps(content_of(problem))}\n\n"
     finally:
         for task in waits:

@@ -329,7 +329,13 @@ class Sessions:
         self._moved[key] = (address, before | {request})
         while len(self._moved) > _MOST_MOVED:
             self._moved.popitem(last=False)
-        return f"{address}/torpor/requests/{quote(kept['response'], safe='')}"
+        return _answer_at(address, kept["response"])
+
+    def where_it_went(self, request: str) -> str | None:
+        """Return where the answer of this request goes on, if another server has it."""
+        kept = self._kept(request)
+        address, went = self._moved.get((kept["tenant"] or "", kept["response"]), ("", frozenset()))
+        return _answer_at(address, kept["response"]) if request in went else None
 
     def is_here(self, tenant: str, response: str) -> None:
         self._moved.pop((tenant, response), None)
@@ -444,6 +450,10 @@ def names_of(name: str) -> tuple[str, ...]:
 
 def _external_names(state: RequestState) -> set[str]:
     return {state.external_req_id, split_response_id(state.external_req_id)[0]}
+
+
+def _answer_at(address: str, response: str) -> str:
+    return f"{address}/torpor/requests/{quote(response, safe='')}"
 
 
 def _failed(task: asyncio.Task) -> bool:
