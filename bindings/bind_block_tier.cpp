@@ -95,9 +95,10 @@ class PyBlockTier {
   void forget() {
     const Status done = without_lock([&] {
       RenewedEpoch renewed = directory_.empty() ? RenewedEpoch{.word = random_cache_epoch(), .kept = ok()}
-                                               : renew_cache_epoch(module_files(), directory_);
-      if (!renewed.kept) return renewed.kept;
-      return tier().forget(digest_of_text(space_ + renewed.word));
+                                                : renew_cache_epoch(module_files(), directory_);
+      const Status forgotten = tier().forget(digest_of_text(space_ + renewed.word));  // in this process in any case
+      if (!forgotten) return forgotten;
+      return renewed.kept;
     });
     value_or_raise(done);
   }

@@ -6,14 +6,15 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import vllm
 from conftest import result_of
 
-from torpor.errors import InvalidArgument, Unsupported
+from torpor.errors import FileError, InvalidArgument, Unsupported
 from torpor.vllm import compat
-from torpor.vllm.offloading_tier import TierOptions
+from torpor.vllm.offloading_tier import TierOptions, TorporTier, key_space
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
@@ -177,6 +178,35 @@ def test_engines_share_blocks_through_an_object_store_also_when_objects_are_cut_
 def test_options_of_the_tier_are_checked(options, words):
     with pytest.raises(InvalidArgument, match=words):
         TierOptions.of(options)
+
+
+def test_engines_whose_blocks_lie_otherwise_share_none():
+    parallel = SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=False)
+    config = SimpleNamespace(
+        groups=(SimpleNamespace(tokens_per_block=16, layer_names=("a layer",)),), parallel=parallel,
+        model=SimpleNamespace(name="a model", dtype="bfloat16"), cache=SimpleNamespace(tokens_per_hash=16),
+        canonical_layout=False, replicated_layout=False, kv_cache_layout="LBNHC",
+    )  # fmt: skip
+    spec, options = SimpleNamespace(config=config, blocks_per_chunk=1), TierOptions.of({"kv_store": "redis://h"})
+    one = key_space(spec, options)
+    assert one == key_space(spec, options)
+    config.kv_cache_layout = "LBHNC"
+    assert one != key_space(spec, options)
+
+
+def test_a_disk_that_fails_at_the_end_does_not_keep_vllms_memory():
+    class Core:
+        closed = 0
+
+        def close(self):
+            self.closed += 1
+            raise FileError("the disk is gone", "look at it")
+
+    tier, core = object.__new__(TorporTier), Core()
+    tier._core = core
+    tier.shutdown()
+    tier.shutdown()
+    assert core.closed == 1
 
 
 def test_another_release_of_vllm_is_refused_by_name(monkeypatch):

@@ -98,13 +98,15 @@ class TierOptions:
 def key_space(spec, options: TierOptions) -> str:
     """All that the bytes of a block depend on besides its key, as far as vLLM tells a tier.
 
-    vLLM's own tiers compare the same fields, without the versions. The weights are known by the model's name alone.
+    vLLM's own tiers compare the same fields, without the versions and the layout of a block. The weights are known by
+    the model's name alone.
     """
     mapper = FileMapper.from_offloading_spec(
         root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=True
     )
     described_ = mapper.get_run_config() | {
         "rank": mapper.rank,
+        "kv_cache_layout": spec.config.kv_cache_layout,
         "vllm_version": vllm.__version__,
         "torch_version": torch.__version__,
         "weights": options.weights,
@@ -241,5 +243,9 @@ class TorporTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         core, self._core = self._core, None
-        if core is not None:
+        if core is None:
+            return
+        try:
             core.close()
+        except Error as problem:  # vLLM's memory is free all the same; of an error vLLM would keep it for ever
+            logger.warning("torpor's tier: not all that was stored is safe: %s", problem)

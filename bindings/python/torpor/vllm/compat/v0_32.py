@@ -1867,7 +1867,7 @@ OFFLOADING_TIER = (
     Module(
         "vllm.v1.kv_offload.config",
         classes=(
-            Class("OffloadingConfig", fields="parallel"),
+            Class("OffloadingConfig", fields="kv_cache_layout parallel"),
             Class("OffloadingParallelConfig", fields="data_parallel_index data_parallel_size"),
         ),
     ),
