@@ -164,6 +164,11 @@ void BlockTier::ask() {
 }
 
 void BlockTier::request_finished(const std::string& request) {
+  {
+    const MutexLock lock(mutex_);  // what its loads do not bring is not absent for others
+    for (const auto& job : jobs_) job->request_ended = job->request_ended || job->request == request;
+    for (const auto& job : over_) job->request_ended = job->request_ended || job->request == request;
+  }
   const auto known = asked_by_.find(request);
   if (known == asked_by_.end()) return;
   for (const BlockKey& key : known->second) {
@@ -183,7 +188,7 @@ void BlockTier::answered(const Question& question) {
       const Result<Slot> slot = index_->reserve(StoreId::kRemote, &key);
       if (slot) index_->commit(StoreId::kRemote, *slot);
       if (slot) index_->unpin(StoreId::kRemote, *slot);
-      if (slot) drop_question(key);
+      if (slot || slot_of_key(key) >= 0) drop_question(key);
     }
     if (const auto left = asked_.find(key); left != asked_.end() && left->second.requests == 0) asked_.erase(left);
   }
@@ -304,9 +309,9 @@ std::vector<TierJobResult> BlockTier::finished() {
     over.swap(over_);
     answers.swap(answers_);
   }
+  index_->hide_remote(place_ == StoreId::kRemote && !store_->accepting());
   for (const Question& answer : answers) answered(answer);
   for (const auto& job : over) finish_job(*job);
-  index_->hide_remote(place_ == StoreId::kRemote && !store_->accepting());
   return std::exchange(ended_, {});
 }
 
@@ -330,7 +335,8 @@ void BlockTier::finish_job(TierJob& job) {
         disk_failed = place_ == StoreId::kDisk;
       }
     }
-    if (job.load && !block.good && place_ == StoreId::kRemote) remember_absent(block.key, job.request);
+    const bool missed = job.load && !block.good && place_ == StoreId::kRemote;
+    if (missed && !job.request_ended) remember_absent(block.key, job.request);
     result.good.push_back(block.good);
   }
   if (disk_failed) index_->close_segment();  // its file may take no more

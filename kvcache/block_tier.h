@@ -102,6 +102,7 @@ class BlockTier {
     uint64_t id = 0;
     bool load = false;
     std::string request;
+    bool request_ended = false;
     std::chrono::nanoseconds begun{};
     std::vector<Block> blocks;
     size_t open = 0;  // batches that are not over; guarded by mutex_

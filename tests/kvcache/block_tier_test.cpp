@@ -379,6 +379,20 @@ TEST_F(BlockTierTest, ABlockThatIsRemovedOrDamagedThereIsAMissForWhoAskedForIt) 
   EXPECT_EQ(load({1, 2, 3}), came);
 }
 
+TEST_F(BlockTierTest, WhatDoesNotComeForARequestThatHasEndedIsAskedForByOthers) {
+  open_shared();
+  EXPECT_EQ(store({1}), std::vector<bool>(1, true));
+  shared_.gone = true;
+  gate_.set(true);
+  begin_load({1});
+  gate_.wait_for_one();
+  tier_->request_finished("r");
+  gate_.set(false);
+  EXPECT_EQ(only_result(), std::vector<bool>(1, false));
+  shared_.gone = false;
+  EXPECT_EQ(asked({1}, "later"), "h");
+}
+
 TEST_F(BlockTierTest, MoreBlocksThanAreRememberedAreFoundByAsking) {
   open_shared(4);
   EXPECT_EQ(store({1, 2, 3, 4}), std::vector<bool>(4, true));
