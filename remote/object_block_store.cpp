@@ -321,6 +321,7 @@ void ObjectBlockStore::add_pack(const std::string& folder, const std::string& na
   const std::string key = folder + "packs/" + name;
   std::vector<std::pair<Digest, Place>> places;
   for (const PackEntry& entry : entries) {
+    if (entry.bytes > kFrameBytes + compressed_bound(options_.record_bytes)) continue;  // no block of this engine's
     const BlockKey block{.hash = entry.hash, .group = entry.group};
     places.emplace_back(digest_of_text(block_key_text("", space, options_.rank, block)),
                         Place{.bytes = static_cast<uint32_t>(entry.bytes), .offset = entry.offset});
@@ -364,6 +365,11 @@ Status ObjectBlockStore::look() {
   if (!breaker_.may_ask()) return unavailable("the object store did not answer; it is not asked for a while");
   const Status looked = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(look_at(*space));
+    {
+      const MutexLock lock(known_);
+      if (space == space_) looked_ = Looked::kDone;  // who asks need not wait for the rest
+    }
+    changed_.notify_all();
     TORPOR_RETURN_IF_ERROR(write_indexes());
     return sweep();
   });
@@ -484,7 +490,11 @@ Status ObjectBlockStore::sweep() {
   for (const std::string& key : keys) {
     const std::optional<PackName> name = PackName::of(std::string_view(key).substr(key.rfind('/') + 1));
     if (!name || name->unix_seconds + options_.expire.count() >= now_seconds()) continue;
-    if (++removed > kMostRemovals) break;
+    if (++removed > kMostRemovals) {  // the next look goes on
+      const MutexLock lock(known_);
+      swept_at_.reset();
+      break;
+    }
     begin_call(kLookSeconds);
     TORPOR_RETURN_IF_ERROR(store_->remove(key));
     const MutexLock lock(known_);

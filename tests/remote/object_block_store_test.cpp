@@ -347,6 +347,41 @@ TEST_F(ObjectBlockStoreTest, WhatIsOldIsRemovedOfAllKeySpaces) {
   EXPECT_EQ(get_all(*one, {1, 2}), "-h");
 }
 
+TEST_F(ObjectBlockStoreTest, MoreThanOneLookRemovesGoesWithTheNextOnes) {
+  for (uint64_t i = 0; i < 2500; ++i) {
+    const PackName name{.unix_seconds = 1'700'000'000, .id = std::string(32, 'a'), .number = i};
+    objects_.objects["kv1/other/r0/packs/" + name.text()] = {};
+  }
+  ObjectBlockStoreOptions options = options_for();
+  options.expire = std::chrono::hours(24);
+  const auto one = engine(options);
+  const auto end = std::chrono::steady_clock::now() + 20s;
+  while (!value_of(objects_.list("kv1/")).empty() && std::chrono::steady_clock::now() < end)
+    ASSERT_SUCCEEDS(one->look());
+  EXPECT_TRUE(value_of(objects_.list("kv1/")).empty());
+}
+
+TEST_F(ObjectBlockStoreTest, WhatIsThereIsKnownThoughOldPacksCannotBeRemoved) {
+  objects_.objects["kv1/other/r0/packs/" +
+                   PackName{.unix_seconds = 1'700'000'000, .id = std::string(32, 'a'), .number = 1}.text()] = {};
+  objects_.failing = 3;  // two lists come before it
+  ObjectBlockStoreOptions options = options_for();
+  options.expire = std::chrono::hours(24);
+  const auto one = engine(options);
+  EXPECT_EQ(find_all(*one, {1}), "-");  // not '?'
+}
+
+TEST_F(ObjectBlockStoreTest, ABlockThatSaysItIsLargerThanItCanBeIsNotKnown) {
+  put_all(*engine(), {1});
+  const std::string pack = keys_with("/packs/").at(0);
+  std::vector<PackEntry> entries = {
+      {.hash = some_key(2).hash, .group = some_key(2).group, .bytes = 4'000'000'000},
+      {.hash = some_key(3).hash, .group = some_key(3).group, .bytes = remote::kFrameBytes + kContractRecord}};
+  const std::string name = PackName{.unix_seconds = 1'800'000'000, .id = std::string(32, 'b'), .number = 2}.text();
+  objects_.objects[pack.substr(0, pack.rfind('/') + 1) + name] = remote::encode_pack_head(entries);
+  EXPECT_EQ(find_all(*engine(), {1, 2, 3}), "h-h");
+}
+
 TEST_F(ObjectBlockStoreTest, WrongOptionsAreRefused) {
   const auto opened = [&](ObjectBlockStoreOptions options) {
     return ObjectBlockStore::open(std::make_unique<Shared>(objects_, gone_), options, clock_);
