@@ -69,13 +69,15 @@ class PyBlockTier {
   void request_finished(const std::string& request) { tier().request_finished(request); }
 
   void store(uint64_t job, const std::vector<py::bytes>& keys, const std::vector<int64_t>& rows) {
+    BlockTier& to = tier();  // raises with the interpreter's lock
     const auto [blocks, memory] = blocks_of(keys, rows);
-    value_or_raise(without_lock([&] { return tier().store(job, blocks, memory); }));
+    value_or_raise(without_lock([&] { return to.store(job, blocks, memory); }));
   }
   void load(uint64_t job, const std::string& request, const std::vector<py::bytes>& keys,
             const std::vector<int64_t>& rows) {
+    BlockTier& to = tier();
     const auto [blocks, memory] = blocks_of(keys, rows);
-    value_or_raise(without_lock([&] { return tier().load(job, request, blocks, memory); }));
+    value_or_raise(without_lock([&] { return to.load(job, request, blocks, memory); }));
   }
   // [(job, which blocks are good, bytes that moved, seconds), …]
   py::list finished() {
@@ -88,15 +90,17 @@ class PyBlockTier {
     return out;
   }
   void wait() {
-    without_lock([&] { tier().wait(); });
+    BlockTier& to = tier();
+    without_lock([&] { to.wait(); });
   }
 
   // What was stored before is not found any more, after a restart neither.
   void forget() {
+    BlockTier& to = tier();
     const Status done = without_lock([&] {
       RenewedEpoch renewed = directory_.empty() ? RenewedEpoch{.word = random_cache_epoch(), .kept = ok()}
                                                 : renew_cache_epoch(module_files(), directory_);
-      const Status forgotten = tier().forget(digest_of_text(space_ + renewed.word));  // in this process in any case
+      const Status forgotten = to.forget(digest_of_text(space_ + renewed.word));  // in this process in any case
       if (!forgotten) return forgotten;
       return renewed.kept;
     });

@@ -12,7 +12,8 @@ import pytest
 import vllm
 from conftest import result_of
 
-from torpor.errors import FileError, InvalidArgument, Unsupported
+from torpor import _core
+from torpor.errors import Error, FileError, InvalidArgument, Unsupported
 from torpor.vllm import compat
 from torpor.vllm.offloading_tier import TierOptions, TorporTier, key_space
 
@@ -207,6 +208,22 @@ def test_a_disk_that_fails_at_the_end_does_not_keep_vllms_memory():
     tier.shutdown()
     tier.shutdown()
     assert core.closed == 1
+
+
+def test_a_tier_that_is_closed_says_so(tmp_path):
+    memory = memoryview(bytearray(4 << 12)).cast("B", (4, 1 << 12))
+    options = {"rank": 0, "disk_bytes": 64 << 20, "directory": str(tmp_path), "durable": False, "threads": 2}
+    core = _core.BlockTier(memory, "a space", options | {"kv_store_wait_ms": 1, "remembered_removals": 0})
+    core.close()
+    memory.release()  # nobody has it any more
+    key = bytes(36)
+    for call in (
+        lambda: core.store(1, [key], [0]), lambda: core.load(1, "r", [key], [0]), lambda: core.lookup(key, "r"),
+        core.wait, core.forget, core.finished,
+    ):  # fmt: skip
+        with pytest.raises(Error, match="the tier is closed"):
+            call()
+    core.close()
 
 
 def test_another_release_of_vllm_is_refused_by_name(monkeypatch):
