@@ -432,6 +432,11 @@ Status ObjectBlockStore::read_index(const std::string& folder, const PackName& n
     if (!there.contains(folder + "packs/" + pack.name)) continue;
     if (const auto entries = decode_pack_head(pack.head); entries) add_pack(folder, pack.name, space, *entries);
   }
+  std::set<std::string> named;  // which this engine need not name, too
+  for (const IndexedPack& pack : *packs) named.insert(pack.name);
+  const MutexLock lock(known_);
+  if (const auto left = without_index_.find(folder); left != without_index_.end())
+    std::erase_if(left->second, [&](const IndexedPack& pack) { return named.contains(pack.name); });
   return ok();
 }
 

@@ -252,6 +252,25 @@ TEST_F(ObjectBlockStoreTest, AnEngineThatBeginsReadsAnIndexForMany) {
   EXPECT_EQ(get_all(*other, {0, 66}), "hh");
 }
 
+TEST_F(ObjectBlockStoreTest, PacksThatAnotherEngineHasIndexedAreNotIndexedAgain) {
+  const auto other = engine();
+  EXPECT_EQ(find_all(*other, {0}), "-");  // it has looked
+  {
+    const auto one = engine();
+    for (uint64_t seed = 0; seed < 40; ++seed) put_all(*one, {seed});
+    ASSERT_SUCCEEDS(other->look());  // reads their heads
+    EXPECT_EQ(find_all(*other, {0, 39}), "hh");
+    for (uint64_t seed = 40; seed < ObjectBlockStore::kPacksOfAnIndex; ++seed) put_all(*one, {seed});
+    ASSERT_SUCCEEDS(one->look());
+  }
+  ASSERT_EQ(keys_with("/index/").size(), 1u);
+  ASSERT_SUCCEEDS(other->look());
+  for (uint64_t seed = 100; seed < 130; ++seed) put_all(*other, {seed});  // 70 with the first ones
+  ASSERT_SUCCEEDS(other->look());
+  EXPECT_EQ(find_all(*other, {0, 63, 129}), "hhh");
+  EXPECT_EQ(keys_with("/index/").size(), 1u);
+}
+
 TEST_F(ObjectBlockStoreTest, ADamagedBlockIsNotServedAndOthersOfItsPackAre) {
   const auto one = engine();
   put_all(*one, {1, 2, 3});
