@@ -373,20 +373,31 @@ def routes() -> APIRouter:
 
     @router.get("/v1/sessions")
     async def sessions(raw_request: Request) -> Response:
+        """List the caller's images of hibernated requests; with the admin key, all images."""
         return await outcome(server(raw_request).sessions.listed())
 
     @router.post("/v1/sessions/{session:path}/hibernate")
     async def hibernate(
         raw_request: Request, session: str, to: Literal["host", "disk"] = "host", action_id: str | None = None
     ) -> Response:
-        """Take the request out of the engine. Its streams stay open."""
+        """Take the request out of the engine. Its streams stay open.
+
+        session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
+        to: where its KV goes: `host`, memory of the host; or `disk`, an image in the checkpoint directory.
+        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same result.
+        """
         return await outcome(server(raw_request).sessions.hibernate(session, to, action_id))
 
     @router.post("/v1/sessions/{session:path}/resume")
     async def resume(
         raw_request: Request, session: str, path: str | None = None, action_id: str | None = None
     ) -> Response:
-        """Put it back. `path`: of an image of another server, with the admin key."""
+        """Put the requests of an image back.
+
+        session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
+        path: an image on disk that another server wrote; it needs the admin key.
+        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same result.
+        """
         if path is not None and not caller_of_call.get().may_change:
             problem = Unauthenticated("path is for the admin key", "resume an image of this server by its id")
             return refused(problem, 403, outcome="rejected")
@@ -401,7 +412,14 @@ def routes() -> APIRouter:
         seeds: Annotated[list[str] | None, Query()] = None,
         action_id: str | None = None,
     ) -> Response:
-        """Make `n` requests that go on from where this one is. Their answers are at /torpor/requests/CHILD."""
+        """Make requests that go on from where this one is. Their answers are at `/torpor/requests/CHILD`.
+
+        session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
+        n: number of requests to make.
+        at: how many of the output tokens they have; all, if it is left out; 0: only the prompt.
+        seeds: a seed for each of them, or `parent` for one that draws as the parent does.
+        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same result.
+        """
 
         async def call() -> dict:
             return await server(raw_request).sessions.fork(session, n, at, seeds_of(seeds), action_id)
@@ -410,12 +428,20 @@ def routes() -> APIRouter:
 
     @router.post("/v1/sessions/{session:path}/move")
     async def move(raw_request: Request, session: str, to: str, action_id: str | None = None) -> Response:
-        """Have the server at `to` take the request."""
+        """Have another server take the request. It reads the same directory and has the same admin key.
+
+        session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
+        to: address of that server on this host, as `http://127.0.0.1:8001`.
+        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same result.
+        """
         return await outcome(server(raw_request).sessions.move(session, to, raw_request.headers, action_id))
 
     @router.delete("/v1/sessions/{session:path}")
     async def delete(raw_request: Request, session: str) -> Response:
-        """End the requests of an image, and free it."""
+        """End the requests of an image, and free it.
+
+        session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
+        """
         return await outcome(server(raw_request).sessions.delete(session))
 
     return router
