@@ -8,10 +8,10 @@ import subprocess
 
 import pytest
 from conftest import ROOT
-from devtool import durations, setup
+from devtool import commands, durations, setup
 from devtool.durations import Durations, Step, about
 
-MODES = ("server", "offload", "console", "remote", "sessions", "features", "gpu-path")
+MODES = ("server", "offload", "console", "remote", "sessions", "standby", "features", "gpu-path")
 
 
 @pytest.fixture
@@ -100,6 +100,13 @@ def test_durations_that_cannot_be_read_are_forgotten(tmp_path, content):
     assert known.known() == {} and known.expected(["demo"]) == durations.TYPICAL["demo"]
     known.remember("demo", 3)
     assert known.known() == {"demo": 3}
+
+
+def test_each_kind_of_demo_has_a_duration_of_its_own():
+    names = [commands._demo_name([f"--{mode}"], None) for mode in MODES]
+    assert names == [f"demo-{mode}" for mode in MODES] and commands._demo_name(["--to", "host"], None) == "demo"
+    options = (ROOT / "tools/demo/demo_options.py").read_text()
+    assert {*re.findall(r'"--([\w-]+)",\s+action="store_true"', options)} == {*MODES, "json"}
 
 
 def test_what_is_not_known_is_not_made_up(tmp_path):

@@ -156,7 +156,7 @@ def demo(arguments: list[str]) -> int:
 
 def _demo_name(arguments: list[str], other: str | None) -> str:
     """Return under which name the duration of such a demo is remembered: others take another time."""
-    kinds = ("server", "offload", "console", "remote", "sessions", "features", "gpu-path")
+    kinds = ("server", "offload", "console", "remote", "sessions", "standby", "features", "gpu-path")
     named = [kind for kind in kinds if f"--{kind}" in arguments]
     return "-".join(["demo", *named, *([other] if other else [])])
 
