@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 from conftest import ROOT
-from devtool import checks, documents
+from devtool import checks, commands, documents
 
 
 def test_documents_and_sources_are_in_order():
@@ -140,6 +140,15 @@ def test_links_to_places_that_a_page_does_not_have_are_found(tmp_path):
     assert documents.lost_anchors(tmp_path, [here, there]) == [
         "here.md: there.md#code is not there", "here.md: #there is not there"
     ]  # fmt: skip
+
+
+def test_each_bench_that_a_document_names_is_one_that_tools_dev_takes():
+    """Options of a bench are --NAME=VALUE: a value behind a blank would be the name of another bench."""
+    named = {}
+    for page in [path for path in checks.tracked(ROOT) if path.suffix == ".md"]:
+        for words in re.findall(r"`[^`\n]*tools/dev bench ([^`\n]+)`", page.read_text()):
+            named |= {word: page.name for word in words.split() if not word.startswith(("-", "["))}
+    assert len(named) > 10 and named.keys() - commands.BENCHES.keys() == set(), named
 
 
 def test_pages_still_to_be_rewritten_exist_and_others_are_checked(tmp_path):

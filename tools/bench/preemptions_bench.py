@@ -6,7 +6,7 @@ vLLM does it, and its blocks are taken from the prefix cache, as others would ta
 its next token: "leave" is the copy within the scheduler's step, "back" the rest. Both ways take turns; medians.
 Ceiling: two copies of its KV by all cores, and one step. The model is made up (sessions_bench.py), unless one is named.
 
-    tools/dev bench preemptions [--lengths 500,1000,2000,4000] [--turns 5] [--model PATH] [--json]
+    tools/dev bench preemptions [--lengths=500,1000,2000,4000] [--turns=5] [--model=PATH] [--json]
 """
 
 from __future__ import annotations
