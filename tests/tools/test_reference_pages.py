@@ -74,6 +74,14 @@ def test_each_option_has_its_default_its_values_and_its_variable(made):
     assert "default: `65536`" in shown["queue_blocks"] and "environment" not in shown["queue_blocks"]
 
 
+def test_each_flag_of_a_server_that_a_document_names_is_one(made):
+    known = {*re.findall(r"`(--torpor-[a-z-]+)`", made["options.md"]), "--torpor-help"}
+    named = {}
+    for page in ROOT.glob("docs/**/*.md"):
+        named |= dict.fromkeys(re.findall(r"--torpor-[a-z]+(?:-[a-z]+)*", page.read_text()), page.name)
+    assert len(named) > 30 and {flag: page for flag, page in named.items() if flag not in known} == {}
+
+
 def test_an_option_without_a_text_is_a_problem(monkeypatch):
     @dataclasses.dataclass
     class Options:

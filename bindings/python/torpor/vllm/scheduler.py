@@ -32,7 +32,7 @@ class SchedulerMixin(Stock):
     torpor_steps = 0
     torpor_unproven = 0  # KV blocks that a copy may still write into
     torpor_slots = None  # not asked for yet; False: nobody listens
-    torpor_deferred = None  # the LateBlocks of a post-copy wake, until all blocks have arrived
+    torpor_deferred = None  # the DeferredBlocks of a post-copy wake, until all blocks have arrived
     torpor_sessions = None  # Sessions, once a request was hibernated
     torpor_preemptions: Any = None  # Preemptions, with the option offload_preempted
     torpor_schedules = False  # a step is being made up
