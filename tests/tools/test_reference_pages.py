@@ -72,6 +72,7 @@ def test_each_option_has_its_default_its_values_and_its_variable(made):
     assert "default: `256MiB`" in shown["--torpor-response-log-bytes"]
     assert "environment: `TORPOR_ADMIN_KEY`" in shown["--torpor-admin-key"]
     assert "default: `65536`" in shown["queue_blocks"] and "environment" not in shown["queue_blocks"]
+    assert "- `threads` (whole number; default: `4`): Threads that move bytes." in made["options.md"]
 
 
 def test_each_flag_of_a_server_that_a_document_names_is_one(made):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""options.md and environment.md: what describes itself in options.py, connector_options.py and server/settings.py."""
+"""options.md and environment.md: what describes itself in options.py, connector_options.py, offloading_tier.py and
+server/settings.py.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from reference.text import code, item, linked, page, paragraph, plain, sentence,
 from torpor.vllm import described
 from torpor.vllm import options as engine_options
 from torpor.vllm.connector_options import ConnectorOptions
+from torpor.vllm.offloading_tier import TierOptions
 from torpor.vllm.options import Options
 from torpor.vllm.server.settings import Settings, flag, variable
 
@@ -33,8 +36,8 @@ def described_fields(kind) -> list[Field]:
 def options_page(problems: list[str]) -> str:
     """Add to `problems` what lacks a text."""
     engine, server = described_fields(Options), described_fields(Settings)
-    connector = described_fields(ConnectorOptions)
-    for option in (*engine, *connector, *server):
+    connector, tier = described_fields(ConnectorOptions), described_fields(TierOptions)
+    for option in (*engine, *connector, *tier, *server):
         if not option.metadata["help"].strip():
             problems.append(f"the option {option.name} has no text")
     plain_options = [option for option in connector if not option.metadata.get("advanced")]
@@ -42,9 +45,9 @@ def options_page(problems: list[str]) -> str:
     return page(
         "Options",
         paragraph(
-            "torpor has options of the engine, of its KV connector and of its server. An option with a wrong value "
-            "ends the start with an error that names the option. A name that does not exist ends the start with an "
-            "error that lists the options."
+            "torpor has options of the engine, of its KV connector, of its tier under vLLM's own offloading and of "
+            "its server. An option with a wrong value ends the start with an error that names the option. A name that "
+            "does not exist ends the start with an error that lists the options."
         ),
         "How a value is written:",
         "\n".join(
@@ -72,6 +75,12 @@ def options_page(problems: list[str]) -> str:
         paragraph("These options have a group of their own. A user who has not measured needs none of them."),
         code('"advanced": {"queue_blocks": 1024}', "json"),
         *(_option(option, option.name, level="####") for option in advanced),
+        "## TorporTier",
+        paragraph(
+            "They stand beside `type` and `module_path` of an entry of `secondary_tiers`. See "
+            "[offloading.md](../offloading.md)."
+        ),
+        "\n".join(_of_tier(option) for option in tier),
         "## Server",
         paragraph(
             "They are flags of `python -m torpor.vllm.serve`, which `--torpor-help` lists, or environment variables. "
@@ -79,6 +88,14 @@ def options_page(problems: list[str]) -> str:
         ),
         *(_option(option, flag(option), [f"environment: `{variable(option)}`"]) for option in server),
     )
+
+
+def _of_tier(option: Field) -> str:
+    """Return one line: most of them are options of the KV connector, too."""
+    about = option.metadata
+    kind = ", ".join(f"`{choice}`" for choice in about["choices"]) or _KINDS[about["kind"]]
+    text = plain(_marked(sentence(about["help"]), about["choices"]))
+    return item(f"`{option.name}` ({kind}; default: {_default(option)}): {text}")
 
 
 def _engine_option(option: Field) -> str:
