@@ -384,7 +384,8 @@ def routes() -> APIRouter:
 
         session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
         to: where its KV goes: `host`, memory of the host; or `disk`, an image in the checkpoint directory.
-        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same result.
+        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same
+            result.
         """
         return await outcome(server(raw_request).sessions.hibernate(session, to, action_id))
 
@@ -396,7 +397,8 @@ def routes() -> APIRouter:
 
         session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
         path: an image on disk that another server wrote; it needs the admin key.
-        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same result.
+        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same
+            result.
         """
         if path is not None and not caller_of_call.get().may_change:
             problem = Unauthenticated("path is for the admin key", "resume an image of this server by its id")
@@ -418,7 +420,8 @@ def routes() -> APIRouter:
         n: number of requests to make.
         at: how many of the output tokens they have; all, if it is left out; 0: only the prompt.
         seeds: a seed for each of them, or `parent` for one that draws as the parent does.
-        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same result.
+        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same
+            result.
         """
 
         async def call() -> dict:
@@ -432,7 +435,8 @@ def routes() -> APIRouter:
 
         session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
         to: address of that server on this host, as `http://127.0.0.1:8001`.
-        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same result.
+        action_id: an id of this call, 1 to 64 letters, digits or `. _ : -`; the same call again returns the same
+            result.
         """
         return await outcome(server(raw_request).sessions.move(session, to, raw_request.headers, action_id))
 
