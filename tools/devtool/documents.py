@@ -36,18 +36,9 @@ WORDS = {
 # with a slash is a folder whose pages are made from code.
 NOT_YET = (
     "CHANGELOG.md",
-    "bindings/python/torpor/vllm/README.md",
     "checkpoint/FORMAT.md",
     "docs/server.md",
-    "docs/sessions.md",
-    "docs/sharing.md",
     "docs/vllm.md",
-    "engine/README.md",
-    "kvcache/README.md",
-    "offload/README.md",
-    "offload/SEGMENTS.md",
-    "remote/FORMAT.md",
-    "remote/README.md",
     "tests/connector.md",
     "tests/console.md",
     "tests/promises.md",
