@@ -93,7 +93,9 @@ def test_what_a_step_took_is_said_the_next_time(tmp_path):
     assert json.loads(file.read_text()) == {"torpor-build": 400.0, "demo": 21.0}
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"demo": "long", "torch": -1}', '{"demo": Infinity, "torch": NaN}', "null"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"demo": "long", "torch": -1}', '{"demo": Infinity, "torch": NaN}', "null"]
+)
 def test_durations_that_cannot_be_read_are_forgotten(tmp_path, content):
     (tmp_path / "durations.json").write_text(content)
     known = Durations(tmp_path / "durations.json")

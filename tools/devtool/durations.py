@@ -40,7 +40,7 @@ class Durations:
         except (OSError, ValueError):
             return {}
         numbers = found.items() if isinstance(found, dict) else ()
-        return {name: seconds for name, seconds in numbers if isinstance(seconds, int | float) and 0 <= seconds < math.inf}
+        return {name: took for name, took in numbers if isinstance(took, int | float) and 0 <= took < math.inf}
 
     def remember(self, name: str, seconds: float) -> None:
         """Note what a step took. Another process may do so, too: the file is whole at each moment."""
