@@ -50,7 +50,9 @@ def _as_connector(name: str):
 @dataclass(frozen=True)
 class TierOptions:
     disk_dir: str | None = described(None, PATH, "directory of the blocks on disk, for one engine at a time")
-    disk_bytes: int = described(0, BYTES, "disk for KV blocks, of each data parallel rank; the blocks outlive the process")
+    disk_bytes: int = described(
+        0, BYTES, "disk for KV blocks, of each data parallel rank; the blocks outlive the process"
+    )
     durable: bool = _as_connector("durable")
     kv_store: str | None = described(
         None,
