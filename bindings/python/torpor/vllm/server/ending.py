@@ -44,7 +44,9 @@ async def end(server) -> None:
 
 async def _end(server) -> None:
     began, before = time.monotonic(), server.state
-    begun = before != "standby" and (server.recorder is not None or not server.has_log)
+    # What it saves would be newer than what the owner has saved: only whoever owns the directory may.
+    owns = server.recorder is not None if server.has_log else before != "taking over"
+    begun = before != "standby" and owns
     running = server.running() if begun else 0
     server.enter("ending")
     if server.listener is not None:

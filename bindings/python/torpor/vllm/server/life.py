@@ -132,6 +132,10 @@ class Server:
         self.problem, self._unrecoverable = problem, unrecoverable
         self.enter("failed")
 
+    def holds_directory(self) -> bool:
+        """Return whether this server has the lock of its directory's answers."""
+        return self.recorder is not None or self._directory is not None
+
     def restart_may_help(self) -> bool:
         if self.problem is None:
             return False

@@ -26,6 +26,16 @@ def tell(fd: int, state: str) -> None:
             write(fd, f"{state}\n".encode())
 
 
+def check_pipe(fd: int) -> None:
+    """InvalidArgument: the file descriptor is not of a pipe: a state would be written into whatever it is."""
+    try:
+        is_pipe = stat.S_ISFIFO(fstat(fd).st_mode)
+    except OSError as problem:
+        raise InvalidArgument(f"state_fd is {fd}: {problem.strerror}", "give a pipe") from None
+    if not is_pipe:
+        raise InvalidArgument(f"state_fd is {fd}, which is no pipe", "give a pipe")
+
+
 def socket_of(fd: int) -> socket.socket:
     """InvalidArgument: the file descriptor is not of a socket that listens."""
     try:
@@ -40,9 +50,16 @@ def socket_of(fd: int) -> socket.socket:
     return found
 
 
+def _may_accept(server) -> bool:
+    """A standby that failed before it took over leaves clients to the server that it was to follow."""
+    if server.state == "failed" and server.settings.standby_of:
+        return server.standby is not None and server.standby.tried
+    return server.state not in ("starting", "standby", "taking over")
+
+
 async def when_awake(server) -> None:
-    """Accept clients on the socket from the moment on when the server serves."""
-    while server.state in ("starting", "standby", "taking over"):
+    """Accept clients on the socket from the moment on when the server serves, or has failed to."""
+    while not _may_accept(server):
         await server.changed()
     if server.state == "ending":
         return

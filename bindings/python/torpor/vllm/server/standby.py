@@ -46,7 +46,10 @@ class Standby:
         self._ahead = _core.ReadAhead(
             server.options.checkpoint_dir, server.options.key_file, server.settings.standby_read_ahead_bytes
         )
-        self._said = ""
+        self._said = self._said_of_reading = ""
+        self._reading: asyncio.Task | None = None
+        self._due: dict | None = None  # the owner that this server could not follow, because another one was faster
+        self.tried = False  # to take over
         self.owner: dict = {"state": "none", "pid": 0, "why": "not looked yet"}
         self.read_ahead: dict = {"checkpoint": "", "bytes": 0, "ahead_bytes": 0, "read_bytes": 0}
         self.failover: dict | None = None  # from whom, why and how fast; None: it has not
@@ -71,17 +74,25 @@ class Standby:
         )  # fmt: skip
 
     async def follow(self) -> None:
-        """Return when this server has taken over, or has failed to."""
+        """Return when this server has taken over, has failed to, or ends."""
         while self._server.state == "standby":
             self.owner = await asyncio.to_thread(self._watch.wait, _LOOK_SECONDS)
+            if self._server.state != "standby":  # it was told to end meanwhile
+                return
             if self.owner["state"] in ("ended", "silent"):
-                await self._take_over()
-            elif self.owner["state"] == "none":
+                await self._take_over(self.owner)
+            elif self.owner["state"] == "serves":
+                self._due = None
+                self._say(f"follows process {self.owner['pid']}")
+                if self._reading is None or self._reading.done():  # not waited for: an end is noticed meanwhile
+                    self._reading = self._server.tasks.run(self._read_ahead(), "following the owner")
+            elif self._due is not None:  # who was faster has not named itself: it may have let go, or have ended
+                await asyncio.sleep(_LOOK_SECONDS)
+                if self._server.state == "standby":
+                    await self._take_over(self._due)
+            else:
                 self._say(f"no owner to take over from: {self.owner['why']}")
                 await asyncio.sleep(_LOOK_SECONDS / 10)
-            else:
-                self._say(f"follows process {self.owner['pid']}")
-                await self._read_ahead()
 
     def _say(self, what: str) -> None:
         if what != self._said:
@@ -91,27 +102,39 @@ class Standby:
     async def _read_ahead(self) -> None:
         try:
             self.read_ahead = await asyncio.to_thread(self._ahead.follow)
+            self._said_of_reading = ""
         except NotFound:
             pass  # no checkpoint yet, or one that was just retired
         except Error as problem:
-            self._say(f"the newest checkpoint is not read ahead: {problem}")
+            if str(problem) != self._said_of_reading:
+                self._said_of_reading = str(problem)
+                logger.warning("torpor: the newest checkpoint is not read ahead: %s", problem)
 
-    async def _take_over(self) -> None:
-        server, owner = self._server, self.owner
-        logger.warning("torpor: taking over from process %s: %s", owner["pid"], owner["why"])
+    async def _take_over(self, owner: dict) -> None:
+        server, again = self._server, self._due is not None
+        if not again:
+            logger.warning("torpor: taking over from process %s: %s", owner["pid"], owner["why"])
+        self.tried = True
         server.enter("taking over")
         parts = Parts()
         async with server.operation:
             try:
                 await asyncio.to_thread(self._watch.end_owner, _END_SECONDS)
                 parts.end("owner_ended")
+                if server.state == "ending":  # it was told to end meanwhile: the next server goes on
+                    return
                 await server.own(self._fingerprint, parts, self._wake)
-            except Busy as problem:  # another server was faster, and is the owner now
-                logger.warning("torpor: not taken over: %s", problem)
-                server.metrics.failovers.labels("lost").inc()
-                return server.enter("standby")
-            except Error as problem:
+            except Exception as problem:
+                if isinstance(problem, Busy) and not server.holds_directory():  # another server was faster
+                    if not again:
+                        logger.warning("torpor: not taken over: %s", problem)
+                        server.metrics.failovers.labels("lost").inc()
+                    self._due, self.tried = owner, False
+                    return server.enter("standby")
                 server.metrics.failovers.labels("failed").inc()
+                if not isinstance(problem, Error):
+                    server.tasks.failed("following the owner", problem)
+                    problem = Error(f"the take-over failed: {type(problem).__name__}: {problem}", "restart the server")
                 return await server.failed_to_go_on(problem)
         self.failover = {
             "process": owner["pid"], "why": owner["why"], "time": time.time(), "noticed_at": parts.began,

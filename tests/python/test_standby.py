@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a standby does when something else comes between: another server, its own end, a slow disk, an error. Without an
+engine and without an owner."""
+
+import asyncio
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+from server_stubs import Engine, build, metrics_by, no_settings, run  # noqa: F401
+from torpor.errors import Busy, InvalidArgument, NotFound
+
+ENDED = {"state": "ended", "pid": 7, "why": "its server has ended (process 7)"}
+NONE = {"state": "none", "pid": 0, "why": "the last owner has ended"}
+SERVES = {"state": "serves", "pid": 8, "why": ""}
+
+
+class Watch:
+    """Sees these, one with each look, and the last one for ever."""
+
+    def __init__(self, *looks: dict):
+        self.looks, self.ended_owners = list(looks), 0
+        self.looked = lambda: None
+        self.ends_with: Exception | None = None
+
+    def wait(self, _seconds: float) -> dict:
+        self.looked()
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+    def end_owner(self, _seconds: float) -> None:
+        self.ended_owners += 1
+        if self.ends_with is not None:
+            raise self.ends_with
+
+
+class Ahead:
+    def __init__(self):
+        self.calls, self.may_end = 0, threading.Event()
+        self.may_end.set()
+
+    def follow(self) -> dict:
+        self.calls += 1
+        self.may_end.wait(60)
+        raise NotFound("there is no checkpoint")
+
+
+def standby_of(monkeypatch, directory, watch: Watch, **settings):
+    """A server in the state "standby", whose own() says with what it fails, call by call."""
+    from torpor.vllm.server import standby
+
+    monkeypatch.setattr(standby, "_LOOK_SECONDS", 0.01)
+    stand_ins = SimpleNamespace(OwnerWatch=lambda *_: watch, ReadAhead=lambda *_: Ahead())
+    monkeypatch.setattr(standby, "_core", stand_ins)
+    _, server = build(monkeypatch, [], engine=Engine(directory), standby_of=str(directory), **settings)
+    server.standby = standby.Standby(server, {})
+    server.enter("standby")
+    server.owns_with = []
+
+    async def own(_fingerprint, _parts, _wake) -> None:
+        if server.owns_with and (problem := server.owns_with.pop(0)) is not None:
+            raise problem
+        server.enter("awake")
+
+    server.own = own
+    return server
+
+
+def failovers(server) -> dict[str, float]:
+    return metrics_by(server, "torpor_failovers_total", "outcome")
+
+
+def test_where_another_one_was_faster_and_lets_go_it_tries_again(monkeypatch, tmp_path):
+    async def scene():
+        watch = Watch(ENDED, NONE)
+        server = standby_of(monkeypatch, tmp_path, watch)
+        server.owns_with = [Busy("another server uses the directory"), Busy("another server uses the directory")]
+        await server.standby.follow()
+        assert server.state == "awake" and watch.ended_owners == 3
+        assert server.standby.failover["process"] == 7 and server.standby.failover["why"] == ENDED["why"]
+        assert failovers(server) == {"ok": 1, "lost": 1, "failed": 0}
+
+    run(scene())
+
+
+def test_a_checkpoint_that_is_still_being_written_is_waited_for(monkeypatch, tmp_path):
+    async def scene():
+        watch = Watch(ENDED, NONE)
+        watch.ends_with = Busy("another process writes there")
+        server = standby_of(monkeypatch, tmp_path, watch)
+
+        def looked() -> None:
+            if watch.ended_owners == 2:
+                watch.ends_with = None
+
+        watch.looked = looked
+        await server.standby.follow()
+        assert server.state == "awake" and watch.ended_owners == 3
+
+    run(scene())
+
+
+def test_it_follows_the_one_that_was_faster(monkeypatch, tmp_path):
+    async def scene():
+        watch = Watch(ENDED, SERVES, NONE)
+        server = standby_of(monkeypatch, tmp_path, watch)
+        server.owns_with = [Busy("another server uses the directory")]
+        following = asyncio.create_task(server.standby.follow())
+        while server.standby.owner != NONE:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert server.state == "standby" and watch.ended_owners == 1  # that one had named itself: it is looked for anew
+        server.enter("ending")
+        await following
+
+    run(scene())
+
+
+@pytest.mark.parametrize("problem", [Busy("the engine's scheduler is busy"), ZeroDivisionError("no error of torpor's")])
+def test_a_take_over_that_breaks_with_the_directory_in_its_hands_has_failed(monkeypatch, tmp_path, problem):
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(ENDED))
+
+        async def own(*_) -> None:
+            server._directory = object()
+            raise problem
+
+        server.own = own
+        await server.standby.follow()
+        assert server.state == "failed" and str(problem) in str(server.problem) and server.restart_may_help()
+        assert failovers(server) == {"ok": 0, "lost": 0, "failed": 1}
+
+    run(scene())
+
+
+def test_one_that_is_told_to_end_takes_nothing_over(monkeypatch, tmp_path):
+    async def scene():
+        loop = asyncio.get_running_loop()
+        watch = Watch(ENDED)
+        server = standby_of(monkeypatch, tmp_path, watch)
+        watch.looked = lambda: asyncio.run_coroutine_threadsafe(enter_ending(), loop).result()
+
+        async def enter_ending() -> None:
+            server.enter("ending")
+
+        await server.standby.follow()
+        assert server.state == "ending" and watch.ended_owners == 0
+
+    run(scene())
+
+
+def test_one_that_is_told_to_end_while_it_ends_the_owner_does_not_own(monkeypatch, tmp_path):
+    async def scene():
+        loop = asyncio.get_running_loop()
+        server = standby_of(monkeypatch, tmp_path, watch := Watch(ENDED))
+
+        async def enter_ending() -> None:
+            server.enter("ending")
+
+        watch.end_owner = lambda _: asyncio.run_coroutine_threadsafe(enter_ending(), loop).result()
+
+        async def own(*_) -> None:
+            raise AssertionError("it must not")
+
+        server.own = own
+        await server.standby.follow()
+        assert server.state == "ending" and server.standby.failover is None
+        assert failovers(server) == {"ok": 0, "lost": 0, "failed": 0}
+
+    run(scene())
+
+
+def test_without_a_log_one_that_ends_during_a_take_over_writes_no_checkpoint(monkeypatch, tmp_path):
+    """It would be the newest one, and without a request."""
+    from torpor.vllm.server import ending
+
+    async def scene():
+        monkeypatch.setattr(ending, "os", SimpleNamespace(kill=lambda *_: None, getpid=lambda: 0))
+        server = standby_of(monkeypatch, tmp_path, Watch(ENDED), response_log="off")
+        server.enter("taking over")
+        await ending.end(server)
+        assert not any(call[0] in ("sleep", "checkpoint", "wake_up") for call in server.engine.calls)
+
+    run(scene())
+
+
+def test_the_end_of_the_owner_is_noticed_while_a_checkpoint_is_read_ahead(monkeypatch, tmp_path):
+    async def scene():
+        watch = Watch(SERVES)
+        server = standby_of(monkeypatch, tmp_path, watch)
+        ahead = server.standby._ahead
+        ahead.may_end.clear()
+        watch.looked = lambda: ahead.calls and watch.looks.__setitem__(0, ENDED)
+        try:
+            await server.standby.follow()
+            assert server.state == "awake" and ahead.calls == 1
+        finally:
+            ahead.may_end.set()
+
+    run(scene())
+
+
+def test_a_standby_that_failed_before_it_took_over_leaves_clients_to_the_owner(monkeypatch, tmp_path):
+    from torpor.vllm.server import listening
+
+    async def scene():
+        with socket.create_server(("127.0.0.1", 0)) as clients:
+            server = standby_of(monkeypatch, tmp_path, Watch(SERVES), listen_fd=clients.fileno())
+            server.app_state.server = SimpleNamespace(started=True)  # nothing that could accept
+            waiting = asyncio.create_task(listening.when_awake(server))
+            await server.failed_to_go_on(InvalidArgument("it cannot sleep"))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            server.enter("ending")
+            await waiting
+            assert server.listener is None
+
+    run(scene())
+
+
+def test_a_standby_that_failed_to_take_over_answers_clients(monkeypatch, tmp_path):
+    from torpor.vllm.server import listening
+
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(ENDED))
+        server.owns_with = [InvalidArgument("another key")]
+        await server.standby.follow()
+        assert server.state == "failed" and listening._may_accept(server)
+
+    run(scene())
