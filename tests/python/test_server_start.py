@@ -265,6 +265,27 @@ def test_a_file_descriptor_that_does_not_listen_ends_the_start(tmp_path, told):
         assert listening.getsockname()  # it was not closed
 
 
+def test_a_file_descriptor_of_states_that_is_no_pipe_ends_the_start(tmp_path, told):
+    with open(tmp_path / "file", "w") as file, pytest.raises(InvalidArgument, match="is no pipe"):
+        check(tmp_path, state_fd=file.fileno())
+    pipe = os.pipe()
+    try:
+        check(tmp_path, state_fd=pipe[1])
+    finally:
+        os.close(pipe[0])
+        os.close(pipe[1])
+    with pytest.raises(InvalidArgument, match="Bad file descriptor"):
+        check(tmp_path, state_fd=pipe[1])
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5])
+def test_a_term_in_which_nobody_can_give_a_heartbeat_is_refused(seconds):
+    from torpor.vllm.server.settings import Settings
+
+    with pytest.raises(InvalidArgument, match="use one second or more"):
+        Settings(ownership_term_seconds=seconds)
+
+
 def test_a_port_that_is_in_use_ends_the_start(tmp_path, told):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check before the engine starts: what a server would fail on after loading its model, it fails on at once.
 
-check() raises for the port, the key file and the directory: its owner and mode, whether it can be written, its lock. It
-logs in one line what the server will do. Damage of a checkpoint, or another key, it only logs: the start decides about
-that (--torpor-on-wake-error), and /torpor/ready has it then. check() holds nothing when it is over.
+check() raises for the port, the file descriptors, the key file and the directory: its owner and mode, whether it can be
+written, its lock. It logs in one line what the server will do. Damage of a checkpoint, or another key, it only logs:
+the start decides about that (--torpor-on-wake-error), and /torpor/ready has it then. check() holds nothing when it is
+over.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ _OF_CONTENT = (Damaged, Incompatible, Unauthenticated)
 def check(args: Namespace, options: Options, settings: Settings) -> None:
     """Raise what would end the start, and log what the server will do."""
     _check_port(args)
+    if settings.listen_fd > 0:
+        listening.socket_of(settings.listen_fd).detach()
+    if settings.state_fd > 0:
+        listening.check_pipe(settings.state_fd)
     keys = _keys(args, settings)
     if options.encrypt and not options.key_file:
         raise InvalidArgument("encrypt without key_file", "name a file with a key: --torpor-key-file")
@@ -42,8 +47,6 @@ def check(args: Namespace, options: Options, settings: Settings) -> None:
             "clients; %s", keys,
         )  # fmt: skip
         return
-    if settings.listen_fd > 0:
-        listening.socket_of(settings.listen_fd).detach()
     if settings.standby_of:  # the directory is its owner's, its lock too
         logger.info(
             "torpor: standby of %s: waits to take over from its owner; %s; %s; %s",

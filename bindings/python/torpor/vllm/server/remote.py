@@ -31,8 +31,6 @@ class Remote:
     def __init__(self, settings: Settings, options: Options):
         if not options.checkpoint_dir:
             raise InvalidArgument("--torpor-object-store without a directory", "name one with --torpor-checkpoint-dir")
-        if settings.ownership_term_seconds < 1:
-            raise InvalidArgument(f"a term of {settings.ownership_term_seconds:g} s", "use one second or more")
         if not hasattr(_core, "RemoteHome"):
             raise Unsupported(
                 "--torpor-object-store: this build of torpor knows no object stores",

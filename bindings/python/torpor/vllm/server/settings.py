@@ -211,6 +211,10 @@ class Settings:
     )
 
     def __post_init__(self):
+        if self.ownership_term_seconds < 1:  # a standby would end an owner that is well
+            raise InvalidArgument(
+                f"--torpor-ownership-term-seconds is {self.ownership_term_seconds:g}", "use one second or more"
+            )
         self._check_standby()
         if self.response_log == "on":
             return
