@@ -6,7 +6,8 @@ accepts clients where torpor's server would. Its command line is read by torpor.
 "PORT STATES", the states that it has been in.
 
 paired_server.py -m torpor.vllm.serve FOLDER …: each line of FOLDER/fail-PORT is an exit code with which a process of
-this port ends at its start, one a start.
+this port ends at its start, one a start; "failed": it is failed, and stays there. With FOLDER/hang-PORT a standby of
+this port does not end on SIGTERM.
 """
 
 import os
@@ -24,11 +25,14 @@ from torpor.vllm.server import listening
 from torpor.vllm.server.settings import Settings
 
 
-def fail_as_asked(folder: Path, port: int) -> None:
+def fail_as_asked(folder: Path, port: int, enter) -> None:
     asked = folder / f"fail-{port}"
     codes = asked.read_text().split() if asked.exists() else []
     if codes:
         asked.write_text("\n".join(codes[1:]))
+        if codes[0] == "failed":
+            enter("failed")
+            signal.pause()
         sys.exit(int(codes[0]))
 
 
@@ -46,12 +50,14 @@ def main() -> None:
         listening.tell(settings.state_fd, state)
 
     enter("starting")
-    fail_as_asked(Path(rest[0]), port)
+    fail_as_asked(Path(rest[0]), port, enter)
     clients = listening.socket_of(settings.listen_fd)
     watch = _core.OwnerWatch(directory)
     watch.wait(0)
     with socket.create_server(("127.0.0.1", port)):
         if settings.standby_of:
+            if (Path(rest[0]) / f"hang-{port}").exists():
+                signal.signal(signal.SIGTERM, lambda *_: enter("ending"))
             enter("standby")
             while watch.wait(1)["state"] not in ("ended", "silent"):
                 time.sleep(0.01)

@@ -130,6 +130,29 @@ def test_an_owner_that_fails_at_its_start_is_started_again_and_wrong_options_end
     assert "its options are wrong: the pair ends" in pair.log.read_text()
 
 
+def test_a_standby_that_fails_at_its_start_is_started_again_and_its_owner_serves_on(pair):
+    pair.ask()
+    (pair.folder / f"fail-{pair.own[0]}").write_text("2\nfailed\n")
+    os.kill(pair.started("standby")[0], signal.SIGKILL)
+    pair.until(lambda: len(pair.started("standby")) == 4)  # one with wrong options, one that failed, one that is well
+    pair.until(lambda: f"process {pair.started('standby')[-1]} is standby" in pair.log.read_text())
+    assert pair.ask()[0] == pair.own[1] and len(pair.started("owner")) == 1
+    assert not any(alive(pid) for pid in pair.started("standby")[:-1])
+
+
+@pytest.mark.slow
+def test_a_standby_that_does_not_end_keeps_no_owner_from_its_checkpoint(pair):
+    pair.ask()
+    (pair.folder / f"hang-{pair.own[0]}").touch()
+    os.kill(pair.started("standby")[0], signal.SIGKILL)
+    pair.until(lambda: len(pair.started("standby")) == 2)
+    pair.until(lambda: f"process {pair.started('standby')[1]} is standby" in pair.log.read_text())
+    assert pair.end() == 17
+    log = pair.log.read_text()
+    assert f"process {pair.started('standby')[1]} is ending" in log
+    assert re.search(r"server 1 has ended \(process \d+, signal 9\)(.|\n)*server 2 has ended", log)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

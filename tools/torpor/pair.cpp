@@ -130,8 +130,15 @@ class Pair {
                             guarded(::signalfd(-1, &waited, SFD_CLOEXEC | SFD_NONBLOCK), "no signalfd"));
     while (true) {
       if (!ending_ && !ends_with_) {
-        if (const std::optional<PairStart> start = next_start(states(), seconds_now()))
-          TORPOR_RETURN_IF_ERROR(begin(*start));
+        if (const std::optional<PairStart> start = next_start(states(), seconds_now())) {
+          // The other one may serve: it does not end because this one cannot be started just now.
+          if (const Status begun = begin(*start); !begun) {
+            say(fmt::format("server {} does not start: {}", start->which + 1, begun.error().what));
+            servers_[start->which].known.ended_early += 1;
+            servers_[start->which].known.ended_at = seconds_now();
+          }
+        }
+        end_failed_standby();
       }
       if (ending_ || ends_with_) end_step();
       if ((ending_ || ends_with_) && servers_[0].pid == 0 && servers_[1].pid == 0)
@@ -146,6 +153,7 @@ class Pair {
   struct Server {
     PairedServer known;
     pid_t pid = 0;
+    bool as_standby = false;
     bool was_of_use = false;
     double began = 0;
     Descriptor words;  // what it says of its state
@@ -190,6 +198,7 @@ class Pair {
     server.words = std::move(read_end);
     server.line.clear();
     server.began = seconds_now();
+    server.as_standby = start.as_standby;
     server.was_of_use = server.told_to_end = false;
     server.known.state = ServerState::kStarting;
     server.known.owned = false;
@@ -254,7 +263,10 @@ class Pair {
     say(fmt::format("server {} has ended (process {}, {} {})", which + 1, server.pid,
                     WIFEXITED(status) ? "exit code" : "signal", WIFEXITED(status) ? code : WTERMSIG(status)));
     if (server.known.owned) owner_exit_ = code;
-    if (!server.was_of_use && code == kConfigurationExit && !ending_) {
+    // While the other one serves this may pass, as a port that is in use for a moment.
+    const ServerState others = servers_[1 - which].known.state;
+    const bool other_serves = others == ServerState::kOwns || others == ServerState::kTakingOver;
+    if (!server.was_of_use && code == kConfigurationExit && !ending_ && !other_serves) {
       say("its options are wrong: the pair ends");
       ends_with_ = code;
     }
@@ -266,11 +278,24 @@ class Pair {
     server.words = Descriptor();
   }
 
+  // A standby that failed before it slept would be there for ever, without use, and keep the owner from a new start.
+  void end_failed_standby() {
+    for (Server& server : servers_) {
+      const bool failed = server.pid != 0 && server.known.state == ServerState::kFailed;
+      if (!failed || !server.as_standby || server.was_of_use || server.told_to_end) continue;
+      say(fmt::format("ends the standby that failed (process {}): its log says why", server.pid));
+      (void)::kill(server.pid, SIGTERM);
+      server.told_to_end = true;
+      told_at_ = seconds_now();
+    }
+  }
+
   // The one that does not own ends first: else it would take over from the one that ends.
   void end_step() {
     for (Server& server : servers_) {
       const Server& other = &server == &servers_[0] ? servers_[1] : servers_[0];
-      const bool owns = server.known.state == ServerState::kOwns || server.known.state == ServerState::kEnding;
+      const bool ends_as_owner = server.known.state == ServerState::kEnding && server.known.owned;
+      const bool owns = server.known.state == ServerState::kOwns || ends_as_owner;
       if (server.pid == 0) continue;
       if (!server.told_to_end && (!owns || other.pid == 0)) {
         (void)::kill(server.pid, SIGTERM);

@@ -21,7 +21,7 @@ namespace torpor::cli {
 using Json = nlohmann::ordered_json;  // keys in the order in which they are read
 
 // Exit codes, each with its meaning in exit_codes().
-enum Exit {
+enum Exit : int {  // of `pair`, too, which ends with any code of a server
   kFine = 0,
   kDamaged = 1,
   kUsage = 2,
