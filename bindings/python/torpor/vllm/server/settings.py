@@ -55,7 +55,7 @@ class Settings:
     ownership_term_seconds: float = _setting(
         30.0,
         NUMBER,
-        "seconds without a heartbeat of this server after which another one may take over what it owns",
+        "seconds without a heartbeat of this server after which another one may take over what it owns; 1 or more",
     )
     standby_of: str = _setting(
         "",
