@@ -2,6 +2,7 @@
 #include "base/process.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <csignal>
 #include <map>
@@ -101,6 +102,13 @@ std::string command_line(int32_t pid) {
   std::string words = content_of(fmt::format("/proc/{}/cmdline", pid));
   std::replace(words.begin(), words.end(), '\0', ' ');
   return words;
+}
+
+std::string executable_of(int32_t pid) {
+  std::array<char, 4096> path{};
+  const ssize_t bytes = ::readlink(fmt::format("/proc/{}/exe", pid).c_str(), path.data(), path.size());
+  if (bytes < 0) return {};
+  return {path.data(), static_cast<size_t>(bytes)};
 }
 
 Result<Process> Process::open(const ProcessId& id) {

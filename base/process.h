@@ -40,6 +40,8 @@ Result<ProcessId> find_process(int32_t pid);
 std::vector<ProcessId> descendants_of(int32_t pid);
 // Return the words of its command line, separated by blanks; empty: it has ended, or is not ours to ask.
 std::string command_line(int32_t pid);
+// Return the path of the program that it runs; empty: it has ended, or is not ours to ask.
+std::string executable_of(int32_t pid);
 
 class Process {
  public:

@@ -81,6 +81,13 @@ bool tidies_up(const ProcessId& process) {
   return command_line(process.pid).find("multiprocessing.resource_tracker") != std::string::npos;
 }
 
+// A compiler or a tool that a library runs for a while: its end is not the end of the engine. What is the owner's runs
+// the same program as the server.
+bool is_other_program(const ProcessId& process, const std::string& servers) {
+  const std::string program = executable_of(process.pid);
+  return !program.empty() && program != servers;
+}
+
 }  // namespace
 
 // --- the owner -------------------------------------------------------------------------------------------------------
@@ -91,7 +98,8 @@ Result<std::unique_ptr<OwnerRecord>> OwnerRecord::begin(FileSystem& file_system,
     TORPOR_ASSIGN_OR_RETURN(const ProcessSpace space, this_process_space());
     TORPOR_ASSIGN_OR_RETURN(const ProcessId self, find_process(::getpid()));
     std::vector<ProcessId> processes = descendants_of(self.pid);
-    std::erase_if(processes, tidies_up);
+    const std::string program = executable_of(self.pid);
+    std::erase_if(processes, [&](const ProcessId& one) { return tidies_up(one) || is_other_program(one, program); });
     processes.insert(processes.begin(), self);
     OwnerPage page{.magic = kOwnerMagic, .version = kOwnerVersion, .count = static_cast<uint32_t>(processes.size())};
     if (processes.size() > kMostProcesses || space.boot.size() > page.boot.size())

@@ -27,8 +27,9 @@ namespace torpor {
 // The owner's side. Precondition of all: this process holds the lock of the response log in `directory`/answers.
 class OwnerRecord {
  public:
-  // Names this process, and those that it has started, as the owner. `directory`: the server's. `term`: without a
-  // heartbeat for so long, another server may end this one. kResourceExhausted: too many processes for the page.
+  // Names this process, and those of the same program that it has started, as the owner. `directory`: the server's.
+  // `term`: without a heartbeat for so long, another server may end this one. kResourceExhausted: too many processes
+  // for the page.
   static Result<std::unique_ptr<OwnerRecord>> begin(FileSystem& file_system, const std::string& directory,
                                                     std::chrono::nanoseconds term);
   // Give a heartbeat: several times a term, from the thread that serves.

@@ -200,6 +200,28 @@ TEST_F(OwnerRecordTest, WhatTheOwnerStartedEndsWithIt) {
   EXPECT_NE(open(), nullptr);
 }
 
+TEST_F(OwnerRecordTest, AnotherProgramThatTheOwnerRunsForAWhileMayEnd) {
+  const Child child([&](const Child& self) {
+    const auto answers = value_of(DeliveryLog::open(linux_file_system(), options()));
+    const pid_t program = ::fork();
+    if (program == 0) {
+      ::execl("/bin/sleep", "sleep", "600", nullptr);
+      ::_exit(1);
+    }
+    while (executable_of(program) == executable_of(::getpid())) ::usleep(1000);
+    const auto record = value_of(OwnerRecord::begin(linux_file_system(), directory_.path(), seconds(60)));
+    self.say('o');
+    while (true) ::pause();
+  });
+  ASSERT_EQ(child.hear(), 'o');
+  OwnerWatch standby = watch();
+  ASSERT_EQ(value_of(standby.wait(milliseconds(1))).state, OwnerState::kServes);
+  const std::vector<ProcessId> programs = descendants_of(child.pid());
+  ASSERT_EQ(programs.size(), 1U);
+  ASSERT_EQ(::kill(programs[0].pid, SIGKILL), 0);
+  EXPECT_EQ(value_of(standby.wait(milliseconds(50))).state, OwnerState::kServes);
+}
+
 TEST_F(OwnerRecordTest, AProcessThatGotTheNumberOfTheOwnerIsLeftAlone) {
   const ProcessId self = value_of(find_process(::getpid()));
   EXPECT_TRUE(failed_with(Process::open({.pid = self.pid, .started = self.started + 1}), Code::kNotFound));
