@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from server_stubs import Engine, build, metrics_by, no_settings, run  # noqa: F401
-from torpor.errors import Busy, InvalidArgument, NotFound
+from torpor.errors import Busy, InvalidArgument, NotFound, Unsupported
 
 ENDED = {"state": "ended", "pid": 7, "why": "its server has ended (process 7)"}
 NONE = {"state": "none", "pid": 0, "why": "the last owner has ended"}
@@ -129,6 +129,19 @@ def test_a_take_over_that_breaks_with_the_directory_in_its_hands_has_failed(monk
         await server.standby.follow()
         assert server.state == "failed" and str(problem) in str(server.problem) and server.restart_may_help()
         assert failovers(server) == {"ok": 0, "lost": 0, "failed": 1}
+
+    run(scene())
+
+
+@pytest.mark.parametrize("elsewhere", [{"nnodes": 2}, {"distributed_executor_backend": "ray"}])
+def test_workers_that_it_could_not_end_are_refused(monkeypatch, tmp_path, elsewhere):
+    from torpor.vllm.server import standby
+
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(NONE))
+        vars(server.engine.vllm_config.parallel_config).update(elsewhere)
+        with pytest.raises(Unsupported, match="other machines"):
+            standby.Standby(server, {})
 
     run(scene())
 

@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from vllm.logger import init_logger
 
 from torpor import _core
-from torpor.errors import Busy, Error, InvalidArgument, NotEnoughRoom, NotFound
+from torpor.errors import Busy, Error, InvalidArgument, NotEnoughRoom, NotFound, Unsupported
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -40,6 +40,12 @@ class Standby:
             raise InvalidArgument(
                 f"standby of {owners}, with the directory {directory}",
                 "give the owner's --torpor-checkpoint-dir as both",
+            )
+        parallel = server.engine.vllm_config.parallel_config
+        if getattr(parallel, "nnodes", 1) > 1 or getattr(parallel, "distributed_executor_backend", None) == "ray":
+            raise Unsupported(
+                "a standby of a server whose workers it did not start, or which run on other machines",
+                "start the server on one machine, with --distributed-executor-backend mp",
             )
         self._server, self._fingerprint = server, fingerprint
         self._watch = _core.OwnerWatch(server.options.checkpoint_dir)
