@@ -231,6 +231,33 @@ def test_a_standby_that_failed_before_it_took_over_leaves_clients_to_the_owner(m
     run(scene())
 
 
+def test_where_it_cannot_listen_the_socket_is_there_for_another_try(monkeypatch, tmp_path):
+    from torpor.vllm.server import listening
+
+    async def scene():
+        with socket.create_server(("127.0.0.1", 0)) as clients:
+            server = standby_of(monkeypatch, tmp_path, Watch(SERVES), listen_fd=clients.fileno())
+            server.enter("awake")
+            config = SimpleNamespace(ssl=None, backlog=1, http_protocol_class=None)
+            server.app_state.server = SimpleNamespace(started=True, config=config, servers=[])
+            loop = asyncio.get_running_loop()
+            create_server, problems = loop.create_server, [OSError("no")]
+
+            async def fails_once(*arguments, **options):
+                if problems:
+                    raise problems.pop()
+                return await create_server(*arguments, **options)
+
+            monkeypatch.setattr(loop, "create_server", fails_once)
+            with pytest.raises(OSError, match="no"):
+                await listening.when_awake(server)
+            await listening.when_awake(server)
+            assert server.listener.is_serving() and server.app_state.server.servers == [server.listener]
+            server.listener.close()
+
+    run(scene())
+
+
 def test_a_standby_that_failed_to_take_over_answers_clients(monkeypatch, tmp_path):
     from torpor.vllm.server import listening
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import socket
 import stat
-from os import fstat, write
+from os import dup, fstat, write
 
 from torpor.errors import InvalidArgument
 
@@ -73,8 +73,10 @@ async def when_awake(server) -> None:
         )
 
     loop = asyncio.get_running_loop()
-    listening = socket_of(server.settings.listen_fd)
+    listening = socket_of(dup(server.settings.listen_fd))  # if this fails the socket is there for another try
     server.listener = await loop.create_server(
         connection, sock=listening, ssl=http.config.ssl, backlog=http.config.backlog
     )
     http.servers.append(server.listener)  # closed with the others
+    if server.state == "ending":  # it was told to meanwhile
+        server.listener.close()
