@@ -98,6 +98,8 @@ def test_the_standby_starts_first_and_the_one_that_ended_comes_back_as_the_stand
 def test_on_sigterm_the_owner_ends_last_and_nobody_takes_over(pair):
     pair.ask()
     pair.until(lambda: pair.started("standby"))
+    of_terminal = os.getpgid(pair.process.pid)  # gets a Ctrl-C
+    assert of_terminal not in map(os.getpgid, pair.started("standby") + pair.started("owner"))
     assert pair.end() == 17  # the owner's exit code
     log = pair.log.read_text()
     ended = re.findall(r"server (\d) has ended \(process \d+, (?:exit code|signal) (\d+)\)", log)
@@ -169,6 +171,13 @@ def test_what_a_pair_cannot_be_is_said_and_nothing_starts(words, says):
         [BINARY, "pair", "--", *words], env=environment, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 2 and says in done.stderr, done.stderr
+
+
+def test_a_standby_of_the_environment_is_refused():
+    environment = os.environ | {"TORPOR_SERVER_STANDBY_OF": "/d"}
+    words = ["pair", "--", "MODEL", "--torpor-checkpoint-dir", "/d"]
+    done = subprocess.run([BINARY, *words], env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2 and "--torpor-standby-of" in done.stderr
 
 
 def test_a_port_that_is_in_use_is_said():

@@ -186,6 +186,7 @@ class Pair {
     if (pid < 0) return system_error(errno, "cannot start a server");
     if (pid == 0) {
       ::sigprocmask(SIG_SETMASK, &before_, nullptr);
+      (void)::setpgid(0, 0);  // Ctrl-C is the parent's alone, who ends the two in their order
       (void)::prctl(PR_SET_PDEATHSIG, SIGTERM, 0, 0, 0);
       if (::getppid() != parent) ::_exit(1);
       for (const int fd : {listening_.get(), write_end.get()}) (void)::fcntl(fd, F_SETFD, 0);
@@ -320,7 +321,8 @@ class Pair {
 Result<Options> options_of(const Context& context, std::string& host, int& port) {
   Words words(context.arguments.call);
   if (words.remove("--uds")) return usage("a pair does not serve on a Unix socket", "leave out --uds, use --port");
-  if (words.remove("--torpor-standby-of") || words.remove("--torpor-listen-fd") || words.remove("--torpor-state-fd"))
+  if (words.remove("--torpor-standby-of") || words.remove("--torpor-listen-fd") || words.remove("--torpor-state-fd") ||
+      std::getenv("TORPOR_SERVER_STANDBY_OF") != nullptr)
     return usage("which server is the standby is the pair's to say", "leave out --torpor-standby-of and the …-fd");
   Options options{.python = context.arguments.output.empty() ? "python3" : context.arguments.output};
   TORPOR_ASSIGN_OR_RETURN(port, port_of(words.remove("--port").value_or("8000")));
