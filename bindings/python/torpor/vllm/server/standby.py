@@ -86,6 +86,7 @@ class Standby:
             if self._server.state != "standby":  # it was told to end meanwhile
                 return
             if self.owner["state"] in ("ended", "silent"):
+                self._due = None
                 await self._take_over(self.owner)
             elif self.owner["state"] == "serves":
                 self._due = None
