@@ -171,7 +171,7 @@ def test_a_standby_goes_on_whatever_ends_or_stops_the_owner(pair):
 def test_a_standby_refuses_requests_and_operations_and_says_what_it_follows(pair):
     state = until_state(pair.standby, lambda state: state["standby"]["owner"]["state"] == "serves")
     assert state["standby"]["owner"]["pid"] == pair.owner.pid
-    assert set(state["engine"]["tags"].values()) == {"detached"} or "attached" not in state["engine"]["tags"].values()
+    assert "attached" not in state["engine"]["tags"].values()
     chat = {"model": "model", "messages": [{"role": "user", "content": "Hello"}]}
     with httpx.Client(base_url=pair.standby.url, headers=HEADERS, timeout=30) as client:
         refused = client.post("/v1/chat/completions", json=chat)
