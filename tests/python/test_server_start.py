@@ -328,7 +328,7 @@ def test_the_command_ends_before_its_engine_starts(tiny_model, tmp_path):
     server = make_server(tiny_model, tmp_path / "d")
     held = open_log(tmp_path / "d")
     server.start()
-    with pytest.raises(ServerEnded, match="exit code 2"):
+    with pytest.raises(ServerEnded, match="exit code 75"):
         server.wait_until_ready()
     said = server.log.read_text()
     assert "error: another server uses" in said and "EngineCore" not in said

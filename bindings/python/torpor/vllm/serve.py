@@ -14,13 +14,14 @@ from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
 from itertools import pairwise
 
-from torpor.errors import Error, Unsupported
+from torpor.errors import Busy, Error, Unsupported
 from torpor.vllm.near_names import meant
 from torpor.vllm.options import Options, holds_memory_by
 from torpor.vllm.paths import expanded
 from torpor.vllm.server.settings import Settings, variable
 
 
+_TRY_AGAIN = 75  # exit code of sysexits.h, EX_TEMPFAIL: the same start may succeed later
 _VALUES_OF_SWITCHES = ("1", "0", "true", "false", "yes", "no", "on", "off")
 
 
@@ -144,4 +145,4 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except Error as problem:
         print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(_TRY_AGAIN if isinstance(problem, Busy) else 2)
