@@ -4,7 +4,7 @@ moves only when somebody waits for it, a block at a time. The import does it, be
 
 from torpor import _core
 
-OPTIONS = {"late_thread": False, "late_job_bytes": 1}
+OPTIONS = {"deferred_thread": False, "deferred_job_bytes": 1}
 
 _stock, _of_device = _core.RankMemory, _core.memory_of
 _core.RankMemory = lambda given: _stock(given | OPTIONS)

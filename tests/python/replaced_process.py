@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from torpor.vllm import asking, engine_core, front_end_methods, front_ends, patches
 from torpor.vllm.cpu_generators import CpuGenerators
-from torpor.vllm.deferred_blocks import LateBlocks
+from torpor.vllm.deferred_blocks import DeferredBlocks
 from torpor.vllm.outputs import KnownEnd
 from torpor.vllm.patching import Patches
 from torpor.vllm.scheduler import SchedulerMixin
@@ -34,8 +34,8 @@ from torpor.vllm.worker import WorkerMixin
 IN_FRONT = (
     (Scheduler, SchedulerMixin),
     (Worker, WorkerMixin),
-    (BlockPool, LateBlocks),
-    (KVCacheManager, LateBlocks),
+    (BlockPool, DeferredBlocks),
+    (KVCacheManager, DeferredBlocks),
     (LLM, front_end_methods.Blocking),
     (LLM, front_ends.LLMMixin),
     (LLM, front_ends.NotHeld),

@@ -38,7 +38,7 @@ def early(tiny_model, tmp_path_factory) -> InProcess:
     if rig.pretends_cuda():
         pytest.skip("engines of one process share a GPU's memory: this one beside another needs its own process")
     stock = _core.RankMemory
-    options = {"late_thread": False, "late_job_bytes": 1}
+    options = {"deferred_thread": False, "deferred_job_bytes": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core, "RankMemory", lambda given: stock(given | options))
         return InProcess(
@@ -198,7 +198,7 @@ def test_looks_take_a_fiftieth_of_the_time_at_most(early, monkeypatch, took, loo
         now[0] += took
 
     monkeypatch.setattr(deferred_blocks.time, "monotonic", lambda: now[0])
-    late = deferred_blocks.LateBlocks(early.core.scheduler, [], advance)
+    late = deferred_blocks.DeferredBlocks(early.core.scheduler, [], advance)
     for step in range(101):
         now[0] = max(now[0], 1000.0 + step * 0.0100001)
         late.poll()
@@ -211,7 +211,7 @@ def test_a_copy_that_is_not_proven_over_takes_its_block_for_ever(early, monkeypa
     pool = scheduler.kv_cache_manager.block_pool
     now = Run(early)
     now.sleep_and_wake()
-    free, block = pool.get_num_free_blocks(), max(early.core.scheduler.torpor_deferred._late)
+    free, block = pool.get_num_free_blocks(), max(early.core.scheduler.torpor_deferred._deferred)
     early.core.scheduler.torpor_deferred.release([], [], [], [block])
     assert pool.get_num_free_blocks() == free - 1 and pool.blocks[block].block_hash is None
     with pytest.raises(errors.Unsupported, match="1 KV blocks whose copies were never proven over"):

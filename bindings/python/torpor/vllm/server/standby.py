@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 
-from vllm import SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.logger import init_logger
 
 from torpor import _core
