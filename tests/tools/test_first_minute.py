@@ -52,7 +52,8 @@ def test_the_demo_says_first_what_it_will_do_and_how_long_each_step_takes(tmp_pa
     assert "a chat leaves its engine" in lines[0] and "First it installs what is missing" in lines[0]
     told = dict(re.split(" {2,}", line.strip()) for line in lines[1:6])
     assert [*told][-1] == "the demo" and told["the demo"] == "not known yet"
-    assert told["torpor, compiled"] == "about 2 min"
+    assert told["torch, vLLM and what they need (0.8 GB)"] == "about 3 min"
+    assert told.get("torpor, compiled") == "about 2 min" or told["torpor"] == "there"  # by what this checkout has built
     assert lines[6].startswith("  in all about ") and "two idle cores" in lines[6]
 
 
