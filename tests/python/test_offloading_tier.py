@@ -43,10 +43,13 @@ def run(zygote, tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def disk(run):
-    """Engines one after the other over one directory: a host tier that is far too small, then a large one."""
+    """Engines one after the other over one directory: a host tier that is far too small, then a large one.
+
+    In the small one blocks that are on their way leave no room for those from disk, so one round may find none there.
+    """
     tier = {"disk_dir": str(run.folder / "disk"), "disk_bytes": "64MiB"}
     return {
-        "began": run(tier, FEW, "first", "again"),
+        "began": run(tier, FEW, "first", "again", "again", "again"),
         "restarted": run(tier | {"durable": True}, ALL, "aborted", "full", "again", "reset"),
     }
 
