@@ -33,10 +33,11 @@ std::string content_of(const std::string& path) {
 struct About {
   char state = 0;  // 0: there is no such process
   int32_t parent = 0;
+  int32_t threads = 0;
   uint64_t started = 0;
 };
 
-// /proc/PID/stat: "PID (NAME) STATE PARENT …", the start time is the 22nd field.
+// /proc/PID/stat: "PID (NAME) STATE PARENT …", the number of threads is the 20th field, the start time the 22nd.
 About about(int32_t pid) {
   const std::string content = content_of(fmt::format("/proc/{}/stat", pid));
   std::string_view rest = content;
@@ -46,6 +47,7 @@ About about(int32_t pid) {
     const std::string_view word = rest.substr(0, rest.find(' '));
     if (field == 3) found.state = word.front();
     if (field == 4) std::from_chars(word.data(), word.data() + word.size(), found.parent);
+    if (field == 20) std::from_chars(word.data(), word.data() + word.size(), found.threads);
     if (field == 22) std::from_chars(word.data(), word.data() + word.size(), found.started);
     rest.remove_prefix(std::min(rest.size(), word.size() + 1));
   }
@@ -53,7 +55,10 @@ About about(int32_t pid) {
   return found;
 }
 
-bool lives(const About& process) { return process.state != 0 && process.state != 'Z' && process.state != 'X'; }
+// A process whose first thread has ended (state Z) lives on in its other threads, with its files and locks.
+bool lives(const About& process) {
+  return process.state != 0 && process.state != 'X' && (process.state != 'Z' || process.threads > 1);
+}
 
 Error has_ended(int32_t pid) {
   return {.code = Code::kNotFound, .what = fmt::format("there is no process {}", pid), .next_step = "it has ended"};

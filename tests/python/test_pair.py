@@ -84,7 +84,7 @@ def test_the_standby_starts_first_and_the_one_that_ended_comes_back_as_the_stand
         standbys = pair.started("standby")
         os.kill(owners[-1], number)
         _, states = pair.ask()
-        assert states == ["starting", "standby", "taking over", "awake"]
+        assert states == ["starting", "standby", "taking over", "awake"], pair.log.read_text()
         owners.append(standbys[-1])
         pair.until(lambda before=standbys: len(pair.started("standby")) > len(before))
         assert not alive(owners[-2])

@@ -5,9 +5,13 @@
 
 #include <array>
 #include <csignal>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <optional>
+#include <thread>
 
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -229,6 +233,32 @@ TEST_F(OwnerRecordTest, AProcessThatGotTheNumberOfTheOwnerIsLeftAlone) {
   ASSERT_TRUE(same);
   EXPECT_FALSE(same->ended());
   EXPECT_FALSE(same->stopped());
+}
+
+// While a server is killed its first thread may end before the others, which hold its files and locks.
+TEST_F(OwnerRecordTest, AProcessWhoseFirstThreadHasEndedLivesUntilItsLastOne) {
+  const Child child([](const Child& self) {
+    std::thread other([&] {
+      self.say('r');
+      while (true) ::pause();
+    });
+    (void)::syscall(SYS_exit, 0);  // of this thread alone
+  });
+  ASSERT_EQ(child.hear(), 'r');
+  const std::string path = fmt::format("/proc/{}/stat", child.pid());
+  const auto state = [&] {
+    std::ifstream stat(path);
+    std::string words((std::istreambuf_iterator<char>(stat)), {});
+    return words.at(words.rfind(')') + 2);
+  };
+  while (state() != 'Z') std::this_thread::yield();
+  const Result<ProcessId> id = find_process(child.pid());
+  ASSERT_TRUE(succeeded(id));
+  const Process process = value_of(Process::open(*id));
+  EXPECT_FALSE(process.ended());
+  ASSERT_TRUE(succeeded(process.kill()));
+  EXPECT_TRUE(wait_for_end(std::span(&process, 1), seconds(60)));
+  EXPECT_TRUE(failed_with(find_process(child.pid()), Code::kNotFound));
 }
 
 TEST_F(OwnerRecordTest, ARecordThatIsHalfWrittenNamesNobody) {
