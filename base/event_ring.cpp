@@ -17,6 +17,8 @@
 
 #include <fmt/core.h>
 
+#include "base/process.h"
+
 namespace torpor {
 namespace {
 
@@ -50,21 +52,8 @@ class RingFile {
 
 // Return the start time of a process in the kernel's ticks; 0: there is no such process.
 uint64_t process_start(int32_t pid) {
-  const RingFile file(::open(fmt::format("/proc/{}/stat", pid).c_str(), O_RDONLY | O_CLOEXEC));
-  if (file.get() < 0) return 0;
-  char text[1024];
-  const ssize_t got = ::read(file.get(), text, sizeof text);
-  if (got <= 0) return 0;
-  std::string_view rest(text, static_cast<size_t>(got));
-  rest = rest.substr(std::min(rest.size(), rest.rfind(')') + 2));  // the name may contain any character
-  if (rest.starts_with('Z')) return 0;
-  for (int field = 3; field < 22; ++field) rest = rest.substr(std::min(rest.size(), rest.find(' ') + 1));
-  uint64_t start = 0;
-  for (const char c : rest) {
-    if (c < '0' || c > '9') break;
-    start = start * 10 + static_cast<uint64_t>(c - '0');
-  }
-  return start;
+  const Result<ProcessId> found = find_process(pid);
+  return found ? found->started : 0;
 }
 
 // Memory that is mapped and that no ring owns yet.
