@@ -27,8 +27,6 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-constexpr uint64_t kMostSlots = 1u << 30;
-
 struct WorkerOptions : ConnectorStoreOptions {
   uint64_t host_bytes = 0;
   bool durable = false;
@@ -171,7 +169,7 @@ class ConnectorWorker {
       }
       options_.rank = options.rank;
       options_.host_slots = static_cast<int32_t>(
-          std::min(HostStore::slots_in(options.host_bytes, bytes, options.host_codec), kMostSlots));
+          std::min(HostStore::slots_in(options.host_bytes, bytes, options.host_codec), kMostStoreSlots));
       std::shared_ptr<HostStore> host;
       std::unique_ptr<SlotStore> disk;
       if (options_.host_slots > 0) {

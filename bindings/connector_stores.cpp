@@ -22,7 +22,6 @@ namespace {
 
 constexpr int32_t kSegments = 8;  // at least, where there is room on disk for so many
 constexpr uint64_t kMostSegmentBytes = 64 * kMiB;
-constexpr uint64_t kMostStoreSlots = 1u << 30;
 constexpr std::chrono::seconds kLockWait{10};
 
 #ifdef TORPOR_HAS_REMOTE

@@ -8,12 +8,14 @@
 
 #include "base/seal.h"
 #include "bindings/dict_reader.h"
+#include "kvcache/key_table.h"
 #include "offload/codec.h"
 #include "offload/slot_store.h"
 
 namespace torpor {
 
-inline constexpr std::chrono::seconds kBlocksSyncInterval{1};  // of durable ones
+inline constexpr std::chrono::seconds kBlocksSyncInterval{1};                       // of durable ones
+inline constexpr uint64_t kMostStoreSlots = static_cast<uint64_t>(kMostSlots - 1);  // BlockIndexOptions::validate()
 
 struct ConnectorStoreOptions {
   int32_t rank = 0;
