@@ -2,6 +2,7 @@
 #include "base/digest.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <new>
 
@@ -55,6 +56,14 @@ std::string hex(std::span<const uint8_t> bytes) {
 Digest digest_of(std::span<const std::byte> bytes) {
   const Xxh3Hash hash = widest().hash(bytes.data(), bytes.size());
   return canonical({hash.low, hash.high});
+}
+
+Digest digest_of_text(std::string_view text) { return digest_of(std::as_bytes(std::span(text.data(), text.size()))); }
+
+size_t DigestHash::operator()(const Digest& digest) const {
+  size_t value = 0;
+  std::memcpy(&value, digest.bytes.data(), sizeof value);
+  return value;
 }
 
 std::array<uint8_t, 32> sha256_of(std::span<const std::byte> bytes) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 
 namespace torpor {
 
@@ -21,6 +22,12 @@ struct Digest {
 };
 
 Digest digest_of(std::span<const std::byte> bytes);
+Digest digest_of_text(std::string_view text);
+
+// For unordered containers: the first bytes of a digest.
+struct DigestHash {
+  size_t operator()(const Digest& digest) const;
+};
 
 std::array<uint8_t, 32> sha256_of(std::span<const std::byte> bytes);  // library: libsodium
 

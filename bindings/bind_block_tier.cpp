@@ -147,8 +147,6 @@ class PyBlockTier {
   }
 
  private:
-  static Digest digest_of_text(const std::string& text) { return digest_of(std::as_bytes(std::span(text))); }
-
   Result<std::unique_ptr<BlockTier>> open(const OffloadingTierOptions& options) {
     return try_catch([&]() -> Result<std::unique_ptr<BlockTier>> {
       const auto bytes = static_cast<uint64_t>(view_.shape[1]);

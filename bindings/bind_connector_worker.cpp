@@ -7,6 +7,7 @@
 #include <deque>
 
 #include "base/clock.h"
+#include "base/digest.h"
 #include "base/log.h"
 #include "base/units.h"
 #include "bindings/bind_errors.h"
@@ -76,8 +77,7 @@ class ConnectorWorker {
   }
 
   void open_space(uint32_t space, const std::string& name, const std::string& shared) {
-    const auto digest = [](const std::string& text) { return digest_of(std::as_bytes(std::span(text))); };
-    without_lock([&] { worker_->open_space(space, digest(name), digest(shared)); });
+    without_lock([&] { worker_->open_space(space, digest_of_text(name), digest_of_text(shared)); });
   }
   py::bytes recover(uint32_t space) {
     return torpor::to_python(packed(value_or_raise(without_lock([&] { return worker_->recover(space); }))));

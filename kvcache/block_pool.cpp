@@ -2,7 +2,6 @@
 #include "kvcache/block_pool.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include <fmt/core.h>
 
@@ -32,12 +31,6 @@ BlockKey key_of(const BlockIdentity& identity, uint32_t space) {
   std::copy(hash.bytes.begin(), hash.bytes.end(), key.hash.begin());
   std::copy_n(strong.begin(), key.hash.size() - hash.bytes.size(), key.hash.begin() + hash.bytes.size());
   return key;
-}
-
-size_t BlockPool::DigestHash::operator()(const Digest& digest) const {
-  size_t value = 0;
-  std::memcpy(&value, digest.bytes.data(), sizeof value);
-  return value;
 }
 
 BlockPool::BlockPool(BlockPoolOptions options, EventPort port)

@@ -223,9 +223,6 @@ class BlockPool final : public DeviceBlocks {
     uint64_t generation = 0;  // changes with each eviction
     bool is_free = false;     // in empty_ or in cached_
   };
-  struct DigestHash {
-    size_t operator()(const Digest& digest) const;
-  };
 
   BlockPool(BlockPoolOptions options, EventPort port);
   Slot& slot(int32_t id) TORPOR_REQUIRES(mutex_) { return slots_[static_cast<size_t>(id)]; }

@@ -39,15 +39,7 @@ BlockStoreOptions block_options(const ObjectBlockStoreOptions& options, const st
           .io = url.substr(0, url.find(':'))};
 }
 
-Digest digest_of_text(const std::string& text) { return digest_of(std::as_bytes(std::span(text))); }
-
 }  // namespace
-
-size_t ObjectBlockStore::DigestHash::operator()(const Digest& digest) const {
-  uint64_t word = 0;
-  std::memcpy(&word, digest.bytes.data(), sizeof word);
-  return static_cast<size_t>(word);
-}
 
 ObjectBlockStore::ObjectBlockStore(std::unique_ptr<ObjectStore> store, const ObjectBlockStoreOptions& options,
                                    const Clock& clock)

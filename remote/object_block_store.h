@@ -65,9 +65,6 @@ class ObjectBlockStore final : public BlockStore {
   size_t known_blocks() const;
 
  private:
-  struct DigestHash {
-    size_t operator()(const Digest& digest) const;
-  };
   struct Place {
     uint32_t pack = 0;
     uint32_t bytes = 0;
