@@ -5,7 +5,6 @@
 #include <cstring>
 #include <map>
 #include <system_error>
-#include <tuple>
 
 #include <fmt/core.h>
 
@@ -88,10 +87,7 @@ BlockTier::~BlockTier() {
 Status BlockTier::recover() {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<RecoveredSlot> found, store_->recover(space_));
   disk_slots_.note_recovered(found);
-  const auto less = [](const BlockKey& a, const BlockKey& b) {
-    return std::tie(a.hash, a.group) < std::tie(b.hash, b.group);
-  };
-  std::map<BlockKey, StoreSlot, decltype(less)> newest(less);
+  std::map<BlockKey, StoreSlot, BlockKeyLess> newest;
   std::vector<int64_t> segments;  // the oldest first
   for (const RecoveredSlot& each : found) {
     if (each.record.bytes != options_.block_bytes) continue;

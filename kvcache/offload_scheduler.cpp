@@ -70,12 +70,9 @@ Result<std::unique_ptr<OffloadScheduler>> OffloadScheduler::create(const Offload
 std::vector<AdoptedBlock> OffloadScheduler::adopt(std::span<const std::vector<RecoveredBlock>> ranks) {
   std::vector<AdoptedBlock> adopted;
   if (ranks.size() != static_cast<size_t>(options_.ranks) || options_.index.disk_segments == 0) return adopted;
-  const auto less = [](const BlockKey& a, const BlockKey& b) {
-    return std::tie(a.hash, a.group) < std::tie(b.hash, b.group);
-  };
-  std::vector<std::set<BlockKey, decltype(less)>> others;
+  std::vector<std::set<BlockKey, BlockKeyLess>> others;
   for (size_t rank = 1; rank < ranks.size(); ++rank) {
-    auto& keys = others.emplace_back(less);
+    std::set<BlockKey, BlockKeyLess>& keys = others.emplace_back();
     for (const RecoveredBlock& block : ranks[rank]) keys.insert(block.key);
   }
   std::vector<int64_t> segments;  // the oldest first

@@ -89,10 +89,7 @@ Result<std::vector<RecoveredBlock>> OffloadWorker::recover(uint32_t space) {
 }
 
 void OffloadWorker::adopt(std::span<const AdoptedBlock> blocks) {
-  const auto less = [](const BlockKey& a, const BlockKey& b) {
-    return std::tie(a.hash, a.group) < std::tie(b.hash, b.group);
-  };
-  std::map<BlockKey, StoreSlot, decltype(less)> found(less);  // the newest record of a key wins
+  std::map<BlockKey, StoreSlot, BlockKeyLess> found;  // the newest record of a key wins
   for (const RecoveredSlot& each : std::exchange(recovered_, {})) {
     if (each.record.bytes == block_bytes_) found[each.key] = each.slot;
   }

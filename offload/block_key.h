@@ -9,6 +9,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <tuple>
 
 #include "base/digest.h"
 
@@ -25,6 +26,13 @@ struct BlockKey {
   uint32_t group = 0;              // KV cache group
   uint32_t space = 0;              // number of a namespace that this process opened (SlotStore::open_space)
   friend bool operator==(const BlockKey&, const BlockKey&) = default;
+};
+
+// Orders the keys of one namespace.
+struct BlockKeyLess {
+  bool operator()(const BlockKey& a, const BlockKey& b) const {
+    return std::tie(a.hash, a.group) < std::tie(b.hash, b.group);
+  }
 };
 
 // A namespace. Its digest is stored beside the bytes; bytes with another digest are a miss, never an error. New weights
