@@ -142,20 +142,21 @@ HeldImage::~HeldImage() = default;
 Result<HeldImage> HeldImage::hold(FileSystem& file_system, const std::string& path, std::shared_ptr<const Key> key) {
   return try_catch([&]() -> Result<HeldImage> {
     TORPOR_ASSIGN_OR_RETURN(Locked locked, lock_image(file_system, path));
-    const auto what_it_means = [&](Error error) { return locked.meaning_of(std::move(error)); };
-    Result<std::unique_ptr<Directory>> image = locked.store->open_directory(generation_name(kGeneration));
-    if (!image) return what_it_means(std::move(image).error());
-    Result<std::set<int32_t>> ended = ended_in(**image);
-    if (!ended) return what_it_means(std::move(ended).error());
-    Result<Checkpoint> checkpoint = open_checkpoint_directory(std::move(*image), std::move(key));
-    if (!checkpoint) return what_it_means(std::move(checkpoint).error());
+    std::set<int32_t> ended;
+    Result<Checkpoint> checkpoint = [&]() -> Result<Checkpoint> {
+      TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> image,
+                              locked.store->open_directory(generation_name(kGeneration)));
+      TORPOR_ASSIGN_OR_RETURN(ended, ended_in(*image));
+      return open_checkpoint_directory(std::move(image), std::move(key));
+    }();
+    if (!checkpoint) return locked.meaning_of(std::move(checkpoint).error());
     if (!is_image(checkpoint->manifest())) {
       return Error{.code = Code::kIncompatible,
                    .what = fmt::format("{} is a checkpoint of a whole engine", path),
                    .next_step = "wake it: wake_up(from_checkpoint=…)"};
     }
     return HeldImage(std::unique_ptr<Impl>(
-        new Impl{.locked = std::move(locked), .ended = std::move(*ended), .checkpoint = std::move(*checkpoint)}));
+        new Impl{.locked = std::move(locked), .ended = std::move(ended), .checkpoint = std::move(*checkpoint)}));
   });
 }
 
