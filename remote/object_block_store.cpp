@@ -122,15 +122,13 @@ size_t ObjectBlockStore::known_blocks() const {
   return blocks_.size();
 }
 
-// Whether the store answered, as far as the breaker is told.
-bool ObjectBlockStore::asked(const Status& status) {
-  const bool answered = status || (status.error().code != Code::kUnavailable && status.error().code != Code::kAborted);
-  if (answered) {
+// An error that the store itself answered with is an answer, too.
+void ObjectBlockStore::record_answer(const Status& status) {
+  if (status || (status.error().code != Code::kUnavailable && status.error().code != Code::kAborted)) {
     if (breaker_.succeeded()) log().info("KV connector: {} answers again", store_->url());
   } else if (breaker_.failed()) {
     log().warn("KV connector: {} is not asked for a while: {}", store_->url(), status.error().to_string());
   }
-  return answered;
 }
 
 void ObjectBlockStore::exchange(std::span<Item> items, Verb verb) {
@@ -214,7 +212,7 @@ Status ObjectBlockStore::put_pack(std::span<Item* const> items) {
   const std::string folder = pack_folder(space, options_.rank);
   begin_call(options_.timeout);
   const Result<bool> created = store_->put_new(folder + "packs/" + name, object);  // false: by its first attempt
-  asked(created ? ok() : Status(created.error()));
+  record_answer(created ? ok() : Status(created.error()));
   if (!created) {
     if (created.error().code == Code::kResourceExhausted) no_room();
     return created.error();
@@ -242,7 +240,7 @@ void ObjectBlockStore::get_items(std::span<Item> items) {
 
 std::vector<ObjectBlockStore::Run> ObjectBlockStore::runs_of(std::span<Item> items) {
   struct Placed {
-    Place place;
+    Location location;
     Item* item;
   };
   std::vector<Placed> placed;
@@ -257,25 +255,26 @@ std::vector<ObjectBlockStore::Run> ObjectBlockStore::runs_of(std::span<Item> ite
     }
   }
   std::sort(placed.begin(), placed.end(), [](const Placed& a, const Placed& b) {
-    return std::pair(a.place.pack, a.place.offset) < std::pair(b.place.pack, b.place.offset);
+    return std::pair(a.location.pack, a.location.offset) < std::pair(b.location.pack, b.location.offset);
   });
   for (const Placed& each : placed) {
-    const bool goes_on = !runs.empty() && runs.back().pack == each.place.pack &&
-                         runs.back().offset + runs.back().bytes == each.place.offset &&
-                         runs.back().bytes + each.place.bytes <= kMostRun;
+    const bool goes_on = !runs.empty() && runs.back().pack == each.location.pack &&
+                         runs.back().offset + runs.back().bytes == each.location.offset &&
+                         runs.back().bytes + each.location.bytes <= kMostRun;
     if (!goes_on)
-      runs.push_back({.key = packs_[each.place.pack].key, .pack = each.place.pack, .offset = each.place.offset});
-    runs.back().bytes += each.place.bytes;
-    runs.back().items.emplace_back(each.item, each.place.bytes);
+      runs.push_back(
+          {.key = packs_[each.location.pack].key, .pack = each.location.pack, .offset = each.location.offset});
+    runs.back().bytes += each.location.bytes;
+    runs.back().items.emplace_back(each.item, each.location.bytes);
   }
   return runs;
 }
 
 void ObjectBlockStore::read(Run& run) {
-  std::vector<std::byte> room(run.bytes);
+  std::vector<std::byte> buffer(run.bytes);
   begin_call(options_.timeout);
-  const Status came = store_->get_range(run.key, run.offset, room);
-  asked(came);
+  const Status came = store_->get_range(run.key, run.offset, buffer);
+  record_answer(came);
   if (!came) {
     const bool gone = came.error().code == Code::kNotFound;
     if (gone) {
@@ -286,7 +285,7 @@ void ObjectBlockStore::read(Run& run) {
     for (const auto& [item, bytes] : run.items) item->status = gone ? missing() : came.error();
     return;
   }
-  std::span<std::byte> left = room;
+  std::span<std::byte> left = buffer;
   for (const auto& [item, bytes] : run.items) {
     const std::span<std::byte> value = left.first(bytes);
     left = left.subspan(bytes);
@@ -311,20 +310,20 @@ void ObjectBlockStore::forget_items(std::span<Item> items) {
 void ObjectBlockStore::add_pack(const std::string& folder, const std::string& name, const Digest& space,
                                 std::span<const PackEntry> entries) {
   const std::string key = folder + "packs/" + name;
-  std::vector<std::pair<Digest, Place>> places;
+  std::vector<std::pair<Digest, Location>> locations;
   for (const PackEntry& entry : entries) {
     if (entry.bytes > kFrameBytes + compressed_bound(options_.record_bytes)) continue;  // no block of this engine's
     const BlockKey block{.hash = entry.hash, .group = entry.group};
-    places.emplace_back(digest_of_text(block_key_text("", space, options_.rank, block)),
-                        Place{.bytes = static_cast<uint32_t>(entry.bytes), .offset = entry.offset});
+    locations.emplace_back(digest_of_text(block_key_text("", space, options_.rank, block)),
+                           Location{.bytes = static_cast<uint32_t>(entry.bytes), .offset = entry.offset});
   }
   const MutexLock lock(known_);
   const auto number = static_cast<uint32_t>(packs_.size());
   if (!pack_numbers_.emplace(key, number).second) return;
   KnownPack& pack = packs_.emplace_back(KnownPack{.key = key, .added = ++added_});
-  for (auto& [block, place] : places) {
-    place.pack = number;
-    if (blocks_.emplace(block, place).second) pack.blocks.push_back(block);
+  for (auto& [block, location] : locations) {
+    location.pack = number;
+    if (blocks_.emplace(block, location).second) pack.blocks.push_back(block);
   }
 }
 
@@ -365,7 +364,7 @@ Status ObjectBlockStore::look() {
     TORPOR_RETURN_IF_ERROR(write_indexes());
     return sweep();
   });
-  asked(looked);
+  record_answer(looked);
   return looked;
 }
 
@@ -516,9 +515,9 @@ void ObjectBlockStore::run() {
     looked_at_ = clock_.now();
     if (space == space_ && (looked || looked_ == Looked::kNever)) looked_ = looked ? Looked::kDone : Looked::kFailed;
     const std::string failure = looked ? "" : looked.error().to_string();
-    if (failure != said_ && !looked && looked.error().code != Code::kUnavailable)  // that the breaker says
+    if (failure != last_failure_ && !looked && looked.error().code != Code::kUnavailable)  // that the breaker says
       log().warn("KV connector: what {} has is not known: {}", store_->url(), failure);
-    said_ = failure;
+    last_failure_ = failure;
     changed_.notify_all();
   }
 }

@@ -65,7 +65,7 @@ class ObjectBlockStore final : public BlockStore {
   size_t known_blocks() const;
 
  private:
-  struct Place {
+  struct Location {
     uint32_t pack = 0;
     uint32_t bytes = 0;
     uint64_t offset = 0;
@@ -95,7 +95,7 @@ class ObjectBlockStore final : public BlockStore {
   std::vector<Run> runs_of(std::span<Item> items);
   void read(Run& run);
   void forget_items(std::span<Item> items);
-  bool asked(const Status& status);
+  void record_answer(const Status& status);
 
   void run();
   Status look_at(const Digest& space);
@@ -118,7 +118,8 @@ class ObjectBlockStore final : public BlockStore {
   CondVar changed_;
   bool over_ TORPOR_GUARDED_BY(known_) = false;
   std::shared_ptr<std::atomic<bool>> ending_ TORPOR_GUARDED_BY(known_);  // set: the store gives up what it does
-  std::unordered_map<Digest, Place, DigestHash> blocks_ TORPOR_GUARDED_BY(known_);  // by the digest of their key's text
+  // By the digest of a block's key.
+  std::unordered_map<Digest, Location, DigestHash> blocks_ TORPOR_GUARDED_BY(known_);
   std::deque<KnownPack> packs_ TORPOR_GUARDED_BY(known_);
   std::unordered_map<std::string, uint32_t> pack_numbers_ TORPOR_GUARDED_BY(known_);  // by key
   std::set<std::string> indexes_ TORPOR_GUARDED_BY(known_);                           // keys of those that were read
@@ -130,8 +131,8 @@ class ObjectBlockStore final : public BlockStore {
   bool looking_ TORPOR_GUARDED_BY(known_) = false;
   std::chrono::nanoseconds looked_at_ TORPOR_GUARDED_BY(known_){};
   std::optional<std::chrono::nanoseconds> swept_at_ TORPOR_GUARDED_BY(known_);
-  std::string said_ TORPOR_GUARDED_BY(known_);  // of the last look
-  std::thread thread_;                          // last: it uses all above
+  std::string last_failure_ TORPOR_GUARDED_BY(known_);  // of the last look
+  std::thread thread_;                                  // last: it uses all above
 };
 
 }  // namespace torpor::remote
