@@ -193,6 +193,10 @@ void ObjectBlockStore::put_items(std::span<Item> items) {
   }
 }
 
+std::string ObjectBlockStore::new_name(uint64_t number) const {
+  return PackName{.unix_seconds = now_seconds(), .id = torpor::hex(random_seal_id()), .number = number}.text();
+}
+
 Status ObjectBlockStore::put_pack(std::span<Item* const> items) {
   std::vector<PackEntry> entries;
   for (const Item* const item : items) {
@@ -206,12 +210,11 @@ Status ObjectBlockStore::put_pack(std::span<Item* const> items) {
     object.insert(object.end(), item->head.begin(), item->head.end());
     object.insert(object.end(), item->body.begin(), item->body.end());
   }
-  const std::string name =
-      PackName{.unix_seconds = now_seconds(), .id = torpor::hex(random_seal_id()), .number = items.size()}.text();
+  const std::string name = new_name(items.size());
   const Digest& space = items[0]->expected.space;
   const std::string folder = pack_folder(space, options_.rank);
   begin_call(options_.timeout);
-  const Result<bool> created = store_->put_new(folder + "packs/" + name, object);  // false: by its first attempt
+  const Result<bool> created = store_->put_new(key_of_pack(folder, name), object);  // false: by its first attempt
   record_answer(created ? ok() : Status(created.error()));
   if (!created) {
     if (created.error().code == Code::kResourceExhausted) no_room();
@@ -309,7 +312,7 @@ void ObjectBlockStore::forget_items(std::span<Item> items) {
 
 void ObjectBlockStore::add_pack(const std::string& folder, const std::string& name, const Digest& space,
                                 std::span<const PackEntry> entries) {
-  const std::string key = folder + "packs/" + name;
+  const std::string key = key_of_pack(folder, name);
   std::vector<std::pair<Digest, Location>> locations;
   for (const PackEntry& entry : entries) {
     if (entry.bytes > kFrameBytes + compressed_bound(options_.record_bytes)) continue;  // no block of this engine's
@@ -386,20 +389,21 @@ Status ObjectBlockStore::look_at(const Digest& space) {
     }
     for (const std::string& key : keys) {
       const std::string_view rest = std::string_view(key).substr(folder.size());
-      const std::optional<PackName> name = rest.starts_with("index/") ? PackName::of(rest.substr(6)) : std::nullopt;
+      const std::optional<PackName> name =
+          rest.starts_with(kIndexes) ? PackName::of(rest.substr(kIndexes.size())) : std::nullopt;
       if (name && name->number <= kMostIndex && !indexes_.contains(key)) indexes.push_back(*name);
     }
   }
   for (const PackName& name : indexes) TORPOR_RETURN_IF_ERROR(read_index(folder, name, there, space));
   for (const std::string& key : keys) {
     const std::string_view rest = std::string_view(key).substr(folder.size());
-    if (!rest.starts_with("packs/")) continue;
+    if (!rest.starts_with(kPacks)) continue;
     {
       const MutexLock lock(known_);
       if (over_) return ok();
       if (pack_numbers_.contains(key)) continue;
     }
-    TORPOR_RETURN_IF_ERROR(read_head(folder, std::string(rest.substr(6)), space));
+    TORPOR_RETURN_IF_ERROR(read_head(folder, std::string(rest.substr(kPacks.size())), space));
   }
   return ok();
 }
@@ -407,7 +411,7 @@ Status ObjectBlockStore::look_at(const Digest& space) {
 // What is damaged or gone is passed over, and not read again. Errors are those of the store.
 Status ObjectBlockStore::read_index(const std::string& folder, const PackName& name, const std::set<std::string>& there,
                                     const Digest& space) {
-  const std::string key = folder + "index/" + name.text();
+  const std::string key = key_of_index(folder, name.text());
   std::vector<std::byte> bytes(name.number);
   begin_call(kLookSeconds);
   const Result<uint64_t> came = store_->get(key, bytes);
@@ -420,7 +424,7 @@ Status ObjectBlockStore::read_index(const std::string& folder, const PackName& n
   const Result<std::vector<IndexedPack>> packs = decode_pack_index(std::span(bytes).first(*came));
   if (!packs) return log().warn("KV connector: {} of {}: {}", key, store_->url(), packs.error().to_string()), ok();
   for (const IndexedPack& pack : *packs) {
-    if (!there.contains(folder + "packs/" + pack.name)) continue;
+    if (!there.contains(key_of_pack(folder, pack.name))) continue;
     if (const auto entries = decode_pack_head(pack.head); entries) add_pack(folder, pack.name, space, *entries);
   }
   std::set<std::string> named;  // which this engine need not name, too
@@ -436,7 +440,7 @@ Status ObjectBlockStore::read_head(const std::string& folder, const std::string&
   if (!parsed || parsed->number > kMostPackBlocks) return add_pack(folder, name, space, {}), ok();
   std::vector<std::byte> head(pack_head_bytes(parsed->number));
   begin_call(kLookSeconds);
-  const Status came = store_->get_range(folder + "packs/" + name, 0, head);
+  const Status came = store_->get_range(key_of_pack(folder, name), 0, head);
   if (!came && came.error().code != Code::kNotFound && came.error().code != Code::kCorruption) return came.error();
   const Result<std::vector<PackEntry>> entries = came ? decode_pack_head(head) : came.error();
   if (!entries) {
@@ -461,12 +465,11 @@ Status ObjectBlockStore::write_indexes() {
   for (const auto& [folder, packs] : ready) {
     for (size_t first = 0; first < packs.size(); first += kPacksOfAnIndex) {
       const std::vector<std::byte> bytes = encode_pack_index(std::span(packs).subspan(first, kPacksOfAnIndex));
-      const std::string name =
-          PackName{.unix_seconds = now_seconds(), .id = torpor::hex(random_seal_id()), .number = bytes.size()}.text();
+      const std::string key = key_of_index(folder, new_name(bytes.size()));
       begin_call(kLookSeconds);
-      TORPOR_ASSIGN_OR_RETURN([[maybe_unused]] const bool made, store_->put_new(folder + "index/" + name, bytes));
+      TORPOR_ASSIGN_OR_RETURN([[maybe_unused]] const bool made, store_->put_new(key, bytes));
       const MutexLock lock(known_);
-      indexes_.insert(folder + "index/" + name);
+      indexes_.insert(key);
     }
   }
   return ok();

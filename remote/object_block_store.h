@@ -108,6 +108,7 @@ class ObjectBlockStore final : public BlockStore {
   void forget_pack(KnownPack& pack) TORPOR_REQUIRES(known_);
   Status write_indexes();
   Status sweep();
+  std::string new_name(uint64_t number) const;  // PackName
   int64_t now_seconds() const { return static_cast<int64_t>(clock_.unix_seconds()); }
 
   const ObjectBlockStoreOptions options_;

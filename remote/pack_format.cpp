@@ -22,6 +22,9 @@ constexpr uint64_t kIndexMagic = 0x7865646e726f7074;  // "tporndex"
 constexpr uint32_t kVersion = 1;
 constexpr size_t kTimeBytes = 16;
 constexpr size_t kIdBytes = 32;
+constexpr size_t kNumberBytes = 8;
+constexpr size_t kNumberAt = kTimeBytes + 1 + kIdBytes + 1;
+constexpr size_t kNameBytes = kNumberAt + kNumberBytes;
 constexpr size_t kCheckBytes = 8;
 
 struct Start {
@@ -79,8 +82,7 @@ std::string PackName::text() const {
 }
 
 std::optional<PackName> PackName::of(std::string_view text) {
-  constexpr size_t kNumber = kTimeBytes + 1 + kIdBytes + 1;
-  if (text.size() != kNumber + 8 || text[kTimeBytes] != '-' || text[kNumber - 1] != '-' || text[8] != 'T' ||
+  if (text.size() != kNameBytes || text[kTimeBytes] != '-' || text[kNumberAt - 1] != '-' || text[8] != 'T' ||
       text[kTimeBytes - 1] != 'Z')
     return std::nullopt;
   const auto digits = [&](size_t at, size_t count) -> int64_t {
@@ -91,7 +93,7 @@ std::optional<PackName> PackName::of(std::string_view text) {
   std::tm parts{};
   const std::array<int64_t, 6> numbers = {digits(0, 4), digits(4, 2),  digits(6, 2),
                                           digits(9, 2), digits(11, 2), digits(13, 2)};
-  const int64_t number = digits(kNumber, 8);
+  const int64_t number = digits(kNumberAt, kNumberBytes);
   if (number < 0 || std::any_of(numbers.begin(), numbers.end(), [](int64_t each) { return each < 0; }))
     return std::nullopt;
   parts.tm_year = static_cast<int>(numbers[0]) - 1900;
@@ -108,6 +110,14 @@ std::optional<PackName> PackName::of(std::string_view text) {
 
 std::string pack_folder(const Digest& space, int32_t rank) {
   return fmt::format("{}{}/r{}/", kAllPacks, space.hex(), rank);
+}
+
+std::string key_of_pack(const std::string& folder, std::string_view name) {
+  return fmt::format("{}{}{}", folder, kPacks, name);
+}
+
+std::string key_of_index(const std::string& folder, std::string_view name) {
+  return fmt::format("{}{}{}", folder, kIndexes, name);
 }
 
 uint64_t pack_head_bytes(size_t blocks) { return sizeof(Start) + blocks * sizeof(Entry) + kCheckBytes; }
@@ -156,7 +166,6 @@ std::vector<std::byte> encode_pack_index(std::span<const IndexedPack> packs) {
 }
 
 Result<std::vector<IndexedPack>> decode_pack_index(std::span<const std::byte> bytes) {
-  constexpr size_t kNameBytes = kTimeBytes + 1 + kIdBytes + 1 + 8;
   TORPOR_ASSIGN_OR_RETURN(const Start start, start_of(bytes, kIndexMagic, "index"));
   std::span<const std::byte> left = bytes.subspan(sizeof start).first(bytes.size() - sizeof start - kCheckBytes);
   std::vector<IndexedPack> packs;

@@ -39,6 +39,10 @@ struct PackName {
 
 // "kv1/SPACE/rRANK/": the packs and indexes of a namespace and rank have keys "packs/NAME" and "index/NAME" behind it.
 std::string pack_folder(const Digest& space, int32_t rank);
+inline constexpr std::string_view kPacks = "packs/";
+inline constexpr std::string_view kIndexes = "index/";
+std::string key_of_pack(const std::string& folder, std::string_view name);
+std::string key_of_index(const std::string& folder, std::string_view name);
 inline constexpr std::string_view kAllPacks = "kv1/";
 
 uint64_t pack_head_bytes(size_t blocks);
