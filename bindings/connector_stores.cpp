@@ -25,6 +25,20 @@ constexpr uint64_t kMostSegmentBytes = 64 * kMiB;
 constexpr std::chrono::seconds kLockWait{10};
 
 #ifdef TORPOR_HAS_REMOTE
+// Return what the options of all shared stores have in common.
+template <class StoreOptions>
+StoreOptions shared_options(const ConnectorStoreOptions& options, uint64_t bytes) {
+  StoreOptions made;
+  made.rank = options.rank;
+  made.slots = options.remote_slots;
+  made.record_bytes = bytes;
+  made.key = options.key;
+  made.encrypt = options.encrypt;
+  made.compression = options.compression;
+  made.timeout = std::chrono::milliseconds(options.kv_store_timeout_ms);
+  return made;
+}
+
 Result<std::unique_ptr<SlotStore>> open_mooncake(const ConnectorStoreOptions& options, uint64_t bytes) {
   if (!options.kv_store_credentials.empty() || !options.kv_store_ca.empty()) {
     return Error{.code = Code::kInvalidArgument,
@@ -37,17 +51,11 @@ Result<std::unique_ptr<SlotStore>> open_mooncake(const ConnectorStoreOptions& op
              options.key == nullptr ? "who reaches it can read and forge blocks; give torpor a key_file"
              : options.encrypt      ? "blocks are encrypted with torpor's key"
                                     : "blocks are authenticated with torpor's key, and who reaches it can read them");
+  remote::MooncakeStoreOptions with = shared_options<remote::MooncakeStoreOptions>(options, bytes);
+  with.name = settings.name;
+  with.io = settings.protocol;
   return remote::MooncakeStore::open(
-      {.name = settings.name,
-       .io = settings.protocol,
-       .rank = options.rank,
-       .slots = options.remote_slots,
-       .record_bytes = bytes,
-       .key = options.key,
-       .encrypt = options.encrypt,
-       .compression = options.compression,
-       .timeout = std::chrono::milliseconds(options.kv_store_timeout_ms)},
-      [settings] { return connect_mooncake(settings); }, system_clock());
+      with, [settings] { return connect_mooncake(settings); }, system_clock());
 }
 
 Result<std::unique_ptr<SlotStore>> open_objects(const ConnectorStoreOptions& options, uint64_t bytes) {
@@ -57,17 +65,9 @@ Result<std::unique_ptr<SlotStore>> open_objects(const ConnectorStoreOptions& opt
                  .next_step = "use AWS's environment variables or credentials file, as for checkpoints"};
   }
   constexpr double kSecondsOfADay = 86400;
-  return remote::ObjectBlockStore::open(
-      options.kv_store, module_files(),
-      {.rank = options.rank,
-       .slots = options.remote_slots,
-       .record_bytes = bytes,
-       .key = options.key,
-       .encrypt = options.encrypt,
-       .compression = options.compression,
-       .timeout = std::chrono::milliseconds(options.kv_store_timeout_ms),
-       .expire = std::chrono::seconds(static_cast<int64_t>(options.kv_store_expire_days * kSecondsOfADay))},
-      system_clock());
+  remote::ObjectBlockStoreOptions with = shared_options<remote::ObjectBlockStoreOptions>(options, bytes);
+  with.expire = std::chrono::seconds(static_cast<int64_t>(options.kv_store_expire_days * kSecondsOfADay));
+  return remote::ObjectBlockStore::open(options.kv_store, module_files(), with, system_clock());
 }
 #endif
 
@@ -130,17 +130,11 @@ Result<std::unique_ptr<SlotStore>> open_shared_blocks([[maybe_unused]] const Con
   if (remote::is_mooncake(options.kv_store)) return open_mooncake(options, bytes);
   if (options.kv_store.starts_with("s3://") || options.kv_store.starts_with("file://"))
     return open_objects(options, bytes);
-  return remote::RespStore::open({.url = options.kv_store,
-                                  .credentials = options.kv_store_credentials,
-                                  .authorities = options.kv_store_ca,
-                                  .rank = options.rank,
-                                  .slots = options.remote_slots,
-                                  .record_bytes = bytes,
-                                  .key = options.key,
-                                  .encrypt = options.encrypt,
-                                  .compression = options.compression,
-                                  .timeout = std::chrono::milliseconds(options.kv_store_timeout_ms)},
-                                 system_clock());
+  remote::RespStoreOptions with = shared_options<remote::RespStoreOptions>(options, bytes);
+  with.url = options.kv_store;
+  with.credentials = options.kv_store_credentials;
+  with.authorities = options.kv_store_ca;
+  return remote::RespStore::open(with, system_clock());
 #else
   return Error{.code = Code::kUnsupported,
                .what = "a remote store for KV blocks: this build of torpor knows none",

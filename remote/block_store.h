@@ -39,6 +39,19 @@ struct BlockStoreOptions {
   CompressionOptions compression{.codec = Codec::kNone};  // for put(); get() reads any codec
   std::string io;
   Status validate() const;
+
+  // Return what the options of a store have in common with those of the other stores.
+  template <class StoreOptions>
+  static BlockStoreOptions of(const StoreOptions& options, std::string name, std::string io) {
+    return {.name = std::move(name),
+            .rank = options.rank,
+            .slots = options.slots,
+            .record_bytes = options.record_bytes,
+            .key = options.key,
+            .encrypt = options.encrypt,
+            .compression = options.compression,
+            .io = std::move(io)};
+  }
 };
 
 class BlockStore : public SlotStore {

@@ -16,14 +16,7 @@ constexpr uint64_t kBatch = 8 * kMiB;  // bytes of blocks in one call, or one la
 constexpr int64_t kUnproven = std::numeric_limits<int64_t>::min();  // put returned 0, but the key is missing
 
 BlockStoreOptions block_options(const MooncakeStoreOptions& options) {
-  return {.name = options.name,
-          .rank = options.rank,
-          .slots = options.slots,
-          .record_bytes = options.record_bytes,
-          .key = options.key,
-          .encrypt = options.encrypt,
-          .compression = options.compression,
-          .io = options.io};
+  return BlockStoreOptions::of(options, options.name, options.io);
 }
 
 uint64_t room_for(uint64_t record_bytes) {

@@ -29,14 +29,7 @@ double call_seconds_left() {
 }
 
 BlockStoreOptions block_options(const ObjectBlockStoreOptions& options, const std::string& url) {
-  return {.name = "",
-          .rank = options.rank,
-          .slots = options.slots,
-          .record_bytes = options.record_bytes,
-          .key = options.key,
-          .encrypt = options.encrypt,
-          .compression = options.compression,
-          .io = url.substr(0, url.find(':'))};
+  return BlockStoreOptions::of(options, "", url.substr(0, url.find(':')));
 }
 
 }  // namespace

@@ -7,14 +7,7 @@ namespace torpor::remote {
 namespace {
 
 BlockStoreOptions block_options(const RespStoreOptions& options, const RespSettings& settings) {
-  return {.name = settings.name,
-          .rank = options.rank,
-          .slots = options.slots,
-          .record_bytes = options.record_bytes,
-          .key = options.key,
-          .encrypt = options.encrypt,
-          .compression = options.compression,
-          .io = settings.tls ? "tls" : "tcp"};
+  return BlockStoreOptions::of(options, settings.name, settings.tls ? "tls" : "tcp");
 }
 
 }  // namespace
