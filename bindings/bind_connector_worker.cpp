@@ -98,7 +98,7 @@ class ConnectorWorker {
   py::tuple poll() {
     run_plans();
     Bytes encoded;
-    const Status told = without_lock([&] {
+    const Status polled = without_lock([&] {
       return try_catch([&]() -> Status {
         if (report_.empty()) report_ = worker_->poll();
         if (loaded_.empty()) loaded_ = worker_->take_loaded();
@@ -107,8 +107,8 @@ class ConnectorWorker {
       });
     });
     py::dict finished;
-    if (!told && told.error().code == Code::kResourceExhausted) return py::make_tuple(py::none(), finished);
-    value_or_raise(told);
+    if (!polled && polled.error().code == Code::kResourceExhausted) return py::make_tuple(py::none(), finished);
+    value_or_raise(polled);
     for (const LoadedRequest& each : loaded_) finished[py::str(each.request)] = py::cast(each.bad_blocks);
     const py::tuple all =
         py::make_tuple(encoded.empty() ? py::object(py::none()) : py::object(torpor::to_python(encoded)), finished);

@@ -94,8 +94,8 @@ class OffloadWorker {
   Job make_job(std::span<const BlockKey> keys, OffloadJob& running);
   StoreSlot slot_to_read(StoreId store, Slot slot) const;
   StoreSlot slot_to_write(StoreId store, Slot slot);
-  bool tell(OffloadJob& running, const JobResult& result, TransferReport& report);
-  bool tell_refused(OffloadJob& running, TransferReport& report);
+  bool report_job(OffloadJob& running, const JobResult& result, TransferReport& report);
+  bool report_refused(OffloadJob& running, TransferReport& report);
   BlockOutcome outcome_of(const OffloadJob& running, size_t i, const ChunkTransfer& chunk);
   void make_room(uint64_t job, size_t bad_blocks);
   void load_ended(uint64_t job, std::span<const int32_t> bad_blocks) noexcept;

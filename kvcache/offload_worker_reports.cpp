@@ -24,34 +24,34 @@ bool is_bad_record(const Error& error) {
 TransferReport OffloadWorker::poll() {
   TransferReport report{.rank = options_.rank};
   (void)transfers_.poll(ended_);
-  size_t told = 0;
-  for (; told < ended_.size(); ++told) {
-    const auto found = running_.find(ended_[told].id);
+  size_t reported = 0;
+  for (; reported < ended_.size(); ++reported) {
+    const auto found = running_.find(ended_[reported].id);
     if (found == running_.end()) continue;
-    if (!tell(*found->second, ended_[told], report)) break;
+    if (!report_job(*found->second, ended_[reported], report)) break;
     running_.erase(found);
   }
-  const bool all = told == ended_.size();
-  ended_.erase(ended_.begin(), ended_.begin() + static_cast<std::ptrdiff_t>(told));
-  while (all && !refused_.empty() && tell_refused(*refused_.front(), report)) refused_.pop_front();
+  const bool all = reported == ended_.size();
+  ended_.erase(ended_.begin(), ended_.begin() + static_cast<std::ptrdiff_t>(reported));
+  while (all && !refused_.empty() && report_refused(*refused_.front(), report)) refused_.pop_front();
   (void)try_catch([&]() -> Status { return report_stores(report), ok(); });
   return report;
 }
 
-bool OffloadWorker::tell_refused(OffloadJob& running, TransferReport& report) {
+bool OffloadWorker::report_refused(OffloadJob& running, TransferReport& report) {
   JobResult result{.status = copied(running.refused.error())};
   const Status made = try_catch([&]() -> Status {
     result.chunks.resize(running.planned.count);
     for (ChunkTransfer& chunk : result.chunks) chunk.status = copied(result.status.error());
     return ok();
   });
-  return made && tell(running, result, report);
+  return made && report_job(running, result, report);
 }
 
 // Add all of a job to the report. Return false and add nothing if there is no memory.
-bool OffloadWorker::tell(OffloadJob& running, const JobResult& result, TransferReport& report) {
+bool OffloadWorker::report_job(OffloadJob& running, const JobResult& result, TransferReport& report) {
   const size_t outcomes = report.outcomes.size();
-  const Status told = try_catch([&]() -> Status {
+  const Status added = try_catch([&]() -> Status {
     const PlannedJob& planned = running.planned;
     JobReport job{.id = planned.id, .first = static_cast<uint32_t>(outcomes)};
     std::vector<int32_t> bad_blocks;
@@ -76,8 +76,8 @@ bool OffloadWorker::tell(OffloadJob& running, const JobResult& result, TransferR
     load_ended(planned.id, bad_blocks);
     return ok();
   });
-  if (!told) report.outcomes.resize(outcomes);
-  return told.has_value();
+  if (!added) report.outcomes.resize(outcomes);
+  return added.has_value();
 }
 
 // Repeatable: a second call returns the same.

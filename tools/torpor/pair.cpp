@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // torpor pair: the parent of two servers. It holds the socket that clients connect to, starts the servers as
-// next_start() says, hears from each by a pipe in which state it is, and waits for whatever has ended.
+// next_start() says, reads the state of each from a pipe, and waits for whatever has ended.
 
 #include <algorithm>
 #include <array>
@@ -144,7 +144,7 @@ class Pair {
       if ((ending_ || ends_with_) && servers_[0].pid == 0 && servers_[1].pid == 0)
         return static_cast<Exit>(ends_with_.value_or(owner_exit_));
       wait_for_something(signals);
-      hear();
+      read_states();
       reap();
     }
   }
@@ -156,9 +156,9 @@ class Pair {
     bool as_standby = false;
     bool was_of_use = false;
     double began = 0;
-    Descriptor words;  // what it says of its state
+    Descriptor state_pipe;  // the end that is read
     std::string line;
-    bool told_to_end = false;
+    bool terminated = false;  // SIGTERM was sent
   };
 
   std::array<PairedServer, 2> states() const { return {servers_[0].known, servers_[1].known}; }
@@ -196,11 +196,11 @@ class Pair {
     }
     (void)::fcntl(read_end.get(), F_SETFL, O_NONBLOCK);
     server.pid = pid;
-    server.words = std::move(read_end);
+    server.state_pipe = std::move(read_end);
     server.line.clear();
     server.began = seconds_now();
     server.as_standby = start.as_standby;
-    server.was_of_use = server.told_to_end = false;
+    server.was_of_use = server.terminated = false;
     server.known.state = ServerState::kStarting;
     server.known.owned = false;
     say(fmt::format("server {} starts as {} (process {}, its own port {})", start.which + 1,
@@ -211,7 +211,7 @@ class Pair {
   void wait_for_something(const Descriptor& signals) {
     std::array<pollfd, 3> waited{};
     waited[0] = {.fd = signals.get(), .events = POLLIN, .revents = 0};
-    for (size_t i = 0; i < 2; ++i) waited[i + 1] = {.fd = servers_[i].words.get(), .events = POLLIN, .revents = 0};
+    for (size_t i = 0; i < 2; ++i) waited[i + 1] = {.fd = servers_[i].state_pipe.get(), .events = POLLIN, .revents = 0};
     (void)::poll(waited.data(), waited.size(), 500);
     signalfd_siginfo got{};
     while (::read(signals.get(), &got, sizeof got) == sizeof got) {
@@ -226,12 +226,12 @@ class Pair {
     }
   }
 
-  void hear() {
+  void read_states() {
     for (Server& server : servers_) {
-      if (server.words.get() < 0) continue;
+      if (server.state_pipe.get() < 0) continue;
       char piece[256];
       ssize_t got = 0;
-      while ((got = ::read(server.words.get(), piece, sizeof piece)) > 0) {
+      while ((got = ::read(server.state_pipe.get(), piece, sizeof piece)) > 0) {
         server.line.append(piece, static_cast<size_t>(got));
       }
       for (size_t end = 0; (end = server.line.find('\n')) != std::string::npos; server.line.erase(0, end + 1)) {
@@ -244,7 +244,7 @@ class Pair {
           server.known.ended_early = 0;
         }
       }
-      if (got == 0) server.words = Descriptor();  // it has ended, or will say no more
+      if (got == 0) server.state_pipe = Descriptor();  // it has ended, or will say no more
     }
   }
 
@@ -258,7 +258,7 @@ class Pair {
   }
 
   void ended(size_t which, int status) {
-    hear();  // its last words
+    read_states();  // its last ones
     Server& server = servers_[which];
     const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     say(fmt::format("server {} has ended (process {}, {} {})", which + 1, server.pid,
@@ -276,18 +276,18 @@ class Pair {
     server.known.state = ServerState::kNone;
     server.known.ended_at = seconds_now();
     server.pid = 0;
-    server.words = Descriptor();
+    server.state_pipe = Descriptor();
   }
 
   // A standby that failed before it slept would be there for ever, without use, and keep the owner from a new start.
   void end_failed_standby() {
     for (Server& server : servers_) {
       const bool failed = server.pid != 0 && server.known.state == ServerState::kFailed;
-      if (!failed || !server.as_standby || server.was_of_use || server.told_to_end) continue;
+      if (!failed || !server.as_standby || server.was_of_use || server.terminated) continue;
       say(fmt::format("ends the standby that failed (process {}): its log says why", server.pid));
       (void)::kill(server.pid, SIGTERM);
-      server.told_to_end = true;
-      told_at_ = seconds_now();
+      server.terminated = true;
+      terminated_at_ = seconds_now();
     }
   }
 
@@ -298,11 +298,11 @@ class Pair {
       const bool ends_as_owner = server.known.state == ServerState::kEnding && server.known.owned;
       const bool owns = server.known.state == ServerState::kOwns || ends_as_owner;
       if (server.pid == 0) continue;
-      if (!server.told_to_end && (!owns || other.pid == 0)) {
+      if (!server.terminated && (!owns || other.pid == 0)) {
         (void)::kill(server.pid, SIGTERM);
-        server.told_to_end = true;
-        told_at_ = seconds_now();
-      } else if (server.told_to_end && !owns && other.pid != 0 && seconds_now() - told_at_ > kStandbySeconds) {
+        server.terminated = true;
+        terminated_at_ = seconds_now();
+      } else if (server.terminated && !owns && other.pid != 0 && seconds_now() - terminated_at_ > kStandbySeconds) {
         (void)::kill(server.pid, SIGKILL);
       }
     }
@@ -315,7 +315,7 @@ class Pair {
   bool ending_ = false;
   std::optional<int> ends_with_;
   int owner_exit_ = 0;
-  double told_at_ = 0;
+  double terminated_at_ = 0;  // of the last SIGTERM
 };
 
 Result<Options> options_of(const Context& context, std::string& host, int& port) {

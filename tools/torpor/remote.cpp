@@ -103,20 +103,20 @@ bool is_of_this_checkpoint(const Error& error) {
 // What a server says of an error, as torpor's routes and vLLM's have it.
 Error error_of(const std::string& url, const remote::HttpAnswer& answer) {
   const Json content = Json::parse(answer.body, nullptr, false);
-  const Json told = content.is_object() ? content.value("error", Json()) : Json();
+  const Json reported = content.is_object() ? content.value("error", Json()) : Json();
   if (answer.status == 401 || answer.status == 403)
     return {.code = Code::kUnauthenticated,
             .what = fmt::format("{} refuses the key ({})", url, answer.status),
             .next_step = "set TORPOR_ADMIN_KEY, or TORPOR_API_KEY to a client's key"};
-  if (!told.is_object() || !told.value("what", Json()).is_string())
+  if (!reported.is_object() || !reported.value("what", Json()).is_string())
     return {.code = Code::kInternal,
             .what = fmt::format("{} answers {}", url, answer.status),
             .next_step = "see whether it is a server of torpor"};
   Error error{.code = Code::kInternal,
-              .what = fmt::format("{}: {}", url, cell(told["what"])),
-              .next_step = told.contains("next_step") ? cell(told["next_step"]) : std::string()};
+              .what = fmt::format("{}: {}", url, cell(reported["what"])),
+              .next_step = reported.contains("next_step") ? cell(reported["next_step"]) : std::string()};
   for (int code = 0; code <= static_cast<int>(kLastCode); ++code) {
-    if (told.contains("code") && told["code"] == std::string(name(static_cast<Code>(code))))
+    if (reported.contains("code") && reported["code"] == std::string(name(static_cast<Code>(code))))
       error.code = static_cast<Code>(code);
   }
   return error;
