@@ -2,12 +2,14 @@
 // A store under test, and records to put there.
 #pragma once
 
+#include <array>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "base/seal.h"
 #include "base/units.h"
 #include "offload/slot_store.h"
 #include "tests/support/results.h"
@@ -19,12 +21,20 @@ class StoreWorld {
  public:
   virtual ~StoreWorld() = default;
   virtual SlotStore& store() = 0;
-  virtual std::vector<StoreSlot> fresh(int32_t count) = 0;  // slots that were never used, in a run
-  virtual StoreSlot beyond() = 0;                           // for which there is no room
+  // Return slots that were never used, in a run.
+  std::vector<StoreSlot> fresh(int32_t count) {
+    std::vector<StoreSlot> slots;
+    for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
+    return slots;
+  }
+  virtual StoreSlot beyond() = 0;  // for which there is no room
   // From now on every access to the medium fails, or none any more. False: it cannot fail.
   virtual bool fail(bool) { return false; }
   // The store as a new process finds it; null if nothing outlives it.
   virtual SlotStore* reopen() { return nullptr; }
+
+ protected:
+  StoreSlot next_ = 0;
 };
 
 struct StoreWay {
@@ -33,6 +43,12 @@ struct StoreWay {
 };
 
 inline constexpr uint64_t kContractRecord = 3 * kPage;
+
+inline std::shared_ptr<const Key> a_key(uint8_t fill) {
+  std::array<uint8_t, kKeyBytes> secret{};
+  secret.fill(fill);
+  return std::make_shared<const Key>(secret);
+}
 
 // Bytes that compress a little, and differ for each seed and size.
 inline std::vector<std::byte> some_bytes(uint64_t seed, size_t size) {

@@ -14,12 +14,6 @@
 
 namespace torpor::test {
 
-inline std::shared_ptr<const Key> a_key(uint8_t fill) {
-  std::array<uint8_t, kKeyBytes> secret{};
-  secret.fill(fill);
-  return std::make_shared<const Key>(secret);
-}
-
 inline constexpr int32_t kSlots = 16;
 inline constexpr uint64_t kMostBytes = kPage + kSlots * (kPage + kContractRecord);  // of a segment
 
@@ -34,11 +28,6 @@ class DiskWorld : public StoreWorld {
     open();
   }
   SegmentStore& store() override { return *store_; }
-  std::vector<StoreSlot> fresh(int32_t count) override {
-    std::vector<StoreSlot> slots;
-    for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
-    return slots;
-  }
   StoreSlot beyond() override {  // one record in each segment that the budget has room for
     for (; beyond_ < 0; next_ = (next_ / kSlots + 1) * kSlots) {
       if (!put_one(*store_, next_, 1)) beyond_ = next_;
@@ -76,7 +65,6 @@ class DiskWorld : public StoreWorld {
   TemporaryDirectory temporary_;
   SegmentStoreOptions options_;
   std::unique_ptr<SegmentStore> store_;
-  StoreSlot next_ = 0;
   StoreSlot beyond_ = -1;
 };
 

@@ -17,17 +17,11 @@ class HostWorld : public StoreWorld {
       : store_(value_of(
             HostStore::create(*arena_, {.slots = 100, .slot_bytes = kContractRecord, .codec = codec, .whole = 100}))) {}
   SlotStore& store() override { return *store_; }
-  std::vector<StoreSlot> fresh(int32_t count) override {
-    std::vector<StoreSlot> slots;
-    for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
-    return slots;
-  }
   StoreSlot beyond() override { return 100; }
 
  private:
   std::unique_ptr<HostArena> arena_ = value_of(HostArena::create({.slab_bytes = kMiB}));
   std::unique_ptr<HostStore> store_;
-  StoreSlot next_ = 0;
 };
 
 // The contract's records do not get smaller: large ones lie in the whole places, small ones as they are in slots.

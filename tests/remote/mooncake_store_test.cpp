@@ -127,11 +127,6 @@ MooncakeStoreOptions options_for() {
           .timeout = 20s,  // nothing here takes that long
           .breaker = {.failures = 1, .first_pause = 1s, .longest_pause = 4s}};
 }
-std::shared_ptr<const Key> a_key(uint8_t seed) {
-  std::array<uint8_t, kKeyBytes> bytes;
-  bytes.fill(seed);
-  return std::make_shared<Key>(bytes);
-}
 
 class MooncakeWorld final : public StoreWorld {
  public:
@@ -145,11 +140,6 @@ class MooncakeWorld final : public StoreWorld {
     store_->open_space(1, {});
   }
   SlotStore& store() override { return *store_; }
-  std::vector<StoreSlot> fresh(int32_t count) override {
-    std::vector<StoreSlot> slots;
-    for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
-    return slots;
-  }
   StoreSlot beyond() override { return 1000; }
   bool fail(bool failing) override {
     for (const char* call : {"put", "get", "exist", "remove"})
@@ -162,7 +152,6 @@ class MooncakeWorld final : public StoreWorld {
   const std::shared_ptr<FakeMooncake> fake_ = std::make_shared<FakeMooncake>();
   ManualClock clock_;
   std::unique_ptr<MooncakeStore> store_;
-  StoreSlot next_ = 0;
 };
 
 INSTANTIATE_TEST_SUITE_P(

@@ -73,12 +73,6 @@ class Shared final : public remote::ObjectStore {
   std::atomic<bool>& gone_;
 };
 
-std::shared_ptr<const Key> a_key(uint8_t seed) {
-  std::array<uint8_t, kKeyBytes> bytes;
-  bytes.fill(seed);
-  return std::make_shared<Key>(bytes);
-}
-
 ObjectBlockStoreOptions options_for(std::shared_ptr<const Key> key = nullptr, bool encrypt = false) {
   return {.slots = 1000,
           .record_bytes = kContractRecord,
@@ -97,11 +91,6 @@ class ObjectWorld final : public StoreWorld {
     store_->open_space(1, {});
   }
   SlotStore& store() override { return *store_; }
-  std::vector<StoreSlot> fresh(int32_t count) override {
-    std::vector<StoreSlot> slots;
-    for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
-    return slots;
-  }
   StoreSlot beyond() override { return 1000; }
   bool fail(bool failing) override {
     gone_ = failing;
@@ -114,7 +103,6 @@ class ObjectWorld final : public StoreWorld {
   StoreInMemory objects_;
   std::atomic<bool> gone_ = false;
   std::unique_ptr<ObjectBlockStore> store_;
-  StoreSlot next_ = 0;
 };
 
 INSTANTIATE_TEST_SUITE_P(

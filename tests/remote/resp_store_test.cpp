@@ -30,11 +30,6 @@ RespStoreOptions options_for(const std::string& url) {
           .attempts = 2,
           .breaker = {.failures = 1, .first_pause = 1s, .longest_pause = 4s}};
 }
-std::shared_ptr<const Key> a_key(uint8_t seed) {
-  std::array<uint8_t, kKeyBytes> bytes;
-  bytes.fill(seed);
-  return std::make_shared<Key>(bytes);
-}
 
 class RespWorld final : public StoreWorld {
  public:
@@ -47,11 +42,6 @@ class RespWorld final : public StoreWorld {
     store_->open_space(1, {});
   }
   SlotStore& store() override { return *store_; }
-  std::vector<StoreSlot> fresh(int32_t count) override {
-    std::vector<StoreSlot> slots;
-    for (int32_t i = 0; i < count; ++i) slots.push_back(next_++);
-    return slots;
-  }
   StoreSlot beyond() override { return 1000; }
   bool fail(bool failing) override {
     peer.fail(failing);
@@ -64,7 +54,6 @@ class RespWorld final : public StoreWorld {
  private:
   ManualClock clock_;
   std::unique_ptr<RespStore> store_;
-  StoreSlot next_ = 0;
 };
 
 INSTANTIATE_TEST_SUITE_P(
