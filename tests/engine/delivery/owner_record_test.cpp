@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include <fcntl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -207,12 +208,16 @@ TEST_F(OwnerRecordTest, WhatTheOwnerStartedEndsWithIt) {
 TEST_F(OwnerRecordTest, AnotherProgramThatTheOwnerRunsForAWhileMayEnd) {
   const Child child([&](const Child& self) {
     const auto answers = value_of(DeliveryLog::open(linux_file_system(), options()));
+    std::array<int, 2> starts{};
+    if (::pipe2(starts.data(), O_CLOEXEC) != 0) ::_exit(1);
     const pid_t program = ::fork();
     if (program == 0) {
       ::execl("/bin/sleep", "sleep", "600", nullptr);
       ::_exit(1);
     }
-    while (executable_of(program) == executable_of(::getpid())) ::usleep(1000);
+    (void)::close(starts[1]);
+    char nothing = 0;
+    (void)!::read(starts[0], &nothing, 1);  // returns when the program runs: its end of the pipe is closed then
     const auto record = value_of(OwnerRecord::begin(linux_file_system(), directory_.path(), seconds(60)));
     self.say('o');
     while (true) ::pause();
