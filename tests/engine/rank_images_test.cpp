@@ -10,12 +10,13 @@
 #include "allocator/host_device.h"
 #include "base/units.h"
 #include "engine/rank_memory.h"
+#include "engine/reference/idle_hooks.h"
 #include "engine/request_images.h"
 #include "tests/support/faulty_device.h"
-#include "tests/support/idle_hooks.h"
 #include "tests/support/process_bytes.h"
 #include "tests/support/rank_call.h"
 #include "tests/support/results.h"
+#include "tests/support/running_request.h"
 #include "tests/support/temporary_directory.h"
 #include "tests/support/written_checkpoint.h"
 
@@ -281,7 +282,7 @@ TEST_F(ImagesOfCheckpoints, HaveNoDamagedBlock) {
 // --- what the engine core knows of them ---
 
 // An engine of two ranks.
-class TwoRanks final : public test::IdleHooks {
+class TwoRanks final : public IdleHooks {
  public:
   Rank ranks[2];
   std::string fails{};  // the name of an order that the second rank fails

@@ -14,9 +14,10 @@
 #include "base/units.h"
 #include "engine/rank_memory.h"
 #include "engine/rank_service.h"
+#include "engine/reference/idle_hooks.h"
 #include "engine/stored_images.h"
-#include "tests/support/idle_hooks.h"
 #include "tests/support/results.h"
+#include "tests/support/running_request.h"
 
 namespace torpor::test {
 

@@ -10,6 +10,7 @@
 
 #include "allocator/host_device.h"
 #include "engine/rank_service.h"
+#include "engine/reference/idle_hooks.h"
 #include "engine/sleep_controller.h"
 #include "tools/bench/bench.h"
 
@@ -27,7 +28,7 @@ struct Shape {
   int32_t blocks_each() const { return blocks() / requests; }
 };
 
-class Engine final : public EngineHooks {
+class Engine final : public IdleHooks {
  public:
   explicit Engine(const Shape& shape) : shape_(shape) {
     memory_ = must(RankMemory::create(
@@ -65,10 +66,7 @@ class Engine final : public EngineHooks {
     memory_->mark_dirty("weights");
   }
 
-  Result<std::vector<std::string>> unsupported() override { return std::vector<std::string>{}; }
   Result<int64_t> unfinished_requests() override { return shape_.requests; }
-  Status quiesce(std::optional<double>) override { return ok(); }
-  Status resume() override { return ok(); }
   Result<SchedulerCheckpoint> capture() override {
     SchedulerCheckpoint state;
     state.scheduler.policy = "fcfs";
@@ -101,14 +99,6 @@ class Engine final : public EngineHooks {
     return state;
   }
   Result<Fingerprint> fingerprint() override { return Fingerprint{{"engine", "bench"}}; }
-  Status drop_requests(const std::string&) override { return ok(); }
-  Status drop_prefix(const std::vector<int32_t>&) override { return ok(); }
-  Status retire_prefix() override { return ok(); }
-  Status release_derived() override { return ok(); }
-  Status rebuild_derived() override { return ok(); }
-  Status reconnect(const std::vector<WorkerSnapshot>&) override { return ok(); }
-  Result<std::vector<FailedRequest>> restore(const EngineCheckpoint&) override { return std::vector<FailedRequest>{}; }
-  Status forget_restored() override { return ok(); }
   HoldsBack holds_back() override { return HoldsBack::kAll; }
   Status hold_blocks(const std::vector<int32_t>& blocks) override {
     late_ = {blocks.begin(), blocks.end()};

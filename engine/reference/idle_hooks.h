@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// IdleHooks: the hooks of an engine without requests, for tests in which only orders go to the ranks.
+// IdleHooks: hooks of an engine without requests, in which each call succeeds and does nothing. An engine of a test or
+// a bench overrides those that it needs.
 #pragma once
 
 #include <string>
@@ -7,7 +8,7 @@
 
 #include "engine/engine_hooks.h"
 
-namespace torpor::test {
+namespace torpor {
 
 class IdleHooks : public EngineHooks {
  public:
@@ -27,14 +28,4 @@ class IdleHooks : public EngineHooks {
   Status forget_restored() override { return ok(); }
 };
 
-// Return a running request with six prompt tokens and three output tokens, of which `computed` have KV.
-inline RequestState running_request(std::string id, int32_t computed) {
-  return {.id = std::move(id),
-          .status = RequestStatus::kRunning,
-          .prompt_token_ids = {1, 2, 3, 4, 5, 6},
-          .output_token_ids = {7, 8, 9},
-          .num_computed_tokens = computed,
-          .max_tokens = 10};
-}
-
-}  // namespace torpor::test
+}  // namespace torpor
