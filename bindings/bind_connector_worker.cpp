@@ -223,14 +223,14 @@ class ConnectorWorker {
 };
 
 // Return the cache epoch of a directory. If it cannot be read, return one under which nothing was stored.
-std::string word_of(const std::string& directory) {
+std::string epoch_of(const std::string& directory) {
   const Result<std::string> word = without_lock([&] { return cache_epoch(module_files(), directory); });
   if (word) return *word;
   log().warn("what is on disk is not found again: {}", word.error().to_string());
   return random_cache_epoch();
 }
 
-std::string new_word_of(const std::string& directory) {
+std::string new_epoch_of(const std::string& directory) {
   RenewedEpoch renewed = without_lock([&] { return renew_cache_epoch(module_files(), directory); });
   if (!renewed.kept) {
     log().warn("after a restart, blocks from before this reset may be found again: {}",
@@ -257,8 +257,8 @@ void bind_connector_worker(py::module_& module) {
       .def("wait", &ConnectorWorker::wait, "Returns when nothing of a plan is under way.")
       .def("close", &ConnectorWorker::close)
       .def("idle", &ConnectorWorker::idle);
-  module.def("cache_epoch", &word_of, py::arg("directory"), "The word in the name of the namespace on disk.");
-  module.def("renew_cache_epoch", &new_word_of, py::arg("directory"),
+  module.def("cache_epoch", &epoch_of, py::arg("directory"), "The word in the name of the namespace on disk.");
+  module.def("renew_cache_epoch", &new_epoch_of, py::arg("directory"),
              "Another one; what was stored before is not found.");
 }
 

@@ -41,7 +41,7 @@ Result<ReadAheadReport> ReadAhead::follow() {
     TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory,
                             file_system_.open_directory(newest.path(), false));
     ReadAheadReport report{.checkpoint = newest.path()};
-    std::set<Place> ahead;
+    std::set<Location> ahead;
     std::vector<std::byte> buffer;
     for (const RankSummary& rank : newest.manifest().ranks) {
       TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, newest.refs(rank));
@@ -57,8 +57,8 @@ Result<ReadAheadReport> ReadAhead::follow() {
       for (const SavedChunk& block : blocks) {
         report.bytes += block.stored_bytes;
         if (report.ahead_bytes + block.stored_bytes > budget_) continue;
-        const Place place(refs.files[block.file].id, block.offset);
-        if (!ahead_.contains(place)) {
+        const Location location(refs.files[block.file].id, block.offset);
+        if (!ahead_.contains(location)) {
           if (open != block.file) {
             TORPOR_ASSIGN_OR_RETURN(file, directory->open_file(refs.files[block.file].name));
             open = block.file;
@@ -67,7 +67,7 @@ Result<ReadAheadReport> ReadAhead::follow() {
           report.read_bytes += block.stored_bytes;
         }
         report.ahead_bytes += block.stored_bytes;
-        ahead.insert(place);
+        ahead.insert(location);
       }
     }
     ahead_ = std::move(ahead);

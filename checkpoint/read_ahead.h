@@ -39,7 +39,7 @@ class ReadAhead {
   Result<ReadAheadReport> follow();
 
  private:
-  using Place = std::pair<SealId, uint64_t>;  // the checkpoint that wrote the file, and the offset there
+  using Location = std::pair<SealId, uint64_t>;  // the checkpoint that wrote the file, and the offset there
 
   FileSystem& file_system_;
   const std::string directory_;
@@ -47,7 +47,7 @@ class ReadAhead {
   const uint64_t budget_;
   SealId newest_{};
   ReadAheadReport last_;
-  std::set<Place> ahead_;
+  std::set<Location> ahead_;
 };
 
 }  // namespace torpor

@@ -32,7 +32,7 @@ size_t BlockTier::KeyHash::operator()(const BlockKey& key) const {
 BlockTier::BlockTier(const BlockTierOptions& options, std::unique_ptr<SlotStore> store, const Clock& clock)
     : options_(options),
       store_(std::move(store)),
-      place_(store_->traits().shared ? StoreId::kRemote : StoreId::kDisk),
+      store_id_(store_->traits().shared ? StoreId::kRemote : StoreId::kDisk),
       clock_(clock),
       disk_slots_(options.disk_segments, options.segment_slots, store_->first_slot()) {}
 
@@ -125,9 +125,9 @@ BlockKey BlockTier::in_space(const BlockKey& key) const {
 }
 
 Slot BlockTier::slot_of_key(const BlockKey& key) const {
-  BlockLocations places;
-  index_->find_each({&key, 1}, {&places, 1});
-  return place_ == StoreId::kDisk ? places.disk : places.remote;
+  BlockLocations locations;
+  index_->find_each({&key, 1}, {&locations, 1});
+  return store_id_ == StoreId::kDisk ? locations.disk : locations.remote;
 }
 
 // ---- lookups
@@ -137,7 +137,7 @@ TierLookup BlockTier::lookup(const BlockKey& named, const std::string& request) 
   auto known = asked_.find(key);
   if (known == asked_.end()) {
     if (slot_of_key(key) >= 0) return TierLookup::kHit;
-    if (place_ == StoreId::kDisk || !store_->accepting()) return TierLookup::kMiss;
+    if (store_id_ == StoreId::kDisk || !store_->accepting()) return TierLookup::kMiss;
     known = asked_.emplace(key, Asked{.since = clock_.now()}).first;
     to_ask_.push_back(key);
   }
@@ -211,11 +211,11 @@ Status BlockTier::store(uint64_t id, std::span<const BlockKey> keys, std::span<c
         continue;
       }
       if (!accepting) continue;
-      const Result<Slot> slot = index_->reserve(place_, &block.key);
+      const Result<Slot> slot = index_->reserve(store_id_, &block.key);
       drop_segments();
       if (slot) {
         block.slot = *slot;
-        block.store_slot = place_ == StoreId::kDisk ? disk_slots_.slot_to_write(*slot) : *slot;
+        block.store_slot = store_id_ == StoreId::kDisk ? disk_slots_.slot_to_write(*slot) : *slot;
       } else {
         block.good = slot.error().code == Code::kFailedPrecondition;  // on its way
       }
@@ -233,8 +233,8 @@ Status BlockTier::load(uint64_t id, const std::string& request, std::span<const 
       Block& block = job->blocks.emplace_back(Block{.key = in_space(keys[i]), .bytes = blocks[i]});
       block.slot = slot_of_key(block.key);
       if (block.slot < 0) continue;  // it went meanwhile
-      index_->pin(place_, block.slot);
-      block.store_slot = place_ == StoreId::kDisk ? disk_slots_.slot_to_read(block.slot) : block.slot;
+      index_->pin(store_id_, block.slot);
+      block.store_slot = store_id_ == StoreId::kDisk ? disk_slots_.slot_to_read(block.slot) : block.slot;
     }
     return submit(std::move(job));
   });
@@ -281,7 +281,7 @@ Status BlockTier::submit(std::unique_ptr<TierJob> job) {
   }
   for (Block& block : job->blocks) {
     if (block.slot < 0) continue;
-    begun.load ? index_->unpin(place_, block.slot) : index_->abandon(place_, block.slot, false);
+    begun.load ? index_->unpin(store_id_, block.slot) : index_->abandon(store_id_, block.slot, false);
   }
   return made;
 }
@@ -305,7 +305,7 @@ std::vector<TierJobResult> BlockTier::finished() {
     over.swap(over_);
     answers.swap(answers_);
   }
-  index_->hide_remote(place_ == StoreId::kRemote && !store_->accepting());
+  index_->hide_remote(store_id_ == StoreId::kRemote && !store_->accepting());
   for (const Question& answer : answers) answered(answer);
   for (const auto& job : over) finish_job(*job);
   return std::exchange(ended_, {});
@@ -320,18 +320,18 @@ void BlockTier::finish_job(TierJob& job) {
       block.good = block.status.has_value();
       if (block.good) result.bytes += block.bytes.size();
       if (job.load) {
-        if (!block.good) index_->damaged(place_, block.slot);
-        index_->unpin(place_, block.slot);
+        if (!block.good) index_->damaged(store_id_, block.slot);
+        index_->unpin(store_id_, block.slot);
       } else if (block.good) {
-        index_->commit(place_, block.slot);
-        index_->unpin(place_, block.slot);
+        index_->commit(store_id_, block.slot);
+        index_->unpin(store_id_, block.slot);
         drop_question(block.key);
       } else {
-        index_->abandon(place_, block.slot, false);
-        disk_failed = place_ == StoreId::kDisk;
+        index_->abandon(store_id_, block.slot, false);
+        disk_failed = store_id_ == StoreId::kDisk;
       }
     }
-    const bool missed = job.load && !block.good && place_ == StoreId::kRemote;
+    const bool missed = job.load && !block.good && store_id_ == StoreId::kRemote;
     if (missed && !job.request_ended) remember_absent(block.key, job.request);
     result.good.push_back(block.good);
   }

@@ -83,7 +83,7 @@ class BlockTier {
   Status sync() { return store_->sync(); }
 
   RemovedBlocks take_removed() { return index_->take_removed(); }
-  int64_t blocks() const { return index_->counts(place_).visible; }
+  int64_t blocks() const { return index_->counts(store_id_).visible; }
   int64_t recovered() const { return recovered_; }  // blocks at the start
   StoreHealth health() const { return store_->health(); }
   SlotStore& slot_store() { return *store_; }
@@ -144,7 +144,7 @@ class BlockTier {
 
   const BlockTierOptions options_;
   const std::unique_ptr<SlotStore> store_;
-  const StoreId place_;
+  const StoreId store_id_;
   const Clock& clock_;
   std::unique_ptr<BlockIndex> index_;
   DiskSlots disk_slots_;

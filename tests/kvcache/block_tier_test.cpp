@@ -74,8 +74,8 @@ class GatedStore final : public SlotStore {
 constexpr int32_t kTierSlots = 4;
 constexpr uint64_t kBlock = kContractRecord;
 
-// Host memory of an engine: places of one block each.
-struct Places32 {
+// Host memory of an engine: rows of one block each.
+struct HostRows {
   std::vector<std::byte> bytes = std::vector<std::byte>(32 * kBlock);
   std::span<std::byte> at(size_t i) { return std::span(bytes).subspan(i * kBlock, kBlock); }
 };
@@ -165,7 +165,7 @@ class BlockTierTest : public ::testing::Test {
   SharedBlocks shared_;
   GatedStore::Gate gate_;
   GatedStore::Gate puts_;
-  Places32 memory_;
+  HostRows memory_;
   uint64_t job_ = 0;
   std::unique_ptr<BlockTier> tier_;
 };

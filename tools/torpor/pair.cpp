@@ -43,7 +43,7 @@ double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-void say(const std::string& what) { fmt::print(stderr, "torpor pair: {}\n", what); }
+void print_line(const std::string& what) { fmt::print(stderr, "torpor pair: {}\n", what); }
 
 Error usage(std::string what, std::string next_step) {
   return {.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next_step)};
@@ -133,7 +133,7 @@ class Pair {
         if (const std::optional<PairStart> start = next_start(states(), seconds_now())) {
           // The other one may serve: it does not end because this one cannot be started just now.
           if (const Status begun = begin(*start); !begun) {
-            say(fmt::format("server {} does not start: {}", start->which + 1, begun.error().what));
+            print_line(fmt::format("server {} does not start: {}", start->which + 1, begun.error().what));
             servers_[start->which].known.ended_early += 1;
             servers_[start->which].known.ended_at = seconds_now();
           }
@@ -203,8 +203,8 @@ class Pair {
     server.was_of_use = server.terminated = false;
     server.known.state = ServerState::kStarting;
     server.known.owned = false;
-    say(fmt::format("server {} starts as {} (process {}, its own port {})", start.which + 1,
-                    start.as_standby ? "standby" : "owner", pid, options_.ports[start.which]));
+    print_line(fmt::format("server {} starts as {} (process {}, its own port {})", start.which + 1,
+                           start.as_standby ? "standby" : "owner", pid, options_.ports[start.which]));
     return ok();
   }
 
@@ -221,7 +221,7 @@ class Pair {
           if (server.pid != 0) (void)::kill(server.pid, SIGKILL);
         }
       }
-      if (!ending_) say("ends: the standby first, then the owner with its checkpoint");
+      if (!ending_) print_line("ends: the standby first, then the owner with its checkpoint");
       ending_ = true;
     }
   }
@@ -261,14 +261,14 @@ class Pair {
     read_states();  // its last ones
     Server& server = servers_[which];
     const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    say(fmt::format("server {} has ended (process {}, {} {})", which + 1, server.pid,
-                    WIFEXITED(status) ? "exit code" : "signal", WIFEXITED(status) ? code : WTERMSIG(status)));
+    print_line(fmt::format("server {} has ended (process {}, {} {})", which + 1, server.pid,
+                           WIFEXITED(status) ? "exit code" : "signal", WIFEXITED(status) ? code : WTERMSIG(status)));
     if (server.known.owned) owner_exit_ = code;
     // While the other one serves this may pass, as a port that is in use for a moment.
     const ServerState others = servers_[1 - which].known.state;
     const bool other_serves = others == ServerState::kOwns || others == ServerState::kTakingOver;
     if (!server.was_of_use && code == kConfigurationExit && !ending_ && !other_serves) {
-      say("its options are wrong: the pair ends");
+      print_line("its options are wrong: the pair ends");
       ends_with_ = code;
     }
     if (!server.was_of_use) server.known.ended_early += 1;
@@ -284,7 +284,7 @@ class Pair {
     for (Server& server : servers_) {
       const bool failed = server.pid != 0 && server.known.state == ServerState::kFailed;
       if (!failed || !server.as_standby || server.was_of_use || server.terminated) continue;
-      say(fmt::format("ends the standby that failed (process {}): its log says why", server.pid));
+      print_line(fmt::format("ends the standby that failed (process {}): its log says why", server.pid));
       (void)::kill(server.pid, SIGTERM);
       server.terminated = true;
       terminated_at_ = seconds_now();
@@ -352,8 +352,8 @@ Result<Exit> pair(const Context& context) {
   int port = 0;
   TORPOR_ASSIGN_OR_RETURN(Options options, options_of(context, host, port));
   TORPOR_ASSIGN_OR_RETURN(Descriptor listening, listen_at(host, port));
-  say(fmt::format("clients connect to port {}; the servers answer for themselves on {} and {}", port, options.ports[0],
-                  options.ports[1]));
+  print_line(fmt::format("clients connect to port {}; the servers answer for themselves on {} and {}", port,
+                         options.ports[0], options.ports[1]));
   return Pair(std::move(options), std::move(listening)).run();
 }
 

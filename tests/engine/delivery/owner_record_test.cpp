@@ -54,14 +54,14 @@ class Child {
     for (const int end : ends_) (void)::close(end);
   }
   pid_t pid() const { return pid_; }
-  void say(char word) const { (void)!::write(ends_[1], &word, 1); }
-  char hear() const {
+  void send(char word) const { (void)!::write(ends_[1], &word, 1); }
+  char receive() const {
     char word = 0;
     (void)!::read(ends_[0], &word, 1);
     return word;
   }
-  // What it has said so far; it must not run meanwhile.
-  std::string said() {
+  // Return all that it has sent. Precondition: it has ended.
+  std::string received() {
     (void)::close(std::exchange(ends_[1], -1));
     std::string words;
     for (char word = 0; ::read(ends_[0], &word, 1) == 1;) words += word;
@@ -92,13 +92,13 @@ class OwnerRecordTest : public DeliveryLogTest {
     auto child = std::make_unique<Child>([&](const Child& self) {
       const auto answers = value_of(DeliveryLog::open(linux_file_system(), options()));
       const auto record = value_of(OwnerRecord::begin(linux_file_system(), directory_.path(), kTerm));
-      self.say('o');
+      self.send('o');
       while (true) {
-        if (beats && !record->beat()) self.say('!');
+        if (beats && !record->beat()) self.send('!');
         ::usleep(5000);
       }
     });
-    EXPECT_EQ(child->hear(), 'o');
+    EXPECT_EQ(child->receive(), 'o');
     return child;
   }
 };
@@ -185,15 +185,15 @@ TEST_F(OwnerRecordTest, WhatTheOwnerStartedEndsWithIt) {
     };
     start();
     const auto record = value_of(OwnerRecord::begin(linux_file_system(), directory_.path(), seconds(60)));
-    self.say('o');
+    self.send('o');
     start();  // the record does not name it
-    self.say('o');
+    self.send('o');
     while (true) ::pause();
   });
-  ASSERT_EQ(child.hear(), 'o');
+  ASSERT_EQ(child.receive(), 'o');
   OwnerWatch standby = watch();
   ASSERT_EQ(value_of(standby.wait(milliseconds(1))).state, OwnerState::kServes);
-  ASSERT_EQ(child.hear(), 'o');
+  ASSERT_EQ(child.receive(), 'o');
   std::vector<Process> started;
   for (const ProcessId& id : descendants_of(child.pid())) started.push_back(value_of(Process::open(id)));
   ASSERT_EQ(started.size(), 2U);
@@ -219,10 +219,10 @@ TEST_F(OwnerRecordTest, AnotherProgramThatTheOwnerRunsForAWhileMayEnd) {
     char nothing = 0;
     (void)!::read(starts[0], &nothing, 1);  // returns when the program runs: its end of the pipe is closed then
     const auto record = value_of(OwnerRecord::begin(linux_file_system(), directory_.path(), seconds(60)));
-    self.say('o');
+    self.send('o');
     while (true) ::pause();
   });
-  ASSERT_EQ(child.hear(), 'o');
+  ASSERT_EQ(child.receive(), 'o');
   OwnerWatch standby = watch();
   ASSERT_EQ(value_of(standby.wait(milliseconds(1))).state, OwnerState::kServes);
   const std::vector<ProcessId> programs = descendants_of(child.pid());
@@ -244,12 +244,12 @@ TEST_F(OwnerRecordTest, AProcessThatGotTheNumberOfTheOwnerIsLeftAlone) {
 TEST_F(OwnerRecordTest, AProcessWhoseFirstThreadHasEndedLivesUntilItsLastOne) {
   const Child child([](const Child& self) {
     std::thread other([&] {
-      self.say('r');
+      self.send('r');
       while (true) ::pause();
     });
     (void)::syscall(SYS_exit, 0);  // of this thread alone
   });
-  ASSERT_EQ(child.hear(), 'r');
+  ASSERT_EQ(child.receive(), 'r');
   const std::string path = fmt::format("/proc/{}/stat", child.pid());
   const auto state = [&] {
     std::ifstream stat(path);
@@ -278,26 +278,26 @@ TEST_F(OwnerRecordTest, ARecordThatIsHalfWrittenNamesNobody) {
 }
 
 // The owner's life as its files see it: it records, begins a new file of the log, and writes a checkpoint. Each word is
-// said when what it stands for is done.
+// sent when what it stands for is done.
 void write_all(FileSystem& files, const std::string& directory, DeliveryLogOptions options, const Child& self) {
   const auto answers = value_of(DeliveryLog::open(files, std::move(options)));
   const auto record = value_of(OwnerRecord::begin(files, directory, milliseconds(20)));
   EXPECT_SUCCEEDS(answers->start(asked("a")));
-  self.say('a');
+  self.send('a');
   EXPECT_SUCCEEDS(answers->step({given("a", 0, {1}, "x")}));
-  self.say('x');
+  self.send('x');
   EXPECT_SUCCEEDS(record->beat());
   EXPECT_SUCCEEDS(answers->rotate());
   EXPECT_SUCCEEDS(answers->step({given("a", 1, {2}, "y")}));
-  self.say('y');
+  self.send('y');
   EXPECT_SUCCEEDS(answers->sync());
   const auto checkpoints = value_of(CheckpointManager::open(files, directory));
   PendingCheckpoint pending = value_of(checkpoints->begin(0));
   EXPECT_SUCCEEDS(pending.write_state(test::example_checkpoint()));
   EXPECT_SUCCEEDS(pending.commit());
-  self.say('c');
+  self.send('c');
   EXPECT_SUCCEEDS(answers->step({given("a", 2, {3}, "z")}));
-  self.say('z');
+  self.send('z');
   ::_exit(0);  // with all that it holds
 }
 
@@ -335,19 +335,19 @@ TEST_F(OwnerRecordTest, AnOwnerThatIsStoppedAtAnyCallOfAFileIsEndedBeforeItsStan
     }
     ASSERT_TRUE(succeeded(standby.end_owner(seconds(60)))) << call;
     ASSERT_EQ(WTERMSIG(child.wait()), SIGKILL);
-    const std::string said = child.said();
+    const std::string received = child.received();
     const auto answers = value_of(DeliveryLog::open(linux_file_system(), log));
     std::string given;
-    for (const char word : said) {
+    for (const char word : received) {
       if (word >= 'x') given += word;
     }
     const std::optional<Answer> answer = answers->get("a");
-    ASSERT_EQ(answer.has_value() || said.empty(), true) << call;
+    ASSERT_EQ(answer.has_value() || received.empty(), true) << call;
     const std::string text = answer ? answer->text : "";
     ASSERT_TRUE(text.starts_with(given)) << call << ": " << text << ", " << given;
     ASSERT_TRUE(succeeded(answers->sync()));
     const size_t committed = value_of(checkpoints->list()).size();
-    ASSERT_GE(committed, said.find('c') == std::string::npos ? 0U : 1U) << call;
+    ASSERT_GE(committed, received.find('c') == std::string::npos ? 0U : 1U) << call;
     ASSERT_TRUE(succeeded(checkpoints->begin(0))) << call;
   }
   std::printf(
