@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <system_error>
 
 #include <fmt/core.h>
 
@@ -64,13 +63,7 @@ Status BlockTier::start(const Digest& space) {
                                                       .remembered_removals = options_.remembered_removals}));
   store_->open_space(space_, space);
   if (store_->traits().durable) TORPOR_RETURN_IF_ERROR(recover());
-  try {
-    for (int i = 0; i < options_.threads; ++i) threads_.emplace_back([this] { run(); });
-  } catch (const std::system_error& error) {
-    return Error{.code = Code::kResourceExhausted,
-                 .what = fmt::format("no thread for a tier of KV blocks: {}", error.what()),
-                 .next_step = "allow this process more threads"};
-  }
+  for (int i = 0; i < options_.threads; ++i) threads_.emplace_back([this] { run(); });
   return ok();
 }
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <system_error>
 
 #include <fmt/core.h>
 
@@ -67,13 +66,7 @@ Result<std::unique_ptr<ObjectBlockStore>> ObjectBlockStore::open(std::unique_ptr
                    .next_step = "use 1 ms or more, and 0 s for never"};
     }
     std::unique_ptr<ObjectBlockStore> made(new ObjectBlockStore(std::move(store), options, clock));
-    try {
-      made->thread_ = std::thread([self = made.get()] { self->run(); });
-    } catch (const std::system_error& error) {
-      return Error{.code = Code::kResourceExhausted,
-                   .what = fmt::format("no thread for an object store of KV blocks: {}", error.what()),
-                   .next_step = "allow this process more threads"};
-    }
+    made->thread_ = std::thread([self = made.get()] { self->run(); });
     return made;
   });
 }
