@@ -197,21 +197,28 @@ Status BlockTier::store(uint64_t id, std::span<const BlockKey> keys, std::span<c
     auto job = std::make_unique<TierJob>(TierJob{.id = id, .begun = clock_.now()});
     job->blocks.reserve(keys.size());
     const bool accepting = store_->accepting();
-    for (size_t i = 0; i < keys.size(); ++i) {
-      Block& block = job->blocks.emplace_back(Block{.key = in_space(keys[i]), .bytes = blocks[i]});
-      if (slot_of_key(block.key) >= 0) {
-        block.good = true;
-        continue;
+    const Status reserved = try_catch([&]() -> Status {
+      for (size_t i = 0; i < keys.size(); ++i) {
+        Block& block = job->blocks.emplace_back(Block{.key = in_space(keys[i]), .bytes = blocks[i]});
+        if (slot_of_key(block.key) >= 0) {
+          block.good = true;
+          continue;
+        }
+        if (!accepting) continue;
+        const Result<Slot> slot = index_->reserve(store_id_, &block.key);
+        if (slot) block.slot = *slot;
+        drop_segments();
+        if (slot) {
+          block.store_slot = store_id_ == StoreId::kDisk ? disk_slots_.slot_to_write(*slot) : *slot;
+        } else {
+          block.good = slot.error().code == Code::kFailedPrecondition;  // on its way
+        }
       }
-      if (!accepting) continue;
-      const Result<Slot> slot = index_->reserve(store_id_, &block.key);
-      drop_segments();
-      if (slot) {
-        block.slot = *slot;
-        block.store_slot = store_id_ == StoreId::kDisk ? disk_slots_.slot_to_write(*slot) : *slot;
-      } else {
-        block.good = slot.error().code == Code::kFailedPrecondition;  // on its way
-      }
+      return ok();
+    });
+    if (!reserved) {
+      give_back(*job);
+      return reserved;
     }
     return submit(std::move(job));
   });
@@ -233,7 +240,7 @@ Status BlockTier::load(uint64_t id, const std::string& request, std::span<const 
   });
 }
 
-// Whatever the index has reserved or pinned for it is given back if it cannot begin.
+// Begin the job. If it cannot begin, give back what is reserved or pinned for it.
 Status BlockTier::submit(std::unique_ptr<TierJob> job) {
   TierJob& begun = *job;
   std::vector<Piece> pieces;
@@ -272,11 +279,16 @@ Status BlockTier::submit(std::unique_ptr<TierJob> job) {
     work_.notify_all();
     return ok();
   }
-  for (Block& block : job->blocks) {
-    if (block.slot < 0) continue;
-    begun.load ? index_->unpin(store_id_, block.slot) : index_->abandon(store_id_, block.slot, false);
-  }
+  give_back(*job);
   return made;
+}
+
+// Give back what the index has reserved or pinned for a job that does not begin.
+void BlockTier::give_back(const TierJob& job) {
+  for (const Block& block : job.blocks) {
+    if (block.slot < 0) continue;
+    job.load ? index_->unpin(store_id_, block.slot) : index_->abandon(store_id_, block.slot, false);
+  }
 }
 
 // The index has let go of whole segments: of the store their records go, too.

@@ -133,6 +133,7 @@ class BlockTier {
   Slot slot_of_key(const BlockKey& key) const;
   void drop_segments();
   Status submit(std::unique_ptr<TierJob> job);
+  void give_back(const TierJob& job);
   void finish_job(TierJob& job);
   void answered(const Question& question);
   void drop_question(const BlockKey& key);
