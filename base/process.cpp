@@ -19,7 +19,7 @@
 namespace torpor {
 namespace {
 
-// A file of /proc; empty: it is not there.
+// Return the content of a file of /proc; empty: there is no such file.
 std::string content_of(const std::string& path) {
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   std::string content;
@@ -126,7 +126,7 @@ Result<Process> Process::open(const ProcessId& id) {
                  .origin = Origin::kSystem,
                  .native = ENOSYS};
   if (fd.get() < 0) return system_error(errno, fmt::format("cannot open the process {}", id.pid));
-  // Asked for after it is held: its number cannot have gone to another one since.
+  // Read after the pidfd was opened: the number cannot have gone to another process since.
   const About found = about(id.pid);
   Process process(id, std::move(fd));
   if (!lives(found) || found.started != id.started || process.ended()) return has_ended(id.pid);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Processes of this machine, seen from another one: which they are, whether they have ended, and their end.
+// Processes of this machine, seen from another process: find them, wait for their end, and end them.
 //
-// A number alone may be given to another process later. ProcessId has the start time, too, and Process holds a file
-// descriptor of the process (pidfd), so neither ever means another one.
+// The system may give a process number to another process later. ProcessId has the start time, too, and Process holds a
+// file descriptor of the process (pidfd), so neither ever means another process.
 //
 // Threads: any.
 #pragma once
@@ -25,22 +25,22 @@ struct ProcessId {
   friend bool operator==(const ProcessId&, const ProcessId&) = default;
 };
 
-// What a process number counts in: numbers of one space mean nothing in another one.
+// The scope of process numbers: a number of one space means nothing in another space.
 struct ProcessSpace {
-  std::string boot;            // of the machine; another one after each start
-  uint64_t pid_namespace = 0;  // as containers have
+  std::string boot;            // boot ID of the machine; changes with each start
+  uint64_t pid_namespace = 0;  // inode number; differs between containers
   friend bool operator==(const ProcessSpace&, const ProcessSpace&) = default;
 };
 // kIo: the system does not say (no /proc).
 Result<ProcessSpace> this_process_space();
 
-// kNotFound: there is none, or it has ended and nobody has waited for it yet.
+// kNotFound: there is no such process, or it has ended, even if its parent has not waited for it yet.
 Result<ProcessId> find_process(int32_t pid);
 // Return the processes that `pid` started, and those that these started, and so on.
 std::vector<ProcessId> descendants_of(int32_t pid);
-// Return the words of its command line, separated by blanks; empty: it has ended, or is not ours to ask.
+// Return the words of the command line, separated by blanks; empty: the process has ended, or is another user's.
 std::string command_line(int32_t pid);
-// Return the path of the program that it runs; empty: it has ended, or is not ours to ask.
+// Return the path of the program; empty: the process has ended, or is another user's.
 std::string executable_of(int32_t pid);
 
 class Process {
@@ -50,7 +50,7 @@ class Process {
   const ProcessId& id() const { return id_; }
   bool ended() const;    // with all its threads; its parent need not have waited for it
   bool stopped() const;  // by SIGSTOP or a debugger
-  // SIGKILL. No error where it has ended.
+  // Send SIGKILL. It is no error if the process has ended.
   Status kill() const;
 
  private:
@@ -60,7 +60,7 @@ class Process {
   Descriptor fd_;
 };
 
-// Return as soon as one of these has ended, which one; or after `patience`, none.
+// Wait until one of the processes has ended, and return its index; return nothing after `patience`.
 std::optional<size_t> wait_for_end(std::span<const Process> processes, std::chrono::nanoseconds patience);
 
 }  // namespace torpor

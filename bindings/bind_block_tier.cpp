@@ -94,7 +94,7 @@ class PyBlockTier {
     without_lock([&] { to.wait(); });
   }
 
-  // What was stored before is not found any more, after a restart neither.
+  // Forget all blocks, for later processes that open the directory, too.
   void forget() {
     BlockTier& to = tier();
     const Status done = without_lock([&] {
@@ -132,7 +132,7 @@ class PyBlockTier {
     return out;
   }
 
-  // What is under way ends; what was put is made as safe as the store makes it. vLLM's memory is free then.
+  // Wait for all jobs, make the stored blocks as durable as the store can, and release vLLM's memory.
   void close() {
     const Status safe = without_lock([&]() -> Status {
       sync_.reset();

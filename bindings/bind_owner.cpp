@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who owns a server's directory, and the blocks of its newest checkpoint, for Python.
+// OwnerRecord, OwnerWatch and ReadAhead for Python: the owner of a server's directory, and its newest checkpoint.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

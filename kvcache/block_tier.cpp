@@ -76,7 +76,7 @@ BlockTier::~BlockTier() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-// The newest segments that there is room for; of a key that was put twice the newest record.
+// Adopt the newest segments that the index can hold; of a key that was put twice, adopt the newest record.
 Status BlockTier::recover() {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<RecoveredSlot> found, store_->recover(space_));
   disk_slots_.note_recovered(found);
@@ -154,7 +154,7 @@ void BlockTier::ask() {
 
 void BlockTier::request_finished(const std::string& request) {
   {
-    const MutexLock lock(mutex_);  // what its loads do not bring is not absent for others
+    const MutexLock lock(mutex_);  // its loads mark no block absent from now on
     for (const auto& job : jobs_) job->request_ended = job->request_ended || job->request == request;
     for (const auto& job : over_) job->request_ended = job->request_ended || job->request == request;
   }
@@ -183,7 +183,7 @@ void BlockTier::answered(const Question& question) {
   }
 }
 
-// The key is known again: nobody is told that it is absent.
+// Forget the store's answer that it lacks the key: the index knows the block now.
 void BlockTier::drop_question(const BlockKey& key) {
   const auto asked = asked_.find(key);
   if (asked == asked_.end() || asked->second.open) return;
@@ -211,7 +211,7 @@ Status BlockTier::store(uint64_t id, std::span<const BlockKey> keys, std::span<c
         if (slot) {
           block.store_slot = store_id_ == StoreId::kDisk ? disk_slots_.slot_to_write(*slot) : *slot;
         } else {
-          block.good = slot.error().code == Code::kFailedPrecondition;  // on its way
+          block.good = slot.error().code == Code::kFailedPrecondition;  // another job stores it
         }
       }
       return ok();
@@ -232,7 +232,7 @@ Status BlockTier::load(uint64_t id, const std::string& request, std::span<const 
     for (size_t i = 0; i < keys.size(); ++i) {
       Block& block = job->blocks.emplace_back(Block{.key = in_space(keys[i]), .bytes = blocks[i]});
       block.slot = slot_of_key(block.key);
-      if (block.slot < 0) continue;  // it went meanwhile
+      if (block.slot < 0) continue;  // evicted meanwhile
       index_->pin(store_id_, block.slot);
       block.store_slot = store_id_ == StoreId::kDisk ? disk_slots_.slot_to_read(block.slot) : block.slot;
     }
@@ -240,7 +240,7 @@ Status BlockTier::load(uint64_t id, const std::string& request, std::span<const 
   });
 }
 
-// Begin the job. If it cannot begin, give back what is reserved or pinned for it.
+// Queue the job. On an error, release what the index has reserved or pinned for it.
 Status BlockTier::submit(std::unique_ptr<TierJob> job) {
   TierJob& begun = *job;
   std::vector<Piece> pieces;
@@ -283,7 +283,7 @@ Status BlockTier::submit(std::unique_ptr<TierJob> job) {
   return made;
 }
 
-// Give back what the index has reserved or pinned for a job that does not begin.
+// Release what the index has reserved or pinned for a job that does not begin.
 void BlockTier::give_back(const TierJob& job) {
   for (const Block& block : job.blocks) {
     if (block.slot < 0) continue;
@@ -291,7 +291,7 @@ void BlockTier::give_back(const TierJob& job) {
   }
 }
 
-// The index has let go of whole segments: of the store their records go, too.
+// Drop from the store the segments that the index has evicted.
 void BlockTier::drop_segments() {
   const std::vector<Dropped> dropped = index_->take_dropped();
   if (dropped.empty()) return;
@@ -344,7 +344,7 @@ void BlockTier::finish_job(TierJob& job) {
   ended_.push_back(std::move(result));
 }
 
-// Otherwise the request would ask, hear that it is there, and load it again.
+// Remember that the store lacks the block: otherwise the request would ask for it and load it again.
 void BlockTier::remember_absent(const BlockKey& key, const std::string& request) {
   Asked& asked = asked_.try_emplace(key, Asked{.open = false}).first->second;
   if (asked_by_[request].insert(key).second) ++asked.requests;
@@ -441,7 +441,7 @@ void BlockTier::move(TierJob& job, std::span<Block> blocks) {
   bool damaged = false;
   for (Block& block : blocks) {
     if (!done && block.slot >= 0) block.status = done.error();
-    if (block.status || block.status.error().code != Code::kCorruption) continue;  // what else fails the store says
+    if (block.status || block.status.error().code != Code::kCorruption) continue;  // the store logs other errors
     if (!std::exchange(damaged, true)) log().warn("a tier of KV blocks: {}", block.status.error().to_string());
   }
 }

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // BlockTier: one store, on disk or on another machine, below the host memory of an engine that offloads by itself. The
 // engine says which blocks go there and which come back; the tier knows what the store has (BlockIndex), and moves
-// bytes between the engine's host memory and the store. Which disk segment goes when there is no room is the index's.
+// bytes between the engine's host memory and the store. If the disk is full, the index chooses the segment to drop.
 //
-// A job is a list of blocks. It ends for each block: it is in the store, or in memory as it was stored; or it is not.
-// What was read is compared with its digest first; what is not as it was stored, or not there, is a miss from then on.
+// A job is a list of blocks, each with a result of its own. A stored block is good if the store has it; a loaded block
+// is good if its bytes have the digest with which they were stored. A block that cannot be loaded is a miss from then
+// on.
 //
-// A store on disk is known by the index. What a store on another machine has is asked: lookup() says kAsking until it
-// answers, ask() sends all questions since the last call as one, and a request never waits for an answer for longer
-// than `most_wait`.
+// The index knows all blocks of a store on disk. A store on another machine is asked: lookup() returns kAsking until
+// the store answers, ask() sends all questions since the last call as one, and a request never waits for an answer for
+// longer than `most_wait`.
 //
 // Threads: the methods on one at a time; bytes move on threads of the tier. Loads and questions go before stores, and
-// one thread is never used by stores. Nothing but wait(), forget() and the destructor waits for bytes.
+// stores never use all threads. Only wait(), forget() and the destructor wait for bytes that move.
 #pragma once
 
 #include <chrono>
@@ -37,7 +38,7 @@ struct BlockTierOptions {
   uint64_t block_bytes = 0;
   int32_t disk_segments = 0;  // of a store on disk, as BlockIndexOptions have them
   int32_t segment_slots = 0;
-  int32_t remote_slots = 0;  // of a shared store: of how many blocks it is remembered that they are there
+  int32_t remote_slots = 0;  // of a shared store: most blocks that the index knows to be there
   int32_t remembered_removals = 0;
   int threads = 4;                           // 2 or more
   std::chrono::milliseconds most_wait{100};  // of a lookup
@@ -45,7 +46,7 @@ struct BlockTierOptions {
 
 enum class TierLookup : uint8_t { kMiss, kHit, kAsking };
 
-// What became of a job.
+// The result of a job.
 struct TierJobResult {
   uint64_t job = 0;
   std::vector<bool> good;  // by block: stored, or loaded
@@ -55,31 +56,32 @@ struct TierJobResult {
 
 class BlockTier {
  public:
-  // Takes over what a store on disk has of the namespace. `clock` outlives it. kInvalidArgument: the options do not fit
-  // the store.
+  // Open a tier; it adopts the blocks of the namespace that a store on disk has. `clock` outlives it.
+  // kInvalidArgument: the options do not fit the store.
   static Result<std::unique_ptr<BlockTier>> create(const BlockTierOptions& options, std::unique_ptr<SlotStore> store,
                                                    const Digest& space, const Clock& clock);
-  // What is under way ends; what is not begun is not done.
+  // Waits for the batches that threads move now; queued batches are dropped.
   ~BlockTier();
 
-  // `request` asks. What one request was told to be absent stays so for it, until request_finished().
+  // Look `key` up for `request`. A block that a store on another machine lacks stays a miss until each request that
+  // looked it up has finished, or until store() has put it.
   TierLookup lookup(const BlockKey& key, const std::string& request);
   void ask();
   void request_finished(const std::string& request);
 
-  // Begins a job; finished() has its end. The keys' spaces are not read. blocks[i] is the memory of keys[i], of
-  // block_bytes each, which stays until then. Blocks that are there already, or on their way, count as stored.
+  // Begin a job; finished() returns its result. The keys' spaces are ignored. blocks[i] is the memory of keys[i], of
+  // block_bytes each, and stays valid until then. Blocks that are there already, or on their way, count as stored.
   Status store(uint64_t job, std::span<const BlockKey> keys, std::span<const std::span<std::byte>> blocks);
   Status load(uint64_t job, const std::string& request, std::span<const BlockKey> keys,
               std::span<const std::span<std::byte>> blocks);
-  // Jobs that ended since the last call; answers to questions count from here on.
+  // Return the jobs that ended since the last call. lookup() knows the answers that have come by then.
   std::vector<TierJobResult> finished();
-  // Returns when no job is under way and no question open. finished() has what ended.
+  // Return when no job is under way and no question is open; finished() returns the results.
   void wait();
 
-  // Nothing that was stored before is found any more; `space` is the namespace from now on. Waits.
+  // Wait for all jobs, and forget all blocks; `space` is the namespace from now on.
   Status forget(const Digest& space);
-  // What was put before is as safe as the store makes it.
+  // Make the stored blocks as durable as the store can.
   Status sync() { return store_->sync(); }
 
   RemovedBlocks take_removed() { return index_->take_removed(); }
@@ -93,7 +95,7 @@ class BlockTier {
   struct Block {
     BlockKey key;
     std::span<std::byte> bytes;
-    Slot slot = -1;          // of the index; -1: nothing is to be moved
+    Slot slot = -1;          // of the index; -1: the block is not moved
     StoreSlot store_slot{};  // of the store
     Status status{};
     bool good = false;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // DiskSlots: where the slots of a block index lie in a store on disk. An index uses its slots again and again; a store
-// uses each of its own once, in the life of its directory. So each segment of the index gets a new one of the store
-// when it is first written, and what the store had at its start keeps its place there until the index lets go of it.
+// uses each of its own once, in the life of its directory. So each segment of the index gets a new segment of the store
+// when it is first written, and a block that the store had at its start stays where it is until the index evicts it.
 //
-// Owner: who moves bytes for the index, on one thread.
+// Owner: the component that moves bytes for the index. Threads: one.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace torpor {
 
 class DiskSlots {
  public:
-  // `first`: of the store, from where on no slot was ever used.
+  // `first`: the store's first slot that was never used, as are all after it.
   DiskSlots(int32_t segments, int32_t segment_slots, StoreSlot first);
 
   // Return the slot of the store, -1 if nothing was put there.
@@ -25,17 +25,17 @@ class DiskSlots {
   // Return the slot of the store in which the index's slot is written now.
   StoreSlot slot_to_write(Slot slot);
 
-  // The store had these at its start. Each is then adopted by a slot of the index, or not.
+  // Note the slots that the store had at its start. The caller then adopts some of them.
   void note_recovered(std::span<const RecoveredSlot> recovered);
   void adopt(Slot slot, StoreSlot recovered);
-  // Return the segments of which no slot was adopted; they are forgotten.
+  // Return, and forget, the store's segments of which no slot was adopted.
   std::vector<SlotRange> take_unadopted();
 
-  // The index lets go of one of its segments: adds the numbers of the store's that nobody knows any more to `gone`,
-  // which takes no memory where it has room for most_gone(segments).
+  // Release a segment that the index has evicted: append the numbers of the store's segments that no slot uses any more
+  // to `gone`. This allocates nothing if `gone` has the capacity most_gone(segments).
   void release_segment(int32_t segment, std::vector<int64_t>& gone);
   size_t most_gone(size_t segments) const { return segments + adopted_.size(); }
-  // Adds each of these segments of the store once.
+  // Append the range of each segment in `gone` once. `gone` is sorted.
   void add_ranges(std::vector<int64_t>& gone, std::vector<SlotRange>& ranges) const;
 
  private:

@@ -20,7 +20,7 @@ constexpr size_t kMostRemovals = 1000;  // of one sweep
 constexpr std::chrono::seconds kLookSeconds{30};
 constexpr std::chrono::hours kSweepInterval{1};
 
-// What is left for this thread's call of the store.
+// The deadline of this thread's call of the store.
 thread_local std::chrono::steady_clock::time_point call_ends;
 void begin_call(std::chrono::milliseconds length) { call_ends = std::chrono::steady_clock::now() + length; }
 double call_seconds_left() {
@@ -108,7 +108,7 @@ size_t ObjectBlockStore::known_blocks() const {
   return blocks_.size();
 }
 
-// An error that the store itself answered with is an answer, too.
+// Report the result of a call to the breaker. An error that the store answered with is an answer, too.
 void ObjectBlockStore::record_answer(const Status& status) {
   if (status || (status.error().code != Code::kUnavailable && status.error().code != Code::kAborted)) {
     if (breaker_.succeeded()) log().info("KV connector: {} answers again", store_->url());
@@ -218,7 +218,7 @@ void ObjectBlockStore::get_items(std::span<Item> items) {
   for (Run& run : runs_of(items)) {
     if (answers && breaker_.may_ask()) {
       read(run);
-      // One that took its whole time leaves none for the others.
+      // A read that the store did not answer leaves no time for the others.
       const Status& first = run.items[0].first->status;
       answers = first || first.error().code != Code::kUnavailable;
       continue;
@@ -285,7 +285,7 @@ void ObjectBlockStore::read(Run& run) {
   }
 }
 
-// Of a pack of many blocks one cannot be removed.
+// Forget the blocks in this process only: the store cannot remove one block of a pack.
 void ObjectBlockStore::forget_items(std::span<Item> items) {
   const MutexLock lock(known_);
   for (Item& item : items) {
@@ -347,7 +347,7 @@ Status ObjectBlockStore::look() {
     TORPOR_RETURN_IF_ERROR(look_at(*space));
     {
       const MutexLock lock(known_);
-      if (space == space_) looked_ = Looked::kDone;  // who asks need not wait for the rest
+      if (space == space_) looked_ = Looked::kDone;  // find() need not wait for the rest
     }
     changed_.notify_all();
     TORPOR_RETURN_IF_ERROR(write_indexes());
@@ -370,7 +370,7 @@ Status ObjectBlockStore::look_at(const Digest& space) {
   std::vector<PackName> indexes;
   {
     const MutexLock lock(known_);
-    for (KnownPack& pack : packs_) {  // those that were put since the list was asked for may not be in it
+    for (KnownPack& pack : packs_) {  // a pack that was put since the list began may not be in it
       if (pack.added <= added && pack.key.starts_with(folder) && !there.contains(pack.key)) forget_pack(pack);
     }
     for (const std::string& key : keys) {
@@ -394,7 +394,7 @@ Status ObjectBlockStore::look_at(const Digest& space) {
   return ok();
 }
 
-// What is damaged or gone is passed over, and not read again. Errors are those of the store.
+// Read an index. A damaged or removed index is skipped, and not read again. Errors are those of the store.
 Status ObjectBlockStore::read_index(const std::string& folder, const PackName& name, const std::set<std::string>& there,
                                     const Digest& space) {
   const std::string key = key_of_index(folder, name.text());
@@ -413,7 +413,7 @@ Status ObjectBlockStore::read_index(const std::string& folder, const PackName& n
     if (!there.contains(key_of_pack(folder, pack.name))) continue;
     if (const auto entries = decode_pack_head(pack.head); entries) add_pack(folder, pack.name, space, *entries);
   }
-  std::set<std::string> named;  // which this engine need not name, too
+  std::set<std::string> named;  // this engine need not name them, too
   for (const IndexedPack& pack : *packs) named.insert(pack.name);
   const MutexLock lock(known_);
   if (const auto left = without_index_.find(folder); left != without_index_.end())
@@ -461,7 +461,7 @@ Status ObjectBlockStore::write_indexes() {
   return ok();
 }
 
-// Of all namespaces: those that nobody looks at any more, too.
+// Remove the expired packs and indexes of all namespaces, as nobody may use the older namespaces any more.
 Status ObjectBlockStore::sweep() {
   if (options_.expire.count() == 0) return ok();
   {
@@ -504,7 +504,7 @@ void ObjectBlockStore::run() {
     looked_at_ = clock_.now();
     if (space == space_ && (looked || looked_ == Looked::kNever)) looked_ = looked ? Looked::kDone : Looked::kFailed;
     const std::string failure = looked ? "" : looked.error().to_string();
-    if (failure != last_failure_ && !looked && looked.error().code != Code::kUnavailable)  // that the breaker says
+    if (failure != last_failure_ && !looked && looked.error().code != Code::kUnavailable)  // record_answer() logs that
       log().warn("KV connector: what {} has is not known: {}", store_->url(), failure);
     last_failure_ = failure;
     changed_.notify_all();

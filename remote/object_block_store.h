@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// ObjectBlockStore: KV blocks in an object store (S3, or a shared directory) that engines share: what one computed,
-// another finds, also after all of them have ended. What is not of packs: remote/block_store.h.
+// ObjectBlockStore: KV blocks in an object store (S3, or a shared directory) that engines share: an engine finds the
+// blocks that another engine computed, even if that engine has ended. remote/block_store.h has the base class.
 //
-// Each put() writes one object, a pack of all blocks of the call. Which blocks are where is in memory, for each key
-// space: an engine lists the packs, reads indexes, each of which says what is in many packs, and of packs that none
-// names their heads (remote/FORMAT.md). After kPacksOfAnIndex packs that no index names it writes one. So an engine
-// that begins takes a request a thousand packs for the list, and one for each index.
+// Each put() writes packs: objects of all blocks of the call. Each engine keeps in memory where the blocks of its
+// newest namespace are: it lists the packs, reads the indexes, each of which has the heads of many packs, and reads the
+// head of each pack that no index names (remote/FORMAT.md). For each kPacksOfAnIndex packs that no index names it
+// writes an index. So at its start an engine sends a request for each thousand packs to list them, and one for each
+// index.
 //
-// find() answers from memory. Of a namespace that was never looked at it waits for that, within its time; what is not
-// there makes it look again in the background, at most once a `look_interval`. So a block of another engine is found
-// that much later.
+// find() answers from memory. In a new namespace it waits for the first list, within its time. If a block is absent,
+// the engine lists the packs again in the background, at most once in each `look_interval`: it finds blocks of other
+// engines that much later.
 //
-// Packs and indexes older than `expire` are removed by whichever engine looks, of all namespaces; a pack that is gone
-// is a miss. Each call has a deadline; after a few failures in a row the store is not asked for a while
-// (remote/breaker.h). A damaged block is not asked for again by this process; its pack stays, for the other blocks.
+// Each engine removes packs and indexes older than `expire`, of all namespaces; a block of a removed pack is a miss.
+// Each call has a deadline; after a few failures in a row the engine asks the store nothing for a while
+// (remote/breaker.h). A process does not read a damaged block again; the pack stays, for its other blocks.
 //
-// Threads: all methods from any; one of its own looks.
+// Threads: all methods from any; a thread of its own lists the packs.
 #pragma once
 
 #include <deque>
@@ -51,7 +52,8 @@ class ObjectBlockStore final : public BlockStore {
  public:
   static constexpr size_t kPacksOfAnIndex = 64;
 
-  // By its URL, as open_object_store() has it. Asks nothing yet. kInvalidArgument. `clock` outlives it.
+  // Open a store by its URL (see open_object_store()); this sends no request. `clock` outlives it. kInvalidArgument:
+  // the options or the URL are wrong.
   static Result<std::unique_ptr<ObjectBlockStore>> open(const std::string& url, FileSystem& file_system,
                                                         const ObjectBlockStoreOptions& options, const Clock& clock);
   static Result<std::unique_ptr<ObjectBlockStore>> open(std::unique_ptr<ObjectStore> store,
@@ -60,7 +62,7 @@ class ObjectBlockStore final : public BlockStore {
 
   bool accepting() const override { return breaker_.closed_or_due(); }
   void open_space(uint32_t space, const Digest& digest) override;
-  // Looks now, on the caller's thread, what is there of the newest namespace, and removes what has expired.
+  // List the packs of the newest namespace, write indexes, and remove what has expired, on the caller's thread.
   Status look();
   size_t known_blocks() const;
 
@@ -123,7 +125,7 @@ class ObjectBlockStore final : public BlockStore {
   std::unordered_map<Digest, Location, DigestHash> blocks_ TORPOR_GUARDED_BY(known_);
   std::deque<KnownPack> packs_ TORPOR_GUARDED_BY(known_);
   std::unordered_map<std::string, uint32_t> pack_numbers_ TORPOR_GUARDED_BY(known_);  // by key
-  std::set<std::string> indexes_ TORPOR_GUARDED_BY(known_);                           // keys of those that were read
+  std::set<std::string> indexes_ TORPOR_GUARDED_BY(known_);                           // keys of those read or written
   std::map<std::string, std::vector<IndexedPack>> without_index_ TORPOR_GUARDED_BY(known_);  // by folder
   uint64_t added_ TORPOR_GUARDED_BY(known_) = 0;
   std::optional<Digest> space_ TORPOR_GUARDED_BY(known_);  // the newest

@@ -56,7 +56,7 @@ Error wrong(Code code, std::string what) {
   return {.code = code, .what = std::move(what), .next_step = "its blocks are computed instead"};
 }
 
-// What begins and ends as it must.
+// Return the first bytes of an object whose magic number, checksum and version are right.
 Result<Start> start_of(std::span<const std::byte> bytes, uint64_t magic, std::string_view kind) {
   Start start;
   if (bytes.size() < sizeof start + kCheckBytes)

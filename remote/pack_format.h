@@ -46,9 +46,10 @@ std::string key_of_index(const std::string& folder, std::string_view name);
 inline constexpr std::string_view kAllPacks = "kv1/";
 
 uint64_t pack_head_bytes(size_t blocks);
-// The head of a pack. The entries lie one after the other behind it; of each `bytes` is given, the offset filled.
+// Return the head of a pack whose blocks lie one after the other behind it. Reads `bytes` of each entry, and sets its
+// `offset`.
 std::vector<std::byte> encode_pack_head(std::span<PackEntry> entries);
-// kCorruption: it is none, of so many blocks. kIncompatible: of another version.
+// kCorruption: it is damaged, or has the size of another number of blocks. kIncompatible: it has another version.
 Result<std::vector<PackEntry>> decode_pack_head(std::span<const std::byte> head);
 
 struct IndexedPack {

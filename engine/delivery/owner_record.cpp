@@ -21,8 +21,8 @@ constexpr std::string_view kOwnerFile = "OWNER";
 constexpr std::array<char, 8> kOwnerMagic = {'T', 'O', 'R', 'P', 'O', 'W', 'N', 'R'};
 constexpr uint32_t kOwnerVersion = 1;
 constexpr size_t kMostProcesses = 200;
-// Looks a term. Where as much time passes between two looks as this process never means to let pass, the machine or
-// this process stood still, and what it saw before says nothing of the owner.
+// Looks in a term. If 1/kStoodStillPerTerm of a term passes between two looks, the machine or this process stood still:
+// the earlier looks say nothing about the owner.
 constexpr int kLooksPerTerm = 20;
 constexpr int kStoodStillPerTerm = 4;
 
@@ -54,7 +54,7 @@ Digest digest_of_page(const OwnerPage& page) { return digest_of(bytes_of(page).f
 
 std::string folder_of(const std::string& directory) { return fmt::format("{}/{}", directory, kAnswersFolder); }
 
-// Nothing: there is no page, or it is being written.
+// Return the page; nothing: there is none, or a server writes it now.
 Result<std::optional<OwnerPage>> read_page(FileSystem& file_system, const std::string& directory) {
   const Result<std::unique_ptr<Directory>> folder = file_system.open_directory(folder_of(directory), false);
   if (!folder && folder.error().code == Code::kNotFound) return std::nullopt;
@@ -76,13 +76,13 @@ Result<std::optional<OwnerPage>> read_page(FileSystem& file_system, const std::s
   return page;
 }
 
-// What ends by itself when the others have, and tidies up after them: multiprocessing's.
+// Return whether this is multiprocessing's resource tracker: it tidies up after the other processes, and then ends.
 bool tidies_up(const ProcessId& process) {
   return command_line(process.pid).find("multiprocessing.resource_tracker") != std::string::npos;
 }
 
-// A compiler or a tool that a library runs for a while: its end is not the end of the engine. What is the owner's runs
-// the same program as the server.
+// Return whether the process runs another program than the server, as a compiler that a library starts: its end is not
+// the end of the engine. The engine's processes run the server's program.
 bool is_other_program(const ProcessId& process, const std::string& servers) {
   const std::string program = executable_of(process.pid);
   return !program.empty() && program != servers;
@@ -144,7 +144,7 @@ Result<OwnerLook> OwnerWatch::wait(std::chrono::nanoseconds patience) {
   });
 }
 
-// Precondition: none is known.
+// Precondition: no owner is known.
 Result<OwnerLook> OwnerWatch::find_owner() {
   TORPOR_ASSIGN_OR_RETURN(const std::optional<OwnerPage> page, read_page(file_system_, directory_));
   const bool is_new = page_ && page && page_->bytes != page->digest;
@@ -250,7 +250,7 @@ Status OwnerWatch::end_owner(std::chrono::nanoseconds patience) {
                    .next_step = "see what it waits for in the kernel: cat /proc/PID/stack"};
     }
     processes_.clear();
-    // A process that nobody named, as one that outlived an earlier owner, may hold this.
+    // A process that OWNER does not name, as one that outlived an earlier owner, may hold this lock.
     const Result<std::unique_ptr<Directory>> store = file_system_.open_directory(directory_, false);
     if (!store) return store.error();
     const Result<std::unique_ptr<File>> lock = (*store)->lock(kLockFile);

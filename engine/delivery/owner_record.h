@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which processes own a server's directory, for a second server on the same machine that is to take over from them.
+// OwnerRecord and OwnerWatch: the processes that own a server's directory, for a second server on the same machine that
+// is to take over from them.
 //
 // The owner is the server that holds the lock of the response log. It writes one page, OWNER, beside the log: its
 // processes, its term, and a heartbeat, a number that grows while it serves. OwnerWatch follows that page, and ends
@@ -27,7 +28,7 @@ namespace torpor {
 // The owner's side. Precondition of all: this process holds the lock of the response log in `directory`/answers.
 class OwnerRecord {
  public:
-  // Names this process, and those of the same program that it has started, as the owner. `directory`: the server's.
+  // Record this process, and those of the same program that it has started, as the owner. `directory`: the server's.
   // `term`: without a heartbeat for so long, another server may end this one. kResourceExhausted: too many processes
   // for the page.
   static Result<std::unique_ptr<OwnerRecord>> begin(FileSystem& file_system, const std::string& directory,
@@ -44,7 +45,7 @@ class OwnerRecord {
 enum class OwnerState {
   kNone,    // nobody owns the directory, or somebody whom this process cannot see; `why` says so
   kServes,  // its processes live, and it gives its heartbeat
-  kEnded,   // a process of it has ended
+  kEnded,   // one of its processes has ended
   kSilent,  // it lives, without a heartbeat for a term, or with a process that is stopped for a term
 };
 
@@ -60,8 +61,8 @@ class OwnerWatch {
   OwnerWatch(FileSystem& file_system, const Clock& clock, std::string directory)
       : file_system_(file_system), clock_(clock), directory_(std::move(directory)) {}
 
-  // Return how the owner is: at once if it has ended or is silent, else after `patience`. An owner that had named
-  // itself and ended before the first look is none; one that did both between two looks has ended. Errors: of the file
+  // Return the owner's state: after `patience` if it serves, at once in all other states. An owner that has ended
+  // before the first look is kNone; one that recorded itself and ended between two looks is kEnded. Errors: of the file
   // OWNER.
   Result<OwnerLook> wait(std::chrono::nanoseconds patience);
   // End what is left of the owner that was seen, and of what it has started since (SIGKILL); return when all of it is
