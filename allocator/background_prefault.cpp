@@ -114,7 +114,7 @@ void BackgroundPrefault::run() noexcept {
   const HostArena::OnThread on_thread = [&](const std::function<void()>& touch) { toucher.run_there(touch); };
   Clock::time_point rested = Clock::now();
   bool full = false;
-  // Rest. Return false to bring up no further page.
+  // Rest. Return false if no further page is to be prefaulted.
   const auto go_on = [&](uint64_t next_bytes) {
     const std::chrono::nanoseconds worked = Clock::now() - rested;
     {

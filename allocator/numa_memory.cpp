@@ -43,7 +43,7 @@ int NumaSystem::prefer(std::byte* data, uint64_t size, int node) {
   mask[static_cast<size_t>(node) / kBits] = 1ul << (static_cast<size_t>(node) % kBits);
   return ::syscall(SYS_mbind, data, size, MPOL_PREFERRED, mask, kMostNodes + 1, 0) == 0
              ? 0
-             : errno;  // mbind uses one bit less than it is told
+             : errno;  // mbind uses one bit less than the given number
 }
 
 std::vector<int> NumaSystem::cores(int node) {

@@ -30,7 +30,7 @@ struct EventSource {
   std::string role;  // "core", "rank", …; at most 15 bytes
   int32_t rank = 0;
   int32_t pid = 0;
-  // Start time of the process as the kernel counts it: tells it from a later process with the same pid.
+  // Start time of the process as the kernel counts it; a later process with the same pid has another one.
   uint64_t process_start = 0;
   // One moment on both clocks: wall time = time - monotonic_ns + wall_ns.
   int64_t monotonic_ns = 0;

@@ -27,7 +27,7 @@ inline constexpr size_t kKeyBytes = 32;
 using SealId = std::array<uint8_t, 16>;       // random, one per checkpoint
 using SealTag = std::array<uint8_t, 16>;      // tag of sealed bytes
 using ManifestMac = std::array<uint8_t, 32>;  // BLAKE2b-256, keyed or not
-using KeyName = std::array<uint8_t, 8>;       // tells a wrong key from damage; reveals nothing about the key
+using KeyName = std::array<uint8_t, 8>;       // shows whether a key is the wrong one; reveals nothing about the key
 
 enum class Protection : uint8_t { kNone, kAuthenticated, kEncrypted };
 std::string_view name(Protection protection);  // "none", "authenticated", "encrypted"

@@ -159,7 +159,7 @@ bool SwapChannel::step(const Step& next) noexcept {
   }
 }
 
-// Return whether another object holds the lock. If the system cannot tell, assume that it does.
+// Return whether another object holds the lock. If the system does not say, assume that it does.
 bool SwapChannel::held(int byte) const noexcept {
   struct flock lock = lock_at(byte);
   return ::fcntl(locks_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;

@@ -197,8 +197,8 @@ class ConnectorWorker {
     });
   }
 
-  // Make a host store, a smaller one if the arena is too small: the engine serves all the same. Null: there is no room
-  // at all.
+  // Make a host store, a smaller one if the arena is too small: the engine serves all the same. Null: the arena has no
+  // memory for any.
   Result<std::shared_ptr<HostStore>> make_host(uint64_t bytes, Codec codec) {
     const int32_t wanted = options_.host_slots;
     for (; options_.host_slots > 0; options_.host_slots /= 2) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // BlockField: one attribute of vLLM's KVCacheBlock. If its class has the attribute as a slot, it is read and written in
-// place, without the interpreter. Other objects are asked for it by name: slower, with the same result.
+// place, without the interpreter. Otherwise the interpreter looks it up: slower, with the same result.
 //
 // Threads: those that hold the interpreter's lock. Failure: no method leaves a Python exception.
 #pragma once

@@ -3,7 +3,7 @@
 // GroupTables: the block tables of these groups. A group is a set of layers that share one table; its blocks have keys
 // of their own.
 //
-// A hit needs every block of a group that sees all tokens. Of other groups it needs the blocks that the first token
+// A hit needs every block of a group that sees all tokens. It needs those blocks of other groups that the first token
 // after the hit still sees. A prefix that the engine has itself is there for all groups.
 //
 // Owner: the scheduler's side of the connector. Threads: those that hold the interpreter's lock.

@@ -20,7 +20,7 @@
 namespace torpor {
 namespace {
 
-constexpr int32_t kSegments = 8;  // at least, where there is room on disk for so many
+constexpr int32_t kSegments = 8;  // at least, if the disk has space for so many
 constexpr uint64_t kMostSegmentBytes = 64 * kMiB;
 constexpr std::chrono::seconds kLockWait{10};
 

@@ -19,7 +19,7 @@ struct Extent {
   uint64_t bytes = 0;
 };
 
-// The bytes of a file, through the page cache: that they are there afterwards is all that is wanted.
+// Read a part of a file, so that the page cache has it; the content of `buffer` is not used.
 Status read_extent(const File& file, const Extent& extent, std::vector<std::byte>& buffer) {
   for (uint64_t done = 0; done < extent.bytes; done += kPieceBytes) {
     buffer.resize(std::min(kPieceBytes, extent.bytes - done));

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// ReadAhead: the KV blocks of a directory's newest checkpoint, read into the system's page cache before they are
+// ReadAhead: reads the KV blocks of a directory's newest checkpoint into the system's page cache before they are
 // needed.
 //
-// For a process that follows the checkpoints that another one writes, and is to wake from the newest of them: its wake
-// then takes the bytes from memory (FileIo::kCached) and verifies them there, as ever. Nothing is kept here but which
-// bytes were read: of an incremental checkpoint only the new ones are read.
+// A process uses it to follow the checkpoints that another process writes, until it wakes from the newest of them. The
+// wake then takes the bytes from memory (FileIo::kCached) and verifies them there, as ever. ReadAhead remembers which
+// bytes it has read: if the next checkpoint links them, it reads only the new ones.
 //
-// Threads: one at a time. Nothing here writes, and no lock is taken.
+// Threads: one at a time. ReadAhead writes no file and takes no lock.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,8 @@ class ReadAhead {
   ReadAhead(FileSystem& file_system, std::string directory, std::shared_ptr<const Key> key, uint64_t budget)
       : file_system_(file_system), directory_(std::move(directory)), key_(std::move(key)), budget_(budget) {}
 
-  // Read what the newest checkpoint has and no earlier call has read. kNotFound: there is none, or it was removed
-  // meanwhile. Other errors: open_latest(), and of its files.
+  // Read the blocks of the newest checkpoint that no earlier call has read. kNotFound: there is none, or it was removed
+  // meanwhile. Other errors: those of open_latest() and of files.
   Result<ReadAheadReport> follow();
 
  private:

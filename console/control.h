@@ -5,7 +5,7 @@
 // A line is a JSON object: {"id", "method", "params"}. Its answer is {"id", "result"} or {"id", "error": {"code",
 // "what", "next_step", "state_changed"}}. Input is hostile: a line has at most 1 MiB and 16 levels, and its parameters
 // are checked against the table of methods. Events of a subscription are lines {"subscription", "event"}. A peer that
-// reads too slowly is told how many events it missed (`lost`), and delays no other peer. The front end carries out a
+// reads too slowly gets the number of events that it missed (`lost`), and delays no other peer. The front end runs a
 // sleep: its answer comes when it has ended, and other answers may come before it.
 //
 // Threads: one, the server's. Meanwhile other threads write the ring, and the engine asks `breakpoints()`.

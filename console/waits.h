@@ -25,7 +25,7 @@ class Waits {
   };
 
   const EngineView& view_;
-  // By name, because schedulers of offloading have numbers of their own.
+  // By the request's name, because schedulers of offloading have numbers of their own.
   std::map<std::string, Request, std::less<>> by_name_;
   uint64_t waiting_ = 0;  // requests that are not scheduled
   std::string engine_;    // what all wait for

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // ArenaPlan: what a sleep into host memory does with each of its tags: which chunks it copies, which bytes are already
-// in host memory, and which chunks go to a file because the arena has no room for them.
+// in host memory, and which chunks go to a file because they do not fit into the arena.
 //
 // Owner: one order to a rank. Threads: the caller holds RankMemory's lock.
 #pragma once

@@ -35,7 +35,7 @@ namespace torpor {
 
 class BackgroundWriter {
  public:
-  // `transfers` and `arena` outlive this object. `progress`: the caller's ProgressFile, which is told the bytes written
+  // `transfers` and `arena` outlive this object. `progress`: the caller's ProgressFile, which counts the bytes written
   // and may cancel; or null.
   BackgroundWriter(TransferEngine& transfers, HostArena& arena, const RankWriting& writing,
                    std::shared_ptr<ProgressFile> progress)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // ChunkRestorer: copies saved chunks back into a rank's device memory, in the order given.
 //
-// A gate tells when the memory of each chunk is there. Two jobs are under way at a time, also across sources, so that
+// A gate waits for the memory of each chunk. Two jobs are under way at a time, also across sources, so that
 // copying and checking overlap with mapping, or with the other engine's releases. The device locations of a job's
 // chunks are looked up when the job begins and freed when it ends, so that a wake of a million blocks never has a list
 // of all. (copy_in_turn(), and a gate whose memory comes by address, do need such a list.)

@@ -20,7 +20,7 @@ namespace torpor {
 
 class ChunkSaver {
  public:
-  // Both outlive this object. `gate`: is told which chunks are saved; or null.
+  // Both outlive this object. `gate`: releases the memory of saved chunks; or null.
   explicit ChunkSaver(TransferEngine& transfers, ReleaseGate* gate = nullptr) : transfers_(transfers), gate_(gate) {}
   ~ChunkSaver();  // cancels the jobs under way, and waits for them
 

@@ -21,7 +21,7 @@ struct ForkedRequest {
   int32_t block_tokens = 0;       // tokens of one block
 };
 
-// What each child gets. It begins with the parent's prompt and the first `output_tokens` tokens of the parent's answer.
+// The plan for each child. It begins with the parent's prompt and the parent's first `output_tokens` output tokens.
 struct ForkPlan {
   int64_t output_tokens = 0;
   int64_t computed_tokens = 0;  // tokens, from the first on, that have KV; the child computes its last token itself

@@ -15,7 +15,7 @@
 
 namespace torpor {
 
-// What one or several sleeps leave for the wake after them.
+// The state that one or several sleeps leave for the wake after them.
 struct SleepInForce {
   std::vector<std::string> tags{};  // whose memory is released
   bool preserved = false;           // the state of the requests is preserved

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PackedShares: how many bytes of the arena the packed chunks of each tag need. That is known only after packing, so a
+// PackedShares: how many bytes of the arena the packed chunks of each tag need. It is known only after packing, so a
 // sleep is planned with the shares of the sleep before.
 //
 // Owner: RankSaver. Threads: the caller holds RankMemory's lock.

@@ -22,7 +22,7 @@ namespace {
 // Saved pieces are rounded up to pages, which adds at most one byte to this many.
 constexpr uint64_t kSlack = 64;
 
-// While it exists, the caller's ProgressFile is told how far the order's copies are, and may cancel them.
+// While it exists, the caller's ProgressFile counts the bytes of the order's copies, and may cancel them.
 class Watched {
  public:
   Watched(TransferEngine& transfers, const std::string& progress) : transfers_(transfers) {
@@ -353,8 +353,8 @@ Result<orders::Restore::Reply> RankMemory::restore_tags(const orders::Restore& o
   return restorer_->restore(order);
 }
 
-// Called before anything is copied. It checks as far as the device tells; if other processes take memory meanwhile, a
-// region fails later.
+// Check before anything is copied, as far as the device knows. If other processes take memory meanwhile, a region fails
+// later.
 Status RankMemory::has_room_for(const std::vector<std::string>& tags) const {
   uint64_t needed = 0;
   for (const RegionInfo& region : allocator_->regions()) {
@@ -448,7 +448,7 @@ Result<orders::CopyBlocks::Reply> RankMemory::carry_out(const orders::CopyBlocks
       [&]() TORPOR_REQUIRES(mutex_) { return copy_blocks_within(*device_, images_->chunks().kv_layout(), order); });
 }
 
-// What cannot be given back now is given back at the next operation.
+// Give unused memory back. If a part cannot be given back now, the next operation tries it again.
 void RankMemory::give_back_unused() noexcept {
   (void)try_catch([this]() TORPOR_REQUIRES(mutex_) -> Status {
     transfers_->release_staging();

@@ -104,7 +104,7 @@ class RankMemory {
   Status set_kv_layout(std::string tag, KvLayout layout);
   // Make a store of KV blocks in the arena. A sleep need not copy blocks that an order names in it
   // (orders::Save::host_slots). With a packed store, staging memory is reserved for as long as the store exists.
-  // kResourceExhausted: the arena has no room for both; then nothing is held.
+  // kResourceExhausted: the arena has no memory for both; then nothing is held.
   Result<std::shared_ptr<HostStore>> make_host_store(const HostStoreOptions& options);
   // Note that the owner has changed bytes of `tag`, so that a kept backup is not its content any more. On the device
   // without a GPU most writes are also noticed without this call, when the tag is described next, by a sample of its

@@ -22,7 +22,7 @@
 
 namespace torpor {
 
-// What a rank holds. All figures are bytes.
+// The memory that a rank holds. All figures are bytes.
 struct RankLedger {
   struct Tag {
     std::string state;
@@ -35,7 +35,8 @@ struct RankLedger {
   std::map<std::string, Tag> tags;
   uint64_t device_physical_bytes = 0;
   uint64_t device_capacity_bytes = 0;  // 0: the device sets no limit
-  // Used by all processes, by the device's own count; 0: it has none. What exceeds the physical bytes is unexplained.
+  // Used by all processes, by the device's own count; 0: it has none. The bytes beyond the physical ones are
+  // unexplained.
   uint64_t device_used_bytes = 0;
   uint64_t arena_held_bytes = 0;
   uint64_t arena_used_bytes = 0;
@@ -72,7 +73,7 @@ struct RestoredContents {
   uint64_t steps = 0;
 };
 
-// Tell a rank what it cannot know by itself. One of the fields is set.
+// Inform a rank of a fact that it cannot know by itself. One of the fields is set.
 struct Inform {
   static constexpr std::string_view kName = "inform";
   struct Reply {};
@@ -128,7 +129,7 @@ struct Save {
   // Into the arena: for each block the slot of the rank's host store that has its bytes; -1: none has. The store keeps
   // these slots until Finish or Undo. Or empty.
   std::vector<int32_t> host_slots{};
-  std::string progress{};  // path of a ProgressFile that is told the copied bytes, and may cancel; or empty
+  std::string progress{};  // path of a ProgressFile that counts the copied bytes, and may cancel; or empty
   // Into the arena: path of a SwapChannel, or empty. With it, the memory of what is copied is released to another
   // engine page by page. After a failure the tags are still being saved: send Undo of kGiving.
   std::string channel{};

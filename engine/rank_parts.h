@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // RankParts: what all parts of one rank's memory work with: its device, allocator, arena, transfers and options.
 //
-// Owner: RankMemory. What it refers to outlives it; all objects that refer to it end before it. Options: see
-// RankMemoryOptions.
+// Owner: RankMemory. The objects behind its references outlive it; all objects that refer to it end before it. Options:
+// see RankMemoryOptions.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // RankRestorer: copies what was saved of a rank back into its device memory.
 //
-// A full wake, a post-copy wake, a wake from a checkpoint and a swap-in differ in three points: the gate that tells
-// when memory is there (engine/restore_gate.h), the source of the bytes, and the deferred blocks. The engine runs
+// A full wake, a post-copy wake, a wake from a checkpoint and a swap-in differ in three points: the gate that waits
+// for the memory (engine/restore_gate.h), the source of the bytes, and the deferred blocks. The engine runs
 // before deferred blocks are there; they are copied while it runs (engine/deferred_copies.h). The controller chooses
 // them (orders::Restore::deferred).
 //
@@ -54,7 +54,7 @@ class RankRestorer {
     std::vector<DeferredCopies::Part> parts{};
     uint64_t bytes = 0;
     bool of_image = false;
-    bool keep = false;                         // keep the image, as finish() was told
+    bool keep = false;                         // keep the image: finish()'s argument
     uint64_t foreign_writes = 0;               // RegionImages::foreign_block_writes() at finish()
     std::unique_ptr<DeferredCopies> blocks{};  // last member: it ends first
   };

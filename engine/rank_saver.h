@@ -33,7 +33,7 @@ class RankSaver {
   // The same, into the arena, but release each page to another engine as soon as its content is saved. After an error
   // the images are as far as they came: call take_back(), then RegionImages::forget_saved().
   Result<orders::Save::Reply> save_giving(const orders::Save& order, SwapChannel& channel);
-  // Take back the memory that save_giving() released. What was saved of it is copied back from the images; the rest is
+  // Take back the memory that save_giving() released. Its saved bytes are copied back from the images; the rest is
   // zeroed. (A page with bytes that were not saved was never released.) kDevice: a copy may still run, so the content
   // is unknown. May be repeated.
   Status take_back(const std::vector<std::string>& tags);

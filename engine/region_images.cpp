@@ -39,7 +39,7 @@ void RegionImages::invalidate_digest(std::string_view tag) {
 void RegionImages::forget_clean(std::string_view tag) {
   if (is_kv(tag)) {
     forget_blocks();
-    index_.set_host_store({});  // whose versions do not tell of this
+    index_.set_host_store({});  // the versions of its blocks do not show this write
   }
   if (const TagImage* const image = find(tag); image != nullptr && image->kept) drop(tag);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ReleaseGate: is told which chunks are saved, and releases their memory while others are copied.
+// ReleaseGate: releases the memory of saved chunks while other chunks are copied.
 //
 // Owner: one order to a rank. Threads: one calls it.
 #pragma once

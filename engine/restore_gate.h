@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RestoreGate: tells when the memory of a chunk is there, so that its bytes can be copied into it.
+// RestoreGate: waits until the memory of a chunk is there, so that its bytes can be copied into it.
 //
 // Owner: one order to a rank. Threads: one calls it.
 #pragma once

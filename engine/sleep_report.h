@@ -22,7 +22,7 @@ struct DataParallel {
   int size = 1;  // above 1: its checkpoints lie in rank_directory(), and a sleep is held until end_sleep()
 };
 
-// What a sleep does with the content of the weights.
+// How a sleep treats the content of the weights.
 enum class Weights : uint8_t {
   kByLevel,  // kStore, but at level 2 without preserve_state kReload, as in vLLM
   kStore,    // save it where the rest is saved
@@ -41,7 +41,7 @@ struct SleepOptions {
   Value outputs;                          // the front end's part of the checkpoint
   Metadata metadata;                      // of the checkpoint; an error if there is none
   DataParallel data_parallel;
-  std::string progress{};  // path of a ProgressFile that is told the progress, and may cancel; or empty
+  std::string progress{};  // path of a ProgressFile that shows the progress, and may cancel; or empty
   // Path of a SwapChannel, or empty. Device memory is released to an engine that wakes at the same time with
   // `swap_in_from` of this path, perhaps in another process. Requires a sleep of all tags to host memory, with
   // preserve_state.

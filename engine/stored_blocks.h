@@ -2,8 +2,8 @@
 // StoredBlocks: which content of each KV block the newest checkpoint has, so that the next one can link it without
 // reading.
 //
-// A checkpoint is known by its id, a content by its BlockContent. What is noted of a checkpoint that is never committed
-// does no harm: no later checkpoint has it as base. So the checkpoint before it stays noted, too.
+// An id identifies a checkpoint, a BlockContent a content. The blocks of a checkpoint that is never committed may stay
+// noted: no later checkpoint has it as base. So the blocks of the checkpoint before it stay noted, too.
 //
 // Owner: ContentIndex. Threads: the caller holds RankMemory's lock.
 #pragma once

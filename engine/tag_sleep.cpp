@@ -15,7 +15,7 @@ namespace {
 class Phases {
  public:
   explicit Phases(TagMove& move) : move_(move) { move_.seconds.reserve(kMost); }
-  // It allocates nothing: there is room for all phases, and their names are short.
+  // It allocates nothing: the vector has capacity for all phases, and their names are short.
   void done(const char* phase) {
     const auto now = std::chrono::steady_clock::now();
     move_.seconds.emplace_back(phase, std::chrono::duration<double>(now - began_).count());
@@ -31,7 +31,7 @@ class Phases {
 }  // namespace
 
 // Return the tags of the call, each once. A named tag must be in the state `wanted`; if none is named, return those
-// that are. A tag whose wake could not be undone counts as asleep; the allocator refuses broken tags by name.
+// that are. A tag whose wake could not be undone counts as asleep; the allocator refuses broken tags.
 Result<std::vector<std::string>> TagSleep::select(std::vector<std::string> tags, RegionState wanted) const {
   const std::map<std::string, RegionState> states = memory_.states();
   const auto fits = [wanted](RegionState state) {

@@ -446,7 +446,7 @@ Status WakeOperation::catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint
   return options_.catch_up(state, mark.has_value());
 }
 
-// Tell the ranks the content versions that the engine uses for the blocks that came back. A failure is logged; then the
+// Send the ranks the content versions that the engine uses for the blocks that came back. A failure is logged; then the
 // next checkpoint reads all blocks once.
 void WakeOperation::tell_contents(const Checkpoint& checkpoint) noexcept {
   const Status told = try_catch([&]() -> Status {

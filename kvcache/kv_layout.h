@@ -2,7 +2,7 @@
 // KvLayout: where the bytes of a KV block lie in device memory. A value.
 //
 // A KV cache is one or more tensors. In each, layer l of block b is one contiguous piece of `block_bytes` bytes at
-// address + l * layer_stride + b * block_stride. That covers layouts with the layer outermost (block_stride ==
+// address + l * layer_stride + b * block_stride. This covers layouts with the layer outermost (block_stride ==
 // block_bytes) and with the block outermost. All KV groups share the block numbers 0 … num_blocks-1, and may share
 // bytes: a block belongs to one group at a time, so tensors of different groups may overlap if each block overlaps only
 // the same block.

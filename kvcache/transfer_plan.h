@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// TransferPlan: what the scheduler tells all ranks to move, the same bytes for each. TransferReport: the result on one
+// TransferPlan: the moves that the scheduler orders, the same bytes for each rank. TransferReport: the result on one
 // rank. Values; flat arrays, so that a plan of a hundred blocks costs a few allocations.
 //
 // Both are sent between processes. decode() trusts nothing: it checks sizes, numbers and names before it allocates

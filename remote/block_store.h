@@ -2,10 +2,11 @@
 // BlockStore: the common part of stores of KV blocks on other machines (RespStore, MooncakeStore, ObjectBlockStore),
 // which engines share.
 //
-// A block is a value of its own, under a key that names its namespace, rank, group and hash (remote/block_frame.h):
-// engines with other weights, layouts or ranks never meet. Blocks are created and never changed; the server evicts
-// blocks when it is full. A block that is read is compared with its key and its digest, whoever wrote it; a damaged one
-// is removed from the server.
+// Each block has a key that names its namespace, rank, group and hash (remote/block_frame.h): engines with other
+// weights, layouts or ranks never meet. Blocks are created and never changed; the server evicts blocks when it is full.
+// A block that is read is compared with its key and its digest, whoever wrote it; a damaged one is removed from the
+// server. (ObjectBlockStore has packs of many blocks: it removes old packs, and a process only forgets a damaged
+// block.)
 //
 // Slots mean nothing to the server. The store knows the slots that were put in this process, for get() without a key
 // and for drop(). get() with a key (whose space is not 0) reads the key's block. After a server was full, nothing is

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// http_get(): what an HTTP server answers to one GET. Thread: the caller's. Blocks for at most 30 s.
+// http_get(): sends one GET request and returns the answer. Thread: the caller's. Blocks for at most 30 s.
 #pragma once
 
 #include <functional>
@@ -15,8 +15,8 @@ struct HttpAnswer {
 };
 
 // Ask once; a redirect is not followed. `url`: http:// or https://. `key`: sent as a bearer token, unless it is empty.
-// `stop`: looked at while it waits. Errors: kUnsupported without libcurl, kInvalidArgument for no such URL,
-// kUnavailable where nobody answers, kCorruption for an answer of more than 8 MiB, kAborted for `stop`.
+// `stop`: called while it waits; true ends the request. kUnsupported: there is no libcurl. kInvalidArgument: another
+// kind of URL. kUnavailable: nobody answers. kCorruption: the answer has more than 8 MiB. kAborted: `stop` was true.
 Result<HttpAnswer> http_get(const std::string& url, const std::string& key, const std::function<bool()>& stop);
 
 }  // namespace torpor::remote

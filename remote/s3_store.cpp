@@ -151,7 +151,7 @@ class S3Store final : public ObjectStore {
     return error_of(call, answer);
   }
 
-  // List one key: a request for the bucket itself does not tell why it is refused. If the credentials may not list,
+  // List one key: the refusal of a request for the bucket itself has no reason. If the credentials may not list,
   // this returns ok, and the next call shows what is allowed.
   Status check_exists() override {
     Call call{.method = "GET", .query = {{"list-type", "2"}, {"max-keys", "1"}, {"prefix", settings_.prefix}}};

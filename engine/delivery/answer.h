@@ -48,7 +48,7 @@ struct Answer {
   friend bool operator==(const Answer&, const Answer&) = default;
 };
 
-// What one engine step adds to one answer.
+// The tokens and text that one engine step adds to one answer.
 struct AnswerStep {
   std::string id;
   uint32_t at = 0;  // number of tokens that were delivered before

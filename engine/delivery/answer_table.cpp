@@ -228,7 +228,7 @@ std::vector<std::string> AnswerTable::of_response(const Answer& answer) const {
   return ids;
 }
 
-// Aborted and failed responses are not remembered: they may begin again, and a reader is told that they do not exist.
+// Aborted and failed responses are not remembered: they may begin again, and for a reader they do not exist.
 void AnswerTable::remember_drop(const Answer& answer, size_t choices) {
   dropped_ += choices;
   if (answer.state != AnswerState::kFinished) return;

@@ -255,7 +255,7 @@ std::vector<ReferenceEngine::Scheduled> ReferenceEngine::schedule() {
     if (waits_for_blocks(request)) continue;
     const int32_t tokens = std::min(budget, request.length() - request.computed);
     std::optional<std::vector<MutableBlock>> fresh = allocate_for(request, tokens);
-    if (!fresh && !deferred_.empty()) continue;  // there is room once the deferred blocks have arrived
+    if (!fresh && !deferred_.empty()) continue;  // blocks become free once the deferred ones have arrived
     while (!fresh) {                             // preempt the request that would be served last
       Request* last = *std::max_element(running_.begin(), running_.end(),
                                         [this](const Request* a, const Request* b) { return comes_before(*a, *b); });

@@ -106,7 +106,7 @@ class ReferenceEngine final : public EngineHooks {
   // their seed. kInvalidArgument: the prompt can never fit, or the id is known.
   Status add(const ReferenceRequest& request, int32_t samples = 1);
   bool abort(const std::string& id);  // false: the id is unknown
-  // Load other weights. If KV is kept, the caller tells the controller, or loads them during a sleep.
+  // Load other weights. If KV is kept, the caller informs the controller, or loads them during a sleep.
   void load_weights(uint64_t seed);
   // Run one forward pass over as many tokens as the budget allows, and return its outputs. It does nothing while frozen
   // or idle. An output with the token -1 belongs to no request: bytes of the engine's memory have changed, and its id

@@ -221,7 +221,7 @@ bool ReferenceEngine::step_offload() {
   return take_reports() || any;
 }
 
-// Wait until nothing is under way: no request waits for a load, and no copy holds a block. What is queued stays queued.
+// Wait until nothing is under way: no request waits for a load, and no copy holds a block. Queued blocks stay queued.
 Status ReferenceEngine::drain_offload() {
   run_plan();
   if (plan_ != nullptr)
