@@ -114,11 +114,11 @@ class EventPort {
   void text(TextKind kind, uint32_t request, uint64_t transfer, std::string_view words) const noexcept;
   // Return the time in nanoseconds, to measure a duration for an event; 0 without a ring.
   int64_t now() const noexcept { return ring_ == nullptr ? 0 : clock_->now().count(); }
-  // Return the number of events that all ports of the ring have recorded so far.
-  uint64_t told() const noexcept;
-  // Return whether at least half of the ring's capacity was recorded since told() returned `told`. A component with a
-  // lasting state then records that state again, before it is overwritten.
-  bool half_gone(uint64_t told) const noexcept;
+  // Return the sequence of the last event that any port of the ring has recorded; 0: none.
+  uint64_t last_sequence() const noexcept;
+  // Return whether at least half of the ring's capacity was recorded since last_sequence() returned `since`. A
+  // component with a lasting state then records that state again, before it is overwritten.
+  bool half_gone(uint64_t since) const noexcept;
 
   // Return whether the engine may take a step. Call it before each step, without a lock; it returns at once. False: a
   // user inspects the engine as it stands; leave the step undone and ask again.

@@ -182,10 +182,10 @@ void EventPort::operation_ended() const noexcept {
   if (EventWatch* const watch = ring_ == nullptr ? nullptr : ring_->watch()) watch->operation_ended();
 }
 
-uint64_t EventPort::told() const noexcept { return ring_ == nullptr ? 0 : ring_->told(); }
+uint64_t EventPort::last_sequence() const noexcept { return ring_ == nullptr ? 0 : ring_->last_sequence(); }
 
-bool EventPort::half_gone(uint64_t told) const noexcept {
-  return ring_ != nullptr && ring_->told() - told >= ring_->capacity() / 2;
+bool EventPort::half_gone(uint64_t since) const noexcept {
+  return ring_ != nullptr && ring_->last_sequence() - since >= ring_->capacity() / 2;
 }
 
 void EventPort::text(TextKind kind, uint32_t request, uint64_t transfer, std::string_view words) const noexcept {
@@ -305,7 +305,7 @@ Result<std::unique_ptr<EventRing>> EventRing::open(const std::string& path) {
 
 uint64_t EventRing::record(const Event& event, int64_t time) noexcept {
   if (forks.load(std::memory_order_relaxed) != forks_) return 0;
-  const uint64_t sequence = head().told.fetch_add(1, std::memory_order_relaxed) + 1;
+  const uint64_t sequence = head().last_sequence.fetch_add(1, std::memory_order_relaxed) + 1;
   Cell& cell = this->cell(sequence);
   uint64_t before = cell.words[0].load(std::memory_order_relaxed);
   // The writer of this cell was overtaken by a whole round, or has overtaken this one.
@@ -342,9 +342,9 @@ void EventReader::skip(std::vector<Event>& events, uint64_t to) {
 }
 
 void EventReader::read(std::vector<Event>& events, bool last, size_t most) {
-  const uint64_t told = ring_.told();
-  while (next_ <= told && events.size() < most) {
-    if (told - next_ >= ring_.capacity()) skip(events, told - ring_.capacity() + 1);
+  const uint64_t newest = ring_.last_sequence();
+  while (next_ <= newest && events.size() < most) {
+    if (newest - next_ >= ring_.capacity()) skip(events, newest - ring_.capacity() + 1);
     Event event;
     const EventRing::Found found = ring_.find(next_, event);
     if (found == EventRing::Found::kNotYet && !last) {

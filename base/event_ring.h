@@ -73,7 +73,8 @@ class EventRing {
 
   // Record an event at `time` (nanoseconds). Return its sequence; 0: it was lost.
   uint64_t record(const Event& event, int64_t time) noexcept;
-  uint64_t told() const noexcept { return head().told.load(std::memory_order_acquire); }
+  // Return the sequence of the last event; 0: none.
+  uint64_t last_sequence() const noexcept { return head().last_sequence.load(std::memory_order_acquire); }
   uint64_t capacity() const noexcept { return mask_ + 1; }
   const EventSource& source() const { return source_; }
   const std::string& path() const { return path_; }
@@ -91,7 +92,7 @@ class EventRing {
     std::atomic<uint64_t> words[8];  // an Event; the first word is its sequence, with kWriting while it is written
   };
   struct alignas(64) Counter {
-    std::atomic<uint64_t> told;
+    std::atomic<uint64_t> last_sequence;
   };
   static constexpr uint64_t kWriting = uint64_t{1} << 63;
   static constexpr uint64_t kCounterAt = 2048;  // in the head

@@ -374,8 +374,8 @@ Result<Json> ControlSession::subscribe(const json& params) {
                  .what = fmt::format("this connection has {} subscriptions", kMostSubscriptions),
                  .next_step = "connect once more"};
   }
-  const uint64_t told = control_.ring().told();
-  const uint64_t after = std::min(number_or(params, "after", told), told);
+  const uint64_t newest = control_.ring().last_sequence();
+  const uint64_t after = std::min(number_or(params, "after", newest), newest);
   TORPOR_ASSIGN_OR_RETURN(
       EventExport writer,
       EventExport::create({.types = words_or(params, "types"), .match = words_or(params, "match"), .after = after}));

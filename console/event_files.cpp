@@ -180,7 +180,7 @@ Result<std::vector<SourceEvents>> EventFollower::poll(bool last) {
                    known.ring->source().process_start == ring->source().process_start;
           }))
         continue;
-      const uint64_t after = from_now_ ? ring->told() : 0;
+      const uint64_t after = from_now_ ? ring->last_sequence() : 0;
       EventReader reader(*ring, after);
       rings_.push_back({std::move(ring), std::move(reader)});
     }

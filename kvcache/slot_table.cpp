@@ -159,7 +159,7 @@ void SlotTable::step(int32_t running, int32_t waiting, int64_t tokens, int64_t n
 }
 
 void SlotTable::tell_all() {
-  told_ = port_.told();
+  told_ = port_.last_sequence();
   for (uint32_t slot = 0; slot < slots_.size(); ++slot) {
     if (slots_[slot].info.state == SlotState::kNone) continue;
     port_.text(TextKind::kRequestName, slot + 1, 0, slots_[slot].info.id);

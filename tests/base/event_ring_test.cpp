@@ -126,7 +126,7 @@ TEST(EventRing, WhatIsReadIsWholeAndWhatIsNotIsCounted) {
     }
     EXPECT_EQ(next, 4 * kEach + 1);
     EXPECT_EQ(read + reader.lost(), 4 * kEach);
-    EXPECT_EQ(ring->told(), 4 * kEach);
+    EXPECT_EQ(ring->last_sequence(), 4 * kEach);
     if (size > 4 * kEach) {
       EXPECT_EQ(reader.lost(), 0u);
     }

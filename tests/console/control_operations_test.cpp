@@ -149,7 +149,7 @@ TEST_F(OperationsTest, ARecordingHasAllThatWasTold) {
   EXPECT_EQ(ask(session, "record.start", {{"directory", "run-2"}})["error"]["code"], "failed_precondition");
   EXPECT_EQ(ask(session, "snapshot")["result"]["recording"]["runs"], true);
   for (uint64_t i = 0; i < 500; ++i) (void)port_.record({.type = EventType::kTier, .a = i});
-  const uint64_t last = ring_->told();
+  const uint64_t last = ring_->last_sequence();
   const json ended = ask(session, "record.stop")["result"];
   EXPECT_EQ(ended["lost"], 0);
   EXPECT_EQ(ended["error"], nullptr);

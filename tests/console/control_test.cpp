@@ -221,7 +221,7 @@ TEST_F(ControlTest, ASubscriberHasEveryEventOrKnowsHowManyItMissed) {
     if (line["event"]["type"] == "lost") lost += line["event"]["count"].get<uint64_t>();
   }
   EXPECT_GT(lost, 40'000u);
-  EXPECT_GE(steps + lost, ring_->told() - last - 200);  // but what is told anew of requests
+  EXPECT_GE(steps + lost, ring_->last_sequence() - last - 200);  // but what is told anew of requests
 }
 
 // What a snapshot holds and what is told after it are the whole, and nothing is in both.
@@ -231,7 +231,7 @@ TEST_F(ControlTest, ASnapshotAndTheEventsAfterItAreTheWhole) {
     ControlSession session(control_, {.connection = 1});
     const uint32_t slot = value_of(table.create(fmt::format("r{}", round), 10));
     const json before = ask(session, "snapshot")["result"];
-    EXPECT_EQ(before["at"], ring_->told());
+    EXPECT_EQ(before["at"], ring_->last_sequence());
     EXPECT_EQ(before["slots"].back()["state"], "initialized");
     ASSERT_SUCCEEDS(table.scheduled(slot, 0, 10, 10));
     (void)ask(session, "subscribe", {{"after", before["at"]}});
@@ -239,7 +239,7 @@ TEST_F(ControlTest, ASnapshotAndTheEventsAfterItAreTheWhole) {
     session.pump();
     uint64_t next = before["at"].get<uint64_t>();
     for (const json& line : lines(session)) EXPECT_EQ(line["event"]["sequence"], ++next);
-    EXPECT_EQ(next, ring_->told());
+    EXPECT_EQ(next, ring_->last_sequence());
     EXPECT_EQ(ask(session, "snapshot")["result"]["slots"].back()["state"], "prefilling");
   }
 }

@@ -85,7 +85,7 @@ TEST_F(View, OfTheLastEventsAloneIsThatOfAllOfThem) {
   const uint32_t old = value_of(table.create("old", 4));
   ASSERT_SUCCEEDS(table.scheduled(old, 0, 4, 4));
   for (int step = 0; step < 5000; ++step) table.step(1, 0, 1, 5);
-  EXPECT_GT(ring_->told(), ring_->capacity() * 4);
+  EXPECT_GT(ring_->last_sequence(), ring_->capacity() * 4);
   EngineView late;
   std::vector<Event> events;
   EventReader(*ring_).read(events, true);

@@ -198,7 +198,7 @@ TEST_F(LintsTest, ACheckpointBehindTheEngineThatDoesNotEnd) {
     step();
     return found();
   };
-  const uint64_t number = ring_->told() + 1;
+  const uint64_t number = ring_->last_sequence() + 1;
   checkpoint(Edge::kBegin);
   EXPECT_EQ(later(61s), Found{});
   for (int minutes = 0; minutes < 30; minutes += 9) {  // it goes on

@@ -39,9 +39,9 @@ TEST(MemorySaverEvents, EachSleepAndWakeTellsWhoHasWhat) {
   (void)value_of(saver.sleep({"weights"}));
   EXPECT_EQ(device_bytes(Edge::kEnd, "sleep"), 0u);
   EXPECT_FALSE(saver.sleep({"weights"}));  // nothing of it is awake, and nothing is told
-  EXPECT_EQ(ring->told(), reader.next() - 1);
+  EXPECT_EQ(ring->last_sequence(), reader.next() - 1);
   (void)value_of(saver.plan_wake({"weights"}));
-  EXPECT_EQ(ring->told(), reader.next() - 1);
+  EXPECT_EQ(ring->last_sequence(), reader.next() - 1);
   (void)value_of(saver.wake({"weights"}));
   EXPECT_GE(device_bytes(Edge::kEnd, "wake"), uint64_t{1} << 20);
   ASSERT_SUCCEEDS(saver.free(0, address));

@@ -99,7 +99,7 @@ TEST_F(OperationEvents, PhasesAreThoseOfTheReports) {
     SleepingEngine slept(linux_file_system(), temporary_.path(), {}, {}, port_);
     add_example_requests(slept.engine);
     slept.engine.step();
-    const uint64_t before = ring_->told();
+    const uint64_t before = ring_->last_sequence();
     const SleepReport sleep = value_of(slept.controller.sleep({.preserve_state = true, .to_disk = to_disk}));
     const SleepReport wake = value_of(slept.controller.wake_up({}));
     std::vector<Event> since;
@@ -132,7 +132,7 @@ TEST_F(OperationEvents, WhateverFailsIsToldAndWhatIsUndoneToo) {
     SleepingEngine slept(linux_file_system(), temporary_.path(), {}, {}, port_);
     add_example_requests(slept.engine);
     slept.engine.step();
-    const uint64_t before = ring_->told();
+    const uint64_t before = ring_->last_sequence();
     slept.engine.device(0).fail_at(n);
     const Result<SleepReport> sleep = slept.controller.sleep({.preserve_state = true});
     const bool fired = slept.engine.device(0).fired();
@@ -168,7 +168,7 @@ TEST_F(OperationEvents, ACheckpointBehindTheEngineIsOneOperation) {
   add_example_requests(serving.engine);
   for (int i = 0; i < 6; ++i) serving.engine.step();
   const auto played = [&](int stage) {  // cancelled then
-    const uint64_t before = ring_->told();
+    const uint64_t before = ring_->last_sequence();
     EXPECT_SUCCEEDS(serving.controller.begin_checkpoint());
     if (stage > 0) {
       while (value_of(serving.controller.continue_checkpoint()) != CheckpointStage::kReady) serving.engine.step();

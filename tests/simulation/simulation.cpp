@@ -102,7 +102,7 @@ class Run {
 
   std::vector<Event> told() {
     std::vector<Event> events;
-    const uint64_t last = ring_->told();
+    const uint64_t last = ring_->last_sequence();
     while (reader_.next() <= last) reader_.read(events);  // a copying thread may be writing one
     for (const Event& event : events) {
       if (event.type == EventType::kStop) ++result_.stops[event.to];

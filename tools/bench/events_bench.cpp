@@ -143,7 +143,7 @@ int main(int argc, char** argv) {
   const auto with_reader = [&] {
     std::atomic<bool> done = false;
     std::thread reading([&] {
-      EventReader reader(*ring, ring->told());
+      EventReader reader(*ring, ring->last_sequence());
       std::vector<Event> read;
       while (!done) {
         reader.read(read);
