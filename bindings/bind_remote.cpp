@@ -23,7 +23,7 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-// Limits the time of an operation that asks the store who the owner is. If a renewal hangs, there must be time for
+// Limits the time of an operation that asks the store for the owner. If a renewal hangs, there must be time for
 // another one within its term; and a process that ends must not wait long for a store that is gone. One operation at a
 // time.
 class OperationLimit {
@@ -59,7 +59,7 @@ struct RemoteHome {
         ownership(*this->records, system_clock(), this->holder, term, std::move(address)) {}
 };
 
-// Run an operation that asks the store who the owner is.
+// Run an operation that asks the store for the owner.
 template <class Work>
 auto within_limit(RemoteHome& self, Work work) {
   return value_or_raise(without_lock([&] {

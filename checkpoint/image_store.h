@@ -90,7 +90,7 @@ class ImageStore {
   // Record that a request of this image has ended; an engine that takes the image does not get that request. kNotFound:
   // as remove().
   Status note_ended(const std::string& name, const SealId& id, int32_t position);
-  // Return all images, by name; none if there is no directory.
+  // Return all images, sorted by their names; none if there is no directory.
   Result<std::vector<ImageInfo>> list() const;
   // Remove what killed processes left of images that were not committed or were taken. Return the names. `dry_run`:
   // only return the names.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares two recordings for somebody who looks for a cause: the first event that differs, the states of requests, and
+// Compares two recordings to find the cause of a difference: the first event that differs, the states of requests, and
 // how long transfers, sleeps and wakes took.
 #pragma once
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // ReferenceRun: a reference engine with its controller. It records each input as an event before it is carried out: the
 // engine's options, requests, aborts, steps, sleeps and wakes. Nothing else influences the engine, so its recording can
-// be replayed event by event (console/replay.h). Time is an input, too: the clock stands still while an input is
+// be replayed event by event (console/replay.h). Time is an input, too: the clock is stopped while an input is
 // carried out.
 //
 // An input is an event of type kInput, followed by its words: JSON, as texts of kind kInput. They contain the tokens of
@@ -27,7 +27,7 @@
 
 namespace torpor::console {
 
-// A clock that stands still until one thread sets it; background threads may read it meanwhile.
+// A clock that keeps its time until one thread sets it; background threads may read it meanwhile.
 class RunClock final : public Clock {
  public:
   std::chrono::nanoseconds now() const override { return now_; }

@@ -4,9 +4,9 @@
 //
 //   open()        make the files, and take the digest of the weights if it is not known
 //   precopy()     copy blocks that have a version from device memory into the file. The engine may write them
-//                 meanwhile: a copy counts only if the block has the same version when the engine stands still.
+//                 meanwhile: a copy counts only if the block has the same version when the engine is stopped.
 //                 Then take host memory for what copy_rest() will copy, so that the stop does not wait for it
-//   copy_rest()   while the engine stands still: copy all other chunks to host memory
+//   copy_rest()   while the engine is stopped: copy all other chunks to host memory
 //   write()       write those into the file, sync it, and write the refs
 //
 // Owner: CheckpointSaver. Threads: the caller holds RankMemory's lock. A thread of its own writes in the background and
@@ -65,7 +65,7 @@ class BackgroundWriter {
   // Mark a block that the checkpoint before has in a file that this checkpoint should not link (RankWriter::sparse()).
   void note_sparse(uint64_t block) { sparse_.insert(block); }
   bool is_sparse(uint64_t block) const { return sparse_.contains(block); }
-  // Copy these chunks to host memory, and return when they are copied. Precondition: the engine stands still. Errors:
+  // Copy these chunks to host memory, and return when they are copied. Precondition: the engine is stopped. Errors:
   // those of the arena and of copies.
   Status copy_rest(std::vector<ChunkPlan> plans);
   // Write the chunks of copy_rest(), sync, and write the refs, in the background. `records`: all records of the rank.

@@ -37,7 +37,7 @@ Result<ForkPlan> plan_fork(const ForkedRequest& parent, std::optional<int64_t> a
                            int64_t free_blocks);
 
 // Have every rank copy block `from` into each block of `to`, within its device. Return the copied bytes of all ranks.
-// Precondition: the engine stands still, and nothing uses the targets. After an error the content of the targets is
+// Precondition: the engine is stopped, and nothing uses the targets. After an error the content of the targets is
 // void.
 Result<uint64_t> copy_blocks(EngineHooks& hooks, int32_t from, const std::vector<int32_t>& to);
 

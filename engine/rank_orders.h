@@ -86,7 +86,7 @@ struct Inform {
 struct Save {
   static constexpr std::string_view kName = "save";
   enum class Stage : uint8_t {
-    // Save all content, while the engine stands still.
+    // Save all content, while the engine is stopped.
     kAll,
     // Change nothing. The reply says what kAll would do: into the arena, or, if `writing` names a base, into a
     // checkpoint.
@@ -253,7 +253,7 @@ struct WriteTestFile {
 };
 
 // Copy KV blocks into a new image in host memory, with a digest of each, and compare them with the device once more.
-// The engine stands still.
+// The engine is stopped.
 struct Extract {
   static constexpr std::string_view kName = "extract";
   struct Reply {

@@ -50,7 +50,7 @@ class RequestImages {
   explicit RequestImages(EngineHooks& hooks) : ranks_(hooks) {}  // `hooks` outlives this object
 
   // Copy the KV of requests into a new image on every rank, with a digest of each block, and compare each block with
-  // the device once more. Precondition: the engine stands still. `tables`: for each request its blocks that have KV.
+  // the device once more. Precondition: the engine is stopped. `tables`: for each request its blocks that have KV.
   // `block_tokens`: tokens of one block. kFailedPrecondition: the image exists, or another image has one of the
   // requests. kInvalidArgument, kCorruption: values contradict each other. Errors of the ranks: see RankImages.
   Result<const Image*> extract(const std::string& id, std::vector<RequestState> requests,

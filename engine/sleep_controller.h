@@ -49,13 +49,13 @@ class SleepController final {
   // wake, or the weights were written and `old_kv` is not said. kIncompatible: the checkpoint does not fit this engine.
   // kCorruption: saved bytes are damaged. Other errors: those of hooks, memory and files.
   Result<SleepReport> wake_up(const WakeOptions& options);
-  // Write a checkpoint of an engine that serves on: its state and the KV of its requests. The engine stands still
+  // Write a checkpoint of an engine that serves on: its state and the KV of its requests. The engine is stopped
   // meanwhile, for the report's seconds. An engine that wakes from the checkpoint must have loaded the weights: the
   // checkpoint has them only if a link to the checkpoint before is enough.
   Result<SleepReport> checkpoint(const Value& outputs, DataParallel data_parallel = {},
                                  const std::string& progress = {},
                                  const Metadata& metadata = {});  // as in SleepOptions
-  // Write a checkpoint while the engine serves; it stands still only for its state and for the last blocks.
+  // Write a checkpoint while the engine serves; it is stopped only for its state and for the last blocks.
   //   begin_checkpoint()     opens the checkpoint, in the background
   //   continue_checkpoint()  takes a step, and returns the stage. Call it until it is ready, later until it has ended
   //   take_checkpoint()      if it is ready: stops the engine, copies the rest, and lets the engine go on

@@ -2,7 +2,7 @@
 // The half of a swap that falls asleep: it saves, releases its memory page by page, and falls asleep, while another
 // engine acquires the memory and wakes.
 //
-// The order is this. The engine that falls asleep stands still and is captured. Then its content is copied and its
+// The order is this. The engine that falls asleep is stopped and captured. Then its content is copied and its
 // memory released, while the other engine acquires it. When all is copied and released, the first engine is asleep.
 // Only then may the other engine run and its backup be dropped. A failure before that is undone: the other engine
 // releases what it has acquired, then the first one takes it back.

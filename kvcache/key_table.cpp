@@ -31,7 +31,7 @@ Result<KeyTable> KeyTable::create(size_t keys) {
   return made;
 }
 
-// Uses all 32 bytes: an engine's hash may be short, or chosen by whoever writes the prompts.
+// Uses all 32 bytes: an engine's hash may be short, or chosen by the author of the prompts.
 uint32_t KeyTable::hash_of(const BlockKey& key) {
   const auto words = std::bit_cast<Words>(key.hash);
   const uint64_t where = uint64_t{key.space} << 8 | key.group;

@@ -4,8 +4,8 @@
 //
 // The owner is the server that holds the lock of the response log. It writes one page, OWNER, beside the log: its
 // processes, its term, and a heartbeat, a number that grows while it serves. OwnerWatch follows that page, and ends
-// what is left of the owner. The lock alone decides who may write: whoever takes over ends the owner first, and then
-// asks for the lock like any server.
+// what is left of the owner. The lock alone decides which server may write: a server that takes over ends the owner
+// first, and then asks for the lock like any server.
 //
 // Threads: one at a time.
 #pragma once
@@ -43,7 +43,7 @@ class OwnerRecord {
 };
 
 enum class OwnerState {
-  kNone,    // nobody owns the directory, or somebody whom this process cannot see; `why` says so
+  kNone,    // there is no owner, or none that this process can see; `why` says which
   kServes,  // its processes live, and it gives its heartbeat
   kEnded,   // one of its processes has ended
   kSilent,  // it lives, without a heartbeat for a term, or with a process that is stopped for a term

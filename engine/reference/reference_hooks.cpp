@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The EngineHooks of the reference engine for a sleep: it stands still, returns its state as values, and takes it back.
+// The EngineHooks of the reference engine for a sleep: they stop it, return its state as values, and restore it.
 #include <algorithm>
 #include <cstring>
 #include <set>
@@ -190,7 +190,7 @@ Status ReferenceEngine::drop_requests(const std::string& mode) {
   }
   for (const auto& [id, request] : requests_) {
     release(*request);
-    if (abort && offload_) (void)offload_->finished(request->offload);  // the engine stands still: there is no load
+    if (abort && offload_) (void)offload_->finished(request->offload);  // the engine is stopped: there is no load
     (void)(abort ? slots_.finish(request->slot) : slots_.preempt(request->slot));
   }
   running_.clear();
