@@ -21,10 +21,10 @@ constexpr std::string_view kOwnerFile = "OWNER";
 constexpr std::array<char, 8> kOwnerMagic = {'T', 'O', 'R', 'P', 'O', 'W', 'N', 'R'};
 constexpr uint32_t kOwnerVersion = 1;
 constexpr size_t kMostProcesses = 200;
-// Looks in a term. If 1/kStoodStillPerTerm of a term passes between two looks, the machine or this process stood still:
-// the earlier looks say nothing about the owner.
+// Looks in a term. If 1/kSuspendedPerTerm of a term passes between two looks, the machine or this process was
+// suspended: the earlier looks say nothing about the owner.
 constexpr int kLooksPerTerm = 20;
-constexpr int kStoodStillPerTerm = 4;
+constexpr int kSuspendedPerTerm = 4;
 
 struct OwnerEntry {
   uint64_t started;
@@ -192,7 +192,7 @@ std::optional<OwnerLook> OwnerWatch::ended(std::chrono::nanoseconds patience) co
 
 Status OwnerWatch::see_heartbeat() {
   const auto now = clock_.now();
-  if (now - looked_ > term_ / kStoodStillPerTerm) {
+  if (now - looked_ > term_ / kSuspendedPerTerm) {
     beat_at_ = now;
     std::fill(stopped_at_.begin(), stopped_at_.end(), std::nullopt);
   }
