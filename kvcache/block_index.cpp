@@ -187,7 +187,7 @@ BlockIndex::SlotRecord* BlockIndex::known(StoreId store, Slot slot) {
 
 // ---- states of a slot
 
-void BlockIndex::commit(StoreId store, Slot slot, bool tell) {
+void BlockIndex::commit(StoreId store, Slot slot, bool emits) {
   SlotRecord* record = known(store, slot);
   if (record == nullptr || record->state != State::kReserved) return misused("commit", store, slot);
   Store& of = store_of(store);
@@ -195,7 +195,7 @@ void BlockIndex::commit(StoreId store, Slot slot, bool tell) {
   --of.counts.reserved;
   ++of.counts.visible;
   if (record->entry < 0) return;
-  if (tell && record->before < 0) this->tell(EventType::kRegistered, store, slot);
+  if (emits && record->before < 0) emit(EventType::kRegistered, store, slot);
   if (store == StoreId::kDisk) {
     if (!stale(*record)) useful_changed(segment_of(slot), 1);
     if (record->before >= 0) replace(slot);

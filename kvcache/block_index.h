@@ -91,9 +91,9 @@ class BlockIndex {
   // kResourceExhausted: all slots are pinned. kFailedPrecondition: the store has the key, or it is on its way, or its
   // namespace is retired. kInvalidArgument: the key's group or namespace is out of range.
   Result<Slot> reserve(StoreId store, const BlockKey* key);
-  // Make a reserved slot visible, after all ranks proved its bytes. The pin of reserve() stays. Without `tell` no event
-  // is emitted: a caller that commits very many blocks emits one of its own.
-  void commit(StoreId store, Slot slot, bool tell = true);
+  // Make a reserved slot visible, after all ranks proved its bytes. The pin of reserve() stays. Without `emits` no
+  // event is emitted: a caller that commits very many blocks emits one of its own.
+  void commit(StoreId store, Slot slot, bool emits = true);
   // End a reservation and its pin: the slot does not become visible. `unproven`: a copy may still write there, so the
   // slot (on disk: its segment) is never used again.
   void abandon(StoreId store, Slot slot, bool unproven);
@@ -190,8 +190,8 @@ class BlockIndex {
   void start(StoreId store, Slot slot, int32_t entry);
   void return_slot(StoreId store, Slot slot);
   void hide(StoreId store, Slot slot, DropReason reason);
-  void tell(EventType type, StoreId store, Slot slot, DropReason reason = {}) const;
-  void tell_retired(uint32_t space) const;
+  void emit(EventType type, StoreId store, Slot slot, DropReason reason = {}) const;
+  void emit_retired(uint32_t space) const;
   void note_removed(StoreId store, const SlotRecord& record) noexcept;
   void unlink(StoreId store, Slot slot);
   Order order_of(StoreId store, const SlotRecord& record) const;

@@ -67,7 +67,7 @@ void BlockIndex::return_slot(StoreId store, Slot slot) {
 void BlockIndex::hide(StoreId store, Slot slot, DropReason reason) {
   Store& of = store_of(store);
   SlotRecord& record = of.slots[slot];
-  tell(EventType::kDropped, store, slot, reason);
+  emit(EventType::kDropped, store, slot, reason);
   leave_line(store, slot);
   if (store == StoreId::kDisk && !stale(record)) useful_changed(segment_of(slot), -1);
   if (options_.remembered_removals > 0 && record.entry >= 0) note_removed(store, record);
@@ -83,7 +83,7 @@ void BlockIndex::hide(StoreId store, Slot slot, DropReason reason) {
 }
 
 // Emit an event for a block. Emits none for a stale block, nor for the remote store, which other engines use too.
-void BlockIndex::tell(EventType type, StoreId store, Slot slot, DropReason reason) const {
+void BlockIndex::emit(EventType type, StoreId store, Slot slot, DropReason reason) const {
   const SlotRecord& record = store_of(store).slots[slot];
   if (!port_.on() || store == StoreId::kRemote || stale(record)) return;
   const BlockKey key = table_[record.entry].key();
@@ -98,7 +98,7 @@ void BlockIndex::tell(EventType type, StoreId store, Slot slot, DropReason reaso
 }
 
 // Emit one event without a key for each store: it may be very many blocks.
-void BlockIndex::tell_retired(uint32_t space) const {
+void BlockIndex::emit_retired(uint32_t space) const {
   if (!port_.on()) return;
   for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
     const Store& of = store_of(store);
@@ -191,7 +191,7 @@ Status BlockIndex::retire(uint32_t space) {
     if (retired_.size() <= space) retired_.resize(space + 1);
     return ok();
   }));
-  tell_retired(space);
+  emit_retired(space);
   retired_[space] = 1;
   for (const StoreId store : {StoreId::kHost, StoreId::kRemote}) {
     for (const Order order : {Order::kClean, Order::kDirty}) {  // keeps their order
