@@ -94,7 +94,7 @@ class PyBlockTier {
     without_lock([&] { to.wait(); });
   }
 
-  // Forget all blocks, for later processes that open the directory, too.
+  // Forget all blocks. Later processes find no blocks on disk either, but still those of a shared store.
   void forget() {
     BlockTier& to = tier();
     const Status done = without_lock([&] {
@@ -230,14 +230,14 @@ void bind_block_tier(py::module_& module) {
            py::arg("options"))
       .def("lookup", &PyBlockTier::lookup, py::arg("key"), py::arg("request"),
            "0: the block is not there; 1: it is; 2: the store is asked.")
-      .def("ask", &PyBlockTier::ask, "Sends the questions since the last call.")
+      .def("ask", &PyBlockTier::ask, "Send the lookups since the last call to the store.")
       .def("request_finished", &PyBlockTier::request_finished, py::arg("request"))
       .def("store", &PyBlockTier::store, py::arg("job"), py::arg("keys"), py::arg("rows"))
       .def("load", &PyBlockTier::load, py::arg("job"), py::arg("request"), py::arg("keys"), py::arg("rows"))
       .def("finished", &PyBlockTier::finished, "[(job, which of its blocks are good, bytes moved, seconds), …]")
-      .def("wait", &PyBlockTier::wait, "Returns when no job is under way.")
-      .def("forget", &PyBlockTier::forget, "What was stored before is not found any more.")
-      .def("take_removed", &PyBlockTier::take_removed, "Keys that are no longer found, since the last call.")
+      .def("wait", &PyBlockTier::wait, "Return when no job is under way.")
+      .def("forget", &PyBlockTier::forget, "Forget all blocks; blocks on disk for later processes, too.")
+      .def("take_removed", &PyBlockTier::take_removed, "Return the keys that were removed since the last call.")
       .def("stats", &PyBlockTier::stats)
       .def("close", &PyBlockTier::close);
 }

@@ -34,7 +34,7 @@ const char* word_of(OwnerState state) {
 
 void bind_owner(py::module_& module) {
   py::class_<OwnerRecord>(module, "OwnerRecord",
-                          "Names this process, and those that it has started, as the owner of a server's directory.",
+                          "Records this process, and those that it has started, as the owner of a server's directory.",
                           py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](const std::string& directory, double term_seconds) {
              return value_or_raise(
@@ -58,8 +58,8 @@ void bind_owner(py::module_& module) {
                             py::arg("why") = look.why);
           },
           py::arg("seconds"),
-          "Return how the owner is (\"none\", \"serves\", \"ended\", \"silent\"), its process and why: at once if it "
-          "has ended or is silent, else after these seconds.")
+          "Return the owner's state (\"none\", \"serves\", \"ended\", \"silent\"), its process and why: after these "
+          "seconds if it serves, else at once.")
       .def(
           "end_owner",
           [](OwnerWatch& self, double seconds) {

@@ -10,12 +10,12 @@ class BlockTier:
 
     def __init__(self, memory: memoryview, space: str, options: dict) -> None: ...
     def ask(self) -> None:
-        """Sends the questions since the last call."""
+        """Send the lookups since the last call to the store."""
     def close(self) -> None: ...
     def finished(self) -> list:
         """[(job, which of its blocks are good, bytes moved, seconds), …]"""
     def forget(self) -> None:
-        """What was stored before is not found any more."""
+        """Forget all blocks; blocks on disk for later processes, too."""
     def load(self, job: int, request: str, keys: Sequence[bytes], rows: Sequence[int]) -> None: ...
     def lookup(self, key: bytes, request: str) -> int:
         """0: the block is not there; 1: it is; 2: the store is asked."""
@@ -23,9 +23,9 @@ class BlockTier:
     def stats(self) -> dict: ...
     def store(self, job: int, keys: Sequence[bytes], rows: Sequence[int]) -> None: ...
     def take_removed(self) -> list:
-        """Keys that are no longer found, since the last call."""
+        """Return the keys that were removed since the last call."""
     def wait(self) -> None:
-        """Returns when no job is under way."""
+        """Return when no job is under way."""
 
 class CheckpointSet:
     """A committed set of checkpoints, until it is kept or withdrawn."""
@@ -168,7 +168,7 @@ class FrontCall:
     def fail(self, code: str, what: str, next_step: str = '', state_changed: bool = False) -> None: ...
 
 class OwnerRecord:
-    """Names this process, and those that it has started, as the owner of a server's directory."""
+    """Records this process, and those that it has started, as the owner of a server's directory."""
 
     def __init__(self, directory: str, term_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     def beat(self) -> None:
@@ -181,8 +181,8 @@ class OwnerWatch:
     def end_owner(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
         """End what is left of the owner that was seen (SIGKILL). TimedOut: something lives on after these seconds."""
     def wait(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> dict:
-        """Return how the owner is ("none", "serves", "ended", "silent"), its process and why: at once if it has
-        ended or is silent, else after these seconds.
+        """Return the owner's state ("none", "serves", "ended", "silent"), its process and why: after these seconds
+        if it serves, else at once.
         """
 
 class ProgressFile:
