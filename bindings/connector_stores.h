@@ -31,7 +31,7 @@ struct ConnectorStoreOptions {
   double kv_store_expire_days = 0;
   CompressionOptions compression{.codec = Codec::kNone};
 };
-// Reads the entries of these options. Raises.
+// Read the entries of these options. Raises InvalidArgument.
 void read_store_options(DictReader& in, ConnectorStoreOptions& options);
 
 struct DiskBlocks {

@@ -105,7 +105,7 @@ class EngineView {
 
   const std::map<uint32_t, SlotRow>& slots() const { return slots_; }  // by the request's number
   std::string name_of(uint32_t request) const { return texts_.request(request); }
-  // Also of requests that have ended.
+  // Return the names of requests by number, also of requests that have ended.
   const std::map<uint32_t, std::string>& names() const { return texts_.requests(); }
   const std::map<uint64_t, CandidateRow>& candidates() const { return candidates_; }      // that have not ended
   const OutcomeCounts& ended(Way way) const { return ended_[static_cast<size_t>(way)]; }  // blocks

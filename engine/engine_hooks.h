@@ -51,7 +51,7 @@ struct ArrivedBlocks {
   std::vector<int32_t> unproven{};  // a copy may still write into them: they must never be used again
 };
 
-// Which KV blocks an engine can be without for a while, so that it runs before they are back.
+// The KV blocks that an engine can be without for a while, so that it runs before they are back.
 enum class HoldsBack : uint8_t {
   kNothing,
   kCached,  // cached blocks that no request has

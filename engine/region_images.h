@@ -87,7 +87,7 @@ class RegionImages {
   // Read saved bytes of a region, from `offset` on. kNotFound: nothing is saved of it, or not in the arena.
   Status read_saved(const RegionInfo& region, uint64_t offset, std::span<std::byte> out) const;
   bool needs_staging() const;  // whether a wake needs staging memory (TransferEngine::keep_staging())
-  // Move out the images of these tags, to be put back or dropped. Neither allocates.
+  // Move out the images of these tags, to be put back or dropped. Neither way allocates.
   TagImages take(const std::vector<std::string>& tags) noexcept;
   void put_back(TagImages images) noexcept { images_.merge(images); }
   void fill(RankLedger& ledger) const;

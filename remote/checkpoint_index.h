@@ -30,8 +30,8 @@ struct CheckpointIndex {
   uint64_t generation = 0;
   double created_unix_seconds = 0;
   std::string creator;
-  // Whether the checkpoint has metadata of a user; no value in indexes of earlier versions. Not sealed: it only saves a
-  // request.
+  // True: the checkpoint has metadata of a user. No value: the index is of an earlier version. It is not sealed, and
+  // only saves a request.
   std::optional<bool> has_metadata;
   std::vector<IndexedFile> files;  // MANIFEST first
   uint64_t bytes() const;

@@ -55,7 +55,7 @@ class OwnershipSteps {
       : holder_(std::move(holder)), term_(term), address_(std::move(address)) {}
 
   void begin_take();
-  // Also records `checkpoint` and `answers` as the newest.
+  // Begin to renew, and to record `checkpoint` and `answers` as the newest.
   void begin_renew(std::string checkpoint, std::string answers, Time now);
   void begin_release(Time now);
 

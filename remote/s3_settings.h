@@ -9,7 +9,7 @@
 //   AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN; or else a web identity (aws_role.h); or else
 //   AWS_SHARED_CREDENTIALS_FILE             default ~/.aws/credentials; only its owner may read it
 //   AWS_PROFILE                             its section, default "default"
-//   where neither is set and that file is not there: the role of the container, or of the machine
+//   if neither is set and that file is absent: the role of the container, or of the machine
 #pragma once
 
 #include <memory>

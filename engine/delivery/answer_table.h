@@ -32,7 +32,7 @@ class AnswerTable {
   std::vector<Answer> all() const;                                // in the order of their start
   uint64_t running() const;
   uint64_t ended() const { return order_.size() - running(); }
-  // As the methods of DeliveryLog.
+  // See the methods of DeliveryLog with these names.
   std::vector<std::string> find(std::string_view response, std::string_view tenant) const;
   Result<AnswerPart> part(const std::string& id, uint32_t from_token, uint32_t from_text) const;
   Result<AnswerPart> position(const std::string& id) const;
