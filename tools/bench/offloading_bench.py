@@ -42,7 +42,6 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager  # noqa:
 
 from torpor.vllm.offloading_tier import TorporTier  # noqa: E402
 
-THREADS = 4  # that store; one more of torpor's never does
 JOB_BLOCKS = 8  # 16 MiB in blocks of 2 MiB
 _MOST_SECONDS = 120
 
@@ -123,33 +122,33 @@ def rates(submit, tier, memory: Memory, bytes_: int, verb: str) -> dict[str, flo
     return {f"{verb}_gb_per_s": bytes_ / wall / 1e9, f"{verb}_cpu_s": time.process_time() - cpu}
 
 
-def fs(folder: Path):
+def fs(folder: Path, threads: int):
     return lambda memory: FileSystemTierManager(
-        spec(), memory.view, "fs", root_dir=str(folder / "fs"), n_read_threads=THREADS, n_write_threads=THREADS
+        spec(), memory.view, "fs", root_dir=str(folder / "fs"), n_read_threads=threads, n_write_threads=threads
     )
 
 
-def torpor_disk(folder: Path):
+def torpor_disk(folder: Path, threads: int):
     return lambda memory: TorporTier(
         spec(), memory.view, "TorporTier", disk_dir=str(folder / "torpor"),
-        disk_bytes=2 * memory.blocks * memory.block_bytes + (1 << 28), threads=THREADS + 1,
+        disk_bytes=2 * memory.blocks * memory.block_bytes + (1 << 28), threads=threads + 1,
     )  # fmt: skip
 
 
-def torpor_s3(prefix: str):
+def torpor_s3(prefix: str, threads: int):
     return lambda memory: TorporTier(
         spec(), memory.view, "TorporTier", kv_store=f"s3://{BUCKET}/{prefix}", kv_store_timeout_ms=60_000,
-        kv_store_wait_ms=60_000, threads=THREADS + 1,
+        kv_store_wait_ms=60_000, threads=threads + 1,
     )  # fmt: skip
 
 
-def curl(server: S3Server, folder: Path, memory: Memory, prefix: str) -> dict[str, float]:
+def curl(server: S3Server, folder: Path, memory: Memory, prefix: str, threads: int) -> dict[str, float]:
     """The same bytes in objects of a job's size."""
     env = server.environment
     who = f"{env['AWS_ACCESS_KEY_ID']}:{env['AWS_SECRET_ACCESS_KEY']}"
     words = ["curl", "-sS", "--fail", "--aws-sigv4", "aws:amz:us-east-1:s3", "--user", who,
              "-H", "x-amz-content-sha256: UNSIGNED-PAYLOAD", "--expect100-timeout", "0.001", "-Z",
-             "--parallel-immediate", "--parallel-max", str(THREADS)]  # fmt: skip
+             "--parallel-immediate", "--parallel-max", str(threads)]  # fmt: skip
     source, target = folder / "source", folder / "target"
     source.mkdir(exist_ok=True)
     target.mkdir(exist_ok=True)
@@ -169,7 +168,7 @@ def curl(server: S3Server, folder: Path, memory: Memory, prefix: str) -> dict[st
     return seen
 
 
-def measure(rounds: int, blocks: int, block_bytes: int, only: str | None, where: Path) -> dict:
+def measure(rounds: int, blocks: int, block_bytes: int, threads: int, only: str | None, where: Path | None) -> dict:
     runs: dict[str, list] = {}
     memory = Memory(blocks, block_bytes)
     for number in range(rounds + 1):
@@ -178,17 +177,17 @@ def measure(rounds: int, blocks: int, block_bytes: int, only: str | None, where:
             contestants = []
             if only in (None, "disk"):
                 contestants += [
-                    ("torpor disk", partial(there_and_back, torpor_disk(folder), memory)),
-                    ("vLLM fs", partial(there_and_back, fs(folder), memory)),
+                    ("torpor disk", partial(there_and_back, torpor_disk(folder, threads), memory)),
+                    ("vLLM fs", partial(there_and_back, fs(folder, threads), memory)),
                 ]
             with contextlib.ExitStack() as stack:
                 if only in (None, "s3"):
                     server = stack.enter_context(S3Server(folder / "s3"))
                     os.environ.update(server.environment)
-                    curl(server, folder, memory, "warm")  # the server makes its first volumes
+                    curl(server, folder, memory, "warm", threads)  # the server makes its first volumes
                     contestants += [
-                        ("torpor s3", partial(there_and_back, torpor_s3("kv"), memory)),
-                        ("curl", partial(curl, server, folder, memory, "curl")),
+                        ("torpor s3", partial(there_and_back, torpor_s3("kv", threads), memory)),
+                        ("curl", partial(curl, server, folder, memory, "curl", threads)),
                     ]
                 for contestant, run in contestants if number % 2 else reversed(contestants):
                     runs.setdefault(contestant, []).append(run())
@@ -203,11 +202,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=96)
     parser.add_argument("--block-bytes", type=int, default=2 << 20)
+    parser.add_argument("--threads", type=int, default=4, help="that store; torpor has one more, which only loads")
     parser.add_argument("--only", choices=("disk", "s3"))
     parser.add_argument("--folder", type=Path, help="where files are made; the system's temporary folder otherwise")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = measure(options.rounds, options.blocks, options.block_bytes, options.only, options.folder)
+    result = measure(
+        options.rounds, options.blocks, options.block_bytes, options.threads, options.only, options.folder
+    )
     if options.json:
         print(json.dumps(result, indent=2))
     else:
