@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -148,7 +149,7 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
         "kills": len(rounds),
         "interrupted": sum(each["interrupted"] for each in rounds),
         "dark_seconds": median(darks),
-        "dark_seconds_95": darks[min(len(darks) - 1, int(0.95 * len(darks)))],
+        "dark_seconds_95": darks[math.ceil(0.95 * len(darks)) - 1],
         "first_token_seconds": median(each["first_token_seconds"] for each in rounds),
         "parts": {name: median(each["parts"][name] for each in rounds) for name in names},
         "cold_seconds": cold,
