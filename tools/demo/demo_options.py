@@ -70,7 +70,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--console",
         action="store_true",
-        help="with the KV connector, and told as events: leaves a recording, pictures of the console and a page",
+        help="with the KV connector, and with events: leaves a recording, pictures of the console and a page",
     )
     parser.add_argument(
         "--remote",
