@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Seconds by the name of a step's log file, on two cores of a virtual machine that did nothing else. Without system
-# packages (apt) they are the six minutes that README.md has for a first run, with the demo. Nothing is said of a step
+# Seconds by the name of a step's log file, on two cores of a virtual machine that did nothing else. Together they are
+# the seven minutes that README.md has for a first run, with system packages and the demo. Nothing is said of a step
 # that is not here.
 TYPICAL = {
     "apt-update": 10, "apt-install": 60, "venv": 8, "torch": 30, "vllm-download": 4, "vllm-requirements": 80,
