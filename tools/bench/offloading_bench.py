@@ -207,9 +207,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where files are made; the system's temporary folder otherwise")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = measure(
-        options.rounds, options.blocks, options.block_bytes, options.threads, options.only, options.folder
-    )
+    result = measure(options.rounds, options.blocks, options.block_bytes, options.threads, options.only, options.folder)
     if options.json:
         print(json.dumps(result, indent=2))
     else:
