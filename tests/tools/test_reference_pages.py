@@ -253,5 +253,5 @@ def test_docstrings_become_lists_code_and_links():
         "Do it, `n` > 1 \\* 2.\n\n```python\nx = 1\n```\n\n"
         "- `a`, `b`: Two of them, and more other: is no argument. See [vllm.md](../vllm.md)."
     )
-    assert text.told(doc, ("a", "b"))["b"].startswith("two of them, and more")
+    assert text.argument_texts(doc, ("a", "b"))["b"].startswith("two of them, and more")
     assert text.paragraph("word " * 22 + "`GET /a/long/route` end").splitlines()[1] == "`GET /a/long/route` end"

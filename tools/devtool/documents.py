@@ -93,14 +93,18 @@ _ANCHOR = re.compile(r"\]\(([^)#\s:]*)#([^)\s]+)\)")
 _MARK = re.compile(r"`|\]\([^)]*\)|\[")
 
 
+def slug(heading: str) -> str:
+    """Return the place of a heading in its page, as GitHub and the site make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def _anchors(text: str) -> set[str]:
     """Return the names to which links into this page may lead: its headings, as GitHub names them, and its marks."""
     names, code = set(re.findall(r'<a id="([^"]+)"', text)), False
     for line in text.splitlines():
         code ^= bool(_FENCE.match(line))
         if line.startswith("#") and not code:
-            heading = _MARK.sub("", line.lstrip("#").strip()).lower()
-            names.add(re.sub(r"[^\w\- ]", "", heading).replace(" ", "-"))
+            names.add(slug(_MARK.sub("", line.lstrip("#").strip())))
     return names
 
 

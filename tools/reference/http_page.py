@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 
 from fastapi import FastAPI
-from reference.text import item, linked, of_docstring, page, paragraph, plain, sentence, told
+from reference.text import argument_texts, item, linked, of_docstring, page, paragraph, plain, sentence
 from torpor.vllm.server.route_table import ROUTES, UNKNOWN, Asleep, Rule, Who
 from torpor.vllm.server.routes import routes
 
@@ -90,7 +90,7 @@ def _route(method: str, path: str, call: dict, declared: dict, problems: list[st
         problems.append(f"the route {method} {path} has no docstring")
     parameters = call.get("parameters", [])
     names = [each["name"] for each in parameters]
-    texts = told(doc, names)
+    texts = argument_texts(doc, names)
     problems += [f"the docstring of {method} {path} says nothing of {name}" for name in names if name not in texts]
     lead = _without(doc, names)
     lines = [_parameter(each, texts.get(each["name"], "")) for each in parameters]

@@ -10,7 +10,8 @@ import tomllib
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from reference.text import code, item, linked, page, paragraph, plain, sentence, slug
+from devtool.documents import slug
+from reference.text import code, item, linked, page, paragraph, plain, sentence
 from torpor.vllm import described
 from torpor.vllm import options as engine_options
 from torpor.vllm.connector_options import ConnectorOptions

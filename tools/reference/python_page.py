@@ -129,8 +129,8 @@ def _field(source: _Source, node: ast.AnnAssign) -> str:
     """Return the line of a field: its type, and the comment behind it."""
     text = source.lines[node.end_lineno - 1][node.end_col_offset :]
     comment = text.partition("#")[2].strip()
-    told = f": {plain(sentence(comment))}" if comment else ""
-    return item(f"`{node.target.id}` (`{ast.unparse(node.annotation)}`){told}")
+    meaning = f": {plain(sentence(comment))}" if comment else ""
+    return item(f"`{node.target.id}` (`{ast.unparse(node.annotation)}`){meaning}")
 
 
 def _function(part: Part, node, owner: str, problems: list[str], method: bool = False, level: str = "###") -> str:

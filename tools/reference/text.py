@@ -8,7 +8,8 @@ import re
 import textwrap
 from collections.abc import Collection
 
-COLUMNS = 120
+from devtool.documents import COLUMNS
+
 HEAD = "<!-- Made by tools/dev reference from the code. Do not edit it here. -->"
 
 
@@ -59,11 +60,6 @@ def linked(text: str) -> str:
     return re.sub(r"\]\((?!https?:|#|\.\./)", "](../", text)
 
 
-def slug(heading: str) -> str:
-    """Return the place of a heading in its page, as GitHub and the site make it."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
 # --- docstrings -------------------------------------------------------------------------------------------------------
 
 
@@ -72,7 +68,7 @@ def of_docstring(doc: str, names: Collection[str] = ()) -> str:
     return "\n\n".join(_blocks(inspect.cleandoc(doc), names))
 
 
-def told(doc: str, names: Collection[str]) -> dict[str, str]:
+def argument_texts(doc: str, names: Collection[str]) -> dict[str, str]:
     """Return the text of each argument that a docstring has a line `name: text` for."""
     found: dict[str, str] = {}
     for lines in _paragraphs(inspect.cleandoc(doc)):
