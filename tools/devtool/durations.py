@@ -59,7 +59,7 @@ class Durations:
     def plan(self, steps: list[Step]) -> list[str]:
         """Return a line for each step, with what it will take, and one for all of them."""
         width = max(len(step.text) for step in steps)
-        lines = [f"  {step.text:<{width}}  {self._told(step)}" for step in steps]
+        lines = [f"  {step.text:<{width}}  {self._estimate(step)}" for step in steps]
         whole = [self.expected(step.parts) for step in steps]
         known = [seconds for seconds in whole if seconds is not None]
         more = " and what is not known yet" if len(known) < len(whole) else ""
@@ -68,7 +68,7 @@ class Durations:
         where = "as the last time" if measured else "as on two idle cores, for what has not run here yet"
         return [*lines, f"  in all {about(sum(known))}{more}, {where}; a line at least every five seconds"]
 
-    def _told(self, step: Step) -> str:
+    def _estimate(self, step: Step) -> str:
         if not step.parts:
             return "there"
         seconds = self.expected(step.parts)
