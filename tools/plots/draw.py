@@ -23,8 +23,8 @@ def _bars(axes, figure: dict) -> None:
     series = figure["series"]
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
-        places = [group + (number - (len(series) - 1) / 2) * width for group in range(len(values))]
-        bars = axes.bar(places, values, width, color=COLOURS[number], label=name)
+        centres = [group + (number - (len(series) - 1) / 2) * width for group in range(len(values))]
+        bars = axes.bar(centres, values, width, color=COLOURS[number], label=name)
         axes.bar_label(bars, [f"{value:g}" for value in values], fontsize=7, padding=1)
 
 
