@@ -12,6 +12,10 @@ from torpor.vllm.described import BYTES, NUMBER, PATH, SWITCH, TEXT, WHOLE, desc
 
 MODULE, CLASS = "torpor.vllm.connector", "TorporConnector"
 ADMIT_MODULE, ADMIT_CLASS = "torpor.vllm.portable", "TorporAdmit"  # of the option sessions
+_STORAGE = (
+    "disk_bytes", "block_compression", "kv_store", "kv_store_credentials", "kv_store_ca", "kv_store_blocks",
+    "kv_store_timeout_ms", "kv_store_expire_days",
+)  # fmt: skip
 
 
 def _advanced(default, kind: str, text: str, details: str = ""):
@@ -198,6 +202,11 @@ def _flat(given: dict) -> dict:
                 f"unknown {where}connector option {', '.join(map(str, unknown))}", f"the options are {', '.join(known)}"
             )
     return {name: item for name, item in given.items() if name != "advanced"} | advanced
+
+
+def storage_options(options) -> dict:
+    """Return the options of the disk and of the shared store that torpor's core takes by the same names."""
+    return {name: getattr(options, name) for name in _STORAGE}
 
 
 def is_ours(kv_transfer_config) -> bool:

@@ -7,7 +7,7 @@ from torpor import _core
 from torpor.errors import Unsupported
 from torpor.vllm import connector_groups, worker
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
-from torpor.vllm.connector_options import ConnectorOptions
+from torpor.vllm.connector_options import ConnectorOptions, storage_options
 from torpor.vllm.fingerprint import key_space
 from torpor.vllm.options import Options
 from torpor.vllm.worker_memory import WorkerMemory
@@ -45,20 +45,13 @@ class WorkerSide:
             {
                 "rank": mine.rank,
                 "host_bytes": options.host_bytes,
-                "disk_bytes": options.disk_bytes,
                 "directory": options.disk_dir,
                 "key_file": torpor.key_file,
                 "encrypt": torpor.encrypt,
                 "durable": options.durable,
-                "block_compression": options.block_compression,
                 "host_compression": torpor.host_compression if memory.kv_is_bf16 else None,
-                "kv_store": options.kv_store,
-                "kv_store_credentials": options.kv_store_credentials,
-                "kv_store_ca": options.kv_store_ca,
-                "kv_store_blocks": options.kv_store_blocks,
-                "kv_store_timeout_ms": options.kv_store_timeout_ms,
-                "kv_store_expire_days": options.kv_store_expire_days,
-            },
+            }
+            | storage_options(options),
         )
         folder = options.disk_folder
         if folder is not None or options.kv_store is not None:

@@ -19,7 +19,7 @@ import vllm
 from torpor import _core
 from torpor.errors import Error, InvalidArgument
 from torpor.vllm import compat
-from torpor.vllm.connector_options import ConnectorOptions
+from torpor.vllm.connector_options import ConnectorOptions, storage_options
 from torpor.vllm.described import BYTES, PATH, SWITCH, TEXT, WHOLE, described, value_of
 
 compat.check(vllm.__version__, "offloading_tier")  # before what another release may not have
@@ -146,22 +146,15 @@ class TorporTier(SecondaryTierManager):
             key_space(offloading_spec, options),
             {
                 "rank": 0,  # a row has the bytes of all ranks
-                "disk_bytes": options.disk_bytes,
                 "directory": folder,
                 "durable": options.durable and folder is not None,
                 "key_file": options.key_file,
                 "encrypt": options.encrypt,
-                "kv_store": options.kv_store,
-                "kv_store_credentials": options.kv_store_credentials,
-                "kv_store_ca": options.kv_store_ca,
-                "kv_store_blocks": options.kv_store_blocks,
-                "kv_store_timeout_ms": options.kv_store_timeout_ms,
-                "kv_store_expire_days": options.kv_store_expire_days,
                 "kv_store_wait_ms": options.kv_store_wait_ms,
-                "block_compression": options.block_compression,
                 "threads": options.threads,
                 "remembered_removals": 0 if self._events is None else _REMEMBERED_REMOVALS,
-            },
+            }
+            | storage_options(options),
         )
         stats = self._core.stats()
         logger.info("torpor's tier: %s blocks found, I/O %s", stats["recovered_blocks"], stats["io"])
