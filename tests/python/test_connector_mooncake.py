@@ -10,7 +10,7 @@ from pathlib import Path
 import mooncake_server
 import pytest
 from conftest import result_of
-from connector_told import check_shared
+from connector_shared import check_shared
 from torpor.errors import Unsupported
 from torpor.vllm import mooncake
 

@@ -2,13 +2,11 @@
 """Engines that share KV blocks through a real Redis: what one computed, another finds; without it they compute."""
 
 import contextlib
-import json
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import result_of
-from connector_told import check_shared
+from connector_shared import check_reset, check_shared, one_after_the_other
 from torpor.errors import InvalidArgument
 from torpor.vllm.connector_options import ConnectorOptions
 
@@ -17,15 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 from networks import FAR, inside, two_networks
 from redis_server import PASSWORD, RedisServer
 
-PROCESS = Path(__file__).parent / "connector_remote_process.py"
-
 
 @pytest.fixture(scope="module")
 def shared(zygote, tiny_model, tmp_path_factory):
     """One engine after the other with the same server, over TLS; the second one sees the network between them slowed
     and cut, where the kernel allows it, and the server stopped, then killed."""
     folder = tmp_path_factory.mktemp("shared")
-    results = []
     with contextlib.ExitStack() as stack:
         wire = stack.enter_context(two_networks())
         place = {} if wire is None else {"inside": inside(wire.far), "host": FAR}
@@ -36,13 +31,7 @@ def shared(zygote, tiny_model, tmp_path_factory):
             "kv_store_timeout_ms": 300,
             "kv_store_wait_ms": 2000,
         } | server.options
-        for pid in (0, server.pid):  # the first may compress; the other reads what it has put there
-            how = options | {"block_compression": "none" if pid else "zstd"}
-            words = [PROCESS, tiny_model, folder, json.dumps(how), pid, near, far]
-            done = zygote.run(words, timeout=200)
-            assert PASSWORD not in done.stdout + done.stderr
-            results.append(result_of(done))
-    return results
+        return one_after_the_other(zygote, tiny_model, folder, options, server.pid, PASSWORD, wire=(near, far))
 
 
 @pytest.mark.slow
@@ -53,9 +42,7 @@ def test_what_one_engine_computed_another_finds(shared):
 @pytest.mark.slow
 def test_after_a_reset_an_engine_finds_nothing_of_before(shared):
     for result in shared:
-        after = result["after a reset"]
-        assert after["tokens"] == result["first"]["tokens"]
-        assert after["stats"]["kv_store_onboarded_blocks"] == 0 and after["stats"].get("lookup_transferred", 0) == 0
+        check_reset(result)
 
 
 @pytest.mark.slow
