@@ -5,9 +5,9 @@ scenario."""
 import json
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
+import scenarios
 from conftest import InProcess
 from requests_of_tests import run
 from test_sessions import rounded
@@ -138,14 +138,7 @@ class Engine:
 
 def main(model: Path, torpor: dict, names: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as directory:
-        engine, result = Engine(model, Path(directory), torpor), {}
-        for name in names:
-            try:
-                result[name] = getattr(engine, name)()
-            except Exception:
-                result[name] = {"error": traceback.format_exc()}
-                break
-        return result
+        return scenarios.play(Engine(model, Path(directory), torpor), names)
 
 
 if __name__ == "__main__":

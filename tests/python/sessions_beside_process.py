@@ -7,9 +7,9 @@ Prints what became of each scenario.
 import json
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
+import scenarios
 from conftest import InProcess
 from requests_of_tests import REQUESTS, run
 from test_sessions import rounded
@@ -93,12 +93,7 @@ def main(model: Path, torpor: dict, transfer: dict | None) -> dict:
         engine = Engine(model, Path(directory), torpor, transfer)
         result: dict = {"connectors": engine.connectors()}
         names = ("leaves_and_comes_back", "comes_back_at_once", "goes_to_disk", "forks", "ends_while_away")
-        for name in names:
-            try:
-                result[name] = getattr(engine, name)()
-            except Exception:
-                result[name] = {"error": traceback.format_exc()}
-                break
+        result |= scenarios.play(engine, names)
         try:
             engine.one.llm.sleep(level=1, preserve_state=True)
             result["sleep"] = "slept"

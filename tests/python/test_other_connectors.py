@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import scenarios
 import vllm
 from conftest import result_of
 from vllm.config import KVTransferConfig
@@ -36,10 +37,9 @@ def both(*connectors: dict) -> dict:
     }  # fmt: skip
 
 
-def scenarios(zygote, model, folder, transfer: dict, *names: str) -> dict:
+def played(zygote, model, folder, transfer: dict, *names: str) -> dict:
     result = result_of(zygote.run([PROCESS, model, folder, json.dumps(transfer), *names], timeout=300))
-    failed = {name: of["error"] for name, of in result.items() if "error" in of}
-    assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
+    scenarios.check(result)
     return result
 
 
@@ -52,7 +52,7 @@ def alone(zygote, tiny_model, tmp_path_factory) -> dict:
         "keeps_requests", "is_refused_while_transfers_do_not_end", "fails_to_unregister", "fails_to_restore",
         "wakes_by_tags", "computes_requests_again", "pauses", "keeps_nothing_for_a_new_process", "aborts_requests",
     )  # fmt: skip
-    return scenarios(zygote, tiny_model, tmp_path_factory.mktemp("alone"), SCRIPTED, *names)
+    return played(zygote, tiny_model, tmp_path_factory.mktemp("alone"), SCRIPTED, *names)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def beside_torpors(zygote, tiny_model, tmp_path_factory) -> dict:
         "keeps_requests", "is_refused_while_transfers_do_not_end", "computes_requests_again", "aborts_requests",
         "has_torpors_inside",
     )  # fmt: skip
-    return scenarios(zygote, tiny_model, tmp_path_factory.mktemp("both"), both(SCRIPTED, TORPORS), *names)
+    return played(zygote, tiny_model, tmp_path_factory.mktemp("both"), both(SCRIPTED, TORPORS), *names)
 
 
 @pytest.fixture(params=["alone", "beside_torpors"])
@@ -170,7 +170,7 @@ def test_torpors_connector_works_inside_multi_connector(beside_torpors):
 @pytest.mark.core
 @pytest.mark.skipif(FOLLOWS, reason="this vLLM has the hooks")
 def test_an_older_vllm_refuses_it_by_name(zygote, tiny_model, tmp_path):
-    of = scenarios(zygote, tiny_model, tmp_path, SCRIPTED, "is_refused")["is_refused"]
+    of = played(zygote, tiny_model, tmp_path, SCRIPTED, "is_refused")["is_refused"]
     assert of["kind"] == "Unsupported" and "a KV connector: vLLM has the hooks" in of["what"], of
     assert not of["changed"] and not of["asleep"] and of["same"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import scenarios
 from conftest import result_of
 
 from torpor import errors
@@ -19,10 +20,9 @@ ON = {"sessions": True, "offload_preempted": True}
 pytestmark = pytest.mark.core
 
 
-def scenarios(zygote, model, torpor: dict, *names: str) -> dict:
+def played(zygote, model, torpor: dict, *names: str) -> dict:
     result = result_of(zygote.run([PROCESS, model, json.dumps(torpor), json.dumps(names)], timeout=300))
-    failed = {name: of["error"] for name, of in result.items() if "error" in of}
-    assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
+    scenarios.check(result)
     for of in result.values():
         assert of["preempted"] > 0 and of["images"] == [] and of["used"] == 0
     return result
@@ -31,7 +31,7 @@ def scenarios(zygote, model, torpor: dict, *names: str) -> dict:
 @pytest.fixture(scope="module")
 def result(zygote, tiny_model) -> dict:
     names = ("preempt", "are_aborted", "get_new_weights", "sleep", "go_to_disk", "are_hibernated")
-    return scenarios(zygote, tiny_model, ON, *names)
+    return played(zygote, tiny_model, ON, *names)
 
 
 def same(of: dict) -> bool:
@@ -47,13 +47,13 @@ def test_a_preempted_request_goes_on_with_its_kv(result):
 
 @pytest.mark.slow
 def test_without_the_option_it_is_computed_again(zygote, tiny_model):
-    of = scenarios(zygote, tiny_model, {"sessions": True}, "preempt")["preempt"]
+    of = played(zygote, tiny_model, {"sessions": True}, "preempt")["preempt"]
     assert same(of) and of["again"] > 50 and of["counts"] == {}
 
 
 @pytest.mark.slow
 def test_without_room_in_host_memory_it_is_computed_again(zygote, tiny_model):
-    of = scenarios(zygote, tiny_model, ON | {"arena_budget_bytes": 4096}, "preempt")["preempt"]
+    of = played(zygote, tiny_model, ON | {"arena_budget_bytes": 4096}, "preempt")["preempt"]
     assert same(of) and of["again"] > 50
     assert of["counts"] == {"offloaded": 0, "recomputed": of["preempted"]}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import scenarios
 from conftest import result_of
 from test_other_connectors import FOLLOWS, SCRIPTED, TORPORS, both
 from vllm.config import KVTransferConfig
@@ -40,8 +41,7 @@ def kind(request) -> str:
 def result(kind, zygote, tiny_model) -> dict:
     torpor, transfer, _ = KINDS[kind]
     found = result_of(zygote.run([PROCESS, tiny_model, json.dumps(torpor), json.dumps(transfer)], timeout=300))
-    errors_of = {name: of["error"] for name, of in found.items() if isinstance(of, dict) and "error" in of}
-    assert not errors_of, "\n".join(f"{name}: {error}" for name, error in errors_of.items())
+    scenarios.check(found)
     return found
 
 
