@@ -15,6 +15,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 
 from torpor.errors import Busy, Error, WrongState
+from torpor.vllm.server import listening, standby
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -26,8 +27,7 @@ async def take_signals(server) -> None:
     """SIGTERM is ours from the moment on when vLLM's server has taken it."""
     if server.settings.on_sigterm != "checkpoint" or not server.options.checkpoint_dir:
         return
-    while not getattr(getattr(server.app_state, "server", None), "started", False):
-        await asyncio.sleep(0.05)
+    await listening.http_server(server)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: server.tasks.run(server.end(), _ENDING))
 
 
@@ -44,9 +44,8 @@ async def end(server) -> None:
 
 async def _end(server) -> None:
     began, before = time.monotonic(), server.state
-    # What it saves would be newer than what the owner has saved: only whoever owns the directory may.
-    owns = server.recorder is not None if server.has_log else before != "taking over"
-    begun = before != "standby" and owns
+    # Only the owner of the directory saves: a checkpoint of a standby would be newer than the owner's.
+    begun = server.recorder is not None if server.has_log else before not in standby.STATES
     running = server.running() if begun else 0
     server.enter("ending")
     if server.listener is not None:

@@ -57,15 +57,20 @@ def _may_accept(server) -> bool:
     return server.state not in ("starting", "standby", "taking over")
 
 
+async def http_server(server):
+    """Return vLLM's HTTP server, of uvicorn, once it has started."""
+    while not getattr(getattr(server.app_state, "server", None), "started", False):
+        await asyncio.sleep(_LOOK_SECONDS)
+    return server.app_state.server
+
+
 async def when_awake(server) -> None:
     """Accept clients on the socket from the moment on when the server serves, or has failed to."""
     while not _may_accept(server):
         await server.changed()
     if server.state == "ending":
         return
-    while not getattr(getattr(server.app_state, "server", None), "started", False):
-        await asyncio.sleep(_LOOK_SECONDS)
-    http = server.app_state.server  # vLLM's, of uvicorn
+    http = await http_server(server)
 
     def connection(_loop=None):
         return http.config.http_protocol_class(

@@ -101,8 +101,7 @@ class Sessions:
         async def run() -> dict:
             async with self._at_turn():
                 ids = self._running(name)
-                image = next((self._away[each] for each in ids if each in self._away), None)
-                left = await session_calls.hibernate(self._side(), ids, image, None, to)
+                left = await session_calls.hibernate(self._side(), ids, self._image_of(ids), None, to)
                 await self._look()
             kept = {"id": left.id, "bytes": left.bytes, "tokens": left.tokens, "path": left.path}
             return self._shown(kept | {"requests": ids})
@@ -160,11 +159,10 @@ class Sessions:
             self._check_goes_on()
             ids = self._running(name)
             responses = self._responses(ids)
-            image = next((self._away[each] for each in ids if each in self._away), None)
             side = self._side()
             side.gone_to = other.url
             try:
-                moved = await session_calls.move(side, ids, other.resume, image, None)
+                moved = await session_calls.move(side, ids, other.resume, self._image_of(ids), None)
             finally:
                 await self._look()
             return {"id": moved.id, "object": "session.move", "requests": responses, "to": other.url}
@@ -270,6 +268,10 @@ class Sessions:
             what = f"there is no unfinished request {name}: it was never begun here, is not yours, or has ended"
             raise NotFound(what, "name it by its X-Request-Id, or by the id of its response")
         return found
+
+    def _image_of(self, requests: Iterable[str]) -> str | None:
+        """Return the image that has the hibernated ones of these requests, or None."""
+        return next((self._away[each] for each in requests if each in self._away), None)
 
     def _kept(self, request: str) -> dict:
         """Return what the response log has of a request, by vLLM's id: its response and tenant among them."""
