@@ -318,9 +318,8 @@ class VllmHooks:
     def _pause(self, mode: str) -> None:
         """What vLLM's pause does with requests and caches, of an engine that stands still already."""
         if mode == "abort":
-            hibernated = (
-                [] if self.sessions is None else list(self.sessions.held())
-            )  # with their ids: images on disk go, too
+            # By their ids: without ids their images on disk would stay.
+            hibernated = [] if self.sessions is None else list(self.sessions.held())
             aborted = self.scheduler.finish_requests(hibernated, RequestStatus.FINISHED_ABORTED)
             aborted += self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
             if (send := getattr(self.core, "_send_abort_outputs", None)) is not None:  # to another process

@@ -153,9 +153,8 @@ class Admissions:
         self.images: _core.RequestImages | None = None  # until somebody hibernates a request
         self.orders = Orders()  # of the next step
         self.kv_epoch: Callable[[], int] = int  # changes when KV from before is not to be used any more
-        self._admitted: dict[
-            str, tuple[int, dict | None, int]
-        ] = {}  # until it has blocks: tokens with KV, for runners, epoch
+        # Of each request that has no blocks yet: its tokens with KV, the runners' part of it, and kv_epoch.
+        self._admitted: dict[str, tuple[int, dict | None, int]] = {}
         self._loading: set[str] = set()
         self._ending: set[str] = set()  # ended, and the runners have not heard of it
 

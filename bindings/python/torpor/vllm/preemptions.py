@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request
 
 from torpor.errors import Error
 from torpor.vllm import scheduler_values as values
-
-if TYPE_CHECKING:
-    from torpor.vllm.sessions import Sessions
+from torpor.vllm.sessions import Sessions, tokens_with_kv, unsupported
 
 logger = logging.getLogger("vllm.torpor")
 
@@ -37,7 +34,7 @@ class Preemptions:
         again, for the reason in the log."""
         images, admissions = self._sessions.begun()
         self.images()  # forget those that have their KV again
-        computed = self._sessions.tokens_with_kv(request)
+        computed = tokens_with_kv(request)
         if computed == 0 or request.request_id in admissions.requests or self._is_bound(request):
             self.recomputed += 1
             return 0
@@ -56,7 +53,7 @@ class Preemptions:
         return computed
 
     def _is_bound(self, request: Request) -> bool:
-        found = self._sessions.problems(request)
+        found = unsupported(request)
         if found:
             self._say(f"a preempted request is computed again: it has {', '.join(found)}")
         return bool(found)

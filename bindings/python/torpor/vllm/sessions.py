@@ -133,15 +133,6 @@ class Sessions:
             self._scheduler.torpor_sessions = self
         return self._images, admissions
 
-    @staticmethod
-    def tokens_with_kv(request: Request) -> int:
-        """Return of how many tokens the KV of a request that leaves is taken along."""
-        return _tokens_with_kv(request)
-
-    def problems(self, request: Request) -> list[str]:
-        """Return why this request cannot leave. Empty: it can."""
-        return unsupported(request)
-
     def _check_runs(self, request_id: str) -> Request:
         request = self._scheduler.requests.get(request_id)
         if request is None or request.is_finished():
@@ -165,7 +156,7 @@ class Sessions:
         block_tokens, tables, states = scheduler.block_size, [], []
         for i, request in enumerate(found):
             value = values.request_to_value(request)
-            value["num_computed_tokens"] = computed = _tokens_with_kv(request)
+            value["num_computed_tokens"] = computed = tokens_with_kv(request)
             value["engine"]["of_runners"] = [rank[i] for rank in of_runners]
             if request.request_id in self.drawn_seeds:  # it is still no seed of the caller's
                 seed = request.sampling_params.seed
@@ -419,7 +410,7 @@ class Sessions:
             of_runners = of_runners or [_of_runner(worker, request_id) for worker in state["workers"]]
             computed = item["num_computed_tokens"]
             if item["sampling"]["prompt_logprobs"] is not None and len(item["output_token_ids"]) == 0:
-                computed = 0  # as _tokens_with_kv()
+                computed = 0  # as tokens_with_kv()
             item |= {"client_index": 0, "num_computed_tokens": computed}
             item["engine"] = item["engine"] | {"of_runners": of_runners}
             items.append(item)
@@ -522,8 +513,11 @@ def unsupported(request: Request) -> list[str]:
     return found or values.unsupported_status(request) + values.unknown_fields(request)
 
 
-def _tokens_with_kv(request: Request) -> int:
-    """Log probabilities of a prompt that is half-way lie in the runner, which loses them: it begins again."""
+def tokens_with_kv(request: Request) -> int:
+    """Return of how many tokens a request that leaves takes its KV along.
+
+    0 if its runner has half of the log probabilities of a prompt: the runner loses them, so the request begins again.
+    """
     params = request.sampling_params
     if params is not None and params.prompt_logprobs is not None and request.num_output_tokens == 0:
         return 0

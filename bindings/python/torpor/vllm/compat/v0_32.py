@@ -1820,7 +1820,7 @@ OFFLOADING_TIER = (
             Class(
                 "SecondaryTierManager",
                 calls={
-                    "__init__": ("self, offloading_spec, primary_kv_view, tier_type, backpressure_detector=None"),
+                    "__init__": "self, offloading_spec, primary_kv_view, tier_type, backpressure_detector=None",
                     "lookup": "self, key, req_context",
                     "submit_store": "self, job_metadata",
                     "submit_load": "self, job_metadata",

@@ -172,16 +172,16 @@ class Server:
             return
         self._take_requests()
         await hosts.check_directory(self)
-        await self.own(fingerprint)
+        await self.own(fingerprint, standby.Parts())
 
     def _take_requests(self) -> None:
         self.engine.add_request, self.engine.abort = self._add_request, self._abort
 
-    async def own(self, fingerprint: dict, parts: standby.Parts | None = None, wake=None) -> None:
+    async def own(self, fingerprint: dict, parts: standby.Parts, wake=None) -> None:
         """Own the directory, go on with what an earlier server left there, and serve.
 
-        parts: is told what has ended. wake: wakes an engine that sleeps, once the directory is this server's. Busy:
-        another server owns it; nothing was changed then.
+        parts: measures each part. wake: wakes an engine that sleeps, once the directory is this server's. Raises Busy
+        if another server owns the directory. Then nothing has changed.
         """
         pulled = ""
         if self.settings.object_store:
@@ -197,20 +197,17 @@ class Server:
             await owning.begin(self)
         if self.settings.listen_fd > 0 or self.standby is not None:
             self.metrics.standby_wanted.set(1)
-        if parts is not None:
-            parts.end("log_read")
+        parts.end("log_read")
         if wake is not None:
             await wake()
-        if parts is not None:
-            parts.end("memory_woken")
+        parts.end("memory_woken")
         if self.has_log:
             self._end_unrestorable()
         if directory is not None:
             named = self.settings.wake_from or pulled
             await (start.wake(self, named) if self.has_log else unlogged.wake(self, named))
             self._reserve_adapter_numbers()
-        if parts is not None:
-            parts.end("requests_restored")
+        parts.end("requests_restored")
         self.metrics.ledger(await self.engine.torpor.call("ledger"))
         self.metrics.start_time.set(time.time())
         self.enter("awake")
