@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets vLLM's own OffloadingConnector run on a CPU: install() stands in for CUDA's streams, events and batch copy.
+"""A stand-in for CUDA's streams, events and batch copy, with which vLLM's own OffloadingConnector runs on a CPU.
 
 All that the connector decides stays vLLM's: what it stores, evicts and loads, and when a request waits. A copy runs on
 a thread of its direction, in its order, and its event has happened when it is over.

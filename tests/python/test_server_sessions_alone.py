@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose request a name means, and what becomes of calls for sessions, without an engine."""
+"""Sessions of a server without an engine: whose request a name means, and what becomes of calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Counter:
 
 
 class Made:
-    """What Sessions asks of a server: answers by tenant and response, requests that run, images of the engine."""
+    """A server by hand for Sessions: answers by tenant and response, requests that run, images of the engine."""
 
     def __init__(self):
         self.answers: dict[tuple[str, str], list[str]] = {}

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from conftest import IN_PROOF
 from servers import ALICE, Client, Reading, make_server, of, samples, sampling
-from serving import command_of, descendants
+from serving import ADMIN_KEY, command_of, descendants
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +72,7 @@ def until_state(server, condition) -> dict:
 
 
 def processes_of(server) -> dict[str, list[int]]:
-    """What a fault can hit."""
+    """Return the processes that a fault can hit, by the name of a fault."""
     family = descendants(server.pid)
     core = [pid for pid in family if "EngineCore" in command_of(pid)]
     assert core
@@ -182,7 +182,7 @@ def test_a_standby_refuses_requests_and_operations_and_says_what_it_follows(pair
         assert client.get("/torpor/requests/any").status_code == 503
         counted = samples(client.get("/metrics").text)
         assert counted["torpor_state", of(state="standby")] == 1
-    with httpx.Client(base_url=pair.standby.url, headers={"Authorization": "Bearer demo-admin"}) as admin:
+    with httpx.Client(base_url=pair.standby.url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as admin:
         for route in ("/sleep", "/wake_up", "/torpor/checkpoint"):
             refused = admin.post(route)
             assert refused.status_code == 409 and "standby" in refused.text, refused.text

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a standby does when something else comes between: another server, its own end, a slow disk, an error. Without an
-engine and without an owner."""
+"""A standby when something else comes between: another server, its own end, a slow disk, an error. Without an engine
+and without an owner."""
 
 import asyncio
 import socket

@@ -18,7 +18,7 @@ _LOOK_SHARE = 50  # and so many times what the last one took: ranks in other pro
 
 
 class DeferredBlocks:
-    """Of one scheduler, from its wake until the last of them has arrived."""
+    """The deferred blocks of one scheduler, from its wake until the last of them has arrived."""
 
     def __init__(self, scheduler, blocks: list[int], advance: Callable[[str, list[int], list[int]], dict]):
         """`advance`: the controller's continue_wake()."""

@@ -86,7 +86,7 @@ async def _fork(side: BlockingSide | AsyncSide, request: str, names: list[str], 
         return forked
     made: list[RequestState] = []
     try:
-        parent = options["request"]  # of others that come meanwhile the engine knows nothing yet
+        parent = options["request"]  # the engine knows nothing yet of others that come meanwhile
         await frontend.caught_up_with(side, {parent: answer["sent"][parent]})
         of = _parent(processor, request)
         _take(side, of, names, answer, made)

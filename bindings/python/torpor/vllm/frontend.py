@@ -108,7 +108,7 @@ class BlockingSide:
         return front_end.capture(self.engine.output_processor, requests)
 
     def adopt(self, states: list[RequestState], parent: RequestState, seeds: Sequence[int | None]) -> None:
-        """Children of a fork are about to take steps. `seeds`: of each, or None for its parent's."""
+        """Prepare for children of a fork, which are about to take steps. `seeds`: of each; None: its parent's."""
 
     def disown(self, states: list[RequestState]) -> None:
         """Undo adopt()."""

@@ -102,7 +102,7 @@ class VllmHooks:
         preemptions = self.sessions.preemptions
         if preemptions is None:
             return self.sessions.summaries()
-        if self._quiet:  # it is no plan
+        if self._quiet:  # for the checkpoint itself, not for a plan
             preemptions.give_up()
         preempted = () if self._quiet else preemptions.images()
         return [each for each in self.sessions.summaries() if each["id"] not in preempted]

@@ -42,7 +42,7 @@ _REMEMBERED_REMOVALS = 1 << 16
 
 
 def _as_connector(name: str):
-    """The same option as torpor's own connector has."""
+    """Return the field of an option that torpor's own connector has, too."""
     (known,) = (f for f in fields(ConnectorOptions) if f.name == name)
     return field(default=known.default, repr=known.repr, metadata=known.metadata)
 
@@ -98,7 +98,7 @@ class TierOptions:
 
 
 def key_space(spec, options: TierOptions) -> str:
-    """All that the bytes of a block depend on besides its key, as far as vLLM tells a tier.
+    """Return all that the bytes of a block depend on besides its key, as far as a tier can know it.
 
     vLLM's own tiers compare the same fields, without the versions and the layout of a block. The weights are known by
     the model's name alone.
@@ -117,7 +117,7 @@ def key_space(spec, options: TierOptions) -> str:
 
 
 class TorporTier(SecondaryTierManager):
-    """One store of torpor's. All that it is asked it passes on; nothing here waits for bytes but drain_jobs()."""
+    """One store of torpor's. It passes all calls on to its core; only drain_jobs() waits for bytes."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 

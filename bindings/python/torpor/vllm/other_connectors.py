@@ -120,8 +120,8 @@ class OtherConnector:
             self._finish(timeout, self._under_way)
 
     def end_transfers(self, timeout: float | None = None) -> None:
-        """The same, also for a connector beside which no sleep keeps requests. The connector has heard, too, of all
-        requests that have ended."""
+        """End transfers as finish_transfers() does, also of a connector beside which no sleep keeps requests. The
+        connector then also knows all requests that have ended."""
         if self.is_there:
             self._finish(timeout, lambda: self._under_way() + self._unheard())
 

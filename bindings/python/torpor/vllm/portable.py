@@ -86,10 +86,11 @@ class TorporAdmit(ConnectorBase):
             self.worker.bind(worker.of_this_process())
 
     def unregister_kv_caches(self) -> None:
-        """Before a sleep inside vLLM's MultiConnector, since 0.33. torpor's memory knows where the KV cache lies."""
+        """Do nothing. vLLM's MultiConnector calls this before a sleep, since 0.33; torpor's memory knows where the KV
+        cache lies."""
 
     def restore_kv_caches(self) -> None:
-        """After that sleep."""
+        """Do nothing. vLLM's MultiConnector calls this after that sleep."""
 
     def handle_preemptions(self, kv_connector_metadata) -> None:
         """Called before the model runner looks at the step."""
@@ -133,8 +134,8 @@ class TorporAdmit(ConnectorBase):
 
 
 class AskedFirst(KVConnectorBase_V1):
-    """Of vLLM's MultiConnector: the KV of a request that comes back is TorporAdmit's, and no other one looks for it.
-    Its blocks have no keys until it is there, and other connectors expect keys."""
+    """A mixin of vLLM's MultiConnector: it asks only TorporAdmit for the KV of a request that comes back. The blocks of
+    such a request have no keys until their KV is there, and other connectors expect keys."""
 
     def get_num_new_matched_tokens(self: Any, request, num_computed_tokens: int) -> tuple[int | None, bool]:
         place, ours = next((i, each) for i, each in enumerate(self.sub_connectors) if isinstance(each, TorporAdmit))

@@ -20,7 +20,7 @@ logger = logging.getLogger("vllm.torpor")
 
 
 class Preemptions:
-    """Of one EngineSide. The scheduler calls it within its step, while no other step is under way."""
+    """The preempted requests of one EngineSide. The scheduler calls it within a step, while no other is under way."""
 
     def __init__(self, hooks, sessions: Sessions):
         self._hooks, self._sessions = hooks, sessions
@@ -30,8 +30,8 @@ class Preemptions:
         self.recomputed = 0  # preempted requests that vLLM computes again
 
     def offload(self, request: Request) -> int:
-        """Copy the KV of a request that is about to be preempted. Return of how many tokens; 0: it has to be computed
-        again, for the reason in the log."""
+        """Copy the KV of a request that is about to be preempted. Return the number of its tokens that have KV in the
+        copy; 0: there is no copy, and the log says why."""
         images, admissions = self._sessions.begun()
         self.images()  # forget those that have their KV again
         computed = tokens_with_kv(request)
@@ -64,19 +64,21 @@ class Preemptions:
             logger.warning("torpor: %s", what)
 
     def expect(self, request: Request, computed: int) -> None:
-        """vLLM has preempted this request, which offload() has copied so many tokens of."""
+        """Have TorporAdmit bring the KV back. vLLM has preempted the request; `computed`: as offload() returned it."""
         _, admissions = self._sessions.begun()
         admissions.expect_again(request, computed)
 
     def images(self) -> set[str]:
-        """Return the images of preempted requests, which have not all of them their KV again."""
+        """Return the images of preempted requests that do not have their KV again."""
         known = {each["id"] for each in self._sessions.summaries()}
         self._images = {request: image for request, image in self._images.items() if image in known}
         return set(self._images.values())
 
     def give_up(self, requests: list[str] | None = None) -> None:
-        """Have vLLM compute those of these requests again, or all (None), that have no blocks yet: they are to go where
-        the image does not."""
+        """Have vLLM compute preempted requests again that have no blocks yet: these ones, or all (None).
+
+        Their images do not go where the requests are about to go.
+        """
         images, admissions = self._sessions.begun()
         self.images()
         for request_id in list(self._images) if requests is None else requests:

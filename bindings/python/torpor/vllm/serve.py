@@ -121,7 +121,7 @@ def take_options(arguments: list[str]) -> list[str]:
 
 
 def _follow_owner(settings: Settings, parser: argparse.ArgumentParser) -> None:
-    """A standby has the owner's directory."""
+    """Give a standby the directory of its owner."""
     if not settings.standby_of:
         return
     given = os.environ.setdefault("TORPOR_CHECKPOINT_DIR", settings.standby_of)

@@ -208,8 +208,8 @@ class Sessions:
         return summary | {"recomputed": recomputed}
 
     def _end_transfers(self) -> None:
-        """Another KV connector knows requests by their ids: it must have done with those that left before they come
-        back. Raises TimedOut where its transfers do not end."""
+        """End the transfers of another KV connector, if there is one. It knows requests by their ids, so it must have
+        done with those that left before they come back. Raises TimedOut if its transfers do not end."""
         other, was_quiet = self._hooks.other_connector, self._hooks.is_quiet
         if not other.is_there:
             return
@@ -356,11 +356,12 @@ class Sessions:
         return summary
 
     def end_portable(self, keep: bool, lost: Iterable[str] = (), call: str | None = None) -> None:
-        """The front end has the requests but for those that it lost, or cannot take them: then they end.
+        """Let the engine go on. `keep`: the front end has the requests but for those that it lost. Otherwise it cannot
+        take them, and they end.
 
-        `call`: the call that wants it; None: the one that holds the engine. Where the engine does not stand still for
-        it, nothing happens, or, to keep them, NotFound is raised. Raises NotFound if another engine has taken their
-        image: then they end, too.
+        `call`: the call that wants it; None: the one that holds the engine. If the engine does not wait for this call,
+        nothing happens; with `keep` NotFound is raised. Raises NotFound if another engine has taken their image: then
+        they end, too.
         """
         if self._portable is None or call not in (None, self._holder):
             if keep:
@@ -441,7 +442,7 @@ class Sessions:
     def end(self, requests: str | Iterable[str] | None) -> list[SimpleNamespace]:
         """Forget the hibernated ones of these requests, or of all (None): their readers have gone.
 
-        With all of them images on disk stay there, for another engine: so this process may be about to end.
+        For None, images on disk stay there, for another engine: this process may be about to end.
         Return an object with `request_id` and `client_index` for each, as vLLM's finish_requests() returns. A request
         that is just leaving is in an image and still unfinished: it is not among them.
         """

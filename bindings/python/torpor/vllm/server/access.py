@@ -29,7 +29,7 @@ _SECRET_BYTES = 32
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls: its tenant, or the admin, who may name the requests of all tenants."""
+    """The caller of a route: a tenant, or the admin, who may name the requests of all tenants."""
 
     tenant: str = ""
     is_admin: bool = False
@@ -73,7 +73,7 @@ class Access:
         return (401, "Unauthorized") if guarded and not (is_client or is_admin) else None
 
     def caller(self, headers: Headers, tenant: str) -> Caller:
-        """Who calls with these headers. `tenant`: as of tenant()."""
+        """Return the caller with these headers. `tenant`: as of tenant()."""
         scheme, key = credentials(headers)
         given = _digest(key) if scheme == "bearer" else b""
         is_admin = self._admin is not None and secrets.compare_digest(given, self._admin)
@@ -130,7 +130,7 @@ def tenant(headers: Headers, tenant_header: str, secret: bytes) -> str:
 
 
 def tenants_id(secret: bytes) -> str:
-    """Equal for servers of equal secrets, which tell the same tenants apart by the same words."""
+    """Return an id of the secret: servers with the same one know each tenant by the same word."""
     return hmac.digest(secret, b"torpor: the tenants of this secret", "sha256").hex()
 
 

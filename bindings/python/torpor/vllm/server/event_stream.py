@@ -40,7 +40,7 @@ class EventStream:
     """The send() of one call, in the server's event loop. What is no event stream passes as it is."""
 
     def __init__(self, server, path: str, send, seconds: float, answers: set[str]):
-        """`answers`: ids of the requests whose answers it gives; others fill the set."""
+        """`answers`: ids of the requests whose answers the call gives. Recorder and routes add to the set."""
         self._answers = answers
         self._server, self._path, self._send, self._seconds = server, path, send, seconds
         self._sending = asyncio.Lock()

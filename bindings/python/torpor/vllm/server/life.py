@@ -99,12 +99,12 @@ class Server:
         self._automatic.entered(state)
 
     def notify(self) -> None:
-        """The state has changed, or which requests are hibernated."""
+        """Have changed() return: the state has changed, or the set of hibernated requests."""
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
 
     async def changed(self) -> None:
-        """Returns at the next change of the state, or of which requests are hibernated."""
+        """Return at the next change of the state, or of the set of hibernated requests."""
         await self._moved.wait()
 
     # --- the start ----------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Server:
             self.tasks.keep(lambda: listening.when_awake(self), "listening for clients")
 
     async def failed_to_go_on(self, problem: Error) -> None:
-        """With what an earlier server left."""
+        """Fail, because this server cannot go on with what an earlier one left."""
         self._fail(problem, isinstance(problem, WrongState) and await self._is_unrecoverable())
         self.metrics.failed("wake", "disk")
         logger.error("torpor: the server cannot go on with what it finds: %s", problem)

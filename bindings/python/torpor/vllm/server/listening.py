@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What whoever started the server gave it: a socket that listens already (--torpor-listen-fd), and a pipe for its
-states (--torpor-state-fd).
+"""A socket that listens already (--torpor-listen-fd), and a pipe for the server's states (--torpor-state-fd), from the
+process that started the server.
 
-Two servers that share it never both accept: a standby begins when it serves, which is after the owner's end. Who
-connects while neither does waits in the socket's queue, and is answered by the next one.
+Two servers that share the socket never both accept: a standby begins when it serves, which is after the owner's end. A
+client that connects while neither accepts waits in the socket's queue. The next server answers it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.02
 
 
 def tell(fd: int, state: str) -> None:
-    """Write a state of the server to whoever started it; 0: nobody wants to know. One that has ended needs no word."""
+    """Write a state of the server into the pipe; 0: there is none. A reader that has ended is no error."""
     if fd > 0:
         with contextlib.suppress(OSError):
             write(fd, f"{state}\n".encode())
@@ -83,5 +83,5 @@ async def when_awake(server) -> None:
         connection, sock=listening, ssl=http.config.ssl, backlog=http.config.backlog
     )
     http.servers.append(server.listener)  # closed with the others
-    if server.state == "ending":  # it was told to meanwhile
+    if server.state == "ending":  # since a moment ago
         server.listener.close()

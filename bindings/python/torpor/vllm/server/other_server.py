@@ -18,7 +18,7 @@ _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 
 class Other:
-    """The other server, as this one asks it: at addresses that were checked, and nowhere else."""
+    """The other server. Its calls go to addresses that were checked, and nowhere else."""
 
     def __init__(self, at: Loopback, headers: Mapping[str, str]):
         self.url, self._at = at.url, at
@@ -33,14 +33,14 @@ class Other:
         return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, trust_env=False)
 
     async def wake_up(self, path: str) -> dict:
-        """Its report. Raises its error, or why there is none."""
+        """Have its engine wake from the swap channel at `path`. Return its report. Raise its error, or Aborted."""
         content = await self._post("/wake_up", {"swap_in_from": path})
         if "status" in content:
             return content
         raise self._error(200, content.get("error"))
 
     async def resume(self, path: str) -> dict:
-        """Have it resume the image at `path`. Return its answer. Raises its error, or why there is none."""
+        """Have it resume the image at `path`. Return its answer. Raise its error, or Aborted."""
         name = quote(os.path.basename(path), safe="")
         content = await self._post(f"/v1/sessions/{name}/resume", {"path": path})
         if content.get("outcome") == "accepted":
@@ -71,7 +71,7 @@ class Other:
         return Aborted(f"{self} answers {status}: {message or 'it is no server of torpor'}", "see its log")
 
     async def is_there(self) -> bool:
-        """Its process is, whatever it does."""
+        """Return whether its process is there, whatever it answers."""
         try:
             async with (
                 self._session({}, _CONNECT_SECONDS) as session,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server that owns its directory does for a standby: it names its processes, and gives a heartbeat."""
+"""An owner's part of a take-over by its standby: a record that names its processes, and heartbeats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _BEATS_PER_TERM = 10
 
 
 async def begin(server) -> None:
-    """Precondition: the server holds the lock of its response log. A failure is logged, and the server serves on."""
+    """Record this server as the owner of its directory, and begin its heartbeats.
+
+    Precondition: the server holds the lock of its response log. After a failure, which the log names, it serves on.
+    """
     term = server.settings.ownership_term_seconds
     try:
         record = await asyncio.to_thread(_core.OwnerRecord, server.options.checkpoint_dir, term)
@@ -27,8 +30,8 @@ async def begin(server) -> None:
 
 
 async def _beat(server, record: _core.OwnerRecord) -> None:
-    """In the event loop, so that a loop that hangs gives none. Nor does a server that only a restart can help: its
-    standby is that restart."""
+    """Give heartbeats in the event loop: a loop that hangs gives none. A server that only a restart can help gives none
+    either: its standby is that restart."""
     while True:
         if not (server.state == "failed" and server.restart_may_help()):
             record.beat()

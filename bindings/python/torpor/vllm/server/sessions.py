@@ -47,12 +47,12 @@ def outcome_of(problem: Error) -> str:
 
 
 class Sessions:
-    """Of one life.Server, in its event loop."""
+    """The sessions of one life.Server, in its event loop."""
 
     def __init__(self, server):
         self._server = server
-        self._away: dict[str, str] = {}  # of each hibernated request, by vLLM's id: its image
-        # Of each tenant and response that another server has: its address, and vLLM's ids of what went there.
+        self._away: dict[str, str] = {}  # the image of each hibernated request, by vLLM's id
+        # By tenant and response, for answers that moved: the other server's address, and vLLM's ids of what it has.
         self._moved: OrderedDict[tuple[str, str], tuple[str, frozenset[str]]] = OrderedDict()
         self._actions: OrderedDict[tuple[str, str], tuple[tuple, asyncio.Task]] = OrderedDict()
         self._turn = asyncio.Lock()  # the engine stands still for each verb
@@ -80,7 +80,7 @@ class Sessions:
         return None
 
     async def bring_back(self) -> None:
-        """Return when no request is hibernated or on its way back: a checkpoint has all of them then."""
+        """Resume all hibernated requests. Return when all of them are in the engine, so that a checkpoint has them."""
         async with self._turn:
             while images := await self._images_on_their_way():
                 for image in images:
@@ -184,8 +184,8 @@ class Sessions:
     # --- each verb's call ---
 
     async def _action(self, verb: str, what: tuple, action: str | None, run: Callable[[], Awaitable[dict]]) -> dict:
-        """Carry out a verb, to its end also where its caller goes. The same call again, by the id of its action, gives
-        the same result; a call that failed may be made again."""
+        """Carry out a verb, to its end even if its caller disconnects. A repeated call, by the id of its action,
+        returns the result of the first; a call that failed may be made again."""
         metrics, began = self._server.metrics, time.monotonic()
         try:
             self._check_on()
@@ -223,7 +223,7 @@ class Sessions:
         return await asyncio.shield(task), False
 
     def _forget_failed(self, key: tuple[str, str], task: asyncio.Task) -> None:
-        """It may be made again, and takes no place of those that succeeded."""
+        """Forget a call that failed: it may be made again, and takes no place of those that succeeded."""
         known = self._actions.get(key)
         if known is not None and known[1] is task and _failed(task):
             del self._actions[key]
@@ -293,7 +293,8 @@ class Sessions:
         return [each for each in await self._images_on_their_way() if not each["resuming"]]
 
     async def _images_on_their_way(self) -> list[dict]:
-        """Return also those that are being resumed. A checkpoint computes the tokens of preempted requests again."""
+        """Return the images of requests that are hibernated or being resumed, but for preempted requests: a checkpoint
+        computes their tokens again."""
         return [each for each in await self._server.engine.torpor.call("images") if not each["preempted"]]
 
     async def _image_named(self, name: str) -> dict | None:
@@ -324,7 +325,7 @@ class Sessions:
         self._server.notify()
 
     def has_moved(self, request: str, address: str) -> str:
-        """Another server has this request. Return where its client finds the answer."""
+        """Record that another server has this request. Return where its client finds the answer."""
         kept = self._kept(request)
         key = kept["tenant"] or "", kept["response"]
         before = self._moved.pop(key, ("", frozenset()))[1]
@@ -355,7 +356,7 @@ class ServerSide(frontend.AsyncSide):
         self.gone_to = ""  # the server that a move gives its requests to
 
     def capture(self, requests: Iterable[str]) -> dict:
-        """With what the response log has of these requests."""
+        """Return this front end's part of these requests, with what the response log has of them."""
         outputs, log = super().capture(requests), self._server.log.answers
         answers = {}
         for each in outputs["requests"]:
@@ -393,7 +394,7 @@ class ServerSide(frontend.AsyncSide):
         super().forget(outputs)
 
     def adopt(self, states: list[RequestState], parent: RequestState, seeds: Sequence[int | None]) -> None:
-        """Children of a fork: answers of their own, of the tenant of their parent."""
+        """Record children of a fork as answers of their own, of their parent's tenant."""
         known = self._server.log.answers.get(parent.request_id)
         if known is None:
             raise WrongState(f"request {parent.external_req_id} is not in the response log", "send it again")
@@ -446,7 +447,7 @@ def _answer_of(item: dict) -> dict:
 
 
 def names_of(name: str) -> tuple[str, ...]:
-    """Return the ids that vLLM's response may have which a client knows by this id, or by this X-Request-Id."""
+    """Return the ids that a response of vLLM's may have, if a client gives its id or its X-Request-Id."""
     return (name, *(start + name for start in RESPONSE_ID_STARTS), f"{name}_0")
 
 

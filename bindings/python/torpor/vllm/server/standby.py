@@ -32,7 +32,7 @@ _FIRST_STEPS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95, "seed"
 
 
 class Standby:
-    """Of one life.Server, in its event loop."""
+    """The standby's part of one life.Server, in its event loop."""
 
     def __init__(self, server, fingerprint: dict):
         directory, owners = server.options.checkpoint_dir, server.settings.standby_of
@@ -54,7 +54,7 @@ class Standby:
         )
         self._said = self._said_of_reading = ""
         self._reading: asyncio.Task | None = None
-        self._due: dict | None = None  # the owner that this server could not follow, because another one was faster
+        self._due: dict | None = None  # the owner to take over from again, because another server was faster
         self.tried = False  # to take over
         self.owner: dict = {"state": "none", "pid": 0, "why": "not looked yet"}
         self.read_ahead: dict = {"checkpoint": "", "bytes": 0, "ahead_bytes": 0, "read_bytes": 0}
@@ -64,7 +64,7 @@ class Standby:
         return {"owner": self.owner, "read_ahead": self.read_ahead, "failover": self.failover}
 
     async def begin(self) -> None:
-        """Take first steps, then sleep. From then on the owner is followed."""
+        """Take first steps, then sleep."""
         server = self._server
         await asyncio.to_thread(self._watch.wait, 0)  # an owner that ends before this one sleeps has been seen
         for sampling in _FIRST_STEPS:
@@ -83,7 +83,7 @@ class Standby:
         """Return when this server has taken over, has failed to, or ends."""
         while self._server.state == "standby":
             self.owner = await asyncio.to_thread(self._watch.wait, _LOOK_SECONDS)
-            if self._server.state != "standby":  # it was told to end meanwhile
+            if self._server.state != "standby":  # it ends
                 return
             if self.owner["state"] in ("ended", "silent"):
                 self._due = None
@@ -93,7 +93,7 @@ class Standby:
                 self._say(f"follows process {self.owner['pid']}")
                 if self._reading is None or self._reading.done():  # not waited for: an end is noticed meanwhile
                     self._reading = self._server.tasks.run(self._read_ahead(), "following the owner")
-            elif self._due is not None:  # who was faster has not named itself: it may have let go, or have ended
+            elif self._due is not None:  # the faster server has not named itself: it may have released the lock
                 await asyncio.sleep(_LOOK_SECONDS)
                 if self._server.state == "standby":
                     await self._take_over(self._due)
@@ -128,7 +128,7 @@ class Standby:
             try:
                 await asyncio.to_thread(self._watch.end_owner, _END_SECONDS)
                 parts.end("owner_ended")
-                if server.state == "ending":  # it was told to end meanwhile: the next server goes on
+                if server.state == "ending":  # the next server goes on
                     return
                 await server.own(self._fingerprint, parts, self._wake)
             except Exception as problem:
@@ -155,7 +155,7 @@ class Standby:
         )  # fmt: skip
 
     async def _wake(self) -> None:
-        """With the memory that the owner had: a driver may release it a moment after the process has ended."""
+        """Wake the engine, as soon as there is room: a driver may release the owner's memory a moment after its end."""
         deadline = time.monotonic() + _ROOM_SECONDS
         while True:
             try:
