@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server as `torpor pair` starts it, without an engine.
 
-It holds the lock of the response log, names itself as the owner, follows the owner as a standby, says its states, and
-accepts clients where torpor's server would. Its command line is read by torpor.vllm.serve. Whoever connects is told
-"PORT STATES", the states that it has been in.
+It holds the lock of the response log, names itself as the owner, follows the owner as a standby, publishes its states,
+and accepts clients where torpor's server would. torpor.vllm.serve reads its command line. It sends each client
+"PORT STATES": the states that it has been in.
 
 paired_server.py -m torpor.vllm.serve FOLDER …: each line of FOLDER/fail-PORT is an exit code with which a process of
 this port ends at its start, one a start; "failed": it is failed, and stays there. With FOLDER/hang-PORT a standby of
@@ -47,7 +47,7 @@ def main() -> None:
     def enter(state: str) -> None:
         states.append(state)
         print(f"process {os.getpid()} is {state}", flush=True)
-        listening.tell(settings.state_fd, state)
+        listening.publish(settings.state_fd, state)
 
     enter("starting")
     fail_as_asked(Path(rest[0]), port, enter)

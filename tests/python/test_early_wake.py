@@ -99,11 +99,11 @@ def test_the_engine_runs_and_a_prefix_that_is_late_is_waited_for(early, to):
     assert now.deferred()["pending"] == blocks  # running requests needed none of them
     now.add("hit")
     now.step(1)
-    told = now.deferred()
-    assert 4 < told["arrived"] < blocks and told["pending"] == blocks - told["arrived"]
+    counts = now.deferred()
+    assert 4 < counts["arrived"] < blocks and counts["pending"] == blocks - counts["arrived"]
     assert now.step() == expected
-    told = now.deferred("all")
-    assert told == {"arrived": blocks, "unreadable": 0, "skipped": 0, "pending": 0, "recomputed": []}
+    counts = now.deferred("all")
+    assert counts == {"arrived": blocks, "unreadable": 0, "skipped": 0, "pending": 0, "recomputed": []}
     assert early.core.scheduler.torpor_deferred is None
 
 
@@ -114,8 +114,8 @@ def test_a_late_block_that_is_given_out_is_written_by_nobody_any_more(early):
     now.step(2)
     now.add("filler")
     now.step(8)
-    told = now.deferred("all")  # while it runs: what came now into its blocks would be seen
-    assert told["skipped"] > 0 and told["skipped"] + told["arrived"] == blocks
+    counts = now.deferred("all")  # while it runs: what came now into its blocks would be seen
+    assert counts["skipped"] > 0 and counts["skipped"] + counts["arrived"] == blocks
     assert now.step() == expected
 
 
@@ -132,9 +132,9 @@ def test_who_wanted_a_late_block_that_is_damaged_is_computed_and_named(early):
     answers = now.step()
     assert {name: answers[name] for name in RUNNING[:2]} == {name: expected[name] for name in RUNNING[:2]}
     assert answers["hit"][0]
-    told = now.deferred("all")
-    assert told["unreadable"] == len(cached) and told["pending"] == told["arrived"] == 0
-    assert [name.split("-")[0] for name in told["recomputed"]] == ["hit"]
+    counts = now.deferred("all")
+    assert counts["unreadable"] == len(cached) and counts["pending"] == counts["arrived"] == 0
+    assert [name.split("-")[0] for name in counts["recomputed"]] == ["hit"]
     assert early.finish(early.begin(0, RUNNING)).keys() == set(RUNNING)  # it serves on
 
 
@@ -163,8 +163,8 @@ def test_requests_end_and_the_prefix_cache_is_reset_in_the_middle(early):
     assert now.llm.reset_prefix_cache()
     now.add("filler", "hit")
     answers = now.step()
-    told = now.deferred("all")
-    assert told["pending"] == 0 and told["unreadable"] == 0 and told["recomputed"] == []
+    counts = now.deferred("all")
+    assert counts["pending"] == 0 and counts["unreadable"] == 0 and counts["recomputed"] == []
     assert answers["filler"][0] and answers["hit"][0]
     after = Run(early)
     after.step(2)
@@ -198,11 +198,11 @@ def test_looks_take_a_fiftieth_of_the_time_at_most(early, monkeypatch, took, loo
         now[0] += took
 
     monkeypatch.setattr(deferred_blocks.time, "monotonic", lambda: now[0])
-    late = deferred_blocks.DeferredBlocks(early.core.scheduler, [], advance)
+    blocks = deferred_blocks.DeferredBlocks(early.core.scheduler, [], advance)
     for step in range(101):
         now[0] = max(now[0], 1000.0 + step * 0.0100001)
-        late.poll()
-    late.release([], [], [], [])
+        blocks.poll()
+    blocks.release([], [], [], [])
     assert calls == [("none", [], [])] * looks and early.core.scheduler.torpor_deferred is None
 
 

@@ -89,7 +89,7 @@ def run(scene) -> None:
 def test_a_name_that_was_used_again_means_the_answer_that_is_here():
     made = Made()
     made.answer("alice", "chatcmpl-x", "x-1")
-    assert made.sessions.has_moved("x-1", "http://127.0.0.1:8001").endswith("/torpor/requests/chatcmpl-x")
+    assert made.sessions.record_move("x-1", "http://127.0.0.1:8001").endswith("/torpor/requests/chatcmpl-x")
     assert made.sessions.moved_to(["x", "chatcmpl-x"], "alice") == "http://127.0.0.1:8001"
     assert made.sessions.moved_to(["chatcmpl-x"], "bob") is None
     made.answer("alice", "chatcmpl-x", "x-2")
@@ -106,7 +106,7 @@ def test_who_reads_an_answer_that_moves_does_not_take_it_for_complete(moves):
 
         async def more(request, from_token, from_text=0) -> dict:
             if moves:
-                made.sessions.has_moved(request, "http://127.0.0.1:8001")
+                made.sessions.record_move(request, "http://127.0.0.1:8001")
             return {
                 "state": "failed", "tokens": [1], "text": "a", "tokens_end": 1, "finish_reason": "error",
                 "stop_reason": of_server.MOVED,

@@ -126,7 +126,7 @@ CLIENTS, ADMIN = ("--api-key", "key-of-a-client"), {"admin_key": "key-of-the-ope
 
 
 @pytest.fixture
-def told(monkeypatch):
+def logged(monkeypatch):
     """The lines that the check logs, each with its level."""
     from torpor.vllm.server import preflight
 
@@ -163,13 +163,13 @@ def key_in(path: Path, byte: bytes = b"k") -> str:
     return str(path)
 
 
-def test_without_a_directory_it_says_what_a_drain_ends(told):
+def test_without_a_directory_it_says_what_a_drain_ends(logged):
     check(None)
-    [(level, line)] = told
+    [(level, line)] = logged
     assert level == "warning" and "--torpor-checkpoint-dir" in line and "SIGTERM ends the streams" in line
 
 
-def test_one_line_says_what_it_found_and_what_it_will_do(told, tmp_path):
+def test_one_line_says_what_it_found_and_what_it_will_do(logged, tmp_path):
     directory = tmp_path / "new" / "torpor"
     check(directory)
     log = open_log(directory)
@@ -178,7 +178,7 @@ def test_one_line_says_what_it_found_and_what_it_will_do(told, tmp_path):
     del log
     with_checkpoint(directory)
     check(directory, *CLIENTS, on_sigterm="stop", **ADMIN)
-    assert told == [
+    assert logged == [
         ("info", f"torpor: directory {directory}: no checkpoint, 0 running answers in the response log; not sealed; "
          "no keys; on SIGTERM a checkpoint within 25 s"),
         ("info", f"torpor: directory {directory}: checkpoint {directory}/g-000001 with 3 requests, 1 running answer "
@@ -187,7 +187,7 @@ def test_one_line_says_what_it_found_and_what_it_will_do(told, tmp_path):
     ]  # fmt: skip
 
 
-def test_the_check_holds_nothing_and_a_server_that_runs_is_seen(tmp_path, told):
+def test_the_check_holds_nothing_and_a_server_that_runs_is_seen(tmp_path, logged):
     for _ in range(2):
         check(tmp_path / "d")
     log = open_log(tmp_path / "d")
@@ -197,13 +197,13 @@ def test_the_check_holds_nothing_and_a_server_that_runs_is_seen(tmp_path, told):
     log.sync()
     del log
     check(tmp_path / "d")
-    assert "1 running answer" in told[-1][1]
+    assert "1 running answer" in logged[-1][1]
     with pytest.raises(InvalidArgument, match="1 answers that still run"):
         check(tmp_path / "d", response_log="off")
 
 
 @pytest.mark.parametrize("harm", ["a file", "below a file", "for others", "answers for others", "unwritable"])
-def test_a_directory_that_cannot_be_used_ends_the_start(tmp_path, told, harm):
+def test_a_directory_that_cannot_be_used_ends_the_start(tmp_path, logged, harm):
     directory = tmp_path / "d"
     if harm in ("a file", "below a file"):
         directory.write_text("")
@@ -212,19 +212,19 @@ def test_a_directory_that_cannot_be_used_ends_the_start(tmp_path, told, harm):
         directory = Path("/proc/torpor")
     else:
         check(directory)
-        told.clear()
+        logged.clear()
         (directory / "answers" if harm == "answers for others" else directory).chmod(0o777)
     with pytest.raises(Error) as problem:
         check(directory)
-    assert str(directory) in str(problem.value) and told == []
+    assert str(directory) in str(problem.value) and logged == []
     if "others" in harm:
         assert isinstance(problem.value, WrongState) and "may write to" in str(problem.value)
 
 
-def test_keys_that_cannot_be_used_end_the_start(tmp_path, told):
+def test_keys_that_cannot_be_used_end_the_start(tmp_path, logged):
     key = key_in(tmp_path / "key")
     check(tmp_path / "d", options={"key_file": key, "encrypt": True})
-    assert f"encrypted with {key}" in told[-1][1]
+    assert f"encrypted with {key}" in logged[-1][1]
     os.chmod(key, 0o644)
     for options, words in (
         ({"key_file": key}, "may be read by others"), ({"key_file": "/none/key"}, "/none/key"),
@@ -235,13 +235,13 @@ def test_keys_that_cannot_be_used_end_the_start(tmp_path, told):
             check(tmp_path / "d", options=options)
     with pytest.raises(InvalidArgument, match="is a client's key too"):
         check(tmp_path / "d", *CLIENTS, admin_key=CLIENTS[1])
-    assert len(told) == 1
+    assert len(logged) == 1
 
 
-def test_a_standby_touches_nothing_that_its_owner_has(tmp_path, told):
+def test_a_standby_touches_nothing_that_its_owner_has(tmp_path, logged):
     held = open_log(tmp_path)
     check(tmp_path, standby_of=str(tmp_path))  # where an owner's start would be refused
-    assert told[-1][1].startswith(f"torpor: standby of {tmp_path}: waits to take over from its owner; ")
+    assert logged[-1][1].startswith(f"torpor: standby of {tmp_path}: waits to take over from its owner; ")
     assert [path.name for path in tmp_path.iterdir()] == ["answers"]
     held.close()
 
@@ -254,7 +254,7 @@ def test_a_standby_goes_on_from_its_owners_directory_alone(other):
         Settings(standby_of="/directory", **other)
 
 
-def test_a_file_descriptor_that_does_not_listen_ends_the_start(tmp_path, told):
+def test_a_file_descriptor_that_does_not_listen_ends_the_start(tmp_path, logged):
     with open(tmp_path / "file", "w") as file, pytest.raises(InvalidArgument, match="is no socket"):
         check(tmp_path, listen_fd=file.fileno())
     with socket.socket() as quiet, pytest.raises(InvalidArgument, match="does not listen"):
@@ -265,7 +265,7 @@ def test_a_file_descriptor_that_does_not_listen_ends_the_start(tmp_path, told):
         assert listening.getsockname()  # it was not closed
 
 
-def test_a_file_descriptor_of_states_that_is_no_pipe_ends_the_start(tmp_path, told):
+def test_a_file_descriptor_of_states_that_is_no_pipe_ends_the_start(tmp_path, logged):
     with open(tmp_path / "file", "w") as file, pytest.raises(InvalidArgument, match="is no pipe"):
         check(tmp_path, state_fd=file.fileno())
     pipe = os.pipe()
@@ -286,7 +286,7 @@ def test_a_term_in_which_nobody_can_give_a_heartbeat_is_refused(seconds):
         Settings(ownership_term_seconds=seconds)
 
 
-def test_a_port_that_is_in_use_ends_the_start(tmp_path, told):
+def test_a_port_that_is_in_use_ends_the_start(tmp_path, logged):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         with pytest.raises(Busy, match=f"port {port} is in use"):
@@ -294,12 +294,12 @@ def test_a_port_that_is_in_use_ends_the_start(tmp_path, told):
     check(None, "--host", "127.0.0.1", "--port", port)
     with pytest.raises(InvalidArgument, match=r"cannot listen on 192\.0\.2\.1:"):
         check(None, "--host", "192.0.2.1")
-    assert len(told) == 1
+    assert len(logged) == 1
 
 
 @pytest.mark.parametrize("on_wake_error", ["fail", "recompute", "discard"])
 @pytest.mark.parametrize("harm", ["damaged", "other key", "not there"])
-def test_a_checkpoint_that_cannot_be_used_is_told_of_and_left_to_the_start(tmp_path, told, harm, on_wake_error):
+def test_a_checkpoint_that_cannot_be_used_is_logged_and_left_to_the_start(tmp_path, logged, harm, on_wake_error):
     options, settings = {}, {"on_wake_error": on_wake_error}
     checkpoint = with_checkpoint(tmp_path / "d")
     if harm == "damaged":
@@ -310,17 +310,17 @@ def test_a_checkpoint_that_cannot_be_used_is_told_of_and_left_to_the_start(tmp_p
         settings["wake_from"] = str(tmp_path / "none")
     check(tmp_path / "d", options=options, **settings)
     then = {"fail": "not be ready", "recompute": "computed again", "discard": "go on without"}[on_wake_error]
-    (level, error), (_, line) = told
+    (level, error), (_, line) = logged
     assert level == "error" and then in error and "a checkpoint that cannot be used" in line
 
 
-def test_a_log_with_another_key_is_told_of_and_left_to_the_start(tmp_path, told):
+def test_a_log_with_another_key_is_logged_and_left_to_the_start(tmp_path, logged):
     log = open_log(tmp_path / "d", key_file=key_in(tmp_path / "one"))
     log.start(answer("a"))
     log.sync()
     del log
     check(tmp_path / "d", options={"key_file": key_in(tmp_path / "other", b"o")})
-    assert told[0][0] == "error" and "a response log that cannot be used" in told[1][1]
+    assert logged[0][0] == "error" and "a response log that cannot be used" in logged[1][1]
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def test_workers_that_it_could_not_end_are_refused(monkeypatch, tmp_path, elsewh
     run(scene())
 
 
-def test_one_that_is_told_to_end_takes_nothing_over(monkeypatch, tmp_path):
+def test_one_that_ends_takes_nothing_over(monkeypatch, tmp_path):
     async def scene():
         loop = asyncio.get_running_loop()
         watch = Watch(ENDED)
@@ -162,7 +162,7 @@ def test_one_that_is_told_to_end_takes_nothing_over(monkeypatch, tmp_path):
     run(scene())
 
 
-def test_one_that_is_told_to_end_while_it_ends_the_owner_does_not_own(monkeypatch, tmp_path):
+def test_one_that_ends_while_it_ends_the_owner_does_not_own(monkeypatch, tmp_path):
     async def scene():
         loop = asyncio.get_running_loop()
         server = standby_of(monkeypatch, tmp_path, watch := Watch(ENDED))

@@ -25,7 +25,7 @@ class Preemptions:
     def __init__(self, hooks, sessions: Sessions):
         self._hooks, self._sessions = hooks, sessions
         self._images: dict[str, str] = {}  # of each request that was preempted: its image
-        self._said = ""  # the last problem in the log
+        self._logged = ""  # the last problem in the log
         self.offloaded = 0  # preempted requests whose KV went to host memory
         self.recomputed = 0  # preempted requests that vLLM computes again
 
@@ -45,7 +45,7 @@ class Preemptions:
             images.extract(image, [state], [list(blocks[: -(-computed // block_tokens)])], block_tokens)
             images.begin(image)
         except Error as problem:
-            self._say(f"a preempted request is computed again: {problem}")
+            self._log_change(f"a preempted request is computed again: {problem}")
             self.recomputed += 1
             return 0
         self._images[request.request_id] = image
@@ -55,12 +55,12 @@ class Preemptions:
     def _is_bound(self, request: Request) -> bool:
         found = unsupported(request)
         if found:
-            self._say(f"a preempted request is computed again: it has {', '.join(found)}")
+            self._log_change(f"a preempted request is computed again: it has {', '.join(found)}")
         return bool(found)
 
-    def _say(self, what: str) -> None:
-        if what != self._said:
-            self._said = what
+    def _log_change(self, what: str) -> None:
+        if what != self._logged:
+            self._logged = what
             logger.warning("torpor: %s", what)
 
     def expect(self, request: Request, computed: int) -> None:

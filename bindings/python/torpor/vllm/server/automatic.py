@@ -141,18 +141,18 @@ class Automatic:
 
     async def checkpoints(self) -> None:
         """One every so many seconds, unless nothing has changed since the last."""
-        server, known, said = self._server, None, False
+        server, known, logged = self._server, None, False
         while True:
             await asyncio.sleep(self._settings.checkpoint_interval_seconds)
             now = server.progress()
             if server.state != "awake" or server.operating() or now == known:
                 continue
             if away := server.sessions.away():
-                if not said:
+                if not logged:
                     logger.warning("torpor: no checkpoint is written while %d requests are hibernated", len(away))
-                said = True
+                logged = True
                 continue
-            said = False
+            logged = False
             self.checkpointing = True
             try:
                 report = await server.checkpoint()

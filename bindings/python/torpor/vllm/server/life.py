@@ -94,7 +94,7 @@ class Server:
             return
         self.state = state
         self.metrics.enter(state)
-        listening.tell(self.settings.state_fd, state)
+        listening.publish(self.settings.state_fd, state)
         self.notify()
         self._automatic.entered(state)
 

@@ -19,7 +19,7 @@ from torpor.errors import InvalidArgument
 _LOOK_SECONDS = 0.02
 
 
-def tell(fd: int, state: str) -> None:
+def publish(fd: int, state: str) -> None:
     """Write a state of the server into the pipe; 0: there is none. A reader that has ended is no error."""
     if fd > 0:
         with contextlib.suppress(OSError):

@@ -61,13 +61,15 @@ class Other:
             return content
         raise self._error(status, content.get("error"))
 
-    def _error(self, status: int, told) -> Error:
+    def _error(self, status: int, error) -> Error:
         if status in (401, 403):
             return WrongState(f"{self} refuses this admin key ({status})", "give both servers the same admin key")
-        if isinstance(told, dict) and "what" in told:
-            what, next_step = f"{self}: {told['what']}", str(told.get("next_step", ""))
-            return errors.make(str(told.get("code")), what, next_step, state_changed=told.get("state_changed") is True)
-        message = told.get("message") if isinstance(told, dict) else None
+        if isinstance(error, dict) and "what" in error:
+            what, next_step = f"{self}: {error['what']}", str(error.get("next_step", ""))
+            return errors.make(
+                str(error.get("code")), what, next_step, state_changed=error.get("state_changed") is True
+            )
+        message = error.get("message") if isinstance(error, dict) else None
         return Aborted(f"{self} answers {status}: {message or 'it is no server of torpor'}", "see its log")
 
     async def is_there(self) -> bool:

@@ -82,7 +82,7 @@ class Sessions:
     async def bring_back(self) -> None:
         """Resume all hibernated requests. Return when all of them are in the engine, so that a checkpoint has them."""
         async with self._turn:
-            while images := await self._images_on_their_way():
+            while images := await self._images_or_resuming():
                 for image in images:
                     if not image["resuming"]:
                         with suppress(Busy, NotFound):  # another engine reads it, or has taken it
@@ -290,9 +290,9 @@ class Sessions:
 
     async def _images(self) -> list[dict]:
         """Return the images whose requests are hibernated, as the engine core has them: by vLLM's ids of requests."""
-        return [each for each in await self._images_on_their_way() if not each["resuming"]]
+        return [each for each in await self._images_or_resuming() if not each["resuming"]]
 
-    async def _images_on_their_way(self) -> list[dict]:
+    async def _images_or_resuming(self) -> list[dict]:
         """Return the images of requests that are hibernated or being resumed, but for preempted requests: a checkpoint
         computes their tokens again."""
         return [each for each in await self._server.engine.torpor.call("images") if not each["preempted"]]
@@ -324,7 +324,7 @@ class Sessions:
         self._away = {each: image["id"] for image in await self._images() for each in image["requests"]}
         self._server.notify()
 
-    def has_moved(self, request: str, address: str) -> str:
+    def record_move(self, request: str, address: str) -> str:
         """Record that another server has this request. Return where its client finds the answer."""
         kept = self._kept(request)
         key = kept["tenant"] or "", kept["response"]
@@ -340,7 +340,8 @@ class Sessions:
         address, went = self._moved.get((kept["tenant"] or "", kept["response"]), ("", frozenset()))
         return _answer_at(address, kept["response"]) if request in went else None
 
-    def is_here(self, tenant: str, response: str) -> None:
+    def forget_move(self, tenant: str, response: str) -> None:
+        """Record that an answer that has moved away is here again."""
         self._moved.pop((tenant, response), None)
 
 
@@ -417,7 +418,7 @@ class ServerSide(frontend.AsyncSide):
             state.queue = Nobody()  # its clients read the response log
             answer = answers[state.request_id]
             self._server.log.adopt(state, answer)
-            self._sessions.is_here(answer["tenant"], answer["response"])
+            self._sessions.forget_move(answer["tenant"], answer["response"])
 
     def _end(self, request: str) -> None:
         if self._server.log.answers.get(request) is not None:
@@ -429,7 +430,7 @@ class ServerSide(frontend.AsyncSide):
             state = states.get(each["id"])
             if state is None or each["error"] != MOVED or not self.gone_to:
                 continue
-            where = self._sessions.has_moved(each["id"], self.gone_to)
+            where = self._sessions.record_move(each["id"], self.gone_to)
             each["error"] = f"{MOVED}: {where}"
             if state.queue is not None:
                 state.queue.put(GracefulHTTPError(

@@ -52,7 +52,7 @@ class Standby:
         self._ahead = _core.ReadAhead(
             server.options.checkpoint_dir, server.options.key_file, server.settings.standby_read_ahead_bytes
         )
-        self._said = self._said_of_reading = ""
+        self._logged = self._logged_of_reading = ""
         self._reading: asyncio.Task | None = None
         self._due: dict | None = None  # the owner to take over from again, because another server was faster
         self.tried = False  # to take over
@@ -90,7 +90,7 @@ class Standby:
                 await self._take_over(self.owner)
             elif self.owner["state"] == "serves":
                 self._due = None
-                self._say(f"follows process {self.owner['pid']}")
+                self._log_change(f"follows process {self.owner['pid']}")
                 if self._reading is None or self._reading.done():  # not waited for: an end is noticed meanwhile
                     self._reading = self._server.tasks.run(self._read_ahead(), "following the owner")
             elif self._due is not None:  # the faster server has not named itself: it may have released the lock
@@ -98,23 +98,23 @@ class Standby:
                 if self._server.state == "standby":
                     await self._take_over(self._due)
             else:
-                self._say(f"no owner to take over from: {self.owner['why']}")
+                self._log_change(f"no owner to take over from: {self.owner['why']}")
                 await asyncio.sleep(_LOOK_SECONDS / 10)
 
-    def _say(self, what: str) -> None:
-        if what != self._said:
-            self._said = what
+    def _log_change(self, what: str) -> None:
+        if what != self._logged:
+            self._logged = what
             logger.info("torpor: standby of %s: %s", self._server.options.checkpoint_dir, what)
 
     async def _read_ahead(self) -> None:
         try:
             self.read_ahead = await asyncio.to_thread(self._ahead.follow)
-            self._said_of_reading = ""
+            self._logged_of_reading = ""
         except NotFound:
             pass  # no checkpoint yet, or one that was just retired
         except Error as problem:
-            if str(problem) != self._said_of_reading:
-                self._said_of_reading = str(problem)
+            if str(problem) != self._logged_of_reading:
+                self._logged_of_reading = str(problem)
                 logger.warning("torpor: the newest checkpoint is not read ahead: %s", problem)
 
     async def _take_over(self, owner: dict) -> None:
