@@ -35,7 +35,9 @@ class Pair:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TORPOR_")}
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+        deadline = time.monotonic() + SECONDS
         while "clients connect to port" not in self.log.read_text() and self.process.poll() is None:
+            assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.01)
 
     def ask(self) -> tuple[int, list[str]]:

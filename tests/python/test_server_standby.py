@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 from conftest import IN_PROOF
-from servers import ALICE, Client, Reading, make_server, of, samples, sampling
+from servers import ALICE, Client, Reading, make_server, of, samples, sampling, until
 from serving import ADMIN_KEY, command_of, descendants
 
 pytestmark = pytest.mark.slow
@@ -118,8 +118,8 @@ async def hit(pair: Pair, expected: list[str], prefix: str, what: str, fault: si
         readings, answering = await everybody(client, prefix)
 
         async def until_read(share: float) -> None:
-            while sum(len(reading.text) for reading in readings) < share * sum(map(len, expected)):
-                await asyncio.sleep(0.005)
+            characters = share * sum(map(len, expected))
+            await until(lambda: sum(len(reading.text) for reading in readings) >= characters, SECONDS)
 
         await until_read(0.2)
         victims = processes_of(pair.owner)["all" if what == FULL_DISK else what]

@@ -20,12 +20,13 @@ class Watch:
     """Sees these, one with each look, and the last one for ever."""
 
     def __init__(self, *looks: dict):
-        self.looks, self.ended_owners = list(looks), 0
+        self.looks, self.looked_times, self.ended_owners = list(looks), 0, 0
         self.looked = lambda: None
         self.ends_with: Exception | None = None
 
     def wait(self, _seconds: float) -> dict:
         self.looked()
+        self.looked_times += 1
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
     def end_owner(self, _seconds: float) -> None:
@@ -106,9 +107,8 @@ def test_it_follows_the_one_that_was_faster(monkeypatch, tmp_path):
         server = standby_of(monkeypatch, tmp_path, watch)
         server.owns_with = [Busy("another server uses the directory")]
         following = asyncio.create_task(server.standby.follow())
-        while server.standby.owner != NONE:
+        while watch.looked_times < 6:  # it has seen NONE for some times
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
         assert server.state == "standby" and watch.ended_owners == 1  # that one had named itself: it is looked for anew
         server.enter("ending")
         await following
