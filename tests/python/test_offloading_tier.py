@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import vllm
 from conftest import result_of
+from test_failures import flip
 
 from torpor import _core
 from torpor.errors import Error, FileError, InvalidArgument, Unsupported
@@ -95,13 +96,8 @@ def test_damage_is_found_and_computed(run):
     assert run(tier, ALL, "first")["first"]["stats"]["blocks"] == 72
     flipped = 0
     for path in sorted(Path(tier["disk_dir"]).glob("store/r0/seg-*")):
-        with open(path, "r+b") as file:
-            for offset in range(BLOCK, path.stat().st_size, 4 * BLOCK):  # of every fourth block or so
-                file.seek(offset)
-                byte = file.read(1)
-                file.seek(offset)
-                file.write(bytes([byte[0] ^ 1]))
-                flipped += 1
+        flip(path, BLOCK, 4 * BLOCK)  # of every fourth block or so
+        flipped += len(range(BLOCK, path.stat().st_size, 4 * BLOCK))
     again = run(tier, ALL, "first", "again")
     assert flipped > 10 and again["first"]["tokens"] == again["again"]["tokens"] == run.expected
     assert 0 < again["first"]["cached"] < 60 * 32 and again["again"]["cached"] == 70 * 32
@@ -155,11 +151,7 @@ def test_engines_share_blocks_through_an_object_store_also_when_objects_are_cut_
             with open(path, "r+b") as file:
                 file.truncate(path.stat().st_size - 1000)
         elif number % 3 == 1:
-            with open(path, "r+b") as file:
-                file.seek(-1000, 2)
-                byte = file.read(1)
-                file.seek(-1000, 2)
-                file.write(bytes([byte[0] ^ 1]))
+            flip(path, path.stat().st_size - 1000)
         elif number % 6 == 2:
             path.unlink()
     again = run(tier, ALL, "first", "again")
