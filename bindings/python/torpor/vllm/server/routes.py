@@ -225,7 +225,7 @@ def routes() -> APIRouter:
         preserve_state: bool = True,
         to: Literal["host", "disk"] = "host",
     ) -> Response:
-        """What a sleep would move and free. It changes nothing, but the engine takes no step meanwhile.
+        """Return what a sleep would move and free. Nothing changes, but the engine takes no step meanwhile.
 
         level: as in `POST /sleep`.
         preserve_state: as in `POST /sleep`, but true without it.
@@ -259,7 +259,7 @@ def routes() -> APIRouter:
 
     @router.post("/torpor/checkpoint")
     async def checkpoint(raw_request: Request, metadata: Annotated[list[str] | None, Query()] = None) -> Response:
-        """Write a checkpoint while the engine serves. `seconds` of the answer is how long the engine stood still.
+        """Write a checkpoint while the engine serves. `seconds` of the answer is how long the engine took no step.
 
         metadata: as in `POST /sleep`.
         """
