@@ -74,10 +74,16 @@ class GatedStore final : public SlotStore {
 constexpr int32_t kTierSlots = 4;
 constexpr uint64_t kBlock = kContractRecord;
 
-// Host memory of an engine: rows of one block each.
+// Host memory of an engine: rows of one block each. Jobs under way at once share no row.
 struct HostRows {
-  std::vector<std::byte> bytes = std::vector<std::byte>(32 * kBlock);
-  std::span<std::byte> at(size_t i) { return std::span(bytes).subspan(i * kBlock, kBlock); }
+  static constexpr size_t kRows = 32;
+  std::vector<std::byte> bytes = std::vector<std::byte>(kRows * kBlock);
+  size_t next = 0;
+  std::vector<std::span<std::byte>> take(size_t rows) {
+    std::vector<std::span<std::byte>> taken;
+    for (; rows > 0; --rows) taken.push_back(std::span(bytes).subspan(next++ % kRows * kBlock, kBlock));
+    return taken;
+  }
 };
 
 class BlockTierTest : public ::testing::Test {
@@ -103,30 +109,26 @@ class BlockTierTest : public ::testing::Test {
     return only_result();
   }
   void begin_store(const std::vector<uint64_t>& seeds) {
-    std::vector<std::span<std::byte>> blocks;
-    for (size_t i = 0; i < seeds.size(); ++i) {
-      std::memcpy(memory_.at(i).data(), some_bytes(seeds[i], kBlock).data(), kBlock);
-      blocks.push_back(memory_.at(i));
-    }
+    const std::vector<std::span<std::byte>> blocks = memory_.take(seeds.size());
+    for (size_t i = 0; i < seeds.size(); ++i)
+      std::memcpy(blocks[i].data(), some_bytes(seeds[i], kBlock).data(), kBlock);
     ASSERT_SUCCEEDS(tier_->store(++job_, keys(seeds), blocks));
   }
   // Loads them; which came, each byte for byte.
   std::vector<bool> load(const std::vector<uint64_t>& seeds) {
-    begin_load(seeds);
+    const std::vector<std::span<std::byte>> blocks = begin_load(seeds);
     std::vector<bool> good = only_result();
     for (size_t i = 0; i < seeds.size(); ++i) {
       const std::vector<std::byte> bytes = some_bytes(seeds[i], kBlock);
-      EXPECT_TRUE(!good[i] || std::memcmp(memory_.at(i).data(), bytes.data(), kBlock) == 0) << i;
+      EXPECT_TRUE(!good[i] || std::memcmp(blocks[i].data(), bytes.data(), kBlock) == 0) << i;
     }
     return good;
   }
-  void begin_load(const std::vector<uint64_t>& seeds) {
-    std::vector<std::span<std::byte>> blocks;
-    for (size_t i = 0; i < seeds.size(); ++i) {
-      std::memset(memory_.at(i).data(), 0xee, kBlock);
-      blocks.push_back(memory_.at(i));
-    }
-    ASSERT_SUCCEEDS(tier_->load(++job_, "r", keys(seeds), blocks));
+  std::vector<std::span<std::byte>> begin_load(const std::vector<uint64_t>& seeds) {
+    std::vector<std::span<std::byte>> blocks = memory_.take(seeds.size());
+    for (const std::span<std::byte> block : blocks) std::memset(block.data(), 0xee, kBlock);
+    EXPECT_SUCCEEDS(tier_->load(++job_, "r", keys(seeds), blocks));
+    return blocks;
   }
   std::vector<bool> only_result() {
     tier_->wait();
@@ -287,11 +289,16 @@ TEST_F(BlockTierTest, TheEndDoesNotWaitForWhatIsNotBegun) {
   open();
   EXPECT_EQ(store({1}), std::vector<bool>(1, true));
   gate_.set(true);
-  for (int i = 0; i < 12; ++i) begin_load({1});  // more than there are threads
-  gate_.wait_for_one();
-  std::thread opener([&] { gate_.set(false); });
+  const int threads = BlockTierOptions{}.threads;
+  for (int i = 0; i < 3 * threads; ++i) begin_load({1});
+  gate_.wait_for(&GatedStore::Gate::waiting, threads);
+  std::thread opener([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));  // in which the end begins
+    gate_.set(false);
+  });
   tier_.reset();
   opener.join();
+  EXPECT_EQ(gate_.passed, threads);
 }
 
 TEST_F(BlockTierTest, LoadsDoNotWaitForStores) {
