@@ -170,14 +170,14 @@ TEST_F(SwapChannelTest, WhoHasCommittedIsNotGivenUp) {
 // Every sign begins the time anew, whoever gives it: a rank, too.
 TEST_F(SwapChannelTest, WhoIsSlowButGivesSignsIsWaitedFor) {
   const std::string path = temporary_ / "slow";
-  const std::unique_ptr<SwapChannel> out = value_of(SwapChannel::create(path, std::chrono::milliseconds{400}));
+  const std::unique_ptr<SwapChannel> out = value_of(SwapChannel::create(path, std::chrono::milliseconds{1500}));
   const std::unique_ptr<SwapChannel> in = value_of(SwapChannel::open(path));
   EXPECT_SUCCEEDS(out->join(SwapChannel::Side::kSwapsOut, 1));
   EXPECT_SUCCEEDS(in->join(SwapChannel::Side::kSwapsIn, 1));
   std::thread taker([&] {
     const std::unique_ptr<SwapChannel> rank = value_of(SwapChannel::open(path));
     for (int page = 0; page < 6; ++page) {
-      std::this_thread::sleep_for(std::chrono::milliseconds{100});
+      std::this_thread::sleep_for(std::chrono::milliseconds{300});
       EXPECT_SUCCEEDS(rank->acquire(0, 1));
     }
     in->reach(SwapChannel::Stage::kReady);

@@ -10,9 +10,9 @@ namespace {
 using namespace test;
 using namespace std::chrono_literals;
 
-// Waits at most ten seconds.
+// Waits at most a minute.
 bool becomes(const std::function<bool()>& true_at_last) {
-  const auto end = std::chrono::steady_clock::now() + 10s;
+  const auto end = std::chrono::steady_clock::now() + 60s;
   while (!true_at_last() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(1ms);
   return true_at_last();
 }
