@@ -15,14 +15,14 @@ constexpr ControlParameter kLeaseParameter = {"lease", kNumber, "seconds, at mos
 constexpr ControlParameter kStay = {"stay", kFlag, "for its lease, even when this connection ends"};
 constexpr ControlParameter kMatch = {"match", kWords, "only where a request's name or a state has this in it"};
 constexpr ControlParameter kTypes = {"types", kWords, "of events, with commas between them"};
-constexpr ControlParameter kAfter = {"after", kNumber, "sequence; only what was told after it"};
+constexpr ControlParameter kAfter = {"after", kNumber, "sequence; only what was published after it"};
 constexpr ControlParameter kKeys = {"keys", kWords, "of blocks, in hex, with commas between them"};
 constexpr ControlParameter kRequest = {"request", kWords, "or of all blocks of this request, that is not over yet"};
 constexpr ControlParameter kLevel = {"level", kNumber, "0, 1 or 2; default 1"};
 constexpr ControlParameter kTo = {"to", kWords, "host (the default) or disk"};
 constexpr ControlParameter kPreserve = {"preserve_state", kFlag, "requests are kept, not aborted; default true"};
 constexpr ControlParameter kTags = {"tags", kWords, "with commas between them; default: all"};
-constexpr ControlParameter kUntil = {"until", kNumber, "sequence; nothing that was told after it"};
+constexpr ControlParameter kUntil = {"until", kNumber, "sequence; nothing that was published after it"};
 constexpr ControlParameter kLimit = {"limit", kNumber, "at most so many, up to 10,000"};
 
 }  // namespace
@@ -52,7 +52,7 @@ std::span<const ControlMethod> control_methods() {
        "subscribe",
        false,
        {kAfter, kTypes, kMatch},
-       "events as they are told, a line each, until the connection ends"},
+       "events as they are published, a line each, until the connection ends"},
       {ControlCall::kStops, "stops", false, {}, "what holds the engine, since when, and for how long"},
       {ControlCall::kPause, "pause", true, {kLeaseParameter, kStay}, "no further step is taken; `stop`: its number"},
       {ControlCall::kResume, "resume", true, {{"stop", kNumber, "default: all"}}, "it goes on"},
