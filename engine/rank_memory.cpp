@@ -12,7 +12,6 @@
 
 #include "base/free_memory.h"
 #include "base/units.h"
-#include "engine/block_copies.h"
 #include "engine/phases.h"
 #include "engine/tags.h"
 
@@ -21,20 +20,6 @@ namespace {
 
 // Saved pieces are rounded up to pages, which adds at most one byte to this many.
 constexpr uint64_t kSlack = 64;
-
-// While it exists, the caller's ProgressFile counts the bytes of the order's copies, and may cancel them.
-class Watched {
- public:
-  Watched(TransferEngine& transfers, const std::string& progress) : transfers_(transfers) {
-    transfers_.watch(ProgressFile::of_caller(progress));
-  }
-  Watched(const Watched&) = delete;
-  Watched& operator=(const Watched&) = delete;
-  ~Watched() { transfers_.watch(nullptr); }
-
- private:
-  TransferEngine& transfers_;
-};
 
 // Return the bytes of a line "Name:   1234 kB" of /proc/self/status; 0 if there is none.
 uint64_t process_bytes(std::string_view name) {
@@ -57,21 +42,17 @@ RankMemory::RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions o
 RankMemory::~RankMemory() {
   const bool forked = ::getpid() != process_;  // a child has neither the threads nor the device
   if (!forked && (transfers_ == nullptr || !transfers_->quarantined()))
-    return;  // members end in reverse order: restorer, saver, images, parts, transfers, allocator, arena, device
+    return;  // members end in reverse order: steps, images, parts, transfers, allocator, arena, device
   if (forked) {
-    request_images_.release();
-    restorer_.release();
-    saver_.release();
+    steps_.release();
     images_.release();
     parts_.release();
     transfers_.release();
     prefault_.release();
   } else {
     // A copy may still run, so nothing that it reads or writes may be unmapped: leak it until the process ends.
-    if (request_images_ != nullptr) request_images_->abandon();
-    request_images_.reset();
-    restorer_.reset();
-    saver_.reset();
+    if (steps_ != nullptr) steps_->abandon();
+    steps_.reset();
     if (images_ != nullptr) images_->abandon();
     images_.reset();
     transfers_.reset();  // ends its threads; it keeps what a copy may still use
@@ -113,6 +94,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                             .file_system = file_system,
                                             .rank = options.rank,
                                             .keep_backup = *options.keep_backup,
+                                            .arena_keep_bytes = *options.arena_keep_bytes,
                                             .retain_kv_bytes = *options.retain_kv_bytes,
                                             .host_codec = options.host_compression,
                                             .spill_dir = options.spill_dir,
@@ -122,16 +104,16 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                             .deferred_job_bytes = options.deferred_job_bytes,
                                             .deferred_thread = options.deferred_thread && options.own_threads,
                                             .own_threads = options.own_threads});
-  auto images = std::make_unique<RegionImages>(*memory->parts_);
-  memory->saver_ = std::make_unique<RankSaver>(*memory->parts_, *images);
-  memory->restorer_ = std::make_unique<RankRestorer>(*memory->parts_, *images);
-  memory->images_ = std::move(images);
-  memory->request_images_ = std::make_unique<RankImages>(*memory->parts_);
   memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
   if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
   if (!options.arena_prefault_bytes && other_memory)
     memory->prefault_ =
         std::make_unique<BackgroundPrefault>(*memory->arena_, std::move(options.prefault_room), /*waits=*/true);
+  auto images = std::make_unique<RegionImages>(*memory->parts_);
+  auto named_weights = std::make_unique<NamedWeights>(*memory->parts_);
+  memory->steps_ = std::make_unique<RankSteps>(*memory->parts_, *images, *named_weights, memory->prefault_.get());
+  memory->images_ = std::move(images);
+  memory->named_weights_ = std::move(named_weights);
   if (!options.prefault_waits) memory->start_prefault();
   return memory;
 }
@@ -169,9 +151,48 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
   return address;
 }
 
+Status RankMemory::free(DeviceAddress address) {
+  TORPOR_RETURN_IF_ERROR(same_process());
+  const MutexLock lock(mutex_);
+  const std::optional<RegionInfo> region = allocator_->region_at(address);
+  if (region) steps_->before_free(*region);
+  TORPOR_RETURN_IF_ERROR(allocator_->free(address));
+  if (region) forget(*region);  // a trimmed one is forgotten already
+  return ok();
+}
+
+Result<uint64_t> RankMemory::trim(DeviceAddress address) {
+  TORPOR_RETURN_IF_ERROR(same_process());
+  const MutexLock lock(mutex_);
+  const std::optional<RegionInfo> region = allocator_->region_at(address);
+  if (region) steps_->before_free(*region);
+  Result<uint64_t> bytes = try_catch([&] { return allocator_->trim(address); });
+  if (region && !allocator_->region_at(address)) forget(*region);
+  return bytes;
+}
+
+void RankMemory::forget(const RegionInfo& region) {
+  images_->on_freed(region);
+  (region.tag == kKvCacheTag ? kv_bytes_ : other_bytes_) -= region.size_bytes;
+  named_weights_->on_freed(region);
+}
+
+Status RankMemory::read_saved(DeviceAddress address, std::span<std::byte> out) const {
+  TORPOR_RETURN_IF_ERROR(same_process());
+  const MutexLock lock(mutex_);
+  for (const RegionInfo& region : allocator_->regions()) {
+    if (address < region.address || address - region.address >= region.size_bytes) continue;
+    if (out.size() > region.size_bytes - (address - region.address)) break;
+    return images_->read_saved(region, address - region.address, out);
+  }
+  return Error{.code = Code::kNotFound,
+               .what = fmt::format("{} bytes at {:#x} are of no region", out.size(), address),
+               .next_step = "ask for what was allocated here"};
+}
+
 Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
   const MutexLock lock(mutex_);
-  TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
+  TORPOR_RETURN_IF_ERROR(steps_->nothing_deferred());
   TORPOR_RETURN_IF_ERROR(images_->set_kv_layout(std::move(tag), std::move(layout)));
   if (options_.events.on()) {  // so that an engine that never sleeps emits its memory, too
     RankLedger ledger;
@@ -189,11 +210,10 @@ Result<std::shared_ptr<HostStore>> RankMemory::make_host_store(const HostStoreOp
     const uint64_t batch = TransferEngine::most_staging(slots * options.slot_bytes, slots * padded, padded);
     if (Status kept = transfers_->keep_staging(batch); !kept) {
       store.reset();
-      give_back_unused();
+      steps_->give_back_unused();
       return kept.error();
     }
-    packed_store_ = store;
-    packed_store_batch_ = batch;
+    steps_->on_packed_store(store, batch);
   }
   images_->set_host_store(store);
   return store;
@@ -207,7 +227,26 @@ void RankMemory::mark_dirty(std::string_view tag) {
 void RankMemory::invalidate_digest(std::string_view tag) {
   const MutexLock lock(mutex_);
   images_->invalidate_digest(tag);
-  if (tag == kWeightsTag && named_weights_) named_weights_->digest.clear();
+  if (tag == kWeightsTag) named_weights_->invalidate();
+}
+
+Status RankMemory::name_weights(std::string label, std::vector<DevicePiece> pieces) {
+  TORPOR_RETURN_IF_ERROR(same_process());
+  const MutexLock lock(mutex_);
+  return named_weights_->set(std::move(label), std::move(pieces));
+}
+
+Result<std::string> RankMemory::weights_digest() {
+  const MutexLock lock(mutex_);
+  const orders::DigestTags order{.tags = {kWeightsTag}, .named = named_weights_->any()};
+  TORPOR_ASSIGN_OR_RETURN(const orders::DigestTags::Reply reply, steps_->carry_out(order));
+  const auto found = reply.digests.find(kWeightsTag);
+  return found == reply.digests.end() ? std::string() : found->second;
+}
+
+std::optional<std::string> RankMemory::proven_digest(const std::string& tag) {
+  const MutexLock lock(mutex_);
+  return images_->proven(tag);
 }
 
 Result<LoadedTag> RankMemory::load_tag(const StoredTag& stored) {
@@ -215,253 +254,9 @@ Result<LoadedTag> RankMemory::load_tag(const StoredTag& stored) {
   const MutexLock lock(mutex_);
   Result<LoadedTag> loaded =
       try_catch([&]() TORPOR_REQUIRES(mutex_) { return TagLoader(*parts_, *images_).load(stored); });
-  give_back_unused();
+  steps_->give_back_unused();
   return loaded;
 }
-
-Result<orders::Describe::Reply> RankMemory::carry_out(const orders::Describe&) {
-  orders::Describe::Reply reply;
-  images_->describe(reply);
-  return reply;
-}
-
-Result<orders::Inform::Reply> RankMemory::carry_out(const orders::Inform& order) {
-  for (const std::string& tag : order.written) images_->note_write(tag);
-  if (!order.committed.empty()) images_->on_moved(order.committed);
-  if (const auto& told = order.contents) {
-    TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
-                            contents_of(told->blocks, told->versions, told->steps));
-    images_->index().checkpoints().tell_contents(told->id, told->blocks, contents);
-  }
-  return orders::Inform::Reply{};
-}
-
-Result<orders::Save::Reply> RankMemory::carry_out(const orders::Save& order) {
-  using Stage = orders::Save::Stage;
-  switch (order.stage) {
-    case Stage::kAll: return save_all(order);
-    case Stage::kPlan: return saver_->plan(order);
-    case Stage::kOpen: return saver_->checkpoint().open(order);
-    case Stage::kPrecopy: return saver_->checkpoint().precopy(order);
-    case Stage::kStopAndCopy: return stop_and_copy(order);
-  }
-  return orders::Save::Reply{};
-}
-
-Result<orders::Save::Reply> RankMemory::save_all(const orders::Save& order) {
-  TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
-  if (prefault_ != nullptr) prefault_->end();
-  const Watched watched(*transfers_, order.progress);
-  if (!order.channel.empty()) return save_giving(order);
-  const bool any = !order.tags.empty();  // with no tag named the allocator would take all
-  if (any) TORPOR_RETURN_IF_ERROR(allocator_->begin_save(order.tags));
-  Result<orders::Save::Reply> saved = try_catch([&]() TORPOR_REQUIRES(mutex_) { return saver_->save(order); });
-  if (saved) return saved;
-  images_->forget_saved(order.tags);
-  if (any) TORPOR_RETURN_IF_ERROR(allocator_->cancel_save(order.tags));
-  give_back_unused();
-  return saved;
-}
-
-// After an error, Undo of kGiving takes back what was released, once the other engine has none of it.
-Result<orders::Save::Reply> RankMemory::save_giving(const orders::Save& order) {
-  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(order.channel));
-  TORPOR_RETURN_IF_ERROR(nothing_moves());
-  TORPOR_RETURN_IF_ERROR(allocator_->begin_save(order.tags));
-  return try_catch([&]() TORPOR_REQUIRES(mutex_) { return saver_->save_giving(order, *channel); });
-}
-
-Result<orders::Save::Reply> RankMemory::stop_and_copy(const orders::Save& order) {
-  TORPOR_ASSIGN_OR_RETURN(orders::Save::Reply reply, saver_->checkpoint().stop_and_copy(order));
-  if (const auto weights = reply.digests.find(kWeightsTag); weights != reply.digests.end() && named_weights_) {
-    TORPOR_ASSIGN_OR_RETURN(orders::DigestTags::Reply named, digest_named(order.as_proven));
-    weights->second = std::move(named.digests.at(kWeightsTag));
-    reply.digested_bytes += named.bytes;
-  }
-  return reply;
-}
-
-Result<orders::PollSave::Reply> RankMemory::carry_out(const orders::PollSave& order) {
-  TORPOR_ASSIGN_OR_RETURN(orders::PollSave::Reply reply, saver_->checkpoint().poll(order));
-  if (order.stop) give_back_unused();
-  return reply;
-}
-
-Result<orders::Undo::Reply> RankMemory::carry_out(const orders::Undo& order) {
-  using What = orders::Undo::What;
-  switch (order.what) {
-    case What::kGiving: TORPOR_RETURN_IF_ERROR(saver_->take_back(order.tags)); return orders::Undo::Reply{};
-    case What::kSave:
-      if (!order.tags.empty()) TORPOR_RETURN_IF_ERROR(allocator_->cancel_save(order.tags));
-      images_->forget_saved(order.tags);
-      break;
-    case What::kRestore:
-      restorer_->cancel_deferred();
-      const std::vector<std::string> tags = images_->asleep_of(order.tags);
-      if (!tags.empty() || order.tags.empty()) TORPOR_RETURN_IF_ERROR(allocator_->cancel_restore(tags));
-      break;
-  }
-  give_back_unused();
-  return orders::Undo::Reply{};
-}
-
-// Called before memory is released.
-Status RankMemory::nothing_moves() {
-  TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
-  saver_->checkpoint().stop();
-  (void)transfers_->drain();  // of KV blocks that the engine offloads; all that counts is that none is left
-  return transfers_->usable();
-}
-
-Result<orders::Detach::Reply> RankMemory::carry_out(const orders::Detach& order) {
-  TORPOR_RETURN_IF_ERROR(nothing_moves());
-  orders::Detach::Reply reply;
-  for (const RegionInfo& region : allocator_->regions()) {
-    if (has_tag(order.tags, region.tag)) reply.bytes += region.reserved_bytes;
-  }
-  std::set<std::string, std::less<>> away(order.tags.begin(), order.tags.end());
-  TORPOR_RETURN_IF_ERROR(allocator_->detach(order.tags));
-  images_->on_detached(order.tags, std::move(away));
-  saver_->on_detached();
-  give_back_unused();
-  ::malloc_trim(0);  // the engine has just freed what it derived from the content
-  return reply;
-}
-
-Result<orders::Restore::Reply> RankMemory::carry_out(const orders::Restore& order) {
-  if (!order.checkpoint) return restore_tags(order);
-  TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
-  const Watched watched(*transfers_, order.progress);
-  images_->forget_blocks();
-  TORPOR_ASSIGN_OR_RETURN(orders::Restore::Reply reply, restorer_->load_blocks(order));
-  give_back_unused();
-  return reply;
-}
-
-Result<orders::Restore::Reply> RankMemory::restore_tags(const orders::Restore& order) {
-  const std::map<std::string, RegionState> states = allocator_->states();
-  const auto kv = states.find(kKvCacheTag);
-  // The deferred blocks are those of a wake that was undone while this rank did not hear of it.
-  if (kv != states.end() && kv->second != RegionState::kAttached) restorer_->cancel_deferred();
-  TORPOR_RETURN_IF_ERROR(restorer_->nothing_deferred());
-  const std::vector<std::string> tags = images_->asleep_of(order.tags);
-  if (!tags.empty() || order.tags.empty()) {  // with no tag named the allocator would take all
-    if (order.channel.empty()) TORPOR_RETURN_IF_ERROR(has_room_for(tags));
-    TORPOR_RETURN_IF_ERROR(allocator_->begin_attach(tags));
-  }
-  const Watched watched(*transfers_, order.progress);
-  return restorer_->restore(order);
-}
-
-// Check before anything is copied, as far as the device knows. If other processes take memory meanwhile, a region fails
-// later.
-Status RankMemory::has_room_for(const std::vector<std::string>& tags) const {
-  uint64_t needed = 0;
-  for (const RegionInfo& region : allocator_->regions()) {
-    const bool comes = region.state == RegionState::kDetached && (tags.empty() || has_tag(tags, region.tag));
-    if (comes) needed += region.reserved_bytes;
-  }
-  const DeviceMemoryInfo device = device_->info();
-  const std::optional<uint64_t> free = device.free_bytes();
-  if (!free || needed <= *free) return ok();
-  return Error{.code = Code::kResourceExhausted,
-               .what = fmt::format("{} bytes of device memory are needed to wake, {} of {} are free", needed, *free,
-                                   device.capacity_bytes),
-               .next_step = "free device memory"};
-}
-
-Result<orders::PollRestore::Reply> RankMemory::carry_out(const orders::PollRestore& order) {
-  orders::PollRestore::Reply reply = restorer_->poll(order);
-  if (reply.ended) give_back_unused();
-  return reply;
-}
-
-Result<orders::Finish::Reply> RankMemory::carry_out(const orders::Finish& order) {
-  orders::Finish::Reply reply;
-  TORPOR_RETURN_IF_ERROR(restorer_->finish(order.tags, order.keep_backup));
-  give_back_unused();
-  return reply;
-}
-
-Result<orders::DigestTags::Reply> RankMemory::carry_out(const orders::DigestTags& order) {
-  TORPOR_ASSIGN_OR_RETURN(orders::DigestTags::Reply reply,
-                          order.named ? digest_named(order.as_proven) : images_->digest(order));
-  give_back_unused();
-  return reply;
-}
-
-Result<orders::WriteTestFile::Reply> RankMemory::carry_out(const orders::WriteTestFile& order) {
-  return saver_->checkpoint().write_test_file(order);
-}
-
-// Requests that leave and come while the engine serves need its KV cache in place.
-Status RankMemory::kv_is_attached() const {
-  const std::map<std::string, RegionState> states = allocator_->states();
-  const auto kv = states.find(kKvCacheTag);
-  if (kv != states.end() && kv->second == RegionState::kAttached) return restorer_->nothing_deferred();
-  return Error{
-      .code = Code::kFailedPrecondition,
-      .what = kv == states.end() ? "this rank has no KV cache" : fmt::format("the KV cache is {}", name(kv->second)),
-      .next_step = "wake the engine first"};
-}
-
-Result<orders::Extract::Reply> RankMemory::carry_out(const orders::Extract& order) {
-  TORPOR_RETURN_IF_ERROR(kv_is_attached());
-  Result<orders::Extract::Reply> extracted = try_catch(
-      [&]() TORPOR_REQUIRES(mutex_) { return request_images_->extract(order, images_->chunks().kv_layout()); });
-  give_back_unused();
-  return extracted;
-}
-
-Result<orders::ReadImage::Reply> RankMemory::carry_out(const orders::ReadImage& order) {
-  Result<orders::ReadImage::Reply> read =
-      try_catch([&]() TORPOR_REQUIRES(mutex_) { return request_images_->read(order, images_->chunks().kv_layout()); });
-  give_back_unused();
-  return read;
-}
-
-Result<orders::SaveImage::Reply> RankMemory::carry_out(const orders::SaveImage& order) {
-  return try_catch([&]() TORPOR_REQUIRES(mutex_) { return request_images_->save(order); });
-}
-
-Result<orders::VerifyImage::Reply> RankMemory::carry_out(const orders::VerifyImage& order) {
-  return request_images_->verify(order);
-}
-
-Result<orders::Admit::Reply> RankMemory::carry_out(const orders::Admit& order) {
-  TORPOR_RETURN_IF_ERROR(kv_is_attached());
-  Result<orders::Admit::Reply> admitted =
-      try_catch([&]() TORPOR_REQUIRES(mutex_) { return request_images_->admit(order, images_->chunks().kv_layout()); });
-  give_back_unused();
-  return admitted;
-}
-
-Result<orders::DropImage::Reply> RankMemory::carry_out(const orders::DropImage& order) {
-  const orders::DropImage::Reply dropped = request_images_->drop(order);
-  give_back_unused();
-  return dropped;
-}
-
-Result<orders::CopyBlocks::Reply> RankMemory::carry_out(const orders::CopyBlocks& order) {
-  TORPOR_RETURN_IF_ERROR(kv_is_attached());
-  return try_catch(
-      [&]() TORPOR_REQUIRES(mutex_) { return copy_blocks_within(*device_, images_->chunks().kv_layout(), order); });
-}
-
-// Give unused memory back. If a part cannot be given back now, the next operation tries it again.
-void RankMemory::give_back_unused() noexcept {
-  (void)try_catch([this]() TORPOR_REQUIRES(mutex_) -> Status {
-    transfers_->release_staging();
-    if (!images_->needs_staging()) {
-      transfers_->let_staging_go();
-      if (!packed_store_.expired()) (void)transfers_->keep_staging(packed_store_batch_);  // of what was let go
-    }
-    arena_->trim(*options_.arena_keep_bytes);  // what backs up stays
-    return ok();
-  });
-}
-
-// --- the ledger ---
 
 RankLedger RankMemory::ledger() const {
   const MutexLock lock(mutex_);
@@ -489,12 +284,12 @@ void RankMemory::fill(RankLedger& ledger) const {
   ledger.arena_budget_bytes = arena.budget_bytes;
   ledger.process_resident_bytes = process_bytes("VmRSS");
   ledger.process_resident_region_bytes = device_->resident_bytes().value_or(0);
-  if (options_.events.on()) tell(ledger);
+  if (options_.events.on()) publish(ledger);
 }
 
 // Emit the device first: with it a reader forgets all earlier values of this rank. Emit nothing of the process as a
 // whole: events of a replayed engine must not depend on it.
-void RankMemory::tell(const RankLedger& ledger) const noexcept {
+void RankMemory::publish(const RankLedger& ledger) const noexcept {
   constexpr uint8_t kDevice = 0;
   constexpr uint8_t kHost = 1;
   constexpr uint8_t kDisk = 2;

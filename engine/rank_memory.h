@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankMemory: the memory of one worker rank: its device, its regions by tag, its arena, the transfers between them, and
-// the steps of a sleep and a wake. A step is an order (rank_orders.h); each is all or nothing.
+// RankMemory: the memory of one worker rank: its device, its regions by tag, its arena, and the transfers between them.
 //
-// RankService takes the steps for the controller of an engine, TagSleep for programs without a controller. They hold
-// the lock over all steps that belong together.
+// RankService takes the steps of sleeps and wakes (RankSteps) for the controller of an engine, TagSleep for programs
+// without a controller. They hold the lock over all steps that belong together.
 //
 // Owner: the worker process, for as long as its engine lives. Threads: any; methods marked with TORPOR_REQUIRES need
 // the lock. Failure: errors are values. A forked child has the addresses, but not the device: same_process().
@@ -22,11 +21,9 @@
 #include "allocator/sleep_allocator.h"
 #include "base/file_system.h"
 #include "base/mutex.h"
-#include "engine/rank_images.h"
-#include "engine/rank_orders.h"
+#include "engine/named_weights.h"
 #include "engine/rank_parts.h"
-#include "engine/rank_restorer.h"
-#include "engine/rank_saver.h"
+#include "engine/rank_steps.h"
 #include "engine/region_images.h"
 #include "engine/tag_loader.h"
 #include "kvcache/kv_layout.h"
@@ -143,29 +140,9 @@ class RankMemory {
   const KvLayout& kv_layout() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return images_->chunks().kv_layout(); }
 
   // --- for RankService and TagSleep ---
-  // Carry out an order. A reply has no ledger: call fill() afterwards, so that nothing can fail once the memory has
-  // been released.
-  Result<orders::Describe::Reply> carry_out(const orders::Describe& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Inform::Reply> carry_out(const orders::Inform& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Save::Reply> carry_out(const orders::Save& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::PollSave::Reply> carry_out(const orders::PollSave& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Undo::Reply> carry_out(const orders::Undo& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Detach::Reply> carry_out(const orders::Detach& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Restore::Reply> carry_out(const orders::Restore& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::PollRestore::Reply> carry_out(const orders::PollRestore& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Finish::Reply> carry_out(const orders::Finish& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::DigestTags::Reply> carry_out(const orders::DigestTags& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::WriteTestFile::Reply> carry_out(const orders::WriteTestFile& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Extract::Reply> carry_out(const orders::Extract& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::ReadImage::Reply> carry_out(const orders::ReadImage& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::SaveImage::Reply> carry_out(const orders::SaveImage& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::VerifyImage::Reply> carry_out(const orders::VerifyImage& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Admit::Reply> carry_out(const orders::Admit& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::DropImage::Reply> carry_out(const orders::DropImage& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::CopyBlocks::Reply> carry_out(const orders::CopyBlocks& order) TORPOR_REQUIRES(mutex_);
+  RankSteps& steps() TORPOR_REQUIRES(mutex_) { return *steps_; }
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
-  const RankSaver& saver() const TORPOR_REQUIRES(mutex_) { return *saver_; }
   const SleepAllocator& allocator() const { return *allocator_; }
   DeviceMemory& device() { return *device_; }
   int32_t rank() const { return options_.rank; }
@@ -174,25 +151,8 @@ class RankMemory {
 
  private:
   RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions options);
-  Result<orders::DigestTags::Reply> digest_named(bool as_proven) TORPOR_REQUIRES(mutex_);
-  Status nothing_moves() TORPOR_REQUIRES(mutex_);
-  void before_free(const RegionInfo& region) TORPOR_REQUIRES(mutex_);
-  Status kv_is_attached() const TORPOR_REQUIRES(mutex_);
   void forget(const RegionInfo& region) TORPOR_REQUIRES(mutex_);  // after the region was freed or trimmed
-  Result<orders::Save::Reply> save_all(const orders::Save& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Save::Reply> save_giving(const orders::Save& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Save::Reply> stop_and_copy(const orders::Save& order) TORPOR_REQUIRES(mutex_);
-  Result<orders::Restore::Reply> restore_tags(const orders::Restore& order) TORPOR_REQUIRES(mutex_);
-  Status has_room_for(const std::vector<std::string>& tags) const;
-  void give_back_unused() noexcept TORPOR_REQUIRES(mutex_);
-  void tell(const RankLedger& ledger) const noexcept;
-
-  struct NamedWeights {
-    std::string label;
-    std::vector<DevicePiece> pieces;
-    std::string digest{};  // empty: not known
-    uint64_t writes = 0;   // of the tag, when the digest was taken
-  };
+  void publish(const RankLedger& ledger) const noexcept;
 
   const RankMemoryOptions options_;
   const int64_t process_;  // process id of the maker
@@ -206,14 +166,10 @@ class RankMemory {
   std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<const RankParts> parts_;
   std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);
-  std::unique_ptr<RankSaver> saver_ TORPOR_PT_GUARDED_BY(mutex_);
-  std::unique_ptr<RankRestorer> restorer_ TORPOR_PT_GUARDED_BY(mutex_);
-  std::unique_ptr<RankImages> request_images_ TORPOR_PT_GUARDED_BY(mutex_);
-  std::optional<NamedWeights> named_weights_ TORPOR_GUARDED_BY(mutex_);
+  std::unique_ptr<NamedWeights> named_weights_ TORPOR_PT_GUARDED_BY(mutex_);
+  std::unique_ptr<RankSteps> steps_ TORPOR_PT_GUARDED_BY(mutex_);
   uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of the regions
   uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
-  std::weak_ptr<HostStore> packed_store_ TORPOR_GUARDED_BY(mutex_);
-  uint64_t packed_store_batch_ TORPOR_GUARDED_BY(mutex_) = 0;  // bytes of staging memory for its blocks
 };
 
 }  // namespace torpor

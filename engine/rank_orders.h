@@ -49,7 +49,7 @@ struct RankLedger {
   uint64_t process_resident_region_bytes = 0;  // the part that is device memory, on the device without a GPU
 };
 
-// Each order is all or nothing on its rank. `kName` is for logs. RankMemory::carry_out() does the work.
+// Each order is all or nothing on its rank. `kName` is for logs. RankSteps::carry_out() does the work.
 namespace orders {
 
 struct Describe {

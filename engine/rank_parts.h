@@ -25,6 +25,7 @@ struct RankParts {
   FileSystem& file_system;
   int32_t rank = 0;
   bool keep_backup = false;         // keep backups of tags without blocks after a wake
+  uint64_t arena_keep_bytes = 0;    // the most unused host memory that stays held between operations
   uint64_t retain_kv_bytes = 0;     // the most bytes of KV blocks retained after a wake
   Codec host_codec = Codec::kNone;  // of chunks in the arena
   std::string spill_dir;            // directory of the spill file; empty: none

@@ -65,7 +65,7 @@ Result<std::vector<std::string>> TagSleep::select(std::vector<std::string> tags,
 // Carry out an order. It never throws.
 template <class Order>
 Result<typename Order::Reply> TagSleep::carry_out(const Order& order) {
-  return try_catch([&]() TORPOR_REQUIRES(memory_.mutex()) { return memory_.carry_out(order); });
+  return try_catch([&]() TORPOR_REQUIRES(memory_.mutex()) { return memory_.steps().carry_out(order); });
 }
 
 Result<TagMove> TagSleep::sleep(std::vector<std::string> wanted, const std::vector<std::string>& keep,
@@ -170,13 +170,13 @@ Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std:
     (!has_tag(keep, region.tag) ? move.dropped_bytes
      : clean                    ? move.clean_bytes
                                 : move.copied_bytes) += region.size_bytes;
-    if (has_tag(keep, region.tag) && !clean) needed += memory_.saver().held_for(region.tag, region.size_bytes);
+    if (has_tag(keep, region.tag) && !clean) needed += memory_.steps().saver().held_for(region.tag, region.size_bytes);
     if (region.state == RegionState::kBroken)
       move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
   }
   const HostArenaInfo arena = memory_.arena().info();
   const uint64_t free = arena.held_bytes - arena.used_bytes;
-  if (!memory_.saver().spills() && arena.budget_bytes != 0 && needed > free &&
+  if (!memory_.steps().saver().spills() && arena.budget_bytes != 0 && needed > free &&
       needed - free > arena.budget_bytes - std::min(arena.budget_bytes, arena.held_bytes)) {
     move.obstacle =
         fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", needed,
