@@ -28,6 +28,7 @@ from connector_served import BLOCKS, ENGINE, GROUP_BLOCKS, Served, first_schedul
 from connector_told import blocks_told, events_of, types_of
 from inspector import BINARY
 from vllm.config import KVEventsConfig
+from zygote import MOST_SECONDS
 
 import torpor.console
 from torpor.vllm import connector_scheduler
@@ -146,9 +147,8 @@ def aborted_while_loading(served: Served) -> dict:
     held = len(served.one.core.scheduler.requests)
     del worker.look
     served.flush()
-    for _ in range(100):
-        if not served.one.core.scheduler.requests:
-            break
+    end = time.monotonic() + MOST_SECONDS
+    while served.one.core.scheduler.requests and time.monotonic() < end:
         served.one.engine.step()
         time.sleep(0.001)
     pool = served.one.core.scheduler.kv_cache_manager.block_pool
@@ -272,7 +272,7 @@ def operated(served: Served, rings: str) -> dict:
     texts, result = prompts()[:2], {}
     result["expected"] = [tokens for tokens, _ in served.round(texts)]
     with torpor.console.connect(rings) as engine:
-        engine.add_breakpoint(type="request", request=f"{served.rounds + 1}-0*", alone=True, once=True, lease=60)
+        engine.add_breakpoint(type="request", request=f"{served.rounds + 1}-0*", alone=True, once=True, lease=300)
         held, other = served.ask(texts)
         answers = {}
         while other not in answers:
@@ -284,7 +284,7 @@ def operated(served: Served, rings: str) -> dict:
         result["tokens"] = [answers[held], answers[other]]
         # One transfer of a new prompt's blocks never goes: they stay on the device.
         before = served.side.stats()
-        number = engine.add_breakpoint(type="candidate", to="promoted", way="offload", alone=True, lease=60)
+        number = engine.add_breakpoint(type="candidate", to="promoted", way="offload", alone=True, lease=300)
         prompt = {"prompt_token_ids": [260 + number * 11 % 200 for number in range(70)]}
         served.one.engine.add_request("kept from host memory", prompt, params(0, 40))
         while not (queued := engine.stops()["stops"]):
@@ -421,6 +421,7 @@ def main() -> None:
         rings = tempfile.mkdtemp(dir="/dev/shm")
         atexit.register(shutil.rmtree, rings, ignore_errors=True)
         offload |= {"events_dir": rings}
+    offload |= {"advanced": {"policy_timeout_ms": 1000 * MOST_SECONDS}}  # a slow machine leaves no block out
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=offload, **ENGINE))
     if mode == "brief":
         with torpor.console.connect(rings) as engine:  # before its first step

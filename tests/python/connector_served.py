@@ -6,12 +6,12 @@ import time
 
 from conftest import InProcess
 from vllm import SamplingParams
+from zygote import MOST_SECONDS
 
 BLOCKS = 40  # on the device; a request has 4 to 8
 GROUP_BLOCKS = 90  # of three groups
 ENGINE = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
 CONVERSATIONS = 14
-_MOST_SECONDS_OF_A_ROUND = 60
 
 
 def prompts() -> list[str]:
@@ -42,7 +42,7 @@ class Served:
 
     def answers(self, while_running=lambda: None) -> dict[str, tuple]:
         """By id: tokens, and how many of the prompt were not computed."""
-        found, end = {}, time.monotonic() + _MOST_SECONDS_OF_A_ROUND
+        found, end = {}, time.monotonic() + MOST_SECONDS
         while self.one.engine.has_unfinished_requests():
             assert time.monotonic() < end, self.stuck()
             for output in self.one.engine.step():
@@ -69,7 +69,7 @@ class Served:
 
     def flush(self) -> None:
         """What is to be stored is stored. An engine in this process takes no step by itself."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + MOST_SECONDS
         while self.side.busy():
             assert time.monotonic() < end, self.side.stats()
             self.one.engine.step()

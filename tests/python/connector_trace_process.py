@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
 import connector_replay as replay
 from conftest import InProcess
 from vllm import SamplingParams
+from zygote import MOST_SECONDS
 
 REQUESTS, MOST_BLOCKS, COMPUTED = int(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6])  # blocks: of a prompt
 AT_ONCE, ANSWER, ASKED_AGAIN = 12, 6, 6
@@ -213,7 +214,7 @@ class Load:
 
     def settle(self) -> dict:
         side = self.scheduler.connector.scheduler
-        end = time.monotonic() + 20
+        end = time.monotonic() + MOST_SECONDS
         while side.busy():
             assert time.monotonic() < end, side.stats()
             self.one.engine.step()

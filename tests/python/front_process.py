@@ -32,7 +32,7 @@ def asked(server, console, directory: str) -> dict:
     server.engine.fails_with = errors.NotEnoughRoom("the disk is full", "remove something")
     failed = refused(console, "wake")
     server.engine.fails_with = None
-    line = subprocess.run([BINARY, "live", "--engine", directory, "wake"], capture_output=True, text=True, timeout=60)
+    line = subprocess.run([BINARY, "live", "--engine", directory, "wake"], capture_output=True, text=True, timeout=600)
     return {
         "plan": console.plan(level=2, to="disk") == {},
         "sleep": [sleep["status"], sleep["freed_bytes"], state],

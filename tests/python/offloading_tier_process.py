@@ -17,9 +17,9 @@ import offloading_on_cpu
 from conftest import InProcess
 from connector_served import ENGINE, params, prompts
 from vllm.v1.request import RequestStatus
+from zygote import MOST_SECONDS
 
 TIER = {"type": "TorporTier", "module_path": "torpor.vllm.offloading_tier"}
-_MOST_SECONDS = 60
 
 
 def arguments(tier: dict, host_bytes: int) -> dict:
@@ -52,7 +52,7 @@ class Offloading:
         return ids
 
     def answers(self) -> dict[str, tuple]:
-        found, end = {}, time.monotonic() + _MOST_SECONDS
+        found, end = {}, time.monotonic() + MOST_SECONDS
         while self.one.engine.has_unfinished_requests():
             assert time.monotonic() < end, {r.request_id: r.status.name for r in self.scheduler.requests.values()}
             for output in self.one.engine.step():
@@ -62,7 +62,7 @@ class Offloading:
 
     def settle(self) -> None:
         """All that is to be stored is stored; vLLM's connector hears of it in steps."""
-        end = time.monotonic() + _MOST_SECONDS
+        end = time.monotonic() + MOST_SECONDS
         while self.manager is not None and self.busy():
             assert time.monotonic() < end, self.manager._jobs
             self.one.engine.add_request(f"idle {time.monotonic()}", {"prompt_token_ids": [20, 21]}, params(0, 1))
@@ -99,7 +99,7 @@ def aborted(engine: Offloading) -> dict:
     assert engine.scheduler.reset_prefix_cache()
     ids = engine.ask(prompts())
     loading = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS)
-    end = time.monotonic() + _MOST_SECONDS
+    end = time.monotonic() + MOST_SECONDS
     while not engine.manager._jobs:
         assert time.monotonic() < end, "nothing is loaded"
         engine.one.engine.step()

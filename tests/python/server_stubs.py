@@ -194,7 +194,7 @@ def client(app, key: str | None = CLIENT, **headers) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://server", headers=authorization | headers)
 
 
-def run(scene, seconds: float = 60):
+def run(scene, seconds: float = 600):
     return asyncio.run(asyncio.wait_for(scene, seconds))
 
 

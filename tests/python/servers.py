@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 from prometheus_client.parser import text_string_to_metric_families
 from s3_server import BUCKET, S3Server
 from serving import Client, Reading, Server, ServerEnded
-from zygote import shared
+from zygote import MOST_SECONDS, shared
 
 __all__ = [
     "ALICE", "BOB", "BUCKET", "DEFERRED_BY_HAND", "Client", "Reading", "S3Server", "Server", "ServerEnded", "begin",
@@ -73,7 +73,7 @@ def played(server, scene):
     async def run():
         client = Client(server.url, ALICE)
         try:
-            return await asyncio.wait_for(scene(client), 300)
+            return await asyncio.wait_for(scene(client), MOST_SECONDS)
         finally:
             if (await client.http.get("/is_sleeping")).json()["is_sleeping"]:
                 await client.admin.post("/wake_up")
@@ -82,7 +82,7 @@ def played(server, scene):
     return asyncio.run(run())
 
 
-async def until(condition, seconds=60):
+async def until(condition, seconds=MOST_SECONDS):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

@@ -27,7 +27,7 @@ class Counts(dict):
     async def reach(self, names: list[str], tokens: int) -> None:
         while any(self.get(name, 0) < tokens for name in names):
             self.changed.clear()
-            await asyncio.wait_for(self.changed.wait(), timeout=60)
+            await asyncio.wait_for(self.changed.wait(), timeout=600)
 
 
 async def read(engine, name: str, counts: Counts) -> list:

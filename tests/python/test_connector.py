@@ -29,7 +29,7 @@ PROCESS = Path(__file__).parent / "connector_process.py"
 @pytest.fixture(scope="module", params=["eager", pytest.param("lazy", marks=pytest.mark.long)])
 def served(request, zygote, tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("connector")
-    return result_of(zygote.run([PROCESS, request.param, tiny_model, folder], timeout=200)) | {"mode": request.param}
+    return result_of(zygote.run([PROCESS, request.param, tiny_model, folder])) | {"mode": request.param}
 
 
 @long_on_rig
@@ -163,7 +163,7 @@ def test_a_reset_forgets_what_is_in_host_memory(served):
 @pytest.mark.rig
 @pytest.mark.slow
 def test_with_steps_in_flight_and_a_sleep_in_the_middle(zygote, tiny_model, tmp_path):
-    result = result_of(zygote.run([PROCESS, "brief", tiny_model, tmp_path], timeout=250))
+    result = result_of(zygote.run([PROCESS, "brief", tiny_model, tmp_path]))
     assert result["in_flight"] == rig.active() and result["at_once"] > 0
     assert result["tokens"] == result["warm"] == result["slept"]
     assert result["cached"][1] > result["cached"][0] + 4 * 32 and result["moving"] == 0
@@ -254,7 +254,7 @@ def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygo
     model = MODELS[kind](tmp_path / "model")
 
     def serve():
-        result = result_of(zygote.run([PROCESS, "groups", model, tmp_path], timeout=400))
+        result = result_of(zygote.run([PROCESS, "groups", model, tmp_path]))
         assert result["tokens"][0] == result["tokens"][1]
         assert result["bytes"][0] == result["bytes"][1]
         assert (
@@ -335,7 +335,7 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     first, other = make_model(tmp_path / "first", real_model), make_model(tmp_path / "other", real_model, seed=8)
 
     def serve(model, *checkpoint):
-        return result_of(zygote.run([PROCESS, "disk", model, tmp_path, *checkpoint], timeout=100))
+        return result_of(zygote.run([PROCESS, "disk", model, tmp_path, *checkpoint]))
 
     before = serve(first)
     told = before["told"]

@@ -21,7 +21,7 @@ PROMPT_TOKENS = 256
 
 @pytest.fixture(scope="module")
 def happened(zygote, real_model):
-    return result_of(zygote.run([PROCESS, real_model], timeout=100))
+    return result_of(zygote.run([PROCESS, real_model]))
 
 
 def nothing_left(left: dict, device_blocks: int) -> bool:

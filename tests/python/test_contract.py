@@ -33,7 +33,7 @@ def tree() -> SourceTree:
 @pytest.fixture(scope="module")
 def differences(zygote) -> dict[str, list[str]]:
     """By module; of a process in which torpor has replaced nothing."""
-    return result_of(zygote.run([Path(__file__).parent / "contract_process.py"], timeout=100))
+    return result_of(zygote.run([Path(__file__).parent / "contract_process.py"]))
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -348,7 +348,7 @@ def test_an_unknown_version_is_compared_with_the_nearest(version, expected):
 
 def contract(*arguments) -> subprocess.CompletedProcess:
     command = [sys.executable, ROOT / "tools/dev", "contract", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.long

@@ -109,7 +109,7 @@ def test_a_recording_has_what_was_told(one, told, directory, tmp_path):
         assert one.finish(one.begin(12)) == one.expected
     finally:
         recorder.send_signal(2)
-        result = json.loads(recorder.communicate(timeout=20)[0])
+        result = json.loads(recorder.communicate(timeout=600)[0])
     assert result["processes"] == 1 and result["lost"] == 0 and result["events"] > 100
     recorded = subprocess.run([BINARY, "events", tmp_path / "r", "--json"], capture_output=True, text=True, check=True)
     by_sequence = {event["sequence"]: event for event in map(json.loads, recorded.stdout.splitlines())}

@@ -40,12 +40,12 @@ def _marked():
 def test_identical_with(name, zygote, real_model, tmp_path):
     env = os.environ | FEATURES[name].environment
     process = HERE / "feature_process.py"
-    before = result_of(zygote.run([process, "first", name, tmp_path, real_model], timeout=250, env=env))
+    before = result_of(zygote.run([process, "first", name, tmp_path, real_model], env=env))
     expected = before["expected"]
     assert FEATURES[name].shown(expected)
     assert before["differing"] == [] and before["recomputed"] == 0
     assert before.get("taken_over", []) == []
-    after = result_of(zygote.run([process, "second", name, tmp_path, before["checkpoint"]], timeout=100, env=env))
+    after = result_of(zygote.run([process, "second", name, tmp_path, before["checkpoint"]], env=env))
     assert after["failed"] == [] and after["recomputed"] == 0
     assert after["drafts"] == before["drafts"]
     if rig.active() and name.startswith("speculation"):
@@ -57,11 +57,11 @@ def test_identical_with(name, zygote, real_model, tmp_path):
 @pytest.mark.slow
 def test_an_adapter_that_is_gone_or_another_ends_its_requests_alone(zygote, real_model, tmp_path):
     process = HERE / "feature_process.py"
-    before = result_of(zygote.run([process, "only", "LoRA", tmp_path, real_model], timeout=100))
+    before = result_of(zygote.run([process, "only", "LoRA", tmp_path, real_model]))
     model = json.loads((tmp_path / "model/config.json").read_text())
     write_adapter(tmp_path / "first", model, 99, 0.5)
     shutil.rmtree(tmp_path / "third")
-    after = result_of(zygote.run([process, "second", "LoRA", tmp_path, before["checkpoint"]], timeout=100))
+    after = result_of(zygote.run([process, "second", "LoRA", tmp_path, before["checkpoint"]]))
     why = {problem["id"].rsplit("-", 1)[0]: problem["error"] for problem in after["failed"]}
     assert why.keys() == {"first", "seeded", "third"}
     assert "is not the one that it began with" in why["first"] and "cannot be loaded from" in why["third"]
@@ -76,7 +76,7 @@ def test_a_request_sleeps_while_its_grammar_is_compiled(one, monkeypatch, to):
     compiled, stock = threading.Event(), manager._create_grammar
 
     def create_grammar(request):
-        assert compiled.wait(60)
+        assert compiled.wait(600)
         return stock(request)
 
     params = SamplingParams(

@@ -61,7 +61,7 @@ def test_what_is_noted_nowhere_is_no_agreement():
 
 
 def test_what_torpor_replaces_takes_what_each_release_gives_it(zygote):
-    found = result_of(zygote.run([Path(__file__).with_name("replaced_process.py")], timeout=100))
+    found = result_of(zygote.run([Path(__file__).with_name("replaced_process.py")]))
     assert found["problems"] == []
     assert "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks" in found["seen"]
     assert "vllm.v1.worker.gpu_worker.Worker._maybe_get_memory_pool_context" in found["seen"]

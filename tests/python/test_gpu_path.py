@@ -186,7 +186,7 @@ def test_nothing_is_read_before_the_device_has_written_it(zygote, tiny_model, tm
 
 def variant(zygote, model, folder, options: dict, variables: dict) -> dict:
     words = [HERE / "variant_process.py", model, folder / "store", json.dumps(options | {"sleep_at": [9]})]
-    return result_of(zygote.run(words, env=os.environ | variables, timeout=200))
+    return result_of(zygote.run(words, env=os.environ | variables))
 
 
 def test_slots_that_contradict_each_other_are_refused(one):

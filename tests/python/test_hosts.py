@@ -18,7 +18,7 @@ from networks import NEAR, inside, two_networks
 from s3_server import BUCKET, S3Server
 
 PROCESS = Path(__file__).parent / "hosts_process.py"
-WITHIN = 300  # seconds
+WITHIN = 600  # seconds
 
 
 @contextlib.contextmanager

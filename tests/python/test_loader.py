@@ -21,7 +21,7 @@ NAMES = ["greedy", "seeded"]
 
 def second(zygote, model, store, path, *further) -> dict:
     words = [HERE / "loader_process.py", "second", model, store, path, *map(json.dumps, further)]
-    return result_of(zygote.run(words, timeout=200))
+    return result_of(zygote.run(words))
 
 
 def checkpoint_without_weights(one, tmp_path: Path) -> Path:
@@ -41,7 +41,7 @@ def checkpoint_without_weights(one, tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_a_real_model_goes_on_with_the_very_next_token(zygote, real_model, tmp_path):
     store, bare = tmp_path / "store", without_weights(real_model, tmp_path / "model")
-    slept = result_of(zygote.run([HERE / "loader_process.py", "first", real_model, store], timeout=200))
+    slept = result_of(zygote.run([HERE / "loader_process.py", "first", real_model, store]))
     woken = second(zygote, bare, store, slept["path"], {})
     assert final(slept["given"] | woken["answers"]) == slept["expected"]
     assert woken["recomputed"] == 0

@@ -264,7 +264,7 @@ def test_sizes_in_the_environment_must_be_numbers(name):
         "try:\n    memory.allocate(1)\nexcept errors.Error as problem:\n    print(problem)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {name: "32k"}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=os.environ | {name: "32k"}, capture_output=True, text=True, timeout=600
     )
     assert name in done.stdout and "number of bytes" in done.stdout, done.stdout + done.stderr
 
@@ -289,7 +289,7 @@ except errors.NotEnoughRoom as problem:
         "TORPOR_ARENA_BUDGET_BYTES": str(128 << 20),
     }
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.splitlines() == ["held True", "refused True {'attached'}"], done.stdout + done.stderr
 
@@ -320,7 +320,7 @@ def test_a_forked_child_is_refused_by_name():
         env=os.environ | {"TORPOR_MEMORY_DEVICE": "host"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 
@@ -337,7 +337,7 @@ if os.fork() == 0:
 _, status = os.wait()
 assert os.waitstatus_to_exitcode(status) == 5, status
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -376,7 +376,7 @@ assert memory.sleep("other", check=True)["copied_bytes"] == 0
         env=os.environ | {"TORPOR_MEMORY_DEVICE": "host", "TORPOR_KEEP_BACKUPS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 
@@ -388,7 +388,7 @@ def test_without_a_gpu_the_gpu_is_refused_with_what_is_missing():
         env={k: v for k, v in os.environ.items() if k != "TORPOR_MEMORY_DEVICE"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     if done.returncode == 0:
         pytest.skip("there is a GPU here")

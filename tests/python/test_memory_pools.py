@@ -77,6 +77,6 @@ assert held("graphs") == (2, 2)
         | {"TORPOR_MEMORY_DEVICE": "host", "PYTHONPATH": os.pathsep.join((str(RIG), os.environ.get("PYTHONPATH", "")))},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ def as_json(value):
 
 
 def wake_in_new_process(zygote, model, directory, paths) -> list[dict]:
-    return result_of(zygote.run([HERE / "new_process.py", model, directory, *paths], timeout=300))
+    return result_of(zygote.run([HERE / "new_process.py", model, directory, *paths]))
 
 
 @pytest.mark.rig
@@ -185,7 +185,7 @@ def test_the_inspector_finds_a_checkpoint_of_so_many_requests_whole(one, count):
 def test_a_new_engine_may_have_more_or_fewer_blocks(zygote, tiny_model, tmp_path):
     """Each is sized as vLLM sizes it, by the share of memory or by number."""
     process = [HERE / "kv_sizes_process.py", tiny_model, tmp_path / "store"]
-    result = result_of(zygote.run(process, timeout=300))
+    result = result_of(zygote.run(process))
     held = len(result["held"])
     more, fewer = result["more"], result["fewer"]
     assert fewer["blocks"] < result["saved"] < more["blocks"]

@@ -38,7 +38,7 @@ def both(*connectors: dict) -> dict:
 
 
 def played(zygote, model, folder, transfer: dict, *names: str) -> dict:
-    result = result_of(zygote.run([PROCESS, model, folder, json.dumps(transfer), *names], timeout=300))
+    result = result_of(zygote.run([PROCESS, model, folder, json.dumps(transfer), *names]))
     scenarios.check(result)
     return result
 
@@ -183,7 +183,7 @@ def test_two_ranks_in_processes_of_their_own_follow_together(zygote, tiny_model,
     (logs := tmp_path / "logs").mkdir()
     transfer = SCRIPTED | {"kv_connector_extra_config": {"log": str(logs), "failing_rank": 1}}
     words = [PROCESS.with_name("other_connectors_ranks_process.py"), tiny_model, tmp_path, json.dumps(transfer)]
-    of = result_of(zygote.run(words, timeout=300))
+    of = result_of(zygote.run(words))
     assert "unregister_kv_caches() of rank 1" in of["refused"] and not of["asleep_after_it"] and of["asleep"], of
     assert of["same"]
     slept_and_woke = ["unregister", "restore"]
@@ -202,7 +202,7 @@ def test_two_engines_that_nixl_connects_sleep_and_wake(zygote, tiny_model, tmp_p
     """With NIXL itself, over UCX in host memory. A load that failed would end its request with an error."""
     names = ("consumer_sleeps", "producer_is_refused", "producer_sleeps")
     words = [PROCESS.with_name("nixl_process.py"), tiny_model, tmp_path, *names]
-    result = result_of(zygote.run(words, timeout=300))
+    result = result_of(zygote.run(words))
     of = result["consumer_sleeps"]
     assert of["waiting"] == 1 and of["kept"] > 0 and of["same"] and of["after"] and of["recomputed"] == 0, of
     of = result["producer_is_refused"]

@@ -19,7 +19,7 @@ from inspector import BINARY
 from serving import alive, free_port
 
 SERVER = Path(__file__).parent / "paired_server.py"
-SECONDS = 60
+SECONDS = 600  # that something may take that happens
 
 
 class Pair:
@@ -70,7 +70,7 @@ class Pair:
 @pytest.fixture
 def pair(tmp_path):
     (tmp_path / "torpor").mkdir(mode=0o700)
-    pair = Pair(tmp_path, "--torpor-ownership-term-seconds", "1")
+    pair = Pair(tmp_path, "--torpor-ownership-term-seconds", "4")
     yield pair
     if pair.process.poll() is None:
         pair.process.kill()

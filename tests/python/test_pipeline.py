@@ -22,7 +22,7 @@ DEPTH = 3 if rig.active() else 2  # batches at most, and one less between steps
 def test_two_stages_sleep_and_a_new_process_goes_on(zygote, tiny_model, tmp_path):
     def process(what, values):
         words = [HERE / "pipeline_process.py", what, tiny_model, tmp_path / "store", json.dumps(values)]
-        return result_of(zygote.run(words, timeout=280))
+        return result_of(zygote.run(words))
 
     slept = process("sleep", STEPS)
     assert slept["differing"] == [] and slept["recomputed"] == 0 and slept["reloaded"]

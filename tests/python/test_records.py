@@ -254,7 +254,7 @@ class SlowSync:
         return getattr(self.answers, name)
 
     def sync(self):
-        asyncio.run_coroutine_threadsafe(self.may_end.wait(), self.loop).result(60)
+        asyncio.run_coroutine_threadsafe(self.may_end.wait(), self.loop).result(600)
         self.synced += 1
         if self.problem is not None:
             raise self.problem
@@ -278,17 +278,17 @@ def test_with_log_sync_always_nothing_is_delivered_before_it_is_durable_and_the_
         assert disk.synced == 0 and not reader.done()
         assert all(queue.get_nowait() is None for queue in queues)
         disk.may_end.set()
-        outputs = [await asyncio.wait_for(queue.get(), 60) for queue in queues]
+        outputs = [await asyncio.wait_for(queue.get(), 600) for queue in queues]
         assert list(outputs[0].outputs[0].token_ids) == [5, 7] and list(outputs[1].outputs[0].token_ids) == [6]
-        assert (await asyncio.wait_for(reader, 60))["tokens"] == [5, 7]
+        assert (await asyncio.wait_for(reader, 600))["tokens"] == [5, 7]
         assert disk.synced >= 1
 
         disk.problem = FileError("the disk is broken")
         scene.give(first, 8, finish=FinishReason.STOP)  # a log that cannot be written stops nobody
-        assert list((await asyncio.wait_for(queues[0].get(), 60)).outputs[0].token_ids) == [8]
+        assert list((await asyncio.wait_for(queues[0].get(), 600)).outputs[0].token_ids) == [8]
         assert scene.counted == scene.recorder.failures == 1
 
-    asyncio.run(asyncio.wait_for(scene_of_outputs(), 120))
+    asyncio.run(asyncio.wait_for(scene_of_outputs(), 600))
 
 
 def test_failures_of_the_log_are_a_counter():

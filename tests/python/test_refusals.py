@@ -151,7 +151,7 @@ def test_of_ranks_that_compute_for_each_other_none_is_stopped_alone(one):
 @pytest.mark.slow
 def test_an_engine_with_such_a_feature_names_it_and_serves_on(zygote, tiny_model, tmp_path):
     """The same on a real engine, which has one of them."""
-    result = result_of(zygote.run([HERE / "refused_process.py", tiny_model, tmp_path / "store"], timeout=300))
+    result = result_of(zygote.run([HERE / "refused_process.py", tiny_model, tmp_path / "store"]))
     assert "a KV connector" in result["what"]
     assert "preserve_state=False" in result["next_step"] and not result["state_changed"] and not result["asleep"]
     assert result["served_on"] and result["without_state"] and result["woken"]
@@ -176,7 +176,7 @@ def test_a_field_of_vllm_that_the_adapter_does_not_know_is_named(one):
 @pytest.mark.core
 @pytest.mark.slow
 def test_what_a_vllm_has_otherwise_switches_off_only_what_needs_it(zygote, tiny_model, tmp_path):
-    result = result_of(zygote.run([HERE / "doctored_process.py", tiny_model, tmp_path / "store"], timeout=300))
+    result = result_of(zygote.run([HERE / "doctored_process.py", tiny_model, tmp_path / "store"]))
     assert result["slept"] and result["identical"] and result["served_on"]
     tiers = result["tiers"]
     assert result["parts"] == {"connector": False, "server": False}

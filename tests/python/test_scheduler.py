@@ -166,7 +166,7 @@ def test_a_schedule_that_does_not_call_its_base_is_counted_too():
 
 @pytest.mark.slow
 def test_an_engine_with_a_scheduler_of_somebodys_own_answers_as_without_torpor(zygote, one, tiny_model, tmp_path):
-    result = result_of(zygote.run([Path(__file__).with_name("foreign_process.py"), tiny_model, tmp_path], timeout=200))
+    result = result_of(zygote.run([Path(__file__).with_name("foreign_process.py"), tiny_model, tmp_path]))
     assert result["inactive"] is None and result["scheduler"] == "Foreign"
     assert result["answers"] == json.loads(json.dumps(one.finish(one.begin(0, NAMES)))) and len(result["answers"]) == 2
     assert "torpor does not hold this engine's memory" in result["refused"]

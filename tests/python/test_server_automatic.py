@@ -122,7 +122,7 @@ def test_a_request_that_comes_while_it_falls_asleep_wakes_it(monkeypatch):
             assert (await http.get("/torpor/ready")).status_code == 200  # it stays behind its router
             server.engine.output_processor.request_states.clear()
             await falling
-            assert (await asyncio.wait_for(late, 10)).status_code == 200 and server.state == "awake"
+            assert (await asyncio.wait_for(late, 60)).status_code == 200 and server.state == "awake"
 
     run(scene())
 
@@ -142,7 +142,7 @@ def test_a_wake_without_room_is_tried_again_while_a_request_waits(monkeypatch):
                 await asyncio.sleep(0.01)
             assert server.state == "asleep" and not call.done()
             server.engine.fails_with = None
-            assert (await asyncio.wait_for(call, 10)).status_code == 200
+            assert (await asyncio.wait_for(call, 60)).status_code == 200
         tries = len(server.engine.calls)
         await asyncio.sleep(0.05)
         assert len(server.engine.calls) == tries  # and not once more
@@ -165,14 +165,14 @@ def test_an_operator_waits_for_the_servers_own_checkpoint_though_requests_come(m
         app, server = build(monkeypatch, COMPLETIONS, engine=engine, checkpoint_interval_seconds=0.01)
         await started(server)
         checkpoints = asyncio.create_task(server._automatic.checkpoints())
-        await asyncio.wait_for(begun.wait(), 10)
+        await asyncio.wait_for(begun.wait(), 60)
         async with client(app) as http:
             assert (await http.post("/v1/completions")).status_code == 200
         sleep = asyncio.create_task(server.sleep())
         await asyncio.sleep(0)
         assert not sleep.done()
         may_end.set()
-        await asyncio.wait_for(sleep, 10)
+        await asyncio.wait_for(sleep, 60)
         checkpoints.cancel()
         assert server.state == "asleep"
 

@@ -75,7 +75,7 @@ def test_a_server_sleeps_and_wakes_by_calls_over_http(monkeypatch):
 
 
 def test_over_its_socket_a_server_sleeps_and_wakes(zygote):
-    result = result_of(zygote.run([PROCESS, "control"], timeout=100))
+    result = result_of(zygote.run([PROCESS, "control"]))
     assert result["plan"] and result["sleep"] == ["sleeping", 1, "asleep"] and result["wake"] == "awake"
     assert result["failed"] == ["resource_exhausted", "the disk is full", "remove something"]
     assert result["by the command line"] == [0, "awake", ""]
@@ -94,7 +94,7 @@ def test_over_its_socket_a_server_sleeps_and_wakes(zygote):
 
 
 def test_a_socket_that_is_only_to_look_makes_plans_and_no_sleep(zygote):
-    result = result_of(zygote.run([PROCESS, "read"], timeout=100))
+    result = result_of(zygote.run([PROCESS, "read"]))
     assert result == {"hello": "answered", "plan": "answered"} | dict.fromkeys(
         ("sleep", "wake", "checkpoint"), "failed_precondition"
     )

@@ -113,7 +113,7 @@ def test_a_store_that_did_not_answer_once_is_asked_again(s3, tmp_path, monkeypat
 
     s3.pause()
     try:
-        assert asyncio.run(asyncio.wait_for(arrive(), 100)) == ""  # nobody pushed anything there
+        assert asyncio.run(asyncio.wait_for(arrive(), 600)) == ""  # nobody pushed anything there
     finally:
         s3.go_on()
     assert "is asked again" in said[0][0]

@@ -141,11 +141,11 @@ def test_a_stream_hears_of_each_sleep_at_once(monkeypatch):
         server, caller, _ = await streaming(monkeypatch, 1000)
         for count in (1, 2, 3):
             await server.sleep()
-            await asyncio.wait_for(caller.until(lambda count=count: caller.body.count(ASLEEP) == count), 5)
+            await asyncio.wait_for(caller.until(lambda count=count: caller.body.count(ASLEEP) == count), 60)
             await server.wake_up()
             await asyncio.sleep(0.01)
         caller.gone.set()
-        await asyncio.wait_for(caller.task, 5)
+        await asyncio.wait_for(caller.task, 60)
         await server.sleep()
         await asyncio.sleep(0.05)
         assert caller.body.count(ASLEEP) == 3  # nobody is there any more
@@ -253,7 +253,7 @@ def test_the_interval_of_vllm_is_that_of_comments(monkeypatch):
         await started(server)
         await server.sleep()
         caller = Caller(app, "/v1/completions", STREAMED)
-        await asyncio.wait_for(caller.until(lambda: caller.body.count(ASLEEP) >= 3), 5)
+        await asyncio.wait_for(caller.until(lambda: caller.body.count(ASLEEP) >= 3), 60)
         caller.gone.set()
         await caller.task
         assert server.queued == 0

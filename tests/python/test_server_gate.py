@@ -418,7 +418,7 @@ def test_a_request_that_was_let_in_before_the_sleep_is_told_when_the_server_ends
             assert not call.done()  # it was let in: the limit of the queue is not for it
             server.enter("ending")
             with pytest.raises(GracefulHTTPError, match="ending"):
-                await asyncio.wait_for(call, 5)
+                await asyncio.wait_for(call, 60)
 
     run(scene())
 

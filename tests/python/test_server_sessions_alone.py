@@ -83,7 +83,7 @@ def called_by(caller: Caller) -> Iterator[None]:
 
 
 def run(scene) -> None:
-    asyncio.run(asyncio.wait_for(scene, 30))
+    asyncio.run(asyncio.wait_for(scene, 600))
 
 
 def test_a_name_that_was_used_again_means_the_answer_that_is_here():

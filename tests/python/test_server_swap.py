@@ -341,7 +341,7 @@ def test_calls_of_an_engine_core_that_has_ended_end():
         client.shutdown()
         for future in (waits, asyncio.wrap_future(waits), awaited):
             with pytest.raises(EngineDeadError):
-                future.result(1) if isinstance(future, Future) else await asyncio.wait_for(future, 10)
+                future.result(60) if isinstance(future, Future) else await asyncio.wait_for(future, 60)
         assert answered.result() == "before"
 
     run(scene())

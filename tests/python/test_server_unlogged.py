@@ -312,7 +312,7 @@ def test_requests_go_on_over_sleeps_and_a_restart_and_nothing_is_recorded(tiny_m
     server.start()
     try:
         server.wait_until_ready()
-        asyncio.run(asyncio.wait_for(scene(), 300))
+        asyncio.run(asyncio.wait_for(scene(), 600))
         assert sorted(path.name for path in (directory / "answers").iterdir()) == ["LOCK", "OWNER"]
     finally:
         server.stop()

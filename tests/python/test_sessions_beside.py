@@ -40,7 +40,7 @@ def kind(request) -> str:
 @pytest.fixture(scope="module")
 def result(kind, zygote, tiny_model) -> dict:
     torpor, transfer, _ = KINDS[kind]
-    found = result_of(zygote.run([PROCESS, tiny_model, json.dumps(torpor), json.dumps(transfer)], timeout=300))
+    found = result_of(zygote.run([PROCESS, tiny_model, json.dumps(torpor), json.dumps(transfer)]))
     scenarios.check(found)
     return found
 

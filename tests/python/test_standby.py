@@ -42,7 +42,7 @@ class Ahead:
 
     def follow(self) -> dict:
         self.calls += 1
-        self.may_end.wait(60)
+        self.may_end.wait(600)
         raise NotFound("there is no checkpoint")
 
 

@@ -18,6 +18,7 @@ from servers import ALICE, Client, Reading, make_server, sampling
 from serving import command_of, descendants
 from suspend import suspend
 from test_other_processes import LONG, in_other_processes, start, stop, written  # noqa: F401
+from zygote import MOST_SECONDS
 
 import torpor
 from torpor.errors import Aborted, InvalidArgument, TimedOut, WrongState
@@ -92,11 +93,11 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
 
         begin(awake)
         for stopped, which in ((asleep, "is to come"), (awake, "goes")):
-            silent = pytest.raises(TimedOut, match=f"no heartbeat of the engine that {which} for 0.5 s")
+            silent = pytest.raises(TimedOut, match=f"no heartbeat of the engine that {which} for 2 s")
             with while_stopped(core_of(stopped.llm_engine)), silent:
-                torpor.swap(awake, asleep, peer_timeout=0.5)
+                torpor.swap(awake, asleep, peer_timeout=2)
             for half in [thread for thread in threading.enumerate() if thread.name == "torpor-swap"]:
-                half.join(60)
+                half.join(MOST_SECONDS)
             assert not awake.is_sleeping() and asleep.is_sleeping()
         assert written(run(awake.llm_engine)) == expected[awake]
         torpor.swap(awake, asleep)
@@ -108,7 +109,7 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
             swapping = other.submit(torpor.swap, awake, asleep)
             os.kill(core_of(awake.llm_engine), signal.SIGKILL)
             with pytest.raises(Aborted, match="core of the one that goes has ended"):
-                swapping.result(60)
+                swapping.result(MOST_SECONDS)
         assert asleep.is_sleeping() and asleep.wake_up()
         begin(asleep)
         assert written(run(asleep.llm_engine)) == expected[asleep]
@@ -155,9 +156,9 @@ async def _streams(zygote, model, directory) -> None:
             assert report and report.slept.requests == 1
             awake, asleep = asleep, awake
             assert await asleep.is_sleeping() and not await awake.is_sleeping()
-        silent = pytest.raises(TimedOut, match=r"no heartbeat of the engine that wakes for 0.5 s")
+        silent = pytest.raises(TimedOut, match=r"no heartbeat of the engine that wakes for 2 s")
         with while_stopped(core_of(asleep)), silent:
-            await torpor.swap(awake, asleep, peer_timeout=0.5)
+            await torpor.swap(awake, asleep, peer_timeout=2)
         assert await asleep.is_sleeping() and not await awake.is_sleeping()
         assert await readers[awake] == expected[awake]
         await torpor.swap(awake, asleep)
@@ -166,7 +167,7 @@ async def _streams(zygote, model, directory) -> None:
         last = asyncio.create_task(read(asleep, both[asleep], []))
         os.kill(core_of(awake), signal.SIGKILL)  # the one that is to come
         with pytest.raises(Aborted, match="core of the one that comes has ended"):
-            await asyncio.wait_for(torpor.swap(asleep, awake), 60)
+            await asyncio.wait_for(torpor.swap(asleep, awake), MOST_SECONDS)
         assert await last == expected[asleep]
     finally:
         for engine in both:
@@ -210,7 +211,7 @@ class Side:
             await asyncio.sleep(0.002)
 
     async def read_whole(self, interruptions: int = 0) -> None:
-        await asyncio.wait_for(self.task, 100)
+        await asyncio.wait_for(self.task, MOST_SECONDS)
         assert self.reading.text == self.expected.text and self.reading.interruptions == interruptions
 
     async def until(self, state: str) -> None:
@@ -238,7 +239,7 @@ def test_servers_take_turns_and_one_that_is_killed_leaves_the_other(zygote, tiny
         sides = [Side(tiny_model, tmp_path, name) for name in ("first", "second")]
         for side in sides:
             side.server.wait_until_ready()
-        asyncio.run(asyncio.wait_for(_servers(*sides), 200))
+        asyncio.run(asyncio.wait_for(_servers(*sides), MOST_SECONDS))
     finally:
         for side in sides:
             side.server.stop()
@@ -279,8 +280,8 @@ async def _servers(first: Side, second: Side) -> None:
     second.stop_before.write_text("restore")
     asked = {"to": second.server.url, "peer_timeout": 3}
     swapping = asyncio.create_task(first.client.admin.post("/swap", params=asked))
-    worker = await asyncio.wait_for(until_stopped(second), 60)
-    answer = await asyncio.wait_for(swapping, 60)
+    worker = await asyncio.wait_for(until_stopped(second), MOST_SECONDS)
+    answer = await asyncio.wait_for(swapping, MOST_SECONDS)
     assert "no heartbeat of the engine that wakes for 3 s" in answer.text and answer.status_code == 500, answer.text
     assert not answer.json()["error"]["state_changed"] and not await first.sleeps()
     await first.read_whole()
@@ -291,9 +292,9 @@ async def _servers(first: Side, second: Side) -> None:
     await first.read()
     second.stop_before.write_text("restore")
     swapping = asyncio.create_task(first.client.admin.post("/swap", params={"to": second.server.url}))
-    await asyncio.wait_for(until_stopped(second), 60)
+    await asyncio.wait_for(until_stopped(second), MOST_SECONDS)
     second.server.kill()
-    answer = await asyncio.wait_for(swapping, 60)
+    answer = await asyncio.wait_for(swapping, MOST_SECONDS)
     assert answer.status_code == 500 and second.server.url in answer.text, answer.text
     assert not await first.sleeps()
     await first.read_whole()
@@ -305,10 +306,10 @@ async def _servers(first: Side, second: Side) -> None:
     await second.client.post("/sleep")
     first.stop_before.write_text("detach")
     swapping = asyncio.create_task(first.client.admin.post("/swap", params={"to": second.server.url}))
-    worker = await asyncio.wait_for(until_stopped(first), 60)
+    worker = await asyncio.wait_for(until_stopped(first), MOST_SECONDS)
     for pid in (first.core(), worker):
         os.kill(pid, signal.SIGKILL)
-    answer = await asyncio.wait_for(swapping, 60)
+    answer = await asyncio.wait_for(swapping, MOST_SECONDS)
     assert answer.status_code == 500 and "this server: its engine core has ended" in answer.text, answer.text
     assert await second.sleeps()
     await second.client.post("/wake_up")

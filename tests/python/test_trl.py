@@ -29,7 +29,7 @@ def steps(tiny_model, tmp_path_factory):
         folder = tmp_path_factory.mktemp(mode)
         return result_of(
             subprocess.run(
-                [str(word) for word in words], cwd=folder, capture_output=True, text=True, timeout=280, env=os.environ
+                [str(word) for word in words], cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ
             )
         )
 

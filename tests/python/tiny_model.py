@@ -27,7 +27,7 @@ def make_model(folder: Path, tokenizer_from: Path, seed: int = 7, layers: int = 
         return rig_model.make_model(folder, seed)
     if "torch" in sys.modules:
         return make_tiny_llama(folder, tokenizer_from, seed, layers)
-    done = shared().run([__file__, folder, tokenizer_from, seed, layers], timeout=100)
+    done = shared().run([__file__, folder, tokenizer_from, seed, layers])
     assert done.returncode == 0, done.stderr
     return folder
 

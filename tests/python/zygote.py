@@ -60,6 +60,7 @@ _LOGGING_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL")  # by which vLLM set up it
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_ORDER_BYTES = 1 << 17
+MOST_SECONDS = 600  # that something may take that a correct program does: it ends a test that hangs, and no slow one
 _asking = threading.Lock()
 
 
@@ -130,7 +131,7 @@ class Zygote:
         return Process(_ask(self._orders, order, dict(zip((1, 2), files, strict=True))))
 
     def run(
-        self, words: list, *, timeout: float, env: dict | None = None, cwd: Path | None = None
+        self, words: list, *, timeout: float = MOST_SECONDS, env: dict | None = None, cwd: Path | None = None
     ) -> subprocess.CompletedProcess:
         """As subprocess.run() with its output captured as text."""
         text = {"mode": "w+", "errors": "replace"}
@@ -159,7 +160,7 @@ class Zygote:
     def close(self) -> None:
         self._orders.close()
         if self._process is not None:
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=MOST_SECONDS)
 
 
 @functools.cache

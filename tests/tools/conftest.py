@@ -39,9 +39,9 @@ def started(program: Path, *arguments, forked: int = 0, on_rig: bool = False) ->
     (tests/python/zygote.py); in tools/dev proof none has."""
     words = [program, *map(str, arguments)]
     if forked and os.environ.get("TORPOR_PROOF") != "long":
-        return zygote(on_rig).run(words, env=os.environ | ENVIRONMENT | {FORKED: str(forked)}, timeout=500)
+        return zygote(on_rig).run(words, env=os.environ | ENVIRONMENT | {FORKED: str(forked)})
     env = os.environ | PATIENT
-    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=500)
+    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=600)
 
 
 def demo(*arguments, model: Path | None = None, forked: int = 0) -> subprocess.CompletedProcess:
@@ -64,7 +64,7 @@ def tiny(tmp_path_factory) -> Path:
 
 def inspector(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [ROOT / "build/release/tools/torpor/torpor", *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [ROOT / "build/release/tools/torpor/torpor", *map(str, arguments)], capture_output=True, text=True, timeout=600
     )
 
 

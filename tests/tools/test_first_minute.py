@@ -29,7 +29,7 @@ def dev(tmp_path, *words) -> subprocess.CompletedProcess:
     (tmp_path / "bin").mkdir(exist_ok=True)
     (tmp_path / "bin/python3").symlink_to(os.path.realpath("/usr/bin/python3"))
     command = [tmp_path / "bin/python3", ROOT / "tools/dev", *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_help_of_the_demo_needs_nothing_that_is_to_be_installed(tmp_path):

@@ -47,7 +47,7 @@ def bare(*words, python: str = "", **variables: str) -> subprocess.CompletedProc
         env=EVERYWHERE | variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -102,7 +102,7 @@ def test_other_pythons_have_wheels_of_their_own(wheels, tmp_path):
         tag = output(python, "-c", "import sys; print('cp%d%d' % sys.version_info[:2])").strip()
         [own] = [path for path in wheels if f"-{tag}-" in path.name]
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--target", site, own]
-        subprocess.run(pip, check=True, timeout=100)
+        subprocess.run(pip, check=True, timeout=600)
         environment = os.environ | {"PYTHONPATH": str(site), "TORPOR_MEMORY_DEVICE": "host"}
         assert "/nowhere" in output(python, "-c", USE.format(folder=str(site)), env=environment)
 
@@ -124,11 +124,11 @@ def test_a_python_that_cannot_build_a_wheel_is_refused_before_anything_is_built(
 @pytest.mark.long
 def test_it_works_where_nothing_of_the_checkout_is(wheel, tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
-    subprocess.run([*pip, "--target", tmp_path / "site", wheel], check=True, timeout=100)
+    subprocess.run([*pip, "--target", tmp_path / "site", wheel], check=True, timeout=600)
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "TORPOR_MEMORY_DEVICE": "host"}
     code = USE.format(folder=str(tmp_path))
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "/nowhere" in done.stdout
@@ -155,7 +155,7 @@ def installed(wheel, tmp_path_factory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", wheel]
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # a torpor is there already
-    subprocess.run(pip, check=True, timeout=100, env=bare)
+    subprocess.run(pip, check=True, timeout=600, env=bare)
     return folder / "bin/python"
 
 
@@ -167,7 +167,7 @@ def test_the_wheel_reaches_object_stores_by_the_libcurl_of_the_machine(installed
 
     def torpor(*words, code: int = 0, **environment) -> dict:
         done = subprocess.run(
-            [inspector, *map(str, words), "--json"], env=bare | environment, capture_output=True, text=True, timeout=100
+            [inspector, *map(str, words), "--json"], env=bare | environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == code, done.stderr
         return json.loads(done.stdout)
@@ -196,7 +196,7 @@ def test_the_wheel_reaches_object_stores_by_the_libcurl_of_the_machine(installed
 def test_engines_with_the_wheel_share_kv_over_tls_by_the_openssl_of_the_machine(wheel, tmp_path):
     """The test of that, with the wheel in place of the torpor that this checkout has built."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
-    subprocess.run([*pip, "--target", tmp_path / "site", wheel], check=True, timeout=100)
+    subprocess.run([*pip, "--target", tmp_path / "site", wheel], check=True, timeout=600)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"}
     module = output(sys.executable, "-c", "from torpor import _core; print(_core.__file__)", env=environment)
     assert module.startswith(str(tmp_path))

@@ -18,7 +18,7 @@ def result_of(version: str, *words, process=PROCESS) -> dict:
     """Of a process with this release; its other prefix hashes show that nothing is found by them."""
     python, more = (sys.executable, {}) if version == "0.32" else other_vllm.environment(version)
     env = os.environ | PATIENT | {"PYTHONHASHSEED": version[-1]} | more
-    done = subprocess.run([python, process, *map(str, words)], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([python, process, *map(str, words)], env=env, capture_output=True, text=True, timeout=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(lines[0].removeprefix("RESULT "))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 NEAR, FAR = "10.111.0.1", "10.111.0.2"
 WIRE = "wire"
-MADE_WITHIN = 20  # seconds
+MADE_WITHIN = 300  # seconds
 _NEWNET, _NEWUSER = 0x40000000, 0x10000000
 
 

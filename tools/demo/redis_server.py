@@ -14,7 +14,7 @@ from pathlib import Path
 
 from suspend import suspend
 
-STARTED_WITHIN = 60  # seconds; a tenth was seen
+STARTED_WITHIN = 300  # seconds; a tenth was seen
 # Debian's redis-tools have the server's program under the name of one of its tools, and start no service.
 PROGRAMS = ("redis-server", "redis-check-rdb")
 PASSWORD = "of-this-machine-alone"

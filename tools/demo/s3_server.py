@@ -18,7 +18,7 @@ from suspend import suspend
 
 WEED = Path(__file__).resolve().parents[2] / "build/stores/bin/weed"
 BUCKET = "torpor"
-STARTED_WITHIN = 60  # seconds; 3 to 14 were seen
+STARTED_WITHIN = 300  # seconds; 3 to 14 were seen
 _ASK = """
 import sys, urllib.error, urllib.request
 try:

@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-_PATIENCE_SECONDS = 30
+_PATIENCE_SECONDS = 300
 
 
 def suspend(pid: int, *, group: bool = False) -> None:
