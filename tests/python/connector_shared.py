@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines that share KV blocks through a real store: connector_remote_process.py, and checks of its reports."""
+"""Engines that share KV blocks through a real store: connector_remote_process.py, and checks of its reports."""
 
 import json
 from pathlib import Path
@@ -10,17 +10,27 @@ PROCESS = Path(__file__).parent / "connector_remote_process.py"
 
 
 def one_after_the_other(
-    zygote, model, folder, options: dict, pid: int, secret: str, wire=(0, 0), env=None
+    zygote, model, folder, options: dict, pid: int, secret: str, short_ms: int, wire=(0, 0), env=None
 ) -> list[dict]:
-    """Run two engines with the same store. Return their reports.
+    """Run three engines with the same store. Return their reports.
 
-    options: of the connector. pid: of the store's server, which the second engine sees stopped, then killed. secret: of
-    the store; no engine prints it. wire: processes whose network the second engine sees slowed and cut; 0: none.
+    The first two share what they compute; a slow machine does not end their calls. The third has a call end after
+    `short_ms`: it sees the network slowed and cut, and the store's server stopped, then killed.
+
+    options: of the connector. pid: of the store's server. secret: of the store; no engine prints it. wire: processes
+    whose network the third engine sees slowed and cut; 0: none.
     """
+    generous = {"kv_store_timeout_ms": 60_000, "kv_store_wait_ms": 60_000}
+    short = {"kv_store_timeout_ms": short_ms, "kv_store_wait_ms": 2000}
     reports = []
-    for of_server in (0, pid):  # the first may compress; the other reads what it has put there
-        how = options | {"block_compression": "none" if of_server else "zstd"}
-        done = zygote.run([PROCESS, model, folder, json.dumps(how), of_server, *wire], timeout=200, env=env)
+    # The first may compress; the others read what it has put there.
+    for own, of_server in (
+        (generous | {"block_compression": "zstd"}, 0),
+        (generous | {"block_compression": "none"}, 0),
+        (short, pid),
+    ):
+        words = [PROCESS, model, folder, json.dumps(options | own), of_server, *wire]
+        done = zygote.run(words, env=env)
         assert secret not in done.stdout + done.stderr
         reports.append(result_of(done))
     return reports
