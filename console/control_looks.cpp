@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls that change nothing: requests and events.
+#include <unistd.h>
+
 #include <algorithm>
 
 #include <fmt/core.h>
 
+#include "base/process.h"
 #include "base/text.h"
 #include "console/control.h"
+#include "console/event_files.h"
 #include "console/request_story.h"
 
 namespace torpor::console {
@@ -27,6 +31,31 @@ SourceEvents all_of(const EventRing& ring, EventReader& reader) {
   SourceEvents all{.source = ring.source()};
   reader.read(all.events);
   return all;
+}
+
+// Return the rings, in the directory of `own`, of processes that this one has started: its ranks, where they are
+// processes of their own. Rings of other engines there are left out.
+std::vector<std::unique_ptr<EventRing>> rings_of_workers(const EventRing& own) {
+  std::vector<std::unique_ptr<EventRing>> rings;
+  const size_t folder = own.path().rfind('/');
+  if (folder == std::string::npos) return rings;  // it is in memory
+  const std::vector<ProcessId> workers = descendants_of(::getpid());
+  Result<std::vector<std::unique_ptr<EventRing>>> all = open_rings(own.path().substr(0, folder));
+  if (!all || workers.empty()) return rings;
+  for (auto& ring : *all) {
+    const ProcessId of{.pid = ring->source().pid, .started = ring->source().process_start};
+    if (std::find(workers.begin(), workers.end(), of) != workers.end()) rings.push_back(std::move(ring));
+  }
+  return rings;
+}
+
+Json names_of(const std::vector<std::unique_ptr<EventRing>>& rings) {
+  Json names = Json::array();
+  for (const auto& ring : rings) {
+    const EventSource& source = ring->source();
+    names.push_back({{"process", fmt::format("{}{}", source.role, source.rank)}, {"pid", source.pid}});
+  }
+  return names;
 }
 
 // Sort by one of slot_orders(). kInvalidArgument: the error lists them.
@@ -72,8 +101,20 @@ Result<Json> Control::events(const json& params) {
       EventExport writer,
       EventExport::create(
           {.types = params.value("types", ""), .match = params.value("match", ""), .after = after, .until = until}));
-  EventReader reader(ring_);
-  const std::vector<SourceEvents> all = {all_of(ring_, reader)};
+  const std::vector<std::unique_ptr<EventRing>> workers = rings_of_workers(ring_);
+  const EventRing* ring = &ring_;
+  if (params.contains("pid")) {
+    const uint64_t pid = whole_number(params, "pid", 0);
+    const auto asked = std::find_if(workers.begin(), workers.end(),
+                                    [&](const auto& each) { return static_cast<uint64_t>(each->source().pid) == pid; });
+    if (asked == workers.end())
+      return Error{.code = Code::kNotFound,
+                   .what = fmt::format("process {} is no worker of this engine that publishes events", pid),
+                   .next_step = "use a pid of `workers`, or leave pid out"};
+    ring = asked->get();
+  }
+  EventReader reader(*ring);
+  const std::vector<SourceEvents> all = {all_of(*ring, reader)};
   Json found = Json::array();
   uint64_t next = std::min(reader.next() - 1, until);
   (void)writer.write(all, EventExport::Format::kNdjson, [&](std::string_view line) {
@@ -82,7 +123,9 @@ Result<Json> Control::events(const json& params) {
     return true;
   });
   if (found.size() >= limit && !found.empty()) next = found.back().value("sequence", next);
-  return Json{{"events", std::move(found)}, {"next", next}, {"lost", reader.lost()}};
+  Json answer = {{"events", std::move(found)}, {"next", next}, {"lost", reader.lost()}};
+  if (ring == &ring_) answer["workers"] = names_of(workers);
+  return answer;
 }
 
 Result<Json> Control::request(const json& params) {

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "console/control.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <fstream>
 
 #include <fmt/core.h>
 
+#include "console/event_files.h"
 #include "kvcache/slot_table.h"
 #include "tests/support/manual_clock.h"
 #include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
 
 namespace torpor::console {
 namespace {
@@ -92,6 +97,70 @@ TEST_F(ControlTest, SlotsAreSortedAndThenCut) {
     EXPECT_NE(find_control_method("slots")->parameters[1].help.find(each), std::string::npos) << each;
     EXPECT_EQ(sorted({{"sort", each}}).size(), 3u);
   }
+}
+
+// A process with a ring in `directory`: a child of this one, or an orphan, which is none of its workers. It lives until
+// this object ends.
+class OtherProcess {
+ public:
+  OtherProcess(const std::string& directory, bool orphan) {
+    int ready[2];
+    int end[2];
+    EXPECT_EQ(::pipe(ready) | ::pipe(end), 0);
+    child_ = ::fork();
+    if (child_ == 0) {
+      if (orphan && ::fork() != 0) ::_exit(0);
+      (void)::close(end[1]);
+      const auto ring = begin_events(directory, "rank", 0, system_clock(), 64);
+      if (ring) (void)(*ring)->record({.type = EventType::kMemory, .a = 5}, system_clock().now().count());
+      const pid_t self = ::getpid();
+      (void)!::write(ready[1], &self, sizeof self);
+      char none = 0;
+      (void)!::read(end[0], &none, 1);
+      ::_exit(0);
+    }
+    if (orphan) reap();
+    EXPECT_EQ(::read(ready[0], &pid_, sizeof pid_), static_cast<ssize_t>(sizeof pid_));
+    for (const int fd : {ready[0], ready[1], end[0]}) (void)::close(fd);
+    end_ = end[1];
+  }
+  ~OtherProcess() {
+    (void)::close(end_);
+    if (child_ != 0) reap();
+  }
+  OtherProcess(const OtherProcess&) = delete;
+  OtherProcess& operator=(const OtherProcess&) = delete;
+  pid_t pid() const { return pid_; }
+
+ private:
+  void reap() {
+    EXPECT_EQ(::waitpid(child_, nullptr, 0), child_);
+    child_ = 0;
+  }
+  pid_t child_ = 0;
+  pid_t pid_ = 0;
+  int end_ = -1;
+};
+
+TEST(ControlOfWorkers, EventsOfOnesWorkersAreThereAndThoseOfOthersAreNot) {
+  const test::TemporaryDirectory temporary{"/dev/shm"};
+  const auto ring = value_of(begin_events(temporary / "events", "core", 0, system_clock(), 64));
+  const OtherProcess orphan(temporary / "events", true);
+  const OtherProcess worker(temporary / "events", false);
+  Control control(*ring, system_clock(), ControlRole::kRead);
+  const auto events = [&](const json& params) {
+    return control.call({.connection = 1}, *find_control_method("events"), params);
+  };
+  const json all = value_of(events(json::object()));
+  EXPECT_EQ(all["workers"], json::parse(fmt::format(R"([{{"process": "rank0", "pid": {}}}])", worker.pid())));
+  const json of_worker = value_of(events({{"pid", worker.pid()}}));
+  ASSERT_EQ(of_worker["events"].size(), 1u);
+  EXPECT_EQ(of_worker["events"][0]["bytes"], 5);
+  EXPECT_EQ(of_worker["events"][0]["pid"], worker.pid());
+  EXPECT_FALSE(of_worker.contains("workers"));
+  EXPECT_EQ(value_of(events({{"pid", worker.pid()}, {"after", of_worker["next"]}}))["events"].size(), 0u);
+  for (const pid_t other : {orphan.pid(), ::getpid(), 0})
+    EXPECT_FAILS(events({{"pid", other}}), Code::kNotFound, "is no worker");
 }
 
 TEST_F(ControlTest, EventsEndWhereTheyAreAskedTo) {

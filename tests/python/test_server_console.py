@@ -131,8 +131,7 @@ const made = () => ({text: "", value: "", children: [], listeners: {}, attribute
   set textContent(text) { this.text = String(text); }, get textContent() { return this.text; },
   setAttribute(name, value) { this.attributes[name] = String(value); },
   addEventListener(name, call) { this.listeners[name] = call; },
-  append(...more) { this.children.push(...more); }, appendChild(one) { this.children.push(one); return one; },
-  replaceChildren(...all) { this.children = all; }, insertRow() { return this.appendChild(made()); },
+  append(...more) { this.children.push(...more); }, replaceChildren(...all) { this.children = all; },
   all() { return [this.text, ...this.children.flatMap(one => one.all())]; }});
 const page = fs.readFileSync(process.argv[1], "utf8"), answers = JSON.parse(fs.readFileSync(process.argv[2], "utf8"));
 const elements = {}, asked = [], ticks = [];
@@ -148,47 +147,120 @@ global.fetch = async (path, options) => {
 new Function(page.split("<script>")[1].split("</script>")[0])();
 (async () => {
   await ticks[0]();
-  const before = asked.length;
-  elements.key.value = "the key";
-  const said = [];
-  while (answers.length) { await ticks[0](); said.push(elements.said.text); }
-  const ids = ["slots", "tiers", "operations", "tracks", "head"];
+  const before = asked.length, said = [], script = JSON.parse(process.argv[3]);
+  for (const step of script) {
+    if (step.key) { elements.key.value = step.key; await elements.key.listeners.change(); }
+    else if (step.click) await elements[step.click].listeners.click();
+    else await ticks[0]();
+    said.push(elements.said.text);
+  }
+  const ids = ["slots", "tiers", "memory", "operations", "tracks", "head"];
   const shown = Object.fromEntries(ids.map(id => [id, elements[id].all()]));
-  console.log(JSON.stringify({before, asked, said, shown}));
+  console.log(JSON.stringify({before, asked, said, shown, left: answers.length}));
 })();
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's script")
-def test_the_page_follows_an_engine(tmp_path):
-    head = {"process": "core0", "pid": 7}
-    events = [
-        {"type": "lost", "count": 90, "time": None},
-        {"type": "request", "request": "<b>a", "tokens": 5, "time": 1.0},
-        {"type": "slot", "request": "<b>a", "from": "none", "to": "initialized", "tokens": 5, "time": 1.0},
-        {"type": "tier", "from": "host", "used_blocks": 1, "cached_blocks": 33, "time": 1.5},
-    ]
-    later = [
-        {"type": "slot", "request": "<b>a", "from": "initialized", "to": "decoding", "tokens": 6, "time": 2.0},
-        {"type": "operation", "from": "sleep", "to": "begin", "sequence": 9, "time": 2.5},
-    ]
-    answers = [
-        {"status": 200, "body": {"events": [head | event for event in events], "next": 94, "lost": 90}},
-        {"status": 401, "body": {"error": {"message": "Unauthorized"}}},
-        {"status": 200, "body": {"events": [head | event for event in later], "next": 96, "lost": 0}},
-    ]
+HEAD = {"process": "core0", "pid": 7}
+UNAUTHORIZED = {"status": 401, "body": {"error": {"message": "Unauthorized"}}}
+
+
+def page_after(tmp_path, answers: list[dict], *steps: dict) -> dict:
+    """What the page asked, said and showed after these steps: {"key": …} types one, {"click": id}, {}: a second."""
     (tmp_path / "page.html").write_text(_core.console_page())
     (tmp_path / "answers.json").write_text(json.dumps(answers))
-    done = subprocess.run(
-        ["node", "-e", BROWSER.replace("\\\\", "\\"), tmp_path / "page.html", tmp_path / "answers.json"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    said = json.loads(done.stdout)
+    words = ["node", "-e", BROWSER.replace("\\\\", "\\")]
+    words += [tmp_path / "page.html", tmp_path / "answers.json", json.dumps(steps)]
+    return json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+
+
+def told(*events: dict, after: int = 9, workers: tuple[dict, ...] | None = (), **head) -> dict:
+    """The answer to a call of `events`; `workers`: None in one of a worker."""
+    body = {"events": [HEAD | head | event for event in events], "next": after, "lost": 0}
+    return {"status": 200, "body": body | ({} if workers is None else {"workers": list(workers)})}
+
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's script")
+
+
+@needs_node
+def test_the_page_follows_an_engine(tmp_path):
+    answers = [
+        told(
+            {"type": "lost", "count": 90, "time": None},
+            {"type": "request", "request": "<b>a", "tokens": 5, "time": 1.0},
+            {"type": "slot", "request": "<b>a", "from": "none", "to": "initialized", "tokens": 5, "time": 1.0},
+            {"type": "tier", "from": "host", "used_blocks": 1, "cached_blocks": 33, "time": 1.5},
+            after=94,
+        ),
+        {"status": 503, "body": {"error": {"message": "ends"}}},
+        told(
+            {"type": "slot", "request": "<b>a", "from": "initialized", "to": "decoding", "tokens": 6, "time": 2.0},
+            {"type": "operation", "from": "sleep", "to": "begin", "sequence": 9, "time": 2.5},
+            after=96,
+        ),
+    ]
+    said = page_after(tmp_path, answers, {"key": "the key"}, {}, {})
     assert said["before"] == 0  # without a key nobody is asked
     assert [(path, key, params["after"]) for path, key, params in said["asked"]] == [
         ("console/events", "Bearer the key", after) for after in (0, 94, 94)
     ]
-    assert said["said"] == ["", "Unauthorized", ""]
+    assert said["said"] == ["", "ends", ""]
     assert {"<b>a", "decoding"} <= set(said["shown"]["slots"]) and "initialized" not in said["shown"]["slots"]
-    assert {"host", "33"} <= set(said["shown"]["tiers"]) and "sleep" in said["shown"]["operations"]
-    assert said["shown"]["head"][0].startswith("5 events")  # what was lost before it was opened is not counted
+    assert {"host", "33"} <= set(said["shown"]["tiers"])
+    assert {"sleep", "running"} <= set(said["shown"]["operations"])
+    assert "5 events, 0 steps, 1 requests" in said["shown"]["head"]  # what was lost before it was opened is not counted
+    assert {"initialized", "decoding"} <= set(said["shown"]["tracks"])  # the legend has what is drawn
+
+
+@needs_node
+def test_the_page_asks_the_workers_for_their_memory(tmp_path):
+    worker = {"process": "rank0", "pid": 8}
+    memory = [
+        {"type": "memory", "from": "device", "to": "device", "bytes": 3_000_000, "time": 1.2},
+        {"type": "memory", "from": "tag", "tag": "kv_cache", "to": "device", "bytes": 2_000_000, "of_bytes": 4_000_000,
+         "time": 1.2},
+    ]  # fmt: skip
+    gone = {"status": 404, "body": {"error": {"what": "process 8 is no worker"}}}
+    step = {"type": "step", "time": 2.0}
+    answers = [
+        told({"type": "step", "time": 1.5}, workers=(worker,)), told(*memory, after=30, workers=None, **worker),
+        told(step, after=10, workers=(worker,)), gone,
+        told(after=10),
+    ]  # fmt: skip
+    said = page_after(tmp_path, answers, {"key": "k"}, {}, {})
+    assert [(params["after"], params.get("pid")) for _, _, params in said["asked"]] == [
+        (0, None), (0, 8), (9, None), (30, 8), (10, None),
+    ]  # fmt: skip
+    assert said["said"] == ["", "", ""] and said["left"] == 0  # a worker that has ended is no error
+    shown = said["shown"]["memory"]
+    assert {"rank0 8, rank 0", "kv_cache", "2.00 MB", "4.00 MB"} <= set(shown)
+    assert "rank0 8, rank 0: 3.00 MB on the device" in shown
+
+
+@needs_node
+def test_a_key_that_was_refused_is_not_sent_again(tmp_path):
+    said = page_after(tmp_path, [UNAUTHORIZED, told()], {"key": "wrong"}, {}, {}, {"key": "right"})
+    assert [key for _, key, _ in said["asked"]] == ["Bearer wrong", "Bearer right"]
+    assert said["said"][0] == said["said"][2] == "Unauthorized: give another key" and said["said"][3] == ""
+
+
+@needs_node
+def test_the_page_puts_an_engine_to_sleep_at_the_second_press(tmp_path):
+    slept = {"status": 200, "body": {"status": "sleeping", "freed_bytes": 5_140_000_000, "seconds": 0.33}}
+    refused = {"status": 409, "body": {"error": {"what": "it is awake", "message": "m"}}}
+    steps = [{"click": "sleep"}, {"key": "k"}, {"click": "sleep"}, {"click": "sleep"}, {"click": "wake"}]
+    said = page_after(tmp_path, [told(), slept, refused], *steps)
+    assert [(path, params) for path, _, params in said["asked"][1:]] == [
+        ("console/sleep", {"level": 1}), ("console/wake", {})
+    ]  # fmt: skip
+    first, _, warned, done, failed = said["said"]
+    assert "key first" in first and "press sleep again" in warned
+    assert done == "sleep: sleeping, 5.14 GB given back in 330 ms" and failed == "wake: it is awake"
+
+
+@needs_node
+def test_an_empty_page_says_what_will_be_there(tmp_path):
+    said = page_after(tmp_path, [told({"type": "step", "time": 1.0})], {"key": "k"})
+    for part in ("tracks", "slots", "tiers", "memory", "operations"):
+        assert re.search("yet|No ", " ".join(said["shown"][part])), part
