@@ -7,6 +7,7 @@
 #include <chrono>
 #include <map>
 #include <thread>
+#include <vector>
 
 #include <fmt/core.h>
 
@@ -254,9 +255,29 @@ std::string show_process(const Json& json) {
   return text;
 }
 
+// One line of a process that has ended, and what needs a look.
+std::string show_ended(const Json& json) {
+  std::string text =
+      fmt::format("{}  pid {}  {}{}  {} requests; torpor console {} --once shows it\n", cell(json["process"]),
+                  cell(json["pid"]), bad("gone"), json["engine"].is_null() ? "" : "  " + cell(json["engine"]),
+                  json["slots"].size(), cell(json["path"]));
+  for (const Json& lint : json["lints"])
+    text += fmt::format("  {}  {}  {}\n", bad(cell(lint["lint"])), cell(lint["subject"]), cell(lint["what"]));
+  return text;
+}
+
+// Processes that live come first, the one that publishes most before the others. Beside them, those that have ended
+// have a line each.
 std::string show_console(const Json& json) {
+  std::vector<const Json*> alive;
+  std::vector<const Json*> ended;
+  for (const Json& process : json["processes"]) (process["alive"].get<bool>() ? alive : ended).push_back(&process);
+  const auto steps = [](const Json* process) { return (*process)["steps"]["seen"].get<uint64_t>(); };
+  std::stable_sort(alive.begin(), alive.end(), [&](const Json* a, const Json* b) { return steps(a) > steps(b); });
   std::string text;
-  for (const Json& process : json["processes"]) text += (text.empty() ? "" : "\n\n") + show_process(process);
+  for (const Json* process : alive.empty() ? ended : alive)
+    text += (text.empty() ? "" : "\n\n") + show_process(*process);
+  for (size_t i = 0; i < ended.size() && !alive.empty(); ++i) text += (i == 0 ? "\n\n" : "") + show_ended(*ended[i]);
   return text;
 }
 

@@ -6,12 +6,14 @@
 #include <iostream>
 #include <string>
 
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 
 #include "tools/torpor/manual.h"
+#include "tools/torpor/progress_text.h"
 #include "tools/torpor/text.h"
 #include "tools/torpor/verb.h"
 
@@ -29,13 +31,12 @@ torpor::ProgressSink progress_line() {
   std::signal(SIGINT, [](int) { interrupted = 1; });
   if (::isatty(STDERR_FILENO) == 0) return [](const torpor::Progress&) { return interrupted == 0; };
   return [last = 0.0](const torpor::Progress& progress) mutable {
+    if (progress.seconds < last) last = 0;  // another phase has begun
     if (progress.seconds - last >= 0.2) {
       last = progress.seconds;
-      const double part = progress.bytes_total > 0 ? 100.0 * static_cast<double>(progress.bytes_done) /
-                                                         static_cast<double>(progress.bytes_total)
-                                                   : 0;
-      fmt::print(stderr, "\r\x1b[K{} {:.0f} %, {}/s, {:.0f} s left", progress.phase, part,
-                 torpor::cli::size_text(progress.bytes_per_second()), progress.seconds_left());
+      winsize size{};
+      const bool known = ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1;
+      fmt::print(stderr, "\r\x1b[K{}", torpor::cli::progress_text(progress, known ? size.ws_col - 1U : 79U));
     }
     if (progress.bytes_done >= progress.bytes_total && last > 0) fmt::print(stderr, "\r\x1b[K");
     return interrupted == 0;
