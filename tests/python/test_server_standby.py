@@ -162,6 +162,9 @@ def test_a_standby_goes_on_whatever_ends_or_stops_the_owner(pair):
             word = "has ended" if fault == signal.SIGKILL else "is stopped" if what != "front end" else "for 2 s"
             assert word in how["why"], how
             assert how["seconds"] == pytest.approx(sum(how["parts"].values()))
+            assert {"restore", "reconnect"} <= how["phases"]["memory_woken"].keys()
+            for part, phases in how["phases"].items():
+                assert sum(phases.values()) <= how["parts"][part]
             print("took over:", what, fault.name, how)
             await asyncio.to_thread(pair.start_standby)
 

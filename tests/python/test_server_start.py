@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from server_stubs import Engine, arguments, build, metric, no_settings, run, started  # noqa: F401
+from server_stubs import Engine, arguments, build, metric, no_settings, report, run, started  # noqa: F401
 from servers import ServerEnded, make_server
 from torpor import _core
 from torpor.errors import Busy, Damaged, Error, Incompatible, InvalidArgument, WrongState
@@ -88,6 +88,44 @@ def test_discard_ends_only_those_that_run(monkeypatch, tmp_path):
     server, states = outcome(monkeypatch, tmp_path, OTHER, running=("a",), ended=("b",), on_wake_error="discard")
     assert server.state == "awake" and states == {"a": "failed", "b": "finished"}
     assert metric(server, "torpor_start_requests", result="failed") == 1
+
+
+class Steps(Engine):
+    """Has a checkpoint without requests, and takes steps from the end of the hold on: it would answer between two."""
+
+    async def _torpor(self, method: str, options: dict | None = None):
+        if method != "wake_up":
+            return await super()._torpor(method, options)
+        self.calls.append((method, options))
+        there = {"restored": [], "outputs": {"requests": []}, "failed_requests": [], "paused": self.paused}
+        replayed = {"extended": [], "added": [], "dropped": []}
+        return report(checkpoint="/nowhere/g-000001", checkpoint_bytes=1, replayed=replayed, **there)
+
+    async def is_paused(self):
+        self.calls.append(("is_paused",))
+        return self.paused
+
+    def _run_output_handler(self) -> None: ...
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_engine_that_goes_on_is_asked_nothing_before_the_server_serves(monkeypatch, tmp_path, paused):
+    from torpor.vllm.server import start
+
+    async def scene():
+        monkeypatch.setattr(start, "has_checkpoint", lambda server: True)
+        monkeypatch.setattr(start.logger, "warning", lambda words, *values: warned.append(words % values))
+        engine = Steps(tmp_path)
+        engine.paused = paused
+        _, server = build(monkeypatch, [], engine=engine)
+        await started(server)
+        assert server.state == "awake" and server.last_checkpoint["path"] == "/nowhere/g-000001"
+        methods = [call[0] for call in engine.calls]
+        assert methods.index("ledger") < methods.index("wake_up") and methods[-1] == "end_hold"
+
+    warned = []
+    run(scene())
+    assert any("the engine is paused" in line for line in warned) == paused
 
 
 class Store:

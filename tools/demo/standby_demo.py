@@ -152,10 +152,18 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
         "dark_seconds_95": darks[math.ceil(0.95 * len(darks)) - 1],
         "first_token_seconds": median(each["first_token_seconds"] for each in rounds),
         "parts": {name: median(each["parts"][name] for each in rounds) for name in names},
+        "phases": medians_of([each["phases"] for each in rounds]),
         "cold_seconds": cold,
         "device_bytes_both": both,
         "rounds": rounds,
         "log": str(pair.log),
+    }
+
+
+def medians_of(phases: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """`phases`: of each take-over, the seconds of the engine's phases by part."""
+    return {
+        part: {name: median(each[part][name] for each in phases) for name in names} for part, names in phases[0].items()
     }
 
 
@@ -177,6 +185,7 @@ def figures(
         "dark_seconds": max(waits),
         "first_token_seconds": min(waits),
         "parts": parts | {"next_token": max(waits) - sum(parts.values())},
+        "phases": done["phases"],
         "identical": same(readings, expected),
         "interrupted": len(before),
         "why": done["why"],

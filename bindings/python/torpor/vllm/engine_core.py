@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from torpor import _core
@@ -199,6 +200,7 @@ class EngineSide:
         if self.hooks.restored is not None:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
             report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []
+            report["paused"] = self.hooks.wanted_pause is not PauseState.UNPAUSED
         return report
 
     def checkpoint_to_wake(self, _: dict) -> str:

@@ -198,17 +198,19 @@ class Server:
         if self.settings.listen_fd > 0 or self.standby is not None:
             self.metrics.standby_wanted.set(1)
         parts.end("log_read")
-        if wake is not None:
-            await wake()
-        parts.end("memory_woken")
+        woken = None if wake is None else await wake()
+        if woken is None:  # else its ledgers were counted
+            self.metrics.ledger(await self.engine.torpor.call("ledger"))
+        parts.end("memory_woken", woken)
         if self.has_log:
             self._end_unrestorable()
+        restored = None
         if directory is not None:
             named = self.settings.wake_from or pulled
-            await (start.wake(self, named) if self.has_log else unlogged.wake(self, named))
+            restored = await (start.wake(self, named) if self.has_log else unlogged.wake(self, named))
             self._reserve_adapter_numbers()
-        parts.end("requests_restored")
-        self.metrics.ledger(await self.engine.torpor.call("ledger"))
+        parts.end("requests_restored", restored)
+        # From the wake on the engine takes steps and answers only between two. So it is asked nothing before this.
         self.metrics.start_time.set(time.time())
         self.enter("awake")
         if self.has_log and self.settings.response_log_sync == "second" and directory is not None:

@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 
 from torpor import _core
 from torpor.errors import Busy, Error, InvalidArgument, NotEnoughRoom, NotFound, Unsupported
+from torpor.vllm.frontend import Report
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -145,7 +146,7 @@ class Standby:
                 return await server.failed_to_go_on(problem)
         self.failover = {
             "process": owner["pid"], "why": owner["why"], "time": time.time(), "noticed_at": parts.began,
-            "seconds": parts.seconds(), "parts": parts.ended,
+            "seconds": parts.seconds(), "parts": parts.ended, "phases": parts.phases,
         }  # fmt: skip
         server.metrics.failovers.labels("ok").inc()
         server.metrics.failover_seconds.observe(parts.seconds())
@@ -154,7 +155,7 @@ class Standby:
             ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.ended.items()),
         )  # fmt: skip
 
-    async def _wake(self) -> None:
+    async def _wake(self) -> Report:
         """Wake the engine, as soon as there is room: a driver may release the owner's memory a moment after its end."""
         deadline = time.monotonic() + _ROOM_SECONDS
         while True:
@@ -166,6 +167,7 @@ class Standby:
                     raise
                 await asyncio.sleep(_ROOM_RETRY_SECONDS)
         self._server.metrics.record("wake", "host", report)
+        return report
 
 
 class Parts:
@@ -174,10 +176,14 @@ class Parts:
     def __init__(self) -> None:
         self.began = self._last = time.monotonic()
         self.ended: dict[str, float] = {}
+        self.phases: dict[str, dict[str, float]] = {}  # seconds of the engine's phases, of the parts that have any
 
-    def end(self, part: str) -> None:
+    def end(self, part: str, wake: Report | None = None) -> None:
+        """End a part now. `wake`: the report of the wake that the part consisted of."""
         now = time.monotonic()
         self.ended[part], self._last = now - self._last, now
+        if wake is not None:
+            self.phases[part] = {phase["name"]: phase["seconds"] for phase in wake.phases}
 
     def seconds(self) -> float:
         return self._last - self.began

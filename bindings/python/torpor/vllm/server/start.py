@@ -18,31 +18,37 @@ logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own n
 OF_ANOTHER_ENGINE = {"fail": "refuse", "recompute": "take_up", "discard": "set_aside"}
 
 
-async def wake(server, named: str) -> None:
-    """`named`: a checkpoint, or a directory of them; empty: the newest of the server's own."""
+async def wake(server, named: str) -> Report | None:
+    """Wake `named`: a checkpoint, or a directory of them; empty: the newest of the server's own.
+
+    Return the report of the wake; None if there was nothing to wake, or it was discarded.
+    """
     counts = server.recorder.answers.counts()
     if counts["of_another"]:
         where = f", which are now in {counts['set_aside']}" if counts["set_aside"] else ""
         logger.warning("torpor: answers of another engine were found%s: %s", where, counts["of_another"])
         if server.settings.on_wake_error == "discard":
-            return _discard(server, f"they are of another engine: {counts['of_another']}")
+            _discard(server, f"they are of another engine: {counts['of_another']}")
+            return None
     unfit = server.remote.unfit if server.remote is not None and not named else None
     where = named or (server.options.checkpoint_dir if unfit is None else server.settings.object_store)
     nothing_there = unfit is None and not named and not await asyncio.to_thread(has_checkpoint, server)
     if nothing_there and counts["running"] == 0:
-        return
+        return None
     try:
         if unfit is not None:
             raise unfit
         report = await _wake_new(server, None if nothing_there else where)
     except Error as problem:
         if isinstance(problem, Incompatible) and await asyncio.to_thread(_is_idle, server, where):
-            return server.leave_checkpoint(where, problem)
+            server.leave_checkpoint(where, problem)
+            return None
         if server.settings.on_wake_error == "recompute" and not nothing_there:
             logger.error("torpor: going on without the checkpoint: %s", problem)
             report = await _wake_new(server, None)
         elif server.settings.on_wake_error == "discard":
-            return _discard(server, str(problem))
+            _discard(server, str(problem))
+            return None
         else:
             raise
     rolled = report.replayed
@@ -52,8 +58,9 @@ async def wake(server, named: str) -> None:
         report.checkpoint or "the response log", report.seconds, report.requests,
         len(rolled["extended"]), len(rolled["added"]), len(rolled["dropped"]),
     )  # fmt: skip
-    if await server.engine.is_paused():
+    if report.paused:
         logger.warning("torpor: the engine is paused, as it was when it fell asleep: POST /resume ends that")
+    return report
 
 
 def has_checkpoint(server) -> bool:
@@ -87,7 +94,10 @@ def _discard(server, why: str) -> None:
 
 
 async def _wake_new(server, checkpoint: str | None) -> Report:
-    """A new engine goes on with the requests of a checkpoint, or of the log alone, from what their readers got."""
+    """A new engine goes on with the requests of a checkpoint, or of the log alone, from what their readers got.
+
+    After end_hold() the engine is asked nothing: it would answer between two steps, and the server serves only later.
+    """
     values = {"answers": server.recorder.answers.pack(), "hold": True} | (
         {"from_checkpoint": checkpoint} if checkpoint else {}
     )

@@ -65,11 +65,14 @@ def refuse_to_lose(running: int, path: str) -> None:
         )
 
 
-async def wake(server, named: str) -> None:
-    """`named`: a checkpoint, or a directory of them; empty: the newest of the server's own."""
+async def wake(server, named: str) -> Report | None:
+    """Wake `named`: a checkpoint, or a directory of them; empty: the newest of the server's own.
+
+    Return the report of the wake; None if there was nothing to wake, or it was discarded.
+    """
     where = named or server.options.checkpoint_dir
     if not named and not await asyncio.to_thread(has_checkpoint, server):
-        return
+        return None
     try:
         report = await server.engine.wake_up(from_checkpoint=where)
     except Error as problem:
@@ -79,7 +82,7 @@ async def wake(server, named: str) -> None:
             logger.error("torpor: serving without the checkpoint in %s: %s", where, problem)
         else:
             raise
-        return
+        return None
     for state in server.engine.output_processor.request_states.values():
         state.queue = Nobody()  # their clients are gone with the server that they asked
     server.engine.torpor_collectors = {}
@@ -88,6 +91,7 @@ async def wake(server, named: str) -> None:
         "torpor: woken from %s in %.2f s: %d requests go on, without clients (--torpor-response-log off)",
         report.checkpoint, report.seconds, report.requests,
     )  # fmt: skip
+    return report
 
 
 async def _count(server, report: Report) -> None:
