@@ -15,15 +15,15 @@
 
 namespace torpor::test {
 
-// kKillTorn: kill in the middle of a write.
-enum class Fault : uint8_t { kNone, kError, kKillBefore, kKillAfter, kKillTorn };
+// kKillTorn: kill in the middle of a write. kErrorTorn: kError, and a write that fails takes effect by half.
+enum class Fault : uint8_t { kNone, kError, kErrorTorn, kKillBefore, kKillAfter, kKillTorn };
 
 // The plan may be set while other threads call.
 struct FaultPlan {
   std::atomic<Fault> fault = Fault::kNone;
   std::atomic<uint64_t> at = 0;      // number of the call; 1 is the first
-  std::atomic<int> native = EIO;     // kError: errno
-  std::atomic<bool> sticky = false;  // kError: all later calls fail too
+  std::atomic<int> native = EIO;     // kError, kErrorTorn: errno
+  std::atomic<bool> sticky = false;  // kError, kErrorTorn: all later calls fail too
   std::atomic<uint64_t> calls = 0;
   std::set<uint64_t>* writes = nullptr;  // gets the numbers of all writes; for one thread only
 
@@ -38,7 +38,7 @@ struct FaultPlan {
   auto run(Call call) -> decltype(call()) {
     const uint64_t number = ++calls;
     const bool now = number == at || (sticky && number > at);
-    if (fault == Fault::kError && now) return system_error(native, "injected");
+    if ((fault == Fault::kError || fault == Fault::kErrorTorn) && now) return system_error(native, "injected");
     if (fault == Fault::kKillBefore && now) ::kill(::getpid(), SIGKILL);
     auto result = call();
     if (fault == Fault::kKillAfter && now) ::kill(::getpid(), SIGKILL);
@@ -56,6 +56,8 @@ class FaultyFile final : public File {
     return plan_.run([&] { return inner_->pread(bytes, offset); });
   }
   Status pwrite(std::span<const std::byte> bytes, uint64_t offset) override {
+    if (plan_.fault == Fault::kErrorTorn && plan_.calls + 1 == plan_.at)
+      (void)inner_->pwrite(bytes.first(bytes.size() / 2), offset);
     return plan_.run([&]() -> Status {
       if (plan_.writes != nullptr) plan_.writes->insert(plan_.calls);
       if (plan_.fault == Fault::kKillTorn && plan_.calls == plan_.at) {

@@ -142,6 +142,7 @@ class ModelDirectory final : public Directory {
   Result<uint64_t> free_bytes() const override { return uint64_t{1} << 40; }
   Result<std::unique_ptr<File>> lock(std::string_view name) override {
     const int node = entry(name) ? *entry(name) : make(name, {});
+    if (!system_.locks_work) return file(node, name);
     if (system_.locked_.contains(node)) return Error{.code = Code::kUnavailable, .what = "locked"};
     std::unique_ptr<File> file = std::make_unique<ModelFile>(system_, node, join(name), true);
     system_.locked_.insert(node);

@@ -49,6 +49,7 @@ class ModelFileSystem final : public FileSystem {
   // Changes for which this returns true are reported as done, but not done: a planted mistake.
   std::function<bool(const ModelChange&)> ignored;
   std::vector<ModelChange> record;
+  bool locks_work = true;  // false: each lock() succeeds, as where a file system has no locks between hosts
   void note(std::string word, int number) { record.push_back({.name = std::move(word), .target = number}); }
   ModelDisk& disk() { return disk_; }
   int find(const std::string& path) const;  // returns a node; -1: none
