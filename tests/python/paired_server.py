@@ -7,7 +7,7 @@ and accepts clients where torpor's server would. torpor.vllm.serve reads its com
 
 paired_server.py -m torpor.vllm.serve FOLDER …: each line of FOLDER/fail-PORT is an exit code with which a process of
 this port ends at its start, one a start; "failed": it is failed, and stays there. With FOLDER/hang-PORT a standby of
-this port does not end on SIGTERM.
+this port does not end on SIGTERM. With FOLDER/fail-take-over-PORT the next take-over of this port fails.
 """
 
 import os
@@ -63,6 +63,11 @@ def main() -> None:
                 time.sleep(0.01)
             enter("taking over")
             watch.end_owner(60)
+            if (failing := Path(rest[0]) / f"fail-take-over-{port}").exists():
+                failing.unlink()
+                enter("failed")
+                while True:
+                    signal.pause()
         log = {"directory": f"{directory}/answers", "engine": {"model": "none"}}
         try:
             answers = _core.DeliveryLog(log)

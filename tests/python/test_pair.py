@@ -157,6 +157,31 @@ def test_a_standby_that_does_not_end_keeps_no_owner_from_its_checkpoint(pair):
     assert re.search(r"server 1 has ended \(process \d+, signal 9\)(.|\n)*server 2 has ended", log)
 
 
+@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_standby_whose_take_over_failed_is_ended_and_both_servers_come_back(pair, hangs):
+    pair.ask()
+    failed = pair.started("standby")[0]
+    (pair.folder / f"fail-take-over-{pair.own[0]}").touch()
+    if hangs:  # it does not end on SIGTERM, so the pair kills it
+        (pair.folder / f"hang-{pair.own[0]}").touch()
+        os.kill(failed, signal.SIGKILL)
+        pair.until(lambda: len(pair.started("standby")) == 2)
+        failed = pair.started("standby")[1]
+    pair.until(lambda: f"process {failed} is standby" in pair.log.read_text())
+    if hangs:
+        (pair.folder / f"hang-{pair.own[0]}").unlink()
+    os.kill(pair.started("owner")[0], signal.SIGKILL)
+    pair.until(lambda: f"process {failed} is failed" in pair.log.read_text())
+    pair.until(lambda: len(pair.started("owner")) == 2)
+    _, states = pair.ask()
+    assert states == ["starting", "awake"] and not alive(failed)
+    log = pair.log.read_text()
+    assert f"ends the standby that failed (process {failed})" in log
+    assert (f"kills the standby that failed (process {failed})" in log) == hangs
+    assert (f"process {failed} is ending" in log) == hangs  # it had the SIGTERM
+    assert "two owners" not in log
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -35,7 +35,7 @@ namespace torpor::cli {
 namespace {
 
 constexpr double kUsefulSeconds = 60;   // a process that ends sooner, and never served or slept, ended early
-constexpr double kStandbySeconds = 10;  // for a standby to end on SIGTERM
+constexpr double kStandbySeconds = 10;  // for a standby, or a server that failed, to end on SIGTERM
 constexpr int kBacklog = 2048;
 constexpr int kConfigurationExit = 2;  // of a server whose options are wrong: it will never start
 
@@ -158,7 +158,9 @@ class Pair {
     double began = 0;
     Descriptor state_pipe;  // the end that is read
     std::string line;
+    bool failed = false;      // since it was started
     bool terminated = false;  // SIGTERM was sent
+    double terminated_at = 0;
   };
 
   std::array<PairedServer, 2> states() const { return {servers_[0].known, servers_[1].known}; }
@@ -200,7 +202,7 @@ class Pair {
     server.line.clear();
     server.began = seconds_now();
     server.as_standby = start.as_standby;
-    server.was_of_use = server.terminated = false;
+    server.was_of_use = server.failed = server.terminated = false;
     server.known.state = ServerState::kStarting;
     server.known.owned = false;
     print_line(fmt::format("server {} starts as {} (process {}, its own port {})", start.which + 1,
@@ -238,6 +240,7 @@ class Pair {
         const std::optional<ServerState> state = server_state_of(server.line.substr(0, end));
         if (!state) continue;
         server.known.state = *state;
+        server.failed = server.failed || *state == ServerState::kFailed;
         server.known.owned = server.known.owned || *state == ServerState::kOwns;
         if (*state == ServerState::kOwns || *state == ServerState::kStandby) {
           server.was_of_use = true;
@@ -279,17 +282,28 @@ class Pair {
     server.state_pipe = Descriptor();
   }
 
-  // A standby that failed before it slept would be there for ever, without use, and keep the owner from a new start.
+  // A standby that failed, before it slept or when it took over, would be there for ever, without use, and keep the
+  // other server from a new start. An owner that failed stays: it says why at /torpor/ready.
   void end_failed_standby() {
     for (Server& server : servers_) {
-      const bool failed = server.pid != 0 && server.known.state == ServerState::kFailed;
-      if (!failed || !server.as_standby || server.was_of_use || server.terminated) continue;
-      print_line(fmt::format("ends the standby that failed (process {}): its log says why", server.pid));
-      (void)::kill(server.pid, SIGTERM);
-      server.terminated = true;
-      terminated_at_ = seconds_now();
+      if (server.pid == 0 || !server.as_standby || server.known.owned) continue;
+      if (server.known.state == ServerState::kFailed && !server.terminated) {
+        print_line(fmt::format("ends the standby that failed (process {}): its log says why", server.pid));
+        terminate(server);
+      } else if (server.terminated && has_had_its_time(server)) {
+        print_line(fmt::format("kills the standby that failed (process {}): it does not end", server.pid));
+        (void)::kill(server.pid, SIGKILL);
+        server.terminated_at = seconds_now();
+      }
     }
   }
+
+  static void terminate(Server& server) {
+    (void)::kill(server.pid, SIGTERM);
+    server.terminated = true;
+    server.terminated_at = seconds_now();
+  }
+  static bool has_had_its_time(const Server& server) { return seconds_now() - server.terminated_at > kStandbySeconds; }
 
   // The one that does not own ends first: else it would take over from the one that ends.
   void end_step() {
@@ -299,10 +313,8 @@ class Pair {
       const bool owns = server.known.state == ServerState::kOwns || ends_as_owner;
       if (server.pid == 0) continue;
       if (!server.terminated && (!owns || other.pid == 0)) {
-        (void)::kill(server.pid, SIGTERM);
-        server.terminated = true;
-        terminated_at_ = seconds_now();
-      } else if (server.terminated && !owns && other.pid != 0 && seconds_now() - terminated_at_ > kStandbySeconds) {
+        terminate(server);
+      } else if (server.terminated && !owns && (other.pid != 0 || server.failed) && has_had_its_time(server)) {
         (void)::kill(server.pid, SIGKILL);
       }
     }
@@ -315,7 +327,6 @@ class Pair {
   bool ending_ = false;
   std::optional<int> ends_with_;
   int owner_exit_ = 0;
-  double terminated_at_ = 0;  // of the last SIGTERM
 };
 
 Result<Options> options_of(const Context& context, std::string& host, int& port) {
