@@ -18,6 +18,8 @@ namespace {
 
 constexpr std::string_view kAnswersFolder = "answers";  // beside the response log
 constexpr std::string_view kOwnerFile = "OWNER";
+constexpr std::string_view kStandbyFile = "STANDBY";
+constexpr size_t kMostAddressBytes = 256;
 constexpr std::array<char, 8> kOwnerMagic = {'T', 'O', 'R', 'P', 'O', 'W', 'N', 'R'};
 constexpr uint32_t kOwnerVersion = 1;
 constexpr size_t kMostProcesses = 200;
@@ -48,18 +50,43 @@ static_assert(sizeof(OwnerPage) <= 4096 && sizeof(OwnerEntry) == 16);
 constexpr size_t kBeforeDigest = offsetof(OwnerPage, digest);
 constexpr size_t kBeats = offsetof(OwnerPage, beats);
 
+// Behind the page. Earlier versions of torpor neither write nor read it.
+struct AddressPage {
+  uint32_t bytes;
+  std::array<char, kMostAddressBytes> address;
+  std::array<uint8_t, 16> digest;  // of all before it
+};
+constexpr uint64_t kAddressPlace = 4096;
+static_assert(sizeof(OwnerPage) <= kAddressPlace);
+
+Digest digest_of_address(const AddressPage& page) {
+  return digest_of(std::as_bytes(std::span(&page, 1)).first(offsetof(AddressPage, digest)));
+}
+
+std::string_view file_of(RecordRole role) { return role == RecordRole::kOwner ? kOwnerFile : kStandbyFile; }
+
 std::span<const std::byte> bytes_of(const OwnerPage& page) { return std::as_bytes(std::span(&page, 1)); }
 
 Digest digest_of_page(const OwnerPage& page) { return digest_of(bytes_of(page).first(kBeforeDigest)); }
 
 std::string folder_of(const std::string& directory) { return fmt::format("{}/{}", directory, kAnswersFolder); }
 
-// Return the page; nothing: there is none, or a server writes it now.
-Result<std::optional<OwnerPage>> read_page(FileSystem& file_system, const std::string& directory) {
+// Return the address behind a page; empty: there is none, or a server writes it now.
+Result<std::string> read_address(File& file, uint64_t size) {
+  AddressPage page;
+  if (size < kAddressPlace + sizeof page) return std::string();
+  TORPOR_RETURN_IF_ERROR(file.pread(std::as_writable_bytes(std::span(&page, 1)), kAddressPlace));
+  if (page.bytes > kMostAddressBytes || digest_of_address(page).bytes != page.digest) return std::string();
+  return std::string(page.address.data(), page.bytes);
+}
+
+// Return the page; nothing: there is none, or a server writes it now. `address`: gets the one behind it, unless null.
+Result<std::optional<OwnerPage>> read_page(FileSystem& file_system, const std::string& directory, RecordRole role,
+                                           std::string* address = nullptr) {
   const Result<std::unique_ptr<Directory>> folder = file_system.open_directory(folder_of(directory), false);
   if (!folder && folder.error().code == Code::kNotFound) return std::nullopt;
   if (!folder) return folder.error();
-  const Result<std::unique_ptr<File>> file = (*folder)->open_file(kOwnerFile);
+  const Result<std::unique_ptr<File>> file = (*folder)->open_file(file_of(role));
   if (!file && file.error().code == Code::kNotFound) return std::nullopt;
   if (!file) return file.error();
   TORPOR_ASSIGN_OR_RETURN(const uint64_t size, (*file)->size());
@@ -73,6 +100,9 @@ Result<std::optional<OwnerPage>> read_page(FileSystem& file_system, const std::s
         .code = Code::kIncompatible,
         .what = fmt::format("{}: version {}, this torpor reads {}", (*file)->name(), page.version, kOwnerVersion),
         .next_step = "start both servers with one version of torpor"};
+  if (address != nullptr) {
+    TORPOR_ASSIGN_OR_RETURN(*address, read_address(**file, size));
+  }
   return page;
 }
 
@@ -93,7 +123,12 @@ bool is_other_program(const ProcessId& process, const std::string& servers) {
 // --- the owner -------------------------------------------------------------------------------------------------------
 
 Result<std::unique_ptr<OwnerRecord>> OwnerRecord::begin(FileSystem& file_system, const std::string& directory,
-                                                        std::chrono::nanoseconds term) {
+                                                        std::chrono::nanoseconds term, std::string_view address,
+                                                        RecordRole role) {
+  if (address.size() > kMostAddressBytes)
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("the address of this server has {} bytes", address.size()),
+                 .next_step = fmt::format("give one of at most {}", kMostAddressBytes)};
   return try_catch([&]() -> Result<std::unique_ptr<OwnerRecord>> {
     TORPOR_ASSIGN_OR_RETURN(const ProcessSpace space, this_process_space());
     TORPOR_ASSIGN_OR_RETURN(const ProcessId self, find_process(::getpid()));
@@ -114,7 +149,11 @@ Result<std::unique_ptr<OwnerRecord>> OwnerRecord::begin(FileSystem& file_system,
     page.digest = digest_of_page(page).bytes;
     TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> folder,
                             file_system.open_directory(folder_of(directory), true));
-    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<File> file, folder->open_slots(kOwnerFile, FileIo::kPlain));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<File> file, folder->open_slots(file_of(role), FileIo::kPlain));
+    AddressPage behind{.bytes = static_cast<uint32_t>(address.size())};
+    std::copy(address.begin(), address.end(), behind.address.begin());
+    behind.digest = digest_of_address(behind).bytes;
+    TORPOR_RETURN_IF_ERROR(file->pwrite(std::as_bytes(std::span(&behind, 1)), kAddressPlace));
     TORPOR_RETURN_IF_ERROR(file->pwrite(bytes_of(page), 0));
     return std::unique_ptr<OwnerRecord>(new OwnerRecord(std::move(file)));
   });
@@ -139,24 +178,30 @@ Result<OwnerLook> OwnerWatch::wait(std::chrono::nanoseconds patience) {
       if (std::optional<OwnerLook> look = ended(std::min(left, term_ / kLooksPerTerm))) return *std::move(look);
       TORPOR_RETURN_IF_ERROR(see_heartbeat());
       if (std::optional<OwnerLook> look = silent()) return *std::move(look);
-      if (clock_.now() >= until) return OwnerLook{.state = OwnerState::kServes, .pid = processes_.front().id().pid};
+      if (clock_.now() >= until)
+        return OwnerLook{
+            .state = OwnerState::kServes, .pid = processes_.front().id().pid, .why = {}, .address = address_};
     }
   });
 }
 
 // Precondition: no owner is known.
 Result<OwnerLook> OwnerWatch::find_owner() {
-  TORPOR_ASSIGN_OR_RETURN(const std::optional<OwnerPage> page, read_page(file_system_, directory_));
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<OwnerPage> page, read_page(file_system_, directory_, role_, &address_));
   const bool is_new = page_ && page && page_->bytes != page->digest;
   page_ = Digest{.bytes = page ? page->digest : std::array<uint8_t, 16>{}};
-  const auto none = [](const char* why) { return OwnerLook{.why = why}; };
-  if (!page) return none("no server has named itself as the owner");
+  const char* const who = role_ == RecordRole::kOwner ? "owner" : "standby";
+  const auto none = [](std::string why) {
+    return OwnerLook{.state = OwnerState::kNone, .pid = 0, .why = std::move(why), .address = {}};
+  };
+  if (!page) return none(fmt::format("no server has named itself as the {}", who));
   TORPOR_ASSIGN_OR_RETURN(const ProcessSpace space, this_process_space());
   const ProcessSpace theirs{.boot = std::string(page->boot.data(), ::strnlen(page->boot.data(), page->boot.size())),
                             .pid_namespace = page->pid_namespace};
-  if (theirs.boot != space.boot) return none("the last owner ended with its machine");
+  if (theirs.boot != space.boot) return none(fmt::format("the last {} ended with its machine", who));
   if (theirs != space)
-    return none("the last owner ran in another container: a standby shares the namespace of processes with it");
+    return none(
+        fmt::format("the last {} ran in another container: both servers share one namespace of processes", who));
   std::vector<Process> processes;
   bool server_ended = false;
   for (size_t i = 0; i < page->count; ++i) {
@@ -169,16 +214,18 @@ Result<OwnerLook> OwnerWatch::find_owner() {
       server_ended = true;
     }
   }
-  if (server_ended && !is_new) return none("the last owner has ended");
+  if (server_ended && !is_new) return none(fmt::format("the last {} has ended", who));
   processes_ = std::move(processes);
   term_ = std::chrono::nanoseconds(page->term_ns);
   beats_ = page->beats;
   looked_ = beat_at_ = clock_.now();
   stopped_at_.assign(processes_.size(), std::nullopt);
-  if (!server_ended) return OwnerLook{.state = OwnerState::kServes, .pid = page->processes[0].pid};
+  if (!server_ended)
+    return OwnerLook{.state = OwnerState::kServes, .pid = page->processes[0].pid, .why = {}, .address = address_};
   return OwnerLook{.state = OwnerState::kEnded,
                    .pid = page->processes[0].pid,
-                   .why = fmt::format("its server has ended (process {})", page->processes[0].pid)};
+                   .why = fmt::format("its server has ended (process {})", page->processes[0].pid),
+                   .address = {}};
 }
 
 std::optional<OwnerLook> OwnerWatch::ended(std::chrono::nanoseconds patience) const {
@@ -187,7 +234,8 @@ std::optional<OwnerLook> OwnerWatch::ended(std::chrono::nanoseconds patience) co
   return OwnerLook{.state = OwnerState::kEnded,
                    .pid = processes_.front().id().pid,
                    .why = fmt::format("its {} has ended (process {})", *which == 0 ? "server" : "engine",
-                                      processes_[*which].id().pid)};
+                                      processes_[*which].id().pid),
+                   .address = {}};
 }
 
 Status OwnerWatch::see_heartbeat() {
@@ -197,7 +245,7 @@ Status OwnerWatch::see_heartbeat() {
     std::fill(stopped_at_.begin(), stopped_at_.end(), std::nullopt);
   }
   looked_ = now;
-  TORPOR_ASSIGN_OR_RETURN(const std::optional<OwnerPage> page, read_page(file_system_, directory_));
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<OwnerPage> page, read_page(file_system_, directory_, role_));
   if (page && page->beats != beats_) {
     beats_ = page->beats;
     beat_at_ = now;
@@ -213,7 +261,8 @@ Status OwnerWatch::see_heartbeat() {
 }
 
 std::optional<OwnerLook> OwnerWatch::silent() const {
-  const OwnerLook look{.state = OwnerState::kSilent, .pid = processes_.front().id().pid};
+  const OwnerLook look{
+      .state = OwnerState::kSilent, .pid = processes_.front().id().pid, .why = {}, .address = address_};
   const double term = seconds_between({}, term_);
   for (size_t i = 1; i < processes_.size(); ++i) {  // the server has a heartbeat
     if (!stopped_at_[i] || looked_ - *stopped_at_[i] < term_) continue;
@@ -246,7 +295,8 @@ Status OwnerWatch::end_owner(std::chrono::nanoseconds patience) {
       const auto left = std::max(until - clock_.now(), std::chrono::nanoseconds(0));
       if (wait_for_end(std::span(&process, 1), left)) continue;
       return Error{.code = Code::kTimeout,
-                   .what = fmt::format("process {} of the owner lives on after SIGKILL", process.id().pid),
+                   .what = fmt::format("process {} of the {} lives on after SIGKILL", process.id().pid,
+                                       role_ == RecordRole::kOwner ? "owner" : "standby"),
                    .next_step = "see what it waits for in the kernel: cat /proc/PID/stack"};
     }
     processes_.clear();

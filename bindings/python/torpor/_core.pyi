@@ -168,21 +168,24 @@ class FrontCall:
     def fail(self, code: str, what: str, next_step: str = '', state_changed: bool = False) -> None: ...
 
 class OwnerRecord:
-    """Records this process, and those that it has started, as the owner of a server's directory."""
+    """Records this process, and those that it has started, as the owner of a server's directory, or as its standby."""
 
-    def __init__(self, directory: str, term_seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def __init__(
+        self, directory: str, term_seconds: typing.SupportsFloat | typing.SupportsIndex, address: str = '', role: str =
+        'owner'
+    ) -> None: ...
     def beat(self) -> None:
         """Give a heartbeat: several times a term."""
 
 class OwnerWatch:
-    """Follows the owner of a server's directory, from another process."""
+    """Follows the owner of a server's directory, or its standby, from another process."""
 
-    def __init__(self, directory: str) -> None: ...
+    def __init__(self, directory: str, role: str = 'owner') -> None: ...
     def end_owner(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
-        """End what is left of the owner that was seen (SIGKILL). TimedOut: something lives on after these seconds."""
+        """End what is left of the one that was seen (SIGKILL). TimedOut: something lives on after these seconds."""
     def wait(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> dict:
-        """Return the owner's state ("none", "serves", "ended", "silent"), its process and why: after these seconds
-        if it serves, else at once.
+        """Return the state of the one that is watched ("none", "serves", "ended", "silent"), its process, why, and
+        its address: after these seconds if it serves, else at once.
         """
 
 class ProgressFile:

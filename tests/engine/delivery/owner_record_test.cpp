@@ -149,6 +149,51 @@ TEST_F(OwnerRecordTest, AStoppedOwnerKeepsTheLockUntilItIsEnded) {
   EXPECT_NE(open(), nullptr);
 }
 
+TEST_F(OwnerRecordTest, AStandbyIsRecordedBesideTheOwnerWithItsAddress) {
+  const std::unique_ptr<Child> child = owner();
+  OwnerWatch standbys(linux_file_system(), system_clock(), directory_.path(), RecordRole::kStandby);
+  EXPECT_EQ(value_of(standbys.wait(milliseconds(0))).why, "no server has named itself as the standby");
+  const Child standby([&](const Child& self) {
+    const auto record = value_of(OwnerRecord::begin(linux_file_system(), directory_.path(), seconds(60),
+                                                    "http://127.0.0.1:8001", RecordRole::kStandby));
+    self.send('s');
+    while (true) ::pause();
+  });
+  ASSERT_EQ(standby.receive(), 's');
+  const OwnerLook look = value_of(standbys.wait(milliseconds(0)));
+  EXPECT_EQ(look.state, OwnerState::kServes) << look.why;
+  EXPECT_EQ(look.pid, standby.pid());
+  EXPECT_EQ(look.address, "http://127.0.0.1:8001");
+  OwnerWatch owners = watch();
+  const OwnerLook of_owner = value_of(owners.wait(milliseconds(0)));
+  EXPECT_EQ(of_owner.pid, child->pid());
+  EXPECT_EQ(of_owner.address, "");  // it has recorded none
+  EXPECT_SUCCEEDS(standbys.end_owner(seconds(60)));
+  EXPECT_EQ(value_of(owners.wait(milliseconds(0))).state, OwnerState::kServes);
+  EXPECT_EQ(value_of(standbys.wait(milliseconds(0))).why, "the last standby has ended");
+  EXPECT_TRUE(
+      failed_with(OwnerRecord::begin(linux_file_system(), directory_.path(), seconds(60), std::string(257, 'a')),
+                  Code::kInvalidArgument, "257 bytes"));
+}
+
+TEST_F(OwnerRecordTest, AnAddressThatIsDamagedIsNone) {
+  const Child child([&](const Child& self) {
+    const auto record = value_of(
+        OwnerRecord::begin(linux_file_system(), directory_.path(), seconds(60), "http://h:1", RecordRole::kStandby));
+    self.send('s');
+    while (true) ::pause();
+  });
+  ASSERT_EQ(child.receive(), 's');
+  const std::string path = directory_ / "answers/STANDBY";
+  Bytes bytes = read(path);
+  bytes[4096 + 5] ^= 1;
+  write(path, bytes);
+  OwnerWatch standbys(linux_file_system(), system_clock(), directory_.path(), RecordRole::kStandby);
+  const OwnerLook look = value_of(standbys.wait(milliseconds(0)));
+  EXPECT_EQ(look.state, OwnerState::kServes) << look.why;
+  EXPECT_EQ(look.address, "");
+}
+
 TEST_F(OwnerRecordTest, AnOwnerThatGivesNoHeartbeatIsSilent) {
   const std::unique_ptr<Child> child = owner(/*beats=*/false);
   OwnerWatch standby = watch();
