@@ -257,6 +257,13 @@ void bind_delivery(py::module_& module) {
           "Begin the log anew. Busy: that is being done already.")
       .def("unwritten", &DeliveryLog::unwritten, "Ids of the answers of which the file lacks records.")
       .def("close", &DeliveryLog::close, "Nothing is recorded from now on.")
+      .def(
+          "hand_over", [](DeliveryLog& self) { value_or_raise(without_lock([&] { return self.hand_over(); })); },
+          "Let another server open the log: sync it, release the lock, and record nothing from then on. WrongState: it "
+          "lacks records that could not be written.")
+      .def(
+          "take_back", [](DeliveryLog& self) { value_or_raise(without_lock([&] { return self.take_back(); })); },
+          "Own the log again. Busy: another server has it. WrongState: another server went on with an answer.")
       .def("dropped", &DeliveryLog::dropped, "Ended answers that went for keep_bytes.")
       .def("was_dropped", &DeliveryLog::was_dropped, py::arg("response"), py::arg("tenant"))
       .def("find", &DeliveryLog::find, py::arg("response"), py::arg("tenant"),

@@ -435,4 +435,96 @@ void DeliveryLog::close() {
   closed_ = true;
 }
 
+// --- another server goes on ------------------------------------------------------------------------------------------
+
+Status DeliveryLog::hand_over() {
+  return try_catch([this]() -> Status {
+    const auto cannot = [](std::string what, std::string next_step) {
+      return Error{.code = Code::kFailedPrecondition, .what = std::move(what), .next_step = std::move(next_step)};
+    };
+    TORPOR_RETURN_IF_ERROR(sync());
+    {
+      const MutexLock lock(mutex_);
+      if (directory_ == nullptr) return cannot("this response log is in memory only", "give it a directory");
+      if (closed_) return cannot("this response log is closed", "open it again");
+      closed_ = true;
+      while (rotation_) changed_.wait(mutex_);
+    }
+    std::shared_ptr<DeliveryLogFile> file;
+    {
+      const MutexLock writing(writer_);
+      const MutexLock lock(mutex_);
+      if (!unwritten_.empty() || file_ == nullptr) {
+        closed_ = false;
+        return cannot(fmt::format("the response log lacks {} answers", unwritten_.size()), "see why it is not written");
+      }
+      file = file_;
+    }
+    const Status synced = file->sync();  // also what was recorded since the first one
+    const MutexLock writing(writer_);
+    const MutexLock lock(mutex_);
+    if (!synced) {
+      closed_ = false;
+      return synced;
+    }
+    file_.reset();
+    lock_.reset();
+    handed_over_ = true;
+    return ok();
+  });
+}
+
+Status DeliveryLog::take_back() {
+  return try_catch([this]() -> Status {
+    DeliveryLogOptions options = options_;
+    options.other_engine = OtherEngine::kTakeUp;  // it may be one of another release, which has failed
+    DeliveryLog theirs(file_system_, std::move(options));
+    {
+      const MutexLock lock(mutex_);
+      if (!handed_over_)
+        return Error{.code = Code::kFailedPrecondition,
+                     .what = "this response log was not handed over",
+                     .next_step = "hand it over first"};
+    }
+    {  // no other thread has `theirs`, and none changes this log: it is closed
+      const MutexLock reading(theirs.mutex_);
+      TORPOR_RETURN_IF_ERROR(theirs.read_log());
+      const MutexLock lock(mutex_);
+      TORPOR_RETURN_IF_ERROR(check_not_behind(theirs.answers_));
+      lock_ = std::move(theirs.lock_);
+      number_ = theirs.number_;
+      retry_at_ = {};
+    }
+    const Status written = rotate();  // all of it, as it is here
+    const MutexLock lock(mutex_);
+    if (!written) {
+      lock_.reset();
+      return written;
+    }
+    closed_ = handed_over_ = false;
+    return ok();
+  });
+}
+
+Status DeliveryLog::check_not_behind(const AnswerTable& theirs) const {
+  const auto behind = [](const std::string& id) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("another server went on with the answer {}", id),
+                 .next_step = "start a new server: it goes on from the response log"};
+  };
+  for (const std::string& id : theirs.ids()) {
+    const Answer& their = *theirs.get(id);
+    const Answer* const own = answers_.get(id);
+    if (own == nullptr) {
+      if (their.state == AnswerState::kRunning) return behind(id);
+      continue;  // it ended, and is forgotten here
+    }
+    if (own->state != AnswerState::kRunning) continue;
+    const bool more = their.request.output_token_ids.size() > own->request.output_token_ids.size() ||
+                      their.text.size() > own->text.size();
+    if (more || their.state == AnswerState::kFinished || their.state == AnswerState::kAborted) return behind(id);
+  }
+  return ok();
+}
+
 }  // namespace torpor

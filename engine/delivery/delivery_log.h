@@ -88,6 +88,14 @@ class DeliveryLog {
   // Record nothing from now on. Call it when the process is about to end: what happens to requests after that is not
   // their outcome.
   void close();
+  // Let another server of this machine open the log: make all that was recorded durable, and release the lock. Nothing
+  // is recorded from then on; readers still get what was recorded before. After an error the log is as it was.
+  // kFailedPrecondition: the log is in memory only, is closed, or lacks records that could not be written.
+  Status hand_over();
+  // Own the log again after hand_over(). kUnavailable: another server has it. kFailedPrecondition: another server has
+  // given more of an answer, or has ended or begun one, so what is in memory here is behind. An answer that another
+  // server could not go on with (kFailed) is as it was here. After an error it is still handed over.
+  Status take_back();
 
   // Return the ids of the choices of a response, in their order; if a client used an id again, of its newest call.
   // Empty: there is no such answer, or another tenant has it.
@@ -140,6 +148,8 @@ class DeliveryLog {
   void failed(const Error& why, std::chrono::nanoseconds retry) TORPOR_REQUIRES(mutex_);
   void note(const std::function<Bytes()>& record) TORPOR_REQUIRES(mutex_);
 
+  Status check_not_behind(const AnswerTable& theirs) const TORPOR_REQUIRES(mutex_);
+
   std::shared_ptr<DeliveryLogFile> file() const TORPOR_EXCLUDES(mutex_);
   Result<std::shared_ptr<DeliveryLogFile>> write_beside(uint64_t number) TORPOR_EXCLUDES(writer_, mutex_);
   Status append_tail(DeliveryLogFile& file) TORPOR_EXCLUDES(mutex_);
@@ -174,6 +184,7 @@ class DeliveryLog {
   std::unordered_set<std::string> unwritten_ TORPOR_GUARDED_BY(mutex_);  // as unwritten()
   std::chrono::nanoseconds retry_at_ TORPOR_GUARDED_BY(mutex_){0};       // no rotation before this Clock::now()
   bool closed_ TORPOR_GUARDED_BY(mutex_) = false;
+  bool handed_over_ TORPOR_GUARDED_BY(mutex_) = false;
   bool ends_ TORPOR_GUARDED_BY(mutex_) = false;
 
   CondVar changed_;  // for the values that rotation_due() reads, and for ends_

@@ -125,6 +125,10 @@ class DeliveryLog:
     def find(self, response: str, tenant: str) -> list[str]:
         """Ids of the choices of a response, in their order."""
     def get(self, id: str) -> typing.Any: ...
+    def hand_over(self) -> None:
+        """Let another server open the log: sync it, release the lock, and record nothing from then on. WrongState:
+        it lacks records that could not be written.
+        """
     def pack(self) -> bytes:
         """For wake_up(answers=…) in the engine's process."""
     def part(self, id: str, from_token: int = 0, from_text: int = 0) -> dict: ...
@@ -138,6 +142,8 @@ class DeliveryLog:
     def step_states(self, states: list, running: dict, others: set, plain: object, step_of: Callable) -> bool:
         """step() of what vLLM's states have beyond their record."""
     def sync(self) -> None: ...
+    def take_back(self) -> None:
+        """Own the log again. Busy: another server has it. WrongState: another server went on with an answer."""
     def unwritten(self) -> list[str]:
         """Ids of the answers of which the file lacks records."""
     def was_dropped(self, response: str, tenant: str) -> bool: ...

@@ -40,6 +40,84 @@ TEST_F(DeliveryLogTest, WhatWasGivenIsThereAfterTheEndOfTheProcess) {
   ASSERT_TRUE(succeeded(answers->step({given("a", 3, {4}, "!")})));  // and it goes on
 }
 
+// --- one server hands over to another one ----------------------------------------------------------------------------
+
+TEST_F(DeliveryLogTest, AnotherServerOpensALogThatIsHandedOver) {
+  const auto answers = open();
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1, 2}, "Hé")})));
+  EXPECT_TRUE(failed_with(answers->take_back(), Code::kFailedPrecondition, "not handed over"));
+  ASSERT_TRUE(succeeded(answers->hand_over()));
+  EXPECT_TRUE(failed_with(answers->hand_over(), Code::kFailedPrecondition, "closed"));
+  EXPECT_EQ(value_of(answers->part("a", 0)).text, "Hé");  // who reads here still gets it
+  const auto next = open();
+  EXPECT_EQ(next->get("a")->request.output_token_ids, (std::vector<int32_t>{1, 2}));
+  ASSERT_TRUE(succeeded(answers->step({given("a", 2, {9}, "?")})));  // not recorded
+  EXPECT_EQ(answers->get("a")->request.output_token_ids.size(), 2U);
+  EXPECT_TRUE(failed_with(answers->take_back(), Code::kUnavailable, "another server uses"));
+  ASSERT_TRUE(succeeded(next->step({given("a", 2, {3}, "llo")})));
+  EXPECT_EQ(next->get("a")->text, "Héllo");
+}
+
+TEST_F(DeliveryLogTest, ALogIsTakenBackAfterAServerThatCouldNotGoOn) {
+  const auto answers = open();
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  ASSERT_TRUE(succeeded(answers->start(asked("b"))));
+  ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1}, "x"), given("b", 0, {5}, "y")})));
+  ASSERT_TRUE(succeeded(answers->hand_over()));
+  {  // one of another release, which says of an answer that it cannot go on
+    DeliveryLogOptions other = options();
+    other.engine = {{"model", "b"}};
+    other.other_engine = OtherEngine::kTakeUp;
+    const auto next = open(other);
+    AnswerStep cannot = ended("a", 1);
+    cannot.state = AnswerState::kFailed;
+    ASSERT_TRUE(succeeded(next->step({cannot})));
+  }
+  ASSERT_TRUE(succeeded(answers->take_back()));
+  EXPECT_EQ(answers->counts().running, 2U);
+  EXPECT_TRUE(failed_with(DeliveryLog::open(linux_file_system(), options()), Code::kUnavailable));
+  ASSERT_TRUE(succeeded(answers->step({given("a", 1, {2}, "z")})));
+  ASSERT_TRUE(succeeded(answers->hand_over()));  // as often as it is asked
+  ASSERT_TRUE(succeeded(answers->take_back()));
+  answers->close();
+  ASSERT_TRUE(succeeded(answers->sync()));
+  EXPECT_EQ(value_of(answers->part("a", 0)).text, "xz");
+}
+
+TEST_F(DeliveryLogTest, ALogIsNotTakenBackWhereAnotherServerWentOn) {
+  const auto went_on = [this](const std::vector<AnswerStep>& steps, bool begins) {
+    const auto answers = open();
+    if (!answers->get("a")) {
+      ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    }
+    ASSERT_TRUE(succeeded(answers->hand_over()));
+    {
+      const auto next = open();
+      if (begins) {
+        ASSERT_TRUE(succeeded(next->start(asked("new"))));
+      }
+      ASSERT_TRUE(succeeded(next->step(steps)));
+    }
+    const std::string file_before = file();
+    EXPECT_TRUE(failed_with(answers->take_back(), Code::kFailedPrecondition, "another server went on"));
+    EXPECT_EQ(file(), file_before);
+    EXPECT_NE(open(), nullptr);  // the lock is free again, and the log as that server left it
+  };
+  went_on({given("a", 0, {7}, "")}, false);
+  went_on({ended("a", 1)}, false);
+  went_on({}, true);
+}
+
+TEST_F(DeliveryLogTest, ALogWithoutADirectoryIsNotHandedOver) {
+  DeliveryLogOptions in_memory = options();
+  in_memory.directory.clear();
+  const auto answers = open(in_memory);
+  EXPECT_TRUE(failed_with(answers->hand_over(), Code::kFailedPrecondition, "in memory only"));
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));  // it goes on
+  EXPECT_TRUE(answers->get("a"));
+}
+
 TEST_F(DeliveryLogTest, AReaderGoesOnAfterAnyTokenOrCharacter) {
   const auto answers = open();
   ASSERT_TRUE(succeeded(answers->start(asked("a"))));
