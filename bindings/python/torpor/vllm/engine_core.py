@@ -154,7 +154,18 @@ class EngineSide:
                 options.get("metadata", {}),
             )
         )
-        return report | {"pause_seconds": self.hooks.pause_seconds}
+        return report | {"pause_seconds": self.hooks.pause_seconds} | self._stay(options)
+
+    def _stay(self, options: dict) -> dict:
+        """With the option "stay" of a checkpoint take no step after it: none comes between two lines of a utility.
+
+        Return since when the engine takes none.
+        """
+        if not options.get("stay"):
+            return {}
+        since = self.hooks.stands_since
+        self.freeze({})
+        return {"stands_since": since}
 
     def begin_checkpoint(self, options: dict) -> None:
         """One that is written while the engine serves (engine/sleep_controller.h)."""
@@ -171,7 +182,7 @@ class EngineSide:
 
         self.hooks.for_new_process = True
         report = self._with_bound(take)
-        return report | {"pause_seconds": self.hooks.pause_seconds}
+        return report | {"pause_seconds": self.hooks.pause_seconds} | self._stay(options)
 
     def end_checkpoint(self, _: dict) -> dict:
         return self.controller.end_checkpoint()

@@ -284,10 +284,15 @@ async def _with_outputs(side: BlockingSide | AsyncSide, method: str, values: dic
         raise
 
 
-async def checkpoint(side: BlockingSide | AsyncSide, values: dict) -> Report:
-    """Written while the engine serves, where it can meanwhile: it stands still for the state and the last blocks."""
+async def checkpoint(side: BlockingSide | AsyncSide, values: dict, stay: bool = False) -> Report:
+    """Written while the engine serves, where it can meanwhile: it stands still for the state and the last blocks.
+
+    stay: the engine takes no step after the moment that the checkpoint has, until it sleeps or go_on() is called. An
+        error lets it go on.
+    """
+    staying = {"stay": True} if stay else {}
     if not side.serves_meanwhile():
-        return await while_frozen(side, "checkpoint", values)
+        return await while_frozen(side, "checkpoint", values | staying)
     begun = True  # also if this is cancelled before the engine core has answered
     try:
         try:
@@ -296,14 +301,22 @@ async def checkpoint(side: BlockingSide | AsyncSide, values: dict) -> Report:
             begun = False  # another one may be under way
             raise
         await _beyond(side, "copying")
-        taken = await while_frozen(side, "take_checkpoint", {})
+        taken = await while_frozen(side, "take_checkpoint", staying)
         await _beyond(side, "writing")
         return Report(await side.call("end_checkpoint") | taken)
     except BaseException:
         if begun:
             with contextlib.suppress(Exception):
                 await side.call("cancel_checkpoint")
+        if stay:
+            with contextlib.suppress(Exception):
+                await go_on(side)
         raise
+
+
+async def go_on(side: BlockingSide | AsyncSide) -> None:
+    """Let an engine take steps that stayed after a checkpoint."""
+    await side.call("unfreeze")
 
 
 async def _beyond(side: BlockingSide | AsyncSide, stage: str) -> None:

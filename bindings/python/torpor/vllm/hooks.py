@@ -230,6 +230,11 @@ class VllmHooks:
     def is_quiet(self) -> bool:
         return self._quiet
 
+    @property
+    def stands_since(self) -> float:
+        """Time, of the machine's monotonic clock, from which on the engine takes no step, or took none last."""
+        return self._stands_since
+
     def end_pause(self) -> None:
         """Of an engine that is asleep: the wake ends a pause from before too, as vLLM's wake_up() does."""
         self.wanted_pause = PauseState.UNPAUSED
