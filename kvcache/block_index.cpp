@@ -132,6 +132,14 @@ void BlockIndex::find_each(std::span<const BlockKey> keys, std::span<BlockLocati
   });
 }
 
+bool BlockIndex::is_coming(StoreId store, const BlockKey& key) const {
+  if (!KeyTable::fits(key) || retired(key.space)) return false;
+  const int32_t entry = table_.find(key, KeyTable::hash_of(key));
+  if (entry < 0) return false;
+  const SlotRef ref = table_[entry].refs[static_cast<size_t>(store)];
+  return ref.any() && !ref.visible();
+}
+
 Result<Slot> BlockIndex::reserve(StoreId store, const BlockKey* key) {
   if (key == nullptr) {
     if (store != StoreId::kHost) {

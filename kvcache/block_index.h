@@ -81,6 +81,8 @@ class BlockIndex {
   size_t run(std::span<const BlockKey> chain, std::span<BlockLocations> places) const;
   // Set `places` for each key; a key that no store has gets no slot.
   void find_each(std::span<const BlockKey> keys, std::span<BlockLocations> places) const;
+  // Return whether a slot of this store is reserved for the key: its bytes are on their way.
+  bool is_coming(StoreId store, const BlockKey& key) const;
   // While `hidden`, find nothing in the remote store: it does not answer.
   void hide_remote(bool hidden) { remote_hidden_ = hidden; }
   // Load the key's cells into the processor's cache before a lookup.

@@ -70,6 +70,52 @@ Result<MovedKeys> OffloadScheduler::move_on(std::span<const BlockKey> keys) {
   return MovedKeys{.candidate = handle.number(), .blocks = queued.size()};
 }
 
+// ---- the calls of Residency
+
+std::vector<TransferHandle> OffloadScheduler::enqueue_in_batches(const OffloadQueue::Enqueue& how,
+                                                                 std::span<const QueuedBlock> blocks) {
+  std::vector<TransferHandle> handles;
+  const auto most = static_cast<size_t>(options_.queue.max_batch_size);
+  for (size_t first = 0; first < blocks.size(); first += most) {
+    const std::span<const QueuedBlock> part = blocks.subspan(first, std::min(most, blocks.size() - first));
+    handles.push_back(queue_.enqueue(how, part, part.size(), BlockOutcome::kFiltered, clock_.now()));
+  }
+  return handles;
+}
+
+std::vector<TransferHandle> OffloadScheduler::bring(std::span<const BlockKey> keys, StoreId store) {
+  std::vector<BlockLocations> places(keys.size());
+  index_->find_each(keys, places);
+  std::vector<QueuedBlock> queued;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const BlockLocations& at = places[i];
+    const bool there = (store == StoreId::kHost ? at.host : store == StoreId::kDisk ? at.disk : at.remote) >= 0;
+    const bool within_reach = store == StoreId::kHost ? at.anywhere() : at.host >= 0;
+    if (there || !within_reach) continue;
+    QueuedBlock block{.key = keys[i], .store = store};
+    if (store != StoreId::kHost && !host_.empty()) {
+      const HostBlock& stored = host_[static_cast<size_t>(at.host)];
+      block.parent = stored.parent;
+      block.priority = stored.priority;
+    }
+    queued.push_back(block);
+  }
+  const Way way = store == StoreId::kHost ? Way::kPrefetch : store == StoreId::kDisk ? Way::kDemote : Way::kPublish;
+  return enqueue_in_batches({.way = way}, queued);
+}
+
+std::vector<TransferHandle> OffloadScheduler::copy_down(std::span<const BlockKey> keys, std::span<const int32_t> blocks,
+                                                        uint64_t after_step) {
+  const StoreId store = options_.index.host_slots > 0 ? StoreId::kHost : StoreId::kDisk;
+  std::vector<QueuedBlock> queued;
+  for (size_t i = 0; i < std::min(keys.size(), blocks.size()); ++i) {
+    const ContentVersion version = device_.version(blocks[i]);
+    if (version == ContentVersion::kNone) continue;
+    queued.push_back({.key = keys[i], .version = version, .block = blocks[i], .store = store});
+  }
+  return enqueue_in_batches({.way = Way::kOffload, .after_step = after_step}, queued);
+}
+
 // ---- events
 
 void OffloadScheduler::tell(const BlockEvent& event) noexcept {

@@ -34,6 +34,7 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
     commit_down(flush);
     commit_on(Way::kDemote, StoreId::kDisk, flush);
     commit_on(Way::kPublish, StoreId::kRemote, flush);
+    commit_up(flush);
     commit_asks();
     commit_again();
     return ok();
@@ -166,7 +167,11 @@ void OffloadScheduler::commit_into(StoreId store) {
 BlockOutcome OffloadScheduler::reserve(const QueuedBlock& block, StoreId store, Slot& slot) {
   if (!accepting(store)) return BlockOutcome::kDegraded;
   if (store == StoreId::kDisk) reinsert_used();
-  const Result<Slot> reserved = index_->reserve(store, &block.key);
+  Result<Slot> reserved = index_->reserve(store, &block.key);
+  while (!reserved && store == StoreId::kHost && reserved.error().code == Code::kResourceExhausted &&
+         on_no_room_ != nullptr && on_no_room_()) {
+    reserved = index_->reserve(store, &block.key);
+  }
   if (reserved) {
     slot = *reserved;
     return BlockOutcome::kTransferred;
@@ -246,6 +251,54 @@ void OffloadScheduler::commit_on(Way way, StoreId store, bool flush) {
   }
 }
 
+// Plan the blocks that go into host memory as one job for each store that they are read from.
+void OffloadScheduler::commit_up(bool flush) {
+  for (OffloadQueue::Next next; (next = queue_.next(Way::kPrefetch, clock_.now(), flush)).blocks > 0;) {
+    make_room(next.blocks, next.containers);
+    keys_.reserve(next.blocks);
+    grow(places_, next.blocks);
+    queue_.commit(Way::kPrefetch, next, batch_);
+    keys_.clear();
+    for (const QueuedBlock& queued : batch_.blocks) keys_.push_back(queued.key);
+    places_.resize(std::max(places_.size(), keys_.size()));
+    index_->find_each(keys_, places_);
+    for (const StoreId from : {StoreId::kDisk, StoreId::kRemote}) {
+      PlannedBatch* batch = nullptr;
+      size_t block = 0;
+      for (const OffloadQueue::Owner& owner : batch_.owners) {
+        uint32_t taken = 0;
+        for (uint32_t i = 0; i < owner.count; ++i, ++block) {
+          const BlockLocations& places = places_[block];
+          const bool present = places.host >= 0;
+          const bool remote = !present && places.disk < 0 && places.remote >= 0;
+          if (remote != (from == StoreId::kRemote)) continue;  // the other pass has it
+          const Slot source = remote ? places.remote : places.disk;
+          Slot slot = -1;
+          BlockOutcome outcome = present ? BlockOutcome::kPresent : BlockOutcome::kEvicted;
+          if (!present && source >= 0) {
+            index_->pin(from, source);
+            outcome = reserve(batch_.blocks[block], StoreId::kHost, slot);
+            if (outcome != BlockOutcome::kTransferred) index_->unpin(from, source);
+          }
+          if (outcome != BlockOutcome::kTransferred) {
+            queue_.end(owner.ticket, Way::kPrefetch, outcome, 1);
+            continue;
+          }
+          if (batch == nullptr) {
+            batch = &new_batch(Way::kPrefetch, StoreId::kHost);
+            batch->from = from;
+          }
+          batch->blocks.push_back({.queued = batch_.blocks[block], .from = source});
+          batch->blocks.back().queued.slot = slot;
+          ++taken;
+        }
+        if (taken > 0) batch->owners.push_back({owner.ticket, taken});
+      }
+      if (batch != nullptr) plan(*batch, PlanKind::kMove);
+    }
+  }
+}
+
 void OffloadScheduler::plan(PlannedBatch& batch, PlanKind kind) {
   const bool move = kind == PlanKind::kMove;
   PlannedJob& job = plan_.add(
@@ -314,7 +367,8 @@ void OffloadScheduler::end(PlannedBatch& batch) {
   switch (batch.way) {
     case Way::kOffload: end_down(batch); break;
     case Way::kDemote:
-    case Way::kPublish: end_on(batch); break;
+    case Way::kPublish:
+    case Way::kPrefetch: end_on(batch); break;
     case Way::kOnboard: end_up(batch); break;
     case Way::kLookup: end_ask(batch); break;
   }
@@ -372,7 +426,7 @@ void OffloadScheduler::end_on(PlannedBatch& batch) {
     const QueuedBlock& queued = block.queued;
     const bool unproven = block.outcome == BlockOutcome::kUnproven;
     if (block.outcome == BlockOutcome::kDamaged) index_->damaged(batch.from, block.from);
-    if (batch.from == StoreId::kDisk &&
+    if (batch.from == StoreId::kDisk && batch.store == StoreId::kDisk &&
         block.outcome == BlockOutcome::kTransferred) {  // commit the new slot before the old one is released
       index_->commit(StoreId::kDisk, queued.slot);
       index_->unpin(StoreId::kDisk, queued.slot);
@@ -387,6 +441,8 @@ void OffloadScheduler::end_on(PlannedBatch& batch) {
       continue;
     }
     index_->commit(batch.store, queued.slot);
+    if (batch.store == StoreId::kHost && !host_.empty())
+      host_[static_cast<size_t>(queued.slot)] = {.parent = queued.parent, .priority = queued.priority};
     index_->unpin(batch.store, queued.slot);
     note_stored(queued, batch.store);
   }

@@ -14,6 +14,7 @@ std::string_view name(Way way) {
     case Way::kDemote: return "demote";
     case Way::kPublish: return "publish";
     case Way::kLookup: return "lookup";
+    case Way::kPrefetch: return "prefetch";
   }
   return "?";
 }
@@ -110,11 +111,12 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   TransferHandle handle(ticket);
   if (offered > blocks.size()) end(ticket, how.way, filtered, offered - blocks.size());
   if (blocks.empty()) return handle;
-  // kDemote and kPublish have limits of their own, so that a slow disk or network does not keep blocks from host
+  // Ways to and from a disk or a network have limits of their own, so that a slow one does not keep blocks from host
   // memory.
-  const bool beside = how.way == Way::kDemote || how.way == Way::kPublish;
-  const int64_t before = beside ? in_queue(how.way).blocks
-                                : queued_blocks_ - in_queue(Way::kDemote).blocks - in_queue(Way::kPublish).blocks;
+  constexpr std::array kSlow = {Way::kDemote, Way::kPublish, Way::kPrefetch};
+  int64_t before = queued_blocks_;
+  for (const Way way : kSlow) before -= in_queue(way).blocks;
+  if (std::find(kSlow.begin(), kSlow.end(), how.way) != kSlow.end()) before = in_queue(how.way).blocks;
   if (before + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
     end(ticket, how.way, BlockOutcome::kQueueFull, blocks.size());
     return handle;

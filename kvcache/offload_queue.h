@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // OffloadQueue: the blocks on each way (kOffload from the device, kDemote from host memory to disk, kPublish to the
-// remote store, kOnboard to the device), from their offer to the end of their job. Lookups in the remote store are only
-// counted here. The queue is a pipeline without threads: OffloadScheduler::plan_step() drives it.
+// remote store, kPrefetch from both to host memory, kOnboard to the device), from their offer to the end of their job.
+// Lookups in the remote store are only counted here. The queue is a pipeline without threads:
+// OffloadScheduler::plan_step() drives it.
 //
 //   enqueue -> precondition -> in-queue (weak, by priority) -> sweep, commit -> under way -> ended
 //
@@ -47,16 +48,17 @@ struct OffloadQueueOptions {
   int32_t max_concurrent_transfers = 1;
   int32_t on_deck_batches = 4;
   int32_t loading_batches = 64;  // most kOnboard batches, and most lookups, with the ranks
-  // Most blocks before commitment: of kDemote, of kPublish, and of all others together. More end as kQueueFull.
+  // Most blocks before commitment: of kDemote, of kPublish, of kPrefetch, and of all others together. More end as
+  // kQueueFull.
   int64_t queue_blocks = 1 << 16;
   Status validate() const;  // kInvalidArgument names the option
 };
 
 // The route of blocks: to the device, from the device, from host memory to disk, to the remote store, or a lookup
-// there.
-enum class Way : uint8_t { kOnboard, kOffload, kDemote, kPublish, kLookup };
-inline constexpr int kWays = 5;
-std::string_view name(Way way);  // "onboard", "offload", "demote", "publish", "lookup"
+// there; from disk or the remote store to host memory.
+enum class Way : uint8_t { kOnboard, kOffload, kDemote, kPublish, kLookup, kPrefetch };
+inline constexpr int kWays = 6;
+std::string_view name(Way way);  // "onboard", "offload", "demote", "publish", "lookup", "prefetch"
 
 // The state of a candidate: events call the blocks of one enqueue() so. It waits for its step or is queued, and can be
 // cancelled; promoted means committed, and ends as completed; a candidate that ends before that is skipped.

@@ -21,6 +21,7 @@
 // each block. `device`, `clock` and `placement` outlive this object.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -172,6 +173,16 @@ class OffloadScheduler {
   // there is none. kFailedPrecondition: there is no disk.
   Result<MovedKeys> move_on(std::span<const BlockKey> keys);
 
+  // Calls of Residency (offload_calls.cpp), which decides by itself what is worth a copy.
+  // Copy those of the keys that `store` lacks into it: into host memory from disk or the remote store, into these from
+  // host memory. Return a handle for each batch.
+  std::vector<TransferHandle> bring(std::span<const BlockKey> keys, StoreId store);
+  // Copy the device blocks into host memory; where there is none, to disk. `after_step`: as in OffloadOffer.
+  std::vector<TransferHandle> copy_down(std::span<const BlockKey> keys, std::span<const int32_t> blocks,
+                                        uint64_t after_step);
+  // When host memory has no slot that can be evicted, call `unpin`. It returns whether it unpinned any.
+  void on_no_room(std::function<bool()> unpin) { on_no_room_ = std::move(unpin); }
+
   // Return whether anything is queued or under way: the engine must go on stepping, with empty steps if need be.
   bool busy() const { return queue_.anything_queued() || queue_.jobs_under_way() > 0 || !asks_.empty(); }
   bool under_way() const { return queue_.jobs_under_way() > 0; }
@@ -183,6 +194,7 @@ class OffloadScheduler {
   int64_t appended_again() const { return appended_again_; }
   int64_t loaded_from_remote() const { return loaded_from_remote_; }  // blocks
   OffloadTimes take_times() { return std::exchange(times_, {}); }
+  const OffloadSchedulerOptions& options() const { return options_; }
   const std::vector<StoreReport>& stores(int32_t rank) const { return stores_[static_cast<size_t>(rank)]; }
   Status check() const;
 
@@ -242,6 +254,7 @@ class OffloadScheduler {
   void unpin(Request& request, size_t from);
   void end_request(uint32_t request);
   void enqueue_by_priority(Way way);  // enqueues queued_
+  std::vector<TransferHandle> enqueue_in_batches(const OffloadQueue::Enqueue& how, std::span<const QueuedBlock> blocks);
   bool is_committed(uint64_t candidate) const;
   bool accepting(StoreId store) const { return refusing_[static_cast<size_t>(store)] == 0; }
 
@@ -251,6 +264,7 @@ class OffloadScheduler {
   void commit_loads(bool flush);
   void commit_down(bool flush);
   void commit_on(Way way, StoreId store, bool flush);
+  void commit_up(bool flush);
   void commit_asks();
   void commit_into(StoreId store);
   void reinsert_used();
@@ -301,11 +315,13 @@ class OffloadScheduler {
   std::vector<JobBlock> again_;  // to be reinserted; a step without memory leaves them
   std::vector<Slot> kept_;       // host slots pinned by backing()
   std::vector<HostBlock> host_;  // by host slot; empty without a disk
+  std::function<bool()> on_no_room_;
   BlockEvents events_;
   OffloadTimes times_;
   std::array<std::pair<uint64_t, uint64_t>, 2> told_{};  // last event for host memory and disk
   // Scratch of one call; kept for their memory.
   std::vector<BlockLocations> places_;
+  std::vector<BlockKey> keys_;
   std::vector<QueuedBlock> queued_;
   OffloadQueue::Batch batch_;
   std::vector<int32_t> blocks_;

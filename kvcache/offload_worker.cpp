@@ -125,8 +125,8 @@ Status OffloadWorker::check(const TransferPlan& plan) const {
     if (!within(plan.from, job, from) || !within(plan.to, job, to))
       return wrong_plan(
           fmt::format("has a {} with a block or slot that rank {} does not have", name(job.kind), options_.rank));
-    if (job.kind == PlanKind::kMove && job.other == StoreId::kHost)
-      return wrong_plan(fmt::format("moves into the store {}", name(job.other)));
+    if (job.kind == PlanKind::kMove && job.store == StoreId::kHost && job.other == StoreId::kHost)
+      return wrong_plan("moves blocks within host memory");
     keys += job.keyed() ? job.count : 0;
   }
   return keys == plan.keys.size() ? ok() : Status(wrong_plan("has other keys than its jobs need"));

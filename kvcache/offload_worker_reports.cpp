@@ -84,16 +84,17 @@ bool OffloadWorker::report_job(OffloadJob& running, const JobResult& result, Tra
 BlockOutcome OffloadWorker::outcome_of(const OffloadJob& running, size_t i, const ChunkTransfer& chunk) {
   const PlannedJob& planned = running.planned;
   if (chunk.outcome == BlockOutcome::kTransferred) {
-    if (planned.kind != PlanKind::kPut || planned.store != StoreId::kHost) return chunk.outcome;
+    const bool writes = planned.kind == PlanKind::kPut || planned.kind == PlanKind::kMove;
+    if (!writes || planned.target() != StoreId::kHost) return chunk.outcome;
     host_digests_[static_cast<size_t>(running.to[i])] = chunk.saved.digest;
-    if (!host_->traits().addressable) return chunk.outcome;
+    if (planned.kind == PlanKind::kMove || !host_->traits().addressable) return chunk.outcome;
     return host_->placed(running.to[i], chunk.saved.digest) ? chunk.outcome : BlockOutcome::kFailed;
   }
   if (chunk.outcome != BlockOutcome::kFailed || planned.kind == PlanKind::kPut) return chunk.outcome;
   if (planned.kind == PlanKind::kFind)
     return chunk.status.error().code == Code::kNotFound ? BlockOutcome::kAbsent : chunk.outcome;
-  const bool damaged = is_bad_record(chunk.status.error()) &&
-                       (planned.kind == PlanKind::kGet || chunk.status.error().code == Code::kCorruption);
+  const bool up = planned.kind == PlanKind::kGet || planned.target() == StoreId::kHost;  // only reads can have failed
+  const bool damaged = is_bad_record(chunk.status.error()) && (up || chunk.status.error().code == Code::kCorruption);
   return damaged ? BlockOutcome::kDamaged : chunk.outcome;
 }
 

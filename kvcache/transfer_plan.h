@@ -52,7 +52,10 @@ struct PlannedJob {
   uint32_t count = 0;
   StoreId target() const { return kind == PlanKind::kMove ? other : store; }
   // Return whether the job has keys: to store beside the bytes, or to look up. `keys` has them job after job.
-  bool keyed() const { return kind == PlanKind::kGet ? store == StoreId::kRemote : target() != StoreId::kHost; }
+  bool keyed() const {
+    const bool reads_remote = (kind == PlanKind::kGet || kind == PlanKind::kMove) && store == StoreId::kRemote;
+    return reads_remote || (kind != PlanKind::kGet && target() != StoreId::kHost);
+  }
   friend bool operator==(const PlannedJob&, const PlannedJob&) = default;
 };
 

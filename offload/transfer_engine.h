@@ -141,9 +141,12 @@ class TransferEngine {
   void tell_begun(const Batch& batch) const noexcept;
   void record_result(const Batch& batch, int64_t began, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
   void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);
+  // Return the lane of the slowest store that the job uses.
   static LaneNumber lane_of(const Job& job) {
-    if (job.store == nullptr || job.store->traits().in_memory) return kMemory;
-    return job.store->traits().shared ? kRemote : kDisk;
+    const RecordStore* const store =
+        job.source != nullptr && job.store != nullptr && job.store->traits().in_memory ? job.source : job.store;
+    if (store == nullptr || store->traits().in_memory) return kMemory;
+    return store->traits().shared ? kRemote : kDisk;
   }
   void wait_until_idle(const Worker& worker) TORPOR_REQUIRES(mutex_);
   static JobResult result_of(JobRecord& record) noexcept;

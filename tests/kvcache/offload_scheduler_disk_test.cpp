@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Blocks on disk, as the scheduler sees them: on from host memory, found after a restart, used and written again.
+#include <filesystem>
+#include <fstream>
+
 #include "tests/kvcache/offload_scheduler_scene.h"
 
 namespace torpor {
@@ -93,6 +96,46 @@ TEST_P(OffloadSchedulerTest, WhatWasLoadedFromDiskIsPromotedWhenItIsOffered) {
   BlockLocations places;
   EXPECT_EQ(rig.scheduler->index().run({&block, 1}, {&places, 1}), 1u);
   EXPECT_TRUE(places.host >= 0 && places.disk >= 0);
+}
+
+TEST_P(OffloadSchedulerTest, BlocksOnDiskComeBackToHostMemoryWhenAskedFor) {
+  OffloadRig& rig = this->rig({.rank = {.host_slots = 4}, .placement = {.disk = true}});
+  for (int32_t block = 0; block < 3; ++block) {
+    rig.compute(block, 10 + static_cast<uint32_t>(block));
+    (void)rig.offer({static_cast<uint32_t>(block)}, {block});
+    rig.drain();
+  }
+  EXPECT_EQ(rig.scheduler->drop(rig.keys_of({0, 1}), StoreId::kHost).dropped, 2u);
+  const std::vector<TransferHandle> brought = rig.scheduler->bring(rig.keys_of({0, 1, 2, 3}), StoreId::kHost);
+  ASSERT_EQ(brought.size(), 1u);  // the third is there already, the fourth nowhere
+  rig.drain();
+  EXPECT_EQ(brought[0].count(BlockOutcome::kTransferred), 2u);
+  std::vector<BlockLocations> places(2);
+  rig.scheduler->index().find_each(rig.keys_of({0, 1}), places);
+  for (const BlockLocations& each : places) EXPECT_TRUE(each.host >= 0 && each.disk >= 0);
+  EXPECT_TRUE(rig.scheduler->bring(rig.keys_of({0, 1, 2}), StoreId::kHost).empty());
+  EXPECT_EQ(rig.scheduler->drop(rig.keys_of({0, 1, 2}), StoreId::kDisk).dropped, 3u);
+  EXPECT_EQ(rig.load({0, 1, 2}, {8, 9, 10}), 3);
+  for (int32_t block = 0; block < 3; ++block) EXPECT_TRUE(rig.all_have(8 + block, 10 + static_cast<uint32_t>(block)));
+}
+
+TEST_P(OffloadSchedulerTest, ABlockThatIsDamagedOnDiskDoesNotComeIntoHostMemory) {
+  OffloadRig& rig = this->rig({.rank = {.host_slots = 4}, .placement = {.disk = true}});
+  rig.compute(0, 10);
+  (void)rig.offer({0}, {0});
+  rig.drain();
+  EXPECT_EQ(rig.scheduler->drop(rig.keys_of({0}), StoreId::kHost).dropped, 1u);
+  rig.drain();
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(temporary_ / "store")) {
+    if (!entry.is_regular_file()) continue;
+    const std::string zeros(entry.file_size(), '\0');
+    std::ofstream(entry.path(), std::ios::in | std::ios::out | std::ios::binary) << zeros;
+  }
+  const std::vector<TransferHandle> brought = rig.scheduler->bring(rig.keys_of({0}), StoreId::kHost);
+  rig.drain();
+  ASSERT_EQ(brought.size(), 1u);
+  EXPECT_EQ(brought[0].count(BlockOutcome::kDamaged), 1u);
+  EXPECT_EQ(rig.hits({0}), 0);
 }
 
 TEST_P(OffloadSchedulerTest, WithADiskAloneBlocksGoThereAtOnce) {

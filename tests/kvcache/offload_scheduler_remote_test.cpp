@@ -66,6 +66,31 @@ TEST_F(RemoteTest, WhatOneComputedAnotherFindsOnEveryRank) {
   EXPECT_TRUE(other->scheduler->finished(request));
 }
 
+TEST_F(RemoteTest, BlocksComeBackToHostMemoryWhenAskedFor) {
+  const auto rig = engine();
+  store(*rig, {1, 2});
+  EXPECT_EQ(rig->scheduler->drop(rig->keys_of({1, 2}), StoreId::kHost).dropped, 2u);
+  const std::vector<TransferHandle> brought = rig->scheduler->bring(rig->keys_of({1, 2}), StoreId::kHost);
+  rig->drain();
+  ASSERT_EQ(brought.size(), 1u);
+  EXPECT_EQ(brought[0].count(BlockOutcome::kTransferred), 2u);
+  shared_.gone = true;
+  EXPECT_EQ(rig->load({1, 2}, {5, 6}), 2);
+  EXPECT_TRUE(rig->all_have(5, 101) && rig->all_have(6, 102));
+}
+
+TEST_F(RemoteTest, ABlockThatTheStoreHasNoMoreIsForgotten) {
+  const auto rig = engine();
+  store(*rig, {1});
+  EXPECT_EQ(rig->scheduler->drop(rig->keys_of({1}), StoreId::kHost).dropped, 1u);
+  shared_.blocks.clear();
+  const std::vector<TransferHandle> brought = rig->scheduler->bring(rig->keys_of({1}), StoreId::kHost);
+  rig->drain();
+  ASSERT_EQ(brought.size(), 1u);
+  EXPECT_EQ(brought[0].count(BlockOutcome::kDamaged), 1u);
+  EXPECT_EQ(rig->hits({1}), 0);
+}
+
 TEST_F(RemoteTest, PrioritiesHoldOnTheWayOutToo) {
   const auto rig = engine();
   rig->compute(0, 100);

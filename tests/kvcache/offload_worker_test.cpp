@@ -108,10 +108,10 @@ TEST_P(OffloadWorkerTest, S4APlanForAnotherRankThanThisIsRefusedWhole) {
   EXPECT_TRUE(refused(plan_of(1, PlanKind::kGet, StoreId::kDisk, {16}, {0}), "get"));
   EXPECT_TRUE(refused(plan_of(1, PlanKind::kPut, StoreId::kRemote, {0}, {0}), "put"));
   EXPECT_TRUE(refused({.number = 1, .dropped = {{StoreId::kDisk, 4}}}, "drops"));
-  TransferPlan back = plan_of(1, PlanKind::kMove, StoreId::kDisk, {0}, {0});
-  back.jobs[0].other = StoreId::kHost;
-  back.keys.clear();
-  EXPECT_TRUE(refused(back, "moves into the store host"));
+  TransferPlan within = plan_of(1, PlanKind::kMove, StoreId::kHost, {0}, {1});
+  within.jobs[0].other = StoreId::kHost;
+  within.keys.clear();
+  EXPECT_TRUE(refused(within, "moves blocks within host memory"));
   EXPECT_TRUE(rank.worker().idle());
   rank.fill(0, 1);
   expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0}, {0})), 1);

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+// Residency: where the blocks of finished sessions lie, by call: demote, prefetch, retain, pin and evict.
+//
+// A call answers at once. What it copies goes through OffloadScheduler's queue: advance(), called in each step before
+// plan_step(), takes the action on until it is done.
+//
+//   demote    copies the blocks to the tier, and frees those nearer to the engine after every rank has proved its copy
+//   prefetch  copies blocks of disk and of the remote store to host memory
+//   retain    keeps blocks in host memory for a time; if others need the room, the lowest priority makes it first
+//   pin       the same, and makes no room; within the budget of all holds
+//   evict     drops the blocks from all tiers of this engine, and forgets the session
+//
+// All of them are hints about copies: a block that is lost is computed again, with the same tokens. A block that
+// another session wants in a tier nearer to the engine stays there.
+//
+// Owner and threads: the engine scheduler's thread, as OffloadScheduler. Failure: a call that is wrong returns
+// kInvalidArgument; what cannot be done now has an outcome with its reason.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvcache/offload_scheduler.h"
+#include "kvcache/session_index.h"
+
+namespace torpor {
+
+// The engine's prefix cache on the device.
+class DeviceCache {
+ public:
+  virtual ~DeviceCache() = default;
+  // Return a block that a lookup of this key finds; -1: none.
+  virtual int32_t find(const BlockKey& key) const = 0;
+  struct Evicted {
+    uint64_t blocks = 0;
+    uint64_t in_use = 0;  // a request has them: they stay
+  };
+  // Have no lookup find the blocks of this key, but for those that a request uses.
+  virtual Evicted evict(const BlockKey& key) = 0;
+};
+
+struct ResidencyOptions {
+  SessionIndexOptions index;
+  uint32_t groups = 1;     // KV cache groups of the engine
+  double pin_share = 0.5;  // of the host slots: most that all sessions hold; one tenant: index.tenant_share of that
+  std::chrono::seconds most_ttl{86400};
+  Status validate() const;  // kInvalidArgument names the option
+};
+
+enum class SessionVerb : uint8_t { kDemote, kPrefetch, kRetain, kPin, kEvict };
+inline constexpr size_t kSessionVerbs = 5;
+std::string_view name(SessionVerb verb);  // "demote", …
+
+// kClipped: a part was done. kDeferred: call again later. kRejected: it cannot be done. kMissing: no such session.
+enum class SessionOutcome : uint8_t { kAccepted, kClipped, kDeferred, kRejected, kMissing };
+std::string_view name(SessionOutcome outcome);  // "accepted", …
+
+struct SessionCall {
+  SessionVerb verb = SessionVerb::kDemote;
+  SessionName name;
+  StoreId to = StoreId::kHost;         // kDemote
+  std::chrono::nanoseconds seconds{};  // kRetain, kPin: how long; kPrefetch: the deadline, 0: none
+  int32_t priority = 0;                // kRetain
+  std::string action;                  // an id of this call; empty: it is not repeated
+  friend bool operator==(const SessionCall&, const SessionCall&) = default;
+};
+
+struct SessionAnswer {
+  SessionOutcome outcome = SessionOutcome::kAccepted;
+  std::string reason;     // unless it is accepted as a whole
+  bool done = true;       // false: ask answer() again
+  bool repeated = false;  // the answer of an earlier call of the same action
+  uint64_t blocks = 0;    // in the tier; kEvict: dropped
+  uint64_t freed = 0;     // freed from the device
+  uint64_t kept = 0;      // not freed: requests or other sessions want them
+  uint64_t epoch = 0;     // of the session
+  std::string action;
+};
+
+struct SessionView {
+  SessionName name;
+  uint64_t epoch = 0;
+  Residence residence = Residence::kDevice;
+  uint64_t prefixes = 0;
+  uint64_t blocks = 0;  // different ones, of all groups
+  uint64_t device = 0;  // of these, in each tier
+  uint64_t host = 0;
+  uint64_t disk = 0;
+  uint64_t remote = 0;
+  uint64_t running = 0;  // requests
+  bool held = false;
+  bool pinned = false;  // held hard
+  int32_t priority = 0;
+  double seconds_left = 0;  // of the hold
+  uint64_t held_blocks = 0;
+};
+
+struct ResidencyCounts {
+  // By verb and residence: blocks that were in the tier when an action was done.
+  std::array<std::array<uint64_t, kResidences>, kSessionVerbs> blocks{};
+  uint64_t freed = 0;
+  uint64_t forgotten = 0;
+  uint64_t sessions = 0;
+  uint64_t held = 0;  // host slots
+  uint64_t index_bytes = 0;
+};
+
+class Residency {
+ public:
+  static constexpr size_t kMostActions = 4096;  // whose answers are remembered
+
+  // All outlive the result. kInvalidArgument: invalid options.
+  static Result<std::unique_ptr<Residency>> create(const ResidencyOptions& options, OffloadScheduler& scheduler,
+                                                   DeviceCache& device, const Clock& clock);
+  ~Residency();
+
+  // A request of the session begins, and ends. `chain`: the hashes of its full blocks that were computed; empty: none.
+  // Here and below, `after_step` is the last step that the engine began: blocks are read once it is acknowledged.
+  void begin(const SessionName& name);
+  void finished(const SessionName& name, std::span<const BlockHash> chain, uint64_t after_step);
+  Result<SessionAnswer> call(const SessionCall& call, uint64_t after_step);
+  // Return the present answer of an action. kNotFound: there is none of this tenant.
+  Result<SessionAnswer> answer(const std::string& tenant, const std::string& action) const;
+  void advance(uint64_t after_step);
+  // Return whether an action is not done: the engine must go on stepping.
+  bool busy() const { return !pending_.empty(); }
+  // Return whether a session holds blocks, so that advance() has ends to look for.
+  bool holds() const { return next_expiry_ != Time::max(); }
+  // The blocks are not found any more. Forgets all sessions.
+  void reset();
+
+  // Return the sessions of a tenant, the most recently used first; of all if it is null.
+  std::vector<SessionView> list(const std::string* tenant);
+  ResidencyCounts counts() const;
+  Status check() const;
+
+ private:
+  using Time = std::chrono::nanoseconds;
+  struct Action {
+    SessionCall call;
+    SessionAnswer answer;
+    std::vector<BlockKey> keys;
+    std::vector<TransferHandle> handles;
+    Time deadline{};  // 0: none
+    int rounds = 0;
+    bool late = false;     // its deadline has passed
+    bool stopped = false;  // what it is for is no more wanted
+    bool clipped = false;  // keys are fewer than the session has
+    std::string problem;   // why blocks were not copied
+  };
+  using ActionName = std::pair<std::string, std::string>;  // tenant, action
+  struct Hop {
+    std::vector<BlockKey> down;   // from the device
+    std::vector<int32_t> blocks;  // of `down`
+    std::array<std::vector<BlockKey>, kStores> into;
+    bool coming = false;  // another copy is on its way
+    bool none() const { return down.empty() && into[0].empty() && into[1].empty() && into[2].empty(); }
+  };
+
+  Residency(const ResidencyOptions& options, OffloadScheduler& scheduler, DeviceCache& device, const Clock& clock)
+      : options_(options), scheduler_(scheduler), device_(device), clock_(clock), index_(options.index) {}
+  Status check_call(const SessionCall& call) const;
+  bool has(StoreId store) const;
+  std::vector<BlockKey> keys_of(const Session& session) const;
+  std::vector<BlockLocations> find_each(std::span<const BlockKey> keys) const;
+  bool is_on_device(const BlockKey& key) const { return device_.find(key) >= 0; }
+
+  // residency_actions.cpp
+  Action& remember(std::unique_ptr<Action> action);
+  SessionAnswer begin_action(const SessionCall& call, Session& session, uint64_t after_step);
+  bool advance(Action& action, uint64_t after_step);
+  Hop next_hop(const Action& action) const;
+  bool is_there(const Action& action, const BlockKey& key, const BlockLocations& places) const;
+  void start(Action& action, const Hop& hop, uint64_t after_step);
+  void finish(Action& action);
+  void finish_demotion(Action& action, Session* session);
+  SessionAnswer evict(Session& session);
+  void stop_actions(const SessionName& name, std::string_view why);
+
+  void begin_hold(Action& action, Session& session);
+  int64_t allowed_blocks(const Session& session, bool hard, int64_t wanted);
+  void place_hold(const Action& action);
+  void release(Session& session);
+  bool release_softest(const Session* except);
+  void end_forgotten();
+  void expire();
+
+  const ResidencyOptions options_;
+  OffloadScheduler& scheduler_;
+  DeviceCache& device_;
+  const Clock& clock_;
+  SessionIndex index_;
+  std::map<SessionName, uint64_t> running_;  // requests
+  std::map<ActionName, std::unique_ptr<Action>> actions_;
+  std::list<ActionName> order_;  // of actions_, the oldest first
+  std::list<Action*> pending_;
+  uint64_t named_ = 0;  // actions that were given an id here
+  Time next_expiry_ = Time::max();
+  int64_t held_ = 0;  // host slots, over all sessions
+  ResidencyCounts counts_;
+};
+
+}  // namespace torpor

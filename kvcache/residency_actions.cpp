@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0
+// Residency: its calls, and how their actions go on from step to step.
+#include <algorithm>
+
+#include <fmt/core.h>
+
+#include "kvcache/residency.h"
+
+namespace torpor {
+namespace {
+
+// A block needs three copies at most (up, down, on); each may fail once for a reason of the moment.
+constexpr int kMostRounds = 6;
+constexpr size_t kMostActionBytes = 128;
+
+Residence residence_of(StoreId store) { return static_cast<Residence>(static_cast<uint8_t>(store) + 1); }
+
+SessionAnswer refusal(SessionOutcome outcome, std::string reason, const SessionCall& call) {
+  return {.outcome = outcome, .reason = std::move(reason), .action = call.action};
+}
+
+}  // namespace
+
+Status Residency::check_call(const SessionCall& call) const {
+  const auto wrong = [](std::string what, std::string next) {
+    return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)};
+  };
+  if (call.name.id.empty() || call.name.id.size() > kMostSessionNameBytes)
+    return wrong(fmt::format("a session id of {} bytes", call.name.id.size()),
+                 fmt::format("use 1 to {}", kMostSessionNameBytes));
+  if (call.action.size() > kMostActionBytes)
+    return wrong(fmt::format("an action id of {} bytes", call.action.size()),
+                 fmt::format("use at most {}", kMostActionBytes));
+  const bool holds = call.verb == SessionVerb::kRetain || call.verb == SessionVerb::kPin;
+  if (holds && call.seconds.count() <= 0) return wrong("the ttl is not more than 0 seconds", "give how long");
+  if (call.verb == SessionVerb::kPrefetch && call.seconds.count() < 0)
+    return wrong("the deadline is less than 0 seconds", "give how long, or leave it out");
+  return ok();
+}
+
+Result<SessionAnswer> Residency::call(const SessionCall& call, uint64_t after_step) {
+  return try_catch([&]() -> Result<SessionAnswer> {
+    TORPOR_RETURN_IF_ERROR(check_call(call));
+    expire();
+    if (!call.action.empty()) {
+      if (const auto known = actions_.find({call.name.tenant, call.action}); known != actions_.end()) {
+        if (known->second->call != call) {
+          return Error{.code = Code::kInvalidArgument,
+                       .what = fmt::format("the action id {} was given to another call", call.action),
+                       .next_step = "give each call an id of its own"};
+        }
+        SessionAnswer answer = known->second->answer;
+        answer.repeated = true;
+        return answer;
+      }
+    }
+    Session* const session = index_.find(call.name);
+    if (session == nullptr)
+      return refusal(SessionOutcome::kMissing, fmt::format("there is no session {}", call.name.id), call);
+    if (running_.contains(call.name) && (call.verb == SessionVerb::kDemote || call.verb == SessionVerb::kEvict))
+      return refusal(SessionOutcome::kDeferred, "a request of the session is running", call);
+    const bool into_host = call.verb != SessionVerb::kDemote && call.verb != SessionVerb::kEvict;
+    const StoreId to = into_host ? StoreId::kHost : call.to;
+    if (call.verb != SessionVerb::kEvict && !has(to))
+      return refusal(SessionOutcome::kRejected, fmt::format("this engine has no tier {}", torpor::name(to)), call);
+    index_.touch(*session);
+    if (call.verb == SessionVerb::kEvict) {
+      auto made = std::make_unique<Action>();
+      made->call = call;
+      made->answer = evict(*session);
+      made->answer.action = call.action;
+      return call.action.empty() ? made->answer : remember(std::move(made)).answer;
+    }
+    return begin_action(call, *session, after_step);
+  });
+}
+
+Result<SessionAnswer> Residency::answer(const std::string& tenant, const std::string& action) const {
+  const auto known = actions_.find({tenant, action});
+  if (known != actions_.end()) return known->second->answer;
+  return Error{.code = Code::kNotFound,
+               .what = fmt::format("there is no action {}", action),
+               .next_step = "make the call again"};
+}
+
+SessionAnswer Residency::begin_action(const SessionCall& call, Session& session, uint64_t after_step) {
+  auto made = std::make_unique<Action>();
+  Action& action = *made;
+  action.call = call;
+  if (action.call.action.empty()) action.call.action = fmt::format("#{}", ++named_);
+  action.answer = {.done = false, .epoch = session.epoch, .action = action.call.action};
+  action.keys = keys_of(session);
+  if (call.verb == SessionVerb::kPrefetch && call.seconds.count() > 0) action.deadline = clock_.now() + call.seconds;
+  if (call.verb == SessionVerb::kRetain || call.verb == SessionVerb::kPin) begin_hold(action, session);
+  if (call.verb == SessionVerb::kDemote) {  // the newer call counts
+    stop_actions(call.name, "the session was demoted meanwhile");
+    if (call.to != StoreId::kHost) release(session);
+  }
+  (void)remember(std::move(made));
+  if (!advance(action, after_step)) pending_.push_back(&action);
+  return action.answer;
+}
+
+// Keep the action, so that its answer can be asked for; forget the oldest ones that are done.
+Residency::Action& Residency::remember(std::unique_ptr<Action> action) {
+  const ActionName name(action->call.name.tenant, action->call.action);
+  Action& kept = *(actions_[name] = std::move(action));
+  order_.push_back(name);
+  for (auto at = order_.begin(); order_.size() > kMostActions && at != order_.end();) {
+    const auto old = actions_.find(*at);
+    if (old != actions_.end() && !old->second->answer.done) {
+      ++at;
+      continue;
+    }
+    if (old != actions_.end()) actions_.erase(old);
+    at = order_.erase(at);
+  }
+  return kept;
+}
+
+void Residency::begin_hold(Action& action, Session& session) {
+  const bool hard = action.call.verb == SessionVerb::kPin;
+  const bool long_ttl = action.call.seconds > options_.most_ttl;
+  const Time ttl = long_ttl ? Time(options_.most_ttl) : action.call.seconds;
+  const auto wanted = static_cast<int64_t>(action.keys.size());
+  const auto allowed = static_cast<size_t>(allowed_blocks(session, hard, wanted));
+  if (allowed < action.keys.size()) {
+    action.clipped = true;
+    action.problem = fmt::format("the budget of what sessions hold has room for {} of {} blocks", allowed, wanted);
+    action.keys.resize(allowed);
+  } else if (long_ttl) {
+    action.clipped = true;
+    action.problem = fmt::format("the ttl is {} s at most", options_.most_ttl.count());
+  }
+  const std::set<Slot> before = std::exchange(session.hold.slots, {});
+  session.hold.hard = hard;
+  session.hold.priority = action.call.priority;
+  session.hold.until = clock_.now() + ttl;
+  session.held = true;
+  next_expiry_ = std::min(next_expiry_, session.hold.until);
+  place_hold(action);
+  for (const Slot slot : before) scheduler_.index().unpin(StoreId::kHost, slot);
+  held_ -= static_cast<int64_t>(before.size());
+}
+
+void Residency::advance(uint64_t after_step) {
+  expire();
+  for (auto at = pending_.begin(); at != pending_.end();) at = advance(**at, after_step) ? pending_.erase(at) : ++at;
+}
+
+// Take the action one copy further. Return whether it is done.
+bool Residency::advance(Action& action, uint64_t after_step) {
+  if (action.deadline.count() > 0 && clock_.now() >= action.deadline && !action.late) {
+    action.late = true;
+    for (TransferHandle& handle : action.handles) handle.cancel();
+  }
+  const bool holds = action.call.verb == SessionVerb::kRetain || action.call.verb == SessionVerb::kPin;
+  if (holds) place_hold(action);
+  for (const TransferHandle& handle : action.handles) {
+    if (handle.status() != TransferStatus::kDone) return false;
+  }
+  for (const TransferHandle& handle : action.handles) {
+    for (int i = 0; i < kBlockOutcomes; ++i) {
+      const auto outcome = static_cast<BlockOutcome>(i);
+      if (handle.count(outcome) == 0 || outcome == BlockOutcome::kTransferred || outcome == BlockOutcome::kPresent ||
+          outcome == BlockOutcome::kCancelled)
+        continue;
+      action.problem = handle.cause() ? std::string(torpor::name(outcome)) : handle.cause().error().what;
+    }
+  }
+  action.handles.clear();
+  if (!action.late && !action.stopped) {
+    const Hop hop = next_hop(action);
+    if (!hop.none() && action.rounds < kMostRounds) {
+      ++action.rounds;
+      start(action, hop, after_step);
+      return false;
+    }
+    if (hop.none() && hop.coming) return false;
+  }
+  finish(action);
+  return true;
+}
+
+// Return whether the block is where the action wants it, or farther from the engine.
+bool Residency::is_there(const Action& action, const BlockKey& key, const BlockLocations& places) const {
+  if (action.call.verb == SessionVerb::kPrefetch) return places.host >= 0 || is_on_device(key);
+  if (action.call.verb != SessionVerb::kDemote) return places.host >= 0;
+  if (action.call.to == StoreId::kHost) return places.anywhere();
+  if (action.call.to == StoreId::kRemote) return places.remote >= 0;
+  return places.disk >= 0 || (places.host < 0 && places.remote >= 0);
+}
+
+// Return the next copy of each block that is not there. A block that is nowhere needs none.
+Residency::Hop Residency::next_hop(const Action& action) const {
+  const std::vector<BlockLocations> places = find_each(action.keys);
+  const StoreId to = action.call.verb == SessionVerb::kDemote ? action.call.to : StoreId::kHost;
+  Hop hop;
+  for (size_t i = 0; i < action.keys.size(); ++i) {
+    const BlockKey& key = action.keys[i];
+    const BlockLocations& at = places[i];
+    if (is_there(action, key, at)) continue;
+    const StoreId below = has(StoreId::kHost) ? StoreId::kHost : StoreId::kDisk;  // of the device
+    if (to != StoreId::kHost && at.host >= 0) {
+      if (scheduler_.index().is_coming(to, key)) {
+        hop.coming = true;
+      } else {
+        hop.into[static_cast<size_t>(to)].push_back(key);
+      }
+      continue;
+    }
+    if (scheduler_.index().is_coming(below, key)) {
+      hop.coming = true;
+      continue;
+    }
+    const int32_t block = device_.find(key);
+    if (block >= 0) {
+      hop.down.push_back(key);
+      hop.blocks.push_back(block);
+    } else if (at.anywhere() && has(StoreId::kHost)) {
+      hop.into[static_cast<size_t>(StoreId::kHost)].push_back(key);
+    }
+  }
+  return hop;
+}
+
+void Residency::start(Action& action, const Hop& hop, uint64_t after_step) {
+  const auto add = [&](std::vector<TransferHandle> handles) {
+    action.handles.insert(action.handles.end(), handles.begin(), handles.end());
+  };
+  if (!hop.down.empty()) add(scheduler_.copy_down(hop.down, hop.blocks, after_step));
+  for (const StoreId store : {StoreId::kHost, StoreId::kDisk, StoreId::kRemote}) {
+    const std::vector<BlockKey>& keys = hop.into[static_cast<size_t>(store)];
+    if (!keys.empty()) add(scheduler_.bring(keys, store));
+  }
+}
+
+void Residency::finish(Action& action) {
+  Session* const session = index_.find(action.call.name);
+  SessionAnswer& answer = action.answer;
+  if (action.call.verb == SessionVerb::kDemote && !action.stopped) {
+    finish_demotion(action, session);
+  } else {
+    const std::vector<BlockLocations> places = find_each(action.keys);
+    uint64_t missing = 0;
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (is_there(action, action.keys[i], places[i])) {
+        ++answer.blocks;
+      } else {
+        ++missing;
+      }
+    }
+    if (missing > 0) {
+      answer.outcome = SessionOutcome::kClipped;
+      answer.reason = fmt::format("{} of {} blocks are not in host memory{}{}", missing, places.size(),
+                                  action.problem.empty() ? "" : ": ", action.problem);
+    }
+    if (session != nullptr && session->residence > Residence::kHost && !action.stopped)
+      index_.move_to(*session, Residence::kHost);
+  }
+  if (action.clipped && answer.outcome == SessionOutcome::kAccepted) {
+    answer.outcome = SessionOutcome::kClipped;
+    answer.reason = action.problem;
+  }
+  if (action.late && answer.outcome == SessionOutcome::kClipped) answer.reason = "the deadline has passed";
+  if (action.stopped) {
+    answer.outcome = SessionOutcome::kClipped;
+    answer.reason = action.problem;
+  }
+  if (session != nullptr) answer.epoch = session->epoch;
+  answer.done = true;
+  const bool demotes = action.call.verb == SessionVerb::kDemote;
+  const Residence to = demotes ? residence_of(action.call.to) : Residence::kHost;
+  counts_.blocks[static_cast<size_t>(action.call.verb)][static_cast<size_t>(to)] += answer.blocks;
+  action.keys = {};
+}
+
+// Every copy is proven: free what lies nearer to the engine, unless somebody wants it there.
+void Residency::finish_demotion(Action& action, Session* session) {
+  SessionAnswer& answer = action.answer;
+  const StoreId to = action.call.to;
+  const bool begun_again = running_.contains(action.call.name);
+  if (session != nullptr && !begun_again) index_.move_to(*session, residence_of(to));
+  const std::vector<BlockLocations> places = find_each(action.keys);
+  std::array<std::vector<BlockKey>, kStores> dropped;
+  uint64_t missing = 0;
+  uint64_t somewhere = 0;
+  for (size_t i = 0; i < action.keys.size(); ++i) {
+    const BlockKey& key = action.keys[i];
+    const bool there = is_there(action, key, places[i]);
+    const bool lost = !there && !places[i].anywhere() && !is_on_device(key);
+    somewhere += lost ? 0 : 1;
+    answer.blocks += there ? 1 : 0;
+    missing += there || lost ? 0 : 1;
+    if (!there || begun_again) continue;
+    if (index_.wanted(key.hash, Residence::kDevice)) {
+      answer.kept += is_on_device(key) ? 1 : 0;
+    } else {
+      const DeviceCache::Evicted evicted = device_.evict(key);
+      answer.freed += evicted.blocks;
+      answer.kept += evicted.in_use;
+    }
+    for (const StoreId nearer : {StoreId::kHost, StoreId::kDisk}) {
+      if (nearer < to && !index_.wanted(key.hash, residence_of(nearer)))
+        dropped[static_cast<size_t>(nearer)].push_back(key);
+    }
+  }
+  for (const StoreId nearer : {StoreId::kHost, StoreId::kDisk}) {
+    const std::vector<BlockKey>& keys = dropped[static_cast<size_t>(nearer)];
+    if (!keys.empty()) answer.kept += scheduler_.drop(keys, nearer).pinned;
+  }
+  counts_.freed += answer.freed;
+  if (begun_again) {
+    answer.outcome = SessionOutcome::kClipped;
+    answer.reason = "a request of the session began meanwhile: nothing was freed";
+  } else if (missing > 0) {
+    answer.outcome = SessionOutcome::kClipped;
+    answer.reason = fmt::format("{} of {} blocks were not copied, and stay{}{}", missing, action.keys.size(),
+                                action.problem.empty() ? "" : ": ", action.problem);
+  } else if (somewhere == 0) {
+    answer.outcome = SessionOutcome::kMissing;
+    answer.reason = "no tier has a block of the session any more";
+  }
+}
+
+SessionAnswer Residency::evict(Session& session) {
+  stop_actions(session.name, "the session was evicted meanwhile");
+  release(session);
+  const std::vector<BlockKey> keys = keys_of(session);
+  SessionAnswer answer{.epoch = session.epoch};
+  index_.forget(session);  // so that only others count
+  std::vector<BlockKey> dropped;
+  for (const BlockKey& key : keys) {
+    if (index_.wanted(key.hash, Residence::kRemote)) {
+      ++answer.kept;
+      continue;
+    }
+    const DeviceCache::Evicted evicted = device_.evict(key);
+    answer.freed += evicted.blocks;
+    answer.kept += evicted.in_use;
+    dropped.push_back(key);
+  }
+  for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
+    const DroppedKeys done = scheduler_.drop(dropped, store);
+    answer.blocks += done.dropped;
+    answer.kept += done.pinned;
+  }
+  counts_.freed += answer.freed;
+  counts_.blocks[static_cast<size_t>(SessionVerb::kEvict)][static_cast<size_t>(Residence::kDevice)] += answer.freed;
+  counts_.blocks[static_cast<size_t>(SessionVerb::kEvict)][static_cast<size_t>(Residence::kHost)] += answer.blocks;
+  return answer;
+}
+
+// End the session's actions as soon as what they have begun has ended.
+void Residency::stop_actions(const SessionName& name, std::string_view why) {
+  for (Action* action : pending_) {
+    if (action->call.name != name) continue;
+    action->stopped = true;
+    action->problem = why;
+    for (TransferHandle& handle : action->handles) handle.cancel();
+  }
+}
+
+}  // namespace torpor

@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sessions that are demoted, prefetched, retained, pinned and evicted, over ranks with real stores. In no step is a
+// block nowhere.
+#include "kvcache/residency.h"
+
+#include "tests/kvcache/offload_rig.h"
+#include "tests/kvcache/shared_store.h"
+#include "tests/support/temporary_directory.h"
+
+namespace torpor {
+namespace {
+
+using namespace test;
+using namespace std::chrono_literals;
+
+// A device block has the key that was computed into it last.
+class FakeDeviceCache final : public DeviceCache {
+ public:
+  explicit FakeDeviceCache(FakeDeviceBlocks& blocks) : blocks_(blocks) {}
+  int32_t find(const BlockKey& key) const override {
+    const auto found = by_key_.find(key);
+    return found == by_key_.end() ? -1 : found->second;
+  }
+  Evicted evict(const BlockKey& key) override {
+    const auto found = by_key_.find(key);
+    if (found == by_key_.end()) return {};
+    if (in_use_.contains(found->second)) return {.in_use = 1};
+    EXPECT_EQ(blocks_.holds(found->second), 0) << "a copy still reads the block";
+    blocks_.clear(found->second);
+    by_key_.erase(found);
+    return {.blocks = 1};
+  }
+  void enter(const BlockKey& key, int32_t block) { by_key_[key] = block; }
+  void use(int32_t block) { in_use_.insert(block); }
+
+ private:
+  FakeDeviceBlocks& blocks_;
+  std::map<BlockKey, int32_t, BlockKeyLess> by_key_;
+  std::set<int32_t> in_use_;
+};
+
+class ResidencyTest : public ::testing::Test {
+ protected:
+  // The placement stores nothing by itself where a test has not asked for it.
+  void open(OffloadRankOptions rank, ResidencyOptions options = {}, PlacementOptions placement = {}) {
+    rank.directory = temporary_ / "store";
+    OffloadRigOptions with{.rank = std::move(rank), .placement = placement};
+    with.scheduler.queue.min_batch_size = 1;
+    with.scheduler.queue.max_batch_size = 2;
+    rig_ = std::make_unique<OffloadRig>(std::move(with));
+    device_ = std::make_unique<FakeDeviceCache>(rig_->device);
+    residency_ = value_of(Residency::create(options, *rig_->scheduler, *device_, rig_->clock));
+  }
+  void TearDown() override {
+    if (residency_ == nullptr) return;
+    EXPECT_SUCCEEDS(residency_->check());
+    EXPECT_SUCCEEDS(rig_->scheduler->check());
+    EXPECT_EQ(residency_->counts().held, held_at_end_);
+    residency_.reset();
+  }
+  // A request of the session computes these blocks, key n in device block n, and ends.
+  void compute(const SessionName& name, const std::vector<uint32_t>& numbers) {
+    residency_->begin(name);
+    std::vector<BlockHash> chain;
+    for (const uint32_t number : numbers) {
+      const BlockKey key = rig_->keys_of({number})[0];
+      if (device_->find(key) < 0) rig_->compute(static_cast<int32_t>(number), 100 + number);
+      device_->enter(key, static_cast<int32_t>(number));
+      chain.push_back(key.hash);
+      known_.insert(number);
+    }
+    residency_->finished(name, chain, 0);
+  }
+  SessionAnswer call(SessionCall call) { return value_of(residency_->call(call, 0)); }
+  // Take steps until nothing is left to do. Return the action's answer.
+  SessionAnswer finish(const SessionAnswer& begun, const std::string& tenant = "t") {
+    for (int step = 0; step < 200 && (residency_->busy() || rig_->scheduler->busy()); ++step) take_step();
+    EXPECT_FALSE(residency_->busy());
+    return value_of(residency_->answer(tenant, begun.action));
+  }
+  void take_step() {
+    residency_->advance(0);
+    rig_->send();
+    for (size_t rank = 0; rank < rig_->ranks.size(); ++rank)
+      EXPECT_SUCCEEDS(rig_->scheduler->apply(rig_->report_of(rank)));
+    EXPECT_SUCCEEDS(rig_->scheduler->check());
+    EXPECT_SUCCEEDS(residency_->check());
+    for (const uint32_t number : known_) EXPECT_TRUE(is_somewhere(number)) << "block " << number;
+  }
+  BlockLocations places_of(uint32_t number) const {
+    std::vector<BlockLocations> places(1);
+    rig_->scheduler->index().find_each(rig_->keys_of({number}), places);
+    return places[0];
+  }
+  bool on_device(uint32_t number) const { return device_->find(rig_->keys_of({number})[0]) >= 0; }
+  bool is_somewhere(uint32_t number) const { return on_device(number) || places_of(number).anywhere(); }
+  void expect_loads(const std::vector<uint32_t>& numbers) {
+    std::vector<int32_t> blocks;
+    for (size_t i = 0; i < numbers.size(); ++i) blocks.push_back(static_cast<int32_t>(10 + i));
+    EXPECT_EQ(rig_->load(numbers, blocks), static_cast<int32_t>(numbers.size()));
+    for (size_t i = 0; i < numbers.size(); ++i) EXPECT_TRUE(rig_->all_have(blocks[i], 100 + numbers[i]));
+  }
+
+  const SessionName a_{.tenant = "t", .id = "a"};
+  const SessionName b_{.tenant = "t", .id = "b"};
+  TemporaryDirectory temporary_;
+  SharedBlocks shared_;
+  std::unique_ptr<OffloadRig> rig_;
+  std::unique_ptr<FakeDeviceCache> device_;
+  std::unique_ptr<Residency> residency_;
+  std::set<uint32_t> known_;
+  uint64_t held_at_end_ = 0;
+};
+
+TEST_F(ResidencyTest, ADemotionCopiesProvesAndThenFrees) {
+  open({.disk_segments = 4, .segment_slots = 4});
+  compute(a_, {0, 1, 2});
+  const SessionAnswer begun = call({.name = a_, .to = StoreId::kHost});
+  EXPECT_FALSE(begun.done);
+  EXPECT_TRUE(on_device(0));  // nothing is freed before it is copied
+  SessionAnswer done = finish(begun);
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks, done.freed, done.kept),
+            std::tuple(SessionOutcome::kAccepted, 3u, 3u, 0u));
+  for (const uint32_t number : {0, 1, 2}) {
+    EXPECT_FALSE(on_device(number));
+    EXPECT_GE(places_of(number).host, 0);
+  }
+  done = finish(call({.name = a_, .to = StoreId::kDisk}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kAccepted, 3u));
+  for (const uint32_t number : {0, 1, 2}) {
+    EXPECT_EQ(places_of(number).host, -1);
+    EXPECT_GE(places_of(number).disk, 0);
+  }
+  expect_loads({0, 1, 2});
+  const std::vector<SessionView> views = residency_->list(&a_.tenant);
+  ASSERT_EQ(views.size(), 1u);
+  EXPECT_EQ(std::tuple(views[0].residence, views[0].blocks, views[0].device, views[0].host, views[0].disk),
+            std::tuple(Residence::kDisk, 3u, 0u, 0u, 3u));
+}
+
+TEST_F(ResidencyTest, FromTheDeviceToDiskInOneCallAndBackToHostMemory) {
+  open({.disk_segments = 4, .segment_slots = 4});
+  compute(a_, {0, 1, 2});
+  SessionAnswer done = finish(call({.name = a_, .to = StoreId::kDisk}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks, done.freed), std::tuple(SessionOutcome::kAccepted, 3u, 3u));
+  EXPECT_EQ(places_of(1).host, -1);
+  done = finish(call({.verb = SessionVerb::kPrefetch, .name = a_}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kAccepted, 3u));
+  for (const uint32_t number : {0, 1, 2}) EXPECT_GE(places_of(number).host, 0);
+  EXPECT_EQ(residency_->list(nullptr)[0].residence, Residence::kHost);
+  const ResidencyCounts counts = residency_->counts();
+  EXPECT_EQ(counts.blocks[static_cast<size_t>(SessionVerb::kDemote)][static_cast<size_t>(Residence::kDisk)], 3u);
+  EXPECT_EQ(counts.blocks[static_cast<size_t>(SessionVerb::kPrefetch)][static_cast<size_t>(Residence::kHost)], 3u);
+}
+
+TEST_F(ResidencyTest, ADemotionToTheSharedStoreAndBack) {
+  open({.remote_slots = 8, .remote = &shared_});
+  compute(a_, {0, 1});
+  SessionAnswer done = finish(call({.name = a_, .to = StoreId::kRemote}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks, done.freed), std::tuple(SessionOutcome::kAccepted, 2u, 2u));
+  EXPECT_EQ(places_of(0).host, -1);
+  EXPECT_EQ(shared_.blocks.size(), 4u);  // of two ranks
+  done = finish(call({.verb = SessionVerb::kPrefetch, .name = a_}));
+  EXPECT_EQ(done.blocks, 2u);
+  shared_.gone = true;
+  expect_loads({0, 1});
+}
+
+TEST_F(ResidencyTest, WhatCannotBeCopiedStays) {
+  open({.remote_slots = 8, .remote = &shared_});
+  compute(a_, {0, 1});
+  shared_.gone = true;
+  const SessionAnswer done = finish(call({.name = a_, .to = StoreId::kRemote}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks, done.freed), std::tuple(SessionOutcome::kClipped, 0u, 0u));
+  EXPECT_NE(done.reason.find("2 of 2 blocks were not copied"), std::string::npos) << done.reason;
+  EXPECT_TRUE(on_device(0) && on_device(1));
+}
+
+TEST_F(ResidencyTest, ABlockThatAnotherSessionWantsNearerStaysThere) {
+  open({.disk_segments = 4, .segment_slots = 4});
+  compute(a_, {0, 1});
+  compute(b_, {0, 2});
+  SessionAnswer done = finish(call({.name = a_, .to = StoreId::kDisk}));
+  EXPECT_EQ(std::tuple(done.blocks, done.freed, done.kept), std::tuple(2u, 1u, 1u));
+  EXPECT_TRUE(on_device(0));
+  EXPECT_FALSE(on_device(1));
+  done = finish(call({.name = b_, .to = StoreId::kHost}));
+  EXPECT_EQ(done.freed, 2u);  // the last that wanted it there
+  EXPECT_GE(places_of(0).host, 0);
+}
+
+TEST_F(ResidencyTest, ABlockThatARequestUsesStays) {
+  open({});
+  compute(a_, {0, 1});
+  device_->use(1);
+  const SessionAnswer done = finish(call({.name = a_}));
+  EXPECT_EQ(std::tuple(done.outcome, done.freed, done.kept), std::tuple(SessionOutcome::kAccepted, 1u, 1u));
+}
+
+TEST_F(ResidencyTest, ARunningRequestDefersADemotionAndOneThatComesMeanwhileKeepsItsBlocks) {
+  open({});
+  compute(a_, {0, 1});
+  residency_->begin(a_);
+  EXPECT_EQ(call({.name = a_}).outcome, SessionOutcome::kDeferred);
+  EXPECT_EQ(call({.verb = SessionVerb::kEvict, .name = a_}).outcome, SessionOutcome::kDeferred);
+  residency_->finished(a_, {}, 0);
+  const SessionAnswer begun = call({.name = a_});
+  residency_->begin(a_);
+  const SessionAnswer done = finish(begun);
+  EXPECT_EQ(std::tuple(done.outcome, done.freed), std::tuple(SessionOutcome::kClipped, 0u));
+  EXPECT_TRUE(on_device(0) && on_device(1));
+}
+
+TEST_F(ResidencyTest, AnActionHasOneAnswerAndATenantSeesItsOwnSessionsAlone) {
+  open({});
+  compute(a_, {0});
+  const SessionCall demote{.name = a_, .action = "act-1"};
+  const SessionAnswer done = finish(call(demote));
+  const SessionAnswer again = call(demote);
+  EXPECT_TRUE(again.repeated && again.done);
+  EXPECT_EQ(std::tuple(again.blocks, again.freed, again.epoch), std::tuple(done.blocks, done.freed, done.epoch));
+  SessionCall other = demote;
+  other.verb = SessionVerb::kPrefetch;
+  EXPECT_FAILS(residency_->call(other, 0), Code::kInvalidArgument, "act-1");
+  const SessionName theirs{.tenant = "u", .id = "a"};
+  EXPECT_EQ(call({.name = theirs, .action = "act-1"}).outcome, SessionOutcome::kMissing);
+  EXPECT_FAILS(residency_->answer("u", "act-1"), Code::kNotFound, "act-1");
+  EXPECT_TRUE(residency_->list(&theirs.tenant).empty());
+  EXPECT_EQ(residency_->list(nullptr).size(), 1u);
+}
+
+TEST_F(ResidencyTest, CallsThatAreWrongSaySo) {
+  open({});
+  compute(a_, {0});
+  EXPECT_FAILS(residency_->call({.verb = SessionVerb::kPin, .name = a_}, 0), Code::kInvalidArgument, "ttl");
+  EXPECT_FAILS(residency_->call({.name = {.tenant = "t", .id = ""}}, 0), Code::kInvalidArgument, "session id");
+  EXPECT_FAILS(residency_->call({.verb = SessionVerb::kPrefetch, .name = a_, .seconds = -1s}, 0),
+               Code::kInvalidArgument, "deadline");
+  const SessionAnswer refused = call({.name = a_, .to = StoreId::kDisk});
+  EXPECT_EQ(refused.outcome, SessionOutcome::kRejected);
+  EXPECT_EQ(refused.reason, "this engine has no tier disk");
+  EXPECT_FAILS(ResidencyOptions{.pin_share = 2}.validate(), Code::kInvalidArgument, "pin_share");
+}
+
+TEST_F(ResidencyTest, APinHoldsItsBlocksUntilItsTimeIsOver) {
+  open({.host_slots = 4}, {.index = {.tenant_share = 1}, .pin_share = 1});
+  compute(a_, {0, 1});
+  SessionAnswer done = finish(call({.verb = SessionVerb::kPin, .name = a_, .seconds = 60s}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kAccepted, 2u));
+  EXPECT_EQ(residency_->counts().held, 2u);
+  known_.clear();  // what follows makes room
+  const auto fill = [&](std::vector<uint32_t> numbers) {
+    for (const uint32_t number : numbers) {
+      rig_->compute(7, number);
+      (void)rig_->offer({number}, {7});
+      rig_->drain();
+    }
+  };
+  fill({50, 51, 52, 53, 54});
+  EXPECT_GE(places_of(0).host, 0);
+  EXPECT_GE(places_of(1).host, 0);
+  EXPECT_NEAR(residency_->list(nullptr)[0].seconds_left, 60, 1);
+  rig_->clock.advance(61s);
+  residency_->advance(0);
+  EXPECT_EQ(residency_->counts().held, 0u);
+  fill({60, 61, 62, 63});
+  EXPECT_EQ(places_of(0).host, -1);
+}
+
+TEST_F(ResidencyTest, APinIsClippedToTheBudgetAndATtlToItsMost) {
+  open({.host_slots = 8}, {.index = {.tenant_share = 0.5}, .pin_share = 0.5, .most_ttl = 100s});
+  compute(a_, {0, 1, 2});
+  SessionAnswer done = finish(call({.verb = SessionVerb::kPin, .name = a_, .seconds = 60s}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 2u));
+  EXPECT_EQ(done.reason, "the budget of what sessions hold has room for 2 of 3 blocks");
+  EXPECT_GE(places_of(0).host, 0);  // its beginning
+  compute(b_, {4});
+  EXPECT_EQ(finish(call({.verb = SessionVerb::kPin, .name = b_, .seconds = 1s})).blocks, 0u);  // the tenant's share
+  const SessionName theirs{.tenant = "u", .id = "a"};
+  compute(theirs, {5});
+  done = finish(call({.verb = SessionVerb::kPin, .name = theirs, .seconds = 1000s}), "u");
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 1u));
+  EXPECT_EQ(done.reason, "the ttl is 100 s at most");
+  EXPECT_NEAR(residency_->list(&theirs.tenant)[0].seconds_left, 100, 1);
+  held_at_end_ = 3;
+}
+
+TEST_F(ResidencyTest, RetainedBlocksMakeRoomByPriority) {
+  open({.host_slots = 4}, {.index = {.tenant_share = 1}, .pin_share = 1});
+  compute(a_, {0, 1});
+  compute(b_, {2, 3});
+  (void)finish(call({.verb = SessionVerb::kRetain, .name = a_, .seconds = 60s, .priority = 5}));
+  const SessionAnswer done = finish(call({.verb = SessionVerb::kRetain, .name = b_, .seconds = 60s, .priority = 1}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kAccepted, 2u));
+  EXPECT_EQ(residency_->counts().held, 4u);
+  rig_->compute(7, 50);
+  (void)rig_->offer({50}, {7});
+  rig_->drain();
+  EXPECT_GE(places_of(50).host, 0);  // soft: others are not kept out
+  EXPECT_GE(places_of(0).host, 0);
+  EXPECT_EQ(residency_->counts().held, 2u);  // those of the higher priority
+  held_at_end_ = 2;
+}
+
+TEST_F(ResidencyTest, APinHasRetainedBlocksOfOthersMakeRoomAndIsExtendedByNewBlocks) {
+  open({.host_slots = 4}, {.index = {.tenant_share = 1}, .pin_share = 0.5});
+  compute(a_, {0, 1});
+  compute(b_, {2});
+  (void)finish(call({.verb = SessionVerb::kRetain, .name = a_, .seconds = 60s}));
+  EXPECT_EQ(finish(call({.verb = SessionVerb::kPin, .name = b_, .seconds = 60s})).blocks, 1u);
+  EXPECT_EQ(residency_->counts().held, 1u);
+  compute(b_, {2, 3});
+  for (int step = 0; step < 50 && residency_->busy(); ++step) take_step();
+  EXPECT_EQ(residency_->counts().held, 2u);
+  EXPECT_EQ(finish(call({.name = b_, .to = StoreId::kHost})).freed, 2u);
+  EXPECT_EQ(residency_->counts().held, 2u);  // it stays in host memory
+  held_at_end_ = 2;
+}
+
+TEST_F(ResidencyTest, APrefetchThatIsLateIsClipped) {
+  open({.disk_segments = 4, .segment_slots = 4});
+  compute(a_, {0, 1, 2, 3, 4});
+  (void)finish(call({.name = a_, .to = StoreId::kDisk}));
+  const SessionAnswer begun = call({.verb = SessionVerb::kPrefetch, .name = a_, .seconds = 1s});
+  rig_->clock.advance(2s);
+  const SessionAnswer done = finish(begun);
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 0u));
+  EXPECT_EQ(done.reason, "the deadline has passed");
+}
+
+TEST_F(ResidencyTest, EvictionDropsWhatNoOtherSessionWantsAndForgetsTheSession) {
+  open({.disk_segments = 4, .segment_slots = 4}, {.index = {.tenant_share = 1}, .pin_share = 1});
+  compute(a_, {0, 1});
+  compute(b_, {0, 2});
+  (void)finish(call({.verb = SessionVerb::kPin, .name = a_, .seconds = 60s}));
+  const SessionAnswer done = call({.verb = SessionVerb::kEvict, .name = a_, .action = "e"});
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks, done.freed, done.kept),
+            std::tuple(SessionOutcome::kAccepted, 1u, 1u, 1u));
+  EXPECT_FALSE(is_somewhere(1));
+  EXPECT_TRUE(is_somewhere(0));
+  EXPECT_TRUE(call({.verb = SessionVerb::kEvict, .name = a_, .action = "e"}).repeated);
+  EXPECT_EQ(call({.verb = SessionVerb::kEvict, .name = a_}).outcome, SessionOutcome::kMissing);
+}
+
+TEST_F(ResidencyTest, NewWeightsForgetSessionsAndEndTheirActions) {
+  open({.disk_segments = 4, .segment_slots = 4}, {.index = {.tenant_share = 1}, .pin_share = 1});
+  compute(a_, {0, 1});
+  (void)finish(call({.verb = SessionVerb::kPin, .name = a_, .seconds = 60s}));
+  const SessionAnswer begun = call({.name = a_, .to = StoreId::kDisk});
+  EXPECT_SUCCEEDS(rig_->scheduler->reset());
+  residency_->reset();
+  known_.clear();
+  EXPECT_FALSE(residency_->busy());
+  EXPECT_EQ(value_of(residency_->answer("t", begun.action)).outcome, SessionOutcome::kRejected);
+  EXPECT_EQ(call({.name = a_}).outcome, SessionOutcome::kMissing);
+}
+
+}  // namespace
+}  // namespace torpor
