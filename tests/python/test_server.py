@@ -27,6 +27,7 @@ from servers import (
 from serving import ADMIN_KEY
 from torpor.vllm.server.metrics import Metrics
 from trace_collector import Collector, attributes
+from zygote import MOST_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -170,7 +171,8 @@ def test_new_requests_wait_in_a_bounded_queue_while_it_sleeps(server):
     async def scene(client):
         await client.post("/sleep")
         waiting = [begin(client, f"q{n}", max_tokens=5) for n in range(4)]
-        await asyncio.sleep(0.5)
+        while (await client.http.get("/torpor/state")).json()["queued"] < 4:
+            await asyncio.sleep(0.02)
         answer = await client.http.post(
             "/v1/chat/completions", json={"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
         )
@@ -181,11 +183,11 @@ def test_new_requests_wait_in_a_bounded_queue_while_it_sleeps(server):
         )
         assert (await client.http.get("/v1/models")).status_code == 200  # needs no engine
         for path in ("/v1/responses/resp_none/cancel", "/v1/completions/render"):
-            answer = await client.http.post(path, timeout=10)
+            answer = await client.http.post(path, timeout=MOST_SECONDS)
             assert answer.status_code in (403, 404), (path, answer.text)  # vLLM's answer: it was not held
-        nobody = httpx.AsyncClient(base_url=server.url)
+        nobody = httpx.AsyncClient(base_url=server.url, timeout=MOST_SECONDS)
         for path in ("/invocations", "/generative_scoring", "/v1/systemone"):
-            assert (await nobody.post(path, json={}, timeout=10)).status_code == 401, path
+            assert (await nobody.post(path, json={}, timeout=MOST_SECONDS)).status_code == 401, path
         await nobody.aclose()
         await client.post("/wake_up")
         await asyncio.gather(*(task for _, task in waiting))
@@ -220,8 +222,9 @@ def test_answers_are_there_by_request_id_for_their_tenant_only(server):
         answer = (await client.http.post("/v1/responses", json=body)).json()
         recorded = await client.whole(answer["id"])
         assert recorded["choices"][0]["text"] == answer["output"][0]["content"][0]["text"]
-        bob = httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {BOB}"})
-        nobody = httpx.AsyncClient(base_url=server.url)
+        as_bob = {"Authorization": f"Bearer {BOB}"}
+        bob = httpx.AsyncClient(base_url=server.url, headers=as_bob, timeout=MOST_SECONDS)
+        nobody = httpx.AsyncClient(base_url=server.url, timeout=MOST_SECONDS)
         assert (await bob.get("/torpor/requests/mine")).status_code == 404
         assert (await bob.delete("/torpor/requests/mine")).status_code == 404
         assert (await nobody.get("/torpor/requests/mine")).status_code == 401
@@ -288,24 +291,25 @@ def test_stop_strings_are_held_back_from_readers_as_from_clients(server):
 
 def test_clients_that_go_or_abort_or_lose_patience_while_it_sleeps(server):
     async def scene(client):
-        gone, going = begin(client, "gone")
-        aborted, aborting = begin(client, "given-up")
+        endless = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}  # they are not over before the sleep
+        gone, going = begin(client, "gone", **endless)
+        aborted, aborting = begin(client, "given-up", **endless)
         stays, staying = begin(client, "stays")
         await until(lambda: gone.text and aborted.text and stays.text)
         await client.post("/sleep")
         going.cancel()  # its connection closes
         assert (await client.http.delete("/torpor/requests/given-up")).json() == {"aborted": 1}
+        impatient = httpx.Timeout(MOST_SECONDS, read=0.3)
         with pytest.raises(httpx.ReadTimeout):
-            await client.http.post(
-                "/v1/completions", json={"model": "model", "prompt": "Hi", "max_tokens": 3}, timeout=0.3
-            )
+            body = {"model": "model", "prompt": "Hi", "max_tokens": 3}
+            await client.http.post("/v1/completions", json=body, timeout=impatient)
         await asyncio.sleep(0.5)
         await client.post("/wake_up")
         await asyncio.gather(aborting, staying)
+        while (await client.http.get("/torpor/state")).json()["responses"]["running"] > 0:
+            await asyncio.sleep(0.02)
         assert stays.finish_reason == "length" and aborted.finish_reason == "abort"
         assert (await client.whole("gone"))["choices"][0]["state"] == "aborted"
-        counts = (await client.http.get("/torpor/state")).json()["responses"]
-        assert counts["running"] == 0
 
     played(server, scene)
 
@@ -345,7 +349,9 @@ def test_hundreds_of_open_streams_over_a_sleep(server):
             engine takes no step until all have come, then fewer than an answer has tokens, and the sleep ends its stop.
             """
             as_admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
-            with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=100) as other:
+            with httpx.Client(
+                base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=MOST_SECONDS
+            ) as other:
 
                 def ask(method: str, **params):
                     return other.post(f"/torpor/console/{method}", headers=as_admin, json=params).raise_for_status()
@@ -443,7 +449,7 @@ def test_a_stream_that_waits_for_a_wake_hears_of_the_sleep_at_once(server):
         async with client.http.stream("POST", "/v1/completions", json=body) as answer:
             assert answer.status_code == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
             lines = answer.aiter_lines()
-            assert await asyncio.wait_for(anext(lines), 10) == ": asleep"
+            assert await asyncio.wait_for(anext(lines), MOST_SECONDS) == ": asleep"
             assert (await client.http.get("/torpor/state")).json()["queued"] == 1
             await client.post("/wake_up")
             assert text_of([line async for line in lines if line]) == expected != ""
@@ -486,6 +492,14 @@ def test_a_sleep_to_disk_reports_what_it_does_and_plans_tell_the_truth(server):
         await client.post("/wake_up")
         await task
         assert reading.interruptions == 0 and reading.finish_reason == "length"
+
+    played(server, scene)
+
+
+def test_a_server_without_sessions_says_so(server):
+    async def scene(client):
+        answer = await client.admin.get("/v1/sessions")
+        assert answer.status_code == 501 and "--torpor-sessions" in answer.json()["error"]["next_step"]
 
     played(server, scene)
 

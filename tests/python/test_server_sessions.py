@@ -35,7 +35,7 @@ def server(tiny_model, directory):
 
 
 def http(url: str, key: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+    return httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=600)
 
 
 async def images(client: httpx.AsyncClient) -> list[dict]:
@@ -261,7 +261,7 @@ def test_what_is_wrong_is_said(server):
         assert status == 400 and "not a loopback address" in said["what"]
         status, said = await error(client.admin, "/v1/sessions/x/resume", path="/tmp/y")
         assert status == 400 and "is not the image x" in said["what"]
-        assert (await httpx.AsyncClient().get(f"{server.url}/v1/sessions")).status_code == 401
+        assert (await httpx.AsyncClient(timeout=600).get(f"{server.url}/v1/sessions")).status_code == 401
         await client.post("/sleep")
         assert (await client.http.post("/v1/sessions/wrong/hibernate")).status_code == 409
         assert (await client.http.get("/v1/sessions")).status_code == 200
@@ -320,7 +320,7 @@ def test_a_server_that_ends_takes_hibernated_requests_along(tiny_model, tmp_path
     server.start()
     try:
         server.wait_until_ready()
-        asyncio.run(asyncio.wait_for(over_a_restart(server), 300))
+        asyncio.run(asyncio.wait_for(over_a_restart(server), 600))
     finally:
         server.stop()
 
@@ -341,14 +341,3 @@ async def over_a_restart(server) -> None:
     assert metrics[("torpor_start_requests", of(result="restored"))] >= 2  # with their KV, from one checkpoint
     assert metrics[("torpor_start_requests", of(result="added"))] == 0
     await client.close()
-
-
-def test_a_server_without_sessions_says_so(tiny_model, tmp_path):
-    server = make_server(tiny_model, tmp_path / "torpor")
-    server.start()
-    try:
-        server.wait_until_ready()
-        answer = httpx.get(f"{server.url}/v1/sessions", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
-        assert answer.status_code == 501 and "--torpor-sessions" in answer.json()["error"]["next_step"]
-    finally:
-        server.stop()

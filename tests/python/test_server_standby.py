@@ -16,10 +16,10 @@ from serving import ADMIN_KEY, command_of, descendants
 
 pytestmark = pytest.mark.slow
 
-CLIENTS, TOKENS, TERM_SECONDS = 6, 120, 2.0
+CLIENTS, TOKENS, TERM_SECONDS = 6, 120, 6.0
 HEADERS = {"Authorization": f"Bearer {ALICE}"}
-SECONDS = 120  # that something may take that happens
-TAKE_OVERS = 200 if IN_PROOF else 3
+SECONDS = 600  # that something may take that happens
+TAKE_OVERS = 200 if IN_PROOF else 2
 
 
 class Pair:
@@ -136,9 +136,8 @@ async def hit(pair: Pair, expected: list[str], prefix: str, what: str, fault: si
         assert [reading.text for reading in readings] == expected
         assert any(reading.taken_up_at for reading in readings)
         for reading in readings:
-            whole = await asyncio.to_thread(
-                httpx.get, f"{pair.owner.url}/torpor/requests/{reading.request_id}", headers=HEADERS
-            )
+            url = f"{pair.owner.url}/torpor/requests/{reading.request_id}"
+            whole = await asyncio.to_thread(httpx.get, url, headers=HEADERS, timeout=SECONDS)
             choice = whole.json()["choices"][0]
             assert (choice["text"], choice["state"]) == (reading.text, "finished")
         return how
@@ -159,7 +158,13 @@ def test_a_standby_goes_on_whatever_ends_or_stops_the_owner(pair):
             owner = pair.owner.pid
             how = await hit(pair, expected, f"hit-{number}", what, fault)
             assert how["process"] == owner
-            word = "has ended" if fault == signal.SIGKILL else "is stopped" if what != "front end" else "for 2 s"
+            word = (
+                "has ended"
+                if fault == signal.SIGKILL
+                else "is stopped"
+                if what != "front end"
+                else f"for {TERM_SECONDS:g} s"
+            )
             assert word in how["why"], how
             assert how["seconds"] == pytest.approx(sum(how["parts"].values()))
             assert {"restore", "reconnect"} <= how["phases"]["memory_woken"].keys()
@@ -176,7 +181,7 @@ def test_a_standby_refuses_requests_and_operations_and_says_what_it_follows(pair
     assert state["standby"]["owner"]["pid"] == pair.owner.pid
     assert "attached" not in state["engine"]["tags"].values()
     chat = {"model": "model", "messages": [{"role": "user", "content": "Hello"}]}
-    with httpx.Client(base_url=pair.standby.url, headers=HEADERS, timeout=30) as client:
+    with httpx.Client(base_url=pair.standby.url, headers=HEADERS, timeout=SECONDS) as client:
         refused = client.post("/v1/chat/completions", json=chat)
         assert refused.status_code == 503 and "another one serves" in refused.text and "Retry-After" in refused.headers
         assert client.get("/health").status_code == 200
@@ -185,7 +190,8 @@ def test_a_standby_refuses_requests_and_operations_and_says_what_it_follows(pair
         assert client.get("/torpor/requests/any").status_code == 503
         counted = samples(client.get("/metrics").text)
         assert counted["torpor_state", of(state="standby")] == 1
-    with httpx.Client(base_url=pair.standby.url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as admin:
+    as_admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    with httpx.Client(base_url=pair.standby.url, headers=as_admin, timeout=SECONDS) as admin:
         for route in ("/sleep", "/wake_up", "/torpor/checkpoint"):
             refused = admin.post(route)
             assert refused.status_code == 409 and "standby" in refused.text, refused.text
