@@ -669,9 +669,9 @@ def test_without_a_prefix_cache_blocks_are_shared_too(tight):
     whole(tight)
 
 
-def test_want_of_blocks_preempts_and_computes_again(tight):
-    """All children run to their end, though the blocks are not enough for all at once."""
-    params = SamplingParams(temperature=0.9, seed=4, max_tokens=200, ignore_eos=True)
+def test_want_of_blocks_preempts_and_computes_again(tight, monkeypatch):
+    """All children run to their end, though the blocks are not enough for all at once: each wants a second one."""
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True)
     tight.engine.add_request("plain", "Once upon a time", params.clone())
     plain = run(tight.engine)["plain"]
     tight.engine.add_request("parent", "Once upon a time", params.clone())
@@ -682,9 +682,15 @@ def test_want_of_blocks_preempts_and_computes_again(tight):
     made = forked(tight, "parent", free)
     with pytest.raises(errors.NotEnoughRoom, match="a fork needs 1 KV blocks, 0 are free"):
         tight.llm.torpor.fork("parent", 1)
+    preempted, stock = [], tight.core.scheduler._preempt_request
+
+    def preempt(request, *more, **others):
+        preempted.append(request.request_id)
+        return stock(request, *more, **others)
+
+    monkeypatch.setattr(tight.core.scheduler, "_preempt_request", preempt)
     found = tight.finish({})
-    preempted = tight.core.scheduler.torpor_steps
-    assert preempted > 0 and len(found) == free + 1
+    assert preempted and len(found) == free + 1
     for name in ("parent", *made.children):
         assert tokens_of({name: found[name]}) == tokens_of({name: plain})
     whole(tight)
