@@ -104,6 +104,9 @@ def zygote() -> Zygote:
 @pytest.fixture(scope="session")
 def rig_zygote():
     """The same, on the rig. What it starts needs `env=` with rig.environment()."""
+    if rig.active():
+        yield shared()
+        return
     zygote = Zygote(env=os.environ | rig.environment())
     yield zygote
     zygote.close()

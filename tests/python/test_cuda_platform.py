@@ -160,10 +160,11 @@ def test_what_is_asked_of_a_workers_memory_stands_in_the_protocol():
 @pytest.fixture(scope="module")
 def engine(rig_zygote, rig_model, tmp_path_factory) -> dict:
     words = [HERE / "cuda_process.py", rig_model, tmp_path_factory.mktemp("checkpoints")]
-    return result_of(rig_zygote.run(words, timeout=300, env=os.environ | rig.environment(cuda=True)))
+    return result_of(rig_zygote.run(words, env=os.environ | rig.environment(cuda=True)))
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_an_engine_has_the_memory_of_a_gpu(engine):
     assert engine["in_force"] == {
         "memory": "GpuWorkerMemory",
@@ -176,6 +177,7 @@ def test_an_engine_has_the_memory_of_a_gpu(engine):
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_what_is_freed_in_a_pool_is_given_back(engine):
     """At the end of its region, and when the next one of its tag begins. A pool has segments of at least this size."""
     assert engine["given_back"] == {
@@ -184,6 +186,7 @@ def test_what_is_freed_in_a_pool_is_given_back(engine):
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_an_engine_that_ends_leaves_nothing_to_the_next_of_its_process(engine):
     for left in (engine["left_by_the_first"], engine["left_by_the_second"]):
         assert "model" not in left["alive"]
@@ -192,6 +195,7 @@ def test_an_engine_that_ends_leaves_nothing_to_the_next_of_its_process(engine):
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_its_requests_go_on_over_sleeps_and_from_checkpoints(engine):
     assert engine["differing"] == [] and engine["recomputed"] == 0 and engine["answers"] == 6
 
@@ -213,6 +217,7 @@ class OnRig(Server):
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 @pytest.mark.parametrize("kind", [pytest.param("torpor.vllm.serve", marks=pytest.mark.long), "vllm serve"])
 def test_a_server_starts_and_its_streams_go_on_over_a_sleep(rig_zygote, rig_model, tmp_path, kind):
     own = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONHASHSEED": "0"}
@@ -229,7 +234,7 @@ def test_a_server_starts_and_its_streams_go_on_over_a_sleep(rig_zygote, rig_mode
     server.start()
     try:
         server.wait_until_ready()
-        asyncio.run(asyncio.wait_for(over_a_sleep(server.url), 200))
+        asyncio.run(asyncio.wait_for(over_a_sleep(server.url), 600))
     finally:
         server.stop()
 
@@ -260,9 +265,10 @@ async def over_a_sleep(url: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_where_requests_cannot_be_kept_vllms_sleep_mode_still_has_torpors_memory(rig_zygote, rig_model, tmp_path):
     words = [HERE / "memory_alone_process.py", rig_model, tmp_path]
-    result = result_of(rig_zygote.run(words, timeout=300, env=os.environ | rig.environment(cuda=True)))
+    result = result_of(rig_zygote.run(words, env=os.environ | rig.environment(cuda=True)))
     tiers = result["tiers"]
     assert tiers.pop("memory") is None
     assert all("BlockPool.free_blocks takes (self, ordered_blocks, also=None)" in why for why in tiers.values()), tiers

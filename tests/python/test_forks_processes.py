@@ -11,9 +11,9 @@ SCRIPT = Path(__file__).parent / "forks_process.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_each_child_of_an_async_engine_has_a_stream(zygote, tiny_model, ranks):
-    result = result_of(zygote.run([SCRIPT, tiny_model, ranks], timeout=300))
+    result = result_of(zygote.run([SCRIPT, tiny_model, ranks]))
     same(result["forked"], result["plain"])
     assert len(result["children"]) == 3 and result["shared"][2] > 0
     for parent, children in result["children"].items():
@@ -25,7 +25,7 @@ def test_each_child_of_an_async_engine_has_a_stream(zygote, tiny_model, ranks):
 
 @pytest.mark.slow
 def test_children_of_an_engine_that_steps_by_itself_lose_no_token(zygote, tiny_model):
-    result = result_of(zygote.run([SCRIPT, tiny_model, 0], timeout=300))
+    result = result_of(zygote.run([SCRIPT, tiny_model, 0]))
     same(result["forked"], result["plain"])
     assert result["children"]
     for parent, children in result["children"].items():

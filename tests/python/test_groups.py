@@ -26,7 +26,7 @@ KINDS = {
     "convolutions": ({"prefix_match_unit": 16}, ["MambaManager", "MambaManager", "FullAttentionManager"]),
 }
 # Tables there are as on the CPU; that tokens are, is in test_features.py.
-IN_PROOF = tuple(KINDS) if rig.active() else ("chunks", "windows")
+IN_PROOF = tuple(KINDS) if rig.active() else ("chunks", "windows", "convolutions")
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ IN_PROOF = tuple(KINDS) if rig.active() else ("chunks", "windows")
 def test_tables_and_prefixes_of_all_groups_survive(kind, zygote, tmp_path):
     options, managers = KINDS[kind]
     words = [HERE / "groups_process.py", kind, tmp_path, json.dumps(options)]
-    result = result_of(zygote.run(words, timeout=280))
+    result = result_of(zygote.run(words))
     groups = result["tables"]
     assert [group["manager"] for group in groups] == managers
     if kind != "states":  # there each request has the one block of its state, where it always was
@@ -69,7 +69,7 @@ def test_tables_and_prefixes_of_all_groups_survive(kind, zygote, tmp_path):
 def test_so_few_blocks_that_requests_of_all_groups_are_preempted(kind, blocks, zygote, tmp_path):
     model = MODELS[kind](tmp_path / "model")
     options = json.dumps({"num_gpu_blocks_override": blocks, "max_model_len": 704})
-    result = result_of(zygote.run([HERE / "variant_process.py", model, tmp_path / "store", options], timeout=280))
+    result = result_of(zygote.run([HERE / "variant_process.py", model, tmp_path / "store", options]))
     assert result["differing"] == [] and result["preemptions"] > 0
     assert result["recomputed"] > 0  # vLLM computes the KV of a preempted request again, with a sleep or without
 

@@ -17,11 +17,10 @@ from torpor.vllm.options import Options
 
 PROCESS = Path(__file__).parent / "preemptions_process.py"
 ON = {"sessions": True, "offload_preempted": True}
-pytestmark = pytest.mark.core
 
 
 def played(zygote, model, torpor: dict, *names: str) -> dict:
-    result = result_of(zygote.run([PROCESS, model, json.dumps(torpor), json.dumps(names)], timeout=300))
+    result = result_of(zygote.run([PROCESS, model, json.dumps(torpor), json.dumps(names)]))
     scenarios.check(result)
     for of in result.values():
         assert of["preempted"] > 0 and of["images"] == [] and of["used"] == 0
@@ -39,6 +38,7 @@ def same(of: dict) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_a_preempted_request_goes_on_with_its_kv(result):
     of = result["preempt"]
     assert same(of) and of["again"] == 0
@@ -46,6 +46,7 @@ def test_a_preempted_request_goes_on_with_its_kv(result):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_the_option_it_is_computed_again(zygote, tiny_model):
     of = played(zygote, tiny_model, {"sessions": True}, "preempt")["preempt"]
     assert same(of) and of["again"] > 50 and of["counts"] == {}
@@ -59,18 +60,21 @@ def test_without_room_in_host_memory_it_is_computed_again(zygote, tiny_model):
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_one_that_is_aborted_meanwhile_leaves_nothing(result):
     of = result["are_aborted"]
     assert [name for name, is_same in of["same"].items() if not is_same] == [of["gone"]]
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_its_kv_is_not_used_with_new_weights(result):
     of = result["get_new_weights"]
     assert same(of) and of["again"] > 50
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_a_sleep_keeps_it_and_a_checkpoint_has_it_computed_again(result):
     of = result["sleep"]
     assert same(of) and of["again"] == 0
@@ -79,10 +83,12 @@ def test_a_sleep_keeps_it_and_a_checkpoint_has_it_computed_again(result):
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_it_can_be_hibernated(result):
     assert same(result["are_hibernated"])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("outputs", [0, 3])
 def test_prompt_logprobs_that_were_given_do_not_have_it_computed_again(outputs):
     request = SimpleNamespace(
@@ -94,6 +100,7 @@ def test_prompt_logprobs_that_were_given_do_not_have_it_computed_again(outputs):
     assert request.skip_reading_prefix_cache is (outputs == 0)  # vLLM takes no KV of a request that has it
 
 
+@pytest.mark.core
 def test_what_it_needs_is_said():
     with pytest.raises(errors.InvalidArgument, match="offload_preempted without sessions"):
         Options.of(SimpleNamespace(additional_config={"torpor": {"offload_preempted": True}}))

@@ -11,7 +11,7 @@ from conftest import result_of
 from rig import numbers
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.slow  # each starts an engine
+pytestmark = [pytest.mark.slow, pytest.mark.rig]  # each starts an engine
 LENGTH = 24  # tokens of most answers on the rig
 IN_FORCE = {
     "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
@@ -31,7 +31,7 @@ def on_rig(rig_zygote, rig_model, tmp_path_factory):
     def start(kind: str, variables: dict | None = None, **options) -> dict:
         words = [HERE / "rig_process.py", kind, rig_model, tmp_path_factory.mktemp("checkpoints")]
         environment = os.environ | rig.environment(**options) | (variables or {})
-        return result_of(rig_zygote.run(words, timeout=300, env=environment))
+        return result_of(rig_zygote.run(words, env=environment))
 
     return start
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import rig
-from conftest import InProcess
+from conftest import InProcess, long_on_rig
 from requests_of_tests import REQUESTS, run
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -457,6 +457,7 @@ def test_an_engine_with_hibernated_requests_sleeps_and_wakes_with_them(one):
     idle(one)
 
 
+@long_on_rig
 def test_no_checkpoint_is_written_without_them(one):
     expected = one.expected
     answers = one.begin(6)
@@ -524,6 +525,7 @@ def loads(monkeypatch) -> list:
     return found
 
 
+@long_on_rig
 @pytest.mark.parametrize("how", [*WRITES, "updating_weights"])
 def test_weights_that_may_have_been_written_are_noticed(one, how, loads):
     expected = one.expected
@@ -537,6 +539,7 @@ def test_weights_that_may_have_been_written_are_noticed(one, how, loads):
     idle(one)
 
 
+@long_on_rig
 @pytest.mark.parametrize("how", WRITES)
 def test_they_are_noticed_while_requests_wait_for_blocks(one, how, loads):
     expected = one.expected
@@ -650,6 +653,7 @@ def hibernated_and_damaged(one, resume: bool) -> tuple[dict, Hibernated]:
     return answers, left
 
 
+@long_on_rig
 def test_a_damaged_image_is_refused_by_name(one):
     _, left = hibernated_and_damaged(one, resume=False)
     with pytest.raises(errors.Damaged, match=f"image {left.id}: kv_cache block 0 does not match its digest"):
@@ -750,6 +754,7 @@ def test_no_token_of_a_checkpoint_is_computed_again(one):
     idle(one)
 
 
+@long_on_rig
 def test_a_checkpoint_of_another_model_is_refused_by_field(one, monkeypatch):
     path, _ = checkpoint_of(one, 3)
     hooks = one.core.torpor_side.hooks
@@ -762,6 +767,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_field(one, monkeypatch):
     idle(one)
 
 
+@long_on_rig
 def test_an_engine_with_requests_takes_no_checkpoint(one):
     path, _ = checkpoint_of(one, 3)
     one.begin(2, ["greedy"])
@@ -777,6 +783,7 @@ def test_an_engine_with_requests_takes_no_checkpoint(one):
     idle(one)
 
 
+@long_on_rig
 def test_a_portable_wake_that_is_interrupted_ends_its_own_requests_and_holds_nothing(one, monkeypatch):
     expected = one.expected
     path, answers = checkpoint_of(one, 3)
@@ -795,6 +802,7 @@ def test_a_portable_wake_that_is_interrupted_ends_its_own_requests_and_holds_not
     idle(one)
 
 
+@long_on_rig
 def test_nothing_else_happens_before_the_front_end_has_the_requests(one, monkeypatch):
     expected = one.expected
     path, answers = checkpoint_of(one, 3)
@@ -820,6 +828,7 @@ def test_nothing_else_happens_before_the_front_end_has_the_requests(one, monkeyp
     idle(one)
 
 
+@long_on_rig
 def test_a_request_whose_text_comes_out_otherwise_fails_alone(one, monkeypatch):
     """As with a tokenizer that makes another text of its tokens."""
     expected = one.expected
@@ -845,6 +854,7 @@ def test_a_request_whose_text_comes_out_otherwise_fails_alone(one, monkeypatch):
     idle(one)
 
 
+@long_on_rig
 def test_a_front_end_that_cannot_take_the_requests_keeps_those_of_others(one, monkeypatch):
     expected = one.expected
     path, _ = checkpoint_of(one, 3)
@@ -863,6 +873,7 @@ def test_a_front_end_that_cannot_take_the_requests_keeps_those_of_others(one, mo
     idle(one)
 
 
+@long_on_rig
 def test_hibernated_requests_do_not_keep_wait_for_completion(one):
     path, _ = checkpoint_of(one, 3)
     assert one.llm.wake_up(from_checkpoint=path, identity="portable")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from inspector import look
+from conftest import long_on_rig
 from requests_of_tests import run
 from test_sessions import (  # noqa: F401  the fixtures are used by name
     idle,
@@ -105,6 +106,7 @@ def test_a_sleep_keeps_what_is_on_disk(one):  # noqa: F811
     idle(one)
 
 
+@long_on_rig
 def test_kv_of_other_weights_is_computed_again(one):  # noqa: F811
     expected = one.expected
     answers = one.begin(6)

@@ -14,9 +14,9 @@ DISK = Path(__file__).parent / "sessions_disk_process.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_readers_of_an_async_engine_wait_and_get_every_token(zygote, tiny_model, tmp_path, ranks):
-    result = result_of(zygote.run([SCRIPT, tiny_model, ranks, tmp_path], timeout=300))
+    result = result_of(zygote.run([SCRIPT, tiny_model, ranks, tmp_path]))
     same(result["away"], result["plain"])
     same(result["on_disk"], result["plain"])
     assert result["images"] == []
@@ -25,7 +25,7 @@ def test_readers_of_an_async_engine_wait_and_get_every_token(zygote, tiny_model,
 
 @pytest.mark.slow
 def test_an_engine_that_steps_by_itself_gives_every_token(zygote, tiny_model, tmp_path):
-    result = result_of(zygote.run([SCRIPT, tiny_model, 0, tmp_path], timeout=300))
+    result = result_of(zygote.run([SCRIPT, tiny_model, 0, tmp_path]))
     same(result["away"], result["plain"])
 
 
@@ -38,7 +38,7 @@ def test_an_engine_that_steps_by_itself_gives_every_token(zygote, tiny_model, tm
     ],
 )
 def test_what_cannot_leave_is_said_and_goes_on(zygote, tiny_model, options, named):
-    result = result_of(zygote.run([REFUSED, tiny_model, json.dumps(options)], timeout=100))
+    result = result_of(zygote.run([REFUSED, tiny_model, json.dumps(options)]))
     assert named in result["error"]
     assert result["images"] == [] and result["used"] == 0
     same(result["answers"], result["expected"])
@@ -53,14 +53,14 @@ def test_what_cannot_leave_is_said_and_goes_on(zygote, tiny_model, options, name
     ],
 )  # fmt: skip
 def test_an_engine_that_cannot_have_sessions_does_not_start(zygote, tiny_model, engine, options, named):
-    done = zygote.run([REFUSED, tiny_model, json.dumps({"sessions": True} | options), json.dumps(engine)], timeout=100)
+    done = zygote.run([REFUSED, tiny_model, json.dumps({"sessions": True} | options), json.dumps(engine)])
     assert done.returncode != 0 and named in done.stderr + done.stdout
 
 
 @pytest.mark.slow
 def test_a_new_process_takes_requests_of_a_killed_one_beside_its_own(zygote, tiny_model, tmp_path):
-    written = result_of(zygote.run([DISK, "write", tiny_model, tmp_path], timeout=100))
-    result = result_of(zygote.run([DISK, "take", written["path"], tiny_model, tmp_path / "own"], timeout=200))
+    written = result_of(zygote.run([DISK, "write", tiny_model, tmp_path]))
+    result = result_of(zygote.run([DISK, "take", written["path"], tiny_model, tmp_path / "own"]))
     assert result["requests"] == list(written["given"]) and not result["left"]
     same(result["answers"], result["expected"])
     # Nothing of what they had was computed again: their KV was there before their first step.
@@ -74,7 +74,7 @@ def test_a_new_process_takes_requests_of_a_killed_one_beside_its_own(zygote, tin
 
 @pytest.mark.slow
 def test_a_request_moves_to_another_live_engine_also_if_its_own_is_killed(zygote, tiny_model, tmp_path):
-    result = result_of(zygote.run([DISK, "move", tiny_model, tmp_path], timeout=300))
+    result = result_of(zygote.run([DISK, "move", tiny_model, tmp_path]))
     moved = result["moved"]
     assert moved["requests"] == ["moved"] and moved["reader"] == "error" and moved["end"] == "length"
     assert moved["tokens"] == result["plain"] == result["beside"]

@@ -20,12 +20,13 @@ def seen(zygote, tiny_model, tmp_path_factory) -> dict[str, dict]:
 
     def run(word: str) -> dict:
         words = [Path(touches.PROCESS), tiny_model, tmp_path_factory.mktemp(word), word]
-        return result_of(zygote.run(words, timeout=200, env=environment))
+        return result_of(zygote.run(words, env=environment))
 
     return {word: run(word) for word in ("used", "unused")}
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_where_no_engine_asks_two_attributes_of_vllm_are_torpors(seen):
     found = [f"{touch.owner}.{touch.name}" for touch in touches.found(seen["unused"], seen["unused"])]
     assert found == [
@@ -35,6 +36,7 @@ def test_where_no_engine_asks_two_attributes_of_vllm_are_torpors(seen):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_where_one_does_no_more_is_touched_than_is_known(seen):
     """A new one is a decision: it is counted here, and docs/measurements.md has the numbers."""
     found = touches.found(seen["used"], seen["unused"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import rig
+from conftest import IN_PROOF as PROOF
 from conftest import long_on_rig, result_of
 from requests_of_tests import REQUESTS
 
@@ -14,9 +15,14 @@ VARIANTS = {
     "linear weights left unpacked": {"torpor": {"cpu_linear": "plain"}},
     "nothing cached is kept": {"torpor": {"kv_budget_bytes": 0}},
     "scheduling by priority, no prefix cache": {"scheduling_policy": "priority", "enable_prefix_caching": False},
-    "so few blocks that requests are preempted": {"num_gpu_blocks_override": 34, "max_model_len": 704},
+    "so few blocks that requests are preempted": {
+        "num_gpu_blocks_override": 34,
+        "max_model_len": 704,
+        "sleep_at": [4, 15, 30] if PROOF else [15],
+    },
     "encrypted, compressed, linking earlier chunks": {
-        "torpor": {"key_file": "KEY", "encrypt": True, "compression": "zstd", "incremental": True}
+        "torpor": {"key_file": "KEY", "encrypt": True, "compression": "zstd", "incremental": True},
+        "sleep_at": [4, 15, 30] if PROOF else [4, 15],  # the second links chunks of the first
     },
     "too little host memory": {
         "torpor": {
@@ -25,7 +31,7 @@ VARIANTS = {
             "key_file": "KEY",
             "retain_kv_bytes": 1 << 20,
         },
-        "sleep_at": [12, 13],
+        "sleep_at": [12, 13] if PROOF else [12],
         "to": ["host"],
     },
     "bfloat16, compressed, large steps": {
@@ -67,7 +73,7 @@ def test_identical_with(name, zygote, tiny_model, tmp_path):
     key.write_bytes(bytes(range(32)))
     sleep_at = {"sleep_at": [9]} if rig.active() else {}
     options = json.dumps(VARIANTS[name] | sleep_at).replace("KEY", str(key)).replace("SPILL", str(tmp_path / "spill"))
-    result = result_of(zygote.run([HERE / "variant_process.py", tiny_model, tmp_path / "store", options], timeout=300))
+    result = result_of(zygote.run([HERE / "variant_process.py", tiny_model, tmp_path / "store", options]))
     assert result["differing"] == []
     assert result["answers"] == len(REQUESTS)
     assert (result["spilled"] > 0) == ("too little" in name)
