@@ -23,6 +23,7 @@ nlohmann::ordered_json to_json(const OperationRow& row) {
     phases.push_back({{"phase", kPhaseNames[phase.kind]},
                       {"state", kRowStates[static_cast<size_t>(phase.edge)]},
                       {"bytes", phase.bytes},
+                      {"after_seconds", static_cast<double>(std::max<int64_t>(phase.began - row.began, 0)) * 1e-9},
                       {"seconds", static_cast<double>(phase.nanoseconds) * 1e-9}});
   return {{"number", row.number},
           {"operation", kOperationNames[row.kind]},

@@ -21,7 +21,7 @@ import torpor.console  # noqa: E402
 from torpor import errors  # noqa: E402
 from torpor.console import pages  # noqa: E402
 from torpor.console.__main__ import pictures  # noqa: E402
-from torpor.console.app import Console, Lines  # noqa: E402
+from torpor.console.app import Console, Lines, Slots  # noqa: E402
 from torpor.console.source import Live, Recording  # noqa: E402
 
 SECONDS = 600  # that something may take that happens
@@ -58,7 +58,7 @@ def drive(app: Console, keys, size=(120, 36)):
                 else:
                     await pilot.press(key)
                 await pilot.pause()
-            lines = [line.plain for line in app.query_one(Lines)._lines]
+            lines = [line.plain for line in app.body.lines]
             return lines, app.export_screenshot()
 
     return asyncio.run(run())
@@ -76,8 +76,8 @@ def test_each_screen_shows_what_the_recording_has(recording, size):
     operations, _ = drive(Console(recording), ["6"], size)
     assert any("failed" in line and "planted feature" in line for line in operations)
     assert any("save" in line and "7.1 MB" in line for line in operations)
-    assert "no rank has told" in drive(Console(recording), ["5"], size)[0][0]  # version 1.0 had no such events
-    assert "nothing stops" in drive(Console(recording), ["7"], size)[0][0]
+    assert "No rank has told" in drive(Console(recording), ["5"], size)[0][0]  # version 1.0 had no such events
+    assert "Nothing stops" in drive(Console(recording), ["7"], size)[0][0]
     assert len(drive(Console(recording), ["8"], size)[0]) > 50
 
 
@@ -146,7 +146,7 @@ def test_time_travel_shows_what_was_so_then(recording):
     assert moments[1] < moments[0]
     then = app.process
     assert then["time"] - then["began"] <= moments[1] + 1e-3 and then["steps"]["seen"] < now["steps"]["seen"]
-    assert pages.slots(then["slots"])[0].plain == lines[0]
+    assert len(lines) == 1 + len(then["slots"]) or lines == [pages.NO_SLOTS]
     drive_app = Console(recording)
     drive(drive_app, ["left_square_bracket", "right_square_bracket", "g"])
     assert drive_app.moment is None and drive_app.process == now
@@ -255,7 +255,7 @@ def until(app, condition, seconds=SECONDS):
 def test_every_key_does_something_and_ends_nothing_on_a_made_up_engine(mock, size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for the picture
     app = Console(Live(mock))
-    keys = [key for binding in [*app.BINDINGS, *Lines.BINDINGS] for key in binding.key.split(",")]
+    keys = [key for binding in [*app.BINDINGS, *Lines.BINDINGS, *Slots.BINDINGS] for key in binding.key.split(",")]
     assert {"1", "8", "b", "x", "colon", "question_mark", "tab", "space", "left_square_bracket"} <= set(keys)
     presses = [key for key in keys if key != "q"]
     drive(
@@ -291,17 +291,146 @@ def test_a_breakpoint_is_set_hit_and_let_go_by_keys(mock):
     assert "type is" in app.said  # what is wrong is said
 
 
-@pytest.mark.long
-def test_many_slots_can_be_chosen_and_stay_in_sight(recording):
+def many(recording, count: int = 60) -> list[dict]:
+    """Give the recording's process so many slots."""
     process = recording.snapshot["processes"][0]
-    process["slots"] = [dict(process["slots"][0], request=f"r{number:02}", slot=number) for number in range(60)]
+    process["slots"] = [
+        dict(process["slots"][0], request=f"r{number:02}", slot=number, computed_tokens=count - number)
+        for number in range(count)
+    ]
+    return process["slots"]
+
+
+def test_many_slots_can_be_chosen_and_stay_in_sight(recording):
+    many(recording)
     app = Console(recording)
-    _, picture = drive(app, ["1", *["down"] * 50], (80, 24))
+
+    def another_begins():
+        recording.snapshot["processes"][0]["slots"].append(dict(recording.snapshot["processes"][0]["slots"][0]))
+        app.look()
+
+    _, picture = drive(app, ["1", *["down"] * 50, another_begins], (80, 24))
     assert app.row == 50 and "r50" in picture and "r00" not in picture
+    assert "REQUEST" in picture  # the heads stay
+
+
+@pytest.mark.long
+def test_the_chosen_slot_is_copied_in_any_order(recording):
+    many(recording)
     drive(app := Console(recording), ["1", "i", "down", "y"], (80, 24))
     assert app.said == "copied r58"
     drive(app := Console(recording), ["1", *["s"] * 5, "y"], (80, 24))
     assert app.order == "request" and app.said == "copied r00"
+
+
+def test_a_click_on_a_column_sorts_and_another_one_turns_the_order(recording):
+    many(recording, 3)
+    app, seen = Console(recording), []
+
+    async def run():
+        async with app.run_test(size=(80, 24)) as pilot:
+            for column in (0, 2, 2, 4):  # by request, by computed tokens, and turned; HOST sorts nothing
+                table = app.query_one(Slots)
+                await pilot.pause()
+                widths = [each.get_render_width(table) for each in table.ordered_columns]
+                await pilot.click(Slots, offset=(1 + sum(widths[:column]) + 2, 0))
+                await pilot.pause()
+                seen.append([line.plain.split()[0] for line in app.body.lines[1:]])
+            return app.body.lines[0].plain
+
+    heads = asyncio.run(run())
+    assert seen == [["r00", "r01", "r02"], ["r02", "r01", "r00"], ["r00", "r01", "r02"], ["r00", "r01", "r02"]]
+    assert "COMPUTED ▼" in heads
+
+
+def test_each_screen_says_what_it_is_for_and_where_the_others_are(recording):
+    app, seen, keys = Console(recording), [], "12345678?"
+
+    def look():
+        seen.append([str(app.query_one(name).content) for name in ("#tabs", "#hint")])
+
+    presses = ["question_mark" if key == "?" else key for key in keys]
+    drive(app, [step for key in presses for step in (key, look)], (80, 24))
+    assert [hint for _, hint in seen] == [pages.HINTS[key] for key in keys]
+    assert all(len(words) <= 78 for both in seen for words in both)
+    assert {tuple(word for word in tabs.split() if word.isdigit()) for tabs, _ in seen} == {tuple("12345678")}
+
+
+def test_what_is_not_there_yet_is_said(recording):
+    process = recording.snapshot["processes"][0]
+    process |= {name: [] for name in ("slots", "operations", "memory", "tiers", "copies", "stops", "transfers")}
+    app, seen = Console(recording), {}
+
+    def look():
+        seen[app.page] = [line.plain for line in app.body.lines]
+
+    drive(app, [step for key in "1234567" for step in (key, look)], (80, 24))
+    assert len(seen) == 7
+    assert [key for key, lines in seen.items() if not any(re.match("No|nothing", line) for line in lines)] == []
+
+
+def two_processes(recording, **first) -> list[dict]:
+    """Beside the recording's process another one, which lives and did most; `first`: fields of the recording's."""
+    [process] = recording.snapshot["processes"]
+    other = json.loads(json.dumps(process)) | {"pid": 77, "alive": True, "lints": [], "operations": []}
+    other["steps"]["seen"] += 1
+    recording.snapshot["processes"] = [process | first, other]
+    return recording.snapshot["processes"]
+
+
+def test_processes_that_have_ended_are_hidden_until_asked_for_and_their_lints_are_not(recording):
+    dead, _ = two_processes(recording, alive=False)
+    assert dead["lints"]
+    app, seen = Console(recording), []
+
+    def look():
+        seen.append((app.process["pid"], str(app.query_one("#top").content)))
+
+    drive(app, [look, "tab", look, "d", look, "tab", look], (80, 24))
+    assert [pid for pid, _ in seen] == [77, 77, dead["pid"], 77]
+    assert "1 ended (d)" in seen[0][1] and "failed operation" in seen[0][1] and "ended (d)" not in seen[2][1]
+
+
+def test_memory_and_copies_of_workers_stand_beside_their_core(newest):
+    core, worker = two_processes(newest, alive=True)
+    worker["memory"], worker["copies"] = core["memory"], core["copies"]
+    core |= {"memory": [], "copies": [], "pid": 66}
+    core["steps"]["seen"] += 2
+    app, seen = Console(newest), []
+
+    def look():
+        seen.append([line.plain for line in app.body.lines])
+
+    def ends():  # what an ended worker told is not what is there
+        worker["alive"] = False
+        app.look()
+
+    drive(app, ["5", look, "3", look, "5", ends, look], (80, 24))
+    assert app.process["pid"] == 66
+    memory, copies, none = seen
+    assert any(line.split()[:2] == ["0", "kv_cache"] for line in memory) and any("pid 77" in line for line in memory)
+    assert all(len(line) <= 78 for line in memory) and any("/s" in line for line in copies) and "No rank" in none[0]
+
+
+def test_bars_have_their_parts_and_their_whole():
+    tier = {"tier": "host", "used_blocks": 50, "pinned_blocks": 25, "cached_blocks": 25, "empty_blocks": 25}
+    blocks = {"registered": 0, "dropped": {}}
+    line = pages.tiers({"tiers": [tier], "slots": [], "blocks": blocks})[1].plain
+    assert line.endswith("█" * 6 + "▓" * 6 + "▒" * 6 + "░" * 6)
+    full = tier | {"used_blocks": 100, "pinned_blocks": 100, "cached_blocks": 0, "empty_blocks": 0}
+    assert pages.tiers({"tiers": [full], "slots": [], "blocks": blocks})[1].plain.endswith("█" * 24)
+
+
+def test_phases_are_a_waterfall_with_bytes_and_rate():
+    phase = {"state": "done", "bytes": 0}
+    phases = [
+        phase | {"phase": "capture", "after_seconds": 0.0, "seconds": 0.5},
+        phase | {"phase": "save", "after_seconds": 0.5, "seconds": 0.5, "bytes": 2_000_000_000},
+    ]
+    sleep = {"operation": "sleep", "number": 1, "state": "done", "seconds": 1.0, "error": "", "phases": phases}
+    _, capture, save, *_ = [line.plain for line in pages.operations({"operations": [sleep]})]
+    assert capture.index("█") + 12 == save.index("█") and capture.count("█") == save.count("█") == 12
+    assert "4.00 GB/s" in save and "GB/s" not in capture and len(save) <= 78
 
 
 def test_slots_are_sorted_by_the_engine_as_by_the_keys(mock):

@@ -10,10 +10,10 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding
-from textual.geometry import Region, Size
+from textual.geometry import Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
-from textual.widgets import Footer, Input, Static
+from textual.widgets import DataTable, Footer, Input, Static
 
 import torpor.console
 from torpor.console import pages
@@ -32,7 +32,7 @@ _SAID = 200  # characters of an answer
 
 
 class Lines(ScrollView, can_focus=True):  # type: ignore[call-arg]  # Textual's, which may not be here
-    """Lines of text, of which only those that are seen are drawn. Where one is chosen, arrows choose another one."""
+    """Lines of text, of which only those that are seen are drawn."""
 
     BINDINGS: ClassVar = [
         Binding("k", "scroll_up", show=False),
@@ -43,72 +43,101 @@ class Lines(ScrollView, can_focus=True):  # type: ignore[call-arg]  # Textual's,
 
     def __init__(self, **options):
         super().__init__(**options)
-        self._lines: list[Text] = []
-        self.chosen = -1  # line
+        self.lines: list[Text] = []
 
-    def show(self, lines: list[Text], chosen: int) -> None:
-        moved, self._lines, self.chosen = chosen != self.chosen, lines, chosen
+    def show(self, lines: list[Text]) -> None:
+        self.lines = lines
         self.virtual_size = Size(max((line.cell_len for line in lines), default=0), len(lines))
-        if moved and chosen >= 0:
-            self.scroll_to_region(Region(self.scroll_offset.x, chosen, 1, 1), animate=False)
         self.refresh()
-
-    def action_scroll_up(self) -> None:
-        self.app.action_choose(-1) if self.chosen >= 0 else super().action_scroll_up()
-
-    def action_scroll_down(self) -> None:
-        self.app.action_choose(1) if self.chosen >= 0 else super().action_scroll_down()
 
     def render_line(self, y: int) -> Strip:
         at = y + self.scroll_offset.y
-        if at >= len(self._lines):
+        if at >= len(self.lines):
             return Strip.blank(self.size.width, self.rich_style)
-        line = self._lines[at].copy()
+        line = self.lines[at].copy()
         line.end = ""
-        if at == self.chosen:
-            line.stylize("reverse")
-        strip = Strip(line.render(self.app.console), line.cell_len)
+        strip = Strip(line.render(self.app.console), line.cell_len).apply_style(self.rich_style)
         # What is added has a style, too: without colours (NO_COLOR) Textual asks each part for its own.
         return strip.crop(self.scroll_offset.x, self.scroll_offset.x + self.size.width).adjust_cell_length(
             self.size.width, self.rich_style
         )
 
 
+class Slots(DataTable):
+    """The table of slots. The chosen row stays chosen when the table is filled anew."""
+
+    BINDINGS: ClassVar = [
+        Binding("k", "cursor_up", show=False),
+        Binding("j", "cursor_down", show=False),
+        Binding("h", "scroll_left", show=False),
+        Binding("l", "scroll_right", show=False),
+    ]
+
+    def __init__(self, **options):
+        super().__init__(cursor_type="row", zebra_stripes=True, **options)
+        self._heads: list[str] = []
+        self._shown: list[dict] = []
+
+    def show(self, rows: list[dict], order: str, inverted: bool) -> None:
+        heads = [f"{name} {'▼' if inverted else '▲'}" if by and by == order else name for name, by in pages.COLUMNS]
+        if rows == self._shown and heads == self._heads:
+            return
+        self._shown = rows
+        row, column = self.cursor_row, self.scroll_offset.x
+        with self.prevent(DataTable.RowHighlighted):
+            self.clear(columns=heads != self._heads)
+            if heads != self._heads:
+                self._heads = heads
+                self.add_columns(*heads)
+            for slot in rows:
+                self.add_row(*pages.slot_cells(slot))
+            row = max(min(row, len(rows) - 1), 0)
+            self.move_cursor(row=row)
+            self.scroll_to(x=column, animate=False)
+
+    @property
+    def lines(self) -> list[Text]:
+        """What stands in it, heads first: for who reads it without a screen."""
+        rows = [[Text(head) for head in self._heads], *(self.get_row_at(at) for at in range(self.row_count))]
+        return [Text("  ").join(cells) for cells in rows]
+
+
 class Console(App):
     """`readonly`: nothing that changes the engine is sent, whatever is pressed."""
 
+    ENABLE_COMMAND_PALETTE = False  # each screen has its keys below it
     CSS = """
     #top { height: auto; max-height: 8; background: $panel; padding: 0 1; }
     #top.past { background: $secondary; } #top.frozen { background: $surface-lighten-2; }
     #top.stopped { background: $error; }
+    #tabs { height: 1; background: $boost; padding: 0 1; link-style: none; } #hint { height: 1; color: $text-muted; padding: 0 1; }
+    #slots, #lines { height: 1fr; padding: 0 1; } .away { display: none; }
     #filter { display: none; } #filter.asked { display: block; }
     """
     BINDINGS: ClassVar = [
-        Binding("1", "page('1')", "slots"),
-        Binding("2", "page('2')", "request"),
-        *(Binding(key, f"page('{key}')", name) for key, (name, _) in pages.PAGES.items()),
-        Binding("8", "page('8')", "events"),
+        *(Binding(str(key), f"page('{key}')", show=False) for key in range(1, 9)),
         Binding("slash", "ask('filter')", "filter", key_display="/"),
-        Binding("colon", "ask('call')", "call", key_display=":"),
-        Binding("b", "ask('call', 'breakpoint.add type=slot to=')", "break"),
+        Binding("colon", "ask('call')", show=False),
+        Binding("b", "ask('call', 'breakpoint.add type=slot to=')", show=False),
         Binding("x", "ask('call', 'transfer.cancel candidate=')", show=False),
-        Binding("s", "sort", "sort", show=False),
+        Binding("s", "sort", "sort"),
         Binding("i", "invert", show=False),
         Binding("y", "copy", show=False),
-        Binding("e", "export", "picture", show=False),
+        Binding("e", "export", show=False),
+        Binding("d", "ended", show=False),
         Binding("question_mark", "page('?')", "help", key_display="?"),
         Binding("enter", "page('2')", show=False),
         Binding("space", "freeze", "freeze"),
-        Binding("left_square_bracket", "travel(-1)", "back", key_display="["),
-        Binding("right_square_bracket", "travel(1)", "on", key_display="]"),
+        Binding("left_square_bracket", "travel(-1)", "time", key_display="[ ]"),
+        Binding("right_square_bracket", "travel(1)", show=False),
         Binding("left_curly_bracket", "lint(-1)", show=False),
         Binding("right_curly_bracket", "lint(1)", show=False),
         Binding("t", "ask('moment')", show=False),
-        Binding("g", "now", "now"),
+        Binding("g", "now", show=False),
         Binding("p", "control('pause')", "pause"),
         Binding("c", "control('resume')", "go on"),
-        Binding("n", "control('step')", "step"),
-        Binding("tab", "process", "process", priority=True),
+        Binding("n", "control('step')", show=False),
+        Binding("tab", "process", show=False, priority=True),
         Binding("q", "quit", "quit"),
     ]
 
@@ -126,6 +155,7 @@ class Console(App):
         self.said = ""
         self.request = ""  # of the screen of a request
         self.others = 0  # how often another process was asked for
+        self.ended = False  # processes that have ended are shown, too
         self.asked_to = ""  # the method of a key that is to be pressed again
         self._snapshot: dict = {"processes": []}
         self._told: list[dict] = []
@@ -133,12 +163,14 @@ class Console(App):
 
     def compose(self) -> ComposeResult:
         yield Static(id="top")
+        yield Static(id="tabs")
+        yield Static(id="hint")
+        yield Slots(id="slots")
         yield Lines(id="lines")
         yield Input(id="filter", select_on_focus=False)
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one(Lines).focus()
         self.look()
         self.set_interval(1 / _LOOKS_A_SECOND, self.look)
 
@@ -150,11 +182,21 @@ class Console(App):
     # --- what is shown
 
     @property
+    def body(self) -> Slots | Lines:
+        """What fills the screen."""
+        return self.query_one(Lines) if self.query_one(Slots).has_class("away") else self.query_one(Slots)
+
+    @property
+    def processes(self) -> list[dict]:
+        """Those that are shown by turns: the ones that live, or all if none does or all were asked for."""
+        all = sorted(self._snapshot["processes"], key=lambda each: (each["alive"], each["steps"]["seen"]), reverse=True)
+        alive = [each for each in all if each["alive"]]
+        return alive if alive and not self.ended else all
+
+    @property
     def process(self) -> dict | None:
         """The one with requests, of those that live first of all; then the others."""
-        there = sorted(
-            self._snapshot["processes"], key=lambda each: (each["alive"], each["steps"]["seen"]), reverse=True
-        )
+        there = self.processes
         return there[self.others % len(there)] if there else None
 
     @property
@@ -163,13 +205,22 @@ class Console(App):
         return min((each["began"] for each in self._snapshot["processes"] if each["began"] is not None), default=None)
 
     def engine(self) -> dict:
-        """All processes' operations, in their order: an engine that fell asleep may wake in another one."""
+        """The process that is shown, with what all have: operations in their order, because an engine that fell asleep
+        may wake in another process; memory and copies, because workers tell them."""
         done = [
             (each["began"] or 0, number, operation | {"whose": f"{each['process']} pid {each['pid']}"})
             for each in self._snapshot["processes"]
             for number, operation in enumerate(each["operations"])
         ]
-        return {"operations": [operation for *_, operation in sorted(done, key=lambda each: each[:2])]}
+        process = self.process or {}
+        others = [each for each in self.processes if each["alive"] or not process.get("memory")] or [process]
+        return process | {
+            "operations": [operation for *_, operation in sorted(done, key=lambda each: each[:2])],
+            "memory": [
+                row | {"whose": f"{each['process']} pid {each['pid']}"} for each in others for row in each["memory"]
+            ] or process["memory"],
+            "copies": [row for each in others for row in each["copies"]] or process["copies"],
+        }  # fmt: skip
 
     def look(self) -> None:
         if not self.frozen and self.moment is None:
@@ -193,29 +244,57 @@ class Console(App):
             if self.moment is None
             else f"AT {self.moment:.1f} s"
         )
-        text = pages.heading(process).append(f"  {mode}{'  READ-ONLY' if self.readonly else ''}  ", "bold")
-        text.append(self.said, "bold")
-        for line in pages.lints(process)[:6]:
+        text = pages.heading(process).append(f"  {mode}{'  READ-ONLY' if self.readonly else ''}", "bold")
+        if hiding := [each for each in self._snapshot["processes"] if each not in self.processes]:
+            text.append(f"  {len(hiding)} ended (d)", "grey62")
+        if self.said:
+            text.append(f"  {self.said}", "bold")
+        for line in [line for each in (process, *hiding) for line in pages.lints(each)][:5]:
             text.append("\n").append_text(line)
         top.update(text)
-        chosen = -1
-        if self.page == "2":
-            lines = pages.waterfall(self._told, self.request, self.size.width)
-        elif self.page == "8":
-            lines = pages.events(self._told, self.wanted)
-        elif self.page == "?":
-            lines = pages.help_text()
-        elif self.page == "1":
-            rows = self._rows(process)
-            lines = pages.slots(rows)
-            if rows:
-                self.row = min(self.row, len(rows) - 1)
-                chosen = self.row + 1
-                top.update(text.append_text(pages.waiting(rows[self.row])))
+        self.query_one("#tabs", Static).update(pages.tabs(self.page))
+        self.query_one("#hint", Static).update(pages.HINTS[self.page])
+        rows = self._rows(process) if self.page == "1" else []
+        self.query_one(Slots).set_class(self.page != "1" or not rows, "away")
+        self.query_one(Lines).set_class(self.page == "1" and bool(rows), "away")
+        if rows:
+            self.query_one(Slots).show(rows, self.order, self.inverted)
+            self._show_chosen()
         else:
-            shown = self.engine() if self.page == "6" else process
-            lines = pages.PAGES[self.page][1](shown, self.wanted)
-        self.query_one(Lines).show(lines, chosen)
+            self.query_one(Lines).show(self._lines(process))
+        if self.focused in (None, self.query_one(Slots), self.query_one(Lines)):
+            self.body.focus()
+
+    def _lines(self, process: dict) -> list[Text]:
+        """What the screen has, where it is no table."""
+        if self.page == "1":
+            return [Text(pages.NO_SLOTS if not self.wanted else f"No request or state has {self.wanted!r} in it.")]
+        if self.page == "2":
+            return pages.waterfall(self._told, self.request, self.size.width - 2)
+        if self.page == "8":
+            return pages.events(self._told, self.wanted)
+        if self.page == "?":
+            return pages.help_text()
+        return pages.PAGES[self.page][1](self.engine(), self.wanted)
+
+    def _show_chosen(self) -> None:
+        """Say what the chosen request waits for: narrow terminals do not show the last column."""
+        rows = self._rows(self.process) if self.process is not None else []
+        self.row = self.query_one(Slots).cursor_row
+        words = pages.waiting(rows[self.row]) if self.row < len(rows) else Text()
+        self.query_one("#hint", Static).update(words if words else pages.HINTS["1"])
+
+    def on_data_table_row_highlighted(self, _: DataTable.RowHighlighted) -> None:
+        self._show_chosen()
+
+    def on_data_table_row_selected(self, _: DataTable.RowSelected) -> None:
+        self.action_page("2")
+
+    def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
+        if order := pages.COLUMNS[event.column_index][1]:
+            self.inverted = self.order == order and not self.inverted
+            self.order = order
+            self.draw()
 
     def _rows(self, process: dict) -> list[dict]:
         return pages.chosen_slots(process, self.wanted, self.order, self.inverted)
@@ -227,12 +306,13 @@ class Console(App):
             rows = self._rows(process)
             self.request = rows[self.row]["request"] if self.row < len(rows) else ""
         self.page = page
+        self.query_one(Lines).scroll_home(animate=False)
         if page in "28":
             self._told = self.source.events()[-50_000 if page == "2" else -2000 :]
         self.draw()
 
-    def action_choose(self, by: int) -> None:
-        self.row = max(self.row + by, 0)
+    def action_ended(self) -> None:
+        self.ended = not self.ended
         self.draw()
 
     def action_sort(self) -> None:
@@ -267,7 +347,7 @@ class Console(App):
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.input.remove_class("asked")
-        self.query_one(Lines).focus()
+        self.body.focus()
         if self.asked == "filter":
             self.wanted = event.value
         elif self.asked == "moment":
@@ -287,7 +367,7 @@ class Console(App):
     def on_key(self, event) -> None:
         if event.key == "escape" and self.query_one("#filter", Input).has_class("asked"):
             self.query_one("#filter", Input).remove_class("asked")
-            self.query_one(Lines).focus()
+            self.body.focus()
 
     def action_freeze(self) -> None:
         self.frozen = not self.frozen
@@ -332,7 +412,6 @@ class Console(App):
 
     def action_process(self) -> None:
         self.others += 1
-        self.row = 0
         self.draw()
 
     def action_now(self) -> None:

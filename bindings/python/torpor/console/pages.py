@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from rich.bar import Bar
+from rich.console import Console
 from rich.text import Text
 
 STYLES = {
@@ -18,7 +20,38 @@ LETTERS = {
     "initialized": "I", "onboard staged": "s", "onboarding": "o", "prefilling": "P", "skipped prefill": "p",
     "decoding": "D", "skipped decode": "d", "preempted": "x", "finishing": "F",
 }  # fmt: skip
-_BAR = 24  # columns
+_BAR, _SHORT_BAR = 24, 16  # columns
+# Parts of a bar differ without colours, too.
+_PINNED, _USED, _REUSABLE, _EMPTY = ("█", "yellow"), ("▓", "blue"), ("▒", "green"), ("░", "grey50")
+_DEVICE, _HOST, _DISK = ("█", "green"), ("▓", "blue"), ("▒", "magenta")
+_PLAIN = Console(width=_BAR, color_system=None, force_terminal=False)
+
+# One sentence a screen: what it answers.
+HINTS = {
+    "1": "What each request does now and what it waits for; Enter shows one over time.",
+    "2": "One request over time: its states, operations and copies, and its events.",
+    "3": "Blocks on their way between tiers, and what was copied how fast.",
+    "4": "Where blocks of KV are: pinned ones are in use, reusable ones can be found.",
+    "5": "What each worker holds on its device, in host memory and on disk.",
+    "6": "Sleeps, wakes and checkpoints: each phase from when to when, and how fast.",
+    "7": "What holds the engine now, who stopped it, and for how long.",
+    "8": "All events as they were published; / filters them.",
+    "?": "Keys of this console, and the letters of states.",
+}
+_TABS = (
+    ("1", "slots"), ("2", "request"), ("3", "transfers"), ("4", "tiers"), ("5", "memory"), ("6", "operations"),
+    ("7", "stops"), ("8", "events"),
+)  # fmt: skip
+
+
+def tabs(page: str) -> Text:
+    """Return the names of the screens by their keys, in 80 columns; a click on one shows it."""
+    text = Text()
+    for key, name in _TABS:
+        line = Text(f"{key} {name}", "reverse bold" if key == page else "")
+        line.apply_meta({"@click": f"app.page('{key}')"})
+        text.append_text(line).append(" ")
+    return text
 
 
 def _style(word: str) -> str:
@@ -39,10 +72,30 @@ def _head(*cells: tuple[str, int]) -> Text:
     return _row(*((name, width, "bold") for name, width in cells))
 
 
-def _bar(part: float, whole: float, style: str, other: float = 0) -> Text:
-    """`other`: of the rest, marked otherwise."""
-    full, both = (round(_BAR * of / whole) if whole > 0 else 0 for of in (part, part + other))
-    return Text("#" * full, style).append("=" * (both - full), "cyan").append("." * (_BAR - both), "grey50")
+def _bar(parts: Iterable[tuple[float, tuple[str, str]]], whole: float, columns: int = _BAR) -> Text:
+    """Return a bar of parts: how much of `whole` each is, with its character and style."""
+    text, before, filled = Text(), 0.0, 0
+    for size, (character, style) in parts:
+        before += size
+        until = min(round(columns * before / whole), columns) if whole > 0 else 0
+        text.append(character * (until - filled), style)
+        filled = until
+    return text.append(_EMPTY[0] * (columns - filled), _EMPTY[1])
+
+
+def _span(begin: float, end: float, whole: float, style: str) -> Text:
+    """Return when something was, as a bar within `whole` seconds."""
+    least = whole / _BAR / 8  # an eighth of a column is the least that can be seen
+    drawn = _PLAIN.render(Bar(max(whole, 1e-9), begin, max(end, begin + least), width=_BAR))
+    return Text("".join(segment.text for segment in drawn).rstrip("\n").ljust(_BAR), style)
+
+
+def _key(*names: tuple[str, tuple[str, str]]) -> Text:
+    """Return the legend of a bar."""
+    text = Text()
+    for name, (character, style) in names:
+        text.append(character, style).append(f" {name}   ", "grey62")
+    return text
 
 
 def _seconds(seconds: float) -> str:
@@ -59,10 +112,12 @@ def bytes_text(count: float) -> str:
 
 def heading(process: dict) -> Text:
     steps = process["steps"]
-    text = Text(f"{process['process']} pid {process['pid']}  ")
+    text = Text(f"{process['process']} pid {process['pid']} ")
     text.append("alive" if process["alive"] else "gone", "green" if process["alive"] else "red")
-    text.append(f"  {process['engine'] or ''}  step {steps['microseconds']} us  run {steps['running']} ")
-    text.append(f"wait {steps['waiting']}  lost {process['lost_events']}")
+    text.append(f" {process['engine'] or ''}  step {steps['microseconds']} us  run {steps['running']} ")
+    text.append(f"wait {steps['waiting']}")
+    if process["lost_events"]:
+        text.append(f"  {process['lost_events']} events lost", "yellow")
     return text
 
 
@@ -73,40 +128,33 @@ def lints(process: dict) -> list[Text]:
     ]
 
 
-def slots(rows: list[dict]) -> list[Text]:
-    """Below the heading a line for each of `chosen_slots`."""
-    lines = [
-        _head(
-            ("SLOT", -5),
-            ("REQUEST", 24),
-            ("STATE", 15),
-            ("COMPUTED/ALL", -13),
-            ("DEV", -5),
-            ("HOST", -5),
-            ("DISK", -5),
-            ("IN STATE", -9),
-            ("WAITING FOR", 20),
-        )
+# Heads of the table of slots, each with the field by which a click sorts.
+COLUMNS = (
+    ("REQUEST", "request"), ("STATE", "state"), ("COMPUTED", "computed_tokens"), ("DEV", "device_blocks"),
+    ("HOST", ""), ("DISK", ""), ("IN STATE", "seconds_in_state"), ("WAITING FOR", ""),
+)  # fmt: skip
+
+
+def slot_cells(slot: dict) -> list[Text]:
+    """Return a row of the table of slots: a cell for each of COLUMNS."""
+    state, right = slot["state"], "right"
+    return [
+        Text(slot["request"] if len(slot["request"]) <= 22 else slot["request"][:21] + "…"),
+        Text(f"{LETTERS.get(state, ' ')} {state}", _style(state)),
+        Text(f"{slot['computed_tokens']}/{slot['tokens']}", justify=right),
+        *(Text(str(slot[name]), justify=right) for name in ("device_blocks", "host_hit_blocks", "disk_hit_blocks")),
+        Text(_seconds(slot["seconds_in_state"]), justify=right),
+        Text(slot["waiting_for"]),
     ]
-    for slot in rows:
-        state = slot["state"]
-        computed = f"{slot['computed_tokens']}/{slot['tokens']}"
-        lines.append(
-            _row(
-                (slot["slot"], -5, ""), (slot["request"], 24, ""),
-                (f"{LETTERS.get(state, ' ')} {state}", 15, _style(state)),
-                (computed, -13, ""), (slot["device_blocks"], -5, ""), (slot["host_hit_blocks"], -5, ""),
-                (slot["disk_hit_blocks"], -5, ""), (_seconds(slot["seconds_in_state"]), -9, ""),
-                (slot["waiting_for"], 60, ""),
-            )
-        )  # fmt: skip
-    return lines
+
+
+NO_SLOTS = "No request is here now: they appear when clients send some."
 
 
 def waiting(slot: dict) -> Text:
     """A line of its own for the chosen slot: narrow terminals do not show the last column."""
     words = slot["waiting_for"]
-    return Text(f"\n{slot['request']} waits for {words}" if words else "")
+    return Text(f"{slot['request']} waits for {words}" if words else "")
 
 
 # Fields of a slot by which it can be sorted; the first: as they came.
@@ -121,29 +169,35 @@ def chosen_slots(process: dict, wanted: str = "", order: str = "", inverted: boo
 
 
 _HELP = """\
-1 slots    2, Enter the chosen request    3 transfers    4 tiers    5 memory    6 operations    7 stops    8 events
-arrows, h j k l  choose and scroll   / filter   s sort   i invert   y copy the request's name   tab the next process
-space  freeze the view   [ ]  to the change before and after   { }  to the lint before and after
-t  to so many seconds after the first event   g  now   e  a picture of the screen (SVG)   q  quit
-p pause   c go on   n one step   b breakpoint   x cancel a transfer   : any call of the table in docs/console.md
-What stops an engine that goes is pressed twice.
+1 to 8           the screens; Enter: the chosen request over time
+arrows, h j k l  choose and scroll        tab  the next process
+/                filter                   d    show or hide ended processes
+s i              sort by another column, turn the order; a click on a column sorts
+y                copy the request's name  e    a picture of the screen (SVG)
+space            freeze the view          g    now      q  quit
+[ ]  { }         to the change, to the lint before and after this moment
+t                to so many seconds after the first event
+p c n            pause the engine, go on, one step; what stops it is pressed twice
+b x              breakpoint, cancel a transfer
+:                any call of the table in docs/console.md
 
-The bar is red while the engine is stopped, and grey while the view is frozen. Letters of states:"""
+The bar is red while the engine is stopped, and grey while the view is frozen.
+Letters of states:"""
 
 
 def help_text() -> list[Text]:
-    letters = "   ".join(f"{letter} {state}" for state, letter in LETTERS.items())
-    return [*map(Text, _HELP.splitlines()), Text(letters)]
+    letters = [Text(f"  {letter}  {state}", _style(state)) for state, letter in LETTERS.items()]
+    return [*map(Text, _HELP.splitlines()), *letters]
 
 
 def transfers(process: dict, wanted: str = "") -> list[Text]:
-    lines = [_head(("WAY", 5), ("WAITING", -8), ("QUEUED", -8), ("PROMOTED", -8), ("OLDEST", -9), ("ENDED BLOCKS", 40))]
+    lines = [_head(("WAY", 7), ("WAITING", -8), ("QUEUED", -8), ("PROMOTED", -8), ("OLDEST", -9), ("ENDED BLOCKS", 40))]
     for way in process["transfers"]:
         ended = ", ".join(f"{count} {outcome}" for outcome, count in way["ended_blocks"].items())
         blocks = way["blocks"]
         lines.append(
             _row(
-                (way["way"], 5, "bold"), (blocks["waiting"], -8, ""), (blocks["queued"], -8, ""),
+                (way["way"], 7, "bold"), (blocks["waiting"], -8, ""), (blocks["queued"], -8, ""),
                 (blocks["promoted"], -8, ""), (_seconds(way["oldest_seconds"]), -9, ""), (ended, 60, ""),
             )
         )  # fmt: skip
@@ -153,6 +207,8 @@ def transfers(process: dict, wanted: str = "") -> list[Text]:
             ("LANE", 8), ("JOB", 8), ("UNDER WAY", -9), ("BATCHES", -9), ("FAILED", -7), ("BYTES", -10), ("RATE", -12)
         ),
     ]
+    if not process["copies"]:
+        lines[-1] = Text("No bytes were copied yet: they are with each sleep and wake, and by the KV connector.")
     for copy in process["copies"]:
         rate = copy["bytes"] / copy["batch_seconds"] if copy["batch_seconds"] > 0 else 0
         lines.append(
@@ -166,9 +222,12 @@ def transfers(process: dict, wanted: str = "") -> list[Text]:
 
 
 def tiers(process: dict, wanted: str = "") -> list[Text]:
-    lines = [_head(("TIER", 7), ("USED", -8), ("PINNED", -8), ("CACHED", -8), ("EMPTY", -8), ("", _BAR))]
-    for tier in process["tiers"]:
+    if not process["tiers"]:
+        return [Text("No tier was told yet: the device's is with the first step, the others with the KV connector.")]
+    lines = [_head(("TIER", 7), ("USED", -8), ("PINNED", -8), ("REUSABLE", -8), ("EMPTY", -8))]
+    for tier in sorted(process["tiers"], key=lambda tier: ("device", "host", "disk").index(tier["tier"])):
         used, cached, empty = tier["used_blocks"], tier["cached_blocks"], tier["empty_blocks"]
+        pinned = min(tier["pinned_blocks"], used)
         line = _row(
             (tier["tier"], 7, "bold"),
             (used, -8, ""),
@@ -176,8 +235,10 @@ def tiers(process: dict, wanted: str = "") -> list[Text]:
             (cached, -8, ""),
             (empty, -8, ""),
         )
-        line.append_text(_bar(used, used + cached + empty, "green", cached))
+        parts = ((pinned, _PINNED), (used - pinned, _USED), (cached, _REUSABLE))
+        line.append_text(_bar(parts, used + cached + empty))
         lines.append(line)
+    lines.append(_key(("pinned", _PINNED), ("used", _USED), ("reusable", _REUSABLE), ("empty", _EMPTY)))
     asked = sum(slot["asked_blocks"] for slot in process["slots"])
     host, disk = (sum(slot[f"{tier}_hit_blocks"] for slot in process["slots"]) for tier in ("host", "disk"))
     return [
@@ -201,18 +262,21 @@ def _comings(blocks: dict) -> list[Text]:
 
 def memory(process: dict, wanted: str = "") -> list[Text]:
     """What each rank held after its last operation, or when its KV cache was made."""
-    lines = [_head(("RANK", -4), ("TAG", 16), ("DEVICE", -10), ("OF", -10), ("HOST", -10), ("DISK", -10), ("", _BAR))]
+    if not process["memory"]:
+        return [Text("No rank has told its memory yet: it does with each sleep and wake.")]
+    lines = [
+        _head(("RANK", -4), ("TAG", 9), ("DEVICE", -9), ("OF", -9), ("HOST", -9), ("DISK", -9)),
+    ]
+    names = ("device_bytes", "region_bytes", "host_bytes", "disk_bytes")
     for rank in process["memory"]:
+        sums = [max(tag["region_bytes"], tag["device_bytes"] + tag["host_bytes"]) for tag in rank["tags"]]
         for tag in rank["tags"]:
-            there, whole = tag["device_bytes"], tag["region_bytes"]
-            cells = [
-                (bytes_text(tag[name]), -10, "")
-                for name in ("device_bytes", "region_bytes", "host_bytes", "disk_bytes")
-            ]
-            lines.append(
-                _row((rank["rank"], -4, ""), (tag["tag"], 16, "bold"), *cells).append_text(_bar(there, whole, "green"))
-            )
-        lines.append(Text(f"      device: {_part(rank['device_bytes'], rank['device_capacity_bytes'])}"))
+            cells = [(bytes_text(tag[name]), -9, "") for name in names]
+            kinds = zip((names[0], *names[2:]), (_DEVICE, _HOST, _DISK), strict=True)
+            bar = _bar([(tag[name], kind) for name, kind in kinds], max(sums), _SHORT_BAR)
+            lines.append(_row((rank["rank"], -4, ""), (tag["tag"], 9, "bold"), *cells).append_text(bar))
+        whose = f" of {rank['whose']}" if "whose" in rank else ""
+        lines.append(Text(f"      device{whose}: {_part(rank['device_bytes'], rank['device_capacity_bytes'])}"))
         if rank["device_bytes_of_anybody"]:
             rest = rank["device_bytes_of_anybody"] - rank["device_bytes"]
             lines.append(
@@ -220,7 +284,7 @@ def memory(process: dict, wanted: str = "") -> list[Text]:
             )
         used = _part(rank["arena_bytes"], rank["arena_budget_bytes"])
         lines.append(Text(f"      host memory for saved bytes: {used}, {bytes_text(rank['arena_held_bytes'])} held"))
-    return lines if len(lines) > 1 else [Text("no rank has told its memory yet: it does with each sleep and wake")]
+    return [*lines, _key(("on the device", _DEVICE), ("in host memory", _HOST), ("on disk", _DISK))]
 
 
 def _part(bytes: int, of: int) -> str:
@@ -235,18 +299,24 @@ def operations(process: dict, wanted: str = "") -> list[Text]:
         line = Text(f"{operation['operation']} {operation['number']}  ", "bold").append(state, _style(state))
         line.append(f"  {operation['whose']}" if "whose" in operation else "", "grey62")
         lines.append(line.append(f"  {operation['seconds']:.3f} s  ").append(operation["error"], "red"))
-        longest = max((phase["seconds"] for phase in operation["phases"]), default=0)
+        whole = max(
+            [operation["seconds"], *(phase["after_seconds"] + phase["seconds"] for phase in operation["phases"])]
+        )
         for phase in operation["phases"]:
-            line = _row(("", 2, ""), (phase["phase"], 10, ""), (phase["state"], 8, _style(phase["state"])))
-            line.append_text(_bar(phase["seconds"], longest, _style(phase["state"])))
-            lines.append(line.append(f"  {phase['seconds']:.3f} s  {bytes_text(phase['bytes'])}"))
+            began, took, bytes = phase["after_seconds"], phase["seconds"], phase["bytes"]
+            line = _row((phase["phase"], 10, ""), (phase["state"], 7, _style(phase["state"])))
+            line.append_text(_span(began, began + took, whole, _style(phase["state"])))
+            line.append(f" {took:8.3f} s")
+            if bytes:
+                line.append(f" {bytes_text(bytes):>9}").append(f" {bytes / took / 1e9:6.2f} GB/s" if took > 0 else "")
+            lines.append(line)
         lines.append(Text())
-    return lines or [Text("no sleep, wake or checkpoint since it began to tell")]
+    return lines or [Text("No sleep, wake or checkpoint since it began to tell.")]
 
 
 def stops(process: dict, wanted: str = "") -> list[Text]:
     if not process["stops"]:
-        return [Text("nothing stops the engine; p pauses it, b sets a breakpoint (:breakpoint.list shows them)")]
+        return [Text("Nothing stops the engine: p pauses it, b sets a breakpoint (:breakpoint.list shows them).")]
     return [
         Text(
             f"stop {stop['stop']} by a {stop['cause']} for {_seconds(stop['seconds'])}  {stop['request'] or ''}", "red"
@@ -256,6 +326,8 @@ def stops(process: dict, wanted: str = "") -> list[Text]:
 
 
 def events(told: list[dict], wanted: str = "") -> list[Text]:
+    if not told:
+        return [Text("No event is there yet.")]
     known = ("time", "process", "pid", "sequence", "type")
     lines = []
     for event in told:
@@ -297,23 +369,28 @@ def waterfall(told: list[dict], request: str, width: int) -> list[Text]:
         if after and after.get("pid") != event.get("pid"):  # another process went on with it
             until = last_words.get(event.get("pid"), until)
         if event["to"] in LETTERS:
-            states.append((event["time"], until, LETTERS[event["to"]], _style(event["to"])))
+            states.append((event["time"], until, LETTERS[event["to"]], f"reverse {_style(event['to'])}"))
     lines = [Text(f"{request}  {end - begin:.3f} s", "bold"), track("slot", states)]
     tracks: dict[str, list] = {"engine": []}
     for event in told:
         if event["type"] == "operation" and event.get("to") in ("end", "failed", "unrecoverable"):
             took = event.get("nanoseconds", 0) / 1e9
             tracks["engine"].append(
-                (event["time"] - took, event["time"], "=", "red" if event["to"] != "end" else "magenta")
+                (event["time"] - took, event["time"], "█", "red" if event["to"] != "end" else "magenta")
             )
         elif event["type"] == "copy" and event.get("to") == "end":
             took = event.get("nanoseconds", 0) / 1e9
             tracks.setdefault(f"{event['lane']} {event['from']}"[:12], []).append(
-                (event["time"] - took, event["time"], "-", "cyan")
+                (event["time"] - took, event["time"], "■", "cyan")
             )
     lines += [
         track(name, [span for span in spans if span[1] >= begin and span[0] <= end]) for name, spans in tracks.items()
     ]
+    axis = f"{end - begin:.3f} s"
+    lines.append(Text(f"{'':>12}  0 s{axis.rjust(columns - 3)}", "grey62"))
+    seen = dict.fromkeys(event["to"] for event in own if event["to"] in LETTERS)
+    key = _key(*((name, (LETTERS[name], f"reverse {_style(name)}")) for name in seen))
+    lines.append(Text(" " * 14).append_text(key))
     return [*lines, Text(), *events([event for event in told if event.get("request") == request])]
 
 
