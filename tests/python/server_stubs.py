@@ -74,7 +74,7 @@ class Engine:
         self.calls.append(("checkpoint",))
         return report(checkpoint="g-000001", checkpoint_bytes=1)
 
-    async def sleep(self, level, mode, **options):
+    async def sleep(self, level, mode="abort", **options):
         self.calls.append(("sleep", level, mode, options))
         self._fail()
         self.state, self.tags = "asleep", dict.fromkeys(self.tags, "detached")

@@ -133,6 +133,23 @@ def test_a_take_over_that_breaks_with_the_directory_in_its_hands_has_failed(monk
     run(scene())
 
 
+@pytest.mark.parametrize("packed", ["keep", "release"])
+def test_it_keeps_packed_weights_over_its_sleep_where_the_operator_wants_it(monkeypatch, tmp_path, packed):
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(NONE), standby_packed_weights=packed)
+
+        async def generate(*_):
+            yield None
+
+        server.engine.generate = generate
+        server.engine.reset_prefix_cache = lambda: asyncio.sleep(0)
+        await server.standby.begin()
+        methods = [call[0] for call in server.engine.calls]
+        assert methods == (["keep_derived", "sleep"] if packed == "keep" else ["sleep"])
+
+    run(scene())
+
+
 @pytest.mark.parametrize("elsewhere", [{"nnodes": 2}, {"distributed_executor_backend": "ray"}])
 def test_workers_that_it_could_not_end_are_refused(monkeypatch, tmp_path, elsewhere):
     from torpor.vllm.server import standby

@@ -54,6 +54,38 @@ def test_linear_weights_are_kept_before_they_are_packed(worker_memory):
     assert torch.equal(linear.plain, plain)
 
 
+def packed(worker_memory, model, remove_weight: bool = True):
+    with worker_memory.loading_weights(SimpleNamespace(model=model)):
+        layer_utils.dispatch_cpu_unquantized_gemm(model.linear, remove_weight=remove_weight)
+    return worker_memory._packed[0]
+
+
+def test_packed_weights_are_kept_over_one_sleep(worker_memory):
+    model, given = model_of_one_linear(), torch.randn(3, 64)
+    linear = packed(worker_memory, model)
+    kernel = model.linear.cpu_linear
+    worker_memory.keep_derived()
+    worker_memory.release_derived()
+    worker_memory.rebuild_derived()
+    assert model.linear.cpu_linear is kernel
+    assert torch.allclose(kernel(given, None, None), given @ linear.plain.t(), atol=1e-5)
+    worker_memory.release_derived()
+    assert model.linear.cpu_linear is None, "the sleep after that kept them, too"
+    worker_memory.rebuild_derived()
+    assert torch.allclose(model.linear.cpu_linear(given, None, None), given @ linear.plain.t(), atol=1e-5)
+
+
+def test_kept_packed_weights_are_not_used_with_new_weights(worker_memory):
+    model, given = model_of_one_linear(), torch.randn(3, 64)
+    linear = packed(worker_memory, model)
+    worker_memory.keep_derived()
+    worker_memory.release_derived()
+    linear.plain.mul_(2.0)
+    worker_memory.note_new_weights()
+    worker_memory.rebuild_derived()
+    assert torch.allclose(model.linear.cpu_linear(given, None, None), given @ linear.plain.t(), atol=1e-5)
+
+
 def test_weights_that_were_packed_by_other_code_are_refused(worker_memory):
     model = model_of_one_linear()
     stock = layer_utils.dispatch_cpu_unquantized_gemm  # as a module would have it that imported the name at its start

@@ -37,7 +37,7 @@ _METHODS = frozenset({
     "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
     "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
-    "undo_hibernate", "store_image", "wake_portable", "end_portable", "fork", "end_fork",
+    "undo_hibernate", "store_image", "wake_portable", "end_portable", "fork", "end_fork", "keep_derived",
 })  # fmt: skip
 # Those of _METHODS that change nothing, or end something: they are called also before a portable wake, or a fork, has
 # ended.
@@ -118,6 +118,10 @@ class EngineSide:
     def end_drain(self, _: dict) -> None:
         """The sleep did not come about."""
         self.hooks.end_drain()
+
+    def keep_derived(self, _: dict) -> None:
+        """The next sleep keeps packed weights in host memory: the wake after it is faster."""
+        self.hooks.keep_derived()
 
     def sleep(self, options: dict) -> dict:
         self.hooks.for_new_process = _makes_checkpoint(options)
@@ -211,7 +215,8 @@ class EngineSide:
         if self.hooks.restored is not None:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
             report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []
-            report["paused"] = self.hooks.wanted_pause is not PauseState.UNPAUSED
+            if "answers" in options:
+                report["paused"] = self.hooks.wanted_pause is not PauseState.UNPAUSED
         return report
 
     def checkpoint_to_wake(self, _: dict) -> str:

@@ -104,6 +104,9 @@ class GpuWorkerMemory(WorkerMemory):
             raise Unsupported(f"the KV cache lies in {len(addresses)} allocations", "switch gpu_preserve_state off")
         self.rank_memory.set_kv_layout("kv_cache", kv_layout.to_value(kv_cache_config, addresses.pop()))
 
+    def keep_derived(self) -> None:
+        """What release_derived() saves lies on the device, and has to go."""
+
     def release_derived(self) -> None:
         """Save what weight files do not have: buffers, tensors of no name, and parameters that vLLM's option keeps."""
         written = {_storage(parameter) for parameter in self._model.parameters()}  # with new weights

@@ -355,6 +355,10 @@ class VllmHooks:
                 request.block_hashes.clear()
                 request.update_block_hashes()
 
+    def keep_derived(self) -> None:
+        """The workers keep over the next sleep what they could make anew, if it lies in host memory."""
+        self._rpc("torpor_keep_derived")
+
     def release_derived(self) -> None:
         """Release what workers can make anew. If a sleep keeps no requests, drop_requests() unregisters later."""
         if self.frees_kv() and (self.falling_asleep is None or self.falling_asleep.get("preserve_state")):

@@ -57,6 +57,8 @@ class CpuWorkerMemory(WorkerMemory):
         self.cpu_linear = cpu_linear
         self._packed: list[PackedLinear] = []
         self._derived = True  # packed weights exist
+        self._keeps_derived = False  # over the next sleep
+        self._kept_of: int | None = None  # new_weights when packed weights were kept for a sleep; None: they were not
         self._reloading = False
         self.filled_from = None  # the checkpoint that the weights come from, as loader.StoredWeights
         self.weights_layout: str | None = None
@@ -215,12 +217,22 @@ class CpuWorkerMemory(WorkerMemory):
             if tensor.size > self._kv_bytes:
                 raise _other_allocation(f"a KV cache of {tensor.size} bytes, allocated were {self._kv_bytes}")
 
+    def keep_derived(self) -> None:
+        self._keeps_derived = True
+
     def release_derived(self) -> None:
+        if self._keeps_derived:
+            self._kept_of = self.new_weights
+            return
         self._derived = False
         for linear in self._packed:
             linear.release()
 
     def rebuild_derived(self) -> None:
+        """Pack the linear layers, unless their packed weights were kept and are still those of the plain ones."""
+        kept, self._kept_of, self._keeps_derived = self._kept_of == self.new_weights, None, False
+        if kept:
+            return
         for linear in self._packed:
             linear.pack()
         self._derived = True

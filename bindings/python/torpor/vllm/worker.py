@@ -147,6 +147,9 @@ class WorkerMixin(Stock):
         """Call a hook of a KV connector that is not torpor's alone. Returns why it failed."""
         return other_connectors.call_in_worker(self.rank, hook)
 
+    def torpor_keep_derived(self) -> None:
+        self.torpor_memory.keep_derived()
+
     def torpor_release_derived(self) -> None:
         self.torpor_memory.release_derived()
 

@@ -43,6 +43,9 @@ class WorkerMemory(Protocol):
     def elsewhere(self, model: torch.nn.Module) -> list[str]:
         """Parameters that a sleep would neither free nor save."""
 
+    def keep_derived(self) -> None:
+        """The next release_derived() frees nothing that can stay in host memory as it is. A GPU has nothing of that."""
+
     def release_derived(self) -> None:
         """Before the weights sleep: frees what follows from them, and saves what no weight file has."""
 

@@ -69,6 +69,15 @@ class Settings:
         BYTES,
         "most bytes of the owner's newest checkpoint that a standby reads ahead into the system's page cache; 0: none",
     )
+    standby_packed_weights: str = _setting(
+        "keep",
+        TEXT,
+        "on a CPU, what a standby does with its linear weights as vLLM's matrix kernels need them. keep: they stay in "
+        "memory, about as many bytes as the weights again, and a take-over is faster; release: a take-over packs them "
+        "again",
+        "keep",
+        "release",
+    )
     listen_fd: int = _setting(
         0,
         WHOLE,

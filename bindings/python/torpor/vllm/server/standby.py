@@ -73,6 +73,8 @@ class Standby:
             async for _ in server.engine.generate({"prompt_token_ids": [1, 2, 3]}, parameters, uuid.uuid4().hex):
                 pass
         await server.engine.reset_prefix_cache()
+        if server.settings.standby_packed_weights == "keep":
+            await server.engine.torpor.call("keep_derived")
         report = await server.engine.sleep(1, preserve_state=True)
         server.metrics.record("sleep", "host", report)
         logger.info(
