@@ -35,7 +35,7 @@ void pin_slab(ArenaSlab& slab, DeviceMemory* device, uint64_t piece) noexcept {
     slab.pin_later = done.error().code == Code::kUnavailable && !slab.stuck;
     (void)try_catch([&] {
       log().warn("host memory is used unpinned{}, copies are slower: {}", slab.pin_later ? " until later" : "",
-                 done.error().to_string());
+                 done.error());
       return ok();
     });
     return;
@@ -48,7 +48,7 @@ bool drop_slab(const ArenaSlab& slab, DeviceMemory* device) noexcept {
     const Status done = try_catch([&] { return device->unpin_host({slab.data, slab.pinned}); });
     if (!done) {
       (void)try_catch([&] {
-        log().error("host memory stays: {}", done.error().to_string());
+        log().error("host memory stays: {}", done.error());
         return ok();
       });
       return false;

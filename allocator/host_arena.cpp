@@ -363,14 +363,14 @@ Result<HostArena::Ahead> HostArena::prefault_ahead(uint64_t bytes) {
 void HostArena::prefault_in_background(uint64_t bytes) {
   Impl& impl = *impl_;
   const auto work = [&impl, bytes] {
-    const Status done = try_catch([&]() -> Status {
+    Status done = try_catch([&]() -> Status {
       const PrefaultMethod method = fastest_prefault(impl.options.prefault_threads);
       const MutexLock lock(impl.mutex);
       impl.method = method;
       return impl.grow_to(bytes, std::max(impl.options.slab_bytes, kPage));
     });
     const MutexLock lock(impl.mutex);
-    impl.background_result = done;
+    impl.background_result = std::move(done);  // a copy could throw
     impl.prefaulting = false;
     impl.changed.notify_all();
   };

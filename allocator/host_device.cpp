@@ -160,7 +160,7 @@ class HostDevice final : public DeviceMemory {
       if (piece.memory.released) {
         (void)try_catch([&] {
           const Status freed = do_free_reservation(piece.memory.parking, piece.memory.size);
-          if (!freed) log().error("addresses stay reserved: {}", freed.error().to_string());
+          if (!freed) log().error("addresses stay reserved: {}", freed.error());
           return ok();
         });
       }

@@ -48,8 +48,7 @@ Result<std::unique_ptr<SleepAllocator>> SleepAllocator::create(DeviceMemory& dev
 SleepAllocator::~SleepAllocator() {
   const auto give_up = [&](Region& region) {
     const auto report = [&](const Status& done) {
-      if (!done)
-        log().error("region {}/{} was not freed: {}", region.info.tag, region.info.name, done.error().to_string());
+      if (!done) log().error("region {}/{} was not freed: {}", region.info.tag, region.info.name, done.error());
     };
     report(region.unmap_each(device_));
     report(region.release(device_));
@@ -286,7 +285,7 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
       if (back) continue;
       (*undone)->broken = changed = true;
       (void)try_catch([&] {
-        log().error("cannot undo: {}", back.error().to_string());
+        log().error("cannot undo: {}", back.error());
         return ok();
       });
     }

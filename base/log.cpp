@@ -2,9 +2,11 @@
 #include "base/log.h"
 
 #include <cstdlib>
-#include <exception>
+#include <iterator>
 #include <memory>
-#include <string>
+#include <string_view>
+
+#include <fmt/format.h>
 
 #include <spdlog/logger.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -12,6 +14,8 @@
 
 namespace torpor {
 namespace {
+
+constexpr size_t kLineBytes = 1024;  // a line of so many bytes needs no memory
 
 spdlog::logger& logger() {
   static const std::shared_ptr<spdlog::logger> logger = [] {
@@ -38,22 +42,30 @@ spdlog::level::level_enum spdlog_level(LogLevel level) {
 
 void Log::set_level(LogLevel least) { logger().set_level(spdlog_level(least)); }
 
-void Log::write(LogLevel level, fmt::string_view text, fmt::format_args args) {
-  const spdlog::level::level_enum at = spdlog_level(level);
-  if (!logger().should_log(at)) return;
-  std::string line;
-  fmt::string_view said = text;
-  try {
-    line = fmt::vformat(text, args);
-    said = line;
-  } catch (const std::exception&) {  // no memory for the line
-  }
-  logger().log(at, said);
+void Log::write(LogLevel level, fmt::string_view text, fmt::format_args args) noexcept {
+  (void)try_catch([&]() -> Status {
+    const spdlog::level::level_enum at = spdlog_level(level);
+    if (!logger().should_log(at)) return ok();
+    fmt::basic_memory_buffer<char, kLineBytes> line;
+    const Status made = try_catch([&]() -> Status {
+      fmt::vformat_to(std::back_inserter(line), text, args);
+      return ok();
+    });
+    logger().log(at, made ? fmt::string_view(line.data(), line.size()) : text);
+    return ok();
+  });
 }
 
-Log& log() {
+Log& log() noexcept {
   static Log only;
   return only;
 }
 
 }  // namespace torpor
+
+fmt::format_context::iterator fmt::formatter<torpor::Error>::format(const torpor::Error& error,
+                                                                    fmt::format_context& context) const {
+  const std::string_view name = torpor::name(error.code);
+  if (error.next_step.empty()) return fmt::format_to(context.out(), "{}: {}", name, error.what);
+  return fmt::format_to(context.out(), "{}: {} ({})", name, error.what, error.next_step);
+}

@@ -45,7 +45,7 @@ std::shared_ptr<ProgressFile> ProgressFile::of_caller(const std::string& path, c
   (void)try_catch([&]() -> Status {
     Result<std::shared_ptr<ProgressFile>> opened = open(path, clock);
     if (opened) found = std::move(*opened);
-    if (!opened) log().warn("nobody sees the progress of this: {}", opened.error().to_string());
+    if (!opened) log().warn("nobody sees the progress of this: {}", opened.error());
     return ok();
   });
   return found;

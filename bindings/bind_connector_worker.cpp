@@ -226,15 +226,14 @@ class ConnectorWorker {
 std::string epoch_of(const std::string& directory) {
   const Result<std::string> word = without_lock([&] { return cache_epoch(module_files(), directory); });
   if (word) return *word;
-  log().warn("what is on disk is not found again: {}", word.error().to_string());
+  log().warn("what is on disk is not found again: {}", word.error());
   return random_cache_epoch();
 }
 
 std::string new_epoch_of(const std::string& directory) {
   RenewedEpoch renewed = without_lock([&] { return renew_cache_epoch(module_files(), directory); });
   if (!renewed.kept) {
-    log().warn("after a restart, blocks from before this reset may be found again: {}",
-               renewed.kept.error().to_string());
+    log().warn("after a restart, blocks from before this reset may be found again: {}", renewed.kept.error());
   }
   return std::move(renewed.word);
 }

@@ -51,7 +51,7 @@ class PythonMooncake final : public remote::MooncakeClient {
       try {
         object_.attr("unregister_buffer")(each);
       } catch (py::error_already_set& raised) {
-        log().warn("KV connector: {}", error_from(raised).to_string());
+        log().warn("KV connector: {}", error_from(raised));
       }
     }
     object_ = {};

@@ -94,7 +94,7 @@ RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& gene
     return read_manifest(*directory, options.key.get());
   }();
   if (!base) {
-    log().warn("not incremental this time: {}", base.error().to_string());
+    log().warn("not incremental this time: {}", base.error());
   } else if (base->manifest.protection == writing.protection) {
     writing.base = fmt::format("{}/{}", store.path(), newest);
     writing.base_id = base->manifest.id;
@@ -166,7 +166,7 @@ Result<std::vector<CheckpointInfo>> CheckpointManager::list() const {
       if (metadata) {
         info.metadata = *std::move(metadata);
       } else if (metadata.error().code != Code::kNotFound) {  // otherwise another process has removed it
-        log().warn("the metadata of {} cannot be read: {}", info.path, metadata.error().to_string());
+        log().warn("the metadata of {} cannot be read: {}", info.path, metadata.error());
       }
     }
     return infos;

@@ -94,8 +94,7 @@ struct Locked {
     });
     if (removed) return ok();
     return try_catch([&]() -> Status {
-      log().warn("the files of the image {} could not be removed, torpor gc will: {}", path,
-                 removed.error().to_string());
+      log().warn("the files of the image {} could not be removed, torpor gc will: {}", path, removed.error());
       return ok();
     });
   }
@@ -236,7 +235,7 @@ void ImageStore::discard(const std::string& name) noexcept {
   });
   if (discarded || discarded.error().code == Code::kNotFound) return;
   (void)try_catch([&]() -> Status {
-    log().warn("what is left of the image {} could not be removed: {}", name, discarded.error().to_string());
+    log().warn("what is left of the image {} could not be removed: {}", name, discarded.error());
     return ok();
   });
 }

@@ -42,7 +42,7 @@ struct PendingCheckpoint::Impl {
     });
     if (done) return;
     (void)try_catch([&]() -> Status {
-      log().warn("an unfinished checkpoint could not be removed, the next one will: {}", done.error().to_string());
+      log().warn("an unfinished checkpoint could not be removed, the next one will: {}", done.error());
       return ok();
     });
   }
@@ -194,7 +194,7 @@ void PendingCheckpoint::retire_older() noexcept {
   });
   if (gone) return;
   (void)try_catch([&]() -> Status {
-    log().warn("older checkpoints could not be removed, the next one will try again: {}", gone.error().to_string());
+    log().warn("older checkpoints could not be removed, the next one will try again: {}", gone.error());
     return ok();
   });
 }
@@ -243,7 +243,7 @@ Result<std::string> PendingCheckpoint::Impl::commit() {
   if (Status synced = store->sync(); !synced) {
     // It may be durable or not, so remove it: no reader may ever use it.
     if (const Status removed = remove_generation(*store, manifest.generation); !removed) {
-      log().error("an unacknowledged checkpoint is left at {}: {}", path, removed.error().to_string());
+      log().error("an unacknowledged checkpoint is left at {}: {}", path, removed.error());
     }
     return synced.error();
   }

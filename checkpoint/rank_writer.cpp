@@ -25,7 +25,7 @@ void say_why_not_linked(const Error& error) {
   static std::atomic<bool> said = false;
   const bool refused =
       error.native == EPERM || error.native == EXDEV || error.native == EMLINK || error.native == EOPNOTSUPP;
-  if (!refused || !said.exchange(true)) log().warn("written again, for want of a link: {}", error.to_string());
+  if (!refused || !said.exchange(true)) log().warn("written again, for want of a link: {}", error);
 }
 
 struct FileUse {
@@ -116,7 +116,7 @@ Result<std::unique_ptr<RankWriter>> RankWriter::create(FileSystem& file_system, 
   if (writing.base.empty()) return writer;
   Result<std::unique_ptr<RankBase>> base = RankBase::open(file_system, writing, rank, std::move(key));
   if (!base) {
-    log().warn("rank {} is not incremental this time: {}", rank, base.error().to_string());
+    log().warn("rank {} is not incremental this time: {}", rank, base.error());
     return writer;
   }
   const size_t files = (*base)->refs().files.size();

@@ -85,7 +85,7 @@ Result<std::vector<std::string>> retire(Directory& store, const Key* key, const 
   for (const CheckpointInfo& info : infos) {
     if (info.readable || !is_news(info.path)) continue;
     log().warn("{} cannot be read: retention leaves it there and counts the others ({}); see torpor verify, torpor rm",
-               info.path, info.problem.to_string());
+               info.path, info.problem);
   }
   const std::vector<uint64_t> gone = retired(infos, retention, now_unix_seconds, owner);
   std::vector<std::string> names;

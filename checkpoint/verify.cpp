@@ -42,9 +42,9 @@ class ChunkCheck {
   Status run(int threads) {
     std::vector<std::thread> helpers;
     const auto work = [this] {
-      const Status done = try_catch([this] { return this->work(); });
+      Status done = try_catch([this] { return this->work(); });
       const MutexLock lock(mutex_);
-      if (!done && result_) result_ = done;
+      if (!done && result_) result_ = std::move(done);  // a copy could throw
     };
     helpers.reserve(static_cast<size_t>(threads));
     for (int i = 1; i < threads; ++i) {

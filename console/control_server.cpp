@@ -106,7 +106,7 @@ class ControlServer::Loop {
     while (!ended_.load(std::memory_order_acquire)) {
       // If memory is short, drop the peers.
       if (const Status turned = try_catch([&] { return turn(); }); !turned) {
-        log().warn("console: {}", turned.error().to_string());
+        log().warn("console: {}", turned.error());
         peers_.clear();
         std::this_thread::sleep_for(100ms);
       }

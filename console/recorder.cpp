@@ -52,12 +52,12 @@ void RecorderThread::run() {
   for (bool last = false; !last;) {
     last = stop_.load(std::memory_order_acquire) || (seconds_.count() > 0 && steady_clock::now() - began >= seconds_) ||
            now().first.bytes >= bytes_;
-    const Status looked = try_catch([&] { return recorder_->look(last); });
+    Status looked = try_catch([&] { return recorder_->look(last); });
     last = last || !looked;
     {
       const MutexLock lock(mutex_);
       counts_ = recorder_->counts();
-      if (!looked) status_ = looked;
+      if (!looked) status_ = std::move(looked);  // a copy could throw
     }
     if (!last) std::this_thread::sleep_for(Recorder::kPoll);
   }

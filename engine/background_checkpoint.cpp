@@ -101,7 +101,7 @@ Result<bool> BackgroundCheckpoint::step(bool wait) {
       pending_.reset();  // releases the lock of its directory
       (void)try_catch([&]() -> Status {
         const auto stopped = engine_.ranks.undo(orders::PollSave{.stop = true});
-        if (!stopped) log().warn("{}", stopped.error().to_string());
+        if (!stopped) log().warn("{}", stopped.error());
         return ok();
       });
       return true;
@@ -329,7 +329,7 @@ Error BackgroundCheckpoint::fail(Error error) noexcept {
   at_ = At::kEnded;
   events_->end(lost ? Edge::kLost : Edge::kFailed, told_why_ ? std::string_view() : error_->what);
   (void)try_catch([&]() -> Status {
-    if (!stopped) log().warn("{}", stopped.error().to_string());
+    if (!stopped) log().warn("{}", stopped.error());
     if (stays_) error_->what += fmt::format("; its checkpoint is {}", report_.checkpoint);
     return ok();
   });

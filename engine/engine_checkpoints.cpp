@@ -51,7 +51,7 @@ void EngineCheckpoints::mark_woken(const Generation& from) noexcept {
   if (!marked) marked = try_catch(mark);
   if (marked) return;
   (void)try_catch([&]() -> Status {
-    log().warn("older checkpoints were not removed: {}", marked.error().to_string());
+    log().warn("older checkpoints were not removed: {}", marked.error());
     return ok();
   });
 }

@@ -18,7 +18,7 @@ Status EngineParts::can_preserve(std::string_view otherwise) const {
 
 void EngineParts::release_host_slots() const noexcept {
   (void)try_catch([&]() -> Status {
-    if (const Status released = hooks.release_host_slots(); !released) log().error("{}", released.error().to_string());
+    if (const Status released = hooks.release_host_slots(); !released) log().error("{}", released.error());
     return ok();
   });
 }

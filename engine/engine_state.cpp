@@ -35,7 +35,7 @@ void EngineState::enter(At at) noexcept {
 void EngineState::lose(const Error& error) noexcept {
   enter(At::kLost);
   (void)try_catch([&]() -> Status {
-    log().critical("the engine is unrecoverable: {}", error.to_string());
+    log().critical("the engine is unrecoverable: {}", error);
     return ok();
   });
 }

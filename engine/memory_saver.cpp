@@ -92,7 +92,7 @@ uint64_t MemorySaver::trim(int device, std::span<const DeviceAddress> addresses)
     if (trimmed) {
       bytes += *trimmed;
     } else if (trimmed.error().code != Code::kNotFound && trimmed.error().code != Code::kFailedPrecondition) {
-      log().warn("memory that nothing uses stays with the device for now: {}", trimmed.error().to_string());
+      log().warn("memory that nothing uses stays with the device for now: {}", trimmed.error());
     }
   }
   return bytes;

@@ -145,7 +145,7 @@ Status RequestImages::leave_memory(const std::string& id, Saved saved) {
   for (size_t i = 0; saved == Saved::kNow && i < image->requests.size(); ++i)
     image->requests[i].position = static_cast<int32_t>(i);
   if (const auto dropped = ranks_.undo(orders::DropImage{.image = id}); !dropped)
-    log().error("image {}: a rank keeps its host memory: {}", id, dropped.error().to_string());
+    log().error("image {}: a rank keeps its host memory: {}", id, dropped.error());
   return ok();
 }
 

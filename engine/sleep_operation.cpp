@@ -215,7 +215,7 @@ Error SleepOperation::undone(Error error) noexcept {
 // the failed save is undone.
 void SleepOperation::fall_back(const Error& why) {
   const std::string what = to_disk_ ? "it is kept in host memory, not on disk" : "the state was discarded";
-  log().error("sleep: {}: {}", what, why.to_string());
+  log().error("sleep: {}: {}", what, why);
   if (!report_.note.empty()) report_.note += "; ";
   report_.note += fmt::format("{}: {}", what, why.to_string());
   if (std::exchange(checkpoint_stays_, false)) report_.note += "; a checkpoint may be left behind";
@@ -491,7 +491,7 @@ std::vector<std::string> SleepOperation::weights_of_kv() noexcept {
   });
   if (found) return weights;
   (void)try_catch([&]() -> Status {
-    log().warn("sleep: it will not be noticed that the same weights are loaded again: {}", found.error().to_string());
+    log().warn("sleep: it will not be noticed that the same weights are loaded again: {}", found.error());
     return ok();
   });
   return {};

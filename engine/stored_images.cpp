@@ -26,7 +26,7 @@ Result<std::string> StoredImages::store(const std::string& id, Fingerprint finge
   TORPOR_RETURN_IF_ERROR(ImageStore::check_name(id));
   if (!std::exchange(swept_, true)) {
     if (const auto gone = store_.remove_leftovers(); !gone)
-      log().warn("leftovers of images could not be removed: {}", gone.error().to_string());
+      log().warn("leftovers of images could not be removed: {}", gone.error());
   }
   TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::Describe::Reply> ranks, ranks_.call(orders::Describe{}));
   EngineCheckpoint checkpoint{.fingerprint = std::move(fingerprint), .state = {}, .outputs = std::move(outputs)};
@@ -131,7 +131,7 @@ std::optional<Bytes> StoredImages::release(const std::string& request) {
   const Status done = order ? store_.remove(id, written) : store_.note_ended(id, written, position);
   if (!done && done.error().code != Code::kNotFound)
     log().warn("request {} of the image {} has ended, and is still on disk: {}", request, store_.path_of(id),
-               done.error().to_string());
+               done.error());
   return order;
 }
 

@@ -145,7 +145,7 @@ Status WakeOperation::undo_restore(const std::vector<std::string>& tags) {
   // Memory that stays mapped halfway is used by the next wake.
   if (const auto cancelled = engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kRestore, .tags = tags});
       !cancelled)
-    log().error("undoing a wake: {}", cancelled.error().to_string());
+    log().error("undoing a wake: {}", cancelled.error());
   const Result<Described> described = engine_.ranks.undo(orders::Describe{});
   if (!described) return ok();
   engine_.state.set_tags(*described);
@@ -185,8 +185,7 @@ Status WakeOperation::reconnect(bool kv_of_old_weights) {
   if (asleep.derived_released) {
     operation_.undo_with([this]() -> Status {
       // Until the next wake makes it again it takes some memory; the engine can be woken all the same.
-      if (const Status released = engine_.hooks.release_derived(); !released)
-        log().error("{}", released.error().to_string());
+      if (const Status released = engine_.hooks.release_derived(); !released) log().error("{}", released.error());
       return ok();
     });
     TORPOR_RETURN_IF_ERROR(engine_.hooks.rebuild_derived());
@@ -330,7 +329,7 @@ Result<SleepReport> WakeOperation::wake_from_checkpoint() {
     if (!options_.discard_on_restore_error || operation_.cancelled()) return restored.error();
     operation_.undo();
     if (engine_.state.lost()) return restored.error();
-    log().error("waking without the state: {}", restored.error().to_string());
+    log().error("waking without the state: {}", restored.error());
     context_.took_checkpoint = true;
     SleepReport discarded{.fully_awake = true, .checkpoint = std::move(report_.checkpoint)};
     discarded.note = fmt::format("the state was discarded: {}", restored.error().to_string());
@@ -461,7 +460,7 @@ void WakeOperation::tell_contents(const Checkpoint& checkpoint) noexcept {
   });
   if (told) return;
   (void)try_catch([&]() -> Status {
-    log().warn("the next checkpoint will read all of the KV: {}", told.error().to_string());
+    log().warn("the next checkpoint will read all of the KV: {}", told.error());
     return ok();
   });
 }

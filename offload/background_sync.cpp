@@ -46,11 +46,13 @@ bool BackgroundSync::is_over() {
 void BackgroundSync::run() {
   uint64_t safe = 0;  // StoreHealth::put_bytes before the last sync
   while (!is_over()) {
-    uint64_t put = safe;
-    (void)try_catch([&]() -> Status { return put = store_.health().put_bytes, ok(); });
-    if (put == safe) continue;
-    (void)store_.sync();  // the store counts and logs its failures
-    safe = put;
+    (void)try_catch([&]() -> Status {
+      const uint64_t put = store_.health().put_bytes;
+      if (put == safe) return ok();
+      (void)store_.sync();  // the store counts and logs its failures
+      safe = put;
+      return ok();
+    });
   }
 }
 

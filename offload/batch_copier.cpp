@@ -91,7 +91,7 @@ Result<std::unique_ptr<BatchCopier>> BatchCopier::create(DeviceMemory& device, H
 BatchCopier::~BatchCopier() {
   if (!quarantined_) {
     const Status done = try_catch([&] { return device_.destroy_stream(stream_); });
-    if (!done) log().error("stream: {}", done.error().to_string());
+    if (!done) log().error("stream: {}", done.error());
     return;
   }
   for (StagingSlot& place : *slots_) {

@@ -37,7 +37,7 @@ void SegmentStore::finish_ended() {
   }
   for (const Ended& each : ended) {
     if (const Status cut = each.file->truncate(each.end); !cut) {
-      log().warn("blocks on disk: {}", cut.error().to_string());
+      log().warn("blocks on disk: {}", cut.error());
       continue;
     }
     const MutexLock lock(mutex_);
@@ -139,7 +139,7 @@ void SegmentStore::give_up(Segment& segment, const Error& error) {
     failed_at_ = clock_.now();
     closing = forget(segment);
   }
-  log().warn("blocks on disk: {} is dropped: {}", segment_name(segment.header.number), error.to_string());
+  log().warn("blocks on disk: {} is dropped: {}", segment_name(segment.header.number), error);
   remove_segment_file(segment.header.number);
 }
 
@@ -162,8 +162,7 @@ void SegmentStore::remove_segment_file(uint64_t number) {
     DirectoryTurn directory(*this);
     return directory->remove_file(segment_name(number));
   });
-  if (!removed && removed.error().code != Code::kNotFound)
-    log().warn("blocks on disk: {}", removed.error().to_string());
+  if (!removed && removed.error().code != Code::kNotFound) log().warn("blocks on disk: {}", removed.error());
 }
 
 // Holds no lock: freeing the disk space of a segment may take tens of milliseconds.
@@ -234,7 +233,7 @@ Result<std::vector<RecoveredSlot>> SegmentStore::recover(uint32_t space) {
       const Status read = recover_segment(number, space, found);
       if (read) continue;
       const Code code = read.error().code;
-      log().info("blocks on disk: {}: {}", segment_name(number), read.error().to_string());
+      log().info("blocks on disk: {}: {}", segment_name(number), read.error());
       if (code == Code::kCorruption || code == Code::kIncompatible || code == Code::kUnauthenticated) {
         remove_segment_file(number);
       } else {

@@ -117,7 +117,7 @@ void MooncakeStore::exchange(std::span<Item> items, Verb verb) {
   if (answered) {
     if (breaker_.succeeded()) log().info("KV connector: the Mooncake store answers again");
   } else if (failure && breaker_.failed()) {
-    log().warn("KV connector: the Mooncake store is not asked for a while: {}", failure->to_string());
+    log().warn("KV connector: the Mooncake store is not asked for a while: {}", *failure);
   }
 }
 

@@ -106,7 +106,7 @@ void RespStore::tell_breakers(const NodesAsked& asked) {
     if (state.answered) {
       if (nodes_.answered(node)) log().info("KV connector: {} of the remote store answers again", node);
     } else if (state.failure && nodes_.failed(node)) {
-      log().warn("KV connector: {} of the remote store is not asked for a while: {}", node, state.failure->to_string());
+      log().warn("KV connector: {} of the remote store is not asked for a while: {}", node, *state.failure);
     }
   }
 }

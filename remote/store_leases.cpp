@@ -145,7 +145,9 @@ void KeptLease::run(std::chrono::milliseconds look) {
       const MutexLock lock(mutex_);
       if (!ends_) changed_.wait_for(mutex_, look);
       if (ends_) return;
-      if (lease_.due() && !lease_.over()) next = lease_;
+      if (!lease_.due() || lease_.over()) continue;
+      // Without memory for the copy, try again as after an error.
+      (void)try_catch([&]() TORPOR_REQUIRES(mutex_) -> Status { return next = lease_, ok(); });
     }
     if (!next) continue;
     // After an error try again until the term is over; check() fails from then on.

@@ -215,7 +215,7 @@ Status DeliveryLog::rotate() {
     } else {
       retry_at_ = clock_.now() + kRetry;
     }
-    log().warn("{}: no new file of the log: {}", options_.directory, done.error().to_string());
+    log().warn("{}: no new file of the log: {}", options_.directory, done.error());
     return done;
   });
 }
@@ -302,7 +302,7 @@ Status DeliveryLog::remove_older(uint64_t number, bool aside) {
       TORPOR_RETURN_IF_ERROR(directory_->rename_new(entry.name, name));
       kept = options_.directory + "/" + name;
     } else if (const Status removed = directory_->remove_file(entry.name); !removed) {
-      log().warn("{}: an old file of the log stays: {}", options_.directory, removed.error().to_string());
+      log().warn("{}: an old file of the log stays: {}", options_.directory, removed.error());
     }
   }
   if (!aside) return ok();

@@ -182,7 +182,7 @@ bool ReferenceEngine::take_reports() {
     const TransferReport report = worker->poll();
     if (report.empty()) continue;
     any = true;
-    if (const Status applied = offload_->apply(report); !applied) log().error("{}", applied.error().to_string());
+    if (const Status applied = offload_->apply(report); !applied) log().error("{}", applied.error());
   }
   end_loads();
   std::erase_if(offloads_, [](const TransferHandle& handle) { return handle.status() == TransferStatus::kDone; });
@@ -197,7 +197,7 @@ void ReferenceEngine::run_plan() {
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     const Status begun = workers_[rank]->run(*plan_);
     if (!begun && begun.error().code == Code::kResourceExhausted) all = false;
-    if (!begun) log().error("rank {}: {}", rank, begun.error().to_string());
+    if (!begun) log().error("rank {}: {}", rank, begun.error());
   }
   if (all) plan_ = nullptr;
 }

@@ -52,6 +52,12 @@ TEST_F(LogTest, ALineThatCannotBeMadeIsWrittenWithoutItsArguments) {
   EXPECT_THAT(line, Not(HasSubstr("x stays")));
 }
 
+TEST_F(LogTest, AnErrorInALineIsWrittenWhole) {
+  const Error error{.code = Code::kNotFound, .what = "no " + std::string(2000, 'x'), .next_step = "look"};
+  EXPECT_THAT(said([&] { log().warn("a: {}", error); }), HasSubstr("[warning] a: " + error.to_string() + "\n"));
+  EXPECT_THAT(said([] { log().warn("{}", Error{.code = Code::kIo, .what = "off"}); }), HasSubstr("] io: off\n"));
+}
+
 TEST(TextTest, PartsAreJoined) {
   EXPECT_EQ(joined(std::vector<std::string>{"a", "", "c"}, ", "), "a, , c");
   EXPECT_EQ(joined(std::array<std::string_view, 1>{"a"}, ", "), "a");
