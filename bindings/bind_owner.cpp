@@ -9,7 +9,7 @@
 #include "bindings/dict_reader.h"
 #include "bindings/module_files.h"
 #include "checkpoint/read_ahead.h"
-#include "engine/delivery/owner_record.h"
+#include "engine/delivery/owner_processes.h"
 
 namespace py = pybind11;
 
@@ -92,7 +92,9 @@ void bind_owner(py::module_& module) {
             return py::dict(py::arg("checkpoint") = report.checkpoint, py::arg("bytes") = report.bytes,
                             py::arg("ahead_bytes") = report.ahead_bytes, py::arg("read_bytes") = report.read_bytes);
           },
-          "Read what the newest checkpoint has and no earlier call has read. NotFound: there is none.");
+          "Read what the newest checkpoint has and no earlier call has read. NotFound: there is none. Aborted: stop() "
+          "was called.")
+      .def("stop", &ReadAhead::stop, "Let follow() return before its next read. Any thread may call it.");
 }
 
 }  // namespace torpor

@@ -19,9 +19,14 @@ struct Extent {
   uint64_t bytes = 0;
 };
 
-// Read a part of a file, so that the page cache has it; the content of `buffer` is not used.
-Status read_extent(const File& file, const Extent& extent, std::vector<std::byte>& buffer) {
+// Read a part of a file, so that the page cache has it; the content of `buffer` is not used. kAborted: `stopped`.
+Status read_extent(const File& file, const Extent& extent, const std::atomic<bool>& stopped,
+                   std::vector<std::byte>& buffer) {
   for (uint64_t done = 0; done < extent.bytes; done += kPieceBytes) {
+    if (stopped)
+      return Error{.code = Code::kAborted,
+                   .what = "reading a checkpoint ahead was stopped",
+                   .next_step = "nothing: a wake reads what is missing"};
     buffer.resize(std::min(kPieceBytes, extent.bytes - done));
     TORPOR_RETURN_IF_ERROR(file.pread(buffer, extent.offset + done));
   }
@@ -63,7 +68,8 @@ Result<ReadAheadReport> ReadAhead::follow() {
             TORPOR_ASSIGN_OR_RETURN(file, directory->open_file(refs.files[block.file].name));
             open = block.file;
           }
-          TORPOR_RETURN_IF_ERROR(read_extent(*file, {.offset = block.offset, .bytes = block.stored_bytes}, buffer));
+          TORPOR_RETURN_IF_ERROR(
+              read_extent(*file, {.offset = block.offset, .bytes = block.stored_bytes}, stopped_, buffer));
           report.read_bytes += block.stored_bytes;
         }
         report.ahead_bytes += block.stored_bytes;

@@ -6,9 +6,10 @@
 // wake then takes the bytes from memory (FileIo::kCached) and verifies them there, as ever. ReadAhead remembers which
 // bytes it has read: if the next checkpoint links them, it reads only the new ones.
 //
-// Threads: one at a time. ReadAhead writes no file and takes no lock.
+// Threads: one at a time; stop() from any. ReadAhead writes no file and takes no lock.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <set>
@@ -35,8 +36,11 @@ class ReadAhead {
       : file_system_(file_system), directory_(std::move(directory)), key_(std::move(key)), budget_(budget) {}
 
   // Read the blocks of the newest checkpoint that no earlier call has read. kNotFound: there is none, or it was removed
-  // meanwhile. Other errors: those of open_latest() and of files.
+  // meanwhile. kAborted: stop() was called; the next call begins this checkpoint anew. Other errors: those of
+  // open_latest() and of files.
   Result<ReadAheadReport> follow();
+  // Let a call of follow() under way, and all later ones, return before the next read.
+  void stop() { stopped_ = true; }
 
  private:
   using Location = std::pair<SealId, uint64_t>;  // the checkpoint that wrote the file, and the offset there
@@ -45,6 +49,7 @@ class ReadAhead {
   const std::string directory_;
   const std::shared_ptr<const Key> key_;
   const uint64_t budget_;
+  std::atomic<bool> stopped_ = false;
   SealId newest_{};
   ReadAheadReport last_;
   std::set<Location> ahead_;

@@ -17,9 +17,10 @@ inline constexpr std::string_view kManifestFile = "MANIFEST";
 inline constexpr std::string_view kStateFile = "STATE";
 inline constexpr std::string_view kWokenFile = "WOKEN";  // an engine woke from this checkpoint successfully
 inline constexpr std::string_view kLockFile = "LOCK";
-inline constexpr std::string_view kGenerationPrefix = "g-";  // committed
-inline constexpr std::string_view kStagingPrefix = "s-";     // under construction
-inline constexpr std::string_view kTrashPrefix = "t-";       // being removed
+inline constexpr std::string_view kAnswersFolder = "answers";  // a server's response log, and the page of its owner
+inline constexpr std::string_view kGenerationPrefix = "g-";    // committed
+inline constexpr std::string_view kStagingPrefix = "s-";       // under construction
+inline constexpr std::string_view kTrashPrefix = "t-";         // being removed
 
 // Next step if the host of a rank does not see the directory of the others.
 inline constexpr const char* kShareIt =

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/page_buffer.h"
+#include "checkpoint/store_names.h"
 
 namespace torpor::remote {
 namespace {
@@ -15,8 +16,7 @@ using Json = nlohmann::ordered_json;
 constexpr int kAnswersFormat = 1;
 constexpr uint64_t kMostFiles = 100;
 constexpr uint64_t kMostLogBytes = uint64_t{1} << 40;
-constexpr int kAttempts = 5;  // a log replaces its files by newer ones now and then
-constexpr std::string_view kLog = "answers";
+constexpr int kAttempts = 5;                             // a log replaces its files by newer ones now and then
 constexpr std::string_view kStaging = "s-pull-answers";  // the next writer removes it like any other staging
 
 std::string answers_key(std::string_view hash) { return fmt::format("{}{}", kAnswersPrefix, hash); }
@@ -115,11 +115,11 @@ Status pull_file(ObjectStore& store, const IndexedFile& file, Directory& into, s
 
 // Keep a log that is in the directory beside the new one: another server wrote it.
 Status set_aside(Directory& target, std::string_view index) {
-  const auto there = target.open_directory(kLog);
+  const auto there = target.open_directory(kAnswersFolder);
   if (!there) return there.error().code == Code::kNotFound ? ok() : Status(there.error());
   const std::string aside = fmt::format("answers-before-{}", index.substr(0, 16));
   if (target.open_directory(aside)) TORPOR_RETURN_IF_ERROR(target.remove_tree(aside));
-  return target.rename_new(kLog, aside);
+  return target.rename_new(kAnswersFolder, aside);
 }
 
 }  // namespace
@@ -157,7 +157,7 @@ Status pull_answers(FileSystem& file_system, ObjectStore& store, const std::stri
     for (const IndexedFile& file : files) TORPOR_RETURN_IF_ERROR(pull_file(store, file, *staging, room));
     TORPOR_RETURN_IF_ERROR(staging->sync());
     TORPOR_RETURN_IF_ERROR(set_aside(*target, index));
-    TORPOR_RETURN_IF_ERROR(target->rename_new(kStaging, kLog));
+    TORPOR_RETURN_IF_ERROR(target->rename_new(kStaging, kAnswersFolder));
     return target->sync();
   });
 }

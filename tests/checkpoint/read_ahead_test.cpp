@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/read_ahead.h"
 
+#include <functional>
 #include <map>
 
 #include "base/watched_file_system.h"
@@ -25,9 +26,12 @@ class ReadAheadTest : public ::testing::Test {
 
   test::TemporaryDirectory directory_;
   int reads_ = 0;
+  std::function<void()> on_read_;
   const std::unique_ptr<FileSystem> watched_ =
       make_watched_file_system(linux_file_system(), [this](std::string_view call, const std::string& name) {
-        if (call == "pread" && name.find("/chunks-r") != std::string::npos) ++reads_;
+        if (call != "pread" || name.find("/chunks-r") == std::string::npos) return ok();
+        ++reads_;
+        if (on_read_) on_read_();
         return ok();
       });
 };
@@ -59,6 +63,16 @@ TEST_F(ReadAheadTest, EachBlockIsReadOnceAndOfTheNextCheckpointOnlyWhatIsNew) {
   EXPECT_EQ(report.ahead_bytes, report.bytes);
   EXPECT_EQ(report.read_bytes, 1000U);
   EXPECT_EQ(reads(), 1);
+}
+
+TEST_F(ReadAheadTest, WhoStopsItWaitsForOneReadAndNoMore) {
+  (void)value_of(test::write_checkpoint(*manager()));
+  ReadAhead reader = ahead(1 << 20);
+  on_read_ = [&] { reader.stop(); };
+  EXPECT_TRUE(failed_with(reader.follow(), Code::kAborted));
+  EXPECT_EQ(reads(), 1);
+  EXPECT_TRUE(failed_with(reader.follow(), Code::kAborted));
+  EXPECT_EQ(reads(), 0);
 }
 
 TEST_F(ReadAheadTest, NoMoreThanTheBudgetIsRead) {

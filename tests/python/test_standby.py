@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from server_stubs import Engine, build, metrics_by, no_settings, run  # noqa: F401
-from torpor.errors import Busy, InvalidArgument, NotFound, Unsupported
+from torpor.errors import Aborted, Busy, InvalidArgument, NotFound, Unsupported
 
 ENDED = {"state": "ended", "pid": 7, "why": "its server has ended (process 7)"}
 NONE = {"state": "none", "pid": 0, "why": "the last owner has ended"}
@@ -37,13 +37,19 @@ class Watch:
 
 class Ahead:
     def __init__(self):
-        self.calls, self.may_end = 0, threading.Event()
+        self.calls, self.may_end, self.stopped = 0, threading.Event(), threading.Event()
         self.may_end.set()
 
     def follow(self) -> dict:
         self.calls += 1
         self.may_end.wait(600)
+        if self.stopped.is_set():
+            raise Aborted("reading a checkpoint ahead was stopped")
         raise NotFound("there is no checkpoint")
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self.may_end.set()
 
 
 def standby_of(monkeypatch, directory, watch: Watch, **settings):
@@ -221,9 +227,17 @@ def test_the_end_of_the_owner_is_noticed_while_a_checkpoint_is_read_ahead(monkey
         ahead = server.standby._ahead
         ahead.may_end.clear()
         watch.looked = lambda: ahead.calls and watch.looks.__setitem__(0, ENDED)
+        stops, own = [], server.own
+
+        async def owns(*arguments) -> None:
+            stops.append(ahead.stopped.is_set())  # before the take-over reads
+            await own(*arguments)
+
+        server.own = owns
         try:
             await server.standby.follow()
-            assert server.state == "awake" and ahead.calls == 1
+            assert server.state == "awake" and ahead.calls == 1 and stops == [True]
+            await server.standby._reading
         finally:
             ahead.may_end.set()
 

@@ -233,7 +233,11 @@ class ReadAhead:
 
     def __init__(self, directory: str, key_file: str | None, budget_bytes: int) -> None: ...
     def follow(self) -> dict:
-        """Read what the newest checkpoint has and no earlier call has read. NotFound: there is none."""
+        """Read what the newest checkpoint has and no earlier call has read. NotFound: there is none. Aborted: stop()
+        was called.
+        """
+    def stop(self) -> None:
+        """Let follow() return before its next read. Any thread may call it."""
 
 class RemoteHome:
     """What a server has in an object store, and who may go on with it."""

@@ -30,7 +30,7 @@ TEST_F(DeliveryLogTest, WhatItDropsForWantOfRoomItNames) {
   EXPECT_FALSE(answers->was_dropped("response-1", "another tenant"));
   EXPECT_FALSE(answers->was_dropped("response-2", ""));
   EXPECT_FALSE(answers->was_dropped("response-runs", ""));
-  clock_.pass(11);
+  clock_.advance(std::chrono::seconds(11));
   ASSERT_TRUE(succeeded(answers->rotate()));
   ASSERT_TRUE(succeeded(answers->start(asked("later"))));  // the others are too old: no want of room
   EXPECT_FALSE(answers->get("2"));

@@ -10,6 +10,7 @@
 #include "tests/support/example_state.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
+#include "tests/support/two_clocks.h"
 
 namespace torpor::test {
 
@@ -33,19 +34,6 @@ inline AnswerStep ended(std::string id, uint32_t at) {
           .finish_reason = "stop",
           .stop_reason = {int64_t{7}}};
 }
-
-// Both clocks, moved by hand: time passes on both, the wall may be set to anything.
-class TwoClocks final : public Clock {
- public:
-  std::chrono::nanoseconds now() const override { return monotonic; }
-  double unix_seconds() const override { return wall; }
-  void pass(double seconds) {
-    monotonic += std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
-    wall += seconds;
-  }
-  std::chrono::nanoseconds monotonic{1};
-  double wall = 1e9;
-};
 
 class DeliveryLogTest : public ::testing::Test {
  protected:

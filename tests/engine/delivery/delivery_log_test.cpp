@@ -400,7 +400,7 @@ TEST_F(DeliveryLogTest, EndedAnswersGoByAgeAndSizeAndRunningOnesStay) {
   ASSERT_TRUE(succeeded(answers->start(asked("old"))));
   ASSERT_TRUE(succeeded(answers->start(asked("runs"))));
   ASSERT_TRUE(succeeded(answers->step({ended("old", 0)})));
-  clock_.pass(11);
+  clock_.advance(std::chrono::seconds(11));
   ASSERT_TRUE(succeeded(answers->start(asked("new"))));
   ASSERT_TRUE(succeeded(answers->step({ended("new", 0)})));
   answers.reset();
@@ -467,7 +467,7 @@ TEST_F(DeliveryLogTest, AClockThatIsSetForwardTakesNoAnswerAwayBeforeItsTime) {
   for (const std::string id : {"1", "2", "3"}) {
     ASSERT_TRUE(succeeded(answers->start(asked(id))));
     ASSERT_TRUE(succeeded(answers->step({given(id, 0, {1}, std::string(10'000, 'x'))})));
-    if (id == "3") clock_.wall += 86400;
+    if (id == "3") clock_.set_wall(std::chrono::hours(24));
     ASSERT_TRUE(succeeded(answers->step({ended(id, 1)})));
   }
   ASSERT_TRUE(succeeded(answers->start(asked("4"))));
@@ -479,15 +479,15 @@ TEST_F(DeliveryLogTest, AClockThatIsSetForwardTakesNoAnswerAwayBeforeItsTime) {
 TEST_F(DeliveryLogTest, AnAnswerThatEndedInTheFutureIsForgottenInItsTimeAllTheSame) {
   DeliveryLogOptions few = options();
   few.keep_seconds = 10;
-  clock_.wall += 86400;  // a clock that is set right later
+  clock_.set_wall(std::chrono::hours(24));  // a clock that is set right later
   {
     const auto answers = open(few);
     ASSERT_TRUE(succeeded(answers->start(asked("a"))));
     ASSERT_TRUE(succeeded(answers->step({ended("a", 0)})));
   }
-  clock_.wall -= 86400;
+  clock_.set_wall(-std::chrono::hours(24));
   EXPECT_TRUE(open(few)->get("a"));
-  clock_.pass(11);
+  clock_.advance(std::chrono::seconds(11));
   EXPECT_FALSE(open(few)->get("a"));
 }
 

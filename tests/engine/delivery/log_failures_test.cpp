@@ -46,7 +46,7 @@ TEST_F(DeliveryLogTest, ALogThatCannotBeWrittenLosesNothingInMemoryAndIsWrittenW
   EXPECT_THAT(answers->unwritten(), ::testing::UnorderedElementsAre("a", "new"));
   plan.clear();
   EXPECT_FALSE(answers->rotation_due());  // not a second later yet
-  clock_.pass(2);
+  clock_.advance(std::chrono::seconds(2));
   ASSERT_TRUE(succeeded(answers->step({given("a", 2, {3}, "z")})));
   ASSERT_TRUE(answers->rotation_due());
   ASSERT_TRUE(succeeded(answers->rotate()));
@@ -63,8 +63,8 @@ TEST_F(DeliveryLogTest, AClockThatIsSetBackDoesNotKeepALogThatFailedFromBeingWri
   faulty.plan.set(test::Fault::kError, 1, ENOSPC, true);
   EXPECT_TRUE(failed_with(answers->step({given("a", 0, {1}, "x")}), Code::kResourceExhausted));
   faulty.plan.clear();
-  clock_.pass(2);
-  clock_.wall -= 86400;
+  clock_.advance(std::chrono::seconds(2));
+  clock_.set_wall(-std::chrono::hours(24));
   ASSERT_TRUE(succeeded(answers->step({given("a", 1, {2}, "y")})));
   ASSERT_TRUE(succeeded(rotate_if_due(*answers)));
   EXPECT_EQ(answers->counts().problem, "");

@@ -2,7 +2,7 @@
 """A server that waits to take over from the one that owns its directory (--torpor-standby-of).
 
 It has started and taken its first steps, and sleeps with its weights in host memory: a wake copies them to the device,
-which is faster than any file is read. It follows the owner's record (engine/delivery/owner_record.h). When the owner
+which is faster than any file is read. It follows the owner's record (engine/delivery/owner_processes.h). When the owner
 has ended or is silent, it ends what is left of it, then asks for the lock of the response log like any server, wakes,
 and goes on from the newest checkpoint and the log.
 """
@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.logger import init_logger
 
 from torpor import _core
-from torpor.errors import Busy, Error, InvalidArgument, NotEnoughRoom, NotFound, Unsupported
+from torpor.errors import Aborted, Busy, Error, InvalidArgument, NotEnoughRoom, NotFound, Unsupported
 from torpor.vllm.frontend import Report
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
@@ -50,9 +50,7 @@ class Standby:
             )
         self._server, self._fingerprint = server, fingerprint
         self._watch = _core.OwnerWatch(server.options.checkpoint_dir)
-        self._ahead = _core.ReadAhead(
-            server.options.checkpoint_dir, server.options.key_file, server.settings.standby_read_ahead_bytes
-        )
+        self._ahead = self._new_ahead()
         self._logged = self._logged_of_reading = ""
         self._reading: asyncio.Task | None = None
         self._due: dict | None = None  # the owner to take over from again, because another server was faster
@@ -60,6 +58,12 @@ class Standby:
         self.owner: dict = {"state": "none", "pid": 0, "why": "not looked yet"}
         self.read_ahead: dict = {"checkpoint": "", "bytes": 0, "ahead_bytes": 0, "read_bytes": 0}
         self.failover: dict | None = None  # from whom, why and how fast; None: it has not
+
+    def _new_ahead(self) -> _core.ReadAhead:
+        server = self._server
+        return _core.ReadAhead(
+            server.options.checkpoint_dir, server.options.key_file, server.settings.standby_read_ahead_bytes
+        )
 
     def to_dict(self) -> dict:
         return {"owner": self.owner, "read_ahead": self.read_ahead, "failover": self.failover}
@@ -84,6 +88,12 @@ class Standby:
 
     async def follow(self) -> None:
         """Return when this server has taken over, has failed to, or ends."""
+        try:
+            await self._follow()
+        finally:
+            self._ahead.stop()  # a process ends when its threads have
+
+    async def _follow(self) -> None:
         while self._server.state == "standby":
             self.owner = await asyncio.to_thread(self._watch.wait, _LOOK_SECONDS)
             if self._server.state != "standby":  # it ends
@@ -113,8 +123,8 @@ class Standby:
         try:
             self.read_ahead = await asyncio.to_thread(self._ahead.follow)
             self._logged_of_reading = ""
-        except NotFound:
-            pass  # no checkpoint yet, or one that was just retired
+        except (NotFound, Aborted):
+            pass  # no checkpoint yet, or one that was just retired; or the server takes over
         except Error as problem:
             if str(problem) != self._logged_of_reading:
                 self._logged_of_reading = str(problem)
@@ -125,6 +135,7 @@ class Standby:
         if not again:
             logger.warning("torpor: taking over from process %s: %s", owner["pid"], owner["why"])
         self.tried = True
+        self._ahead.stop()  # the take-over reads from the same disk
         server.enter("taking over")
         parts = Parts()
         async with server.operation:
@@ -140,6 +151,7 @@ class Standby:
                         logger.warning("torpor: not taken over: %s", problem)
                         server.metrics.failovers.labels("lost").inc()
                     self._due, self.tried = owner, False
+                    self._ahead = self._new_ahead()
                     return server.enter("standby")
                 server.metrics.failovers.labels("failed").inc()
                 if not isinstance(problem, Error):

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/delivery/owner_record.h"
+#include "engine/delivery/owner_processes.h"
 
 #include <algorithm>
 #include <array>
@@ -16,7 +16,6 @@
 namespace torpor {
 namespace {
 
-constexpr std::string_view kAnswersFolder = "answers";  // beside the response log
 constexpr std::string_view kOwnerFile = "OWNER";
 constexpr std::string_view kStandbyFile = "STANDBY";
 constexpr size_t kMostAddressBytes = 256;
@@ -93,7 +92,8 @@ Result<std::optional<OwnerPage>> read_page(FileSystem& file_system, const std::s
   OwnerPage page;
   if (size < sizeof page) return std::nullopt;
   TORPOR_RETURN_IF_ERROR((*file)->pread(std::as_writable_bytes(std::span(&page, 1)), 0));
-  if (page.magic != kOwnerMagic || page.count > kMostProcesses || digest_of_page(page).bytes != page.digest)
+  if (page.magic != kOwnerMagic || page.count == 0 || page.count > kMostProcesses ||
+      digest_of_page(page).bytes != page.digest)
     return std::nullopt;
   if (page.version != kOwnerVersion)
     return Error{

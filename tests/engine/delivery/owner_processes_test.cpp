@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The owner of a server's directory as its standby sees it: alive, ended, stopped, silent; and that two processes never
 // write the same directory.
-#include "engine/delivery/owner_record.h"
+#include "engine/delivery/owner_processes.h"
 
 #include <array>
 #include <csignal>
+#include <cstring>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -209,15 +210,15 @@ TEST_F(OwnerRecordTest, ATimeInWhichTheStandbyDidNotLookIsNoSilence) {
   OwnerWatch standby(linux_file_system(), clock, directory_.path());
   for (int i = 0; i < 20; ++i) {
     EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kServes) << i;
-    clock.pass(100);
+    clock.advance(seconds(100));
   }
-  clock.pass(0.04);
+  clock.advance(milliseconds(40));
   EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kServes);  // a gap of 100 s
   for (int i = 0; i < 4; ++i) {
-    clock.pass(0.04);
+    clock.advance(milliseconds(40));
     EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kServes) << i;
   }
-  clock.pass(0.04);
+  clock.advance(milliseconds(40));
   EXPECT_EQ(value_of(standby.wait(milliseconds(0))).state, OwnerState::kSilent);
 }
 
@@ -309,6 +310,18 @@ TEST_F(OwnerRecordTest, AProcessWhoseFirstThreadHasEndedLivesUntilItsLastOne) {
   ASSERT_TRUE(succeeded(process.kill()));
   EXPECT_TRUE(wait_for_end(std::span(&process, 1), seconds(60)));
   EXPECT_TRUE(failed_with(find_process(child.pid()), Code::kNotFound));
+}
+
+// The page's digest is that of its content, as another program could write it.
+TEST_F(OwnerRecordTest, APageWithoutAProcessNamesNobody) {
+  const std::unique_ptr<Child> child = owner();
+  Bytes page = read(directory_ / "answers/OWNER");
+  constexpr size_t kCount = 12;
+  std::memset(&page.at(kCount), 0, 4);
+  const size_t digest = page.size() - 24;  // and the heartbeat behind it
+  std::memcpy(&page.at(digest), digest_of(std::as_bytes(std::span(page).first(digest))).bytes.data(), 16);
+  write(directory_ / "answers/OWNER", page);
+  EXPECT_EQ(value_of(watch().wait(milliseconds(0))).state, OwnerState::kNone);
 }
 
 TEST_F(OwnerRecordTest, ARecordThatIsHalfWrittenNamesNobody) {
