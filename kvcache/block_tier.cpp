@@ -9,6 +9,7 @@
 
 #include "base/log.h"
 #include "base/units.h"
+#include "offload/batch_copier.h"
 
 namespace torpor {
 namespace {
@@ -130,14 +131,22 @@ TierLookup BlockTier::lookup(const BlockKey& named, const std::string& request) 
   auto known = asked_.find(key);
   if (known == asked_.end()) {
     if (slot_of_key(key) >= 0) return TierLookup::kHit;
-    if (store_id_ == StoreId::kDisk || !store_->accepting()) return TierLookup::kMiss;
-    known = asked_.emplace(key, Asked{.since = clock_.now()}).first;
-    to_ask_.push_back(key);
+    if (store_id_ == StoreId::kDisk) return TierLookup::kMiss;
+    known = asked_.try_emplace(key).first;
   }
   Asked& asked = known->second;
-  if (asked_by_[request].insert(key).second) ++asked.requests;
-  if (!asked.open) return TierLookup::kMiss;
-  return clock_.now() - asked.since > options_.most_wait ? TierLookup::kMiss : TierLookup::kAsking;
+  asked_by_[request].insert(key);
+  bool& missed = asked.requests[request];
+  if (missed) return TierLookup::kMiss;
+  if (asked.answer == Answer::kThere && slot_of_key(key) >= 0) return TierLookup::kHit;
+  if (asked.answer == Answer::kNotAsked && store_->accepting()) {
+    to_ask_.push_back(key);
+    asked.answer = Answer::kOpen;
+    asked.since = clock_.now();
+  }
+  if (asked.answer == Answer::kOpen && clock_.now() - asked.since <= options_.most_wait) return TierLookup::kAsking;
+  missed = true;
+  return TierLookup::kMiss;
 }
 
 void BlockTier::ask() {
@@ -162,7 +171,9 @@ void BlockTier::request_finished(const std::string& request) {
   if (known == asked_by_.end()) return;
   for (const BlockKey& key : known->second) {
     const auto asked = asked_.find(key);
-    if (asked != asked_.end() && --asked->second.requests == 0 && !asked->second.open) asked_.erase(asked);
+    if (asked == asked_.end()) continue;
+    asked->second.requests.erase(request);
+    if (!is_needed(asked->second)) asked_.erase(asked);
   }
   asked_by_.erase(known);
 }
@@ -172,21 +183,29 @@ void BlockTier::answered(const Question& question) {
     const BlockKey& key = question.keys[i];
     const auto asked = asked_.find(key);
     if (asked == asked_.end()) continue;
-    asked->second.open = false;
+    asked->second.answer = Answer::kAbsent;
     if (question.there[i] && key.space == space_) {
       const Result<Slot> slot = index_->reserve(StoreId::kRemote, &key);
       if (slot) index_->commit(StoreId::kRemote, *slot);
       if (slot) index_->unpin(StoreId::kRemote, *slot);
-      if (slot || slot_of_key(key) >= 0) drop_question(key);
+      if (slot || slot_of_key(key) >= 0) asked->second.answer = Answer::kThere;
     }
-    if (const auto left = asked_.find(key); left != asked_.end() && left->second.requests == 0) asked_.erase(left);
+    if (!is_needed(asked->second)) asked_.erase(asked);
   }
 }
 
-// Forget the store's answer that it lacks the key: the index knows the block now.
+// Return whether lookup() needs more than the index: a question is open, the store lacks the block for a request that
+// goes on, or the block came after it was a miss for such a request.
+bool BlockTier::is_needed(const Asked& asked) const {
+  if (asked.answer == Answer::kOpen) return true;
+  if (asked.answer == Answer::kAbsent) return !asked.requests.empty();
+  return std::any_of(asked.requests.begin(), asked.requests.end(), [](const auto& each) { return each.second; });
+}
+
+// Forget that the block was a miss: this tier has put it, and the index knows it now.
 void BlockTier::drop_question(const BlockKey& key) {
   const auto asked = asked_.find(key);
-  if (asked == asked_.end() || asked->second.open) return;
+  if (asked == asked_.end() || asked->second.answer == Answer::kOpen) return;
   asked_.erase(asked);
 }
 
@@ -346,8 +365,10 @@ void BlockTier::finish_job(TierJob& job) {
 
 // Remember that the store lacks the block: otherwise the request would ask for it and load it again.
 void BlockTier::remember_absent(const BlockKey& key, const std::string& request) {
-  Asked& asked = asked_.try_emplace(key, Asked{.open = false}).first->second;
-  if (asked_by_[request].insert(key).second) ++asked.requests;
+  Asked& asked = asked_.try_emplace(key).first->second;
+  if (asked.answer != Answer::kOpen) asked.answer = Answer::kAbsent;
+  asked_by_[request].insert(key);
+  asked.requests[request] = true;
 }
 
 void BlockTier::wait() {
@@ -440,9 +461,9 @@ void BlockTier::move(TierJob& job, std::span<Block> blocks) {
   });
   bool damaged = false;
   for (Block& block : blocks) {
-    if (!done && block.slot >= 0) block.status = done.error();
+    if (!done && block.slot >= 0) block.status = copied(done.error());
     if (block.status || block.status.error().code != Code::kCorruption) continue;  // the store logs other errors
-    if (!std::exchange(damaged, true)) log().warn("a tier of KV blocks: {}", block.status.error().to_string());
+    if (!std::exchange(damaged, true)) log().warn("a tier of KV blocks: {}", block.status.error());
   }
 }
 

@@ -63,8 +63,9 @@ class BlockTier {
   // Waits for the batches that threads move now; queued batches are dropped.
   ~BlockTier();
 
-  // Look `key` up for `request`. A block that a store on another machine lacks stays a miss until each request that
-  // looked it up has finished, or until store() has put it.
+  // Look `key` up for `request`. In a store on another machine, a block that was a miss for a request stays a miss for
+  // it until it has finished, or until store() has put the block: an engine that was told of a miss goes on without the
+  // block. A block that the store lacks stays a miss until each request that looked it up has finished.
   TierLookup lookup(const BlockKey& key, const std::string& request);
   void ask();
   void request_finished(const std::string& request);
@@ -122,10 +123,11 @@ class BlockTier {
   struct KeyHash {
     size_t operator()(const BlockKey& key) const;
   };
+  enum class Answer : uint8_t { kNotAsked, kOpen, kAbsent, kThere };
   struct Asked {
-    bool open = true;
-    std::chrono::nanoseconds since{};
-    int requests = 0;
+    Answer answer = Answer::kNotAsked;
+    std::chrono::nanoseconds since{};                  // it was asked
+    std::unordered_map<std::string, bool> requests{};  // that looked it up; true: it is a miss for this one
   };
 
   BlockTier(const BlockTierOptions& options, std::unique_ptr<SlotStore> store, const Clock& clock);
@@ -139,6 +141,7 @@ class BlockTier {
   void finish_job(TierJob& job);
   void answered(const Question& question);
   void drop_question(const BlockKey& key);
+  bool is_needed(const Asked& asked) const;
   void remember_absent(const BlockKey& key, const std::string& request);
   void run();
   bool take(Questions& question, Piece& piece) TORPOR_REQUIRES(mutex_);

@@ -9,7 +9,6 @@
 #include <thread>
 #include <vector>
 
-#include <curl/curl.h>
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 #include <pugixml.hpp>
@@ -66,27 +65,19 @@ size_t append(char* from, size_t size, size_t count, void* to) {
 }
 
 Result<Answer> ask_once(const Request& request) {
-  TORPOR_RETURN_IF_ERROR(begin_curl());
-  const std::unique_ptr<CURL, decltype(&curl_easy_cleanup)> handle(curl_easy_init(), &curl_easy_cleanup);
-  if (handle == nullptr)
-    return Error{.code = Code::kResourceExhausted, .what = "no memory for a connection", .next_step = "free some"};
+  TORPOR_ASSIGN_OR_RETURN(const CurlHandle handle, new_curl_handle());
   CURL* const curl = handle.get();
   Answer answer;
   std::array<char, CURL_ERROR_SIZE> words{};
-  curl_slist* lines = curl_slist_append(nullptr, "Expect:");
-  for (const std::string& header : request.headers) lines = curl_slist_append(lines, header.c_str());
-  curl_easy_setopt(curl, CURLOPT_URL, request.url.c_str());
-  curl_easy_setopt(curl, CURLOPT_HTTPHEADER, lines);
-  curl_easy_setopt(curl, CURLOPT_PROTOCOLS_STR, "http,https");
-  curl_easy_setopt(curl, CURLOPT_NOSIGNAL, 1L);
-  curl_easy_setopt(curl, CURLOPT_ERRORBUFFER, words.data());
+  CurlLines lines;
+  TORPOR_RETURN_IF_ERROR(append_line(lines, "Expect:"));
+  for (const std::string& header : request.headers) TORPOR_RETURN_IF_ERROR(append_line(lines, header));
+  set_up(curl, {.url = request.url, .lines = lines, .words = words.data(), .write = &append, .to = &answer.text});
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(request.until - Until::clock::now()).count();
   curl_easy_setopt(curl, CURLOPT_CONNECTTIMEOUT_MS, request.near ? 1000L : 5000L);
   curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, std::clamp<long>(left, 1, request.near ? 2000 : 10000));  // 0: no limit
   if (request.near) curl_easy_setopt(curl, CURLOPT_NOPROXY, "*");
   if (!request.ca_file.empty()) curl_easy_setopt(curl, CURLOPT_CAINFO, request.ca_file.c_str());
-  curl_easy_setopt(curl, CURLOPT_WRITEFUNCTION, &append);
-  curl_easy_setopt(curl, CURLOPT_WRITEDATA, &answer.text);
   if (std::string_view(request.method) == "POST") {
     curl_easy_setopt(curl, CURLOPT_POSTFIELDSIZE_LARGE, static_cast<curl_off_t>(request.body.size()));
     curl_easy_setopt(curl, CURLOPT_POSTFIELDS, request.body.c_str());
@@ -94,12 +85,10 @@ Result<Answer> ask_once(const Request& request) {
     curl_easy_setopt(curl, CURLOPT_CUSTOMREQUEST, request.method);
   }
   const CURLcode code = curl_easy_perform(curl);
-  curl_slist_free_all(lines);
   curl_easy_getinfo(curl, CURLINFO_RESPONSE_CODE, &answer.status);
   if (code == CURLE_OK) return answer;
   return Error{.code = Code::kUnavailable,
-               .what = fmt::format("{} does not answer: {}", place_of(request.url),
-                                   words[0] != '\0' ? words.data() : curl_easy_strerror(code)),
+               .what = fmt::format("{} does not answer: {}", place_of(request.url), curl_words(code, words.data())),
                .next_step = "try again"};
 }
 
@@ -213,7 +202,7 @@ class Renewed : public AwsRole {
     } else if (!last_ || now >= last_->ends) {
       return std::move(fresh).error();
     } else {
-      log().warn("credentials that end soon cannot be renewed yet: {}", fresh.error().to_string());
+      log().warn("credentials that end soon cannot be renewed yet: {}", fresh.error());
     }
     return last_->credentials;
   }

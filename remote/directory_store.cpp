@@ -98,36 +98,34 @@ class DirectoryStore final : public ObjectStore {
     return place->directory->sync();
   }
 
-  Result<std::vector<std::string>> list(std::string_view prefix) override {
-    std::vector<std::string> keys;
+  Status each_key(std::string_view prefix, const std::function<bool(std::string_view key)>& visit) override {
     const size_t slash = prefix.rfind('/');
     const std::string folder(prefix.substr(0, slash == std::string_view::npos ? 0 : slash));
     Result<Place> place = open(folder.empty() ? "x" : folder + "/x", false);
-    if (!place && place.error().code == Code::kNotFound) return keys;
+    if (!place && place.error().code == Code::kNotFound) return ok();
     if (!place) return place.error();
-    TORPOR_RETURN_IF_ERROR(list_below(*place->directory, folder.empty() ? "" : folder + "/", keys));
-    std::erase_if(keys, [&](const std::string& key) { return !key.starts_with(prefix); });
-    std::sort(keys.begin(), keys.end());
-    return keys;
+    const std::string before = folder.empty() ? "" : folder + "/";
+    const Result<bool> all = each_below(*place->directory, before,
+                                        [&](std::string_view key) { return !key.starts_with(prefix) || visit(key); });
+    return all ? ok() : Status(all.error());
   }
 
  private:
-  Status list_below(const Directory& directory, const std::string& before, std::vector<std::string>& keys) const {
+  // Visit all keys below the directory. Return false if `visit` did.
+  Result<bool> each_below(const Directory& directory, const std::string& before,
+                          const std::function<bool(std::string_view key)>& visit) const {
     TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory.list());
     for (const Entry& entry : entries) {
       if (entry.kind == EntryKind::kDirectory) {
         TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> below, directory.open_directory(entry.name));
-        TORPOR_RETURN_IF_ERROR(list_below(*below, before + entry.name + "/", keys));
+        TORPOR_ASSIGN_OR_RETURN(const bool goes_on, each_below(*below, before + entry.name + "/", visit));
+        if (!goes_on) return false;
       } else if (entry.kind == EntryKind::kFile && !entry.name.starts_with(kUnfinished) &&
-                 is_key(before + entry.name)) {
-        keys.push_back(before + entry.name);
+                 is_key(before + entry.name) && !visit(before + entry.name)) {
+        return false;
       }
-      if (keys.size() > kMostKeys)
-        return Error{.code = Code::kResourceExhausted,
-                     .what = fmt::format("{} has over {} keys", url_, kMostKeys),
-                     .next_step = "use another directory"};
     }
-    return ok();
+    return true;
   }
 
   // Return the directory of the key's file. `create`: create it if needed.

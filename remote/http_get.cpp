@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "remote/http_get.h"
 
-#include <curl/curl.h>
 #include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
-#include <memory>
 
 #include "remote/curl.h"
 
@@ -36,34 +34,22 @@ struct GetExchange {
   }
 };
 
-struct FreeCurl {
-  void operator()(CURL* handle) const { curl_easy_cleanup(handle); }
-  void operator()(curl_slist* lines) const { curl_slist_free_all(lines); }
-};
-
 }  // namespace
 
 Result<HttpAnswer> http_get(const std::string& url, const std::string& key, const std::function<bool()>& stop) {
-  TORPOR_RETURN_IF_ERROR(begin_curl());
   const auto is_control = [](char letter) { return static_cast<unsigned char>(letter) <= ' ' || letter == '\x7f'; };
   if (std::any_of(key.begin(), key.end(), is_control))
     return Error{.code = Code::kInvalidArgument,
                  .what = "the key has blanks or control characters",
                  .next_step = "give it as the server has it"};
   GetExchange exchange{.stop = &stop};
-  const std::unique_ptr<CURL, FreeCurl> handle(curl_easy_init());
-  const std::unique_ptr<curl_slist, FreeCurl> lines(
-      key.empty() ? nullptr : curl_slist_append(nullptr, fmt::format("Authorization: Bearer {}", key).c_str()));
+  TORPOR_ASSIGN_OR_RETURN(const CurlHandle handle, new_curl_handle());
+  CurlLines lines;
+  if (!key.empty()) TORPOR_RETURN_IF_ERROR(append_line(lines, fmt::format("Authorization: Bearer {}", key)));
   std::array<char, CURL_ERROR_SIZE> words{};
   CURL* const curl = handle.get();
-  curl_easy_setopt(curl, CURLOPT_URL, url.c_str());
-  if (lines) curl_easy_setopt(curl, CURLOPT_HTTPHEADER, lines.get());
-  curl_easy_setopt(curl, CURLOPT_PROTOCOLS_STR, "http,https");
-  curl_easy_setopt(curl, CURLOPT_NOSIGNAL, 1L);
-  curl_easy_setopt(curl, CURLOPT_ERRORBUFFER, words.data());
+  set_up(curl, {.url = url, .lines = lines, .words = words.data(), .write = &GetExchange::write, .to = &exchange});
   curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, kMostGetSeconds * 1000);
-  curl_easy_setopt(curl, CURLOPT_WRITEFUNCTION, &GetExchange::write);
-  curl_easy_setopt(curl, CURLOPT_WRITEDATA, &exchange);
   curl_easy_setopt(curl, CURLOPT_NOPROGRESS, 0L);
   curl_easy_setopt(curl, CURLOPT_XFERINFOFUNCTION, &GetExchange::progress);
   curl_easy_setopt(curl, CURLOPT_XFERINFODATA, &exchange);
@@ -73,7 +59,7 @@ Result<HttpAnswer> http_get(const std::string& url, const std::string& key, cons
     return Error{.code = Code::kCorruption,
                  .what = fmt::format("{} answers more than {} bytes", url, kMostGetBytes),
                  .next_step = "see whether it is a server of torpor"};
-  const char* const said = words[0] != '\0' ? words.data() : curl_easy_strerror(code);
+  const char* const said = curl_words(code, words.data());
   if (code == CURLE_URL_MALFORMAT || code == CURLE_UNSUPPORTED_PROTOCOL)
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("{}: {}", url, said),

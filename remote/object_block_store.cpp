@@ -16,7 +16,8 @@ namespace {
 constexpr uint64_t kMostRun = 32 * kMiB;   // of one read
 constexpr uint64_t kMostPack = 64 * kMiB;  // of one write
 constexpr uint64_t kMostIndex = 64 * kMiB;
-constexpr size_t kMostRemovals = 1000;  // of one sweep
+constexpr size_t kMostRemovals = 1000;   // of one sweep
+constexpr size_t kMostUnindexed = 1024;  // heads that wait for an index; the rest is read pack by pack
 constexpr std::chrono::seconds kLookSeconds{30};
 constexpr std::chrono::hours kSweepInterval{1};
 
@@ -97,6 +98,7 @@ void ObjectBlockStore::open_space(uint32_t space, const Digest& digest) {
       packs_.clear();
       pack_numbers_.clear();
       indexes_.clear();
+      without_index_.clear();
     }
     wanted_ = true;
   }
@@ -108,12 +110,17 @@ size_t ObjectBlockStore::known_blocks() const {
   return blocks_.size();
 }
 
+size_t ObjectBlockStore::known_objects() const {
+  const MutexLock lock(known_);
+  return packs_.size() + indexes_.size();
+}
+
 // Report the result of a call to the breaker. An error that the store answered with is an answer, too.
 void ObjectBlockStore::record_answer(const Status& status) {
   if (status || (status.error().code != Code::kUnavailable && status.error().code != Code::kAborted)) {
     if (breaker_.succeeded()) log().info("KV connector: {} answers again", store_->url());
   } else if (breaker_.failed()) {
-    log().warn("KV connector: {} is not asked for a while: {}", store_->url(), status.error().to_string());
+    log().warn("KV connector: {} is not asked for a while: {}", store_->url(), status.error());
   }
 }
 
@@ -252,7 +259,7 @@ std::vector<ObjectBlockStore::Run> ObjectBlockStore::runs_of(std::span<Item> ite
                          runs.back().bytes + each.location.bytes <= kMostRun;
     if (!goes_on)
       runs.push_back(
-          {.key = packs_[each.location.pack].key, .pack = each.location.pack, .offset = each.location.offset});
+          {.key = packs_.at(each.location.pack).key, .pack = each.location.pack, .offset = each.location.offset});
     runs.back().bytes += each.location.bytes;
     runs.back().items.emplace_back(each.item, each.location.bytes);
   }
@@ -268,8 +275,7 @@ void ObjectBlockStore::read(Run& run) {
     const bool gone = came.error().code == Code::kNotFound;
     if (gone) {
       const MutexLock lock(known_);
-      if (const auto known = pack_numbers_.find(run.key); known != pack_numbers_.end())
-        forget_pack(packs_[known->second]);
+      forget_key(run.key);
     }
     for (const auto& [item, bytes] : run.items) item->status = gone ? missing() : came.error();
     return;
@@ -306,13 +312,32 @@ void ObjectBlockStore::add_pack(const std::string& folder, const std::string& na
     locations.emplace_back(digest_of_text(block_key_text("", space, options_.rank, block)),
                            Location{.bytes = static_cast<uint32_t>(entry.bytes), .offset = entry.offset});
   }
+  const std::optional<PackName> parsed = PackName::of(name);
+  KnownPack made{.key = key, .unix_seconds = parsed ? parsed->unix_seconds : 0};
+  made.blocks.reserve(locations.size());
   const MutexLock lock(known_);
-  const auto number = static_cast<uint32_t>(packs_.size());
-  if (!pack_numbers_.emplace(key, number).second) return;
-  KnownPack& pack = packs_.emplace_back(KnownPack{.key = key, .added = ++added_});
+  if (pack_numbers_.contains(key)) return;
+  const uint32_t number = ++last_pack_;
+  KnownPack& pack = packs_.emplace(number, std::move(made)).first->second;
+  pack.look = look_;
+  const Status numbered = try_catch([&]() TORPOR_REQUIRES(known_) -> Status {
+    pack_numbers_.emplace(key, number);
+    return ok();
+  });
+  if (!numbered) {
+    packs_.erase(number);  // the next look finds it
+    return;
+  }
   for (auto& [block, location] : locations) {
     location.pack = number;
-    if (blocks_.emplace(block, location).second) pack.blocks.push_back(block);
+    const auto [known, is_new] = blocks_.try_emplace(block, location);
+    if (!is_new) {
+      KnownPack& other = packs_.at(known->second.pack);
+      if (&other != &pack && other.unix_seconds >= pack.unix_seconds) continue;
+      std::erase(other.blocks, block);
+      known->second = location;
+    }
+    pack.blocks.push_back(block);
   }
 }
 
@@ -320,19 +345,28 @@ void ObjectBlockStore::add_head(const std::string& folder, std::string name, std
   {
     const MutexLock lock(known_);
     std::vector<IndexedPack>& packs = without_index_[folder];
+    if (packs.size() >= kMostUnindexed) return;
     packs.push_back({.name = std::move(name), .head = std::move(head)});
-    if (packs.size() < kPacksOfAnIndex) return;
+    if (packs.size() % kPacksOfAnIndex != 0) return;
     wanted_ = true;
   }
   changed_.notify_all();
 }
 
-void ObjectBlockStore::forget_pack(KnownPack& pack) {
-  if (std::exchange(pack.gone, true)) return;
-  for (const Digest& block : std::exchange(pack.blocks, {})) {
+void ObjectBlockStore::forget_pack(uint32_t number) {
+  const auto pack = packs_.find(number);
+  if (pack == packs_.end()) return;
+  for (const Digest& block : pack->second.blocks) {
     const auto found = blocks_.find(block);
-    if (found != blocks_.end() && &packs_[found->second.pack] == &pack) blocks_.erase(found);
+    if (found != blocks_.end() && found->second.pack == number) blocks_.erase(found);
   }
+  pack_numbers_.erase(pack->second.key);
+  packs_.erase(pack);
+}
+
+void ObjectBlockStore::forget_key(const std::string& key) {
+  if (const auto known = pack_numbers_.find(key); known != pack_numbers_.end()) forget_pack(known->second);
+  indexes_.erase(key);
 }
 
 Status ObjectBlockStore::look() {
@@ -342,8 +376,10 @@ Status ObjectBlockStore::look() {
     space = space_;
   }
   if (!space) return ok();
-  if (!breaker_.may_ask()) return unavailable("the object store did not answer; it is not asked for a while");
-  const Status looked = try_catch([&]() -> Status {
+  if (!breaker_.may_ask())
+    return try_catch(
+        []() -> Status { return unavailable("the object store did not answer; it is not asked for a while"); });
+  Status looked = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(look_at(*space));
     {
       const MutexLock lock(known_);
@@ -359,43 +395,61 @@ Status ObjectBlockStore::look() {
 
 Status ObjectBlockStore::look_at(const Digest& space) {
   const std::string folder = pack_folder(space, options_.rank);
-  uint64_t added = 0;
+  uint64_t look = 0;
   {
     const MutexLock lock(known_);
-    added = added_;
+    look = ++look_;
   }
-  begin_call(kLookSeconds);
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> keys, store_->list(folder));
-  const std::set<std::string> there(keys.begin(), keys.end());
   std::vector<PackName> indexes;
-  {
+  Names listed_indexes;
+  Names unknown;
+  begin_call(kLookSeconds);
+  TORPOR_RETURN_IF_ERROR(store_->each_key(folder, [&](std::string_view key) {
+    begin_call(kLookSeconds);  // as long as keys come, the list may take longer
+    const std::string_view rest = key.substr(folder.size());
     const MutexLock lock(known_);
-    for (KnownPack& pack : packs_) {  // a pack that was put since the list began may not be in it
-      if (pack.added <= added && pack.key.starts_with(folder) && !there.contains(pack.key)) forget_pack(pack);
-    }
-    for (const std::string& key : keys) {
-      const std::string_view rest = std::string_view(key).substr(folder.size());
-      const std::optional<PackName> name =
-          rest.starts_with(kIndexes) ? PackName::of(rest.substr(kIndexes.size())) : std::nullopt;
+    if (rest.starts_with(kPacks)) {
+      if (const auto known = pack_numbers_.find(std::string(key)); known != pack_numbers_.end()) {
+        KnownPack& pack = packs_.at(known->second);
+        pack.look = std::max(pack.look, look);
+      } else {
+        unknown.emplace(rest.substr(kPacks.size()));
+      }
+    } else if (rest.starts_with(kIndexes)) {
+      listed_indexes.emplace(key);
+      const std::optional<PackName> name = PackName::of(rest.substr(kIndexes.size()));
       if (name && name->number <= kMostIndex && !indexes_.contains(key)) indexes.push_back(*name);
     }
+    return !over_;
+  }));
+  {
+    const MutexLock lock(known_);
+    if (over_) return ok();
+    std::vector<uint32_t> gone;  // a pack that was put since the list began may not be in it
+    for (const auto& [number, pack] : packs_) {
+      if (pack.look < look && pack.key.starts_with(folder)) gone.push_back(number);
+    }
+    for (const uint32_t number : gone) forget_pack(number);
+    std::erase_if(indexes_,
+                  [&](const std::string& key) { return key.starts_with(folder) && !listed_indexes.contains(key); });
   }
-  for (const PackName& name : indexes) TORPOR_RETURN_IF_ERROR(read_index(folder, name, there, space));
-  for (const std::string& key : keys) {
-    const std::string_view rest = std::string_view(key).substr(folder.size());
-    if (!rest.starts_with(kPacks)) continue;
+  std::sort(indexes.begin(), indexes.end(), [](const PackName& one, const PackName& other) {
+    return std::pair(one.unix_seconds, one.id) < std::pair(other.unix_seconds, other.id);
+  });
+  for (const PackName& name : indexes) TORPOR_RETURN_IF_ERROR(read_index(folder, name, unknown, space));
+  for (const std::string& name : unknown) {
     {
       const MutexLock lock(known_);
       if (over_) return ok();
-      if (pack_numbers_.contains(key)) continue;
+      if (pack_numbers_.contains(key_of_pack(folder, name))) continue;
     }
-    TORPOR_RETURN_IF_ERROR(read_head(folder, std::string(rest.substr(kPacks.size())), space));
+    TORPOR_RETURN_IF_ERROR(read_head(folder, name, space));
   }
   return ok();
 }
 
 // Read an index. A damaged or removed index is skipped, and not read again. Errors are those of the store.
-Status ObjectBlockStore::read_index(const std::string& folder, const PackName& name, const std::set<std::string>& there,
+Status ObjectBlockStore::read_index(const std::string& folder, const PackName& name, const Names& unknown,
                                     const Digest& space) {
   const std::string key = key_of_index(folder, name.text());
   std::vector<std::byte> bytes(name.number);
@@ -408,9 +462,9 @@ Status ObjectBlockStore::read_index(const std::string& folder, const PackName& n
   }
   if (!came) return ok();
   const Result<std::vector<IndexedPack>> packs = decode_pack_index(std::span(bytes).first(*came));
-  if (!packs) return log().warn("KV connector: {} of {}: {}", key, store_->url(), packs.error().to_string()), ok();
+  if (!packs) return log().warn("KV connector: {} of {}: {}", key, store_->url(), packs.error()), ok();
   for (const IndexedPack& pack : *packs) {
-    if (!there.contains(key_of_pack(folder, pack.name))) continue;
+    if (!unknown.contains(pack.name)) continue;
     if (const auto entries = decode_pack_head(pack.head); entries) add_pack(folder, pack.name, space, *entries);
   }
   std::set<std::string> named;  // this engine need not name them, too
@@ -430,7 +484,7 @@ Status ObjectBlockStore::read_head(const std::string& folder, const std::string&
   if (!came && came.error().code != Code::kNotFound && came.error().code != Code::kCorruption) return came.error();
   const Result<std::vector<PackEntry>> entries = came ? decode_pack_head(head) : came.error();
   if (!entries) {
-    if (came) log().warn("KV connector: {} of {}: {}", name, store_->url(), entries.error().to_string());
+    if (came) log().warn("KV connector: {} of {}: {}", name, store_->url(), entries.error());
     return add_pack(folder, name, space, {}), ok();
   }
   add_pack(folder, name, space, *entries);
@@ -438,27 +492,31 @@ Status ObjectBlockStore::read_head(const std::string& folder, const std::string&
   return ok();
 }
 
+// Write an index for each kPacksOfAnIndex packs without one. If the store fails, the packs wait for the next look.
 Status ObjectBlockStore::write_indexes() {
-  std::map<std::string, std::vector<IndexedPack>> ready;
-  {
-    const MutexLock lock(known_);
-    for (auto& [folder, packs] : without_index_) {
-      const auto end = packs.begin() + static_cast<std::ptrdiff_t>(packs.size() / kPacksOfAnIndex * kPacksOfAnIndex);
-      if (end != packs.begin()) ready[folder].assign(packs.begin(), end);
-      packs.erase(packs.begin(), end);
-    }
-  }
-  for (const auto& [folder, packs] : ready) {
-    for (size_t first = 0; first < packs.size(); first += kPacksOfAnIndex) {
-      const std::vector<std::byte> bytes = encode_pack_index(std::span(packs).subspan(first, kPacksOfAnIndex));
-      const std::string key = key_of_index(folder, new_name(bytes.size()));
-      begin_call(kLookSeconds);
-      TORPOR_ASSIGN_OR_RETURN([[maybe_unused]] const bool made, store_->put_new(key, bytes));
+  const MutexLock one_at_a_time(indexing_);
+  while (true) {
+    std::string folder;
+    std::vector<IndexedPack> packs;
+    {
       const MutexLock lock(known_);
-      indexes_.insert(key);
+      const auto ready = std::find_if(without_index_.begin(), without_index_.end(),
+                                      [](const auto& each) { return each.second.size() >= kPacksOfAnIndex; });
+      if (ready == without_index_.end()) return ok();
+      folder = ready->first;
+      packs.assign(ready->second.begin(), ready->second.begin() + kPacksOfAnIndex);
     }
+    const std::vector<std::byte> bytes = encode_pack_index(packs);
+    const std::string key = key_of_index(folder, new_name(bytes.size()));
+    std::set<std::string> named;
+    for (const IndexedPack& pack : packs) named.insert(pack.name);
+    begin_call(kLookSeconds);
+    TORPOR_ASSIGN_OR_RETURN([[maybe_unused]] const bool made, store_->put_new(key, bytes));
+    const MutexLock lock(known_);
+    if (const auto left = without_index_.find(folder); left != without_index_.end())
+      std::erase_if(left->second, [&](const IndexedPack& pack) { return named.contains(pack.name); });
+    indexes_.insert(key);
   }
-  return ok();
 }
 
 // Remove the expired packs and indexes of all namespaces, as nobody may use the older namespaces any more.
@@ -469,22 +527,27 @@ Status ObjectBlockStore::sweep() {
     if (swept_at_ && clock_.now() - *swept_at_ < kSweepInterval) return ok();
     swept_at_ = clock_.now();
   }
+  std::vector<std::string> expired;
+  bool more = false;
   begin_call(kLookSeconds);
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> keys, store_->list(kAllPacks));
-  size_t removed = 0;
-  for (const std::string& key : keys) {
-    const std::optional<PackName> name = PackName::of(std::string_view(key).substr(key.rfind('/') + 1));
-    if (!name || name->unix_seconds + options_.expire.count() >= now_seconds()) continue;
-    if (++removed > kMostRemovals) {  // the next look goes on
-      const MutexLock lock(known_);
-      swept_at_.reset();
-      break;
-    }
+  TORPOR_RETURN_IF_ERROR(store_->each_key(kAllPacks, [&](std::string_view key) {
+    begin_call(kLookSeconds);  // as long as keys come, the list may take longer
+    const std::optional<PackName> name = PackName::of(key.substr(key.rfind('/') + 1));
+    if (!name || name->unix_seconds + options_.expire.count() >= now_seconds()) return true;
+    more = expired.size() == kMostRemovals;
+    if (!more) expired.emplace_back(key);
+    return !more;
+  }));
+  if (more) {  // the next look goes on
+    const MutexLock lock(known_);
+    swept_at_.reset();
+  }
+  for (const std::string& key : expired) {
     begin_call(kLookSeconds);
     TORPOR_RETURN_IF_ERROR(store_->remove(key));
     const MutexLock lock(known_);
     if (over_) break;
-    if (const auto known = pack_numbers_.find(key); known != pack_numbers_.end()) forget_pack(packs_[known->second]);
+    forget_key(key);
   }
   return ok();
 }
@@ -498,15 +561,16 @@ void ObjectBlockStore::run() {
     looking_ = true;
     const std::optional<Digest> space = space_;
     lock.unlock();
-    const Status looked = look();
+    Status looked = look();
     lock.lock();
     looking_ = false;
     looked_at_ = clock_.now();
     if (space == space_ && (looked || looked_ == Looked::kNever)) looked_ = looked ? Looked::kDone : Looked::kFailed;
-    const std::string failure = looked ? "" : looked.error().to_string();
-    if (failure != last_failure_ && !looked && looked.error().code != Code::kUnavailable)  // record_answer() logs that
-      log().warn("KV connector: what {} has is not known: {}", store_->url(), failure);
-    last_failure_ = failure;
+    const bool is_new = !looked && looked.error().code != Code::kUnavailable &&  // record_answer() logs that
+                        (!last_failure_ || *last_failure_ != looked.error());
+    if (is_new) log().warn("KV connector: what {} has is not known: {}", store_->url(), looked.error());
+    last_failure_.reset();
+    if (!looked) last_failure_ = std::move(looked).error();
     changed_.notify_all();
   }
 }

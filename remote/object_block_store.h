@@ -6,7 +6,10 @@
 // newest namespace are: it lists the packs, reads the indexes, each of which has the heads of many packs, and reads the
 // head of each pack that no index names (remote/FORMAT.md). For each kPacksOfAnIndex packs that no index names it
 // writes an index. So at its start an engine sends a request for each thousand packs to list them, and one for each
-// index.
+// index. Its memory holds what the store has: it forgets packs and indexes that the list lacks.
+//
+// A block may lie in several packs, because engines put it at the same time. The newest pack counts, since the others
+// expire first.
 //
 // find() answers from memory. In a new namespace it waits for the first list, within its time. If a block is absent,
 // the engine lists the packs again in the background, at most once in each `look_interval`: it finds blocks of other
@@ -19,7 +22,7 @@
 // Threads: all methods from any; a thread of its own lists the packs.
 #pragma once
 
-#include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -65,6 +68,7 @@ class ObjectBlockStore final : public BlockStore {
   // List the packs of the newest namespace, write indexes, and remove what has expired, on the caller's thread.
   Status look();
   size_t known_blocks() const;
+  size_t known_objects() const;  // packs and indexes
 
  private:
   struct Location {
@@ -73,10 +77,10 @@ class ObjectBlockStore final : public BlockStore {
     uint64_t offset = 0;
   };
   struct KnownPack {
-    std::string key;  // in the store
-    bool gone = false;
-    uint64_t added = 0;  // counts
-    std::vector<Digest> blocks{};
+    std::string key;               // in the store
+    int64_t unix_seconds = 0;      // it was written
+    uint64_t look = 0;             // that found it in the list, or that came after its put
+    std::vector<Digest> blocks{};  // whose Location is in this pack
   };
   struct Run {  // blocks that lie one after the other in a pack
     std::string key;
@@ -101,13 +105,15 @@ class ObjectBlockStore final : public BlockStore {
 
   void run();
   Status look_at(const Digest& space);
-  Status read_index(const std::string& folder, const PackName& name, const std::set<std::string>& there,
-                    const Digest& space);
+  // Names of packs, without their folder.
+  using Names = std::set<std::string, std::less<>>;
+  Status read_index(const std::string& folder, const PackName& name, const Names& unknown, const Digest& space);
   Status read_head(const std::string& folder, const std::string& name, const Digest& space);
   void add_pack(const std::string& folder, const std::string& name, const Digest& space,
                 std::span<const PackEntry> entries);
   void add_head(const std::string& folder, std::string name, std::vector<std::byte> head);
-  void forget_pack(KnownPack& pack) TORPOR_REQUIRES(known_);
+  void forget_pack(uint32_t number) TORPOR_REQUIRES(known_);
+  void forget_key(const std::string& key) TORPOR_REQUIRES(known_);  // of a pack or an index
   Status write_indexes();
   Status sweep();
   std::string new_name(uint64_t number) const;  // PackName
@@ -123,19 +129,21 @@ class ObjectBlockStore final : public BlockStore {
   std::shared_ptr<std::atomic<bool>> ending_ TORPOR_GUARDED_BY(known_);  // set: the store gives up what it does
   // By the digest of a block's key.
   std::unordered_map<Digest, Location, DigestHash> blocks_ TORPOR_GUARDED_BY(known_);
-  std::deque<KnownPack> packs_ TORPOR_GUARDED_BY(known_);
+  std::unordered_map<uint32_t, KnownPack> packs_ TORPOR_GUARDED_BY(known_);  // in the store, as far as is known
   std::unordered_map<std::string, uint32_t> pack_numbers_ TORPOR_GUARDED_BY(known_);  // by key
-  std::set<std::string> indexes_ TORPOR_GUARDED_BY(known_);                           // keys of those read or written
+  std::set<std::string, std::less<>> indexes_ TORPOR_GUARDED_BY(known_);              // keys of those read or written
   std::map<std::string, std::vector<IndexedPack>> without_index_ TORPOR_GUARDED_BY(known_);  // by folder
-  uint64_t added_ TORPOR_GUARDED_BY(known_) = 0;
+  uint32_t last_pack_ TORPOR_GUARDED_BY(known_) = 0;
+  uint64_t look_ TORPOR_GUARDED_BY(known_) = 0;            // number of the last look that began
   std::optional<Digest> space_ TORPOR_GUARDED_BY(known_);  // the newest
   Looked looked_ TORPOR_GUARDED_BY(known_) = Looked::kNever;
   bool wanted_ TORPOR_GUARDED_BY(known_) = false;
   bool looking_ TORPOR_GUARDED_BY(known_) = false;
   std::chrono::nanoseconds looked_at_ TORPOR_GUARDED_BY(known_){};
   std::optional<std::chrono::nanoseconds> swept_at_ TORPOR_GUARDED_BY(known_);
-  std::string last_failure_ TORPOR_GUARDED_BY(known_);  // of the last look
-  std::thread thread_;                                  // last: it uses all above
+  std::optional<Error> last_failure_ TORPOR_GUARDED_BY(known_);  // of the last look
+  Mutex indexing_;                                               // of write_indexes(); held over its calls of the store
+  std::thread thread_;                                           // last: it uses all above
 };
 
 }  // namespace torpor::remote

@@ -1,9 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "remote/object_store.h"
 
+#include <algorithm>
+
 #include <fmt/core.h>
 
 namespace torpor::remote {
+
+Result<std::vector<std::string>> ObjectStore::list(std::string_view prefix) {
+  std::vector<std::string> keys;
+  bool too_many = false;
+  TORPOR_RETURN_IF_ERROR(each_key(prefix, [&](std::string_view key) {
+    too_many = keys.size() == kMostKeys;
+    if (!too_many) keys.emplace_back(key);
+    return !too_many;
+  }));
+  if (too_many)
+    return Error{.code = Code::kResourceExhausted,
+                 .what = fmt::format("{} has over {} keys that begin with \"{}\"", url(), kMostKeys, prefix),
+                 .next_step = "use another prefix or directory"};
+  std::sort(keys.begin(), keys.end());
+  return keys;
+}
 
 Error ends_too_early(const ObjectStore& store, std::string_view key, uint64_t offset, uint64_t bytes) {
   return Error{.code = Code::kCorruption,

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -33,15 +34,17 @@ class ObjectStore {
   virtual Status get_range(std::string_view key, uint64_t offset, std::span<std::byte> room) = 0;
   virtual Result<std::optional<uint64_t>> size(std::string_view key) = 0;  // no value: no such key
   virtual Status remove(std::string_view key) = 0;                         // ok if there is no such key
+  // Call `visit` for each key that begins with `prefix`, in any order, until it returns false.
+  virtual Status each_key(std::string_view prefix, const std::function<bool(std::string_view key)>& visit) = 0;
   // Return the keys that begin with `prefix`, in ascending order. kResourceExhausted: more than kMostKeys.
-  virtual Result<std::vector<std::string>> list(std::string_view prefix) = 0;
+  Result<std::vector<std::string>> list(std::string_view prefix);
   // Check that the bucket or directory exists. kFailedPrecondition, kNotFound. Callers that only read or remove call
   // this first, because put_new() creates a directory.
   virtual Status check_exists() = 0;
   virtual const std::string& url() const = 0;  // for messages, without credentials
 };
 
-inline constexpr size_t kMostKeys = 1'000'000;
+inline constexpr size_t kMostKeys = 1'000'000;  // of list()
 
 // Return the error of get_range() if the object has no `bytes` bytes at `offset`.
 Error ends_too_early(const ObjectStore& store, std::string_view key, uint64_t offset, uint64_t bytes);

@@ -5,7 +5,6 @@
 #include <random>
 #include <thread>
 
-#include <curl/curl.h>
 #include <fmt/core.h>
 #include <pugixml.hpp>
 
@@ -17,11 +16,6 @@ namespace torpor::remote {
 namespace {
 
 constexpr size_t kMostAnswerBytes = 8 << 20;  // for a list or an error; a page of a list has 1,000 keys of 1,024 bytes
-
-struct CurlDeleter {
-  void operator()(CURL* handle) const { curl_easy_cleanup(handle); }
-};
-using CurlHandle = std::unique_ptr<CURL, CurlDeleter>;
 
 // One request and its answer. Only curl_easy_perform() runs its callbacks.
 struct Exchange {
@@ -159,18 +153,16 @@ class S3Store final : public ObjectStore {
     return answer.status == 404 ? Status(error_of(call, answer)) : ok();
   }
 
-  Result<std::vector<std::string>> list(std::string_view prefix) override {
-    std::vector<std::string> keys;
+  Status each_key(std::string_view prefix, const std::function<bool(std::string_view key)>& visit) override {
     std::string next;
     do {
       Call call{.method = "GET", .query = {{"list-type", "2"}, {"prefix", settings_.prefix + std::string(prefix)}}};
       if (!next.empty()) call.query["continuation-token"] = next;
       TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
       if (answer.status != 200) return error_of(call, answer);
-      TORPOR_ASSIGN_OR_RETURN(next, read_page(answer.text, keys));
+      TORPOR_ASSIGN_OR_RETURN(next, read_page(answer.text, visit));
     } while (!next.empty());
-    std::sort(keys.begin(), keys.end());
-    return keys;
+    return ok();
   }
 
  private:
@@ -193,8 +185,9 @@ class S3Store final : public ObjectStore {
     std::string text;
   };
 
-  // Append the keys of one page of a list. Return the token of the next page; "" after the last one.
-  Result<std::string> read_page(const std::string& text, std::vector<std::string>& keys) const {
+  // Visit the keys of one page of a list. Return the token of the next page; "" after the last one, and if `visit`
+  // returns false.
+  Result<std::string> read_page(const std::string& text, const std::function<bool(std::string_view key)>& visit) const {
     pugi::xml_document document;
     const pugi::xml_node page =
         document.load_buffer(text.data(), text.size()) ? document.child("ListBucketResult") : pugi::xml_node();
@@ -204,11 +197,8 @@ class S3Store final : public ObjectStore {
                    .next_step = "check that the endpoint speaks S3"};
     for (const pugi::xml_node entry : page.children("Contents")) {
       const std::string_view key = entry.child_value("Key");
-      if (key.starts_with(settings_.prefix) && is_key(key)) keys.emplace_back(key.substr(settings_.prefix.size()));
-      if (keys.size() > kMostKeys)
-        return Error{.code = Code::kResourceExhausted,
-                     .what = fmt::format("{} has over {} keys", url_, kMostKeys),
-                     .next_step = "use another prefix"};
+      if (!key.starts_with(settings_.prefix) || !is_key(key)) continue;
+      if (!visit(key.substr(settings_.prefix.size()))) return std::string();
     }
     if (std::string_view(page.child_value("IsTruncated")) != "true") return std::string();
     std::string next = page.child_value("NextContinuationToken");
@@ -275,10 +265,7 @@ class S3Store final : public ObjectStore {
 
   // Make a request with all retries. An answer is a value, whatever its status.
   Result<Answer> send(const Call& call) {
-    TORPOR_RETURN_IF_ERROR(begin_curl());
-    CurlHandle handle = take_handle();
-    if (handle == nullptr)
-      return Error{.code = Code::kResourceExhausted, .what = "no memory for a connection", .next_step = "free some"};
+    TORPOR_ASSIGN_OR_RETURN(CurlHandle handle, take_handle());
     std::optional<Error> error;
     int attempt = 0;
     for (; attempt < retries_.attempts; ++attempt) {
@@ -293,7 +280,7 @@ class S3Store final : public ObjectStore {
       std::array<char, CURL_ERROR_SIZE> words{};
       Exchange exchange{
           .handle = handle.get(), .body = call.body, .room = call.room, .success = call.success, .stop = &stop_};
-      const CURLcode code = perform(call, credentials, exchange, words.data());
+      TORPOR_ASSIGN_OR_RETURN(const CURLcode code, perform(call, credentials, exchange, words.data()));
       Answer answer{.status = exchange.status, .received = exchange.received, .text = std::move(exchange.text)};
       if (!worth_another_try(code, answer.status)) {
         if (code != CURLE_OK) return error_of(call, code, exchange, words.data());
@@ -313,32 +300,27 @@ class S3Store final : public ObjectStore {
   }
   bool is_over() const { return retries_.seconds_left && retries_.seconds_left() <= 0; }
 
-  CURLcode perform(const Call& call, const S3Credentials& credentials, Exchange& exchange, char* words) const {
+  Result<CURLcode> perform(const Call& call, const S3Credentials& credentials, Exchange& exchange, char* words) const {
     S3Request request{.method = call.method, .host = host_, .query = call.query, .headers = call.headers};
     request.path = settings_.bucket_in_host ? "/" : fmt::format("/{}{}", settings_.bucket, call.key.empty() ? "" : "/");
     if (!call.key.empty()) request.path += settings_.prefix + std::string(call.key);
     const std::string query = encoded_query(request);
     const std::string address = fmt::format("{}{}{}{}", settings_.endpoint, percent_encoded(request.path, true),
                                             query.empty() ? "" : "?", query);
-    curl_slist* lines = curl_slist_append(nullptr, "Expect:");
+    CurlLines lines;
+    TORPOR_RETURN_IF_ERROR(append_line(lines, "Expect:"));
     for (const auto& [name, value] : signed_headers(request, credentials, settings_.region, std::time(nullptr))) {
-      lines = curl_slist_append(lines, fmt::format("{}: {}", name, value).c_str());
+      TORPOR_RETURN_IF_ERROR(append_line(lines, fmt::format("{}: {}", name, value)));
     }
     CURL* const handle = exchange.handle;
     curl_easy_reset(handle);  // keeps the connection
-    curl_easy_setopt(handle, CURLOPT_URL, address.c_str());
-    curl_easy_setopt(handle, CURLOPT_HTTPHEADER, lines);
-    curl_easy_setopt(handle, CURLOPT_PROTOCOLS_STR, "http,https");
-    curl_easy_setopt(handle, CURLOPT_NOSIGNAL, 1L);
-    curl_easy_setopt(handle, CURLOPT_ERRORBUFFER, words);
+    set_up(handle, {.url = address, .lines = lines, .words = words, .write = &Exchange::write, .to = &exchange});
     curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT, static_cast<long>(retries_.connect_seconds));
     if (retries_.seconds_left)  // 0 would mean: no limit
       curl_easy_setopt(handle, CURLOPT_TIMEOUT_MS, std::max(static_cast<long>(retries_.seconds_left() * 1000), 1L));
     curl_easy_setopt(handle, CURLOPT_LOW_SPEED_LIMIT, 1L);
     curl_easy_setopt(handle, CURLOPT_LOW_SPEED_TIME, static_cast<long>(retries_.stalled_seconds));
     if (!settings_.ca_file.empty()) curl_easy_setopt(handle, CURLOPT_CAINFO, settings_.ca_file.c_str());
-    curl_easy_setopt(handle, CURLOPT_WRITEFUNCTION, &Exchange::write);
-    curl_easy_setopt(handle, CURLOPT_WRITEDATA, &exchange);
     curl_easy_setopt(handle, CURLOPT_NOPROGRESS, 0L);
     curl_easy_setopt(handle, CURLOPT_XFERINFOFUNCTION, &Exchange::progress);
     curl_easy_setopt(handle, CURLOPT_XFERINFODATA, &exchange);
@@ -355,7 +337,6 @@ class S3Store final : public ObjectStore {
     }
     const CURLcode code = curl_easy_perform(handle);
     curl_easy_getinfo(handle, CURLINFO_RESPONSE_CODE, &exchange.status);
-    curl_slist_free_all(lines);
     return code;
   }
 
@@ -373,7 +354,7 @@ class S3Store final : public ObjectStore {
     }
   }
 
-  CurlHandle take_handle() {
+  Result<CurlHandle> take_handle() {
     {
       const MutexLock lock(mutex_);
       if (!idle_.empty()) {
@@ -382,7 +363,7 @@ class S3Store final : public ObjectStore {
         return handle;
       }
     }
-    return CurlHandle(curl_easy_init());
+    return new_curl_handle();
   }
   void give_handle(CurlHandle handle) {
     const MutexLock lock(mutex_);

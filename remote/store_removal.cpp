@@ -17,13 +17,12 @@ namespace {
 constexpr std::string_view kParts = "parts/";
 
 Result<std::vector<std::string>> all_parts(ObjectStore& store) {
-  Result<std::vector<std::string>> all = store.list(kParts);
-  if (all || all.error().code != Code::kResourceExhausted) return all;
   std::vector<std::string> parts;
-  for (int first = 0; first < 256; ++first) {
-    TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> some, store.list(fmt::format("{}{:02x}/", kParts, first)));
-    parts.insert(parts.end(), some.begin(), some.end());
-  }
+  TORPOR_RETURN_IF_ERROR(store.each_key(kParts, [&](std::string_view key) {
+    parts.emplace_back(key);
+    return true;
+  }));
+  std::sort(parts.begin(), parts.end());
   return parts;
 }
 

@@ -357,6 +357,50 @@ TEST_F(BlockTierTest, ARequestDoesNotWaitForAnAnswerForLong) {
   EXPECT_EQ(found({1}, "later"), "?");
 }
 
+// vLLM asks several times for one request, and goes on without a block that was a miss.
+TEST_F(BlockTierTest, AMissStaysAMissForItsRequestThoughTheAnswerComesLater) {
+  open_shared();
+  EXPECT_EQ(store({1, 2}), kBoth);
+  open_shared();
+  gate_.set(true);
+  EXPECT_EQ(found({1}), "?");
+  tier_->ask();
+  gate_.wait_for_one();
+  clock_.advance(std::chrono::milliseconds(101));
+  EXPECT_EQ(found({1}), "-");
+  gate_.set(false);
+  tier_->wait();
+  EXPECT_EQ(tier_->finished().size(), 0u);
+  EXPECT_EQ(found({1}), "-");
+  EXPECT_EQ(found({1}, "other"), "h");
+  tier_->request_finished("r");
+  EXPECT_EQ(found({1}), "h");
+  shared_.refusing = true;
+  EXPECT_EQ(found({2}), "-");
+  shared_.refusing = false;
+  EXPECT_EQ(found({2}), "-");
+  EXPECT_EQ(asked({2}, "other"), "h");
+  EXPECT_EQ(found({2}), "-");
+  tier_->request_finished("r");
+  tier_->request_finished("other");
+  EXPECT_EQ(found({1, 2}), "hh");
+}
+
+// Answers that were dropped and asked for anew count each request that waits for them once.
+TEST_F(BlockTierTest, ARequestThatEndsTakesNoAnswerFromOthers) {
+  open_shared(1);
+  EXPECT_EQ(store({1}), std::vector<bool>(1, true));
+  open_shared(1);
+  EXPECT_EQ(asked({1}), "h");
+  EXPECT_EQ(asked({2}, "other"), "-");
+  EXPECT_EQ(store({3}), std::vector<bool>(1, true));  // takes the only slot
+  shared_.gone = true;
+  EXPECT_EQ(asked({1}, "other"), "-");
+  shared_.gone = false;
+  tier_->request_finished("r");
+  EXPECT_EQ(found({1}, "other"), "-");
+}
+
 TEST_F(BlockTierTest, AStoreThatIsGoneIsAMiss) {
   open_shared();
   EXPECT_EQ(store({1, 2}), kBoth);

@@ -3,8 +3,11 @@
 // are damaged, cut or removed meanwhile, a store that is gone. Against a real S3 server: tests/python.
 #include "remote/object_block_store.h"
 
+#include <fmt/core.h>
+
 #include "tests/contract/store_contract.h"
 #include "tests/remote/store_in_memory.h"
+#include "tests/support/two_clocks.h"
 
 namespace torpor {
 namespace {
@@ -17,27 +20,12 @@ using remote::PackEntry;
 using remote::PackName;
 using ::testing::HasSubstr;
 
-// Both times are moved by hand.
-class TwoClocks final : public Clock {
- public:
-  std::chrono::nanoseconds now() const override { return std::chrono::nanoseconds(now_); }
-  double unix_seconds() const override { return static_cast<double>(wall_); }
-  void advance(std::chrono::nanoseconds by) {
-    now_ += by.count();
-    wall_ += by / 1s;
-  }
-
- private:
-  std::atomic<int64_t> now_ = 1;
-  std::atomic<int64_t> wall_ = 1'800'000'000;
-};
-
 // Objects that several engines have; a store of one engine's over them.
 class Shared final : public remote::ObjectStore {
  public:
   Shared(StoreInMemory& objects, std::atomic<bool>& gone) : objects_(objects), gone_(gone) {}
   Result<bool> put_new(std::string_view key, std::span<const std::byte> bytes) override {
-    if (gone_) return no_answer();
+    if (gone_ || (refuses_put && refuses_put(key))) return no_answer();
     return objects_.put_new(key, bytes);
   }
   Result<uint64_t> get(std::string_view key, std::span<std::byte> room) override {
@@ -56,16 +44,28 @@ class Shared final : public remote::ObjectStore {
     if (gone_) return no_answer();
     return objects_.remove(key);
   }
-  Result<std::vector<std::string>> list(std::string_view prefix) override {
+  Status each_key(std::string_view prefix, const std::function<bool(std::string_view key)>& visit) override {
     if (gone_) return no_answer();
-    Result<std::vector<std::string>> keys = objects_.list(prefix);
+    for (size_t i = 0; i < others; ++i) {
+      if (!visit(fmt::format("{}others/{}", prefix, i))) return ok();
+    }
+    std::vector<std::string> keys;
+    TORPOR_RETURN_IF_ERROR(objects_.each_key(prefix, [&](std::string_view key) {
+      keys.emplace_back(key);
+      return true;
+    }));
     if (after_list) std::exchange(after_list, {})();
-    return keys;
+    for (const std::string& key : keys) {
+      if (!visit(key)) break;
+    }
+    return ok();
   }
   Status check_exists() override { return objects_.check_exists(); }
   const std::string& url() const override { return objects_.url(); }
 
   std::function<void()> after_list;  // once, before its answer comes
+  std::function<bool(std::string_view)> refuses_put;
+  size_t others = 0;  // keys of somebody else that each list has
 
  private:
   static Error no_answer() { return {.code = Code::kUnavailable, .what = "no answer"}; }
@@ -257,6 +257,76 @@ TEST_F(ObjectBlockStoreTest, PacksThatAnotherEngineHasIndexedAreNotIndexedAgain)
   ASSERT_SUCCEEDS(other->look());
   EXPECT_EQ(find_all(*other, {0, 63, 129}), "hhh");
   EXPECT_EQ(keys_with("/index/").size(), 1u);
+}
+
+TEST_F(ObjectBlockStoreTest, PacksWhoseIndexTheStoreRefusedAreIndexedLater) {
+  auto store = std::make_unique<Shared>(objects_, gone_);
+  std::atomic<bool> refuses = true;
+  store->refuses_put = [&](std::string_view key) { return refuses && key.find("/index/") != std::string_view::npos; };
+  const auto one = value_of(ObjectBlockStore::open(std::move(store), options_for(), clock_));
+  one->open_space(1, {});
+  for (uint64_t seed = 0; seed < ObjectBlockStore::kPacksOfAnIndex; ++seed) put_all(*one, {seed});
+  EXPECT_FAILS(one->look(), Code::kUnavailable);
+  EXPECT_EQ(keys_with("/index/").size(), 0u);
+  refuses = false;
+  const auto end = std::chrono::steady_clock::now() + 60s;
+  while (!one->look() && std::chrono::steady_clock::now() < end) clock_.advance(5s);  // until the breaker lets it pass
+  EXPECT_EQ(keys_with("/index/").size(), 1u);
+  const auto other = engine();
+  const uint64_t before = objects_.ranged_bytes;
+  EXPECT_EQ(find_all(*other, {0, 63}), "hh");
+  EXPECT_EQ(objects_.ranged_bytes, before);  // the index names all of them
+}
+
+TEST_F(ObjectBlockStoreTest, WhatTheStoreNoLongerHasTakesNoMemory) {
+  const auto one = engine();
+  for (uint64_t seed = 0; seed < ObjectBlockStore::kPacksOfAnIndex; ++seed) put_all(*one, {seed});
+  ASSERT_SUCCEEDS(one->look());
+  EXPECT_EQ(one->known_objects(), ObjectBlockStore::kPacksOfAnIndex + 1);
+  objects_.objects.clear();
+  ASSERT_SUCCEEDS(one->look());
+  EXPECT_EQ(one->known_objects(), 0u);
+  EXPECT_EQ(one->known_blocks(), 0u);
+  put_all(*one, {1});
+  EXPECT_EQ(get_all(*one, {1, 2}), "h-");
+}
+
+TEST_F(ObjectBlockStoreTest, AStoreWithMoreKeysThanAListMayHaveIsServed) {
+  put_all(*engine(), {1});
+  auto store = std::make_unique<Shared>(objects_, gone_);
+  store->others = remote::kMostKeys;
+  EXPECT_FAILS(store->list("kv1/"), Code::kResourceExhausted, "1000000");
+  ObjectBlockStoreOptions options = options_for();
+  options.expire = std::chrono::hours(24);
+  const auto one = value_of(ObjectBlockStore::open(std::move(store), options, clock_));
+  clock_.advance(std::chrono::hours(20));
+  one->open_space(1, {});
+  EXPECT_EQ(find_all(*one, {1}), "h");
+  clock_.advance(std::chrono::hours(5));
+  ASSERT_SUCCEEDS(one->look());
+  EXPECT_EQ(objects_.objects.size(), 0u);  // it expired
+}
+
+TEST_F(ObjectBlockStoreTest, ABlockInTwoPacksStaysUntilTheNewerOneExpires) {
+  ObjectBlockStoreOptions options = options_for();
+  options.expire = std::chrono::hours(24);
+  const auto one = engine(options);
+  const auto other = engine(options);
+  EXPECT_EQ(find_all(*one, {1}) + find_all(*other, {1}), "--");  // both have looked
+  put_all(*one, {1});
+  clock_.advance(std::chrono::hours(20));
+  put_all(*other, {1});
+  ASSERT_EQ(keys_with("/packs/").size(), 2u);
+  ASSERT_SUCCEEDS(one->look());
+  ASSERT_SUCCEEDS(other->look());
+  clock_.advance(std::chrono::hours(5));
+  ASSERT_SUCCEEDS(one->look());
+  ASSERT_SUCCEEDS(other->look());
+  ASSERT_EQ(keys_with("/packs/").size(), 1u);
+  EXPECT_EQ(get_all(*one, {1}) + get_all(*other, {1}), "hh");
+  clock_.advance(std::chrono::hours(20));
+  ASSERT_SUCCEEDS(one->look());
+  EXPECT_EQ(get_all(*one, {1}), "-");
 }
 
 TEST_F(ObjectBlockStoreTest, ADamagedBlockIsNotServedAndOthersOfItsPackAre) {

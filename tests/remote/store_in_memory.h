@@ -49,14 +49,19 @@ class StoreInMemory final : public remote::ObjectStore {
       return std::optional<uint64_t>(found->second.size());
     });
   }
-  Result<std::vector<std::string>> list(std::string_view prefix) override {
-    return counted([&]() -> Result<std::vector<std::string>> {
-      std::vector<std::string> keys;
+  // Visits without the lock: a visitor may call the store, as that of a real one may.
+  Status each_key(std::string_view prefix, const std::function<bool(std::string_view key)>& visit) override {
+    std::vector<std::string> keys;
+    TORPOR_RETURN_IF_ERROR(counted([&]() -> Status {
       for (const auto& [key, bytes] : objects) {
         if (key.starts_with(prefix)) keys.push_back(key);
       }
-      return keys;
-    });
+      return ok();
+    }));
+    for (const std::string& key : keys) {
+      if (!visit(key)) break;
+    }
+    return ok();
   }
   Status remove(std::string_view key) override {
     return counted([&]() -> Status {

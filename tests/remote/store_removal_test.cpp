@@ -69,8 +69,8 @@ class Watched final : public ObjectStore {
   Status remove(std::string_view key) override {
     return call(Verb::kRemove, key, [&] { return store_.remove(key); });
   }
-  Result<std::vector<std::string>> list(std::string_view prefix) override {
-    return call(Verb::kList, prefix, [&] { return store_.list(prefix); });
+  Status each_key(std::string_view prefix, const std::function<bool(std::string_view key)>& visit) override {
+    return call(Verb::kList, prefix, [&] { return store_.each_key(prefix, visit); });
   }
   Status check_exists() override { return store_.check_exists(); }
   const std::string& url() const override { return store_.url(); }

@@ -64,9 +64,9 @@ class Link final : public remote::ObjectStore {
     if (!passes()) return failed();
     return store_.size(key);
   }
-  Result<std::vector<std::string>> list(std::string_view prefix) override {
+  Status each_key(std::string_view prefix, const std::function<bool(std::string_view key)>& visit) override {
     if (!passes()) return failed();
-    return store_.list(prefix);
+    return store_.each_key(prefix, visit);
   }
   Status check_exists() override { return ok(); }
   const std::string& url() const override { return store_.url(); }
