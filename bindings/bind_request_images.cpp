@@ -209,6 +209,18 @@ void bind_request_images(py::module_& module) {
       "check_image_name", [](const std::string& name) { value_or_raise(ImageStore::check_name(name)); },
       py::arg("name"), "Raises InvalidArgument if an image on disk cannot have this id.");
   module.def(
+      "claim_image",
+      [](const std::string& path, const std::optional<std::string>& key_file) {
+        value_or_raise(without_lock([&]() -> Status {
+          TORPOR_ASSIGN_OR_RETURN(HeldImage held, HeldImage::hold(module_files(), path, key_from(key_file)));
+          return held.take();
+        }));
+      },
+      py::arg("path"), py::arg("key_file"),
+      "Delete an image on disk, so that no engine takes it any more. Raises NotFound if there is none, or another "
+      "engine "
+      "has taken it; Busy while another process reads it.");
+  module.def(
       "plan_fork",
       [](const py::dict& parent, std::optional<int64_t> at, int64_t children, int64_t free_blocks) {
         ForkedRequest request;

@@ -34,7 +34,7 @@ AnswerPart end_of(const Answer& answer) {
           .text_end = answer.text_ends.empty() ? 0 : answer.text_ends.back(),
           .state = answer.state,
           .finish_reason = answer.finish_reason,
-          .stop_reason = answer.stop_reason,
+          .stop_reason = answer.state == AnswerState::kRunning ? Value{} : answer.stop_reason,  // no note
           .call = answer.call};
 }
 
@@ -180,10 +180,10 @@ void AnswerTable::apply(AnswerStep& step, Answer& answer) {
   answer.text_ends.resize(tokens.size(), text_end);
   answer.text += step.text;
   if (!answer.text_ends.empty()) answer.text_ends.back() = text_end + code_points(step.text);
+  answer.stop_reason = std::move(step.stop_reason);
   if (step.state == AnswerState::kRunning) return;
   answer.state = step.state;
   answer.finish_reason = std::move(step.finish_reason);
-  answer.stop_reason = std::move(step.stop_reason);
   answer.ended = step.time;
   ended_bytes_ += size_of(answer);
 }

@@ -2,16 +2,18 @@
 """/v1/sessions of a server: requests leave its engine and come back, fork and move, while their clients stream."""
 
 import asyncio
+import http.server as http_server
 import json
 import os
 import shutil
 import subprocess
+import threading
 
 import httpx
 import inspector
 import openai
 import pytest
-from servers import ALICE, BOB, Client, Reading, begin, make_server, of, played, samples, until
+from servers import ALICE, BOB, Client, Reading, begin, make_server, of, played, samples, start_requests, until
 from serving import ADMIN_KEY
 
 pytestmark = pytest.mark.slow
@@ -272,18 +274,26 @@ def test_what_is_wrong_is_said(server):
     played(server, scene)
 
 
-def test_a_request_moves_to_another_server_and_its_client_follows(server, tiny_model, directory, tmp_path):
-    secret = directory / "answers" / "tenants.secret"
-    other = make_server(tiny_model, tmp_path / "torpor", "--torpor-sessions", "--max-num-seqs", "16", name="other")
-    (tmp_path / "torpor" / "answers").mkdir(parents=True, mode=0o700)
-    (tmp_path / "torpor").chmod(0o700)
-    shutil.copy(secret, tmp_path / "torpor" / "answers" / "tenants.secret")
+@pytest.fixture(scope="module")
+def others_directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("other") / "torpor"
+
+
+@pytest.fixture(scope="module")
+def other(server, tiny_model, directory, others_directory):
+    """A second server, which knows the same tenants."""
+    other = make_server(tiny_model, others_directory, "--torpor-sessions", "--max-num-seqs", "16", name="other")
+    (others_directory / "answers").mkdir(parents=True, mode=0o700)
+    others_directory.chmod(0o700)
+    shutil.copy(directory / "answers" / "tenants.secret", others_directory / "answers" / "tenants.secret")
     other.start()
-    try:
-        other.wait_until_ready()
-        played(server, lambda client: moved(client, other))
-    finally:
-        other.stop()
+    other.wait_until_ready()
+    yield other
+    other.stop()
+
+
+def test_a_request_moves_to_another_server_and_its_client_follows(server, other):
+    played(server, lambda client: moved(client, other))
 
 
 async def moved(client, other) -> None:
@@ -313,6 +323,76 @@ async def moved(client, other) -> None:
     await task
     assert reading.text == expected and reading.interruptions == 0  # it runs on where it was
     await there.close()
+
+
+class Between(http_server.ThreadingHTTPServer):
+    """An address before another server. When that one has been told to resume an image, or just before, something
+    happens, and who called gets no answer."""
+
+    def __init__(self, url: str, happens, after: bool):
+        super().__init__(("127.0.0.1", 0), PassOn)
+        self.behind, self.happens, self.after = url, happens, after
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class PassOn(http_server.BaseHTTPRequestHandler):
+    server: Between
+
+    def do_GET(self) -> None:
+        answer = self.pass_on()
+        self.send_response(answer.status_code)
+        self.send_header("Content-Length", str(len(answer.content)))
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    def do_POST(self) -> None:
+        if self.server.after:
+            assert self.pass_on().status_code == 200
+        self.server.happens()
+
+    def pass_on(self) -> httpx.Response:
+        key = {"Authorization": self.headers["Authorization"]}
+        return httpx.request(self.command, self.server.behind + self.path, headers=key, timeout=120)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_request_of_a_server_that_is_killed_in_a_move_runs_on_one_server(server, other, others_directory, taken):
+    """`taken`: the other server has the request when its own is killed."""
+    asyncio.run(asyncio.wait_for(killed_in_a_move(server, other, others_directory, taken), 300))
+
+
+async def killed_in_a_move(target, source, sources_directory, taken: bool) -> None:
+    there, client, name = Client(target.url, ALICE), Client(source.url, ALICE), f"killed-{taken}"
+    expected = await whole(there, f"expected-{taken}")
+    reading, task = begin(client, name, PROMPT)
+    await until(lambda: reading.text)
+    await done(client.http, f"/v1/sessions/{name}/hibernate")
+    between = Between(target.url, source.kill, after=taken)
+    with pytest.raises(httpx.HTTPError):
+        await client.admin.post(f"/v1/sessions/{name}/move", params={"to": between.url}, timeout=120)
+    task.cancel()
+    source.start()
+    await asyncio.to_thread(source.wait_until_ready)
+    found = start_requests(samples((await client.http.get("/metrics")).text))
+    answers = [await each.http.get(f"/torpor/requests/{name}") for each in (client, there)]
+    if taken:
+        assert [each.status_code for each in answers] == [307, 200] and "added" not in found
+        assert answers[0].headers["Location"] == f"{between.url}/torpor/requests/{name}"
+    else:
+        assert [each.status_code for each in answers] == [200, 404] and found["added"] == 1
+    has_it = there if taken else client
+    while (answer := await has_it.whole(name))["state"] == "running":
+        await asyncio.sleep(0.05)
+    assert answer["choices"][0]["text"] == expected
+    assert not list((sources_directory / "images").iterdir())
+    between.shutdown()
+    between.server_close()
+    for each in (there, client):
+        await each.close()
 
 
 def test_a_server_that_ends_takes_hibernated_requests_along(tiny_model, tmp_path):

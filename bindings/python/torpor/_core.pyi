@@ -435,6 +435,11 @@ def check_portable(checkpoint: dict, engine: dict) -> None:
     engine.
     """
 
+def claim_image(path: str, key_file: str | None) -> None:
+    """Delete an image on disk, so that no engine takes it any more. Raises NotFound if there is none, or another
+    engine has taken it; Busy while another process reads it.
+    """
+
 def commit_set(directory: str, paths: Sequence[str], options: dict = {}) -> CheckpointSet:
     """Makes the checkpoints of all data parallel ranks, by rank, one: a CheckpointSet."""
 

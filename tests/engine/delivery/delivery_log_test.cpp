@@ -118,6 +118,24 @@ TEST_F(DeliveryLogTest, ALogWithoutADirectoryIsNotHandedOver) {
   EXPECT_TRUE(answers->get("a"));
 }
 
+TEST_F(DeliveryLogTest, ANoteOfARunningAnswerIsThereAfterARestartUntilItsNextStep) {
+  const Value note{int64_t{7}};
+  {
+    const auto answers = open();
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1}, "x")})));
+    AnswerStep step = given("a", 1, {}, "");
+    step.stop_reason = note;
+    ASSERT_TRUE(succeeded(answers->step({step})));
+  }
+  const auto answers = open();
+  EXPECT_EQ(answers->get("a")->stop_reason, note);
+  EXPECT_EQ(value_of(answers->position("a")).stop_reason, Value{});  // readers get none
+  EXPECT_EQ(answers->counts().running, 1U);
+  ASSERT_TRUE(succeeded(answers->step({given("a", 1, {2}, "y")})));
+  EXPECT_EQ(answers->get("a")->stop_reason, Value{});
+}
+
 TEST_F(DeliveryLogTest, AReaderGoesOnAfterAnyTokenOrCharacter) {
   const auto answers = open();
   ASSERT_TRUE(succeeded(answers->start(asked("a"))));

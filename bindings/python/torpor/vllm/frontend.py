@@ -107,6 +107,13 @@ class BlockingSide:
         """Return this front end's part of requests that leave for disk."""
         return front_end.capture(self.engine.output_processor, requests)
 
+    def taken(self, outputs: dict) -> None:
+        """Learn that the engine has the requests of take() for good."""
+
+    async def lost_by_taker(self, requests: list[str]) -> str | None:
+        """Return why nobody has these requests, whose image another engine took; None: that one has them, as far as is
+        known. The call to it failed."""
+
     def adopt(self, states: list[RequestState], parent: RequestState, seeds: Sequence[int | None]) -> None:
         """Prepare for children of a fork, which are about to take steps. `seeds`: of each; None: its parent's."""
 
@@ -183,6 +190,12 @@ class AsyncSide:
 
     def capture(self, requests: Iterable[str]) -> dict:
         return front_end.capture(self.engine.output_processor, requests)
+
+    def taken(self, outputs: dict) -> None:
+        pass
+
+    async def lost_by_taker(self, requests: list[str]) -> str | None:
+        return None
 
     def adopt(self, states: list[RequestState], parent: RequestState, seeds: Sequence[int | None]) -> None:
         pass

@@ -22,6 +22,8 @@ from torpor.vllm.engine_values import Hibernated, Moved, Resumed
 from torpor.vllm.frontend import AsyncSide, BlockingSide, Report
 from torpor.vllm.paths import expanded
 
+MOVED = "another engine has taken this request"
+
 HIBERNATE = """Take running or waiting requests out of the engine. Return when their memory in it is free.
 
     Their tokens, samplers and KV move to host memory, or from there to disk, verified; other requests go on. The
@@ -153,16 +155,17 @@ async def _take(side: BlockingSide | AsyncSide, summary: dict, call: dict) -> No
     except Error:  # another engine has taken the image
         side.forget(outputs)
         raise
+    side.taken(outputs)
 
 
-def _end_moved(side: BlockingSide | AsyncSide, summary: dict) -> tuple[str, ...]:
+def _end_moved(side: BlockingSide | AsyncSide, summary: dict, why: str = MOVED) -> tuple[str, ...]:
     """The readers of requests that another engine has taken hear so. Return the ids that these were made with."""
     states = side.engine.output_processor.request_states
     there = [each for each in summary["moved"] if each in states]
     names = tuple(dict.fromkeys(states[each].external_req_id for each in there))
     if isinstance(side, BlockingSide):
         step_outputs.of(side.engine).hibernated -= set(summary["moved"])
-    side.fail([{"id": each, "error": "another engine has taken this request"} for each in there])
+    side.fail([{"id": each, "error": why} for each in there])
     return names
 
 
@@ -186,8 +189,9 @@ async def move(
     except Error as why:
         raise why from problem
     if "moved" in summary:
-        moved = Moved(left.id, _end_moved(side, summary))
-        if problem is not None and not isinstance(problem, Exception):
+        lost = None if problem is None else await side.lost_by_taker(summary["moved"])
+        moved = Moved(left.id, _end_moved(side, summary, lost or MOVED))
+        if problem is not None and (lost is not None or not isinstance(problem, Exception)):
             raise problem
         return moved
     if isinstance(side, BlockingSide):

@@ -23,7 +23,7 @@ from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
 from torpor.vllm.progress import Watcher
-from torpor.vllm.server import access, ending, hosts, listening, owning, standby, start, unlogged
+from torpor.vllm.server import access, ending, hosts, listening, moves, owning, standby, start, unlogged
 from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
@@ -204,6 +204,7 @@ class Server:
         parts.end("memory_woken", woken)
         if self.has_log:
             self._end_unrestorable()
+            await moves.settle(self)
         restored = None
         if directory is not None:
             named = self.settings.wake_from or pulled

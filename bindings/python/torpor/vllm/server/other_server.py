@@ -14,6 +14,7 @@ from torpor.errors import Aborted, Error, WrongState
 from torpor.vllm.server.loopback import Loopback
 
 _CONNECT_SECONDS = 10.0
+_RESUME_SECONDS = 600.0  # to read and verify an image
 _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 
@@ -34,27 +35,37 @@ class Other:
 
     async def wake_up(self, path: str) -> dict:
         """Have its engine wake from the swap channel at `path`. Return its report. Raise its error, or Aborted."""
-        content = await self._post("/wake_up", {"swap_in_from": path})
+        content = await self._ask("POST", "/wake_up", {"swap_in_from": path})
         if "status" in content:
             return content
         raise self._error(200, content.get("error"))
 
     async def resume(self, path: str) -> dict:
-        """Have it resume the image at `path`. Return its answer. Raise its error, or Aborted."""
+        """Have it resume the image at `path`. Return its answer. Raise its error, or Aborted; that also if it gives no
+        answer for ten minutes."""
         name = quote(os.path.basename(path), safe="")
-        content = await self._post(f"/v1/sessions/{name}/resume", {"path": path})
+        content = await self._ask("POST", f"/v1/sessions/{name}/resume", {"path": path}, _RESUME_SECONDS)
         if content.get("outcome") == "accepted":
             return content
         raise self._error(200, content.get("error"))
 
-    async def _post(self, path: str, params: dict[str, str]) -> dict:
+    async def has(self, request: str) -> bool:
+        """Return whether it has a request, by vLLM's id, or had it. Raise its error, or Aborted."""
+        content = await self._ask("GET", f"/torpor/has/{quote(request, safe='')}", {}, _CONNECT_SECONDS)
+        if isinstance(content.get("has"), bool):
+            return content["has"]
+        raise self._error(200, content.get("error"))
+
+    async def _ask(self, method: str, path: str, params: dict[str, str], seconds: float | None = None) -> dict:
         try:
-            async with self._session(self._headers) as session:
-                asked = session.post(f"{self.url}{path}", params=params, allow_redirects=False)
+            async with self._session(self._headers, seconds) as session:
+                asked = session.request(method, f"{self.url}{path}", params=params, allow_redirects=False)
                 async with asked as answer:
                     status, content = answer.status, await _json(answer)
-        except (aiohttp.ClientConnectorError, TimeoutError) as problem:
+        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as problem:
             raise Aborted(f"{self} cannot be reached: {problem}", "see whether it runs, and where") from None
+        except TimeoutError:
+            raise Aborted(f"{self} gave no answer for {seconds:g} s", "see its log") from None
         except (aiohttp.ClientError, OSError) as problem:
             raise Aborted(f"{self} broke off: {problem or type(problem).__name__}", "see its log") from None
         if status == 200:

@@ -88,6 +88,7 @@ ROUTES: dict[tuple[str, str], Rule] = (
     | _all(Who.OPERATOR, Asleep.SERVED, "GET /torpor/state", "GET /torpor/checkpoints")
     | _all(
         Who.ADMIN, Asleep.SERVED,
+        "GET /torpor/has/{request:path}",
         "POST /sleep", "POST /wake_up", "POST /swap", "POST /torpor/checkpoint", "POST /torpor/plan",
         "POST /torpor/console/{method}",
         "POST /abort_requests", "POST /start_profile", "POST /stop_profile", "POST /reset_mm_cache",

@@ -356,6 +356,17 @@ def routes() -> APIRouter:
             }
         )
 
+    @router.get("/torpor/has/{request:path}")
+    async def has(raw_request: Request, request: str) -> Response:
+        """Say whether this server has a request, or had it: the server that gave it away asks.
+
+        request: vLLM's id of it.
+        """
+        life = server(raw_request)
+        if life.recorder is None:
+            return refused(WrongState(f"the server is {life.state}", "ask again once /torpor/ready is 200"), 503)
+        return JSONResponse({"has": life.log.answers.get(request) is not None})
+
     @router.delete("/torpor/requests/{response:path}")
     async def abort(raw_request: Request, response: str) -> Response:
         """Abort a request.

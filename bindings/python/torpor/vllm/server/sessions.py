@@ -24,14 +24,15 @@ from vllm.v1.engine.output_processor import RequestState
 from torpor.errors import Busy, Error, Incompatible, InvalidArgument, NotFound, Unsupported, WrongState
 from torpor.vllm import fork_calls, frontend, session_calls
 from torpor.vllm.frontend import Report
-from torpor.vllm.server import loopback
+from torpor.vllm.outputs import KnownEnd
+from torpor.vllm.server import loopback, moves
 from torpor.vllm.server.access import caller_of_call
 from torpor.vllm.server.other_server import Other
 from torpor.vllm.server.recorder import RESPONSE_ID_STARTS, Nobody, split_response_id
+from torpor.vllm.session_calls import MOVED
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
-MOVED = "another engine has taken this request"
 _MOST_ACTIONS = 4096  # whose results are remembered
 _MOST_MOVED = 65536  # answers of which it is remembered where they went
 _ACTION = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
@@ -160,11 +161,19 @@ class Sessions:
             ids = self._running(name)
             responses = self._responses(ids)
             side = self._side()
-            side.gone_to = other.url
+            side.gone_to = other
+
+            async def give(path: str) -> dict:
+                await moves.note(self._server, ids, path, other.url)
+                return await other.resume(path)
+
             try:
-                moved = await session_calls.move(side, ids, other.resume, self._image_of(ids), None)
-            finally:
+                moved = await session_calls.move(side, ids, give, self._image_of(ids), None)
+            except BaseException:
                 await self._look()
+                await moves.forget(self._server, [each for each in ids if each not in self._away])
+                raise
+            await self._look()
             return {"id": moved.id, "object": "session.move", "requests": responses, "to": other.url}
 
         return await self._action("move", (name, to), action, run)
@@ -354,7 +363,9 @@ class ServerSide(frontend.AsyncSide):
     def __init__(self, server, sessions: Sessions):
         super().__init__(server.engine)
         self._server, self._sessions = server, sessions
-        self.gone_to = ""  # the server that a move gives its requests to
+        self.gone_to: Other | None = None  # the server that a move gives its requests to
+        self._come: list[RequestState] = []  # since take(), until taken(), with the answer of each:
+        self._answers: dict[str, dict] = {}
 
     def capture(self, requests: Iterable[str]) -> dict:
         """Return this front end's part of these requests, with what the response log has of them."""
@@ -386,8 +397,27 @@ class ServerSide(frontend.AsyncSide):
         super().take(report, lost)
         states = self.engine.output_processor.request_states
         come = [each for each in outputs["requests"] if each["id"] in states]
-        answers = {each["id"]: served["answers"].get(each["id"]) or _answer_of(each) for each in come}
-        self._adopt([states[each["id"]] for each in come], answers)
+        self._answers = {each["id"]: served["answers"].get(each["id"]) or _answer_of(each) for each in come}
+        self._come = [states[each["id"]] for each in come]
+        for state in self._come:
+            state.__class__ = KnownEnd  # it may end before it is recorded
+            self._without_reader(state)
+
+    def taken(self, outputs: dict) -> None:
+        """Record the requests as answers of this server: the other one has them no more."""
+        self._adopt(self._come, self._answers)
+
+    async def lost_by_taker(self, requests: list[str]) -> str | None:
+        assert self.gone_to is not None
+        try:
+            if all([await moves.has(self.gone_to, each) for each in requests]):
+                return None
+        except Error as problem:
+            logger.error(
+                "torpor: whether %s has the requests that it was given is not known: %s", self.gone_to, problem
+            )
+            return None
+        return f"{self.gone_to} ended while it took this request: send it again"
 
     def forget(self, outputs: dict) -> None:
         for each in outputs["requests"]:
@@ -412,10 +442,14 @@ class ServerSide(frontend.AsyncSide):
         for each in states:
             self._end(each.request_id)
 
+    def _without_reader(self, state: RequestState) -> None:
+        """Its clients read the response log."""
+        getattr(self.engine, "torpor_collectors", {}).pop(state.external_req_id, None)
+        state.queue = Nobody()
+
     def _adopt(self, states: list[RequestState], answers: dict[str, dict]) -> None:
         for state in states:
-            getattr(self.engine, "torpor_collectors", {}).pop(state.external_req_id, None)
-            state.queue = Nobody()  # its clients read the response log
+            self._without_reader(state)
             answer = answers[state.request_id]
             self._server.log.adopt(state, answer)
             self._sessions.forget_move(answer["tenant"], answer["response"])
@@ -428,9 +462,9 @@ class ServerSide(frontend.AsyncSide):
         states = self.engine.output_processor.request_states
         for each in failed:
             state = states.get(each["id"])
-            if state is None or each["error"] != MOVED or not self.gone_to:
+            if state is None or each["error"] != MOVED or self.gone_to is None:
                 continue
-            where = self._sessions.record_move(each["id"], self.gone_to)
+            where = self._sessions.record_move(each["id"], self.gone_to.url)
             each["error"] = f"{MOVED}: {where}"
             if state.queue is not None:
                 state.queue.put(GracefulHTTPError(
