@@ -259,6 +259,13 @@ void bind_request_images(py::module_& module) {
       "Raises Incompatible, naming each field, where requests of a checkpoint cannot go on with their KV in an "
       "engine.");
   module.def(
+      "check_same_engine",
+      [](const py::dict& checkpoint, const py::dict& engine) {
+        value_or_raise(compare_fingerprints(fingerprint_from(checkpoint), fingerprint_from(engine)));
+      },
+      py::arg("checkpoint"), py::arg("engine"),
+      "Raises Incompatible, naming each field, where an engine is another one than a checkpoint's.");
+  module.def(
       "admit_error",
       [](const py::bytes& reply) -> std::optional<std::string> {
         const Result<orders::Admit::Reply> decoded = decode_reply<orders::Admit>(bytes_from(reply, "a reply"));

@@ -13,6 +13,7 @@ namespace {
 
 constexpr size_t kMostGetBytes = 8 << 20;
 constexpr long kMostGetSeconds = 30;
+constexpr long kMostPostSeconds = 600;
 
 struct GetExchange {
   HttpAnswer answer{};
@@ -34,9 +35,7 @@ struct GetExchange {
   }
 };
 
-}  // namespace
-
-Result<HttpAnswer> http_get(const std::string& url, const std::string& key, const std::function<bool()>& stop) {
+Result<HttpAnswer> ask(const std::string& url, const std::string& key, const std::function<bool()>& stop, bool posts) {
   const auto is_control = [](char letter) { return static_cast<unsigned char>(letter) <= ' ' || letter == '\x7f'; };
   if (std::any_of(key.begin(), key.end(), is_control))
     return Error{.code = Code::kInvalidArgument,
@@ -49,7 +48,8 @@ Result<HttpAnswer> http_get(const std::string& url, const std::string& key, cons
   std::array<char, CURL_ERROR_SIZE> words{};
   CURL* const curl = handle.get();
   set_up(curl, {.url = url, .lines = lines, .words = words.data(), .write = &GetExchange::write, .to = &exchange});
-  curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, kMostGetSeconds * 1000);
+  curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, (posts ? kMostPostSeconds : kMostGetSeconds) * 1000);
+  if (posts) curl_easy_setopt(curl, CURLOPT_POSTFIELDS, "");
   curl_easy_setopt(curl, CURLOPT_NOPROGRESS, 0L);
   curl_easy_setopt(curl, CURLOPT_XFERINFOFUNCTION, &GetExchange::progress);
   curl_easy_setopt(curl, CURLOPT_XFERINFODATA, &exchange);
@@ -70,6 +70,16 @@ Result<HttpAnswer> http_get(const std::string& url, const std::string& key, cons
                  .next_step = "see whether the server runs, and where"};
   curl_easy_getinfo(curl, CURLINFO_RESPONSE_CODE, &exchange.answer.status);
   return std::move(exchange.answer);
+}
+
+}  // namespace
+
+Result<HttpAnswer> http_get(const std::string& url, const std::string& key, const std::function<bool()>& stop) {
+  return ask(url, key, stop, false);
+}
+
+Result<HttpAnswer> http_post(const std::string& url, const std::string& key, const std::function<bool()>& stop) {
+  return ask(url, key, stop, true);
 }
 
 }  // namespace torpor::remote

@@ -311,7 +311,7 @@ def test_the_public_routes_are_exactly_those_listed(monkeypatch, state):
         if state == "asleep":
             await server.sleep()
         elif state == "failed":
-            server._fail(Damaged("STATE"))
+            server.fail(Damaged("STATE"))
         every = routes_of(app)
         assert {("POST", "/sleep"), ("GET", "/torpor/state"), ("POST", "/v1/completions")} <= every
         public = set()

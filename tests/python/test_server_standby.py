@@ -176,6 +176,57 @@ def test_a_standby_goes_on_whatever_ends_or_stops_the_owner(pair):
     asyncio.run(scene())
 
 
+def switched(pair: Pair) -> httpx.Response:
+    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    return httpx.post(f"{pair.owner.url}/torpor/switch", headers=admin, timeout=SECONDS)
+
+
+def test_an_owner_hands_over_and_one_whose_standby_cannot_go_on_serves_on(pair):
+    """pytest -s prints the pause in its parts."""
+
+    async def scene():
+        client = Client(pair.owner.url, ALICE)
+        readings, answering = await everybody(client, "before-a-switch")
+        await answering
+        expected = [reading.text for reading in readings]
+        characters = sum(map(len, expected)) * 0.1
+
+        readings, answering = await everybody(client, "refused")
+        await until(lambda: sum(len(reading.text) for reading in readings) >= characters, SECONDS)
+        # The standby cannot write the log, so it fails with the directory in its hands.
+        resource.prlimit(pair.standby.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        refused = await asyncio.to_thread(switched, pair)
+        assert refused.status_code == 500 and "this server serves on" in refused.text, refused.text
+        await answering
+        assert [reading.text for reading in readings] == expected
+        assert not any(reading.interruptions for reading in readings)  # their streams stayed open
+        pair.standby.stop()
+        refused = await asyncio.to_thread(switched, pair)
+        assert refused.status_code == 409 and "the last standby has ended" in refused.text, refused.text
+
+        await asyncio.to_thread(pair.start_standby)
+        await asyncio.to_thread(
+            until_state, pair.standby, lambda state: state["standby"]["owner"]["pid"] == pair.owner.pid
+        )
+        client.also_at.append(pair.standby.url)
+        readings, answering = await everybody(client, "handed-over")
+        await until(lambda: sum(len(reading.text) for reading in readings) >= characters, SECONDS)
+        handed = await asyncio.to_thread(switched, pair)
+        assert handed.status_code == 200, handed.text
+        print("handed over:", handed.json())
+        assert handed.json()["requests"] == CLIENTS and handed.json()["kv"] == "restored"
+        assert await asyncio.to_thread(pair.owner.ended, SECONDS) == 0
+        how = await asyncio.to_thread(pair.taken_over)
+        assert how["why"] == "it handed over"
+        await answering
+        assert [reading.text for reading in readings] == expected
+        assert not any(reading.begun_again for reading in readings)
+        assert any(reading.taken_up_at for reading in readings)
+        await client.close()
+
+    asyncio.run(scene())
+
+
 def test_a_standby_refuses_requests_and_operations_and_says_what_it_follows(pair):
     state = until_state(pair.standby, lambda state: state["standby"]["owner"]["state"] == "serves")
     assert state["standby"]["owner"]["pid"] == pair.owner.pid

@@ -3,13 +3,25 @@
 and without an owner."""
 
 import asyncio
+import os
 import socket
 import threading
 from types import SimpleNamespace
 
 import pytest
 from server_stubs import Engine, build, metrics_by, no_settings, run  # noqa: F401
-from torpor.errors import Aborted, Busy, InvalidArgument, NotFound, Unsupported
+from torpor import _core
+from torpor.errors import (
+    Aborted,
+    Busy,
+    FileError,
+    Incompatible,
+    InvalidArgument,
+    NotEnoughRoom,
+    NotFound,
+    Unsupported,
+    WrongState,
+)
 
 ENDED = {"state": "ended", "pid": 7, "why": "its server has ended (process 7)"}
 NONE = {"state": "none", "pid": 0, "why": "the last owner has ended"}
@@ -57,7 +69,10 @@ def standby_of(monkeypatch, directory, watch: Watch, **settings):
     from torpor.vllm.server import standby
 
     monkeypatch.setattr(standby, "_LOOK_SECONDS", 0.01)
-    stand_ins = SimpleNamespace(OwnerWatch=lambda *_: watch, ReadAhead=lambda *_: Ahead())
+    stand_ins = SimpleNamespace(
+        OwnerWatch=lambda *_: watch, ReadAhead=lambda *_: Ahead(),
+        check_same_engine=_core.check_same_engine, check_portable=_core.check_portable,
+    )  # fmt: skip
     monkeypatch.setattr(standby, "_core", stand_ins)
     _, server = build(monkeypatch, [], engine=Engine(directory), standby_of=str(directory), **settings)
     server.standby = standby.Standby(server, {})
@@ -103,6 +118,147 @@ def test_a_checkpoint_that_is_still_being_written_is_waited_for(monkeypatch, tmp
         watch.looked = looked
         await server.standby.follow()
         assert server.state == "awake" and watch.ended_owners == 3
+
+    run(scene())
+
+
+ASKED = {"owner": SERVES["pid"], "fingerprint": {}}
+
+
+async def following(server) -> asyncio.Task:
+    """Return the task that follows the owner, once it has seen that owner."""
+    task = asyncio.create_task(server.standby.follow())
+    while server.standby.owner["state"] != "serves":
+        await asyncio.sleep(0.001)
+    return task
+
+
+def test_an_owner_that_lives_hands_over(monkeypatch, tmp_path):
+    async def scene():
+        watch = Watch(SERVES)
+        server = standby_of(monkeypatch, tmp_path, watch)
+        task, standby = await following(server), server.standby
+        await server.engine.sleep(1, "abort")
+        assert await standby.take_over_from("prepare", ASKED) == {
+            "process": os.getpid(), "room": True, "kv": "restored",
+        }  # fmt: skip
+        assert server.engine.state == "awake" and server.state == "standby"
+        await standby.take_over_from("cancel", ASKED)
+        assert server.engine.state == "asleep"
+        await standby.take_over_from("prepare", ASKED)
+        server.owns_with = [Busy("another server uses the directory")]
+        with pytest.raises(Busy):  # the owner did not release it
+            await standby.take_over_from("commit", ASKED)
+        assert server.state == "standby" and not task.done()
+        done = await standby.take_over_from("commit", ASKED)
+        await task
+        assert server.state == "awake" and done["served_at"] > 0 and watch.ended_owners == 0
+        assert standby.failover["process"] == SERVES["pid"] and standby.failover["why"] == "it handed over"
+        assert failovers(server) == {"ok": 1, "lost": 0, "failed": 0}
+        with pytest.raises(WrongState, match="awake, and no standby"):
+            await standby.take_over_from("prepare", ASKED)
+
+    run(scene())
+
+
+def test_without_room_for_both_its_memory_stays_asleep(monkeypatch, tmp_path):
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(SERVES))
+        task = await following(server)
+        await server.engine.sleep(1, "abort")
+        server.engine.fails_with = NotEnoughRoom("the owner has it")
+        assert (await server.standby.take_over_from("prepare", ASKED))["room"] is False
+        assert server.engine.state == "asleep" and server.state == "standby"
+        server.enter("ending")
+        await task
+
+    run(scene())
+
+
+def test_memory_that_was_woken_for_an_owner_that_does_not_come_sleeps_again(monkeypatch, tmp_path):
+    from torpor.vllm.server import standby
+
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(SERVES))
+        monkeypatch.setattr(standby, "_AHEAD_SECONDS", 0.0)
+        task = await following(server)
+        await server.engine.sleep(1, "abort")
+        await server.standby.take_over_from("prepare", ASKED)
+        while server.engine.state != "asleep":
+            await asyncio.sleep(0.001)
+        server.enter("ending")
+        await task
+
+    run(scene())
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "problem"),
+    [
+        (ASKED | {"owner": 9}, {}, WrongState("follows process 8, and process 9 wants to hand over")),
+        (ASKED | {"fingerprint": {"model": "other"}}, {}, Incompatible("another engine: model")),
+        (ASKED | {"fingerprint": {"model": "other"}}, {"on_wake_error": "discard"}, Incompatible("another engine")),
+        ({"owner": 8}, {}, InvalidArgument("names no fingerprint")),
+    ],
+)
+def test_an_owner_whose_requests_would_not_go_on_is_refused(monkeypatch, tmp_path, asked, settings, problem):
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(SERVES), **settings)
+        task = await following(server)
+        with pytest.raises(type(problem), match=problem.what):
+            await server.standby.take_over_from("prepare", asked)
+        assert server.state == "standby" and server.engine.calls == []
+        server.enter("ending")
+        await task
+
+    run(scene())
+
+
+def test_an_owner_with_another_engine_hands_over_where_kv_may_be_computed_anew(monkeypatch, tmp_path):
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(SERVES), on_wake_error="recompute")
+        task = await following(server)
+        ready = await server.standby.take_over_from("prepare", ASKED | {"fingerprint": {"model": "other"}})
+        assert ready["kv"] == "recomputed"
+        server.enter("ending")
+        await task
+
+    run(scene())
+
+
+def test_a_hand_over_that_breaks_with_the_directory_in_its_hands_has_failed(monkeypatch, tmp_path):
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(SERVES))
+        task = await following(server)
+
+        async def own(*_) -> None:
+            server._directory = object()
+            raise FileError("no space", native=28)
+
+        server.own = own
+        with pytest.raises(FileError, match="no space") as raised:
+            await server.standby.take_over_from("commit", ASKED)
+        await task
+        assert raised.value.state_changed and server.state == "failed" and server.restart_may_help()
+        assert failovers(server) == {"ok": 0, "lost": 0, "failed": 1}
+
+    run(scene())
+
+
+def test_a_standby_that_is_told_to_end_while_it_takes_over_leaves_the_owner_to_serve(monkeypatch, tmp_path):
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(SERVES))
+        task = await following(server)
+
+        async def own(*_) -> None:
+            server.enter("ending")
+            server.enter("awake")  # as the real one does at its end
+
+        server.own = own
+        with pytest.raises(WrongState, match="ending") as raised:
+            await server.standby.take_over_from("commit", ASKED)
+        await task
+        assert raised.value.state_changed and server.standby.failover is None
 
     run(scene())
 

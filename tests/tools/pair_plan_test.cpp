@@ -58,8 +58,8 @@ TEST(PairPlan, WhereBothEndedItBeginsAnew) {
 }
 
 TEST(PairPlan, EachStateOfAServerIsKnown) {
-  for (const char* word :
-       {"starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending", "standby", "taking over"})
+  for (const char* word : {"starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending", "standby",
+                           "taking over", "handing over"})
     EXPECT_TRUE(server_state_of(word)) << word;
   EXPECT_FALSE(server_state_of("awak"));
 }

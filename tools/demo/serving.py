@@ -104,6 +104,10 @@ class Server:
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(timeout=120)
 
+    def ended(self, seconds: float = 120) -> int:
+        """Wait until it ends by itself. Return its exit code."""
+        return self._process.wait(timeout=seconds)
+
     def kill(self, what: str = "all") -> None:
         """SIGKILL to "front end", "engine core" or "all"; returns when all have ended, as they should on their own."""
         family = [self.pid, *descendants(self.pid)]

@@ -9,7 +9,8 @@ std::optional<ServerState> server_state_of(std::string_view word) {
   if (word == "starting") return ServerState::kStarting;
   if (word == "standby") return ServerState::kStandby;
   if (word == "taking over") return ServerState::kTakingOver;
-  if (word == "awake" || word == "falling asleep" || word == "asleep" || word == "waking") return ServerState::kOwns;
+  if (word == "awake" || word == "falling asleep" || word == "asleep" || word == "waking" || word == "handing over")
+    return ServerState::kOwns;
   if (word == "failed") return ServerState::kFailed;
   if (word == "ending") return ServerState::kEnding;
   return std::nullopt;

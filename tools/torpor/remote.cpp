@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "engine/delivery/owner_record.h"
 #include "remote/checkpoint_copies.h"
 #include "remote/environment.h"
 #include "remote/http_get.h"
@@ -144,6 +145,44 @@ Result<Json> sessions_of_server(const Context& context) {
     images.push_back(std::move(entry));
   }
   return Json{{"url", url}, {"images", std::move(images)}};
+}
+
+namespace {
+
+// The address that the owner of a directory has recorded there.
+Result<std::string> address_of_owner(const Context& context, const std::string& directory) {
+  OwnerWatch watch(context.file_system, system_clock(), directory);
+  TORPOR_ASSIGN_OR_RETURN(const OwnerLook owner, watch.wait(std::chrono::nanoseconds(0)));
+  if (owner.state != OwnerState::kServes)
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("{}: no server serves it: {}", directory, owner.why),
+                 .next_step = "start one with --torpor-checkpoint-dir, or give the URL of the server"};
+  if (owner.address.empty())
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("{}: its server (process {}) has recorded no address", directory, owner.pid),
+                 .next_step = "give the URL of the server"};
+  return owner.address;
+}
+
+}  // namespace
+
+Result<Json> switch_server(const Context& context) {
+  std::string url = context.arguments.path;
+  if (!is_url(url)) {
+    TORPOR_ASSIGN_OR_RETURN(url, address_of_owner(context, url));
+  }
+  while (url.ends_with('/')) url.pop_back();
+  std::string route = url + "/torpor/switch";
+  if (const std::string& to = context.arguments.second; !to.empty()) route += "?to=" + to;
+  const std::string key = remote::environment("TORPOR_ADMIN_KEY").value_or("");
+  TORPOR_ASSIGN_OR_RETURN(const remote::HttpAnswer answer, remote::http_post(route, key, context.interrupted));
+  const Json content = Json::parse(answer.body, nullptr, false);
+  if (answer.status != 200 || !content.is_object() || !content.contains("parts")) return error_of(url, answer);
+  Json report = {{"url", url}};
+  for (const char* const field : {"to", "process", "requests", "kv", "seconds", "pause_seconds", "parts"}) {
+    if (content.contains(field)) report[field] = content[field];
+  }
+  return report;
 }
 
 bool is_url(const std::string& path) { return path.find("://") != std::string::npos; }

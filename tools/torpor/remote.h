@@ -17,5 +17,7 @@ Result<Json> rm_of_store(const Context& context);
 
 // `sessions` of a server's URL: what its GET /v1/sessions lists.
 Result<Json> sessions_of_server(const Context& context);
+// `switch` of a server's URL, or of the directory that it owns: what its POST /torpor/switch answers.
+Result<Json> switch_server(const Context& context);
 
 }  // namespace torpor::cli

@@ -23,6 +23,7 @@ Verb absent(const char* name) {
 }  // namespace
 
 Result<Json> sessions_of_server(const Context&) { return lacks_it(); }
+Result<Json> switch_server(const Context&) { return lacks_it(); }
 bool is_url(const std::string& path) { return path.find("://") != std::string::npos; }
 Result<Json> ls_of_store(const Context&) { return lacks_it(); }
 std::string show_ls_of_store(const Json&) { return {}; }

@@ -46,7 +46,7 @@ inline constexpr int kKeepAll = 1 << 30;  // gc
 struct Arguments {
   std::string path;
   std::string second;  // pair: --own-ports; diff: the other checkpoint; show, cat, extract: what; repair, push: where
-                       // to; --like
+                       // to; --like; switch: --to
   std::string output;  // extract: file; pull: directory; pair: --python
   std::string tokenizer;            // file tokenizer.json
   std::string model;                // fits: a model's directory
@@ -101,7 +101,7 @@ struct Verb {
 const std::vector<Verb>& verbs();
 
 // The verbs, by what they are about: catalogue.cpp, requests.cpp, blocks.cpp, checks.cpp, contents.cpp, fits.cpp,
-// changes.cpp, remote.cpp, events.cpp, live.cpp, replay.cpp, mock.cpp, sessions.cpp.
+// changes.cpp, remote.cpp, events.cpp, live.cpp, replay.cpp, mock.cpp, sessions.cpp, pair.cpp, switch.cpp.
 Verb ls_verb();
 Verb info_verb();
 Verb tree_verb();
@@ -126,6 +126,7 @@ Verb replay_verb();
 Verb mock_verb();
 Verb sessions_verb();
 Verb pair_verb();
+Verb switch_verb();
 Verb push_verb();
 Verb pull_verb();
 

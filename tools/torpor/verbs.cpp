@@ -8,7 +8,7 @@ const std::vector<Verb>& verbs() {
       ls_verb(),   info_verb(),   tree_verb(), requests_verb(), show_verb(),    blocks_verb(), prefix_verb(),
       du_verb(),   verify_verb(), diff_verb(), cat_verb(),      extract_verb(), fits_verb(),   repair_verb(),
       gc_verb(),   rm_verb(),     push_verb(), pull_verb(),     events_verb(),  record_verb(), console_verb(),
-      live_verb(), replay_verb(), mock_verb(), sessions_verb(), pair_verb()};
+      live_verb(), replay_verb(), mock_verb(), sessions_verb(), pair_verb(),    switch_verb()};
   return all;
 }
 

@@ -75,6 +75,12 @@ async def _end(server) -> None:
     logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
 
 
+async def after_switch(server) -> None:
+    """Tell the clients of a server that has handed over, and end it. Nothing is recorded, delivered or saved."""
+    await _goodbye(server)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 async def end_when_disowned(server) -> None:
     """Another server goes on with these requests, or may soon: nothing is recorded, delivered or saved any more.
 
@@ -123,6 +129,8 @@ async def _goodbye(server, lost: Collection[str] = ()) -> None:
 
 async def _save_before_end(server, before: str) -> None:
     async with server.operation:  # what is in progress comes to its end first
+        if server.handed_over:  # the directory is another server's
+            return
         await server.sync_log()
         state = await server.engine.torpor.call("state")
         if state["checkpoint"]:

@@ -66,6 +66,8 @@ class Server:
         self.left_checkpoint: dict | None = None  # that the start passed over: it fits no more, and had no requests
         self.remote: Remote | None = None
         self.standby: standby.Standby | None = None  # none unless it was started as one
+        self.handed_over = False  # another server goes on with all requests
+        self.record = None  # of this server as owner or standby (owning.py); none: it gives no heartbeat
         self.queued = 0
         self._console: str | None = None
         self._tenant_secret = access.tenant_secret(None)  # until the answers' own is known
@@ -122,13 +124,13 @@ class Server:
 
     async def failed_to_go_on(self, problem: Error) -> None:
         """Fail, because this server cannot go on with what an earlier one left."""
-        self._fail(problem, isinstance(problem, WrongState) and await self._is_unrecoverable())
+        self.fail(problem, isinstance(problem, WrongState) and await self._is_unrecoverable())
         self.metrics.failed("wake", "disk")
         logger.error("torpor: the server cannot go on with what it finds: %s", problem)
         if self.remote is not None:
             await self.remote.release()
 
-    def _fail(self, problem: Error, unrecoverable: bool = False) -> None:
+    def fail(self, problem: Error, unrecoverable: bool = False) -> None:
         self.problem, self._unrecoverable = problem, unrecoverable
         self.enter("failed")
 
@@ -275,6 +277,7 @@ class Server:
 
     async def _abort(self, request_id, internal: bool = False) -> None:
         """`internal`: vLLM's, because a client went away; or everybody's, because the server ends."""
+        await self._handed_over()
         if internal and self.state == "ending":
             return
         if internal and self.settings.on_disconnect == "continue":
@@ -288,8 +291,17 @@ class Server:
         await self._stock_abort(request_id, internal)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Of the choices of one response, by a reader's wish."""
+        """Of the choices of one response, by a reader's wish. WrongState: another server has them by now."""
+        handing_over = self.state == "handing over"
+        await self._handed_over()
+        if handing_over and self.state == "ending":
+            raise WrongState("the server has handed over", "ask the next one")
         await self._stock_abort(request_ids, internal=True)
+
+    async def _handed_over(self) -> None:
+        """Return when a hand-over has come to its end: what ended meanwhile would be in neither server's log."""
+        while self.state == "handing over":
+            await self._moved.wait()
 
     async def let_in(self) -> str | None:
         """Returns when a new request may come in, or why it may not."""
@@ -321,6 +333,11 @@ class Server:
             while self.state not in ("awake", "failed", "ending"):
                 await self._moved.wait()
         return self.state == "awake"
+
+    @property
+    def adding(self) -> bool:
+        """Whether a request is on its way into the engine."""
+        return self._adding > 0
 
     def operating(self) -> bool:
         return self.operation.locked()
@@ -470,7 +487,7 @@ class Server:
             lost = isinstance(problem, Error) and await self._is_unrecoverable()
         finally:
             if lost:
-                self._fail(WrongState(f"the engine is unrecoverable: {problem}", "restart the server"), True)
+                self.fail(WrongState(f"the engine is unrecoverable: {problem}", "restart the server"), True)
             else:
                 self.enter(before)
 

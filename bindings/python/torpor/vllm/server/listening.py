@@ -54,7 +54,7 @@ def _may_accept(server) -> bool:
     """A standby that failed before it took over leaves clients to the server that it was to follow."""
     if server.state == "failed" and server.settings.standby_of:
         return server.standby is not None and server.standby.tried
-    return server.state not in ("starting", "standby", "taking over")
+    return server.state not in ("starting", "standby", "taking over", "handing over")
 
 
 async def http_server(server):
@@ -62,6 +62,14 @@ async def http_server(server):
     while not getattr(getattr(server.app_state, "server", None), "started", False):
         await asyncio.sleep(_LOOK_SECONDS)
     return server.app_state.server
+
+
+def stop(server) -> None:
+    """Accept no clients on the socket from now on: who connects waits for a server that accepts."""
+    listener, server.listener = server.listener, None
+    listener.close()
+    with contextlib.suppress(ValueError):
+        server.app_state.server.servers.remove(listener)
 
 
 async def when_awake(server) -> None:

@@ -18,6 +18,7 @@ from torpor.vllm.server.tasks import TASKS
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
 STATES = (
     "starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending", "standby", "taking over",
+    "handing over",
 )  # fmt: skip
 # Which tier a sleep or a checkpoint writes to, and a wake reads from.
 OPERATIONS = (

@@ -15,6 +15,7 @@ from torpor.vllm.server.loopback import Loopback
 
 _CONNECT_SECONDS = 10.0
 _RESUME_SECONDS = 600.0  # to read and verify an image
+_TAKE_OVER_SECONDS = 120.0  # a step of a take-over
 _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 
@@ -56,10 +57,27 @@ class Other:
             return content["has"]
         raise self._error(200, content.get("error"))
 
-    async def _ask(self, method: str, path: str, params: dict[str, str], seconds: float | None = None) -> dict:
+    async def take_over(self, step: str, asked: dict) -> dict:
+        """Ask a standby for a step of a take-over (standby.py). Return its answer. Raise its error, or Aborted."""
+        return await self._ask("POST", "/torpor/take_over", {"step": step}, _TAKE_OVER_SECONDS, asked)
+
+    async def state(self) -> str:
+        """Return its state; empty: it does not say."""
+        try:
+            async with (
+                self._session({}, _CONNECT_SECONDS) as session,
+                session.get(f"{self.url}/torpor/ready", allow_redirects=False) as answer,
+            ):
+                return str((await _json(answer)).get("state", ""))
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return ""
+
+    async def _ask(
+        self, method: str, path: str, params: dict[str, str], seconds: float | None = None, body: dict | None = None
+    ) -> dict:
         try:
             async with self._session(self._headers, seconds) as session:
-                asked = session.request(method, f"{self.url}{path}", params=params, allow_redirects=False)
+                asked = session.request(method, f"{self.url}{path}", params=params, json=body, allow_redirects=False)
                 async with asked as answer:
                     status, content = answer.status, await _json(answer)
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as problem:

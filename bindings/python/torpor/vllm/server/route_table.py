@@ -89,7 +89,8 @@ ROUTES: dict[tuple[str, str], Rule] = (
     | _all(
         Who.ADMIN, Asleep.SERVED,
         "GET /torpor/has/{request:path}",
-        "POST /sleep", "POST /wake_up", "POST /swap", "POST /torpor/checkpoint", "POST /torpor/plan",
+        "POST /sleep", "POST /wake_up", "POST /swap", "POST /torpor/switch", "POST /torpor/take_over",
+        "POST /torpor/checkpoint", "POST /torpor/plan",
         "POST /torpor/console/{method}",
         "POST /abort_requests", "POST /start_profile", "POST /stop_profile", "POST /reset_mm_cache",
         "POST /init_weight_transfer_engine", "POST /shutdown_weight_transfer_engine",

@@ -24,7 +24,7 @@ from torpor.errors import Error, InvalidArgument, NotFound, Unauthenticated, Wro
 from torpor.vllm import exchange, tracing
 from torpor.vllm.compat import lookup
 from torpor.vllm.progress import Watcher
-from torpor.vllm.server import front, swapping
+from torpor.vllm.server import front, swapping, switching
 from torpor.vllm.server.access import caller_of_call
 from torpor.vllm.server.front import summary
 from torpor.vllm.server.life import Server
@@ -257,6 +257,38 @@ def routes() -> APIRouter:
 
         return await answered(call, raw_request)
 
+    @router.post("/torpor/switch")
+    async def switch(raw_request: Request, to: str | None = None) -> Response:
+        """Hand all requests over to the standby of this server, and end.
+
+        Until the standby serves, this server can go on, and does if the standby cannot. See
+        [standby.md](standby.md#a-planned-switch).
+
+        to: URL of the standby on this host, as `http://127.0.0.1:8001`; without it, as the standby has recorded it.
+        """
+
+        async def call(_progress) -> dict:
+            return await switching.switch(server(raw_request), to, raw_request.headers)
+
+        return await answered(call, raw_request)
+
+    @router.post("/torpor/take_over")
+    @takes_body
+    async def take_over(raw_request: Request, step: Literal["prepare", "commit", "cancel"]) -> Response:
+        """Called by an owner that hands over to this standby (`POST /torpor/switch`).
+
+        step: `prepare`: say whether this server could go on, and take memory. `commit`: own the directory and serve.
+            `cancel`: release the memory.
+        """
+
+        async def call(_progress) -> dict:
+            life = server(raw_request)
+            if life.standby is None:
+                raise WrongState("this server is no standby", "ask one that was started with --torpor-standby-of")
+            return await life.standby.take_over_from(step, await _params(raw_request))
+
+        return await answered(call, raw_request)
+
     @router.post("/torpor/checkpoint")
     async def checkpoint(raw_request: Request, metadata: Annotated[list[str] | None, Query()] = None) -> Response:
         """Write a checkpoint while the engine serves. `seconds` of the answer is how long the engine took no step.
@@ -377,7 +409,10 @@ def routes() -> APIRouter:
         ids = choices(life, response, raw_request)
         if isinstance(ids, Response):
             return ids
-        await life.abort(ids)
+        try:
+            await life.abort(ids)
+        except Error as problem:
+            return refused(problem)
         return JSONResponse({"aborted": len(ids)})
 
     # --- sessions -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 It has started and taken its first steps, and sleeps with its weights in host memory: a wake copies them to the device,
 which is faster than any file is read. It follows the owner's record (engine/delivery/owner_processes.h). When the owner
 has ended or is silent, it ends what is left of it, then asks for the lock of the response log like any server, wakes,
-and goes on from the newest checkpoint and the log.
+and goes on from the newest checkpoint and the log. An owner that lives hands over to it (switching.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,20 @@ import uuid
 from vllm.sampling_params import SamplingParams
 from vllm.logger import init_logger
 
-from torpor import _core
-from torpor.errors import Aborted, Busy, Error, InvalidArgument, NotEnoughRoom, NotFound, Unsupported
+from torpor import _core, errors
+from torpor.errors import (
+    Aborted,
+    Busy,
+    Error,
+    Incompatible,
+    InvalidArgument,
+    NotEnoughRoom,
+    NotFound,
+    Unsupported,
+    WrongState,
+)
 from torpor.vllm.frontend import Report
+from torpor.vllm.server import owning
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -28,6 +39,7 @@ _LOOK_SECONDS = 1.0  # one call of the watch, which returns at once when the own
 _END_SECONDS = 60.0  # for the owner's processes to end after SIGKILL: a device driver may take its time
 _ROOM_SECONDS = 60.0  # for the device to have the memory that the owner had
 _ROOM_RETRY_SECONDS = 0.05
+_AHEAD_SECONDS = 120.0  # for an owner to hand over once the memory is awake for it
 # First steps of greedy and of seeded sampling: what vLLM compiles or makes when it is first used, it has then.
 _FIRST_STEPS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95, "seed": 1})
 
@@ -55,6 +67,7 @@ class Standby:
         self._reading: asyncio.Task | None = None
         self._due: dict | None = None  # the owner to take over from again, because another server was faster
         self.tried = False  # to take over
+        self._awake_until: float | None = None  # its memory is, ahead of a hand-over; None: it sleeps
         self.owner: dict = {"state": "none", "pid": 0, "why": "not looked yet"}
         self.read_ahead: dict = {"checkpoint": "", "bytes": 0, "ahead_bytes": 0, "read_bytes": 0}
         self.failover: dict | None = None  # from whom, why and how fast; None: it has not
@@ -85,6 +98,7 @@ class Standby:
             "torpor: standby of %s; %.1f MB of device memory released", server.options.checkpoint_dir,
             report.freed_bytes / 1e6,
         )  # fmt: skip
+        await owning.begin_standby(server)
 
     async def follow(self) -> None:
         """Return when this server has taken over, has failed to, or ends."""
@@ -94,10 +108,14 @@ class Standby:
             self._ahead.stop()  # a process ends when its threads have
 
     async def _follow(self) -> None:
-        while self._server.state == "standby":
+        while self._server.state in STATES:
+            if self._server.state != "standby":  # the owner hands over
+                await self._server.changed()
+                continue
             self.owner = await asyncio.to_thread(self._watch.wait, _LOOK_SECONDS)
-            if self._server.state != "standby":  # it ends
-                return
+            if self._server.state != "standby":
+                continue
+            await self._sleep_if_forgotten()
             if self.owner["state"] in ("ended", "silent"):
                 self._due = None
                 await self._take_over(self.owner)
@@ -144,7 +162,7 @@ class Standby:
                 parts.end("owner_ended")
                 if server.state == "ending":  # the next server goes on
                     return
-                await server.own(self._fingerprint, parts, self._wake)
+                await self._own(parts)
             except Exception as problem:
                 if isinstance(problem, Busy) and not server.holds_directory():  # another server was faster
                     if not again:
@@ -153,11 +171,113 @@ class Standby:
                     self._due, self.tried = owner, False
                     self._ahead = self._new_ahead()
                     return server.enter("standby")
-                server.metrics.failovers.labels("failed").inc()
-                if not isinstance(problem, Error):
-                    server.tasks.failed("following the owner", problem)
-                    problem = Error(f"the take-over failed: {type(problem).__name__}: {problem}", "restart the server")
-                return await server.failed_to_go_on(problem)
+                await self._failed(problem)
+                return
+        self._took_over(owner, parts)
+
+    async def _own(self, parts: Parts) -> None:
+        await self._server.own(self._fingerprint, parts, self._wake)
+
+    async def _failed(self, problem: Exception) -> Error:
+        """Fail with this problem. Return it as an error of torpor."""
+        server = self._server
+        server.metrics.failovers.labels("failed").inc()
+        if not isinstance(problem, Error):
+            server.tasks.failed("following the owner", problem)
+            problem = Error(f"the take-over failed: {type(problem).__name__}: {problem}", "restart the server")
+        await server.failed_to_go_on(problem)
+        return problem
+
+    # --- an owner that lives hands over ---
+
+    async def take_over_from(self, step: str, asked: dict) -> dict:
+        """Carry out a step of the hand-over of an owner that lives (switching.py).
+
+        step: "prepare": say whether this server could go on, and wake its memory if there is room for both. "commit":
+            own the directory, which the owner has released, and serve. "cancel": sleep again.
+        asked: `owner`: process of the owner; `fingerprint`: of its engine.
+
+        Raises WrongState and Incompatible where it cannot; then nothing has changed. An error of "commit" with
+        `state_changed` says that this server has failed, and that the owner is to end it.
+        """
+        async with self._server.operation:
+            if step == "cancel":
+                return await self._cancel()
+            owner = self._check_follows(asked.get("owner"))
+            if step == "prepare":
+                kv = self._kv_from(asked.get("fingerprint"))
+                room = await self._wake_ahead()
+                return {"process": os.getpid(), "room": room, "kv": kv}
+            return await self._commit(owner)
+
+    def _check_follows(self, owner) -> dict:
+        state = self._server.state
+        if state != "standby":
+            raise WrongState(f"this server is {state}, and no standby", "see /torpor/state")
+        if self.owner["state"] != "serves" or self.owner["pid"] != owner:
+            follows = f"process {self.owner['pid']}" if self.owner["state"] == "serves" else "no owner"
+            what = f"this standby follows {follows}, and process {owner} wants to hand over"
+            raise WrongState(what, "give both servers the same directory, and try again in a second")
+        return self.owner
+
+    def _kv_from(self, fingerprint) -> str:
+        """Return what becomes of the KV of an owner with this engine. Raises Incompatible if its requests end."""
+        if not isinstance(fingerprint, dict):
+            raise InvalidArgument("the owner names no fingerprint of its engine", "start both with one torpor")
+        try:
+            _core.check_same_engine(fingerprint, self._fingerprint)
+        except Incompatible as problem:
+            if self._server.settings.on_wake_error != "recompute":
+                next_step = "start the standby with --torpor-on-wake-error recompute, which computes KV anew"
+                raise Incompatible(f"this standby has another engine: {problem.what}", next_step) from None
+            return "recomputed"
+        return "restored"
+
+    async def _wake_ahead(self) -> bool:
+        """Wake the memory while the owner has its own, if the device has room. Return whether it is awake."""
+        try:
+            await self._server.engine.wake_up()
+        except NotEnoughRoom:
+            return False
+        self._awake_until = time.monotonic() + _AHEAD_SECONDS
+        return True
+
+    async def _cancel(self) -> dict:
+        if self._awake_until is not None and self._server.state == "standby":
+            await self._server.engine.sleep(1, preserve_state=True)
+            self._awake_until = None
+        return {}
+
+    async def _sleep_if_forgotten(self) -> None:
+        """Release the memory that an owner wanted awake and did not come for."""
+        if self._awake_until is None or time.monotonic() < self._awake_until:
+            return
+        async with self._server.operation:
+            await self._cancel()
+
+    async def _commit(self, owner: dict) -> dict:
+        server, parts = self._server, Parts()
+        self.tried = True
+        self._ahead.stop()  # the take-over reads from the same disk
+        server.enter("taking over")
+        try:
+            await self._own(parts)
+        except Exception as problem:
+            if isinstance(problem, Busy) and not server.holds_directory():  # it was not released
+                self.tried = False
+                self._ahead = self._new_ahead()
+                server.enter("standby")
+                raise
+            failed = await self._failed(problem)
+            raise errors.make(failed.code, failed.what, failed.next_step, state_changed=True) from None
+        if server.state != "awake":  # it ends, and the owner serves on
+            raise WrongState(f"this server is {server.state}", "start another standby", state_changed=True)
+        served_at = time.monotonic()
+        self._took_over(owner | {"why": "it handed over"}, parts)
+        return {"served_at": served_at, "parts": parts.ended}
+
+    def _took_over(self, owner: dict, parts: Parts) -> None:
+        server = self._server
         self.failover = {
             "process": owner["pid"], "why": owner["why"], "time": time.time(), "noticed_at": parts.began,
             "seconds": parts.seconds(), "parts": parts.ended, "phases": parts.phases,
@@ -169,7 +289,14 @@ class Standby:
             ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.ended.items()),
         )  # fmt: skip
 
-    async def _wake(self) -> Report:
+    async def _wake(self) -> Report | None:
+        """Wake the engine. Return the report; None: it was awake ahead of a hand-over."""
+        if self._awake_until is not None:  # ahead
+            self._awake_until = None
+            return None
+        return await self._wake_now()
+
+    async def _wake_now(self) -> Report:
         """Wake the engine, as soon as there is room: a driver may release the owner's memory a moment after its end."""
         deadline = time.monotonic() + _ROOM_SECONDS
         while True:
@@ -187,8 +314,8 @@ class Standby:
 class Parts:
     """How long each part of a take-over took, in its order."""
 
-    def __init__(self) -> None:
-        self.began = self._last = time.monotonic()
+    def __init__(self, began: float | None = None) -> None:
+        self.began = self._last = time.monotonic() if began is None else began
         self.ended: dict[str, float] = {}
         self.phases: dict[str, dict[str, float]] = {}  # seconds of the engine's phases, of the parts that have any
 

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /torpor/switch without an engine: what is refused, and what becomes of an owner whose standby does not go on."""
+
+import asyncio
+import http.server
+import json
+import os
+import subprocess
+import threading
+from types import SimpleNamespace
+
+import pytest
+from inspector import BINARY
+from server_stubs import Engine, build, no_settings, report, run, started  # noqa: F401
+from torpor import _core
+from torpor.errors import (
+    Aborted,
+    Busy,
+    FileError,
+    Incompatible,
+    InvalidArgument,
+    NotEnoughRoom,
+    Unsupported,
+    WrongState,
+)
+
+from torpor.vllm.scheduler_values import unstarted_request
+from torpor.vllm.values import sampling_to_value
+from vllm.sampling_params import SamplingParams
+
+REQUEST = "one"
+
+
+class Other:
+    """The standby as the owner asks it. A standby that commits opens the log, as a real one does, and has it until it
+    is ended."""
+
+    url = "http://127.0.0.1:8001"
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.answers = {"prepare": {"process": 7, "room": True, "kv": "restored"}, "cancel": {}, "commit": {}}
+        self.asked: list[str] = []
+        self.log = None
+        self.opens = True  # the log, when it is to commit
+        self.gives: list[dict] = []  # steps that it records there
+        self.says = "awake"
+
+    async def take_over(self, step: str, asked: dict) -> dict:
+        assert asked == {"owner": os.getpid(), "fingerprint": {"model": "tiny"}}
+        self.asked.append(step)
+        if step == "commit" and self.opens:
+            log = {"directory": f"{self.directory}/answers", "engine": {"model": "tiny"}}
+            self.log = _core.DeliveryLog(log)  # Busy: the owner has not released it
+            if self.gives:
+                self.log.step(self.gives)
+        if isinstance(answer := self.answers[step], Exception):
+            raise answer
+        return answer
+
+    async def state(self) -> str:
+        return self.says
+
+    def end(self, _seconds: float = 0) -> None:
+        self.log = None
+
+
+def answer_of(name: str) -> dict:
+    request = unstarted_request(name, [1, 2, 3], sampling_to_value(SamplingParams(max_tokens=9)), 0.0)
+    return {"response": name, "tenant": "", "choice": 0, "request": request, "front": {"state": None}}
+
+
+def step_of(at: int) -> dict:
+    return {"id": REQUEST, "at": at, "tokens": [5], "text": "x"}
+
+
+def play(monkeypatch, directory, scene, **settings) -> None:
+    """Run scene(server, other, switch) with a server that is awake and gives an answer. `server.stops`: what its engine
+    and its process were told."""
+    from torpor.vllm.server import ending, loopback, switching
+
+    async def whole() -> None:
+        _, server = build(monkeypatch, [], engine=Engine(directory), **settings)
+        await started(server)
+        assert server.state == "awake", server.problem
+        if server.has_log:
+            server.recorder.answers.start(answer_of(REQUEST))
+        other, look, stops = Other(directory), {"state": "serves", "pid": 7, "why": "", "address": Other.url}, []
+        watch = SimpleNamespace(wait=lambda _: look, end_owner=other.end)
+
+        async def checkpoint(_side, _values, stay) -> dict:
+            assert stay and server.state == "handing over"
+            stops.append("stopped")
+            return report(checkpoint="g-000001", checkpoint_bytes=1, stands_since=0.0, requests=1)
+
+        async def go_on(_side) -> None:
+            stops.append("goes on")
+
+        async def checked(to: str) -> str:
+            return to
+
+        monkeypatch.setattr(switching, "_core", SimpleNamespace(OwnerWatch=lambda *_: watch))
+        monkeypatch.setattr(switching, "Other", lambda *_: other)
+        monkeypatch.setattr(switching, "_LOOK_SECONDS", 0.001)
+        front = SimpleNamespace(checkpoint=checkpoint, go_on=go_on, AsyncSide=lambda engine: engine)
+        monkeypatch.setattr(switching, "frontend", front)
+        monkeypatch.setattr(loopback, "checked", checked)
+        monkeypatch.setattr(ending, "os", SimpleNamespace(kill=lambda *_: stops.append("ended"), getpid=os.getpid))
+        server.stops, server.look = stops, look
+        await scene(server, other, lambda: switching.switch(server, None, {}))
+
+    run(whole())
+
+
+def test_an_owner_hands_over_and_ends(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        other.answers["commit"] = {"served_at": 1.5, "parts": {"log_read": 0.5}}
+        result = await switch()
+        assert (result["to"], result["process"], result["pause_seconds"]) == (other.url, 7, 1.5)
+        assert list(result["parts"]) == ["checkpoint", "log_released", "log_read"] and result["kv"] == "restored"
+        assert server.state == "ending" and other.asked == ["prepare", "commit"]
+        while "ended" not in server.stops:
+            await asyncio.sleep(0.001)
+        assert server.stops == ["stopped", "ended"] and other.log is not None
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_without_room_for_both_the_owner_sleeps_first(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        other.answers["prepare"] = other.answers["prepare"] | {"room": False}
+        result = await switch()
+        assert "slept" in result["parts"] and server.engine.state == "asleep" and server.state == "ending"
+
+    play(monkeypatch, tmp_path, scene)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"state": "none", "pid": 0, "why": "the last standby has ended"}, WrongState("the last standby has ended")),
+        ({"pid": os.getpid()}, WrongState("the last standby is this server")),
+        ({"address": ""}, InvalidArgument("recorded no address")),
+        ({"pid": 8}, InvalidArgument("the recorded standby 8")),
+    ],
+)
+def test_without_a_standby_nothing_changes(monkeypatch, tmp_path, change, problem):
+    async def scene(server, other, switch):
+        server.look |= change
+        with pytest.raises(type(problem), match=problem.what):
+            await switch()
+        assert server.state == "awake" and server.stops == [] and "commit" not in other.asked
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_a_standby_that_could_not_go_on_is_handed_nothing(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        other.answers["prepare"] = Incompatible("this standby has another engine: vllm_version")
+        with pytest.raises(Incompatible, match="vllm_version; this server serves on"):
+            await switch()
+        assert server.state == "awake" and server.stops == []
+        server.recorder.answers.step([step_of(0)])
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_an_engine_that_is_paused_or_asleep_and_a_server_without_a_log_are_refused(monkeypatch, tmp_path):
+    async def paused(server, other, switch):
+        server.engine.paused = True
+        with pytest.raises(WrongState, match="paused"):
+            await switch()
+        await server.sleep()
+        with pytest.raises(WrongState, match="asleep"):
+            await switch()
+        assert other.asked == []
+
+    async def unlogged(server, other, switch):
+        with pytest.raises(Unsupported, match="response log"):
+            await switch()
+
+    play(monkeypatch, tmp_path, paused)
+    play(monkeypatch, tmp_path / "unlogged", unlogged, response_log="off")
+
+
+def test_an_owner_that_cannot_write_its_checkpoint_serves_on(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        from torpor.vllm.server import switching
+
+        async def checkpoint(*_, stay) -> None:
+            raise NotEnoughRoom("the disk is full")
+
+        switching.frontend.checkpoint = checkpoint
+        with pytest.raises(NotEnoughRoom, match="the disk is full; this server serves on"):
+            await switch()
+        assert server.state == "awake" and server.stops == ["goes on"] and other.asked == ["prepare", "cancel"]
+
+    play(monkeypatch, tmp_path, scene)
+
+
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("opens", [True, False])
+def test_an_owner_whose_standby_fails_goes_on_where_it_stopped(monkeypatch, tmp_path, opens, room):
+    """`opens`: the standby owns the directory when it fails, so it is ended. Else it has refused."""
+
+    async def scene(server, other, switch):
+        other.answers["prepare"] = other.answers["prepare"] | {"room": room}
+        other.opens = opens
+        other.answers["commit"] = FileError("no space", state_changed=True) if opens else WrongState("it is no standby")
+        with pytest.raises(type(other.answers["commit"]), match="this server serves on"):
+            await switch()
+        assert server.state == "awake" and server.engine.state == "awake" and other.log is None
+        assert server.stops == ["stopped", "goes on"]
+        server.recorder.answers.step([step_of(0)])
+        assert server.recorder.answers.part(REQUEST, 0)["text"] == "x"
+        with pytest.raises(Busy):  # it owns the directory
+            _core.DeliveryLog({"directory": f"{tmp_path}/answers", "engine": {"model": "tiny"}})
+        assert _core.OwnerWatch(str(tmp_path)).wait(0)["pid"] == os.getpid()
+        other.opens, other.answers["commit"] = True, {}
+        assert (await switch())["status"] == "handed over"  # it can be tried again
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_a_standby_that_serves_although_its_answer_was_lost_is_left_alone(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        other.answers["commit"] = Aborted("it broke off")
+        result = await switch()
+        assert result["status"] == "handed over" and server.state == "ending" and other.log is not None
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_an_owner_does_not_go_on_where_its_standby_has_given_more(monkeypatch, tmp_path):
+    """It fails, and a restart goes on from the log."""
+
+    async def scene(server, other, switch):
+        other.gives = [step_of(0)]
+        other.answers["commit"] = FileError("it broke", state_changed=True)
+        with pytest.raises(WrongState, match="another server went on"):
+            await switch()
+        assert server.state == "failed" and server.restart_may_help() and "goes on" not in server.stops
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_an_owner_that_is_told_to_end_while_it_hands_over_writes_nothing_more(monkeypatch, tmp_path):
+    """Its checkpoint would be newer than what the other server has."""
+    from torpor.vllm.server import ending
+
+    async def scene(server, other, switch):
+        asks, may = asyncio.Event(), asyncio.Event()
+        stock = other.take_over
+
+        async def take_over(step: str, asked: dict) -> dict:
+            if step == "commit":
+                asks.set()
+                await may.wait()
+            return await stock(step, asked)
+
+        other.take_over = take_over
+        handing_over = asyncio.ensure_future(switch())
+        await asks.wait()
+        ended = asyncio.ensure_future(ending.end(server))
+        await asyncio.sleep(0)
+        may.set()
+        assert (await handing_over)["status"] == "handed over"
+        await ended
+        assert not [call for call in server.engine.calls if call[0] == "sleep"]
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_requests_and_aborts_wait_while_it_hands_over(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        asks, may = asyncio.Event(), asyncio.Event()
+        stock = other.take_over
+
+        async def take_over(step: str, asked: dict) -> dict:
+            if step == "commit":
+                asks.set()
+                await may.wait()
+            return await stock(step, asked)
+
+        other.take_over = take_over
+        other.opens, other.answers["commit"] = False, WrongState("it is no standby")
+        handing_over = asyncio.ensure_future(switch())
+        await asks.wait()
+        entering, aborting = asyncio.ensure_future(server.let_in()), asyncio.ensure_future(server.abort([REQUEST]))
+        await asyncio.wait({entering, aborting}, timeout=0.05)
+        assert not entering.done() and not aborting.done()
+        with pytest.raises(Busy, match="handing over"):
+            await server.sleep()
+        may.set()
+        with pytest.raises(WrongState):
+            await handing_over
+        assert await entering is None
+        await aborting
+        assert ("abort", [REQUEST]) in [call[:2] for call in server.engine.calls]
+
+    play(monkeypatch, tmp_path, scene)
+
+
+class OwnersRoute(http.server.BaseHTTPRequestHandler):
+    """Answers POST /torpor/switch as a server does."""
+
+    def do_POST(self):
+        keyed = self.headers["Authorization"] == "Bearer the-key"
+        if self.path == "/torpor/switch" and keyed:
+            parts = {"checkpoint": 0.05, "log_read": 0.125}
+            status, content = 200, {
+                "status": "handed over", "to": "http://127.0.0.1:8001", "process": 7, "requests": 6, "kv": "restored",
+                "seconds": 0.5, "pause_seconds": 0.25, "parts": parts,
+            }  # fmt: skip
+        elif keyed:
+            error = WrongState("there is no standby: the last one has ended", "start one").to_dict()
+            status, content = 409, {"error": error}
+        else:
+            status, content = 401, {"error": "Unauthorized"}
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+def test_the_command_asks_the_server_of_a_url_or_a_directory(tmp_path):
+    def told(*words, key: str = "the-key") -> subprocess.CompletedProcess:
+        environment = os.environ | {"TORPOR_ADMIN_KEY": key}
+        return subprocess.run([BINARY, "switch", *words], env=environment, capture_output=True, text=True, timeout=60)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OwnersRoute) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            nobody = told(tmp_path)
+            assert nobody.returncode == 3 and "no server has named itself as the owner" in nobody.stderr
+            record = _core.OwnerRecord(str(tmp_path), 60, url)
+            done = told(tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert "handed 6 requests over to http://127.0.0.1:8001 (process 7)" in done.stdout
+            assert "no token for 0.250 s" in done.stdout and "log_read    0.125" in done.stdout
+            content = json.loads(told(url, "--json").stdout)
+            assert content["url"] == url and content["parts"]["log_read"] == 0.125 and content["kv"] == "restored"
+            refused = told(url, "--to", "http://127.0.0.1:9")
+            assert refused.returncode == 5 and "there is no standby" in refused.stderr
+            assert told(url, key="another").returncode == 7
+            del record
+        finally:
+            server.shutdown()
