@@ -440,6 +440,14 @@ def test_where_it_cannot_listen_the_socket_is_there_for_another_try(monkeypatch,
                 await listening.when_awake(server)
             await listening.when_awake(server)
             assert server.listener.is_serving() and server.app_state.server.servers == [server.listener]
+            listener = server.listener
+            listening.stop(server)  # for a hand-over
+            assert not listener.is_serving() and server.app_state.server.servers == []
+            server.enter("handing over")
+            assert not listening._may_accept(server)
+            server.enter("awake")  # it did not come about
+            await listening.when_awake(server)
+            assert server.listener.is_serving() and server.app_state.server.servers == [server.listener]
             server.listener.close()
 
     run(scene())
