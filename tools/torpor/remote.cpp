@@ -5,7 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "engine/delivery/owner_record.h"
+#include "engine/delivery/owner_processes.h"
 #include "remote/checkpoint_copies.h"
 #include "remote/environment.h"
 #include "remote/http_get.h"
