@@ -98,7 +98,7 @@ TEST_F(EngineFaults, EveryAllocationFails) {
     const Counts counts = fail_each(
         long_run() ? 1
         : for_ever ? 31
-                   : 5,
+                   : 11,
         for_ever ? 1 : 0, Behind::kInOneOrder, [&](World&, uint64_t n) { allocations.arm(n, for_ever); },
         [](World&) { return allocations.disarm(); });
     print(for_ever ? "allocations failed from then on" : "allocations failed once", counts);
