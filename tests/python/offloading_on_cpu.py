@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+COUNTS = {"stored": 0, "loaded": 0}  # pieces of blocks that were copied
+
 
 class Stream:
     cuda_stream = 0
@@ -96,6 +98,7 @@ def install() -> None:
 
     def swap(source, target, sizes, is_src_access_order_any):
         arguments = (source.tolist(), target.tolist(), sizes.tolist())
+        COUNTS["loaded" if is_src_access_order_any else "stored"] += len(arguments[2])
         platform.current.last = threads[is_src_access_order_any].submit(_copy, *arguments)
 
     gpu_worker.torch, gpu_worker.current_platform = _Torch(), platform

@@ -9,9 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import offloading_on_cpu
 import scenarios
 from conftest import InProcess
 from requests_of_tests import REQUESTS, run
+from scripted_connector import LEDGER
 from test_sessions import rounded
 from vllm.v1.request import RequestStatus
 
@@ -23,6 +25,8 @@ LEAVE = ["greedy", "long-seeded", "two"]
 
 class Engine:
     def __init__(self, model: Path, directory: Path, torpor: dict, transfer: dict | None):
+        if "OffloadingConnector" in json.dumps(transfer):
+            offloading_on_cpu.install()
         options = {} if transfer is None else {"kv_transfer_config": transfer}
         self.one = InProcess(model, directory, torpor={"sessions": True} | torpor, **options)
         self.torpor, self.core = self.one.llm.torpor, self.one.core
@@ -61,6 +65,18 @@ class Engine:
             answers |= run(self.one.engine, 1)
         return {"same": self.same(answers)}
 
+    def comes_back_during_transfers_of_others(self) -> dict:
+        answers = self.one.begin(5, NAMES)
+        left = self.torpor.hibernate(["greedy", "two"])
+        LEDGER.held = True
+        try:
+            answers |= run(self.one.engine)  # the others to their ends: the scripted connector sends their KV
+            held = any(each.is_finished() for each in self._requests())
+            self.torpor.resume(left.id)
+        finally:
+            LEDGER.held = False
+        return {"held": held, "same": self.same(answers)}
+
     def _requests(self) -> list:
         return list(self.core.scheduler.requests.values())
 
@@ -92,7 +108,10 @@ def main(model: Path, torpor: dict, transfer: dict | None) -> dict:
     with tempfile.TemporaryDirectory() as directory:
         engine = Engine(model, Path(directory), torpor, transfer)
         result: dict = {"connectors": engine.connectors()}
-        names = ("leaves_and_comes_back", "comes_back_at_once", "goes_to_disk", "forks", "ends_while_away")
+        names = (
+            "leaves_and_comes_back", "comes_back_at_once", "comes_back_during_transfers_of_others", "goes_to_disk",
+            "forks", "ends_while_away",
+        )  # fmt: skip
         result |= scenarios.play(engine, names)
         try:
             engine.one.llm.sleep(level=1, preserve_state=True)
@@ -100,8 +119,7 @@ def main(model: Path, torpor: dict, transfer: dict | None) -> dict:
             engine.one.llm.wake_up()
         except Error as problem:
             result["sleep"] = str(problem)
-        if "offloading_spec_on_cpu" in sys.modules:
-            result["counts"] = sys.modules["offloading_spec_on_cpu"].COUNTS
+        result["counts"] = offloading_on_cpu.COUNTS
         return result
 
 

@@ -14,15 +14,13 @@ from test_other_connectors import FOLLOWS, SCRIPTED, TORPORS, both
 from vllm.config import KVTransferConfig
 
 from torpor import errors
-from torpor.vllm import configuration
+from torpor.vllm import configuration, slots
 from torpor.vllm.options import Options
 
 PROCESS = Path(__file__).parent / "sessions_beside_process.py"
 OFFLOADING = {
     "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "spec_name": "OnCpu", "spec_module_path": "offloading_spec_on_cpu", "cpu_bytes_to_use": 64 << 20,
-    },
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
 }  # fmt: skip
 KINDS = {
     "offloading": ({}, OFFLOADING, ["TorporAdmit", "OffloadingConnector"]),
@@ -65,6 +63,13 @@ def test_an_id_comes_back_when_the_other_connector_has_done_with_it(result):
 
 @pytest.mark.slow
 @pytest.mark.core
+def test_a_request_comes_back_while_the_other_connector_has_transfers_of_others(result, kind):
+    held = kind in ("scripted", "several")
+    assert result["comes_back_during_transfers_of_others"] == {"held": held, "same": True}
+
+
+@pytest.mark.slow
+@pytest.mark.core
 def test_a_sleep_is_as_beside_that_connector_alone(result, kind):
     follows = FOLLOWS and kind in ("scripted", "torpors")
     assert result["sleep"] == "slept" if follows else "KV connector" in result["sleep"], result["sleep"]
@@ -100,3 +105,17 @@ def test_torpors_own_is_a_member_too_and_beside_others_it_is_named():
     assert len(chosen(KVTransferConfig(**TORPORS)).kv_connector_extra_config["connectors"]) == 2
     with pytest.raises(errors.InvalidArgument, match="option offload beside the KV connector OffloadingConnector"):
         chosen(KVTransferConfig(**OFFLOADING), offload="eager", host_bytes="64MiB")
+
+
+@pytest.mark.parametrize("transfer", [None, OFFLOADING])
+def test_the_console_stops_an_engine_whose_connectors_are_torpors(monkeypatch, transfer):
+    own = {} if transfer else {"offload": "eager", "host_bytes": "64MiB"}
+    made = chosen(KVTransferConfig(**transfer) if transfer else None, **own)
+    operates = []
+    core = SimpleNamespace(begin_control=lambda *given: operates.append(given[0]), may_step=None)
+    options = SimpleNamespace(of=lambda _: SimpleNamespace(console="control", recordings_dir=None))
+    monkeypatch.setattr(slots, "_core", core)
+    monkeypatch.setattr(slots, "Options", options)
+    config = SimpleNamespace(kv_transfer_config=made, parallel_config=SimpleNamespace(data_parallel_size=1))
+    slots.begin_control(SimpleNamespace(vllm_config=config))
+    assert made.kv_connector == "MultiConnector" and operates == [transfer is None]

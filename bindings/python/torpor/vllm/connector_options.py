@@ -216,6 +216,15 @@ def is_ours(kv_transfer_config) -> bool:
     return getattr(kv_transfer_config, "kv_connector", None) in (CLASS, ADMIT_CLASS)
 
 
+def all_ours(kv_transfer_config) -> bool:
+    """Return whether vLLM's KVTransferConfig names connectors of torpor alone: one, or several inside
+    MultiConnector."""
+    inside = kv_transfer_config.kv_connector_extra_config.get("connectors", ())
+    if kv_transfer_config.kv_connector == "MultiConnector" and inside:
+        return all(is_ours(each) for each in inside)
+    return is_ours(kv_transfer_config)
+
+
 def admits(kv_transfer_config) -> bool:
     """Whether vLLM's KVTransferConfig has TorporAdmit, alone or inside MultiConnector."""
     inside = kv_transfer_config.kv_connector_extra_config.get("connectors", ())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -125,8 +125,22 @@ class OtherConnector:
         if self.is_there:
             self._finish(timeout, lambda: self._under_way() + self._unheard())
 
-    def _unheard(self) -> list[str]:
-        count = len(self._core.scheduler.finished_req_ids)
+    def end_transfers_of(self, requests: Iterable[str], timeout: float | None = None) -> None:
+        """Return when the connector knows that the earlier requests of these ids have ended, and holds no block of
+        them. Transfers of other requests go on. The engine stands still. Raises TimedOut as finish_transfers()."""
+        if self.is_there:
+            ids = set(requests)
+            self._finish(timeout, lambda: self._held_of(ids) + self._unheard(ids))
+
+    def _held_of(self, ids: set[str]) -> list[str]:
+        known = self._core.scheduler.requests
+        count = sum(each in known and known[each].is_finished() for each in ids)
+        return [f"ended requests whose KV it holds ({count})"] if count > 0 else []
+
+    def _unheard(self, ids: set[str] | None = None) -> list[str]:
+        """`ids`: the requests that count; None: all."""
+        finished = self._core.scheduler.finished_req_ids
+        count = len(finished if ids is None else ids.intersection(finished))
         return [f"ended requests of which it has not heard ({count})"] if count > 0 else []
 
     def _finish(self, timeout: float | None, under_way: Callable[[], list[str]]) -> None:

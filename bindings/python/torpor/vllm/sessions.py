@@ -184,7 +184,7 @@ class Sessions:
         if image in self._moved and all(each["id"] != image for each in images.summaries()):
             return self._moved[image]  # who asked has perhaps not heard it
         stored = next((each["path"] for each in images.summaries() if each["id"] == image), "")
-        self._end_transfers()
+        self._end_transfers_of(image)
         try:
             items = images.read_back(image)
             recomputed = self._epochs.get(image) != self._hooks.kv_epoch
@@ -207,15 +207,17 @@ class Sessions:
             self._admit(admissions, item, request, 0 if recomputed else item["num_computed_tokens"])
         return summary | {"recomputed": recomputed}
 
-    def _end_transfers(self) -> None:
-        """End the transfers of another KV connector, if there is one. It knows requests by their ids, so it must have
-        done with those that left before they come back. Raises TimedOut if its transfers do not end."""
+    def _end_transfers_of(self, image: str) -> None:
+        """End the transfers that another KV connector, if there is one, has of the image's requests. It knows requests
+        by their ids, so it must have done with those that left before they come back. Raises TimedOut if these
+        transfers do not end."""
         other, was_quiet = self._hooks.other_connector, self._hooks.is_quiet
         if not other.is_there:
             return
+        requests = [each for known in self.summaries() if known["id"] == image for each in known["requests"]]
         self._hooks.quiesce(None)
         try:
-            other.end_transfers()
+            other.end_transfers_of(requests)
         finally:
             if not was_quiet:
                 self._hooks.resume()
@@ -276,7 +278,7 @@ class Sessions:
         self._portable, self._taken, self._holder = [], image, call
         try:
             self._hooks.quiesce(None)
-            self._hooks.other_connector.end_transfers()
+            self._hooks.other_connector.end_transfers_of(item["id"] for item in items)
             try:
                 self._read(images, image, made, state, stored)
             except NotFound as missing:  # a part of an image that is there

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from torpor import _core
 from torpor.errors import Error
-from torpor.vllm.connector_options import CLASS, is_ours
+from torpor.vllm.connector_options import CLASS, all_ours
 from torpor.vllm.options import Options
 
 _LOOK_AT_ALL_EVERY = 64  # steps
@@ -44,7 +44,7 @@ def begin_control(scheduler) -> None:
         return
     transfers = vllm_config.kv_transfer_config
     # Other engines wait for this one; other connectors' peers wait for what its steps renew.
-    alone = vllm_config.parallel_config.data_parallel_size == 1 and (transfers is None or is_ours(transfers))
+    alone = vllm_config.parallel_config.data_parallel_size == 1 and (transfers is None or all_ours(transfers))
     operates = mode == "control" and alone
     if mode == "control" and not alone:
         logger.warning("torpor's console only looks: this engine is not alone, and must not stand still")
