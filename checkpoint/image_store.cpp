@@ -45,17 +45,13 @@ Result<bool> has_image(const Directory& store) {
   return !generations.empty();
 }
 
-Result<std::set<int32_t>> ended_in(const Directory& image) {
-  std::set<int32_t> ended;
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, image.list());
-  for (const Entry& entry : entries) {
-    if (!entry.name.starts_with(kEndedPrefix)) continue;
-    const std::string_view digits = std::string_view(entry.name).substr(kEndedPrefix.size());
-    int32_t position = 0;
-    const auto [end, problem] = std::from_chars(digits.data(), digits.data() + digits.size(), position);
-    if (problem == std::errc{} && end == digits.data() + digits.size()) ended.insert(position);
-  }
-  return ended;
+std::optional<int32_t> ended_position(std::string_view name) {
+  if (!name.starts_with(kEndedPrefix)) return std::nullopt;
+  const std::string_view digits = name.substr(kEndedPrefix.size());
+  int32_t position = 0;
+  const auto [end, problem] = std::from_chars(digits.data(), digits.data() + digits.size(), position);
+  const bool whole = problem == std::errc{} && end == digits.data() + digits.size();
+  return whole ? std::optional(position) : std::nullopt;
 }
 
 // Return whether the image was written as `id`. An image that cannot be read is identified by its path alone.
@@ -124,6 +120,17 @@ Result<Locked> lock_image(FileSystem& file_system, const std::string& path) {
 }
 
 }  // namespace
+
+bool is_ended_note(std::string_view name) { return ended_position(name).has_value(); }
+
+Result<std::set<int32_t>> ended_in(const Directory& image) {
+  std::set<int32_t> ended;
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, image.list());
+  for (const Entry& entry : entries) {
+    if (const std::optional<int32_t> position = ended_position(entry.name)) ended.insert(*position);
+  }
+  return ended;
+}
 
 // --- HeldImage ---
 

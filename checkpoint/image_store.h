@@ -36,6 +36,11 @@ struct ImageInfo {
   std::set<int32_t> ended{};  // positions of requests that have ended since it was written
 };
 
+// Return the positions of the requests of an image that have ended since it was written. `image`: its g-000001.
+Result<std::set<int32_t>> ended_in(const Directory& image);
+// Return whether a file of this name in g-000001 notes that a request has ended.
+bool is_ended_note(std::string_view name);
+
 // An image that this process has locked. No other process takes it meanwhile, as far as locks work across hosts.
 class HeldImage {
  public:

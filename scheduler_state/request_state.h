@@ -54,7 +54,7 @@ struct RequestState {
   std::optional<std::string> cache_salt;
   Value stop_reason;
   SamplingState sampling;
-  Value engine;  // data that only the adapter understands
+  Value engine;  // data that only the adapter understands, but for fork_ancestry.h
 
   // Check that lengths, counts and token ids of this request fit each other. kCorruption: the error names the field.
   Status validate() const;

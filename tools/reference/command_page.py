@@ -20,12 +20,15 @@ EXAMPLES = (
     ("What changed between two checkpoints. The exit code is 6:",
      "torpor diff examples/checkpoints/g-000001 examples/checkpoints/g-000002"),
     ("Whether every byte is whole:", "torpor verify examples/checkpoints"),
+    ("Images of hibernated requests, and who was forked from whom:", "torpor tree examples/sessions/images"),
+    ("How the branches differ. The exit code is 6:",
+     "torpor diff examples/sessions/images/others examples/sessions/images/best"),
 )  # fmt: skip
 
 
 def examples(program: Path, root: Path) -> list[str]:
     """Return blocks that show commands on the example checkpoints, with what they print now."""
-    blocks = [paragraph("[examples](../../examples/README.md) has two checkpoints of a tiny model, to look into.")]
+    blocks = [paragraph("[examples](../../examples/README.md) has checkpoints and images of a tiny model.")]
     for text, command in EXAMPLES:
         blocks += [paragraph(text), code(f"$ {command}\n{output_of(command, program, root)}")]
     return blocks

@@ -6,7 +6,10 @@
 #include <fmt/ranges.h>
 
 #include "checkpoint/checkpoint_manager.h"
+#include "checkpoint/image_section.h"
 #include "checkpoint/store_names.h"
+#include "scheduler_state/fork_ancestry.h"
+#include "tools/torpor/images.h"
 #include "tools/torpor/remote.h"
 #include "tools/torpor/text.h"
 
@@ -155,8 +158,10 @@ std::string show_info(const Json& json) {
 
 // {"name", "bytes", "children"}: tags > regions, requests > blocks.
 Result<Json> tree(const Context& context) {
+  if (is_directory_of_images(context, context.arguments.path)) return tree_of_images(context);
   TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
                           open_checkpoint(context.file_system, context.arguments.path, context.key));
+  if (is_image(checkpoint.manifest())) return tree_of_image(context, checkpoint);
   TORPOR_ASSIGN_OR_RETURN(const EngineCheckpoint engine, checkpoint.read_state());
   const auto node = [](std::string name, Json detail) {
     return Json{{"name", std::move(name)}, {"detail", std::move(detail)}, {"children", Json::array()}};
@@ -186,8 +191,12 @@ Result<Json> tree(const Context& context) {
   }
   Json requests = node("requests", fmt::format("{}", engine.state.scheduler.requests.size()));
   for (const RequestState& request : engine.state.scheduler.requests) {
-    Json entry = node(request.id, fmt::format("{}, {} + {} tokens", name(request.status),
-                                              request.prompt_token_ids.size(), request.output_token_ids.size()));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<ForkStep> forks, fork_ancestry(request));
+    std::string detail = fmt::format("{}, {} + {} tokens", name(request.status), request.prompt_token_ids.size(),
+                                     request.output_token_ids.size());
+    if (!forks.empty())
+      detail += fmt::format(", forked from {} at output token {}", forks.back().request, forks.back().at);
+    Json entry = node(request.id, std::move(detail));
     for (size_t group = 0; group < engine.state.kv.groups.size(); ++group) {
       for (const KvTable& table : engine.state.kv.groups[group].tables) {
         if (table.request == request.id)
@@ -211,6 +220,7 @@ void show_node(const Json& node, const std::string& indent, std::string& text) {
 }
 
 std::string show_tree(const Json& json) {
+  if (json.contains("images")) return show_tree_of_images(json);
   std::string text = fmt::format("{}  {}\n", cell(json["name"]), cell(json["detail"]));
   show_node(json, "", text);
   return text;
@@ -319,12 +329,26 @@ Verb info_verb() {
           .show = show_info};
 }
 Verb tree_verb() {
-  return {.name = "tree",
-          .help = "sections, tags with their regions, requests with their blocks",
-          .json = "name, detail, children: [the same]",
-          .declare = declare_path,
-          .ask = tree,
-          .show = show_tree};
+  return {
+      .name = "tree",
+      .help =
+          "of a checkpoint: sections, tags with their regions, requests with their blocks; of an image of "
+          "hibernated requests, or of DIRECTORY/images: requests, who was forked from whom, bytes, digests",
+      .json =
+          "name, detail, children: [the same]; of images path, bytes_by_tier, images: [{id, path, readable, "
+          "created, creator, ranks, tier, bytes, state_bytes, kv_bytes, kv_stored_bytes, digests, problems, "
+          "foreign, requests: [{id, status, ended, prompt_tokens, output_tokens, computed_tokens, seed, blocks, "
+          "shared_blocks, bytes, digests, forked: [{request, at}]}]}], forks: [{request, at, image, seed, children: "
+          "[the same]}], foreign, leftovers",
+      .declare =
+          [](CLI::App& app, Arguments& a) {
+            declare_path(app, a);
+            app.add_flag("--quick", a.quick, "of images: do not read the KV to check its digests");
+            app.add_option("--threads", a.threads, "of images: that read and hash")->check(CLI::Range(0, 256));
+          },
+      .ask = tree,
+      .show = show_tree,
+      .exit = exit_of_tree};
 }
 Verb du_verb() {
   return {.name = "du",

@@ -10,10 +10,12 @@
 #include <fmt/ranges.h>
 #include <boost/filesystem.hpp>
 
+#include "checkpoint/image_section.h"
 #include "checkpoint/verify.h"
 #include "console/event_files.h"
 #include "console/recording.h"
 #include "console/recording_diff.h"
+#include "tools/torpor/images.h"
 #include "tools/torpor/text.h"
 
 namespace torpor::cli {
@@ -172,6 +174,8 @@ Result<Json> diff(const Context& context) {
     return diff_of_recordings(context);
   TORPOR_ASSIGN_OR_RETURN(const Read a, read(context, context.arguments.path));
   TORPOR_ASSIGN_OR_RETURN(const Read b, read(context, context.arguments.second));
+  if (is_image(a.checkpoint.manifest()) || is_image(b.checkpoint.manifest()))
+    return diff_of_images(a.checkpoint, b.checkpoint);
   Json json = {{"a", a.checkpoint.path()}, {"b", b.checkpoint.path()}};
   json["fingerprint"] = compare(a.engine.fingerprint, b.engine.fingerprint);
   json["requests"] = compare(requests_of(a), requests_of(b));
@@ -196,6 +200,7 @@ Result<Json> diff(const Context& context) {
 std::string show_diff(const Json& json) {
   if (json["equal"]) return "equal\n";
   if (json.contains("first_difference")) return show_diff_of_recordings(json);
+  if (json.contains("pairs")) return show_diff_of_images(json);
   std::string text = fmt::format("--- {}\n+++ {}\n", cell(json["a"]), cell(json["b"]));
   for (const char* part : {"fingerprint", "requests", "chunks"}) {
     text += fmt::format("{}: {} same\n", part, cell(json[part]["same"]));
@@ -236,20 +241,22 @@ Verb verify_verb() {
           .exit = [](const Json& json) { return json["whole"] ? kFine : kDamaged; }};
 }
 Verb diff_verb() {
-  return {.name = "diff",
-          .help = "what differs between two checkpoints, or between two recordings of a process",
-          .json =
-              "a, b, equal, fingerprint, requests, chunks: {added, removed, changed, same}, same_queues, same_kv, "
-              "kv_blocks: [a, b], same_samplers; of recordings a, b, equal, events, differences: [{what, a, b}], "
-              "times: [{what, count, "
-              "median, p99}], first_difference: {event, a, b}",
-          .declare =
-              [](CLI::App& app, Arguments& a) {
-                declare_path(app, a);
-                app.add_option("other", a.second, "the other one")->required();
-              },
-          .ask = diff,
-          .show = show_diff,
-          .exit = [](const Json& json) { return json["equal"] ? kFine : kDiffers; }};
+  return {
+      .name = "diff",
+      .help = "what differs between two checkpoints, two images of hibernated requests, or two recordings of a process",
+      .json =
+          "a, b, equal, fingerprint, requests, chunks: {added, removed, changed, same}, same_queues, same_kv, "
+          "kv_blocks: [a, b], same_samplers; of images a, b, kinds, equal, fingerprint: [fields that differ], "
+          "removed, added, pairs: [{a, b, by, common_tokens, tokens, seeds, fields, equal_blocks, blocks}]; of "
+          "recordings a, b, equal, events, differences: [{what, a, b}], times: [{what, count, median, p99}], "
+          "first_difference: {event, a, b}",
+      .declare =
+          [](CLI::App& app, Arguments& a) {
+            declare_path(app, a);
+            app.add_option("other", a.second, "the other one")->required();
+          },
+      .ask = diff,
+      .show = show_diff,
+      .exit = [](const Json& json) { return json["equal"] ? kFine : kDiffers; }};
 }
 }  // namespace torpor::cli

@@ -101,7 +101,8 @@ struct Verb {
 const std::vector<Verb>& verbs();
 
 // The verbs, by what they are about: catalogue.cpp, requests.cpp, blocks.cpp, checks.cpp, contents.cpp, fits.cpp,
-// changes.cpp, remote.cpp, events.cpp, live.cpp, replay.cpp, mock.cpp, sessions.cpp, pair.cpp, switch.cpp.
+// changes.cpp, remote.cpp, events.cpp, live.cpp, replay.cpp, mock.cpp, sessions.cpp, pair.cpp, switch.cpp; images.cpp
+// helps tree and diff.
 Verb ls_verb();
 Verb info_verb();
 Verb tree_verb();

@@ -161,6 +161,8 @@ class Forks:
         engine = value["engine"] | {"prefill_counted": value["engine"]["prefill_counted"] and outputs > 0}
         if outputs == 0:
             engine.pop("skip_reading_prefix_cache", None)  # as its parameters say: it begins
+        steps = [*getattr(request, values.FORKED, ()), {"request": request.request_id, "at": outputs}]
+        engine[values.FORKED] = steps[-values.MOST_FORK_STEPS :]
         items = []
         for child, seed in zip(options["children"], options["seeds"], strict=True):
             goes_on = seed is None and outputs == request.num_output_tokens

@@ -21,6 +21,10 @@ _STATUS_BACK = {text: status for status, text in _STATUS.items()}
 _COMPILING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR  # waiting, too: made again it compiles again
 _STREAMING = RequestStatus.WAITING_FOR_STREAMING_REQ  # waiting, too: for the next piece of its prompt
 
+# torpor's own field of a request that a fork made: the forks that led to it (scheduler_state/fork_ancestry.h).
+FORKED = "torpor_forked"
+MOST_FORK_STEPS = 1000
+
 # Fields of Request that are values of their own in the checkpoint, …
 _NEUTRAL_FIELDS = {
     "request_id", "client_index", "priority", "arrival_time", "status", "prompt_token_ids", "_output_token_ids",
@@ -32,7 +36,7 @@ _NEUTRAL_FIELDS = {
 _ENGINE_FIELDS = (
     "next_decode_eligible_step", "last_sched_seq", "is_prefill_chunk", "shared_prefix_boundary", "replay_start",
     "num_nans_in_logits", "skip_reading_prefix_cache", "abort_immediately", "session_id", "kv_cache_report_mode",
-    "num_stale_output_tokens", "drop_stale_output", "spec_token_ids",
+    "num_stale_output_tokens", "drop_stale_output", "spec_token_ids", FORKED,
 )  # fmt: skip
 # of these, what says where it stands in the scheduler of its engine, and in the step under way, …
 _PLACE_FIELDS = {
@@ -189,7 +193,7 @@ def moved_request(value: dict, block_hasher) -> Request:
     keys = {"block_hashes": b"", "block_hash_bytes": 0}  # made anew: other engines may hash otherwise
     request = request_from_value(value | keys | {"engine": engine, "num_computed_tokens": 0}, block_hasher)
     for name, item in value["engine"].items():
-        if name in _ENGINE_FIELDS and name not in _PLACE_FIELDS and hasattr(request, name):
+        if name in _ENGINE_FIELDS and name not in _PLACE_FIELDS and (hasattr(request, name) or name == FORKED):
             setattr(request, name, item)
     if not request.use_structured_output:
         request.status = RequestStatus.WAITING
