@@ -13,8 +13,8 @@ const COLOURS = {"initialized": "#8b949e", "onboard staged": "#39c5cf", "onboard
 const MOST_AT_ONCE = 10000, MOST_EVENTS = 200000;
 const whose = event => event.process + " " + event.pid;
 
-// What there was after all events up to this moment. A process has ended if another one of its name begins after its
-// last event.
+// What there was after all events up to this moment. An engine has ended if another one begins its steps after its last
+// event; a worker, which takes no steps, has if the engines of its time have.
 function fold(events, until) {
   const view = {slots: new Map(), tiers: new Map(), memory: new Map(), operations: new Map(), engines: new Map(),
     processes: new Map(), steps: 0, lost: 0, latest: 0};
@@ -22,7 +22,8 @@ function fold(events, until) {
     if (event.type === "lost") { view.lost += event.count; continue; }
     const of = whose(event), process = view.processes.get(of);
     if (process) process.last = event.time;
-    else view.processes.set(of, {name: event.process, first: event.time, last: event.time});
+    else view.processes.set(of, {name: event.process, first: event.time, last: event.time, steps: false});
+    if (event.type === "step" || event.type === "slot") view.processes.get(of).steps = true;
     if (event.time > until) continue;
     view.latest = event.time;
     if (event.type === "slot") {
@@ -57,9 +58,14 @@ function fold(events, until) {
       view.steps += 1;
     }
   }
-  for (const process of view.processes.values())
-    process.ended = [...view.processes.values()].some(other =>
+  const all = [...view.processes.values()], engines = all.filter(process => process.steps);
+  for (const process of engines)
+    process.ended = engines.some(other =>
       other.name === process.name && other.first > process.last && other.first <= until);
+  for (const worker of all.filter(process => !process.steps)) {
+    const near = engines.filter(engine => engine.first <= worker.last && engine.last >= worker.first);
+    worker.ended = near.length > 0 && near.every(engine => engine.ended);
+  }
   return view;
 }
 

@@ -264,3 +264,21 @@ def test_an_empty_page_says_what_will_be_there(tmp_path):
     said = page_after(tmp_path, [told({"type": "step", "time": 1.0})], {"key": "k"})
     for part in ("tracks", "slots", "tiers", "memory", "operations"):
         assert re.search("yet|No ", " ".join(said["shown"][part])), part
+
+
+@needs_node
+def test_who_was_replaced_has_ended_and_its_workers_with_it():
+    """A worker is named like its engine here, and tells its memory before the engine's first step."""
+    first = {"process": "core0", "pid": 1}
+    events = [
+        {"process": "core0", "pid": 11, "type": "memory", "time": 1.0}, first | {"type": "step", "time": 2.0},
+        {"process": "core0", "pid": 11, "type": "memory", "time": 3.0}, first | {"type": "step", "time": 4.0},
+        {"process": "core0", "pid": 22, "type": "memory", "time": 8.0},
+        {"process": "core0", "pid": 2, "type": "step", "time": 9.0},
+    ]  # fmt: skip
+    script = _core.console_page().split("<script>")[1].split("</script>")[0]
+    code = "const fold = new Function(process.argv[1] + '; return fold')(), all = JSON.parse(process.argv[2]);"
+    code += "const ended = until => [...fold(all, until).processes].filter(([, p]) => p.ended).map(([of]) => of);"
+    code += "console.log(JSON.stringify([ended(5), ended(8.5), ended(9)]))"
+    done = subprocess.run(["node", "-e", code, script, json.dumps(events)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[], [], ["core0 11", "core0 1"]]

@@ -110,7 +110,8 @@ class Console(App):
     #top { height: auto; max-height: 8; background: $panel; padding: 0 1; }
     #top.past { background: $secondary; } #top.frozen { background: $surface-lighten-2; }
     #top.stopped { background: $error; }
-    #tabs { height: 1; background: $boost; padding: 0 1; link-style: none; } #hint { height: 1; color: $text-muted; padding: 0 1; }
+    #tabs { height: 1; background: $boost; padding: 0 1; link-style: none; }
+    #hint { height: 1; color: $text-muted; padding: 0 1; }
     #slots, #lines { height: 1fr; padding: 0 1; } .away { display: none; }
     #filter { display: none; } #filter.asked { display: block; }
     """
