@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools/demo")]
 sys.path += [str(ROOT / "tests/python"), str(ROOT / "tests/rig")]
 
 import rig  # noqa: E402
@@ -72,6 +72,7 @@ def inspector(*arguments) -> subprocess.CompletedProcess:
 def shown(tmp_path_factory) -> dict:
     """The demo's JSON, to disk. The engine that sleeps is forked; the one that wakes is a new interpreter."""
     folder = tmp_path_factory.mktemp("demo")
-    done = demo("--json", "--dir", folder, "--max-tokens", 40, "--freeze-after", 16, forked=1)
+    words = ["--json", "--dir", folder, "--svg", folder / "run.svg", "--max-tokens", 40, "--freeze-after", 16]
+    done = demo(*words, forked=1)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ import standby_demo
 from demo_options import parse, what_happens
 from engine_child import DemoError, EngineProcess
 from networks import inside, two_networks
+from picture import Timeline, draw
 from screen import MARK, Screen, size
 from serving import ServerEnded
 
@@ -99,7 +101,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         environment = environment | {"TORCH_COMPILE_DISABLE": "1"}  # vLLM compiles for each new shape, for minutes
     # What is told depends on how much KV there is, and interpreted kernels are no place for much of it.
     share = None if options.gpu_path or options.console else memory_share(options.gpu_memory_utilization)
-    engine, place, networks = None, [], contextlib.ExitStack()
+    engine, place, networks, timeline = None, [], contextlib.ExitStack(), Timeline()
     try:
         screen.stage(
             "1. An engine starts (vLLM's GPU path, on CPU tensors)"
@@ -127,7 +129,15 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
 
         screen.stage(f"3. The same {len(prompts)} chats again")
         engine.order("add", **requests)
-        before = engine.order("run", lambda message: screen.chats(message["texts"]), steps=options.freeze_after)
+        if options.svg is not None:
+            timeline.watch(lambda: resident(engine))
+
+        def chats(message: dict) -> None:
+            timeline.count(message["counts"])
+            screen.chats(before["texts"] | message["texts"], slept_at)
+
+        before, slept_at = {"texts": {}}, {}
+        before = engine.order("run", chats, steps=options.freeze_after)
         screen.chats(before["texts"], final=True)
         unfinished = len(prompts) - len(before["finished"])
         if unfinished == 0:
@@ -141,42 +151,46 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         path = engine.order("path")
         in_flight = f", with {path['batches_in_flight']} step in flight" if path["batches_in_flight"] else ""
         screen.stage(f"4. Sleep, in the middle of {unfinished} sentences{in_flight}, to {options.to}")
-        slept = engine.order("sleep", level=options.level, to=options.to)
+        with timeline.span("sleep"):
+            slept = engine.order("sleep", level=options.level, to=options.to)
+        timeline.sample()
         asleep = engine.resident_bytes()
         regions_asleep = engine.order("ledger")[0]["process_resident_region_bytes"]
         screen.line(
-            f"{size(awake)} resident before, {size(asleep)} asleep: "
-            f"{size(slept['freed_bytes'])} of weights and KV given back"
+            f"{size(awake)} resident before, {size(asleep)} asleep: {size(max(awake - asleep, 0))} given back, "
+            f"and {size(slept['freed_bytes'])} of weights and KV are mapped no more"
         )
         if options.to == "disk":
             screen.line(f"checkpoint: {slept['checkpoint']}")
-            if options.remote:
-                screen.stage(
-                    "5. It goes to an S3 server; kill -9, all files are removed; another place wakes from there"
-                )
-                wire = networks.enter_context(two_networks())
-                moved = remote_demo.take_elsewhere(Path(slept["checkpoint"]), directory, engine.kill, screen, wire)
-                if wire is not None:
-                    place, environment = inside(wire.far), environment | remote_demo.ALONE
-            else:
-                screen.stage("5. kill -9, and a new process wakes from the checkpoint")
-                engine.kill()
-                moved = {"checkpoint": slept["checkpoint"]}
-            moved |= shared
-            there = Path(moved["checkpoint"]).parent
-            engine = EngineProcess(model, there, log, environment, *arguments, inside=place, memory_share=share)
-            engine.wait_until_ready()
+            with timeline.span("start"):
+                if options.remote:
+                    screen.stage(
+                        "5. It goes to an S3 server; kill -9, all files are removed; another place wakes from there"
+                    )
+                    wire = networks.enter_context(two_networks())
+                    moved = remote_demo.take_elsewhere(Path(slept["checkpoint"]), directory, engine.kill, screen, wire)
+                    if wire is not None:
+                        place, environment = inside(wire.far), environment | remote_demo.ALONE
+                else:
+                    screen.stage("5. kill -9, and a new process wakes from the checkpoint")
+                    engine.kill()
+                    moved = {"checkpoint": slept["checkpoint"]}
+                moved |= shared
+                there = Path(moved["checkpoint"]).parent
+                engine = EngineProcess(model, there, log, environment, *arguments, inside=place, memory_share=share)
+                engine.wait_until_ready()
             blocks = engine.order("path")["kv_blocks"]
             screen.line(f"vLLM gave its KV {blocks} blocks, and {path['kv_blocks']} to that of the one that slept")
-            woken = engine.order("wake", from_checkpoint=moved["checkpoint"])
+            with timeline.span("wake"):
+                woken = engine.order("wake", from_checkpoint=moved["checkpoint"])
         else:
             screen.stage("5. The same process wakes")
             blocks = path["kv_blocks"]
-            woken, moved = engine.order("wake", from_checkpoint=None), {}
+            with timeline.span("wake"):
+                woken, moved = engine.order("wake", from_checkpoint=None), {}
 
-        after = engine.order(
-            "run", lambda message: screen.chats(before["texts"] | message["texts"], slept_at), steps=None
-        )
+        timeline.seconds = {"sleep": slept["seconds"], "wake": woken["seconds"]}
+        after = engine.order("run", chats, steps=None)
         resident_woken = engine.resident_bytes()
         tokens, texts = before["tokens"] | after["tokens"], before["texts"] | after["texts"]
         recomputed = engine.order("state")["recomputed_tokens"]
@@ -185,6 +199,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
             engine.kill()
             kept = told.keep()
     finally:
+        timeline.close()
         if engine is not None:
             engine.kill()
         if told is not None:
@@ -197,6 +212,8 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         tokens.get(str(i)) == expected["tokens"][str(i)] and texts.get(str(i)) == expected["texts"][str(i)]
         for i in range(len(prompts))
     ]
+    if options.svg is not None:
+        write_picture(options, timeline, prompts, same, recomputed)
     return {
         **path,
         "woken_kv_blocks": blocks,
@@ -230,7 +247,34 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         "wake_chunks": chunks(woken),
         "log": str(log),
         "console": kept if told is not None else None,
+        "picture": str(options.svg) if options.svg is not None else None,
     }
+
+
+def resident(engine: EngineProcess) -> int:
+    """Return the bytes that are resident of an engine's process; 0 if it was killed."""
+    try:
+        return engine.resident_bytes()
+    except (OSError, DemoError):
+        return 0
+
+
+def write_picture(
+    options: argparse.Namespace, timeline: Timeline, prompts: list[str], same: list[bool], recomputed: int
+) -> None:
+    facts = {
+        "identical to the run that never slept": f"{sum(same)} of {len(same)}",
+        "tokens recomputed": str(recomputed),
+        "model": "a tiny random one" if options.gpu_path else options.model.name,
+        "on": f"{os.cpu_count()} CPU cores",
+    }
+    what = "one kill -9" if options.to == "disk" else "one sleep"
+    differing = [number for number, equal in enumerate(same) if not equal]
+    picture = draw(timeline, prompts, differing, facts, f"{len(prompts)} chats, {what}, the very next token")
+    try:
+        options.svg.write_text(picture, encoding="utf-8")
+    except OSError as problem:
+        raise DemoError(f"--svg {options.svg}: {problem}") from None
 
 
 def chunks(report: dict) -> dict[str, int]:
@@ -287,6 +331,8 @@ def show(result: dict, screen: Screen) -> None:
         ]
     if result["console"]:
         rows += console_demo.rows(result["console"])
+    if result["picture"]:
+        rows.append(("picture", result["picture"]))
     screen.table(rows)
     for number in result["differing"]:
         screen.line(f"chat {number + 1} ({result['sampling'][number]}) DIFFERS")

@@ -110,6 +110,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="SHARE",
         help="with --server and --standby: the server ends when the clients have this share of their answers",
     )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="draw the run: tokens of each answer over time, sleep, kill and wake, and resident memory",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(arguments)
     modes = [
@@ -122,6 +128,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"{named} do not go together; leave one out")
     if options.remote and options.to != "disk":
         parser.error(f"--remote needs a checkpoint, and --to {options.to} writes none; leave it out")
+    others = [name for name in modes if name in ("server", "offload", "sessions", "standby")]
+    if options.svg is not None and others:
+        parser.error(f"--svg draws an engine that sleeps and wakes, and --{others[0]} shows others; leave one out")
+    if options.svg is not None and not options.svg.absolute().parent.is_dir():
+        parser.error(
+            f"--svg {options.svg}: there is no folder {options.svg.absolute().parent}; make it, or name another"
+        )
     if options.freeze_after < 1:
         parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
     if options.kills < 1:

@@ -107,7 +107,8 @@ class Engine:
                 if output.finished:
                     self._finished.add(output.request_id)
             made += 1
-            tell({"event": "texts", "texts": self._texts})
+            counts = {request: len(tokens) for request, tokens in self._tokens.items()}
+            tell({"event": "texts", "texts": self._texts, "counts": counts})
         return {
             "steps": made, "tokens": self._tokens, "texts": self._texts, "finished": sorted(self._finished),
             "children": self._children,
