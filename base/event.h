@@ -40,8 +40,9 @@ enum class EventType : uint16_t {
   kInput,    // since 1.1
   kMemory,   // since 1.2
   kKey,      // since 1.2
+  kCached,   // since 1.6
 };
-inline constexpr int kEventTypes = 23;
+inline constexpr int kEventTypes = 24;
 
 // State of a copy, an operation or a phase.
 enum class Edge : uint8_t { kNone, kBegin, kEnd, kFailed, kUnproven, kUndone, kLost };

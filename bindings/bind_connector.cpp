@@ -33,6 +33,8 @@ constexpr int kMostFailedLoads = 4;  // of one request
 
 class ConnectorScheduler final : public console::OffloadAccess {
  public:
+  using TokensByStore = decltype(CachedTokens::stores);
+
   // `pool`: vLLM's BlockPool. `groups`: its KV cache groups, as GroupTables takes them.
   ConnectorScheduler(const py::object& pool, const py::list& groups, const py::dict& dict)
       : options_(connector_options_from(dict)),
@@ -93,15 +95,21 @@ class ConnectorScheduler final : public console::OffloadAccess {
     const bool worth = static_cast<int64_t>(record.matched) * block_tokens_ >= options_.placement.min_prefix_tokens;
     if (match(record, worth ? 0 : hits_.keys().size()) == 0) record.matched = 0;
     last_match_ = {.number = record.number, .damaged = damaged(), .whole = hits_.ends_where_it_ends()};
+    hits_.take_sources(record.sources);
     return static_cast<int64_t>(record.matched) * block_tokens_;
   }
 
   void know(const py::object& request) { (void)record_of(request); }
 
-  // The request has got blocks for `external` of these tokens; 0: it computes all, or its load is over.
-  void allocated(const py::str& id, int64_t external) {
+  // The request has got blocks for `external` of these tokens; 0: it computes all, or its load is over. `local`: if
+  // vLLM counts this look-up as the request's, the tokens that are in its own prefix cache; `other`: those that another
+  // connector loads.
+  void allocated(const py::str& id, int64_t external, std::optional<int64_t> local, int64_t other) {
     Record* const record = known(id.ptr());
     if (record == nullptr || record->loading) return;
+    if (external > 0) record->found = tokens_by_store(record->sources, external);
+    if (local)
+      record->cached = {.device = *local, .stores = external > 0 ? record->found : TokensByStore(), .other = other};
     offers_.allocated(record->progress, id.ptr());
     if (external == 0 && record->loaded > 0) {
       take_blocks(*record, id.ptr(), groups_.whole_hits() ? record->matched : record->loaded);
@@ -115,7 +123,6 @@ class ConnectorScheduler final : public console::OffloadAccess {
                   .what = fmt::format("vLLM takes {} of {} blocks that can be loaded", wanted, record->matched),
                   .next_step = "a sliding window needs others then: report this"});
     }
-    if (!groups_.whole_hits()) hits_.shorten(wanted);  // hits_ is of this request: it was matched just now
     take_blocks(*record, id.ptr(), wanted);
     value_or_raise(try_catch([&]() -> Status { return (void)scheduler_->allocated(record->number, few_), ok(); }));
     offers_.took(few_.size());
@@ -159,10 +166,11 @@ class ConnectorScheduler final : public console::OffloadAccess {
   }
 
   // Offer the blocks that a request which has ended fills in steps that are in flight; they are still there. `step`:
-  // the last of these steps.
-  void finished(const py::str& id, uint64_t step) {
+  // the last of these steps. `answered`: vLLM has said how many of its tokens were cached.
+  void finished(const py::str& id, uint64_t step, bool answered) {
     Record* const record = known(id.ptr());
     if (record == nullptr) return;
+    if (answered && record->cached) scheduler_->count_cached(record->number, *record->cached);
     offers_.finished(record->progress, {record->request.ptr(), id.ptr(), record->priority}, step);
     PyDict_DelItem(numbers_.ptr(), id.ptr());
     record->request = py::object();
@@ -199,9 +207,11 @@ class ConnectorScheduler final : public console::OffloadAccess {
         value_or_raise(try_catch([&]() -> Result<Bytes> { return packed(scheduler_->adopt(found)); })));
   }
 
-  // Return how many tokens of the load that was allocated last come from this store.
-  int64_t tokens_from_disk() const { return hits_.tokens_from(StoreId::kDisk); }
-  int64_t tokens_from_remote() const { return hits_.tokens_from(StoreId::kRemote); }
+  // Return the tokens of the request's last load by store: host, disk, remote.
+  TokensByStore tokens_of_load(const py::str& id) {
+    const Record* const record = known(id.ptr());
+    return record == nullptr ? TokensByStore() : record->found;
+  }
 
   py::dict stats() const { return connector_stats(*scheduler_, blocks_.held(), loading_); }
   py::dict take_times() { return times_to_python(scheduler_->take_times()); }
@@ -221,6 +231,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
     size_t loaded = 0;          // those of `asked` that are good
     bool remote_asked = false;  // and its answer is waited for, until …
     std::chrono::nanoseconds ask_until{};
+    std::vector<StoreId> sources;        // of each matched block
+    TokensByStore found{};               // of its last load
+    std::optional<CachedTokens> cached;  // of the look-up that vLLM counts
     py::object request;
 
     void begin_again() {
@@ -292,6 +305,17 @@ class ConnectorScheduler final : public console::OffloadAccess {
   int32_t match(const Record& record, size_t have) {
     return value_or_raise(
         try_catch([&]() -> Result<int32_t> { return scheduler_->match(record.number, hits_.keys(), have); }));
+  }
+
+  // `sources`: the store of each block of a hit, of which the engine takes the first `tokens` tokens.
+  TokensByStore tokens_by_store(const std::vector<StoreId>& sources, int64_t tokens) const {
+    TokensByStore sums{};
+    for (const StoreId source : sources) {
+      const int64_t of_block = std::min(tokens, block_tokens_);
+      sums[static_cast<size_t>(source)] += of_block;
+      tokens -= of_block;
+    }
+    return sums;
   }
 
   // Take the engine's blocks for a hit of `blocks` blocks after those that it had itself, whose keys are in hits_.
@@ -369,7 +393,11 @@ void bind_connector(py::module_& module) {
       .def(
           "know", [](ConnectorScheduler& self, const py::object& request) { self.know(request); },
           py::call_guard<InHook>(), py::arg("request"))
-      .def("allocated", &ConnectorScheduler::allocated, py::call_guard<InHook>(), py::arg("id"), py::arg("external"))
+      .def(
+          "allocated", &ConnectorScheduler::allocated, py::call_guard<InHook>(), py::arg("id"), py::arg("external"),
+          py::arg("local") = py::none(), py::arg("other") = 0,
+          "It has blocks for `external` tokens that are loaded. `local`: if vLLM counts this look-up as the request's, "
+          "the tokens in its own prefix cache; `other`: those that another connector loads.")
       .def("step", &ConnectorScheduler::step, py::call_guard<InHook>(), py::arg("step"), py::arg("scheduled"),
            py::arg("flush") = false, "What this step fills is offered; returns what all ranks do next, or None.")
       .def("plan", &ConnectorScheduler::plan, py::call_guard<InHook>(), py::arg("flush"), "The same, without a step.")
@@ -378,7 +406,9 @@ void bind_connector(py::module_& module) {
       .def("apply", &ConnectorScheduler::apply, py::call_guard<InHook>(), py::arg("reports"),
            "What became of plans, as the ranks say it.")
       .def("finished", &ConnectorScheduler::finished, py::call_guard<InHook>(), py::arg("id"), py::arg("step"),
-           "Of a request that still has its blocks; `step` was the last one.")
+           py::arg("answered"),
+           "Of a request that still has its blocks; `step` was the last one. `answered`: vLLM has said how many of its "
+           "tokens were cached; then they are counted.")
       .def("reset", &ConnectorScheduler::reset, py::call_guard<InHook>(),
            "Nothing is found any more; returns the number of the new namespace.")
       .def("host_slots", &ConnectorScheduler::host_slots, py::call_guard<InHook>(), py::arg("blocks"), py::arg("keep"),
@@ -389,8 +419,8 @@ void bind_connector(py::module_& module) {
            "No block of the engine is held any more.")
       .def("adopt", &ConnectorScheduler::adopt, py::call_guard<InHook>(), py::arg("ranks"),
            "What every rank recovered is found from now on; returns what the ranks adopt.")
-      .def("tokens_from_disk", &ConnectorScheduler::tokens_from_disk)
-      .def("tokens_from_remote", &ConnectorScheduler::tokens_from_remote)
+      .def("tokens_of_load", &ConnectorScheduler::tokens_of_load, py::arg("id"),
+           "Tokens of the request's last load by store: host, disk, remote.")
       .def("stats", &ConnectorScheduler::stats, py::call_guard<InHook>())
       .def("take_times", &ConnectorScheduler::take_times, py::call_guard<InHook>(),
            "Seconds that each batch took, by way, and each request's load (`load`), since the last call.")

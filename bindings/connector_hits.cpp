@@ -133,9 +133,10 @@ size_t ConnectorHits::find(const py::object& request, size_t have, uint32_t spac
   } else {
     (void)take_keys(request, 0, have, kAll, space);
   }
-  of_first_group_ = keys_.size();
-  if (groups_.size() == 1 && whole == 0) return keys_.size();
-  return find_for_all(have);
+  counted_ = 0;
+  of_counted_ = blocks_ = keys_.size();
+  if (groups_.size() > 1 || whole != 0) blocks_ = find_for_all(have);
+  return blocks_;
 }
 
 size_t ConnectorHits::whole_group() const {
@@ -160,27 +161,29 @@ size_t ConnectorHits::find_for_all(size_t have) {
     }
   }
   keys_.clear();
+  of_counted_ = 0;
+  const size_t counted = whole_group() < groups_.size() ? whole_group() : 0;
   for (size_t group = 0; group < groups_.size() && blocks > 0; ++group) {
+    const size_t before = keys_.size();
     for (size_t i = first_needed(group, have, have + blocks); i < have + blocks; ++i) {
       keys_.push_back(chain_[i - have]);
       keys_.back().group = static_cast<uint32_t>(group);
     }
-    if (group == 0) of_first_group_ = keys_.size();
+    if (group == counted) {
+      counted_ = before;
+      of_counted_ = keys_.size() - before;
+    }
   }
   places_.resize(keys_.size());
   (void)index_.run(keys_, places_);
   return blocks;
 }
 
-int64_t ConnectorHits::tokens_from(StoreId store) const {
-  const auto first = places_.begin();
-  const auto end = first + static_cast<std::ptrdiff_t>(std::min(places_.size(), of_first_group_));
-  return block_tokens_ * std::count_if(first, end, [store](const BlockLocations& places) {
-           const bool disk = places.host < 0 && places.disk >= 0;
-           return store == StoreId::kHost   ? places.host >= 0
-                  : store == StoreId::kDisk ? disk
-                                            : places.host < 0 && !disk;
-         });
+void ConnectorHits::take_sources(std::vector<StoreId>& sources) const {
+  sources.assign(blocks_, StoreId::kHost);
+  if (of_counted_ == 0) return;
+  const size_t unseen = blocks_ - of_counted_;
+  for (size_t i = 0; i < blocks_; ++i) sources[i] = nearest(places_[counted_ + std::max(i, unseen) - unseen]);
 }
 
 }  // namespace torpor

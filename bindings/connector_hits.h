@@ -79,16 +79,16 @@ class ConnectorHits {
   // Return whether the found hit stays the answer until has_next() is true: there is one group, it sees all tokens, and
   // the whole hit is in host memory.
   bool ends_where_it_ends() const {
-    return !groups_.whole_hits() && tokens_from(StoreId::kDisk) == 0 && tokens_from(StoreId::kRemote) == 0;
+    return !groups_.whole_hits() &&
+           std::all_of(places_.begin(), places_.end(), [](const BlockLocations& places) { return places.host >= 0; });
   }
   // Return whether the request's block of this number can be loaded, too.
   bool has_next(const pybind11::object& request, size_t block, uint32_t space) const;
 
   std::span<const BlockKey> keys() const { return keys_; }
-  // Note that the engine takes only the first `blocks` of them. Not with whole_hits().
-  void shorten(size_t blocks) { places_.resize(std::min(places_.size(), blocks)); }
-  // Return how many tokens of the first group come from `store`, and are in no nearer one.
-  int64_t tokens_from(StoreId store) const;
+  // Write to `sources` the nearest store of each block of the found hit: of the first group that sees all tokens, or of
+  // the first group if none does. A block that no window sees is not loaded; it has the store of the next one.
+  void take_sources(std::vector<StoreId>& sources) const;
 
  private:
   static size_t last_key(const pybind11::object& request, const pybind11::list& hashes, int64_t block_tokens);
@@ -106,7 +106,9 @@ class ConnectorHits {
   std::vector<BlockKey> keys_;
   std::vector<BlockLocations> places_;
   std::vector<BlockKey> chain_;  // of one group, from block `have` on
-  size_t of_first_group_ = 0;    // number of keys
+  size_t blocks_ = 0;            // of the found hit
+  size_t counted_ = 0;           // in keys_: the first key of the group that take_sources() looks at
+  size_t of_counted_ = 0;        // number of its keys
 };
 
 }  // namespace torpor

@@ -125,6 +125,12 @@ py::dict connector_stats(const OffloadScheduler& scheduler, int64_t held, int64_
   }
   out["kv_store_blocks"] = scheduler.index().counts(StoreId::kRemote).visible;
   out["kv_store_onboarded_blocks"] = scheduler.loaded_from_remote();
+  const CachedTokens& cached = scheduler.cached();
+  out["cached_device_tokens"] = cached.device;
+  out["cached_host_tokens"] = cached.stores[static_cast<size_t>(StoreId::kHost)];
+  out["cached_disk_tokens"] = cached.stores[static_cast<size_t>(StoreId::kDisk)];
+  out["cached_kv_store_tokens"] = cached.stores[static_cast<size_t>(StoreId::kRemote)];
+  out["cached_other_tokens"] = cached.other;
   out["queued_blocks"] = scheduler.queue().queued_blocks();
   out["jobs_under_way"] = scheduler.queue().jobs_under_way();
   out["held_blocks"] = held;

@@ -54,6 +54,7 @@ bool may_stop_at(EventType type) {
     case EventType::kRequest:
     case EventType::kSlot:
     case EventType::kHit:
+    case EventType::kCached:
     case EventType::kCandidate:
     case EventType::kPlanned:
     case EventType::kEnded:

@@ -73,6 +73,7 @@ void EngineView::apply(const Event& event) {
     case EventType::kBlock:
     case EventType::kControl:
     case EventType::kKey:
+    case EventType::kCached:
     case EventType::kInput: break;
   }
 }

@@ -62,6 +62,13 @@ Figures figures_of(const SourceEvents& recording) {
         count("blocks hit in host memory", high_of(event.b));
         count("blocks hit on disk", low_of(event.b));
         break;
+      case EventType::kCached:
+        count("tokens cached on the device", high_of(event.a));
+        count("tokens cached in host memory", low_of(event.a));
+        count("tokens cached on disk", high_of(event.b));
+        count("tokens cached in the remote store", low_of(event.b));
+        count("tokens cached elsewhere", event.transfer);
+        break;
       case EventType::kCandidate: {
         if (event.transfer >> 48 >= kWays) break;
         const std::string way(name(static_cast<Way>(event.transfer >> 48)));

@@ -53,6 +53,13 @@ class Story {
                          {"host_blocks", high_of(event.b)},
                          {"disk_blocks", low_of(event.b)}});
         break;
+      case EventType::kCached:
+        cached_ = {{"device", high_of(event.a)},
+                   {"host", low_of(event.a)},
+                   {"disk", high_of(event.b)},
+                   {"kv_store", low_of(event.b)},
+                   {"other", event.transfer}};
+        break;
       case EventType::kCandidate: {
         Transfer& transfer = transfer_of(event, time);
         transfer.state = to_name(event);
@@ -85,6 +92,7 @@ class Story {
     return {{"prompt_tokens", prompt_tokens_ ? Json(*prompt_tokens_) : Json()},
             {"states", states_},
             {"hits", hits_},
+            {"cached_tokens", cached_},
             {"transfers", std::move(transfers)},
             {"events", events_}};
   }
@@ -116,6 +124,7 @@ class Story {
   std::optional<uint64_t> prompt_tokens_;
   Json states_ = Json::array();
   Json hits_ = Json::array();
+  Json cached_;  // null until the request has ended
   std::vector<Transfer> transfers_;
   std::map<uint64_t, size_t> by_candidate_;
   std::deque<Json> events_;

@@ -11,8 +11,9 @@
 
 namespace torpor::console {
 
-// Return an object with `prompt_tokens`, `states`, `hits`, `transfers` and `events`, each in order; of `transfers` and
-// `events` only the last `limit`. Times are those of events in JSON. kNotFound: no event has this name.
+// Return an object with `prompt_tokens`, `states`, `hits`, `cached_tokens` (by tier; null until the request has ended),
+// `transfers` and `events`, each in order; of `transfers` and `events` only the last `limit`. Times are those of events
+// in JSON. kNotFound: no event has this name.
 Result<nlohmann::ordered_json> request_story(const SourceEvents& source, const std::string& request, size_t limit);
 
 }  // namespace torpor::console

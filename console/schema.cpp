@@ -93,6 +93,10 @@ std::vector<EventSchema> make() {
   at(EventType::kMemory) = {
       .name = "memory", .from = kMemoryParts, .to = kTierNames, .transfer = "rank", .a = {"bytes"}, .b = {"of_bytes"}};
   at(EventType::kKey) = {.name = "key", .to = kKeysOf, .key = "key", .a = {"position"}, .b = {"of"}};
+  at(EventType::kCached) = {.name = "cached",
+                            .transfer = "other_tokens",
+                            .a = {"device_tokens", "host_tokens"},
+                            .b = {"disk_tokens", "kv_store_tokens"}};
   return all;
 }
 

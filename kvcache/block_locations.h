@@ -26,6 +26,12 @@ struct BlockLocations {
   friend bool operator==(const BlockLocations&, const BlockLocations&) = default;
 };
 
+// Return the store from which a block that is somewhere is loaded.
+constexpr StoreId nearest(const BlockLocations& places) {
+  if (places.host >= 0) return StoreId::kHost;
+  return places.disk >= 0 ? StoreId::kDisk : StoreId::kRemote;
+}
+
 struct Dropped {  // a host slot, or a disk segment, that the ranks forget
   StoreId store = StoreId::kHost;
   int32_t number = 0;

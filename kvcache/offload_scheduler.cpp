@@ -9,10 +9,6 @@
 namespace torpor {
 namespace {
 
-StoreId nearest(const BlockLocations& places) {
-  if (places.host >= 0) return StoreId::kHost;
-  return places.disk >= 0 ? StoreId::kDisk : StoreId::kRemote;
-}
 Slot slot_in(const BlockLocations& places, StoreId store) {
   if (store == StoreId::kHost) return places.host;
   return store == StoreId::kDisk ? places.disk : places.remote;
@@ -226,6 +222,18 @@ void OffloadScheduler::end_request(uint32_t number) {
   request.used = false;
   request.id.clear();
   free_requests_.push_back(number);
+}
+
+void OffloadScheduler::count_cached(uint32_t number, const CachedTokens& tokens) {
+  cached_.device += tokens.device;
+  for (size_t i = 0; i < tokens.stores.size(); ++i) cached_.stores[i] += tokens.stores[i];
+  cached_.other += tokens.other;
+  const auto in = [&](StoreId store) { return static_cast<uint64_t>(tokens.stores[static_cast<size_t>(store)]); };
+  (void)port_.record({.type = EventType::kCached,
+                      .request = event_request(number),
+                      .transfer = static_cast<uint64_t>(tokens.other),
+                      .a = both(static_cast<uint64_t>(tokens.device), in(StoreId::kHost)),
+                      .b = both(in(StoreId::kDisk), in(StoreId::kRemote))});
 }
 
 bool OffloadScheduler::finished(uint32_t number) {

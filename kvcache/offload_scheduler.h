@@ -85,6 +85,14 @@ struct MovedKeys {
   uint64_t blocks = 0;
 };
 
+// Tokens of a request that its prefill did not compute, by where their KV was.
+struct CachedTokens {
+  int64_t device = 0;  // the engine's own prefix cache
+  std::array<int64_t, kStores> stores{};
+  int64_t other = 0;  // what else loads KV into the engine
+  friend bool operator==(const CachedTokens&, const CachedTokens&) = default;
+};
+
 struct OffloadOffer {
   std::span<const BlockKey> keys;  // in namespace space()
   std::span<const int32_t> blocks;
@@ -149,6 +157,10 @@ class OffloadScheduler {
   // Note that the engine has registered `blocks`, the first loaded ones, so their slots have the same bytes. Unpins the
   // request's slots.
   void loaded(uint32_t request, std::span<const int32_t> blocks);
+  // Add a request's cached tokens to the totals, and record them as an event. Call it once, before finished().
+  void count_cached(uint32_t request, const CachedTokens& tokens);
+  // Return the totals of count_cached().
+  const CachedTokens& cached() const { return cached_; }
   // End a request. Return false if its load still writes into its blocks: they stay, and the number is valid, until
   // take_loads() names it.
   bool finished(uint32_t request);
@@ -311,6 +323,7 @@ class OffloadScheduler {
   int64_t quarantined_ = 0;
   int64_t appended_again_ = 0;
   int64_t loaded_from_remote_ = 0;
+  CachedTokens cached_;
   int64_t disk_room_ = 0;        // BlockIndex::disk_room() at the last look
   std::vector<JobBlock> again_;  // to be reinserted; a step without memory leaves them
   std::vector<Slot> kept_;       // host slots pinned by backing()

@@ -39,6 +39,7 @@ struct OffloadRigOptions {
   OffloadRankOptions rank;
   OffloadSchedulerOptions scheduler;
   PlacementOptions placement;
+  EventPort events;
 };
 
 class OffloadRig {
@@ -61,7 +62,7 @@ class OffloadRig {
   }
   // A new scheduler over workers that find what is on disk.
   void start() {
-    scheduler = value_of(OffloadScheduler::create(options_.scheduler, device, *placement_, clock));
+    scheduler = value_of(OffloadScheduler::create(options_.scheduler, device, *placement_, clock, options_.events));
     std::vector<std::vector<RecoveredBlock>> found;
     for (const auto& rank : ranks) {
       rank->worker().open_space(scheduler->space(), {});

@@ -7,6 +7,7 @@
 
 #include <fmt/core.h>
 
+#include "base/event_ring.h"
 #include "base/watched_file_system.h"
 #include "tests/kvcache/offload_scheduler_scene.h"
 
@@ -63,6 +64,29 @@ TEST_P(OffloadSchedulerTest, TimesAreThoseFromThePlanToTheLastRanksReportAndOfTh
   EXPECT_TRUE(rig.scheduler->take_times().loads.empty());
   rig.scheduler->loaded(request, blocks);
   EXPECT_TRUE(rig.scheduler->finished(request));
+}
+
+TEST_P(OffloadSchedulerTest, CachedTokensAreAddedUpAndRecordedForEachRequest) {
+  const auto ring = value_of(EventRing::in_memory({}, 256));
+  OffloadRig& rig = this->rig({.events = EventPort(*ring, system_clock())});
+  const uint32_t request = rig.scheduler->begin_request("r");
+  rig.scheduler->count_cached(request, {.device = 1, .stores = {20, 300, 4000}, .other = 50000});
+  EXPECT_TRUE(rig.scheduler->finished(request));
+  const uint32_t next = rig.scheduler->begin_request("next");
+  rig.scheduler->count_cached(next, {.device = 1, .stores = {2, 3, 4}});
+  EXPECT_TRUE(rig.scheduler->finished(next));
+  EXPECT_EQ(rig.scheduler->cached(), (CachedTokens{.device = 2, .stores = {22, 303, 4004}, .other = 50000}));
+  std::vector<Event> events;
+  EventReader(*ring).read(events, true);
+  events.erase(
+      std::remove_if(events.begin(), events.end(), [](const Event& event) { return event.type != EventType::kCached; }),
+      events.end());
+  ASSERT_EQ(events.size(), 2u);
+  EXPECT_EQ(events[0].request, event_request(request));
+  EXPECT_EQ(events[0].a, both(1, 20));
+  EXPECT_EQ(events[0].b, both(300, 4000));
+  EXPECT_EQ(events[0].transfer, 50000u);
+  EXPECT_EQ(events[1].b, both(3, 4));
 }
 
 TEST_P(OffloadSchedulerTest, S1ALiveBlockIsKnownByItsStampAndNeverByItsKey) {

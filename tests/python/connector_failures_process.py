@@ -369,7 +369,7 @@ def waiting_request_is_asked_for_again(model) -> dict:
         served.workers.late = late
         served.step(3)
         found.append(served.side.core.match(waiting, 0) // replay.BLOCK)
-    served.side.core.finished(waiting.request_id, served.side.steps)
+    served.side.core.finished(waiting.request_id, served.side.steps, False)
     served.finish()
     return {"found": found, "left": served.left()}
 

@@ -40,6 +40,7 @@ def identical(served: Served) -> dict:
     return {
         "tokens": [[tokens for tokens, _ in one] for one in rounds],
         "cached": [sum(cached for _, cached in one) for one in rounds],
+        "counted": [served.cached, served.by_tier()],
         "stats": served.side.stats(),
     }
 
@@ -322,6 +323,7 @@ def several_groups(served: Served) -> dict:
     result = {
         "tokens": [[tokens for tokens, _ in one] for one in rounds],
         "cached": [sum(cached for _, cached in one) for one in rounds],
+        "by_tier": served.by_tier(),
         "stats": served.side.stats(),
         "bytes": (worker_side().core.sizes()["block_bytes"], config.kv_cache_tensors[0].size // config.num_blocks),
     }
@@ -340,6 +342,7 @@ def measured(served: Served) -> dict:
     metrics = [dataclasses.asdict(metric) for metric in served.one.llm.get_metrics()]
     return {
         "told": dict(served.side._counted),
+        "cached": served.cached,
         "sizes": worker_side().core.sizes(),
         "torpor": [metric for metric in metrics if metric["name"].startswith("torpor_offload_")],
         "vllm": sum(metric["name"].startswith("vllm:") for metric in metrics),
@@ -354,6 +357,7 @@ SCENARIOS = (
 
 def served_from_disk(served: Served) -> dict:
     """The first round needs what an earlier process left there, if it did."""
+    before = served.by_tier(), served.cached
     [answers, again] = [served.round(prompts()) for _ in range(2)]
     for _ in range(10):  # what was left out because the disk was slow is offered when it is computed again
         if served.side.stats()["disk_blocks"] > 50:
@@ -364,6 +368,8 @@ def served_from_disk(served: Served) -> dict:
         "tokens": [tokens for tokens, _ in answers],
         "again": [tokens for tokens, _ in again],
         "cached": sum(cached for _, cached in answers),
+        "by_tier": {tier: tokens - before[0][tier] for tier, tokens in served.by_tier().items()},
+        "of_all": served.cached - before[1],
         "stats": served.side.stats(),
     }
 

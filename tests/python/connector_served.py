@@ -32,6 +32,7 @@ class Served:
         self.one = one
         self.side = one.core.scheduler.connector.scheduler
         self.rounds = 0
+        self.cached = 0  # of all prompts, as vLLM says it
 
     def ask(self, texts: list[str], tokens: int = 8) -> list[str]:
         self.rounds += 1
@@ -48,9 +49,15 @@ class Served:
             for output in self.one.engine.step():
                 if output.finished:
                     found[output.request_id] = (list(output.outputs[0].token_ids), output.num_cached_tokens)
+                    self.cached += output.num_cached_tokens
             while_running()
         self.flush()
         return found
+
+    def by_tier(self) -> dict[str, int]:
+        """Tokens that were cached, as the connector has counted them."""
+        stats = self.side.stats()
+        return {tier: stats[f"cached_{tier}_tokens"] for tier in ("device", "host", "disk", "kv_store", "other")}
 
     def stuck(self) -> str:
         """Who has which blocks."""

@@ -40,6 +40,8 @@ def test_tokens_are_the_same_and_most_prompts_come_from_host_memory(served):
     assert result["tokens"][0] == result["tokens"][1] == result["tokens"][2]
     cold, *warm = result["cached"]
     assert all(cached > cold + CONVERSATIONS * 32 for cached in warm)
+    counted, tiers = result["counted"]
+    assert counted == sum(result["cached"]) == tiers["device"] + tiers["host"] and tiers["host"] > 32
     assert result["stats"]["onboard_transferred"] > CONVERSATIONS and result["stats"]["host_blocks"] > BLOCKS
     assert result["stats"]["held_blocks"] == result["stats"]["loading_requests"] == 0
 
@@ -61,6 +63,11 @@ def test_get_metrics_has_blocks_bytes_and_seconds_of_each_way(served):
         seconds = values["torpor_offload_seconds", way, None, None]
         assert 0 < seconds["count"] <= blocks and seconds["sum"] > 0
         assert seconds["buckets"]["+Inf"] == seconds["count"]
+    cached = [metric for metric in result["torpor"] if metric["name"] == "torpor_offload_cached_tokens"]
+    assert sum(metric["value"] for metric in cached) == result["cached"] > 0
+    assert {m["labels"]["tier"]: m["value"] for m in cached} == {
+        tier: told.get(f"cached_{tier}_tokens", 0) for tier in ("device", "host", "disk", "kv_store", "other")
+    }
     loads = values["torpor_offload_load_seconds", None, None, None]
     assert loads["count"] > CONVERSATIONS and loads["sum"] > 0
     assert values["torpor_offload_host_capacity_blocks", None, None, None]["value"] == sizes["host_slots"]
@@ -174,8 +181,8 @@ def test_with_steps_in_flight_and_a_sleep_in_the_middle(zygote, tiny_model, tmp_
     is_operated(result["operated"])
     assert result["types"] == sorted(
         (
-            "candidate control copy dropped ended engine hit key memory operation phase planned registered request "
-            "slot step stop tier"
+            "cached candidate control copy dropped ended engine hit key memory operation phase planned registered "
+            "request slot step stop tier"
         ).split()
     )
 
@@ -264,6 +271,7 @@ def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygo
 
     first = serve()
     cold, warm = first["cached"]
+    assert sum(first["by_tier"].values()) == cold + warm
     assert warm > cold + CONVERSATIONS * 32 and first["stats"]["demote_transferred"] > CONVERSATIONS
     for way in ("preserve_state", "recompute"):
         slept = first["slept"][way]
@@ -335,7 +343,9 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     first, other = make_model(tmp_path / "first", real_model), make_model(tmp_path / "other", real_model, seed=8)
 
     def serve(model, *checkpoint):
-        return result_of(zygote.run([PROCESS, "disk", model, tmp_path, *checkpoint]))
+        result = result_of(zygote.run([PROCESS, "disk", model, tmp_path, *checkpoint]))
+        assert sum(result["by_tier"].values()) == result["of_all"] > 0
+        return result
 
     before = serve(first)
     told = before["told"]
@@ -351,6 +361,7 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     assert after["stats"]["recovered_blocks"] >= before["stats"]["disk_blocks"] > 50
     is_told_block_by_block(after["blocks"], after["stats"])
     assert after["tokens"] == before["tokens"] and after["cached"] > before["cached"] + CONVERSATIONS * 32
+    assert after["by_tier"]["disk"] > CONVERSATIONS * 32
     assert after["new"]["after"] == after["new"]["before"] + 1
     assert damage(tmp_path, every=108) > 5
     beside = serve(first)
@@ -383,7 +394,10 @@ def test_counters_and_gauges_reach_prometheus():
     }
     assert stats.reduce() == {"offload_transferred": 2, "offload_bytes": 128, "host_blocks": 5, "offload_ms": 2.0,
                               "load_ms": 20.0}  # fmt: skip
+    metrics.observe(Stats.since({}, {"cached_disk_tokens": 96}, {}).data)
     text = generate_latest().decode()
+    assert 'torpor_offload_cached_tokens_total{engine="0",tier="disk"} 96.0' in text
+    assert 'torpor_offload_cached_tokens_total{engine="0",tier="kv_store"} 0.0' in text
     assert 'torpor_offload_blocks_total{engine="0",outcome="transferred",way="offload"} 5.0' in text
     assert 'torpor_offload_evicted_blocks_total{engine="0",store="disk"} 1.0' in text
     assert 'torpor_offload_host_blocks{engine="0"} 5.0' in text

@@ -36,6 +36,16 @@ def test_what_one_engine_computed_another_finds(shared):
 
 
 @pytest.mark.slow
+def test_cached_tokens_are_counted_by_the_tier_that_had_them(shared):
+    """Two blocks of one prompt come from each: together they are what vLLM says was cached."""
+    result = shared[1]["from each tier"]
+    two = {"device": 64, "host": 64, "disk": 64, "kv_store": 64}
+    assert result["dropped"] == {"host": 4, "disk": 2} and result["loaded"] == 2
+    assert result["counted"] == result["story"] == two | {"other": 0} and result["told"] == two
+    assert result["cached"] == sum(two.values()) and result["tokens"][0] == result["tokens"][1]
+
+
+@pytest.mark.slow
 def test_after_a_reset_an_engine_finds_nothing_of_before(shared):
     for result in shared[:2]:
         check_reset(result)

@@ -95,8 +95,8 @@ TEST(SimulationReplay, WhatWasRecordedReplaysEventByEvent) {
   }
   EXPECT_GT(events, 1000u);
   if (seeds < 20) return;
-  // A reference engine emits all types but kBlock and kKey, which must be asked for, and stops, which are off while it
-  // is recorded.
+  // A reference engine emits all types but kBlock and kKey, which must be asked for, kCached, which only vLLM's
+  // connector emits, and stops, which are off while it is recorded.
   EXPECT_EQ(types, (std::set{EventType::kText, EventType::kStep, EventType::kRequest, EventType::kSlot, EventType::kHit,
                              EventType::kCandidate, EventType::kPlanned, EventType::kEnded, EventType::kRegistered,
                              EventType::kDropped, EventType::kCopy, EventType::kTier, EventType::kOperation,

@@ -45,7 +45,10 @@ class ConnectorScheduler:
         """The forward pass of this step is over."""
     def adopt(self, ranks: list) -> bytes:
         """What every rank recovered is found from now on; returns what the ranks adopt."""
-    def allocated(self, id: str, external: int) -> None: ...
+    def allocated(self, id: str, external: int, local: int | None = None, other: int = 0) -> None:
+        """It has blocks for `external` tokens that are loaded. `local`: if vLLM counts this look-up as the
+        request's, the tokens in its own prefix cache; `other`: those that another connector loads.
+        """
     def apply(self, reports: list) -> None:
         """What became of plans, as the ranks say it."""
     @property
@@ -53,8 +56,10 @@ class ConnectorScheduler:
         """Steps are needed, if only empty ones."""
     def check(self) -> None:
         """For tests: raises if the index or the queue contradict themselves."""
-    def finished(self, id: str, step: int) -> None:
-        """Of a request that still has its blocks; `step` was the last one."""
+    def finished(self, id: str, step: int, answered: bool) -> None:
+        """Of a request that still has its blocks; `step` was the last one. `answered`: vLLM has said how many of its
+        tokens were cached; then they are counted.
+        """
     @property
     def held(self) -> int:
         """Blocks of the engine."""
@@ -85,8 +90,8 @@ class ConnectorScheduler:
     def take_events(self) -> typing.Any: ...
     def take_times(self) -> dict:
         """Seconds that each batch took, by way, and each request's load (`load`), since the last call."""
-    def tokens_from_disk(self) -> int: ...
-    def tokens_from_remote(self) -> int: ...
+    def tokens_of_load(self, id: str) -> typing.Annotated[list[int], "FixedSize(3)"]:
+        """Tokens of the request's last load by store: host, disk, remote."""
     @property
     def under_way(self) -> bool: ...
 

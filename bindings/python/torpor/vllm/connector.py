@@ -114,14 +114,9 @@ class TorporConnector(ConnectorBase):
     def get_external_cache_hit_sources(self, request, num_external_tokens: int) -> dict:
         if self.scheduler is None or num_external_tokens == 0:
             return {}
-        from_disk = min(self.scheduler.tokens_from_disk(), num_external_tokens)
-        from_remote = min(self.scheduler.tokens_from_remote(), num_external_tokens - from_disk)
-        sources = {
-            CacheHitSource.HOST: num_external_tokens - from_disk - from_remote,
-            CacheHitSource.DISK: from_disk,
-            CacheHitSource.EXTERNAL_UNSPECIFIED: from_remote,
-        }
-        return {source: tokens for source, tokens in sources.items() if tokens > 0}
+        sources = (CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED)
+        found = self.scheduler.tokens_of_load(request.request_id)
+        return {source: tokens for source, tokens in zip(sources, found, strict=True) if tokens > 0}
 
     def build_connector_meta(self, scheduler_output) -> Orders:
         return self.scheduler.step(scheduler_output.num_scheduled_tokens) if self.scheduler else Orders(0)

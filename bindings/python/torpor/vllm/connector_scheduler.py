@@ -137,15 +137,19 @@ class SchedulerSide:
 
     def allocated(self, request, external: int) -> None:
         if self.core is not None:
-            self.core.allocated(request.request_id, external)
+            local, other = None, 0
+            if (counted := request.prefill_stats) is not None and request.num_preemptions <= 0:
+                other = counted.num_external_cached_tokens - external
+                # Tokens are computed already where it comes back from its load, without another look-up.
+                if external > 0 or request.num_computed_tokens == 0:
+                    local = counted.num_local_cached_tokens
+            self.core.allocated(request.request_id, external, local, other)
             if external > 0 and self.slots is not None:
                 self.slots.loading(request.request_id, external // self.block_tokens)
 
-    def tokens_from_disk(self) -> int:
-        return 0 if self.core is None else self.core.tokens_from_disk()
-
-    def tokens_from_remote(self) -> int:
-        return 0 if self.core is None else self.core.tokens_from_remote()
+    def tokens_of_load(self, request_id: str) -> list[int]:
+        """Return the tokens of a request's last load that came from host memory, disk and the remote store."""
+        return [0, 0, 0] if self.core is None else self.core.tokens_of_load(request_id)
 
     def know(self, request) -> None:
         """One that was begun in an earlier process."""
@@ -154,7 +158,7 @@ class SchedulerSide:
 
     def finished(self, request) -> None:
         if self.core is not None:
-            self.core.finished(request.request_id, self.steps)
+            self.core.finished(request.request_id, self.steps, request.prefill_stats is None)
 
     # --- steps ---
 

@@ -26,6 +26,7 @@ _GAUGES = {
 # To the device; from it to host memory; on to disk; to the store that engines share; lookups there.
 _WAYS = ("onboard", "offload", "demote", "publish", "lookup")
 _STORES = ("host", "disk")
+_TIERS = ("device", "host", "disk", "kv_store", "other")
 LOAD = "load"  # names the seconds of whole requests, beside those of ways
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -100,6 +101,16 @@ class Metrics(KVConnectorPromMetrics):
             labelnames=labelnames,
             buckets=_SECONDS,
         )
+        self._cached = self._counter_cls(
+            name="torpor_offload_cached_tokens",
+            documentation="Tokens of requests that have ended, of their prompts, that were not computed, by where "
+            "their KV was: in vLLM's prefix cache, in host memory, on disk, in the remote store, or with another "
+            "connector. They add up to what these requests have as num_cached_tokens.",
+            labelnames=[*labelnames, "tier"],
+        )
+        for values in per_engine_labelvalues.values():
+            for tier in _TIERS:
+                self._cached.labels(*values, tier)
         self._evicted = self._counter_cls(
             name="torpor_offload_evicted_blocks",
             documentation="Blocks that made room for others.",
@@ -123,6 +134,8 @@ class Metrics(KVConnectorPromMetrics):
                 self._bytes.labels(*labels, kind).inc(more)
             elif kind in _WAYS:
                 self._blocks.labels(*labels, kind, what).inc(more)
+            elif kind == "cached":
+                self._cached.labels(*labels, what.removesuffix("_tokens")).inc(more)
             elif kind in _STORES and what == "evicted":
                 self._evicted.labels(*labels, kind).inc(more)
         for name, number in transfer_stats_data["gauges"].items():
