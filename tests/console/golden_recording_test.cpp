@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Recordings of vLLM by each version of the schema, as they were written: whoever changes what events mean breaks them.
-// 1.0 has all but offloading; 1.2 has the connector, a sleep, memory and keys; 1.5
-// blocks of host memory one by one.
+// 1.0 has all but offloading; 1.2 has the connector, a sleep, memory and keys; 1.5 blocks of host memory one by
+// one; 1.6 cached tokens.
 #include <fstream>
 
 #include "console/engine_view.h"
@@ -38,8 +38,8 @@ class GoldenRecording : public testing::TestWithParam<Golden> {
 INSTANTIATE_TEST_SUITE_P(Versions, GoldenRecording,
                          testing::Values(Golden{"1.0", ""}, Golden{"1.1", "stop,control,input"},
                                          Golden{"1.2", "memory,hit,tier"}, Golden{"1.3", "stop,control,hit,candidate"},
-                                         Golden{"1.4", "control,operation,phase"},
-                                         Golden{"1.5", "registered,dropped"}));
+                                         Golden{"1.4", "control,operation,phase"}, Golden{"1.5", "registered,dropped"},
+                                         Golden{"1.6", "cached"}));
 
 TEST_P(GoldenRecording, SaysWhatItSaid) {
   const SourceEvents found = recording();
