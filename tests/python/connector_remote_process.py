@@ -6,7 +6,8 @@
 OPTIONS: those of the connector, as JSON. SERVER: the process id of the server, or 0. NEAR, FAR: processes in whose
 networks this engine and the server are, or 0. Prints what a round of requests got, and another after a reset; with a
 server instead what rounds got while the network between them was slowed and cut, and while the server was stopped, and
-killed.
+killed. An engine that shares uncompressed blocks through Redis has a disk too, and prints what a request got whose
+blocks lie in four tiers.
 """
 
 import json
