@@ -20,6 +20,7 @@
 #include "bindings/connector_offers.h"
 #include "bindings/connector_values.h"
 #include "bindings/engine_blocks.h"
+#include "bindings/engine_prefixes.h"
 #include "bindings/hook_guard.h"
 #include "bindings/process_events.h"
 #include "kvcache/offload_scheduler.h"
@@ -44,6 +45,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
         placement_(make_placement(options_.placement)),
         scheduler_(value_or_raise(
             OffloadScheduler::create(options_.offload, blocks_, *placement_, system_clock(), process_events()))),
+        prefixes_(pool, blocks_),
+        residency_(value_or_raise(
+            Residency::create(residency_options(options_, groups_), *scheduler_, prefixes_, system_clock()))),
         hits_(groups_, scheduler_->index(), block_tokens_),
         asks_(groups_, scheduler_->index(), block_tokens_),
         offers_(pool, options_, groups_, blocks_, *scheduler_) {
@@ -134,6 +138,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   // `scheduled`: request id -> tokens that it computes in step `step`. Return the plan of this step for all ranks, or
   // None.
   py::object step(uint64_t step, const py::dict& scheduled, bool flush) {
+    last_step_ = std::max(last_step_, step);
     if (offers_.looks_at_requests()) look_at(scheduled, step);
     offers_.end_step(scheduled);
     return plan(flush);
@@ -142,6 +147,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   py::object plan(bool flush) {
     Bytes encoded;
     value_or_raise(try_catch([&]() -> Status {
+      if (residency_->busy() || residency_->holds()) residency_->advance(last_step_);
       const TransferPlan& plan = scheduler_->plan_step(flush);
       if (!plan.empty()) encoded = plan.encode();
       return ok();
@@ -171,7 +177,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
     Record* const record = known(id.ptr());
     if (record == nullptr) return;
     if (answered && record->cached) scheduler_->count_cached(record->number, *record->cached);
+    last_step_ = std::max(last_step_, step);
     offers_.finished(record->progress, {record->request.ptr(), id.ptr(), record->priority}, step);
+    end_session(*record);
     PyDict_DelItem(numbers_.ptr(), id.ptr());
     record->request = py::object();
     if (scheduler_->finished(record->number)) record->used = false;
@@ -181,6 +189,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   // that is computed on top of it.
   uint32_t reset() {
     value_or_raise(try_catch([&]() -> Status { return scheduler_->reset(); }));
+    value_or_raise(try_catch([&]() -> Status { return residency_->reset(), ok(); }));
     offers_.reset();
     for (Record& record : records_) record.progress = {.stale = record.used};
     end_loads();
@@ -194,11 +203,27 @@ class ConnectorScheduler final : public console::OffloadAccess {
 
   void release_all() { blocks_.release_all(); }
   uint32_t space() const { return scheduler_->space(); }
-  bool busy() const { return scheduler_->busy(); }
+  bool busy() const { return scheduler_->busy() || residency_->busy(); }
   bool under_way() const { return scheduler_->under_way(); }
   int64_t held() const { return blocks_.held(); }
   int64_t loading() const { return loading_; }
-  void check() const { value_or_raise(scheduler_->check()); }
+  void check() const {
+    value_or_raise(scheduler_->check());
+    value_or_raise(residency_->check());
+  }
+
+  // Carry out a front end's call of a session; session_answer() has what became of it. session_views(): of one tenant;
+  // None: of all.
+  py::dict session_call(const py::dict& dict) {
+    return answer_to_python(value_or_raise(residency_->call(session_call_from(dict), last_step_)));
+  }
+  py::dict session_answer(const std::string& tenant, const std::string& action) const {
+    return answer_to_python(value_or_raise(residency_->answer(tenant, action)));
+  }
+  py::list session_views(const std::optional<std::string>& tenant) {
+    return views_to_python(value_or_raise(try_catch(
+        [&]() -> Result<std::vector<SessionView>> { return residency_->list(tenant ? &*tenant : nullptr); })));
+  }
 
   py::bytes adopt(const py::list& ranks) {
     std::vector<std::vector<RecoveredBlock>> found;
@@ -213,7 +238,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     return record == nullptr ? TokensByStore() : record->found;
   }
 
-  py::dict stats() const { return connector_stats(*scheduler_, blocks_.held(), loading_); }
+  py::dict stats() const { return connector_stats(*scheduler_, *residency_, blocks_.held(), loading_); }
   py::dict take_times() { return times_to_python(scheduler_->take_times()); }
   py::object take_events() { return events_to_python(scheduler_->take_events()); }
 
@@ -235,6 +260,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     TokensByStore found{};               // of its last load
     std::optional<CachedTokens> cached;  // of the look-up that vLLM counts
     py::object request;
+    SessionName session;  // without an id: it belongs to none
 
     void begin_again() {
       progress = {};
@@ -272,9 +298,52 @@ class ConnectorScheduler final : public console::OffloadAccess {
     offers_.expect(priority);
     const uint32_t number = scheduler_->begin_request(id.cast<std::string>(), priority);
     if (number >= records_.size()) records_.resize(number + 1);
-    records_[number] = {.number = number, .priority = priority, .used = true, .request = request};
+    records_[number] = {
+        .number = number, .priority = priority, .used = true, .request = request, .session = session_of(request)};
     numbers_[id] = py::int_(number);
+    if (const SessionName& session = records_[number].session; !session.id.empty()) residency_->begin(session);
     return records_[number];
+  }
+
+  static ResidencyOptions residency_options(const ConnectorOptions& options, const GroupTables& groups) {
+    ResidencyOptions residency = options.residency;
+    residency.groups = static_cast<uint32_t>(groups.size());
+    return residency;
+  }
+  // Return the session that the request names: by vLLM's own field, or by `session_id` of its extra arguments. The
+  // tenant is what a server writes there.
+  static SessionName session_of(const py::object& request) {
+    const auto text = [](const py::object& value) {
+      return py::isinstance<py::str>(value) ? value.cast<std::string>() : std::string();
+    };
+    SessionName name{.id = text(py::getattr(request, "session_id", py::none()))};
+    const py::object sampling = py::getattr(request, "sampling_params", py::none());
+    const py::object extra = py::getattr(sampling, "extra_args", py::none());
+    if (!py::isinstance<py::dict>(extra)) return name;
+    if (name.id.empty()) name.id = text(extra.attr("get")("session_id"));
+    name.tenant = text(extra.attr("get")("torpor_tenant"));
+    return name;
+  }
+  // Record what a request of a session has computed. What it computed on top of older blocks is found by nobody.
+  void end_session(const Record& record) {
+    if (record.session.id.empty()) return;
+    std::vector<BlockHash> chain;
+    const py::list hashes = record.request.attr("block_hashes");
+    const auto computed = record.request.attr("num_computed_tokens").cast<int64_t>();
+    const auto tokens = record.request.attr("num_tokens").cast<int64_t>() - 1;  // the last one has no KV
+    const auto full = static_cast<size_t>(std::max<int64_t>(std::min(computed, tokens), 0) / block_tokens_);
+    for (size_t i = 0; i < std::min(full, hashes.size()) && !record.progress.stale; ++i) {
+      const auto hash = hashes[i].cast<std::string>();
+      BlockHash& padded = chain.emplace_back();
+      if (hash.size() > padded.size()) {
+        chain.clear();
+        break;
+      }
+      std::copy(hash.begin(), hash.end(), padded.begin());
+      prefixes_.set_hash_bytes(hash.size());
+    }
+    value_or_raise(
+        try_catch([&]() -> Status { return residency_->finished(record.session, chain, last_step_), ok(); }));
   }
 
   // vLLM asks for the head of its waiting queue in each step, until there are blocks for it. Return whether the earlier
@@ -364,6 +433,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
   const GroupTables groups_;
   const std::unique_ptr<Placement> placement_;
   const std::unique_ptr<OffloadScheduler> scheduler_;
+  EnginePrefixes prefixes_;
+  const std::unique_ptr<Residency> residency_;
+  uint64_t last_step_ = 0;  // that the engine began
   ConnectorHits hits_;
   ConnectorHits asks_;
   ConnectorOffers offers_;
@@ -421,6 +493,12 @@ void bind_connector(py::module_& module) {
            "What every rank recovered is found from now on; returns what the ranks adopt.")
       .def("tokens_of_load", &ConnectorScheduler::tokens_of_load, py::arg("id"),
            "Tokens of the request's last load by store: host, disk, remote.")
+      .def("session_call", &ConnectorScheduler::session_call, py::call_guard<InHook>(), py::arg("call"),
+           "Begin a call of a session; returns its answer so far.")
+      .def("session_answer", &ConnectorScheduler::session_answer, py::call_guard<InHook>(), py::arg("tenant"),
+           py::arg("action"))
+      .def("session_views", &ConnectorScheduler::session_views, py::call_guard<InHook>(), py::arg("tenant"),
+           "The sessions of a tenant; None: of all.")
       .def("stats", &ConnectorScheduler::stats, py::call_guard<InHook>())
       .def("take_times", &ConnectorScheduler::take_times, py::call_guard<InHook>(),
            "Seconds that each batch took, by way, and each request's load (`load`), since the last call.")

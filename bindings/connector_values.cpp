@@ -14,6 +14,13 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
+constexpr std::array kAllWays = {Way::kOnboard, Way::kOffload, Way::kDemote,
+                                 Way::kPublish, Way::kLookup,  Way::kPrefetch};
+static_assert(kAllWays.size() == kWays);
+constexpr std::array kVerbs = {SessionVerb::kDemote, SessionVerb::kPrefetch, SessionVerb::kRetain, SessionVerb::kPin,
+                               SessionVerb::kEvict};
+static_assert(kVerbs.size() == kSessionVerbs);
+
 struct PackedBlock {
   std::array<uint8_t, 32> hash;
   uint32_t group;
@@ -84,6 +91,13 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
     *interval = std::chrono::milliseconds(milliseconds);
   }
   in.read_if_given("presence", options.placement.presence);
+  int64_t pin_seconds = options.residency.most_ttl.count();
+  in.read_if_given("sessions", options.residency.index.sessions);
+  in.read_if_given("session_index_bytes", options.residency.index.bytes);
+  in.read_if_given("tenant_share", options.residency.index.tenant_share);
+  in.read_if_given("pin_share", options.residency.pin_share);
+  in.read_if_given("pin_seconds", pin_seconds);
+  options.residency.most_ttl = std::chrono::seconds(pin_seconds);
   in.finish();
   // Blocks are held in both modes: if the free queue is short, vLLM would reuse a block before it was copied.
   options.offload.mode = OffloadMode::kEager;
@@ -105,9 +119,9 @@ Bytes packed(const std::vector<AdoptedBlock>& blocks) {
 std::vector<RecoveredBlock> recovered_from(const Bytes& bytes) { return unpack(bytes, &RecoveredBlock::segment); }
 std::vector<AdoptedBlock> adopted_from(const Bytes& bytes) { return unpack(bytes, &AdoptedBlock::slot); }
 
-py::dict connector_stats(const OffloadScheduler& scheduler, int64_t held, int64_t loading) {
+py::dict connector_stats(const OffloadScheduler& scheduler, const Residency& residency, int64_t held, int64_t loading) {
   py::dict out;
-  for (const Way way : {Way::kOnboard, Way::kOffload, Way::kDemote, Way::kPublish, Way::kLookup}) {
+  for (const Way way : kAllWays) {
     const OutcomeCounts& counts = scheduler.queue().counts(way);
     for (int i = 0; i < kBlockOutcomes; ++i) {
       const uint64_t count = counts[static_cast<size_t>(i)];
@@ -135,12 +149,96 @@ py::dict connector_stats(const OffloadScheduler& scheduler, int64_t held, int64_
   out["jobs_under_way"] = scheduler.queue().jobs_under_way();
   out["held_blocks"] = held;
   out["loading_requests"] = loading;
+  const ResidencyCounts counts = residency.counts();
+  for (const SessionVerb verb : kVerbs) {
+    for (size_t tier = 0; tier < kResidences; ++tier) {
+      const uint64_t blocks = counts.blocks[static_cast<size_t>(verb)][tier];
+      const auto residence = static_cast<Residence>(tier);
+      if (blocks > 0) out[py::str(fmt::format("session_{}_{}", name(verb), name(residence)))] = blocks;
+    }
+  }
+  if (counts.freed > 0) out["session_freed_blocks"] = counts.freed;
+  if (counts.forgotten > 0) out["session_forgotten"] = counts.forgotten;
+  out["sessions"] = counts.sessions;
+  out["held_by_sessions_blocks"] = counts.held;
+  out["session_index_bytes"] = counts.index_bytes;
   return out;
+}
+
+// ---- sessions
+
+SessionCall session_call_from(const py::dict& dict) {
+  DictReader in(dict, "a call of a session");
+  SessionCall call;
+  std::string verb;
+  std::string to = "host";
+  double seconds = 0;
+  in.read("verb", verb);
+  in.read("tenant", call.name.tenant);
+  in.read("session", call.name.id);
+  in.read_if_given("to", to);
+  in.read_if_given("seconds", seconds);
+  in.read_if_given("priority", call.priority);
+  in.read_if_given("action", call.action);
+  in.finish();
+  const auto wrong = [](std::string what, std::string next) {
+    raise(Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)});
+  };
+  const auto known = std::find_if(kVerbs.begin(), kVerbs.end(), [&](SessionVerb each) { return name(each) == verb; });
+  if (known == kVerbs.end())
+    wrong(fmt::format("the verb is \"{}\"", verb), "use demote, prefetch, retain, pin or evict");
+  call.verb = *known;
+  const std::array stores = {StoreId::kHost, StoreId::kDisk, StoreId::kRemote};
+  const auto store = std::find_if(stores.begin(), stores.end(), [&](StoreId each) { return name(each) == to; });
+  if (store == stores.end()) wrong(fmt::format("to is \"{}\"", to), "use host, disk or remote");
+  call.to = *store;
+  constexpr double kMost = 1e9;  // 30 years
+  if (!(seconds >= -kMost && seconds <= kMost)) wrong(fmt::format("{} seconds", seconds), "use at most 1000000000");
+  call.seconds = std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+  return call;
+}
+
+py::dict answer_to_python(const SessionAnswer& answer) {
+  py::dict out;
+  out["outcome"] = std::string(name(answer.outcome));
+  out["reason"] = answer.reason;
+  out["done"] = answer.done;
+  out["repeated"] = answer.repeated;
+  out["blocks"] = answer.blocks;
+  out["freed_blocks"] = answer.freed;
+  out["kept_blocks"] = answer.kept;
+  out["epoch"] = answer.epoch;
+  out["action_id"] = answer.action;
+  return out;
+}
+
+py::list views_to_python(const std::vector<SessionView>& views) {
+  py::list list;
+  for (const SessionView& view : views) {
+    py::dict out;
+    out["tenant"] = view.name.tenant;
+    out["id"] = view.name.id;
+    out["epoch"] = view.epoch;
+    out["tier"] = std::string(name(view.residence));
+    out["prefixes"] = view.prefixes;
+    out["blocks"] = view.blocks;
+    out["device_blocks"] = view.device;
+    out["host_blocks"] = view.host;
+    out["disk_blocks"] = view.disk;
+    out["kv_store_blocks"] = view.remote;
+    out["running"] = view.running;
+    out["held"] = !view.held ? "" : view.pinned ? "pinned" : "retained";
+    out["priority"] = view.priority;
+    out["seconds_left"] = view.seconds_left;
+    out["held_blocks"] = view.held_blocks;
+    list.append(out);
+  }
+  return list;
 }
 
 py::dict times_to_python(const OffloadTimes& times) {
   py::dict out;
-  for (const Way way : {Way::kOnboard, Way::kOffload, Way::kDemote, Way::kPublish, Way::kLookup}) {
+  for (const Way way : kAllWays) {
     const std::vector<double>& seconds = times.batches[static_cast<size_t>(way)];
     if (!seconds.empty()) out[py::str(std::string(name(way)))] = py::cast(seconds);
   }

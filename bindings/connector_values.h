@@ -12,12 +12,14 @@
 
 #include "base/value.h"
 #include "kvcache/offload_scheduler.h"
+#include "kvcache/residency.h"
 
 namespace torpor {
 
 struct ConnectorOptions {
   OffloadSchedulerOptions offload;
   PlacementOptions placement;
+  ResidencyOptions residency;  // `groups` is the engine's
   bool lazy = false;
   std::chrono::milliseconds remote_wait{0};  // longest time that a request waits for the remote store's lookup
   int32_t watermark = 0;                     // lazy: number of blocks at the head of the free queue that are looked at
@@ -32,7 +34,12 @@ std::vector<RecoveredBlock> recovered_from(const Bytes& bytes);
 std::vector<AdoptedBlock> adopted_from(const Bytes& bytes);
 
 // Return counters since the start, and present numbers, by name.
-pybind11::dict connector_stats(const OffloadScheduler& scheduler, int64_t held, int64_t loading);
+pybind11::dict connector_stats(const OffloadScheduler& scheduler, const Residency& residency, int64_t held,
+                               int64_t loading);
+// Return the call that a front end makes. Raises InvalidArgument for a verb or tier that does not exist.
+SessionCall session_call_from(const pybind11::dict& dict);
+pybind11::dict answer_to_python(const SessionAnswer& answer);
+pybind11::list views_to_python(const std::vector<SessionView>& views);
 pybind11::dict times_to_python(const OffloadTimes& times);
 // Return None if there are no events.
 pybind11::object events_to_python(const BlockEvents& events);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// push, pull, and ls, gc and rm of a URL: checkpoints in an object store. sessions of a URL: a server's images.
+// push, pull, and ls, gc and rm of a URL: checkpoints in an object store. sessions of a URL: a server's images, and its
+// sessions in tiers.
 #include "tools/torpor/remote.h"
 
 #include <fmt/format.h>
@@ -136,15 +137,18 @@ Result<Json> sessions_of_server(const Context& context) {
   const Json content = Json::parse(answer.body, nullptr, false);
   if (!content.is_object() || !content.contains("data") || !content["data"].is_array()) return error_of(url, answer);
   Json images = Json::array();
-  for (const Json& image : content["data"]) {
-    if (!image.is_object()) return error_of(url, answer);
+  Json sessions = Json::array();
+  for (const Json& each : content["data"]) {
+    if (!each.is_object()) return error_of(url, answer);
+    const bool in_tiers = each.value("object", Json()) == "session";
     Json entry = Json::object();
-    for (const char* const field : {"id", "requests", "tier", "bytes", "tokens", "path"}) {
-      if (image.contains(field)) entry[field] = image[field];
+    for (const char* const field : {"id", "requests", "tier", "bytes", "tokens", "path", "device_bytes", "host_bytes",
+                                    "disk_bytes", "kv_store_bytes", "running", "held", "seconds_left"}) {
+      if (each.contains(field)) entry[field] = each[field];
     }
-    images.push_back(std::move(entry));
+    (in_tiers ? sessions : images).push_back(std::move(entry));
   }
-  return Json{{"url", url}, {"images", std::move(images)}};
+  return Json{{"url", url}, {"images", std::move(images)}, {"sessions", std::move(sessions)}};
 }
 
 namespace {

@@ -15,7 +15,7 @@ Result<Json> gc_of_store(const Context& context);
 std::string show_gc_of_store(const Json& json);
 Result<Json> rm_of_store(const Context& context);
 
-// `sessions` of a server's URL: what its GET /v1/sessions lists.
+// `sessions` of a server's URL: the images and sessions that its GET /v1/sessions lists.
 Result<Json> sessions_of_server(const Context& context);
 // `switch` of a server's URL, or of the directory that it owns: what its POST /torpor/switch answers.
 Result<Json> switch_server(const Context& context);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// sessions: the images of hibernated requests beside a directory's checkpoints, or those of a server.
+// sessions: the images of hibernated requests beside a directory's checkpoints; or those of a server, and its sessions
+// in tiers.
 #include <fmt/core.h>
 
 #include "checkpoint/image_store.h"
@@ -45,8 +46,30 @@ Result<Json> sessions(const Context& context) {
   return Json{{"directory", context.arguments.path}, {"images", std::move(images)}};
 }
 
+std::string size_in(const Json& session, const char* field) {
+  const Json bytes = session.value(field, Json());
+  return bytes.is_number() ? size_text(bytes) : "";
+}
+
+std::string show_tiers(const Json& sessions) {
+  std::vector<Row> rows = {{"SESSION", "TIER", "SIZE", "DEVICE", "HOST", "DISK", "REMOTE", "RUNNING", "HELD"}};
+  for (const Json& each : sessions) {
+    Row row = {cell(each.value("id", Json())), cell(each.value("tier", Json()))};
+    for (const char* const field : {"bytes", "device_bytes", "host_bytes", "disk_bytes", "kv_store_bytes"})
+      row.push_back(size_in(each, field));
+    row.push_back(cell(each.value("running", Json())));
+    const Json held = each.value("held", Json());
+    const Json left = each.value("seconds_left", Json());
+    const bool is_held = held.is_string() && !held.get<std::string>().empty() && left.is_number();
+    row.push_back(is_held ? fmt::format("{}, {:.0f} s", cell(held), left.get<double>()) : "");
+    rows.push_back(std::move(row));
+  }
+  return table(rows);
+}
+
 std::string show_sessions_of_server(const Json& json) {
-  if (json["images"].empty()) return fmt::format("no images in {}\n", cell(json["url"]));
+  const std::string tiers = json["sessions"].empty() ? "" : show_tiers(json["sessions"]);
+  if (json["images"].empty()) return tiers.empty() ? fmt::format("no images in {}\n", cell(json["url"])) : tiers;
   std::vector<Row> rows = {{"IMAGE", "TIER", "SIZE", "TOKENS", "REQUEST"}};
   for (const Json& image : json["images"]) {
     Row first = {cell(image.value("id", Json())), cell(image.value("tier", Json())),
@@ -58,7 +81,7 @@ std::string show_sessions_of_server(const Json& json) {
       rows.push_back(std::exchange(first, {"", "", "", ""}));
     }
   }
-  return table(rows);
+  return tiers.empty() ? table(rows) : table(rows) + "\n" + tiers;
 }
 
 std::string show_sessions(const Json& json) {
@@ -86,11 +109,13 @@ std::string show_sessions(const Json& json) {
 Verb sessions_verb() {
   return {.name = "sessions",
           .help =
-              "the images of hibernated requests of a directory or a server; info, requests and verify look into one "
-              "on disk",
+              "the images of hibernated requests of a directory or a server, and a server's sessions in tiers; info, "
+              "requests and verify look into an image on disk",
           .json =
               "directory, images: [{id, path, readable, created, bytes, requests: [{id, prompt_tokens, output_tokens, "
-              "computed_tokens}] | problem}]; of a server url, images: [{id, requests, tier, bytes, tokens, path}]",
+              "computed_tokens}] | problem}]; of a server url, images: [{id, requests, tier, bytes, tokens, path}], "
+              "sessions: [{id, tier, bytes, device_bytes, host_bytes, disk_bytes, kv_store_bytes, running, held, "
+              "seconds_left}]",
           .declare =
               [](CLI::App& app, Arguments& a) {
                 app.add_option("directory", a.path,

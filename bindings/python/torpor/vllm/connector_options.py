@@ -113,6 +113,14 @@ class ConnectorOptions:
     )
     min_uses: int = described(1, WHOLE, "a block is offloaded once so many requests have used it", least=1)
     min_prefix_tokens: int = described(0, WHOLE, "shorter hits are computed, not loaded; in tokens", least=0)
+    session_pin_share: float = described(
+        0.5,
+        NUMBER,
+        "share of host_bytes that pinned and retained sessions hold at most",
+        least=0,
+        most=1,
+        details="See [sessions.md](sessions.md#where-finished-sessions-lie).",
+    )
     # Advanced: given as {"advanced": {…}}. A user who has not measured needs none of them.
     presence: bool = _advanced(
         True,
@@ -140,6 +148,18 @@ class ConnectorOptions:
             "the highest."
         ),
     )
+
+    session_count: int = _advanced(4096, WHOLE, "most sessions whose blocks the engine knows")
+    session_index_bytes: int = described(64 << 20, BYTES, "memory for what the engine knows of sessions", advanced=True)
+    session_tenant_share: float = described(
+        0.5,
+        NUMBER,
+        "share that one tenant has at most of session_count, session_index_bytes and session_pin_share",
+        least=0.001,
+        most=1,
+        advanced=True,
+    )
+    session_pin_seconds: int = _advanced(86400, WHOLE, "longest time of a pin, in seconds")
 
     @staticmethod
     def of(given: dict, directory: str | None = None) -> ConnectorOptions:
@@ -176,6 +196,15 @@ class ConnectorOptions:
     def disk_folder(self) -> str | None:
         """Return the folder of the tier on disk, or None if there is no such tier."""
         return self.disk_dir if self.disk_bytes > 0 else None
+
+    def of_sessions(self) -> dict:
+        return {
+            "sessions": self.session_count,
+            "session_index_bytes": self.session_index_bytes,
+            "tenant_share": self.session_tenant_share,
+            "pin_share": self.session_pin_share,
+            "pin_seconds": self.session_pin_seconds,
+        }
 
     def queue(self) -> dict:
         names = (
@@ -227,5 +256,14 @@ def all_ours(kv_transfer_config) -> bool:
 
 def admits(kv_transfer_config) -> bool:
     """Whether vLLM's KVTransferConfig has TorporAdmit, alone or inside MultiConnector."""
-    inside = kv_transfer_config.kv_connector_extra_config.get("connectors", ())
-    return ADMIT_CLASS in (kv_transfer_config.kv_connector, *(each.get("kv_connector") for each in inside))
+    return ADMIT_CLASS in _connectors(kv_transfer_config)
+
+
+def has_tiers(kv_transfer_config) -> bool:
+    """Whether vLLM's KVTransferConfig, or None, has TorporConnector, alone or inside MultiConnector."""
+    return kv_transfer_config is not None and CLASS in _connectors(kv_transfer_config)
+
+
+def _connectors(kv_transfer_config) -> tuple[str | None, ...]:
+    inside = (kv_transfer_config.kv_connector_extra_config or {}).get("connectors", ())
+    return (kv_transfer_config.kv_connector, *(each.get("kv_connector") for each in inside))

@@ -54,7 +54,7 @@ class SchedulerSide:
         self._space: tuple[int, str, str] | None = None
         self._shared_word = ""  # of the remote store: every engine has the same until it is reset
         self._word = "" if options.disk_folder is None else _core.cache_epoch(options.disk_folder)
-        self._block_bytes = 0  # of all ranks
+        self.block_bytes = 0  # of all ranks
         self._capacity: dict[str, int] = {}
         self._counted: dict[str, int] = {}  # counters as they were told last
         self._told_at = 0.0
@@ -80,7 +80,7 @@ class SchedulerSide:
                 "leave out prefix_match_unit",
             )
         smallest = {name: min(rank.sizes[name] for rank in ranks) for name in ranks[0].sizes}
-        self._block_bytes = sum(rank.sizes["block_bytes"] for rank in ranks)
+        self.block_bytes = sum(rank.sizes["block_bytes"] for rank in ranks)
         del smallest["block_bytes"]
         if smallest["host_slots"] == 0 and smallest["disk_segments"] == 0:
             logger.warning("nothing is offloaded: a rank has no room for blocks")
@@ -93,6 +93,7 @@ class SchedulerSide:
             ],
             smallest
             | self.options.queue()
+            | self.options.of_sessions()
             | {
                 "lazy": self.options.offload == "lazy",
                 "ranks": self.ranks,
@@ -115,9 +116,9 @@ class SchedulerSide:
             "torpor's KV connector (%s): room for %s in host memory and %s on disk, where %d blocks were found again; "
             "a block has %s%s",
             self.options.offload,
-            *(f"{blocks} blocks ({_size(blocks * self._block_bytes)})" for blocks in self._capacity.values()),
+            *(f"{blocks} blocks ({_size(blocks * self.block_bytes)})" for blocks in self._capacity.values()),
             self.recovered_blocks,
-            _size(self._block_bytes),
+            _size(self.block_bytes),
             "; blocks are shared through a store" if self.options.kv_store else "",
         )
 
@@ -225,7 +226,7 @@ class SchedulerSide:
         if self.core is None:
             return {}
         counted = self.core.stats() | {"recovered_blocks": self.recovered_blocks} | self._capacity
-        return with_bytes(counted, self._block_bytes)
+        return with_bytes(counted, self.block_bytes)
 
     def take_stats(self) -> Stats | None:
         """Once a second while there is something to do, and soon after."""

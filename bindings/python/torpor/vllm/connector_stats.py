@@ -22,9 +22,14 @@ _GAUGES = {
     "held_blocks": "Blocks of the engine that are kept until they are stored.",
     "loading_requests": "Requests that wait for their blocks.",
     "recovered_blocks": "Blocks on disk of an earlier process that were found again at the start.",
+    "sessions": "Sessions whose blocks are known.",
+    "held_by_sessions_blocks": "Blocks in host memory that pinned and retained sessions hold.",
+    "session_index_bytes": "Memory of what is known of sessions.",
 }
-# To the device; from it to host memory; on to disk; to the store that engines share; lookups there.
-_WAYS = ("onboard", "offload", "demote", "publish", "lookup")
+# To the device; from it to host memory; on to disk; to the store that engines share; lookups there; from disk and from
+# that store to host memory.
+_WAYS = ("onboard", "offload", "demote", "publish", "lookup", "prefetch")
+_MOVES = tuple(way for way in _WAYS if way != "lookup")
 _STORES = ("host", "disk")
 _TIERS = ("device", "host", "disk", "kv_store", "other")
 LOAD = "load"  # names the seconds of whole requests, beside those of ways
@@ -79,7 +84,7 @@ class Metrics(KVConnectorPromMetrics):
         self._blocks = self._counter_cls(
             name="torpor_offload_blocks",
             documentation="Blocks by way (onboard, offload, demote to disk, publish to the shared store, lookup "
-            "there) and by outcome.",
+            "there, prefetch to host memory) and by outcome.",
             labelnames=[*labelnames, "way", "outcome"],
         )
         self._bytes = self._counter_cls(
@@ -116,6 +121,22 @@ class Metrics(KVConnectorPromMetrics):
             documentation="Blocks that made room for others.",
             labelnames=[*labelnames, "store"],
         )
+        self._session_blocks = self._counter_cls(
+            name="torpor_session_blocks",
+            documentation="Blocks of sessions by verb, and by the tier where they were when it was done. A block that "
+            "was evicted from the device counts under device.",
+            labelnames=[*labelnames, "verb", "tier"],
+        )
+        self._session_freed = self._counter_cls(
+            name="torpor_session_freed_blocks",
+            documentation="Blocks of the device that calls of sessions have freed.",
+            labelnames=labelnames,
+        )
+        self._session_forgotten = self._counter_cls(
+            name="torpor_sessions_forgotten",
+            documentation="Sessions that made room for others in what is known of sessions.",
+            labelnames=labelnames,
+        )
         self._gauges = {
             name: self._gauge_cls(
                 name=f"torpor_offload_{name}",
@@ -130,7 +151,13 @@ class Metrics(KVConnectorPromMetrics):
         labels = self.per_engine_labelvalues[engine_idx]
         for name, more in transfer_stats_data["counters"].items():
             kind, _, what = name.partition("_")
-            if kind in _WAYS and what == "bytes":
+            if name == "session_freed_blocks":
+                self._session_freed.labels(*labels).inc(more)
+            elif name == "session_forgotten":
+                self._session_forgotten.labels(*labels).inc(more)
+            elif kind == "session":
+                self._session_blocks.labels(*labels, *what.split("_")).inc(more)
+            elif kind in _WAYS and what == "bytes":
                 self._bytes.labels(*labels, kind).inc(more)
             elif kind in _WAYS:
                 self._blocks.labels(*labels, kind, what).inc(more)
@@ -148,5 +175,5 @@ class Metrics(KVConnectorPromMetrics):
 
 def with_bytes(stats: dict[str, int], block_bytes: int) -> dict[str, int]:
     """Add the bytes of each way that moves blocks. `block_bytes`: of a block, of all ranks."""
-    moved = {f"{way}_bytes": stats[name] * block_bytes for way in _WAYS[:-1] if (name := f"{way}_transferred") in stats}
+    moved = {f"{way}_bytes": stats[name] * block_bytes for way in _MOVES if (name := f"{way}_transferred") in stats}
     return stats | moved | {"block_bytes": block_bytes}

@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported, WrongState
-from torpor.vllm import freezing, plugin, slots
+from torpor.vllm import freezing, plugin, residency, slots
 from torpor.vllm.asking import asks
 from torpor.vllm.forks import Forks
 from torpor.vllm.hooks import VllmHooks
@@ -37,13 +37,15 @@ _METHODS = frozenset({
     "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
     "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
-    "undo_hibernate", "store_image", "wake_portable", "end_portable", "fork", "end_fork", "keep_derived",
+    "undo_hibernate", "store_image", "wake_portable", "end_portable", "fork", "end_fork", "keep_derived", "session_call",
+    "session_answer", "session_views",
 })  # fmt: skip
 # Those of _METHODS that change nothing, or end something: they are called also before a portable wake, or a fork, has
 # ended.
 _DURING_HOLD = frozenset({
     "end_portable", "end_fork", "unfreeze", "end_drain", "is_quiet", "go_on", "fingerprint", "ledger", "state",
     "images", "cancel_checkpoint", "check_directory", "checkpoint_to_wake", "undo_hibernate", "store_image",
+    "session_answer", "session_views",
 })  # fmt: skip
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
@@ -318,6 +320,16 @@ class EngineSide:
         preemptions = self.sessions.preemptions
         preempted = set() if preemptions is None else preemptions.images()
         return [each | {"preempted": each["id"] in preempted} for each in self.sessions.summaries()]
+
+    def session_call(self, options: dict) -> dict:
+        self._check_awake()
+        return residency.call(self.hooks.scheduler, options)
+
+    def session_answer(self, options: dict) -> dict:
+        return residency.answer(self.hooks.scheduler, options)
+
+    def session_views(self, options: dict) -> list[dict]:
+        return residency.views(self.hooks.scheduler, options)
 
     def _check_awake(self) -> None:
         if (state := self.controller.state())["engine"] != "awake":

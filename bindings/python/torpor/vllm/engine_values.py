@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the answers of `llm.torpor`: state(), ledger(), plan_sleep(…) and continue_wake() return them."""
+"""Types of the answers of `llm.torpor`: state(), ledger(), plan_sleep(…), continue_wake() and others return them."""
 
 from __future__ import annotations
 
@@ -107,6 +107,52 @@ class Forked:
     children: tuple[str, ...]  # their ids
     shared_blocks: int  # KV blocks of the parent that each child has, too; of these nothing was copied
     bytes: int  # that were copied, of all children on all ranks
+
+
+@dataclass(frozen=True)
+class SessionAnswer:
+    """What has become of a call of a session. Sizes in bytes, on all ranks."""
+
+    outcome: str  # "accepted", "clipped" (a part of it), "deferred" (call later), "rejected" or "missing"
+    reason: str  # of an outcome other than "accepted"
+    bytes: int  # of the session's blocks that are in the tier; of evict(): that were dropped
+    freed_bytes: int  # that became free on the device
+    kept_bytes: int  # that stay where they were: running requests, or other sessions, want them
+    epoch: int  # of the session: changes with each request that ends, and each move
+    repeated: bool  # the answer of an earlier call with this id
+    action_id: str
+
+    @classmethod
+    def from_value(cls, value: dict) -> SessionAnswer:
+        return cls(**{name: value[name] for name in cls.__dataclass_fields__})
+
+    def __bool__(self) -> bool:
+        return self.outcome == "accepted"
+
+
+@dataclass(frozen=True)
+class KnownSession:
+    """A session whose finished prefixes the engine knows. Sizes in bytes, on all ranks."""
+
+    id: str
+    tenant: str
+    tier: str  # the nearest where it wants its blocks: "device", "host", "disk" or "remote"
+    epoch: int
+    prefixes: int
+    running: int  # requests
+    bytes: int  # of all its blocks
+    device_bytes: int  # of these, in each tier
+    host_bytes: int
+    disk_bytes: int
+    kv_store_bytes: int
+    held: str  # "pinned", "retained" or ""
+    priority: int
+    seconds_left: float  # of that
+    held_bytes: int
+
+    @classmethod
+    def from_value(cls, value: dict) -> KnownSession:
+        return cls(**{name: value[name] for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True)

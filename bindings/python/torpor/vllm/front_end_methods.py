@@ -12,7 +12,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from torpor import _core
 from torpor.errors import InvalidArgument
-from torpor.vllm import fork_calls, frontend, session_calls, tracing
+from torpor.vllm import fork_calls, frontend, residency_calls, session_calls, tracing
 from torpor.vllm.engine_values import (
     DeferredBlocks,
     EngineState,
@@ -184,6 +184,11 @@ class Torpor:
         side = frontend.BlockingSide(self._engine)
         return frontend.finish(fork_calls.fork(side, request, n, at, seeds, action, timeout))
 
+    @property
+    def sessions(self) -> residency_calls.Sessions:
+        """The finished sessions, whose KV blocks can be moved between tiers."""
+        return residency_calls.Sessions(self._engine)
+
     def hibernated(self) -> list[Hibernated]:
         """Return the images whose requests are hibernated."""
         return frontend.finish(session_calls.images(frontend.BlockingSide(self._engine)))
@@ -262,6 +267,10 @@ class AwaitedTorpor:
     ) -> Forked:
         side = frontend.AsyncSide(self._engine)
         return await fork_calls.fork(side, request, n, at, seeds, action, timeout)
+
+    @property
+    def sessions(self) -> residency_calls.AwaitedSessions:
+        return residency_calls.AwaitedSessions(self._engine)
 
     async def hibernated(self) -> list[Hibernated]:
         return await session_calls.images(frontend.AsyncSide(self._engine))

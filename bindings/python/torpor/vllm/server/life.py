@@ -28,7 +28,7 @@ from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.recorder import Nobody, Recorder
 from torpor.vllm.server.remote import Remote
-from torpor.vllm.server.sessions import Sessions
+from torpor.vllm.server.sessions import Sessions, name_tenant
 from torpor.vllm.server.settings import Settings
 from torpor.vllm.server.tasks import Tasks
 
@@ -268,6 +268,8 @@ class Server:
             raise GracefulHTTPError(why, HTTPStatus.SERVICE_UNAVAILABLE)
         if not await self._until_awake():  # it was let in just before a sleep began
             raise GracefulHTTPError(self._refuse(f"the server is {self.state}"), HTTPStatus.SERVICE_UNAVAILABLE)
+        if self.sessions.has_tiers:
+            name_tenant(args, kwargs)
         self._adding += 1
         self.begun += 1
         try:

@@ -83,7 +83,9 @@ ROUTES: dict[tuple[str, str], Rule] = (
     | _all(
         Who.CLIENT, Asleep.REFUSED,
         "POST /v1/sessions/{session:path}/hibernate", "POST /v1/sessions/{session:path}/resume",
-        "POST /v1/sessions/{session:path}/fork",
+        "POST /v1/sessions/{session:path}/fork", "POST /v1/sessions/{session:path}/demote",
+        "POST /v1/sessions/{session:path}/prefetch", "POST /v1/sessions/{session:path}/retain",
+        "POST /v1/sessions/{session:path}/pin", "POST /v1/sessions/{session:path}/evict",
     )
     | _all(Who.OPERATOR, Asleep.SERVED, "GET /torpor/state", "GET /torpor/checkpoints")
     | _all(

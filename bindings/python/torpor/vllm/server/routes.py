@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 import torpor.console
 from torpor import _core, errors
 from torpor.errors import Error, InvalidArgument, NotFound, Unauthenticated, WrongState
-from torpor.vllm import exchange, tracing
+from torpor.vllm import exchange, residency_calls, tracing
 from torpor.vllm.compat import lookup
 from torpor.vllm.progress import Watcher
 from torpor.vllm.server import front, swapping, switching
@@ -419,7 +419,10 @@ def routes() -> APIRouter:
 
     @router.get("/v1/sessions")
     async def sessions(raw_request: Request) -> Response:
-        """List the caller's images of hibernated requests; with the admin key, all images."""
+        """List the caller's images of hibernated requests, and its sessions in tiers; with the admin key, all.
+
+        An image has the object `session.image`, a session in tiers the object `session`.
+        """
         return await outcome(server(raw_request).sessions.listed())
 
     @router.post("/v1/sessions/{session:path}/hibernate")
@@ -486,13 +489,92 @@ def routes() -> APIRouter:
         """
         return await outcome(server(raw_request).sessions.move(session, to, raw_request.headers, action_id))
 
-    @router.delete("/v1/sessions/{session:path}")
-    async def delete(raw_request: Request, session: str) -> Response:
-        """End the requests of an image, and free it.
+    @router.post("/v1/sessions/{session:path}/demote")
+    async def demote(
+        raw_request: Request,
+        session: str,
+        to: Literal["host", "disk", "remote"] = "host",
+        action_id: str | None = None,
+    ) -> Response:
+        """Copy the session's KV blocks to a tier, then free those nearer to the engine. Answers when that is done.
 
-        session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
+        session: the `session_id` of its requests.
+        to: `host` memory, `disk`, or `remote`, the store that engines share.
+        action_id: as in `POST /v1/sessions/ID/hibernate`.
         """
-        return await outcome(server(raw_request).sessions.delete(session))
+        return await outcome(server(raw_request).sessions.move_blocks("demote", session, action_id, {"to": to}))
+
+    @router.post("/v1/sessions/{session:path}/prefetch")
+    async def prefetch(
+        raw_request: Request,
+        session: str,
+        to: Literal["host", "device"] = "host",
+        deadline: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
+        action_id: str | None = None,
+    ) -> Response:
+        """Copy the session's KV blocks from disk and the shared store to host memory. Answers when that is done.
+
+        session: the `session_id` of its requests.
+        to: `host`. `device` is refused: the session's next request loads its blocks.
+        deadline: seconds after which blocks that are not on their way yet are left out.
+        action_id: as in `POST /v1/sessions/ID/hibernate`.
+        """
+        try:
+            options = residency_calls.prefetch_options(to, deadline)
+        except Error as problem:
+            return refused(problem, outcome=outcome_of(problem))
+        return await outcome(server(raw_request).sessions.move_blocks("prefetch", session, action_id, options))
+
+    @router.post("/v1/sessions/{session:path}/retain")
+    async def retain(
+        raw_request: Request,
+        session: str,
+        ttl: Annotated[float, Query(gt=0, allow_inf_nan=False)],
+        priority: Annotated[int, Query(ge=-1000000, le=1000000)] = 0,
+        action_id: str | None = None,
+    ) -> Response:
+        """Keep the session's KV blocks in host memory for a time, unless others need the room.
+
+        session: the `session_id` of its requests.
+        ttl: seconds.
+        priority: sessions of a lower one make room first.
+        action_id: as in `POST /v1/sessions/ID/hibernate`.
+        """
+        options = {"seconds": ttl, "priority": priority}
+        return await outcome(server(raw_request).sessions.move_blocks("retain", session, action_id, options))
+
+    @router.post("/v1/sessions/{session:path}/pin")
+    async def pin(
+        raw_request: Request,
+        session: str,
+        ttl: Annotated[float, Query(gt=0, allow_inf_nan=False)],
+        action_id: str | None = None,
+    ) -> Response:
+        """Keep the session's KV blocks in host memory for a time, within the budget of `session_pin_share`.
+
+        session: the `session_id` of its requests.
+        ttl: seconds.
+        action_id: as in `POST /v1/sessions/ID/hibernate`.
+        """
+        return await outcome(server(raw_request).sessions.move_blocks("pin", session, action_id, {"seconds": ttl}))
+
+    @router.post("/v1/sessions/{session:path}/evict")
+    async def evict(raw_request: Request, session: str, action_id: str | None = None) -> Response:
+        """Drop the session's KV blocks from the device, host memory and disk, and forget the session.
+
+        session: the `session_id` of its requests.
+        action_id: as in `POST /v1/sessions/ID/hibernate`.
+        """
+        return await outcome(server(raw_request).sessions.move_blocks("evict", session, action_id, {}))
+
+    @router.delete("/v1/sessions/{session:path}")
+    async def delete(raw_request: Request, session: str, action_id: str | None = None) -> Response:
+        """End the requests of an image, and free it; where there is no image, evict the session in tiers.
+
+        session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image; or a `session_id`.
+        action_id: as in `POST /v1/sessions/ID/hibernate`.
+        """
+        return await outcome(server(raw_request).sessions.delete(session, action_id))
 
     return router
 

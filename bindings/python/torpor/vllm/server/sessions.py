@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/v1/sessions: requests of this server leave its engine and come back, fork, and move to another server.
+"""/v1/sessions: requests of this server leave its engine and come back, fork, and move to another server; and the KV
+blocks of sessions whose requests have ended move between tiers.
 
 The engine does it (session_calls.py, fork_calls.py). Here is what a server has beside it: whose request it is, the
 response log, of which clients read, streams that stay open, and calls that are sent twice.
@@ -14,21 +15,24 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from http import HTTPStatus
 from urllib.parse import quote
 
+from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 from vllm.v1.engine.output_processor import RequestState
 
 from torpor.errors import Busy, Error, Incompatible, InvalidArgument, NotFound, Unsupported, WrongState
-from torpor.vllm import fork_calls, frontend, session_calls
+from torpor.vllm import connector_options, fork_calls, frontend, residency_calls, session_calls
+from torpor.vllm.engine_values import KnownSession
 from torpor.vllm.frontend import Report
 from torpor.vllm.outputs import KnownEnd
 from torpor.vllm.server import loopback, moves
 from torpor.vllm.server.access import caller_of_call
 from torpor.vllm.server.other_server import Other
-from torpor.vllm.server.recorder import RESPONSE_ID_STARTS, Nobody, split_response_id
+from torpor.vllm.server.recorder import RESPONSE_ID_STARTS, Nobody, split_response_id, tenant_of_call
 from torpor.vllm.session_calls import MOVED
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
@@ -94,9 +98,21 @@ class Sessions:
     # --- the verbs ---
 
     async def listed(self) -> dict:
-        """Return the images of this caller's requests."""
-        self._check_on()
-        return {"object": "list", "data": [self._shown(each) for each in await self._images() if self._is_mine(each)]}
+        """Return the images of this caller's requests, and the caller's sessions in tiers."""
+        data = []
+        if self._server.options.sessions or not self.has_tiers:
+            self._check_on()
+            data = [self._shown(each) for each in await self._images() if self._is_mine(each)]
+        if self.has_tiers:
+            caller = caller_of_call.get()
+            known = await residency_calls.known(self._side(), None if caller.is_admin else caller.tenant)
+            data += [_shown_session(each) for each in known]
+        return {"object": "list", "data": data}
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether the engine has torpor's connector, whose tiers hold the blocks of finished sessions."""
+        return connector_options.has_tiers(self._server.engine.vllm_config.kv_transfer_config)
 
     async def hibernate(self, name: str, to: str, action: str | None) -> dict:
         async def run() -> dict:
@@ -178,34 +194,86 @@ class Sessions:
 
         return await self._action("move", (name, to), action, run)
 
-    async def delete(self, name: str) -> dict:
+    async def move_blocks(self, verb: str, name: str, action: str | None, options: dict) -> dict:
+        """Demote, prefetch, retain, pin or evict the blocks of a session. `options`: of EngineSide.session_call()."""
+
+        async def run() -> dict:
+            tenant = await self._tenant_of(name)
+            answer = await residency_calls.call(self._side(), verb, name, tenant, **options)
+            match answer.outcome:
+                case "missing":
+                    raise NotFound(
+                        f"{answer.reason}: none of yours has ended a request here, or it was forgotten", _LIST
+                    )
+                case "deferred":
+                    raise Busy(answer.reason, "call this again when it has ended")
+                case "rejected":
+                    raise Unsupported(answer.reason, "start the server with that tier, or name another one")
+            return {
+                "id": name, "object": "session", "outcome": answer.outcome, "reason": answer.reason,
+                "bytes": answer.bytes, "freed_bytes": answer.freed_bytes, "kept_bytes": answer.kept_bytes,
+                "epoch": answer.epoch,
+            }  # fmt: skip
+
+        return await self._action(verb, (name, *sorted(options.items())), action, run, self._check_tiers)
+
+    async def _tenant_of(self, name: str) -> str:
+        """Return the tenant of the session of this id that the caller means."""
+        caller = caller_of_call.get()
+        if not caller.is_admin:
+            return caller.tenant
+        known = await residency_calls.known(self._side(), None)
+        tenants = {each.tenant for each in known if each.id == name}
+        if len(tenants) > 1:
+            raise WrongState(f"{len(tenants)} tenants have a session {name}", "call this with the key of one")
+        return next(iter(tenants), caller.tenant)
+
+    async def delete(self, name: str, action: str | None) -> dict:
+        """End the hibernated requests of this name; where there are none, evict the session of this id."""
+        if not self._server.options.sessions and self.has_tiers:
+            return await self.move_blocks("evict", name, action, {})
+
         async def run() -> dict:
             image = await self._image_named(name)
             if image is None:
+                if self.has_tiers and (await self._tenant_of(name), name) in await self._known_names():
+                    return await self.move_blocks("evict", name, None, {})
                 raise NotFound(f"there is no image {name}: no hibernated request of yours is called so", _LIST)
             shown = self._shown(image)
             await self._server.abort(list(image["requests"]))
             await self._look()
             return shown
 
-        return await self._action("delete", (name,), None, run)
+        return await self._action("delete", (name,), action, run)
+
+    async def _known_names(self) -> set[tuple[str, str]]:
+        return {(each.tenant, each.id) for each in await residency_calls.known(self._side(), None)}
 
     # --- each verb's call ---
 
-    async def _action(self, verb: str, what: tuple, action: str | None, run: Callable[[], Awaitable[dict]]) -> dict:
+    async def _action(
+        self,
+        verb: str,
+        what: tuple,
+        action: str | None,
+        run: Callable[[], Awaitable[dict]],
+        check: Callable[[], None] | None = None,
+    ) -> dict:
         """Carry out a verb, to its end even if its caller disconnects. A repeated call, by the id of its action,
-        returns the result of the first; a call that failed may be made again."""
+        returns the result of the first; a call that failed may be made again. `check` raises where the server does not
+        have the verb."""
         metrics, began = self._server.metrics, time.monotonic()
         try:
-            self._check_on()
+            (check or self._check_on)()
             result, repeated = await self._once((verb, *what), action, run)
         except Error as problem:
             metrics.session_actions.labels(verb, outcome_of(problem)).inc()
             raise
-        metrics.session_actions.labels(verb, "repeated" if repeated else "accepted").inc()
+        outcome = result.get("outcome", "accepted")
+        metrics.session_actions.labels(verb, "repeated" if repeated else outcome).inc()
         if not repeated:
             metrics.session_seconds.labels(verb).observe(time.monotonic() - began)
-        return result | {"action": verb, "outcome": "accepted", "repeated": repeated}
+        return result | {"action": verb, "outcome": outcome, "repeated": repeated}
 
     async def _once(self, call: tuple, action: str | None, run: Callable[[], Awaitable[dict]]) -> tuple[dict, bool]:
         if action is None:
@@ -256,6 +324,18 @@ class Sessions:
             raise WrongState("this server has no response log", "start it with --torpor-response-log on")
         if server.recorder is None:
             raise WrongState(f"the server is {server.state}", "ask again once /torpor/ready is 200")
+
+    def _check_tiers(self) -> None:
+        if not self.has_tiers:
+            raise Unsupported(
+                "sessions in tiers: this server has none",
+                'start it with --additional-config \'{"torpor": {"offload": "eager", "host_bytes": "8GiB"}}\'',
+            )
+        self._check_serves()
+
+    def _check_serves(self) -> None:
+        if self._server.state != "awake":
+            raise WrongState(f"the server is {self._server.state}", "ask again once /torpor/ready is 200")
 
     # --- names ---
 
@@ -355,6 +435,24 @@ class Sessions:
 
 
 _LIST = "GET /v1/sessions lists those that there are"
+_TENANT = "torpor_tenant"  # in the extra arguments of a request (bindings/bind_connector.cpp)
+
+
+def name_tenant(args: tuple, kwargs: dict) -> None:
+    """Write the tenant of the present call into its request, so that the engine tells the sessions of tenants apart.
+    What a client has written there goes. `args`, `kwargs`: of AsyncLLM.add_request()."""
+    given = dict(zip(("request_id", "prompt", "params"), args, strict=False)) | kwargs
+    tenant = tenant_of_call.get()
+    for each in (given.get("params"), getattr(given.get("prompt"), "sampling_params", None)):
+        extra = getattr(each, "extra_args", None) or {}
+        if isinstance(each, SamplingParams) and (tenant or _TENANT in extra):
+            others = {name: value for name, value in extra.items() if name != _TENANT}
+            each.extra_args = others | ({_TENANT: tenant} if tenant else {})
+
+
+def _shown_session(known: KnownSession) -> dict:
+    shown = {name: value for name, value in asdict(known).items() if name != "tenant"}
+    return {"id": shown.pop("id"), "object": "session"} | shown
 
 
 class ServerSide(frontend.AsyncSide):
