@@ -37,8 +37,8 @@ _METHODS = frozenset({
     "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
     "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
-    "undo_hibernate", "store_image", "wake_portable", "end_portable", "fork", "end_fork", "keep_derived", "session_call",
-    "session_answer", "session_views",
+    "undo_hibernate", "store_image", "wake_portable", "end_portable", "fork", "end_fork", "keep_derived",
+    "session_call", "session_answer", "session_views",
 })  # fmt: skip
 # Those of _METHODS that change nothing, or end something: they are called also before a portable wake, or a fork, has
 # ended.
