@@ -445,6 +445,9 @@ def check_portable(checkpoint: dict, engine: dict) -> None:
     engine.
     """
 
+def check_same_engine(checkpoint: dict, engine: dict) -> None:
+    """Raises Incompatible, naming each field, where an engine is another one than a checkpoint's."""
+
 def claim_image(path: str, key_file: str | None) -> None:
     """Delete an image on disk, so that no engine takes it any more. Raises NotFound if there is none, or another
     engine has taken it; Busy while another process reads it.
