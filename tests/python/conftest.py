@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "rig"))
+sys.path.append(str(Path(__file__).parents[2] / "tools/demo"))
 
 import pytest
 import rig

@@ -3,13 +3,9 @@
 ended; with a server that does not answer, or is gone, they compute."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 from connector_shared import check_reset, check_shared, one_after_the_other
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
 from s3_server import BUCKET, S3Server
 

@@ -2,15 +2,11 @@
 """Engines that share KV blocks through a real Redis: what one computed, another finds; without it they compute."""
 
 import contextlib
-import sys
-from pathlib import Path
 
 import pytest
 from connector_shared import check_reset, check_shared, one_after_the_other
 from torpor.errors import InvalidArgument
 from torpor.vllm.connector_options import ConnectorOptions
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
 from networks import FAR, inside, two_networks
 from redis_server import PASSWORD, RedisServer

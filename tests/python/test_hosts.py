@@ -5,14 +5,11 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import result_of
 from inspector import BINARY
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
 
 from networks import NEAR, inside, two_networks
 from s3_server import BUCKET, S3Server

@@ -18,8 +18,6 @@ from torpor.errors import Error, FileError, InvalidArgument, Unsupported
 from torpor.vllm import compat
 from torpor.vllm.offloading_tier import TierOptions, TorporTier, key_space
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
-
 from redis_server import PASSWORD, RedisServer
 
 PROCESS = Path(__file__).parent / "offloading_tier_process.py"

@@ -12,8 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
-
 import pytest
 from inspector import BINARY
 from serving import alive, free_port
