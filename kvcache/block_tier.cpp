@@ -138,7 +138,10 @@ TierLookup BlockTier::lookup(const BlockKey& named, const std::string& request) 
   asked_by_[request].insert(key);
   bool& missed = asked.requests[request];
   if (missed) return TierLookup::kMiss;
-  if (asked.answer == Answer::kThere && slot_of_key(key) >= 0) return TierLookup::kHit;
+  if (asked.answer == Answer::kThere) {
+    if (slot_of_key(key) >= 0) return TierLookup::kHit;
+    asked.answer = Answer::kNotAsked;  // the index has evicted it
+  }
   if (asked.answer == Answer::kNotAsked && store_->accepting()) {
     to_ask_.push_back(key);
     asked.answer = Answer::kOpen;

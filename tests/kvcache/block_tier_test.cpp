@@ -401,6 +401,21 @@ TEST_F(BlockTierTest, ARequestThatEndsTakesNoAnswerFromOthers) {
   EXPECT_EQ(found({1}, "other"), "-");
 }
 
+// One request has been told of a miss and goes on. The block comes for others, the index evicts it, and the store has
+// it still.
+TEST_F(BlockTierTest, ABlockThatTheIndexHasEvictedIsAskedForAgain) {
+  open_shared(1);
+  EXPECT_EQ(store({1}), std::vector<bool>(1, true));
+  open_shared(1);
+  shared_.refusing = true;
+  EXPECT_EQ(found({1}), "-");
+  shared_.refusing = false;
+  EXPECT_EQ(asked({1}, "other"), "h");
+  EXPECT_EQ(store({3}), std::vector<bool>(1, true));  // takes the only slot
+  EXPECT_EQ(asked({1}, "third"), "h");
+  EXPECT_EQ(found({1}), "-");
+}
+
 TEST_F(BlockTierTest, AStoreThatIsGoneIsAMiss) {
   open_shared();
   EXPECT_EQ(store({1, 2}), kBoth);
