@@ -154,15 +154,20 @@ class S3Store final : public ObjectStore {
   }
 
   Status each_key(std::string_view prefix, const std::function<bool(std::string_view key)>& visit) override {
-    std::string next;
-    do {
+    std::string token;
+    while (true) {
       Call call{.method = "GET", .query = {{"list-type", "2"}, {"prefix", settings_.prefix + std::string(prefix)}}};
-      if (!next.empty()) call.query["continuation-token"] = next;
+      if (!token.empty()) call.query["continuation-token"] = token;
       TORPOR_ASSIGN_OR_RETURN(const Answer answer, send(call));
       if (answer.status != 200) return error_of(call, answer);
-      TORPOR_ASSIGN_OR_RETURN(next, read_page(answer.text, visit));
-    } while (!next.empty());
-    return ok();
+      TORPOR_ASSIGN_OR_RETURN(std::string next, read_page(answer.text, visit));
+      if (next.empty()) return ok();
+      if (next == token)
+        return Error{.code = Code::kCorruption,
+                     .what = fmt::format("{} answers one page of its list again and again", settings_.endpoint),
+                     .next_step = "check that the endpoint speaks S3, version 2 of its lists"};
+      token = std::move(next);
+    }
   }
 
  private:

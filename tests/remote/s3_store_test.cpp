@@ -128,15 +128,16 @@ TEST(S3Store, ListsHavePagesAndForeignKeysAreLeftOut) {
     return answer(200, "<?xml version=\"1.0\"?><ListBucketResult>" + keys + rest + "</ListBucketResult>");
   };
   const auto key = [](const std::string& name) { return "<Contents><Key>" + name + "</Key></Contents>"; };
-  Peer peer({page(key("p/c/2") + key("q/c/1") + key("p/c/a&amp;b"),
-                  "<IsTruncated>true</IsTruncated><NextContinuationToken>t=/</NextContinuationToken>"),
+  const std::string more = "<IsTruncated>true</IsTruncated><NextContinuationToken>t=/</NextContinuationToken>";
+  Peer peer({page(key("p/c/2") + key("q/c/1") + key("p/c/a&amp;b"), more),
              page(key("p/c/1"), "<IsTruncated>false</IsTruncated>"), answer(200, "<html/>"),
-             page("", "<IsTruncated>true</IsTruncated>")});
+             page("", "<IsTruncated>true</IsTruncated>"), page("", more), page("", more)});
   const auto store = peer.store();
   EXPECT_THAT(test::value_of(store->list("c/")), ElementsAre("c/1", "c/2"));
   EXPECT_THAT(peer.asked[1], HasSubstr("continuation-token=t%3D%2F&list-type=2&prefix=p%2Fc%2F"));
   EXPECT_FAILS(store->list("c/"), Code::kCorruption, "S3");
   EXPECT_FAILS(store->list("c/"), Code::kCorruption, "goes on");
+  EXPECT_FAILS(store->list("c/"), Code::kCorruption, "again and again");
 }
 
 }  // namespace
