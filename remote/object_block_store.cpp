@@ -316,7 +316,7 @@ void ObjectBlockStore::add_pack(const std::string& folder, const std::string& na
   KnownPack made{.key = key, .unix_seconds = parsed ? parsed->unix_seconds : 0};
   made.blocks.reserve(locations.size());
   const MutexLock lock(known_);
-  if (pack_numbers_.contains(key)) return;
+  if (space_ != space || pack_numbers_.contains(key)) return;
   const uint32_t number = ++last_pack_;
   KnownPack& pack = packs_.emplace(number, std::move(made)).first->second;
   pack.look = look_;
@@ -420,11 +420,11 @@ Status ObjectBlockStore::look_at(const Digest& space) {
       const std::optional<PackName> name = PackName::of(rest.substr(kIndexes.size()));
       if (name && name->number <= kMostIndex && !indexes_.contains(key)) indexes.push_back(*name);
     }
-    return !over_;
+    return !over_ && space_ == space;
   }));
   {
     const MutexLock lock(known_);
-    if (over_) return ok();
+    if (over_ || space_ != space) return ok();
     std::vector<uint32_t> gone;  // a pack that was put since the list began may not be in it
     for (const auto& [number, pack] : packs_) {
       if (pack.look < look && pack.key.starts_with(folder)) gone.push_back(number);
@@ -440,7 +440,7 @@ Status ObjectBlockStore::look_at(const Digest& space) {
   for (const std::string& name : unknown) {
     {
       const MutexLock lock(known_);
-      if (over_) return ok();
+      if (over_ || space_ != space) return ok();
       if (pack_numbers_.contains(key_of_pack(folder, name))) continue;
     }
     TORPOR_RETURN_IF_ERROR(read_head(folder, name, space));

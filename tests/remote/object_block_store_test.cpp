@@ -291,6 +291,18 @@ TEST_F(ObjectBlockStoreTest, WhatTheStoreNoLongerHasTakesNoMemory) {
   EXPECT_EQ(get_all(*one, {1, 2}), "h-");
 }
 
+TEST_F(ObjectBlockStoreTest, ALookThatANewNamespaceOvertakesLeavesNothingInMemory) {
+  put_all(*engine(), {1, 2});
+  auto store = std::make_unique<Shared>(objects_, gone_);
+  std::unique_ptr<ObjectBlockStore> one;
+  store->after_list = [&] { one->open_space(2, digest_of(std::as_bytes(std::span("other")))); };
+  one = value_of(ObjectBlockStore::open(std::move(store), options_for(), clock_));
+  one->open_space(1, {});
+  EXPECT_EQ(find_all(*one, {1}), "-");  // when it has looked at the new namespace
+  EXPECT_EQ(one->known_objects(), 0u);
+  EXPECT_EQ(one->known_blocks(), 0u);
+}
+
 TEST_F(ObjectBlockStoreTest, AStoreWithMoreKeysThanAListMayHaveIsServed) {
   put_all(*engine(), {1});
   auto store = std::make_unique<Shared>(objects_, gone_);
