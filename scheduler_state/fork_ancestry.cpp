@@ -12,7 +12,7 @@ Result<std::vector<ForkStep>> fork_ancestry(const RequestState& request) {
   const auto wrong = [&] {
     return Error{.code = Code::kCorruption,
                  .what = fmt::format("request {}: {} is no list of forks", request.id, kForkedField),
-                 .next_step = "see torpor verify"};
+                 .next_step = "use another checkpoint"};
   };
   const auto* const list = std::get_if<List>(&entry->data);
   if (list == nullptr || list->size() > kMostForkSteps) return wrong();

@@ -23,8 +23,8 @@ struct ForkStep {
   friend bool operator==(const ForkStep&, const ForkStep&) = default;
 };
 
-// Return the forks that led to a request: first of the request that no fork made, last of its parent. kCorruption: the
-// entry is no such list, or has more than kMostForkSteps.
+// Return the forks that led to a request: first of the request that no fork made, last of its parent; of longer
+// ancestries the last kMostForkSteps. kCorruption: the entry is no such list, or has more.
 Result<std::vector<ForkStep>> fork_ancestry(const RequestState& request);
 
 }  // namespace torpor

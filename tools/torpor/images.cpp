@@ -97,18 +97,26 @@ SavedBlocks saved_blocks(const Checkpoint& image) {
   return saved;
 }
 
+// Return the blocks that several owners hold.
+std::set<int32_t> shared_blocks(const KvSnapshot& kv) {
+  std::set<int32_t> shared;
+  for (const KvBlock& block : kv.blocks) {
+    if (block.ref_count > 1) shared.insert(block.id);
+  }
+  return shared;
+}
+
 Result<Json> request_of(const EngineCheckpoint& engine, const RequestState& request, bool ended,
-                        const SavedBlocks& saved, const Verification& found, bool read) {
+                        const std::set<int32_t>& several, const SavedBlocks& saved, const Verification& found,
+                        bool read) {
   const std::vector<int32_t> blocks = table_of(engine.state.kv, request.id);
-  std::map<int32_t, int32_t> references;
-  for (const KvBlock& block : engine.state.kv.blocks) references[block.id] = block.ref_count;
   uint64_t bytes = 0;
   size_t shared = 0;
   bool damaged = !blocks.empty() && !found.bad_ranks.empty();
   for (const int32_t block : blocks) {
     const auto of_block = saved.bytes.find(static_cast<uint64_t>(block));
     bytes += of_block == saved.bytes.end() ? 0 : of_block->second;
-    shared += static_cast<size_t>(references[block] > 1);
+    shared += several.count(block);
     damaged |= std::binary_search(found.bad_blocks.begin(), found.bad_blocks.end(), block);
   }
   TORPOR_ASSIGN_OR_RETURN(Json forks, forks_of(request));
@@ -143,9 +151,10 @@ Result<Json> image_of(const Context& context, const Checkpoint& image) {
   for (const Error& problem : found.problems) problems.push_back(cli::to_json(problem));
   Json requests = Json::array();
   if (const Result<EngineCheckpoint> engine = image.read_state()) {
+    const std::set<int32_t> several = shared_blocks(engine->state.kv);
     int32_t position = 0;
     for (const RequestState& request : engine->state.scheduler.requests) {
-      Result<Json> entry = request_of(*engine, request, ended.contains(position++), saved, found, read);
+      Result<Json> entry = request_of(*engine, request, ended.contains(position++), several, saved, found, read);
       if (entry) {
         requests.push_back(std::move(*entry));
       } else {
