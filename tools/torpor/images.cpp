@@ -382,6 +382,12 @@ Json pair_of(const Side& a, const RequestState& left, const Side& b, const Reque
   compare("computed_tokens", left.num_computed_tokens == right.num_computed_tokens);
   compare("max_tokens", left.max_tokens == right.max_tokens);
   compare("sampling", left.sampling == right.sampling);
+  if (by == "id" && fields.empty()) {
+    RequestState other = right;
+    other.block_hashes = left.block_hashes;  // they follow from the tokens
+    other.block_hash_bytes = left.block_hash_bytes;
+    compare("others", left == other);  // such as its priority, or what the adapter keeps of it
+  }
   return {{"a", left.id},
           {"b", right.id},
           {"by", std::move(by)},
