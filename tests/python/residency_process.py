@@ -30,7 +30,8 @@ class Asked(Served):
 
         def allocated(request, external: int) -> None:
             stock(request, external)
-            self.from_disk += min(self.side.tokens_from_disk(), external)
+            if external > 0:
+                self.from_disk += self.side.tokens_of_load(request.request_id)[1]
 
         self.side.allocated = allocated
 
