@@ -41,7 +41,9 @@ Status ResidencyOptions::validate() const {
   TORPOR_RETURN_IF_ERROR(index.validate());
   if (groups < 1 || groups > kMostGroups) return wrong(fmt::format("groups is {}", groups), "use 1 to 256");
   if (!(pin_share >= 0 && pin_share <= 1)) return wrong(fmt::format("pin_share is {}", pin_share), "use 0 to 1");
-  if (most_ttl.count() < 1) return wrong(fmt::format("most_ttl is {} s", most_ttl.count()), "use 1 or more");
+  constexpr int64_t kMostSeconds = 1'000'000'000;  // in nanoseconds they fit into 64 bits, also after now
+  if (most_ttl.count() < 1 || most_ttl.count() > kMostSeconds)
+    return wrong(fmt::format("most_ttl is {} s", most_ttl.count()), fmt::format("use 1 to {}", kMostSeconds));
   return ok();
 }
 
@@ -50,7 +52,7 @@ Result<std::unique_ptr<Residency>> Residency::create(const ResidencyOptions& opt
   return try_catch([&]() -> Result<std::unique_ptr<Residency>> {
     TORPOR_RETURN_IF_ERROR(options.validate());
     std::unique_ptr<Residency> made(new Residency(options, scheduler, device, clock));
-    scheduler.on_no_room([of = made.get()] { return of->release_softest(nullptr); });
+    scheduler.on_no_room([of = made.get()] { return of->release_softest(nullptr, nullptr); });
     return made;
   });
 }
@@ -113,6 +115,7 @@ void Residency::reset() {
     action->answer.reason = "the weights have changed: nothing that was computed before is found";
     action->answer.done = true;
     action->handles.clear();
+    action->keys = {};
   }
   pending_.clear();
   for (const auto& session : index_.clear()) release(*session);
@@ -128,10 +131,11 @@ void Residency::release(Session& session) {
   session.held = false;
 }
 
-// Release the retained session of the lowest priority; of these the one that ends first. Return false if there is none.
-bool Residency::release_softest(const Session* except) {
+// Release the retained session of the lowest priority, of this tenant or, if it is null, of all; of these the one that
+// ends first. Return false if there is none.
+bool Residency::release_softest(const Session* except, const std::string* tenant) {
   Session* softest = nullptr;
-  for (Session* each : index_.sessions(nullptr)) {
+  for (Session* each : index_.sessions(tenant)) {
     if (!each->held || each->hold.hard || each == except) continue;
     if (softest == nullptr ||
         std::pair(each->hold.priority, each->hold.until) < std::pair(softest->hold.priority, softest->hold.until))
@@ -156,7 +160,8 @@ void Residency::expire() {
   }
 }
 
-// Return how many of `wanted` blocks the session may hold. A pin has retained sessions of others make room.
+// Return how many of `wanted` blocks the session may hold. A pin has retained sessions of others make room. Where the
+// tenant's share is the limit, only sessions of that tenant do: others would make room for nothing.
 int64_t Residency::allowed_blocks(const Session& session, bool hard, int64_t wanted) {
   const auto budget =
       static_cast<int64_t>(static_cast<double>(scheduler_.options().index.host_slots) * options_.pin_share);
@@ -170,8 +175,11 @@ int64_t Residency::allowed_blocks(const Session& session, bool hard, int64_t wan
       others += slots;
       of_same_tenant += each->name.tenant == session.name.tenant ? slots : 0;
     }
-    const int64_t allowed = std::max<int64_t>(0, std::min(budget - others, of_tenant - of_same_tenant));
-    if (allowed >= wanted || !hard || !release_softest(&session)) return std::min(allowed, wanted);
+    const int64_t left = budget - others;
+    const int64_t left_of_tenant = of_tenant - of_same_tenant;
+    const int64_t allowed = std::max<int64_t>(0, std::min(left, left_of_tenant));
+    const std::string* const who = left < left_of_tenant ? nullptr : &session.name.tenant;
+    if (allowed >= wanted || !hard || !release_softest(&session, who)) return std::min(allowed, wanted);
   }
 }
 

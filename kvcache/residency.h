@@ -188,7 +188,7 @@ class Residency {
   int64_t allowed_blocks(const Session& session, bool hard, int64_t wanted);
   void place_hold(const Action& action);
   void release(Session& session);
-  bool release_softest(const Session* except);
+  bool release_softest(const Session* except, const std::string* tenant);
   void end_forgotten();
   void expire();
 

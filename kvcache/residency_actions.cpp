@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Residency: its calls, and how their actions go on from step to step.
 #include <algorithm>
+#include <iterator>
 
 #include <fmt/core.h>
 
@@ -87,7 +88,11 @@ SessionAnswer Residency::begin_action(const SessionCall& call, Session& session,
   auto made = std::make_unique<Action>();
   Action& action = *made;
   action.call = call;
-  if (action.call.action.empty()) action.call.action = fmt::format("#{}", ++named_);
+  // A caller may have given the same id to another call, which is perhaps under way.
+  for (bool named = !call.action.empty(); !named;) {
+    action.call.action = fmt::format("#{}", ++named_);
+    named = !actions_.contains({call.name.tenant, action.call.action});
+  }
   action.answer = {.done = false, .epoch = session.epoch, .action = action.call.action};
   action.keys = keys_of(session);
   if (call.verb == SessionVerb::kPrefetch && call.seconds.count() > 0) action.deadline = clock_.now() + call.seconds;
@@ -101,12 +106,12 @@ SessionAnswer Residency::begin_action(const SessionCall& call, Session& session,
   return action.answer;
 }
 
-// Keep the action, so that its answer can be asked for; forget the oldest ones that are done.
+// Keep the action, so that its answer can be asked for; forget the oldest ones before it that are done.
 Residency::Action& Residency::remember(std::unique_ptr<Action> action) {
   const ActionName name(action->call.name.tenant, action->call.action);
   Action& kept = *(actions_[name] = std::move(action));
   order_.push_back(name);
-  for (auto at = order_.begin(); order_.size() > kMostActions && at != order_.end();) {
+  for (auto at = order_.begin(); order_.size() > kMostActions && at != std::prev(order_.end());) {
     const auto old = actions_.find(*at);
     if (old != actions_.end() && !old->second->answer.done) {
       ++at;
@@ -165,7 +170,8 @@ bool Residency::advance(Action& action, uint64_t after_step) {
       if (handle.count(outcome) == 0 || outcome == BlockOutcome::kTransferred || outcome == BlockOutcome::kPresent ||
           outcome == BlockOutcome::kCancelled)
         continue;
-      action.problem = handle.cause() ? std::string(torpor::name(outcome)) : handle.cause().error().what;
+      if (!action.stopped)
+        action.problem = handle.cause() ? std::string(torpor::name(outcome)) : handle.cause().error().what;
     }
   }
   action.handles.clear();
@@ -344,10 +350,10 @@ SessionAnswer Residency::evict(Session& session) {
     const DroppedKeys done = scheduler_.drop(dropped, store);
     answer.blocks += done.dropped;
     answer.kept += done.pinned;
+    counts_.blocks[static_cast<size_t>(SessionVerb::kEvict)][static_cast<size_t>(residence_of(store))] += done.dropped;
   }
   counts_.freed += answer.freed;
   counts_.blocks[static_cast<size_t>(SessionVerb::kEvict)][static_cast<size_t>(Residence::kDevice)] += answer.freed;
-  counts_.blocks[static_cast<size_t>(SessionVerb::kEvict)][static_cast<size_t>(Residence::kHost)] += answer.blocks;
   return answer;
 }
 

@@ -229,6 +229,15 @@ TEST_F(ResidencyTest, AnActionHasOneAnswerAndATenantSeesItsOwnSessionsAlone) {
   EXPECT_EQ(residency_->list(nullptr).size(), 1u);
 }
 
+TEST_F(ResidencyTest, ACallWithoutAnIdGetsOneThatNoOtherCallHas) {
+  open({.disk_segments = 4, .segment_slots = 4});
+  compute(a_, {0, 1});
+  const SessionAnswer named = call({.name = a_, .to = StoreId::kDisk, .action = "#1"});
+  EXPECT_FALSE(named.done);
+  EXPECT_EQ(call({.verb = SessionVerb::kPrefetch, .name = a_}).action, "#2");
+  EXPECT_EQ(finish(named).outcome, SessionOutcome::kAccepted);
+}
+
 TEST_F(ResidencyTest, CallsThatAreWrongSaySo) {
   open({});
   compute(a_, {0});
@@ -240,6 +249,7 @@ TEST_F(ResidencyTest, CallsThatAreWrongSaySo) {
   EXPECT_EQ(refused.outcome, SessionOutcome::kRejected);
   EXPECT_EQ(refused.reason, "this engine has no tier disk");
   EXPECT_FAILS(ResidencyOptions{.pin_share = 2}.validate(), Code::kInvalidArgument, "pin_share");
+  EXPECT_FAILS(ResidencyOptions{.most_ttl = 2000000000s}.validate(), Code::kInvalidArgument, "most_ttl");
 }
 
 TEST_F(ResidencyTest, APinHoldsItsBlocksUntilItsTimeIsOver) {
@@ -317,6 +327,21 @@ TEST_F(ResidencyTest, APinHasRetainedBlocksOfOthersMakeRoomAndIsExtendedByNewBlo
   held_at_end_ = 2;
 }
 
+TEST_F(ResidencyTest, APinBeyondItsTenantsShareLeavesOtherTenantsWhatTheyRetain) {
+  open({.host_slots = 8}, {.index = {.tenant_share = 0.5}, .pin_share = 1});
+  const SessionName theirs{.tenant = "u", .id = "a"};
+  compute(theirs, {0, 1});
+  compute(b_, {2});
+  compute(a_, {3, 4, 5, 6, 7});
+  (void)finish(call({.verb = SessionVerb::kRetain, .name = theirs, .seconds = 60s}), "u");
+  (void)finish(call({.verb = SessionVerb::kRetain, .name = b_, .seconds = 60s}));
+  const SessionAnswer done = finish(call({.verb = SessionVerb::kPin, .name = a_, .seconds = 60s}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 4u));
+  EXPECT_EQ(residency_->list(&theirs.tenant)[0].held_blocks, 2u);
+  EXPECT_EQ(residency_->counts().held, 6u);  // b_, of the same tenant, made room
+  held_at_end_ = 6;
+}
+
 TEST_F(ResidencyTest, APrefetchThatIsLateIsClipped) {
   open({.disk_segments = 4, .segment_slots = 4});
   compute(a_, {0, 1, 2, 3, 4});
@@ -336,6 +361,10 @@ TEST_F(ResidencyTest, EvictionDropsWhatNoOtherSessionWantsAndForgetsTheSession) 
   const SessionAnswer done = call({.verb = SessionVerb::kEvict, .name = a_, .action = "e"});
   EXPECT_EQ(std::tuple(done.outcome, done.blocks, done.freed, done.kept),
             std::tuple(SessionOutcome::kAccepted, 1u, 1u, 1u));
+  const ResidencyCounts counts = residency_->counts();
+  const auto& counted = counts.blocks[static_cast<size_t>(SessionVerb::kEvict)];
+  EXPECT_EQ(counted[static_cast<size_t>(Residence::kDevice)], 1u);
+  EXPECT_EQ(counted[static_cast<size_t>(Residence::kHost)], 1u);
   EXPECT_FALSE(is_somewhere(1));
   EXPECT_TRUE(is_somewhere(0));
   EXPECT_TRUE(call({.verb = SessionVerb::kEvict, .name = a_, .action = "e"}).repeated);
