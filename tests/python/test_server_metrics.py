@@ -24,6 +24,7 @@ from server_stubs import (  # noqa: F401
 from torpor.errors import NotEnoughRoom
 from torpor.vllm.server import metrics
 from torpor.vllm.server.metrics import Metrics
+from torpor.vllm.server.route_table import ROUTES
 from torpor.vllm.server.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,19 @@ def test_counts_are_counters_and_amounts_and_facts_are_gauges():
     }  # fmt: skip
     for name in ("torpor_response_log_bytes", "torpor_requests_queued", "torpor_start_requests", "torpor_build_info"):
         assert kinds[name] == "gauge"
+
+
+def test_each_verb_of_sessions_is_counted_from_the_start():
+    registry = CollectorRegistry()
+    Metrics("model", registry)
+    counted = {
+        (sample.labels["verb"], sample.labels["outcome"])
+        for sample in families(registry)["torpor_session_actions"].samples
+        if sample.name == "torpor_session_actions_total"
+    }
+    verbs = {path.rpartition("/")[2] for method, path in ROUTES if path.startswith("/v1/sessions/{") and method == "POST"}
+    assert verbs > {"hibernate", "demote"} and {verb for verb, _ in counted} == verbs | {"delete"}
+    assert {("demote", "accepted"), ("pin", "clipped")} <= counted
 
 
 def test_every_series_has_the_labels_of_vllm_and_values_without_blanks():

@@ -13,7 +13,10 @@ from torpor.vllm.server.metrics import _PARTS, Metrics
 _OF_ENGINE = ("model_name", "engine")
 _UNLISTED = {"version", "vllm_version"}  # labels
 # Values of labels whose series begin when there is something to count.
-_VALUES = {"way": connector_stats._WAYS, "store": connector_stats._STORES, "place": tuple(_PARTS)}
+_VALUES = {
+    "way": connector_stats._WAYS, "store": connector_stats._STORES, "place": tuple(_PARTS),
+    "verb": connector_stats._SESSION_VERBS, "tier": connector_stats._SESSION_TIERS,
+}  # fmt: skip
 
 
 def metrics_page(problems: list[str]) -> str:

@@ -32,6 +32,9 @@ _WAYS = ("onboard", "offload", "demote", "publish", "lookup", "prefetch")
 _MOVES = tuple(way for way in _WAYS if way != "lookup")
 _STORES = ("host", "disk")
 _TIERS = ("device", "host", "disk", "kv_store", "other")
+# Of the blocks of sessions (kvcache/residency.h).
+_SESSION_VERBS = ("demote", "prefetch", "retain", "pin", "evict")
+_SESSION_TIERS = ("device", "host", "disk", "remote")
 LOAD = "load"  # names the seconds of whole requests, beside those of ways
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -123,8 +126,8 @@ class Metrics(KVConnectorPromMetrics):
         )
         self._session_blocks = self._counter_cls(
             name="torpor_session_blocks",
-            documentation="Blocks of sessions by verb, and by the tier where they were when it was done. A block that "
-            "was evicted from the device counts under device.",
+            documentation="Blocks of sessions by verb, and by the tier where they were when it was done; of evict, by "
+            "each tier that dropped them.",
             labelnames=[*labelnames, "verb", "tier"],
         )
         self._session_freed = self._counter_cls(

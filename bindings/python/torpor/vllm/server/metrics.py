@@ -31,8 +31,10 @@ PHASES = {  # engine/sleep_controller_*.cpp
     "checkpoint": ("open", "save", "verify", "commit", "quiesce", "capture"),
 }
 # Calls of /v1/sessions, and what came of them.
-SESSION_VERBS = ("hibernate", "resume", "fork", "move", "delete")
-SESSION_OUTCOMES = ("accepted", "repeated", "deferred", "rejected", "missing")
+SESSION_VERBS = (
+    "hibernate", "resume", "fork", "move", "delete", "demote", "prefetch", "retain", "pin", "evict",
+)  # fmt: skip
+SESSION_OUTCOMES = ("accepted", "clipped", "repeated", "deferred", "rejected", "missing")
 AUTOMATIC = ("sleep", "sleep_to_disk", "wake")
 MOVED = ("saved", "restored", "freed")
 RESULTS = ("restored", "extended", "added", "dropped", "failed")
@@ -114,15 +116,16 @@ class Metrics:
         self.session_actions = of(
             Counter,
             "torpor_session_actions",
-            "Calls of /v1/sessions by verb and outcome: accepted; repeated, which an earlier call with the same "
-            "action_id had done; deferred, to be called again later; rejected; missing, for a name that is none.",
+            "Calls of /v1/sessions by verb and outcome: accepted; clipped, of which a part was done; repeated, which "
+            "an earlier call with the same action_id had done; deferred, to be called again later; rejected; missing, "
+            "for a name that is none.",
             ("verb", "outcome"),
             product(SESSION_VERBS, SESSION_OUTCOMES),
         )
         self.session_seconds = of(
             Histogram,
             "torpor_session_action_seconds",
-            "Seconds that an accepted call of /v1/sessions took.",
+            "Seconds that an accepted or clipped call of /v1/sessions took.",
             ("verb",),
             [(each,) for each in SESSION_VERBS],
             buckets=_SECONDS,
