@@ -12,8 +12,9 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from torpor.errors import Busy, InvalidArgument, NotFound, WrongState
-from torpor.vllm import fork_calls, session_calls
+from torpor.vllm import connector_options, fork_calls, residency_calls, session_calls
 from torpor.vllm import sessions as in_the_core
+from torpor.vllm.engine_values import SessionAnswer
 from torpor.vllm.server import routes
 from torpor.vllm.server import sessions as of_server
 from torpor.vllm.server.access import Caller, caller_of_call
@@ -179,6 +180,32 @@ def test_action_ids_of_tenants_do_not_meet_in_the_engine(monkeypatch):
             first = await made.sessions.fork("x", 1, None, None, "step-1")
             again = await made.sessions.fork("x", 1, None, None, "step-1")
         assert asked == [None] and again["repeated"] and again["children"] == first["children"]
+
+    run(scene())
+
+
+@pytest.mark.parametrize("caller", [ALICE, ADMIN])
+def test_who_deletes_a_session_in_tiers_has_its_own_looked_at(monkeypatch, caller):
+    async def scene():
+        made, asked = Made(), []
+        tiers = SimpleNamespace(kv_connector=connector_options.CLASS, kv_connector_extra_config={})
+        made.server.engine.vllm_config = SimpleNamespace(kv_transfer_config=tiers)
+
+        async def known(side, tenant):
+            asked.append(tenant)
+            return [SimpleNamespace(id="agent", tenant="alice")]
+
+        async def call(side, verb, session, tenant, **options):
+            return SessionAnswer("accepted", "", 1, 2, 3, 4, False, f"{verb} {session} of {tenant}")
+
+        monkeypatch.setattr(residency_calls, "known", known)
+        monkeypatch.setattr(residency_calls, "call", call)
+        with called_by(caller):
+            ended = await made.sessions.delete("agent", None)
+            with pytest.raises(NotFound, match="there is no image other"):
+                await made.sessions.delete("other", None)
+        assert (ended["action"], ended["outcome"], ended["freed_bytes"]) == ("delete", "accepted", 2)
+        assert set(asked) == {None if caller.is_admin else "alice"}
 
     run(scene())
 
