@@ -197,6 +197,7 @@ void Residency::place_hold(const Action& action) {
 // ---- what there is
 
 std::vector<SessionView> Residency::list(const std::string* tenant) {
+  expire();  // an engine without requests takes no steps
   std::vector<SessionView> views;
   for (const Session* each : index_.sessions(tenant)) {
     SessionView view{.name = each->name,

@@ -271,6 +271,7 @@ TEST_F(ResidencyTest, APinHoldsItsBlocksUntilItsTimeIsOver) {
   EXPECT_GE(places_of(1).host, 0);
   EXPECT_NEAR(residency_->list(nullptr)[0].seconds_left, 60, 1);
   rig_->clock.advance(61s);
+  EXPECT_FALSE(residency_->list(nullptr)[0].held);  // also where no step is taken
   residency_->advance(0);
   EXPECT_EQ(residency_->counts().held, 0u);
   fill({60, 61, 62, 63});
