@@ -87,7 +87,10 @@ std::vector<BlockLocations> Residency::find_each(std::span<const BlockKey> keys)
 
 // ---- requests
 
-void Residency::begin(const SessionName& name) { ++running_[name]; }
+void Residency::begin(const SessionName& name) {
+  ++running_[name];
+  for (Action* action : pending_) action->begun = action->begun || action->call.name == name;
+}
 
 void Residency::finished(const SessionName& name, std::span<const BlockHash> chain, uint64_t after_step) {
   if (const auto running = running_.find(name); running != running_.end() && --running->second == 0)

@@ -152,6 +152,7 @@ class Residency {
     int rounds = 0;
     bool late = false;     // its deadline has passed
     bool stopped = false;  // what it is for is no more wanted
+    bool begun = false;    // a request of the session has begun since
     bool clipped = false;  // keys are fewer than the session has
     std::string problem;   // why blocks were not copied
   };

@@ -285,8 +285,7 @@ void Residency::finish(Action& action) {
 void Residency::finish_demotion(Action& action, Session* session) {
   SessionAnswer& answer = action.answer;
   const StoreId to = action.call.to;
-  const bool begun_again = running_.contains(action.call.name);
-  if (session != nullptr && !begun_again) index_.move_to(*session, residence_of(to));
+  if (session != nullptr && !action.begun) index_.move_to(*session, residence_of(to));
   const std::vector<BlockLocations> places = find_each(action.keys);
   std::array<std::vector<BlockKey>, kStores> dropped;
   uint64_t missing = 0;
@@ -298,7 +297,7 @@ void Residency::finish_demotion(Action& action, Session* session) {
     somewhere += lost ? 0 : 1;
     answer.blocks += there ? 1 : 0;
     missing += there || lost ? 0 : 1;
-    if (!there || begun_again) continue;
+    if (!there || action.begun) continue;
     if (index_.wanted(key.hash, Residence::kDevice)) {
       answer.kept += is_on_device(key) ? 1 : 0;
     } else {
@@ -316,7 +315,7 @@ void Residency::finish_demotion(Action& action, Session* session) {
     if (!keys.empty()) answer.kept += scheduler_.drop(keys, nearer).pinned;
   }
   counts_.freed += answer.freed;
-  if (begun_again) {
+  if (action.begun) {
     answer.outcome = SessionOutcome::kClipped;
     answer.reason = "a request of the session began meanwhile: nothing was freed";
   } else if (missing > 0) {

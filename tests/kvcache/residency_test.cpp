@@ -211,6 +211,18 @@ TEST_F(ResidencyTest, ARunningRequestDefersADemotionAndOneThatComesMeanwhileKeep
   EXPECT_TRUE(on_device(0) && on_device(1));
 }
 
+TEST_F(ResidencyTest, ARequestThatBeginsAndEndsDuringADemotionKeepsItsBlocks) {
+  open({});
+  compute(a_, {0, 1});
+  const SessionAnswer begun = call({.name = a_});
+  EXPECT_FALSE(begun.done);
+  compute(a_, {0, 1, 2});
+  const SessionAnswer done = finish(begun);
+  EXPECT_EQ(std::tuple(done.outcome, done.freed), std::tuple(SessionOutcome::kClipped, 0u));
+  EXPECT_TRUE(on_device(0) && on_device(1) && on_device(2));
+  EXPECT_EQ(residency_->list(nullptr)[0].residence, Residence::kDevice);
+}
+
 TEST_F(ResidencyTest, AnActionHasOneAnswerAndATenantSeesItsOwnSessionsAlone) {
   open({});
   compute(a_, {0});
