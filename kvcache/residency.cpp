@@ -65,6 +65,13 @@ bool Residency::has(StoreId store) const {
   return store == StoreId::kDisk ? index.disk_segments > 0 : index.remote_slots > 0;
 }
 
+// Return whether as many actions are under way as may be.
+bool Residency::is_full() const {
+  size_t keys = 0;
+  for (const Action* action : pending_) keys += action->keys.size();
+  return pending_.size() >= kMostPending || keys >= kMostPendingKeys;
+}
+
 // Return the keys of the session's blocks, each once: those of its newest prefix first, from its beginning.
 std::vector<BlockKey> Residency::keys_of(const Session& session) const {
   std::vector<BlockKey> keys;
@@ -97,7 +104,7 @@ void Residency::finished(const SessionName& name, std::span<const BlockHash> cha
     running_.erase(running);
   Session* const session = index_.record(name, chain);
   end_forgotten();
-  if (session == nullptr || !session->held) return;
+  if (session == nullptr || !session->held || is_full()) return;
   // The hold has the new blocks, too, until its end.
   const SessionHold& hold = session->hold;
   if (hold.until <= clock_.now()) return;

@@ -115,6 +115,9 @@ struct ResidencyCounts {
 class Residency {
  public:
   static constexpr size_t kMostActions = 4096;  // whose answers are remembered
+  // Of actions that are not done, and of their keys. Beyond them a call is deferred, and a hold is not extended.
+  static constexpr size_t kMostPending = 2048;
+  static constexpr size_t kMostPendingKeys = size_t{1} << 20;
 
   // All outlive the result. kInvalidArgument: invalid options.
   static Result<std::unique_ptr<Residency>> create(const ResidencyOptions& options, OffloadScheduler& scheduler,
@@ -169,6 +172,7 @@ class Residency {
       : options_(options), scheduler_(scheduler), device_(device), clock_(clock), index_(options.index) {}
   Status check_call(const SessionCall& call) const;
   bool has(StoreId store) const;
+  bool is_full() const;
   std::vector<BlockKey> keys_of(const Session& session) const;
   std::vector<BlockLocations> find_each(std::span<const BlockKey> keys) const;
   bool is_on_device(const BlockKey& key) const { return device_.find(key) >= 0; }

@@ -64,6 +64,8 @@ Result<SessionAnswer> Residency::call(const SessionCall& call, uint64_t after_st
     const StoreId to = into_host ? StoreId::kHost : call.to;
     if (call.verb != SessionVerb::kEvict && !has(to))
       return refusal(SessionOutcome::kRejected, fmt::format("this engine has no tier {}", torpor::name(to)), call);
+    if (call.verb != SessionVerb::kEvict && is_full())
+      return refusal(SessionOutcome::kDeferred, "too many calls of sessions are under way", call);
     index_.touch(*session);
     if (call.verb == SessionVerb::kEvict) {
       auto made = std::make_unique<Action>();

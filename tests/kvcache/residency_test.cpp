@@ -250,6 +250,19 @@ TEST_F(ResidencyTest, ACallWithoutAnIdGetsOneThatNoOtherCallHas) {
   EXPECT_EQ(finish(named).outcome, SessionOutcome::kAccepted);
 }
 
+TEST_F(ResidencyTest, TooManyCallsAtATimeAreDeferred) {
+  open({.host_slots = 4}, {.index = {.tenant_share = 1}, .pin_share = 1});
+  compute(a_, {0});
+  const SessionCall retain{.verb = SessionVerb::kRetain, .name = a_, .seconds = 60s};
+  for (size_t i = 0; i < Residency::kMostPending; ++i) EXPECT_FALSE(call(retain).done);
+  const SessionAnswer deferred = call(retain);
+  EXPECT_EQ(deferred.outcome, SessionOutcome::kDeferred);
+  EXPECT_EQ(deferred.reason, "too many calls of sessions are under way");
+  EXPECT_SUCCEEDS(rig_->scheduler->reset());
+  residency_->reset();
+  known_.clear();
+}
+
 TEST_F(ResidencyTest, CallsThatAreWrongSaySo) {
   open({});
   compute(a_, {0});

@@ -18,9 +18,9 @@ DEMOTE = """Copy the session's KV blocks to a tier, then free those that are nea
     action_id: id of this call; the same call again returns the answer of the first. None: it is not repeated.
 
     Returns a SessionAnswer. "clipped": some blocks could not be copied, and stay; "deferred": a request of the session
-    runs; "rejected": the engine has no such tier; "missing": there is no such session. The tokens of later requests do
-    not depend on it. Raises InvalidArgument for wrong arguments, Unsupported for an engine without tiers, WrongState if
-    it sleeps.
+    runs, or too many calls are under way; "rejected": the engine has no such tier; "missing": there is no such session.
+    The tokens of later requests do not depend on it. Raises InvalidArgument for wrong arguments, Unsupported for an
+    engine without tiers, WrongState if it sleeps.
     """
 
 PREFETCH = """Copy the session's KV blocks from disk and from the shared store to host memory. Return when that is done.

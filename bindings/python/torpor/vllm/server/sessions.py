@@ -206,7 +206,7 @@ class Sessions:
                         f"{answer.reason}: none of yours has ended a request here, or it was forgotten", _LIST
                     )
                 case "deferred":
-                    raise Busy(answer.reason, "call this again when it has ended")
+                    raise Busy(answer.reason, "call this again later")
                 case "rejected":
                     raise Unsupported(answer.reason, "start the server with that tier, or name another one")
             return {
