@@ -38,7 +38,10 @@ def answer(scheduler, options: dict) -> dict:
 
 
 def views(scheduler, options: dict) -> list[dict]:
-    """Return the sessions of a tenant; of all tenants if it is None."""
+    """Return the sessions of a tenant; of all tenants if it is None. An engine without room for blocks has none."""
+    side = connector_sleep.side_of(scheduler)
+    if side is not None and side.core is None:
+        return []
     side = _side(scheduler)
     found = side.core.session_views(options["tenant"])
     return [_with_bytes(each, _VIEW_BLOCKS, side.block_bytes) for each in found]
