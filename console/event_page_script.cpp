@@ -95,21 +95,29 @@ function tracks(events, wanted) {
   return all;
 }
 
-// When the engines slept: from the end of falling asleep until they began to wake, or until the last event.
+// When the engines slept: from the end of falling asleep until they began to wake, or until the last event. One that was
+// killed asleep sleeps until the engine that replaced it tells its state.
 function naps(events) {
-  const all = [], open = new Map();
+  const all = [], open = new Map(), engines = new Map();
   let last = 0;
   for (const event of events) {
     if (!event.time) continue;
     last = event.time;
+    const of = whose(event);
+    if (engines.has(of)) engines.get(of).last = event.time;
     if (event.type !== "engine") continue;
-    if (event.to === "asleep") open.set(whose(event), event.time);
-    else if (open.has(whose(event))) {
-      all.push([open.get(whose(event)), event.time]);
-      open.delete(whose(event));
+    if (!engines.has(of)) engines.set(of, {name: event.process, first: event.time, last: event.time});
+    if (event.to === "asleep") open.set(of, event.time);
+    else if (open.has(of)) {
+      all.push([open.get(of), event.time]);
+      open.delete(of);
     }
   }
-  for (const since of open.values()) all.push([since, last]);
+  for (const [of, since] of open) {
+    const own = engines.get(of);
+    const others = [...engines.values()].filter(other => other.name === own.name && other.first > own.last);
+    all.push([since, Math.min(last, ...others.map(other => other.first))]);
+  }
   return all;
 }
 )page";
@@ -402,7 +410,8 @@ const std::string_view kPageFollows = R"page(
 // and the workers that the core names. A key that was refused is not sent again.
 function follow(events, by, show) {
   const after = new Map();  // by pid; of the core, whose pid is not asked for: ""
-  let asking = false, refused = null;
+  let asking = false, refused = null, trouble = "Give the admin key to see the engine.";
+  const say = words => { by("said").textContent = words; };
   const call = async (method, params) => {
     const key = by("key").value;
     const headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"};
@@ -418,6 +427,10 @@ function follow(events, by, show) {
     for (let more = true; more;) {
       const since = after.get(pid) || 0, whose = pid === "" ? {} : {pid};
       const said = await call("events", {after: since, limit: MOST_AT_ONCE, ...whose});
+      if (said.next < since) {  // another engine answers: its events count from 1
+        after.set(pid, 0);
+        continue;
+      }
       for (const event of said.events) {
         if (event.type === "lost" && since === 0) continue;  // from before the page was opened
         event.at = event.time || (events.length ? events[events.length - 1].at : 0);
@@ -441,38 +454,33 @@ function follow(events, by, show) {
         events.splice(0, Math.max(0, events.length - MOST_EVENTS));
         show();
       }
-      by("said").textContent = "";
+      if (by("said").textContent === trouble) say("");  // what a button said stays
     } catch (problem) {
-      by("said").textContent = String(problem.message || problem) + (refused === null ? "" : ": give another key");
+      say(trouble = String(problem.message || problem) + (refused === null ? "" : ": give another key"));
     }
     asking = false;
   };
-  // The second press does it.
+  // With a warning, the press that finds it there does it.
   const act = (id, method, params, warning) => {
-    let asked = false;
     by(id).addEventListener("click", async () => {
-      if (!by("key").value) { by("said").textContent = "give the admin key first"; return; }
-      if (!asked && warning) {
-        asked = true;
-        by("said").textContent = warning;
-        return;
-      }
-      asked = false;
-      by("said").textContent = method + " …";
+      if (!by("key").value) return say("give the admin key first");
+      if (by("key").value === refused) return say("this key was refused: give another key");
+      if (warning && by("said").textContent !== warning) return say(warning);
+      say(method + " …");
       try {
         const report = await call(method, params), moved = report.freed_bytes || report.restored_bytes;
-        by("said").textContent = method + ": " + (report.status || "done")
+        say(method + ": " + (report.status || "done")
           + (moved ? ", " + bytes_text(moved) + (report.freed_bytes ? " given back" : " restored") : "")
-          + (report.seconds ? " in " + seconds_text(report.seconds) : "");
+          + (report.seconds ? " in " + seconds_text(report.seconds) : ""));
       } catch (problem) {
-        by("said").textContent = method + ": " + String(problem.message || problem);
+        say(method + ": " + String(problem.message || problem));
       }
     });
   };
   act("sleep", "sleep", {level: 1}, "sleep stops every answer until a wake: press sleep again");
   act("wake", "wake", {}, "");
   act("checkpoint", "checkpoint", {}, "");
-  by("key").addEventListener("change", () => { refused = null; return look(); });
+  by("key").addEventListener("change", () => { refused = null; say(""); return look(); });
   setInterval(look, 1000);
 }
 )page";

@@ -240,23 +240,43 @@ def test_the_page_asks_the_workers_for_their_memory(tmp_path):
 
 @needs_node
 def test_a_key_that_was_refused_is_not_sent_again(tmp_path):
-    said = page_after(tmp_path, [UNAUTHORIZED, told()], {"key": "wrong"}, {}, {}, {"key": "right"})
+    steps = [{"key": "wrong"}, {}, {}, {"click": "wake"}, {"key": "right"}]
+    said = page_after(tmp_path, [UNAUTHORIZED, told()], *steps)
     assert [key for _, key, _ in said["asked"]] == ["Bearer wrong", "Bearer right"]
-    assert said["said"][0] == said["said"][2] == "Unauthorized: give another key" and said["said"][3] == ""
+    assert said["said"][0] == said["said"][2] == "Unauthorized: give another key" and said["said"][4] == ""
+    assert said["said"][3] == "this key was refused: give another key"
 
 
 @needs_node
 def test_the_page_puts_an_engine_to_sleep_at_the_second_press(tmp_path):
     slept = {"status": 200, "body": {"status": "sleeping", "freed_bytes": 5_140_000_000, "seconds": 0.33}}
     refused = {"status": 409, "body": {"error": {"what": "it is awake", "message": "m"}}}
-    steps = [{"click": "sleep"}, {"key": "k"}, {"click": "sleep"}, {"click": "sleep"}, {"click": "wake"}]
-    said = page_after(tmp_path, [told(), slept, refused], *steps)
-    assert [(path, params) for path, _, params in said["asked"][1:]] == [
+    steps = [{"click": "sleep"}, {"key": "k"}, {"click": "sleep"}, {}, {"click": "sleep"}, {}, {"click": "wake"}]
+    said = page_after(tmp_path, [told(), told(), slept, told(), refused], *steps)
+    assert [(path, params) for path, _, params in said["asked"] if path != "console/events"] == [
         ("console/sleep", {"level": 1}), ("console/wake", {})
     ]  # fmt: skip
-    first, _, warned, done, failed = said["said"]
-    assert "key first" in first and "press sleep again" in warned
-    assert done == "sleep: sleeping, 5.14 GB given back in 330 ms" and failed == "wake: it is awake"
+    first, with_key, warned, second_later, done, after, failed = said["said"]
+    assert "key first" in first and with_key == "" and "press sleep again" in warned and second_later == warned
+    assert done == after == "sleep: sleeping, 5.14 GB given back in 330 ms" and failed == "wake: it is awake"
+
+
+@needs_node
+def test_a_warning_that_is_gone_is_given_again(tmp_path):
+    problem = {"status": 503, "body": {"error": {"message": "ends"}}}
+    steps = [{"key": "k"}, {"click": "sleep"}, {}, {"click": "sleep"}]
+    said = page_after(tmp_path, [told(), problem], *steps)
+    assert {path for path, _, _ in said["asked"]} == {"console/events"}
+    assert said["said"][2] == "ends" and said["said"][1] == said["said"][3]
+
+
+@needs_node
+def test_the_page_follows_the_engine_that_replaced_another_one(tmp_path):
+    step, other = {"type": "step", "time": 1.0}, {"process": "core0", "pid": 8}
+    answers = [told(step, after=90), told(after=2), told({"type": "step", "time": 2.0}, after=2, **other)]
+    said = page_after(tmp_path, answers, {"key": "k"}, {})
+    assert [params["after"] for _, _, params in said["asked"]] == [0, 90, 0]
+    assert "2 events, 2 steps, 0 requests" in said["shown"]["head"]
 
 
 @needs_node
@@ -276,9 +296,26 @@ def test_who_was_replaced_has_ended_and_its_workers_with_it():
         {"process": "core0", "pid": 22, "type": "memory", "time": 8.0},
         {"process": "core0", "pid": 2, "type": "step", "time": 9.0},
     ]  # fmt: skip
+    code = "const ended = until => [...fold(all, until).processes].filter(([, p]) => p.ended).map(([of]) => of);"
+    assert returned(code + "return [ended(5), ended(8.5), ended(9)]", events) == [[], [], ["core0 11", "core0 1"]]
+
+
+@needs_node
+def test_an_engine_that_was_killed_asleep_sleeps_until_another_one_is_there():
+    def engine(pid: int, time: float, to: str, name: str = "core0") -> dict:
+        return {"process": name, "pid": pid, "type": "engine", "to": to, "time": time}
+
+    step = {"process": "core0", "pid": 2, "type": "step", "time": 9.0}
+    killed = [engine(1, 1.0, "falling asleep"), engine(1, 2.0, "asleep"), engine(2, 7.0, "waking"), step]
+    assert returned("return naps(all)", killed) == [[2.0, 7.0]]
+    assert returned("return naps(all)", [*killed[:2], engine(2, 7.0, "waking", "core1"), step]) == [[2.0, 9.0]]
+    assert returned("return naps(all)", [*killed[:2], engine(1, 4.0, "waking"), step]) == [[2.0, 4.0]]
+
+
+def returned(code: str, events: list[dict]):
+    """What code of the page returns of these events, `all`."""
     script = _core.console_page().split("<script>")[1].split("</script>")[0]
-    code = "const fold = new Function(process.argv[1] + '; return fold')(), all = JSON.parse(process.argv[2]);"
-    code += "const ended = until => [...fold(all, until).processes].filter(([, p]) => p.ended).map(([of]) => of);"
-    code += "console.log(JSON.stringify([ended(5), ended(8.5), ended(9)]))"
-    done = subprocess.run(["node", "-e", code, script, json.dumps(events)], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [[], [], ["core0 11", "core0 1"]]
+    body = "const code = process.argv[1], all = JSON.parse(process.argv[2]);"
+    body += "console.log(JSON.stringify(new Function('all', code)(all)))"
+    words = ["node", "-e", body, f"{script}\n{code}", json.dumps(events)]
+    return json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
