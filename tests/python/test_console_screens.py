@@ -302,16 +302,32 @@ def many(recording, count: int = 60) -> list[dict]:
 
 
 def test_many_slots_can_be_chosen_and_stay_in_sight(recording):
-    many(recording)
-    app = Console(recording)
+    slots, app = many(recording), Console(recording)
 
     def another_begins():
-        recording.snapshot["processes"][0]["slots"].append(dict(recording.snapshot["processes"][0]["slots"][0]))
+        slots.append(dict(slots[0]))
         app.look()
 
     _, picture = drive(app, ["1", *["down"] * 50, another_begins], (80, 24))
     assert app.row == 50 and "r50" in picture and "r00" not in picture
     assert "REQUEST" in picture  # the heads stay
+
+
+def test_what_was_scrolled_to_stays_in_sight(recording):
+    slots, app, seen = many(recording), Console(recording), []
+
+    def another_begins():
+        slots.append(dict(slots[0]))
+        app.look()
+
+    def look():
+        seen.append((app.query_one(Slots).scroll_offset.y, app.query_one(Slots).cursor_row))
+
+    def scroll():
+        app.query_one(Slots).scroll_to(y=30, animate=False)
+
+    drive(app, ["1", scroll, look, another_begins, look], (80, 24))
+    assert seen == [(30, 0), (30, 0)]
 
 
 @pytest.mark.long

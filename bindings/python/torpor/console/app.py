@@ -10,7 +10,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding
-from textual.geometry import Size
+from textual.geometry import Offset, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import DataTable, Footer, Input, Static
@@ -64,7 +64,7 @@ class Lines(ScrollView, can_focus=True):  # type: ignore[call-arg]  # Textual's,
 
 
 class Slots(DataTable):
-    """The table of slots. The chosen row stays chosen when the table is filled anew."""
+    """The table of slots. When it is filled anew, the chosen row stays chosen, and what is in sight stays there."""
 
     BINDINGS: ClassVar = [
         Binding("k", "cursor_up", show=False),
@@ -83,7 +83,7 @@ class Slots(DataTable):
         if rows == self._shown and heads == self._heads:
             return
         self._shown = rows
-        row, column = self.cursor_row, self.scroll_offset.x
+        row, offset = self.cursor_row, self.scroll_offset
         with self.prevent(DataTable.RowHighlighted):
             self.clear(columns=heads != self._heads)
             if heads != self._heads:
@@ -93,7 +93,11 @@ class Slots(DataTable):
                 self.add_row(*pages.slot_cells(slot))
             row = max(min(row, len(rows) - 1), 0)
             self.move_cursor(row=row)
-            self.scroll_to(x=column, animate=False)
+            self.call_after_refresh(self._scroll_back, offset, row)  # the table has no size before
+
+    def _scroll_back(self, offset: Offset, row: int) -> None:
+        if self.cursor_row == row:
+            self.scroll_to(x=offset.x, y=offset.y, animate=False, force=True)
 
     @property
     def lines(self) -> list[Text]:
