@@ -296,7 +296,7 @@ def test_a_take_over_that_breaks_with_the_directory_in_its_hands_has_failed(monk
 
 
 @pytest.mark.parametrize("packed", ["keep", "release"])
-def test_it_keeps_packed_weights_over_its_sleep_where_the_operator_wants_it(monkeypatch, tmp_path, packed):
+def test_it_keeps_packed_weights_over_its_sleeps_where_the_operator_wants_it(monkeypatch, tmp_path, packed):
     async def scene():
         server = standby_of(monkeypatch, tmp_path, Watch(NONE), standby_packed_weights=packed)
 
@@ -305,9 +305,13 @@ def test_it_keeps_packed_weights_over_its_sleep_where_the_operator_wants_it(monk
 
         server.engine.generate = generate
         server.engine.reset_prefix_cache = lambda: asyncio.sleep(0)
+        sleeps = ["keep_derived", "sleep"] if packed == "keep" else ["sleep"]
         await server.standby.begin()
-        methods = [call[0] for call in server.engine.calls]
-        assert methods == (["keep_derived", "sleep"] if packed == "keep" else ["sleep"])
+        assert [call[0] for call in server.engine.calls] == sleeps
+        server.engine.calls.clear()
+        assert await server.standby._wake_ahead()  # for an owner that does not hand over after all
+        await server.standby._cancel()
+        assert [call[0] for call in server.engine.calls] == ["wake_up", *sleeps]
 
     run(scene())
 

@@ -90,15 +90,18 @@ class Standby:
             async for _ in server.engine.generate({"prompt_token_ids": [1, 2, 3]}, parameters, uuid.uuid4().hex):
                 pass
         await server.engine.reset_prefix_cache()
-        if server.settings.standby_packed_weights == "keep":
-            await server.engine.torpor.call("keep_derived")
-        report = await server.engine.sleep(1, preserve_state=True)
+        report = await self._sleep()
         server.metrics.record("sleep", "host", report)
         logger.info(
             "torpor: standby of %s; %.1f MB of device memory released", server.options.checkpoint_dir,
             report.freed_bytes / 1e6,
         )  # fmt: skip
         await owning.begin_standby(server)
+
+    async def _sleep(self) -> Report:
+        if self._server.settings.standby_packed_weights == "keep":
+            await self._server.engine.torpor.call("keep_derived")  # over one sleep
+        return await self._server.engine.sleep(1, preserve_state=True)
 
     async def follow(self) -> None:
         """Return when this server has taken over, has failed to, or ends."""
@@ -244,7 +247,7 @@ class Standby:
 
     async def _cancel(self) -> dict:
         if self._awake_until is not None and self._server.state == "standby":
-            await self._server.engine.sleep(1, preserve_state=True)
+            await self._sleep()
             self._awake_until = None
         return {}
 
