@@ -9,6 +9,7 @@
 #include <fmt/ranges.h>
 
 #include "base/page_buffer.h"
+#include "base/progress.h"
 #include "checkpoint/checkpoint.h"
 #include "tools/torpor/text.h"
 
@@ -72,7 +73,17 @@ Result<Json> extract(const Context& context) {
   const std::string& wanted = context.arguments.second;
   TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
                           open_checkpoint(context.file_system, context.arguments.path, context.key));
+  const auto matches = [&](const SavedChunk& chunk) {
+    return chunk.key.to_string() == wanted || chunk.key.tag == wanted ||
+           (chunk.key.kind == ChunkKind::kRegion && fmt::format("{}/{}", chunk.key.tag, chunk.key.region) == wanted);
+  };
+  uint64_t total = 0;
+  for (const RankSummary& rank : checkpoint.manifest().ranks) {
+    TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(rank));
+    for (const SavedChunk& chunk : refs.records) total += matches(chunk) ? chunk.bytes : 0;
+  }
   TORPOR_ASSIGN_OR_RETURN(NewFile file, NewFile::create(context.arguments.output));
+  ProgressMeter progress(context.progress, "extracting", total);
   uint64_t bytes = 0;
   Json chunks = Json::array();
   PageBuffer memory;
@@ -80,11 +91,8 @@ Result<Json> extract(const Context& context) {
     TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(rank));
     std::unique_ptr<DiskTier> tier;
     for (const SavedChunk& chunk : refs.records) {
+      if (!matches(chunk)) continue;
       const std::string name = chunk.key.to_string();
-      const bool match =
-          name == wanted || chunk.key.tag == wanted ||
-          (chunk.key.kind == ChunkKind::kRegion && fmt::format("{}/{}", chunk.key.tag, chunk.key.region) == wanted);
-      if (!match) continue;
       if (tier == nullptr) {
         TORPOR_ASSIGN_OR_RETURN(tier, checkpoint.open_rank(rank));
       }
@@ -101,8 +109,7 @@ Result<Json> extract(const Context& context) {
       TORPOR_RETURN_IF_ERROR(file.write(content));
       chunks.push_back({{"rank", rank.rank}, {"name", name}, {"at", bytes}, {"bytes", chunk.bytes}});
       bytes += chunk.bytes;
-      if (context.progress && !context.progress({"extracting", bytes, 0, 0}))
-        return Error{.code = Code::kAborted, .what = "extracting was cancelled", .next_step = "start it again"};
+      TORPOR_RETURN_IF_ERROR(progress.add(chunk.bytes));
     }
   }
   if (chunks.empty())
