@@ -5,8 +5,8 @@
 Each contestant is a new Python process that makes an engine in itself: exec, imports, engine, wake, first token. vLLM
 alone has no torpor on its path and computes a prompt; the second does the same with torpor; the third wakes a
 checkpoint that has the prompt's request in mid-answer and takes its next step. Interleaved, each round in another
-order, after a round that only warms. Seconds by the clock, and of all cores: on a busy machine compare those. Baseline:
-vLLM alone. `--rounds=0` measures the round that warms.
+order, after a round that only warms. Time on the clock and CPU time: on a busy machine compare CPU time. Baseline: vLLM
+alone. `--rounds=0` measures the round that warms.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS_BEFORE = 4  # of the request in the checkpoint
 
 
 class Moments:
-    """When each stage ended: seconds by the clock, and of all cores that this process has used."""
+    """How long each stage took: seconds on the clock, and CPU seconds of this process."""
 
     def __init__(self, began: float):
         self._last = (began, 0.0)
@@ -134,7 +134,7 @@ def summary(found: dict[str, list[dict[str, tuple[float, float]]]]) -> dict:
 
 def show(result: dict) -> None:
     print(f"process start to first token, medians of {max(result['rounds'], 1)} rounds; wanted is at most {WANTED:.0%}")
-    for unit, name in (("seconds", "seconds"), ("cpu_seconds", "seconds of all cores")):
+    for unit, name in (("seconds", "seconds"), ("cpu_seconds", "CPU seconds")):
         own = result[unit]
         print(f"{name:22}" + "".join(f"{stage:>13}" for stage in (*STAGES, "all", "added")))
         for contestant in CONTESTANTS:
