@@ -428,6 +428,12 @@ def test_memory_and_copies_of_workers_stand_beside_their_core(newest):
     assert all(len(line) <= 78 for line in memory) and any("/s" in line for line in copies) and "No rank" in none[0]
 
 
+def test_memory_of_an_ended_process_is_its_own(newest):
+    dead, _ = two_processes(newest, alive=False)
+    lines, _ = drive(Console(newest), ["d", "tab", "5"], (80, 24))
+    assert any(f"pid {dead['pid']}" in line for line in lines) and not any("pid 77" in line for line in lines)
+
+
 def test_bars_have_their_parts_and_their_whole():
     tier = {"tier": "host", "used_blocks": 50, "pinned_blocks": 25, "cached_blocks": 25, "empty_blocks": 25}
     blocks = {"registered": 0, "dropped": {}}

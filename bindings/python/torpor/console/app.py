@@ -218,7 +218,9 @@ class Console(App):
             for number, operation in enumerate(each["operations"])
         ]
         process = self.process or {}
-        others = [each for each in self.processes if each["alive"] or not process.get("memory")] or [process]
+        # What an ended process told of its own is not what is there now: it stands alone.
+        own = process.get("memory") and not process["alive"]
+        others = [process] if own else [each for each in self.processes if each["alive"] or not process.get("memory")]
         return process | {
             "operations": [operation for *_, operation in sorted(done, key=lambda each: each[:2])],
             "memory": [
