@@ -95,8 +95,8 @@ function tracks(events, wanted) {
   return all;
 }
 
-// When the engines slept: from the end of falling asleep until they began to wake, or until the last event. One that was
-// killed asleep sleeps until the engine that replaced it tells its state.
+// When the engines slept: from the end of falling asleep until they began to wake, or until the last event. One that
+// was killed asleep sleeps until the engine that replaced it tells its state.
 function naps(events) {
   const all = [], open = new Map(), engines = new Map();
   let last = 0;

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def asked(zygote, tiny_model, tmp_path_factory):
-    return result_of(zygote.run([PROCESS, tiny_model, tmp_path_factory.mktemp("residency")], timeout=300))
+    return result_of(zygote.run([PROCESS, tiny_model, tmp_path_factory.mktemp("residency")]))
 
 
 def test_each_turn_has_the_tokens_of_an_engine_that_moved_nothing(asked):

@@ -29,7 +29,7 @@ def server(tiny_model, tmp_path_factory):
 
 
 def http(url: str, key: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+    return httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=600)
 
 
 async def ask(client: httpx.AsyncClient, **named) -> dict:
@@ -69,10 +69,10 @@ def test_a_client_moves_the_blocks_of_its_sessions_and_answers_stay_the_same(ser
             assert (each["tier"], each["device_bytes"], each["disk_bytes"]) == ("disk", 0, each["bytes"])
         assert (await call(client.http, "agent/demote", to="disk", action_id="d-1"))[1]["repeated"]
         assert (await ask(client.http, session_id="agent"))["choices"][0]["text"] == expected
-        status, said = await call(client.http, "by/header/prefetch", deadline=100)
+        status, said = await call(client.http, "by/header/prefetch", deadline=600)
         assert (status, said["outcome"]) == (200, "accepted"), said
         for verb, held in (("retain", "retained"), ("pin", "pinned")):
-            assert (await call(client.http, f"agent/{verb}", ttl=60))[1]["outcome"] == "accepted"
+            assert (await call(client.http, f"agent/{verb}", ttl=3600))[1]["outcome"] == "accepted"
             assert (await listed(client.http))["agent"]["held"] == held
         metrics = samples((await client.http.get("/metrics")).text)
         assert metrics[("torpor_session_actions_total", of(verb="demote", outcome="accepted"))] == 2

@@ -353,7 +353,7 @@ class PassOn(http_server.BaseHTTPRequestHandler):
 
     def pass_on(self) -> httpx.Response:
         key = {"Authorization": self.headers["Authorization"]}
-        return httpx.request(self.command, self.server.behind + self.path, headers=key, timeout=120)
+        return httpx.request(self.command, self.server.behind + self.path, headers=key, timeout=600)
 
     def log_message(self, *_) -> None:
         pass
@@ -362,7 +362,7 @@ class PassOn(http_server.BaseHTTPRequestHandler):
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_request_of_a_server_that_is_killed_in_a_move_runs_on_one_server(server, other, others_directory, taken):
     """`taken`: the other server has the request when its own is killed."""
-    asyncio.run(asyncio.wait_for(killed_in_a_move(server, other, others_directory, taken), 300))
+    asyncio.run(asyncio.wait_for(killed_in_a_move(server, other, others_directory, taken), 600))
 
 
 async def killed_in_a_move(target, source, sources_directory, taken: bool) -> None:
@@ -373,7 +373,7 @@ async def killed_in_a_move(target, source, sources_directory, taken: bool) -> No
     await done(client.http, f"/v1/sessions/{name}/hibernate")
     between = Between(target.url, source.kill, after=taken)
     with pytest.raises(httpx.HTTPError):
-        await client.admin.post(f"/v1/sessions/{name}/move", params={"to": between.url}, timeout=120)
+        await client.admin.post(f"/v1/sessions/{name}/move", params={"to": between.url}, timeout=600)
     task.cancel()
     source.start()
     await asyncio.to_thread(source.wait_until_ready)

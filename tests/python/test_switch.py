@@ -330,7 +330,7 @@ class OwnersRoute(http.server.BaseHTTPRequestHandler):
 def test_the_command_asks_the_server_of_a_url_or_a_directory(tmp_path):
     def told(*words, key: str = "the-key") -> subprocess.CompletedProcess:
         environment = os.environ | {"TORPOR_ADMIN_KEY": key}
-        return subprocess.run([BINARY, "switch", *words], env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run([BINARY, "switch", *words], env=environment, capture_output=True, text=True, timeout=600)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OwnersRoute) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
