@@ -91,7 +91,14 @@ def test_the_checks_find_planted_problems(tmp_path):
     (tmp_path / "tests/mutants.toml").write_text(
         '[[mutant]]\nname = "stale"\nfile = "base/here.h"\nreplace = "gone"\n\n'
         '[[mutant]]\nname = "fresh"\nfile = "base/here.h"\nreplace = "pybind11/pybind11"\n'
+        'caught_by = "base_test Ways/Here.Is*"\n\n'
+        '[[mutant]]\nname = "unseen"\nfile = "base/here.h"\nreplace = "pybind11/pybind11"\n'
+        'caught_by = "pytest tests/test_here.py::test_gone"\n\n'
+        '[[mutant]]\nname = "unnoticed"\nfile = "base/here.h"\nreplace = "pybind11/pybind11"\n'
+        'caught_by = "base_test Here.Was*"\n'
     )
+    (tmp_path / "tests/here_test.cpp").write_text("TEST_P(Here, IsThere) {}\n")
+    (tmp_path / "tests/test_here.py").write_text("def test_here():\n    pass\n")
     found = "\n".join(checks.all_problems(tmp_path))
     for part in (
         "base/none.h",
@@ -99,6 +106,8 @@ def test_the_checks_find_planted_problems(tmp_path):
         "pybind11",
         "imports pickle",
         "'stale'",
+        "no test pytest tests/test_here.py::test_gone",
+        "no test base_test Here.Was*",
         "base/use.py:3: nothing fills {id}",
     ):
         assert part in found

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import os
 import re
 import shutil
@@ -242,6 +243,31 @@ def stale_mutants(root: Path) -> list[str]:
     ]
 
 
+_GTEST = re.compile(r"\bT(?:EST|YPED_TEST)\w*\(\s*(\w+),\s*(\w+)")
+_PARAMETERS = re.compile(r"^\w+/(?=[A-Za-z]\w*\.)|/\w+(?=\.)|/[^.]*$")
+
+
+def mutants_without_test(root: Path) -> list[str]:
+    """Faults of tests/mutants.toml whose test does not exist: nothing could notice them."""
+    mutants = tomllib.loads((root / "tests/mutants.toml").read_text())["mutant"]
+    sources = [p for p in tracked(root) if p.is_relative_to(root / "tests") and p.suffix in (".h", ".cpp")]
+    tests = [".".join(test) for source in sources for test in _GTEST.findall(source.read_text())]
+
+    def exists(binary: str, pattern: str) -> bool:
+        if binary in ("pytest", "python", "rig"):
+            file, _, name = pattern.partition("::")
+            path, name = root / file, name.partition("[")[0]
+            return path.is_file() and (not name or f"def {name}(" in path.read_text())
+        # Without the parameters of Prefix/Suite.Test/0 and Suite/0.Test.
+        return any(fnmatch.filter(tests, _PARAMETERS.sub("", one)) for one in pattern.split(":"))
+
+    return [
+        f"tests/mutants.toml: {m['name']!r}: there is no test {m['caught_by']}"
+        for m in mutants
+        if "caught_by" in m and not exists(*m["caught_by"].split(maxsplit=1))
+    ]
+
+
 def unformatted(root: Path) -> list[str]:
     """C++ that clang-format would lay out differently; asked of the version that the setup installs."""
     if shutil.which("clang-format-16") is None or not (root / ".clang-format").exists():
@@ -310,6 +336,7 @@ def all_problems(root: Path) -> list[str]:
         broken_promises,
         private_names,
         stale_mutants,
+        mutants_without_test,
         unformatted,
         wrong_python,
         wrong_types,
