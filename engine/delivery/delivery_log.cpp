@@ -193,6 +193,11 @@ Status DeliveryLog::rotate() {
                      .what = "the response log is being written anew",
                      .next_step = "wait for that to end"};
       }
+      if (releases_) {
+        return Error{.code = Code::kUnavailable,
+                     .what = "the response log is handed over to another server",
+                     .next_step = "call that server"};
+      }
       rotation_ = Rotation{};
       aside = sets_aside_;
       number = ++number_;  // counts up also after a failure: the name is taken
@@ -447,7 +452,7 @@ Status DeliveryLog::hand_over() {
       const MutexLock lock(mutex_);
       if (directory_ == nullptr) return cannot("this response log is in memory only", "give it a directory");
       if (closed_) return cannot("this response log is closed", "open it again");
-      closed_ = true;
+      closed_ = releases_ = true;
       while (rotation_) changed_.wait(mutex_);
     }
     std::shared_ptr<DeliveryLogFile> file;
@@ -455,7 +460,7 @@ Status DeliveryLog::hand_over() {
       const MutexLock writing(writer_);
       const MutexLock lock(mutex_);
       if (!unwritten_.empty() || file_ == nullptr) {
-        closed_ = false;
+        closed_ = releases_ = false;
         return cannot(fmt::format("the response log lacks {} answers", unwritten_.size()), "see why it is not written");
       }
       file = file_;
@@ -464,7 +469,7 @@ Status DeliveryLog::hand_over() {
     const MutexLock writing(writer_);
     const MutexLock lock(mutex_);
     if (!synced) {
-      closed_ = false;
+      closed_ = releases_ = false;
       return synced;
     }
     file_.reset();
@@ -494,11 +499,13 @@ Status DeliveryLog::take_back() {
       lock_ = std::move(theirs.lock_);
       number_ = theirs.number_;
       retry_at_ = {};
+      releases_ = false;
     }
     const Status written = rotate();  // all of it, as it is here
     const MutexLock lock(mutex_);
     if (!written) {
       lock_.reset();
+      releases_ = true;
       return written;
     }
     closed_ = handed_over_ = false;

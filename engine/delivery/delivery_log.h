@@ -83,7 +83,8 @@ class DeliveryLog {
   // Return whether a new file should begin: the file has grown, or a write failed some time ago.
   bool rotation_due() const;
   // Begin a new file. Return when it is durable and the older files are deleted. kUnavailable: another thread does that
-  // already. After any other failure the log is as it was, and what could not be written stays in memory only.
+  // already, or the log is handed over. After any other failure the log is as it was, and what could not be written
+  // stays in memory only.
   Status rotate();
   // Record nothing from now on. Call it when the process is about to end: what happens to requests after that is not
   // their outcome.
@@ -185,6 +186,7 @@ class DeliveryLog {
   std::chrono::nanoseconds retry_at_ TORPOR_GUARDED_BY(mutex_){0};       // no rotation before this Clock::now()
   bool closed_ TORPOR_GUARDED_BY(mutex_) = false;
   bool handed_over_ TORPOR_GUARDED_BY(mutex_) = false;
+  bool releases_ TORPOR_GUARDED_BY(mutex_) = false;  // no new file begins: another server may have the log, or soon
   bool ends_ TORPOR_GUARDED_BY(mutex_) = false;
 
   CondVar changed_;  // for the values that rotation_due() reads, and for ends_

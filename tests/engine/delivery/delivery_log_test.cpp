@@ -52,6 +52,9 @@ TEST_F(DeliveryLogTest, AnotherServerOpensALogThatIsHandedOver) {
   EXPECT_EQ(value_of(answers->part("a", 0)).text, "Hé");  // who reads here still gets it
   const auto next = open();
   EXPECT_EQ(next->get("a")->request.output_token_ids, (std::vector<int32_t>{1, 2}));
+  const std::string its_file = file();
+  EXPECT_TRUE(failed_with(answers->rotate(), Code::kUnavailable, "handed over"));  // it would delete that server's file
+  EXPECT_EQ(file(), its_file);
   ASSERT_TRUE(succeeded(answers->step({given("a", 2, {9}, "?")})));  // not recorded
   EXPECT_EQ(answers->get("a")->request.output_token_ids.size(), 2U);
   EXPECT_TRUE(failed_with(answers->take_back(), Code::kUnavailable, "another server uses"));
