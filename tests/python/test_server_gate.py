@@ -13,6 +13,7 @@ from server_stubs import (  # noqa: F401
     ADMIN,
     CLIENT,
     OTHER_CLIENT,
+    Engine,
     arguments,
     build,
     client,
@@ -453,5 +454,20 @@ def test_what_changes_an_engine_that_sleeps_is_refused(monkeypatch, path):
             await server.sleep()
             answer = await http.post(path)
             assert answer.status_code == 409 and "wake" in answer.text
+
+    run(scene())
+
+
+def test_a_server_has_a_request_that_it_is_taking(monkeypatch, tmp_path):
+    """Its image is gone a moment before the response log knows it. Who gave it away must not go on with it then."""
+
+    async def scene():
+        monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
+        app, server = build(monkeypatch, EVERYTHING, *KEYS, engine=Engine(tmp_path))
+        await started(server)
+        async with client(app, ADMIN) as http:
+            assert (await http.get("/torpor/has/x-1")).json() == {"has": False}
+            server.engine.output_processor.request_states["x-1"] = object()
+            assert (await http.get("/torpor/has/x-1")).json() == {"has": True}
 
     run(scene())

@@ -14,8 +14,12 @@ from vllm.v1.request import RequestStatus
 from torpor.errors import Busy, InvalidArgument, NotFound, WrongState
 from torpor.vllm import connector_options, fork_calls, residency_calls, session_calls
 from torpor.vllm import sessions as in_the_core
+<<<<<<< HEAD
 from torpor.vllm.engine_values import SessionAnswer
 from torpor.vllm.server import routes
+=======
+from torpor.vllm.server import moves, routes
+>>>>>>> 42c6e6a5 (Sessions neither leave nor come while a server hands over, and a server has a request that it is taking)
 from torpor.vllm.server import sessions as of_server
 from torpor.vllm.server.access import Caller, caller_of_call
 from torpor.vllm.server.life import Server
@@ -269,13 +273,63 @@ def test_the_end_of_a_server_waits_for_images_and_not_for_those_of_others(monkey
     run(scene())
 
 
-def test_nothing_is_hibernated_once_the_server_ends():
+@pytest.mark.parametrize(
+    ("state", "problem"), [("ending", "the server ends"), ("handing over", "hands over to its standby")]
+)
+def test_nothing_leaves_or_comes_once_the_server_ends_or_hands_over(state, problem):
+    """Its checkpoint or its log may lack it: a request that came would be lost, one that moved would run twice."""
+
     async def scene():
         made = Made()
         made.answer("alice", "chatcmpl-x", "x-1")
-        made.server.state = "ending"
-        with called_by(ALICE), pytest.raises(WrongState, match="the server ends"):
-            await made.sessions.hibernate("x", "host", None)
+        made.server.state = state
+        calls = (
+            lambda: made.sessions.hibernate("x", "host", None),
+            lambda: made.sessions.resume("image", "/images/image", None),
+            lambda: made.sessions.fork("x", 1, None, None, None),
+            lambda: made.sessions.move("x", "http://127.0.0.1:8001", {}, None),
+        )
+        with called_by(ALICE):
+            for call in calls:
+                with pytest.raises(WrongState, match=problem):
+                    await call()
+
+    run(scene())
+
+
+def test_a_request_is_not_given_away_once_the_server_hands_over(monkeypatch):
+    """The hand-over began after the call: the log that the other server goes on from may lack the note."""
+
+    async def scene():
+        made, noted = Made(), []
+        made.answer("alice", "chatcmpl-x", "x-1")
+
+        async def move(side, requests, to, image, timeout):
+            made.server.state = "handing over"
+            await to("/images/one")
+
+        async def note(*_) -> None:
+            noted.append("note")
+
+        async def forget(*_) -> None:
+            noted.append("forget")
+
+        monkeypatch.setattr(session_calls, "move", move)
+        monkeypatch.setattr(moves, "note", note)
+        monkeypatch.setattr(moves, "forget", forget)
+        with called_by(ADMIN), pytest.raises(WrongState, match="hands over"):
+            await made.sessions.move("x", "http://127.0.0.1:8001", {}, None)
+        assert noted == ["forget"]
+
+    run(scene())
+
+
+def test_a_move_is_not_noted_in_a_log_that_is_closed():
+    async def scene():
+        made = Made()
+        made.server.log.closed = True
+        with pytest.raises(WrongState, match="closed"):
+            await moves.note(made.server, ["x-1"], "/images/one", "http://127.0.0.1:8001")
 
     run(scene())
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from vllm.logger import init_logger
 
 from torpor import _core
-from torpor.errors import Busy, Error, NotFound
+from torpor.errors import Busy, Error, NotFound, WrongState
 from torpor.vllm.server import loopback
 from torpor.vllm.server.other_server import Other
 from torpor.vllm.session_calls import MOVED
@@ -28,7 +28,10 @@ _RETRY_SECONDS = 0.5
 
 async def note(server, requests: Iterable[str], image: str, to: str) -> None:
     """Note durably that the server at `to` may take these requests from their image, a path. Raises FileError or
-    NotEnoughRoom where the response log cannot be written: then nobody may be asked."""
+    NotEnoughRoom where the response log cannot be written, and WrongState where it is closed, because the engine or the
+    server ends: then nobody may be asked."""
+    if server.log.closed:
+        raise WrongState("the response log of this server is closed", "call the next server")
     _write(server, requests, {"moving": {"image": image, "to": to}})
     await asyncio.to_thread(server.log.answers.sync)
 
@@ -95,15 +98,15 @@ async def _was_claimed(server, image: str, deadline: float) -> bool:
 async def _went(server, request: str, to: str, deadline: float) -> bool:
     """End the answer of a request here if the server at `to` has it, or cannot be asked."""
     key = server.settings.admin()
-    other = Other(await loopback.checked(to), {"Authorization": f"Bearer {key}"} if key else {})
     try:
+        other = Other(await loopback.checked(to), {"Authorization": f"Bearer {key}"} if key else {})
         if not await has(other, request, deadline):
             logger.info("torpor: %s does not have %s: it goes on here", other, request)
             return False
         logger.info("torpor: %s has %s", other, request)
     except Error as problem:
-        logger.error("torpor: %s does not go on here, because %s may have it: %s", request, other, problem)
-    where = server.sessions.record_move(request, other.url)
+        logger.error("torpor: %s does not go on here, because the server at %s may have it: %s", request, to, problem)
+    where = server.sessions.record_move(request, to)
     server.log.end(request, "failed", "error", f"{MOVED}: {where}")
     return True
 

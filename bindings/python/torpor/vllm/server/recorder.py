@@ -335,6 +335,11 @@ class Recorder:
                 raise WrongState("the server ends", "take up this answer from the next one")
             await self._changed.setdefault(request_id, asyncio.Event()).wait()
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is recorded any more."""
+        return self._closed
+
     def close(self) -> None:
         """The process is about to end: nothing is recorded any more, and nobody waits."""
         self.answers.close()

@@ -397,7 +397,9 @@ def routes() -> APIRouter:
         life = server(raw_request)
         if life.recorder is None:
             return refused(WrongState(f"the server is {life.state}", "ask again once /torpor/ready is 200"), 503)
-        return JSONResponse({"has": life.log.answers.get(request) is not None})
+        # One that it is taking is in the engine's front end, and in the log once nobody else can take it.
+        taking = request in life.engine.output_processor.request_states
+        return JSONResponse({"has": taking or life.log.answers.get(request) is not None})
 
     @router.delete("/torpor/requests/{response:path}")
     async def abort(raw_request: Request, response: str) -> Response:

@@ -180,6 +180,7 @@ class Sessions:
             side.gone_to = other
 
             async def give(path: str) -> dict:
+                self._check_goes_on()
                 await moves.note(self._server, ids, path, other.url)
                 return await other.resume(path)
 
@@ -317,8 +318,12 @@ class Sessions:
             yield
 
     def _check_goes_on(self) -> None:
+        """Raise WrongState once the end or a hand-over of the server may have brought all requests back: its checkpoint
+        or its log would lack what a verb does."""
         if self._server.state == "ending":
             raise WrongState("the server ends", "call the next one")
+        if self._server.state == "handing over":
+            raise WrongState("the server hands over to its standby", "call this again when that has ended")
 
     def _check_on(self) -> None:
         server = self._server
