@@ -16,6 +16,7 @@ from torpor import _core
 from torpor.errors import (
     Aborted,
     Busy,
+    Damaged,
     FileError,
     Incompatible,
     InvalidArgument,
@@ -222,11 +223,36 @@ def test_an_owner_whose_standby_fails_goes_on_where_it_stopped(monkeypatch, tmp_
     play(monkeypatch, tmp_path, scene)
 
 
-def test_a_standby_that_serves_although_its_answer_was_lost_is_left_alone(monkeypatch, tmp_path):
+@pytest.mark.parametrize("state", ["awake", "falling asleep", "asleep", "waking", "handing over"])
+def test_a_standby_that_has_taken_over_although_its_answer_was_lost_is_left_alone(monkeypatch, tmp_path, state):
     async def scene(server, other, switch):
-        other.answers["commit"] = Aborted("it broke off")
+        other.answers["commit"], other.says = Aborted("it broke off"), state
         result = await switch()
         assert result["status"] == "handed over" and server.state == "ending" and other.log is not None
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_an_owner_whose_engine_does_not_wake_after_a_switch_that_failed_has_failed(monkeypatch, tmp_path):
+    """It does not hold its requests for ever: a restart, or another standby, goes on from the checkpoint and the log."""
+
+    async def scene(server, other, switch):
+        other.answers["prepare"] = other.answers["prepare"] | {"room": False}
+        other.answers["commit"] = WrongState("it is no standby")
+        other.opens = False
+        stock, waiting = other.take_over, []
+
+        async def take_over(step: str, asked: dict) -> dict:
+            if step == "commit":
+                server.engine.fails_with = Damaged("its memory is gone")
+                waiting.append(asyncio.ensure_future(server.let_in()))
+            return await stock(step, asked)
+
+        other.take_over = take_over
+        with pytest.raises(WrongState, match="it is no standby; this server is failed"):
+            await switch()
+        assert server.state == "failed" and "its memory is gone" in server.problem.what and server.restart_may_help()
+        assert "goes on" not in server.stops and await waiting[0] == "the server is failed"
 
     play(monkeypatch, tmp_path, scene)
 
@@ -297,6 +323,18 @@ def test_requests_and_aborts_wait_while_it_hands_over(monkeypatch, tmp_path):
         assert await entering is None
         await aborting
         assert ("abort", [REQUEST]) in [call[:2] for call in server.engine.calls]
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_an_abort_that_comes_once_it_has_handed_over_is_refused(monkeypatch, tmp_path):
+    """The request goes on at the other server."""
+
+    async def scene(server, other, switch):
+        await switch()
+        with pytest.raises(WrongState, match="has handed over"):
+            await server.abort([REQUEST])
+        assert not [call for call in server.engine.calls if call[0] == "abort"]
 
     play(monkeypatch, tmp_path, scene)
 

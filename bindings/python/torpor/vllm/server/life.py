@@ -294,9 +294,8 @@ class Server:
 
     async def abort(self, request_ids: list[str]) -> None:
         """Of the choices of one response, by a reader's wish. WrongState: another server has them by now."""
-        handing_over = self.state == "handing over"
         await self._handed_over()
-        if handing_over and self.state == "ending":
+        if self.handed_over:  # also if it is asked only now, while this server ends: its log records nothing more
             raise WrongState("the server has handed over", "ask the next one")
         await self._stock_abort(request_ids, internal=True)
 

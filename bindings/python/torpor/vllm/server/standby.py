@@ -253,10 +253,14 @@ class Standby:
 
     async def _sleep_if_forgotten(self) -> None:
         """Release the memory that an owner wanted awake and did not come for."""
-        if self._awake_until is None or time.monotonic() < self._awake_until:
+        if not self._is_forgotten():
             return
         async with self._server.operation:
-            await self._cancel()
+            if self._is_forgotten():  # no owner has come since
+                await self._cancel()
+
+    def _is_forgotten(self) -> bool:
+        return self._awake_until is not None and time.monotonic() >= self._awake_until
 
     async def _commit(self, owner: dict) -> dict:
         server, parts = self._server, Parts()

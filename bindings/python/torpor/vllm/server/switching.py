@@ -31,6 +31,8 @@ _COMES_SECONDS = 60.0  # for a standby to own the directory or to fail, once its
 _END_SECONDS = 60.0  # for the processes of a standby to end after SIGKILL
 _MEMORY_SECONDS = 60.0  # what a process had is free some time after its end
 _LOOK_SECONDS = 0.05
+# States of a standby that has taken over, whatever its operator did with it since.
+_SERVES = ("awake", "falling asleep", "asleep", "waking", "handing over")
 
 
 async def switch(server, to: str | None, headers: Mapping[str, str]) -> dict:
@@ -150,7 +152,7 @@ class Switch:
         while True:
             if ended or time.monotonic() > deadline:
                 logger.error("torpor: the standby could not go on, and is ended: %s", problem)
-                ended = False
+                ended, deadline = False, time.monotonic() + _COMES_SECONDS  # until the lock is free, or another try
                 try:
                     await asyncio.to_thread(self._watch.end_owner, _END_SECONDS)
                 except Error as lives:  # the lock says whether it still owns the directory
@@ -160,7 +162,7 @@ class Switch:
                 break
             except Busy:  # the standby has it
                 state = await other.state()
-                if state == "awake":
+                if state in _SERVES:
                     return {}
                 ended = state in ("failed", "ending")
             except Error as behind:  # the standby went on, or this server cannot write
@@ -184,6 +186,9 @@ class Switch:
                     logger.error("torpor: this server is asleep, POST /wake_up wakes it: %s", problem)
                     return server.enter("asleep")
                 await asyncio.sleep(_LOOK_SECONDS)
+            except (Error, EngineDeadError) as problem:  # a new process goes on from the checkpoint and the log
+                what = f"the engine does not wake after a switch that failed: {problem}"
+                return server.fail(WrongState(what, "restart the server"), unrecoverable=True)
         with suppress(Error, EngineDeadError):  # /health says so
             await frontend.go_on(frontend.AsyncSide(server.engine))
         server.enter("awake")
@@ -191,5 +196,6 @@ class Switch:
             server.tasks.keep(lambda: listening.when_awake(server), "listening for clients")
 
     def _serves_on(self, problem: Error) -> Error:
-        what = f"{problem.what}; this server {'serves on' if self._server.state == 'awake' else 'is asleep'}"
+        state = self._server.state
+        what = f"{problem.what}; this server {'serves on' if state == 'awake' else f'is {state}'}"
         return errors.make(problem.code, what, problem.next_step, problem.origin, problem.native)
