@@ -373,3 +373,29 @@ def test_an_abort_reaches_a_hibernated_request_whose_blocks_another_connector_st
     core._clients = {"held": 0, "leaving": 0}
     assert [each.request_id for each in core.end(["held", "leaving"])] == ["held"]
     assert ended == ["held"] and dropped == [b"drop"]
+
+
+def test_an_engine_remembers_the_last_images_that_others_took_and_no_more(monkeypatch):
+    there = ["a", "b", "c"]
+
+    def read_back(image: str) -> None:
+        raise NotFound(f"another engine has taken {image}")
+
+    def forget(image: str) -> list[str]:
+        there.remove(image)
+        return [f"of-{image}"]
+
+    images = SimpleNamespace(
+        summaries=lambda: [{"id": each, "path": f"/images/{each}", "resuming": False, "requests": {}} for each in there],
+        read_back=read_back, forget=forget, put_back=lambda image: None,
+    )  # fmt: skip
+    monkeypatch.setattr(in_the_core, "_MOST_MOVED", 2)
+    hooks = SimpleNamespace(
+        core=None, scheduler=SimpleNamespace(requests={}), other_connector=SimpleNamespace(is_there=False), is_quiet=True
+    )
+    core = in_the_core.Sessions(hooks)
+    core.begun = lambda: (images, None)
+    core.summaries = images.summaries
+    for image in ("a", "b", "c", "c"):  # the last one again: who asked has not heard it
+        assert core.resume(image)["moved"] == [f"of-{image}"]
+    assert list(core._moved) == ["b", "c"]

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torpor.vllm.portable import Admissions
     from torpor.vllm.preemptions import Preemptions
 
+_MOST_MOVED = 4096  # images of which it is remembered that another engine has taken them
+
 
 def admissions_of(scheduler) -> Admissions | None:
     """Return the scheduler's side of TorporAdmit, or None where the engine has no such connector."""
@@ -193,8 +195,11 @@ class Sessions:
         except NotFound:
             if not stored:
                 raise
-            self._moved[image] = {"id": image, "path": stored, "moved": self._forget_moved(images, image)}
-            return self._moved[image]
+            moved = {"id": image, "path": stored, "moved": self._forget_moved(images, image)}
+            self._moved[image] = moved
+            while len(self._moved) > _MOST_MOVED:
+                del self._moved[next(iter(self._moved))]
+            return moved
         except BaseException:
             images.put_back(image)
             raise
