@@ -344,7 +344,9 @@ class OwnersRoute(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         keyed = self.headers["Authorization"] == "Bearer the-key"
-        if self.path == "/torpor/switch" and keyed:
+        if self.path == "/odd/torpor/switch":
+            status, content = 200, {"seconds": 0.5, "parts": {"checkpoint": "soon"}}
+        elif self.path == "/torpor/switch" and keyed:
             parts = {"checkpoint": 0.05, "log_read": 0.125}
             status, content = 200, {
                 "status": "handed over", "to": "http://127.0.0.1:8001", "process": 7, "requests": 6, "kv": "restored",
@@ -386,6 +388,8 @@ def test_the_command_asks_the_server_of_a_url_or_a_directory(tmp_path):
             refused = told(url, "--to", "http://127.0.0.1:9")
             assert refused.returncode == 5 and "there is no standby" in refused.stderr
             assert told(url, key="another").returncode == 7
+            odd = told(f"{url}/odd")  # it answers as no server of torpor does
+            assert odd.returncode > 0 and "answers 200" in odd.stderr
             del record
         finally:
             server.shutdown()

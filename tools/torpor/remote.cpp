@@ -3,6 +3,8 @@
 // sessions in tiers.
 #include "tools/torpor/remote.h"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -168,6 +170,20 @@ Result<std::string> address_of_owner(const Context& context, const std::string& 
   return owner.address;
 }
 
+// Return whether an answer of POST /torpor/switch has what show_switch() shows.
+bool is_switch_report(const Json& content) {
+  if (!content.is_object()) return false;
+  for (const char* const field : {"to", "process", "requests", "parts"}) {
+    if (!content.contains(field)) return false;
+  }
+  for (const char* const field : {"seconds", "pause_seconds"}) {
+    if (!content.contains(field) || !content[field].is_number()) return false;
+  }
+  const Json& parts = content["parts"];
+  return parts.is_object() &&
+         std::all_of(parts.begin(), parts.end(), [](const Json& each) { return each.is_number(); });
+}
+
 }  // namespace
 
 Result<Json> switch_server(const Context& context) {
@@ -181,7 +197,7 @@ Result<Json> switch_server(const Context& context) {
   const std::string key = remote::environment("TORPOR_ADMIN_KEY").value_or("");
   TORPOR_ASSIGN_OR_RETURN(const remote::HttpAnswer answer, remote::http_post(route, key, context.interrupted));
   const Json content = Json::parse(answer.body, nullptr, false);
-  if (answer.status != 200 || !content.is_object() || !content.contains("parts")) return error_of(url, answer);
+  if (answer.status != 200 || !is_switch_report(content)) return error_of(url, answer);
   Json report = {{"url", url}};
   for (const char* const field : {"to", "process", "requests", "kv", "seconds", "pause_seconds", "parts"}) {
     if (content.contains(field)) report[field] = content[field];

@@ -15,7 +15,7 @@ std::string show_switch(const Json& json) {
                                  json["seconds"].get<double>(), json["pause_seconds"].get<double>());
   std::vector<Row> rows = {{"PART", "SECONDS"}};
   for (const auto& [part, seconds] : json["parts"].items())
-    rows.push_back({part, fmt::format("{:.3f}", seconds.get<double>())});
+    rows.push_back({harmless(part), fmt::format("{:.3f}", seconds.get<double>())});
   return text + table(rows);
 }
 
