@@ -316,10 +316,11 @@ TEST_F(OwnerRecordTest, AProcessWhoseFirstThreadHasEndedLivesUntilItsLastOne) {
 TEST_F(OwnerRecordTest, APageWithoutAProcessNamesNobody) {
   const std::unique_ptr<Child> child = owner();
   Bytes page = read(directory_ / "answers/OWNER");
-  constexpr size_t kCount = 12;
+  constexpr size_t kCount = 12, kDigest = 3272;
+  const auto digest = [&] { return digest_of(std::as_bytes(std::span(page).first(kDigest))).bytes; };
+  ASSERT_EQ(std::memcmp(&page.at(kDigest), digest().data(), 16), 0);
   std::memset(&page.at(kCount), 0, 4);
-  const size_t digest = page.size() - 24;  // and the heartbeat behind it
-  std::memcpy(&page.at(digest), digest_of(std::as_bytes(std::span(page).first(digest))).bytes.data(), 16);
+  std::memcpy(&page.at(kDigest), digest().data(), 16);
   write(directory_ / "answers/OWNER", page);
   EXPECT_EQ(value_of(watch().wait(milliseconds(0))).state, OwnerState::kNone);
 }
