@@ -33,7 +33,7 @@ class Engine:
         options = {"torpor": {"checkpoint_dir": None if directory is None else str(directory)}}
         parallel = SimpleNamespace(data_parallel_size=1, world_size=1 if unseen is None else 2)
         self.vllm_config = SimpleNamespace(
-            additional_config=options, parallel_config=parallel,
+            additional_config=options, parallel_config=parallel, kv_transfer_config=None,
             observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         )  # fmt: skip
         self._client_count = 1
