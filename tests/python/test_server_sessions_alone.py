@@ -14,12 +14,8 @@ from vllm.v1.request import RequestStatus
 from torpor.errors import Busy, InvalidArgument, NotFound, WrongState
 from torpor.vllm import connector_options, fork_calls, residency_calls, session_calls
 from torpor.vllm import sessions as in_the_core
-<<<<<<< HEAD
 from torpor.vllm.engine_values import SessionAnswer
-from torpor.vllm.server import routes
-=======
 from torpor.vllm.server import moves, routes
->>>>>>> 42c6e6a5 (Sessions neither leave nor come while a server hands over, and a server has a request that it is taking)
 from torpor.vllm.server import sessions as of_server
 from torpor.vllm.server.access import Caller, caller_of_call
 from torpor.vllm.server.life import Server
