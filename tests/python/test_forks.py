@@ -655,6 +655,38 @@ def test_kv_that_is_dropped_is_computed_again(one, how):
 # --- few blocks, and no prefix cache ----------------------------------------------------------------------------------
 
 
+def test_images_know_from_whom_and_where_a_child_was_forked(one):
+    expected = one.expected
+    answers = one.begin(9, ["greedy", "seeded"])
+    settled(one)
+    [child] = one.llm.torpor.fork("greedy", 1, at=2).children
+    answers |= run(one.engine, 4)
+    settled(one)
+    [last] = one.llm.torpor.fork(child, 1, at=3, seeds=[5]).children
+    answers |= run(one.engine, 2)
+    ids = {name: state_of(one, name).request_id for name in ("greedy", child, last)}
+    one.llm.torpor.hibernate(["greedy"], "first", to="disk")
+    for _ in range(2):  # also after they came back
+        left = one.llm.torpor.hibernate([child, last], "others", to="disk")
+        tree = look("tree", one.directory / "images")
+        [root] = tree["forks"]
+        assert (root["request"], root["image"]) == (ids["greedy"], "first")
+        [of_child] = root["children"]
+        assert (of_child["request"], of_child["at"], of_child["image"]) == (ids[child], 2, "others")
+        [of_last] = of_child["children"]
+        assert (of_last["request"], of_last["at"], of_last["seed"], of_last["children"]) == (ids[last], 3, 5, [])
+        assert all(image["digests"] == "whole" for image in tree["images"])
+        found = look("diff", one.directory / "images/first", left.path, code=6)
+        assert {each["b"]: each["by"] for each in found["pairs"]} == {ids[child]: "fork", ids[last]: "fork"}
+        one.llm.torpor.resume(left.path)
+        answers |= run(one.engine, 3)
+    one.llm.torpor.resume("first")
+    found = one.finish(answers)
+    assert alike(found[child], expected["greedy"])
+    same({name: found[name] for name in ("greedy", "seeded")}, {name: expected[name] for name in ("greedy", "seeded")})
+    whole(one)
+
+
 def test_without_a_prefix_cache_blocks_are_shared_too(tight):
     expected = tight.expected
     names = ["greedy", "seeded", "prefix-a", "long-seeded", "stops"]
@@ -695,35 +727,3 @@ def test_want_of_blocks_preempts_and_computes_again(tight, monkeypatch):
     for name in ("parent", *made.children):
         assert tokens_of({name: found[name]}) == tokens_of({name: plain})
     whole(tight)
-
-
-def test_images_know_from_whom_and_where_a_child_was_forked(one):
-    expected = one.expected
-    answers = one.begin(9, ["greedy", "seeded"])
-    settled(one)
-    [child] = one.llm.torpor.fork("greedy", 1, at=2).children
-    answers |= run(one.engine, 4)
-    settled(one)
-    [last] = one.llm.torpor.fork(child, 1, at=3, seeds=[5]).children
-    answers |= run(one.engine, 2)
-    ids = {name: state_of(one, name).request_id for name in ("greedy", child, last)}
-    one.llm.torpor.hibernate(["greedy"], "first", to="disk")
-    for _ in range(2):  # also after they came back
-        left = one.llm.torpor.hibernate([child, last], "others", to="disk")
-        tree = look("tree", one.directory / "images")
-        [root] = tree["forks"]
-        assert (root["request"], root["image"]) == (ids["greedy"], "first")
-        [of_child] = root["children"]
-        assert (of_child["request"], of_child["at"], of_child["image"]) == (ids[child], 2, "others")
-        [of_last] = of_child["children"]
-        assert (of_last["request"], of_last["at"], of_last["seed"], of_last["children"]) == (ids[last], 3, 5, [])
-        assert all(image["digests"] == "whole" for image in tree["images"])
-        found = look("diff", one.directory / "images/first", left.path, code=6)
-        assert {each["b"]: each["by"] for each in found["pairs"]} == {ids[child]: "fork", ids[last]: "fork"}
-        one.llm.torpor.resume(left.path)
-        answers |= run(one.engine, 3)
-    one.llm.torpor.resume("first")
-    found = one.finish(answers)
-    assert alike(found[child], expected["greedy"])
-    same({name: found[name] for name in ("greedy", "seeded")}, {name: expected[name] for name in ("greedy", "seeded")})
-    whole(one)

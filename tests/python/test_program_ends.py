@@ -19,6 +19,7 @@ KNOWN = {
     ("vllm/engine_core.py", "watch", "os._exit"),
     # The server's process: only the server's package imports this module, see below.
     ("vllm/server/ending.py", "end", "os.kill"),
+    ("vllm/server/ending.py", "after_switch", "os.kill"),
     ("vllm/server/ending.py", "end_when_disowned", "os.kill"),
     # Commands, run by their names.
     ("vllm/serve.py", "take_options", "sys.exit"),

@@ -176,6 +176,27 @@ def test_a_standby_goes_on_whatever_ends_or_stops_the_owner(pair):
     asyncio.run(scene())
 
 
+def test_a_standby_refuses_requests_and_operations_and_says_what_it_follows(pair):
+    state = until_state(pair.standby, lambda state: state["standby"]["owner"]["state"] == "serves")
+    assert state["standby"]["owner"]["pid"] == pair.owner.pid
+    assert "attached" not in state["engine"]["tags"].values()
+    chat = {"model": "model", "messages": [{"role": "user", "content": "Hello"}]}
+    with httpx.Client(base_url=pair.standby.url, headers=HEADERS, timeout=SECONDS) as client:
+        refused = client.post("/v1/chat/completions", json=chat)
+        assert refused.status_code == 503 and "another one serves" in refused.text and "Retry-After" in refused.headers
+        assert client.get("/health").status_code == 200
+        ready = client.get("/torpor/ready")
+        assert ready.status_code == 503 and ready.json()["state"] == "standby"
+        assert client.get("/torpor/requests/any").status_code == 503
+        counted = samples(client.get("/metrics").text)
+        assert counted["torpor_state", of(state="standby")] == 1
+    as_admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    with httpx.Client(base_url=pair.standby.url, headers=as_admin, timeout=SECONDS) as admin:
+        for route in ("/sleep", "/wake_up", "/torpor/checkpoint"):
+            refused = admin.post(route)
+            assert refused.status_code == 409 and "standby" in refused.text, refused.text
+
+
 def switched(pair: Pair) -> httpx.Response:
     admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
     return httpx.post(f"{pair.owner.url}/torpor/switch", headers=admin, timeout=SECONDS)
@@ -225,24 +246,3 @@ def test_an_owner_hands_over_and_one_whose_standby_cannot_go_on_serves_on(pair):
         await client.close()
 
     asyncio.run(scene())
-
-
-def test_a_standby_refuses_requests_and_operations_and_says_what_it_follows(pair):
-    state = until_state(pair.standby, lambda state: state["standby"]["owner"]["state"] == "serves")
-    assert state["standby"]["owner"]["pid"] == pair.owner.pid
-    assert "attached" not in state["engine"]["tags"].values()
-    chat = {"model": "model", "messages": [{"role": "user", "content": "Hello"}]}
-    with httpx.Client(base_url=pair.standby.url, headers=HEADERS, timeout=SECONDS) as client:
-        refused = client.post("/v1/chat/completions", json=chat)
-        assert refused.status_code == 503 and "another one serves" in refused.text and "Retry-After" in refused.headers
-        assert client.get("/health").status_code == 200
-        ready = client.get("/torpor/ready")
-        assert ready.status_code == 503 and ready.json()["state"] == "standby"
-        assert client.get("/torpor/requests/any").status_code == 503
-        counted = samples(client.get("/metrics").text)
-        assert counted["torpor_state", of(state="standby")] == 1
-    as_admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    with httpx.Client(base_url=pair.standby.url, headers=as_admin, timeout=SECONDS) as admin:
-        for route in ("/sleep", "/wake_up", "/torpor/checkpoint"):
-            refused = admin.post(route)
-            assert refused.status_code == 409 and "standby" in refused.text, refused.text

@@ -8,7 +8,7 @@ from torpor.vllm.server.routes import routes
 
 AS_VLLM_HAS_THEM = {("GET", "/health"), ("GET", "/is_sleeping")}
 OWN = sorted({(method, route.path) for route in routes().routes for method in route.methods} - AS_VLLM_HAS_THEM)
-WITH_BODY = {("POST", "/torpor/console/{method}")}
+WITH_BODY = {("POST", "/torpor/console/{method}"), ("POST", "/torpor/take_over")}
 # The right word for a wrong one, where a route has parameters.
 MEANT = {
     ("POST", "/sleep"): ("levle", "level"),
@@ -21,10 +21,19 @@ MEANT = {
     ("POST", "/v1/sessions/{session:path}/resume"): ("pathh", "path"),
     ("POST", "/v1/sessions/{session:path}/fork"): ("seed", "seeds"),
     ("POST", "/v1/sessions/{session:path}/move"): ("too", "to"),
+    ("POST", "/v1/sessions/{session:path}/demote"): ("too", "to"),
+    ("POST", "/v1/sessions/{session:path}/prefetch"): ("dedline", "deadline"),
+    ("POST", "/v1/sessions/{session:path}/retain"): ("prioritiy", "priority"),
+    ("POST", "/v1/sessions/{session:path}/pin"): ("tl", "ttl"),
+    ("POST", "/v1/sessions/{session:path}/evict"): ("action-id", "action_id"),
+    ("DELETE", "/v1/sessions/{session:path}"): ("action-id", "action_id"),
+    ("POST", "/torpor/switch"): ("too", "to"),
+    ("POST", "/torpor/take_over"): ("stp", "step"),
 }
 
 
 def address(path: str) -> str:
+    path = path.replace("{request:path}", "one")
     return path.replace("{response:path}", "one").replace("{session:path}", "one").replace("{method}", "state")
 
 

@@ -41,6 +41,9 @@ def test_the_two_kinds_of_front_end_have_the_same_calls_and_the_docs_name_every_
     asked = {name: value for name, value in vars(Torpor).items() if not name.startswith("_")}
     for name, value in asked.items():
         awaited = getattr(AwaitedTorpor, name)
+        if isinstance(value, property):
+            assert isinstance(awaited, property) and f"torpor.{name}[" in pages, name
+            continue
         assert inspect.iscoroutinefunction(awaited), name
         assert inspect.signature(value) == inspect.signature(awaited), name
         assert name == "call" or f"torpor.{name}(" in pages, f"no page has llm.torpor.{name}()"

@@ -379,7 +379,7 @@ Json pair_of(const Side& a, const RequestState& left, const Side& b, const Reque
   };
   compare("status", left.status == right.status);
   compare("tokens", of_left == of_right && left.prompt_token_ids == right.prompt_token_ids);
-  compare("computed_tokens", left.num_computed_tokens == right.num_computed_tokens);
+  compare("computed", left.num_computed_tokens == right.num_computed_tokens);
   compare("max_tokens", left.max_tokens == right.max_tokens);
   compare("sampling", left.sampling == right.sampling);
   if (by == "id" && fields.empty()) {

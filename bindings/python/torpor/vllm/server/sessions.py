@@ -19,7 +19,7 @@ from dataclasses import asdict
 from http import HTTPStatus
 from urllib.parse import quote
 
-from vllm import SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 from vllm.v1.engine.output_processor import RequestState
