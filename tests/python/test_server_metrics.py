@@ -59,7 +59,9 @@ def test_each_verb_of_sessions_is_counted_from_the_start():
         for sample in families(registry)["torpor_session_actions"].samples
         if sample.name == "torpor_session_actions_total"
     }
-    verbs = {path.rpartition("/")[2] for method, path in ROUTES if path.startswith("/v1/sessions/{") and method == "POST"}
+    verbs = {
+        path.rpartition("/")[2] for method, path in ROUTES if path.startswith("/v1/sessions/{") and method == "POST"
+    }
     assert verbs > {"hibernate", "demote"} and {verb for verb, _ in counted} == verbs | {"delete"}
     assert {("demote", "accepted"), ("pin", "clipped")} <= counted
 

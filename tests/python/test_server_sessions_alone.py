@@ -382,12 +382,17 @@ def test_an_engine_remembers_the_last_images_that_others_took_and_no_more(monkey
         return [f"of-{image}"]
 
     images = SimpleNamespace(
-        summaries=lambda: [{"id": each, "path": f"/images/{each}", "resuming": False, "requests": {}} for each in there],
+        summaries=lambda: [
+            {"id": each, "path": f"/images/{each}", "resuming": False, "requests": {}} for each in there
+        ],
         read_back=read_back, forget=forget, put_back=lambda image: None,
     )  # fmt: skip
     monkeypatch.setattr(in_the_core, "_MOST_MOVED", 2)
     hooks = SimpleNamespace(
-        core=None, scheduler=SimpleNamespace(requests={}), other_connector=SimpleNamespace(is_there=False), is_quiet=True
+        core=None,
+        scheduler=SimpleNamespace(requests={}),
+        other_connector=SimpleNamespace(is_there=False),
+        is_quiet=True,
     )
     core = in_the_core.Sessions(hooks)
     core.begun = lambda: (images, None)

@@ -234,7 +234,7 @@ def test_a_standby_that_has_taken_over_although_its_answer_was_lost_is_left_alon
 
 
 def test_an_owner_whose_engine_does_not_wake_after_a_switch_that_failed_has_failed(monkeypatch, tmp_path):
-    """It does not hold its requests for ever: a restart, or another standby, goes on from the checkpoint and the log."""
+    """It does not hold its requests for ever: a restart or another standby goes on from the checkpoint and the log."""
 
     async def scene(server, other, switch):
         other.answers["prepare"] = other.answers["prepare"] | {"room": False}
