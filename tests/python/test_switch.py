@@ -270,21 +270,27 @@ def test_an_owner_does_not_go_on_where_its_standby_has_given_more(monkeypatch, t
     play(monkeypatch, tmp_path, scene)
 
 
+def held_at_commit(other) -> tuple[asyncio.Event, asyncio.Event]:
+    """Let the standby's "commit" wait. Return what is set when it is asked, and what lets it go on."""
+    asks, may = asyncio.Event(), asyncio.Event()
+    stock = other.take_over
+
+    async def take_over(step: str, asked: dict) -> dict:
+        if step == "commit":
+            asks.set()
+            await may.wait()
+        return await stock(step, asked)
+
+    other.take_over = take_over
+    return asks, may
+
+
 def test_an_owner_that_is_told_to_end_while_it_hands_over_writes_nothing_more(monkeypatch, tmp_path):
     """Its checkpoint would be newer than what the other server has."""
     from torpor.vllm.server import ending
 
     async def scene(server, other, switch):
-        asks, may = asyncio.Event(), asyncio.Event()
-        stock = other.take_over
-
-        async def take_over(step: str, asked: dict) -> dict:
-            if step == "commit":
-                asks.set()
-                await may.wait()
-            return await stock(step, asked)
-
-        other.take_over = take_over
+        asks, may = held_at_commit(other)
         handing_over = asyncio.ensure_future(switch())
         await asks.wait()
         ended = asyncio.ensure_future(ending.end(server))
@@ -299,16 +305,7 @@ def test_an_owner_that_is_told_to_end_while_it_hands_over_writes_nothing_more(mo
 
 def test_requests_and_aborts_wait_while_it_hands_over(monkeypatch, tmp_path):
     async def scene(server, other, switch):
-        asks, may = asyncio.Event(), asyncio.Event()
-        stock = other.take_over
-
-        async def take_over(step: str, asked: dict) -> dict:
-            if step == "commit":
-                asks.set()
-                await may.wait()
-            return await stock(step, asked)
-
-        other.take_over = take_over
+        asks, may = held_at_commit(other)
         other.opens, other.answers["commit"] = False, WrongState("it is no standby")
         handing_over = asyncio.ensure_future(switch())
         await asks.wait()
