@@ -158,7 +158,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         regions_asleep = engine.order("ledger")[0]["process_resident_region_bytes"]
         screen.line(
             f"{size(awake)} resident before, {size(asleep)} asleep: {size(max(awake - asleep, 0))} given back, "
-            f"and {size(slept['freed_bytes'])} of weights and KV are mapped no more"
+            f"and {size(slept['freed_bytes'])} of weights and KV are no longer mapped"
         )
         if options.to == "disk":
             screen.line(f"checkpoint: {slept['checkpoint']}")
