@@ -18,6 +18,9 @@ _DESCRIPTION = (
     "token."
 )
 
+# Options that only some modes have: the default, and the modes.
+_OF_MODES = {"kills": (1, "standby"), "conversation": (1000, "offload"), "drain_at": (0.4, "server", "standby")}
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -92,23 +95,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--kills",
         type=int,
-        default=1,
         metavar="N",
-        help="with --standby: how often; the figures are medians then",
+        help="with --standby: how often (once); the figures are medians then",
     )
     parser.add_argument(
         "--conversation",
         type=int,
-        default=1000,
         metavar="TOKENS",
-        help="with --offload: how long the conversation is that returns",
+        help="with --offload: how long the conversation is that returns (1000)",
     )
     parser.add_argument(
         "--drain-at",
         type=float,
-        default=0.4,
         metavar="SHARE",
-        help="with --server and --standby: the server ends when the clients have this share of their answers",
+        help="with --server or --standby: the server ends when the clients have this share of their answers (0.4)",
     )
     parser.add_argument(
         "--svg",
@@ -135,6 +135,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(
             f"--svg {options.svg}: there is no folder {options.svg.absolute().parent}; make it, or name another"
         )
+    for name, (default, *with_modes) in _OF_MODES.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif not set(with_modes) & set(modes):
+            wanted = " or ".join(f"--{mode}" for mode in with_modes)
+            parser.error(f"--{name.replace('_', '-')} is for {wanted}; add it, or leave this one out")
     if options.freeze_after < 1:
         parser.error(f"--freeze-after is {options.freeze_after}; use 1 or more")
     if options.kills < 1:
