@@ -146,6 +146,7 @@ class Reading:
         0  # of the interruptions, those after which it was begun again: the server had never acknowledged it
     )
     times: list[float] = field(default_factory=list)  # of each piece of text
+    pieces_before: list[int] = field(default_factory=list)  # of each interruption: the pieces that had come then
 
 
 class Client:
@@ -200,6 +201,7 @@ class Client:
             return
         reading.interruptions += 1
         reading.errors.append(f"{what.characters} characters read: {what.problem}")
+        reading.pieces_before.append(len(reading.times))
         if what.characters:
             reading.taken_up_at.append(what.characters)
 

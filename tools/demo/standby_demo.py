@@ -117,7 +117,7 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
                 await asyncio.sleep(_REPAINT_SECONDS)
             await answering
             done = (await asyncio.to_thread(pair.state, standby))["standby"]["failover"]
-            rounds.append(figures(readings, expected, before, killed, done))
+            rounds.append(figures(readings, expected, killed, done))
             screen.line(
                 f"each client had its next token after {rounds[-1]['dark_seconds']:.2f} s; "
                 f"{rounds[-1]['identical']} of {len(prompts)} identical"
@@ -126,12 +126,11 @@ async def play(options: argparse.Namespace, prompts: list[str], directory: Path,
         screen.stage("4. Without a standby: all is killed, and a new server starts")
         last, answering = await everybody("cold")
         await until_read(last, expected, options.drain_at)
-        left = {str(n): len(one.text) for n, one in enumerate(last) if one.finish_reason is None}
         killed = time.monotonic()
         pair.kill()
         single.start()
         await answering
-        cold = max(next_token(last[int(n)], killed) for n in left)
+        cold = max(waits_of(last, killed))
         screen.line(f"each client had its next token after {cold:.1f} s")
         identical_cold = same(last, expected)
     finally:
@@ -167,19 +166,28 @@ def medians_of(phases: list[dict[str, dict[str, float]]]) -> dict[str, dict[str,
     }
 
 
-def next_token(reading: Reading, after: float) -> float:
-    return next(moment for moment in reading.times if moment > after) - after
+def waits_of(readings: list[Reading], killed: float) -> list[float]:
+    """Return for each client that was interrupted the seconds from `killed` to its first token afterwards.
+
+    What a killed server had sent before is read after its end, too; it counts for nothing here.
+    """
+    waits = [
+        reading.times[reading.pieces_before[0]] - killed
+        for reading in readings
+        if reading.pieces_before and len(reading.times) > reading.pieces_before[0]
+    ]
+    if not waits:
+        raise ServerEnded("the server had sent all answers before it was killed; use a smaller --drain-at")
+    return waits
 
 
 def same(readings: list[Reading], expected: list[Reading]) -> int:
     return sum(one.text == other.text for one, other in zip(readings, expected, strict=True))
 
 
-def figures(
-    readings: list[Reading], expected: list[Reading], before: dict[str, int], killed: float, done: dict
-) -> dict:
-    """`before`: characters that each client had of an answer that was not complete. `done`: the standby's report."""
-    waits = [next_token(readings[int(number)], killed) for number in before]
+def figures(readings: list[Reading], expected: list[Reading], killed: float, done: dict) -> dict:
+    """`done`: the standby's report."""
+    waits = waits_of(readings, killed)
     parts = {"noticed": done["noticed_at"] - killed} | done["parts"]
     return {
         "dark_seconds": max(waits),
@@ -187,7 +195,7 @@ def figures(
         "parts": parts | {"next_token": max(waits) - sum(parts.values())},
         "phases": done["phases"],
         "identical": same(readings, expected),
-        "interrupted": len(before),
+        "interrupted": len(waits),
         "why": done["why"],
     }
 
