@@ -165,3 +165,17 @@ def test_bad_input_is_named_and_ends_with_2(arguments, named):
     assert done.returncode == 2
     assert named in done.stderr
     assert done.stdout == ""
+
+
+def test_a_take_over_is_timed_to_the_first_token_that_the_standby_gave():
+    from serving import Reading, ServerEnded
+    from standby_demo import waits_of
+
+    killed = 2.0
+    went_on = Reading(
+        "a", times=[1.0, killed + 0.1, killed + 3.0], pieces_before=[2]
+    )  # the second had been sent before
+    whole = Reading("b", times=[1.0, killed + 0.1])
+    assert waits_of([went_on, whole], killed) == [3.0]
+    with pytest.raises(ServerEnded, match="--drain-at"):
+        waits_of([whole], killed)
