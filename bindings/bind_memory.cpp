@@ -52,7 +52,7 @@ ProcessParts process_parts() {
   const char* const directory = std::getenv("TORPOR_EVENTS_DIR");
   if (directory != nullptr && *directory != '\0') {
     if (const auto begun = begin_process_events(directory, "memory", 0); !begun)
-      log().warn("torpor.memory tells no events: {}", begun.error());
+      log().warn("torpor.memory publishes no events: {}", begun.error());
   }
   return {.file_system = module_files(), .events = process_events()};
 }

@@ -9,7 +9,7 @@
 namespace torpor::console {
 namespace {
 
-// Style and layout of both pages. Colours by name, so that each is readable on a light and on a dark screen.
+// Style and layout of both pages. Each colour has a name, so that it is readable on a light and on a dark screen.
 constexpr std::string_view kStyle = R"page(
 :root { --page: #f6f8fa; --card: #ffffff; --ink: #1f2328; --dim: #59636e; --line: #d1d9e0; --accent: #0969da;
   --good: #1a7f37; --bad: #cf222e; --warm: #9a6700; --sleep: #8250df; color-scheme: light dark; }

@@ -13,7 +13,7 @@ const COLOURS = {"initialized": "#8b949e", "onboard staged": "#39c5cf", "onboard
 const MOST_AT_ONCE = 10000, MOST_EVENTS = 200000;
 const whose = event => event.process + " " + event.pid;
 
-// What there was after all events up to this moment. An engine has ended if another one begins its steps after its last
+// Return the state after all events up to this moment. An engine has ended if another one begins its steps after its last
 // event; a worker, which takes no steps, has if the engines of its time have.
 function fold(events, until) {
   const view = {slots: new Map(), tiers: new Map(), memory: new Map(), operations: new Map(), engines: new Map(),
@@ -38,7 +38,7 @@ function fold(events, until) {
     } else if (event.type === "memory") {
       const rank = of + " " + (event.rank || 0) + " ";
       const before = event.from === "device" ? [...view.memory.keys()].filter(key => key.startsWith(rank)) : [];
-      for (const key of before) view.memory.delete(key);  // all that follows is told anew
+      for (const key of before) view.memory.delete(key);  // all that follows is published again
       view.memory.set(rank + (event.tag || event.from) + " " + event.to, event);
     } else if (event.type === "operation") {
       const begins = event.to === "begin";
@@ -69,7 +69,7 @@ function fold(events, until) {
   return view;
 }
 
-// Tracks by name: of each request its states, of operations, and of each lane its copies. Spans: begin, end, what.
+// Return the tracks: the states of each request, the operations, the copies of each lane. A span: begin, end, what.
 function tracks(events, wanted) {
   const all = new Map(), open = new Map(), last = new Map();
   const put = (name, begin, end, what) => {
@@ -96,7 +96,7 @@ function tracks(events, wanted) {
 }
 
 // When the engines slept: from the end of falling asleep until they began to wake, or until the last event. One that
-// was killed asleep sleeps until the engine that replaced it tells its state.
+// was killed asleep sleeps until the engine that replaced it publishes its state.
 function naps(events) {
   const all = [], open = new Map(), engines = new Map();
   let last = 0;
@@ -295,7 +295,7 @@ if (typeof document !== "undefined") {
     const rows = [...view.tiers.values()].filter(tier => shown.ended || !view.processes.get(whose(tier)).ended)
       .sort((a, b) => ORDER.indexOf(a.from) - ORDER.indexOf(b.from));
     if (!rows.length)
-      return into("tiers", nothing("No tier has been told yet: the device's appears with the first step, host memory "
+      return into("tiers", nothing("No tier has published events yet: the device's appears with the first step, host memory "
         + "and disk with the KV connector (offload)."));
     into("tiers", legend([[null, "pinned", "pinned"], [null, "used, not pinned", "used"],
       [null, "reusable (cached)", "cached"], [null, "empty", "rest"]]),
@@ -315,7 +315,7 @@ if (typeof document !== "undefined") {
   const draw_memory = view => {
     const parts = [...view.memory.values()].filter(part => shown.ended || !view.processes.get(whose(part)).ended);
     if (!parts.length)
-      return into("memory", nothing("No worker has told its memory yet: each does when its KV cache is made, and with "
+      return into("memory", nothing("No worker has published its memory yet: each does when its KV cache is made, and with "
         + "each sleep and wake."));
     const tags = new Map(), lines = [];
     for (const part of parts) {
@@ -345,7 +345,7 @@ if (typeof document !== "undefined") {
   const draw_operations = view => {
     const all = [...view.operations.values()].reverse();
     if (!all.length)
-      return into("operations", nothing("No sleep, wake or checkpoint since the engine began to tell."));
+      return into("operations", nothing("No sleep, wake or checkpoint since the engine began to publish events."));
     const drawn = all.slice(0, shown.operations ? 200 : FEW_OPERATIONS).map(row => {
       const running = row.to === "begin", took = running ? view.latest - row.begin : (row.nanoseconds || 0) / 1e9;
       const state = running ? "running" : row.to === "end" ? "done" : row.to;

@@ -39,7 +39,7 @@ Result<orders::Inform::Reply> RankSteps::carry_out(const orders::Inform& order) 
   if (const auto& of_checkpoint = order.contents) {
     TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents,
                             contents_of(of_checkpoint->blocks, of_checkpoint->versions, of_checkpoint->steps));
-    images_.index().checkpoints().tell_contents(of_checkpoint->id, of_checkpoint->blocks, contents);
+    images_.index().checkpoints().note_contents(of_checkpoint->id, of_checkpoint->blocks, contents);
   }
   return orders::Inform::Reply{};
 }

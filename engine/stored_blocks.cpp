@@ -41,7 +41,7 @@ void StoredBlocks::note_loaded(const SealId& checkpoint, std::span<const SavedCh
   newest_ = std::move(noted);
 }
 
-void StoredBlocks::tell_contents(const SealId& checkpoint, std::span<const int32_t> blocks,
+void StoredBlocks::note_contents(const SealId& checkpoint, std::span<const int32_t> blocks,
                                  std::span<const BlockContent> contents) {
   if (newest_.checkpoint != checkpoint) return;
   for (size_t i = 0; i < blocks.size(); ++i) {

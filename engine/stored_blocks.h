@@ -27,11 +27,11 @@ class StoredBlocks {
   // forgotten.
   void note(const SealId& checkpoint, const SealId& base, std::span<const int32_t> blocks,
             std::span<const BlockContent> contents);
-  // Note that the device has exactly these blocks, which this checkpoint has under the numbers `there`. tell_contents()
+  // Note that the device has exactly these blocks, which this checkpoint has under the numbers `there`. note_contents()
   // gives their contents later.
   void note_loaded(const SealId& checkpoint, std::span<const SavedChunk> blocks, std::span<const uint64_t> there);
   // Note the contents of blocks that note_loaded() named.
-  void tell_contents(const SealId& checkpoint, std::span<const int32_t> blocks, std::span<const BlockContent> contents);
+  void note_contents(const SealId& checkpoint, std::span<const int32_t> blocks, std::span<const BlockContent> contents);
   // Forget all blocks but these: the device has lost the content of the others.
   void keep_only(std::span<const SavedChunk> blocks) noexcept;
   void clear() noexcept {

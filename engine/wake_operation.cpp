@@ -401,7 +401,7 @@ Status WakeOperation::restore_checkpoint() {
   operation_.begin("reconnect");
   operation_.undo_with([this] { return engine_.hooks.forget_restored(); });
   TORPOR_ASSIGN_OR_RETURN(report_.failed_requests, engine_.hooks.restore(state));
-  if (checkpoint && engine_.options.checkpoints.incremental) tell_contents(*checkpoint);
+  if (checkpoint && engine_.options.checkpoints.incremental) send_contents(*checkpoint);
   if (!deferred.empty()) TORPOR_RETURN_IF_ERROR(context_.deferred.hold(deferred, ranks_, operation_));
   report_.deferred_blocks = static_cast<int64_t>(deferred.size());
   report_.requests = static_cast<int64_t>(state.state.scheduler.requests.size() - report_.failed_requests.size());
@@ -447,8 +447,8 @@ Status WakeOperation::catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint
 
 // Send the ranks the content versions that the engine uses for the blocks that came back. A failure is logged; then the
 // next checkpoint reads all blocks once.
-void WakeOperation::tell_contents(const Checkpoint& checkpoint) noexcept {
-  const Status told = try_catch([&]() -> Status {
+void WakeOperation::send_contents(const Checkpoint& checkpoint) noexcept {
+  const Status sent = try_catch([&]() -> Status {
     TORPOR_ASSIGN_OR_RETURN(KvContents contents, engine_.hooks.kv_contents());
     orders::Inform order;
     order.contents = {.id = checkpoint.manifest().id,
@@ -458,9 +458,9 @@ void WakeOperation::tell_contents(const Checkpoint& checkpoint) noexcept {
     TORPOR_RETURN_IF_ERROR(engine_.ranks.call(order));
     return ok();
   });
-  if (told) return;
+  if (sent) return;
   (void)try_catch([&]() -> Status {
-    log().warn("the next checkpoint will read all of the KV: {}", told.error());
+    log().warn("the next checkpoint will read all of the KV: {}", sent.error());
     return ok();
   });
 }

@@ -62,7 +62,7 @@ class WakeOperation {
   Status restore_checkpoint();
   Status open(std::optional<Checkpoint>& checkpoint, EngineCheckpoint& state);
   Status catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint& state);
-  void tell_contents(const Checkpoint& checkpoint) noexcept;
+  void send_contents(const Checkpoint& checkpoint) noexcept;
 
   bool kv_is_said() const { return options_.old_kv != OldKv::kUnsaid; }
   bool drops_kv() const { return options_.old_kv == OldKv::kRecompute || options_.old_kv == OldKv::kAbort; }

@@ -64,7 +64,7 @@ class BlockTier {
   ~BlockTier();
 
   // Look `key` up for `request`. In a store on another machine, a block that was a miss for a request stays a miss for
-  // it until it has finished, or until store() has put the block: an engine that was told of a miss goes on without the
+  // it until it has finished, or until store() has put the block: an engine that heard of a miss goes on without the
   // block. A block that the store lacks stays a miss until each request that looked it up has finished.
   TierLookup lookup(const BlockKey& key, const std::string& request);
   void ask();

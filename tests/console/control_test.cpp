@@ -290,7 +290,7 @@ TEST_F(ControlTest, ASubscriberHasEveryEventOrKnowsHowManyItMissed) {
     if (line["event"]["type"] == "lost") lost += line["event"]["count"].get<uint64_t>();
   }
   EXPECT_GT(lost, 40'000u);
-  EXPECT_GE(steps + lost, ring_->last_sequence() - last - 200);  // but what is told anew of requests
+  EXPECT_GE(steps + lost, ring_->last_sequence() - last - 200);  // but what is published again of requests
 }
 
 // What a snapshot holds and what is told after it are the whole, and nothing is in both.

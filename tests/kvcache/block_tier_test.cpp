@@ -401,7 +401,7 @@ TEST_F(BlockTierTest, ARequestThatEndsTakesNoAnswerFromOthers) {
   EXPECT_EQ(found({1}, "other"), "-");
 }
 
-// One request has been told of a miss and goes on. The block comes for others, the index evicts it, and the store has
+// One request has heard of a miss and goes on. The block comes for others, the index evicts it, and the store has
 // it still.
 TEST_F(BlockTierTest, ABlockThatTheIndexHasEvictedIsAskedForAgain) {
   open_shared(1);

@@ -70,14 +70,14 @@ def from_each_tier(served: Served, rings: str) -> dict:
             for tier, first in (("host", 4), ("disk", 6))
         }
         cached, _ = ask("from each tier", prompt)
-        told = engine.events(types="cached", limit=10_000)["events"][-1]
-        story = engine.call("request", request=told["request"])["cached_tokens"]
+        event = engine.events(types="cached", limit=10_000)["events"][-1]
+        story = engine.call("request", request=event["request"])["cached_tokens"]
     return {
         "dropped": dropped,
         "cached": cached,
         "tokens": [*answers_of_whole, answers[-1]],
         "counted": {tier: tokens - before[tier] for tier, tokens in served.by_tier().items()},
-        "told": {name.removesuffix("_tokens"): tokens for name, tokens in told.items() if name.endswith("_tokens")},
+        "event": {name.removesuffix("_tokens"): tokens for name, tokens in event.items() if name.endswith("_tokens")},
         "story": story,
         "loaded": served.side.stats()["kv_store_onboarded_blocks"] - stats["kv_store_onboarded_blocks"],
     }

@@ -37,7 +37,7 @@ def test_cached_tokens_are_counted_by_the_tier_that_had_them(shared):
     result = shared[1]["from each tier"]
     two = {"device": 64, "host": 64, "disk": 64, "kv_store": 64}
     assert result["dropped"] == {"host": 4, "disk": 2} and result["loaded"] == 2
-    assert result["counted"] == result["story"] == two | {"other": 0} and result["told"] == two
+    assert result["counted"] == result["story"] == two | {"other": 0} and result["event"] == two
     assert result["cached"] == sum(two.values()) and result["tokens"][0] == result["tokens"][1]
 
 

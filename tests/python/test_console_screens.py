@@ -76,7 +76,7 @@ def test_each_screen_shows_what_the_recording_has(recording, size):
     operations, _ = drive(Console(recording), ["6"], size)
     assert any("failed" in line and "planted feature" in line for line in operations)
     assert any("save" in line and "7.1 MB" in line for line in operations)
-    assert "No rank has told" in drive(Console(recording), ["5"], size)[0][0]  # version 1.0 had no such events
+    assert "No rank has published" in drive(Console(recording), ["5"], size)[0][0]  # version 1.0 had no such events
     assert "Nothing stops" in drive(Console(recording), ["7"], size)[0][0]
     assert len(drive(Console(recording), ["8"], size)[0]) > 50
 
@@ -417,7 +417,7 @@ def test_memory_and_copies_of_workers_stand_beside_their_core(newest):
     def look():
         seen.append([line.plain for line in app.body.lines])
 
-    def ends():  # what an ended worker told is not what is there
+    def ends():  # what an ended worker had is not there
         worker["alive"] = False
         app.look()
 

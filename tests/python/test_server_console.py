@@ -174,7 +174,7 @@ def page_after(tmp_path, answers: list[dict], *steps: dict) -> dict:
     return json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 
-def told(*events: dict, after: int = 9, workers: tuple[dict, ...] | None = (), **head) -> dict:
+def answer_with(*events: dict, after: int = 9, workers: tuple[dict, ...] | None = (), **head) -> dict:
     """The answer to a call of `events`; `workers`: None in one of a worker."""
     body = {"events": [HEAD | head | event for event in events], "next": after, "lost": 0}
     return {"status": 200, "body": body | ({} if workers is None else {"workers": list(workers)})}
@@ -186,7 +186,7 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node runs 
 @needs_node
 def test_the_page_follows_an_engine(tmp_path):
     answers = [
-        told(
+        answer_with(
             {"type": "lost", "count": 90, "time": None},
             {"type": "request", "request": "<b>a", "tokens": 5, "time": 1.0},
             {"type": "slot", "request": "<b>a", "from": "none", "to": "initialized", "tokens": 5, "time": 1.0},
@@ -194,7 +194,7 @@ def test_the_page_follows_an_engine(tmp_path):
             after=94,
         ),
         {"status": 503, "body": {"error": {"message": "ends"}}},
-        told(
+        answer_with(
             {"type": "slot", "request": "<b>a", "from": "initialized", "to": "decoding", "tokens": 6, "time": 2.0},
             {"type": "operation", "from": "sleep", "to": "begin", "sequence": 9, "time": 2.5},
             after=96,
@@ -224,9 +224,10 @@ def test_the_page_asks_the_workers_for_their_memory(tmp_path):
     gone = {"status": 404, "body": {"error": {"what": "process 8 is no worker"}}}
     step = {"type": "step", "time": 2.0}
     answers = [
-        told({"type": "step", "time": 1.5}, workers=(worker,)), told(*memory, after=30, workers=None, **worker),
-        told(step, after=10, workers=(worker,)), gone,
-        told(after=10),
+        answer_with({"type": "step", "time": 1.5}, workers=(worker,)),
+        answer_with(*memory, after=30, workers=None, **worker),
+        answer_with(step, after=10, workers=(worker,)), gone,
+        answer_with(after=10),
     ]  # fmt: skip
     said = page_after(tmp_path, answers, {"key": "k"}, {}, {})
     assert [(params["after"], params.get("pid")) for _, _, params in said["asked"]] == [
@@ -241,7 +242,7 @@ def test_the_page_asks_the_workers_for_their_memory(tmp_path):
 @needs_node
 def test_a_key_that_was_refused_is_not_sent_again(tmp_path):
     steps = [{"key": "wrong"}, {}, {}, {"click": "wake"}, {"key": "right"}]
-    said = page_after(tmp_path, [UNAUTHORIZED, told()], *steps)
+    said = page_after(tmp_path, [UNAUTHORIZED, answer_with()], *steps)
     assert [key for _, key, _ in said["asked"]] == ["Bearer wrong", "Bearer right"]
     assert said["said"][0] == said["said"][2] == "Unauthorized: give another key" and said["said"][4] == ""
     assert said["said"][3] == "this key was refused: give another key"
@@ -252,7 +253,7 @@ def test_the_page_puts_an_engine_to_sleep_at_the_second_press(tmp_path):
     slept = {"status": 200, "body": {"status": "sleeping", "freed_bytes": 5_140_000_000, "seconds": 0.33}}
     refused = {"status": 409, "body": {"error": {"what": "it is awake", "message": "m"}}}
     steps = [{"click": "sleep"}, {"key": "k"}, {"click": "sleep"}, {}, {"click": "sleep"}, {}, {"click": "wake"}]
-    said = page_after(tmp_path, [told(), told(), slept, told(), refused], *steps)
+    said = page_after(tmp_path, [answer_with(), answer_with(), slept, answer_with(), refused], *steps)
     assert [(path, params) for path, _, params in said["asked"] if path != "console/events"] == [
         ("console/sleep", {"level": 1}), ("console/wake", {})
     ]  # fmt: skip
@@ -265,7 +266,7 @@ def test_the_page_puts_an_engine_to_sleep_at_the_second_press(tmp_path):
 def test_a_warning_that_is_gone_is_given_again(tmp_path):
     problem = {"status": 503, "body": {"error": {"message": "ends"}}}
     steps = [{"key": "k"}, {"click": "sleep"}, {}, {"click": "sleep"}]
-    said = page_after(tmp_path, [told(), problem], *steps)
+    said = page_after(tmp_path, [answer_with(), problem], *steps)
     assert {path for path, _, _ in said["asked"]} == {"console/events"}
     assert said["said"][2] == "ends" and said["said"][1] == said["said"][3]
 
@@ -273,7 +274,11 @@ def test_a_warning_that_is_gone_is_given_again(tmp_path):
 @needs_node
 def test_the_page_follows_the_engine_that_replaced_another_one(tmp_path):
     step, other = {"type": "step", "time": 1.0}, {"process": "core0", "pid": 8}
-    answers = [told(step, after=90), told(after=2), told({"type": "step", "time": 2.0}, after=2, **other)]
+    answers = [
+        answer_with(step, after=90),
+        answer_with(after=2),
+        answer_with({"type": "step", "time": 2.0}, after=2, **other),
+    ]
     said = page_after(tmp_path, answers, {"key": "k"}, {})
     assert [params["after"] for _, _, params in said["asked"]] == [0, 90, 0]
     assert "2 events, 2 steps, 0 requests" in said["shown"]["head"]
@@ -281,14 +286,14 @@ def test_the_page_follows_the_engine_that_replaced_another_one(tmp_path):
 
 @needs_node
 def test_an_empty_page_says_what_will_be_there(tmp_path):
-    said = page_after(tmp_path, [told({"type": "step", "time": 1.0})], {"key": "k"})
+    said = page_after(tmp_path, [answer_with({"type": "step", "time": 1.0})], {"key": "k"})
     for part in ("tracks", "slots", "tiers", "memory", "operations"):
         assert re.search("yet|No ", " ".join(said["shown"][part])), part
 
 
 @needs_node
 def test_who_was_replaced_has_ended_and_its_workers_with_it():
-    """A worker is named like its engine here, and tells its memory before the engine's first step."""
+    """A worker is named like its engine here, and publishes its memory before the engine's first step."""
     first = {"process": "core0", "pid": 1}
     events = [
         {"process": "core0", "pid": 11, "type": "memory", "time": 1.0}, first | {"type": "step", "time": 2.0},

@@ -326,7 +326,7 @@ async def moved(client, other) -> None:
 
 
 class Between(http_server.ThreadingHTTPServer):
-    """An address before another server. When that one has been told to resume an image, or just before, something
+    """An address before another server. When that one has been asked to resume an image, or just before, something
     happens, and who called gets no answer."""
 
     def __init__(self, url: str, happens, after: bool):

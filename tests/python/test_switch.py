@@ -76,8 +76,8 @@ def step_of(at: int) -> dict:
 
 
 def play(monkeypatch, directory, scene, **settings) -> None:
-    """Run scene(server, other, switch) with a server that is awake and gives an answer. `server.stops`: what its engine
-    and its process were told."""
+    """Run scene(server, other, switch) with a server that is awake and gives an answer. `server.stops`: the calls that
+    its engine and its process got."""
     from torpor.vllm.server import ending, loopback, switching
 
     async def whole() -> None:
@@ -285,7 +285,7 @@ def held_at_commit(other) -> tuple[asyncio.Event, asyncio.Event]:
     return asks, may
 
 
-def test_an_owner_that_is_told_to_end_while_it_hands_over_writes_nothing_more(monkeypatch, tmp_path):
+def test_an_owner_that_gets_sigterm_while_it_hands_over_writes_nothing_more(monkeypatch, tmp_path):
     """Its checkpoint would be newer than what the other server has."""
     from torpor.vllm.server import ending
 
@@ -365,7 +365,7 @@ class OwnersRoute(http.server.BaseHTTPRequestHandler):
 
 
 def test_the_command_asks_the_server_of_a_url_or_a_directory(tmp_path):
-    def told(*words, key: str = "the-key") -> subprocess.CompletedProcess:
+    def command(*words, key: str = "the-key") -> subprocess.CompletedProcess:
         environment = os.environ | {"TORPOR_ADMIN_KEY": key}
         return subprocess.run([BINARY, "switch", *words], env=environment, capture_output=True, text=True, timeout=600)
 
@@ -373,19 +373,19 @@ def test_the_command_asks_the_server_of_a_url_or_a_directory(tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         try:
-            nobody = told(tmp_path)
+            nobody = command(tmp_path)
             assert nobody.returncode == 3 and "no server has named itself as the owner" in nobody.stderr
             record = _core.OwnerRecord(str(tmp_path), 60, url)
-            done = told(tmp_path)
+            done = command(tmp_path)
             assert done.returncode == 0, done.stderr
             assert "handed 6 requests over to http://127.0.0.1:8001 (process 7)" in done.stdout
             assert "no token for 0.250 s" in done.stdout and "log_read    0.125" in done.stdout
-            content = json.loads(told(url, "--json").stdout)
+            content = json.loads(command(url, "--json").stdout)
             assert content["url"] == url and content["parts"]["log_read"] == 0.125 and content["kv"] == "restored"
-            refused = told(url, "--to", "http://127.0.0.1:9")
+            refused = command(url, "--to", "http://127.0.0.1:9")
             assert refused.returncode == 5 and "there is no standby" in refused.stderr
-            assert told(url, key="another").returncode == 7
-            odd = told(f"{url}/odd")  # it answers as no server of torpor does
+            assert command(url, key="another").returncode == 7
+            odd = command(f"{url}/odd")  # it answers as no server of torpor does
             assert odd.returncode > 0 and "answers 200" in odd.stderr
             del record
         finally:

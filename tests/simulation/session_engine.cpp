@@ -51,7 +51,7 @@ size_t blocks_for(size_t tokens) {
   return (tokens + SessionEngine::kBlockTokens - 1) / static_cast<size_t>(SessionEngine::kBlockTokens);
 }
 
-Error stands_still() { return {.code = Code::kFailedPrecondition, .what = "the engine stands still for another call"}; }
+Error another_call() { return {.code = Code::kFailedPrecondition, .what = "the engine is stopped for another call"}; }
 
 Error not_here(const std::string& request) {
   return {.code = Code::kNotFound, .what = fmt::format("request {} does not run here", request)};
@@ -236,7 +236,7 @@ void SessionEngine::wait(RequestState request, bool recompute) {
 }
 
 Status SessionEngine::hibernate(const std::string& image, const std::vector<std::string>& requests, bool to_disk) {
-  if (pending_) return stands_still();
+  if (pending_) return another_call();
   send_drops();
   if (!drops_.empty()) return Error{.code = Code::kDevice, .what = "a rank keeps an image"};
   const auto known = images_.get(image);
@@ -288,7 +288,7 @@ Status SessionEngine::moved(const std::string& image, Error error) {
 }
 
 Status SessionEngine::resume_image(const std::string& image) {
-  if (pending_) return stands_still();
+  if (pending_) return another_call();
   TORPOR_ASSIGN_OR_RETURN(const RequestImages::Image* const known, images_.get(image));
   if (known->resuming) return ok();
   const bool was_stored = !known->in_memory;
@@ -307,7 +307,7 @@ Status SessionEngine::resume_image(const std::string& image) {
 }
 
 Status SessionEngine::open(const std::string& path) {
-  if (pending_) return stands_still();
+  if (pending_) return another_call();
   send_drops();
   if (!drops_.empty()) return Error{.code = Code::kDevice, .what = "a rank keeps an image"};
   TORPOR_ASSIGN_OR_RETURN(const StoredImages::Opened opened, stored_.open(path));
@@ -359,7 +359,7 @@ Status SessionEngine::finish(bool keep) {
 
 Result<std::vector<std::string>> SessionEngine::fork(const std::string& request, std::optional<int64_t> at,
                                                      const std::vector<std::optional<int64_t>>& seeds) {
-  if (pending_) return stands_still();
+  if (pending_) return another_call();
   const auto found = running_.find(request);
   if (found == running_.end()) return not_here(request);
   const Running& parent = found->second;

@@ -30,8 +30,8 @@ constexpr uint64_t kWeights = 2;     // versions that engines change between
 
 class Life {
  public:
-  Life(uint64_t seed, SessionSteps& steps, Planted planted, bool tell)
-      : random_(seed), steps_(steps), planted_(planted), tell_(tell), ranks_(seed % 4 == 0 ? 2 : 1) {
+  Life(uint64_t seed, SessionSteps& steps, Planted planted, bool print)
+      : random_(seed), steps_(steps), planted_(planted), print_(print), ranks_(seed % 4 == 0 ? 2 : 1) {
     disk_.locks_work = seed % 3 != 0;
     for (size_t i = 0; i < kEngines; ++i) start(i, 0);
   }
@@ -138,7 +138,7 @@ class Life {
   // it may have taken from the disk.
   void check(std::optional<size_t> killed, const std::string& takes) {
     const Owners now = owners();
-    if (tell_) {
+    if (print_) {
       fmt::print("call {}, {}\n", result_.calls, doing_);
       for (const auto& [id, of] : now) fmt::print("    {}: {}\n", id, fmt::join(of, ", "));
     }
@@ -559,7 +559,7 @@ class Life {
   std::mt19937_64 random_;
   SessionSteps& steps_;
   const Planted planted_;
-  const bool tell_;
+  const bool print_;
   const int32_t ranks_;
   ManualClock clock_;
   ModelFileSystem disk_;
@@ -624,8 +624,8 @@ uint64_t SessionSteps::killed(SessionVerb verb) const {
   return static_cast<uint64_t>(std::distance(killed.begin(), killed.upper_bound(most(verb))));
 }
 
-SessionResult simulate_sessions(uint64_t seed, SessionSteps& steps, Planted planted, bool tell) {
-  return Life(seed, steps, planted, tell).run();
+SessionResult simulate_sessions(uint64_t seed, SessionSteps& steps, Planted planted, bool print) {
+  return Life(seed, steps, planted, print).run();
 }
 
 }  // namespace torpor::test

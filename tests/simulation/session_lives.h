@@ -70,8 +70,8 @@ class SessionSteps {
 };
 
 // `steps`: of the lives before, which also decide where engines are killed: life n replays after lives 0 … n - 1 alone.
-// `tell`: print each call, and who has which request then.
+// `print`: print each call, and who has which request then.
 SessionResult simulate_sessions(uint64_t seed, SessionSteps& steps, Planted planted = Planted::kNone,
-                                bool tell = false);
+                                bool print = false);
 
 }  // namespace torpor::test

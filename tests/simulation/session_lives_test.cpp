@@ -15,9 +15,9 @@ namespace {
 
 constexpr uint64_t kLives = TORPOR_SIMULATION_SEEDS < 100 ? 40 : 500;  // few with a sanitizer
 
-// The life whose calls are printed: TORPOR_TELL_LIFE=460.
-uint64_t told() {
-  const char* const wanted = std::getenv("TORPOR_TELL_LIFE");
+// The life whose calls are printed: TORPOR_PRINT_LIFE=460.
+uint64_t printed_life() {
+  const char* const wanted = std::getenv("TORPOR_PRINT_LIFE");
   return wanted == nullptr ? ~uint64_t{0} : std::strtoull(wanted, nullptr, 10);
 }
 
@@ -27,7 +27,7 @@ TEST(SessionLives, EachRequestHasOneOwnerWhereverEnginesAreKilled) {
   SessionSteps steps;
   SessionResult sum;
   for (uint64_t seed = 0; seed < lives; ++seed) {
-    const SessionResult result = simulate_sessions(seed, steps, Planted::kNone, seed == told());
+    const SessionResult result = simulate_sessions(seed, steps, Planted::kNone, seed == printed_life());
     ASSERT_FALSE(result.failure) << "life " << seed << ": " << *result.failure;
     sum.add(result);
   }

@@ -101,7 +101,7 @@ class Slots(DataTable):
 
     @property
     def lines(self) -> list[Text]:
-        """What stands in it, heads first: for who reads it without a screen."""
+        """Return the text of its cells by row, the heads first: for a reader without a screen."""
         rows = [[Text(head) for head in self._heads], *(self.get_row_at(at) for at in range(self.row_count))]
         return [Text("  ").join(cells) for cells in rows]
 
@@ -163,7 +163,7 @@ class Console(App):
         self.ended = False  # processes that have ended are shown, too
         self.asked_to = ""  # the method of a key that is to be pressed again
         self._snapshot: dict = {"processes": []}
-        self._told: list[dict] = []
+        self._published: list[dict] = []
         self._engine: torpor.console.Engine | None = None
 
     def compose(self) -> ComposeResult:
@@ -188,12 +188,12 @@ class Console(App):
 
     @property
     def body(self) -> Slots | Lines:
-        """What fills the screen."""
+        """Return the widget that fills the screen."""
         return self.query_one(Lines) if self.query_one(Slots).has_class("away") else self.query_one(Slots)
 
     @property
     def processes(self) -> list[dict]:
-        """Those that are shown by turns: the ones that live, or all if none does or all were asked for."""
+        """Return the processes that keys step through: those that live, or all if none does or all were asked for."""
         all = sorted(self._snapshot["processes"], key=lambda each: (each["alive"], each["steps"]["seen"]), reverse=True)
         alive = [each for each in all if each["alive"]]
         return alive if alive and not self.ended else all
@@ -211,14 +211,14 @@ class Console(App):
 
     def engine(self) -> dict:
         """The process that is shown, with what all have: operations in their order, because an engine that fell asleep
-        may wake in another process; memory and copies, because workers tell them."""
+        may wake in another process; memory and copies, because workers publish them."""
         done = [
             (each["began"] or 0, number, operation | {"whose": f"{each['process']} pid {each['pid']}"})
             for each in self._snapshot["processes"]
             for number, operation in enumerate(each["operations"])
         ]
         process = self.process or {}
-        # What an ended process told of its own is not what is there now: it stands alone.
+        # What an ended process had is not there now: it is shown alone.
         own = process.get("memory") and not process["alive"]
         others = [process] if own else [each for each in self.processes if each["alive"] or not process.get("memory")]
         return process | {
@@ -273,13 +273,13 @@ class Console(App):
             self.body.focus()
 
     def _lines(self, process: dict) -> list[Text]:
-        """What the screen has, where it is no table."""
+        """Return the lines of a screen that is no table."""
         if self.page == "1":
             return [Text(pages.NO_SLOTS if not self.wanted else f"No request or state has {self.wanted!r} in it.")]
         if self.page == "2":
-            return pages.waterfall(self._told, self.request, self.size.width - 2)
+            return pages.waterfall(self._published, self.request, self.size.width - 2)
         if self.page == "8":
-            return pages.events(self._told, self.wanted)
+            return pages.events(self._published, self.wanted)
         if self.page == "?":
             return pages.help_text()
         return pages.PAGES[self.page][1](self.engine(), self.wanted)
@@ -315,7 +315,7 @@ class Console(App):
         self.page = page
         self.query_one(Lines).scroll_home(animate=False)
         if page in "28":
-            self._told = self.source.events()[-50_000 if page == "2" else -2000 :]
+            self._published = self.source.events()[-50_000 if page == "2" else -2000 :]
         self.draw()
 
     def action_ended(self) -> None:

@@ -223,7 +223,9 @@ def transfers(process: dict, wanted: str = "") -> list[Text]:
 
 def tiers(process: dict, wanted: str = "") -> list[Text]:
     if not process["tiers"]:
-        return [Text("No tier was told yet: the device's is with the first step, the others with the KV connector.")]
+        return [
+            Text("No tier has published events yet: the device does with its first step, others with a KV connector.")
+        ]
     lines = [_head(("TIER", 7), ("USED", -8), ("PINNED", -8), ("REUSABLE", -8), ("EMPTY", -8))]
     for tier in sorted(process["tiers"], key=lambda tier: ("device", "host", "disk").index(tier["tier"])):
         used, cached, empty = tier["used_blocks"], tier["cached_blocks"], tier["empty_blocks"]
@@ -263,7 +265,7 @@ def _comings(blocks: dict) -> list[Text]:
 def memory(process: dict, wanted: str = "") -> list[Text]:
     """What each rank held after its last operation, or when its KV cache was made."""
     if not process["memory"]:
-        return [Text("No rank has told its memory yet: it does with each sleep and wake.")]
+        return [Text("No rank has published its memory yet: it does with each sleep and wake.")]
     lines = [
         _head(("RANK", -4), ("TAG", 9), ("DEVICE", -9), ("OF", -9), ("HOST", -9), ("DISK", -9)),
     ]
@@ -311,7 +313,7 @@ def operations(process: dict, wanted: str = "") -> list[Text]:
                 line.append(f" {bytes_text(bytes):>9}").append(f" {bytes / took / 1e9:6.2f} GB/s" if took > 0 else "")
             lines.append(line)
         lines.append(Text())
-    return lines or [Text("No sleep, wake or checkpoint since it began to tell.")]
+    return lines or [Text("No sleep, wake or checkpoint since it began to publish events.")]
 
 
 def stops(process: dict, wanted: str = "") -> list[Text]:
@@ -325,12 +327,12 @@ def stops(process: dict, wanted: str = "") -> list[Text]:
     ]
 
 
-def events(told: list[dict], wanted: str = "") -> list[Text]:
-    if not told:
+def events(published: list[dict], wanted: str = "") -> list[Text]:
+    if not published:
         return [Text("No event is there yet.")]
     known = ("time", "process", "pid", "sequence", "type")
     lines = []
-    for event in told:
+    for event in published:
         rest = "  ".join(f"{name}={value}" for name, value in event.items() if name not in known)
         line = _row((event.get("sequence", ""), -9, "grey62"), (event["process"], 8, ""), (event["type"], 11, "bold"))
         line.append(rest)
@@ -339,12 +341,12 @@ def events(told: list[dict], wanted: str = "") -> list[Text]:
     return lines
 
 
-def waterfall(told: list[dict], request: str, width: int) -> list[Text]:
+def waterfall(published: list[dict], request: str, width: int) -> list[Text]:
     """A request's states, the engine's operations and the copies of that time, on one scale; its events below."""
-    own = [event for event in told if event["type"] == "slot" and event.get("request") == request]
+    own = [event for event in published if event["type"] == "slot" and event.get("request") == request]
     if not own:
         return [Text(f"nothing is known of {request or 'a request'}: choose one on the screen of slots")]
-    begin, end = own[0]["time"], max(event["time"] for event in told if "time" in event)
+    begin, end = own[0]["time"], max(event["time"] for event in published if "time" in event)
     if own[-1]["to"] == "finished":
         end = own[-1]["time"]
     columns = max(width - 14, 10)
@@ -363,7 +365,7 @@ def waterfall(told: list[dict], request: str, width: int) -> list[Text]:
         return line
 
     states = []
-    last_words = {event.get("pid"): event["time"] for event in told if "time" in event}
+    last_words = {event.get("pid"): event["time"] for event in published if "time" in event}
     for event, after in zip(own, [*own[1:], None], strict=True):
         until = after["time"] if after else end
         if after and after.get("pid") != event.get("pid"):  # another process went on with it
@@ -372,7 +374,7 @@ def waterfall(told: list[dict], request: str, width: int) -> list[Text]:
             states.append((event["time"], until, LETTERS[event["to"]], f"reverse {_style(event['to'])}"))
     lines = [Text(f"{request}  {end - begin:.3f} s", "bold"), track("slot", states)]
     tracks: dict[str, list] = {"engine": []}
-    for event in told:
+    for event in published:
         if event["type"] == "operation" and event.get("to") in ("end", "failed", "unrecoverable"):
             took = event.get("nanoseconds", 0) / 1e9
             tracks["engine"].append(
@@ -391,7 +393,7 @@ def waterfall(told: list[dict], request: str, width: int) -> list[Text]:
     seen = dict.fromkeys(event["to"] for event in own if event["to"] in LETTERS)
     key = _key(*((name, (LETTERS[name], f"reverse {_style(name)}")) for name in seen))
     lines.append(Text(" " * 14).append_text(key))
-    return [*lines, Text(), *events([event for event in told if event.get("request") == request])]
+    return [*lines, Text(), *events([event for event in published if event.get("request") == request])]
 
 
 # By the key that shows it.

@@ -111,7 +111,7 @@ class Forked:
 
 @dataclass(frozen=True)
 class SessionAnswer:
-    """What has become of a call of a session. Sizes in bytes, on all ranks."""
+    """The result of a call of a session. Sizes are in bytes, of all ranks together."""
 
     outcome: str  # "accepted", "clipped" (a part of it), "deferred" (call later), "rejected" or "missing"
     reason: str  # of an outcome other than "accepted"

@@ -298,7 +298,7 @@ async def _with_outputs(side: BlockingSide | AsyncSide, method: str, values: dic
 
 
 async def checkpoint(side: BlockingSide | AsyncSide, values: dict, stay: bool = False) -> Report:
-    """Written while the engine serves, where it can meanwhile: it stands still for the state and the last blocks.
+    """Write a checkpoint while the engine serves, where it can: it stops for the state and the last blocks alone.
 
     stay: the engine takes no step after the moment that the checkpoint has, until it sleeps or go_on() is called. An
         error lets it go on.

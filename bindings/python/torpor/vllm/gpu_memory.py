@@ -105,7 +105,7 @@ class GpuWorkerMemory(WorkerMemory):
         self.rank_memory.set_kv_layout("kv_cache", kv_layout.to_value(kv_cache_config, addresses.pop()))
 
     def keep_derived(self) -> None:
-        """What release_derived() saves lies on the device, and has to go."""
+        """Do nothing: what release_derived() saves is device memory, which a sleep has to release."""
 
     def release_derived(self) -> None:
         """Save what weight files do not have: buffers, tensors of no name, and parameters that vLLM's option keeps."""

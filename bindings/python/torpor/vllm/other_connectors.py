@@ -127,7 +127,7 @@ class OtherConnector:
 
     def end_transfers_of(self, requests: Iterable[str], timeout: float | None = None) -> None:
         """Return when the connector knows that the earlier requests of these ids have ended, and holds no block of
-        them. Transfers of other requests go on. The engine stands still. Raises TimedOut as finish_transfers()."""
+        them. Transfers of other requests go on. The engine takes no step. Raises TimedOut as finish_transfers()."""
         if self.is_there:
             ids = set(requests)
             self._finish(timeout, lambda: self._held_of(ids) + self._unheard(ids))

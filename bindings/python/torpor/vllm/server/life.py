@@ -293,7 +293,7 @@ class Server:
         await self._stock_abort(request_id, internal)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Of the choices of one response, by a reader's wish. WrongState: another server has them by now."""
+        """End the choices of one response, as a reader wishes. Raises WrongState if another server has them by now."""
         await self._handed_over()
         if self.handed_over:  # also if it is asked only now, while this server ends: its log records nothing more
             raise WrongState("the server has handed over", "ask the next one")

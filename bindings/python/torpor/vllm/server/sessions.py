@@ -448,7 +448,7 @@ _TENANT = "torpor_tenant"  # in the extra arguments of a request (bindings/bind_
 
 
 def name_tenant(args: tuple, kwargs: dict) -> None:
-    """Write the tenant of the present call into its request, so that the engine tells the sessions of tenants apart.
+    """Write the tenant of the present call into its request, so that the engine does not mix the sessions of tenants.
     What a client has written there goes. `args`, `kwargs`: of AsyncLLM.add_request()."""
     given = dict(zip(("request_id", "prompt", "params"), args, strict=False)) | kwargs
     tenant = tenant_of_call.get()
