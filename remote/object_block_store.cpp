@@ -213,8 +213,7 @@ Status ObjectBlockStore::put_pack(std::span<Item* const> items) {
     if (created.error().code == Code::kResourceExhausted) no_room();
     return created.error();
   }
-  add_pack(folder, name, space, entries);
-  add_head(folder, name, head);
+  if (add_pack(folder, name, space, entries)) add_head(folder, name, head);
   return ok();
 }
 
@@ -302,7 +301,8 @@ void ObjectBlockStore::forget_items(std::span<Item> items) {
 
 // ---- what is there
 
-void ObjectBlockStore::add_pack(const std::string& folder, const std::string& name, const Digest& space,
+// Return whether this engine did not know the pack: a look may find a pack in the list while put_pack() adds it.
+bool ObjectBlockStore::add_pack(const std::string& folder, const std::string& name, const Digest& space,
                                 std::span<const PackEntry> entries) {
   const std::string key = key_of_pack(folder, name);
   std::vector<std::pair<Digest, Location>> locations;
@@ -316,7 +316,8 @@ void ObjectBlockStore::add_pack(const std::string& folder, const std::string& na
   KnownPack made{.key = key, .unix_seconds = parsed ? parsed->unix_seconds : 0};
   made.blocks.reserve(locations.size());
   const MutexLock lock(known_);
-  if (space_ != space || pack_numbers_.contains(key)) return;
+  if (space_ != space) return true;
+  if (pack_numbers_.contains(key)) return false;
   const uint32_t number = ++last_pack_;
   KnownPack& pack = packs_.emplace(number, std::move(made)).first->second;
   pack.look = look_;
@@ -326,7 +327,7 @@ void ObjectBlockStore::add_pack(const std::string& folder, const std::string& na
   });
   if (!numbered) {
     packs_.erase(number);  // the next look finds it
-    return;
+    return false;
   }
   for (auto& [block, location] : locations) {
     location.pack = number;
@@ -339,6 +340,7 @@ void ObjectBlockStore::add_pack(const std::string& folder, const std::string& na
     }
     pack.blocks.push_back(block);
   }
+  return true;
 }
 
 void ObjectBlockStore::add_head(const std::string& folder, std::string name, std::vector<std::byte> head) {
@@ -370,6 +372,14 @@ void ObjectBlockStore::forget_key(const std::string& key) {
 }
 
 Status ObjectBlockStore::look() {
+  {
+    MutexLock lock(known_);
+    while (!over_ && (wanted_ || looking_)) changed_.wait(known_);
+  }
+  return look_once();
+}
+
+Status ObjectBlockStore::look_once() {
   std::optional<Digest> space;
   {
     const MutexLock lock(known_);
@@ -487,8 +497,7 @@ Status ObjectBlockStore::read_head(const std::string& folder, const std::string&
     if (came) log().warn("KV connector: {} of {}: {}", name, store_->url(), entries.error());
     return add_pack(folder, name, space, {}), ok();
   }
-  add_pack(folder, name, space, *entries);
-  add_head(folder, name, std::move(head));
+  if (add_pack(folder, name, space, *entries)) add_head(folder, name, std::move(head));
   return ok();
 }
 
@@ -561,7 +570,7 @@ void ObjectBlockStore::run() {
     looking_ = true;
     const std::optional<Digest> space = space_;
     lock.unlock();
-    Status looked = look();
+    Status looked = look_once();
     lock.lock();
     looking_ = false;
     looked_at_ = clock_.now();

@@ -65,7 +65,8 @@ class ObjectBlockStore final : public BlockStore {
 
   bool accepting() const override { return breaker_.closed_or_due(); }
   void open_space(uint32_t space, const Digest& digest) override;
-  // List the packs of the newest namespace, write indexes, and remove what has expired, on the caller's thread.
+  // List the packs of the newest namespace, write indexes, and remove what has expired, on the caller's thread, after
+  // what the background thread has to do.
   Status look();
   size_t known_blocks() const;
   size_t known_objects() const;  // packs and indexes
@@ -104,12 +105,13 @@ class ObjectBlockStore final : public BlockStore {
   void record_answer(const Status& status);
 
   void run();
+  Status look_once();
   Status look_at(const Digest& space);
   // Names of packs, without their folder.
   using Names = std::set<std::string, std::less<>>;
   Status read_index(const std::string& folder, const PackName& name, const Names& unknown, const Digest& space);
   Status read_head(const std::string& folder, const std::string& name, const Digest& space);
-  void add_pack(const std::string& folder, const std::string& name, const Digest& space,
+  bool add_pack(const std::string& folder, const std::string& name, const Digest& space,
                 std::span<const PackEntry> entries);
   void add_head(const std::string& folder, std::string name, std::vector<std::byte> head);
   void forget_pack(uint32_t number) TORPOR_REQUIRES(known_);
