@@ -81,7 +81,7 @@ ObjectBlockStoreOptions options_for(std::shared_ptr<const Key> key = nullptr, bo
           .record_bytes = kContractRecord,
           .key = std::move(key),
           .encrypt = encrypt,
-          .timeout = 20s,  // nothing here takes that long
+          .timeout = 10min,  // nothing here takes that long
           .breaker = {.failures = 1, .first_pause = 1s, .longest_pause = 4s}};
 }
 
