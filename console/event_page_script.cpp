@@ -95,6 +95,27 @@ function tracks(events, wanted) {
   return all;
 }
 
+// Return what a row draws of its spans [begin, until, what], in pixels by x(time). Spans of less than THIN pixels that
+// lie close together are one: a row has no more rectangles than pixels.
+const THIN = 1.5;
+function drawn_of(spans, x) {
+  const drawn = [];
+  for (const [begin, until, what] of spans) {
+    const left = x(begin), right = Math.max(x(until), left + THIN), last = drawn[drawn.length - 1];
+    const thin = right - left <= THIN;
+    if (thin && last && last.thin && left < last.left + 2 * THIN) {
+      last.right = Math.max(last.right, right);
+      last.until = Math.max(last.until, until);
+      last.count += 1;
+      if (last.what !== what) last.what = "short spans";
+    } else {
+      const key = COLOURS[what] ? what : what.split(" ").pop();
+      drawn.push({begin, until, what, key, left, right, thin, count: 1});
+    }
+  }
+  return drawn;
+}
+
 // When the engines slept: from the end of falling asleep until they began to wake, or until the last event. One that
 // was killed asleep sleeps until the engine that replaced it publishes its state.
 function naps(events) {
@@ -217,13 +238,13 @@ if (typeof document !== "undefined") {
       const y = 20 + at * ROW;
       const words = ["sleep, wake, checkpoint", "copies: " + name, name][place([name])];
       svg.append(s("text", {x: 0, y: y + 13}, words.length > 29 ? words.slice(0, 28) + "…" : words));
-      for (const [begin, until, what] of spans) {
-        if (until < first || begin > first + span) continue;
-        const key = COLOURS[what] ? what : what.split(" ").pop();
-        used.add(key);
-        const said = [what, seconds_text(until - begin), "from", (begin - first).toFixed(3), "s"].join(" ");
-        svg.append(s("rect", {x: x(begin), y: y + 2, rx: 2, width: Math.max(x(until) - x(begin), 1.5),
-          height: ROW - 4, fill: COLOURS[key] || "#8b949e"}, s("title", {}, said)));
+      const within = spans.filter(([begin, until]) => until >= first && begin <= first + span);
+      for (const one of drawn_of(within, x)) {
+        used.add(one.key);
+        const said = [one.count > 1 ? one.count + " ×" : "", one.what, seconds_text(one.until - one.begin), "from",
+          (one.begin - first).toFixed(3), "s"].join(" ").trim();
+        svg.append(s("rect", {x: one.left, y: y + 2, rx: 2, width: one.right - one.left, height: ROW - 4,
+          fill: COLOURS[one.key] || "#8b949e"}, s("title", {}, said)));
       }
     }
     mark = s("line", {y1: 16, y2: height, class: "mark"});

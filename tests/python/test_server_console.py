@@ -317,6 +317,21 @@ def test_an_engine_that_was_killed_asleep_sleeps_until_another_one_is_there():
     assert returned("return naps(all)", [*killed[:2], engine(1, 4.0, "waking"), step]) == [[2.0, 4.0]]
 
 
+@needs_node
+def test_a_row_has_no_more_rectangles_than_pixels():
+    code = """
+    const short = [...Array(100000).keys()].map(i => [i, i + 1, i % 2 ? "running" : "waiting"]);
+    const many = drawn_of(short, time => time / 100);
+    const counted = many.reduce((sum, one) => sum + one.count, 0);
+    const few = drawn_of([[0, 1, "running"], [1, 1.1, "waiting"], [50, 50.1, "waiting"]], time => 10 * time);
+    return [many.length <= 1000, counted, many[0].what, few.map(one => [one.left, one.right, one.what])];
+    """
+    assert returned(code, []) == [
+        True, 100000, "short spans",
+        [[0, 10, "running"], [10, 11.5, "waiting"], [500, 501.5, "waiting"]],
+    ]  # fmt: skip
+
+
 def returned(code: str, events: list[dict]):
     """What code of the page returns of these events, `all`."""
     script = _core.console_page().split("<script>")[1].split("</script>")[0]
