@@ -6,6 +6,7 @@ import json
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import result_of
@@ -16,7 +17,7 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCoreProc
 
-from torpor.vllm import hooks, plugin, scheduler
+from torpor.vllm import connector_sleep, hooks, plugin, scheduler
 from torpor.vllm.options import holds_memory_by, holds_memory_of
 from torpor.vllm.support import base_of
 
@@ -150,6 +151,21 @@ def test_only_beside_torpors_connector_are_requests_moved(monkeypatch, name, mov
     one = scheduler.over(Stepping)(name and type(name, (), of_admit)())
     one.schedule()
     assert seen == ([one] if moved else []) and one.torpor_steps == 1
+
+
+@pytest.mark.parametrize("inside", [None, (), Mock()])
+def test_a_connector_of_somebodys_own_is_not_taken_for_vllms_multi_connector(monkeypatch, inside):
+    """Mock stands for one that has an attribute of every name, as in vLLM's own tests of schedulers."""
+    monkeypatch.setattr(scheduler, "let_those_with_blocks_go_first", lambda _: pytest.fail("nothing is torpor's"))
+    one = scheduler.over(Stepping)(Mock() if isinstance(inside, Mock) else SimpleNamespace(sub_connectors=inside))
+    one.schedule()
+    assert one.torpor_steps == 1 and connector_sleep.side_of(one) is None
+
+
+def test_torpors_connector_is_found_inside_vllms_multi_connector():
+    ours = type("TorporConnector", (), {"scheduler": object()})()
+    multi = SimpleNamespace(sub_connectors=[object(), ours])
+    assert connector_sleep.side_of(scheduler.over(Stepping)(multi)) is ours.scheduler
 
 
 def test_a_schedule_that_does_not_call_its_base_is_counted_too():

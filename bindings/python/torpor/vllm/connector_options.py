@@ -264,6 +264,13 @@ def has_tiers(kv_transfer_config) -> bool:
     return kv_transfer_config is not None and CLASS in _connectors(kv_transfer_config)
 
 
+def members(connector) -> tuple:
+    """Return a KV connector, or None, and those inside it if it is vLLM's MultiConnector. Nothing else of it is asked:
+    it may be anybody's."""
+    inside = getattr(connector, "sub_connectors", None)
+    return (connector, *inside) if isinstance(inside, list) else (connector,)
+
+
 def _connectors(kv_transfer_config) -> tuple[str | None, ...]:
     inside = (kv_transfer_config.kv_connector_extra_config or {}).get("connectors", ())
     return (kv_transfer_config.kv_connector, *(each.get("kv_connector") for each in inside))

@@ -15,7 +15,7 @@ from torpor.vllm import connector_options
 def side_of(scheduler):
     """SchedulerSide, where torpor's connector is switched on, perhaps inside vLLM's MultiConnector; else None."""
     connector = getattr(scheduler, "connector", None)
-    for each in (connector, *getattr(connector, "sub_connectors", ())):
+    for each in connector_options.members(connector):
         if type(each).__name__ == connector_options.CLASS:
             return each.scheduler
     return None

@@ -31,7 +31,7 @@ _MOST_MOVED = 4096  # images of which it is remembered that another engine has t
 def admissions_of(scheduler) -> Admissions | None:
     """Return the scheduler's side of TorporAdmit, or None where the engine has no such connector."""
     connector: Any = scheduler.connector
-    for each in (connector, *getattr(connector, "sub_connectors", ())):
+    for each in connector_options.members(connector):
         if type(each).__name__ == connector_options.ADMIT_CLASS:
             return each.admissions
     return None
