@@ -173,6 +173,34 @@ def test_a_field_of_vllm_that_the_adapter_does_not_know_is_named(one):
     assert one.finish(answers) == one.expected
 
 
+@pytest.fixture(scope="module")
+def doctored(zygote) -> dict[str, dict]:
+    """What a vLLM shows that differs in what one tier alone needs, by that tier; by "" one that does not differ."""
+    return result_of(zygote.run([HERE / "tiers_process.py"]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("tier", "named"),
+    [
+        ("early_wake", "KVCacheManager.get_computed_blocks takes (self, brand_new)"),
+        ("new_process", "CachedRequestState has a field brand_new"),
+        ("connector", "KVConnectorBase_V1.get_block_ids_with_load_errors takes (self, brand_new)"),
+        ("hibernate", "MultiConnector.get_num_new_matched_tokens takes (self, brand_new)"),
+        ("fork", "PrefillStats.set takes (self, brand_new)"),
+        ("other_connectors", "KVConnectorFactory.get_connector_class takes (self, brand_new)"),
+        ("server", "run_server"),
+    ],
+)
+def test_what_one_tier_alone_needs_switches_off_that_tier_alone(doctored, tier, named):
+    found, stock = doctored[tier], doctored[""]
+    assert set(stock["tiers"].values()) == {None} and stock["said"] == []
+    assert found["tiers"].keys() == stock["tiers"].keys()
+    assert [each for each, why in found["tiers"].items() if why is not None] == [tier], found
+    [line] = found["said"]
+    assert named in found["tiers"][tier] and named in line
+
+
 @pytest.mark.core
 @pytest.mark.slow
 def test_what_a_vllm_has_otherwise_switches_off_only_what_needs_it(zygote, tiny_model, tmp_path):

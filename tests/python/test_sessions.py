@@ -123,6 +123,11 @@ STEPS = [2, 9] if rig.active() else [1, 3, 9, 20]
 ARRIVED = 3 if rig.active() else 2  # steps after which KV of a resumed request has arrived, and it has not run
 
 
+def test_its_state_says_that_requests_may_leave_it(one):
+    tiers = one.llm.torpor.state().tiers
+    assert {name: tiers[name] for name in ("hibernate", "fork")} == {"hibernate": None, "fork": None}
+
+
 @pytest.mark.parametrize("steps", STEPS)
 def test_all_requests_leave_the_cache_is_scrambled_and_they_come_back(one, steps):
     expected = one.expected

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -20,7 +19,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from torpor.errors import DeviceError, Error, TimedOut, Unsupported
-from torpor.vllm import compat, connector_sleep
+from torpor.vllm import connector_sleep, plugin
 from torpor.vllm.connector_options import is_ours
 
 logger = logging.getLogger("vllm.torpor")
@@ -44,7 +43,7 @@ def _why_not(vllm_config) -> str | None:
     if not all(hasattr(KVConnectorBase_V1, hook) for hook in _HOOKS):
         return "vLLM has the hooks for a sleep beside one since 0.33"
     try:
-        compat.check(vllm.__version__, "other_connectors")
+        plugin.check("other_connectors")
         configs = _configs(transfer)
         classes = [KVConnectorFactory.get_connector_class(config) for config in configs]
     except Error as problem:

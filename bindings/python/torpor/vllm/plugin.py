@@ -18,7 +18,7 @@ from torpor.vllm import asking, compat
 from torpor.vllm.options import holds_memory_of, switched_off
 from torpor.vllm.patching import Patches
 
-__all__ = ["activate", "fits", "holds_memory_of", "inactive", "register", "require"]
+__all__ = ["activate", "check", "fits", "holds_memory_of", "inactive", "register", "require"]
 
 logger = logging.getLogger("vllm.torpor")  # vLLM sets up what is below its own name
 
@@ -27,6 +27,7 @@ _NOBODY_ASKED = "no engine of this process has asked for it"
 _reason: str | None = _NOT_LOADED
 _unknown_fields: list[str] = []  # of vLLM, which a checkpoint would lack
 _parts: dict[str, str | None] = {}  # each part that was checked besides the engine's: None, or why it is off
+_TIERS = {"portable": "hibernate"}  # parts of the manifest whose tier has another name
 # What an engine is without where a tier is off.
 _MEANING = {"early_wake": "early wakes", "new_process": "checkpoints and new processes"}
 
@@ -70,10 +71,10 @@ def memory_fits() -> bool:
 
     if activate() or switched_off() or not current_platform.is_cuda():
         return False
-    _parts["memory"] = _why_not("memory")
-    if _parts["memory"] is None:
+    fit = _why_not("memory") is None
+    if fit:
         logger.warning("torpor gives vLLM's sleep mode its memory, and keeps no requests over a sleep")
-    return _parts["memory"] is None
+    return fit
 
 
 def inactive() -> str | None:
@@ -87,11 +88,11 @@ def unknown_fields() -> list[str]:
 
 
 def tiers() -> dict[str, str | None]:
-    """Return None for each tier that is on in this process, or why it is off. "connector" and "server" are included
-    once fits() was called for them: what they need of vLLM is imported only for an engine that has them."""
+    """Return None for each tier that is on in this process, or why it is off. Those that not every engine has, as
+    "connector" and "server", are included once they were checked: only then what they need of vLLM is imported."""
     unknown = compat.first_of(_unknown_fields) if _unknown_fields else None
     of_engine = {"memory": _reason, "requests": _reason, "early_wake": _reason, "new_process": _reason or unknown}
-    return of_engine | _parts
+    return of_engine | {_TIERS.get(part, part): reason for part, reason in _parts.items()}
 
 
 @functools.cache
@@ -99,21 +100,30 @@ def fits(part: str) -> bool:
     """Whether torpor is active and this part of vLLM is as expected; says once in the log if only the part is not."""
     if not activate():
         return False
-    _parts[part] = _why_not(part)
-    if _parts[part] is not None:
-        logger.warning("torpor is inactive in vLLM's %s: %s", part, _parts[part])
-    return _parts[part] is None
+    if (reason := _why_not(part)) is not None:
+        logger.warning("torpor is inactive in vLLM's %s: %s", part, reason)
+    return reason is None
 
 
 def _why_not(part: str) -> str | None:
     """Return why this vLLM does not fit a part, or None if it does."""
+    try:
+        check(part)
+    except Unsupported as problem:
+        return str(problem)
+    return None
+
+
+def check(part: str) -> None:
+    """Raise Unsupported if this vLLM does not fit a part. tiers() includes the part from then on."""
     import vllm
 
     try:
         compat.check(vllm.__version__, part)
     except Unsupported as problem:
-        return str(problem)
-    return None
+        _parts[part] = str(problem)
+        raise
+    _parts[part] = None
 
 
 def require(*parts: str) -> None:
@@ -122,9 +132,8 @@ def require(*parts: str) -> None:
         raise Unsupported(
             f"torpor is inactive: {_reason}", "install the torpor that fits this vLLM, or leave torpor's arguments out"
         )
-    import vllm
-
-    compat.check(vllm.__version__, *parts)
+    for part in parts:
+        check(part)
 
 
 def _change_vllm(made: Patches) -> None:
@@ -141,8 +150,7 @@ def _change_vllm(made: Patches) -> None:
 
     patches.install(made, parts)
     _unknown_fields.extend(unknown)
-    _parts["early_wake"] = _why_not("early_wake")
-    off = {"early_wake": _parts["early_wake"], "new_process": compat.first_of(unknown) if unknown else None}
+    off = {"early_wake": _why_not("early_wake"), "new_process": compat.first_of(unknown) if unknown else None}
     if any(off.values()):
         logger.warning(
             "torpor keeps requests over sleeps of their process. It is without %s",

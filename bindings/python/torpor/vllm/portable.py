@@ -30,7 +30,7 @@ from torpor.errors import Unsupported
 from torpor.vllm import worker
 from torpor.vllm.connector_base import ConnectorBase
 from torpor.vllm.options import Options, holds_memory_of
-from torpor.vllm.plugin import require
+from torpor.vllm.plugin import fits, require
 
 logger = logging.getLogger("vllm.torpor")
 
@@ -74,6 +74,7 @@ class TorporAdmit(ConnectorBase):
         self.admissions: Admissions | None = None
         self.worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            fits("fork")  # its log and its tiers say so if forks alone are off
             self.admissions = Admissions()
         else:
             self.worker = WorkerSide()
