@@ -2,6 +2,8 @@
 """What `tools/dev vllm-tests` makes of the records of its three runs. No test of vLLM runs here."""
 
 import json
+import subprocess
+import sys
 import tarfile
 
 import pytest
@@ -53,6 +55,59 @@ def test_tests_are_counted_in_which_a_method_of_the_mixin_ran(tmp_path):
     )
     assert outcomes.with_mixin() == 1 and outcomes.with_scheduler() == 2
     assert str(outcomes) == "2 passed, 1 failed"
+
+
+# An engine's process, as vLLM starts it: it calls the plugins, takes a scheduler by name and steps once a line.
+ENGINE = """
+import importlib.metadata, sys
+
+class SchedulerMixin:
+    def schedule(self):
+        return "scheduled"
+
+class WorkerMixin:
+    def load(self):
+        return "loaded"
+
+for point in importlib.metadata.entry_points(group="vllm.general_plugins"):
+    if point.name == "torpor_vllm_own":
+        point.load()()
+from torpor.vllm.named_mixins import NamedMixins
+scheduler, worker = (NamedMixins("engine", mixin).over(dict)() for mixin in (SchedulerMixin, WorkerMixin))
+for _ in sys.stdin:
+    print(scheduler.schedule(), worker.load(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("run", "noted"), [("used", ["a", "b"]), ("unused", [])])
+def test_an_engine_in_its_own_process_is_counted_in_the_test_that_runs(monkeypatch, tmp_path, run, noted):
+    """Also one that the test before has started. Between tests nothing is counted."""
+    record = tmp_path / "record"
+    monkeypatch.setenv("VLLM_OWN_RECORD", str(record))
+    monkeypatch.syspath_prepend(vllm_tests.OWN)
+    import counting
+
+    vllm_tests.write_entry_point(tmp_path / "plugins")
+    of = vllm_tests.Release("0.32.0", tmp_path, {}, tmp_path)
+    env = vllm_tests.environment(of, run, record, [vllm_tests.OWN, tmp_path / "plugins"])
+    words = [sys.executable, "-c", ENGINE]
+    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+        for test in ("a", "a", "", "b"):
+            counting.begin_test(test)
+            print(file=engine.stdin, flush=True)
+            assert engine.stdout.readline() == "scheduled loaded\n"
+        engine.stdin.close()
+    assert engine.returncode == 0
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    assert lines == [{"test": test, "method": "schedule"} for test in noted]
+
+
+def test_too_few_tests_in_which_the_scheduler_ran_are_a_failure(capsys):
+    assert vllm_tests.enough("0.32.0", vllm_tests.LEAST_WITH_MIXIN) == 0
+    assert "too few" not in capsys.readouterr().out
+    assert vllm_tests.enough("0.32.0", vllm_tests.LEAST_WITH_MIXIN - 1) == 1
+    said = capsys.readouterr().out
+    assert "ran in 499 of vLLM 0.32.0's own tests" in said and "too few; wanted are 500" in said
 
 
 def test_a_run_that_was_cut_off_has_not_finished(tmp_path):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plugin of pytest for vLLM's own tests, in their three runs: `python -m pytest -p plugin`.
 
-VLLM_OWN_RUN says which run it is, `without` (torpor is not installed), `unused` or `used`; VLLM_OWN_RECORD is the
-file to which each test's outcome and each first run of a method of the scheduler's mixin is appended, a JSON object a
-line. Processes that a test forks append to it, too.
+VLLM_OWN_RUN says which run it is, `without` (torpor is not installed), `unused` or `used`. counting.py has the record:
+each test's outcome, and each first run of a method of the scheduler's mixin.
 
 `used`: TORPOR_ENABLED=1 asks for torpor for all engines, and whatever makes a scheduler, such as `create_scheduler` of
 vLLM's tests, gets torpor's mixin in front of the class that it names, as engines do (torpor.vllm.scheduler.choose).
@@ -11,26 +10,20 @@ vLLM's tests, gets torpor's mixin in front of the class that it names, as engine
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib.util
-import json
 import os
 import signal
+import sys
 
+import counting
 import pytest
+from counting import record
 
 RUN = os.environ["VLLM_OWN_RUN"]
-RECORD = os.environ["VLLM_OWN_RECORD"]
-TEST_SECONDS = 120
-
-_test: str | None = None
-_seen: set[tuple[str | None, str]] = set()
-
-
-def record(**what) -> None:
-    with open(RECORD, "a") as file:  # one write for a line: processes do not mix theirs
-        file.write(json.dumps(what) + "\n")
+TEST_SECONDS = 300
+# Tests of engines that vLLM runs on a GPU alone: their modules skip themselves elsewhere. Most of them pass on a CPU.
+OF_GPUS = ("test_abort_final_step.py", "test_async_llm.py", "test_engine_core.py", "test_engine_core_client.py")
 
 
 def pytest_configure(config) -> None:
@@ -50,13 +43,32 @@ def pytest_collection_finish() -> None:
     gc.unfreeze = lambda: None  # which they call before
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector):
+    """While a module of OF_GPUS is imported, its look at the platform, and no other, finds a GPU."""
+    if not isinstance(collector, pytest.Module) or collector.path.name not in OF_GPUS:
+        yield
+        return
+    from vllm.platforms import current_platform
+
+    def found(stock):
+        return lambda: sys._getframe(1).f_globals.get("__file__") == str(collector.path) or stock()
+
+    names = ("is_cuda", "is_cuda_alike")
+    for name in names:
+        setattr(current_platform, name, found(getattr(current_platform, name)))
+    yield
+    for name in names:
+        delattr(current_platform, name)
+
+
 def use_mixin() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from torpor.vllm import plugin, scheduler
 
     plugin.require()  # raises, and says why, where torpor is inactive
-    count_methods(scheduler.SchedulerMixin)
+    counting.count_methods(scheduler.SchedulerMixin)
 
     def new(cls, *_, **__):
         with_mixin = cls if issubclass(cls, scheduler.SchedulerMixin) else scheduler.over(cls)
@@ -65,28 +77,10 @@ def use_mixin() -> None:
     Scheduler.__new__ = new
 
 
-def count_methods(mixin: type) -> None:
-    for name, method in list(vars(mixin).items()):
-        if callable(method) and not isinstance(method, type):
-            setattr(mixin, name, counted(name, method))
-
-
-def counted(name: str, method):
-    @functools.wraps(method)
-    def call(*args, **kwargs):
-        if (_test, name) not in _seen:
-            _seen.add((_test, name))
-            record(test=_test, method=name)
-        return method(*args, **kwargs)
-
-    return call
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
     """A test that hangs fails: the alarm ends what it waits for."""
-    global _test
-    _test = item.nodeid
+    counting.begin_test(item.nodeid)
 
     def late(*_):
         raise TimeoutError(f"the test took more than {TEST_SECONDS} seconds")
@@ -96,7 +90,7 @@ def pytest_runtest_protocol(item):
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-    _test = None
+    counting.begin_test("")
 
 
 def pytest_runtest_logreport(report) -> None:
