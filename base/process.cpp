@@ -103,6 +103,17 @@ std::vector<ProcessId> descendants_of(int32_t pid) {
   return found;
 }
 
+bool is_descendant_of(const ProcessId& process, int32_t ancestor) {
+  About found = about(process.pid);
+  if (!lives(found) || found.started != process.started) return false;
+  // A process is older than those that it has started, so this comes to an end.
+  while (found.state != 0 && found.parent > 0) {
+    if (found.parent == ancestor) return true;
+    found = about(found.parent);
+  }
+  return false;
+}
+
 std::string command_line(int32_t pid) {
   std::string words = content_of(fmt::format("/proc/{}/cmdline", pid));
   std::replace(words.begin(), words.end(), '\0', ' ');

@@ -38,6 +38,8 @@ Result<ProcessSpace> this_process_space();
 Result<ProcessId> find_process(int32_t pid);
 // Return the processes that `pid` started, and those that these started, and so on.
 std::vector<ProcessId> descendants_of(int32_t pid);
+// Return whether `ancestor` started this process, or started a process that did, and so on; false: it has ended.
+bool is_descendant_of(const ProcessId& process, int32_t ancestor);
 // Return the words of the command line, separated by blanks; empty: the process has ended, or is another user's.
 std::string command_line(int32_t pid);
 // Return the path of the program; empty: the process has ended, or is another user's.

@@ -39,12 +39,11 @@ std::vector<std::unique_ptr<EventRing>> rings_of_workers(const EventRing& own) {
   std::vector<std::unique_ptr<EventRing>> rings;
   const size_t folder = own.path().rfind('/');
   if (folder == std::string::npos) return rings;  // it is in memory
-  const std::vector<ProcessId> workers = descendants_of(::getpid());
   Result<std::vector<std::unique_ptr<EventRing>>> all = open_rings(own.path().substr(0, folder));
-  if (!all || workers.empty()) return rings;
-  for (auto& ring : *all) {
+  if (!all) return rings;
+  for (auto& ring : *all) {  // consoles call this many times a second: not all processes of the machine are looked at
     const ProcessId of{.pid = ring->source().pid, .started = ring->source().process_start};
-    if (std::find(workers.begin(), workers.end(), of) != workers.end()) rings.push_back(std::move(ring));
+    if (is_descendant_of(of, ::getpid())) rings.push_back(std::move(ring));
   }
   return rings;
 }

@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <optional>
 
 #include <fmt/core.h>
 
+#include "base/process.h"
 #include "console/event_files.h"
 #include "kvcache/slot_table.h"
 #include "tests/support/manual_clock.h"
@@ -146,21 +148,55 @@ TEST(ControlOfWorkers, EventsOfOnesWorkersAreThereAndThoseOfOthersAreNot) {
   const test::TemporaryDirectory temporary{"/dev/shm"};
   const auto ring = value_of(begin_events(temporary / "events", "core", 0, system_clock(), 64));
   const OtherProcess orphan(temporary / "events", true);
-  const OtherProcess worker(temporary / "events", false);
+  std::optional<OtherProcess> worker;
+  worker.emplace(temporary / "events", false);
+  const pid_t worker_pid = worker->pid();
   Control control(*ring, system_clock(), ControlRole::kRead);
   const auto events = [&](const json& params) {
     return control.call({.connection = 1}, *find_control_method("events"), params);
   };
   const json all = value_of(events(json::object()));
-  EXPECT_EQ(all["workers"], json::parse(fmt::format(R"([{{"process": "rank0", "pid": {}}}])", worker.pid())));
-  const json of_worker = value_of(events({{"pid", worker.pid()}}));
+  EXPECT_EQ(all["workers"], json::parse(fmt::format(R"([{{"process": "rank0", "pid": {}}}])", worker_pid)));
+  const json of_worker = value_of(events({{"pid", worker_pid}}));
   ASSERT_EQ(of_worker["events"].size(), 1u);
   EXPECT_EQ(of_worker["events"][0]["bytes"], 5);
-  EXPECT_EQ(of_worker["events"][0]["pid"], worker.pid());
+  EXPECT_EQ(of_worker["events"][0]["pid"], worker_pid);
   EXPECT_FALSE(of_worker.contains("workers"));
-  EXPECT_EQ(value_of(events({{"pid", worker.pid()}, {"after", of_worker["next"]}}))["events"].size(), 0u);
+  EXPECT_EQ(value_of(events({{"pid", worker_pid}, {"after", of_worker["next"]}}))["events"].size(), 0u);
   for (const pid_t other : {orphan.pid(), ::getpid(), 0})
     EXPECT_FAILS(events({{"pid", other}}), Code::kNotFound, "is no worker");
+  worker.reset();  // it ends, and leaves its ring there
+  EXPECT_EQ(value_of(events(json::object()))["workers"], json::array());
+}
+
+TEST(ControlOfWorkers, AProcessThatAWorkerHasStartedIsAWorker) {
+  int ready[2];
+  int end[2];
+  ASSERT_EQ(::pipe(ready) | ::pipe(end), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    (void)::close(end[1]);
+    const pid_t inner = ::fork();
+    char none = 0;
+    if (inner == 0) {
+      (void)!::read(end[0], &none, 1);
+      ::_exit(0);
+    }
+    (void)!::write(ready[1], &inner, sizeof inner);
+    (void)::waitpid(inner, nullptr, 0);
+    ::_exit(0);
+  }
+  pid_t inner = 0;
+  ASSERT_EQ(::read(ready[0], &inner, sizeof inner), static_cast<ssize_t>(sizeof inner));
+  const ProcessId id = value_of(find_process(inner));
+  EXPECT_TRUE(is_descendant_of(id, child));
+  EXPECT_TRUE(is_descendant_of(id, ::getpid()));
+  EXPECT_FALSE(is_descendant_of(id, inner));  // it has not started itself
+  EXPECT_FALSE(is_descendant_of(value_of(find_process(::getpid())), child));
+  EXPECT_FALSE(is_descendant_of({.pid = inner, .started = id.started + 1}, child));  // another one of this number
+  for (const int fd : {ready[0], ready[1], end[0], end[1]}) (void)::close(fd);
+  EXPECT_EQ(::waitpid(child, nullptr, 0), child);
+  EXPECT_FALSE(is_descendant_of(id, ::getpid()));
 }
 
 TEST_F(ControlTest, EventsEndWhereTheyAreAskedTo) {
