@@ -36,6 +36,7 @@ py::dict to_python(const Answer& answer) {
   out["state"] = std::string(name(answer.state));
   out["finish_reason"] = answer.finish_reason;
   out["stop_reason"] = torpor::to_python(answer.stop_reason);
+  out["note"] = torpor::to_python(answer.note);
   out["created"] = answer.created;
   out["ended"] = answer.ended;
   return out;
@@ -116,6 +117,7 @@ AnswerStep step_from(const py::handle& item) {
   in.read_if_given("state", state);
   in.read_if_given("finish_reason", step.finish_reason);
   if (in.has("stop_reason")) step.stop_reason = value_from(in.take("stop_reason"));
+  if (in.has("note")) step.note = value_from(in.take("note"));
   in.finish();
   step.state = state_from(state);
   return step;

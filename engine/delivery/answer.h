@@ -42,7 +42,8 @@ struct Answer {
   std::vector<uint32_t> text_ends;  // for each token: code points of `text` up to its end
   AnswerState state = AnswerState::kRunning;
   std::string finish_reason;
-  Value stop_reason;   // of a running answer: the server's note about it, until its next step
+  Value stop_reason;   // of an ended answer
+  Value note;          // of a running answer: the server's own, until its next step; readers get none
   double created = 0;  // seconds since 1970
   double ended = 0;
   friend bool operator==(const Answer&, const Answer&) = default;
@@ -56,7 +57,8 @@ struct AnswerStep {
   std::string text;
   AnswerState state = AnswerState::kRunning;
   std::string finish_reason;
-  Value stop_reason;  // as in Answer
+  Value stop_reason;  // of a step that ends the answer
+  Value note;         // of any other step, as in Answer
   double time = 0;    // seconds since 1970; DeliveryLog sets it
 };
 

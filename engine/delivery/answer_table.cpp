@@ -34,7 +34,7 @@ AnswerPart end_of(const Answer& answer) {
           .text_end = answer.text_ends.empty() ? 0 : answer.text_ends.back(),
           .state = answer.state,
           .finish_reason = answer.finish_reason,
-          .stop_reason = answer.state == AnswerState::kRunning ? Value{} : answer.stop_reason,  // no note
+          .stop_reason = answer.stop_reason,
           .call = answer.call};
 }
 
@@ -161,6 +161,10 @@ Result<std::vector<Answer*>> AnswerTable::prepare(const std::vector<AnswerStep>&
                                     known + step.tokens.size()));
     if (std::any_of(step.tokens.begin(), step.tokens.end(), [](int32_t token) { return token < 0; }))
       return wrong_call(fmt::format("a step of the answer {} has a negative token", step.id));
+    const bool ends = step.state != AnswerState::kRunning;
+    if ((ends ? step.note : step.stop_reason) != Value{})
+      return wrong_call(fmt::format("a step that {} the answer {} has {}", ends ? "ends" : "does not end", step.id,
+                                    ends ? "a note" : "a stop reason"));
     make_room(answer.request.output_token_ids, step.tokens.size());
     make_room(answer.text_ends, step.tokens.size());
     make_room(answer.text, step.text.size());
@@ -180,8 +184,10 @@ void AnswerTable::apply(AnswerStep& step, Answer& answer) {
   answer.text_ends.resize(tokens.size(), text_end);
   answer.text += step.text;
   if (!answer.text_ends.empty()) answer.text_ends.back() = text_end + code_points(step.text);
-  answer.stop_reason = std::move(step.stop_reason);
+  answer.note = std::move(step.note);
   if (step.state == AnswerState::kRunning) return;
+  answer.note = Value{};
+  answer.stop_reason = std::move(step.stop_reason);
   answer.state = step.state;
   answer.finish_reason = std::move(step.finish_reason);
   answer.ended = step.time;

@@ -12,14 +12,22 @@
 
 namespace torpor {
 
+// In a file the note of a running answer and the stop reason of an ended one have one place.
+template <class Answered>
+auto& note_or_stop_reason(Answered& v) {
+  return v.state == AnswerState::kRunning ? v.note : v.stop_reason;
+}
+
 template <class Archive>
 void serialize(Archive& archive, Answer& v) {
   archive(v.request, v.response, v.tenant, v.call, v.choice, v.front, v.text, v.text_ends,
-          checked(v.state, AnswerState::kFailed), v.finish_reason, v.stop_reason, v.created, v.ended);
+          checked(v.state, AnswerState::kFailed), v.finish_reason);
+  archive(note_or_stop_reason(v), v.created, v.ended);  // the state is known by now
 }
 template <class Archive>
 void serialize(Archive& archive, AnswerStep& v) {
-  archive(v.id, v.at, v.tokens, v.text, checked(v.state, AnswerState::kFailed), v.finish_reason, v.stop_reason, v.time);
+  archive(v.id, v.at, v.tokens, v.text, checked(v.state, AnswerState::kFailed), v.finish_reason);
+  archive(note_or_stop_reason(v), v.time);
 }
 
 namespace {
@@ -162,7 +170,9 @@ Bytes steps_record(const std::vector<AnswerStep>& steps) {
   size_t bytes = 1 + sizeof(uint64_t);
   for (const AnswerStep& step : steps) {
     bytes += kStepBytes + step.id.size() + step.tokens.size() * sizeof(int32_t) + step.text.size() +
-             step.finish_reason.size() + (is_none(step.stop_reason) ? 1 : to_bytes(step.stop_reason).size());
+             step.finish_reason.size();
+    const Value& last = note_or_stop_reason(step);
+    bytes += is_none(last) ? 1 : to_bytes(last).size();
   }
   Bytes record(bytes);
   FlatOutput out(record.data());
@@ -175,10 +185,10 @@ Bytes steps_record(const std::vector<AnswerStep>& steps) {
     out.put_list(step.text);
     out.put(static_cast<uint8_t>(step.state));
     out.put_list(step.finish_reason);
-    if (is_none(step.stop_reason)) {
+    if (const Value& last = note_or_stop_reason(step); is_none(last)) {
       out.put(uint8_t{0});
     } else {
-      out.put_raw(to_bytes(step.stop_reason));
+      out.put_raw(to_bytes(last));
     }
     out.put(step.time);
   }

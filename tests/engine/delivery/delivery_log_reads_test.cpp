@@ -98,19 +98,20 @@ TEST_F(DeliveryLogTest, WhoCountsWhatRunsWritesNothing) {
 // steps_record() writes by itself what an archive reads, and that refuses a byte too many.
 TEST_F(DeliveryLogTest, ARecordOfStepsIsReadAsItWasWritten) {
   const std::vector<std::string> ids = {"a longer id than fits into a string itself, \u00e9", "b", "c", "d"};
-  const std::vector<Value> reasons = {{}, Value{std::string("t\u00e9xt")}, Value{int64_t{-3}}, {}};
+  const std::vector<Value> reasons = {Value{int64_t{9}}, Value{std::string("t\u00e9xt")}, Value{int64_t{-3}}, {}};
   std::vector<AnswerStep> steps;
   for (size_t i = 0; i < ids.size(); ++i) {
     steps.push_back({.id = ids[i], .tokens = {1, static_cast<int32_t>(i), 1 << 30}, .text = "\u00e9t\u00e9"});
     if (i == 3) steps[i] = {.id = ids[i]};
     steps[i].state = static_cast<AnswerState>(i);
     steps[i].finish_reason = i == 0 ? "" : "reason";
-    steps[i].stop_reason = reasons[i];
+    (i == 0 ? steps[i].note : steps[i].stop_reason) = reasons[i];
   }
   auto answers = open();
   for (const std::string& id : ids) ASSERT_TRUE(succeeded(answers->start(asked(id))));
   ASSERT_TRUE(succeeded(answers->step(steps)));
   const std::vector<Answer> before = answers->all();
+  EXPECT_EQ(before[0].note, reasons[0]);
   EXPECT_EQ(before[1].stop_reason, reasons[1]);
   answers.reset();
   answers = open();

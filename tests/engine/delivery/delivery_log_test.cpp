@@ -128,15 +128,33 @@ TEST_F(DeliveryLogTest, ANoteOfARunningAnswerIsThereAfterARestartUntilItsNextSte
     ASSERT_TRUE(succeeded(answers->start(asked("a"))));
     ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1}, "x")})));
     AnswerStep step = given("a", 1, {}, "");
-    step.stop_reason = note;
+    step.note = note;
     ASSERT_TRUE(succeeded(answers->step({step})));
   }
   const auto answers = open();
-  EXPECT_EQ(answers->get("a")->stop_reason, note);
+  EXPECT_EQ(answers->get("a")->note, note);
+  EXPECT_EQ(answers->get("a")->stop_reason, Value{});
   EXPECT_EQ(value_of(answers->position("a")).stop_reason, Value{});  // readers get none
   EXPECT_EQ(answers->counts().running, 1U);
   ASSERT_TRUE(succeeded(answers->step({given("a", 1, {2}, "y")})));
-  EXPECT_EQ(answers->get("a")->stop_reason, Value{});
+  EXPECT_EQ(answers->get("a")->note, Value{});
+}
+
+TEST_F(DeliveryLogTest, ANoteIsOfARunningAnswerAndAStopReasonOfAnEndedOne) {
+  const auto answers = open();
+  ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+  AnswerStep noted = ended("a", 0);
+  noted.note = Value{int64_t{7}};
+  EXPECT_TRUE(failed_with(answers->step({noted}), Code::kInvalidArgument, "a note"));
+  AnswerStep stopped = given("a", 0, {}, "");
+  stopped.stop_reason = Value{int64_t{7}};
+  EXPECT_TRUE(failed_with(answers->step({stopped}), Code::kInvalidArgument, "a stop reason"));
+  AnswerStep note = given("a", 0, {}, "");
+  note.note = Value{int64_t{7}};
+  ASSERT_TRUE(succeeded(answers->step({note})));
+  ASSERT_TRUE(succeeded(answers->step({ended("a", 0)})));
+  EXPECT_EQ(answers->get("a")->note, Value{});
+  EXPECT_EQ(answers->get("a")->stop_reason, Value{int64_t{7}});
 }
 
 TEST_F(DeliveryLogTest, AReaderGoesOnAfterAnyTokenOrCharacter) {

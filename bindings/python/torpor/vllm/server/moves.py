@@ -55,7 +55,7 @@ def _write(server, requests: Iterable[str], content: dict | None) -> None:
         if position["state"] == "running":
             running[each] = position["tokens_end"]
     answers.step([
-        {"id": each, "at": end, "tokens": [], "text": "", "stop_reason": content} for each, end in running.items()
+        {"id": each, "at": end, "tokens": [], "text": "", "note": content} for each, end in running.items()
     ])  # fmt: skip
 
 
@@ -64,11 +64,11 @@ async def settle(server) -> None:
     that another server has. If it cannot be asked for a minute, it counts as having them."""
     images: dict[str, list[dict]] = {}
     for answer in server.log.answers.all():
-        if answer["state"] == "running" and isinstance(answer["stop_reason"], dict):
-            images.setdefault(answer["stop_reason"]["moving"]["image"], []).append(answer)
+        if answer["state"] == "running" and isinstance(answer["note"], dict):
+            images.setdefault(answer["note"]["moving"]["image"], []).append(answer)
     deadline = time.monotonic() + _ASK_SECONDS
     for image, answers in images.items():
-        to = answers[0]["stop_reason"]["moving"]["to"]
+        to = answers[0]["note"]["moving"]["to"]
         requests = [each["request"]["id"] for each in answers]
         if await _was_claimed(server, image, deadline):
             logger.info("torpor: the server at %s has not taken %s: they go on here", to, ", ".join(requests))
