@@ -7,7 +7,8 @@ and accepts clients where torpor's server would. torpor.vllm.serve reads its com
 
 paired_server.py -m torpor.vllm.serve FOLDER …: each line of FOLDER/fail-PORT is an exit code with which a process of
 this port ends at its start, one a start; "failed": it is failed, and stays there. With FOLDER/hang-PORT a standby of
-this port does not end on SIGTERM. With FOLDER/fail-take-over-PORT the next take-over of this port fails.
+this port does not end on SIGTERM. With FOLDER/fail-take-over-PORT the next take-over of this port fails. A server that
+owns fails on SIGUSR1, as one does that cannot go on after a switch: it owns nothing then, and gives no heartbeat.
 """
 
 import os
@@ -80,8 +81,16 @@ def main() -> None:
             answers.close()
             os._exit(17)  # what its parent is to end with
 
+        failed = threading.Event()
+
+        def fail(*_) -> None:
+            failed.set()
+            answers.hand_over()
+            enter("failed")
+
         signal.signal(signal.SIGTERM, end)
-        threading.Thread(target=beat, args=(record, settings), daemon=True).start()
+        signal.signal(signal.SIGUSR1, fail)
+        threading.Thread(target=beat, args=(record, settings, failed), daemon=True).start()
         enter("awake")
         while True:
             connection, _ = clients.accept()
@@ -89,10 +98,9 @@ def main() -> None:
                 connection.sendall(f"{port} {','.join(states)}".encode())
 
 
-def beat(record: _core.OwnerRecord, settings: Settings) -> None:
-    while True:
+def beat(record: _core.OwnerRecord, settings: Settings, failed: threading.Event) -> None:
+    while not failed.wait(settings.ownership_term_seconds / 10):
         record.beat()
-        time.sleep(settings.ownership_term_seconds / 10)
 
 
 if __name__ == "__main__":

@@ -180,6 +180,24 @@ def test_a_standby_whose_take_over_failed_is_ended_and_both_servers_come_back(pa
     assert "two owners" not in log
 
 
+@pytest.mark.parametrize("standby_lives", [True, False])
+def test_an_owner_that_cannot_go_on_after_a_switch_is_ended_and_another_one_serves(pair, standby_lives):
+    pair.ask()
+    owner, standby = pair.started("owner")[0], pair.started("standby")[0]
+    pair.until(lambda: f"process {standby} is standby" in pair.log.read_text())
+    if not standby_lives:  # the owner has ended it
+        os.kill(standby, signal.SIGKILL)
+    os.kill(owner, signal.SIGUSR1)
+    pair.until(lambda: f"process {owner} is failed" in pair.log.read_text())
+    pair.until(lambda: not alive(owner))
+    pair.ask()
+    log = pair.log.read_text()
+    assert "two owners" not in log
+    if standby_lives:
+        assert f"process {standby} is taking over" in log
+    pair.until(lambda: f"process {pair.started('standby')[-1]} is standby" in pair.log.read_text())
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

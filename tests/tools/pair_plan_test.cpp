@@ -57,6 +57,24 @@ TEST(PairPlan, WhereBothEndedItBeginsAnew) {
   EXPECT_TRUE(next_start({ended(true), in(ServerState::kStandby)}, 120) == kOwner0);
 }
 
+// After a switch that failed: the owner has ended its standby, and cannot go on itself.
+TEST(PairPlan, AnOwnerThatServedAndFailedIsEndedAndBothStartAnew) {
+  const PairedServer failed{.state = ServerState::kFailed, .owned = true};
+  EXPECT_TRUE(is_to_end(failed));
+  EXPECT_TRUE(is_to_end({.state = ServerState::kFailed, .as_standby = true, .owned = true}));  // it had taken over
+  EXPECT_FALSE(next_start({failed, ended(false)}, 200));                                       // not beside it
+  EXPECT_TRUE(next_start({ended(true), ended(false)}, 200) == kStandby0);
+  EXPECT_TRUE(next_start({in(ServerState::kStandby), ended(true)}, 200) == kOwner1);
+}
+
+TEST(PairPlan, AFailedStandbyIsEndedAndAnOwnerThatFailedAtItsStartStays) {
+  EXPECT_TRUE(is_to_end({.state = ServerState::kFailed, .as_standby = true}));
+  EXPECT_FALSE(is_to_end({.state = ServerState::kFailed}));
+  for (const ServerState state : {ServerState::kNone, ServerState::kStarting, ServerState::kStandby,
+                                  ServerState::kTakingOver, ServerState::kOwns, ServerState::kEnding})
+    EXPECT_FALSE(is_to_end({.state = state, .as_standby = true, .owned = true}));
+}
+
 TEST(PairPlan, EachStateOfAServerIsKnown) {
   for (const char* word : {"starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending", "standby",
                            "taking over", "handing over"})

@@ -138,7 +138,7 @@ class Pair {
             servers_[start->which].known.ended_at = seconds_now();
           }
         }
-        end_failed_standby();
+        end_failed();
       }
       if (ending_ || ends_with_) end_step();
       if ((ending_ || ends_with_) && servers_[0].pid == 0 && servers_[1].pid == 0)
@@ -153,7 +153,6 @@ class Pair {
   struct Server {
     PairedServer known;
     pid_t pid = 0;
-    bool as_standby = false;
     bool was_of_use = false;
     double began = 0;
     Descriptor state_pipe;  // the end that is read
@@ -201,7 +200,7 @@ class Pair {
     server.state_pipe = std::move(read_end);
     server.line.clear();
     server.began = seconds_now();
-    server.as_standby = start.as_standby;
+    server.known.as_standby = start.as_standby;
     server.was_of_use = server.failed = server.terminated = false;
     server.known.state = ServerState::kStarting;
     server.known.owned = false;
@@ -282,16 +281,15 @@ class Pair {
     server.state_pipe = Descriptor();
   }
 
-  // A standby that failed, before it slept or when it took over, would be there for ever, without use, and keep the
-  // other server from a new start. An owner that failed stays: it says why at /torpor/ready.
-  void end_failed_standby() {
+  void end_failed() {
     for (Server& server : servers_) {
-      if (server.pid == 0 || !server.as_standby || server.known.owned) continue;
-      if (server.known.state == ServerState::kFailed && !server.terminated) {
-        print_line(fmt::format("ends the standby that failed (process {}): its log says why", server.pid));
+      if (server.pid == 0) continue;
+      const char* const what = server.known.owned ? "owner" : "standby";
+      if (is_to_end(server.known) && !server.terminated) {
+        print_line(fmt::format("ends the {} that failed (process {}): its log says why", what, server.pid));
         terminate(server);
       } else if (server.terminated && has_had_its_time(server)) {
-        print_line(fmt::format("kills the standby that failed (process {}): it does not end", server.pid));
+        print_line(fmt::format("kills the {} that failed (process {}): it does not end", what, server.pid));
         (void)::kill(server.pid, SIGKILL);
         server.terminated_at = seconds_now();
       }

@@ -50,4 +50,8 @@ std::optional<PairStart> next_start(const std::array<PairedServer, 2>& servers, 
   return std::nullopt;
 }
 
+bool is_to_end(const PairedServer& server) {
+  return server.state == ServerState::kFailed && (server.as_standby || server.owned);
+}
+
 }  // namespace torpor::cli

@@ -28,9 +28,10 @@ std::optional<ServerState> server_state_of(std::string_view word);  // what life
 
 struct PairedServer {
   ServerState state = ServerState::kNone;
-  bool owned = false;    // the last process in this place has been the owner
-  double ended_at = -1;  // seconds; -1: none has ended
-  int ended_early = 0;   // so many in a row ended before they were of use
+  bool as_standby = false;  // the last process in this place was started so
+  bool owned = false;       // it has been the owner
+  double ended_at = -1;     // seconds; -1: none has ended
+  int ended_early = 0;      // so many in a row ended before they were of use
 };
 
 struct PairStart {
@@ -41,5 +42,10 @@ struct PairStart {
 
 // Which server to start now; none: wait. `now`: seconds.
 std::optional<PairStart> next_start(const std::array<PairedServer, 2>& servers, double now);
+
+// Whether a server is to be ended because it has failed and would be there for ever, without use, and keep the other
+// one from a new start: a standby, and an owner that has served, whose checkpoint and log a new process goes on with.
+// An owner that failed at its start stays: it says why at /torpor/ready.
+bool is_to_end(const PairedServer& server);
 
 }  // namespace torpor::cli
