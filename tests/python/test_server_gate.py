@@ -458,6 +458,51 @@ def test_what_changes_an_engine_that_sleeps_is_refused(monkeypatch, path):
     run(scene())
 
 
+ENDS_REQUESTS = [
+    ("POST", "/abort_requests"), ("POST", "/inference/v1/abort_requests"),
+    ("POST", "/v1/responses/{response_id}/cancel"), ("DELETE", "/torpor/requests/{response}"),
+    ("DELETE", "/v1/sessions/{response}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), ENDS_REQUESTS)
+def test_what_ends_requests_waits_for_a_hand_over_and_is_refused_after_it(monkeypatch, method, path):
+    """The next server has them: 200 would say that they have ended. vLLM answers some of these calls before it ends
+    any request."""
+
+    async def scene():
+        monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
+        app, server = build(monkeypatch, EVERYTHING, *KEYS)
+        await started(server)
+        async with client(app, ADMIN) as http:
+
+            async def call():
+                return await http.request(method, concrete(path))
+
+            before = await call()
+            assert before.status_code not in (409, 500)
+            waits, stock = asyncio.Event(), server.has_handed_over
+
+            async def has_handed_over() -> bool:
+                waits.set()
+                return await stock()
+
+            server.has_handed_over = has_handed_over
+            for hands_over in (False, True):
+                server.enter("handing over")
+                waits.clear()
+                calling = asyncio.create_task(call())
+                await waits.wait()
+                assert not calling.done()
+                server.handed_over = hands_over
+                server.enter("ending" if hands_over else "awake")
+                answer = await calling
+                assert answer.status_code == (409 if hands_over else before.status_code)
+                assert ("has handed over" in answer.text) == hands_over, answer.text
+
+    run(scene())
+
+
 def test_a_server_has_a_request_that_it_is_taking(monkeypatch, tmp_path):
     """Its image is gone a moment before the response log knows it. Who gave it away must not go on with it then."""
 

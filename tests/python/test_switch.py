@@ -21,12 +21,14 @@ from torpor.errors import (
     Incompatible,
     InvalidArgument,
     NotEnoughRoom,
+    TimedOut,
     Unsupported,
     WrongState,
 )
 
 from torpor.vllm.scheduler_values import unstarted_request
 from torpor.vllm.values import sampling_to_value
+from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import SamplingParams
 
 REQUEST = "one"
@@ -46,6 +48,8 @@ class Other:
         self.opens = True  # the log, when it is to commit
         self.gives: list[dict] = []  # steps that it records there
         self.says = "awake"
+        self.done: int | None = 0  # its progress
+        self.ended = 0
 
     async def take_over(self, step: str, asked: dict) -> dict:
         assert asked == {"owner": os.getpid(), "fingerprint": {"model": "tiny"}}
@@ -62,8 +66,12 @@ class Other:
     async def state(self) -> str:
         return self.says
 
+    async def progress(self) -> int | None:
+        return self.done
+
     def end(self, _seconds: float = 0) -> None:
         self.log = None
+        self.ended += 1
 
 
 def answer_of(name: str) -> dict:
@@ -88,6 +96,8 @@ def play(monkeypatch, directory, scene, **settings) -> None:
             server.recorder.answers.start(answer_of(REQUEST))
         other, look, stops = Other(directory), {"state": "serves", "pid": 7, "why": "", "address": Other.url}, []
         watch = SimpleNamespace(wait=lambda _: look, end_owner=other.end)
+        owner = {"state": "serves", "pid": 9, "why": "", "address": "http://127.0.0.1:8009"}
+        third = SimpleNamespace(wait=lambda _: owner)
 
         async def checkpoint(_side, _values, stay) -> dict:
             assert stay and server.state == "handing over"
@@ -100,9 +110,10 @@ def play(monkeypatch, directory, scene, **settings) -> None:
         async def checked(to: str) -> str:
             return to
 
-        monkeypatch.setattr(switching, "_core", SimpleNamespace(OwnerWatch=lambda *_: watch))
+        monkeypatch.setattr(switching, "_core", SimpleNamespace(OwnerWatch=lambda *role: watch if role[1:] else third))
         monkeypatch.setattr(switching, "Other", lambda *_: other)
-        monkeypatch.setattr(switching, "_LOOK_SECONDS", 0.001)
+        for name in ("_LOOK_SECONDS", "_PROGRESS_SECONDS"):
+            monkeypatch.setattr(switching, name, 0.001)
         front = SimpleNamespace(checkpoint=checkpoint, go_on=go_on, AsyncSide=lambda engine: engine)
         monkeypatch.setattr(switching, "frontend", front)
         monkeypatch.setattr(loopback, "checked", checked)
@@ -233,6 +244,138 @@ def test_a_standby_that_has_taken_over_although_its_answer_was_lost_is_left_alon
     play(monkeypatch, tmp_path, scene)
 
 
+def test_a_standby_that_restores_for_long_is_waited_for_as_long_as_it_gets_on(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        from torpor.vllm.server import switching
+
+        monkeypatch.setattr(switching, "_STALL_SECONDS", 0.0)  # each look without progress is one too many
+        asks, may = held_at_commit(other)
+        asked = 0
+
+        async def progress() -> int:
+            nonlocal asked
+            asked += 1
+            if asked == 30 + 3:  # some were for the first step
+                may.set()
+            return asked
+
+        other.progress = progress
+        assert (await switch())["status"] == "handed over" and asked >= 30 and asks.is_set() and other.ended == 0
+
+    play(monkeypatch, tmp_path, scene)
+
+
+@pytest.mark.parametrize("says", [5, None])
+def test_a_standby_that_hangs_is_ended_and_the_owner_goes_on(monkeypatch, tmp_path, says):
+    """`says`: its progress, which does not grow; None: it does not answer."""
+
+    async def scene(server, other, switch):
+        from torpor.vllm.server import switching
+
+        monkeypatch.setattr(switching, "_STALL_SECONDS", 0.05)
+        other.done, other.says = says, "taking over"
+        stock = other.take_over
+
+        async def take_over(step: str, asked: dict) -> dict:
+            answer = await stock(step, asked)
+            if step == "commit":
+                await asyncio.Event().wait()
+            return answer
+
+        other.take_over = take_over
+        with pytest.raises(Aborted, match=r"no progress with the step commit.*; this server serves on"):
+            await switch()
+        assert server.state == "awake" and server.stops == ["stopped", "goes on"] and other.ended == 1
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_a_standby_whose_answer_was_lost_is_waited_for_as_long_as_it_gets_on(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        from torpor.vllm.server import switching
+
+        monkeypatch.setattr(switching, "_STALL_SECONDS", 0.0)
+        other.answers["commit"], other.says = Aborted("it broke off"), "taking over"
+        asked = 0
+
+        async def progress() -> int:
+            nonlocal asked
+            asked += 1
+            if asked == 30:
+                other.says = "awake"
+            return asked
+
+        other.progress = progress
+        assert (await switch())["status"] == "handed over" and other.ended == 0
+
+    play(monkeypatch, tmp_path, scene)
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_where_a_third_server_owns_the_directory_the_owner_fails_and_names_it(monkeypatch, tmp_path, refused):
+    """`refused`: the standby found the directory owned, and waits on. Else it failed, and was ended."""
+
+    async def scene(server, other, switch):
+        from torpor.vllm.server import switching
+
+        monkeypatch.setattr(switching, "_LOCK_SECONDS", 0.05)
+        stock, third = other.take_over, []
+
+        async def take_over(step: str, asked: dict) -> dict:
+            if step == "commit":
+                third.append(_core.DeliveryLog({"directory": f"{tmp_path}/answers", "engine": {"model": "tiny"}}))
+            return await stock(step, asked)
+
+        other.take_over, other.opens = take_over, False
+        what = "another server uses it"
+        other.answers["commit"] = Busy(what) if refused else FileError(what, state_changed=True)
+        other.says = "standby" if refused else "failed"
+        with pytest.raises(type(other.answers["commit"]), match=r"process 9 at .*8009 owns .*this server is failed"):
+            await switch()
+        assert server.state == "failed" and "process 9" in server.problem.what and server.restart_may_help()
+        assert other.ended == (0 if refused else 1) and "goes on" not in server.stops
+        assert third[0].find(REQUEST, "")  # it has the request
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_an_owner_whose_hibernated_requests_do_not_come_back_serves_on(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        from torpor.vllm.server import sessions, switching
+
+        monkeypatch.setattr(switching, "_BACK_SECONDS", 0.05)
+        monkeypatch.setattr(sessions, "_LOOK_SECONDS", 0.001)
+        image = {"id": "image-1", "requests": {REQUEST: 1}, "resuming": True, "preempted": False}
+        stock = server.engine.torpor.call
+
+        async def call(method: str, options: dict | None = None):
+            return [dict(image)] if method == "images" else await stock(method, options)
+
+        server.engine.torpor.call = call
+        with pytest.raises(
+            TimedOut, match=r"hibernated requests are not back after .*: image-1; this server serves on"
+        ):
+            await switch()
+        assert server.state == "awake" and server.stops == ["goes on"] and other.asked == ["prepare", "cancel"]
+        image["preempted"] = True  # no checkpoint needs it
+        assert (await switch())["status"] == "handed over"
+
+    play(monkeypatch, tmp_path, scene)
+
+
+def test_an_owner_does_not_wait_without_end_for_a_call_of_sessions(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        from torpor.vllm.server import switching
+
+        monkeypatch.setattr(switching, "_BACK_SECONDS", 0.05)
+        async with server.sessions._turn:
+            with pytest.raises(TimedOut, match=r"a call of /v1/sessions is in progress.*; this server serves on"):
+                await switch()
+        assert server.state == "awake" and (await switch())["status"] == "handed over"
+
+    play(monkeypatch, tmp_path, scene)
+
+
 def test_an_owner_whose_engine_does_not_wake_after_a_switch_that_failed_has_failed(monkeypatch, tmp_path):
     """It does not hold its requests for ever: a restart or another standby goes on from the checkpoint and the log."""
 
@@ -331,9 +474,29 @@ def test_an_abort_that_comes_once_it_has_handed_over_is_refused(monkeypatch, tmp
         await switch()
         with pytest.raises(WrongState, match="has handed over"):
             await server.abort([REQUEST])
+        with pytest.raises(GracefulHTTPError, match="has handed over"):  # vLLM's own routes
+            await server.engine.abort(REQUEST)
         assert not [call for call in server.engine.calls if call[0] == "abort"]
 
     play(monkeypatch, tmp_path, scene)
+
+
+def test_kv_of_another_engine_is_used_only_where_readers_have_exactly_its_tokens():
+    """A request that comes with its KV goes on from the checkpoint's tokens: readers would get others twice, or miss
+    some."""
+    from torpor.vllm.server import start
+
+    log = _core.DeliveryLog({"directory": None, "engine": {"model": "tiny"}})
+    for name in ("one", "two"):
+        log.start(answer_of(name))
+    log.step([{"id": "one", "at": 0, "tokens": [5, 6], "text": "x"}])
+    one, two = {"id": "one", "token_ids": [5, 6]}, {"id": "two", "token_ids": []}
+    assert start._differing(log, [one, two]) == []
+    assert start._differing(log, [one | {"token_ids": [5]}, two]) == ["one"]
+    assert start._differing(log, [one | {"token_ids": [5, 6, 7]}, two]) == ["one"]
+    assert start._differing(log, [one]) == ["two"]
+    log.step([{"id": "two", "at": 0, "tokens": [], "text": "", "state": "finished", "finish_reason": "stop"}])
+    assert start._differing(log, [one]) == [] and not start._is_running(log, "two")
 
 
 class OwnersRoute(http.server.BaseHTTPRequestHandler):

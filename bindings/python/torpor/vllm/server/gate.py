@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from torpor.vllm.server import event_stream
 from torpor.vllm.server.access import Access, caller_of_call
 from torpor.vllm.server.event_stream import EventStream, asks_for_events
-from torpor.vllm.server.life import let_in
+from torpor.vllm.server.life import HANDED_OVER, let_in
 from torpor.vllm.server.recorder import (
     Echo,
     answers_of_call,
@@ -95,6 +95,8 @@ class Gate:
 
     async def _refusal_by_state(self, rule: Rule, server) -> tuple[int, str] | None:
         match rule.asleep:
+            case Asleep.ENDS_REQUESTS if await server.has_handed_over():  # vLLM answers before it has aborted any
+                return 409, HANDED_OVER
             case Asleep.NEEDS_WEIGHTS if not await server.has_weights():
                 return 409, f"the server is {server.state}; POST /wake_up?tags=weights first"
             case Asleep.REFUSED if server.state != "awake":

@@ -35,6 +35,7 @@ from torpor.vllm.server.tasks import Tasks
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
 let_in: ContextVar[bool] = ContextVar("torpor_let_in", default=False)  # set by the Gate for a call that it let in
+HANDED_OVER = "the server has handed over its requests to the next one"
 _WAIT_SECONDS = 0.01  # between looks whether requests have ended
 _LATE_SECONDS = 0.5  # between looks whether an early wake is over
 
@@ -210,9 +211,11 @@ class Server:
         restored = None
         if directory is not None:
             named = self.settings.wake_from or pulled
-            restored = await (start.wake(self, named) if self.has_log else unlogged.wake(self, named))
+            watcher = None if parts.advance is None else parts.advance.watch
+            restored = await (start.wake(self, named, watcher) if self.has_log else unlogged.wake(self, named))
             self._reserve_adapter_numbers()
         parts.end("requests_restored", restored)
+        parts.kv = "recomputed" if restored is not None and not restored.checkpoint else "restored"
         # From the wake on the engine takes steps and answers only between two. So it is asked nothing before this.
         self.metrics.start_time.set(time.time())
         self.enter("awake")
@@ -279,9 +282,11 @@ class Server:
 
     async def _abort(self, request_id, internal: bool = False) -> None:
         """`internal`: vLLM's, because a client went away; or everybody's, because the server ends."""
-        await self._handed_over()
+        handed_over = await self.has_handed_over()
         if internal and self.state == "ending":
             return
+        if handed_over:
+            raise GracefulHTTPError(HANDED_OVER, HTTPStatus.CONFLICT)
         if internal and self.settings.on_disconnect == "continue":
             processor = self.engine.output_processor
             for each in [request_id] if isinstance(request_id, str) else list(request_id):
@@ -294,15 +299,16 @@ class Server:
 
     async def abort(self, request_ids: list[str]) -> None:
         """End the choices of one response, as a reader wishes. Raises WrongState if another server has them by now."""
-        await self._handed_over()
-        if self.handed_over:  # also if it is asked only now, while this server ends: its log records nothing more
-            raise WrongState("the server has handed over", "ask the next one")
+        if await self.has_handed_over():  # also if asked only now, while this server ends: its log records nothing more
+            raise WrongState(HANDED_OVER, "ask the next one")
         await self._stock_abort(request_ids, internal=True)
 
-    async def _handed_over(self) -> None:
-        """Return when a hand-over has come to its end: what ended meanwhile would be in neither server's log."""
+    async def has_handed_over(self) -> bool:
+        """Return whether another server has the requests, once a hand-over in progress has come to its end: what ended
+        meanwhile would be in neither server's log."""
         while self.state == "handing over":
             await self._moved.wait()
+        return self.handed_over
 
     async def let_in(self) -> str | None:
         """Returns when a new request may come in, or why it may not."""

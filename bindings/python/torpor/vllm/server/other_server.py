@@ -15,7 +15,6 @@ from torpor.vllm.server.loopback import Loopback
 
 _CONNECT_SECONDS = 10.0
 _RESUME_SECONDS = 600.0  # to read and verify an image
-_TAKE_OVER_SECONDS = 120.0  # a step of a take-over
 _PASSED_ON = ("Authorization", "traceparent", "tracestate")
 
 
@@ -58,8 +57,17 @@ class Other:
         raise self._error(200, content.get("error"))
 
     async def take_over(self, step: str, asked: dict) -> dict:
-        """Ask a standby for a step of a take-over (standby.py). Return its answer. Raise its error, or Aborted."""
-        return await self._ask("POST", "/torpor/take_over", {"step": step}, _TAKE_OVER_SECONDS, asked)
+        """Ask a standby for a step of a take-over (standby.py). Return its answer, however late. Raise its error, or
+        Aborted."""
+        return await self._ask("POST", "/torpor/take_over", {"step": step}, None, asked)
+
+    async def progress(self) -> int | None:
+        """Return a number that grows while a standby gets on with a step of a take-over; None: it does not say."""
+        try:
+            content = await self._ask("POST", "/torpor/take_over", {"step": "progress"}, _CONNECT_SECONDS, {})
+        except Error:
+            return None
+        return content["done"] if isinstance(content.get("done"), int) else None
 
     async def state(self) -> str:
         """Return its state; empty: it does not say."""

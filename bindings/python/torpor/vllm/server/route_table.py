@@ -28,6 +28,7 @@ class Asleep(Enum):
 
     SERVED = "it needs no engine, or acts on what is there in any state"
     HELD = "it begins a request: waits in the queue, wakes the engine, or is refused, as the operator has set it"
+    ENDS_REQUESTS = "as with an engine that is awake. After a hand-over 409: the next server has the requests"
     NEEDS_WEIGHTS = "409 unless the weights are in the engine, as they are between the two wakes of a weight update"
     REFUSED = "409: wake the engine first"
     UNKNOWN = "503: torpor does not know what it would do to an engine that sleeps"
@@ -62,14 +63,19 @@ ROUTES: dict[tuple[str, str], Rule] = (
         "POST /v1/messages/render", "POST /cohere/v2/chat/render",
         "POST /v1/chat/completions/derender", "POST /v1/completions/derender",
         # to requests that are there
-        "GET /v1/responses/{response_id}", "POST /v1/responses/{response_id}/cancel",
-        "POST /inference/v1/abort_requests",
+        "GET /v1/responses/{response_id}",
+    )
+    | _all(
+        Who.ANYBODY, Asleep.ENDS_REQUESTS,
+        "POST /v1/responses/{response_id}/cancel", "POST /inference/v1/abort_requests",
     )
     | _all(
         Who.CLIENT, Asleep.SERVED,
-        "GET /torpor/requests/{response:path}", "GET /torpor/requests/{response:path}/stream",
-        "DELETE /torpor/requests/{response:path}",
-        "GET /v1/sessions", "DELETE /v1/sessions/{session:path}",
+        "GET /torpor/requests/{response:path}", "GET /torpor/requests/{response:path}/stream", "GET /v1/sessions",
+    )
+    | _all(
+        Who.CLIENT, Asleep.ENDS_REQUESTS,
+        "DELETE /torpor/requests/{response:path}", "DELETE /v1/sessions/{session:path}",
     )
     | _all(
         Who.CLIENT, Asleep.HELD,
@@ -94,9 +100,10 @@ ROUTES: dict[tuple[str, str], Rule] = (
         "POST /sleep", "POST /wake_up", "POST /swap", "POST /torpor/switch", "POST /torpor/take_over",
         "POST /torpor/checkpoint", "POST /torpor/plan",
         "POST /torpor/console/{method}",
-        "POST /abort_requests", "POST /start_profile", "POST /stop_profile", "POST /reset_mm_cache",
+        "POST /start_profile", "POST /stop_profile", "POST /reset_mm_cache",
         "POST /init_weight_transfer_engine", "POST /shutdown_weight_transfer_engine",
     )
+    | _all(Who.ADMIN, Asleep.ENDS_REQUESTS, "POST /abort_requests")
     | _all(
         Who.ADMIN, Asleep.NEEDS_WEIGHTS,
         "POST /collective_rpc", "POST /start_weight_update", "POST /start_draft_weight_update", "POST /update_weights",

@@ -274,11 +274,11 @@ def routes() -> APIRouter:
 
     @router.post("/torpor/take_over")
     @takes_body
-    async def take_over(raw_request: Request, step: Literal["prepare", "commit", "cancel"]) -> Response:
+    async def take_over(raw_request: Request, step: Literal["prepare", "commit", "cancel", "progress"]) -> Response:
         """Called by an owner that hands over to this standby (`POST /torpor/switch`).
 
         step: `prepare`: say whether this server could go on, and take memory. `commit`: own the directory and serve.
-            `cancel`: release the memory.
+            `cancel`: release the memory. `progress`: say how much of a step in progress is done.
         """
 
         async def call(_progress) -> dict:

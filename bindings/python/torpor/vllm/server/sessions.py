@@ -24,7 +24,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 from vllm.v1.engine.output_processor import RequestState
 
-from torpor.errors import Busy, Error, Incompatible, InvalidArgument, NotFound, Unsupported, WrongState
+from torpor.errors import Busy, Error, Incompatible, InvalidArgument, NotFound, TimedOut, Unsupported, WrongState
 from torpor.vllm import connector_options, fork_calls, frontend, residency_calls, session_calls
 from torpor.vllm.engine_values import KnownSession
 from torpor.vllm.frontend import Report
@@ -84,16 +84,33 @@ class Sessions:
                 return address
         return None
 
-    async def bring_back(self) -> None:
-        """Resume all hibernated requests. Return when all of them are in the engine, so that a checkpoint has them."""
-        async with self._turn:
+    async def bring_back(self, seconds: float | None = None) -> None:
+        """Resume all hibernated requests. Return when all of them are in the engine, so that a checkpoint has them.
+
+        seconds: raise TimedOut, which names them, when some are not back after so long; None: wait for them. Those that
+            are back then run on.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._turn.acquire()
+        except TimeoutError:
+            what = f"a call of /v1/sessions is in progress for {seconds:g} s"
+            raise TimedOut(what, "call this again when that has ended") from None
+        try:
             while images := await self._images_or_resuming():
+                if deadline is not None and time.monotonic() > deadline:
+                    names = ", ".join(image["id"] for image in images)
+                    what = f"hibernated requests are not back after {seconds:g} s: {names}"
+                    raise TimedOut(what, "abort them (DELETE /v1/sessions/ID), or call this again when fewer run")
                 for image in images:
                     if not image["resuming"]:
                         with suppress(Busy, NotFound):  # another engine reads it, or has taken it
                             await session_calls.resume(self._side(), image["id"])
                 await self._look()
                 await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            self._turn.release()
 
     # --- the verbs ---
 

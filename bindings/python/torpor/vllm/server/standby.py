@@ -30,6 +30,7 @@ from torpor.errors import (
     WrongState,
 )
 from torpor.vllm.frontend import Report
+from torpor.vllm.progress import Progress
 from torpor.vllm.server import owning
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
@@ -67,6 +68,7 @@ class Standby:
         self._reading: asyncio.Task | None = None
         self._due: dict | None = None  # the owner to take over from again, because another server was faster
         self.tried = False  # to take over
+        self._advance = Advance()
         self._awake_until: float | None = None  # its memory is, ahead of a hand-over; None: it sleeps
         self.owner: dict = {"state": "none", "pid": 0, "why": "not looked yet"}
         self.read_ahead: dict = {"checkpoint": "", "bytes": 0, "ahead_bytes": 0, "read_bytes": 0}
@@ -158,7 +160,7 @@ class Standby:
         self.tried = True
         self._ahead.stop()  # the take-over reads from the same disk
         server.enter("taking over")
-        parts = Parts()
+        parts = Parts(advance=self._advance)
         async with server.operation:
             try:
                 await asyncio.to_thread(self._watch.end_owner, _END_SECONDS)
@@ -197,12 +199,15 @@ class Standby:
         """Carry out a step of the hand-over of an owner that lives (switching.py).
 
         step: "prepare": say whether this server could go on, and wake its memory if there is room for both. "commit":
-            own the directory, which the owner has released, and serve. "cancel": sleep again.
+            own the directory, which the owner has released, and serve. "cancel": sleep again. "progress": say how much
+            of a step in progress is done, at once.
         asked: `owner`: process of the owner; `fingerprint`: of its engine.
 
         Raises WrongState and Incompatible where it cannot; then nothing has changed. An error of "commit" with
         `state_changed` says that this server has failed, and that the owner is to end it.
         """
+        if step == "progress":
+            return {"done": self._advance.done}
         async with self._server.operation:
             if step == "cancel":
                 return await self._cancel()
@@ -233,13 +238,21 @@ class Standby:
             if self._server.settings.on_wake_error != "recompute":
                 next_step = "start the standby with --torpor-on-wake-error recompute, which computes KV anew"
                 raise Incompatible(f"this standby has another engine: {problem.what}", next_step) from None
-            return "recomputed"
+            return "restored" if self._server.options.sessions and self._is_portable(fingerprint) else "recomputed"
         return "restored"
+
+    def _is_portable(self, fingerprint: dict) -> bool:
+        """Return whether KV of an engine with this fingerprint means the same here."""
+        try:
+            _core.check_portable(fingerprint, self._fingerprint)
+        except Incompatible:
+            return False
+        return True
 
     async def _wake_ahead(self) -> bool:
         """Wake the memory while the owner has its own, if the device has room. Return whether it is awake."""
         try:
-            await self._server.engine.wake_up()
+            await self._server.engine.wake_up(progress=self._advance.watch)
         except NotEnoughRoom:
             return False
         self._awake_until = time.monotonic() + _AHEAD_SECONDS
@@ -263,7 +276,7 @@ class Standby:
         return self._awake_until is not None and time.monotonic() >= self._awake_until
 
     async def _commit(self, owner: dict) -> dict:
-        server, parts = self._server, Parts()
+        server, parts = self._server, Parts(advance=self._advance)
         self.tried = True
         self._ahead.stop()  # the take-over reads from the same disk
         server.enter("taking over")
@@ -281,7 +294,7 @@ class Standby:
             raise WrongState(f"this server is {server.state}", "start another standby", state_changed=True)
         served_at = time.monotonic()
         self._took_over(owner | {"why": "it handed over"}, parts)
-        return {"served_at": served_at, "parts": parts.ended}
+        return {"served_at": served_at, "parts": parts.ended} | ({"kv": parts.kv} if parts.kv else {})
 
     def _took_over(self, owner: dict, parts: Parts) -> None:
         server = self._server
@@ -308,7 +321,7 @@ class Standby:
         deadline = time.monotonic() + _ROOM_SECONDS
         while True:
             try:
-                report = await self._server.engine.wake_up()
+                report = await self._server.engine.wake_up(progress=self._advance.watch)
                 break
             except NotEnoughRoom:
                 if time.monotonic() > deadline:
@@ -318,18 +331,36 @@ class Standby:
         return report
 
 
-class Parts:
-    """How long each part of a take-over took, in its order."""
+class Advance:
+    """A number that grows as long as a standby gets on with what it was asked for."""
 
-    def __init__(self, began: float | None = None) -> None:
+    def __init__(self) -> None:
+        self.done = 0
+        self._last: tuple[str, int] | None = None
+
+    def watch(self, progress: Progress) -> None:
+        """Take note of how far a wake of the engine is."""
+        if (now := (progress.phase, progress.bytes_done)) != self._last:
+            self._last = now
+            self.done += 1
+
+
+class Parts:
+    """How long each part of a take-over took, in its order. `advance`: of the standby; None: nobody asks for it."""
+
+    def __init__(self, began: float | None = None, advance: Advance | None = None) -> None:
         self.began = self._last = time.monotonic() if began is None else began
+        self.advance = advance
         self.ended: dict[str, float] = {}
+        self.kv = ""  # what became of the KV of running requests, once the server serves
         self.phases: dict[str, dict[str, float]] = {}  # seconds of the engine's phases, of the parts that have any
 
     def end(self, part: str, wake: Report | None = None) -> None:
         """End a part now. `wake`: the report of the wake that the part consisted of."""
         now = time.monotonic()
         self.ended[part], self._last = now - self._last, now
+        if self.advance is not None:
+            self.advance.done += 1
         if wake is not None:
             self.phases[part] = {phase["name"]: phase["seconds"] for phase in wake.phases}
 

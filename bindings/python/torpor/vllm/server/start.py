@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import uuid
 
 from vllm.logger import init_logger
 
@@ -11,6 +13,7 @@ from torpor import _core
 from torpor.errors import Error, Incompatible
 from torpor.vllm import frontend, tracing
 from torpor.vllm.frontend import Report
+from torpor.vllm.progress import Watcher, watched
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -18,8 +21,9 @@ logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own n
 OF_ANOTHER_ENGINE = {"fail": "refuse", "recompute": "take_up", "discard": "set_aside"}
 
 
-async def wake(server, named: str) -> Report | None:
-    """Wake `named`: a checkpoint, or a directory of them; empty: the newest of the server's own.
+async def wake(server, named: str, watcher: Watcher | None = None) -> Report | None:
+    """Wake `named`: a checkpoint, or a directory of them; empty: the newest of the server's own. `watcher` is called
+    with the progress.
 
     Return the report of the wake; None if there was nothing to wake, or it was discarded.
     """
@@ -38,14 +42,16 @@ async def wake(server, named: str) -> Report | None:
     try:
         if unfit is not None:
             raise unfit
-        report = await _wake_new(server, None if nothing_there else where)
+        report = await _wake_new(server, None if nothing_there else where, watcher)
     except Error as problem:
         if isinstance(problem, Incompatible) and await asyncio.to_thread(_is_idle, server, where):
             server.leave_checkpoint(where, problem)
             return None
         if server.settings.on_wake_error == "recompute" and not nothing_there:
-            logger.error("torpor: going on without the checkpoint: %s", problem)
-            report = await _wake_new(server, None)
+            with_kv = await _wake_portable(server, where) if isinstance(problem, Incompatible) else None
+            if with_kv is None:
+                logger.error("torpor: going on without the checkpoint: %s", problem)
+            report = with_kv or await _wake_new(server, None, watcher)
         elif server.settings.on_wake_error == "discard":
             _discard(server, str(problem))
             return None
@@ -93,7 +99,69 @@ def _discard(server, why: str) -> None:
             server.end_failed(answer["request"]["id"], why)
 
 
-async def _wake_new(server, checkpoint: str | None) -> Report:
+async def _wake_portable(server, where: str) -> Report | None:
+    """Go on with the requests of a checkpoint of another engine, with their KV (option sessions). Return the report.
+
+    Return None where that cannot be, and nothing has changed: the KV means something else here, a request cannot come
+    alone, or readers have got more than the checkpoint has, as after a crash: this way a request goes on from the
+    checkpoint's tokens.
+    """
+    if not server.options.sessions:
+        return None
+    answers, call = server.recorder.answers, {"call": uuid.uuid4().hex}
+    try:
+        folder = where if where == server.options.checkpoint_dir else os.path.dirname(os.path.abspath(where))
+        known = await asyncio.to_thread(_core.list_checkpoints, folder, server.options.key_file)
+        sizes = {os.path.abspath(each["path"]): each["bytes"] for each in known}
+        if where == folder:
+            where = known[-1]["path"]
+        report = Report(await server.engine.torpor.call("wake_portable", call | {"from_checkpoint": where}))
+    except Error as problem:
+        logger.warning("torpor: the KV of the checkpoint cannot be used: %s", problem)
+        return None
+    kept, unwanted = False, list[str]()
+    try:
+        outputs = report.pop("outputs")
+        restored = [
+            {name: item[name] for name in ("id", "prompt_token_ids", "token_ids", "sampling", "arrival_time")}
+            for item in outputs["requests"]
+            if "token_ids" in item
+        ]
+        if report.failed_requests or (differing := _differing(answers, restored)):
+            names = [each["id"] for each in report.failed_requests] or differing
+            logger.warning("torpor: the KV of the checkpoint is not used: the log has more of %s", ", ".join(names))
+            return None
+        over = [item["id"] for item in restored if not _is_running(answers, item["id"])]
+        outputs["parents"] = []  # each choice is an answer of its own
+        unwanted = over + server.recorder.take_up([item for item in restored if item["id"] not in over], outputs)
+        kept = True
+    finally:
+        if not kept:
+            frontend._forget(server.engine.output_processor)
+        await server.engine.torpor.call("end_portable", call | {"keep": kept, "lost": unwanted})
+    server.engine._run_output_handler()
+    replayed: dict[str, list[str]] = {"extended": [], "added": [], "dropped": over}
+    report["checkpoint_bytes"] = sizes.get(os.path.abspath(report.checkpoint), 0)
+    report |= {"replayed": replayed, "paused": False, "phases": [], "ledgers": [], "saved_bytes": 0, "freed_bytes": 0}
+    server.metrics.record("wake", "disk", report)
+    server.metrics.started(report.requests, replayed, dict.fromkeys(unwanted[len(over) :], "failed"))
+    await server.remember_woken(report)
+    return report
+
+
+def _is_running(answers, request_id: str) -> bool:
+    known = answers.get(request_id)
+    return known is not None and known["state"] == "running"
+
+
+def _differing(answers, restored: list[dict]) -> list[str]:
+    """Return the ids of answers that run by the log, and of which a checkpoint has not exactly the tokens."""
+    there = {item["id"]: list(item["token_ids"]) for item in restored}
+    running = [answer["request"] for answer in answers.all() if answer["state"] == "running"]
+    return [each["id"] for each in running if there.get(each["id"]) != list(each["output_token_ids"])]
+
+
+async def _wake_new(server, checkpoint: str | None, watcher: Watcher | None) -> Report:
     """A new engine goes on with the requests of a checkpoint, or of the log alone, from what their readers got.
 
     After end_hold() the engine is asked nothing: it would answer between two steps, and the server serves only later.
@@ -101,8 +169,9 @@ async def _wake_new(server, checkpoint: str | None) -> Report:
     values = {"answers": server.recorder.answers.pack(), "hold": True} | (
         {"from_checkpoint": checkpoint} if checkpoint else {}
     )
-    woken = server.engine.torpor.call("wake_up", values)
-    report = Report(await tracing.traced(server.engine, "wake_up", woken))
+    with watched(watcher, values) as watched_values:
+        woken = server.engine.torpor.call("wake_up", watched_values)
+        report = Report(await tracing.traced(server.engine, "wake_up", woken))
     try:
         for failed in report.failed_requests:
             server.end_failed(failed["id"], failed["error"])

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core, errors
-from torpor.errors import Busy, Error, InvalidArgument, NotEnoughRoom, Unsupported, WrongState
+from torpor.errors import Aborted, Busy, Error, InvalidArgument, NotEnoughRoom, Unsupported, WrongState
 from torpor.vllm import frontend
 from torpor.vllm.server import ending, listening, loopback, owning
 from torpor.vllm.server.other_server import Other
@@ -27,7 +27,10 @@ from torpor.vllm.server.standby import Parts
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
-_COMES_SECONDS = 60.0  # for a standby to own the directory or to fail, once its answer has got lost
+_STALL_SECONDS = 120.0  # a standby that makes no progress for so long hangs
+_PROGRESS_SECONDS = 1.0  # between two looks at its progress
+_LOCK_SECONDS = 60.0  # for a server that is neither of the two to release the lock
+_BACK_SECONDS = 60.0  # for hibernated requests to come back: new requests wait meanwhile
 _END_SECONDS = 60.0  # for the processes of a standby to end after SIGKILL
 _MEMORY_SECONDS = 60.0  # what a process had is free some time after its end
 _LOOK_SECONDS = 0.05
@@ -58,7 +61,7 @@ class Switch:
             other, process = await self._standby(to, headers)
             asked = {"owner": os.getpid(), "fingerprint": await server.engine.torpor.call("fingerprint")}
             try:
-                ready = await other.take_over("prepare", asked)
+                ready = await _answer_of(other, "prepare", asked, _Restoring(other))
                 if ready.get("process") != process:
                     what = f"{other} is process {ready.get('process')}, the recorded standby {process}"
                     raise InvalidArgument(what, "give the URL of the standby of this server")
@@ -66,10 +69,11 @@ class Switch:
                 raise self._serves_on(problem) from None
             logger.info("torpor: handing over to the standby at %s (process %s)", other.url, process)
             report, parts = await self._stop(other, asked, bool(ready["room"]))
+            restoring = _Restoring(other)
             try:
-                taken = await other.take_over("commit", asked)
+                taken = await _answer_of(other, "commit", asked, restoring)
             except Error as problem:
-                taken = await self._whether_taken(other, problem)
+                taken = await self._whether_taken(other, problem, restoring)
             served_at = taken.get("served_at", time.monotonic())
             server.handed_over = True
             server.enter("ending")
@@ -121,7 +125,7 @@ class Switch:
                 listening.stop(server)
             while server.adding:
                 await asyncio.sleep(0.001)
-            await server.sessions.bring_back()  # no checkpoint has a request that is hibernated
+            await server.sessions.bring_back(_BACK_SECONDS)  # no checkpoint has a request that is hibernated
             await server.sync_log()
             report = await frontend.checkpoint(frontend.AsyncSide(server.engine), {}, stay=True)
             server.metrics.record("checkpoint", "disk", report)
@@ -144,27 +148,30 @@ class Switch:
                 raise self._serves_on(problem) from None
             raise
 
-    async def _whether_taken(self, other: Other, problem: Error) -> dict:
+    async def _whether_taken(self, other: Other, problem: Error, restoring: _Restoring) -> dict:
         """Return what is known of a standby that serves. If it does not, serve on, and raise `problem`."""
         server = self._server
-        deadline = time.monotonic() + _COMES_SECONDS
-        ended = problem.state_changed  # it has failed, and owns the directory until it ends
+        failed = problem.state_changed  # it owns the directory until it ends
+        ended = False  # by this server
+        foreign_since: float | None = None  # the lock is neither this server's nor the standby's
         while True:
-            if ended or time.monotonic() > deadline:
-                logger.error("torpor: the standby could not go on, and is ended: %s", problem)
-                ended, deadline = False, time.monotonic() + _COMES_SECONDS  # until the lock is free, or another try
-                try:
-                    await asyncio.to_thread(self._watch.end_owner, _END_SECONDS)
-                except Error as lives:  # the lock says whether it still owns the directory
-                    logger.error("torpor: %s", lives)
+            if not ended and (failed or await restoring.stalls()):
+                await self._end_standby(problem)
+                ended = True
             try:
                 await asyncio.to_thread(server.recorder.answers.take_back)
                 break
-            except Busy:  # the standby has it
-                state = await other.state()
+            except Busy:
+                state = "ended" if ended else await other.state()
                 if state in _SERVES:
                     return {}
-                ended = state in ("failed", "ending")
+                failed = state in ("failed", "ending")
+                if state not in ("standby", "ended"):  # it has the lock
+                    foreign_since = None
+                elif foreign_since is None:
+                    foreign_since = time.monotonic()
+                elif time.monotonic() - foreign_since > _LOCK_SECONDS:
+                    raise await self._failed(problem, await self._who_owns()) from None
             except Error as behind:  # the standby went on, or this server cannot write
                 server.fail(WrongState(behind.what, "restart the server"), unrecoverable=True)
                 raise
@@ -172,6 +179,28 @@ class Switch:
         await owning.begin(server)
         await self._go_on()
         raise self._serves_on(problem) from None
+
+    async def _end_standby(self, problem: Error) -> None:
+        logger.error("torpor: the standby could not go on, and is ended: %s", problem)
+        try:
+            await asyncio.to_thread(self._watch.end_owner, _END_SECONDS)
+        except Error as lives:  # the lock says whether it still owns the directory
+            logger.error("torpor: %s", lives)
+
+    async def _who_owns(self) -> str:
+        """Return which process owns the directory, as far as it is known."""
+        with suppress(Error):
+            watch = await asyncio.to_thread(_core.OwnerWatch, self._server.options.checkpoint_dir)
+            look = await asyncio.to_thread(watch.wait, 0)
+            if look["state"] == "serves":
+                return f"process {look['pid']}{' at ' + look['address'] if look['address'] else ''}"
+        return "a process that has not named itself"
+
+    async def _failed(self, problem: Error, owner: str) -> Error:
+        """Fail, because a server that is neither this one nor the standby owns the directory."""
+        what = f"{owner} owns the directory {self._server.options.checkpoint_dir}, and holds the lock of its answers"
+        self._server.fail(WrongState(what, "end that process, or let it go on, and restart this server"), True)
+        return errors.make(problem.code, f"{problem.what}; {what}; this server is failed", "see its /torpor/ready")
 
     async def _go_on(self) -> None:
         """Have the engine take steps again, which still has all requests."""
@@ -199,3 +228,35 @@ class Switch:
         state = self._server.state
         what = f"{problem.what}; this server {'serves on' if state == 'awake' else f'is {state}'}"
         return errors.make(problem.code, what, problem.next_step, problem.origin, problem.native)
+
+
+class _Restoring:
+    """Whether a standby gets on with what it was asked for. Not time decides: a large model takes its time."""
+
+    def __init__(self, other: Other):
+        self._other = other
+        self._done: int | None = None
+        self._since = self._looked = time.monotonic()
+
+    async def stalls(self) -> bool:
+        """Return whether it has made no progress, or given no answer, for _STALL_SECONDS."""
+        if time.monotonic() - self._looked >= _PROGRESS_SECONDS:
+            done = await self._other.progress()
+            self._looked = time.monotonic()
+            if done is not None and done != self._done:
+                self._done, self._since = done, self._looked
+        return self._looked - self._since > _STALL_SECONDS
+
+
+async def _answer_of(other: Other, step: str, asked: dict, restoring: _Restoring) -> dict:
+    """Return the answer of a standby to a step of a take-over, as long as it gets on with it. Raise its error, or
+    Aborted."""
+    asking = asyncio.ensure_future(other.take_over(step, asked))
+    try:
+        while not (await asyncio.wait({asking}, timeout=_PROGRESS_SECONDS))[0]:
+            if await restoring.stalls() and not asking.done():
+                what = f"{other} has made no progress with the step {step} of the switch for {_STALL_SECONDS:g} s"
+                raise Aborted(what, "see its log")
+        return asking.result()
+    finally:
+        asking.cancel()
