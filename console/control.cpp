@@ -301,6 +301,7 @@ Result<Json> Control::add_breakpoint(const ControlPeer& peer, const json& params
     }();
     TORPOR_ASSIGN_OR_RETURN(made.way, value_named("way", words_or(params, "way"), ways));
   }
+  if (made.alone) TORPOR_RETURN_IF_ERROR(can_hold(made.type));
   std::map<uint32_t, std::string> names;
   for (const auto& [number, words] : now().names()) names.emplace(number, words);
   TORPOR_ASSIGN_OR_RETURN(const uint32_t id, breakpoints_.add(made, flag(params, "stay") ? 0 : peer.connection, names));

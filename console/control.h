@@ -79,6 +79,9 @@ class Control {
   Json stops();
   Json breakpoint_list();
   Result<Json> add_breakpoint(const ControlPeer& peer, const nlohmann::json& params);
+  Status offloads() const TORPOR_REQUIRES(offload_mutex_);  // kUnsupported: this process has no stores
+  // kUnsupported: this process publishes no events of this type before which it could wait.
+  Status can_hold(EventType type);
   Result<Json> use_offload(const ControlMethod& method, const nlohmann::json& params);
   Status may_call(const ControlMethod& method, const nlohmann::json& params) const;
   Result<Json> start_record(const nlohmann::json& params);

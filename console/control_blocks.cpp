@@ -76,13 +76,22 @@ void Control::serve(OffloadAccess* offload) {
   offload_ = offload;
 }
 
+Status Control::offloads() const {
+  if (offload_ != nullptr) return ok();
+  return Error{.code = Code::kUnsupported,
+               .what = "this process offloads no blocks",
+               .next_step = "start the engine with torpor's KV connector"};
+}
+
+Status Control::can_hold(EventType type) {
+  if (type != EventType::kCandidate) return ok();
+  const MutexLock lock(offload_mutex_);
+  return offloads();
+}
+
 Result<Json> Control::use_offload(const ControlMethod& method, const json& params) {
   const MutexLock lock(offload_mutex_);
-  if (offload_ == nullptr) {
-    return Error{.code = Code::kUnsupported,
-                 .what = "this process offloads no blocks",
-                 .next_step = "start the engine with torpor's KV connector"};
-  }
+  TORPOR_RETURN_IF_ERROR(offloads());
   Result<Json> result = Json();
   OffloadAccess& access = *offload_;
   TORPOR_RETURN_IF_ERROR(access.use([&](OffloadScheduler& offload) -> Status {

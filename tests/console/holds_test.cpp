@@ -283,6 +283,8 @@ TEST_F(HoldsTest, ARequestsStoryHasWhatIsLoadedForIt) {
 TEST_F(HoldsTest, AProcessWithoutStoresSaysSo) {
   control_.serve(static_cast<OffloadAccess*>(nullptr));
   EXPECT_EQ(ask("transfer.cancel", {{"candidate", 1}})["code"], "unsupported");
+  EXPECT_EQ(ask("breakpoint.add", {{"type", "candidate"}, {"alone", true}})["what"], "this process offloads no blocks");
+  EXPECT_TRUE(ask("breakpoint.add", {{"type", "request"}, {"alone", true}}).contains("breakpoint"));
 }
 
 }  // namespace
