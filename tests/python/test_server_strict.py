@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every route of torpor refuses parameters and bodies that it does not know, and does nothing then."""
 
+import re
+from pathlib import Path
+
 import pytest
-from server_stubs import ADMIN, Engine, build, client, no_settings, run, started  # noqa: F401
+from server_calls import EVERYTHING
+from server_stubs import ADMIN, CLIENT, Engine, build, client, no_settings, run, started  # noqa: F401
 from torpor.vllm.server.route_table import ROUTES
 from torpor.vllm.server.routes import routes
 
@@ -117,3 +121,27 @@ def test_an_empty_body_says_nothing(monkeypatch, tmp_path, body):
 def test_probes_may_add_what_they_like(monkeypatch, tmp_path, method, path):
     answer, _ = asked(monkeypatch, tmp_path, method, path, params={"now": "1"}, content=b"hello")
     assert answer.status_code == 200
+
+
+PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
+MISTAKES = re.findall(r"^\| `(\w+) (/\S*)` \| (\w+) \| (\d+) \| `(.*)` \|$", PAGE.read_text(), flags=re.M)
+KEYS = {"none": None, "wrong": "wrong", "client": CLIENT, "admin": ADMIN}
+
+
+def test_the_page_of_mistakes_has_what_a_server_answers(monkeypatch, tmp_path):
+    """In one form, and the engine is asked for nothing."""
+    assert {int(status) for *_, status, _ in MISTAKES} == {400, 401, 403, 404, 501}
+
+    async def scene():
+        monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
+        app, server = build(monkeypatch, EVERYTHING, "--api-key", CLIENT, engine=Engine())
+        await started(server)
+        del server.engine.calls[:]
+        for method, path, key, status, text in MISTAKES:
+            async with client(app, KEYS[key]) as http:
+                answer = await http.request(method, path)
+            assert answer.status_code == int(status), (path, answer.text)
+            assert answer.json()["error"]["message"].startswith(text), answer.text
+        assert not {"sleep", "wake_up", "checkpoint"} & {call[0] for call in server.engine.calls}
+
+    run(scene())

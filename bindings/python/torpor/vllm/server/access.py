@@ -70,7 +70,7 @@ class Access:
         if who is Who.ADMIN:
             return self._refusal_of_change(is_client, is_admin)
         guarded = bool(self._clients) or (who is Who.OPERATOR and self._admin is not None)
-        return (401, "Unauthorized") if guarded and not (is_client or is_admin) else None
+        return (401, "Unauthorized: this is no key of this server") if guarded and not (is_client or is_admin) else None
 
     def caller(self, headers: Headers, tenant: str) -> Caller:
         """Return the caller with these headers. `tenant`: as of tenant()."""
@@ -88,7 +88,7 @@ class Access:
                 "--torpor-admin-key-file or --torpor-admin-key), or with --torpor-allow-unauthenticated"
             )
         if not is_client:
-            return 401, "Unauthorized"
+            return 401, "Unauthorized: this needs the admin key"
         if self._admin is None:
             return 403, (
                 "this changes the engine, and clients' keys may not: start the server with an admin key "

@@ -89,7 +89,8 @@ class Other:
                 async with asked as answer:
                     status, content = answer.status, await _json(answer)
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as problem:
-            raise Aborted(f"{self} cannot be reached: {problem}", "see whether it runs, and where") from None
+            why = getattr(problem, "os_error", problem)  # aiohttp's text also names its own "ssl:default"
+            raise Aborted(f"{self} cannot be reached: {why}", "see whether it runs, and where") from None
         except TimeoutError:
             raise Aborted(f"{self} gave no answer for {seconds:g} s", "see its log") from None
         except (aiohttp.ClientError, OSError) as problem:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes that refuse what they do not know: a parameter with a typing error, or a body that nobody would read.
 
-FastAPI ignores both, so that `POST /sleep?levle=2` would sleep at level 1.
+FastAPI ignores both, so that `POST /sleep?levle=2` would sleep at level 1. A value that a parameter cannot have is
+refused in the same form as everything else, which FastAPI's own answer is not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
@@ -51,15 +53,26 @@ class StrictRoute(APIRoute):
                         raise InvalidArgument(f"{name} has no parameter {given!r}", _known(given, known))
                 if not getattr(self.endpoint, _TAKES_BODY, False) and (body := await _body(request)):
                     raise _of_body(name, request.url.path, body, known)
+                return await handler(request)
+            except RequestValidationError as problem:
+                return JSONResponse(content_of(_of_value(name, problem, known)), 400)
             except InvalidArgument as problem:
                 return JSONResponse(content_of(problem), 400)
-            return await handler(request)
 
         return checked
 
 
 def _known(given: str, known: list[str]) -> str:
     return f"{meant(given, known)}It has {', '.join(known)}" if known else "It has none: leave it out"
+
+
+def _of_value(name: str, problem: RequestValidationError, known: list[str]) -> InvalidArgument:
+    """Return the first of FastAPI's errors as torpor's."""
+    first = problem.errors()[0]
+    parameter = first["loc"][1] if len(first["loc"]) > 1 else first["loc"][0]
+    if first["type"] == "missing":
+        return InvalidArgument(f"{name} lacks the parameter {parameter}", f"It has {', '.join(known)}")
+    return InvalidArgument(f"{name}: {parameter} is {first['input']!r}", first["msg"])
 
 
 def _of_body(name: str, path: str, body: bytes, known: list[str]) -> InvalidArgument:
