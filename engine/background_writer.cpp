@@ -122,7 +122,7 @@ Status BackgroundWriter::copy_rest(std::vector<ChunkPlan> plans) {
   host_ = std::make_unique<HostTier>(arena_);
   Result<std::vector<SavedChunk>> saved = try_catch([&] { return transfers_.save(plans_, *host_); });
   if (!saved) {
-    if (transfers_.quarantined()) HostTier::abandon(std::move(host_));  // a copy may still write there
+    if (transfers_.engine().quarantined()) HostTier::abandon(std::move(host_));  // a copy may still write there
     host_.reset();
     return std::move(saved).error();
   }

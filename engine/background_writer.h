@@ -28,8 +28,8 @@
 #include "checkpoint/rank_writer.h"
 #include "engine/rank_orders.h"
 #include "engine/retained_blocks.h"
+#include "offload/blocking_transfers.h"
 #include "offload/host_tier.h"
-#include "offload/transfer_engine.h"
 
 namespace torpor {
 
@@ -37,13 +37,13 @@ class BackgroundWriter {
  public:
   // `transfers` and `arena` outlive this object. `progress`: the caller's ProgressFile, which counts the bytes written
   // and may cancel; or null.
-  BackgroundWriter(TransferEngine& transfers, HostArena& arena, const RankWriting& writing,
+  BackgroundWriter(BlockingTransfers& transfers, HostArena& arena, const RankWriting& writing,
                    std::shared_ptr<ProgressFile> progress)
       : transfers_(transfers),
         arena_(arena),
         writing_(writing),
         progress_(std::move(progress)),
-        background_(transfers.own_threads()) {}
+        background_(transfers.engine().own_threads()) {}
   ~BackgroundWriter();  // stops the background work after its current piece, and waits for it
 
   // Make the files of this rank in `directory`. `weights`: the pieces to take the digest of.
@@ -86,7 +86,7 @@ class BackgroundWriter {
   void expect() const noexcept;
   void written(std::span<const ChunkPlan> plans) const noexcept;
 
-  TransferEngine& transfers_;
+  BlockingTransfers& transfers_;
   HostArena& arena_;
   const RankWriting writing_;
   const std::shared_ptr<ProgressFile> progress_;

@@ -80,7 +80,7 @@ Status CheckpointSaver::write(CheckpointPlan& plan, std::span<const size_t> plac
   if (places.empty()) return ok();
   TORPOR_ASSIGN_OR_RETURN(const std::vector<ChunkPlan> chunks, plan.chunks_at(places));
   std::vector<SavedChunk> saved;
-  ChunkSaver saver(parts_.transfers);
+  ChunkSaver saver(parts_.blocking_transfers);
   TORPOR_RETURN_IF_ERROR(saver.copy(chunks, writer, saved));
   TORPOR_RETURN_IF_ERROR(saver.wait());
   for (size_t i = 0; i < places.size(); ++i) plan.records()[places[i]] = std::move(saved[i]);
@@ -97,7 +97,7 @@ Result<orders::Save::Reply> CheckpointSaver::open(const orders::Save& order) {
   const bool there = state != states.end() && state->second == RegionState::kAttached;
   if (there && !images_.proven(kWeightsTag)) weights = images_.chunks().of_tag(kWeightsTag);
   images_.index().watch_weights();
-  auto background = std::make_unique<BackgroundWriter>(parts_.transfers, parts_.arena, order.writing,
+  auto background = std::make_unique<BackgroundWriter>(parts_.blocking_transfers, parts_.arena, order.writing,
                                                        ProgressFile::of_caller(order.progress));
   TORPOR_RETURN_IF_ERROR(
       background->open(parts_.file_system, order.directory, parts_.rank, parts_.key, std::move(weights)));

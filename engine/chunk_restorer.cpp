@@ -15,7 +15,7 @@ constexpr size_t kJobChunks = 16384;
 }  // namespace
 
 ChunkRestorer::~ChunkRestorer() {
-  for (const Job& job : under_way_) (void)transfers_.cancel(job.id);
+  for (const Job& job : under_way_) (void)transfers_.engine().cancel(job.id);
   (void)end_all();
 }
 
@@ -70,13 +70,13 @@ Status ChunkRestorer::copy_in_turn(std::span<const SavedChunk> saved, RecordStor
     const std::vector<ChunkPlan>& all = *plans;
     for (size_t first = 0, end = 0; first < all.size(); first = end) {
       TORPOR_RETURN_IF_ERROR(end_all());
-      transfers_.release_staging();
+      transfers_.engine().release_staging();
       end = end_of_job(all, first, job_bytes);
       for (size_t i = first; i < end; ++i) TORPOR_RETURN_IF_ERROR(gate_.wait_for(all[i]));
       TORPOR_RETURN_IF_ERROR(begin(saved.subspan(first, end - first), plans, first, source));
     }
     TORPOR_RETURN_IF_ERROR(end_all());
-    transfers_.release_staging();
+    transfers_.engine().release_staging();
     return ok();
   });
 }
@@ -106,7 +106,7 @@ Status ChunkRestorer::end_all() {
   while (!under_way_.empty()) {
     Status ended = end_oldest();
     if (!ended) {
-      for (const Job& job : under_way_) (void)transfers_.cancel(job.id);
+      for (const Job& job : under_way_) (void)transfers_.engine().cancel(job.id);
     }
     if (first) first = std::move(ended);
   }
@@ -118,7 +118,7 @@ Status ChunkRestorer::wait() {
   return end_all();
 }
 
-Status restore_attached(TransferEngine& transfers, const DeviceChunks& chunks, std::span<const SavedChunk> saved,
+Status restore_attached(BlockingTransfers& transfers, const DeviceChunks& chunks, std::span<const SavedChunk> saved,
                         RecordStore& source) {
   AllAttached gate;
   ChunkRestorer copier(transfers, gate, locate_in(chunks));

@@ -18,7 +18,7 @@
 #include "base/units.h"
 #include "engine/device_chunks.h"
 #include "engine/restore_gate.h"
-#include "offload/transfer_engine.h"
+#include "offload/blocking_transfers.h"
 
 namespace torpor {
 
@@ -30,7 +30,7 @@ class ChunkRestorer {
   // `transfers` and `gate` outlive this object. `first_job_bytes`: the size of the first job. Each next job may be as
   // large as all before it, up to the gate's job_bytes(). So copies begin as soon as some memory is there, and few jobs
   // are small.
-  ChunkRestorer(TransferEngine& transfers, RestoreGate& gate, Locate locate, uint64_t first_job_bytes = 32 * kMiB)
+  ChunkRestorer(BlockingTransfers& transfers, RestoreGate& gate, Locate locate, uint64_t first_job_bytes = 32 * kMiB)
       : transfers_(transfers), gate_(gate), locate_(std::move(locate)), first_job_bytes_(first_job_bytes) {}
   ~ChunkRestorer();  // cancels the jobs under way, and waits for them
 
@@ -58,7 +58,7 @@ class ChunkRestorer {
   Status end_oldest();
   Status end_all();
 
-  TransferEngine& transfers_;
+  BlockingTransfers& transfers_;
   RestoreGate& gate_;
   const Locate locate_;
   std::vector<std::shared_ptr<RecordStore>> sources_;
@@ -72,7 +72,7 @@ inline ChunkRestorer::Locate locate_in(const DeviceChunks& chunks) {
   return [&chunks](std::span<const SavedChunk> saved) { return chunks.of_saved(saved); };
 }
 // Copy chunks from `source` into attached memory of the rank. Errors: as ChunkRestorer::copy().
-Status restore_attached(TransferEngine& transfers, const DeviceChunks& chunks, std::span<const SavedChunk> saved,
+Status restore_attached(BlockingTransfers& transfers, const DeviceChunks& chunks, std::span<const SavedChunk> saved,
                         RecordStore& source);
 
 }  // namespace torpor

@@ -7,13 +7,13 @@
 namespace torpor {
 
 ChunkSaver::~ChunkSaver() {
-  for (const Part& part : under_way_) (void)transfers_.cancel(part.job);
+  for (const Part& part : under_way_) (void)transfers_.engine().cancel(part.job);
   for (; !under_way_.empty(); under_way_.pop_front()) (void)transfers_.end_save(under_way_.front().job);
 }
 
 Status ChunkSaver::copy(std::span<const ChunkPlan> chunks, RecordStore& target, std::vector<SavedChunk>& saved) {
   return try_catch([&]() -> Status {
-    TORPOR_RETURN_IF_ERROR(transfers_.usable());
+    TORPOR_RETURN_IF_ERROR(transfers_.engine().usable());
     if (gate_ == nullptr) TORPOR_RETURN_IF_ERROR(end_all());
     TORPOR_RETURN_IF_ERROR(target.prepare(bytes_of(chunks), chunks.size()));
     targets_.push_back(&target);
@@ -32,7 +32,7 @@ Status ChunkSaver::copy_in_turn(std::span<const ChunkPlan> chunks, RecordStore& 
     end = end_of_job(chunks, first, job_bytes);
     TORPOR_RETURN_IF_ERROR(copy(chunks.subspan(first, end - first), target, saved));
     TORPOR_RETURN_IF_ERROR(wait());
-    transfers_.release_staging();
+    transfers_.engine().release_staging();
   }
   return ok();
 }

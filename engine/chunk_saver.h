@@ -14,14 +14,14 @@
 #include <vector>
 
 #include "engine/release_gate.h"
-#include "offload/transfer_engine.h"
+#include "offload/blocking_transfers.h"
 
 namespace torpor {
 
 class ChunkSaver {
  public:
   // Both outlive this object. `gate`: releases the memory of saved chunks; or null.
-  explicit ChunkSaver(TransferEngine& transfers, ReleaseGate* gate = nullptr) : transfers_(transfers), gate_(gate) {}
+  explicit ChunkSaver(BlockingTransfers& transfers, ReleaseGate* gate = nullptr) : transfers_(transfers), gate_(gate) {}
   ~ChunkSaver();  // cancels the jobs under way, and waits for them
 
   // Prepare `target` and begin to copy the chunks into it. As each job ends, append its chunks, as saved, to `saved`.
@@ -46,7 +46,7 @@ class ChunkSaver {
   Status end_oldest();
   Status end_all();
 
-  TransferEngine& transfers_;
+  BlockingTransfers& transfers_;
   ReleaseGate* const gate_;
   std::vector<RecordStore*> targets_;  // not finished yet
   std::deque<Part> under_way_;

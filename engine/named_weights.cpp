@@ -57,7 +57,7 @@ Result<orders::DigestTags::Reply> NamedWeights::digest(bool as_proven, uint64_t 
         room -= bytes;
       }
     }
-    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, parts_.blocking_transfers.digests(plans));
     CombinedDigest all;
     for (size_t i = 0; i < plans.size(); ++i) all.add(plans[i].key, digests[i]);
     reply.bytes = bytes_of(plans);

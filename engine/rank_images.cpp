@@ -67,13 +67,13 @@ Result<orders::Extract::Reply> RankImages::extract(const orders::Extract& order,
   }
   Image image{.host = std::make_unique<HostTier>(parts_.arena), .chunks = {}};
   if (!plans.empty()) {
-    Result<std::vector<SavedChunk>> saved = parts_.transfers.save(plans, *image.host);
+    Result<std::vector<SavedChunk>> saved = parts_.blocking_transfers.save(plans, *image.host);
     if (!saved) {
       if (parts_.transfers.quarantined()) HostTier::abandon(std::move(image.host));
       return std::move(saved).error();
     }
     image.chunks = std::move(*saved);
-    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> now, parts_.transfers.digests(plans));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> now, parts_.blocking_transfers.digests(plans));
     for (size_t i = 0; i < now.size(); ++i) {
       if (now[i] != image.chunks[i].digest) {
         return damaged(order.image, image.chunks[i].key, "changed while it was copied", "try again");
@@ -188,7 +188,7 @@ Result<orders::Admit::Reply> RankImages::admit(const orders::Admit& order, const
   if (plans.empty()) return orders::Admit::Reply{};
   TORPOR_RETURN_IF_ERROR(
       parts_.transfers.wait_for_device());  // a step that began earlier may still write into these blocks
-  if (Status copied = parts_.transfers.restore(chunks, plans, *image->host); !copied)
+  if (Status copied = parts_.blocking_transfers.restore(chunks, plans, *image->host); !copied)
     return copied.error().within(fmt::format("image {}", order.image));
   return orders::Admit::Reply{.bytes = bytes_of(plans)};
 }

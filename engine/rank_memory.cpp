@@ -47,6 +47,7 @@ RankMemory::~RankMemory() {
     steps_.release();
     images_.release();
     parts_.release();
+    blocking_transfers_.release();
     transfers_.release();
     prefault_.release();
   } else {
@@ -86,11 +87,13 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                                                      {.threads = options.threads,
                                                                       .own_threads = options.own_threads,
                                                                       .events = options.events}));
+  memory->blocking_transfers_ = std::make_unique<BlockingTransfers>(*memory->transfers_);
   memory->parts_ =
       std::make_unique<RankParts>(RankParts{.device = *memory->device_,
                                             .allocator = *memory->allocator_,
                                             .arena = *memory->arena_,
                                             .transfers = *memory->transfers_,
+                                            .blocking_transfers = *memory->blocking_transfers_,
                                             .file_system = file_system,
                                             .rank = options.rank,
                                             .keep_backup = *options.keep_backup,

@@ -27,6 +27,7 @@
 #include "engine/region_images.h"
 #include "engine/tag_loader.h"
 #include "kvcache/kv_layout.h"
+#include "offload/blocking_transfers.h"
 #include "offload/transfer_engine.h"
 
 namespace torpor {
@@ -164,6 +165,7 @@ class RankMemory {
   std::atomic<uint64_t> prefault_waiting_ = 0;    // bytes that start_prefault() will ask for
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferEngine> transfers_;
+  std::unique_ptr<BlockingTransfers> blocking_transfers_;
   std::unique_ptr<const RankParts> parts_;
   std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);
   std::unique_ptr<NamedWeights> named_weights_ TORPOR_PT_GUARDED_BY(mutex_);

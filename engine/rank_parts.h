@@ -13,6 +13,7 @@
 #include "allocator/sleep_allocator.h"
 #include "base/file_system.h"
 #include "base/seal.h"
+#include "offload/blocking_transfers.h"
 #include "offload/transfer_engine.h"
 
 namespace torpor {
@@ -22,6 +23,7 @@ struct RankParts {
   SleepAllocator& allocator;
   HostArena& arena;
   TransferEngine& transfers;
+  BlockingTransfers& blocking_transfers;
   FileSystem& file_system;
   int32_t rank = 0;
   bool keep_backup = false;         // keep backups of tags without blocks after a wake

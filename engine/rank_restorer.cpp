@@ -50,7 +50,7 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
   }
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<RestoreGate> gate,
                           gate_of(images_.asleep_of(order.tags), channel.get()));
-  ChunkRestorer copier(parts_.transfers, *gate, locate_in(images_.chunks()));
+  ChunkRestorer copier(parts_.blocking_transfers, *gate, locate_in(images_.chunks()));
   Deferred deferred{.of_image = true};
   for (const std::string& tag : order.tags) {
     TagImage* const image = images_.find(tag);
@@ -165,7 +165,7 @@ Result<orders::Restore::Reply> RankRestorer::load_blocks(const orders::Restore& 
   }
   Deferred deferred{.disk = std::move(opened)};
   AllAttached gate;
-  ChunkRestorer copier(parts_.transfers, gate, locate_in(images_.chunks()));
+  ChunkRestorer copier(parts_.blocking_transfers, gate, locate_in(images_.chunks()));
   TORPOR_RETURN_IF_ERROR(copy({.tier = *deferred.disk, .chunks = blocks}, order.deferred, copier, deferred));
   TORPOR_RETURN_IF_ERROR(copier.wait());
   reply.deferred_bytes = begin_deferred(std::move(deferred));

@@ -142,14 +142,14 @@ Status RankSaver::spill(const ArenaPlan& plan, ArenaPlan::Tag& tag) {
                                                          parts_.key.get(), parts_.encrypt));
   const HostArenaInfo arena = parts_.arena.info();
   const uint64_t room = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes);
-  return ChunkSaver(parts_.transfers)
+  return ChunkSaver(parts_.blocking_transfers)
       .copy_in_turn(rest, *image.spilled, std::max(parts_.spill_staging_bytes, room / 2), tag.spilled);
 }
 
 // After an error the images have what was copied so far.
 Status RankSaver::copy_to_host(ArenaPlan& plan, ReleaseGate* gate) {
   const Status copied = try_catch([&]() -> Status {
-    ChunkSaver saver(parts_.transfers, gate);
+    ChunkSaver saver(parts_.blocking_transfers, gate);
     for (const ArenaPlan::Tag& tag : plan.tags()) {
       if (tag.clean()) continue;
       TagImage& image = *images_.find(tag.tag);
@@ -210,7 +210,7 @@ Status RankSaver::take_back(const std::vector<std::string>& tags) {
   for (const std::string& tag : tags) {
     const TagImage* const image = images_.find(tag);
     if (image == nullptr || image->chunks.empty()) continue;
-    TORPOR_RETURN_IF_ERROR(restore_attached(parts_.transfers, images_.chunks(), image->chunks, *image->host));
+    TORPOR_RETURN_IF_ERROR(restore_attached(parts_.blocking_transfers, images_.chunks(), image->chunks, *image->host));
   }
   pages_gone_ = false;
   return ok();

@@ -14,7 +14,7 @@ namespace {
 // While it exists, the caller's ProgressFile counts the bytes of the order's copies, and may cancel them.
 class Watched {
  public:
-  Watched(TransferEngine& transfers, const std::string& progress) : transfers_(transfers) {
+  Watched(BlockingTransfers& transfers, const std::string& progress) : transfers_(transfers) {
     transfers_.watch(ProgressFile::of_caller(progress));
   }
   Watched(const Watched&) = delete;
@@ -22,7 +22,7 @@ class Watched {
   ~Watched() { transfers_.watch(nullptr); }
 
  private:
-  TransferEngine& transfers_;
+  BlockingTransfers& transfers_;
 };
 
 }  // namespace
@@ -59,7 +59,7 @@ Result<orders::Save::Reply> RankSteps::carry_out(const orders::Save& order) {
 Result<orders::Save::Reply> RankSteps::save_all(const orders::Save& order) {
   TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
   if (prefault_ != nullptr) prefault_->end();
-  const Watched watched(parts_.transfers, order.progress);
+  const Watched watched(parts_.blocking_transfers, order.progress);
   if (!order.channel.empty()) return save_giving(order);
   const bool any = !order.tags.empty();  // with no tag named the allocator would take all
   if (any) TORPOR_RETURN_IF_ERROR(parts_.allocator.begin_save(order.tags));
@@ -139,7 +139,7 @@ Result<orders::Detach::Reply> RankSteps::carry_out(const orders::Detach& order) 
 Result<orders::Restore::Reply> RankSteps::carry_out(const orders::Restore& order) {
   if (!order.checkpoint) return restore_tags(order);
   TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
-  const Watched watched(parts_.transfers, order.progress);
+  const Watched watched(parts_.blocking_transfers, order.progress);
   images_.forget_blocks();
   TORPOR_ASSIGN_OR_RETURN(orders::Restore::Reply reply, restorer_.load_blocks(order));
   give_back_unused();
@@ -157,7 +157,7 @@ Result<orders::Restore::Reply> RankSteps::restore_tags(const orders::Restore& or
     if (order.channel.empty()) TORPOR_RETURN_IF_ERROR(has_room_for(tags));
     TORPOR_RETURN_IF_ERROR(parts_.allocator.begin_attach(tags));
   }
-  const Watched watched(parts_.transfers, order.progress);
+  const Watched watched(parts_.blocking_transfers, order.progress);
   return restorer_.restore(order);
 }
 

@@ -98,7 +98,7 @@ Result<orders::DigestTags::Reply> RegionImages::digest(const orders::DigestTags&
       continue;
     }
     const std::vector<ChunkPlan> plans = chunks_.of_tag(tag);
-    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, parts_.blocking_transfers.digests(plans));
     CombinedDigest all;
     for (size_t i = 0; i < plans.size(); ++i) {
       all.add(plans[i].key, digests[i]);
@@ -248,7 +248,7 @@ Status RegionImages::compare(const std::vector<std::string>& tags) {
     TagImage* const image = find(tag);
     if (image == nullptr || !image->kept) continue;
     TORPOR_ASSIGN_OR_RETURN(const std::vector<ChunkPlan> plans, chunks_.of_saved(image->chunks));
-    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, parts_.transfers.digests(plans));
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, parts_.blocking_transfers.digests(plans));
     image->clean = std::equal(digests.begin(), digests.end(), image->chunks.begin(), image->chunks.end(),
                               [](const Digest& now, const SavedChunk& then) { return now == then.digest; });
     if (!image->clean) drop(tag);

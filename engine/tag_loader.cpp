@@ -82,7 +82,8 @@ Status TagLoader::fill(const std::string& tag, std::vector<SavedChunk> chunks, R
                                });
   if (!same) return other_layout(tag, chunks, plans);
   images_.note_write(tag);
-  const Status filled = try_catch([&] { return restore_attached(parts_.transfers, images_.chunks(), chunks, source); });
+  const Status filled =
+      try_catch([&] { return restore_attached(parts_.blocking_transfers, images_.chunks(), chunks, source); });
   if (!filled) images_.index().note_missing(tag);
   return filled;
 }

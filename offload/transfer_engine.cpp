@@ -383,9 +383,4 @@ uint64_t TransferEngine::most_staging(uint64_t bytes, uint64_t padded_bytes, uin
   return std::min(padded_bytes, std::max(largest_padded, of_a_batch));
 }
 
-void TransferEngine::watch(std::shared_ptr<ProgressFile> progress) {
-  const MutexLock lock(mutex_);
-  progress_ = std::move(progress);
-}
-
 }  // namespace torpor

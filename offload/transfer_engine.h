@@ -79,33 +79,6 @@ class TransferEngine {
   // Wait for all work that anyone gave the device before, including the engine's computation.
   Status wait_for_device() { return device_.synchronize(); }
 
-  // The following calls submit one all-or-nothing job each and wait for it. Plans and store stay valid until then.
-  //
-  // Prepare `target`, copy all chunks into it, and finish it. After an error the store's content is invalid.
-  Result<std::vector<SavedChunk>> save(std::span<const ChunkPlan> plans, RecordStore& target);
-  // Copy every chunk of `saved` (the same keys in the same order as `plans`) to the device. kIncompatible names a chunk
-  // that was not saved, or with another size. kCorruption names the first chunk whose digest is wrong; the device's
-  // bytes are then invalid.
-  Status restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, RecordStore& source);
-  // Begin or end a part of a save or a restore; the caller does other work meanwhile. Every part that was begun must be
-  // ended, after an error too; plans and store stay valid until then. begin_save() neither prepares nor finishes the
-  // store.
-  Result<JobId> begin_save(std::span<const ChunkPlan> plans, RecordStore& target);
-  Result<std::vector<SavedChunk>> end_save(JobId part);
-  Result<JobId> begin_restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans, RecordStore& source);
-  Status end_restore(JobId part);
-  // Return the digests of the chunks as they are in device memory now.
-  Result<std::vector<Digest>> digests(std::span<const ChunkPlan> plans);
-  // Save chunks in the background, with the lowest priority and without progress. Neither prepares nor finishes
-  // `target`: for a part of its content.
-  Result<std::vector<SavedChunk>> put(std::span<const ChunkPlan> plans, RecordStore& target);
-  // Move chunks from `source`, a store in memory, to `target`, as put() does. `saved` says where `source` has them, and
-  // on return where `target` has them.
-  Status move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, RecordStore& source, RecordStore& target);
-  // Report the progress of later calls of save(), restore() and digests() to `progress`, which may cancel them: they
-  // then fail with kAborted. Null: stop that.
-  void watch(std::shared_ptr<ProgressFile> progress);
-
   OutcomeCounts counts() const;             // chunks of all finished jobs, by outcome
   int threads() const { return threads_; }  // in each lane
   bool own_threads() const { return own_threads_; }
@@ -134,10 +107,6 @@ class TransferEngine {
   Status start(LaneNumber lane, int threads);
   void work(Worker& worker);
   bool pump_one() TORPOR_REQUIRES(mutex_);  // unlocks while bytes move
-  Result<JobId> submit_watched(Job job);
-  Result<std::vector<ChunkTransfer>> wait_watched(JobId id);
-  Result<std::vector<ChunkTransfer>> submit_and_wait(Job job);
-  Result<std::vector<ChunkTransfer>> do_in_background(Job job);
   void tell_begun(const Batch& batch) const noexcept;
   void record_result(const Batch& batch, int64_t began, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
   void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);
@@ -166,7 +135,6 @@ class TransferEngine {
   uint64_t last_id_ TORPOR_GUARDED_BY(mutex_) = 0;
   OutcomeCounts counts_ TORPOR_GUARDED_BY(mutex_){};
   DrainResult worst_ TORPOR_GUARDED_BY(mutex_);
-  std::shared_ptr<ProgressFile> progress_ TORPOR_GUARDED_BY(mutex_);  // from watch()
   int waiting_for_idle_ TORPOR_GUARDED_BY(mutex_) = 0;
   bool ending_ TORPOR_GUARDED_BY(mutex_) = false;
   bool remote_lane_ TORPOR_GUARDED_BY(mutex_) = false;

@@ -188,7 +188,8 @@ TEST(PackedStoreOfARank, ServesThoughTheArenaIsFull) {
       const JobResult result = memory->transfers().wait(put);
       ASSERT_SUCCEEDS(result.status);
       std::fill(block.begin(), block.end(), std::byte{0});
-      ASSERT_SUCCEEDS(memory->transfers().restore({&result.chunks[0].saved, 1}, {&plan, 1}, **store));
+      ASSERT_SUCCEEDS(
+          BlockingTransfers(memory->transfers()).restore({&result.chunks[0].saved, 1}, {&plan, 1}, **store));
       EXPECT_TRUE(std::equal(before.begin(), before.end(), block.begin()));
       const orders::Save order{.tags = {"kv_cache"}, .blocks = {0}, .versions = {seed}, .steps = 9, .host_slots = {3}};
       EXPECT_EQ(value_of(call_rank(*memory, order)).reused_bytes, kBytes);

@@ -45,6 +45,7 @@ class ChunkRestorerTest : public ::testing::Test {
         allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = kChunk}))),
         arena_(value_of(HostArena::create({}))),
         transfers_(value_of(TransferEngine::create(*device_, *arena_, {.threads = 1, .own_threads = false}))),
+        blocking_(*transfers_),
         backup_(*arena_) {
     memory_ = value_of(allocator_->allocate("weights", "w", kChunks * kChunk));
     for (size_t i = 0; i < kChunks; ++i) {
@@ -52,7 +53,7 @@ class ChunkRestorerTest : public ::testing::Test {
       plans_.push_back(
           {.key = {.tag = "weights", .region = "w", .index = i}, .pieces = {{memory_ + i * kChunk, kChunk}}});
     }
-    saved_ = value_of(transfers_->save(plans_, backup_));
+    saved_ = value_of(blocking_.save(plans_, backup_));
     std::memset(bytes(0), 0, kChunks * kChunk);
     before_ = ended();
   }
@@ -82,6 +83,7 @@ class ChunkRestorerTest : public ::testing::Test {
   const std::unique_ptr<SleepAllocator> allocator_;
   const std::unique_ptr<HostArena> arena_;
   const std::unique_ptr<TransferEngine> transfers_;
+  BlockingTransfers blocking_;
   HostTier backup_;
   DeviceAddress memory_ = 0;
   std::vector<ChunkPlan> plans_;
@@ -96,7 +98,7 @@ TEST_F(ChunkRestorerTest, TwoJobsAreUnderWayWhileTheGateIsWaitedFor) {
     ended.push_back(copied());
     return ok();
   };
-  ChunkRestorer restorer(*transfers_, gate_, locate());
+  ChunkRestorer restorer(blocking_, gate_, locate());
   ASSERT_SUCCEEDS(restorer.copy(saved_, backup_));
   EXPECT_EQ(ended, (std::vector<uint64_t>{0, 0, 0, 1, 2, 3, 4, 5}));
   ASSERT_SUCCEEDS(restorer.wait());
@@ -115,7 +117,7 @@ TEST_F(ChunkRestorerTest, JobsGrowFromTheFirstToTheGates) {
       ended.push_back(copied());
       return ok();
     };
-    ChunkRestorer restorer(*transfers_, gate_, locate(), kChunk);
+    ChunkRestorer restorer(blocking_, gate_, locate(), kChunk);
     ASSERT_SUCCEEDS(restorer.copy(saved_, backup_));
     EXPECT_EQ(ended, most == 8 * kChunk ? (std::vector<uint64_t>{0, 0, 0, 0, 1, 1, 1, 1})
                                         : (std::vector<uint64_t>{0, 0, 0, 0, 1, 1, 2, 2}));
@@ -124,7 +126,7 @@ TEST_F(ChunkRestorerTest, JobsGrowFromTheFirstToTheGates) {
 }
 
 TEST_F(ChunkRestorerTest, NothingDrainsFromOneSourceToTheNext) {
-  ChunkRestorer restorer(*transfers_, gate_, locate());
+  ChunkRestorer restorer(blocking_, gate_, locate());
   const std::span<const SavedChunk> saved = saved_;
   ASSERT_SUCCEEDS(restorer.copy(saved.first(1), backup_));
   ASSERT_SUCCEEDS(restorer.copy(saved.subspan(1, 1), backup_));
@@ -139,7 +141,7 @@ TEST_F(ChunkRestorerTest, WhereAllIsThereTheRestIsOneJob) {
     gate_.all = chunk >= 1;
     return ok();
   };
-  ChunkRestorer restorer(*transfers_, gate_, locate());
+  ChunkRestorer restorer(blocking_, gate_, locate());
   ASSERT_SUCCEEDS(restorer.copy(saved_, backup_));
   EXPECT_EQ(copied(), 0u);  // two jobs
   ASSERT_SUCCEEDS(restorer.wait());
@@ -152,7 +154,7 @@ TEST_F(ChunkRestorerTest, AGateThatFailsEndsWhatIsUnderWay) {
     return Error{.code = Code::kResourceExhausted, .what = "no memory comes any more"};
   };
   {
-    ChunkRestorer restorer(*transfers_, gate_, locate());
+    ChunkRestorer restorer(blocking_, gate_, locate());
     EXPECT_FAILS(restorer.copy(saved_, backup_), Code::kResourceExhausted, "no memory comes any more");
     EXPECT_EQ(copied(), 0u);
   }
@@ -161,21 +163,21 @@ TEST_F(ChunkRestorerTest, AGateThatFailsEndsWhatIsUnderWay) {
 
 TEST_F(ChunkRestorerTest, ADamagedChunkIsNamedAndTheJobsBesideItEnd) {
   saved_[1].digest = saved_[2].digest;
-  ChunkRestorer restorer(*transfers_, gate_, locate());
+  ChunkRestorer restorer(blocking_, gate_, locate());
   EXPECT_FAILS(restorer.copy(saved_, backup_), Code::kCorruption, "weights/w[1]");
   EXPECT_SUCCEEDS(transfers_->usable());
 }
 
 TEST_F(ChunkRestorerTest, ChunksThatWereNotSavedAreRefused) {
   plans_[3].key.region = "other";
-  ChunkRestorer restorer(*transfers_, gate_, locate());
+  ChunkRestorer restorer(blocking_, gate_, locate());
   EXPECT_FAILS(restorer.copy(saved_, backup_), Code::kIncompatible, "weights/other[3]");
 }
 
 TEST_F(ChunkRestorerTest, ByAddressWhereMemoryComesInThatOrder) {
   gate_.sorted = true;
   std::reverse(saved_.begin(), saved_.end());
-  ChunkRestorer restorer(*transfers_, gate_, locate());
+  ChunkRestorer restorer(blocking_, gate_, locate());
   ASSERT_SUCCEEDS(restorer.copy(saved_, backup_));
   ASSERT_SUCCEEDS(restorer.wait());
   EXPECT_EQ(gate_.waited_for, (std::vector<uint64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
@@ -188,7 +190,7 @@ TEST_F(ChunkRestorerTest, InTurnNothingIsUnderWayBesideAJob) {
     ended.push_back(copied());
     return ok();
   };
-  ChunkRestorer restorer(*transfers_, gate_, locate());
+  ChunkRestorer restorer(blocking_, gate_, locate());
   const std::span<const SavedChunk> saved = saved_;
   ASSERT_SUCCEEDS(restorer.copy(saved.first(2), backup_));
   ended.clear();

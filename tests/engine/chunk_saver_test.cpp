@@ -69,6 +69,7 @@ class ChunkSaverTest : public ::testing::Test {
         allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = kPiece}))),
         arena_(value_of(HostArena::create({}))),
         transfers_(value_of(TransferEngine::create(*device_, *arena_, {.threads = 1, .own_threads = false}))),
+        blocking_(*transfers_),
         tier_(*arena_),
         other_(*arena_) {
     const DeviceAddress memory = value_of(allocator_->allocate("weights", "w", kPieces * kPiece));
@@ -100,6 +101,7 @@ class ChunkSaverTest : public ::testing::Test {
   const std::unique_ptr<SleepAllocator> allocator_;
   const std::unique_ptr<HostArena> arena_;
   const std::unique_ptr<TransferEngine> transfers_;
+  BlockingTransfers blocking_;
   ScriptedTier tier_;
   ScriptedTier other_;
   ScriptedRelease gate_;
@@ -108,7 +110,7 @@ class ChunkSaverTest : public ::testing::Test {
 };
 
 TEST_F(ChunkSaverTest, WithoutAGateAllIsOneJob) {
-  ChunkSaver saver(*transfers_);
+  ChunkSaver saver(blocking_);
   ASSERT_SUCCEEDS(saver.copy(plans_, tier_, saved_));
   EXPECT_EQ(ended(), 0u);
   ASSERT_SUCCEEDS(saver.wait());
@@ -122,7 +124,7 @@ TEST_F(ChunkSaverTest, TheGateIsToldOfEachJobWhileTheNextIsUnderWay) {
     had.push_back(saved_.size());
     return ok();
   };
-  ChunkSaver saver(*transfers_, &gate_);
+  ChunkSaver saver(blocking_, &gate_);
   ASSERT_SUCCEEDS(saver.copy(plans_, tier_, saved_));
   EXPECT_EQ(gate_.told, (std::vector<uint64_t>{0, 1, 2, 3, 4, 5}));  // two jobs are under way
   ASSERT_SUCCEEDS(saver.wait());
@@ -134,7 +136,7 @@ TEST_F(ChunkSaverTest, TheGateIsToldOfEachJobWhileTheNextIsUnderWay) {
 TEST_F(ChunkSaverTest, WithAGateNothingDrainsFromOneTierToTheNext) {
   std::vector<SavedChunk> others;
   const std::span<const ChunkPlan> plans = plans_;
-  ChunkSaver saver(*transfers_, &gate_);
+  ChunkSaver saver(blocking_, &gate_);
   ASSERT_SUCCEEDS(saver.copy(plans.first(1), tier_, saved_));
   ASSERT_SUCCEEDS(saver.copy(plans.subspan(1, 1), other_, others));
   EXPECT_EQ(ended(), 0u);
@@ -149,7 +151,7 @@ TEST_F(ChunkSaverTest, WithoutAGateATierIsMadeReadyWhenTheOneBeforeHasItsMemory)
   std::vector<SavedChunk> others;
   const std::span<const ChunkPlan> plans = plans_;
   other_.before = [&] { EXPECT_EQ(ended(), 3u); };
-  ChunkSaver saver(*transfers_);
+  ChunkSaver saver(blocking_);
   ASSERT_SUCCEEDS(saver.copy(plans.first(3), tier_, saved_));
   ASSERT_SUCCEEDS(saver.copy(plans.subspan(3), other_, others));
   EXPECT_EQ(other_.prepared, 1);
@@ -162,7 +164,7 @@ TEST_F(ChunkSaverTest, WithoutAGateATierIsMadeReadyWhenTheOneBeforeHasItsMemory)
 TEST_F(ChunkSaverTest, AJobThatFailsLeavesWhatWasSavedBeforeIt) {
   tier_.room = 2;
   {
-    ChunkSaver saver(*transfers_, &gate_);
+    ChunkSaver saver(blocking_, &gate_);
     const Status copied = saver.copy(plans_, tier_, saved_);
     ASSERT_FALSE(copied);
     EXPECT_EQ(copied.error().code, Code::kResourceExhausted);
@@ -180,7 +182,7 @@ TEST_F(ChunkSaverTest, AGateThatFailsEndsTheSave) {
   };
   Status copied;
   {
-    ChunkSaver saver(*transfers_, &gate_);
+    ChunkSaver saver(blocking_, &gate_);
     copied = saver.copy(plans_, tier_, saved_);
   }
   ASSERT_FALSE(copied);
@@ -190,7 +192,7 @@ TEST_F(ChunkSaverTest, AGateThatFailsEndsTheSave) {
 }
 
 TEST_F(ChunkSaverTest, InTurnNothingIsUnderWayBesideAJob) {
-  ASSERT_SUCCEEDS(ChunkSaver(*transfers_).copy_in_turn(plans_, tier_, 3 * kPiece, saved_));
+  ASSERT_SUCCEEDS(ChunkSaver(blocking_).copy_in_turn(plans_, tier_, 3 * kPiece, saved_));
   EXPECT_EQ(std::pair(tier_.prepared, tier_.finished), std::pair(3, 3));
   EXPECT_TRUE(are_saved(saved_, kPieces, tier_));
 }

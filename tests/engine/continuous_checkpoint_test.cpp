@@ -101,7 +101,8 @@ TEST_F(ContinuousCheckpoint, HostMemoryForTheStopIsThereBefore) {
   const auto arena = value_of(HostArena::create({.budget_bytes = 4 * kMiB, .slab_bytes = kMiB}));
   const auto transfers = value_of(TransferEngine::create(*device, *arena, {.threads = 1, .own_threads = false}));
   for (const size_t rooms : {0, 3, 5}) {
-    BackgroundWriter behind(*transfers, *arena, RankWriting{}, nullptr);
+    BlockingTransfers blocking(*transfers);
+    BackgroundWriter behind(blocking, *arena, RankWriting{}, nullptr);
     ASSERT_SUCCEEDS(behind.precopy({}, {}, rooms, kMiB));
     ASSERT_SUCCEEDS(behind.wait_idle());
     const HostArenaInfo ready = arena->info();

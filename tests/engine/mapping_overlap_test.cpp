@@ -8,6 +8,7 @@
 #include "allocator/cuda/cuda_device.h"
 #include "base/units.h"
 #include "engine/region_mapper.h"
+#include "offload/blocking_transfers.h"
 #include "offload/host_tier.h"
 #include "offload/transfer_engine.h"
 #include "tests/support/fake_cuda_driver.h"
@@ -29,23 +30,25 @@ class MappingOverlapTest : public ::testing::Test {
         allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = 2 * kMiB}))),
         arena_(value_of(HostArena::create({.slab_bytes = 2 * kMiB}))),
         transfers_(value_of(TransferEngine::create(*device_, *arena_, {.threads = 1}))),
+        blocking_(*transfers_),
         backup_(*arena_) {
     for (const char* const name : {"a", "b"}) {
       regions_.push_back(value_of(allocator_->allocate("weights", name, kBytes)));
       plans_.push_back({.key = {.tag = "weights", .region = name}, .pieces = {{regions_.back(), kBytes}}});
     }
-    saved_ = value_of(transfers_->save(plans_, backup_));
+    saved_ = value_of(blocking_.save(plans_, backup_));
     EXPECT_SUCCEEDS(allocator_->detach(tags_));
     EXPECT_SUCCEEDS(allocator_->begin_attach(tags_));
   }
   Status restore(size_t region) {
-    return transfers_->restore(std::span(saved_).subspan(region, 1), std::span(plans_).subspan(region, 1), backup_);
+    return blocking_.restore(std::span(saved_).subspan(region, 1), std::span(plans_).subspan(region, 1), backup_);
   }
   FakeCuda fake_;
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<TransferEngine> transfers_;
+  BlockingTransfers blocking_;
   HostTier backup_;
   const std::vector<std::string> tags_{"weights"};
   std::vector<DeviceAddress> regions_;
@@ -118,7 +121,7 @@ TEST(FirstSleepOverlap, ChunksGoDownWhileMoreHostMemoryIsPinned) {
   fake.hold("cuMemHostRegister", 2);  // that of a third piece, after the arena's first slab
   HostTier backup(*arena);
   std::future<Result<std::vector<SavedChunk>>> saved =
-      std::async(std::launch::async, [&] { return transfers->save(plans, backup); });
+      std::async(std::launch::async, [&] { return BlockingTransfers(*transfers).save(plans, backup); });
   fake.wait_until_held();
   const auto down = [&] { return fake.counts()["cuMemcpyDtoHAsync"] + fake.counts()["cuMemcpyBatchAsync"]; };
   for (int i = 0; i < 20'000 && down() == 0; ++i) std::this_thread::sleep_for(1ms);

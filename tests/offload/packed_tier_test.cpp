@@ -141,25 +141,25 @@ INSTANTIATE_TEST_SUITE_P(Device, PackedTransfers, ::testing::Bool(),
 
 TEST_P(PackedTransfers, BytesComeBackThroughThreadsForMemory) {
   HostTier tier(*arena_, Codec::kBf16);
-  const std::vector<SavedChunk> saved = value_of(transfers_->save(plans_, tier));
+  const std::vector<SavedChunk> saved = value_of(blocking_->save(plans_, tier));
   const auto packed =
       std::count_if(saved.begin(), saved.end(), [](const SavedChunk& chunk) { return chunk.codec == Codec::kBf16; });
   EXPECT_EQ(packed, std::ssize(saved) / 2) << "those all of whose values are bf16's";
   std::memset(bytes(), 0, kBytes);
-  ASSERT_SUCCEEDS(transfers_->restore(saved, plans_, tier));
+  ASSERT_SUCCEEDS(blocking_->restore(saved, plans_, tier));
   EXPECT_TRUE(content_is_original());
 }
 
 TEST_P(PackedTransfers, AWrongByteInAPackedChunkFailsThatChunkAlone) {
   HostTier tier(*arena_, Codec::kBf16);
-  std::vector<SavedChunk> saved = value_of(transfers_->save(plans_, tier));
+  std::vector<SavedChunk> saved = value_of(blocking_->save(plans_, tier));
   const auto packed =
       std::find_if(saved.begin(), saved.end(), [](const SavedChunk& chunk) { return chunk.codec == Codec::kBf16; });
   HostArena::Span memory = tier.release(*packed);
   memory.bytes()[memory.bytes().size() / 2] ^= std::byte{1};
   tier.adopt(*packed, std::move(memory));
   std::memset(bytes(), 0, kBytes);
-  EXPECT_FAILS(transfers_->restore(saved, plans_, tier), Code::kCorruption, packed->key.to_string());
+  EXPECT_FAILS(blocking_->restore(saved, plans_, tier), Code::kCorruption, packed->key.to_string());
   const JobResult result = transfers_->wait(value_of(transfers_->submit(job(JobKind::kRestore, &tier, saved))));
   EXPECT_EQ(ended_as(result, BlockOutcome::kFailed), 1u);
   EXPECT_EQ(ended_as(result, BlockOutcome::kTransferred), kChunks - 1);
@@ -174,7 +174,7 @@ TEST_P(PackedTransfers, AFullArenaHindersNoWakeForWhichStagingMemoryIsKept) {
     use({.threads = 3});
     ASSERT_SUCCEEDS(transfers_->keep_staging(kept ? TransferEngine::most_staging(kBytes / 2, kBytes / 2, kPage) : 0));
     HostTier tier(*arena_, Codec::kBf16);
-    const std::vector<SavedChunk> saved = value_of(transfers_->save(plans_, tier));
+    const std::vector<SavedChunk> saved = value_of(blocking_->save(plans_, tier));
     transfers_->release_staging();
     std::vector<HostArena::Span> others;
     while (true) {
@@ -183,7 +183,7 @@ TEST_P(PackedTransfers, AFullArenaHindersNoWakeForWhichStagingMemoryIsKept) {
       others.push_back(std::move(next));
     }
     std::memset(bytes(), 0, kBytes);
-    const Status restored = transfers_->restore(saved, plans_, tier);
+    const Status restored = blocking_->restore(saved, plans_, tier);
     EXPECT_EQ(restored.has_value(), kept);
     EXPECT_EQ(content_is_original(), kept);
     transfers_->let_staging_go();

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "allocator/host_device.h"
 #include "base/units.h"
+#include "offload/blocking_transfers.h"
 #include "offload/host_tier.h"
 #include "offload/transfer_engine.h"
 #include "tests/support/faulty_device.h"
@@ -60,6 +62,7 @@ class TransferEngineTest : public ::testing::TestWithParam<bool> {
     device_ = std::make_unique<FaultyDevice>(value_of(make_host_device({.defer_copies = GetParam()})));
     arena_ = value_of(HostArena::create({.slab_bytes = kMiB}));
     transfers_ = value_of(TransferEngine::create(*device_, *arena_, {.threads = 3}));
+    blocking_.emplace(*transfers_);
     address_ = value_of(device_->reserve(kBytes));
     memory_ = value_of(device_->create(kBytes));
     ASSERT_SUCCEEDS(device_->map(address_, memory_));
@@ -83,6 +86,7 @@ class TransferEngineTest : public ::testing::TestWithParam<bool> {
   void use(TransferEngineOptions options) {
     transfers_.reset();
     transfers_ = value_of(TransferEngine::create(*device_, *arena_, options));
+    blocking_.emplace(*transfers_);
   }
   Job job(JobKind kind, RecordStore* tier, std::span<const SavedChunk> saved = {}) const {
     Job made{.kind = kind, .store = tier};
@@ -103,6 +107,7 @@ class TransferEngineTest : public ::testing::TestWithParam<bool> {
   std::unique_ptr<FaultyDevice> device_;
   std::unique_ptr<HostArena> arena_;
   std::unique_ptr<TransferEngine> transfers_;
+  std::optional<BlockingTransfers> blocking_;
   DeviceAddress address_ = 0;
   PhysicalId memory_{};
   std::vector<ChunkPlan> plans_;

@@ -18,11 +18,11 @@ INSTANTIATE_TEST_SUITE_P(Device, TransferEngineTest, ::testing::Bool(),
 
 TEST_P(TransferEngineTest, BytesComeBackThroughTheHostTier) {
   HostTier tier(*arena_);
-  const auto saved = value_of(transfers_->save(plans_, tier));
+  const auto saved = value_of(blocking_->save(plans_, tier));
   std::memset(bytes(), 0, kBytes);
-  ASSERT_SUCCEEDS(transfers_->restore(saved, plans_, tier));
+  ASSERT_SUCCEEDS(blocking_->restore(saved, plans_, tier));
   EXPECT_TRUE(content_is_original());
-  const auto digests = value_of(transfers_->digests(plans_));
+  const auto digests = value_of(blocking_->digests(plans_));
   for (uint64_t i = 0; i < kChunks; ++i) EXPECT_EQ(digests[i], saved[i].digest);
 }
 
@@ -32,29 +32,29 @@ TEST_P(TransferEngineTest, BytesComeBackThroughAFile) {
   std::vector<SavedChunk> saved;
   {
     const auto tier = value_of(DiskTier::create(*directory, "chunks", {.rank = 0}));
-    saved = value_of(transfers_->save(plans_, *tier));
+    saved = value_of(blocking_->save(plans_, *tier));
   }
   std::memset(bytes(), 0, kBytes);
   const auto tier = value_of(test::open_chunks(*directory, "chunks", 0));
-  ASSERT_SUCCEEDS(transfers_->restore(saved, plans_, *tier));
+  ASSERT_SUCCEEDS(blocking_->restore(saved, plans_, *tier));
   EXPECT_TRUE(content_is_original());
 }
 
 TEST_P(TransferEngineTest, AWrongByteIsFoundBeforeItGoesUpAndItsChunkIsNamed) {
   HostTier tier(*arena_);
-  const auto saved = value_of(transfers_->save(plans_, tier));
+  const auto saved = value_of(blocking_->save(plans_, tier));
   tier.view(saved[17])[100] ^= std::byte{1};
-  EXPECT_FAILS(transfers_->restore(saved, plans_, tier), Code::kCorruption, "t/r[17]");
+  EXPECT_FAILS(blocking_->restore(saved, plans_, tier), Code::kCorruption, "t/r[17]");
 }
 
 TEST_P(TransferEngineTest, ChunksThatDoNotFitThePlanAreRefused) {
   HostTier tier(*arena_);
-  auto saved = value_of(transfers_->save(plans_, tier));
+  auto saved = value_of(blocking_->save(plans_, tier));
   std::swap(saved[0], saved[1]);
-  EXPECT_FAILS(transfers_->restore(saved, plans_, tier), Code::kIncompatible, "t/r[0]");
+  EXPECT_FAILS(blocking_->restore(saved, plans_, tier), Code::kIncompatible, "t/r[0]");
   saved.pop_back();
   std::swap(saved[0], saved[1]);
-  EXPECT_FAILS(transfers_->restore(saved, plans_, tier), Code::kIncompatible, "t/r[31]");
+  EXPECT_FAILS(blocking_->restore(saved, plans_, tier), Code::kIncompatible, "t/r[31]");
 }
 
 // A batch whose copy fails is tried chunk by chunk; a device that goes on failing is an error.
@@ -63,7 +63,7 @@ TEST_P(TransferEngineTest, WhereverTheDeviceStartsToFailItIsAnErrorAndARetryWork
   for (uint64_t n = 1;; ++n) {
     HostTier tier(*arena_);
     device_->fail_at(n, /*sticky=*/true);
-    const auto saved = transfers_->save(plans_, tier);
+    const auto saved = blocking_->save(plans_, tier);
     const bool fired = device_->fired();
     device_->fail_at(0);
     if (!fired) break;
@@ -73,48 +73,48 @@ TEST_P(TransferEngineTest, WhereverTheDeviceStartsToFailItIsAnErrorAndARetryWork
   EXPECT_GE(failed, 3);
   EXPECT_FALSE(transfers_->quarantined());
   HostTier tier(*arena_);
-  const auto saved = value_of(transfers_->save(plans_, tier));
+  const auto saved = value_of(blocking_->save(plans_, tier));
   device_->fail_at(1);
-  EXPECT_SUCCEEDS(transfers_->restore(saved, plans_, tier));  // one failure, which trying again mends
+  EXPECT_SUCCEEDS(blocking_->restore(saved, plans_, tier));  // one failure, which trying again mends
   device_->fail_at(1, /*sticky=*/true);
-  EXPECT_FAILS(transfers_->restore(saved, plans_, tier), Code::kDevice);
+  EXPECT_FAILS(blocking_->restore(saved, plans_, tier), Code::kDevice);
   device_->fail_at(0);
   std::memset(bytes(), 0, kBytes);
-  ASSERT_SUCCEEDS(transfers_->restore(saved, plans_, tier));
+  ASSERT_SUCCEEDS(blocking_->restore(saved, plans_, tier));
   EXPECT_TRUE(content_is_original());
 }
 
 TEST_P(TransferEngineTest, AnErrorThatIsProvenDrainedAllowsARetry) {
   HostTier tier(*arena_);
   device_->drain_as(Drain::kDrainedWithError);
-  EXPECT_FAILS(transfers_->save(plans_, tier), Code::kDevice);
+  EXPECT_FAILS(blocking_->save(plans_, tier), Code::kDevice);
   device_->drain_as(Drain::kCompleted);
   EXPECT_FALSE(transfers_->quarantined());
   HostTier second(*arena_);
-  EXPECT_SUCCEEDS(transfers_->save(plans_, second));
+  EXPECT_SUCCEEDS(blocking_->save(plans_, second));
 }
 
 TEST_P(TransferEngineTest, AfterAnUnprovenCopyNothingMoreIsDoneAndItsMemoryIsKept) {
   HostTier tier(*arena_);
   device_->drain_as(Drain::kUnproven);
-  EXPECT_FALSE(transfers_->digests(plans_).has_value());
+  EXPECT_FALSE(blocking_->digests(plans_).has_value());
   device_->drain_as(Drain::kCompleted);
   EXPECT_TRUE(transfers_->quarantined());
   EXPECT_GT(transfers_->counts()[static_cast<size_t>(BlockOutcome::kUnproven)], 0u);
   const uint64_t kept = arena_->info().used_bytes;
   EXPECT_GT(kept, 0u);
   transfers_->release_staging();
-  EXPECT_FAILS(transfers_->save(plans_, tier), Code::kDevice, "quarantined");
+  EXPECT_FAILS(blocking_->save(plans_, tier), Code::kDevice, "quarantined");
   transfers_.reset();
   EXPECT_EQ(arena_->info().used_bytes, kept);
 }
 
 TEST_P(TransferEngineTest, EveryChunkIsCountedByItsOutcome) {
   HostTier tier(*arena_);
-  const auto saved = value_of(transfers_->save(plans_, tier));
+  const auto saved = value_of(blocking_->save(plans_, tier));
   EXPECT_EQ(transfers_->counts()[static_cast<size_t>(BlockOutcome::kTransferred)], kChunks);
   tier.view(saved[0])[0] ^= std::byte{1};
-  EXPECT_FALSE(transfers_->restore(saved, plans_, tier).has_value());
+  EXPECT_FALSE(blocking_->restore(saved, plans_, tier).has_value());
   const OutcomeCounts counts = transfers_->counts();
   EXPECT_GE(counts[static_cast<size_t>(BlockOutcome::kFailed)], 1u);
   EXPECT_EQ(std::accumulate(counts.begin(), counts.end(), uint64_t{0}), 2 * kChunks);
@@ -122,13 +122,13 @@ TEST_P(TransferEngineTest, EveryChunkIsCountedByItsOutcome) {
 
 TEST_P(TransferEngineTest, NothingToDoIsDone) {
   HostTier tier(*arena_);
-  EXPECT_TRUE(value_of(transfers_->save({}, tier)).empty());
-  EXPECT_SUCCEEDS(transfers_->restore({}, {}, tier));
+  EXPECT_TRUE(value_of(blocking_->save({}, tier)).empty());
+  EXPECT_SUCCEEDS(blocking_->restore({}, {}, tier));
 }
 
 TEST_P(TransferEngineTest, I5OneBadChunkMarksNoOtherAndNoOtherJob) {
   HostTier tier(*arena_), second(*arena_);
-  const auto saved = value_of(transfers_->save(plans_, tier));
+  const auto saved = value_of(blocking_->save(plans_, tier));
   tier.view(saved[17])[100] ^= std::byte{1};
   Job load = job(JobKind::kRestore, &tier, saved);  // of other memory than the job beside it
   Job save = job(JobKind::kSave, &second);
@@ -151,9 +151,9 @@ TEST_P(TransferEngineTest, ManyJobsAtOnceFromManyThreads) {
     all.push_back(std::async(std::launch::async, [&] {
       HostTier tier(*arena_);
       for (int round = 0; round < 5; ++round) {
-        const auto saved = transfers_->save(plans_, tier);
+        const auto saved = blocking_->save(plans_, tier);
         if (!saved || saved->size() != kChunks) return false;
-        const auto digests = transfers_->digests(plans_);
+        const auto digests = blocking_->digests(plans_);
         if (!digests || (*digests)[3] != (*saved)[3].digest) return false;
       }
       return true;
@@ -169,7 +169,7 @@ TEST_P(TransferEngineTest, SmallChunksGoManyAtATime) {
   plans.push_back({.key = {.tag = "t", .region = "large"}, .pieces = {{address_, kBytes / 2}}});
   HostTier tier(*arena_);
   device_->fail_at(0);
-  value_of(transfers_->save(plans, tier));
+  value_of(blocking_->save(plans, tier));
   EXPECT_EQ(device_->calls(), 3u);
 }
 
@@ -189,7 +189,7 @@ TEST_P(TransferEngineTest, WithStagingMemoryForOneBatchTheyGoOneAfterTheOther) {
   const auto transfers = value_of(TransferEngine::create(*device_, *small, {.threads = 1}));
   HeldTier tier;
   tier.resume();
-  EXPECT_EQ(value_of(transfers->save(plans_, tier)).size(), kChunks);
+  EXPECT_EQ(value_of(BlockingTransfers(*transfers).save(plans_, tier)).size(), kChunks);
   EXPECT_EQ(tier.puts(), kChunks);
 }
 
@@ -212,7 +212,7 @@ TEST_P(TransferEngineTest, I3AnUnprovenCopyInOneLaneWhileTheOtherWorks) {
   const JobId id = value_of(transfers_->submit(std::move(writing)));
   slow.wait_until_held();
   device_->drain_as(Drain::kUnproven);
-  EXPECT_FALSE(transfers_->digests(plans_).has_value());
+  EXPECT_FALSE(blocking_->digests(plans_).has_value());
   device_->drain_as(Drain::kCompleted);
   slow.resume();
   const JobResult result = transfers_->wait(id);  // its copies were proven

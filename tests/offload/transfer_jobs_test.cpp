@@ -70,30 +70,30 @@ TEST_P(TransferEngineTest, WhoWatchesSeesWhatWasMovedAndCancelsTheRest) {
   use({.own_threads = false});
   const test::TemporaryDirectory temporary;
   const auto progress = value_of(ProgressFile::create(temporary / "progress"));
-  transfers_->watch(progress);
+  blocking_->watch(progress);
   HostTier host(*arena_);
-  ASSERT_SUCCEEDS(transfers_->save(plans_, host));
+  ASSERT_SUCCEEDS(blocking_->save(plans_, host));
   EXPECT_EQ(progress->read().bytes_total, kBytes);
   EXPECT_EQ(progress->read().bytes_done, kBytes);
 
   CancellingTier tier(*progress);
-  EXPECT_FAILS(transfers_->save(plans_, tier), Code::kAborted, "who watches");
+  EXPECT_FAILS(blocking_->save(plans_, tier), Code::kAborted, "who watches");
   EXPECT_EQ(progress->read().bytes_total, 2 * kBytes);
   EXPECT_EQ(progress->read().bytes_done, kBytes + kBytes / 2);  // the batch that was under way
   EXPECT_EQ(count(BlockOutcome::kCancelled), kChunks / 2);
-  EXPECT_FAILS(transfers_->digests(plans_), Code::kAborted);
+  EXPECT_FAILS(blocking_->digests(plans_), Code::kAborted);
   EXPECT_EQ(progress->read().bytes_total, 2 * kBytes);
 
-  transfers_->watch(nullptr);
-  EXPECT_SUCCEEDS(transfers_->digests(plans_));
+  blocking_->watch(nullptr);
+  EXPECT_SUCCEEDS(blocking_->digests(plans_));
 }
 
 TEST_P(TransferEngineTest, AllOrNothingEndsAfterTheFirstFailure) {
   use({.own_threads = false});
   HostTier tier(*arena_);
-  const auto saved = value_of(transfers_->save(plans_, tier));
+  const auto saved = value_of(blocking_->save(plans_, tier));
   tier.view(saved[0])[0] ^= std::byte{1};
-  EXPECT_FAILS(transfers_->restore(saved, plans_, tier), Code::kCorruption, "t/r[0]");
+  EXPECT_FAILS(blocking_->restore(saved, plans_, tier), Code::kCorruption, "t/r[0]");
   EXPECT_EQ(count(BlockOutcome::kFailed), 1u);
   EXPECT_GE(count(BlockOutcome::kCancelled), kChunks / 2);
 }
@@ -101,7 +101,7 @@ TEST_P(TransferEngineTest, AllOrNothingEndsAfterTheFirstFailure) {
 TEST_P(TransferEngineTest, LoadsGoBeforeWhatWaitsAlready) {
   use({.own_threads = false});
   HostTier tier(*arena_);
-  const auto saved = value_of(transfers_->save(plans_, tier));
+  const auto saved = value_of(blocking_->save(plans_, tier));
   HostTier target(*arena_);
   Job offload = job(JobKind::kSave, &target);
   Job load = job(JobKind::kRestore, &tier, saved);
@@ -122,12 +122,12 @@ TEST_P(TransferEngineTest, LoadsGoBeforeWhatWaitsAlready) {
 // An engine's steps have the device's processors meanwhile.
 TEST_P(TransferEngineTest, WhatMovesBesideAnEngineIsCopiedByTheCopyEngines) {
   HostTier tier(*arena_);
-  const auto saved = value_of(transfers_->save(plans_, tier));
+  const auto saved = value_of(blocking_->save(plans_, tier));
   EXPECT_EQ(device_->copied_by(), CopyBy::kFastest);
   HostTier kept(*arena_);
-  ASSERT_SUCCEEDS(transfers_->put(plans_, kept));
+  ASSERT_SUCCEEDS(blocking_->put(plans_, kept));
   EXPECT_EQ(device_->copied_by(), CopyBy::kEngines);
-  ASSERT_SUCCEEDS(transfers_->restore(saved, plans_, tier));
+  ASSERT_SUCCEEDS(blocking_->restore(saved, plans_, tier));
   EXPECT_EQ(device_->copied_by(), CopyBy::kFastest);
   const JobId load = value_of(transfers_->submit(job(JobKind::kRestore, &tier, saved)));  // as a KV connector's
   ASSERT_SUCCEEDS(transfers_->wait(load).status);

@@ -17,6 +17,7 @@
 #include "engine/rank_memory.h"
 #include "engine/tag_sleep.h"
 #include "kvcache/kv_layout.h"
+#include "offload/blocking_transfers.h"
 #include "offload/host_tier.h"
 #include "tools/bench/bench.h"
 #include "tools/gpu_check/budget.h"
@@ -222,7 +223,8 @@ Json paged(const Gpu& gpu, const Options& options, const Budget& budget, int tok
   if (by_kernel && !info.gathers) return row.update({{"note", info.notes.empty() ? "" : info.notes.back()}}), row;
   const auto arena = must(HostArena::create({.slab_bytes = 256 * kMiB, .pin_for = device.get()}));
   const auto allocator = must(SleepAllocator::create(*device));
-  const auto transfers = must(TransferEngine::create(*device, *arena));
+  const auto engine = must(TransferEngine::create(*device, *arena));
+  BlockingTransfers transfers(*engine);
   const uint64_t bytes = piece * kLayers * blocks;
   const KvLayout layout{.num_blocks = blocks,
                         .tensors = {{.address = must(allocator->allocate("kv_cache", "kv", bytes)),
@@ -248,9 +250,9 @@ Json paged(const Gpu& gpu, const Options& options, const Budget& budget, int tok
   for (int round = 0; round <= options.rounds && (round < 2 || budget.go_on()); ++round) {
     HostTier tier(*arena);
     std::vector<SavedChunk> saved;
-    down.push_back(seconds([&] { saved = must(transfers->save(plans, tier)); }));
+    down.push_back(seconds([&] { saved = must(transfers.save(plans, tier)); }));
     gpu.set(layout.tensors[0].address, 0, bytes);
-    up.push_back(seconds([&] { must(transfers->restore(saved, plans, tier)); }));
+    up.push_back(seconds([&] { must(transfers.restore(saved, plans, tier)); }));
     if (digests.empty()) {
       for (const SavedChunk& chunk : saved) digests.push_back(chunk.digest);
     }

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// TransferEngine: all-or-nothing jobs, and the calls that wait for them.
-#include <fmt/core.h>
+#include "offload/blocking_transfers.h"
 
-#include "offload/transfer_engine.h"
+#include <fmt/core.h>
 
 namespace torpor {
 namespace {
@@ -15,48 +14,51 @@ std::vector<ChunkTransfer> transfers_of(std::span<const ChunkPlan> plans) {
 
 }  // namespace
 
-Result<JobId> TransferEngine::submit_watched(Job job) {
+void BlockingTransfers::watch(std::shared_ptr<ProgressFile> progress) {
+  const MutexLock lock(mutex_);
+  progress_ = std::move(progress);
+}
+
+std::shared_ptr<ProgressFile> BlockingTransfers::watcher() const {
+  const MutexLock lock(mutex_);
+  return progress_;
+}
+
+Result<JobId> BlockingTransfers::submit_watched(Job job) {
   job.all_or_nothing = true;
-  {
-    const MutexLock lock(mutex_);
-    job.progress = progress_;
-  }
+  job.progress = watcher();
   if (job.progress != nullptr) {
     TORPOR_RETURN_IF_ERROR(job.progress->check());
     for (const ChunkTransfer& chunk : job.chunks) job.progress->expect(chunk.plan->bytes());
   }
-  return submit(std::move(job));
+  return engine_.submit(std::move(job));
 }
 
-Result<std::vector<ChunkTransfer>> TransferEngine::wait_watched(JobId id) {
-  JobResult result = wait(id);
+Result<std::vector<ChunkTransfer>> BlockingTransfers::wait_watched(JobId id) {
+  JobResult result = engine_.wait(id);
   if (!result.status) {
-    std::shared_ptr<ProgressFile> progress;
-    {
-      const MutexLock lock(mutex_);
-      progress = progress_;
-    }
+    const std::shared_ptr<ProgressFile> progress = watcher();
     if (progress != nullptr && result.status.error().code == Code::kAborted) TORPOR_RETURN_IF_ERROR(progress->check());
     return std::move(result.status).error();
   }
   return std::move(result.chunks);
 }
 
-Result<std::vector<ChunkTransfer>> TransferEngine::submit_and_wait(Job job) {
+Result<std::vector<ChunkTransfer>> BlockingTransfers::submit_and_wait(Job job) {
   TORPOR_ASSIGN_OR_RETURN(const JobId id, submit_watched(std::move(job)));
   return wait_watched(id);
 }
 
-Result<std::vector<ChunkTransfer>> TransferEngine::do_in_background(Job job) {
+Result<std::vector<ChunkTransfer>> BlockingTransfers::do_in_background(Job job) {
   job.priority = TransferPriority::kOffload;
   job.all_or_nothing = true;
-  TORPOR_ASSIGN_OR_RETURN(const JobId id, submit(std::move(job)));
-  JobResult result = wait(id);
+  TORPOR_ASSIGN_OR_RETURN(const JobId id, engine_.submit(std::move(job)));
+  JobResult result = engine_.wait(id);
   if (!result.status) return std::move(result.status).error();
   return std::move(result.chunks);
 }
 
-Result<std::vector<SavedChunk>> TransferEngine::put(std::span<const ChunkPlan> plans, RecordStore& target) {
+Result<std::vector<SavedChunk>> BlockingTransfers::put(std::span<const ChunkPlan> plans, RecordStore& target) {
   return try_catch([&]() -> Result<std::vector<SavedChunk>> {
     std::vector<SavedChunk> saved;
     saved.reserve(plans.size());
@@ -68,8 +70,8 @@ Result<std::vector<SavedChunk>> TransferEngine::put(std::span<const ChunkPlan> p
   });
 }
 
-Status TransferEngine::move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, RecordStore& source,
-                            RecordStore& target) {
+Status BlockingTransfers::move(std::span<const ChunkPlan> plans, std::span<SavedChunk> saved, RecordStore& source,
+                               RecordStore& target) {
   return try_catch([&]() -> Status {
     std::vector<ChunkTransfer> chunks = transfers_of(plans);
     for (size_t i = 0; i < plans.size(); ++i) chunks[i].saved = saved[i];
@@ -81,7 +83,7 @@ Status TransferEngine::move(std::span<const ChunkPlan> plans, std::span<SavedChu
   });
 }
 
-Result<JobId> TransferEngine::begin_save(std::span<const ChunkPlan> plans, RecordStore& target) {
+Result<JobId> BlockingTransfers::begin_save(std::span<const ChunkPlan> plans, RecordStore& target) {
   return try_catch([&]() -> Result<JobId> {
     return submit_watched({.kind = JobKind::kSave,
                            .store = &target,
@@ -91,7 +93,7 @@ Result<JobId> TransferEngine::begin_save(std::span<const ChunkPlan> plans, Recor
   });
 }
 
-Result<std::vector<SavedChunk>> TransferEngine::end_save(JobId part) {
+Result<std::vector<SavedChunk>> BlockingTransfers::end_save(JobId part) {
   return try_catch([&]() -> Result<std::vector<SavedChunk>> {
     TORPOR_ASSIGN_OR_RETURN(std::vector<ChunkTransfer> chunks, wait_watched(part));
     std::vector<SavedChunk> saved;
@@ -101,9 +103,9 @@ Result<std::vector<SavedChunk>> TransferEngine::end_save(JobId part) {
   });
 }
 
-Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> plans, RecordStore& target) {
+Result<std::vector<SavedChunk>> BlockingTransfers::save(std::span<const ChunkPlan> plans, RecordStore& target) {
   return try_catch([&]() -> Result<std::vector<SavedChunk>> {
-    TORPOR_RETURN_IF_ERROR(usable());
+    TORPOR_RETURN_IF_ERROR(engine_.usable());
     uint64_t total = 0;
     for (const ChunkPlan& plan : plans) total += plan.bytes();
     TORPOR_RETURN_IF_ERROR(target.prepare(total, plans.size()));
@@ -114,8 +116,8 @@ Result<std::vector<SavedChunk>> TransferEngine::save(std::span<const ChunkPlan> 
   });
 }
 
-Result<JobId> TransferEngine::begin_restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans,
-                                            RecordStore& source) {
+Result<JobId> BlockingTransfers::begin_restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans,
+                                               RecordStore& source) {
   return try_catch([&]() -> Result<JobId> {
     std::vector<ChunkTransfer> chunks = transfers_of(plans);
     for (size_t i = 0; i < plans.size(); ++i) {
@@ -134,20 +136,20 @@ Result<JobId> TransferEngine::begin_restore(std::span<const SavedChunk> saved, s
   });
 }
 
-Status TransferEngine::end_restore(JobId part) {
+Status BlockingTransfers::end_restore(JobId part) {
   return try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(wait_watched(part));
     return ok();
   });
 }
 
-Status TransferEngine::restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans,
-                               RecordStore& source) {
+Status BlockingTransfers::restore(std::span<const SavedChunk> saved, std::span<const ChunkPlan> plans,
+                                  RecordStore& source) {
   TORPOR_ASSIGN_OR_RETURN(const JobId all, begin_restore(saved, plans, source));
   return end_restore(all);
 }
 
-Result<std::vector<Digest>> TransferEngine::digests(std::span<const ChunkPlan> plans) {
+Result<std::vector<Digest>> BlockingTransfers::digests(std::span<const ChunkPlan> plans) {
   return try_catch([&]() -> Result<std::vector<Digest>> {
     TORPOR_ASSIGN_OR_RETURN(
         const std::vector<ChunkTransfer> chunks,
