@@ -52,4 +52,10 @@ struct Segment {
   bool is_safe() const { return name_is_durable && durable_end >= std::min(end, broken_at); }
 };
 
+// Read the segment that `file` has. Its records may be in the page cache only, so they count as durable after the next
+// sync. `page`: a page of memory. kIncompatible: its header is not that of `wanted`, whose id and key are ignored.
+// kCorruption: no record is in it. Other errors: those of File and read_header().
+Result<std::shared_ptr<Segment>> read_segment(const File& file, const SegmentHeader& wanted, const Key* key,
+                                              std::span<std::byte> page);
+
 }  // namespace torpor

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
 
 #include <fmt/core.h>
 
@@ -13,7 +12,6 @@
 namespace torpor {
 namespace {
 
-constexpr std::chrono::milliseconds kLockPause{50};
 constexpr uint64_t kSegmentBytes = 64 * kMiB;
 constexpr uint64_t kMostRecordBytes = kGiB;
 
@@ -36,20 +34,9 @@ Status check(const SegmentStoreOptions& options) {
   return ok();
 }
 
-Result<std::unique_ptr<File>> lock_of(Directory& directory, std::chrono::milliseconds wait) {
-  const auto end = std::chrono::steady_clock::now() + wait;
-  while (true) {
-    Result<std::unique_ptr<File>> lock = directory.lock("LOCK");
-    const bool taken = !lock && lock.error().code == Code::kUnavailable;
-    if (!taken || std::chrono::steady_clock::now() >= end) return lock;
-    std::this_thread::sleep_for(kLockPause);
-  }
-}
-
 }  // namespace
 
-SegmentStore::SegmentStore(std::unique_ptr<Directory> directory, std::unique_ptr<File> lock,
-                           SegmentStoreOptions options, const Clock& clock)
+SegmentStore::SegmentStore(std::unique_ptr<SegmentDirectory> directory, SegmentStoreOptions options, const Clock& clock)
     : options_(std::move(options)),
       traits_{.kind = "disk",
               .durable = true,
@@ -57,10 +44,9 @@ SegmentStore::SegmentStore(std::unique_ptr<Directory> directory, std::unique_ptr
               .slots_per_segment = slots_of(options_)},
       capacity_(most_bytes_of_segment(options_)),
       directory_(std::move(directory)),
-      lock_(std::move(lock)),
       clock_(clock) {}
 
-SegmentStore::~SegmentStore() { remove_dropped(); }
+SegmentStore::~SegmentStore() = default;
 
 // Assumes that each record is in a batch of its own, and as far behind the one before as its alignment may need.
 uint64_t SegmentStore::most_bytes_of_segment(const SegmentStoreOptions& options) {
@@ -72,36 +58,26 @@ uint64_t SegmentStore::most_bytes_of_segment(const SegmentStoreOptions& options)
 Result<std::unique_ptr<SegmentStore>> SegmentStore::open(FileSystem& file_system, const std::string& path,
                                                          SegmentStoreOptions options, const Clock& clock) {
   TORPOR_RETURN_IF_ERROR(check(options));
-  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> directory,
-                          file_system.open_directory(fmt::format("{}/r{}", path, options.rank), true));
-  TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<File> lock, lock_of(*directory, options.lock_wait));
-  std::unique_ptr<SegmentStore> store(
-      new SegmentStore(std::move(directory), std::move(lock), std::move(options), clock));
+  TORPOR_ASSIGN_OR_RETURN(
+      std::unique_ptr<SegmentDirectory> directory,
+      SegmentDirectory::open(file_system, fmt::format("{}/r{}", path, options.rank), options.lock_wait));
+  std::unique_ptr<SegmentStore> store(new SegmentStore(std::move(directory), std::move(options), clock));
   TORPOR_RETURN_IF_ERROR(store->look_around());
   return store;
 }
 
 // List the segments in the directory, and check that the disk has space for the rest of the budget.
 Status SegmentStore::look_around() {
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory_->list());
-  uint64_t there = 0;
-  for (const Entry& entry : entries) {
-    const std::optional<uint64_t> number = segment_number(entry.name);
-    if (!number || entry.kind != EntryKind::kFile) continue;
-    at_the_start_.push_back(*number);
-    first_number_ = std::max(first_number_, *number + 1);
-    const Result<std::unique_ptr<File>> file = directory_->open_file(entry.name);
-    const Result<uint64_t> size = file ? (*file)->size() : Result<uint64_t>(0);
-    there += size ? *size : 0;
-  }
-  std::sort(at_the_start_.begin(), at_the_start_.end());
+  TORPOR_ASSIGN_OR_RETURN(SegmentDirectory::Content content, directory_->content());
+  at_the_start_ = std::move(content.numbers);
+  if (!at_the_start_.empty()) first_number_ = at_the_start_.back() + 1;
   if (first_number_ > kMostSegmentNumber) return no_more_numbers();
   if (options_.budget_bytes == 0) return ok();
   TORPOR_ASSIGN_OR_RETURN(const uint64_t free, directory_->free_bytes());
-  if (free + there >= options_.budget_bytes) return ok();
+  if (free + content.bytes >= options_.budget_bytes) return ok();
   return Error{.code = Code::kResourceExhausted,
                .what = fmt::format("{} has room for {} bytes of blocks, {} are wanted", directory_->path(),
-                                   free + there, options_.budget_bytes),
+                                   free + content.bytes, options_.budget_bytes),
                .next_step = "free disk space, choose another directory or use a smaller budget"};
 }
 
@@ -150,13 +126,13 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint64_t number, uint32_
   }
   // Removes the file by its name, so no thread may begin this segment anew before the file is gone. Threads that wait
   // for the segment go on waiting.
-  remove_segment_file(number);
+  directory_->remove(number);
   std::shared_ptr<File> closing;
   const MutexLock lock(mutex_);
   const bool dropped = segment->state == Segment::State::kGone;
   closing = forget(*segment);
   std::erase(unfinished_, segment);
-  if (!dropped) segments_.erase(number);  // else remove_dropped() removes a file of this name once more
+  if (!dropped) segments_.erase(number);  // else remove_queued() removes a file of this name once more
   return made.error();
 }
 
@@ -175,18 +151,11 @@ Result<SegmentStore::SegmentPtr> SegmentStore::begin_segment(uint64_t number, ui
                                      health_.held_bytes, options_.budget_bytes, capacity_),
                  .next_step = "drop a segment, or use a larger budget"};
   }
-  const Protection protection = options_.key == nullptr ? Protection::kNone
-                                : options_.encrypt      ? Protection::kEncrypted
-                                                        : Protection::kAuthenticated;
   auto segment = std::make_shared<Segment>();
-  segment->header = {.number = number,
-                     .rank = options_.rank,
-                     .slots = traits_.slots_per_segment,
-                     .space = digest->second,
-                     .id = random_seal_id(),
-                     .protection = protection};
+  segment->header = header_of(number, digest->second);
+  segment->header.id = random_seal_id();
   if (options_.key != nullptr) {
-    segment->seal = std::make_shared<Seal>(*options_.key, segment->header.id, protection);
+    segment->seal = std::make_shared<Seal>(*options_.key, segment->header.id, segment->header.protection);
     segment->header.key_name = segment->seal->key_name();
   }
   segment->space = space;
@@ -198,12 +167,18 @@ Result<SegmentStore::SegmentPtr> SegmentStore::begin_segment(uint64_t number, ui
   return segment;
 }
 
+SegmentHeader SegmentStore::header_of(uint64_t number, const Digest& space) const {
+  return {.number = number,
+          .rank = options_.rank,
+          .slots = traits_.slots_per_segment,
+          .space = space,
+          .protection = options_.key == nullptr ? Protection::kNone
+                        : options_.encrypt      ? Protection::kEncrypted
+                                                : Protection::kAuthenticated};
+}
+
 Status SegmentStore::make_file(Segment& segment) {
-  std::shared_ptr<File> file;
-  {
-    DirectoryTurn directory(*this);
-    TORPOR_ASSIGN_OR_RETURN(file, directory->create_file(segment_name(segment.header.number), options_.io));
-  }
+  TORPOR_ASSIGN_OR_RETURN(std::shared_ptr<File> file, directory_->create(segment.header.number, options_.io));
   TORPOR_RETURN_IF_ERROR(file->preallocate(capacity_));
   ScratchPool::Lease scratch(scratch_);
   const std::span<std::byte> room = scratch->room(kPage);

@@ -30,6 +30,7 @@
 #include "base/mutex.h"
 #include "base/seal.h"
 #include "offload/scratch.h"
+#include "offload/segment_directory.h"
 #include "offload/segment_format.h"
 #include "offload/slot_store.h"
 
@@ -80,14 +81,11 @@ class SegmentStore final : public SlotStore {
   static uint64_t most_bytes_of_segment(const SegmentStoreOptions& options);
 
  private:
-  struct Batch;
   struct Reading;
-  class DirectoryTurn;
   class Writing;
   using SegmentPtr = std::shared_ptr<Segment>;
 
-  SegmentStore(std::unique_ptr<Directory> directory, std::unique_ptr<File> lock, SegmentStoreOptions options,
-               const Clock& clock);
+  SegmentStore(std::unique_ptr<SegmentDirectory> directory, SegmentStoreOptions options, const Clock& clock);
   Status look_around();
   void do_put(std::span<RecordPart> parts) override;
   void do_get(std::span<RecordPart> parts) override;
@@ -97,13 +95,10 @@ class SegmentStore final : public SlotStore {
   Result<SegmentPtr> writable(uint64_t number, uint32_t space);
   Error no_more_numbers() const;
   Result<SegmentPtr> begin_segment(uint64_t number, uint32_t space) TORPOR_REQUIRES(mutex_);
+  SegmentHeader header_of(uint64_t number, const Digest& space) const;  // without id and key
   Status make_file(Segment& segment);
   void end_older() TORPOR_REQUIRES(mutex_);
   void put_batch(std::span<RecordPart* const> parts);
-  Status encode(std::span<RecordPart* const> parts, const RecordFile& file, PageBuffer& scratch, Batch& batch) const;
-  Status reserve(Segment& segment, Batch& batch);
-  void write(Segment& segment, Batch& batch);
-  void finish_batch(Segment& segment, Batch& batch);
   void finish_ended();
   std::vector<Reading> look_up(std::span<RecordPart> parts);
   void read(std::span<Reading> readings, std::span<std::byte>& room);
@@ -116,18 +111,14 @@ class SegmentStore final : public SlotStore {
   Result<uint64_t> sync_one(Segment& segment);
   void give_up(Segment& segment, const Error& error);
   std::shared_ptr<File> forget(Segment& segment) TORPOR_REQUIRES(mutex_);
-  void remove_segment_file(uint64_t number);
-  void remove_dropped() noexcept;
   Status recover_segment(uint64_t number, uint32_t space, std::vector<RecoveredSlot>& found);
-  Result<SegmentPtr> read_segment(uint64_t number, uint32_t space, const File& file);
   Status link(Segment& segment, std::span<const SegmentRecord> records, Directory& into);
   Status copy(Segment& segment, std::span<const SegmentRecord> records, Directory& into, const std::string& name);
 
   const SegmentStoreOptions options_;
   const StoreTraits traits_;
   const uint64_t capacity_;
-  const std::unique_ptr<Directory> directory_;  // used through DirectoryTurn
-  const std::unique_ptr<File> lock_;
+  const std::unique_ptr<SegmentDirectory> directory_;
   const Clock& clock_;
   uint64_t first_number_ = 0;           // set by open()
   std::vector<uint64_t> at_the_start_;  // segment numbers; recover() takes them
@@ -135,41 +126,14 @@ class SegmentStore final : public SlotStore {
 
   mutable Mutex mutex_;  // not held during a read, write or sync; guards the segments' content too
   CondVar changed_;
-  bool directory_busy_ TORPOR_GUARDED_BY(mutex_) = false;
   std::map<uint64_t, SegmentPtr> segments_ TORPOR_GUARDED_BY(mutex_);
   std::vector<SegmentPtr> unfinished_ TORPOR_GUARDED_BY(mutex_);  // take records, or must be cut
   uint64_t newest_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::map<uint32_t, Digest> spaces_ TORPOR_GUARDED_BY(mutex_);
   uint64_t uses_ TORPOR_GUARDED_BY(mutex_) = 0;
-  struct Dropped {
-    uint64_t number = 0;
-    std::shared_ptr<File> file;
-  };
-  std::vector<Dropped> dropped_ TORPOR_GUARDED_BY(mutex_);  // their files still exist
   std::set<std::string> copies_ TORPOR_GUARDED_BY(mutex_);  // leased files that are not links
   StoreHealth health_ TORPOR_GUARDED_BY(mutex_);
   std::chrono::nanoseconds failed_at_ TORPOR_GUARDED_BY(mutex_){};
-};
-
-// Exclusive use of the directory for one thread. A thread that waits for its turn holds no lock.
-class SegmentStore::DirectoryTurn {
- public:
-  explicit DirectoryTurn(SegmentStore& store) : store_(store) {
-    const MutexLock lock(store_.mutex_);
-    while (store_.directory_busy_) store_.changed_.wait(store_.mutex_);
-    store_.directory_busy_ = true;
-  }
-  ~DirectoryTurn() {
-    const MutexLock lock(store_.mutex_);
-    store_.directory_busy_ = false;
-    store_.changed_.notify_all();
-  }
-  DirectoryTurn(const DirectoryTurn&) = delete;
-  DirectoryTurn& operator=(const DirectoryTurn&) = delete;
-  Directory* operator->() { return store_.directory_.get(); }
-
- private:
-  SegmentStore& store_;
 };
 
 }  // namespace torpor

@@ -91,11 +91,8 @@ Result<std::shared_ptr<File>> SegmentStore::file_of(Segment& segment) {
     if (!segment.is_there())
       return not_there(static_cast<StoreSlot>(segment.header.number) * traits_.slots_per_segment);
   }
-  std::shared_ptr<File> opened;
-  {
-    DirectoryTurn directory(*this);
-    TORPOR_ASSIGN_OR_RETURN(opened, directory->open_file(segment_name(segment.header.number), options_.io));
-  }
+  TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened,
+                          directory_->open_file(segment.header.number, options_.io));
   {
     const MutexLock lock(mutex_);
     if (segment.is_there()) segment.file = opened;

@@ -51,7 +51,7 @@ void SegmentStore::finish_ended() {
 // ---- sync
 
 Status SegmentStore::sync() {
-  remove_dropped();
+  directory_->remove_queued();
   return try_catch([this]() -> Status {
     std::vector<SegmentPtr> unsafe;
     {
@@ -84,10 +84,7 @@ Status SegmentStore::make_safe(std::span<const SegmentPtr> segments) {
     (segment->name_is_durable ? synced : unnamed).emplace_back(segment, *end);
   }
   if (!unnamed.empty()) {
-    const Status named = [&] {
-      DirectoryTurn directory(*this);
-      return directory->sync();
-    }();
+    const Status named = directory_->sync();
     if (!named) give_up_all(std::exchange(unnamed, {}), named.error());
     synced.insert(synced.end(), unnamed.begin(), unnamed.end());
   }
@@ -140,7 +137,7 @@ void SegmentStore::give_up(Segment& segment, const Error& error) {
     closing = forget(segment);
   }
   log().warn("blocks on disk: {} is dropped: {}", segment_name(segment.header.number), error);
-  remove_segment_file(segment.header.number);
+  directory_->remove(segment.header.number);
 }
 
 // ---- drop
@@ -156,37 +153,13 @@ std::shared_ptr<File> SegmentStore::forget(Segment& segment) {
   return std::move(segment.file);
 }
 
-// If the file cannot be removed, the next process finds it again; its records are still valid.
-void SegmentStore::remove_segment_file(uint64_t number) {
-  const Status removed = try_catch([&]() -> Status {
-    DirectoryTurn directory(*this);
-    return directory->remove_file(segment_name(number));
-  });
-  if (!removed && removed.error().code != Code::kNotFound) log().warn("blocks on disk: {}", removed.error());
-}
-
-// Holds no lock: freeing the disk space of a segment may take tens of milliseconds.
-void SegmentStore::remove_dropped() noexcept {
-  std::vector<Dropped> going;
-  {
-    const MutexLock lock(mutex_);
-    going.swap(dropped_);
-  }
-  for (const Dropped& each : going) remove_segment_file(each.number);
-}
-
 void SegmentStore::drop(std::span<const SlotRange> ranges) {
   const int64_t slots = traits_.slots_per_segment;
   for (const SlotRange& range : ranges) {
     const int64_t first = std::max<int64_t>(range.first, 0);
     const int64_t end = range.first + range.count;
     for (int64_t number = first / slots; number * slots < end; ++number) {
-      (void)try_catch([&]() -> Status {
-        const MutexLock lock(mutex_);
-        dropped_.reserve(dropped_.size() + 1);
-        return ok();
-      });
-      Dropped now;  // removed at once if there is no memory to queue it
+      std::shared_ptr<File> file;
       {
         const MutexLock lock(mutex_);
         const auto found = segments_.lower_bound(static_cast<uint64_t>(number));  // skip numbers that do not exist
@@ -205,14 +178,11 @@ void SegmentStore::drop(std::span<const SlotRange> ranges) {
           }
           continue;
         }
-        now = {.number = static_cast<uint64_t>(number), .file = forget(segment)};
-        if (now.number < first_number_) segments_.erase(found);
-        if (dropped_.size() < dropped_.capacity()) {
-          dropped_.push_back(std::move(now));
-          continue;
-        }
+        file = forget(segment);
+        if (found->first < first_number_) segments_.erase(found);
       }
-      remove_segment_file(now.number);
+      const auto gone = static_cast<uint64_t>(number);
+      if (!directory_->remove_later(gone, file)) directory_->remove(gone);
     }
   }
 }
@@ -235,7 +205,7 @@ Result<std::vector<RecoveredSlot>> SegmentStore::recover(uint32_t space) {
       const Code code = read.error().code;
       log().info("blocks on disk: {}: {}", segment_name(number), read.error());
       if (code == Code::kCorruption || code == Code::kIncompatible || code == Code::kUnauthenticated) {
-        remove_segment_file(number);
+        directory_->remove(number);
       } else {
         note(read.error(), false);
       }
@@ -250,12 +220,18 @@ Result<std::vector<RecoveredSlot>> SegmentStore::recover(uint32_t space) {
 }
 
 Status SegmentStore::recover_segment(uint64_t number, uint32_t space, std::vector<RecoveredSlot>& found) {
-  std::shared_ptr<File> file;
+  Digest digest;
   {
-    DirectoryTurn directory(*this);
-    TORPOR_ASSIGN_OR_RETURN(file, directory->open_file(segment_name(number), options_.io));
+    const MutexLock lock(mutex_);
+    digest = spaces_.at(space);
   }
-  TORPOR_ASSIGN_OR_RETURN(const SegmentPtr segment, read_segment(number, space, *file));
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory_->open_file(number, options_.io));
+  ScratchPool::Lease scratch(scratch_);
+  const std::span<std::byte> room = scratch->room(kPage);
+  if (room.empty()) return no_memory_for(kPage);
+  TORPOR_ASSIGN_OR_RETURN(const SegmentPtr segment,
+                          read_segment(*file, header_of(number, digest), options_.key.get(), room.first(kPage)));
+  segment->space = space;
   const MutexLock lock(mutex_);
   health_.io = file->io();
   health_.held_bytes += segment->reserved;
@@ -270,54 +246,6 @@ Status SegmentStore::recover_segment(uint64_t number, uint32_t space, std::vecto
   }
   segments_.emplace(number, segment);
   return ok();
-}
-
-// Read batch pages until one does not match: that is the end of the segment, whatever follows. The records may be in
-// the page cache only, so they count as durable after the next sync.
-Result<SegmentStore::SegmentPtr> SegmentStore::read_segment(uint64_t number, uint32_t space, const File& file) {
-  ScratchPool::Lease scratch(scratch_);
-  const std::span<std::byte> room = scratch->room(kPage);
-  if (room.empty()) return no_memory_for(kPage);
-  const std::span<std::byte> page = room.first(kPage);
-  TORPOR_ASSIGN_OR_RETURN(const uint64_t file_bytes, file.size());
-  TORPOR_RETURN_IF_ERROR(file.pread(page, 0));
-  TORPOR_ASSIGN_OR_RETURN(OpenedHeader opened, read_header(page, options_.key.get()));
-  auto segment = std::make_shared<Segment>();
-  segment->header = opened.header;
-  segment->seal = std::move(opened.seal);
-  segment->space = space;
-  segment->state = Segment::State::kEnded;
-  segment->finished = true;
-  segment->recovered = true;
-  segment->reserved = file_bytes;
-  Digest wanted;
-  {
-    const MutexLock lock(mutex_);
-    wanted = spaces_.at(space);
-  }
-  const SegmentHeader& header = segment->header;
-  if (header.space != wanted || header.number != number || header.rank != options_.rank ||
-      header.slots != traits_.slots_per_segment ||
-      (segment->seal != nullptr && (header.protection == Protection::kEncrypted) != options_.encrypt)) {
-    return Error{.code = Code::kIncompatible,
-                 .what = "it is of another namespace, another rank or another size",
-                 .next_step = "compute its blocks again"};
-  }
-  segment->places.resize(static_cast<size_t>(header.slots));
-  while (segment->end + kPage <= file_bytes) {
-    if (!file.pread(page, segment->end)) break;
-    const auto records = read_batch(page, header, segment->end, file_bytes, segment->seal.get());
-    if (!records) break;
-    const bool fresh = std::all_of(records->begin(), records->end(), [&](const SegmentRecord& record) {
-      return segment->places[record.position].use == Segment::Use::kUnused;
-    });
-    if (!fresh) break;
-    for (const SegmentRecord& record : *records) segment->places[record.position] = {record, Segment::Use::kStored};
-    segment->used += records->size();
-    segment->end = record_end(records->back());
-  }
-  if (segment->used > 0) return segment;
-  return Error{.code = Code::kCorruption, .what = "there is no record in it", .next_step = "nothing is lost"};
 }
 
 // ---- lease
@@ -355,10 +283,7 @@ Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const StoreSlot>
 
 Status SegmentStore::link(Segment& segment, std::span<const SegmentRecord> records, Directory& into) {
   const std::string name = leased_name(segment.header);
-  const Status linked = [&] {
-    DirectoryTurn directory(*this);
-    return directory->link_new(segment_name(segment.header.number), into, name);
-  }();
+  const Status linked = directory_->link(segment.header.number, into, name);
   if (linked) return ok();
   const int64_t native = linked.error().native;
   bool is_copy = false;

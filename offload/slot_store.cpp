@@ -75,9 +75,9 @@ void SlotStore::get(std::span<RecordPart> parts) {
   each_ends(parts, traits(), [&] { do_get(parts); });
 }
 
-Error SlotStore::not_there(StoreSlot slot) const {
+Error no_content(std::string_view kind, StoreSlot slot) {
   return Error{.code = Code::kNotFound,
-               .what = fmt::format("slot {} of the {} store has nothing in it", slot, traits().kind),
+               .what = fmt::format("slot {} of the {} store has nothing in it", slot, kind),
                .next_step = "compute the block"};
 }
 

@@ -46,6 +46,8 @@ inline StoreSlot slot_of(const RecordPart& part) { return static_cast<StoreSlot>
 const BlockKey& key_of(const RecordPart& part);
 // Copy `record` into the part's chunk: size, digest, codec, stored size.
 void describe(RecordPart& part, const StoredRecord& record);
+// Return the error of a slot without content; `kind`: of its store (StoreTraits).
+Error no_content(std::string_view kind, StoreSlot slot);
 
 struct SlotRange {
   StoreSlot first = 0;
@@ -127,7 +129,7 @@ class SlotStore : public RecordStore {
   virtual void do_put(std::span<RecordPart> parts) = 0;
   virtual void do_get(std::span<RecordPart> parts) = 0;
   virtual void do_find(std::span<RecordPart> parts);
-  Error not_there(StoreSlot slot) const;
+  Error not_there(StoreSlot slot) const { return no_content(traits().kind, slot); }
   Error wrong_size(const RecordPart& part, uint64_t bytes) const;
   Error unsupported(std::string_view verb) const;
 };
