@@ -126,16 +126,6 @@ def name_image_token(words: dict, number: int) -> None:
     next(added for added in words["added_tokens"] if added["id"] == number)["content"] = "<image>"
 
 
-def write_image(folder: Path) -> None:
-    """The image that a module of tests opens, where vLLM keeps what it has downloaded of its assets."""
-    from PIL import Image
-
-    path = folder / "assets/vllm_public_assets/stop_sign.jpg"
-    path.parent.mkdir(parents=True)
-    Image.new("RGB", (64, 64), "red").save(path)
-
-
 if __name__ == "__main__":
-    write_image(Path(sys.argv[1]))
     for each, described in configurations().items():
         write(Path(sys.argv[1]), each, described, Path(sys.argv[2]))

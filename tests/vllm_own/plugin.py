@@ -10,11 +10,14 @@ vLLM's tests, gets torpor's mixin in front of the class that it names, as engine
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.machinery
 import importlib.util
 import os
 import signal
 import sys
+import types
 
 import counting
 import pytest
@@ -22,8 +25,11 @@ from counting import record
 
 RUN = os.environ["VLLM_OWN_RUN"]
 TEST_SECONDS = 300
-# Tests of engines that vLLM runs on a GPU alone: their modules skip themselves elsewhere. Most of them pass on a CPU.
-OF_GPUS = ("test_abort_final_step.py", "test_async_llm.py", "test_engine_core.py", "test_engine_core_client.py")
+# Tests of engines that vLLM runs on a GPU alone: their modules skip themselves elsewhere. VLLM_OWN_GPU_ENGINES=1 has
+# them run on a CPU.
+OF_GPUS = ("test_engine_core.py", "test_engine_core_client.py")
+# Modules that import ray for one test, or import another one that does.
+NAMES_RAY = ("test_bidirectional_kv_transfer.py", "test_nixl_connector.py")
 
 
 def pytest_configure(config) -> None:
@@ -45,21 +51,45 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_make_collect_report(collector):
-    """While a module of OF_GPUS is imported, its look at the platform, and no other, finds a GPU."""
-    if not isinstance(collector, pytest.Module) or collector.path.name not in OF_GPUS:
+    with contextlib.ExitStack() as meanwhile:
+        name = collector.path.name if isinstance(collector, pytest.Module) else None
+        if name in NAMES_RAY:
+            meanwhile.enter_context(empty_ray())
+        if name in OF_GPUS and "VLLM_OWN_GPU_ENGINES" in os.environ:
+            meanwhile.enter_context(platform_of_a_gpu(str(collector.path)))
+        yield
+
+
+@contextlib.contextmanager
+def empty_ray():
+    """A module in the place of ray that has nothing: what calls it fails. Others find ray missing, as it is."""
+    if importlib.util.find_spec("ray") is not None:
         yield
         return
+    sys.modules["ray"] = types.ModuleType("ray")
+    sys.modules["ray"].__spec__ = importlib.machinery.ModuleSpec("ray", None)
+    try:
+        yield
+    finally:
+        del sys.modules["ray"]
+
+
+@contextlib.contextmanager
+def platform_of_a_gpu(path: str):
+    """The look at the platform of the module at `path`, and no other, finds a GPU."""
     from vllm.platforms import current_platform
 
     def found(stock):
-        return lambda: sys._getframe(1).f_globals.get("__file__") == str(collector.path) or stock()
+        return lambda: sys._getframe(1).f_globals.get("__file__") == path or stock()
 
     names = ("is_cuda", "is_cuda_alike")
     for name in names:
         setattr(current_platform, name, found(getattr(current_platform, name)))
-    yield
-    for name in names:
-        delattr(current_platform, name)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(current_platform, name)
 
 
 def use_mixin() -> None:
