@@ -61,6 +61,7 @@ BENCHES = {
     "connector": "tools/bench/connector_bench.py",
     "rl": "tools/bench/rl_bench.py",
     "trl": "tools/bench/trl_bench.py",
+    "verl": "tools/bench/verl_bench.py",
     "codec": "build/release/tools/bench/codec_bench",
     "early": "build/release/tools/bench/early_bench",
     "early_vllm": "tools/bench/early_vllm_bench.py",
