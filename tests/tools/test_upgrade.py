@@ -30,13 +30,13 @@ def version_of(server: Server) -> str:
     return httpx.get(f"{server.url}/version", timeout=600).json()["version"]
 
 
-def asked(client: Client, readings: list[Reading]) -> list[asyncio.Task]:
+def asked(client: Client, readings: list[Reading], tokens: int = TOKENS) -> list[asyncio.Task]:
     return [
         asyncio.create_task(
             client.chat(
                 reading,
                 f"Write note {number} about the sea.",
-                **sampling(number, TOKENS),
+                **sampling(number, tokens),
                 extra_body={"ignore_eos": True},
             )
         )
