@@ -491,9 +491,9 @@ def test_what_ends_requests_waits_for_a_hand_over_and_is_refused_after_it(monkey
             for hands_over in (False, True):
                 server.enter("handing over")
                 waits.clear()
-                calling = asyncio.create_task(call())
-                await waits.wait()
-                assert not calling.done()
+                calling, waiting = asyncio.create_task(call()), asyncio.create_task(waits.wait())
+                await asyncio.wait({calling, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                assert waiting.done() and not calling.done()
                 server.handed_over = hands_over
                 server.enter("ending" if hands_over else "awake")
                 answer = await calling

@@ -225,7 +225,8 @@ async def take_overs(pair: Pair, rounds: int, tokens: int) -> TakeOvers:
         await asyncio.to_thread(
             until_state, pair.standby, lambda state, pid=pair.owner.pid: state["standby"]["owner"]["pid"] == pid
         )
-        owner, first = pair.owner.pid, chance.uniform(0.05, 0.6) if IN_PROOF else 0.2
+        latest = 0.3 if fault.full_disk else 0.6  # answers go on until the log has failed
+        owner, first = pair.owner.pid, chance.uniform(0.05, latest) if IN_PROOF else 0.2
         at = first, chance.uniform(first, 0.7) if IN_PROOF else 0.4
         how = await hit(pair, expected, f"hit-{tokens}-{number}", fault, at, tokens, seen)
         print(f"took over, {number + 1}: {fault}, at {at[0]:.2f} and {at[1]:.2f}: {how}", flush=True)
