@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     for problem, of in found.items():
         print(f"{', '.join(of)}: {problem}")
     if "--golden" in arguments:
-        return write_golden(tree, parts, version, origin, len(found))
+        return write_golden(tree, folder, parts, version, origin, len(found))
     if since is not None and since not in golden.known():
         raise SetupError(f"there is no golden contract of {since}; there are {', '.join(golden.known())}")
     old = golden.known()[since] if since else golden.before(version)
@@ -53,12 +53,18 @@ def main(arguments: list[str]) -> int:
     return 1 if found else 0
 
 
-def write_golden(tree, parts: dict, version: str, origin: str, differences: int) -> int:
+def write_golden(tree, folder: Path, parts: dict, version: str, origin: str, differences: int) -> int:
     if differences:
         raise SetupError("a golden contract is of a release that the manifest fits; write down what differs first")
     golden.FOLDER.mkdir(parents=True, exist_ok=True)
     golden.path_of(version).write_text(golden.text_of(tree, parts, version, origin))
-    setup.say(f"  {golden.path_of(version).relative_to(ROOT)} is written")
+    from torpor.vllm.compat import source, unchanged
+
+    unchanged.FOLDER.mkdir(parents=True, exist_ok=True)
+    table = unchanged.FOLDER / f"{version}.json"
+    table.write_text(unchanged.text_of(unchanged.table_of(source.SourceTree, folder, parts)))
+    for path in (golden.path_of(version), table):
+        setup.say(f"  {path.relative_to(ROOT)} is written")
     return 0
 
 

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
 from torpor import _core
+
+if TYPE_CHECKING:  # it imports all that computes with adapters
+    from vllm.lora.lora_model import LoRAModel
 
 _FIELDS = ("lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace", "is_3d_lora_weight")
 

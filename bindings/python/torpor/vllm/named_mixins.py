@@ -39,6 +39,13 @@ class NamedMixins:
         """The full name of that class; the class itself where no name leads to `base`."""
         return self.short(_encoded(base)) if _is_found_by_name(base) else self.over(base)
 
+    def named_by(self, given: str | type) -> str | type:
+        """The same for a class, or the name of one. One of vLLM's own is not imported: this process may not need it."""
+        if isinstance(given, str) and given.startswith("vllm."):
+            module, _, name = given.rpartition(".")
+            return self.short(_joined(module, name))
+        return self.named(resolved(given))
+
     def short(self, name: str) -> str:
         """The full name of that class over one of vLLM's with a short name."""
         return f"{self._module}.{name}"
@@ -71,7 +78,11 @@ def resolved(given: str | type):
 
 def _encoded(cls: type) -> str:
     """Its full name without a dot: vLLM splits names there."""
-    return f"{cls.__module__}/{cls.__qualname__}".replace(".", ":")
+    return _joined(cls.__module__, cls.__qualname__)
+
+
+def _joined(module: str, name: str) -> str:
+    return f"{module}/{name}".replace(".", ":")
 
 
 def _is_found_by_name(cls: type) -> bool:

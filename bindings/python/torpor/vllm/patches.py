@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from torpor.vllm import engine_core, front_ends
 from torpor.vllm.compat import lookup
 from torpor.vllm.patching import Patches
+from torpor.vllm.when_imported import when_imported
 
 
 def install(patches: Patches, parts: tuple[str, ...]) -> None:
@@ -24,10 +25,14 @@ def install(patches: Patches, parts: tuple[str, ...]) -> None:
 
 
 def _loader() -> None:
-    """vLLM's load_format="torpor"."""
-    from torpor.vllm import loader
+    """vLLM's load_format="torpor", in the process that loads a model."""
 
-    loader.register()
+    def register() -> None:
+        from torpor.vllm import loader
+
+        loader.register()
+
+    when_imported("vllm.model_executor.model_loader", register)
 
 
 def _graph_pool(patches: Patches) -> None:

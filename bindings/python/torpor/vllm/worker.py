@@ -17,7 +17,7 @@ from torpor.vllm import adapters, device, kept, kv_layout, other_connectors, plu
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.memory import CpuWorkerMemory
 from torpor.vllm.mixed_in import Stock
-from torpor.vllm.named_mixins import NamedMixins, resolved
+from torpor.vllm.named_mixins import NamedMixins
 from torpor.vllm.options import Options, holds_memory_of
 from torpor.vllm.slots import begin_events
 from torpor.vllm.worker_memory import WorkerMemory
@@ -253,7 +253,7 @@ def choose(vllm_config) -> None:
     """Puts the mixin in front of this engine's workers. Doing it again changes nothing."""
     parallel = vllm_config.parallel_config
     if not _MADE.has(parallel.worker_cls):
-        parallel.worker_cls = _MADE.named(resolved(parallel.worker_cls))
+        parallel.worker_cls = _MADE.named_by(parallel.worker_cls)
 
 
 def _is_v2(worker) -> bool:

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 
 from torpor.errors import Unsupported
-from torpor.vllm.compat import changes, guards, tiers
+from torpor.vllm.compat import changes, guards, tiers, unchanged
 
 VERSIONS = {"0.31": "v0_31", "0.32": "v0_32", "0.33": "v0_33"}  # of vLLM, without the patch level: the module here
 
@@ -43,10 +43,13 @@ def lookup(module: str, name: str):
 def check(version: str, *parts: str) -> list[str]:
     """Return the unknown fields that only a checkpoint would lack (tiers.py).
 
+    Imports no module whose files are as in a known release (unchanged.py).
     Raises Unsupported, naming the first difference, if the installed vLLM differs from the manifest in anything else.
     """
     described = manifest(version)
-    differs = [problem for part in parts for problem in guards.problems(described.PARTS[part])]
+    differs = [
+        problem for part in parts for problem in guards.problems(unchanged.to_compare(described.PARTS[part], version))
+    ]
     found, new_process = tiers.split(differs)
     if found:
         raise Unsupported(f"vLLM {version} is not as expected: {first_of(found)}", "install the torpor that fits it")

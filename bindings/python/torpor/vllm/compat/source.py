@@ -54,6 +54,10 @@ class SourceTree:
     def has_module(self, name: str) -> bool:
         return self._path(name) is not None
 
+    def files(self) -> list[Path]:
+        """Return the files that were read up to now, sorted."""
+        return sorted(path for name in self._modules if (path := self._path(name)) is not None)
+
     def holds(self, name: str) -> bool:
         """Whether the module is of this package, even if it does not exist."""
         return name.split(".")[0] == self._folder.name

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does something to a module of vLLM once vLLM has imported it. To import it earlier would cost each process time that
+needs the module late or never.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Call `action` when the module `name` has been imported; at once if it has been.
+
+    What `action` raises, the import raises.
+    """
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _Watcher(name, action))
+
+
+class _Watcher(MetaPathFinder):
+    """Finds one module as the other finders do, and wraps its loader."""
+
+    def __init__(self, name: str, action: Callable[[], None]):
+        self._name, self._action = name, action
+
+    def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)  # the others find it
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loading(spec.loader, self._action)
+        return spec
+
+
+class _Loading(Loader):
+    """A module's own loader, and what is to be done behind it."""
+
+    def __init__(self, own: Loader, action: Callable[[], None]):
+        self._own, self._action = own, action
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._own  # as if nobody had watched
+        self._own.exec_module(module)
+        self._action()
