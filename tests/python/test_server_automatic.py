@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from server_stubs import Engine, build, client, metrics_by, no_settings, run, started  # noqa: F401
 from torpor.errors import NotEnoughRoom
+from torpor.vllm.server.automatic import pause_between
 
 COMPLETIONS = [("POST", "/v1/completions")]
 
@@ -175,6 +176,49 @@ def test_an_operator_waits_for_the_servers_own_checkpoint_though_requests_come(m
         await asyncio.wait_for(sleep, 60)
         checkpoints.cancel()
         assert server.state == "asleep"
+
+    run(scene())
+
+
+@pytest.mark.parametrize(
+    ("took", "pause"), [(0, 2), (0.5, 1.5), (1, 1), (1.5, 1.5), (2, 2), (10, 2)], ids=lambda value: f"{value} s"
+)
+def test_the_time_of_a_checkpoint_counts_to_the_interval_as_long_as_half_of_the_time_is_free(took, pause):
+    assert pause_between(2, took) == pause
+
+
+def test_the_pause_to_the_next_checkpoint_is_shorter_by_what_the_last_one_took(monkeypatch, tmp_path):
+    """By a clock of the test's own: nobody waits."""
+
+    async def scene():
+        from torpor.vllm.server import automatic as module
+
+        engine, pauses, clock = Engine(tmp_path), [], [100.0]
+        stock, after_three = engine.checkpoint, asyncio.Event()
+
+        async def checkpoint(**_):
+            clock[0] += 0.5
+            return await stock()
+
+        async def sleep(seconds):
+            pauses.append(seconds)
+            clock[0] += seconds
+            if len(pauses) == 3:
+                after_three.set()
+                await asyncio.Event().wait()
+
+        monkeypatch.setattr(engine, "checkpoint", checkpoint)
+        _, server = build(monkeypatch, COMPLETIONS, engine=engine)
+        await started(server)
+        settings = SimpleNamespace(checkpoint_interval_seconds=2)  # set only now: the server itself begins no loop
+        monkeypatch.setattr(server._automatic, "_settings", settings)
+        monkeypatch.setattr(server, "progress", lambda: object())  # something has changed each time
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=sleep))
+        checkpoints = asyncio.create_task(server._automatic.checkpoints())
+        await asyncio.wait_for(after_three.wait(), 600)
+        checkpoints.cancel()
+        assert pauses == [2, 1.5, 1.5]
 
     run(scene())
 

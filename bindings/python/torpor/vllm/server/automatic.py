@@ -20,6 +20,11 @@ _RETRY_SECONDS = 1.0  # of a wake without room: another server on the device may
 _RETRY_AFTER_ERROR_SECONDS = 5.0
 
 
+def pause_between(interval: float, took: float) -> float:
+    """Return the seconds from the end of a checkpoint that took so many seconds to the begin of the next one."""
+    return max(interval - took, min(interval, took))
+
+
 class Automatic:
     """For one life.Server, in its event loop.
 
@@ -140,10 +145,16 @@ class Automatic:
     # --- checkpoints ---
 
     async def checkpoints(self) -> None:
-        """One every so many seconds, unless nothing has changed since the last."""
+        """Begin one every so many seconds, unless nothing has changed since the last.
+
+        After a kill the engine computes again what is younger than the last checkpoint, so the time that a checkpoint
+        takes does not add to the interval. But at least half of the time none is being written.
+        """
         server, known, logged = self._server, None, False
+        interval, took = self._settings.checkpoint_interval_seconds, 0.0
         while True:
-            await asyncio.sleep(self._settings.checkpoint_interval_seconds)
+            await asyncio.sleep(pause_between(interval, took))
+            took = 0.0
             now = server.progress()
             if server.state != "awake" or server.operating() or now == known:
                 continue
@@ -154,6 +165,7 @@ class Automatic:
                 continue
             logged = False
             self.checkpointing = True
+            began = time.monotonic()
             try:
                 report = await server.checkpoint()
             except Exception as problem:
@@ -161,6 +173,7 @@ class Automatic:
                 continue
             finally:
                 self.checkpointing = False
+                took = time.monotonic() - began
             known = now
             logger.info(
                 "torpor: checkpoint of %d requests, %.1f MB; the engine stood still for %.3f s",

@@ -115,7 +115,8 @@ class Settings:
     checkpoint_interval_seconds: float = _setting(
         0.0,
         NUMBER,
-        "seconds between checkpoints while serving; 0: none",
+        "seconds from the begin of a checkpoint while serving to that of the next; 0: none",
+        details="After one that takes longer than half of them, the server pauses for as long as that took.",
     )
     new_requests: str = _setting(
         "queue",
