@@ -82,7 +82,7 @@ class Tiers {
     if (!slot) return;
     index->commit(store, *slot);
     index->unpin(store, *slot);
-    (void)index->take_dropped();
+    (void)index->reports().take_dropped();
   }
   std::unique_ptr<BlockIndex> device_;
   std::unique_ptr<BlockIndex> below_;

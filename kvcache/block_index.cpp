@@ -52,7 +52,8 @@ Result<std::unique_ptr<BlockIndex>> BlockIndex::create(const BlockIndexOptions& 
     TORPOR_RETURN_IF_ERROR(options.validate());
     std::unique_ptr<BlockIndex> made(new BlockIndex);
     made->options_ = options;
-    made->port_ = port;
+    made->reports_ = IndexReports(port, options.block_tokens, options.host_slots, options.disk_segments,
+                                  options.remembered_removals);
     const std::array<int32_t, kStores> sizes = {options.host_slots, options.disk_segments * options.segment_slots,
                                                 options.remote_slots};
     size_t all = 0;
@@ -63,11 +64,8 @@ Result<std::unique_ptr<BlockIndex>> BlockIndex::create(const BlockIndexOptions& 
       all += static_cast<size_t>(sizes[store]);
     }
     TORPOR_ASSIGN_OR_RETURN(made->table_, KeyTable::create(all));
-    TORPOR_ASSIGN_OR_RETURN(made->segments_, FlatArray<Segment>::create(static_cast<size_t>(options.disk_segments)));
+    TORPOR_ASSIGN_OR_RETURN(made->segments_, DiskSegments::create(options.disk_segments, options.segment_slots));
     TORPOR_ASSIGN_OR_RETURN(made->backings_, FlatArray<Backing>::create(static_cast<size_t>(options.device_blocks)));
-    const size_t droppable = static_cast<size_t>(options.host_slots) + static_cast<size_t>(options.disk_segments);
-    made->dropped_.reserve(droppable);
-    made->in_dropped_.resize(droppable / 64 + 1);
     return made;
   });
 }
@@ -184,7 +182,7 @@ void BlockIndex::start(StoreId store, Slot slot, int32_t entry) {
   record = {
       .before = -1, .after = -1, .entry = entry, .pins = 1, .generation = record.generation, .state = State::kReserved};
   ++store_of(store).counts.reserved;
-  if (store == StoreId::kDisk) ++segments_[segment_of(slot)].pins;
+  if (store == StoreId::kDisk) segments_.pin(slot);
 }
 
 BlockIndex::SlotRecord* BlockIndex::known(StoreId store, Slot slot) {
@@ -203,9 +201,10 @@ void BlockIndex::commit(StoreId store, Slot slot, bool emits) {
   --of.counts.reserved;
   ++of.counts.visible;
   if (record->entry < 0) return;
-  if (emits && record->before < 0) emit(EventType::kRegistered, store, slot);
+  if (emits && record->before < 0 && reports_.emits(store) && !stale(*record))
+    reports_.emit_registered(store, slot, table_[record->entry].key());
   if (store == StoreId::kDisk) {
-    if (!stale(*record)) useful_changed(segment_of(slot), 1);
+    if (!stale(*record)) segments_.useful_changed(segment_of(slot), 1);
     if (record->before >= 0) replace(slot);
   }
   ref(record->entry, store) = SlotRef(slot, true);
@@ -218,7 +217,7 @@ void BlockIndex::replace(Slot by) {
   const Slot old = of.slots[by].before;
   of.slots[by].before = -1;
   of.slots[old].after = -1;
-  if (!stale(of.slots[old])) useful_changed(segment_of(old), -1);
+  if (!stale(of.slots[old])) segments_.useful_changed(segment_of(old), -1);
   of.slots[old].entry = -1;  // the key now names the new slot
   hide(StoreId::kDisk, old, DropReason::kEvicted);
 }
@@ -261,7 +260,7 @@ void BlockIndex::pin(StoreId store, Slot slot) {
   leave_line(store, slot);
   ++record->pins;
   record->used = true;
-  if (store == StoreId::kDisk) ++segments_[segment_of(slot)].pins;
+  if (store == StoreId::kDisk) segments_.pin(slot);
 }
 
 void BlockIndex::unpin(StoreId store, Slot slot) {
@@ -272,7 +271,7 @@ void BlockIndex::unpin(StoreId store, Slot slot) {
                                                                                                      : 0u;
   if (record == nullptr || record->pins <= stays) return misused("unpin", store, slot);
   --record->pins;
-  if (store == StoreId::kDisk) --segments_[segment_of(slot)].pins;
+  if (store == StoreId::kDisk) segments_.unpin(slot);
   if (record->pins > 0) return;
   if (record->state == State::kVisible) return line_up(store, slot);
   --store_of(store).counts.doomed;
@@ -305,24 +304,8 @@ BlockLocations BlockIndex::backing(int32_t block, ContentVersion version) const 
   return {.host = slot(StoreId::kHost), .disk = slot(StoreId::kDisk), .remote = slot(StoreId::kRemote)};
 }
 
-std::vector<Dropped> BlockIndex::take_dropped() {
-  std::vector<Dropped> taken;
-  const Status copied = try_catch([&] {
-    taken = dropped_;
-    return ok();
-  });
-  if (!copied) return {};
-  for (const Dropped& each : dropped_) {
-    const auto bit = static_cast<size_t>(each.number + (each.store == StoreId::kDisk ? options_.host_slots : 0));
-    in_dropped_[bit / 64] &= ~(uint64_t{1} << (bit % 64));
-  }
-  dropped_.clear();  // keeps its memory
-  return taken;
-}
-
 uint64_t BlockIndex::bytes() const {
-  uint64_t bytes = table_.bytes() + segments_.bytes() + backings_.bytes() + dropped_.capacity() * sizeof(Dropped) +
-                   in_dropped_.size() * sizeof(uint64_t) + retired_.capacity();
+  uint64_t bytes = table_.bytes() + segments_.bytes() + backings_.bytes() + reports_.bytes() + retired_.capacity();
   for (const Store& store : stores_) bytes += store.slots.bytes();
   return bytes;
 }

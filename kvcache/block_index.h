@@ -5,11 +5,10 @@
 // reserved → visible → free. A slot is visible only after all ranks proved its bytes; only slots without a pin are
 // evicted. In host memory the order of eviction is: stale blocks, which no key finds (retired namespaces, private
 // slots); then clean blocks, which are on disk too; then dirty ones; within each kind, the least recently used first.
-// Disk slots are (segment, position), filled in order and used once. Disk space is freed by evicting a whole segment
-// without pins: first one without a useful block, else the oldest.
+// Disk slots are (segment, position), and disk space is freed by evicting a whole segment without pins
+// (kvcache/disk_segments.h).
 //
-// The index emits an event for each block that becomes visible or is dropped in host memory or on disk, and one event
-// for each store if a namespace is retired.
+// Ranks, subscribers of cache events and the console learn by its reports what has changed (kvcache/index_reports.h).
 //
 // Owner and threads: the scheduler, on its one thread. Failure: all memory is allocated at the beginning, so later
 // calls do not run out of it. A call that does not fit the state of its slot (a second commit, an unpin without a pin)
@@ -25,7 +24,9 @@
 #include "base/event.h"
 #include "kvcache/block_locations.h"
 #include "kvcache/block_state.h"
+#include "kvcache/disk_segments.h"
 #include "kvcache/flat_array.h"
+#include "kvcache/index_reports.h"
 #include "kvcache/key_table.h"
 #include "kvcache/slot_list.h"
 
@@ -37,7 +38,7 @@ struct BlockIndexOptions {
   int32_t segment_slots = 0;
   int32_t remote_slots = 0;         // most keys known to be in the remote store
   int32_t device_blocks = 0;        // blocks whose backing is remembered
-  int32_t remembered_removals = 0;  // most keys that wait for take_removed()
+  int32_t remembered_removals = 0;  // most keys that wait for IndexReports::take_removed()
   int32_t block_tokens = 0;         // for events
   Status validate() const;          // kInvalidArgument names the field
 };
@@ -47,15 +48,6 @@ struct LeavingBlock {  // a block of the segment that is evicted next
   BlockKey key;
   bool used = false;  // pinned since it was committed
   bool on_host = false;
-};
-
-struct RemovedBlock {  // no longer found in this store
-  StoreId store = StoreId::kHost;
-  BlockKey key;
-};
-struct RemovedBlocks {
-  std::vector<RemovedBlock> blocks;
-  uint64_t lost = 0;  // removals beyond remembered_removals
 };
 
 struct StoreCounts {
@@ -115,23 +107,19 @@ class BlockIndex {
   Status retire(uint32_t space);
 
   // Add no more blocks to the open segment: it is full in bytes, or its file failed.
-  void close_segment();
+  void close_segment() { segments_.close(); }
   // Return how many disk slots can be reserved before a segment is evicted.
-  int64_t disk_room() const;
+  int64_t disk_room() const { return segments_.room(); }
   // Return the visible blocks of the segment that is evicted next. To keep one, the caller reinserts it before that:
   // pin the old slot, copy it into append_again(old), and commit() that, which replaces the old one. append_again()
   // fails with kFailedPrecondition if the slot is not visible and pinned, or was reinserted already;
   // kResourceExhausted: no disk slot is free.
   std::vector<LeavingBlock> leaving() const;
   Result<Slot> append_again(Slot disk_slot);
-  int32_t segment_of(Slot disk_slot) const { return disk_slot / options_.segment_slots; }
+  int32_t segment_of(Slot disk_slot) const { return segments_.segment_of(disk_slot); }
 
-  // Return what was dropped since the last call, in order, for the next plan, before its jobs. Needs memory; without
-  // any it returns nothing, and the next call returns all.
-  std::vector<Dropped> take_dropped();
-  // Return the keys that were removed since the last call, for cache events.
-  RemovedBlocks take_removed() { return std::exchange(removed_, {}); }
-  bool any_removed() const { return !removed_.blocks.empty() || removed_.lost > 0; }
+  // Return what has changed, to be taken.
+  IndexReports& reports() { return reports_; }
   StoreCounts counts(StoreId store) const { return store_of(store).counts; }
   size_t keys() const { return table_.size(); }
   uint64_t bytes() const;  // memory, once everything is in use
@@ -161,15 +149,6 @@ class BlockIndex {
     std::array<SlotList, 4> lists;  // by Order; the first is unused
     StoreCounts counts;
   };
-  struct Segment {
-    int32_t before;
-    int32_t after;
-    int32_t written;  // positions handed out
-    int32_t useful;   // visible, of a namespace in use
-    uint64_t pins;    // sum over its slots
-    bool closed;
-    bool stale;  // closed, without a useful block: in stale_segments_
-  };
   struct Backing {
     ContentVersion version;
     std::array<int32_t, kStores> slots;  // plus 1
@@ -192,38 +171,27 @@ class BlockIndex {
   void start(StoreId store, Slot slot, int32_t entry);
   void return_slot(StoreId store, Slot slot);
   void hide(StoreId store, Slot slot, DropReason reason);
-  void emit(EventType type, StoreId store, Slot slot, DropReason reason = {}) const;
-  void emit_retired(uint32_t space) const;
-  void note_removed(StoreId store, const SlotRecord& record) noexcept;
+  void emit_cleared(uint32_t space) const;
   void unlink(StoreId store, Slot slot);
   Order order_of(StoreId store, const SlotRecord& record) const;
   void line_up(StoreId store, Slot slot);
   void leave_line(StoreId store, Slot slot);
   void host_reordered(int32_t entry);
   void replace(Slot by);
-  int32_t next_to_leave() const;
   void evict_segment(int32_t segment);
-  void useful_changed(int32_t segment, int by);
   void recount_segments();
   Status check_slots(StoreId store) const;
   Status check_segments() const;
   Status check_entries() const;
 
   BlockIndexOptions options_;
-  EventPort port_;
   bool remote_hidden_ = false;
   KeyTable table_;
   std::array<Store, kStores> stores_;
-  FlatArray<Segment> segments_;
-  SlotList closed_;  // segments, the oldest first
-  SlotList stale_segments_;
-  int32_t open_ = -1;
-  int32_t fresh_segments_ = 0;
+  DiskSegments segments_;
   FlatArray<Backing> backings_;
   std::vector<uint8_t> retired_;  // by space
-  std::vector<Dropped> dropped_;
-  std::vector<uint64_t> in_dropped_;  // a bit for each host slot, then segment: it is in dropped_
-  RemovedBlocks removed_;
+  IndexReports reports_;
   std::string misuse_;
 };
 

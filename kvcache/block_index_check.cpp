@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // BlockIndex: checks all invariants against each other.
 #include <algorithm>
-#include <bit>
 
 #include <fmt/core.h>
 
@@ -34,7 +33,7 @@ Status BlockIndex::check_slots(StoreId id) const {
   StoreCounts found;
   int64_t unpinned = 0;
   int64_t free = 0;
-  const int32_t used = id == StoreId::kDisk ? fresh_segments_ * options_.segment_slots : store.fresh;
+  const int32_t used = id == StoreId::kDisk ? segments_.begun() * options_.segment_slots : store.fresh;
   for (Slot slot = 0; slot < store.size; ++slot) {
     const SlotRecord& record = store.slots[slot];
     const auto wrong = [&](std::string_view what) {
@@ -86,15 +85,15 @@ Status BlockIndex::check_slots(StoreId id) const {
   return ok();
 }
 
+// Check that what the segments count is what their slots have.
 Status BlockIndex::check_segments() const {
-  int64_t closed = 0;
-  for (int32_t number = 0; number < fresh_segments_; ++number) {
-    const Segment& segment = segments_[number];
+  for (int32_t number = 0; number < segments_.begun(); ++number) {
+    const DiskSegments::Segment& segment = segments_[number];
     const auto wrong = [&](std::string_view what) { return index_broken(fmt::format("segment {}: {}", number, what)); };
     uint64_t pins = 0;
     int32_t useful = 0;
     for (int32_t at = 0; at < options_.segment_slots; ++at) {
-      const SlotRecord& record = store_of(StoreId::kDisk).slots[number * options_.segment_slots + at];
+      const SlotRecord& record = store_of(StoreId::kDisk).slots[segments_.begin_of(number) + at];
       if ((record.state != State::kFree) != (at < segment.written)) return wrong("not filled in order");
       if (record.state == State::kFree) continue;
       pins += record.pins;
@@ -102,20 +101,9 @@ Status BlockIndex::check_segments() const {
     }
     if (pins != segment.pins) return wrong("its pins are not those of its slots");
     if (useful != segment.useful) return wrong("it counts other useful blocks than it has");
-    if (segment.closed == (number == open_)) return wrong("open or closed");
-    if (segment.closed && segment.stale != (useful == 0)) return wrong("in the wrong list");
-    closed += segment.closed ? 1 : 0;
   }
-  int64_t listed = 0;
-  for (const SlotList* list : {&closed_, &stale_segments_}) {
-    for (int32_t segment = list->first; segment >= 0 && listed <= closed; segment = segments_[segment].after) {
-      if (!segments_[segment].closed || segments_[segment].stale != (list == &stale_segments_))
-        return index_broken(fmt::format("segment {} stands in the wrong list", segment));
-      ++listed;
-    }
-  }
-  if (listed != closed) return index_broken("segments are in no list, or in two");
-  return ok();
+  const Status lists = segments_.check();
+  return lists ? ok() : Status(index_broken(lists.error().what));
 }
 
 // Check that each slot that a key names exists and has that key.
@@ -134,9 +122,7 @@ Status BlockIndex::check_entries() const {
     }
   }
   if (used != table_.size()) return index_broken(fmt::format("{} keys are known, slots have {}", table_.size(), used));
-  size_t marked = 0;
-  for (const uint64_t word : in_dropped_) marked += static_cast<size_t>(std::popcount(word));
-  if (marked != dropped_.size()) return index_broken("something is dropped twice, or not at all");
+  if (!reports_.consistent()) return index_broken("something is dropped twice, or not at all");
   return named >= used ? ok() : Status(index_broken("a key names a slot that does not know it"));
 }
 

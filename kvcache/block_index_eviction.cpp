@@ -55,22 +55,17 @@ void BlockIndex::return_slot(StoreId store, Slot slot) {
   record.state = State::kFree;
   record.after = of.free;
   of.free = slot;
-  if (store == StoreId::kHost) {
-    uint64_t& word = in_dropped_[static_cast<size_t>(slot) / 64];
-    const uint64_t bit = uint64_t{1} << (slot % 64);
-    if ((word & bit) == 0) dropped_.push_back({StoreId::kHost, slot});
-    word |= bit;
-  }
+  if (store == StoreId::kHost) reports_.drop(StoreId::kHost, slot);
 }
 
 // Make a visible slot unfindable, by its key and as a backing.
 void BlockIndex::hide(StoreId store, Slot slot, DropReason reason) {
   Store& of = store_of(store);
   SlotRecord& record = of.slots[slot];
-  emit(EventType::kDropped, store, slot, reason);
+  if (reports_.emits(store) && !stale(record)) reports_.emit_dropped(store, slot, table_[record.entry].key(), reason);
   leave_line(store, slot);
-  if (store == StoreId::kDisk && !stale(record)) useful_changed(segment_of(slot), -1);
-  if (options_.remembered_removals > 0 && record.entry >= 0) note_removed(store, record);
+  if (store == StoreId::kDisk && !stale(record)) segments_.useful_changed(segment_of(slot), -1);
+  if (reports_.remembers_removals() && record.entry >= 0) reports_.remove(store, table_[record.entry].key());
   unlink(store, slot);
   ++record.generation;
   --of.counts.visible;
@@ -82,49 +77,18 @@ void BlockIndex::hide(StoreId store, Slot slot, DropReason reason) {
   }
 }
 
-// Emit an event for a block. Emits none for a stale block, nor for the remote store, which other engines use too.
-void BlockIndex::emit(EventType type, StoreId store, Slot slot, DropReason reason) const {
-  const SlotRecord& record = store_of(store).slots[slot];
-  if (!port_.on() || store == StoreId::kRemote || stale(record)) return;
-  const BlockKey key = table_[record.entry].key();
-  Event event{.type = type,
-              .from = tier_of(store),
-              .to = static_cast<uint8_t>(reason),
-              .a = static_cast<uint64_t>(slot),
-              .b = key.group};
-  if (type == EventType::kRegistered) event.a = both(static_cast<uint64_t>(options_.block_tokens), event.a);
-  std::copy_n(key.hash.begin(), event.key.bytes.size(), event.key.bytes.begin());
-  (void)port_.record(event);
-}
-
 // Emit one event without a key for each store: it may be very many blocks.
-void BlockIndex::emit_retired(uint32_t space) const {
-  if (!port_.on()) return;
+void BlockIndex::emit_cleared(uint32_t space) const {
   for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
+    if (!reports_.emits(store)) return;
     const Store& of = store_of(store);
     uint64_t blocks = 0;
     for (Slot slot = 0; slot < of.size; ++slot) {
       const SlotRecord& record = of.slots[slot];
       blocks += record.state == State::kVisible && record.entry >= 0 && table_[record.entry].space() == space ? 1 : 0;
     }
-    if (blocks == 0) continue;
-    (void)port_.record({.type = EventType::kDropped,
-                        .from = tier_of(store),
-                        .to = static_cast<uint8_t>(DropReason::kCleared),
-                        .a = blocks});
+    if (blocks > 0) reports_.emit_cleared(store, blocks);
   }
-}
-
-void BlockIndex::note_removed(StoreId store, const SlotRecord& record) noexcept {
-  const Status noted = try_catch([&]() -> Status {
-    if (removed_.blocks.size() < static_cast<size_t>(options_.remembered_removals)) {
-      removed_.blocks.push_back({store, table_[record.entry].key()});
-    } else {
-      ++removed_.lost;
-    }
-    return ok();
-  });
-  if (!noted) ++removed_.lost;
 }
 
 // Remove the slot from its key's entry; erase an entry that names no slot.
@@ -191,7 +155,7 @@ Status BlockIndex::retire(uint32_t space) {
     if (retired_.size() <= space) retired_.resize(space + 1);
     return ok();
   }));
-  emit_retired(space);
+  emit_cleared(space);
   retired_[space] = 1;
   for (const StoreId store : {StoreId::kHost, StoreId::kRemote}) {
     for (const Order order : {Order::kClean, Order::kDirty}) {  // keeps their order

@@ -315,7 +315,7 @@ void BlockTier::give_back(const TierJob& job) {
 
 // Drop from the store the segments that the index has evicted.
 void BlockTier::drop_segments() {
-  const std::vector<Dropped> dropped = index_->take_dropped();
+  const std::vector<Dropped> dropped = index_->reports().take_dropped();
   if (dropped.empty()) return;
   std::vector<int64_t> gone;
   for (const Dropped& each : dropped) disk_slots_.release_segment(each.number, gone);

@@ -85,7 +85,7 @@ class BlockTier {
   // Make the stored blocks as durable as the store can.
   Status sync() { return store_->sync(); }
 
-  RemovedBlocks take_removed() { return index_->take_removed(); }
+  RemovedBlocks take_removed() { return index_->reports().take_removed(); }
   int64_t blocks() const { return index_->counts(store_id_).visible; }
   int64_t recovered() const { return recovered_; }  // blocks at the start
   StoreHealth health() const { return store_->health(); }

@@ -127,8 +127,8 @@ void OffloadScheduler::tell(const BlockEvent& event) noexcept {
 }
 
 void OffloadScheduler::note_removed() {
-  if (!index_->any_removed()) return;
-  const RemovedBlocks removed = index_->take_removed();
+  if (!index_->reports().any_removed()) return;
+  const RemovedBlocks removed = index_->reports().take_removed();
   events_.lost += removed.lost;
   for (const RemovedBlock& block : removed.blocks) {
     if (block.key.space != space_ || block.store == StoreId::kRemote) continue;  // older namespaces ended with reset()

@@ -39,7 +39,7 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
     commit_again();
     return ok();
   });
-  plan_.dropped = index_->take_dropped();
+  plan_.dropped = index_->reports().take_dropped();
   if (!plan_.empty()) plan_.number = ++plans_;
   if (port_.on()) tell_stores();
   return plan_;

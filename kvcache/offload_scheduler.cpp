@@ -319,7 +319,7 @@ Status OffloadScheduler::reset() {
   }
   uses_.clear();
   events_ = {.cleared = options_.events > 0};
-  (void)index_->take_removed();
+  (void)index_->reports().take_removed();
   return ok();
 }
 

@@ -232,7 +232,7 @@ class RandomUse {
         return;
       default: {
         std::set<std::pair<int, int32_t>> dropped;
-        for (const Dropped& each : index_->take_dropped())
+        for (const Dropped& each : index_->reports().take_dropped())
           ASSERT_TRUE(dropped.emplace(static_cast<int>(each.store), each.number).second);
         ASSERT_EQ(dropped, model_.dropped);
         model_.dropped.clear();

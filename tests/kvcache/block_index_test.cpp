@@ -264,7 +264,7 @@ TEST_F(BlockIndexTest, DiskIsFilledInOrderAndRoomComesByWholeSegments) {
   EXPECT_FALSE(places(key(1)).anywhere());
   EXPECT_TRUE(places(key(2)).anywhere());
   EXPECT_EQ(index_->counts(kDisk).evicted_dirty, 2u);
-  EXPECT_EQ(index_->take_dropped(), (std::vector<Dropped>{{kDisk, 0}}));
+  EXPECT_EQ(index_->reports().take_dropped(), (std::vector<Dropped>{{kDisk, 0}}));
 }
 
 TEST_F(BlockIndexTest, ASegmentWithAPinStaysAndOneWithNothingUsefulGoesFirst) {
@@ -355,7 +355,7 @@ TEST_F(BlockIndexTest, TheRemoteStoreIsForgottenByUse) {
   EXPECT_FALSE(places(key(1)).anywhere());
   index_->hide_remote(false);
   EXPECT_TRUE(places(key(1)).anywhere());
-  EXPECT_TRUE(index_->take_dropped().empty());  // there it may still be
+  EXPECT_TRUE(index_->reports().take_dropped().empty());  // there it may still be
 }
 
 TEST_F(BlockIndexTest, EachSlotThatIsFreeAgainIsToldOnce) {
@@ -363,10 +363,10 @@ TEST_F(BlockIndexTest, EachSlotThatIsFreeAgainIsToldOnce) {
   index_->damaged(kHost, slot);
   EXPECT_EQ(reserved(kHost, key(1)), slot);
   index_->abandon(kHost, slot, false);
-  EXPECT_EQ(index_->take_dropped(), (std::vector<Dropped>{{kHost, slot}}));
-  EXPECT_TRUE(index_->take_dropped().empty());
+  EXPECT_EQ(index_->reports().take_dropped(), (std::vector<Dropped>{{kHost, slot}}));
+  EXPECT_TRUE(index_->reports().take_dropped().empty());
   index_->damaged(kHost, stored(kHost, key(2)));
-  EXPECT_EQ(index_->take_dropped().size(), 1u);
+  EXPECT_EQ(index_->reports().take_dropped().size(), 1u);
 }
 
 TEST_F(BlockIndexTest, ACallThatDoesNotFitChangesNothingAndCheckSaysWhich) {

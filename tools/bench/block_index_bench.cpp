@@ -168,7 +168,7 @@ nlohmann::ordered_json measure(size_t slots, int rounds) {
     time("store", stores, [&] {
       for (const BlockKey& key : fresh) store(*index, key);
     });
-    (void)index->take_dropped();
+    (void)index->reports().take_dropped();
     for (const BlockKey& key : keys) {  // all of them are there again
       if (index->run({&key, 1}, places) == 0) store(*index, key);
     }
@@ -180,7 +180,7 @@ nlohmann::ordered_json measure(size_t slots, int rounds) {
     for (const BlockKey& key : keys) {
       if (index->run({&key, 1}, places) == 0) store(*index, key);
     }
-    (void)index->take_dropped();
+    (void)index->reports().take_dropped();
   }
   if (sum == 42) fmt::print("\n");  // so that nothing is left out
   const auto ns = [&](const char* name) { return median(times[name]); };

@@ -148,7 +148,7 @@ class IndexTiers {
     if (found.disk >= 0) return;
     if (again_) append_used_again();
     stored(StoreId::kDisk, index_->reserve(StoreId::kDisk, &key));
-    (void)index_->take_dropped();
+    (void)index_->reports().take_dropped();
   }
   double appended_again() const { return static_cast<double>(appended_again_) / static_cast<double>(written_); }
 
