@@ -6,7 +6,6 @@
 #include <fmt/core.h>
 
 #include "base/log.h"
-#include "checkpoint/engine_checkpoint.h"
 
 namespace torpor {
 namespace {
@@ -14,6 +13,28 @@ namespace {
 constexpr uint64_t kSafetyBytes = 4ull << 20;  // a file is not replaced before it grew by this
 constexpr std::chrono::seconds kRetry(1);      // after a write that failed
 constexpr int kTailRounds = 8;                 // each appends what was recorded during the one before
+
+// Return an error if another server went on from `ours`: it has recorded more than they have.
+Status check_not_behind(const AnswerTable& ours, const AnswerTable& theirs) {
+  const auto behind = [](const std::string& id) {
+    return Error{.code = Code::kFailedPrecondition,
+                 .what = fmt::format("another server went on with the answer {}", id),
+                 .next_step = "start a new server: it goes on from the response log"};
+  };
+  for (const std::string& id : theirs.ids()) {
+    const Answer& their = *theirs.get(id);
+    const Answer* const own = ours.get(id);
+    if (own == nullptr) {
+      if (their.state == AnswerState::kRunning) return behind(id);
+      continue;  // it ended, and is forgotten here
+    }
+    if (own->state != AnswerState::kRunning) continue;
+    const bool more = their.request.output_token_ids.size() > own->request.output_token_ids.size() ||
+                      their.text.size() > own->text.size();
+    if (more || their.state == AnswerState::kFinished || their.state == AnswerState::kAborted) return behind(id);
+  }
+  return ok();
+}
 
 }  // namespace
 
@@ -36,10 +57,9 @@ Result<std::unique_ptr<DeliveryLog>> DeliveryLog::open(FileSystem& file_system, 
   return try_catch([&]() -> Result<std::unique_ptr<DeliveryLog>> {
     std::unique_ptr<DeliveryLog> opened(new DeliveryLog(file_system, std::move(options)));
     if (opened->options_.directory.empty()) return opened;
-    {  // held also over file calls: no other thread has the object yet
+    {
       const MutexLock lock(opened->mutex_);
-      TORPOR_RETURN_IF_ERROR(opened->read_log());
-      opened->forget_old();
+      TORPOR_RETURN_IF_ERROR(opened->read_directory());
     }
     TORPOR_RETURN_IF_ERROR(opened->rotate());
     if (!opened->options_.own_thread) return opened;
@@ -56,90 +76,24 @@ Result<std::unique_ptr<DeliveryLog>> DeliveryLog::open(FileSystem& file_system, 
 
 Result<uint64_t> DeliveryLog::count_running(FileSystem& file_system, DeliveryLogOptions options) {
   return try_catch([&]() -> Result<uint64_t> {
-    DeliveryLog log(file_system, std::move(options));
-    const MutexLock lock(log.mutex_);
-    TORPOR_RETURN_IF_ERROR(log.read_log());
-    return log.answers_.running();
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<DeliveryLogDirectory> directory,
+                            DeliveryLogDirectory::open(file_system, options.directory));
+    AnswerTable answers(options.keep_seconds, options.keep_bytes);
+    const DeliveryLogReader reader{options.engine, options.other_engine, options.key.get()};
+    TORPOR_RETURN_IF_ERROR(directory->read(answers, reader, UnsteppedClock(*options.clock)));
+    return answers.running();
   });
 }
 
-// --- reading what an earlier server left -----------------------------------------------------------------------------
-
-Status DeliveryLog::read_log() {
-  TORPOR_ASSIGN_OR_RETURN(directory_, file_system_.open_directory(options_.directory, true));
-  Result<std::unique_ptr<File>> lock = directory_->lock("LOCK");
-  if (!lock) {
-    if (lock.error().code != Code::kUnavailable) return lock.error();
-    return Error{.code = Code::kUnavailable,
-                 .what = fmt::format("another server uses {}", options_.directory),
-                 .next_step = "end it, or give this one another directory"};
-  }
-  lock_ = std::move(*lock);
-  std::vector<uint64_t> numbers;  // ascending, as list() is
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory_->list());
-  for (const Entry& entry : entries) {
-    const std::optional<uint64_t> number = delivery_log_file_number(entry.name);
-    if (number && entry.kind == EntryKind::kFile) numbers.push_back(*number);
-  }
-  if (numbers.empty()) return ok();
-  number_ = numbers.back();
-  Status read = read_files(numbers);
-  if (read || options_.other_engine != OtherEngine::kSetAside) return read;
-  if (const Code code = read.error().code; code != Code::kUnauthenticated && code != Code::kIncompatible) return read;
-  answers_.clear();
-  of_another_ = read.error().what;
-  sets_aside_ = true;
-  return ok();
-}
-
-// Read the newest complete file. If none is complete, read what is readable of the oldest: it was complete when the
-// others were begun.
-Status DeliveryLog::read_files(const std::vector<uint64_t>& numbers) {
-  Fingerprint engine = options_.engine;
-  const DeliveryLogSink sink = {
-      .engine = [&](Fingerprint read) { engine = std::move(read); },
-      .answer =
-          [&](Answer answer) TORPOR_REQUIRES(mutex_) {
-            const Answer* const earlier = answers_.get(answer.request.id);
-            if (earlier != nullptr) {  // that answer had ended and was forgotten before its id was used again
-              if (earlier->state == AnswerState::kRunning) return false;
-              answers_.forget(answer.request.id);
-            }
-            answer.ended = std::min(answer.ended, clock_.unix_seconds());  // it was recorded by a clock that was ahead
-            answers_.put(std::move(answer));
-            return true;
-          },
-      .steps =
-          [&](std::vector<AnswerStep> steps) TORPOR_REQUIRES(mutex_) {
-            const Result<std::vector<Answer*>> answers = answers_.prepare(steps);
-            if (!answers) return false;
-            for (size_t i = 0; i < steps.size(); ++i) {
-              steps[i].time = std::min(steps[i].time, clock_.unix_seconds());
-              answers_.apply(steps[i], *(*answers)[i]);
-            }
-            return true;
-          },
-  };
-  bool whole = false;
-  for (auto number = numbers.rbegin(); number != numbers.rend() && !whole; ++number) {
-    answers_.clear();
-    engine = options_.engine;
-    TORPOR_ASSIGN_OR_RETURN(
-        const DeliveryLogFileRead read,
-        read_delivery_log_file(*directory_, delivery_log_file_name(*number), options_.key.get(), sink));
-    whole = read.whole;
-    lost_bytes_ = read.lost_bytes;
-  }
-  if (lost_bytes_ > 0) log().warn("{}: {} bytes behind damage were left out", options_.directory, lost_bytes_);
-  // Any server may read ended answers, which are text. Running answers need the engine that began them.
-  const Status same = compare_fingerprints(engine, options_.engine);
-  if (same || answers_.running() == 0) return ok();
-  if (options_.other_engine == OtherEngine::kRefuse)
-    return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("{} has answers of another engine: {}", options_.directory, same.error().what),
-                 .next_step = "start the server as the one that began them, or give another directory"};
-  of_another_ = same.error().what;
-  sets_aside_ = options_.other_engine == OtherEngine::kSetAside;
+// Read what an earlier server left. The lock is held also over file calls: no other thread has the object yet.
+Status DeliveryLog::read_directory() {
+  TORPOR_ASSIGN_OR_RETURN(directory_, DeliveryLogDirectory::open(file_system_, options_.directory));
+  const DeliveryLogReader reader{options_.engine, options_.other_engine, options_.key.get()};
+  TORPOR_ASSIGN_OR_RETURN(DeliveryLogFound found, directory_->read(answers_, reader, clock_));
+  lost_bytes_ = found.lost_bytes;
+  of_another_ = std::move(found.of_another);
+  sets_aside_ = found.sets_aside;
+  forget_old();
   return ok();
 }
 
@@ -183,7 +137,6 @@ void DeliveryLog::run() {
 
 Status DeliveryLog::rotate() {
   return try_catch([this]() -> Status {
-    uint64_t number = 0;
     bool aside = false;
     {
       const MutexLock lock(mutex_);
@@ -200,16 +153,15 @@ Status DeliveryLog::rotate() {
       }
       rotation_ = Rotation{};
       aside = sets_aside_;
-      number = ++number_;  // counts up also after a failure: the name is taken
     }
     bool in_use = false;
     const Status done = try_catch([&]() -> Status {
-      TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<DeliveryLogFile> file, write_beside(number));
+      TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<DeliveryLogFile> file, write_beside());
       TORPOR_RETURN_IF_ERROR(switch_to(file));
       in_use = true;
       // Syncs what went into the older file and was synced there, and all since.
       TORPOR_RETURN_IF_ERROR(file->sync());
-      return remove_older(number, aside);
+      return remove_older(file->number(), aside);
     });
     const MutexLock lock(mutex_);
     rotation_.reset();
@@ -225,7 +177,7 @@ Status DeliveryLog::rotate() {
   });
 }
 
-Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside(uint64_t number) {
+Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside() {
   std::vector<std::string> ids;  // in their order
   {
     const MutexLock lock(mutex_);
@@ -237,7 +189,7 @@ Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside(uint64_t numb
     forget_ = true;
   }
   TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<DeliveryLogFile> file,
-                          DeliveryLogFile::create(*directory_, number, options_.key.get(), options_.encrypt));
+                          directory_->create(options_.key.get(), options_.encrypt));
   const Status written = [&]() -> Status {
     TORPOR_RETURN_IF_ERROR(file->append(engine_record(options_.engine)));
     for (const std::string& id : ids) {
@@ -259,7 +211,7 @@ Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside(uint64_t numb
     return append_tail(*file);
   }();
   if (written) return file;
-  (void)directory_->remove_file(delivery_log_file_name(number));  // it is not complete: readers ignore it in any case
+  directory_->remove(file->number());
   return written.error();
 }
 
@@ -298,23 +250,11 @@ Status DeliveryLog::switch_to(const std::shared_ptr<DeliveryLogFile>& file) {
 }
 
 Status DeliveryLog::remove_older(uint64_t number, bool aside) {
-  std::string kept;
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory_->list());
-  for (const Entry& entry : entries) {
-    if (delivery_log_file_number(entry.name).value_or(number) >= number) continue;
-    if (aside) {
-      const std::string name = fmt::format("set-aside-{}", entry.name);
-      TORPOR_RETURN_IF_ERROR(directory_->rename_new(entry.name, name));
-      kept = options_.directory + "/" + name;
-    } else if (const Status removed = directory_->remove_file(entry.name); !removed) {
-      log().warn("{}: an old file of the log stays: {}", options_.directory, removed.error());
-    }
-  }
-  if (!aside) return ok();
-  TORPOR_RETURN_IF_ERROR(directory_->sync());
+  if (!aside) return directory_->remove_older(number);
+  TORPOR_ASSIGN_OR_RETURN(std::string path, directory_->set_aside_older(number));
   const MutexLock lock(mutex_);
   sets_aside_ = false;
-  set_aside_ = std::move(kept);
+  set_aside_ = std::move(path);
   return ok();
 }
 
@@ -473,7 +413,7 @@ Status DeliveryLog::hand_over() {
       return synced;
     }
     file_.reset();
-    lock_.reset();
+    directory_->unlock();
     handed_over_ = true;
     return ok();
   });
@@ -481,9 +421,6 @@ Status DeliveryLog::hand_over() {
 
 Status DeliveryLog::take_back() {
   return try_catch([this]() -> Status {
-    DeliveryLogOptions options = options_;
-    options.other_engine = OtherEngine::kTakeUp;  // it may be one of another release, which has failed
-    DeliveryLog theirs(file_system_, std::move(options));
     {
       const MutexLock lock(mutex_);
       if (!handed_over_)
@@ -491,47 +428,29 @@ Status DeliveryLog::take_back() {
                      .what = "this response log was not handed over",
                      .next_step = "hand it over first"};
     }
-    {  // no other thread has `theirs`, and none changes this log: it is closed
-      const MutexLock reading(theirs.mutex_);
-      TORPOR_RETURN_IF_ERROR(theirs.read_log());
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeliveryLogDirectory> directory,
+                            DeliveryLogDirectory::open(file_system_, options_.directory));
+    AnswerTable theirs(options_.keep_seconds, options_.keep_bytes);
+    // The other server may be one of another release, which has failed.
+    const DeliveryLogReader reader{options_.engine, OtherEngine::kTakeUp, options_.key.get()};
+    TORPOR_RETURN_IF_ERROR(directory->read(theirs, reader, clock_));
+    {
       const MutexLock lock(mutex_);
-      TORPOR_RETURN_IF_ERROR(check_not_behind(theirs.answers_));
-      lock_ = std::move(theirs.lock_);
-      number_ = theirs.number_;
+      TORPOR_RETURN_IF_ERROR(check_not_behind(answers_, theirs));
+      directory_ = std::move(directory);
       retry_at_ = {};
       releases_ = false;
     }
     const Status written = rotate();  // all of it, as it is here
     const MutexLock lock(mutex_);
     if (!written) {
-      lock_.reset();
+      directory_->unlock();
       releases_ = true;
       return written;
     }
     closed_ = handed_over_ = false;
     return ok();
   });
-}
-
-Status DeliveryLog::check_not_behind(const AnswerTable& theirs) const {
-  const auto behind = [](const std::string& id) {
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("another server went on with the answer {}", id),
-                 .next_step = "start a new server: it goes on from the response log"};
-  };
-  for (const std::string& id : theirs.ids()) {
-    const Answer& their = *theirs.get(id);
-    const Answer* const own = answers_.get(id);
-    if (own == nullptr) {
-      if (their.state == AnswerState::kRunning) return behind(id);
-      continue;  // it ended, and is forgotten here
-    }
-    if (own->state != AnswerState::kRunning) continue;
-    const bool more = their.request.output_token_ids.size() > own->request.output_token_ids.size() ||
-                      their.text.size() > own->text.size();
-    if (more || their.state == AnswerState::kFinished || their.state == AnswerState::kAborted) return behind(id);
-  }
-  return ok();
 }
 
 }  // namespace torpor

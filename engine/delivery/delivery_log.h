@@ -5,12 +5,13 @@
 // A server records here before it delivers. After a crash every request can go on from what was delivered, and readers
 // that lost their connection can resume their answers. A directory holds the log of one server at a time.
 //
-// The log is a numbered file of records (engine/delivery/delivery_log_file.h). rotate() begins a new file beside it: at
-// each start, after a failed write, and when the file has grown to several times the size of what is still needed. It
-// writes the state, answer by answer; then what was recorded meanwhile; syncs; then, while writers wait, what was
-// recorded during the sync, and the mark that completes the file. From then on records go into the new file. It is
-// synced, and the older files are deleted. Until the mark is written the older file counts, and has everything. A kill
-// or power loss loses the last records, never earlier ones.
+// The log is a numbered file of records (engine/delivery/delivery_log_file.h) in a directory
+// (engine/delivery/delivery_log_directory.h). rotate() begins a new file beside it: at each start, after a failed
+// write, and when the file has grown to several times the size of what is still needed. It writes the state, answer by
+// answer; then what was recorded meanwhile; syncs; then, while writers wait, what was recorded during the sync, and the
+// mark that completes the file. From then on records go into the new file. It is synced, and the older files are
+// deleted. Until the mark is written the older file counts, and has everything. A kill or power loss loses the last
+// records, never earlier ones.
 //
 // Times of answers come from a wall clock that ignores later changes of the machine's clock.
 //
@@ -36,18 +37,10 @@
 #include "base/mutex.h"
 #include "base/seal.h"
 #include "engine/delivery/answer_table.h"
+#include "engine/delivery/delivery_log_directory.h"
 #include "engine/delivery/delivery_log_file.h"
 
 namespace torpor {
-
-// What open() does with answers that still run and belong to another engine.
-enum class OtherEngine {
-  kRefuse,  // fail; the log stays as it was
-  kTakeUp,  // take them over; the caller computes them again
-  // Take them over so that the caller ends them, rename the log's files, and begin an empty log. The same is done with
-  // a log that cannot be read: it has another format, or another seal.
-  kSetAside,
-};
 
 struct DeliveryLogOptions {
   const Clock* clock = nullptr;  // required
@@ -142,17 +135,14 @@ class DeliveryLog {
 
   Status append(const Bytes& record) TORPOR_REQUIRES(writer_);
 
-  Status read_log() TORPOR_REQUIRES(mutex_);
-  Status read_files(const std::vector<uint64_t>& numbers) TORPOR_REQUIRES(mutex_);
+  Status read_directory() TORPOR_REQUIRES(mutex_);
   void forget_old() TORPOR_REQUIRES(mutex_);
   bool due() const TORPOR_REQUIRES(mutex_);
   void failed(const Error& why, std::chrono::nanoseconds retry) TORPOR_REQUIRES(mutex_);
   void note(const std::function<Bytes()>& record) TORPOR_REQUIRES(mutex_);
 
-  Status check_not_behind(const AnswerTable& theirs) const TORPOR_REQUIRES(mutex_);
-
   std::shared_ptr<DeliveryLogFile> file() const TORPOR_EXCLUDES(mutex_);
-  Result<std::shared_ptr<DeliveryLogFile>> write_beside(uint64_t number) TORPOR_EXCLUDES(writer_, mutex_);
+  Result<std::shared_ptr<DeliveryLogFile>> write_beside() TORPOR_EXCLUDES(writer_, mutex_);
   Status append_tail(DeliveryLogFile& file) TORPOR_EXCLUDES(mutex_);
   Status switch_to(const std::shared_ptr<DeliveryLogFile>& file) TORPOR_EXCLUDES(writer_, mutex_);
   Status remove_older(uint64_t number, bool aside) TORPOR_EXCLUDES(writer_, mutex_);
@@ -160,8 +150,9 @@ class DeliveryLog {
   FileSystem& file_system_;
   const DeliveryLogOptions options_;
   const UnsteppedClock clock_;
-  std::unique_ptr<Directory> directory_;  // after open(), used by rotate() only
-  std::unique_ptr<File> lock_;
+  // Null: in memory only. After open(), used only by the thread that rotates, that hands over when no other rotates, or
+  // that takes back.
+  std::unique_ptr<DeliveryLogDirectory> directory_;
 
   // Held while recording: from the check over the write to the change in memory. Taken before mutex_.
   Mutex writer_;
@@ -174,7 +165,6 @@ class DeliveryLog {
   // Null: in memory only. Changed only with writer_ held, too.
   std::shared_ptr<DeliveryLogFile> file_ TORPOR_GUARDED_BY(mutex_);
   std::optional<Rotation> rotation_ TORPOR_GUARDED_BY(mutex_);
-  uint64_t number_ TORPOR_GUARDED_BY(mutex_) = 0;      // of the newest file that was begun
   uint64_t log_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;   // of file_
   uint64_t began_with_ TORPOR_GUARDED_BY(mutex_) = 0;  // size of the state that file_ began with
   uint64_t lost_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
