@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torpor tree` and `torpor diff` of images of hibernated requests: those of examples/sessions."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, inspector
+
+from torpor import read_checkpoint
+from torpor._core import digest
 
 IMAGES = ROOT / "examples/sessions/images"
 
@@ -31,6 +35,43 @@ def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
+
+
+def rewrite(image: Path, section: str, before: bytes, after: bytes, renamed: str = "image") -> None:
+    """Write STATE and MANIFEST anew with digests that fit (checkpoint/FORMAT.md), with other bytes in one section.
+    `renamed`: the name of the section `image`; with another one it is no image."""
+    state, manifest = image / "g-000001/STATE", image / "g-000001/MANIFEST"
+    header, body = manifest.read_bytes()[:128], manifest.read_bytes()[128:]
+    at = 16
+    at += 8 + number(body, at)  # creator
+    fields, at = number(body, at), at + 8
+    for _ in range(2 * fields):
+        at += 8 + number(body, at)
+    first, count, at = at, number(body, at), at + 8
+    made, content = b"", b""
+    contents = dict(read_checkpoint(str(image)).encode())
+    for _ in range(count):
+        name = body[at + 8 : at + 8 + number(body, at)].decode()
+        at += 8 + len(name)
+        required, at = body[at : at + 1], at + 1 + 24 + 1 + 16 + 16
+        new = contents[name]
+        if name == section:
+            assert new.count(before) == 1
+            new = new.replace(before, after)
+        word = (renamed if name == "image" else name).encode()
+        made += len(word).to_bytes(8, "little") + word + required
+        made += b"".join(each.to_bytes(8, "little") for each in (len(content), len(new), len(new)))
+        made += bytes(1) + bytes.fromhex(digest(new)) + bytes(16)
+        content += new
+    body = body[:first] + count.to_bytes(8, "little") + made + body[at:]
+    header = header[:16] + len(body).to_bytes(8, "little") + header[24:96]
+    seal = hashlib.blake2b(header + bytes(32) + body, digest_size=32).digest()
+    state.write_bytes(content)
+    manifest.write_bytes(header + seal + body)
+
+
+def number(content: bytes, at: int) -> int:
+    return int.from_bytes(content[at : at + 8], "little")
 
 
 def names(requests: list[dict]) -> list[str]:
@@ -139,6 +180,40 @@ def test_diff_pairs_requests_by_id_and_by_forks(copy):
     same = as_json("diff", IMAGES / "best", copy / "best")
     assert same["equal"] and [each["by"] for each in same["pairs"]] == ["id", "id"]
     assert inspector("diff", IMAGES / "best", copy / "best").stdout == "equal\n"
+
+
+def test_images_whose_samplers_differ_are_not_equal(copy):
+    one_rank = bytes([2, 0, 0, 0, 1]) + bytes(7 + 4)  # the section's version, how many there are, its number
+    rows, generator, others = bytes(8), b"x", bytes(9)
+    before = one_rank + rows + bytes(8) + others
+    rewrite(copy / "best", "samplers", before, before)
+    assert as_json("diff", IMAGES / "best", copy / "best")["equal"]
+    rewrite(copy / "best", "samplers", before, one_rank + rows + b"\1" + bytes(7) + generator + others)
+    found = as_json("diff", IMAGES / "best", copy / "best", code=6)
+    assert not found["equal"] and not found["same_samplers"] and found["same_queues"] and found["problems"] == []
+    assert all(each["fields"] == [] and each["equal_blocks"] == each["blocks"][0] for each in found["pairs"])
+    assert "samplers: changed" in inspector("diff", IMAGES / "best", copy / "best").stdout
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_says_wrongly_from_whom_a_request_was_forked_is_named_beside_the_rest(copy, whole):
+    last = b"\x02" + (18).to_bytes(8, "little")  # the token of the second request's last fork
+    rewrite(copy / "best", "requests", b"at" + last, b"au" + last, "imago" if whole else "image")
+    tree = as_json("tree", copy / "best/g-000001", code=1)
+    text = inspector("tree", copy / "best/g-000001").stdout
+    if whole:
+        [requests] = [each for each in tree["children"] if each["name"] == "requests"]
+        assert [each["name"].rpartition("-")[0] for each in requests["children"]] == ["plan-a-1", "plan-a-1-b-0"]
+        [problem] = tree["problems"]
+    else:
+        [image] = tree["images"]
+        assert names(image["requests"]) == ["plan-a-1", "plan-a-1-b-0"]
+        assert [len(each["forked"]) for each in image["requests"]] == [1, 0]
+        [problem] = image["problems"]
+        found = as_json("diff", IMAGES / "best", copy / "best", code=6)
+        assert found["problems"] == [problem] and not found["equal"] and len(found["pairs"]) == 2
+    assert problem["code"] == "corruption" and "torpor_forked is no list of forks" in problem["what"]
+    assert "is no list of forks" in text and "plan-a-1-b-0" in text
 
 
 def test_diff_of_an_image_and_a_checkpoint_or_nothing():

@@ -190,13 +190,18 @@ Result<Json> tree(const Context& context) {
     root["children"].push_back(std::move(entry));
   }
   Json requests = node("requests", fmt::format("{}", engine.state.scheduler.requests.size()));
+  root["problems"] = Json::array();
   for (const RequestState& request : engine.state.scheduler.requests) {
-    TORPOR_ASSIGN_OR_RETURN(const std::vector<ForkStep> forks, fork_ancestry(request));
+    const Result<std::vector<ForkStep>> forks = fork_ancestry(request);
     std::string detail = fmt::format("{}, {} + {} tokens", name(request.status), request.prompt_token_ids.size(),
                                      request.output_token_ids.size());
-    if (!forks.empty())
-      detail += fmt::format(", forked from {} at output token {}", forks.back().request, forks.back().at);
+    if (forks && !forks->empty())
+      detail += fmt::format(", forked from {} at output token {}", forks->back().request, forks->back().at);
     Json entry = node(request.id, std::move(detail));
+    if (!forks) {
+      root["problems"].push_back(cli::to_json(forks.error()));
+      entry["children"].push_back(node(fmt::format("{}:", name(forks.error().code)), forks.error().what));
+    }
     for (size_t group = 0; group < engine.state.kv.groups.size(); ++group) {
       for (const KvTable& table : engine.state.kv.groups[group].tables) {
         if (table.request == request.id)
@@ -335,7 +340,7 @@ Verb tree_verb() {
           "of a checkpoint: sections, tags with their regions, requests with their blocks; of an image of "
           "hibernated requests, or of DIRECTORY/images: requests, who was forked from whom, bytes, digests",
       .json =
-          "name, detail, children: [the same]; of images path, bytes_by_tier, images: [{id, path, readable, "
+          "name, detail, children: [the same], problems; of images path, bytes_by_tier, images: [{id, path, readable, "
           "created, creator, ranks, tier, bytes, state_bytes, kv_bytes, kv_stored_bytes, digests, problems, "
           "foreign, requests: [{id, status, ended, prompt_tokens, output_tokens, computed_tokens, seed, blocks, "
           "shared_blocks, bytes, digests, forked: [{request, at}]}]}], forks: [{request, at, image, seed, children: "

@@ -247,7 +247,8 @@ Verb diff_verb() {
       .json =
           "a, b, equal, fingerprint, requests, chunks: {added, removed, changed, same}, same_queues, same_kv, "
           "kv_blocks: [a, b], same_samplers; of images a, b, kinds, equal, fingerprint: [fields that differ], "
-          "removed, added, pairs: [{a, b, by, common_tokens, tokens, seeds, fields, equal_blocks, blocks}]; of "
+          "same_queues, same_samplers, problems, removed, added, pairs: [{a, b, by, common_tokens, tokens, seeds, "
+          "fields, equal_blocks, blocks}]; of "
           "recordings a, b, equal, events, differences: [{what, a, b}], times: [{what, count, median, p99}], "
           "first_difference: {event, a, b}",
       .declare =

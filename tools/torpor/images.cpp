@@ -40,11 +40,12 @@ std::vector<int32_t> table_of(const KvSnapshot& kv, const std::string& id) {
   return blocks;
 }
 
-Result<Json> forks_of(const RequestState& request) {
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<ForkStep> steps, fork_ancestry(request));
-  Json forks = Json::array();
-  for (const ForkStep& step : steps) forks.push_back({{"request", step.request}, {"at", step.at}});
-  return forks;
+// Return the forks that led to a request; none, and a problem more, if what says so is damaged.
+std::vector<ForkStep> forks_of(const RequestState& request, Json& problems) {
+  Result<std::vector<ForkStep>> steps = fork_ancestry(request);
+  if (steps) return std::move(*steps);
+  problems.push_back(cli::to_json(steps.error()));
+  return {};
 }
 
 // --- tree ---
@@ -106,9 +107,9 @@ std::set<int32_t> shared_blocks(const KvSnapshot& kv) {
   return shared;
 }
 
-Result<Json> request_of(const EngineCheckpoint& engine, const RequestState& request, bool ended,
-                        const std::set<int32_t>& several, const SavedBlocks& saved, const Verification& found,
-                        bool read) {
+Json request_of(const EngineCheckpoint& engine, const RequestState& request, bool ended,
+                const std::set<int32_t>& several, const SavedBlocks& saved, const Verification& found, bool read,
+                Json& problems) {
   const std::vector<int32_t> blocks = table_of(engine.state.kv, request.id);
   uint64_t bytes = 0;
   size_t shared = 0;
@@ -119,7 +120,9 @@ Result<Json> request_of(const EngineCheckpoint& engine, const RequestState& requ
     shared += several.count(block);
     damaged |= std::binary_search(found.bad_blocks.begin(), found.bad_blocks.end(), block);
   }
-  TORPOR_ASSIGN_OR_RETURN(Json forks, forks_of(request));
+  Json forks = Json::array();
+  for (const ForkStep& step : forks_of(request, problems))
+    forks.push_back({{"request", step.request}, {"at", step.at}});
   return Json{{"id", request.id},
               {"status", name(request.status)},
               {"ended", ended},
@@ -154,12 +157,8 @@ Result<Json> image_of(const Context& context, const Checkpoint& image) {
     const std::set<int32_t> several = shared_blocks(engine->state.kv);
     int32_t position = 0;
     for (const RequestState& request : engine->state.scheduler.requests) {
-      Result<Json> entry = request_of(*engine, request, ended.contains(position++), several, saved, found, read);
-      if (entry) {
-        requests.push_back(std::move(*entry));
-      } else {
-        problems.push_back(cli::to_json(entry.error()));
-      }
+      const bool has_ended = ended.contains(position++);
+      requests.push_back(request_of(*engine, request, has_ended, several, saved, found, read, problems));
     }
   }
   uint64_t refs_bytes = 0;
@@ -319,20 +318,21 @@ struct Side {
   EngineCheckpoint engine;
   std::map<std::pair<int32_t, uint64_t>, std::string> digests;  // rank, block -> digest
   std::map<std::string, std::vector<ForkStep>> forks;           // by request
+  Json problems = Json::array();
 };
 
 Result<Side> read(const Checkpoint& checkpoint) {
   TORPOR_ASSIGN_OR_RETURN(EngineCheckpoint engine, checkpoint.read_state());
-  Side side{.checkpoint = checkpoint, .engine = std::move(engine), .digests = {}, .forks = {}};
+  Side side{
+      .checkpoint = checkpoint, .engine = std::move(engine), .digests = {}, .forks = {}, .problems = Json::array()};
   for (const RankSummary& rank : checkpoint.manifest().ranks) {
     TORPOR_ASSIGN_OR_RETURN(const RankRefs refs, checkpoint.refs(rank));
     for (const SavedChunk& chunk : refs.records) {
       if (chunk.key.kind == ChunkKind::kKvBlock) side.digests[{rank.rank, chunk.key.index}] = chunk.digest.hex();
     }
   }
-  for (const RequestState& request : side.engine.state.scheduler.requests) {
-    TORPOR_ASSIGN_OR_RETURN(side.forks[request.id], fork_ancestry(request));
-  }
+  for (const RequestState& request : side.engine.state.scheduler.requests)
+    side.forks[request.id] = forks_of(request, side.problems);
   return side;
 }
 
@@ -475,7 +475,7 @@ std::string show_tree_of_images(const Json& json) {
 }
 
 Exit exit_of_tree(const Json& json) {
-  if (!json.contains("images")) return kFine;
+  if (!json.contains("images")) return json.value("problems", Json::array()).empty() ? kFine : kDamaged;
   for (const Json& image : json["images"]) {
     if (image["problems"].empty()) continue;
     if (image["readable"]) return kDamaged;
@@ -517,7 +517,14 @@ Result<Json> diff_of_images(const Checkpoint& a, const Checkpoint& b) {
     if (!paired_right.contains(request.id)) added.push_back(request.id);
   }
   Json fields = fingerprint_differences(left.engine.fingerprint, right.engine.fingerprint);
-  bool equal = removed.empty() && added.empty() && fields.empty();
+  const SchedulerSnapshot& queues = left.engine.state.scheduler;
+  const SchedulerSnapshot& others = right.engine.state.scheduler;
+  const bool same_queues =
+      queues.running == others.running && queues.waiting == others.waiting && queues.held == others.held;
+  const bool same_samplers = left.engine.state.workers == right.engine.state.workers;
+  Json problems = left.problems;
+  problems.insert(problems.end(), right.problems.begin(), right.problems.end());
+  bool equal = removed.empty() && added.empty() && fields.empty() && problems.empty() && same_queues && same_samplers;
   for (const Json& pair : pairs)
     equal = equal && pair["by"] == "id" && pair["fields"].empty() && pair["blocks"][0] == pair["blocks"][1] &&
             pair["equal_blocks"] == pair["blocks"][0];
@@ -526,6 +533,9 @@ Result<Json> diff_of_images(const Checkpoint& a, const Checkpoint& b) {
               {"kinds", {kind(a), kind(b)}},
               {"equal", equal},
               {"fingerprint", std::move(fields)},
+              {"same_queues", same_queues},
+              {"same_samplers", same_samplers},
+              {"problems", std::move(problems)},
               {"removed", std::move(removed)},
               {"added", std::move(added)},
               {"pairs", std::move(pairs)}};
@@ -535,6 +545,10 @@ std::string show_diff_of_images(const Json& json) {
   std::string text = fmt::format("--- {} ({})\n+++ {} ({})\n", cell(json["a"]), cell(json["kinds"][0]), cell(json["b"]),
                                  cell(json["kinds"][1]));
   for (const Json& field : json["fingerprint"]) text += fmt::format("fingerprint: {} differs\n", cell(field));
+  for (const auto& [key, what] : {std::pair("same_queues", "queues"), std::pair("same_samplers", "samplers")})
+    text += fmt::format("{}: {}\n", what, json[key] ? "same" : "changed");
+  for (const Json& problem : json["problems"])
+    text += fmt::format("{} {}\n", bad(fmt::format("{}:", cell(problem["code"]))), cell(problem["what"]));
   for (const Json& id : json["removed"]) text += fmt::format("- {}\n", cell(id));
   for (const Json& id : json["added"]) text += fmt::format("+ {}\n", cell(id));
   std::vector<Row> rows = {{"A", "B", "BY", "TOKENS", "COMMON", "BLOCKS", "EQUAL", "SEEDS", "DIFFERENT"}};
