@@ -45,12 +45,13 @@ class ConnectorScheduler final : public console::OffloadAccess {
         placement_(make_placement(options_.placement)),
         scheduler_(value_or_raise(
             OffloadScheduler::create(options_.offload, blocks_, *placement_, system_clock(), process_events()))),
-        prefixes_(pool, blocks_),
+        prefixes_(pool, blocks_, block_tokens_),
         residency_(value_or_raise(
             Residency::create(residency_options(options_, groups_), *scheduler_, prefixes_, system_clock()))),
         hits_(groups_, scheduler_->index(), block_tokens_),
         asks_(groups_, scheduler_->index(), block_tokens_),
         offers_(pool, options_, groups_, blocks_, *scheduler_) {
+    if (options_.offload.events > 0) prefixes_.remember_entered();
     const py::gil_scoped_release others_go_on;  // a call to the previous offload may wait for the interpreter's lock
     serve_offload(*this);
   }
@@ -83,6 +84,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
   // Return how many tokens after the first `computed` ones can be loaded; None: ask again in the next step.
   std::optional<int64_t> match(const py::object& request, int64_t computed) {
     Record& record = record_of(request);
+    // What is on its way for its session is found on the device then.
+    if (!record.session.id.empty() && residency_->is_loading(record.session)) return std::nullopt;
     if (is_still_matched(record, request, computed)) return static_cast<int64_t>(record.matched) * block_tokens_;
     if (!has_answer(record, request)) return std::nullopt;
     record.begin_again();
@@ -212,18 +215,21 @@ class ConnectorScheduler final : public console::OffloadAccess {
     value_or_raise(residency_->check());
   }
 
-  // Carry out a front end's call of a session; session_answer() has what became of it. session_views(): of one tenant;
-  // None: of all.
+  // Carry out a front end's call of a session; session_answer() has what became of it. session_views(): a page of the
+  // sessions of one tenant; None: of all.
   py::dict session_call(const py::dict& dict) {
     return answer_to_python(value_or_raise(residency_->call(session_call_from(dict), last_step_)));
   }
   py::dict session_answer(const std::string& tenant, const std::string& action) const {
     return answer_to_python(value_or_raise(residency_->answer(tenant, action)));
   }
-  py::list session_views(const std::optional<std::string>& tenant) {
-    return views_to_python(value_or_raise(try_catch(
-        [&]() -> Result<std::vector<SessionView>> { return residency_->list(tenant ? &*tenant : nullptr); })));
+  py::dict session_views(const std::optional<std::string>& tenant, const py::object& from) {
+    const SessionCursor cursor = cursor_from(from);
+    return page_to_python(value_or_raise(
+        try_catch([&]() -> Result<SessionPage> { return residency_->list(tenant ? &*tenant : nullptr, cursor); })));
   }
+  std::vector<std::string> session_tenants(const std::string& session) const { return residency_->tenants_of(session); }
+  bool sessions_are_due() const { return residency_->is_due(); }
 
   py::bytes adopt(const py::list& ranks) {
     std::vector<std::vector<RecoveredBlock>> found;
@@ -240,7 +246,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
 
   py::dict stats() const { return connector_stats(*scheduler_, *residency_, blocks_.held(), loading_); }
   py::dict take_times() { return times_to_python(scheduler_->take_times()); }
-  py::object take_events() { return events_to_python(scheduler_->take_events()); }
+  py::object take_events() { return events_to_python(scheduler_->take_events(), prefixes_.take_entered()); }
 
  private:
   struct Record {
@@ -308,6 +314,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
   static ResidencyOptions residency_options(const ConnectorOptions& options, const GroupTables& groups) {
     ResidencyOptions residency = options.residency;
     residency.groups = static_cast<uint32_t>(groups.size());
+    if (groups.size() > 1) residency.no_device = "the KV cache has several groups";
+    if (options.lazy) residency.no_device = "offload is lazy, and free blocks may not be stored yet";
     return residency;
   }
   // Return the session that the request names: by vLLM's own field, or by `session_id` of its extra arguments. The
@@ -413,6 +421,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     const std::vector<EndedLoad> loads =
         value_or_raise(try_catch([&]() -> Result<std::vector<EndedLoad>> { return scheduler_->take_loads(); }));
     for (const EndedLoad& load : loads) {
+      if (value_or_raise(try_catch([&]() -> Result<bool> { return residency_->loaded(load); }))) continue;
       Record& record = records_[load.request];
       loading_ -= record.loading ? 1 : 0;
       record.loading = false;
@@ -498,7 +507,12 @@ void bind_connector(py::module_& module) {
       .def("session_answer", &ConnectorScheduler::session_answer, py::call_guard<InHook>(), py::arg("tenant"),
            py::arg("action"))
       .def("session_views", &ConnectorScheduler::session_views, py::call_guard<InHook>(), py::arg("tenant"),
-           "The sessions of a tenant; None: of all.")
+           py::arg("from_") = py::none(),
+           "Next sessions of a tenant; None: of all. `from_`: where the page before says that the next one begins.")
+      .def("session_tenants", &ConnectorScheduler::session_tenants, py::call_guard<InHook>(), py::arg("session"),
+           "The tenants that have a session of this id.")
+      .def_property_readonly("sessions_are_due", &ConnectorScheduler::sessions_are_due,
+                             "An idle session is to be demoted in the next step.")
       .def("stats", &ConnectorScheduler::stats, py::call_guard<InHook>())
       .def("take_times", &ConnectorScheduler::take_times, py::call_guard<InHook>(),
            "Seconds that each batch took, by way, and each request's load (`load`), since the last call.")

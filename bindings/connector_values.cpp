@@ -57,6 +57,23 @@ std::vector<Block> unpack(const Bytes& bytes, Number Block::*number) {
   return blocks;
 }
 
+StoreId store_named(const std::string& given, const char* what) {
+  const std::array stores = {StoreId::kHost, StoreId::kDisk, StoreId::kRemote};
+  const auto store = std::find_if(stores.begin(), stores.end(), [&](StoreId each) { return name(each) == given; });
+  if (store != stores.end()) return *store;
+  raise(Error{.code = Code::kInvalidArgument,
+              .what = fmt::format("{} is \"{}\"", what, given),
+              .next_step = "use host, disk or remote"});
+}
+
+std::chrono::nanoseconds nanoseconds_of(double seconds) {
+  constexpr double kMost = 1e9;  // 30 years
+  if (seconds >= -kMost && seconds <= kMost) return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+  raise(Error{.code = Code::kInvalidArgument,
+              .what = fmt::format("{} seconds", seconds),
+              .next_step = "use at most 1000000000"});
+}
+
 }  // namespace
 
 ConnectorOptions connector_options_from(const py::dict& dict) {
@@ -98,6 +115,13 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   in.read_if_given("pin_share", options.residency.pin_share);
   in.read_if_given("pin_seconds", pin_seconds);
   options.residency.most_ttl = std::chrono::seconds(pin_seconds);
+  in.read_if_given("prefetch_share", options.residency.prefetch_share);
+  double idle_seconds = 0;
+  std::string idle_to = "host";
+  in.read_if_given("idle_seconds", idle_seconds);
+  in.read_if_given("idle_to", idle_to);
+  options.residency.idle = nanoseconds_of(idle_seconds);
+  options.residency.idle_to = store_named(idle_to, "idle_to");
   in.finish();
   // Blocks are held in both modes: if the free queue is short, vLLM would reuse a block before it was copied.
   options.offload.mode = OffloadMode::kEager;
@@ -159,6 +183,7 @@ py::dict connector_stats(const OffloadScheduler& scheduler, const Residency& res
   }
   if (counts.freed > 0) out["session_freed_blocks"] = counts.freed;
   if (counts.forgotten > 0) out["session_forgotten"] = counts.forgotten;
+  if (counts.idle > 0) out["session_idle"] = counts.idle;
   out["sessions"] = counts.sessions;
   out["held_by_sessions_blocks"] = counts.held;
   out["session_index_bytes"] = counts.index_bytes;
@@ -188,13 +213,9 @@ SessionCall session_call_from(const py::dict& dict) {
   if (known == kVerbs.end())
     wrong(fmt::format("the verb is \"{}\"", verb), "use demote, prefetch, retain, pin or evict");
   call.verb = *known;
-  const std::array stores = {StoreId::kHost, StoreId::kDisk, StoreId::kRemote};
-  const auto store = std::find_if(stores.begin(), stores.end(), [&](StoreId each) { return name(each) == to; });
-  if (store == stores.end()) wrong(fmt::format("to is \"{}\"", to), "use host, disk or remote");
-  call.to = *store;
-  constexpr double kMost = 1e9;  // 30 years
-  if (!(seconds >= -kMost && seconds <= kMost)) wrong(fmt::format("{} seconds", seconds), "use at most 1000000000");
-  call.seconds = std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+  call.device = to == "device" && call.verb == SessionVerb::kPrefetch;
+  if (!call.device) call.to = store_named(to, "to");
+  call.seconds = nanoseconds_of(seconds);
   return call;
 }
 
@@ -212,10 +233,11 @@ py::dict answer_to_python(const SessionAnswer& answer) {
   return out;
 }
 
-py::list views_to_python(const std::vector<SessionView>& views) {
+py::dict page_to_python(const SessionPage& page) {
   py::list list;
-  for (const SessionView& view : views) {
+  for (const SessionView& view : page.views) {
     py::dict out;
+    out["used"] = view.used;
     out["tenant"] = view.name.tenant;
     out["id"] = view.name.id;
     out["epoch"] = view.epoch;
@@ -233,7 +255,39 @@ py::list views_to_python(const std::vector<SessionView>& views) {
     out["held_blocks"] = view.held_blocks;
     list.append(out);
   }
-  return list;
+  py::dict made;
+  made["sessions"] = list;
+  made["next"] = py::none();
+  if (page.next) {
+    py::dict next;
+    next["tenant"] = page.next->name.tenant;
+    next["id"] = page.next->name.id;
+    next["listed"] = page.next->listed;
+    next["epoch"] = page.next->epoch;
+    next["begun"] = page.next->begun;
+    next["looked_at"] = page.next->looked_at;
+    next["counts"] = std::vector<uint64_t>(page.next->counts.begin(), page.next->counts.end());
+    made["next"] = next;
+  }
+  return made;
+}
+
+SessionCursor cursor_from(const py::object& object) {
+  SessionCursor cursor;
+  if (object.is_none()) return cursor;
+  DictReader in(object, "where a list of sessions goes on");
+  std::vector<uint64_t> counts;
+  in.read("tenant", cursor.name.tenant);
+  in.read("id", cursor.name.id);
+  in.read("listed", cursor.listed);
+  in.read("epoch", cursor.epoch);
+  in.read("begun", cursor.begun);
+  in.read("looked_at", cursor.looked_at);
+  in.read("counts", counts);
+  in.finish();
+  if (counts.size() != cursor.counts.size()) DictReader::fail("counts", "one number for each tier, and one for all");
+  std::copy(counts.begin(), counts.end(), cursor.counts.begin());
+  return cursor;
 }
 
 py::dict times_to_python(const OffloadTimes& times) {
@@ -246,13 +300,15 @@ py::dict times_to_python(const OffloadTimes& times) {
   return out;
 }
 
-py::object events_to_python(const BlockEvents& events) {
-  if (events.events.empty() && !events.cleared && events.lost == 0) return py::none();
+py::object events_to_python(const BlockEvents& events, const std::vector<EnginePrefixes::Entered>& entered) {
+  if (events.events.empty() && entered.empty() && !events.cleared && events.lost == 0) return py::none();
   py::list list;
+  const auto hash = [](const std::array<uint8_t, 32>& bytes) {
+    return py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  };
+  for (const EnginePrefixes::Entered& block : entered)
+    list.append(py::make_tuple(true, "device", hash(block.key.hash), hash(block.parent), block.key.group));
   for (const BlockEvent& event : events.events) {
-    const auto hash = [](const std::array<uint8_t, 32>& bytes) {
-      return py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-    };
     list.append(py::make_tuple(event.stored, std::string(name(event.store)), hash(event.key.hash), hash(event.parent),
                                event.key.group));
   }

@@ -11,6 +11,7 @@
 #include <pybind11/pybind11.h>
 
 #include "base/value.h"
+#include "bindings/engine_prefixes.h"
 #include "kvcache/offload_scheduler.h"
 #include "kvcache/residency.h"
 
@@ -39,9 +40,12 @@ pybind11::dict connector_stats(const OffloadScheduler& scheduler, const Residenc
 // Return the call that a front end makes. Raises InvalidArgument for a verb or tier that does not exist.
 SessionCall session_call_from(const pybind11::dict& dict);
 pybind11::dict answer_to_python(const SessionAnswer& answer);
-pybind11::list views_to_python(const std::vector<SessionView>& views);
+// Return {"sessions": […], "next": …}; `next` is what cursor_from() takes, or None.
+pybind11::dict page_to_python(const SessionPage& page);
+// Return where a list of sessions goes on; None: at its beginning.
+SessionCursor cursor_from(const pybind11::object& object);
 pybind11::dict times_to_python(const OffloadTimes& times);
-// Return None if there are no events.
-pybind11::object events_to_python(const BlockEvents& events);
+// Return None if there are no events. `entered`: blocks that were loaded to the device for no request.
+pybind11::object events_to_python(const BlockEvents& events, const std::vector<EnginePrefixes::Entered>& entered);
 
 }  // namespace torpor

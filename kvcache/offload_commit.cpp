@@ -108,7 +108,8 @@ void OffloadScheduler::commit_loads(bool flush) {
       batch->request = owner.ticket->owner;
       batch->owners.push_back(std::move(owner));
       plan(*batch, PlanKind::kGet);
-      plan_.loading.push_back({std::move(names_[static_cast<size_t>(store)]), batch->id});
+      std::string& name = names_[static_cast<size_t>(store)];
+      if (!name.empty()) plan_.loading.push_back({std::move(name), batch->id});
     }
   }
 }

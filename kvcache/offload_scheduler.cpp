@@ -119,7 +119,7 @@ uint32_t OffloadScheduler::begin_request(std::string id, int32_t priority) {
   request.used = true;
   request.counted = false;
   request.asked = 0;
-  port_.text(TextKind::kRequestName, event_request(number), 0, request.id);
+  if (!request.id.empty()) port_.text(TextKind::kRequestName, event_request(number), 0, request.id);
   return number;
 }
 

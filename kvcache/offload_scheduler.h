@@ -124,7 +124,8 @@ class OffloadScheduler {
   // `ranks`: one list for each rank.
   std::vector<AdoptedBlock> adopt(std::span<const std::vector<RecoveredBlock>> ranks);
 
-  // Return a number for a request. It is reused after the request's end.
+  // Return a number for a request. It is reused after the request's end. An empty id: it is none of the engine's, so
+  // the ranks do not report the end of its load to the engine.
   uint32_t begin_request(std::string id, int32_t priority = 0);
   RequestStage stage(uint32_t request) const { return at(request).stage; }
   // Ask the remote store, through the ranks, for the keys that no store is known to have. Return how many are asked

@@ -44,6 +44,10 @@ Status ResidencyOptions::validate() const {
   constexpr int64_t kMostSeconds = 1'000'000'000;  // in nanoseconds they fit into 64 bits, also after now
   if (most_ttl.count() < 1 || most_ttl.count() > kMostSeconds)
     return wrong(fmt::format("most_ttl is {} s", most_ttl.count()), fmt::format("use 1 to {}", kMostSeconds));
+  if (!(prefetch_share >= 0 && prefetch_share <= 1))
+    return wrong(fmt::format("prefetch_share is {}", prefetch_share), "use 0 to 1");
+  if (idle.count() < 0 || idle > std::chrono::seconds(kMostSeconds))
+    return wrong(fmt::format("idle is {} ns", idle.count()), fmt::format("use 0 to {} s", kMostSeconds));
   return ok();
 }
 
@@ -52,6 +56,10 @@ Result<std::unique_ptr<Residency>> Residency::create(const ResidencyOptions& opt
   return try_catch([&]() -> Result<std::unique_ptr<Residency>> {
     TORPOR_RETURN_IF_ERROR(options.validate());
     std::unique_ptr<Residency> made(new Residency(options, scheduler, device, clock));
+    if (options.idle.count() > 0 && !made->has(options.idle_to))
+      return wrong(fmt::format("idle sessions are to be demoted to {}, which this engine does not have",
+                               torpor::name(options.idle_to)),
+                   "give it that tier, or name another one");
     scheduler.on_no_room([of = made.get()] { return of->release_softest(nullptr, nullptr); });
     return made;
   });
@@ -75,14 +83,10 @@ bool Residency::is_full() const {
 // Return the keys of the session's blocks, each once: those of its newest prefix first, from its beginning.
 std::vector<BlockKey> Residency::keys_of(const Session& session) const {
   std::vector<BlockKey> keys;
-  std::set<BlockHash> known;
-  for (const auto& prefix : session.prefixes) {
-    for (const BlockHash& hash : prefix) {
-      if (!known.insert(hash).second) continue;
-      for (uint32_t group = 0; group < options_.groups; ++group)
-        keys.push_back({.hash = hash, .group = group, .space = scheduler_.space()});
-    }
-  }
+  (void)session.for_each_block(0, SIZE_MAX, [&](const BlockHash& hash) {
+    for (uint32_t group = 0; group < options_.groups; ++group)
+      keys.push_back({.hash = hash, .group = group, .space = scheduler_.space()});
+  });
   return keys;
 }
 
@@ -96,6 +100,7 @@ std::vector<BlockLocations> Residency::find_each(std::span<const BlockKey> keys)
 
 void Residency::begin(const SessionName& name) {
   ++running_[name];
+  if (Session* const session = index_.find(name); session != nullptr) set_demotion(*session, false);
   for (Action* action : pending_) action->begun = action->begun || action->call.name == name;
 }
 
@@ -104,6 +109,8 @@ void Residency::finished(const SessionName& name, std::span<const BlockHash> cha
     running_.erase(running);
   Session* const session = index_.record(name, chain);
   end_forgotten();
+  if (Session* const known = index_.find(name); known != nullptr && !running_.contains(name))
+    set_demotion(*known, true);
   if (session == nullptr || !session->held || is_full()) return;
   // The hold has the new blocks, too, until its end.
   const SessionHold& hold = session->hold;
@@ -116,7 +123,10 @@ void Residency::finished(const SessionName& name, std::span<const BlockHash> cha
 }
 
 void Residency::end_forgotten() {
-  for (const auto& session : index_.take_forgotten()) release(*session);
+  for (const auto& session : index_.take_forgotten()) {
+    set_demotion(*session, false);
+    release(*session);
+  }
 }
 
 void Residency::reset() {
@@ -126,8 +136,10 @@ void Residency::reset() {
     action->answer.done = true;
     action->handles.clear();
     action->keys = {};
+    action->chains = {};
   }
   pending_.clear();
+  due_.clear();
   for (const auto& session : index_.clear()) release(*session);
   next_expiry_ = Time::max();
 }
@@ -206,32 +218,67 @@ void Residency::place_hold(const Action& action) {
 
 // ---- what there is
 
-std::vector<SessionView> Residency::list(const std::string* tenant) {
-  expire();  // an engine without requests takes no steps
-  std::vector<SessionView> views;
-  for (const Session* each : index_.sessions(tenant)) {
-    SessionView view{.name = each->name,
-                     .epoch = each->epoch,
-                     .residence = each->residence,
-                     .prefixes = each->prefixes.size(),
-                     .held = each->held,
-                     .pinned = each->held && each->hold.hard,
-                     .priority = each->held ? each->hold.priority : 0,
-                     .held_blocks = each->hold.slots.size()};
-    const std::vector<BlockKey> keys = keys_of(*each);
-    const std::vector<BlockLocations> places = find_each(keys);
-    view.blocks = keys.size();
-    for (size_t i = 0; i < keys.size(); ++i) {
-      view.device += is_on_device(keys[i]) ? 1 : 0;
-      view.host += places[i].host >= 0 ? 1 : 0;
-      view.disk += places[i].disk >= 0 ? 1 : 0;
-      view.remote += places[i].remote >= 0 ? 1 : 0;
-    }
-    if (const auto running = running_.find(each->name); running != running_.end()) view.running = running->second;
-    if (each->held) view.seconds_left = seconds_between(clock_.now(), each->hold.until);
-    views.push_back(std::move(view));
+// Count the session's next blocks, `most` at most.
+void Residency::count(const Session& session, SessionCursor& at, size_t most) const {
+  std::vector<BlockKey> keys;
+  at.looked_at = session.for_each_block(at.looked_at, most, [&](const BlockHash& hash) {
+    for (uint32_t group = 0; group < options_.groups; ++group)
+      keys.push_back({.hash = hash, .group = group, .space = scheduler_.space()});
+  });
+  const std::vector<BlockLocations> places = find_each(keys);
+  at.counts[0] += keys.size();
+  for (size_t i = 0; i < keys.size(); ++i) {
+    at.counts[1] += is_on_device(keys[i]) ? 1 : 0;
+    at.counts[2] += places[i].host >= 0 ? 1 : 0;
+    at.counts[3] += places[i].disk >= 0 ? 1 : 0;
+    at.counts[4] += places[i].remote >= 0 ? 1 : 0;
   }
-  return views;
+}
+
+SessionView Residency::view_of(const Session& session, const SessionCursor& counted) const {
+  SessionView view{.name = session.name,
+                   .epoch = session.epoch,
+                   .used = session.used,
+                   .residence = session.residence,
+                   .prefixes = session.prefixes.size(),
+                   .blocks = counted.counts[0],
+                   .device = counted.counts[1],
+                   .host = counted.counts[2],
+                   .disk = counted.counts[3],
+                   .remote = counted.counts[4],
+                   .held = session.held,
+                   .pinned = session.held && session.hold.hard,
+                   .priority = session.held ? session.hold.priority : 0,
+                   .held_blocks = session.hold.slots.size()};
+  if (const auto running = running_.find(session.name); running != running_.end()) view.running = running->second;
+  if (session.held) view.seconds_left = seconds_between(clock_.now(), session.hold.until);
+  return view;
+}
+
+SessionPage Residency::list(const std::string* tenant, const SessionCursor& from, size_t most) {
+  expire();  // an engine without requests takes no steps
+  SessionPage page;
+  SessionCursor at = from;
+  size_t left = std::max<size_t>(most, 1);
+  while (const Session* const session = index_.next(tenant, at.name, at.listed)) {
+    if (left == 0) {
+      page.next = at;
+      return page;
+    }
+    if (at.listed || at.name != session->name) at = {.name = session->name, .epoch = session->epoch};
+    if (at.epoch != session->epoch && ++at.begun < kMostBegun)
+      at = {.name = session->name, .epoch = session->epoch, .begun = at.begun};
+    const uint64_t before = at.looked_at;
+    if (at.begun < kMostBegun) count(*session, at, left);
+    left -= std::clamp<size_t>(at.looked_at - before, 1, left);
+    if (at.begun < kMostBegun && at.looked_at < session->blocks()) {
+      page.next = at;
+      return page;
+    }
+    page.views.push_back(view_of(*session, at));
+    at = {.name = session->name, .listed = true};
+  }
+  return page;
 }
 
 ResidencyCounts Residency::counts() const {
@@ -251,6 +298,14 @@ Status Residency::check() const {
     if (!each->held && !each->hold.slots.empty())
       return Error{.code = Code::kInternal, .what = fmt::format("session {} pins without a hold", each->name.id)};
   }
+  size_t due = 0;
+  for (const Session* each : index_.sessions(nullptr)) {
+    due += each->demote_at.count() > 0 ? 1 : 0;
+    if (each->demote_at.count() > 0 && !due_.contains({each->demote_at, each->name}))
+      return Error{.code = Code::kInternal, .what = fmt::format("session {} is never demoted", each->name.id)};
+  }
+  if (due != due_.size())
+    return Error{.code = Code::kInternal, .what = fmt::format("{} sessions are due, not {}", due, due_.size())};
   if (held != held_)
     return Error{.code = Code::kInternal, .what = fmt::format("sessions hold {} slots, not {}", held, held_)};
   return ok();

@@ -5,13 +5,15 @@
 // plan_step(), takes the action on until it is done.
 //
 //   demote    copies the blocks to the tier, and frees those nearer to the engine after every rank has proved its copy
-//   prefetch  copies blocks of disk and of the remote store to host memory
+//   prefetch  copies blocks of disk and of the remote store to host memory; or those of all tiers to the device, into
+//             free blocks of the engine, which a lookup finds then and which make room for others as all free ones do
 //   retain    keeps blocks in host memory for a time; if others need the room, the lowest priority makes it first
 //   pin       the same, and makes no room; within the budget of all holds
 //   evict     drops the blocks from all tiers of this engine, and forgets the session
 //
 // All of them are hints about copies: a block that is lost is computed again, with the same tokens. A block that
-// another session wants in a tier nearer to the engine stays there.
+// another session wants in a tier nearer to the engine stays there. With ResidencyOptions::idle a session whose
+// requests have all ended is demoted by itself after that time, unless it was used meanwhile.
 //
 // Owner and threads: the engine scheduler's thread, as OffloadScheduler. Failure: a call that is wrong returns
 // kInvalidArgument; what cannot be done now has an outcome with its reason.
@@ -22,6 +24,8 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -44,6 +48,18 @@ class DeviceCache {
   };
   // Have no lookup find the blocks of this key, but for those that a request uses.
   virtual Evicted evict(const BlockKey& key) = 0;
+
+  // Blocks that no request has, cached ones among them.
+  virtual size_t free_blocks() const = 0;
+  // Take free blocks, the least recently used first. No lookup finds them any more. Empty: there are not so many.
+  virtual std::vector<int32_t> take(size_t blocks) = 0;
+  // Have nobody take these blocks before they are released.
+  virtual void use(std::span<const int32_t> blocks) = 0;
+  // Have lookups find a taken block by the last key of `prefix`, which has the keys from the first block on. Return
+  // whether they do.
+  virtual bool enter(std::span<const BlockKey> prefix, int32_t block) = 0;
+  // End take() and use(). The first of the blocks is taken first again.
+  virtual void release(std::span<const int32_t> blocks) = 0;
 };
 
 struct ResidencyOptions {
@@ -51,6 +67,10 @@ struct ResidencyOptions {
   uint32_t groups = 1;     // KV cache groups of the engine
   double pin_share = 0.5;  // of the host slots: most that all sessions hold; one tenant: index.tenant_share of that
   std::chrono::seconds most_ttl{86400};
+  double prefetch_share = 0.5;      // of the device's free blocks: most that prefetches load into at a time
+  std::string no_device{};          // why nothing is prefetched to the device; empty: it is
+  std::chrono::nanoseconds idle{};  // after which a session is demoted by itself; 0: never
+  StoreId idle_to = StoreId::kHost;
   Status validate() const;  // kInvalidArgument names the option
 };
 
@@ -66,6 +86,7 @@ struct SessionCall {
   SessionVerb verb = SessionVerb::kDemote;
   SessionName name;
   StoreId to = StoreId::kHost;         // kDemote
+  bool device = false;                 // kPrefetch: to the device
   std::chrono::nanoseconds seconds{};  // kRetain, kPin: how long; kPrefetch: the deadline, 0: none
   int32_t priority = 0;                // kRetain
   std::string action;                  // an id of this call; empty: it is not repeated
@@ -87,6 +108,7 @@ struct SessionAnswer {
 struct SessionView {
   SessionName name;
   uint64_t epoch = 0;
+  uint64_t used = 0;  // the later it was used, the larger
   Residence residence = Residence::kDevice;
   uint64_t prefixes = 0;
   uint64_t blocks = 0;  // different ones, of all groups
@@ -102,10 +124,26 @@ struct SessionView {
   uint64_t held_blocks = 0;
 };
 
+// Where a list of sessions goes on. An empty name: at its beginning.
+struct SessionCursor {
+  SessionName name;
+  bool listed = false;                             // the list goes on behind this session; else within it:
+  uint64_t epoch = 0;                              // of the session, when it was begun
+  uint64_t begun = 0;                              // how often, because it changed meanwhile
+  uint64_t looked_at = 0;                          // blocks of its prefixes
+  std::array<uint64_t, 1 + kResidences> counts{};  // different ones; then those in each tier
+};
+
+struct SessionPage {
+  std::vector<SessionView> views;     // by name
+  std::optional<SessionCursor> next;  // none: the list is complete
+};
+
 struct ResidencyCounts {
   // By verb and residence: blocks that were in the tier when an action was done.
   std::array<std::array<uint64_t, kResidences>, kSessionVerbs> blocks{};
   uint64_t freed = 0;
+  uint64_t idle = 0;  // demotions of sessions by themselves
   uint64_t forgotten = 0;
   uint64_t sessions = 0;
   uint64_t held = 0;  // host slots
@@ -118,6 +156,10 @@ class Residency {
   // Of actions that are not done, and of their keys. Beyond them a call is deferred, and a hold is not extended.
   static constexpr size_t kMostPending = 2048;
   static constexpr size_t kMostPendingKeys = size_t{1} << 20;
+  // Of a page of list(): blocks whose places are looked up, and sessions.
+  static constexpr size_t kPageBlocks = 4096;
+  // A session that changes so often while it is counted is listed with what was counted until then.
+  static constexpr uint64_t kMostBegun = 4;
 
   // All outlive the result. kInvalidArgument: invalid options.
   static Result<std::unique_ptr<Residency>> create(const ResidencyOptions& options, OffloadScheduler& scheduler,
@@ -133,14 +175,23 @@ class Residency {
   Result<SessionAnswer> answer(const std::string& tenant, const std::string& action) const;
   void advance(uint64_t after_step);
   // Return whether an action is not done: the engine must go on stepping.
-  bool busy() const { return !pending_.empty(); }
-  // Return whether a session holds blocks, so that advance() has ends to look for.
-  bool holds() const { return next_expiry_ != Time::max(); }
+  bool busy() const { return !pending_.empty() || is_due(); }
+  // Return whether a session is to be demoted by itself now.
+  bool is_due() const { return !due_.empty() && due_.begin()->first <= clock_.now(); }
+  // Return whether blocks of this session are on their way to the device.
+  bool is_loading(const SessionName& name) const;
+  // Take the end of a load. Return false if it is none of a prefetch.
+  bool loaded(const EndedLoad& ended);
+  // Return whether a session holds blocks, or is to be demoted by itself, so that advance() has ends to look for.
+  bool holds() const { return next_expiry_ != Time::max() || !due_.empty(); }
   // The blocks are not found any more. Forgets all sessions.
   void reset();
 
-  // Return the sessions of a tenant, the most recently used first; of all if it is null.
-  std::vector<SessionView> list(const std::string* tenant);
+  // Return the next sessions of a tenant, or of all if it is null; from the beginning without a cursor. Looks at `most`
+  // blocks and sessions at most. Each session that there is all the time is listed once.
+  SessionPage list(const std::string* tenant, const SessionCursor& from = {}, size_t most = kPageBlocks);
+  // Return the tenants that have a session of this id.
+  std::vector<std::string> tenants_of(const std::string& id) const { return index_.tenants_of(id); }
   ResidencyCounts counts() const;
   Status check() const;
 
@@ -158,6 +209,16 @@ class Residency {
     bool begun = false;    // a request of the session has begun since
     bool clipped = false;  // keys are fewer than the session has
     std::string problem;   // why blocks were not copied
+    // kPrefetch to the device: its prefixes that are not looked at yet, the newest last.
+    std::vector<std::vector<BlockHash>> chains;
+  };
+  // A load into the device, from its request in the OffloadScheduler to loaded().
+  struct DeviceLoad {
+    uint32_t request = 0;
+    SessionName session;
+    std::vector<BlockKey> keys;  // of the prefix
+    std::vector<int32_t> used;   // blocks of the first of them, which were there
+    std::vector<int32_t> taken;  // of the next ones
   };
   using ActionName = std::pair<std::string, std::string>;  // tenant, action
   struct Hop {
@@ -175,6 +236,8 @@ class Residency {
   bool is_full() const;
   std::vector<BlockKey> keys_of(const Session& session) const;
   std::vector<BlockLocations> find_each(std::span<const BlockKey> keys) const;
+  void count(const Session& session, SessionCursor& at, size_t most) const;
+  SessionView view_of(const Session& session, const SessionCursor& counted) const;
   bool is_on_device(const BlockKey& key) const { return device_.find(key) >= 0; }
 
   // residency_actions.cpp
@@ -183,11 +246,16 @@ class Residency {
   bool advance(Action& action, uint64_t after_step);
   Hop next_hop(const Action& action) const;
   bool is_there(const Action& action, const BlockKey& key, const BlockLocations& places) const;
+  bool is_farther(const Action& action, const BlockKey& key, const BlockLocations& places) const;
   void start(Action& action, const Hop& hop, uint64_t after_step);
   void finish(Action& action);
   void finish_demotion(Action& action, Session* session);
   SessionAnswer evict(Session& session);
   void stop_actions(const SessionName& name, std::string_view why);
+  bool advance_to_device(Action& action);
+  bool start_load(Action& action, std::span<const BlockHash> chain);
+  void set_demotion(Session& session, bool wanted);
+  void demote_idle(uint64_t after_step);
 
   void begin_hold(Action& action, Session& session);
   int64_t allowed_blocks(const Session& session, bool hard, int64_t wanted);
@@ -206,7 +274,9 @@ class Residency {
   std::map<ActionName, std::unique_ptr<Action>> actions_;
   std::list<ActionName> order_;  // of actions_, the oldest first
   std::list<Action*> pending_;
-  uint64_t named_ = 0;  // actions that were given an id here
+  std::list<DeviceLoad> loads_;
+  std::set<std::pair<Time, SessionName>> due_;  // by Session::demote_at
+  uint64_t named_ = 0;                          // actions that were given an id here
   Time next_expiry_ = Time::max();
   int64_t held_ = 0;  // host slots, over all sessions
   ResidencyCounts counts_;

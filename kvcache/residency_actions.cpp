@@ -14,6 +14,10 @@ namespace {
 constexpr int kMostRounds = 6;
 constexpr size_t kMostActionBytes = 128;
 
+bool is_in(const BlockLocations& places, StoreId store) {
+  return (store == StoreId::kHost ? places.host : store == StoreId::kDisk ? places.disk : places.remote) >= 0;
+}
+
 Residence residence_of(StoreId store) { return static_cast<Residence>(static_cast<uint8_t>(store) + 1); }
 
 SessionAnswer refusal(SessionOutcome outcome, std::string reason, const SessionCall& call) {
@@ -34,6 +38,8 @@ Status Residency::check_call(const SessionCall& call) const {
                  fmt::format("use at most {}", kMostActionBytes));
   const bool holds = call.verb == SessionVerb::kRetain || call.verb == SessionVerb::kPin;
   if (holds && call.seconds.count() <= 0) return wrong("the ttl is not more than 0 seconds", "give how long");
+  if (call.device && call.verb != SessionVerb::kPrefetch)
+    return wrong("a call to the device that is no prefetch", "use host, disk or remote");
   if (call.verb == SessionVerb::kPrefetch && call.seconds.count() < 0)
     return wrong("the deadline is less than 0 seconds", "give how long, or leave it out");
   return ok();
@@ -62,11 +68,15 @@ Result<SessionAnswer> Residency::call(const SessionCall& call, uint64_t after_st
       return refusal(SessionOutcome::kDeferred, "a request of the session is running", call);
     const bool into_host = call.verb != SessionVerb::kDemote && call.verb != SessionVerb::kEvict;
     const StoreId to = into_host ? StoreId::kHost : call.to;
-    if (call.verb != SessionVerb::kEvict && !has(to))
+    if (call.device && !options_.no_device.empty())
+      return refusal(SessionOutcome::kRejected, fmt::format("nothing is loaded to the device: {}", options_.no_device),
+                     call);
+    if (call.verb != SessionVerb::kEvict && !call.device && !has(to))
       return refusal(SessionOutcome::kRejected, fmt::format("this engine has no tier {}", torpor::name(to)), call);
     if (call.verb != SessionVerb::kEvict && is_full())
       return refusal(SessionOutcome::kDeferred, "too many calls of sessions are under way", call);
     index_.touch(*session);
+    if (session->demote_at.count() > 0) set_demotion(*session, true);
     if (call.verb == SessionVerb::kEvict) {
       auto made = std::make_unique<Action>();
       made->call = call;
@@ -97,6 +107,7 @@ SessionAnswer Residency::begin_action(const SessionCall& call, Session& session,
   }
   action.answer = {.done = false, .epoch = session.epoch, .action = action.call.action};
   action.keys = keys_of(session);
+  if (call.device) action.chains.assign(session.prefixes.rbegin(), session.prefixes.rend());
   if (call.verb == SessionVerb::kPrefetch && call.seconds.count() > 0) action.deadline = clock_.now() + call.seconds;
   if (call.verb == SessionVerb::kRetain || call.verb == SessionVerb::kPin) begin_hold(action, session);
   if (call.verb == SessionVerb::kDemote) {  // the newer call counts
@@ -152,6 +163,7 @@ void Residency::begin_hold(Action& action, Session& session) {
 
 void Residency::advance(uint64_t after_step) {
   expire();
+  demote_idle(after_step);
   for (auto at = pending_.begin(); at != pending_.end();) at = advance(**at, after_step) ? pending_.erase(at) : ++at;
 }
 
@@ -161,6 +173,7 @@ bool Residency::advance(Action& action, uint64_t after_step) {
     action.late = true;
     for (TransferHandle& handle : action.handles) handle.cancel();
   }
+  if (action.call.device) return advance_to_device(action);
   const bool holds = action.call.verb == SessionVerb::kRetain || action.call.verb == SessionVerb::kPin;
   if (holds) place_hold(action);
   for (const TransferHandle& handle : action.handles) {
@@ -190,13 +203,20 @@ bool Residency::advance(Action& action, uint64_t after_step) {
   return true;
 }
 
-// Return whether the block is where the action wants it, or farther from the engine.
+// Return whether the block is where the action wants it. A demotion brings no block nearer: one that lies only farther
+// from the engine stays there.
 bool Residency::is_there(const Action& action, const BlockKey& key, const BlockLocations& places) const {
+  if (action.call.device) return is_on_device(key);
   if (action.call.verb == SessionVerb::kPrefetch) return places.host >= 0 || is_on_device(key);
   if (action.call.verb != SessionVerb::kDemote) return places.host >= 0;
-  if (action.call.to == StoreId::kHost) return places.anywhere();
-  if (action.call.to == StoreId::kRemote) return places.remote >= 0;
-  return places.disk >= 0 || (places.host < 0 && places.remote >= 0);
+  return is_in(places, action.call.to) || is_farther(action, key, places);
+}
+
+// Return whether a demotion finds the block only farther from the engine than its tier.
+bool Residency::is_farther(const Action& action, const BlockKey& key, const BlockLocations& places) const {
+  const StoreId to = action.call.to;
+  if (to == StoreId::kRemote || is_in(places, to) || is_on_device(key)) return false;
+  return to == StoreId::kHost ? places.anywhere() : places.host < 0 && places.remote >= 0;
 }
 
 // Return the next copy of each block that is not there. A block that is nowhere needs none.
@@ -260,11 +280,15 @@ void Residency::finish(Action& action) {
     }
     if (missing > 0) {
       answer.outcome = SessionOutcome::kClipped;
-      answer.reason = fmt::format("{} of {} blocks are not in host memory{}{}", missing, places.size(),
+      answer.reason = fmt::format("{} of {} blocks are not {}{}{}", missing, places.size(),
+                                  action.call.device ? "on the device" : "in host memory",
                                   action.problem.empty() ? "" : ": ", action.problem);
     }
-    if (session != nullptr && session->residence > Residence::kHost && !action.stopped)
-      index_.move_to(*session, Residence::kHost);
+    const Residence nearest = action.call.device ? Residence::kDevice : Residence::kHost;
+    const bool some = !action.call.device || answer.blocks > 0;
+    if (session != nullptr && session->residence > nearest && some && !action.stopped)
+      index_.move_to(*session, nearest);
+    if (session != nullptr && action.call.device && !running_.contains(session->name)) set_demotion(*session, true);
   }
   if (action.clipped && answer.outcome == SessionOutcome::kAccepted) {
     answer.outcome = SessionOutcome::kClipped;
@@ -278,27 +302,32 @@ void Residency::finish(Action& action) {
   if (session != nullptr) answer.epoch = session->epoch;
   answer.done = true;
   const bool demotes = action.call.verb == SessionVerb::kDemote;
-  const Residence to = demotes ? residence_of(action.call.to) : Residence::kHost;
+  const Residence to = demotes              ? residence_of(action.call.to)
+                       : action.call.device ? Residence::kDevice
+                                            : Residence::kHost;
   counts_.blocks[static_cast<size_t>(action.call.verb)][static_cast<size_t>(to)] += answer.blocks;
   action.keys = {};
+  action.chains = {};
 }
 
 // Every copy is proven: free what lies nearer to the engine, unless somebody wants it there.
 void Residency::finish_demotion(Action& action, Session* session) {
   SessionAnswer& answer = action.answer;
   const StoreId to = action.call.to;
-  if (session != nullptr && !action.begun) index_.move_to(*session, residence_of(to));
+  if (session != nullptr && !action.begun && session->residence < residence_of(to))
+    index_.move_to(*session, residence_of(to));
   const std::vector<BlockLocations> places = find_each(action.keys);
   std::array<std::vector<BlockKey>, kStores> dropped;
   uint64_t missing = 0;
   uint64_t somewhere = 0;
   for (size_t i = 0; i < action.keys.size(); ++i) {
     const BlockKey& key = action.keys[i];
-    const bool there = is_there(action, key, places[i]);
-    const bool lost = !there && !places[i].anywhere() && !is_on_device(key);
+    // On disk a block outlives host memory, so it is freed also where host memory has no room for it.
+    const bool there = is_in(places[i], to) || (to == StoreId::kHost && is_in(places[i], StoreId::kDisk));
+    const bool lost = !places[i].anywhere() && !is_on_device(key);
     somewhere += lost ? 0 : 1;
-    answer.blocks += there ? 1 : 0;
-    missing += there || lost ? 0 : 1;
+    answer.blocks += is_in(places[i], to) ? 1 : 0;
+    missing += there || lost || is_farther(action, key, places[i]) ? 0 : 1;
     if (!there || action.begun) continue;
     if (index_.wanted(key.hash, Residence::kDevice)) {
       answer.kept += is_on_device(key) ? 1 : 0;
@@ -332,6 +361,7 @@ void Residency::finish_demotion(Action& action, Session* session) {
 
 SessionAnswer Residency::evict(Session& session) {
   stop_actions(session.name, "the session was evicted meanwhile");
+  set_demotion(session, false);
   release(session);
   const std::vector<BlockKey> keys = keys_of(session);
   SessionAnswer answer{.epoch = session.epoch};
@@ -365,6 +395,103 @@ void Residency::stop_actions(const SessionName& name, std::string_view why) {
     action->stopped = true;
     action->problem = why;
     for (TransferHandle& handle : action->handles) handle.cancel();
+  }
+}
+
+// ---- to the device
+
+// Load one prefix after the other. Return whether the action is done.
+bool Residency::advance_to_device(Action& action) {
+  if (is_loading(action.call.name)) return false;
+  while (!action.late && !action.stopped && !action.chains.empty()) {
+    const std::vector<BlockHash> chain = std::move(action.chains.back());
+    action.chains.pop_back();
+    if (start_load(action, chain)) return false;
+  }
+  finish(action);
+  return true;
+}
+
+// Load those blocks of the prefix that the device lacks into free ones. Return false if there is nothing to load, or
+// no room.
+bool Residency::start_load(Action& action, std::span<const BlockHash> chain) {
+  std::list<DeviceLoad> made(1);
+  DeviceLoad& load = made.front();
+  load.session = action.call.name;
+  for (const BlockHash& hash : chain) load.keys.push_back({.hash = hash, .group = 0, .space = scheduler_.space()});
+  for (const BlockKey& key : load.keys) {
+    const int32_t block = device_.find(key);
+    if (block < 0) break;
+    load.used.push_back(block);
+  }
+  device_.use(load.used);  // the free blocks to be taken are others
+  load.request = scheduler_.begin_request("");
+  const auto found = static_cast<size_t>(scheduler_.match(load.request, load.keys, load.used.size()));
+  size_t loading = 0;
+  for (const DeviceLoad& each : loads_) loading += each.taken.size();
+  const auto most = static_cast<size_t>(static_cast<double>(device_.free_blocks() + loading) * options_.prefetch_share);
+  const size_t allowed = std::min(found, most - std::min(most, loading));
+  if (allowed < found)
+    action.problem = fmt::format("the budget of free blocks has room for {} of {} blocks", allowed, found);
+  if (allowed > 0) load.taken = device_.take(allowed);
+  if (!load.taken.empty()) {
+    loads_.splice(loads_.end(), made);
+    (void)scheduler_.allocated(load.request, load.taken);
+    return true;
+  }
+  (void)scheduler_.finished(load.request);
+  std::reverse(load.used.begin(), load.used.end());
+  device_.release(load.used);
+  return false;
+}
+
+bool Residency::is_loading(const SessionName& name) const {
+  return std::any_of(loads_.begin(), loads_.end(), [&](const DeviceLoad& load) { return load.session == name; });
+}
+
+bool Residency::loaded(const EndedLoad& ended) {
+  const auto load =
+      std::find_if(loads_.begin(), loads_.end(), [&](const DeviceLoad& each) { return each.request == ended.request; });
+  if (load == loads_.end()) return false;
+  size_t good = 0;
+  for (const size_t first = load->used.size(); good < static_cast<size_t>(ended.good_blocks); ++good) {
+    if (!device_.enter(std::span(load->keys).first(first + good + 1), load->taken[good])) break;
+  }
+  scheduler_.loaded(load->request, std::span(load->taken).first(good));
+  (void)scheduler_.finished(load->request);
+  std::vector<int32_t> blocks = load->used;
+  if (!ended.unproven) blocks.insert(blocks.end(), load->taken.begin(), load->taken.end());
+  std::reverse(blocks.begin(), blocks.end());  // the end of a prefix is of no use without its beginning
+  device_.release(blocks);
+  loads_.erase(load);
+  return true;
+}
+
+// ---- by itself
+
+// Set the time of the session's demotion anew, or let it have none.
+void Residency::set_demotion(Session& session, bool wanted) {
+  if (session.demote_at.count() > 0) due_.erase({session.demote_at, session.name});
+  session.demote_at = {};
+  if (!wanted || options_.idle.count() == 0) return;
+  session.demote_at = clock_.now() + options_.idle;
+  due_.insert({session.demote_at, session.name});
+}
+
+void Residency::demote_idle(uint64_t after_step) {
+  while (is_due() && !is_full()) {
+    Session& session = *index_.find(due_.begin()->second);
+    set_demotion(session, false);
+    const bool called = std::any_of(pending_.begin(), pending_.end(),
+                                    [&](const Action* action) { return action->call.name == session.name; });
+    if (called) {  // its caller knows better
+      set_demotion(session, true);
+      continue;
+    }
+    const StoreId to = session.held ? StoreId::kHost : options_.idle_to;  // a pin lasts as long as was said
+    if (session.residence >= residence_of(to)) continue;
+    ++counts_.idle;
+    (void)begin_action({.name = session.name, .to = to}, session, after_step);
   }
 }
 

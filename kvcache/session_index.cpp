@@ -130,6 +130,7 @@ Session* SessionIndex::find(const SessionName& name) {
 void SessionIndex::touch(Session& session) {
   std::list<Session*>& order = tenants_[session.name.tenant].order;
   order.splice(order.end(), order, session.place);
+  session.used = ++uses_;
 }
 
 void SessionIndex::move_to(Session& session, Residence residence) {
@@ -218,6 +219,21 @@ std::vector<Session*> SessionIndex::sessions(const std::string* tenant) const {
   std::vector<Session*> found;
   for (const auto& [id, each] : tenants_) {
     if (tenant == nullptr || id == *tenant) found.insert(found.end(), each.order.rbegin(), each.order.rend());
+  }
+  return found;
+}
+
+Session* SessionIndex::next(const std::string* tenant, const SessionName& from, bool behind) const {
+  const SessionName first = tenant == nullptr || from.tenant >= *tenant ? from : SessionName{.tenant = *tenant};
+  const auto at = behind && first == from ? sessions_.upper_bound(first) : sessions_.lower_bound(first);
+  if (at == sessions_.end() || (tenant != nullptr && at->first.tenant != *tenant)) return nullptr;
+  return at->second.get();
+}
+
+std::vector<std::string> SessionIndex::tenants_of(const std::string& id) const {
+  std::vector<std::string> found;
+  for (const auto& [tenant, of_tenant] : tenants_) {
+    if (sessions_.contains({.tenant = tenant, .id = id})) found.push_back(tenant);
   }
   return found;
 }

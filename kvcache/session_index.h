@@ -13,6 +13,7 @@
 // std::bad_alloc before it has changed anything that check() would find.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <compare>
@@ -67,12 +68,37 @@ struct Session {
   std::list<std::vector<BlockHash>> prefixes;  // the newest first; none is empty
   Residence residence = Residence::kDevice;
   uint64_t epoch = 0;  // changes with its prefixes and its residence
+  uint64_t used = 0;   // the later it was used, the larger
   bool held = false;   // `hold` counts
   SessionHold hold;
-  int64_t cost = 0;                     // bytes of it in the index
-  std::list<Session*>::iterator place;  // in the order of use of its tenant
+  std::chrono::nanoseconds demote_at{};  // when it is demoted by itself; 0: never
+  int64_t cost = 0;                      // bytes of it in the index
+  std::list<Session*>::iterator place;   // in the order of use of its tenant
   size_t blocks() const;
+  // Call `each(hash)` for the blocks of all prefixes from number `from` on, each once: those of the newest prefix
+  // first, from its beginning. Look at `most` blocks at most. Return the number of the first block that it did not look
+  // at.
+  template <class Each>
+  size_t for_each_block(size_t from, size_t most, Each each) const;
 };
+
+// A hash covers all tokens before its block. So prefixes have a block in common at the same position only.
+template <class Each>
+size_t Session::for_each_block(size_t from, size_t most, Each each) const {
+  size_t first = 0;  // number of the prefix's first block
+  size_t at = from;
+  for (auto prefix = prefixes.begin(); prefix != prefixes.end(); first += prefix++->size()) {
+    for (; at >= first && at < first + prefix->size(); ++at) {
+      if (at - from == most) return at;
+      const size_t place = at - first;
+      const bool repeated = std::any_of(prefixes.begin(), prefix, [&](const std::vector<BlockHash>& newer) {
+        return newer.size() > place && newer[place] == (*prefix)[place];
+      });
+      if (!repeated) each((*prefix)[place]);
+    }
+  }
+  return at;
+}
 
 class SessionIndex {
  public:
@@ -103,6 +129,11 @@ class SessionIndex {
   bool wanted(const BlockHash& hash, Residence residence) const;
   // Return the sessions of a tenant, the most recently used first; of all tenants if it is null.
   std::vector<Session*> sessions(const std::string* tenant) const;
+  // Return the first session of a tenant, of all tenants if it is null, whose name is not before `from`, or, with
+  // `behind`, is behind it; null: there is none. The order is that of the names, which no use changes.
+  Session* next(const std::string* tenant, const SessionName& from, bool behind) const;
+  // Return the tenants that have a session of this id.
+  std::vector<std::string> tenants_of(const std::string& id) const;
   size_t size() const { return sessions_.size(); }
   int64_t bytes() const { return bytes_; }
   uint64_t forgotten() const { return times_forgotten_; }  // to make room, since the beginning
@@ -134,6 +165,7 @@ class SessionIndex {
   std::unordered_map<BlockHash, Wants, Hashed> wants_;
   std::vector<std::unique_ptr<Session>> forgotten_;
   int64_t bytes_ = 0;
+  uint64_t uses_ = 0;
   uint64_t times_forgotten_ = 0;
 };
 

@@ -30,6 +30,46 @@ class FakeDeviceCache final : public DeviceCache {
     by_key_.erase(found);
     return {.blocks = 1};
   }
+  size_t free_blocks() const override { return free_.size(); }
+  std::vector<int32_t> take(size_t blocks) override {
+    if (blocks > free_.size()) return {};
+    std::vector<int32_t> taken(free_.begin(), free_.begin() + static_cast<std::ptrdiff_t>(blocks));
+    free_.erase(free_.begin(), free_.begin() + static_cast<std::ptrdiff_t>(blocks));
+    for (const int32_t block : taken) {
+      EXPECT_FALSE(in_use_.contains(block)) << "block " << block << " is a request's";
+      std::erase_if(by_key_, [&](const auto& entry) { return entry.second == block; });
+      blocks_.clear(block);
+      in_use_.insert(block);
+    }
+    return taken;
+  }
+  void use(std::span<const int32_t> blocks) override {
+    for (const int32_t block : blocks) {
+      std::erase(free_, block);
+      in_use_.insert(block);
+    }
+  }
+  bool enter(std::span<const BlockKey> prefix, int32_t block) override {
+    EXPECT_TRUE(in_use_.contains(block));
+    if (refuses_) return false;
+    blocks_.write(block);
+    by_key_[prefix.back()] = block;
+    return true;
+  }
+  void release(std::span<const int32_t> blocks) override {
+    for (const int32_t block : blocks) {
+      EXPECT_EQ(in_use_.erase(block), 1u) << "block " << block << " is not taken";
+      free_.push_back(block);
+    }
+  }
+  // A free block that has this key.
+  void enter_free(const BlockKey& key, int32_t block) {
+    by_key_[key] = block;
+    free_.push_back(block);
+  }
+  void give(const std::vector<int32_t>& blocks) { free_.insert(free_.end(), blocks.begin(), blocks.end()); }
+  const std::vector<int32_t>& free() const { return free_; }
+  void refuse() { refuses_ = true; }
   void enter(const BlockKey& key, int32_t block) { by_key_[key] = block; }
   void use(int32_t block) { in_use_.insert(block); }
 
@@ -37,6 +77,8 @@ class FakeDeviceCache final : public DeviceCache {
   FakeDeviceBlocks& blocks_;
   std::map<BlockKey, int32_t, BlockKeyLess> by_key_;
   std::set<int32_t> in_use_;
+  std::vector<int32_t> free_;
+  bool refuses_ = false;
 };
 
 class ResidencyTest : public ::testing::Test {
@@ -71,6 +113,19 @@ class ResidencyTest : public ::testing::Test {
     }
     residency_->finished(name, chain, 0);
   }
+  // Return the sessions, the most recently used first, from pages that look at so many blocks.
+  std::vector<SessionView> list(const std::string* tenant, size_t most = Residency::kPageBlocks) {
+    std::vector<SessionView> views;
+    SessionCursor from;
+    for (int pages = 0; pages < 1000; ++pages) {
+      SessionPage page = residency_->list(tenant, from, most);
+      std::move(page.views.begin(), page.views.end(), std::back_inserter(views));
+      if (!page.next) break;
+      from = *page.next;
+    }
+    std::sort(views.begin(), views.end(), [](const auto& a, const auto& b) { return a.used > b.used; });
+    return views;
+  }
   SessionAnswer call(SessionCall call) { return value_of(residency_->call(call, 0)); }
   // Take steps until nothing is left to do. Return the action's answer.
   SessionAnswer finish(const SessionAnswer& begun, const std::string& tenant = "t") {
@@ -83,6 +138,7 @@ class ResidencyTest : public ::testing::Test {
     rig_->send();
     for (size_t rank = 0; rank < rig_->ranks.size(); ++rank)
       EXPECT_SUCCEEDS(rig_->scheduler->apply(rig_->report_of(rank)));
+    for (const EndedLoad& load : rig_->scheduler->take_loads()) EXPECT_TRUE(residency_->loaded(load));
     EXPECT_SUCCEEDS(rig_->scheduler->check());
     EXPECT_SUCCEEDS(residency_->check());
     for (const uint32_t number : known_) EXPECT_TRUE(is_somewhere(number)) << "block " << number;
@@ -132,7 +188,7 @@ TEST_F(ResidencyTest, ADemotionCopiesProvesAndThenFrees) {
     EXPECT_GE(places_of(number).disk, 0);
   }
   expect_loads({0, 1, 2});
-  const std::vector<SessionView> views = residency_->list(&a_.tenant);
+  const std::vector<SessionView> views = list(&a_.tenant);
   ASSERT_EQ(views.size(), 1u);
   EXPECT_EQ(std::tuple(views[0].residence, views[0].blocks, views[0].device, views[0].host, views[0].disk),
             std::tuple(Residence::kDisk, 3u, 0u, 0u, 3u));
@@ -147,7 +203,7 @@ TEST_F(ResidencyTest, FromTheDeviceToDiskInOneCallAndBackToHostMemory) {
   done = finish(call({.verb = SessionVerb::kPrefetch, .name = a_}));
   EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kAccepted, 3u));
   for (const uint32_t number : {0, 1, 2}) EXPECT_GE(places_of(number).host, 0);
-  EXPECT_EQ(residency_->list(nullptr)[0].residence, Residence::kHost);
+  EXPECT_EQ(list(nullptr)[0].residence, Residence::kHost);
   const ResidencyCounts counts = residency_->counts();
   EXPECT_EQ(counts.blocks[static_cast<size_t>(SessionVerb::kDemote)][static_cast<size_t>(Residence::kDisk)], 3u);
   EXPECT_EQ(counts.blocks[static_cast<size_t>(SessionVerb::kPrefetch)][static_cast<size_t>(Residence::kHost)], 3u);
@@ -220,7 +276,7 @@ TEST_F(ResidencyTest, ARequestThatBeginsAndEndsDuringADemotionKeepsItsBlocks) {
   const SessionAnswer done = finish(begun);
   EXPECT_EQ(std::tuple(done.outcome, done.freed), std::tuple(SessionOutcome::kClipped, 0u));
   EXPECT_TRUE(on_device(0) && on_device(1) && on_device(2));
-  EXPECT_EQ(residency_->list(nullptr)[0].residence, Residence::kDevice);
+  EXPECT_EQ(list(nullptr)[0].residence, Residence::kDevice);
 }
 
 TEST_F(ResidencyTest, AnActionHasOneAnswerAndATenantSeesItsOwnSessionsAlone) {
@@ -237,8 +293,8 @@ TEST_F(ResidencyTest, AnActionHasOneAnswerAndATenantSeesItsOwnSessionsAlone) {
   const SessionName theirs{.tenant = "u", .id = "a"};
   EXPECT_EQ(call({.name = theirs, .action = "act-1"}).outcome, SessionOutcome::kMissing);
   EXPECT_FAILS(residency_->answer("u", "act-1"), Code::kNotFound, "act-1");
-  EXPECT_TRUE(residency_->list(&theirs.tenant).empty());
-  EXPECT_EQ(residency_->list(nullptr).size(), 1u);
+  EXPECT_TRUE(list(&theirs.tenant).empty());
+  EXPECT_EQ(list(nullptr).size(), 1u);
 }
 
 TEST_F(ResidencyTest, ACallWithoutAnIdGetsOneThatNoOtherCallHas) {
@@ -294,9 +350,9 @@ TEST_F(ResidencyTest, APinHoldsItsBlocksUntilItsTimeIsOver) {
   fill({50, 51, 52, 53, 54});
   EXPECT_GE(places_of(0).host, 0);
   EXPECT_GE(places_of(1).host, 0);
-  EXPECT_NEAR(residency_->list(nullptr)[0].seconds_left, 60, 1);
+  EXPECT_NEAR(list(nullptr)[0].seconds_left, 60, 1);
   rig_->clock.advance(61s);
-  EXPECT_FALSE(residency_->list(nullptr)[0].held);  // also where no step is taken
+  EXPECT_FALSE(list(nullptr)[0].held);  // also where no step is taken
   residency_->advance(0);
   EXPECT_EQ(residency_->counts().held, 0u);
   fill({60, 61, 62, 63});
@@ -317,7 +373,7 @@ TEST_F(ResidencyTest, APinIsClippedToTheBudgetAndATtlToItsMost) {
   done = finish(call({.verb = SessionVerb::kPin, .name = theirs, .seconds = 1000s}), "u");
   EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 1u));
   EXPECT_EQ(done.reason, "the ttl is 100 s at most");
-  EXPECT_NEAR(residency_->list(&theirs.tenant)[0].seconds_left, 100, 1);
+  EXPECT_NEAR(list(&theirs.tenant)[0].seconds_left, 100, 1);
   held_at_end_ = 3;
 }
 
@@ -363,7 +419,7 @@ TEST_F(ResidencyTest, APinBeyondItsTenantsShareLeavesOtherTenantsWhatTheyRetain)
   (void)finish(call({.verb = SessionVerb::kRetain, .name = b_, .seconds = 60s}));
   const SessionAnswer done = finish(call({.verb = SessionVerb::kPin, .name = a_, .seconds = 60s}));
   EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 4u));
-  EXPECT_EQ(residency_->list(&theirs.tenant)[0].held_blocks, 2u);
+  EXPECT_EQ(list(&theirs.tenant)[0].held_blocks, 2u);
   EXPECT_EQ(residency_->counts().held, 6u);  // b_, of the same tenant, made room
   held_at_end_ = 6;
 }
@@ -408,6 +464,224 @@ TEST_F(ResidencyTest, NewWeightsForgetSessionsAndEndTheirActions) {
   EXPECT_FALSE(residency_->busy());
   EXPECT_EQ(value_of(residency_->answer("t", begun.action)).outcome, SessionOutcome::kRejected);
   EXPECT_EQ(call({.name = a_}).outcome, SessionOutcome::kMissing);
+}
+
+TEST_F(ResidencyTest, ADemotionToHostMemoryCountsNoBlockThatOnlyTheSharedStoreHas) {
+  open({.remote_slots = 8, .remote = &shared_});
+  compute(a_, {0, 1});
+  (void)finish(call({.name = a_, .to = StoreId::kRemote}));
+  SessionAnswer done = finish(call({.name = a_, .to = StoreId::kHost}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks, done.freed), std::tuple(SessionOutcome::kAccepted, 0u, 0u));
+  EXPECT_EQ(list(nullptr)[0].residence, Residence::kRemote);
+  EXPECT_EQ(places_of(0).host, -1);  // a demotion brings nothing nearer
+  compute(a_, {0, 1, 2});            // on the device again, and 0 and 1 in the store
+  done = finish(call({.name = a_, .to = StoreId::kHost}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks, done.freed), std::tuple(SessionOutcome::kAccepted, 3u, 3u));
+  for (const uint32_t number : {0, 1, 2}) EXPECT_GE(places_of(number).host, 0);
+}
+
+TEST_F(ResidencyTest, AListInPagesHasEachSessionOnceAndCountsAllOfIt) {
+  open({.host_slots = 8});
+  compute(a_, {0, 1, 2, 3});
+  compute(a_, {0, 1, 4});  // a branch
+  compute(b_, {5});
+  const SessionName theirs{.tenant = "u", .id = "a"};
+  compute(theirs, {6, 7});
+  (void)finish(call({.name = b_}));
+  const auto numbers = [](const std::vector<SessionView>& views) {
+    std::vector<std::tuple<std::string, std::string, uint64_t, uint64_t, uint64_t>> found;
+    for (const SessionView& each : views)
+      found.emplace_back(each.name.tenant, each.name.id, each.blocks, each.device, each.host);
+    return found;
+  };
+  const auto whole = numbers(list(nullptr));
+  EXPECT_EQ(whole, (decltype(whole){{"t", "b", 1, 0, 1}, {"u", "a", 2, 2, 0}, {"t", "a", 5, 5, 0}}));
+  for (const size_t most : {1, 2, 3, 4, 5, 6}) EXPECT_EQ(numbers(list(nullptr, most)), whole) << most;
+  EXPECT_EQ(numbers(list(&theirs.tenant, 1)), (decltype(whole){{"u", "a", 2, 2, 0}}));
+  EXPECT_EQ(residency_->list(nullptr, {}, 3).views.size(), 0u);  // a page looks at so many blocks
+  EXPECT_EQ(residency_->tenants_of("a"), (std::vector<std::string>{"t", "u"}));
+  EXPECT_EQ(residency_->tenants_of("c"), std::vector<std::string>{});
+}
+
+TEST_F(ResidencyTest, ASessionThatChangesWhileItIsListedIsCountedAnewAndAListEnds) {
+  open({.host_slots = 8});
+  compute(a_, {0, 1, 2});
+  compute(b_, {5});
+  SessionPage page = residency_->list(nullptr, {}, 2);
+  ASSERT_TRUE(page.next && page.views.empty());
+  compute(a_, {0, 1, 2, 3});
+  page = residency_->list(nullptr, *page.next, 10);
+  ASSERT_EQ(page.views.size(), 2u);
+  EXPECT_EQ(page.views[0].blocks, 4u);
+  page = residency_->list(nullptr, {}, 1);
+  for (uint32_t number = 10; page.views.empty(); ++number) {  // it changes before each page
+    ASSERT_LT(number, 10 + Residency::kMostBegun);
+    compute(a_, {0, 1, 2, 3, number});
+    page = residency_->list(nullptr, *page.next, 1);
+  }
+  EXPECT_EQ(page.views[0].name, a_);
+  SessionPage gone = residency_->list(nullptr, {}, 1);
+  EXPECT_EQ(call({.verb = SessionVerb::kEvict, .name = a_}).outcome, SessionOutcome::kAccepted);
+  known_.clear();
+  gone = residency_->list(nullptr, *gone.next, 10);
+  ASSERT_EQ(gone.views.size(), 1u);
+  EXPECT_EQ(gone.views[0].name, b_);
+}
+
+TEST_F(ResidencyTest, APrefetchToTheDeviceLoadsIntoFreeBlocksAndIsFoundThere) {
+  open({.disk_segments = 4, .segment_slots = 4});
+  compute(a_, {0, 1, 2});
+  (void)finish(call({.name = a_, .to = StoreId::kDisk}));
+  device_->give({9, 8, 7, 6, 5, 4});
+  const SessionAnswer begun = call({.verb = SessionVerb::kPrefetch, .name = a_, .device = true});
+  EXPECT_FALSE(begun.done);
+  EXPECT_TRUE(residency_->is_loading(a_));
+  EXPECT_FALSE(on_device(0));  // nothing is found before it is there
+  const SessionAnswer done = finish(begun);
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kAccepted, 3u)) << done.reason;
+  EXPECT_FALSE(residency_->is_loading(a_));
+  const int32_t places[] = {9, 8, 7};
+  for (const uint32_t number : {0, 1, 2}) {
+    EXPECT_EQ(device_->find(rig_->keys_of({number})[0]), places[number]);
+    EXPECT_TRUE(rig_->all_have(places[number], 100 + number));
+    EXPECT_GE(rig_->scheduler->index().backing(places[number], rig_->device.version(places[number])).disk, 0);
+  }
+  EXPECT_EQ(device_->free(), (std::vector<int32_t>{6, 5, 4, 7, 8, 9}));  // its end goes first
+  EXPECT_EQ(list(nullptr)[0].residence, Residence::kDevice);
+  const ResidencyCounts counts = residency_->counts();
+  EXPECT_EQ(counts.blocks[static_cast<size_t>(SessionVerb::kPrefetch)][static_cast<size_t>(Residence::kDevice)], 3u);
+}
+
+TEST_F(ResidencyTest, APrefetchToTheDeviceTakesAShareOfTheFreeBlocksAndNoneOfItsOwn) {
+  open({.host_slots = 8}, {.prefetch_share = 0.5});
+  compute(a_, {0, 1, 2, 3});
+  (void)finish(call({.name = a_}));
+  rig_->compute(0, 100);
+  device_->enter_free(rig_->keys_of({0})[0], 0);  // the first block of the session is there, and would be taken first
+  device_->give({9, 8, 7, 6});
+  const SessionAnswer done = finish(call({.verb = SessionVerb::kPrefetch, .name = a_, .device = true}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 3u));
+  EXPECT_EQ(done.reason, "1 of 4 blocks are not on the device: the budget of free blocks has room for 2 of 3 blocks");
+  EXPECT_TRUE(on_device(0) && on_device(1) && on_device(2) && !on_device(3));
+  EXPECT_EQ(device_->free(), (std::vector<int32_t>{7, 6, 8, 9, 0}));
+}
+
+TEST_F(ResidencyTest, WithoutAFreeBlockNothingIsPrefetchedToTheDevice) {
+  open({.host_slots = 8});
+  compute(a_, {0, 1});
+  (void)finish(call({.name = a_}));
+  const SessionAnswer done = finish(call({.verb = SessionVerb::kPrefetch, .name = a_, .device = true}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 0u));
+  EXPECT_NE(done.reason.find("room for 0 of 2 blocks"), std::string::npos) << done.reason;
+  EXPECT_EQ(list(nullptr)[0].residence, Residence::kHost);
+}
+
+TEST_F(ResidencyTest, WhatTheEngineRefusesIsNotOnTheDeviceAndItsBlocksAreFreeAgain) {
+  open({.host_slots = 8});
+  compute(a_, {0, 1});
+  (void)finish(call({.name = a_}));
+  device_->give({9, 8, 7, 6});
+  device_->refuse();
+  const SessionAnswer done = finish(call({.verb = SessionVerb::kPrefetch, .name = a_, .device = true}));
+  EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 0u));
+  EXPECT_EQ(device_->free().size(), 4u);
+  EXPECT_GE(places_of(0).host, 0);
+}
+
+TEST_F(ResidencyTest, NewWeightsDuringAPrefetchToTheDeviceLeaveNothingThere) {
+  open({.host_slots = 8});
+  compute(a_, {0, 1});
+  (void)finish(call({.name = a_}));
+  device_->give({9, 8, 7, 6});
+  const SessionAnswer begun = call({.verb = SessionVerb::kPrefetch, .name = a_, .device = true});
+  rig_->send();
+  const BlockKey old = rig_->keys_of({0})[0];
+  EXPECT_SUCCEEDS(rig_->scheduler->reset());
+  residency_->reset();
+  known_.clear();
+  EXPECT_EQ(device_->free().size(), 2u);  // a copy may still write into the others
+  EXPECT_EQ(finish(begun).outcome, SessionOutcome::kRejected);
+  for (size_t rank = 0; rank < rig_->ranks.size(); ++rank)
+    EXPECT_SUCCEEDS(rig_->scheduler->apply(rig_->report_of(rank)));
+  for (const EndedLoad& load : rig_->scheduler->take_loads()) EXPECT_TRUE(residency_->loaded(load));
+  EXPECT_EQ(device_->free().size(), 4u);
+  EXPECT_LT(device_->find(old), 0);
+  EXPECT_LT(device_->find(rig_->keys_of({0})[0]), 0);
+}
+
+TEST_F(ResidencyTest, AnEngineThatCannotLoadForNobodySaysWhy) {
+  open({.host_slots = 8}, {.no_device = "the KV cache has several groups"});
+  compute(a_, {0});
+  const SessionAnswer refused = call({.verb = SessionVerb::kPrefetch, .name = a_, .device = true});
+  EXPECT_EQ(refused.outcome, SessionOutcome::kRejected);
+  EXPECT_EQ(refused.reason, "nothing is loaded to the device: the KV cache has several groups");
+  EXPECT_FAILS(residency_->call({.name = a_, .device = true}, 0), Code::kInvalidArgument, "no prefetch");
+}
+
+TEST_F(ResidencyTest, AnIdleSessionIsDemotedByItselfAndAUseBeginsTheTimeAnew) {
+  open({.disk_segments = 4, .segment_slots = 4}, {.idle = 10s, .idle_to = StoreId::kDisk});
+  compute(a_, {0, 1});
+  compute(b_, {2});
+  rig_->clock.advance(9s);
+  EXPECT_FALSE(residency_->is_due() || residency_->busy());
+  residency_->begin(a_);  // it comes back
+  rig_->clock.advance(5s);
+  EXPECT_TRUE(residency_->is_due() && residency_->busy());
+  for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
+  EXPECT_TRUE(on_device(0) && on_device(1) && !on_device(2));
+  EXPECT_GE(places_of(2).disk, 0);
+  EXPECT_EQ(residency_->counts().idle, 1u);
+  rig_->clock.advance(100s);
+  EXPECT_FALSE(residency_->is_due());  // a request of it runs, and the other one is demoted
+  residency_->finished(a_, {}, 0);     // it has computed nothing
+  rig_->clock.advance(9s);
+  EXPECT_EQ(finish(call({.verb = SessionVerb::kPrefetch, .name = a_})).outcome, SessionOutcome::kAccepted);
+  rig_->clock.advance(9s);
+  EXPECT_FALSE(residency_->is_due());
+  rig_->clock.advance(1s);
+  for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
+  EXPECT_FALSE(on_device(0) || on_device(1));
+  EXPECT_EQ(list(nullptr)[0].residence, Residence::kDisk);
+  EXPECT_EQ(residency_->counts().idle, 2u);
+}
+
+TEST_F(ResidencyTest, ASessionThatComesBackDuringItsOwnDemotionKeepsItsBlocks) {
+  open({.host_slots = 8}, {.idle = 10s});
+  compute(a_, {0, 1});
+  rig_->clock.advance(10s);
+  residency_->advance(0);
+  EXPECT_EQ(residency_->counts().idle, 1u);
+  residency_->begin(a_);
+  for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
+  EXPECT_TRUE(on_device(0) && on_device(1));
+  residency_->finished(a_, {}, 0);
+}
+
+TEST_F(ResidencyTest, APinOutlivesTheDemotionOfAnIdleSession) {
+  open({.disk_segments = 4, .segment_slots = 4},
+       {.index = {.tenant_share = 1}, .pin_share = 1, .idle = 10s, .idle_to = StoreId::kDisk});
+  compute(a_, {0, 1});
+  EXPECT_EQ(finish(call({.verb = SessionVerb::kPin, .name = a_, .seconds = 60s})).blocks, 2u);
+  rig_->clock.advance(10s);
+  for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
+  EXPECT_FALSE(on_device(0) || on_device(1));
+  EXPECT_GE(places_of(0).host, 0);
+  EXPECT_EQ(residency_->counts().held, 2u);
+  held_at_end_ = 2;
+}
+
+TEST_F(ResidencyTest, ASessionThatIsForgottenIsNoMoreDemoted) {
+  open({.host_slots = 8}, {.index = {.sessions = 2, .tenant_share = 1}, .idle = 10s});
+  for (const char* const id : {"a", "b", "c"}) compute({.tenant = "t", .id = id}, {0});
+  EXPECT_SUCCEEDS(residency_->check());
+  EXPECT_EQ(call({.verb = SessionVerb::kEvict, .name = b_}).outcome, SessionOutcome::kAccepted);
+  EXPECT_SUCCEEDS(residency_->check());
+  rig_->clock.advance(10s);
+  for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
+  EXPECT_EQ(residency_->counts().idle, 1u);
+  residency_->reset();
+  EXPECT_FAILS(Residency::create({.idle = 1s, .idle_to = StoreId::kDisk}, *rig_->scheduler, *device_, rig_->clock),
+               Code::kInvalidArgument, "demoted to disk");
 }
 
 }  // namespace

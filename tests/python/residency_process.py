@@ -11,7 +11,7 @@ import json
 import sys
 
 from conftest import InProcess
-from connector_served import ENGINE, Served, prompts
+from connector_served import BLOCKS, ENGINE, Served, prompts
 from vllm import SamplingParams
 
 from torpor.errors import InvalidArgument, Unsupported
@@ -46,6 +46,9 @@ class Asked(Served):
         loaded = self.side.stats().get("onboard_transferred", 0) - before
         return {"tokens": tokens, "cached": cached, "loaded": loaded, "from_disk": self.from_disk}
 
+    def free_blocks(self) -> int:
+        return self.one.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
     @property
     def sessions(self):
         return self.one.llm.torpor.sessions
@@ -79,6 +82,57 @@ def moved(asked: Asked) -> dict:
         "turn": asked.turn(PROMPT + MORE, "agent"),
     }
     return result
+
+
+def to_the_device(asked: Asked) -> dict:
+    """Blocks of a session are on the device before its next request comes; or on their way when it does."""
+    _cold(asked)
+    result = {}
+    for tier in ("host", "disk"):
+        asked.turn(PROMPT, "agent")
+        asked.sessions["agent"].demote(to=tier)
+        before = asked.view("agent")
+        answer = dataclasses.asdict(asked.sessions["agent"].prefetch(to="device"))
+        there = asked.view("agent")
+        asked.side.core.check()
+        result[tier] = {"before": before, "answer": answer, "view": there, "turn": asked.turn(PROMPT + MORE, "agent")}
+    asked.sessions["agent"].demote(to="disk")
+    before = asked.side.stats()["onboard_transferred"]
+    call = {"verb": "prefetch", "session": "agent", "tenant": "", "to": "device"}
+    begun = asked.side.core.session_call(call)
+    turn = asked.turn(PROMPT + MORE, "agent")
+    result["on its way"] = {
+        "done": begun["done"],
+        "answer": asked.side.core.session_answer("", begun["action_id"]),
+        "turn": turn,
+        "loaded": asked.side.stats()["onboard_transferred"] - before,
+        "free": asked.free_blocks() == BLOCKS - 1,
+    }
+    return result
+
+
+def beside_a_running_request(asked: Asked) -> dict:
+    """Free blocks that a running request leaves: its own are not taken, and it is not preempted."""
+    _cold(asked)
+    expected = asked.turn(prompts()[5], None)["tokens"]
+    asked.turn(PROMPT + MORE, "agent")
+    asked.sessions["agent"].demote(to="host")
+    pool = asked.one.core.scheduler.kv_cache_manager.block_pool
+    asked.one.engine.add_request(
+        "beside", {"prompt": prompts()[5]}, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    )
+    while not asked.one.core.scheduler.running:
+        asked.one.engine.step()
+    [running] = asked.one.core.scheduler.requests.values()
+    taken = pool.get_new_blocks(asked.free_blocks() - 6)  # few are left
+    answer = dataclasses.asdict(asked.sessions["agent"].prefetch(to="device"))
+    preempted, free = running.num_preemptions, asked.free_blocks()
+    pool.free_blocks(taken)
+    tokens = {name: tokens for name, (tokens, _) in asked.answers().items()}
+    return {
+        "expected": expected, "tokens": tokens.get("beside"), "answer": answer, "preempted": preempted, "free": free,
+        "turn": asked.turn(PROMPT + MORE, "agent"),
+    }  # fmt: skip
 
 
 def demoted_beside_others(asked: Asked) -> dict:
@@ -144,7 +198,7 @@ def of_tenants(asked: Asked) -> dict:
         "bob": outcome("bob"),
         "nobody": asked.sessions["agent"].demote().outcome,
         "alice": outcome("alice"),
-        "seen": [[each["id"] for each in core.session_views(tenant)] for tenant in ("bob", "alice", None)],
+        "seen": [[each["id"] for each in core.session_views(tenant)["sessions"]] for tenant in ("bob", "alice", None)],
     }
 
 
@@ -163,7 +217,7 @@ def wrong(asked: Asked) -> dict:
         "missing": asked.sessions["nobody"].demote().outcome,
         "remote": dataclasses.asdict(session.demote(to="remote")),
         "tier": problem(lambda: session.demote(to="tape")),
-        "device": problem(lambda: session.prefetch(to="device")),
+        "near": problem(lambda: session.prefetch(to="disk")),
         "ttl": problem(lambda: session.pin(ttl=0)),
         "empty": problem(lambda: asked.sessions[""].evict()),
         "evicted": dataclasses.asdict(session.evict()),
@@ -180,7 +234,16 @@ def forgotten_with_new_weights(asked: Asked) -> dict:
     return {"before": before, "after": asked.view("agent"), "held": asked.side.stats()["held_by_sessions_blocks"]}
 
 
-SCENARIOS = (moved, demoted_beside_others, held, of_tenants, wrong, forgotten_with_new_weights)
+SCENARIOS = (
+    moved,
+    to_the_device,
+    beside_a_running_request,
+    demoted_beside_others,
+    held,
+    of_tenants,
+    wrong,
+    forgotten_with_new_weights,
+)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import pytest
 from conftest import result_of
 
 PROCESS = Path(__file__).parent / "residency_process.py"
+RANKS = Path(__file__).parent / "residency_ranks_process.py"
 pytestmark = pytest.mark.slow
 
 
@@ -47,6 +48,46 @@ def test_a_prefetch_has_the_next_turn_load_from_host_memory(asked):
     assert prefetch["turn"]["loaded"] > 0 and prefetch["turn"]["from_disk"] == 0
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_prefetch_to_the_device_has_the_next_turn_find_its_blocks_there(asked, tier):
+    result = asked["to_the_device"][tier]
+    before, answer, view, turn = (result[name] for name in ("before", "answer", "view", "turn"))
+    assert before["device_bytes"] == 0 < before["bytes"]
+    assert (answer["outcome"], answer["bytes"]) == ("accepted", before["bytes"])
+    assert (view["tier"], view["device_bytes"]) == ("device", view["bytes"])
+    assert turn["tokens"] == asked["moved"]["expected"][1]
+    assert turn["loaded"] == 0 and turn["cached"] >= 4 * 32  # the rest of the first turn was its answer
+
+
+def test_a_request_waits_for_the_blocks_of_its_session_that_are_on_their_way(asked):
+    result = asked["to_the_device"]["on its way"]
+    assert not result["done"] and result["answer"]["outcome"] == "accepted"
+    assert result["turn"]["tokens"] == asked["moved"]["expected"][1]
+    assert result["loaded"] == result["answer"]["blocks"]  # once
+    assert result["free"]
+
+
+def test_a_prefetch_to_the_device_takes_no_block_of_a_running_request(asked):
+    result = asked["beside_a_running_request"]
+    assert result["tokens"] == result["expected"] and result["preempted"] == 0
+    answer = result["answer"]
+    assert answer["outcome"] == "clipped" and "the budget of free blocks has room for" in answer["reason"]
+    assert 0 < answer["bytes"] <= 3 * asked["held"]["block_bytes"]
+    assert result["turn"]["tokens"] == asked["moved"]["expected"][1]
+
+
+def test_ranks_demote_idle_sessions_by_themselves_and_share_and_prefetch_them(zygote, tiny_model, tmp_path):
+    result = result_of(zygote.run([RANKS, tiny_model, tmp_path]))
+    assert [each["tokens"] for each in result["turns"]] == [each["tokens"] for each in result["plain"]]
+    alone = result["by itself"]
+    assert (alone["tier"], alone["device_bytes"], alone["host_bytes"]) == ("host", 0, alone["bytes"]) and alone["bytes"]
+    answer, view = result["remote"], result["in the store"]
+    assert (answer["outcome"], answer["bytes"]) == ("accepted", alone["bytes"])
+    assert (view["tier"], view["host_bytes"], view["kv_store_bytes"]) == ("remote", 0, view["bytes"])
+    assert (result["device"]["outcome"], result["device"]["bytes"]) == ("accepted", view["bytes"])
+    assert result["turns"][1]["cached"] > 0
+
+
 def test_blocks_that_a_running_request_uses_stay(asked):
     beside = asked["demoted_beside_others"]
     assert beside["answer"]["outcome"] == "accepted" and beside["answer"]["kept_bytes"] > 0
@@ -79,7 +120,7 @@ def test_calls_that_cannot_be_carried_out_say_why(asked):
     assert wrong["missing"] == "missing"
     assert (wrong["remote"]["outcome"], wrong["remote"]["reason"]) == ("rejected", "this engine has no tier remote")
     assert wrong["tier"].startswith("InvalidArgument") and "use host, disk or remote" in wrong["tier"]
-    assert wrong["device"].startswith("Unsupported") and "prefetch to the device" in wrong["device"]
+    assert wrong["near"].startswith("InvalidArgument") and 'use "host" or "device"' in wrong["near"]
     assert wrong["ttl"].startswith("InvalidArgument") and "ttl is 0" in wrong["ttl"]
     assert wrong["empty"].startswith("InvalidArgument")
 

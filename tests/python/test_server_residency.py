@@ -68,6 +68,10 @@ def test_a_client_moves_the_blocks_of_its_sessions_and_answers_stay_the_same(ser
         for each in known.values():
             assert (each["tier"], each["device_bytes"], each["disk_bytes"]) == ("disk", 0, each["bytes"])
         assert (await call(client.http, "agent/demote", to="disk", action_id="d-1"))[1]["repeated"]
+        status, said = await call(client.http, "by/header/prefetch", to="device")
+        assert (status, said["outcome"]) == (200, "accepted"), said
+        known = (await listed(client.http))["by/header"]
+        assert (known["tier"], known["device_bytes"]) == ("device", known["bytes"])
         assert (await ask(client.http, session_id="agent"))["choices"][0]["text"] == expected
         status, said = await call(client.http, "by/header/prefetch", deadline=600)
         assert (status, said["outcome"]) == (200, "accepted"), said
@@ -114,8 +118,7 @@ def test_what_cannot_be_done_is_said(server):
         await ask(client.http, session_id="wrong")
         status, said = await call(client.http, "wrong/demote", to="remote")
         assert (status, said["error"]["outcome"]) == (501, "rejected") and "no tier remote" in said["error"]["what"]
-        status, said = await call(client.http, "wrong/prefetch", to="device")
-        assert status == 501 and "prefetch to the device" in said["error"]["what"]
+        assert (await call(client.http, "wrong/prefetch", to="disk"))[0] == 400
         assert (await call(client.http, "wrong/pin"))[0] == 400  # without a ttl
         assert (await call(client.http, "wrong/demote", to="tape"))[0] == 400
         status, said = await call(client.http, "wrong/hibernate")

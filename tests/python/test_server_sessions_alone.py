@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from torpor.errors import Busy, InvalidArgument, NotFound, WrongState
 from torpor.vllm import connector_options, fork_calls, residency_calls, session_calls
 from torpor.vllm import sessions as in_the_core
-from torpor.vllm.engine_values import SessionAnswer
+from torpor.vllm.engine_values import KnownSession, SessionAnswer
 from torpor.vllm.server import moves, routes
 from torpor.vllm.server import sessions as of_server
 from torpor.vllm.server.access import Caller, caller_of_call
@@ -22,7 +22,8 @@ from torpor.vllm.server.life import Server
 from torpor.vllm.server.sessions import Sessions, seeds_of
 from torpor.vllm.server.tasks import Tasks
 
-ALICE, ADMIN = Caller("alice"), Caller("", is_admin=True, may_change=True)
+ALICE, BOB = Caller("alice"), Caller("bob")
+ADMIN = Caller("", is_admin=True, may_change=True)
 
 
 class Counter:
@@ -184,30 +185,47 @@ def test_action_ids_of_tenants_do_not_meet_in_the_engine(monkeypatch):
     run(scene())
 
 
-@pytest.mark.parametrize("caller", [ALICE, ADMIN])
-def test_who_deletes_a_session_in_tiers_has_its_own_looked_at(monkeypatch, caller):
+@pytest.mark.parametrize("caller", [ALICE, BOB, ADMIN])
+def test_who_deletes_a_session_in_tiers_deletes_its_own(monkeypatch, caller):
     async def scene():
         made, asked = Made(), []
         tiers = SimpleNamespace(kv_connector=connector_options.CLASS, kv_connector_extra_config={})
         made.server.engine.vllm_config = SimpleNamespace(kv_transfer_config=tiers)
 
-        async def known(side, tenant):
-            asked.append(tenant)
-            return [SimpleNamespace(id="agent", tenant="alice")]
+        async def tenants_of(side, session):
+            asked.append(session)
+            return ["alice"] if session == "agent" else []
 
         async def call(side, verb, session, tenant, **options):
             return SessionAnswer("accepted", "", 1, 2, 3, 4, False, f"{verb} {session} of {tenant}")
 
-        monkeypatch.setattr(residency_calls, "known", known)
+        monkeypatch.setattr(residency_calls, "tenants_of", tenants_of)
         monkeypatch.setattr(residency_calls, "call", call)
         with called_by(caller):
+            for name in ("other", *(["agent"] if caller is BOB else [])):
+                with pytest.raises(NotFound, match=f"there is no image {name}"):
+                    await made.sessions.delete(name, None)
+            if caller is BOB:
+                return
             ended = await made.sessions.delete("agent", None)
-            with pytest.raises(NotFound, match="there is no image other"):
-                await made.sessions.delete("other", None)
         assert (ended["action"], ended["outcome"], ended["freed_bytes"]) == ("delete", "accepted", 2)
-        assert set(asked) == {None if caller.is_admin else "alice"}
+        assert set(asked) == {"agent", "other"}
 
     run(scene())
+
+
+def test_a_long_list_is_asked_for_page_by_page_and_is_in_the_order_of_use():
+    fields = {name: 0 for name in KnownSession.__dataclass_fields__}
+    pages = {None: [("a", 3), ("b", 9)], "b": [], "c": [("d", 5)]}
+    behind = {None: "b", "b": "c", "c": None}
+
+    async def call(method, options):
+        assert method == "session_views" and options["tenant"] == "alice"
+        sessions = [fields | {"id": name, "used": used} for name, used in pages[options["from"]]]
+        return {"sessions": sessions, "next": behind[options["from"]]}
+
+    side = SimpleNamespace(call=call, engine=SimpleNamespace(engine_core=None))
+    assert [each.id for each in asyncio.run(residency_calls.known(side, "alice"))] == ["b", "d", "a"]
 
 
 def test_a_call_that_failed_may_be_made_again_and_takes_no_place():

@@ -18,7 +18,8 @@ RELIED_ON = {
         "bindings/engine_blocks.cpp counts itself where this would only count; forks.py shares blocks by it"
     ),
     f"{_POOL}.free_blocks": "bindings/engine_blocks.cpp counts itself; pool_values.py frees blocks of lost requests",
-    f"{_POOL}.get_new_blocks": "deferred_blocks.py knows which free blocks it takes",
+    f"{_POOL}.get_new_blocks": "deferred_blocks.py, bindings/engine_prefixes.cpp know which free blocks it takes",
+    f"{_POOL}._insert_block_hash": "bindings/engine_prefixes.cpp caches blocks that no request has loaded",
     f"{_POOL}._maybe_evict_cached_block": "deferred_blocks.py, hooks.py drop cached blocks by it",
     f"{_POOL}.cache_full_blocks": "block_versions.py: each time a block is cached its hash is a new object",
     f"{_POOL}.emit_cached_block_events": "pool_values.py announces restored blocks by it",

@@ -34,6 +34,12 @@ PARTS = (
          "`AsyncLLM` has the same methods. They are awaited there."),
     Part("llm.torpor", "vllm/front_end_methods.py", ("Torpor",), "llm.torpor",
          "`torpor` of an `AsyncLLM` has the same methods. They are awaited there."),
+    Part("llm.torpor.sessions", "vllm/residency_calls.py", ("Sessions",), "llm.torpor.sessions",
+         "Where the KV blocks of sessions lie whose requests have ended: "
+         "[sessions.md](../sessions.md#where-finished-sessions-lie). `sessions` of an `AsyncLLM` has the same methods. "
+         "They are awaited there."),
+    Part('llm.torpor.sessions["ID"]', "vllm/residency_calls.py", ("Session",), 'llm.torpor.sessions["ID"]',
+         "One session, whether it is known or not. Other requests are served meanwhile."),
     Part("torpor.vllm", "vllm/frontend.py", ("attach", "Report", "WakeReport"), "torpor.vllm",
          "What the entries of a report mean: [vllm.md](vllm.md#calls)."),
     Part("Results", "vllm/engine_values.py"),

@@ -85,8 +85,13 @@ class ConnectorScheduler:
     def session_answer(self, tenant: str, action: str) -> dict: ...
     def session_call(self, call: dict) -> dict:
         """Begin a call of a session; returns its answer so far."""
-    def session_views(self, tenant: str | None) -> list:
-        """The sessions of a tenant; None: of all."""
+    def session_tenants(self, session: str) -> list[str]:
+        """The tenants that have a session of this id."""
+    def session_views(self, tenant: str | None, from_: object = None) -> dict:
+        """Next sessions of a tenant; None: of all. `from_`: where the page before says that the next one begins."""
+    @property
+    def sessions_are_due(self) -> bool:
+        """An idle session is to be demoted in the next step."""
     @property
     def space(self) -> int: ...
     def stats(self) -> dict: ...

@@ -121,6 +121,26 @@ class ConnectorOptions:
         most=1,
         details="See [sessions.md](sessions.md#where-finished-sessions-lie).",
     )
+    session_prefetch_share: float = described(
+        0.5,
+        NUMBER,
+        "share of the device's free KV blocks that prefetches to the device load into at a time, at most",
+        least=0,
+        most=1,
+        details="See [sessions.md](sessions.md#where-finished-sessions-lie).",
+    )
+    session_idle_seconds: float = described(
+        0.0,
+        NUMBER,
+        "seconds after the end of a session's last request at which its blocks are demoted by themselves; 0: never",
+        least=0,
+        most=10**9,
+        details="A request or a call of the session begins the time anew. See "
+        "[sessions.md](sessions.md#where-finished-sessions-lie).",
+    )
+    session_idle_to: str = described(
+        "host", TEXT, "tier to which session_idle_seconds demotes", "host", "disk", "remote"
+    )
     # Advanced: given as {"advanced": {…}}. A user who has not measured needs none of them.
     presence: bool = _advanced(
         True,
@@ -181,6 +201,14 @@ class ConnectorOptions:
             raise InvalidArgument("the connector has no room: host_bytes and disk_bytes are 0", "give one of them")
         if (self.disk == "through") != (self.disk_bytes > 0):
             raise InvalidArgument(f"disk is {self.disk!r} and disk_bytes is {self.disk_bytes}", "give both or neither")
+        if self.session_idle_seconds > 0:
+            lacks = {"host": self.host_bytes == 0, "disk": self.disk_bytes == 0, "remote": self.kv_store is None}
+            if lacks[self.session_idle_to]:
+                tier = {"host": "host_bytes", "disk": "disk_bytes", "remote": "kv_store"}[self.session_idle_to]
+                raise InvalidArgument(
+                    f"session_idle_to is {self.session_idle_to!r} and there is no {tier}",
+                    f"give {tier}, or name another tier",
+                )
         if self.kv_store is not None and self.host_bytes == 0:
             raise InvalidArgument("kv_store is given and host_bytes is 0", "give host memory: blocks go out from there")
         if self.kv_store is None and (self.kv_store_credentials is not None or self.kv_store_ca is not None):
@@ -204,6 +232,9 @@ class ConnectorOptions:
             "tenant_share": self.session_tenant_share,
             "pin_share": self.session_pin_share,
             "pin_seconds": self.session_pin_seconds,
+            "prefetch_share": self.session_prefetch_share,
+            "idle_seconds": self.session_idle_seconds,
+            "idle_to": self.session_idle_to,
         }
 
     def queue(self) -> dict:

@@ -19,7 +19,7 @@ from torpor.vllm.connector_stats import Stats, with_bytes
 
 logger = logging.getLogger("vllm.torpor")
 
-_MEDIUM = {"host": "CPU", "disk": "STORAGE"}
+_MEDIUM = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 _WATERMARK_STEPS = 2  # lazy: blocks are looked at that many steps before vLLM evicts them
 _MOST_EVENTS = 1 << 16
 _STATS_SECONDS, _LAST_STATS_SECONDS = 1.0, 0.1

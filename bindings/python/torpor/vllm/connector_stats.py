@@ -135,6 +135,11 @@ class Metrics(KVConnectorPromMetrics):
             documentation="Blocks of the device that calls of sessions have freed.",
             labelnames=labelnames,
         )
+        self._session_idle = self._counter_cls(
+            name="torpor_session_idle_demotions",
+            documentation="Sessions that were demoted by themselves, after session_idle_seconds.",
+            labelnames=labelnames,
+        )
         self._session_forgotten = self._counter_cls(
             name="torpor_sessions_forgotten",
             documentation="Sessions that made room for others in what is known of sessions.",
@@ -156,6 +161,8 @@ class Metrics(KVConnectorPromMetrics):
             kind, _, what = name.partition("_")
             if name == "session_freed_blocks":
                 self._session_freed.labels(*labels).inc(more)
+            elif name == "session_idle":
+                self._session_idle.labels(*labels).inc(more)
             elif name == "session_forgotten":
                 self._session_forgotten.labels(*labels).inc(more)
             elif kind == "session":

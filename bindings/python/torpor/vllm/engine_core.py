@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported, WrongState
-from torpor.vllm import freezing, plugin, residency, slots
+from torpor.vllm import freezing, idle_sessions, plugin, residency, slots
 from torpor.vllm.asking import asks
 from torpor.vllm.forks import Forks
 from torpor.vllm.hooks import VllmHooks
@@ -38,14 +38,14 @@ _METHODS = frozenset({
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
     "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
     "undo_hibernate", "store_image", "wake_portable", "end_portable", "fork", "end_fork", "keep_derived",
-    "session_call", "session_answer", "session_views",
+    "session_call", "session_answer", "session_views", "session_tenants",
 })  # fmt: skip
 # Those of _METHODS that change nothing, or end something: they are called also before a portable wake, or a fork, has
 # ended.
 _DURING_HOLD = frozenset({
     "end_portable", "end_fork", "unfreeze", "end_drain", "is_quiet", "go_on", "fingerprint", "ledger", "state",
     "images", "cancel_checkpoint", "check_directory", "checkpoint_to_wake", "undo_hibernate", "store_image",
-    "session_answer", "session_views",
+    "session_answer", "session_views", "session_tenants",
 })  # fmt: skip
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
@@ -328,8 +328,11 @@ class EngineSide:
     def session_answer(self, options: dict) -> dict:
         return residency.answer(self.hooks.scheduler, options)
 
-    def session_views(self, options: dict) -> list[dict]:
+    def session_views(self, options: dict) -> dict:
         return residency.views(self.hooks.scheduler, options)
+
+    def session_tenants(self, options: dict) -> list[str]:
+        return residency.tenants(self.hooks.scheduler, options)
 
     def _check_awake(self) -> None:
         if (state := self.controller.state())["engine"] != "awake":
@@ -448,6 +451,7 @@ def install(patches: Patches) -> None:
 def adopt(core: EngineCore) -> None:
     """Give the engine core of an engine that asks its mixin."""
     mix_in(core, EngineCoreProcMixin if isinstance(core, EngineCoreProc) else EngineCoreMixin)
+    idle_sessions.watch(core)
     if Options.of(core.vllm_config).offload_preempted:
         _side(core)  # the scheduler needs it before anybody calls torpor
 

@@ -37,11 +37,20 @@ def answer(scheduler, options: dict) -> dict:
     return _with_bytes(side.core.session_answer(options["tenant"], options["action"]), _BLOCKS, side.block_bytes)
 
 
-def views(scheduler, options: dict) -> list[dict]:
-    """Return the sessions of a tenant; of all tenants if it is None. An engine without room for blocks has none."""
+def views(scheduler, options: dict) -> dict:
+    """Return {"sessions": […], "next": …}: the next sessions of a tenant, of all tenants if it is None; and where those
+    behind them begin, or None. An engine without room for blocks has none."""
+    side = connector_sleep.side_of(scheduler)
+    if side is not None and side.core is None:
+        return {"sessions": [], "next": None}
+    side = _side(scheduler)
+    page = side.core.session_views(options["tenant"], options["from"])
+    return page | {"sessions": [_with_bytes(each, _VIEW_BLOCKS, side.block_bytes) for each in page["sessions"]]}
+
+
+def tenants(scheduler, options: dict) -> list[str]:
+    """Return the tenants that have a session of this id."""
     side = connector_sleep.side_of(scheduler)
     if side is not None and side.core is None:
         return []
-    side = _side(scheduler)
-    found = side.core.session_views(options["tenant"])
-    return [_with_bytes(each, _VIEW_BLOCKS, side.block_bytes) for each in found]
+    return _side(scheduler).core.session_tenants(options["session"])

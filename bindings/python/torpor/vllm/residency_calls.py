@@ -9,57 +9,6 @@ from torpor.vllm import data_parallel, frontend
 from torpor.vllm.engine_values import KnownSession, SessionAnswer
 from torpor.vllm.frontend import AsyncSide, BlockingSide
 
-DEMOTE = """Copy the session's KV blocks to a tier, then free those that are nearer to the engine.
-
-    Return when every rank has proved its copies and the blocks are free. A block that a running request uses, or that
-    another session wants nearer, stays where it is (`kept_bytes`).
-
-    to: "host" memory, "disk", or "remote": the store that engines share.
-    action_id: id of this call; the same call again returns the answer of the first. None: it is not repeated.
-
-    Returns a SessionAnswer. "clipped": some blocks could not be copied, and stay; "deferred": a request of the session
-    runs, or too many calls are under way; "rejected": the engine has no such tier; "missing": there is no such session.
-    The tokens of later requests do not depend on it. Raises InvalidArgument for wrong arguments, Unsupported for an
-    engine without tiers, WrongState if it sleeps.
-    """
-
-PREFETCH = """Copy the session's KV blocks from disk and from the shared store to host memory. Return when that is done.
-
-    to: "host". The engine itself loads blocks from there to the device, for the session's next request.
-    deadline: seconds after which blocks that are not on their way yet are left out ("clipped"). None: no deadline.
-    action_id: as in demote().
-
-    Returns a SessionAnswer. Raises as demote() does.
-    """
-
-RETAIN = """Keep the session's KV blocks in host memory for a time, unless others need the room.
-
-    Blocks that are not there are copied there first. If host memory is full, sessions of the lowest priority make room
-    first. Blocks that later requests of the session compute are kept, too.
-
-    ttl: seconds. priority: higher ones stay longer. action_id: as in demote().
-
-    Returns a SessionAnswer, "clipped" if the budget `session_pin_share` has no room for all blocks, or if the ttl is
-    longer than `session_pin_seconds`. Raises as demote() does.
-    """
-
-PIN = """Keep the session's KV blocks in host memory for a time, whoever needs the room.
-
-    As retain(), but pinned blocks make no room for others before their time is over. Retained blocks of other sessions
-    make room for them. A demotion to disk or to the shared store ends the pin.
-
-    ttl: seconds. action_id: as in demote().
-
-    Returns a SessionAnswer, as retain() does. Raises as demote() does.
-    """
-
-EVICT = """Drop the session's KV blocks from the device, from host memory and from disk, and forget the session.
-
-    Blocks that another session has, too, and those in the shared store stay. action_id: as in demote().
-
-    Returns a SessionAnswer. Raises as demote() does.
-    """
-
 
 async def call(
     side: BlockingSide | AsyncSide, verb: str, session: str, tenant: str = "", action: str | None = None, **options
@@ -76,9 +25,24 @@ async def call(
 
 
 async def known(side: BlockingSide | AsyncSide, tenant: str | None = "") -> list[KnownSession]:
-    """Return the sessions of a tenant, the most recently used first; of all tenants if it is None."""
+    """Return the sessions of a tenant, the most recently used first; of all tenants if it is None. The engine takes
+    steps between the pages of a long list."""
     _check(side, "all")
-    return [KnownSession.from_value(each) for each in await side.call("session_views", {"tenant": tenant})]
+    found: list[dict] = []
+    behind = None
+    while True:
+        page = await side.call("session_views", {"tenant": tenant, "from": behind})
+        found += page["sessions"]
+        if (behind := page["next"]) is None:
+            break
+    found.sort(key=lambda each: each.pop("used"), reverse=True)
+    return [KnownSession.from_value(each) for each in found]
+
+
+async def tenants_of(side: BlockingSide | AsyncSide, session: str) -> list[str]:
+    """Return the tenants that have a session of this id."""
+    _check(side, session)
+    return await side.call("session_tenants", {"session": session})
 
 
 def _check(side: BlockingSide | AsyncSide, session: str) -> None:
@@ -96,13 +60,9 @@ def seconds(name: str, given: float) -> float:
 
 
 def prefetch_options(to: str, deadline: float | None) -> dict:
-    if to == "device":
-        raise Unsupported(
-            "a prefetch to the device", 'prefetch to "host": the session\'s next request loads its blocks from there'
-        )
-    if to != "host":
-        raise InvalidArgument(f"to is {to!r}", 'use "host"')
-    return {"seconds": 0.0 if deadline is None else seconds("deadline", deadline)}
+    if to not in ("host", "device"):
+        raise InvalidArgument(f"to is {to!r}", 'use "host" or "device"')
+    return {"to": to, "seconds": 0.0 if deadline is None else seconds("deadline", deadline)}
 
 
 class Session:
@@ -116,20 +76,72 @@ class Session:
         return frontend.finish(call(self._side, verb, self.id, action=action_id, **options))
 
     def demote(self, to: str = "host", *, action_id: str | None = None) -> SessionAnswer:
+        """Copy the session's KV blocks to a tier, then free those that are nearer to the engine.
+
+        Return when every rank has proved its copies and the blocks are free. A block that a running request uses, or
+        that another session wants nearer, stays where it is (`kept_bytes`).
+
+        to: "host" memory, "disk", or "remote": the store that engines share.
+        action_id: id of this call; the same call again returns the answer of the first. None: it is not repeated.
+
+        Returns a SessionAnswer. "clipped": some blocks could not be copied, and stay; "deferred": a request of the
+        session runs, or too many calls are under way; "rejected": the engine has no such tier; "missing": there is no
+        such session. The tokens of later requests do not depend on it. Raises InvalidArgument for wrong arguments,
+        Unsupported for an engine without tiers, WrongState if it sleeps.
+        """
         return self._call("demote", action_id, to=to)
 
     def prefetch(
         self, to: str = "host", *, deadline: float | None = None, action_id: str | None = None
     ) -> SessionAnswer:
+        """Copy the session's KV blocks to host memory, or to the device. Return when that is done.
+
+        To host memory, blocks are copied from disk and from the shared store; the session's next request loads them
+        from there. To the device, blocks of all tiers are loaded into free blocks of the engine, at most the share
+        `session_prefetch_share` of them. The session's next request finds them there. Other requests may take them
+        before, as they take any free block, the least recently used ones first.
+
+        to: "host" or "device".
+        deadline: seconds after which blocks that are not on their way yet are left out ("clipped"). None: no deadline.
+        action_id: as in demote().
+
+        Returns a SessionAnswer; "clipped": not all blocks are there, and `reason` says why; "rejected": an engine with
+        several groups of KV blocks, or with offload="lazy", loads nothing to the device. Raises as demote() does.
+        """
         return self._call("prefetch", action_id, **prefetch_options(to, deadline))
 
     def retain(self, ttl: float, *, priority: int = 0, action_id: str | None = None) -> SessionAnswer:
+        """Keep the session's KV blocks in host memory for a time, unless others need the room.
+
+        Blocks that are not there are copied there first. If host memory is full, sessions of the lowest priority make
+        room first. Blocks that later requests of the session compute are kept, too.
+
+        ttl: seconds. priority: higher ones stay longer. action_id: as in demote().
+
+        Returns a SessionAnswer, "clipped" if the budget `session_pin_share` has no room for all blocks, or if the ttl
+        is longer than `session_pin_seconds`. Raises as demote() does.
+        """
         return self._call("retain", action_id, seconds=seconds("ttl", ttl), priority=priority)
 
     def pin(self, ttl: float, *, action_id: str | None = None) -> SessionAnswer:
+        """Keep the session's KV blocks in host memory for a time, whoever needs the room.
+
+        As retain(), but pinned blocks make no room for others before their time is over. Retained blocks of other
+        sessions make room for them. A demotion to disk or to the shared store ends the pin.
+
+        ttl: seconds. action_id: as in demote().
+
+        Returns a SessionAnswer, as retain() does. Raises as demote() does.
+        """
         return self._call("pin", action_id, seconds=seconds("ttl", ttl))
 
     def evict(self, *, action_id: str | None = None) -> SessionAnswer:
+        """Drop the session's KV blocks from the device, from host memory and from disk, and forget the session.
+
+        Blocks that another session has, too, and those in the shared store stay. action_id: as in demote().
+
+        Returns a SessionAnswer. Raises as demote() does.
+        """
         return self._call("evict", action_id)
 
 
@@ -161,15 +173,8 @@ class AwaitedSession:
         return await self._call("evict", action_id)
 
 
-for _kind in (Session, AwaitedSession):
-    for _name, _text in (
-        ("demote", DEMOTE),
-        ("prefetch", PREFETCH),
-        ("retain", RETAIN),
-        ("pin", PIN),
-        ("evict", EVICT),
-    ):
-        getattr(_kind, _name).__doc__ = _text
+for _name in ("demote", "prefetch", "retain", "pin", "evict"):
+    getattr(AwaitedSession, _name).__doc__ = getattr(Session, _name).__doc__
 
 
 class Sessions:

@@ -1611,7 +1611,20 @@ CONNECTOR = (
     ),
     Module(
         "vllm.v1.core.block_pool",
-        classes=(Class("BlockPool", calls={"touch": "self, blocks", "free_blocks": "self, ordered_blocks"}),),
+        classes=(
+            Class(
+                "BlockPool",
+                calls={
+                    "touch": "self, blocks",
+                    "free_blocks": "self, ordered_blocks",
+                    "evict_blocks": "self, block_ids",
+                    "get_new_blocks": "self, num_blocks",
+                    "get_num_free_blocks": "self",
+                    "_insert_block_hash": "self, block_hash_with_group_id, block, num_tokens",
+                },
+                fields="blocks cached_block_hash_to_block",
+            ),
+        ),
     ),
     Module("vllm.v1.core.kv_cache_utils", functions={"maybe_convert_block_hash": "hash_bytes"}),
     Module("vllm.v1.core.kv_cache_manager", classes=(Class("KVCacheManager", calls={"reset_prefix_cache": "self"}),)),

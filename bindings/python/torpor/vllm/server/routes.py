@@ -514,10 +514,10 @@ def routes() -> APIRouter:
         deadline: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
         action_id: str | None = None,
     ) -> Response:
-        """Copy the session's KV blocks from disk and the shared store to host memory. Answers when that is done.
+        """Copy the session's KV blocks to host memory, or load them to the device. Answers when that is done.
 
         session: the `session_id` of its requests.
-        to: `host`. `device` is refused: the session's next request loads its blocks.
+        to: `host`: from disk and the shared store. `device`: from all tiers, into free blocks of the engine.
         deadline: seconds after which blocks that are not on their way yet are left out.
         action_id: as in `POST /v1/sessions/ID/hibernate`.
         """

@@ -240,8 +240,7 @@ class Sessions:
         caller = caller_of_call.get()
         if not caller.is_admin:
             return caller.tenant
-        known = await residency_calls.known(self._side(), None)
-        tenants = {each.tenant for each in known if each.id == name}
+        tenants = await residency_calls.tenants_of(self._side(), name)
         if len(tenants) > 1:
             raise WrongState(f"{len(tenants)} tenants have a session {name}", "call this with the key of one")
         return next(iter(tenants), caller.tenant)
@@ -265,11 +264,10 @@ class Sessions:
         return await self._action("delete", (name,), action, run)
 
     async def _is_known(self, name: str) -> bool:
-        """Return whether the tiers have a session of this id that the caller may mean. Only an admin's look goes over
-        the sessions of all tenants."""
+        """Return whether the tiers have a session of this id that the caller may mean."""
         caller = caller_of_call.get()
-        known = await residency_calls.known(self._side(), None if caller.is_admin else caller.tenant)
-        return any(each.id == name for each in known)
+        tenants = await residency_calls.tenants_of(self._side(), name)
+        return bool(tenants) if caller.is_admin else caller.tenant in tenants
 
     # --- each verb's call ---
 
