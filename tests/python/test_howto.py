@@ -16,6 +16,23 @@ def shown(page: str) -> str:
     return (HOWTO / f"{page}.md").read_text().split("```python\n")[1].split("```\n")[0]
 
 
+ANSWER = re.compile(r"^SessionAnswer\(outcome='(\w+)', reason='(.*)', bytes=(\d+), freed_bytes=(\d+)", re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_an_agent_that_waits_computes_nothing_again(zygote, tiny_model, tmp_path):
+    program = tmp_path / "agent.py"
+    program.write_text(shown("agent-tool"))
+    done = zygote.run([program, tiny_model, tmp_path / "disk"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = ANSWER.findall(done.stdout)
+    assert [outcome for outcome, *_ in answers] == ["accepted"] * 3, done.stdout[-3000:]
+    (_, _, demoted, freed), (_, _, prefetched, _), (_, _, pinned, _) = answers
+    assert int(demoted) == int(prefetched) == int(freed) > 0 and int(pinned) > int(demoted)
+    [cached] = re.findall(r"^(\d+) tokens were not computed again$", done.stdout, re.MULTILINE)
+    assert int(cached) >= 300
+
+
 @pytest.mark.slow
 def test_a_tree_search_keeps_the_best_branch_and_drops_the_others(zygote, tiny_model, tmp_path):
     program = tmp_path / "search.py"
