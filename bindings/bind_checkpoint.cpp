@@ -63,9 +63,10 @@ void bind_checkpoint(py::module_& module) {
 
   module.def(
       "check_metadata",
-      [](const Metadata& metadata, bool to_disk) { value_or_raise(check_metadata(metadata, to_disk)); },
+      [](const py::dict& metadata, bool to_disk) { value_or_raise(check_metadata(metadata_from(metadata), to_disk)); },
       py::arg("metadata"), py::arg("to_disk"),
-      "Raises InvalidArgument for what is beyond the limits of metadata, or where nothing is written to disk.");
+      "Raises InvalidArgument for names that are no str, values that are none of JSON, what is beyond the limits of "
+      "metadata, or where nothing is written to disk.");
   module.def(
       "list_checkpoints",
       [](const std::string& directory, const std::optional<std::string>& key_file) {
@@ -85,7 +86,7 @@ void bind_checkpoint(py::module_& module) {
           item["problem"] = info.readable ? "" : info.problem.to_string();
           item["created"] = info.manifest.created_unix_seconds;
           item["bytes"] = info.bytes;
-          item["metadata"] = info.metadata;
+          item["metadata"] = metadata_to_python(info.metadata);
           item["woken"] = info.woken;
           list.append(item);
         }

@@ -96,7 +96,7 @@ SleepOptions sleep_options_from(const py::dict& dict) {
   in.read_if_given("weights", weights);
   in.read_if_given("progress", options.progress);
   in.read_if_given("swap_out_to", options.swap_out_to);
-  in.read_if_given("metadata", options.metadata);
+  if (in.has("metadata")) options.metadata = metadata_from(in.take("metadata"));
   if (in.has("data_parallel")) options.data_parallel = data_parallel_from(in.take("data_parallel"));
   if (in.has("outputs")) options.outputs = value_from(in.take("outputs"));
   in.finish();
@@ -202,7 +202,7 @@ py::dict to_python(const SleepReport& report, const RolledForward& rolled = {}) 
   out["replayed"] = py::dict(py::arg("extended") = rolled.extended, py::arg("added") = rolled.added,
                              py::arg("dropped") = rolled.dropped);
   out["outputs"] = torpor::to_python(report.outputs);
-  out["metadata"] = report.metadata;
+  out["metadata"] = metadata_to_python(report.metadata);
   py::list phases;
   for (const Phase& phase : report.phases) {
     py::dict item;
@@ -310,14 +310,15 @@ void bind_controller(py::module_& module) {
       .def(
           "checkpoint",
           [](BoundController& self, const py::handle& outputs, const std::pair<int, int>& place,
-             const std::string& progress, const Metadata& metadata) {
+             const std::string& progress, const py::dict& given) {
             const Value value = value_from(outputs);
+            const Metadata metadata = metadata_from(given);
             const DataParallel of = {.rank = place.first, .size = place.second};
             return to_python(value_or_raise(
                 without_lock([&] { return self.controller.checkpoint(value, of, progress, metadata); })));
           },
           py::arg("outputs"), py::arg("data_parallel") = std::pair(0, 1), py::arg("progress") = "",
-          py::arg("metadata") = Metadata(),
+          py::arg("metadata") = py::dict(),
           "A checkpoint of an engine that serves on; `outputs` is the front end's part.")
       .def(
           "checkpoint_to_wake",
@@ -328,10 +329,11 @@ void bind_controller(py::module_& module) {
           "\"\".")
       .def(
           "begin_checkpoint",
-          [](BoundController& self, const std::string& progress, const Metadata& metadata) {
+          [](BoundController& self, const std::string& progress, const py::dict& given) {
+            const Metadata metadata = metadata_from(given);
             value_or_raise(without_lock([&] { return self.controller.begin_checkpoint(progress, metadata); }));
           },
-          py::arg("progress") = "", py::arg("metadata") = Metadata(),
+          py::arg("progress") = "", py::arg("metadata") = py::dict(),
           "One that is written while the engine serves: continued until it is ready, taken, continued until it has "
           "ended.")
       .def("continue_checkpoint",

@@ -364,9 +364,57 @@ EngineCheckpoint engine_checkpoint_from(const py::dict& dict) {
   v.fingerprint = fingerprint_from(in.take("fingerprint"));
   v.state = state_from(in);
   v.outputs = value_from(in.take("outputs"));
-  in.read_if_given("metadata", v.metadata);
+  if (in.has("metadata")) v.metadata = metadata_from(in.take("metadata"));
   in.finish();
   return v;
+}
+
+namespace {
+
+[[noreturn]] void wrong_metadata(const py::handle& name, const py::handle& value, const std::string& why) {
+  raise(Error{.code = Code::kInvalidArgument,
+              .what = fmt::format("metadata has {}: {} ({})", py::repr(name).cast<std::string>(),
+                                  py::repr(value).cast<std::string>().substr(0, 64), why),
+              .next_step = "give values of JSON: str, int, float, bool, None, lists and dicts of them"});
+}
+
+}  // namespace
+
+Metadata metadata_from(const py::handle& object) {
+  if (!PyDict_Check(object.ptr())) DictReader::fail("metadata", "a dict");
+  const py::module_ json = py::module_::import("json");
+  Metadata metadata;
+  for (const auto& [name, value] : py::reinterpret_borrow<py::dict>(object)) {
+    if (!PyUnicode_Check(name.ptr()))
+      DictReader::fail("metadata", fmt::format("named by str, not by {}", py::repr(name).cast<std::string>()));
+    try {
+      const auto key = name.cast<std::string>();
+      if (PyUnicode_Check(value.ptr())) {
+        metadata.emplace(key, value.cast<std::string>());
+        continue;
+      }
+      const py::object words = json.attr("dumps")(value, py::arg("allow_nan") = false, py::arg("ensure_ascii") = false,
+                                                  py::arg("separators") = py::make_tuple(",", ":"));
+      if (json.attr("loads")(words).equal(value)) {
+        metadata.emplace(key, MetadataValue::json(words.cast<std::string>()));
+        continue;
+      }
+    } catch (const py::error_already_set& raised) {
+      wrong_metadata(name, value, py::str(raised.value()).cast<std::string>());
+    } catch (const py::cast_error&) {
+      wrong_metadata(name, value, "it is not UTF-8");
+    }
+    wrong_metadata(name, value, "JSON has no tuples, and keys are str");
+  }
+  return metadata;
+}
+
+py::dict metadata_to_python(const Metadata& metadata) {
+  const py::module_ json = py::module_::import("json");
+  py::dict out;
+  for (const auto& [name, value] : metadata)
+    out[py::str(name)] = value.is_json ? json.attr("loads")(value.words) : py::object(py::str(value.words));
+  return out;
 }
 
 py::dict to_python(const EngineCheckpoint& checkpoint) {
@@ -378,7 +426,7 @@ py::dict to_python(const EngineCheckpoint& checkpoint) {
   out["kv"] = std::move(kv);
   out["workers"] = to_python(checkpoint.state.workers);
   out["outputs"] = to_python(checkpoint.outputs);
-  out["metadata"] = checkpoint.metadata;
+  out["metadata"] = metadata_to_python(checkpoint.metadata);
   return out;
 }
 

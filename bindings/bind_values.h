@@ -31,6 +31,10 @@ Fingerprint fingerprint_from(const pybind11::handle& object);
 std::shared_ptr<const Key> key_from(const std::optional<std::string>& key_file);  // null if `key_file` is none
 KvLayout kv_layout_from(const pybind11::dict& dict);
 
+// Values are those of JSON. A name that is no str, or a value that JSON would change, raises InvalidArgument.
+Metadata metadata_from(const pybind11::handle& object);
+pybind11::dict metadata_to_python(const Metadata& metadata);
+
 pybind11::bytes to_python(const Bytes& bytes);
 // Return the bytes. Anything but bytes raises InvalidArgument, which names `where`.
 Bytes bytes_from(const pybind11::handle& object, const std::string& where);

@@ -124,8 +124,8 @@ Result<Metadata> Checkpoint::read_metadata() const {
 
 Result<Metadata> read_metadata(const OpenedManifest& opened, const std::string& state, const StateReader& read) {
   const std::vector<SectionInfo>& sections = opened.manifest.sections;
-  const auto found = std::find_if(sections.begin(), sections.end(),
-                                  [](const SectionInfo& info) { return info.name == kMetadataSection; });
+  const auto found =
+      std::find_if(sections.begin(), sections.end(), [](const SectionInfo& info) { return is_metadata(info.name); });
   if (found == sections.end()) return Metadata{};
   if (std::max(found->stored_bytes, found->bytes) > kMostMetadataBytes)
     return damaged(

@@ -5,6 +5,7 @@
 
 #include <fmt/core.h>
 #include <boost/nowide/utf/utf.hpp>
+#include <nlohmann/json.hpp>
 
 namespace torpor {
 namespace {
@@ -18,6 +19,26 @@ bool is_utf8(std::string_view text) {
 }
 
 }  // namespace
+
+std::string MetadataValue::to_json() const {
+  return is_json ? words : nlohmann::json(words).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+Result<MetadataValue> MetadataValue::from_json(std::string_view json) {
+  const auto wrong = [](std::string what) {
+    return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = "give a value of JSON"};
+  };
+  bool deep = false;
+  const auto look = [&](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
+    deep = deep || depth > static_cast<int>(kMostMetadataDepth);
+    return !deep;
+  };
+  const nlohmann::json value = nlohmann::json::parse(json, look, false);
+  if (deep) return wrong(fmt::format("a value has more than {} levels", kMostMetadataDepth));
+  if (value.is_discarded()) return wrong("a value is no JSON");
+  if (value.is_string()) return MetadataValue(value.get<std::string>());
+  return MetadataValue::json(std::string(json));
+}
 
 Status check_metadata(const Metadata& metadata, bool to_disk) {
   const auto invalid = [](std::string what) {
@@ -33,11 +54,14 @@ Status check_metadata(const Metadata& metadata, bool to_disk) {
   if (metadata.size() > kMostMetadata) return invalid(fmt::format("there are {} pairs", metadata.size()));
   for (const auto& [name, value] : metadata) {
     if (!is_utf8(name)) return invalid("a name is not UTF-8");
-    if (!is_utf8(value)) return invalid(fmt::format("the value of \"{}\" is not UTF-8", name));
+    if (!is_utf8(value.words)) return invalid(fmt::format("the value of \"{}\" is not UTF-8", name));
     if (name.empty()) return invalid("a name is empty");
     if (name.size() > kMostMetadataName) return invalid(fmt::format("a name has {} bytes", name.size()));
-    if (value.size() > kMostMetadataValue)
-      return invalid(fmt::format("the value of \"{}\" has {} bytes", name, value.size()));
+    if (value.words.size() > kMostMetadataValue)
+      return invalid(fmt::format("the value of \"{}\" has {} bytes", name, value.words.size()));
+    if (!value.is_json) continue;
+    if (const Result<MetadataValue> json = MetadataValue::from_json(value.words); !json)
+      return invalid(fmt::format("of \"{}\" {}", name, json.error().what));
   }
   return ok();
 }

@@ -62,7 +62,7 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
   // Otherwise the section is carried along: no decision depends on it.
   if (metadata) checkpoint.metadata = *std::move(metadata);
   for (const Section& section : sections) {
-    if (reader.taken(section.name) || (metadata && section.name == kMetadataSection)) continue;
+    if (reader.taken(section.name) || (metadata && is_metadata(section.name))) continue;
     if (section.required) {
       return Error{.code = Code::kIncompatible,
                    .what = fmt::format("section {}: this torpor does not know it, and it is needed", section.name),
@@ -73,19 +73,36 @@ Result<EngineCheckpoint> decode(std::span<const Section> sections) {
   return checkpoint;
 }
 
+// Readers that know only text read the section of text.
 Section encode_metadata(const Metadata& metadata) {
-  Section section = pack(std::string(kMetadataSection), metadata);
+  const bool json = std::any_of(metadata.begin(), metadata.end(), [](const auto& each) { return each.second.is_json; });
+  std::map<std::string, std::string> words;
+  for (const auto& [name, value] : metadata) words.emplace(name, json ? value.to_json() : value.words);
+  Section section = pack(std::string(json ? kMetadataJsonSection : kMetadataSection), words);
   section.required = false;
   return section;
 }
 
 Result<Metadata> decode_metadata(std::span<const Section> sections) {
   Metadata metadata;
-  if (std::none_of(sections.begin(), sections.end(), [](const Section& s) { return s.name == kMetadataSection; }))
-    return metadata;
-  TORPOR_RETURN_IF_ERROR(SectionReader(sections, kSectionVersion).take(kMetadataSection, metadata));
-  if (const Status fits = check_metadata(metadata); !fits)
-    return Error{.code = Code::kCorruption, .what = fits.error().what, .next_step = "use another checkpoint"};
+  const auto found =
+      std::find_if(sections.begin(), sections.end(), [](const Section& section) { return is_metadata(section.name); });
+  if (found == sections.end()) return metadata;
+  const auto damaged = [](std::string what) {
+    return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
+  };
+  std::map<std::string, std::string> words;
+  TORPOR_RETURN_IF_ERROR(SectionReader(sections, kSectionVersion).take(found->name, words));
+  for (auto& [name, text] : words) {
+    if (found->name == kMetadataSection) {
+      metadata.emplace(name, std::move(text));
+      continue;
+    }
+    Result<MetadataValue> value = MetadataValue::from_json(text);
+    if (!value) return damaged(fmt::format("metadata: of \"{}\" {}", name, value.error().what));
+    metadata.emplace(name, *std::move(value));
+  }
+  if (const Status fits = check_metadata(metadata); !fits) return damaged(fits.error().what);
   return metadata;
 }
 

@@ -85,7 +85,7 @@ Result<CheckpointIndex> index_of(const Manifest& manifest, const Directory& dire
       .created_unix_seconds = manifest.created_unix_seconds,
       .creator = manifest.creator,
       .has_metadata = std::any_of(manifest.sections.begin(), manifest.sections.end(),
-                                  [](const SectionInfo& section) { return section.name == kMetadataSection; })};
+                                  [](const SectionInfo& section) { return is_metadata(section.name); })};
   std::vector<std::string> names = {std::string(kManifestFile), std::string(kStateFile)};
   for (const RankSummary& rank : manifest.ranks) {
     names.push_back(rank.refs);

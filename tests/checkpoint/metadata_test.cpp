@@ -18,6 +18,13 @@ using test::example_checkpoint;
 using test::value_of;
 
 const Metadata kRun{{"run", "7"}, {"step", "1200"}, {"empty", ""}};
+const Metadata kValues{{"run", "7"},
+                       {"quoted", "a \"word\" é\n"},
+                       {"step", MetadataValue::json("1200")},
+                       {"loss", MetadataValue::json("-1.5e-3")},
+                       {"best", MetadataValue::json("true")},
+                       {"parent", MetadataValue::json("null")},
+                       {"tags", MetadataValue::json(R"(["a",{"b":[1,2]}])")}};
 
 EngineCheckpoint labelled(const Metadata& metadata = kRun) {
   EngineCheckpoint checkpoint = example_checkpoint();
@@ -48,6 +55,26 @@ TEST_F(MetadataTest, IsReadBackAloneAndWithTheState) {
     EXPECT_EQ(value_of(checkpoint.read_state()), labelled());
     EXPECT_EQ(list().back().metadata, kRun);
   }
+}
+
+// A value that is no text needs the newer section; older readers carry that along.
+TEST_F(MetadataTest, HasValuesOfJson) {
+  const std::vector<Section> sections = encode(labelled(kValues));
+  EXPECT_EQ(sections.back().name, "metadata_json");
+  EXPECT_FALSE(sections.back().required);
+  EXPECT_TRUE(value_of(decode(sections)).carried.empty());
+  const Checkpoint checkpoint = value_of(open_checkpoint(linux_file_system(), write(kValues)));
+  EXPECT_EQ(value_of(checkpoint.read_metadata()), kValues);
+  EXPECT_EQ(value_of(checkpoint.read_state()), labelled(kValues));
+  EXPECT_EQ(list().back().metadata, kValues);
+  EXPECT_EQ(encode(labelled()).back().name, "metadata");  // text alone is written as ever
+  for (const char* json : {"", "nan", "[1,", "{\"a\":}", "1 2", "\"\\ud800\"", "[[[[[[[[[1]]]]]]]]]"}) {
+    EXPECT_FAILS(check_metadata({{"bad", MetadataValue::json(json)}}), Code::kInvalidArgument, "\"bad\"");
+    EXPECT_FAILS(decode_metadata(encode(labelled({{"bad", MetadataValue::json(json)}}))), Code::kCorruption, "\"bad\"");
+  }
+  EXPECT_SUCCEEDS(check_metadata({{"deep", MetadataValue::json("[[[[[[[[1]]]]]]]]")}}));
+  EXPECT_FAILS(check_metadata({{"long", MetadataValue::json(std::string(513, ' ') + "1")}}), Code::kInvalidArgument,
+               "\"long\" has 514");
 }
 
 // Older readers carry it along, and a checkpoint without any has the bytes that it always had.

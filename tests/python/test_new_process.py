@@ -88,9 +88,12 @@ def test_a_checkpoint_without_weights_wakes_too(one, zygote, tiny_model):
     answers = one.begin(15)
     for earlier in one.directory.glob("g-*"):  # with `incremental`, weights of the one before would be linked
         shutil.rmtree(earlier)
-    report = one.llm.sleep(preserve_state=True, to="disk", weights="reload", metadata={"step": "12"})
+    metadata = {"run": "a", "step": 12, "loss": -0.5, "best": True, "parent": None, "tags": ["é", {"deep": [1]}]}
+    report = one.llm.sleep(preserve_state=True, to="disk", weights="reload", metadata=metadata)
     assert "weights" not in report.checkpoint_parts
-    assert report.metadata == {"step": "12"}
+    assert report.metadata == metadata
+    assert look("info", report.checkpoint)["metadata"] == metadata
+    assert look("ls", one.directory)["checkpoints"][-1]["metadata"] == metadata
     woken = one.llm.wake_up()
     assert woken.reload == ["weights"]  # in this process the weights are gone: the caller loads them
     one.llm.collective_rpc("reload_weights")
@@ -98,7 +101,7 @@ def test_a_checkpoint_without_weights_wakes_too(one, zygote, tiny_model):
     assert one.finish(answers) == one.expected
     [result] = wake_in_new_process(zygote, tiny_model, one.directory, ["latest"])
     assert final(as_json(answers) | result["answers"]) == expected
-    assert result["metadata"] == {"step": "12"}
+    assert result["metadata"] == metadata
 
 
 def test_the_version_of_the_weights_goes_with_them(one, zygote, tiny_model, monkeypatch):

@@ -69,7 +69,7 @@ Result<Json> ls(const Context& context) {
                   {"woken", checkpoint.woken}};
     if (checkpoint.readable) {
       entry.update(summary(checkpoint.manifest, checkpoint.bytes));
-      entry["metadata"] = checkpoint.metadata;
+      entry["metadata"] = metadata_json(checkpoint.metadata);
     } else {
       entry["problem"] = to_json(checkpoint.problem);
     }
@@ -124,7 +124,7 @@ Result<Json> info(const Context& context) {
       {"num_blocks", kv.num_blocks}, {"kept_blocks", kv.blocks.size()}, {"prefix_entries", kv.prefix_index.size()}};
   json["sections"] = sections_of(checkpoint.manifest());
   json["memory"] = memory_of(checkpoint.manifest());
-  json["metadata"] = engine.metadata;
+  json["metadata"] = metadata_json(engine.metadata);
   json["fingerprint"] = engine.fingerprint;
   return json;
 }

@@ -221,7 +221,7 @@ Result<Json> ls_of_store(const Context& context) {
                     {"bytes", each.index.bytes()}});
       const Result<Metadata> metadata = remote::metadata_of(*store, each.index, context.key.get());
       if (metadata) {
-        entry["metadata"] = *metadata;
+        entry["metadata"] = metadata_json(*metadata);
       } else if (is_of_this_checkpoint(metadata.error())) {
         entry["metadata_problem"] = to_json(metadata.error());
       } else {

@@ -41,6 +41,13 @@ std::string cell(const Json& value) {
                                     : value.dump(-1, ' ', false, Json::error_handler_t::replace));
 }
 
+Json metadata_json(const Metadata& metadata) {
+  Json json = Json::object();
+  for (const auto& [name, value] : metadata)
+    json[name] = value.is_json ? Json::parse(value.words, nullptr, false) : Json(value.words);
+  return json;
+}
+
 std::string metadata_text(const Json& metadata) {
   std::string text;
   for (const auto& [name, value] : metadata.items())

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/metadata.h"
 #include "tools/torpor/verb.h"
 
 namespace torpor::cli {
@@ -13,7 +14,8 @@ using Row = std::vector<std::string>;
 
 // `text` with control characters as \xNN: it may have been written to change a terminal.
 std::string harmless(const std::string& text);
-std::string cell(const Json& value);              // harmless
+std::string cell(const Json& value);  // harmless
+Json metadata_json(const Metadata& metadata);
 std::string metadata_text(const Json& metadata);  // "name=value, …", harmless
 std::string size_text(const Json& bytes);         // "1.23 GB"
 std::string time_text(double unix_seconds);       // "2026-11-20T17:04:12Z"

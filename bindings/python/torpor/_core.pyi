@@ -351,7 +351,7 @@ class SleepController:
     """Sleep and wake of one engine; lives where its scheduler lives."""
 
     def __init__(self, hooks: object, options: dict = {}) -> None: ...
-    def begin_checkpoint(self, progress: str = '', metadata: Mapping[str, str] = {}) -> None:
+    def begin_checkpoint(self, progress: str = '', metadata: dict = {}) -> None:
         """One that is written while the engine serves: continued until it is ready, taken, continued until it has
         ended.
         """
@@ -359,8 +359,7 @@ class SleepController:
     def check_directory(self) -> None:
         """Raises where the host of a rank does not see the directory of checkpoints."""
     def checkpoint(
-        self, outputs: object, data_parallel: tuple[int, int] = (0, 1), progress: str = '', metadata: Mapping[str, str]
-        = {}
+        self, outputs: object, data_parallel: tuple[int, int] = (0, 1), progress: str = '', metadata: dict = {}
     ) -> dict:
         """A checkpoint of an engine that serves on; `outputs` is the front end's part."""
     def checkpoint_to_wake(self) -> str:
@@ -442,8 +441,10 @@ def check_call(method: str, params: str) -> None:
 def check_image_name(name: str) -> None:
     """Raises InvalidArgument if an image on disk cannot have this id."""
 
-def check_metadata(metadata: Mapping[str, str], to_disk: bool) -> None:
-    """Raises InvalidArgument for what is beyond the limits of metadata, or where nothing is written to disk."""
+def check_metadata(metadata: dict, to_disk: bool) -> None:
+    """Raises InvalidArgument for names that are no str, values that are none of JSON, what is beyond the limits of
+    metadata, or where nothing is written to disk.
+    """
 
 def check_portable(checkpoint: dict, engine: dict) -> None:
     """Raises Incompatible, naming each field, where requests of a checkpoint cannot go on with their KV in an

@@ -44,7 +44,7 @@ _SLEEP = """Gives the engine's memory back and returns when it is free. What eac
     timeout: most seconds to wait for the running step, and with mode="wait" for requests to end; None: no bound.
     weights: "store" keeps them, "reload" does not, at any level: the wake names them, and kept requests wait until they
         are loaded. None: as the level says.
-    metadata: names and values, both str, for the checkpoint: `torpor ls`, the reports of the sleep and of the wake from
+    metadata: names and values of JSON for the checkpoint: `torpor ls`, the reports of the sleep and of the wake from
         it have them. At most 16, names of 64 and values of 512 bytes. Refused unless to="disk".
     swap_out_to: path of a swap channel (torpor.vllm.exchange.channel()): one half of a swap. The other half is a
         wake of another engine with `swap_in_from` of the same path. With preserve_state, to host memory, of all tags.
@@ -291,7 +291,7 @@ class Blocking(Stock):
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
         weights: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         swap_out_to: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
@@ -323,7 +323,7 @@ class Blocking(Stock):
             return frontend.finish(tracing.traced(side.engine, "wake_up", frontend.wake_up(side, values)))
 
     @_documented(_CHECKPOINT)
-    def checkpoint(self, *, metadata: Mapping[str, str] | None = None, progress: Watcher | None = None) -> Report:
+    def checkpoint(self, *, metadata: Mapping[str, Any] | None = None, progress: Watcher | None = None) -> Report:
         side = frontend.BlockingSide(_engine(self))
         with watched(progress, metadata_option(metadata)) as values:
             return frontend.finish(tracing.traced(side.engine, "checkpoint", frontend.checkpoint(side, values)))
@@ -353,7 +353,7 @@ class Awaited(Stock):
         tags: Iterable[str] | None = None,
         timeout: float | None = None,
         weights: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         swap_out_to: str | os.PathLike | None = None,
         progress: Watcher | None = None,
     ) -> Report:
@@ -385,7 +385,7 @@ class Awaited(Stock):
             return await tracing.traced(self, "wake_up", frontend.wake_up(side, values))
 
     @_documented(_CHECKPOINT)
-    async def checkpoint(self, *, metadata: Mapping[str, str] | None = None, progress: Watcher | None = None) -> Report:
+    async def checkpoint(self, *, metadata: Mapping[str, Any] | None = None, progress: Watcher | None = None) -> Report:
         side = frontend.AsyncSide(self)
         with watched(progress, metadata_option(metadata)) as values:
             return await tracing.traced(self, "checkpoint", frontend.checkpoint(side, values))
@@ -404,15 +404,12 @@ def _engine(front_end) -> LLMEngine:
     return getattr(front_end, "llm_engine", front_end)
 
 
-def metadata_option(metadata: Mapping[str, str] | None, to: str = "disk") -> dict:
+def metadata_option(metadata: Mapping[str, Any] | None, to: str = "disk") -> dict:
     """Return the option for the controller, checked."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):
-        raise InvalidArgument(f"metadata is {metadata!r}", "give a dict of names and values, both str")
-    for name, value in metadata.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise InvalidArgument(f"metadata has {name!r}: {value!r}", "give names and values as str")
+        raise InvalidArgument(f"metadata is {metadata!r}", "give a dict of names and values of JSON")
     _core.check_metadata(dict(metadata), to == "disk")  # before anything stands still for it
     return {"metadata": dict(metadata)}
 
