@@ -431,7 +431,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
       }
       record.loaded = static_cast<size_t>(load.good_blocks);
       if (record.loaded == record.asked) continue;
-      ++record.failed_loads;
+      record.failed_loads = load.cancelled ? kMostFailedLoads : record.failed_loads + 1;
       if (groups_.whole_hits()) record.loaded = 0;  // vLLM takes none of them then
     }
   }

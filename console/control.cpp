@@ -208,7 +208,8 @@ Result<Json> Control::do_call(const ControlPeer& peer, const ControlMethod& meth
     case ControlCall::kDemoteBlocks: return use_offload(method, params);
     case ControlCall::kStartRecord: return start_record(params);
     case ControlCall::kStopRecord: return stop_record();
-    case ControlCall::kSubscribe:  // a session carries these out
+    case ControlCall::kWaitTransfer:  // a session carries these out
+    case ControlCall::kSubscribe:
     case ControlCall::kPlan:
     case ControlCall::kSleep:
     case ControlCall::kWake:
@@ -349,6 +350,8 @@ bool ControlSession::line(std::string_view text) {
   const json params = asked.value("params", json::object());
   if (method->call == ControlCall::kSubscribe) {
     answer(id, try_catch([&] { return subscribe(params); }));
+  } else if (method->call == ControlCall::kWaitTransfer) {
+    if (const Status begun = try_catch([&] { return wait(id, params); }); !begun) answer(id, begun.error());
   } else if (method->place == ControlPlace::kFront) {
     calls_.emplace_back(id, control_.begin(peer_, *method, params));
     answer_calls();
@@ -393,10 +396,54 @@ void ControlSession::answer_calls() {
   }
 }
 
+Status ControlSession::wait(const json& id, const json& params) {
+  TORPOR_RETURN_IF_ERROR(check_parameters(*find_control_method("transfer.wait"), params));
+  if (!params.contains("candidate"))
+    return wrong("which one?", "give candidate, as events have it: block.demote returns one");
+  if (waits_.size() >= kMostWaits) {
+    return Error{.code = Code::kResourceExhausted,
+                 .what = fmt::format("this connection waits for {} transfers", kMostWaits),
+                 .next_step = "connect once more"};
+  }
+  constexpr double kUsual = 30;
+  constexpr double kLongest = 300;
+  const auto given = params.find("timeout");
+  const double seconds = given == params.end() ? kUsual : given->get<double>();
+  if (seconds > kLongest)
+    return wrong(fmt::format("timeout is {} s", seconds), fmt::format("give at most {} s, and wait again", kLongest));
+  Wait begun{.id = id,
+             .reader = EventReader(control_.ring()),
+             .story = TransferStory(number_or(params, "candidate", 0)),
+             .until = control_.clock().now() + std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9))};
+  std::vector<Event> events;
+  begun.reader.read(events);
+  begun.story.take(events);
+  if (begun.story.empty()) {
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("no event that is still there has a candidate {}", begun.story.candidate()),
+                 .next_step = "look at `events types=candidate`: it may have ended long ago"};
+  }
+  waits_.push_back(std::move(begun));
+  answer_waits();
+  return ok();
+}
+
+void ControlSession::answer_waits() {
+  for (auto each = waits_.begin(); each != waits_.end();) {
+    std::vector<Event> events;
+    each->reader.read(events);
+    each->story.take(events);
+    const bool ends = each->story.done() || control_.clock().now() >= each->until;
+    if (ends) answer(each->id, each->story.to_json());
+    each = ends ? waits_.erase(each) : std::next(each);
+  }
+}
+
 bool ControlSession::pump() {
   constexpr size_t kAtOnce = 256;
   bool more = false;
   answer_calls();
+  answer_waits();
   for (Subscription& each : subscriptions_) {
     if (!reads()) return false;
     std::vector<SourceEvents> news(1);

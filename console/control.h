@@ -28,6 +28,7 @@
 #include "console/front_access.h"
 #include "console/offload_access.h"
 #include "console/recorder.h"
+#include "console/transfer_story.h"
 
 namespace torpor::console {
 
@@ -65,6 +66,7 @@ class Control {
   bool look_at_front();
   Breakpoints& breakpoints() { return breakpoints_; }
   EventRing& ring() { return ring_; }
+  const Clock& clock() const { return clock_; }
   // Record a call as an event; the server also uses it for peers that may not connect. `error`: null if it succeeded.
   void tell(const ControlPeer& peer, uint8_t method, const Error* error) noexcept;
 
@@ -114,6 +116,7 @@ class ControlSession {
   static constexpr size_t kMostDepth = 16;
   static constexpr size_t kEnoughOutput = 4 << 20;  // with more than this, nothing is read and no event is added
   static constexpr size_t kMostSubscriptions = 4;
+  static constexpr size_t kMostWaits = 16;
 
   ControlSession(Control& control, const ControlPeer& peer) : control_(control), peer_(peer) {}
   ~ControlSession() { control_.breakpoints().drop_owner(peer_.connection); }
@@ -127,7 +130,8 @@ class ControlSession {
   bool pump();
   std::string& output() { return output_; }
   bool subscribed() const { return !subscriptions_.empty(); }
-  bool waits() const { return !calls_.empty(); }  // for answers of the front end
+  // Return whether some answers are still to come: of the front end, or when transfers end.
+  bool waits() const { return !calls_.empty() || !waits_.empty(); }
   bool reads() const { return output_.size() < kEnoughOutput; }
 
  private:
@@ -136,10 +140,18 @@ class ControlSession {
     EventReader reader;
     EventExport writer;
   };
+  struct Wait {  // a call of transfer.wait
+    nlohmann::json id;
+    EventReader reader;
+    TransferStory story;
+    std::chrono::nanoseconds until{};
+  };
   bool line(std::string_view text);
   void answer(const nlohmann::json& id, Result<nlohmann::ordered_json> result);
   void answer_calls();
+  void answer_waits();
   Result<nlohmann::ordered_json> subscribe(const nlohmann::json& params);
+  Status wait(const nlohmann::json& id, const nlohmann::json& params);
 
   Control& control_;
   const ControlPeer peer_;
@@ -147,6 +159,7 @@ class ControlSession {
   std::string output_;
   std::list<Subscription> subscriptions_;
   std::list<std::pair<nlohmann::json, std::shared_ptr<FrontCall>>> calls_;  // by the peer's ids
+  std::list<Wait> waits_;
   uint64_t last_subscription_ = 0;
 };
 

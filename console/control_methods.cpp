@@ -73,7 +73,7 @@ std::span<const ControlMethod> control_methods() {
         {"from", kWords, "as `torpor events` prints it"},
         {"to", kWords, "likewise"},
         {"request", kWords, "name with * and ?"},
-        {"way", kWords, "up, down, on"},
+        {"way", kWords, "onboard, offload, demote, publish, lookup or prefetch"},
         {"at_least", kNumber, "of the event's first number: blocks"},
         {"after", kNumber, "matches that are let by first"},
         {"every", kNumber, "of those behind them"},
@@ -92,7 +92,7 @@ std::span<const ControlMethod> control_methods() {
        "transfer.cancel",
        true,
        {{"candidate", kNumber, "as events have it"}},
-       "of a candidate of `offload` or `demote`: `blocks` that do not go; `committed`: too late"},
+       "`blocks` that do not go; `committed`: too late. The request of a load (`onboard`) computes its tokens instead"},
       {ControlCall::kDropBlocks,
        "block.drop",
        true,
@@ -145,6 +145,11 @@ std::span<const ControlMethod> control_methods() {
        false,
        {{"request", kWords, "its name, the whole of it"}, kLimit},
        "all that is known of one request: its `slot`, `states`, `hits`, `transfers`, `stops` and last `events`"},
+      {ControlCall::kWaitTransfer,
+       "transfer.wait",
+       false,
+       {{"candidate", kNumber, "as events have it"}, {"timeout", kNumber, "seconds, at most 300; default 30"}},
+       "until the candidate has ended, or the time is over: `done`, `state`, `blocks`, and `ended_blocks` by outcome"},
   };
   return all;
 }

@@ -45,6 +45,7 @@ enum class ControlCall : uint8_t {
   kStartRecord,
   kStopRecord,
   kRequest,
+  kWaitTransfer,
 };
 
 // The process that can carry out the call: any process with a socket, or only the one with the engine's front end (a

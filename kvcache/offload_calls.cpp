@@ -18,12 +18,10 @@ bool OffloadScheduler::is_committed(uint64_t candidate) const {
 
 Result<CancelledCandidate> OffloadScheduler::cancel(uint64_t candidate) {
   const bool committed = is_committed(candidate);
-  if (candidate >> 48 == static_cast<uint64_t>(Way::kOnboard) && (committed || queue_.has(candidate))) {
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("candidate {} is a load: a request waits for its blocks", candidate),
-                 .next_step = "abort the request"};
-  }
-  if (const uint64_t blocks = queue_.cancel(candidate); blocks > 0) return CancelledCandidate{.blocks = blocks};
+  // A request waits for a load on every rank: the ranks have to say that it has ended.
+  const bool load = candidate >> 48 == static_cast<uint64_t>(Way::kOnboard);
+  const uint64_t blocks = load ? queue_.skip(candidate) : queue_.cancel(candidate);
+  if (blocks > 0) return CancelledCandidate{.blocks = blocks};
   if (committed) return CancelledCandidate{.committed = true};
   return Error{.code = Code::kNotFound,
                .what = fmt::format("there is no candidate {}", candidate),

@@ -95,6 +95,7 @@ void OffloadScheduler::commit_loads(bool flush) {
     make_room(next.blocks, next.containers);
     for (std::string& name : names_) name = at(next.owner).id;
     queue_.commit(Way::kOnboard, next, batch_);
+    at(next.owner).load_cancelled = next.skip;
     for (const StoreId store : {StoreId::kHost, StoreId::kDisk, StoreId::kRemote}) {
       PlannedBatch* batch = nullptr;
       for (size_t i = 0; i < batch_.blocks.size(); ++i) {
@@ -107,7 +108,7 @@ void OffloadScheduler::commit_loads(bool flush) {
       owner.count = static_cast<uint32_t>(batch->blocks.size());
       batch->request = owner.ticket->owner;
       batch->owners.push_back(std::move(owner));
-      plan(*batch, PlanKind::kGet);
+      plan(*batch, next.skip ? PlanKind::kSkip : PlanKind::kGet);
       std::string& name = names_[static_cast<size_t>(store)];
       if (!name.empty()) plan_.loading.push_back({std::move(name), batch->id});
     }
@@ -302,15 +303,16 @@ void OffloadScheduler::commit_up(bool flush) {
 
 void OffloadScheduler::plan(PlannedBatch& batch, PlanKind kind) {
   const bool move = kind == PlanKind::kMove;
-  PlannedJob& job = plan_.add(
-      batch.id, kind, move ? batch.from : batch.store,
-      kind == PlanKind::kGet || kind == PlanKind::kFind ? TransferPriority::kLoad : TransferPriority::kOffload);
+  PlannedJob& job = plan_.add(batch.id, kind, move ? batch.from : batch.store,
+                              kind == PlanKind::kGet || kind == PlanKind::kSkip || kind == PlanKind::kFind
+                                  ? TransferPriority::kLoad
+                                  : TransferPriority::kOffload);
   if (move) job.other = batch.store;
   job.count = static_cast<uint32_t>(batch.blocks.size());
   for (const JobBlock& block : batch.blocks) {
     const QueuedBlock& queued = block.queued;
     plan_.from.push_back(kind == PlanKind::kPut ? queued.block : move ? block.from : queued.slot);
-    plan_.to.push_back(kind == PlanKind::kGet ? queued.block : queued.slot);
+    plan_.to.push_back(job.of_load() ? queued.block : queued.slot);
     if (job.keyed()) plan_.keys.push_back(queued.key);
   }
   for (const OffloadQueue::Owner& owner : batch.owners) queue_.tell_planned(owner.ticket, batch.id, owner.count);

@@ -68,9 +68,46 @@ void TransferHandle::cancel() {
   ticket_->queue->cancelled(ticket_->container);
 }
 
+Result<TransferResult> TransferHandle::wait(std::chrono::nanoseconds timeout) const {
+  if (!any()) return TransferResult{};  // there was nothing to move
+  constexpr std::chrono::nanoseconds kMostWait = std::chrono::hours(24 * 365);
+  const auto until = std::chrono::steady_clock::now() + std::min(timeout, kMostWait);
+  const detail::TransferTicket& ticket = *ticket_;
+  detail::TransferWaiters& waiters = *ticket.waiters;
+  {
+    const MutexLock lock(waiters.mutex);
+    ++waiters.waiting;  // before the look at `done`: who sets it afterwards sees that somebody waits
+    while (!ticket.done.load() && !waiters.closed.load()) {
+      const std::chrono::nanoseconds left = until - std::chrono::steady_clock::now();
+      if (left <= std::chrono::nanoseconds(0)) break;
+      waiters.changed.wait_for(waiters.mutex, left);
+    }
+    --waiters.waiting;
+  }
+  if (ticket.done.load())
+    return TransferResult{.blocks = ticket.blocks, .counts = ticket.counts, .cause = ticket.cause};
+  if (waiters.closed.load()) {
+    return Error{.code = Code::kUnavailable,
+                 .what = fmt::format("offloading has ended before candidate {}", ticket.number),
+                 .next_step = "look into the stores after the next start: what is not there is computed"};
+  }
+  return Error{.code = Code::kTimeout,
+               .what = fmt::format("candidate {} has not ended in {:.3f} s", ticket.number,
+                                   std::chrono::duration<double>(timeout).count()),
+               .next_step = "wait again, or cancel it: its blocks end while the engine takes steps"};
+}
+
 OffloadQueue::~OffloadQueue() {
   end_all(BlockOutcome::kShutDown);
   for (Container& container : containers_) container.ticket.reset();
+  waiters_->closed.store(true);
+  waiters_->wake();
+}
+
+// Nothing of the ticket changes afterwards.
+void OffloadQueue::set_done(detail::TransferTicket& ticket) {
+  ticket.done.store(true);
+  ticket.waiters->wake();
 }
 
 // ---- into the queue
@@ -104,12 +141,14 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   Container& made = spare_container();
   made.blocks.assign(blocks.begin(), blocks.end());
   auto ticket = std::make_shared<detail::TransferTicket>();
+  ticket->waiters = waiters_;
   ticket->blocks = offered;
   ticket->owner = how.owner;
   ticket->number = static_cast<uint64_t>(how.way) << 48 | ++tickets_;
   owned_tickets_ += how.owner == UINT32_MAX ? 0 : 1;
   TransferHandle handle(ticket);
   if (offered > blocks.size()) end(ticket, how.way, filtered, offered - blocks.size());
+  if (offered == 0) set_done(*ticket);
   if (blocks.empty()) return handle;
   // Ways to and from a disk or a network have limits of their own, so that a slow one does not keep blocks from host
   // memory.
@@ -131,6 +170,7 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   made.after_step = how.after_step;
   made.waiting = waits;
   made.held = false;
+  made.skip = false;
   queued_blocks_ += static_cast<int64_t>(blocks.size());
   if (waits) {
     move(*made.ticket, CandidateState::kWaiting, blocks.size());
@@ -219,10 +259,6 @@ void OffloadQueue::cancelled(int32_t container) {
   end_container(container, BlockOutcome::kCancelled);
 }
 
-bool OffloadQueue::has(uint64_t number) const {
-  return std::any_of(containers_.begin(), containers_.end(), [&](const Container& each) { return each.is(number); });
-}
-
 uint64_t OffloadQueue::cancel(uint64_t number) {
   const auto found =
       std::find_if(containers_.begin(), containers_.end(), [&](const Container& each) { return each.is(number); });
@@ -232,6 +268,14 @@ uint64_t OffloadQueue::cancel(uint64_t number) {
   cancelled(found->ticket->container);
   sweep();
   return blocks;
+}
+
+uint64_t OffloadQueue::skip(uint64_t number) {
+  const auto found =
+      std::find_if(containers_.begin(), containers_.end(), [&](const Container& each) { return each.is(number); });
+  if (found == containers_.end() || found->way != Way::kOnboard || found->skip || found->ticket->cancelled) return 0;
+  found->skip = true;  // set_held_aside() lets it go
+  return found->blocks.size();
 }
 
 void OffloadQueue::sweep_if_due(Time now) {
@@ -271,6 +315,7 @@ void OffloadQueue::take_out(Gone gone) {
 }
 
 bool OffloadQueue::may_go(const Container& container) const {
+  if (container.skip) return true;
   return port_.may_go({.type = EventType::kCandidate,
                        .from = static_cast<uint8_t>(CandidateState::kQueued),
                        .to = static_cast<uint8_t>(CandidateState::kPromoted),
@@ -327,6 +372,7 @@ OffloadQueue::Next OffloadQueue::next(Way way, Time now, bool flush) {
       const Container& each = at(container);
       if (next.blocks > 0 && next.blocks + each.blocks.size() > most) return next;
       if (next.blocks == 0) next.owner = each.ticket->owner;
+      next.skip = each.skip;
       next.blocks += each.blocks.size();
       ++next.containers;
       if (way == Way::kOnboard) return next;  // each request's load is a batch of its own
@@ -369,22 +415,30 @@ void OffloadQueue::end(const Ticket& ticket, Way way, BlockOutcome outcome, uint
   if (ticket->ended == ticket->blocks) {
     move(*ticket, ticket->committed ? CandidateState::kCompleted : CandidateState::kSkipped, ticket->blocks);
   }
-  if (ticket->ended != ticket->blocks || ticket->owner == UINT32_MAX) return;
-  ended_owners_.push_back(ticket->owner);
-  --owned_tickets_;
+  if (ticket->ended != ticket->blocks) return;
+  if (ticket->owner != UINT32_MAX) {
+    ended_owners_.push_back(ticket->owner);
+    --owned_tickets_;
+  }
+  set_done(*ticket);
 }
 
-void OffloadQueue::end_all(BlockOutcome outcome) {
-  for (const int32_t container : std::exchange(waiting_, {})) end_container(container, outcome);
-  for (InQueue& queue : in_queues_) {
-    for (const Level& level : std::exchange(queue.levels, {})) {
-      for (int32_t next = kNone, container = level.first; container != kNone; container = next) {
-        next = at(container).next;
-        end_container(container, at(container).ticket->cancelled ? BlockOutcome::kCancelled : outcome);
-      }
-    }
-    queue.blocks = 0;
-  }
+void OffloadQueue::end_all(BlockOutcome outcome, bool skip_loads) {
+  const auto stays = [&](int32_t container) {
+    Container& each = at(container);
+    if (!skip_loads || each.way != Way::kOnboard || each.ticket->cancelled) return false;
+    return each.skip = true;
+  };
+  std::erase_if(waiting_, [&](int32_t container) {
+    if (stays(container)) return false;
+    end_container(container, outcome);
+    return true;
+  });
+  take_out([&](int32_t container) {
+    if (stays(container)) return false;
+    end_container(container, at(container).ticket->cancelled ? BlockOutcome::kCancelled : outcome);
+    return true;
+  });
   any_cancelled_ = false;
 }
 

@@ -18,10 +18,12 @@
 // acknowledged, and skipped if it failed. Each block ends with one counted outcome (S12, I6). A full queue refuses at
 // once with kQueueFull (I9). The handle has the first error.
 //
-// Threads: the scheduler's. Handles may outlive the queue.
+// Threads: the scheduler's. Handles may outlive the queue; other threads may wait() on them. The scheduler's thread
+// takes a lock only where somebody waits.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -30,6 +32,7 @@
 #include <vector>
 
 #include "base/event.h"
+#include "base/mutex.h"
 #include "base/status.h"
 #include "kvcache/block_locations.h"
 #include "offload/outcome.h"
@@ -93,8 +96,22 @@ void grow(std::vector<T>& list, size_t size) {
 class OffloadQueue;
 
 namespace detail {
+// The threads that wait for handles of one queue.
+struct TransferWaiters {
+  Mutex mutex;
+  CondVar changed;
+  std::atomic<int32_t> waiting = 0;
+  std::atomic<bool> closed = false;  // the queue has ended: nothing more becomes of its tickets
+  void wake() {
+    if (waiting.load() == 0) return;
+    { const MutexLock lock(mutex); }  // a thread that has looked is waiting by now
+    changed.notify_all();
+  }
+};
 struct TransferTicket {
   OffloadQueue* queue = nullptr;  // null: the ticket or the queue has ended
+  std::shared_ptr<TransferWaiters> waiters;
+  std::atomic<bool> done = false;  // set last: then any thread may read the counts and the cause
   uint64_t blocks = 0;
   uint64_t ended = 0;
   OutcomeCounts counts{};
@@ -107,6 +124,14 @@ struct TransferTicket {
   CandidateState state = CandidateState::kNone;
 };
 }  // namespace detail
+
+// What became of the blocks of one enqueue().
+struct TransferResult {
+  uint64_t blocks = 0;
+  OutcomeCounts counts{};
+  Status cause;  // error of the first block that failed
+  uint64_t count(BlockOutcome outcome) const { return counts[static_cast<size_t>(outcome)]; }
+};
 
 // The caller's handle of one enqueue(). Copies refer to the same blocks. Destroying it changes nothing.
 class TransferHandle {
@@ -121,6 +146,9 @@ class TransferHandle {
   const Status& cause() const { return ticket_->cause; }
   // Cancel all blocks if they are not committed yet; else change nothing.
   void cancel();
+  // Wait until each block has ended, for at most `timeout`. Any thread but the scheduler's, whose steps end them.
+  // kTimeout: some have not ended; they go on. kUnavailable: the queue has ended before them.
+  Result<TransferResult> wait(std::chrono::nanoseconds timeout) const;
 
  private:
   friend class OffloadQueue;
@@ -166,6 +194,7 @@ class OffloadQueue {
     size_t blocks = 0;  // 0: no batch is due
     size_t containers = 0;
     uint32_t owner = UINT32_MAX;  // of the first container
+    bool skip = false;            // kOnboard: it was skipped
   };
   // Return the next batch of `way` if it is due; else zero blocks. Sweeps before. A batch is due if the ranks have
   // fewer batches of this way than the limit, and it has min_batch_size blocks, or waited for flush_interval, or
@@ -177,8 +206,9 @@ class OffloadQueue {
   void sweep_if_due(Time now);
   // Cancel a candidate by number. Its blocks end as kCancelled at once; return how many. 0: it is not in the queue.
   uint64_t cancel(uint64_t number);
-  // Return whether the candidate waits or is queued, not committed yet.
-  bool has(uint64_t number) const;
+  // Release a kOnboard candidate from what holds it, and have its commitment move no byte: next() says so. Return its
+  // blocks. 0: it is not in the queue, or was skipped before.
+  uint64_t skip(uint64_t number);
   // Move candidates that a breakpoint holds (EventPort::may_go) out of the queue, and released ones back into it.
   // Called first in each step.
   void set_held_aside(Time now);
@@ -189,8 +219,9 @@ class OffloadQueue {
   void job_began(Way way) { ++under_way_[static_cast<size_t>(way)]; }
   void job_ended(Way way) { --under_way_[static_cast<size_t>(way)]; }
   void end(const Ticket& ticket, Way way, BlockOutcome outcome, uint64_t blocks, const Status& cause = {});
-  // End all uncommitted containers: cancelled ones as kCancelled, the others as `outcome`.
-  void end_all(BlockOutcome outcome);
+  // End all uncommitted containers: cancelled ones as kCancelled, the others as `outcome`. `skip_loads`: skip() those
+  // of kOnboard instead, because the ranks have to say that they have ended.
+  void end_all(BlockOutcome outcome, bool skip_loads = false);
   // Return the owners whose tickets have ended since the caller cleared this list.
   std::vector<uint32_t>& ended_owners() { return ended_owners_; }
 
@@ -219,6 +250,7 @@ class OffloadQueue {
     Time ready_since{};
     bool waiting = false;  // for its precondition
     bool held = false;     // the precondition is met, but a breakpoint holds it
+    bool skip = false;     // kOnboard: its commitment moves no byte
     int32_t next = kNone;  // in its list, or the free list
     bool is(uint64_t number) const {
       return ticket != nullptr && ticket->number == number && ticket->container != kNone;
@@ -237,6 +269,7 @@ class OffloadQueue {
   Container& at(int32_t container) { return containers_[static_cast<size_t>(container)]; }
   Container& spare_container();
   void make_ready(int32_t container, Time now);
+  static void set_done(detail::TransferTicket& ticket);
   void end_container(int32_t container, BlockOutcome outcome);
   void free_container(int32_t container);
   void cancelled(int32_t container);
@@ -249,6 +282,7 @@ class OffloadQueue {
 
   const OffloadQueueOptions options_;
   const EventPort port_;
+  const std::shared_ptr<detail::TransferWaiters> waiters_ = std::make_shared<detail::TransferWaiters>();
   std::vector<Container> containers_;  // reused
   int32_t free_ = kNone;
   std::vector<int32_t> waiting_;  // containers that wait for a step or are held

@@ -176,6 +176,7 @@ TransferHandle OffloadScheduler::allocated(uint32_t number, std::span<const int3
     queued_.push_back({.key = pinned.key, .block = blocks[i], .slot = pinned.slot, .store = pinned.store});
   }
   request.stage = RequestStage::kOnboarding;
+  request.load_cancelled = false;
   request.load_began = clock_.now();
   return queue_.enqueue({.way = Way::kOnboard, .priority = request.priority, .owner = number}, queued_, queued_.size(),
                         BlockOutcome::kFiltered, clock_.now());
@@ -192,7 +193,8 @@ std::vector<EndedLoad> OffloadScheduler::take_loads() {
     loads_.push_back({.request = number,
                       .good_blocks = finishing ? 0 : static_cast<int32_t>(bad - request.pinned.begin()),
                       .unproven = std::any_of(request.pinned.begin(), request.pinned.end(),
-                                              [](const Pinned& pinned) { return pinned.kept; })});
+                                              [](const Pinned& pinned) { return pinned.kept; }),
+                      .cancelled = request.load_cancelled});
     if (finishing) {
       end_request(number);
     } else {
@@ -280,8 +282,22 @@ TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
     queued_.clear();
     filtered = BlockOutcome::kPolicyTimeout;
   }
+  ask_policy(offer.request);
   return queue_.enqueue({.way = Way::kOffload, .after_step = offer.after_step, .priority = offer.priority}, queued_,
                         size - without_version, filtered, now);
+}
+
+void OffloadScheduler::ask_policy(std::string_view request) {
+  if (policy_ == nullptr || queued_.empty()) return;
+  keys_.clear();
+  for (const QueuedBlock& block : queued_) keys_.push_back(block.key);
+  held_.assign(keys_.size(), 1);
+  if (!policy_->choose(PolicyQuestion::kStore, request, keys_, held_)) return;
+  size_t kept = 0;
+  for (size_t i = 0; i < queued_.size(); ++i) {
+    if (held_[i] != 0) queued_[kept++] = queued_[i];
+  }
+  queued_.resize(kept);
 }
 
 // ---- a sleep
@@ -308,7 +324,7 @@ Status OffloadScheduler::reset() {
   TORPOR_RETURN_IF_ERROR(index_->retire(space_));
   index_->close_segment();  // a segment has keys of one namespace
   ++space_;
-  queue_.end_all(BlockOutcome::kCancelled);
+  queue_.end_all(BlockOutcome::kCancelled, true);
   for (const Question& question : std::exchange(asks_, {}))
     queue_.count(Way::kLookup, BlockOutcome::kCancelled, question.keys.size());
   for (Request& request : requests_) {

@@ -28,6 +28,7 @@
 
 #include "base/clock.h"
 #include "kvcache/block_index.h"
+#include "kvcache/block_policy.h"
 #include "kvcache/device_blocks.h"
 #include "kvcache/offload_queue.h"
 #include "kvcache/placement.h"
@@ -68,7 +69,8 @@ struct BlockEvents {
 struct EndedLoad {
   uint32_t request = 0;
   int32_t good_blocks = 0;
-  bool unproven = false;  // a copy may still write: none of its blocks may be reused
+  bool unproven = false;   // a copy may still write: none of its blocks may be reused
+  bool cancelled = false;  // by cancel()
 };
 
 struct CancelledCandidate {
@@ -101,6 +103,7 @@ struct OffloadOffer {
   std::array<uint8_t, 32> parent{};  // hash of the block before the first
   uint64_t after_step = 0;           // the step whose forward pass writes them; 0: they are written
   int32_t priority = 0;
+  std::string_view request;  // its id, for a BlockPolicy; empty: the blocks belong to no one request
 };
 
 // Durations in seconds since the last call. At most kMost of each are kept; further ones are dropped.
@@ -141,6 +144,9 @@ class OffloadScheduler {
   TransferHandle allocated(uint32_t request, std::span<const int32_t> blocks);
   // Offer blocks that became full. Leaves out blocks without a version (S8).
   TransferHandle offer(const OffloadOffer& offer);
+  // Ask `policy` in each offer(); null: none. It outlives this object, or is unset before.
+  void use_policy(BlockPolicy* policy) { policy_ = policy; }
+  bool has_policy() const { return policy_ != nullptr; }
   // acknowledge(): the step's forward pass is done. fail_step(): it failed, and the blocks that it wrote are skipped.
   void acknowledge(uint64_t step) { queue_.acknowledge(step, clock_.now()); }
   void fail_step(uint64_t step) { queue_.fail_step(step); }
@@ -165,9 +171,9 @@ class OffloadScheduler {
   // End a request. Return false if its load still writes into its blocks: they stay, and the number is valid, until
   // take_loads() names it.
   bool finished(uint32_t request);
-  // Open the next namespace: nothing stored before is found, and queued blocks end as kCancelled. Takes effect at once;
-  // jobs under way end on their own. The ranks must open the namespace too. kResourceExhausted: no memory; nothing
-  // changed.
+  // Open the next namespace: nothing stored before is found, and queued blocks end as kCancelled; those of loads in the
+  // next step. Takes effect at once; jobs under way end on their own. The ranks must open the namespace too.
+  // kResourceExhausted: no memory; nothing changed.
   Status reset();
   uint32_t space() const { return space_; }
   BlockEvents take_events();
@@ -177,8 +183,8 @@ class OffloadScheduler {
   void release_backing();
 
   // Calls for operators (offload_calls.cpp), for host memory and disk; the remote store is shared with other engines.
-  // Cancel a candidate that is not committed. kNotFound: no such candidate. kFailedPrecondition: it is a load, for
-  // which a request waits.
+  // Cancel a candidate that is not committed. kNotFound: no such candidate. A load ends on the ranks in their next
+  // step, without a byte; its request computes the tokens.
   Result<CancelledCandidate> cancel(uint64_t candidate);
   // Drop these keys from `store`; pinned blocks stay.
   DroppedKeys drop(std::span<const BlockKey> keys, StoreId store);
@@ -226,6 +232,7 @@ class OffloadScheduler {
     bool used = false;     // the number is in use
     bool counted = false;  // its keys were added to uses_
     uint64_t asked = 0;    // number of its outstanding question; 0: none
+    bool load_cancelled = false;
     std::chrono::nanoseconds load_began{};
     std::vector<Pinned> pinned;
   };
@@ -266,7 +273,8 @@ class OffloadScheduler {
   const Request& at(uint32_t request) const { return requests_[request]; }
   void unpin(Request& request, size_t from);
   void end_request(uint32_t request);
-  void enqueue_by_priority(Way way);  // enqueues queued_
+  void ask_policy(std::string_view request);  // leaves out of queued_ what it does not want
+  void enqueue_by_priority(Way way);          // enqueues queued_
   std::vector<TransferHandle> enqueue_in_batches(const OffloadQueue::Enqueue& how, std::span<const QueuedBlock> blocks);
   bool is_committed(uint64_t candidate) const;
   bool accepting(StoreId store) const { return refusing_[static_cast<size_t>(store)] == 0; }
@@ -302,6 +310,7 @@ class OffloadScheduler {
   const OffloadSchedulerOptions options_;
   DeviceBlocks& device_;
   const Placement& placement_;
+  BlockPolicy* policy_ = nullptr;
   const Clock& clock_;
   const EventPort port_;
   std::unique_ptr<BlockIndex> index_;

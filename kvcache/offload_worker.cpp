@@ -121,7 +121,7 @@ Status OffloadWorker::check(const TransferPlan& plan) const {
       return wrong_plan("has a job without blocks");
     const int64_t blocks = layout_.num_blocks;
     const int64_t from = job.kind == PlanKind::kPut ? blocks : slots_of(job.store);
-    const int64_t to = job.kind == PlanKind::kGet ? blocks : slots_of(job.target());
+    const int64_t to = job.of_load() ? blocks : slots_of(job.target());
     if (!within(plan.from, job, from) || !within(plan.to, job, to))
       return wrong_plan(
           fmt::format("has a {} with a block or slot that rank {} does not have", name(job.kind), options_.rank));
@@ -270,6 +270,8 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
 void OffloadWorker::begin(RunningJob at, std::span<const BlockKey> keys, const Status& ordered) {
   OffloadJob& begun = **at;
   begun.refused = try_catch([&]() -> Status {
+    if (begun.planned.kind == PlanKind::kSkip)
+      return Error{.code = Code::kAborted, .what = "the load was cancelled", .next_step = "compute its tokens"};
     TORPOR_RETURN_IF_ERROR(ordered);
     Job job = make_job(keys, begun);
     std::map<JobId, std::unique_ptr<OffloadJob>> made;

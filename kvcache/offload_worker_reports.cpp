@@ -59,7 +59,7 @@ bool OffloadWorker::report_job(OffloadJob& running, const JobResult& result, Tra
     for (size_t i = 0; i < result.chunks.size(); ++i) {
       const BlockOutcome outcome = outcome_of(running, i, result.chunks[i]);
       good = good && outcome == BlockOutcome::kTransferred;
-      if (outcome != BlockOutcome::kTransferred && planned.kind == PlanKind::kGet) bad_blocks.push_back(running.to[i]);
+      if (outcome != BlockOutcome::kTransferred && planned.of_load()) bad_blocks.push_back(running.to[i]);
       report.outcomes.push_back(outcome);
     }
     if (good) {
@@ -83,6 +83,7 @@ bool OffloadWorker::report_job(OffloadJob& running, const JobResult& result, Tra
 // Repeatable: a second call returns the same.
 BlockOutcome OffloadWorker::outcome_of(const OffloadJob& running, size_t i, const ChunkTransfer& chunk) {
   const PlannedJob& planned = running.planned;
+  if (planned.kind == PlanKind::kSkip) return BlockOutcome::kCancelled;
   if (chunk.outcome == BlockOutcome::kTransferred) {
     const bool writes = planned.kind == PlanKind::kPut || planned.kind == PlanKind::kMove;
     if (!writes || planned.target() != StoreId::kHost) return chunk.outcome;

@@ -142,7 +142,7 @@ Status take_jobs(Taker& taker, const PlanHeader& header, TransferPlan& plan) {
                    .count = entry.count};
     const bool move = job.kind == PlanKind::kMove;
     const bool within = move && store == other;  // on disk: into another segment
-    if (kind > static_cast<uint8_t>(PlanKind::kFind) || store >= kStores || other >= kStores ||
+    if (kind > static_cast<uint8_t>(PlanKind::kSkip) || store >= kStores || other >= kStores ||
         priority > static_cast<uint8_t>(TransferPriority::kOffload) || (!move && store != other) ||
         (within && store != static_cast<uint8_t>(StoreId::kDisk)) ||
         (job.kind == PlanKind::kFind && job.store != StoreId::kRemote) || job.id == 0 || job.count == 0)
@@ -176,9 +176,8 @@ Status take_loading(Taker& taker, const PlanHeader& header, TransferPlan& plan) 
     PlannedLoad load;
     if (!taker.take(entry) || !taker.take(load.request, entry.length)) return wrong("it ends early");
     load.job = entry.job;
-    const bool known = std::any_of(plan.jobs.begin(), plan.jobs.end(), [&](const PlannedJob& job) {
-      return job.id == load.job && job.kind == PlanKind::kGet;
-    });
+    const bool known = std::any_of(plan.jobs.begin(), plan.jobs.end(),
+                                   [&](const PlannedJob& job) { return job.id == load.job && job.of_load(); });
     if (!known) return wrong("a request waits for a job that loads nothing");
     plan.loading.push_back(std::move(load));
   }
@@ -254,6 +253,7 @@ std::string_view name(PlanKind kind) {
     case PlanKind::kGet: return "get";
     case PlanKind::kMove: return "move";
     case PlanKind::kFind: return "find";
+    case PlanKind::kSkip: return "skip";
   }
   return "?";
 }

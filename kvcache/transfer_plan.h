@@ -38,8 +38,9 @@ enum class PlanKind : uint8_t {
   kGet,   // slots `from` of `store` into device blocks `to`
   kMove,  // slots `from` of `store` into slots `to` of `other`; on disk also within the store
   kFind,  // look up keys in the remote store; `from` and `to` mean nothing
+  kSkip,  // a kGet that was cancelled: no byte moves, and each block ends as kCancelled
 };
-std::string_view name(PlanKind kind);  // "put", "get", "move", "find"
+std::string_view name(PlanKind kind);  // "put", "get", "move", "find", "skip"
 
 // A planned job is committed: on every rank it ends with an outcome for each of its blocks.
 struct PlannedJob {
@@ -50,9 +51,12 @@ struct PlannedJob {
   TransferPriority priority = TransferPriority::kOffload;
   uint32_t first = 0;  // its blocks are [first, first + count) of `from` and `to`
   uint32_t count = 0;
+  // Return whether a request waits for the job.
+  bool of_load() const { return kind == PlanKind::kGet || kind == PlanKind::kSkip; }
   StoreId target() const { return kind == PlanKind::kMove ? other : store; }
   // Return whether the job has keys: to store beside the bytes, or to look up. `keys` has them job after job.
   bool keyed() const {
+    if (kind == PlanKind::kSkip) return false;
     const bool reads_remote = (kind == PlanKind::kGet || kind == PlanKind::kMove) && store == StoreId::kRemote;
     return reads_remote || (kind != PlanKind::kGet && target() != StoreId::kHost);
   }

@@ -101,6 +101,71 @@ TEST_F(ControlTest, SlotsAreSortedAndThenCut) {
   }
 }
 
+class QueueAndControl : public ControlTest {
+ protected:
+  TransferHandle add(size_t blocks) {
+    return queue_.enqueue({}, std::vector<QueuedBlock>(blocks), blocks + 1, BlockOutcome::kFiltered, clock_.now());
+  }
+  // Ask without waiting for the answer.
+  void ask_to_wait(ControlSession& session, const json& params, int id = 7) {
+    EXPECT_TRUE(session.receive(json{{"id", id}, {"method", "transfer.wait"}, {"params", params}}.dump() + "\n"));
+  }
+  OffloadQueue queue_{{.min_batch_size = 1}, port_};
+};
+
+TEST_F(QueueAndControl, WaitsForATransferAndSaysWhatBecameOfIt) {
+  ControlSession session(control_, {.connection = 1});
+  const TransferHandle handle = add(3);
+  ask_to_wait(session, {{"candidate", handle.number()}, {"timeout", 300}});
+  EXPECT_TRUE(lines(session).empty());
+  EXPECT_TRUE(session.waits());
+  OffloadQueue::Batch batch;
+  queue_.commit(Way::kOffload, queue_.next(Way::kOffload, clock_.now(), true), batch);
+  queue_.tell_planned(batch.owners[0].ticket, 99, 3);
+  queue_.end(batch.owners[0].ticket, Way::kOffload, BlockOutcome::kTransferred, 2);
+  (void)session.pump();
+  EXPECT_TRUE(lines(session).empty());
+  queue_.end(batch.owners[0].ticket, Way::kOffload, BlockOutcome::kFailed, 1);
+  (void)session.pump();
+  const json wanted = {{"candidate", handle.number()},
+                       {"way", "offload"},
+                       {"done", true},
+                       {"state", "completed"},
+                       {"blocks", 4},
+                       {"ended_blocks", {{"filtered", 1}, {"transferred", 2}, {"failed", 1}}},
+                       {"jobs", {99}}};
+  std::vector<json> answers = lines(session);
+  ASSERT_EQ(answers.size(), 1u);
+  EXPECT_EQ(answers[0], json({{"id", 7}, {"result", wanted}}));
+  EXPECT_FALSE(session.waits());
+  EXPECT_EQ(ask(session, "transfer.wait", {{"candidate", handle.number()}})["result"], wanted);  // it has ended before
+}
+
+TEST_F(QueueAndControl, AWaitForATransferHasABound) {
+  ControlSession session(control_, {.connection = 1});
+  const TransferHandle handle = add(2);
+  ask_to_wait(session, {{"candidate", handle.number()}, {"timeout", 2}});
+  clock_.advance(std::chrono::milliseconds(1999));
+  (void)session.pump();
+  EXPECT_TRUE(lines(session).empty());
+  clock_.advance(std::chrono::milliseconds(1));
+  (void)session.pump();
+  const std::vector<json> answers = lines(session);
+  ASSERT_EQ(answers.size(), 1u);
+  EXPECT_EQ(answers[0]["result"]["done"], false);
+  EXPECT_EQ(answers[0]["result"]["state"], "queued");
+  EXPECT_EQ(answers[0]["result"]["ended_blocks"], json({{"filtered", 1}}));
+  EXPECT_EQ(ask(session, "transfer.wait", {{"candidate", handle.number()}, {"timeout", 0}})["result"]["done"], false);
+  EXPECT_EQ(ask(session, "transfer.wait", {{"candidate", 12345}})["error"]["code"], "not_found");
+  EXPECT_EQ(ask(session, "transfer.wait")["error"]["code"], "invalid_argument");
+  const json long_wait = {{"candidate", handle.number()}, {"timeout", 301}};
+  EXPECT_EQ(ask(session, "transfer.wait", long_wait)["error"]["code"], "invalid_argument");
+  for (size_t i = 0; i < ControlSession::kMostWaits; ++i)
+    ask_to_wait(session, {{"candidate", handle.number()}, {"timeout", 300}}, static_cast<int>(i));
+  EXPECT_TRUE(lines(session).empty());
+  EXPECT_EQ(ask(session, "transfer.wait", {{"candidate", handle.number()}})["error"]["code"], "resource_exhausted");
+}
+
 // A process with a ring in `directory`: a child of this one, or an orphan, which is none of its workers. It lives until
 // this object ends.
 class OtherProcess {

@@ -3,6 +3,7 @@
 #include "kvcache/offload_queue.h"
 
 #include <random>
+#include <thread>
 
 #include <fmt/core.h>
 
@@ -13,6 +14,7 @@ namespace torpor {
 namespace {
 
 using namespace std::chrono_literals;
+using test::value_of;
 
 TEST(OffloadQueueOptions, DefaultsAreThoseOfTheDesign) {
   const OffloadQueueOptions options;
@@ -47,7 +49,7 @@ TEST(OffloadQueueOptions, EachBadOptionIsRefusedByName) {
 
 // Each candidate's way, and how its blocks ended, as it is told.
 TEST(OffloadQueueEvents, EachCandidateGoesOneWayOnce) {
-  const auto ring = test::value_of(EventRing::in_memory({}, 256));
+  const auto ring = value_of(EventRing::in_memory({}, 256));
   OffloadQueue queue({.min_batch_size = 1}, EventPort(*ring, system_clock()));
   const auto add = [&](size_t count, OffloadQueue::Enqueue how) {
     const std::vector<QueuedBlock> blocks(count);
@@ -280,6 +282,69 @@ TEST_F(OffloadQueueTest, HandlesOutliveTheQueueAndWhatIsLeftEndsAsShutDown) {
   EXPECT_EQ(ready.count(BlockOutcome::kShutDown), 2u);
   EXPECT_EQ(cancelled.count(BlockOutcome::kCancelled), 1u);
   ready.cancel();
+}
+
+TEST_F(OffloadQueueTest, AnotherThreadWaitsUntilEachBlockHasEndedAndIsToldHow) {
+  use({.min_batch_size = 1});
+  const TransferHandle handle = add(3);
+  EXPECT_FAILS(handle.wait(0ns), Code::kTimeout, "has not ended");
+  Result<TransferResult> first = TransferResult{};
+  Result<TransferResult> second = TransferResult{};
+  std::thread one([&] { first = handle.wait(10min); });
+  std::thread two([&] { second = TransferHandle(handle).wait(10min); });
+  (void)commit();
+  EXPECT_FAILS(handle.wait(1ns), Code::kTimeout);  // it is under way
+  queue_->end(batch_.owners[0].ticket, Way::kOffload, BlockOutcome::kTransferred, 2);
+  EXPECT_FAILS(handle.wait(1ns), Code::kTimeout);  // one block is left
+  queue_->end(batch_.owners[0].ticket, Way::kOffload, BlockOutcome::kFailed, 1,
+              Error{.code = Code::kIo, .what = "the disk"});
+  one.join();
+  two.join();
+  for (const TransferResult& result : {value_of(first), value_of(second), value_of(handle.wait(0ns))}) {
+    EXPECT_EQ(result.blocks, 3u);
+    EXPECT_EQ(result.count(BlockOutcome::kTransferred), 2u);
+    EXPECT_EQ(result.count(BlockOutcome::kFailed), 1u);
+    EXPECT_EQ(result.cause.error().what, "the disk");
+  }
+  TransferHandle cancelled = add(2, {.after_step = 1});
+  std::thread three([&] { first = cancelled.wait(10min); });
+  cancelled.cancel();
+  three.join();
+  EXPECT_EQ(value_of(first).count(BlockOutcome::kCancelled), 2u);
+  EXPECT_EQ(value_of(TransferHandle().wait(0ns)).blocks, 0u);
+  EXPECT_EQ(value_of(add(0).wait(0ns)).blocks, 0u);  // nothing is offered
+}
+
+TEST_F(OffloadQueueTest, WhoWaitsIsToldThatTheQueueHasEnded) {
+  use({.min_batch_size = 1});
+  const TransferHandle under_way = add(1);
+  (void)commit();
+  const TransferHandle queued = add(1);
+  Result<TransferResult> ended = TransferResult{};
+  Result<TransferResult> left = TransferResult{};
+  std::thread one([&] { ended = queued.wait(10min); });
+  std::thread two([&] { left = under_way.wait(10min); });
+  queue_.reset();
+  one.join();
+  two.join();
+  EXPECT_EQ(value_of(ended).count(BlockOutcome::kShutDown), 1u);
+  EXPECT_FAILS(left, Code::kUnavailable, "has ended before");
+}
+
+TEST_F(OffloadQueueTest, ASkippedLoadIsCommittedWithTheMarkAndOnlyOnce) {
+  const TransferHandle load = add(2, {.way = Way::kOnboard, .owner = 7});
+  const TransferHandle other = add(1);
+  EXPECT_EQ(queue_->skip(other.number()), 0u);
+  EXPECT_EQ(queue_->skip(load.number()), 2u);
+  EXPECT_EQ(queue_->skip(load.number()), 0u);
+  EXPECT_EQ(load.status(), TransferStatus::kQueued);
+  const OffloadQueue::Next next = queue_->next(Way::kOnboard, now_, false);
+  EXPECT_TRUE(next.skip);
+  EXPECT_EQ(next.blocks, 2u);
+  (void)commit(Way::kOnboard);
+  EXPECT_EQ(queue_->skip(load.number()), 0u);
+  add(1, {.way = Way::kOnboard, .owner = 8});  // in the same container
+  EXPECT_FALSE(queue_->next(Way::kOnboard, now_, false).skip);
 }
 
 TEST_F(OffloadQueueTest, I6S12UnderRandomUseEveryBlockEndsOnce) {

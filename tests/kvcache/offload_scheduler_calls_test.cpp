@@ -67,7 +67,7 @@ TEST_P(OffloadSchedulerTest, NobodyIsCalledTheParentOfABlockThatIsNot) {
   for (const BlockEvent& event : events.events) EXPECT_EQ(event.parent, decltype(event.parent){});
 }
 
-TEST_P(OffloadSchedulerTest, ACandidateThatNeverWasIsNotFoundAndALoadIsLeftToItsRequest) {
+TEST_P(OffloadSchedulerTest, ACandidateThatNeverWasIsNotFoundAndALoadThatIsCancelledBringsNothing) {
   OffloadRig& rig = this->rig();
   rig.compute(0, 10);
   (void)rig.offer({0}, {0});
@@ -77,14 +77,93 @@ TEST_P(OffloadSchedulerTest, ACandidateThatNeverWasIsNotFoundAndALoadIsLeftToIts
   }
   const uint32_t request = rig.scheduler->begin_request("r");
   ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({0}), 0), 1);
+  rig.device.clear(4);
   const TransferHandle load = rig.scheduler->allocated(request, std::array{4});
-  EXPECT_EQ(rig.scheduler->cancel(load.number()).error().code, Code::kFailedPrecondition);  // it waits
-  rig.send();
-  EXPECT_EQ(rig.scheduler->cancel(load.number()).error().code, Code::kFailedPrecondition);  // it is under way
+  EXPECT_EQ(value_of(rig.scheduler->cancel(load.number())).blocks, 1u);
+  EXPECT_EQ(rig.scheduler->cancel(load.number()).error().code, Code::kNotFound);  // once
+  EXPECT_FALSE(rig.scheduler->finished(request));                                 // the ranks have not said so
   rig.drain();
+  EXPECT_EQ(load.count(BlockOutcome::kCancelled), 1u);
   EXPECT_EQ(rig.scheduler->cancel(load.number()).error().code, Code::kNotFound);  // it has ended
-  EXPECT_EQ(rig.scheduler->take_loads().size(), 1u);
-  EXPECT_TRUE(rig.scheduler->finished(request));
+  const std::vector<EndedLoad> loads = rig.scheduler->take_loads();
+  ASSERT_EQ(loads.size(), 1u);
+  EXPECT_TRUE(loads[0].cancelled);
+  EXPECT_EQ(loads[0].good_blocks, 0);
+  EXPECT_EQ(rig.hits({0}), 1);  // it is still stored
+  const uint32_t again = rig.scheduler->begin_request("s");
+  ASSERT_EQ(rig.scheduler->match(again, rig.keys_of({0}), 0), 1);
+  const TransferHandle loaded = rig.scheduler->allocated(again, std::array{4});
+  rig.send();
+  EXPECT_TRUE(value_of(rig.scheduler->cancel(loaded.number())).committed);  // too late
+  rig.drain();
+  const std::vector<EndedLoad> whole = rig.scheduler->take_loads();
+  ASSERT_EQ(whole.size(), 1u);
+  EXPECT_FALSE(whole[0].cancelled);
+  EXPECT_EQ(whole[0].good_blocks, 1);
+  EXPECT_TRUE(rig.all_have(4, 10));
+  EXPECT_TRUE(rig.scheduler->finished(again));
+}
+
+TEST_P(OffloadSchedulerTest, AResetEndsALoadThatWaitsThroughTheRanks) {
+  OffloadRig& rig = this->rig();
+  rig.compute(0, 10);
+  (void)rig.offer({1}, {0});
+  rig.drain();
+  const uint32_t request = rig.scheduler->begin_request("r");
+  ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({1}), 0), 1);
+  const TransferHandle load = rig.scheduler->allocated(request, std::array{5});
+  ASSERT_SUCCEEDS(rig.scheduler->reset());
+  EXPECT_TRUE(rig.scheduler->take_loads().empty());  // the request waits for the ranks
+  rig.drain();
+  EXPECT_EQ(load.count(BlockOutcome::kCancelled), 1u);
+  const std::vector<EndedLoad> ended = rig.scheduler->take_loads();
+  ASSERT_EQ(ended.size(), 1u);
+  EXPECT_EQ(ended[0].good_blocks, 0);
+}
+
+// A user's policy: it keeps the blocks whose key it knows, or has no answer.
+class KnownKeys final : public BlockPolicy {
+ public:
+  bool choose(PolicyQuestion question, std::string_view request, std::span<const BlockKey> keys,
+              std::span<uint8_t> keep) override {
+    asked.emplace_back(question, std::string(request), keys.size());
+    if (!answers) return false;
+    for (size_t i = 0; i < keys.size(); ++i) keep[i] = keys[i] == known ? 1 : 0;
+    return true;
+  }
+  std::vector<std::tuple<PolicyQuestion, std::string, size_t>> asked;
+  BlockKey known;
+  bool answers = true;
+};
+
+TEST_P(OffloadSchedulerTest, APolicyOfAUserChoosesAfterThePlacement) {
+  OffloadRig& rig = this->rig();
+  KnownKeys policy;
+  for (int32_t block = 0; block < 4; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
+  (void)rig.offer({1}, {0});
+  rig.drain();
+  const std::vector<BlockKey> keys = rig.keys_of({1, 2, 3});
+  policy.known = keys[1];
+  rig.scheduler->use_policy(&policy);
+  const auto offered = [&] {
+    return rig.scheduler->offer({.keys = keys, .blocks = std::array{0, 1, 2}, .request = "chat"});
+  };
+  const TransferHandle chosen = offered();
+  rig.drain();
+  using Asked = std::tuple<PolicyQuestion, std::string, size_t>;
+  EXPECT_EQ(policy.asked, (std::vector<Asked>{{PolicyQuestion::kStore, "chat", 2}}));  // 1 is there already
+  EXPECT_EQ(chosen.count(BlockOutcome::kFiltered), 2u);
+  EXPECT_EQ(chosen.count(BlockOutcome::kTransferred), 1u);
+  EXPECT_EQ(rig.hits({2}), 1);
+  EXPECT_EQ(rig.hits({3}), 0);
+  policy.answers = false;  // bypassed
+  EXPECT_EQ(offered().count(BlockOutcome::kFiltered), 2u);
+  rig.drain();
+  EXPECT_EQ(rig.hits({3}), 1);
+  rig.scheduler->use_policy(nullptr);
+  (void)rig.offer({4}, {3});
+  rig.drain();
+  EXPECT_EQ(policy.asked.size(), 2u);
 }
 
 }  // namespace

@@ -62,6 +62,7 @@ TEST(TransferPlan, WhatNoSchedulerWritesIsRefused) {
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[0].count = 0; }));
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[0].count = 3; }));
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[0].kind = static_cast<PlanKind>(3); }));
+  EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[0].kind = static_cast<PlanKind>(5); }));
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[0].store = static_cast<StoreId>(3); }));
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[0].other = StoreId::kDisk; }));
   EXPECT_TRUE(refused([](TransferPlan& plan) { plan.jobs[1].other = StoreId::kHost; }));

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torpor import errors
 
-__all__ = ["Engine", "connect"]
+__all__ = ["Engine", "Transfer", "connect"]
 
 # What a server does, not its engine; the table of docs/console.md has them as such.
 FRONT_METHODS = frozenset(("plan", "sleep", "wake", "checkpoint"))
@@ -55,6 +55,30 @@ def connect(path: str | os.PathLike | None = None, timeout: float | None = 30, f
         f"no {'server' if front else 'engine'} in {path} has a socket",
         'start one with the option console="read" or console="control"',
     )
+
+
+class Transfer:
+    """Blocks that are on their way, or were: a candidate of the events, of any way."""
+
+    def __init__(self, engine: Engine, candidate: int):
+        self.engine, self.candidate = engine, candidate
+
+    def wait(self, timeout: float = 30) -> dict:
+        """What became of it, once each of its blocks has ended: `state`, `blocks`, and `ended_blocks` by outcome.
+
+        timeout: most seconds, up to 300. Raises TimedOut, after which it goes on; NotFound if the engine's events do
+        not have it any more.
+        """
+        told = self.engine.call_within(timeout, "transfer.wait", candidate=self.candidate, timeout=timeout)
+        if not told["done"]:
+            raise errors.TimedOut(
+                f"candidate {self.candidate} is {told['state']} after {timeout:g} s", "wait again, or cancel it"
+            )
+        return told
+
+    def cancel(self) -> dict:
+        """The result of "transfer.cancel", in docs/console.md. Raises NotFound if it has ended."""
+        return self.engine.call("transfer.cancel", candidate=self.candidate)
 
 
 class Engine:
@@ -116,6 +140,15 @@ class Engine:
                 )
             return answer["result"]
 
+    def call_within(self, seconds: float, method: str, **params) -> dict:
+        """As call(); the answer may take so many seconds more."""
+        usual = self._socket.gettimeout()
+        self._socket.settimeout(None if usual is None else usual + seconds)
+        try:
+            return self.call(method, **params)
+        finally:
+            self._socket.settimeout(usual)
+
     def __getattr__(self, name: str):
         if name.startswith("_"):
             raise AttributeError(name)
@@ -124,6 +157,18 @@ class Engine:
     def add_breakpoint(self, **params) -> int:
         """Its number."""
         return self.call("breakpoint.add", **params)["breakpoint"]
+
+    def demote_blocks(self, **params) -> Transfer | None:
+        """Have blocks in host memory copied on to disk. None: there are none that are not there already.
+
+        keys, request: as "block.demote" has them, in docs/console.md.
+        """
+        candidate = self.call("block.demote", **params)["candidate"]
+        return Transfer(self, candidate) if candidate else None
+
+    def transfer(self, candidate: int) -> Transfer:
+        """`candidate`: as events have it."""
+        return Transfer(self, candidate)
 
     def remove_breakpoint(self, breakpoint: int) -> None:
         """`breakpoint`: its number, from add_breakpoint(). Raises NotFound for another."""
