@@ -47,7 +47,7 @@ EventSource this_process(std::string role, int32_t rank, const Clock& clock);
 bool is_alive(const EventSource& source);
 
 inline constexpr uint16_t kEventSchemaMajor = 1;
-inline constexpr uint16_t kEventSchemaMinor = 6;
+inline constexpr uint16_t kEventSchemaMinor = 7;
 inline constexpr uint64_t kEventHeadBytes = 4096;
 
 // Write the head: the first kEventHeadBytes of a ring or a recording.

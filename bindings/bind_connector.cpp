@@ -23,6 +23,7 @@
 #include "bindings/engine_prefixes.h"
 #include "bindings/hook_guard.h"
 #include "bindings/process_events.h"
+#include "bindings/python_policy.h"
 #include "kvcache/offload_scheduler.h"
 
 namespace py = pybind11;
@@ -100,13 +101,20 @@ class ConnectorScheduler final : public console::OffloadAccess {
     }
     record.matched = hits_.find(request, record.matched_at, scheduler_->space());
     const bool worth = static_cast<int64_t>(record.matched) * block_tokens_ >= options_.placement.min_prefix_tokens;
-    if (match(record, worth ? 0 : hits_.keys().size()) == 0) record.matched = 0;
+    if (policy_ && worth && record.matched > 0) record.matched = wanted_of_hit(record, request);
+    if (match(record, worth && record.matched > 0 ? 0 : hits_.keys().size()) == 0) record.matched = 0;
     last_match_ = {.number = record.number, .damaged = damaged(), .whole = hits_.ends_where_it_ends()};
     hits_.take_sources(record.sources);
     return static_cast<int64_t>(record.matched) * block_tokens_;
   }
 
   void know(const py::object& request) { (void)record_of(request); }
+
+  // Ask a policy of the user's own about blocks that are to be stored, and about hits.
+  void use_policy(const py::object& ask) {
+    policy_.emplace(ask);
+    scheduler_->use_policy(&*policy_);
+  }
 
   // The request has got blocks for `external` of these tokens; 0: it computes all, or its load is over. `local`: if
   // vLLM counts this look-up as the request's, the tokens that are in its own prefix cache; `other`: those that another
@@ -265,6 +273,12 @@ class ConnectorScheduler final : public console::OffloadAccess {
     std::vector<StoreId> sources;        // of each matched block
     TokensByStore found{};               // of its last load
     std::optional<CachedTokens> cached;  // of the look-up that vLLM counts
+    struct Wanted {                      // the policy's answer for a hit: it is asked once for each
+      size_t at = 0;
+      size_t found = 0;
+      size_t blocks = 0;
+    };
+    std::optional<Wanted> wanted;
     py::object request;
     SessionName session;  // without an id: it belongs to none
 
@@ -379,6 +393,25 @@ class ConnectorScheduler final : public console::OffloadAccess {
     });
   }
 
+  // Return how many blocks of the hit in hits_ the policy wants. One that it does not want ends the hit; where a
+  // shorter hit would need other blocks, nothing of it is loaded.
+  size_t wanted_of_hit(Record& record, const py::object& request) {
+    const size_t found = record.matched;
+    if (!record.wanted || record.wanted->at != record.matched_at || record.wanted->found != found) {
+      const std::span<const BlockKey> keys = hits_.keys();
+      std::vector<uint8_t> keep(keys.size(), 1);
+      const auto id = request.attr("request_id").cast<std::string>();
+      size_t blocks = found;
+      if (policy_->choose(PolicyQuestion::kLoad, id, keys, keep)) {
+        const auto first = static_cast<size_t>(std::find(keep.begin(), keep.end(), 0) - keep.begin());
+        if (first < keep.size()) blocks = groups_.whole_hits() ? 0 : first;
+      }
+      record.wanted = {.at = record.matched_at, .found = found, .blocks = blocks};
+    }
+    if (!groups_.whole_hits()) hits_.shorten(record.wanted->blocks);
+    return record.wanted->blocks;
+  }
+
   int32_t match(const Record& record, size_t have) {
     return value_or_raise(
         try_catch([&]() -> Result<int32_t> { return scheduler_->match(record.number, hits_.keys(), have); }));
@@ -441,6 +474,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   EngineBlocks blocks_;
   const GroupTables groups_;
   const std::unique_ptr<Placement> placement_;
+  std::optional<PythonPolicy> policy_;
   const std::unique_ptr<OffloadScheduler> scheduler_;
   EnginePrefixes prefixes_;
   const std::unique_ptr<Residency> residency_;
@@ -474,6 +508,9 @@ void bind_connector(py::module_& module) {
       .def(
           "know", [](ConnectorScheduler& self, const py::object& request) { self.know(request); },
           py::call_guard<InHook>(), py::arg("request"))
+      .def("use_policy", &ConnectorScheduler::use_policy, py::arg("ask"),
+           "Ask about blocks that are to be stored (0), and about those that were found for a request (1): "
+           "ask(question, request, keys, groups) returns a byte for each key, or None for no answer.")
       .def(
           "allocated", &ConnectorScheduler::allocated, py::call_guard<InHook>(), py::arg("id"), py::arg("external"),
           py::arg("local") = py::none(), py::arg("other") = 0,

@@ -18,6 +18,7 @@
 #include "console/control_server.h"
 #include "console/event_files.h"
 #include "console/event_page.h"
+#include "console/input_kind.h"
 #include "kvcache/slot_table.h"
 
 namespace py = pybind11;
@@ -35,6 +36,7 @@ struct ProcessEvents {
   Mutex mutex;
   EventRing* ring TORPOR_GUARDED_BY(mutex) = nullptr;
   pid_t pid TORPOR_GUARDED_BY(mutex) = 0;
+  bool blocks TORPOR_GUARDED_BY(mutex) = false;                       // each state of each block is an event
   console::ControlServer* server TORPOR_GUARDED_BY(mutex) = nullptr;  // of the ring
   console::OffloadAccess* offload TORPOR_GUARDED_BY(mutex) = nullptr;
   console::FrontAccess* front TORPOR_GUARDED_BY(mutex) = nullptr;
@@ -122,7 +124,8 @@ class Slots {
 
 }  // namespace
 
-Result<std::string> begin_process_events(const std::string& directory, const std::string& role, int32_t rank) {
+Result<std::string> begin_process_events(const std::string& directory, const std::string& role, int32_t rank,
+                                         bool blocks) {
   ProcessEvents& all = state();
   const MutexLock lock(all.mutex);
   if (all.ring != nullptr && all.pid == ::getpid()) return all.ring->path();
@@ -132,6 +135,7 @@ Result<std::string> begin_process_events(const std::string& directory, const std
                           console::begin_events(directory, role, rank, system_clock(), events));
   all.ring = ring.release();
   all.pid = ::getpid();
+  all.blocks = blocks;
   all.server = nullptr;  // the parent's server does not run here
   static std::once_flag once;
   std::call_once(once, [] { (void)std::atexit(forget); });
@@ -199,17 +203,18 @@ void unserve_offload(const console::OffloadAccess* offload) {
 EventPort process_events() {
   ProcessEvents& all = state();
   const MutexLock lock(all.mutex);
-  return all.ring == nullptr ? EventPort() : EventPort(*all.ring, system_clock());
+  return all.ring == nullptr ? EventPort() : EventPort(*all.ring, system_clock(), all.blocks);
 }
 
 void bind_events(py::module_& module) {
   module.def(
       "begin_events",
-      [](const std::string& directory, const std::string& role, int32_t rank) {
-        return value_or_raise(without_lock([&] { return begin_process_events(directory, role, rank); }));
+      [](const std::string& directory, const std::string& role, int32_t rank, bool blocks) {
+        return value_or_raise(without_lock([&] { return begin_process_events(directory, role, rank, blocks); }));
       },
-      py::arg("directory"), py::arg("role"), py::arg("rank") = 0,
-      "From now on what this process does is told in a ring there; returns its path. A second call changes nothing.");
+      py::arg("directory"), py::arg("role"), py::arg("rank") = 0, py::arg("blocks") = false,
+      "From now on what this process does is told in a ring there; returns its path. A second call changes nothing. "
+      "`blocks`: each state of each block, too.");
   module.def(
       "begin_control",
       [](bool operates, const std::string& records) {
@@ -265,6 +270,22 @@ void bind_events(py::module_& module) {
       "The table of docs/console.md. `control`: it changes something; `front`: only a front end can carry it out.");
   module.def(
       "console_page", [] { return console::live_page(); }, "A page for a browser that asks the server it comes from.");
+  module.def(
+      "record_input",
+      [](const std::string& kind, const std::string& words) {
+        constexpr size_t kMostWords = 8192;  // of a text (EventPort::text)
+        int number = static_cast<int>(console::InputKind::kVllmEngine);
+        while (number < console::kInputKinds && name(static_cast<console::InputKind>(number)) != kind) ++number;
+        if (number == console::kInputKinds || words.size() > kMostWords) {
+          raise({.code = Code::kInvalidArgument,
+                 .what = fmt::format("an input \"{}\" of {} bytes", kind.substr(0, 64), words.size()),
+                 .next_step = "this is a mistake in the calling code"});
+        }
+        const EventPort port = process_events();
+        const uint64_t input = port.record({.type = EventType::kInput, .from = static_cast<uint8_t>(number)});
+        port.text(TextKind::kInput, 0, input, words);
+      },
+      py::arg("kind"), py::arg("words"), "An input of vLLM as an event with its words; at most 8 KiB.");
   module.def(
       "may_step", [] { return process_events().may_step(); },
       "Whether the engine of this process may take a step: nobody has stopped it to look at it.");

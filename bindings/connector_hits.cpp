@@ -139,6 +139,12 @@ size_t ConnectorHits::find(const py::object& request, size_t have, uint32_t spac
   return blocks_;
 }
 
+void ConnectorHits::shorten(size_t blocks) {
+  keys_.resize(std::min(blocks, keys_.size()));
+  places_.resize(keys_.size());
+  of_counted_ = blocks_ = keys_.size();
+}
+
 size_t ConnectorHits::whole_group() const {
   size_t group = 0;
   while (group < groups_.size() && !groups_.reach(group).all()) ++group;

@@ -69,6 +69,8 @@ class ConnectorHits {
   // Return how many blocks after the first `have` can be loaded; never the block of the last token. Afterwards keys()
   // has what must be loaded for that, group after group.
   size_t find(const pybind11::object& request, size_t have, uint32_t space);
+  // Keep the first `blocks` blocks of the found hit. Precondition: there is one group, which sees all tokens.
+  void shorten(size_t blocks);
   // Fill keys() with the keys of all blocks of the request in all groups, whether they can be found or not.
   void take_all(const pybind11::object& request, uint32_t space);
   // Return the first block that `group` needs for a hit of the blocks from `have` up to `end`.

@@ -13,6 +13,15 @@ namespace {
 
 constexpr size_t kAhead = 8;  // blocks of vLLM to prefetch: enough that memory has answered when their turn comes
 
+// Return the text of a Python str, which holds it; empty if it is no UTF-8.
+std::string_view words_of(PyObject* text) {
+  Py_ssize_t size = 0;
+  const char* const words = PyUnicode_AsUTF8AndSize(text, &size);
+  if (words != nullptr) return {words, static_cast<size_t>(size)};
+  PyErr_Clear();
+  return {};
+}
+
 }  // namespace
 
 ConnectorOffers::ConnectorOffers(const py::object& pool, const ConnectorOptions& options, const GroupTables& groups,
@@ -87,6 +96,7 @@ size_t ConnectorOffers::offer_run(const Request& request, const GroupTables::Tab
   }
   if (keys_.empty()) return first + 1;
   OffloadOffer offer{.keys = keys_, .blocks = few_, .after_step = step, .priority = request.priority};
+  if (scheduler_.has_policy()) offer.request = words_of(request.id);
   BlockKey before;
   if (first > 0 && options_.offload.events > 0 && blocks_.key_of(table[first - 1], before)) offer.parent = before.hash;
   value_or_raise(try_catch([&]() -> Status { return (void)scheduler_.offer(offer), ok(); }));

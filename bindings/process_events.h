@@ -11,9 +11,10 @@
 
 namespace torpor {
 
-// From now on write the events of this process into a ring of its own in `directory`; return its path. If there is a
-// ring already, nothing changes. A forked child begins anew.
-Result<std::string> begin_process_events(const std::string& directory, const std::string& role, int32_t rank);
+// From now on write the events of this process into a ring of its own in `directory`; return its path. `blocks`: also
+// each state of each block. If there is a ring already, nothing changes. A forked child begins anew.
+Result<std::string> begin_process_events(const std::string& directory, const std::string& role, int32_t rank,
+                                         bool blocks = false);
 // From now on let a console that may read the ring look at this process through a socket, and stop its engine if
 // `operates`; return the socket's path. `records`: directory in which the console may begin recordings; empty: nowhere.
 // kFailedPrecondition: there is no ring.

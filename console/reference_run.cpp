@@ -31,6 +31,7 @@ json to_json(const RunOptions& run) {
   return {{"ranks", run.ranks},
           {"kv_budget_bytes", run.kv_budget_bytes ? json(*run.kv_budget_bytes) : json()},
           {"model", {of.model.layers, of.model.token_bytes, of.model.block_tokens, of.model.vocabulary}},
+          {"blocks", run.blocks},
           {"bf16", of.model.bf16},
           {"host_bf16", of.host_compression == Codec::kBf16},
           {"weight_bytes", of.weight_bytes},
@@ -70,6 +71,7 @@ RunOptions run_options_from(const json& words) {
   reference::TierOptions& tiers = of.tiers;
   run.ranks = words.at("ranks");
   if (!words.at("kv_budget_bytes").is_null()) run.kv_budget_bytes = words.at("kv_budget_bytes").get<uint64_t>();
+  run.blocks = words.value("blocks", false);
   const json& model = words.at("model");
   of.model = {model.at(0), model.at(1), model.at(2), model.at(3), words.value("bf16", false)};
   of.host_compression = words.value("host_bf16", false) ? Codec::kBf16 : Codec::kNone;
@@ -172,7 +174,7 @@ Result<std::vector<std::unique_ptr<DeviceMemory>>> host_devices(int ranks) {
 }  // namespace
 
 ReferenceRun::ReferenceRun(RunHost host, EventRing& ring, RunClock& clock)
-    : host_(std::move(host)), clock_(clock), port_(ring, clock) {}
+    : host_(std::move(host)), clock_(clock), ring_(ring), port_(ring, clock) {}
 
 Status ReferenceRun::give(InputKind kind, const json& words, uint64_t a, uint64_t b) {
   std::string text;
@@ -199,14 +201,15 @@ Status ReferenceRun::build(const json& words) {
   engine_.reset();
   run.engine.tiers.disk_directory = host_.directory + "/tier";
   TORPOR_ASSIGN_OR_RETURN(auto devices, host_.devices ? host_.devices(run.ranks) : host_devices(run.ranks));
+  const EventPort port(ring_, clock_, run.blocks);
   TORPOR_ASSIGN_OR_RETURN(
-      engine_, reference::ReferenceEngine::create(std::move(devices), host_.files, clock_, run.engine, port_));
+      engine_, reference::ReferenceEngine::create(std::move(devices), host_.files, clock_, run.engine, port));
   controller_ =
       std::make_unique<SleepController>(*engine_, host_.files, clock_,
                                         SleepControllerOptions{.directory = host_.directory + "/checkpoints",
                                                                .kv_budget_bytes = run.kv_budget_bytes,
                                                                .own_threads = run.engine.transfers_have_threads},
-                                        port_);
+                                        port);
   return ok();
 }
 

@@ -50,6 +50,7 @@ struct RunOptions {
   reference::ReferenceOptions engine;  // without the directory of its disk tier: the host chooses that
   int ranks = 1;
   std::optional<uint64_t> kv_budget_bytes;
+  bool blocks = false;  // record each state of each block, too
 };
 
 class ReferenceRun {
@@ -90,7 +91,8 @@ class ReferenceRun {
 
   const RunHost host_;
   RunClock& clock_;
-  const EventPort port_;
+  EventRing& ring_;
+  const EventPort port_;  // of the inputs
   std::unique_ptr<reference::ReferenceEngine> engine_;
   std::unique_ptr<SleepController> controller_;
   // Results of the last input.

@@ -17,6 +17,9 @@ Error no_replay(std::string why, std::string next_step) {
 Status can_be_replayed(const SourceEvents& recording) {
   const std::vector<Event>& events = recording.events;
   const auto input = [](const Event& event) { return event.type == EventType::kInput; };
+  if (std::any_of(events.begin(), events.end(),
+                  [&](const Event& event) { return input(event) && is_of_vllm(static_cast<InputKind>(event.from)); }))
+    return no_replay("its inputs are of vLLM", "use python -m torpor.vllm.replay, beside vLLM");
   if (std::none_of(events.begin(), events.end(), input)) {
     return no_replay("it has no inputs: its engine is not the reference engine",
                      "look at it with torpor console and torpor events, or compare it with torpor diff");

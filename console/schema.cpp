@@ -65,7 +65,8 @@ std::vector<EventSchema> make() {
                              .key = "key",
                              .a = {"block_or_blocks"},
                              .b = {"version_or_group"}};
-  at(EventType::kBlock) = {.name = "block", .from = blocks, .to = blocks, .a = {"block"}, .b = {"generation"}};
+  at(EventType::kBlock) = {
+      .name = "block", .from = blocks, .to = blocks, .key = "key", .a = {"tier_number", "block"}, .b = {"generation"}};
   at(EventType::kCopy) = {.name = "copy",
                           .from = kJobNames,
                           .to = kEdgeNames,

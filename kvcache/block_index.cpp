@@ -182,6 +182,7 @@ void BlockIndex::start(StoreId store, Slot slot, int32_t entry) {
   record = {
       .before = -1, .after = -1, .entry = entry, .pins = 1, .generation = record.generation, .state = State::kReserved};
   ++store_of(store).counts.reserved;
+  emit_state(store, slot, BlockState::kEmpty, BlockState::kInflight);
   if (store == StoreId::kDisk) segments_.pin(slot);
 }
 
@@ -200,6 +201,7 @@ void BlockIndex::commit(StoreId store, Slot slot, bool emits) {
   record->state = State::kVisible;
   --of.counts.reserved;
   ++of.counts.visible;
+  emit_state(store, slot, BlockState::kInflight, BlockState::kRegistered);
   if (record->entry < 0) return;
   if (emits && record->before < 0 && reports_.emits(store) && !stale(*record))
     reports_.emit_registered(store, slot, table_[record->entry].key());
@@ -226,6 +228,7 @@ void BlockIndex::abandon(StoreId store, Slot slot, bool unproven) {
   SlotRecord* record = known(store, slot);
   if (record == nullptr || record->state != State::kReserved) return misused("abandon", store, slot);
   Store& of = store_of(store);
+  if (!unproven) emit_state(store, slot, BlockState::kInflight, BlockState::kEmpty);
   unlink(store, slot);
   --of.counts.reserved;
   if (unproven) {  // its pin stays for ever, and on disk keeps its segment

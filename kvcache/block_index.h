@@ -172,6 +172,7 @@ class BlockIndex {
   void return_slot(StoreId store, Slot slot);
   void hide(StoreId store, Slot slot, DropReason reason);
   void emit_cleared(uint32_t space) const;
+  void emit_state(StoreId store, Slot slot, BlockState from, BlockState to) const;
   void unlink(StoreId store, Slot slot);
   Order order_of(StoreId store, const SlotRecord& record) const;
   void line_up(StoreId store, Slot slot);

@@ -63,6 +63,7 @@ void BlockIndex::hide(StoreId store, Slot slot, DropReason reason) {
   Store& of = store_of(store);
   SlotRecord& record = of.slots[slot];
   if (reports_.emits(store) && !stale(record)) reports_.emit_dropped(store, slot, table_[record.entry].key(), reason);
+  emit_state(store, slot, BlockState::kRegistered, BlockState::kEmpty);
   leave_line(store, slot);
   if (store == StoreId::kDisk && !stale(record)) segments_.useful_changed(segment_of(slot), -1);
   if (reports_.remembers_removals() && record.entry >= 0) reports_.remove(store, table_[record.entry].key());
@@ -75,6 +76,14 @@ void BlockIndex::hide(StoreId store, Slot slot, DropReason reason) {
   } else {
     return_slot(store, slot);
   }
+}
+
+// Emit a state of a block, if that was asked for: reserved is in flight, visible is registered.
+void BlockIndex::emit_state(StoreId store, Slot slot, BlockState from, BlockState to) const {
+  if (!reports_.emits_states(store)) return;
+  const SlotRecord& record = store_of(store).slots[slot];
+  const std::optional<BlockKey> key = record.entry >= 0 ? std::optional(table_[record.entry].key()) : std::nullopt;
+  reports_.emit_state(store, slot, record.generation, key, from, to);
 }
 
 // Emit one event without a key for each store: it may be very many blocks.

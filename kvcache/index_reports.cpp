@@ -75,6 +75,17 @@ void IndexReports::emit_dropped(StoreId store, Slot slot, const BlockKey& key, D
   (void)port_.record(event);
 }
 
+void IndexReports::emit_state(StoreId store, Slot slot, uint64_t generation, const std::optional<BlockKey>& key,
+                              BlockState from, BlockState to) const {
+  Event event{.type = EventType::kBlock,
+              .from = static_cast<uint8_t>(from),
+              .to = static_cast<uint8_t>(to),
+              .a = both(tier_of(store), static_cast<uint64_t>(slot)),
+              .b = generation};
+  if (key) std::copy_n(key->hash.begin(), event.key.bytes.size(), event.key.bytes.begin());
+  (void)port_.record(event);
+}
+
 void IndexReports::emit_cleared(StoreId store, uint64_t blocks) const {
   (void)port_.record({.type = EventType::kDropped,
                       .from = tier_of(store),

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -52,6 +53,10 @@ class IndexReports {
   // Emit an event for a block. Preconditions here and below: emits(store).
   void emit_registered(StoreId store, Slot slot, const BlockKey& key) const;
   void emit_dropped(StoreId store, Slot slot, const BlockKey& key, DropReason reason) const;
+  // Emit a state of a block, which has a key or has none yet. Precondition: emits_states(store).
+  bool emits_states(StoreId store) const { return port_.blocks() && store != StoreId::kRemote; }
+  void emit_state(StoreId store, Slot slot, uint64_t generation, const std::optional<BlockKey>& key, BlockState from,
+                  BlockState to) const;
   // Emit one event without a key, for so many blocks of a retired namespace.
   void emit_cleared(StoreId store, uint64_t blocks) const;
 

@@ -122,6 +122,7 @@ Result<Exit> mock(const Context& context) {
   options.engine = {.num_blocks = 192, .token_budget = 64, .transfers_have_threads = false};
   options.engine.model.block_tokens = 8;
   options.engine.tiers = {.host_blocks = 512};
+  options.blocks = arguments.blocks;
   TORPOR_RETURN_IF_ERROR(run.begin(options));
   context.write(fmt::format("a made-up engine tells its events in {}; torpor console, torpor live\n", directory));
   const EventPort port(*ring, system_clock());
@@ -166,6 +167,7 @@ Verb mock_verb() {
                 app.add_option("path", a.path,
                                "a directory on tmpfs for its events; default: $XDG_RUNTIME_DIR/torpor, else "
                                "/dev/shm/torpor-UID");
+                app.add_flag("--blocks", a.blocks, "with an event for each state of each block");
                 app.add_option("--for", a.for_seconds, "seconds, or 10m: and no longer")
                     ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}},
                                                       CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));

@@ -66,6 +66,7 @@ struct Arguments {
   double for_seconds = 0;         // record
   bool follow = false;            // events, console
   bool anonymous = false;         // events
+  bool blocks = false;            // mock
   bool once = false;              // console
   bool lint = false;              // console
   double at = -1;                 // console: seconds

@@ -104,6 +104,10 @@ class ConnectorScheduler:
         """Tokens of the request's last load by store: host, disk, remote."""
     @property
     def under_way(self) -> bool: ...
+    def use_policy(self, ask: object) -> None:
+        """Ask about blocks that are to be stored (0), and about those that were found for a request (1):
+        ask(question, request, keys, groups) returns a byte for each key, or None for no answer.
+        """
 
 class ConnectorWorker:
     """What one rank does for offloading, over its memory."""
@@ -426,8 +430,10 @@ def begin_control(operates: bool, records: str = '') -> str:
     `records`: a directory, below which they may begin recordings.
     """
 
-def begin_events(directory: str, role: str, rank: int = 0) -> str:
-    """From now on what this process does is told in a ring there; returns its path. A second call changes nothing."""
+def begin_events(directory: str, role: str, rank: int = 0, blocks: bool = False) -> str:
+    """From now on what this process does is told in a ring there; returns its path. A second call changes nothing.
+    `blocks`: each state of each block, too.
+    """
 
 def built_with_cuda() -> bool:
     """Whether cuda.h was there when this was built."""
@@ -540,6 +546,9 @@ def rank_directory(directory: str, rank: int, ranks: int) -> str:
 
 def read_checkpoint(path: str, key_file: str | None = None) -> EngineCheckpoint:
     """The verified state of a checkpoint, or of the latest one of a directory."""
+
+def record_input(kind: str, words: str) -> None:
+    """An input of vLLM as an event with its words; at most 8 KiB."""
 
 def renew_cache_epoch(directory: str) -> str:
     """Another one; what was stored before is not found."""

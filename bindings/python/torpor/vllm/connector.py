@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
 from torpor.errors import Unsupported
-from torpor.vllm import connector_stats
+from torpor.vllm import call_hooks, connector_stats
 from torpor.vllm.compat import lookup
 from torpor.vllm.connector_base import ConnectorBase
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
@@ -61,7 +61,7 @@ class TorporConnector(ConnectorBase):
 
     def start_load_kv(self, forward_context, **kwargs) -> None:
         if self.worker and self.has_connector_metadata():
-            self.worker.begin(self._get_connector_metadata())
+            call_hooks.around(call_hooks.TRANSFER, None, self.worker.begin, self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker is None:
@@ -104,12 +104,16 @@ class TorporConnector(ConnectorBase):
             self.scheduler.ranks_are_ready(ranks)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self.scheduler.match(request, num_computed_tokens) if self.scheduler else 0
+        if self.scheduler is None:
+            return 0, False
+        match = self.scheduler.match
+        tokens = call_hooks.around(call_hooks.MATCH, request.request_id, match, request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
         if self.scheduler:
-            self.scheduler.allocated(request, num_external_tokens)
+            allocated = self.scheduler.allocated
+            call_hooks.around(call_hooks.ALLOCATE, request.request_id, allocated, request, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request, num_external_tokens: int) -> dict:
         if self.scheduler is None or num_external_tokens == 0:
@@ -123,11 +127,12 @@ class TorporConnector(ConnectorBase):
 
     def update_connector_output(self, connector_output) -> None:
         if self.scheduler and connector_output.kv_connector_worker_meta is not None:
-            self.scheduler.reported(connector_output.kv_connector_worker_meta)
+            report = connector_output.kv_connector_worker_meta
+            call_hooks.around(call_hooks.REPORT, None, self.scheduler.reported, report)
 
     def request_finished(self, request, block_ids: list[int]) -> tuple[bool, dict | None]:
         if self.scheduler:
-            self.scheduler.finished(request)
+            call_hooks.around(call_hooks.FINISH, request.request_id, self.scheduler.finished, request)
         return False, None
 
     def has_pending_push_work(self) -> bool:

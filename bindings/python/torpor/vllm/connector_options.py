@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from torpor.errors import InvalidArgument
 from torpor.vllm.described import BYTES, NUMBER, PATH, SWITCH, TEXT, WHOLE, described, value_of
+from torpor.vllm.own_class import check_name
 
 MODULE, CLASS = "torpor.vllm.connector", "TorporConnector"
 ADMIT_MODULE, ADMIT_CLASS = "torpor.vllm.portable", "TorporAdmit"  # of the option sessions
@@ -113,6 +114,15 @@ class ConnectorOptions:
     )
     min_uses: int = described(1, WHOLE, "a block is offloaded once so many requests have used it", least=1)
     min_prefix_tokens: int = described(0, WHOLE, "shorter hits are computed, not loaded; in tokens", least=0)
+    policy: str | None = described(
+        None,
+        TEXT,
+        'class of your own, "module:Class", that is asked which blocks to store and which to load',
+        details=(
+            "See [howto/own-policy.md](howto/own-policy.md). The module must be importable in the engine's process. A "
+            "class that does not answer within `policy_timeout_ms` is bypassed."
+        ),
+    )
     session_pin_share: float = described(
         0.5,
         NUMBER,
@@ -152,7 +162,10 @@ class ConnectorOptions:
     min_batch_size: int = _advanced(8, WHOLE, "number of blocks that a transfer job waits for")
     flush_interval_ms: int = _advanced(10, WHOLE, "most milliseconds that a transfer job waits for them")
     policy_timeout_ms: int = _advanced(
-        100, WHOLE, "most milliseconds to decide which blocks of a step are offloaded; then none is"
+        100,
+        WHOLE,
+        "most milliseconds to decide which blocks of a step are offloaded; then none is. A `policy` that takes longer "
+        "for an answer is bypassed",
     )
     sweep_interval_ms: int = _advanced(10, WHOLE, "most milliseconds that cancelled blocks stay in the queue")
     max_concurrent_transfers: int = _advanced(1, WHOLE, "number of store jobs that ranks work at")
@@ -195,6 +208,8 @@ class ConnectorOptions:
         return options
 
     def _check(self) -> None:
+        if self.policy is not None:
+            check_name(self.policy, "policy")
         if self.offload == "off":
             return
         if self.host_bytes == 0 and self.disk_bytes == 0:

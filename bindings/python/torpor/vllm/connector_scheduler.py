@@ -16,6 +16,7 @@ from torpor.vllm import connector_groups
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.connector_stats import Stats, with_bytes
+from torpor.vllm.policy import Policy
 
 logger = logging.getLogger("vllm.torpor")
 
@@ -44,6 +45,9 @@ class SchedulerSide:
         events = vllm_config.kv_events_config
         self.events = _MOST_EVENTS if events is not None and events.enable_kv_cache_events else 0
         self.core: _core.ConnectorScheduler | None = None
+        self.policy: Policy | None = None
+        if options.policy is not None:
+            self.policy = Policy(options.policy, options.policy_timeout_ms / 1000)
         self.kept = False  # whatever vLLM resets
         self.weights_doubted = False  # since the last namespace began
         self.slots = None  # who tells where requests stand (slots.py); None: nobody listens
@@ -105,6 +109,8 @@ class SchedulerSide:
                 "kv_store_wait_ms": self.options.kv_store_wait_ms,
             },
         )
+        if self.policy is not None:
+            self.core.use_policy(self.policy.ask)
         if smallest["disk_segments"] > 0:
             self._adopted = self.core.adopt([rank.recovered for rank in ranks])
             self.recovered_blocks = len(self._adopted) // _RECOVERED_BYTES
@@ -129,6 +135,8 @@ class SchedulerSide:
             return 0
         if self._hash_bytes == 0 and request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
+            if self.policy is not None:
+                self.policy.hash_bytes = self._hash_bytes
         if self.slots is not None:
             self.slots.know(request)  # before what is told of it
         found = self.core.match(request, computed)
@@ -226,6 +234,8 @@ class SchedulerSide:
         if self.core is None:
             return {}
         counted = self.core.stats() | {"recovered_blocks": self.recovered_blocks} | self._capacity
+        if self.policy is not None:
+            counted |= {f"policy_{result}": count for result, count in self.policy.counts.items()}
         return with_bytes(counted, self.block_bytes)
 
     def take_stats(self) -> Stats | None:

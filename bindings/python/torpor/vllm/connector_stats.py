@@ -119,6 +119,12 @@ class Metrics(KVConnectorPromMetrics):
         for values in per_engine_labelvalues.values():
             for tier in _TIERS:
                 self._cached.labels(*values, tier)
+        self._policy = self._counter_cls(
+            name="torpor_offload_policy",
+            documentation="Questions to the policy of your own, by what became of them: answered; late, busy with an "
+            "earlier one, wrong or raised, where it was bypassed.",
+            labelnames=[*labelnames, "result"],
+        )
         self._evicted = self._counter_cls(
             name="torpor_offload_evicted_blocks",
             documentation="Blocks that made room for others.",
@@ -171,6 +177,8 @@ class Metrics(KVConnectorPromMetrics):
                 self._bytes.labels(*labels, kind).inc(more)
             elif kind in _WAYS:
                 self._blocks.labels(*labels, kind, what).inc(more)
+            elif kind == "policy":
+                self._policy.labels(*labels, what).inc(more)
             elif kind == "cached":
                 self._cached.labels(*labels, what.removesuffix("_tokens")).inc(more)
             elif kind in _STORES and what == "evicted":

@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported, WrongState
-from torpor.vllm import freezing, idle_sessions, plugin, residency, slots
+from torpor.vllm import call_hooks, freezing, idle_sessions, plugin, residency, slots
 from torpor.vllm.asking import asks
 from torpor.vllm.forks import Forks
 from torpor.vllm.hooks import VllmHooks
@@ -379,7 +379,10 @@ class EngineCoreMixin(Stock):
             side = _side(self)
             if method not in _DURING_HOLD and (what := side.held_by()) is not None:
                 raise WrongState(f"{what} is under way", "call this again when it has ended")
-            result = getattr(side, method)(options)
+            if method in call_hooks.POINTS:
+                result = call_hooks.around(method, None, getattr(side, method), options)
+            else:
+                result = getattr(side, method)(options)
         except Error as error:
             return {"error": error.to_dict()}
         return _later(result) if isinstance(result, Future) else {"result": result}

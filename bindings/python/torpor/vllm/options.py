@@ -45,6 +45,18 @@ class Options:
         "events name the KV blocks of each request by their keys, for torpor replay --host-blocks",
         details="See [console.md](console.md).",
     )
+    events_blocks: bool = described(
+        False,
+        SWITCH,
+        "events tell each state of each KV block in host memory and on disk: two or three for a block that is stored",
+        details="See [console.md](console.md).",
+    )
+    record_inputs: bool = described(
+        False,
+        SWITCH,
+        "events have the prompts and answers of all requests, for python -m torpor.vllm.replay. They are private",
+        details="The log warns of it at the start. See [console.md](console.md#recordings-that-replay).",
+    )
     console: str = described(
         "off",
         TEXT,
@@ -57,6 +69,12 @@ class Options:
             "Whoever may connect to the socket of `control` may stop the engine. See "
             "[console.md](console.md#stopping-an-engine)."
         ),
+    )
+    call_hooks: str | None = described(
+        None,
+        TEXT,
+        'class of your own, "module:Class", whose will_call() and finished_call() stand around what the engine does',
+        details="See [console.md](console.md#hooks-of-your-own).",
     )
     recordings_dir: str | None = described(
         None,
@@ -270,6 +288,8 @@ class Options:
         options = Options(**values, connector=connector)
         if options.console != "off" and options.events_dir is None:
             raise InvalidArgument("console without events_dir", "name a directory for events")
+        if options.record_inputs and options.events_dir is None:
+            raise InvalidArgument("record_inputs without events_dir", "name a directory for events")
         if options.offload_preempted and not options.sessions:
             raise InvalidArgument("offload_preempted without sessions", "give the option sessions, too")
         return options

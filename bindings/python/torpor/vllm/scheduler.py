@@ -11,10 +11,11 @@ import logging
 import time
 from typing import Any
 
-from torpor.vllm import grammar, plugin
+from torpor.vllm import call_hooks, grammar, plugin
 from torpor.vllm.connector_sleep import let_those_with_blocks_go_first
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.named_mixins import NamedMixins, resolved
+from torpor.vllm.recorded_inputs import RecordedInputs
 from torpor.vllm.sessions import admissions_of
 from torpor.vllm.slots import Slots, is_torpors, stands
 
@@ -38,10 +39,14 @@ class SchedulerMixin(Stock):
     torpor_schedules = False  # a step is being made up
     torpor_gate = None  # says whether a step may be taken
     torpor_console = None  # path of its socket
+    torpor_inputs: RecordedInputs | None = None  # with the option record_inputs
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        Slots.of(self)  # it can be looked at, and stopped, before its first step
+        if self.torpor_slots is None:  # not asked for yet
+            call_hooks.register_named(self.vllm_config)
+            Slots.of(self)  # it can be looked at, and stopped, before its first step
+            self.torpor_inputs = RecordedInputs.of(self)
 
     def has_requests(self) -> bool:
         if self.torpor_collects:
@@ -52,16 +57,31 @@ class SchedulerMixin(Stock):
 
     def add_request(self, request) -> None:
         grammar.remember_beginning(request)
+        if self.torpor_inputs is not None:
+            self.torpor_inputs.add(request, self.torpor_steps)
         super().add_request(request)
 
     def finish_requests(self, request_ids, finished_status):
         """Finish these requests, hibernated ones too."""
         gone: list = [] if self.torpor_sessions is None else self.torpor_sessions.end(request_ids)
-        return super().finish_requests(request_ids, finished_status) + gone
+        if self.torpor_inputs is not None:
+            self.torpor_inputs.abort(request_ids, self.torpor_steps)
+        ended = super().finish_requests(request_ids, finished_status) + gone
+        if self.torpor_inputs is not None:
+            self.torpor_inputs.look()
+        return ended
+
+    def update_from_output(self, *args, **kwargs):
+        outputs = super().update_from_output(*args, **kwargs)
+        if self.torpor_inputs is not None:
+            self.torpor_inputs.look()
+        return outputs
 
     def _handle_blocked_waiting_request(self, request) -> bool:
         """Say whether vLLM may admit this request in the present step: not one that a breakpoint holds."""
         if not super()._handle_blocked_waiting_request(request):
+            return False
+        if request.num_computed_tokens == 0 and not call_hooks.admits(request.request_id):
             return False
         return not self.torpor_slots or self.torpor_slots.may_admit(request)
 
@@ -83,7 +103,7 @@ class SchedulerMixin(Stock):
             let_those_with_blocks_go_first(self)
         self.torpor_schedules = True
         try:
-            output = super().schedule(*args, **kwargs)
+            output = call_hooks.around(call_hooks.STEP, None, super().schedule, *args, **kwargs)
         finally:
             self.torpor_schedules = False
         count_recomputed(self, output.num_scheduled_tokens)

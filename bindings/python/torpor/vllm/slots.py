@@ -27,10 +27,11 @@ logger = logging.getLogger("vllm.torpor")
 
 def begin_events(vllm_config, role: str, rank: int = 0) -> bool:
     """Whether this process tells events. A directory that is of no use is said once, and the engine serves on."""
-    if (directory := Options.of(vllm_config).events_dir) is None:
+    options = Options.of(vllm_config)
+    if (directory := options.events_dir) is None:
         return False
     try:
-        _core.begin_events(directory, role, rank)
+        _core.begin_events(directory, role, rank, options.events_blocks)
     except Error as problem:
         logger.warning("torpor tells no events: %s", problem)
         return False

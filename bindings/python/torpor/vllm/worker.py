@@ -13,7 +13,7 @@ import torch
 from vllm.platforms import current_platform
 
 from torpor import _core
-from torpor.vllm import adapters, device, kept, kv_layout, other_connectors, plugin, pooling
+from torpor.vllm import adapters, call_hooks, device, kept, kv_layout, other_connectors, plugin, pooling
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.memory import CpuWorkerMemory
 from torpor.vllm.mixed_in import Stock
@@ -59,6 +59,7 @@ def _memory(self) -> WorkerMemory:
         options = Options.of(self.vllm_config)
         alone = self.vllm_config.parallel_config.world_size == 1  # perhaps in the process of the scheduler
         begin_events(self.vllm_config, "core" if alone else "rank", self.rank)
+        call_hooks.register_named(self.vllm_config)
         names = (
             "arena_budget_bytes", "arena_prefault_bytes", "copy_threads", "retain_kv_bytes", "host_compression",
             "spill_dir", "key_file", "encrypt",

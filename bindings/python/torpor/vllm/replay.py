@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives the recorded requests of a vLLM engine to a new one, and compares the answers token by token.
+
+    python -m torpor.vllm.replay RECORDING [--model MODEL] [--json]
+
+RECORDING: a recording, or a directory of events, of an engine with the option record_inputs. Each request comes before
+the same step as it did, so batches are what they were. Exit code 6 if an answer differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torpor.console.source import ask
+from torpor.errors import Error, InvalidArgument, WrongState
+from torpor.vllm.recorded_inputs import ABORT, ANSWER, ENGINE, REQUEST, TOKENS
+
+_DIFFERS = 6
+
+
+@dataclass
+class Asked:
+    """A request of a recording. tokens: of the answer; None: it had not ended."""
+
+    id: str
+    step: int
+    words: dict
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] | None = None
+    status: str = ""
+    aborted_at: int | None = None
+
+    @property
+    def not_replayable(self) -> str | None:
+        if len(self.prompt) != self.words["tokens"]:
+            return "a part of its prompt is missing"
+        return self.words.get("not_replayable")
+
+
+@dataclass
+class Recorded:
+    engine: dict
+    requests: list[Asked]
+
+
+def read(lines: Iterable[str]) -> Recorded:
+    """Read the events of one process, as `torpor events --export ndjson` prints them.
+
+    Raises InvalidArgument if they have no inputs of vLLM, or those of several engines.
+    """
+    kinds: dict[int, str] = {}
+    engines: list[dict] = []
+    requests: dict[str, Asked] = {}
+    writes: dict[str, list[int]] = {}  # where further tokens of a request belong
+    for line in lines:
+        event = json.loads(line)
+        if event["type"] == "input":
+            kinds[event["sequence"]] = event["from"]
+        if event["type"] != "given" or (kind := kinds.get(event["input"])) is None or not kind.startswith("vllm"):
+            continue
+        words = json.loads(event["words"])
+        if kind == ENGINE:
+            engines.append(words)
+            continue
+        name = words["id"]
+        if kind == REQUEST:
+            requests[name] = Asked(name, words["step"], words)
+            writes[name] = requests[name].prompt
+        elif name not in requests:
+            continue  # it is older than the recording
+        elif kind == TOKENS:
+            if words["first"] == len(writes[name]):  # else a part is missing before it
+                writes[name] += words["tokens"]
+        elif kind == ABORT:
+            requests[name].aborted_at = words["step"]
+        elif kind == ANSWER:
+            requests[name].status = words["status"]
+            requests[name].tokens = writes[name] = []
+    if not engines:
+        raise InvalidArgument(
+            "the recording has no inputs of vLLM", "record an engine with the option record_inputs, from its start"
+        )
+    if any(each != engines[0] for each in engines):
+        raise InvalidArgument("the recording has several engines", "name one of its files")
+    return Recorded(engines[0], sorted(requests.values(), key=lambda each: each.step))
+
+
+def replay(recorded: Recorded, engine: Any) -> dict:
+    """Give the requests to an LLMEngine whose core is in this process, and compare the answers."""
+    from torpor.vllm.values import sampling_from_value
+
+    given = [each for each in recorded.requests if each.not_replayable is None]
+    found: dict[str, list[int]] = {}
+    step, begun = (given[0].step if given else 0), []
+    waiting = list(given)
+
+    def one_step() -> None:
+        nonlocal step
+        for output in engine.step():
+            found[output.request_id] = [*found[output.request_id], *output.outputs[0].token_ids]
+        step += 1
+
+    while waiting or engine.has_unfinished_requests():
+        if waiting and not engine.has_unfinished_requests():
+            step = max(step, waiting[0].step)  # nothing happened until then
+        while waiting and waiting[0].step <= step:
+            asked = waiting.pop(0)
+            sampling = sampling_from_value(asked.words["sampling"])
+            sampling.output_kind = type(sampling.output_kind).DELTA
+            prompt = {"prompt_token_ids": asked.prompt}
+            if asked.words["salt"] is not None:
+                prompt["cache_salt"] = asked.words["salt"]
+            found[asked.id] = []
+            engine.add_request(asked.id, prompt, sampling, priority=asked.words["priority"])
+            begun.append(asked)
+        for asked in [each for each in begun if each.aborted_at is not None and each.aborted_at <= step]:
+            engine.abort_request([asked.id])
+            begun.remove(asked)
+        one_step()
+    return _compared(recorded, given, found)
+
+
+def _compared(recorded: Recorded, given: list[Asked], found: dict[str, list[int]]) -> dict:
+    differing, tokens = [], 0
+    for asked in given:
+        before, now = asked.tokens or [], found[asked.id]
+        if asked.tokens is None or asked.aborted_at is not None:  # how many came before its end is chance
+            size = min(len(before), len(now))
+            before, now = before[:size], now[:size]
+        tokens += len(before)
+        if before != now:
+            at = next((i for i, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]), None)
+            at = min(len(before), len(now)) if at is None else at
+            differing.append({"id": asked.id, "at": at, "recorded": before[at : at + 8], "replayed": now[at : at + 8]})
+    skipped = {each.id: each.not_replayable for each in recorded.requests if each.not_replayable is not None}
+    return {
+        "requests": len(given), "tokens": tokens, "equal": not differing, "differing": differing, "skipped": skipped,
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m torpor.vllm.replay", description=__doc__.splitlines()[0])
+    parser.add_argument("recording", help="a recording or a directory of events, with record_inputs")
+    parser.add_argument("--model", help="instead of the recorded one, which may lie elsewhere now")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        recorded = read(ask("events", options.recording, "--export", "ndjson").splitlines())
+        if not any(each.not_replayable is None for each in recorded.requests):
+            raise WrongState("none of the recorded requests can be given again", "record from the engine's start")
+        result = replay(recorded, _engine(recorded.engine, options.model))
+    except Error as error:
+        print(f"torpor: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result) if options.json else shown(result))
+    return 0 if result["equal"] else _DIFFERS
+
+
+def _engine(options: dict, model: str | None):
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its steps are taken here
+    from vllm import LLM
+
+    return LLM(**(options | ({} if model is None else {"model": model}))).llm_engine
+
+
+def shown(result: dict) -> str:
+    lines = [f"{each}: not given again: {why}" for each, why in result["skipped"].items()]
+    for each in result["differing"]:
+        lines += [f"{each['id']} differs from token {each['at']} on:", f"- {each['recorded']}", f"+ {each['replayed']}"]
+    equal = "each equal" if result["equal"] else f"{len(result['differing'])} differ"
+    return "\n".join([*lines, f"{result['requests']} requests, {result['tokens']} tokens: {equal}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flow of blocks as a user shapes and watches it: a policy of their own, loads that are held and cancelled, hooks,
+and recordings that replay. The engine is real, and its tokens are the same throughout.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from conftest import result_of
+from inspector import BINARY
+
+from torpor import _core
+from torpor.errors import InvalidArgument, NotFound
+from torpor.vllm import call_hooks, replay
+from torpor.vllm.connector_options import ConnectorOptions
+from torpor.vllm.policy import Policy
+
+PROCESS = Path(__file__).parent / "flow_process.py"
+
+
+@pytest.fixture(scope="module")
+def flow(zygote, tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flow")
+    return result_of(zygote.run([PROCESS, tiny_model, folder, folder / "recording"])) | {"folder": folder}
+
+
+def tokens(stored: dict) -> list:
+    return [answer for answer, _ in stored["answers"]]
+
+
+@pytest.mark.slow
+def test_a_policy_of_a_users_own_says_what_is_stored(flow):
+    result = flow["policy"]
+    nothing, some = result["nothing stored"], result["stored"]
+    assert nothing["offload_transferred"] == 0 and nothing["offload_filtered"] >= 2
+    assert some["offload_transferred"] >= 2 and some["offload_filtered"] == 0
+    asked = [each for each in result["asked"] if each[0] == "store"]
+    assert asked and all(request.startswith(("1-", "2-")) for _, request, *_ in asked[:2])
+    assert {size for _, _, _, sizes, _ in result["asked"] for size in sizes} <= {8, 16, 32}
+    assert all(groups == [0] * size for _, _, size, _, groups in result["asked"])
+
+
+@pytest.mark.slow
+def test_a_policy_of_a_users_own_says_what_of_a_hit_is_loaded(flow):
+    result = flow["policy"]
+    none, first, whole = (result[f"load {mode}"] for mode in ("none", "first", "keep"))
+    assert none["onboard_transferred"] == 0 and [cached for _, cached in none["answers"]] == [0, 0]
+    assert [cached for _, cached in first["answers"]] == [result["block"]] * 2
+    assert whole["onboard_transferred"] > first["onboard_transferred"] == 2
+    assert tokens(none) == tokens(first) == tokens(whole) == tokens(result["stored"])
+    counts = result["counts"]
+    assert counts["answered"] == len(result["asked"]) and sum(counts.values()) == counts["answered"]
+
+
+@pytest.mark.slow
+def test_a_policy_that_gives_no_answer_is_counted_said_once_and_bypassed(flow):
+    result, counts = flow["bypassed"], flow["bypassed"]["counts"]
+    for mode in ("wrong", "raise", "late"):
+        assert result[mode]["offload_transferred"] >= 2 and result[mode]["offload_filtered"] == 0, mode
+    assert counts["wrong"] >= 2 and counts["raised"] >= 2 and counts["late"] == 1 and counts["busy"] >= 1
+    assert result["released"]["offload_transferred"] == 0  # it is asked again
+    said = result["lines"]
+    assert len(said) == 4 and all("flow_own:Own is bypassed" in line for line in said)
+    assert "answered 1 for a key, not True or False" in said[0] and "RuntimeError: no answer today" in said[1]
+    assert "took more than 0.01 s" in said[2] and "has not returned" in said[3]
+
+
+@pytest.mark.slow
+def test_a_load_can_be_held_waited_for_and_cancelled(flow):
+    result = flow["loads"]
+    [[expected, _]] = result["expected"]
+    assert all("onboarding" in states for states in result["states"])
+    assert "is queued after 0 s" in result["not yet"]
+    [waited], [loaded] = result["waited"], result["loaded"]
+    assert waited["done"] and waited["state"] == "completed" and waited["way"] == "onboard"
+    assert waited["ended_blocks"] == {"transferred": waited["blocks"]}
+    assert loaded[0] == expected and loaded[1] > 0
+    cancelled, end, [computed] = result["cancelled"], result["end"], result["computed"]
+    assert cancelled == {"blocks": waited["blocks"], "committed": False}
+    assert end["ended_blocks"] == {"cancelled": cancelled["blocks"]} and end["done"]
+    assert computed[0] == expected
+    assert result["again"] == [loaded]  # the blocks are still there
+
+
+@pytest.mark.slow
+def test_block_events_tell_each_state_of_blocks_in_host_memory(flow):
+    told = [tuple(each) for each in flow["recorded"]["blocks"]]
+    assert told == [("empty", "in flight", 1), ("in flight", "registered", 1)]
+
+
+@pytest.mark.slow
+def test_hooks_stand_around_what_the_engine_does_and_keep_a_request_from_being_admitted(flow):
+    result = flow["hooks"]
+    assert result["tokens"] == result["raised"] == result["expected"] and result["first"]
+    calls = result["calls"]
+    points = {point for _, point, *_ in calls}
+    assert points == {"step", "admit", "match", "allocate", "report", "finish", "transfer"}
+    asked = [request for when, point, request, *_ in calls if point == "admit"]
+    held = min(set(asked))
+    assert asked.count(held) > asked.count(max(set(asked)))  # again in each step
+    depth = 0
+    for when, point, *_ in (call for call in calls if call[1] == "step"):
+        depth += 1 if when == "will" else -1
+        assert depth in (0, 1), point
+    assert depth == 0
+    assert result["slept"] and result["operations"] == [
+        ["will", "sleep", None], ["finished", "sleep", None, None],
+        ["will", "wake_up", None], ["finished", "wake_up", None, None],
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_recording_of_vllm_replays_token_by_token(flow, zygote):
+    [warned] = flow["warned"]
+    assert "prompts and answers of all requests" in warned
+    environment = os.environ | {"TORPOR_BINARY": str(BINARY)}
+    done = zygote.run([Path(replay.__file__), flow["folder"] / "recording", "--json"], env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["equal"] and result["requests"] == 6
+    assert 8 + 9 + 10 + 11 + 12 <= result["tokens"] < 8 + 9 + 10 + 11 + 12 + 13  # one was aborted
+    assert result["skipped"] == {}
+
+
+class Echo:
+    """An engine that answers as it is told to, a token a step; strict as vLLM's about ids."""
+
+    def __init__(self, answers: dict[str, list[int]]):
+        self.answers, self.running, self.prompts = answers, {}, {}
+
+    def add_request(self, name, prompt, params, priority=0):
+        assert name not in self.prompts
+        self.prompts[name], self.running[name] = prompt["prompt_token_ids"], list(self.answers[name])
+
+    def abort_request(self, names):
+        for name in names:
+            self.running.pop(name, None)
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def step(self):
+        outputs = []
+        for name, left in list(self.running.items()):
+            token = [left.pop(0)] if left else []
+            outputs.append(type("Output", (), {"request_id": name, "outputs": [type("One", (), {"token_ids": token})]}))
+            if not left:
+                del self.running[name]
+        return outputs
+
+
+def events(*inputs: tuple[str, dict]) -> list[str]:
+    lines = []
+    for number, (kind, words) in enumerate(inputs):
+        lines.append(json.dumps({"type": "input", "from": kind, "sequence": number}))
+        lines.append(json.dumps({"type": "given", "input": number, "words": json.dumps(words)}))
+    return lines
+
+
+def asked(name: str, step: int, prompt: list[int], **more) -> list[tuple[str, dict]]:
+    from vllm import SamplingParams
+
+    from torpor.vllm.values import sampling_to_value
+
+    sampling = sampling_to_value(SamplingParams(temperature=0, max_tokens=4))
+    words = {"id": name, "step": step, "priority": 0, "salt": None, "sampling": sampling, "tokens": len(prompt)}
+    return [("vllm request", words | more), ("vllm tokens", {"id": name, "first": 0, "tokens": prompt})]
+
+
+def answered(name: str, tokens: list[int]) -> list[tuple[str, dict]]:
+    return [
+        ("vllm answer", {"id": name, "status": "FINISHED_LENGTH_CAPPED", "tokens": len(tokens)}),
+        ("vllm tokens", {"id": name, "first": 0, "tokens": tokens}),
+    ]
+
+
+ENGINE = ("vllm engine", {"model": "m"})
+
+
+def test_a_replay_says_where_an_answer_differs():
+    lines = events(
+        ENGINE, *asked("a", 3, [1, 2]), *asked("b", 4, [5]), *answered("b", [6, 7, 8, 9]), *answered("a", [3, 4, 5, 6])
+    )
+    recorded = replay.read(lines)
+    engine = Echo({"a": [3, 4, 5, 6], "b": [6, 7, 0, 9]})
+    result = replay.replay(recorded, engine)
+    assert engine.prompts == {"a": [1, 2], "b": [5]}
+    assert not result["equal"] and result["requests"] == 2 and result["tokens"] == 8
+    assert result["differing"] == [{"id": "b", "at": 2, "recorded": [8, 9], "replayed": [0, 9]}]
+    assert "b differs from token 2 on" in replay.shown(result)
+    assert replay.replay(recorded, Echo({"a": [3, 4, 5, 6], "b": [6, 7, 8, 9]}))["equal"]
+    assert not replay.replay(recorded, Echo({"a": [3, 4, 5], "b": [6, 7, 8, 9]}))["equal"]  # one is shorter
+
+
+def test_a_replay_aborts_what_was_aborted_and_names_what_it_leaves_out():
+    lines = events(
+        ENGINE, *asked("a", 0, [1]), *asked("image", 0, [2], not_replayable="images or embeddings in its prompt"),
+        ("vllm abort", {"id": "a", "step": 2}), *answered("a", [3, 4, 5]),
+        *asked("cut", 1, [1, 2, 3], tokens=4), ("vllm tokens", {"id": "older", "first": 0, "tokens": [1]}),
+    )  # fmt: skip
+    recorded = replay.read(lines)
+    result = replay.replay(recorded, Echo({"a": [3, 4, 5, 6]}))
+    assert result["equal"] and result["tokens"] == 2  # as far as both came
+    assert result["skipped"] == {
+        "image": "images or embeddings in its prompt", "cut": "a part of its prompt is missing"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        (events(("engine", {})), "has no inputs of vLLM"),
+        (events(ENGINE, ("vllm engine", {"model": "other"})), "several engines"),
+    ],
+)
+def test_a_recording_that_cannot_replay_says_why(lines, what):
+    with pytest.raises(InvalidArgument, match=what):
+        replay.read(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("flow_own", "policy is 'flow_own'"),
+        ("flow_own:Own()", "policy is"),
+        ("no_such_module:Own", "No module named 'no_such_module'"),
+        ("flow_own:Other", "has no attribute 'Other'"),
+        ("flow_own:Broken", "OSError: no table of chats"),
+        ("flow_own:Neither", "has no method store or load"),
+    ],
+)
+def test_a_policy_that_cannot_be_made_ends_the_start_by_name(name, what):
+    with pytest.raises(InvalidArgument, match=what.replace("(", r"\(").replace(")", r"\)")):
+        ConnectorOptions.of({"host_bytes": 1 << 20, "policy": name})
+        Policy(name, 1)
+
+
+def test_hooks_have_one_of_the_two_methods():
+    with pytest.raises(InvalidArgument, match="has no will_call or finished_call"):
+        call_hooks.register(object())
+    seen = []
+
+    class Last:
+        def finished_call(self, call, error):
+            seen.append((call.point, error))
+
+    hooks = Last()
+    call_hooks.register(hooks)
+    try:
+        with pytest.raises(NotFound):
+            call_hooks.around("step", None, raises_not_found)
+        assert call_hooks.around("step", None, lambda: 7) == 7 and call_hooks.admits("any")
+    finally:
+        call_hooks.unregister(hooks)
+    call_hooks.unregister(hooks)
+    assert [(point, type(error)) for point, error in seen] == [("step", NotFound), ("step", type(None))]
+    assert call_hooks.around("step", None, lambda: 8) == 8 and len(seen) == 2
+
+
+def raises_not_found():
+    raise NotFound("it", "look")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ((1, 2), "JSON has no tuples"),
+        ({1: 2}, "keys are str"),
+        (float("nan"), "not JSON compliant"),
+        (b"x", "bytes is not JSON serializable"),
+        ("\ud800", "not UTF-8"),
+        ([[[[[[[[[1]]]]]]]]], "more than 8 levels"),
+        (["x" * 600], "has 604 bytes"),
+    ],
+)
+def test_metadata_that_is_no_json_is_refused_by_name(value, why):
+    with pytest.raises(InvalidArgument, match=why) as refused:
+        _core.check_metadata({"run": value}, True)
+    assert "run" in str(refused.value)
