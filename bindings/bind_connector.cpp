@@ -31,7 +31,8 @@ namespace py = pybind11;
 namespace torpor {
 namespace {
 
-constexpr int kMostFailedLoads = 4;  // of one request
+constexpr int kMostFailedLoads = 4;    // of one request
+constexpr size_t kHostShareAhead = 4;  // requests that wait get at most this part of host memory filled for them
 
 class ConnectorScheduler final : public console::OffloadAccess {
  public:
@@ -51,6 +52,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
             Residency::create(residency_options(options_, groups_), *scheduler_, prefixes_, system_clock()))),
         hits_(groups_, scheduler_->index(), block_tokens_),
         asks_(groups_, scheduler_->index(), block_tokens_),
+        ahead_hits_(groups_, scheduler_->index(), block_tokens_),
         offers_(pool, options_, groups_, blocks_, *scheduler_) {
     if (options_.offload.events > 0) prefixes_.remember_entered();
     const py::gil_scoped_release others_go_on;  // a call to the previous offload may wait for the interpreter's lock
@@ -85,9 +87,11 @@ class ConnectorScheduler final : public console::OffloadAccess {
   // Return how many tokens after the first `computed` ones can be loaded; None: ask again in the next step.
   std::optional<int64_t> match(const py::object& request, int64_t computed) {
     Record& record = record_of(request);
+    record.fits_in_step = false;
     // What is on its way for its session is found on the device then.
     if (!record.session.id.empty() && residency_->is_loading(record.session)) return std::nullopt;
-    if (is_still_matched(record, request, computed)) return static_cast<int64_t>(record.matched) * block_tokens_;
+    if (is_still_matched(record, request, computed)) return matched_tokens(record);
+    if (is_coming(record)) return std::nullopt;
     if (!has_answer(record, request)) return std::nullopt;
     record.begin_again();
     // A request whose load failed has no blocks any more, but is ahead of requests that have. If no block is free, it
@@ -105,10 +109,28 @@ class ConnectorScheduler final : public console::OffloadAccess {
     if (match(record, worth && record.matched > 0 ? 0 : hits_.keys().size()) == 0) record.matched = 0;
     last_match_ = {.number = record.number, .damaged = damaged(), .whole = hits_.ends_where_it_ends()};
     hits_.take_sources(record.sources);
-    return static_cast<int64_t>(record.matched) * block_tokens_;
+    return matched_tokens(record);
+  }
+  // Return whether the load that match() found last can end before the forward pass of the step that is being planned.
+  bool fits_in_step() const { return fits_in_step_; }
+  // Return the requests whose loads are in the last plan and end within its step.
+  std::vector<std::string> take_loads_within_step() { return std::exchange(loads_within_step_, {}); }
+  // Return the requests whose loads within a step failed, and the first block of each that has no valid content.
+  std::vector<std::pair<std::string, size_t>> take_failed_within_step() {
+    return std::exchange(failed_within_step_, {});
   }
 
   void know(const py::object& request) { (void)record_of(request); }
+  // The request waits. If the step that is planned next does not reach it, what disk and remote store have of it comes
+  // into host memory meanwhile.
+  void queued(const py::object& request) {
+    Record& record = record_of(request);
+    if (options_.offload.index.host_slots == 0 ||
+        (options_.offload.index.disk_segments == 0 && options_.offload.index.remote_slots == 0))
+      return;
+    record.ahead = Ahead::kLook;
+    ahead_.push_back(record.number);
+  }
 
   // Ask a policy of the user's own about blocks that are to be stored, and about hits.
   void use_policy(const py::object& ask) {
@@ -118,10 +140,11 @@ class ConnectorScheduler final : public console::OffloadAccess {
 
   // The request has got blocks for `external` of these tokens; 0: it computes all, or its load is over. `local`: if
   // vLLM counts this look-up as the request's, the tokens that are in its own prefix cache; `other`: those that another
-  // connector loads.
-  void allocated(const py::str& id, int64_t external, std::optional<int64_t> local, int64_t other) {
+  // connector loads. Return whether the load ends within this step.
+  bool allocated(const py::str& id, int64_t external, std::optional<int64_t> local, int64_t other) {
     Record* const record = known(id.ptr());
-    if (record == nullptr || record->loading) return;
+    if (record == nullptr || record->loading) return false;
+    end_ahead(*record);
     if (external > 0) record->found = tokens_by_store(record->sources, external);
     if (local)
       record->cached = {.device = *local, .stores = external > 0 ? record->found : TokensByStore(), .other = other};
@@ -130,7 +153,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
       take_blocks(*record, id.ptr(), groups_.whole_hits() ? record->matched : record->loaded);
       record->loaded = 0;
       value_or_raise(try_catch([&]() -> Status { return scheduler_->loaded(record->number, few_), ok(); }));
-      return;
+      return false;
     }
     const auto wanted = static_cast<size_t>(external / block_tokens_);
     if (wanted > 0 && wanted != record->matched && groups_.whole_hits()) {
@@ -139,11 +162,19 @@ class ConnectorScheduler final : public console::OffloadAccess {
                   .next_step = "a sliding window needs others then: report this"});
     }
     take_blocks(*record, id.ptr(), wanted);
-    value_or_raise(try_catch([&]() -> Status { return (void)scheduler_->allocated(record->number, few_), ok(); }));
+    const bool within_step = std::exchange(record->fits_in_step, false) && !few_.empty();
+    value_or_raise(
+        try_catch([&]() -> Status { return (void)scheduler_->allocated(record->number, few_, within_step), ok(); }));
     offers_.took(few_.size());
+    record->within_step = within_step;
+    if (within_step) {
+      loads_within_step_.push_back(id.cast<std::string>());
+      ++all_loads_within_step_;
+    }
     record->loading = !few_.empty();
     record->asked = few_.size();
     loading_ += record->loading ? 1 : 0;
+    return within_step;
   }
 
   // `scheduled`: request id -> tokens that it computes in step `step`. Return the plan of this step for all ranks, or
@@ -152,6 +183,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     last_step_ = std::max(last_step_, step);
     if (offers_.looks_at_requests()) look_at(scheduled, step);
     offers_.end_step(scheduled);
+    look_ahead();
     return plan(flush);
   }
 
@@ -163,11 +195,23 @@ class ConnectorScheduler final : public console::OffloadAccess {
       if (!plan.empty()) encoded = plan.encode();
       return ok();
     }));
+    left_in_step_ = options_.sync_load_blocks;
+    for (const std::string& id : loads_within_step_) {  // their requests compute on top of them in this step
+      const Record* const record = known(py::str(id).ptr());
+      if (record != nullptr && scheduler_->load_is_planned(record->number)) continue;
+      raise(Error{.code = Code::kResourceExhausted,
+                  .what = fmt::format("there is no memory to plan the load of request {}", id),
+                  .next_step = "free host memory; the engine goes on in a new process"});
+    }
     return encoded.empty() ? py::object(py::none()) : py::object(torpor::to_python(encoded));
   }
 
   void acknowledge(uint64_t step) {
     value_or_raise(try_catch([&]() -> Status { return scheduler_->acknowledge(step), ok(); }));
+  }
+  // A request computed in this step on top of blocks that have no valid content: nothing that it filled is offered.
+  void fail_step(uint64_t step) {
+    value_or_raise(try_catch([&]() -> Status { return scheduler_->fail_step(step), ok(); }));
   }
 
   // Take reports of ranks. Reports of different ranks may come in any order, those of one rank in theirs.
@@ -189,6 +233,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     if (record == nullptr) return;
     if (answered && record->cached) scheduler_->count_cached(record->number, *record->cached);
     last_step_ = std::max(last_step_, step);
+    end_ahead(*record);
     offers_.finished(record->progress, {record->request.ptr(), id.ptr(), record->priority}, step);
     end_session(*record);
     PyDict_DelItem(numbers_.ptr(), id.ptr());
@@ -252,16 +297,28 @@ class ConnectorScheduler final : public console::OffloadAccess {
     return record == nullptr ? TokensByStore() : record->found;
   }
 
-  py::dict stats() const { return connector_stats(*scheduler_, *residency_, blocks_.held(), loading_); }
+  py::dict stats() const {
+    py::dict all = connector_stats(*scheduler_, *residency_, blocks_.held(), loading_);
+    all["loads_within_step"] = all_loads_within_step_;
+    return all;
+  }
   py::dict take_times() { return times_to_python(scheduler_->take_times()); }
   py::object take_events() { return events_to_python(scheduler_->take_events(), prefixes_.take_entered()); }
 
  private:
+  // What is done for a request that waits: it is looked at after the step that it arrived in; the remote store is
+  // asked; its blocks are on their way into host memory.
+  enum class Ahead : uint8_t { kNone, kLook, kComing };
   struct Record {
     uint32_t number = 0;
     int32_t priority = 0;
     bool used = false;
     bool loading = false;
+    bool fits_in_step = false;  // the load that was matched last
+    bool within_step = false;   // the load that is under way
+    Ahead ahead = Ahead::kNone;
+    std::vector<TransferHandle> coming{};
+    size_t coming_blocks = 0;
     int failed_loads = 0;
     ConnectorOffers::Progress progress;
     size_t matched_at = 0;
@@ -303,6 +360,78 @@ class ConnectorScheduler final : public console::OffloadAccess {
     record.ask_until = system_clock().now() + options_.remote_wait;
     return value_or_raise(
                try_catch([&]() -> Result<size_t> { return scheduler_->ask(record.number, asks_.keys()); })) == 0;
+  }
+
+  // Return the tokens of the hit, and reserve its part of the step's budget if it fits.
+  int64_t matched_tokens(Record& record) {
+    const bool whole = hits_.ends_where_it_ends();  // one group, all in host memory
+    const auto blocks = static_cast<int64_t>(record.matched);
+    record.fits_in_step = fits_in_step_ =
+        blocks > 0 && whole && blocks <= left_in_step_ && scheduler_->can_load_within_step();
+    if (fits_in_step_) left_in_step_ -= blocks;
+    return blocks * block_tokens_;
+  }
+
+  // ---- requests that wait
+
+  // Return whether blocks of the request are on their way into host memory. Those that the ranks do not work at yet are
+  // cancelled: the request's own load is as fast.
+  bool is_coming(Record& record) {
+    if (record.coming.empty()) return false;
+    for (TransferHandle& handle : record.coming) {
+      if (handle.status() == TransferStatus::kQueued) handle.cancel();
+    }
+    scheduler_->sweep();
+    std::erase_if(record.coming, [](const TransferHandle& handle) { return handle.status() == TransferStatus::kDone; });
+    return !record.coming.empty();
+  }
+  void end_ahead(Record& record) {
+    if (record.ahead == Ahead::kNone) return;
+    record.ahead = Ahead::kNone;
+    for (TransferHandle& handle : record.coming) handle.cancel();
+    record.coming.clear();
+    ahead_blocks_ -= std::exchange(record.coming_blocks, 0);
+  }
+  // Start what is not started for requests that wait, in their order.
+  void look_ahead() {
+    const size_t most = static_cast<size_t>(options_.offload.index.host_slots) / kHostShareAhead;
+    size_t kept = 0;
+    size_t at = 0;
+    for (; at < ahead_.size() && ahead_blocks_ < most; ++at) {
+      Record& record = records_[ahead_[at]];
+      if (record.ahead != Ahead::kLook || record.loading) continue;
+      if (!asks_ahead(record)) {
+        ahead_[kept++] = ahead_[at];
+        continue;
+      }
+      record.ahead = Ahead::kComing;
+      ahead_hits_.take_all(record.request, scheduler_->space());
+      few_keys_.clear();
+      set_hash_bytes(record.request.attr("block_hashes"));
+      for (const BlockKey& key : ahead_hits_.keys()) {
+        if (few_keys_.size() + ahead_blocks_ >= most) break;
+        if (prefixes_.find(key) >= 0) continue;  // the engine has it
+        const std::optional<BlockLocations> places = ahead_hits_.find_one(key);
+        if (!places && !groups_.whole_hits()) break;  // what lies behind it is of no use
+        if (places && places->host < 0) few_keys_.push_back(key);
+      }
+      if (few_keys_.empty()) continue;
+      record.coming = value_or_raise(try_catch(
+          [&]() -> Result<std::vector<TransferHandle>> { return scheduler_->bring(few_keys_, StoreId::kHost); }));
+      record.coming_blocks = few_keys_.size();
+      ahead_blocks_ += few_keys_.size();
+    }
+    for (; at < ahead_.size(); ++at) ahead_[kept++] = ahead_[at];
+    ahead_.resize(kept);
+  }
+  void set_hash_bytes(const py::list& hashes) {
+    if (!hashes.empty()) prefixes_.set_hash_bytes(py::len(hashes[0]));
+  }
+  // Return whether the remote store has answered for a request that waits, or has nothing to say.
+  bool asks_ahead(Record& record) {
+    if (options_.offload.index.remote_slots == 0) return true;
+    if (!record.remote_asked) (void)has_answer(record, record.request);
+    return !scheduler_->asking(record.number);
   }
 
   // Return the priority; vLLM runs lower ones first. A client may choose any number of 64 bits.
@@ -463,10 +592,27 @@ class ConnectorScheduler final : public console::OffloadAccess {
         continue;
       }
       record.loaded = static_cast<size_t>(load.good_blocks);
-      if (record.loaded == record.asked) continue;
+      const bool within_step = std::exchange(record.within_step, false);
+      if (record.loaded == record.asked) {
+        if (within_step) end_within_step(record);
+        continue;
+      }
+      if (within_step) {
+        const py::str id = record.request.attr("request_id");
+        failed_within_step_.emplace_back(id.cast<std::string>(), record.matched_at + record.loaded);
+        record.loaded = 0;  // it gives its blocks back
+      }
       record.failed_loads = load.cancelled ? kMostFailedLoads : record.failed_loads + 1;
       if (groups_.whole_hits()) record.loaded = 0;  // vLLM takes none of them then
     }
+  }
+
+  // A request computes with its loaded blocks already: it is not allocated once more.
+  void end_within_step(Record& record) {
+    const py::str id = record.request.attr("request_id");
+    take_blocks(record, id.ptr(), record.loaded);
+    record.loaded = 0;
+    value_or_raise(try_catch([&]() -> Status { return scheduler_->loaded(record.number, few_), ok(); }));
   }
 
   const ConnectorOptions options_;
@@ -481,6 +627,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   uint64_t last_step_ = 0;  // that the engine began
   ConnectorHits hits_;
   ConnectorHits asks_;
+  ConnectorHits ahead_hits_;
   ConnectorOffers offers_;
   struct LastMatch {
     uint32_t number = UINT32_MAX;  // index of the request whose keys hits_ has
@@ -488,10 +635,18 @@ class ConnectorScheduler final : public console::OffloadAccess {
     bool whole = false;
   };
   LastMatch last_match_;
-  py::dict numbers_;             // request id -> index in records_
-  std::vector<Record> records_;  // by OffloadScheduler's number
-  int64_t loading_ = 0;          // number of requests
-  std::vector<int32_t> few_;     // buffer of one call; it keeps its memory
+  py::dict numbers_;                                  // request id -> index in records_
+  std::vector<Record> records_;                       // by OffloadScheduler's number
+  int64_t loading_ = 0;                               // number of requests
+  std::vector<uint32_t> ahead_;                       // requests that wait and are to be looked at, in their order
+  size_t ahead_blocks_ = 0;                           // on their way into host memory, or there, for requests that wait
+  int64_t left_in_step_ = options_.sync_load_blocks;  // of the budget of the step that is being planned
+  bool fits_in_step_ = false;
+  uint64_t all_loads_within_step_ = 0;
+  std::vector<std::string> loads_within_step_;
+  std::vector<std::pair<std::string, size_t>> failed_within_step_;
+  std::vector<int32_t> few_;  // buffers of one call; they keep their memory
+  std::vector<BlockKey> few_keys_;
 };
 
 }  // namespace
@@ -506,6 +661,18 @@ void bind_connector(py::module_& module) {
            "Tokens behind the first `computed` ones that can be loaded; they are kept until allocated(). None: ask "
            "again.")
       .def(
+          "queued", [](ConnectorScheduler& self, const py::object& request) { self.queued(request); },
+          py::call_guard<InHook>(), py::arg("request"),
+          "The request waits: what only disk and remote store have of it comes into host memory meanwhile.")
+      .def_property_readonly("fits_in_step", &ConnectorScheduler::fits_in_step,
+                             "Whether the load that match() found last can end within the step.")
+      .def("take_loads_within_step", &ConnectorScheduler::take_loads_within_step,
+           "Requests whose loads are in the last plan and end before the step's forward pass.")
+      .def("take_failed_within_step", &ConnectorScheduler::take_failed_within_step,
+           "(request, number of its first block without valid content) for each load within a step that failed.")
+      .def("fail_step", &ConnectorScheduler::fail_step, py::call_guard<InHook>(), py::arg("step"),
+           "What this step filled is not offered.")
+      .def(
           "know", [](ConnectorScheduler& self, const py::object& request) { self.know(request); },
           py::call_guard<InHook>(), py::arg("request"))
       .def("use_policy", &ConnectorScheduler::use_policy, py::arg("ask"),
@@ -515,7 +682,8 @@ void bind_connector(py::module_& module) {
           "allocated", &ConnectorScheduler::allocated, py::call_guard<InHook>(), py::arg("id"), py::arg("external"),
           py::arg("local") = py::none(), py::arg("other") = 0,
           "It has blocks for `external` tokens that are loaded. `local`: if vLLM counts this look-up as the request's, "
-          "the tokens in its own prefix cache; `other`: those that another connector loads.")
+          "the tokens in its own prefix cache; `other`: those that another connector loads. Returns whether the load "
+          "ends within the step.")
       .def("step", &ConnectorScheduler::step, py::call_guard<InHook>(), py::arg("step"), py::arg("scheduled"),
            py::arg("flush") = false, "What this step fills is offered; returns what all ranks do next, or None.")
       .def("plan", &ConnectorScheduler::plan, py::call_guard<InHook>(), py::arg("flush"), "The same, without a step.")

@@ -93,6 +93,17 @@ class ConnectorWorker {
     run_plans();
   }
 
+  // Wait until the loads of these requests, which are in plans that run() has got, have ended.
+  void finish_loads(const std::vector<std::string>& requests) {
+    run_plans();
+    if (!plans_.empty()) raise(no_memory_to_begin());
+    value_or_raise(without_lock([&] { return worker_->finish_loads(requests); }));
+  }
+  bool wait_for_report(double seconds) {
+    const std::chrono::nanoseconds most(static_cast<int64_t>(seconds * 1e9));
+    return without_lock([&] { return worker_->wait_for_report(most); });
+  }
+
   // Return (report or None, request id -> device blocks that were not loaded, for requests whose load is over). If
   // there is no memory for them, return nothing; the next call has all.
   py::tuple poll() {
@@ -124,10 +135,7 @@ class ConnectorWorker {
   }
   void wait() {
     run_plans();
-    if (!plans_.empty())
-      value_or_raise(Status(Error{.code = Code::kResourceExhausted,
-                                  .what = "there is no memory to begin transfers that were planned",
-                                  .next_step = "free host memory and call again"}));
+    if (!plans_.empty()) raise(no_memory_to_begin());
     without_lock([&] { worker_->wait(); });
   }
   void close() {
@@ -152,6 +160,11 @@ class ConnectorWorker {
       plans_.pop_front();
       value_or_raise(begun);
     }
+  }
+  static Error no_memory_to_begin() {
+    return {.code = Code::kResourceExhausted,
+            .what = "there is no memory to begin transfers that were planned",
+            .next_step = "free host memory and call again"};
   }
   static std::span<const uint8_t> view_of(const py::bytes& bytes) {
     return {reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(bytes.ptr())),
@@ -251,6 +264,10 @@ void bind_connector_worker(py::module_& module) {
       .def("recover", &ConnectorWorker::recover, py::arg("space"))
       .def("adopt", &ConnectorWorker::adopt, py::arg("blocks"))
       .def("run", &ConnectorWorker::run, py::arg("plan"), "Begins a plan; a repeated one changes nothing.")
+      .def("finish_loads", &ConnectorWorker::finish_loads, py::arg("requests"),
+           "Returns when the loads of these requests have ended; poll() has what became of them.")
+      .def("wait_for_report", &ConnectorWorker::wait_for_report, py::arg("seconds"),
+           "Waits until poll() has something, so long at most; returns whether it has.")
       .def("poll", &ConnectorWorker::poll)
       .def("sync", &ConnectorWorker::sync)
       .def("wait", &ConnectorWorker::wait, "Returns when nothing of a plan is under way.")

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -86,6 +87,12 @@ class ConnectorHits {
   }
   // Return whether the request's block of this number can be loaded, too.
   bool has_next(const pybind11::object& request, size_t block, uint32_t space) const;
+
+  // Return where the key's block can be loaded from; nothing: nowhere.
+  std::optional<BlockLocations> find_one(const BlockKey& key) const {
+    BlockLocations places;
+    return index_.run({&key, 1}, {&places, 1}) == 1 ? std::optional(places) : std::nullopt;
+  }
 
   std::span<const BlockKey> keys() const { return keys_; }
   // Write to `sources` the nearest store of each block of the found hit: of the first group that sees all tokens, or of

@@ -91,6 +91,7 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   in.read("min_uses", options.placement.min_uses);
   in.read("min_prefix_tokens", options.placement.min_prefix_tokens);
   in.read_if_given("watermark", options.watermark);
+  in.read_if_given("sync_load_blocks", options.sync_load_blocks);
   in.read_if_given("remote_slots", options.offload.index.remote_slots);
   in.read_if_given("kv_store_wait_ms", kv_store_wait_ms);
   in.read_if_given("events", events);

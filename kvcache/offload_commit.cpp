@@ -39,6 +39,7 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
     commit_again();
     return ok();
   });
+  within_step_ = 0;
   plan_.dropped = index_->reports().take_dropped();
   if (!plan_.empty()) plan_.number = ++plans_;
   if (port_.on()) tell_stores();
@@ -96,6 +97,7 @@ void OffloadScheduler::commit_loads(bool flush) {
     for (std::string& name : names_) name = at(next.owner).id;
     queue_.commit(Way::kOnboard, next, batch_);
     at(next.owner).load_cancelled = next.skip;
+    at(next.owner).planned = true;
     for (const StoreId store : {StoreId::kHost, StoreId::kDisk, StoreId::kRemote}) {
       PlannedBatch* batch = nullptr;
       for (size_t i = 0; i < batch_.blocks.size(); ++i) {

@@ -156,7 +156,7 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   int64_t before = queued_blocks_;
   for (const Way way : kSlow) before -= in_queue(way).blocks;
   if (std::find(kSlow.begin(), kSlow.end(), how.way) != kSlow.end()) before = in_queue(how.way).blocks;
-  if (before + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
+  if (!how.within_step && before + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
     end(ticket, how.way, BlockOutcome::kQueueFull, blocks.size());
     return handle;
   }
@@ -171,6 +171,7 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   made.waiting = waits;
   made.held = false;
   made.skip = false;
+  made.within_step = how.within_step;
   queued_blocks_ += static_cast<int64_t>(blocks.size());
   if (waits) {
     move(*made.ticket, CandidateState::kWaiting, blocks.size());
@@ -343,7 +344,7 @@ void OffloadQueue::set_held_aside(Time now) {
   if (!port_.holds()) return;
   take_out([this](int32_t container) {
     Container& each = at(container);
-    if (each.ticket->cancelled || may_go(each)) return false;
+    if (each.ticket->cancelled || each.within_step || may_go(each)) return false;
     waiting_.push_back(container);
     return any_held_ = each.waiting = each.held = true;
   });

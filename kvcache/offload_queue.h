@@ -165,6 +165,8 @@ class OffloadQueue {
     uint64_t after_step = 0;  // the precondition: a step; 0: none
     int32_t priority = 0;     // higher first; equal ones in order of enqueue()
     uint32_t owner = UINT32_MAX;
+    // The next step needs it: no breakpoint holds it, and the queue is never too full for it.
+    bool within_step = false;
   };
   // The ticket of the next `count` blocks of a batch.
   struct Owner {
@@ -251,6 +253,7 @@ class OffloadQueue {
     bool waiting = false;  // for its precondition
     bool held = false;     // the precondition is met, but a breakpoint holds it
     bool skip = false;     // kOnboard: its commitment moves no byte
+    bool within_step = false;
     int32_t next = kNone;  // in its list, or the free list
     bool is(uint64_t number) const {
       return ticket != nullptr && ticket->number == number && ticket->container != kNone;

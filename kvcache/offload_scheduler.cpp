@@ -2,6 +2,7 @@
 #include "kvcache/offload_scheduler.h"
 
 #include <algorithm>
+#include <limits>
 #include <set>
 
 #include <fmt/core.h>
@@ -118,6 +119,7 @@ uint32_t OffloadScheduler::begin_request(std::string id, int32_t priority) {
   request.stage = RequestStage::kInitialized;
   request.used = true;
   request.counted = false;
+  request.planned = false;
   request.asked = 0;
   if (!request.id.empty()) port_.text(TextKind::kRequestName, event_request(number), 0, request.id);
   return number;
@@ -162,7 +164,11 @@ int32_t OffloadScheduler::match(uint32_t number, std::span<const BlockKey> chain
   return static_cast<int32_t>(request.pinned.size());
 }
 
-TransferHandle OffloadScheduler::allocated(uint32_t number, std::span<const int32_t> blocks) {
+bool OffloadScheduler::can_load_within_step() const {
+  return !port_.holds() && queue_.jobs_under_way(Way::kOnboard) + within_step_ < options_.queue.loading_batches;
+}
+
+TransferHandle OffloadScheduler::allocated(uint32_t number, std::span<const int32_t> blocks, bool within_step) {
   Request& request = at(number);
   if (request.stage != RequestStage::kOnboardStaged || blocks.empty()) {
     unpin(request, 0);
@@ -178,8 +184,11 @@ TransferHandle OffloadScheduler::allocated(uint32_t number, std::span<const int3
   request.stage = RequestStage::kOnboarding;
   request.load_cancelled = false;
   request.load_began = clock_.now();
-  return queue_.enqueue({.way = Way::kOnboard, .priority = request.priority, .owner = number}, queued_, queued_.size(),
-                        BlockOutcome::kFiltered, clock_.now());
+  request.planned = false;
+  within_step_ += within_step ? 1 : 0;
+  const int32_t priority = within_step ? std::numeric_limits<int32_t>::max() : request.priority;
+  return queue_.enqueue({.way = Way::kOnboard, .priority = priority, .owner = number, .within_step = within_step},
+                        queued_, queued_.size(), BlockOutcome::kFiltered, clock_.now());
 }
 
 std::vector<EndedLoad> OffloadScheduler::take_loads() {

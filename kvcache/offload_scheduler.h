@@ -139,9 +139,16 @@ class OffloadScheduler {
   // Pin the blocks behind the first `have` of `chain` that can be loaded, and return their number. Another call unpins
   // them first.
   int32_t match(uint32_t request, std::span<const BlockKey> chain, size_t have);
+  // Return whether one more load can be in the next plan for sure: the ranks have room for it, and no console holds
+  // transfers.
+  bool can_load_within_step() const;
   // Start the load into `blocks`, the device blocks for the first pinned slots; unpin the others. The device blocks
-  // must stay the request's until its load ends.
-  TransferHandle allocated(uint32_t request, std::span<const int32_t> blocks);
+  // must stay the request's until its load ends. `within_step`: the load is in the next plan, for a request that
+  // computes in the same step. Precondition: can_load_within_step().
+  TransferHandle allocated(uint32_t request, std::span<const int32_t> blocks, bool within_step = false);
+  // Return whether the request's load was planned. After plan_step() a load within the step was not only if there was
+  // no memory.
+  bool load_is_planned(uint32_t request) const { return at(request).planned; }
   // Offer blocks that became full. Leaves out blocks without a version (S8).
   TransferHandle offer(const OffloadOffer& offer);
   // Ask `policy` in each offer(); null: none. It outlives this object, or is unset before.
@@ -231,6 +238,7 @@ class OffloadScheduler {
     RequestStage stage = RequestStage::kInitialized;
     bool used = false;     // the number is in use
     bool counted = false;  // its keys were added to uses_
+    bool planned = false;  // its load was
     uint64_t asked = 0;    // number of its outstanding question; 0: none
     bool load_cancelled = false;
     std::chrono::nanoseconds load_began{};
@@ -328,6 +336,7 @@ class OffloadScheduler {
   std::array<uint64_t, kStores> refusing_{};  // a bit for each rank whose store accepts nothing
   std::vector<std::vector<StoreReport>> stores_;
   std::vector<EndedLoad> loads_;
+  int64_t within_step_ = 0;     // loads that the next plan has
   std::vector<Question> asks_;  // not planned yet
   uint64_t questions_ = 0;      // ever
   int64_t quarantined_ = 0;

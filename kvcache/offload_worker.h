@@ -15,6 +15,7 @@
 // memory is freed. The destructor waits too.
 #pragma once
 
+#include <chrono>
 #include <list>
 #include <map>
 #include <memory>
@@ -72,6 +73,10 @@ class OffloadWorker {
   TransferReport poll();
   // Return the requests whose loads poll() has reported completely since the last call.
   std::vector<LoadedRequest> take_loaded() { return std::exchange(loaded_, {}); }
+  // Wait until the loads of these requests have ended; the next poll() reports them. Call it after run().
+  Status finish_loads(std::span<const std::string> requests);
+  // Wait until poll() has something to report, at most this long. Return whether it has.
+  bool wait_for_report(std::chrono::nanoseconds most);
   // Wait until nothing of a plan is under way; the next poll() reports all of it.
   void wait() { (void)transfers_.drain(); }
   bool idle() const { return running_.empty() && refused_.empty(); }

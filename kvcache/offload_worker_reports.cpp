@@ -38,6 +38,25 @@ TransferReport OffloadWorker::poll() {
   return report;
 }
 
+Status OffloadWorker::finish_loads(std::span<const std::string> requests) {
+  return try_catch([&]() -> Status {
+    std::vector<JobId> jobs;
+    for (const auto& [id, job] : running_) {
+      const auto [begin, end] = loads_of_.equal_range(job->planned.id);
+      const bool named = std::any_of(begin, end, [&](const auto& load) {
+        return std::find(requests.begin(), requests.end(), load.second) != requests.end();
+      });
+      if (named) jobs.push_back(id);
+    }
+    transfers_.wait_ended(jobs);
+    return ok();
+  });
+}
+
+bool OffloadWorker::wait_for_report(std::chrono::nanoseconds most) {
+  return !refused_.empty() || !ended_.empty() || transfers_.wait_for_result(most);
+}
+
 bool OffloadWorker::report_refused(OffloadJob& running, TransferReport& report) {
   JobResult result{.status = copied(running.refused.error())};
   const Status made = try_catch([&]() -> Status {

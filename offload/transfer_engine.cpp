@@ -163,6 +163,38 @@ JobResult TransferEngine::wait(JobId id) {
   }
 }
 
+bool TransferEngine::wait_for_result(std::chrono::nanoseconds most) {
+  const MutexLock lock(mutex_);
+  const auto any_ready = [this]() TORPOR_REQUIRES(mutex_) {
+    return std::any_of(jobs_.begin(), jobs_.end(),
+                       [](const auto& entry) { return entry.second.finished && entry.second.job.polled; });
+  };
+  const auto end = std::chrono::steady_clock::now() + most;
+  while (!any_ready()) {
+    if (!own_threads_) {
+      if (!pump_one()) return false;
+      continue;
+    }
+    const auto left = end - std::chrono::steady_clock::now();
+    if (left <= std::chrono::nanoseconds::zero()) return false;
+    ended_.wait_for(mutex_, left);
+  }
+  return true;
+}
+
+void TransferEngine::wait_ended(std::span<const JobId> jobs) {
+  const MutexLock lock(mutex_);
+  const auto open = [this](JobId id) TORPOR_REQUIRES(mutex_) {
+    const auto found = jobs_.find(id);
+    return found != jobs_.end() && !found->second.finished;
+  };
+  for (const JobId id : jobs) {
+    while (open(id)) {
+      if (own_threads_ || !pump_one()) ended_.wait(mutex_);
+    }
+  }
+}
+
 size_t TransferEngine::poll(std::vector<JobResult>& finished) {
   const MutexLock lock(mutex_);
   const auto ready = [](const auto& entry) { return entry.second.finished && entry.second.job.polled; };

@@ -17,6 +17,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <span>
@@ -67,6 +68,11 @@ class TransferEngine {
   // Append the results of finished jobs that have `polled` set. Return their number. Never blocks. Without memory it
   // appends nothing, and a later call returns them.
   size_t poll(std::vector<JobResult>& finished);
+  // Wait until poll() has a result, at most this long. Return whether it has. Without own_threads batches are moved
+  // until it has one, and nothing is waited for.
+  bool wait_for_result(std::chrono::nanoseconds most);
+  // Wait until none of these jobs is queued or under way. Their results stay for poll().
+  void wait_ended(std::span<const JobId> jobs);
   // End the chunks of the job that are not begun as kCancelled. Return true if no chunk was begun, so no byte moved.
   // The result is still to be taken with wait() or poll().
   bool cancel(JobId id);

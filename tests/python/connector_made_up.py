@@ -69,7 +69,10 @@ class Served:
     ):
         self.workers = workers or Workers()
         own = {"kv_connector": "TorporConnector", "kv_connector_module_path": "torpor.vllm.connector"}
-        own |= {"kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "1GiB"} | extra}
+        own |= {
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"host_bytes": "1GiB", "sync_load_budget_bytes": 0} | extra,
+        }
         own["kv_connector_extra_config"]["advanced"] = {"min_batch_size": 1}
         shape = replay.Shape(
             device_blocks=device_blocks, max_num_seqs=16, max_num_batched_tokens=512, world=world, window=window

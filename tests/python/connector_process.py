@@ -407,12 +407,12 @@ def new_weights(served: Served) -> dict:
 
 def main() -> None:
     mode, model, folder = sys.argv[1:4]
-    offload = {"offload": mode, "host_bytes": "64MiB"}
+    offload = {"offload": mode, "host_bytes": "64MiB", "sync_load_budget_bytes": 0}  # requests wait for their loads
     if mode == "lazy":  # and packed there
         offload |= {"host_compression": "bf16"}
         ENGINE["dtype"] = "bfloat16"
     if mode == "disk":  # host memory has fewer blocks than the device
-        offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB"}
+        offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB", "sync_load_budget_bytes": "64MiB"}
     if mode in ("eager", "lazy"):
         ENGINE["disable_log_stats"] = False
     if mode in ("eager", "lazy", "disk"):

@@ -78,7 +78,8 @@ def leave_computed(one: InProcess) -> None:
 
 
 class Checker:
-    """Compares each block, when its load is over, with what prefill wrote for the same tokens in another process."""
+    """Compares each block, when its load is over or before a step computes with it, with what prefill wrote for the
+    same tokens in another process."""
 
     def __init__(self, one: InProcess):
         import torch
@@ -117,7 +118,13 @@ class Checker:
             for request_id in self.worker._finished - before:
                 self.compare(self.loading.pop(request_id))
 
-        side.match, side.allocated, self.worker.look = matched, begun, looked
+        def begun_step(orders):
+            begin(orders)
+            for request_id in orders.within_step:
+                self.compare(self.loading.pop(request_id))
+
+        begin = self.worker.begin
+        side.match, side.allocated, self.worker.look, self.worker.begin = matched, begun, looked, begun_step
 
     def compare(self, blocks: list) -> None:
         for name, block in blocks:

@@ -287,7 +287,7 @@ def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygo
     assert after["stats"]["recovered_blocks"] > CONVERSATIONS and after["cached"][0] > cold + CONVERSATIONS * 32
     assert damage(tmp_path, every=20) > 1
     beside = serve()
-    assert beside["stats"]["onboard_damaged"] > 0 and beside["stats"]["onboard_transferred"] > 0
+    assert found_damaged(beside["stats"]) > 0 and beside["stats"]["onboard_transferred"] > 0
     assert first["tokens"] == after["tokens"] == beside["tokens"]
 
 
@@ -313,6 +313,12 @@ def test_a_request_whose_load_failed_does_not_keep_back_those_that_hold_blocks()
         let_those_with_blocks_go_first(scheduler)
         assert list(scheduler.kv_holding_waiting) == before + behind and list(scheduler.waiting) == failed + others
         assert scheduler._inflight_prefills == {loading, loaded, new, prefilling}  # vLLM keeps room for these
+
+
+def found_damaged(stats: dict) -> int:
+    """Return how many blocks were found to be damaged: by loads, and on the way into host memory for requests that
+    waited."""
+    return stats.get("onboard_damaged", 0) + stats.get("prefetch_damaged", 0)
 
 
 def damage(folder: Path, every: int) -> int:
@@ -365,7 +371,7 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     assert after["new"]["after"] == after["new"]["before"] + 1
     assert damage(tmp_path, every=108) > 5
     beside = serve(first)
-    assert beside["stats"]["onboard_damaged"] > 0
+    assert found_damaged(beside["stats"]) > 0
     assert beside["stats"]["onboard_transferred"] > 0 and beside["stats"]["recovered_blocks"] > 0
     assert beside["tokens"] == beside["again"] == before["tokens"]
     elsewhere = serve(other)

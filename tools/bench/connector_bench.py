@@ -53,7 +53,8 @@ def contestants(host_blocks: int) -> dict[str, tuple]:
     }
     if importlib.util.find_spec("torpor.vllm.connector"):
         for mode in ("eager", "lazy"):
-            own = of("TorporConnector", offload=mode, host_bytes=host_bytes)
+            # The made-up workers of all contestants tell of a load in the step after it.
+            own = of("TorporConnector", offload=mode, host_bytes=host_bytes, sync_load_budget_bytes=0)
             own["kv_connector_module_path"] = "torpor.vllm.connector"
             made[f"torpor {mode}"] = (own, partial(replay.TorporReports, host_blocks))
     return made

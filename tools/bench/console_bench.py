@@ -74,7 +74,11 @@ def _run(requests: int) -> dict:
         "kv_connector_module_path": "torpor.vllm.connector",
         "kv_role": "kv_both",
     }
-    connector["kv_connector_extra_config"] = {"offload": "eager", "host_bytes": host_blocks * replay.BLOCK_BYTES}
+    connector["kv_connector_extra_config"] = {
+        "offload": "eager",
+        "host_bytes": host_blocks * replay.BLOCK_BYTES,
+        "sync_load_budget_bytes": 0,
+    }
     with rings() as directory:
         _core.begin_events(directory, "core")
         made = replay.Replay(

@@ -45,9 +45,10 @@ class ConnectorScheduler:
         """The forward pass of this step is over."""
     def adopt(self, ranks: list) -> bytes:
         """What every rank recovered is found from now on; returns what the ranks adopt."""
-    def allocated(self, id: str, external: int, local: int | None = None, other: int = 0) -> None:
+    def allocated(self, id: str, external: int, local: int | None = None, other: int = 0) -> bool:
         """It has blocks for `external` tokens that are loaded. `local`: if vLLM counts this look-up as the
-        request's, the tokens in its own prefix cache; `other`: those that another connector loads.
+        request's, the tokens in its own prefix cache; `other`: those that another connector loads. Returns
+        whether the load ends within the step.
         """
     def apply(self, reports: list) -> None:
         """What became of plans, as the ranks say it."""
@@ -56,10 +57,15 @@ class ConnectorScheduler:
         """Steps are needed, if only empty ones."""
     def check(self) -> None:
         """For tests: raises if the index or the queue contradict themselves."""
+    def fail_step(self, step: int) -> None:
+        """What this step filled is not offered."""
     def finished(self, id: str, step: int, answered: bool) -> None:
         """Of a request that still has its blocks; `step` was the last one. `answered`: vLLM has said how many of its
         tokens were cached; then they are counted.
         """
+    @property
+    def fits_in_step(self) -> bool:
+        """Whether the load that match() found last can end within the step."""
     @property
     def held(self) -> int:
         """Blocks of the engine."""
@@ -77,6 +83,8 @@ class ConnectorScheduler:
         """
     def plan(self, flush: bool) -> typing.Any:
         """The same, without a step."""
+    def queued(self, request: object) -> None:
+        """The request waits: what only disk and remote store have of it comes into host memory meanwhile."""
     def release_all(self) -> None:
         """No block of the engine is held any more."""
     def release_host_slots(self) -> None: ...
@@ -98,6 +106,10 @@ class ConnectorScheduler:
     def step(self, step: int, scheduled: dict, flush: bool = False) -> typing.Any:
         """What this step fills is offered; returns what all ranks do next, or None."""
     def take_events(self) -> typing.Any: ...
+    def take_failed_within_step(self) -> list[tuple[str, int]]:
+        """(request, number of its first block without valid content) for each load within a step that failed."""
+    def take_loads_within_step(self) -> list[str]:
+        """Requests whose loads are in the last plan and end before the step's forward pass."""
     def take_times(self) -> dict:
         """Seconds that each batch took, by way, and each request's load (`load`), since the last call."""
     def tokens_of_load(self, id: str) -> typing.Annotated[list[int], "FixedSize(3)"]:
@@ -115,6 +127,8 @@ class ConnectorWorker:
     def __init__(self, memory: RankMemory, options: dict) -> None: ...
     def adopt(self, blocks: bytes) -> None: ...
     def close(self) -> None: ...
+    def finish_loads(self, requests: Sequence[str]) -> None:
+        """Returns when the loads of these requests have ended; poll() has what became of them."""
     def idle(self) -> bool: ...
     def open_space(self, space: int, name: str, shared: str = '') -> None:
         """Keys of this number belong to the namespace with this name from now on; in the remote store, to `shared`."""
@@ -126,6 +140,8 @@ class ConnectorWorker:
     def sync(self) -> None: ...
     def wait(self) -> None:
         """Returns when nothing of a plan is under way."""
+    def wait_for_report(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> bool:
+        """Waits until poll() has something, so long at most; returns whether it has."""
     def weights_digest(self) -> str: ...
 
 class DeliveryLog:

@@ -108,7 +108,11 @@ class TorporConnector(ConnectorBase):
             return 0, False
         match = self.scheduler.match
         tokens = call_hooks.around(call_hooks.MATCH, request.request_id, match, request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and not self.scheduler.fits_in_step()
+
+    def on_new_request(self, request) -> None:
+        if self.scheduler:
+            self.scheduler.queued(request)
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
         if self.scheduler:

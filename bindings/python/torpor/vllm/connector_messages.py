@@ -27,6 +27,8 @@ class Orders(KVConnectorMetadata):
     space: tuple[int, str, str] | None = None  # a namespace that begins: number, and the words in its names
     plan: bytes | None = None
     weights_doubted: bool = False  # before that namespace: somebody may have written them
+    within_step: list[str] = field(default_factory=list)  # requests whose loads end before the step's forward pass
+    wait_seconds: float = 0  # the step computes nothing: the most time to wait for a transfer that ends
 
 
 @dataclass

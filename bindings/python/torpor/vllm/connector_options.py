@@ -123,6 +123,17 @@ class ConnectorOptions:
             "class that does not answer within `policy_timeout_ms` is bypassed."
         ),
     )
+    sync_load_budget_bytes: int = described(
+        4 << 20,
+        BYTES,
+        "loads from host memory of together so many bytes per rank end before the forward pass of the step that plans "
+        "them; 0: none does",
+        details=(
+            "Such a load costs its request no step of its own, and the other requests of the step wait for it. Larger "
+            "loads, and those from disk or kv_store, run beside steps. It applies to models with one KV cache group "
+            "whose layers see all tokens, without async scheduling."
+        ),
+    )
     session_pin_share: float = described(
         0.5,
         NUMBER,

@@ -21,6 +21,7 @@ from torpor.vllm.policy import Policy
 logger = logging.getLogger("vllm.torpor")
 
 _MEDIUM = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+_WAIT_SECONDS = 0.002  # of a step that computes nothing: a new request waits no longer for the next one
 _WATERMARK_STEPS = 2  # lazy: blocks are looked at that many steps before vLLM evicts them
 _MOST_EVENTS = 1 << 16
 _STATS_SECONDS, _LAST_STATS_SECONDS = 1.0, 0.1
@@ -49,6 +50,9 @@ class SchedulerSide:
         if options.policy is not None:
             self.policy = Policy(options.policy, options.policy_timeout_ms / 1000)
         self.kept = False  # whatever vLLM resets
+        self.loads_within_step = False  # the scheduler takes back a request whose load within a step failed
+        self.failed: list[tuple[str, int]] = []  # such requests, and the first block of each without valid content
+        self._failed_until = 0  # the last step that computed on top of such blocks
         self.weights_doubted = False  # since the last namespace began
         self.slots = None  # who tells where requests stand (slots.py); None: nobody listens
         self.steps = 0
@@ -60,6 +64,7 @@ class SchedulerSide:
         self._word = "" if options.disk_folder is None else _core.cache_epoch(options.disk_folder)
         self.block_bytes = 0  # of all ranks
         self._capacity: dict[str, int] = {}
+        self._has_lower = False  # a tier below host memory
         self._counted: dict[str, int] = {}  # counters as they were told last
         self._told_at = 0.0
 
@@ -85,6 +90,7 @@ class SchedulerSide:
             )
         smallest = {name: min(rank.sizes[name] for rank in ranks) for name in ranks[0].sizes}
         self.block_bytes = sum(rank.sizes["block_bytes"] for rank in ranks)
+        largest_block = max(rank.sizes["block_bytes"] for rank in ranks)
         del smallest["block_bytes"]
         if smallest["host_slots"] == 0 and smallest["disk_segments"] == 0:
             logger.warning("nothing is offloaded: a rank has no room for blocks")
@@ -105,6 +111,7 @@ class SchedulerSide:
                 "min_uses": self.options.min_uses,
                 "min_prefix_tokens": self.options.min_prefix_tokens,
                 "watermark": self.watermark,
+                "sync_load_blocks": self.options.sync_load_budget_bytes // largest_block if self._loads_within() else 0,
                 "events": self.events,
                 "kv_store_wait_ms": self.options.kv_store_wait_ms,
             },
@@ -114,6 +121,7 @@ class SchedulerSide:
         if smallest["disk_segments"] > 0:
             self._adopted = self.core.adopt([rank.recovered for rank in ranks])
             self.recovered_blocks = len(self._adopted) // _RECOVERED_BYTES
+        self._has_lower = smallest["disk_segments"] > 0 or self.options.kv_store is not None
         self._capacity = {
             "host_capacity_blocks": smallest["host_slots"],
             "disk_capacity_blocks": smallest["disk_segments"] * smallest["segment_slots"],
@@ -128,7 +136,21 @@ class SchedulerSide:
             "; blocks are shared through a store" if self.options.kv_store else "",
         )
 
+    def _loads_within(self) -> bool:
+        """Return whether loads can end within a step: vLLM can be told of one that failed then."""
+        sees_all = len(self._specs) == 1 and not any(connector_groups.reach(self._specs[0]))
+        return self.loads_within_step and sees_all
+
     # --- requests ---
+
+    def queued(self, request) -> None:
+        """A request waits. If the next step does not reach it, its blocks come into host memory meanwhile."""
+        if self.core is not None and self._has_lower and not request.skip_reading_prefix_cache:
+            self.core.queued(request)
+
+    def fits_in_step(self) -> bool:
+        """Return whether the load that match() found last can end before the forward pass of the present step."""
+        return self.core is not None and self.core.fits_in_step
 
     def match(self, request, computed: int) -> int | None:
         if self.core is None or request.skip_reading_prefix_cache:
@@ -152,8 +174,8 @@ class SchedulerSide:
                 # Tokens are computed already where it comes back from its load, without another look-up.
                 if external > 0 or request.num_computed_tokens == 0:
                     local = counted.num_local_cached_tokens
-            self.core.allocated(request.request_id, external, local, other)
-            if external > 0 and self.slots is not None:
+            within_step = self.core.allocated(request.request_id, external, local, other)
+            if external > 0 and self.slots is not None and not within_step:
                 self.slots.loading(request.request_id, external // self.block_tokens)
 
     def tokens_of_load(self, request_id: str) -> list[int]:
@@ -173,15 +195,22 @@ class SchedulerSide:
 
     def step(self, scheduled: dict[str, int]) -> Orders:
         self.steps += 1
-        plan = None if self.core is None else self.core.step(self.steps, scheduled)
-        return self._orders(plan)
+        if self.core is None:
+            return self._orders(None)
+        orders = self._orders(self.core.step(self.steps, scheduled))
+        orders.within_step = self.core.take_loads_within_step()
+        if not scheduled and self.core.busy:
+            orders.wait_seconds = _WAIT_SECONDS
+        return orders
 
     def rest(self) -> Orders | None:
         """What is left to do when no step is taken any more. None: nothing is left, and nothing is under way."""
         if self.core is None or not self.core.busy:
             return None
         self.steps += 1
-        return self._orders(self.core.plan(True))
+        orders = self._orders(self.core.plan(True))
+        orders.wait_seconds = _WAIT_SECONDS
+        return orders
 
     def _orders(self, plan: bytes | None) -> Orders:
         orders = Orders(self.steps, self._adopted, self._space, plan)
@@ -193,8 +222,14 @@ class SchedulerSide:
     def reported(self, report: Report) -> None:
         if self.core is None:
             return
-        self.core.acknowledge(report.step)
         self.core.apply(report.transfers)
+        if failed := self.core.take_failed_within_step():
+            self.failed += failed
+            self._failed_until = self.steps
+        if report.step <= self._failed_until:
+            self.core.fail_step(report.step)
+        else:
+            self.core.acknowledge(report.step)
         if report.new_weights:
             self.new_weights()
 

@@ -151,6 +151,11 @@ class Metrics(KVConnectorPromMetrics):
             documentation="Sessions that made room for others in what is known of sessions.",
             labelnames=labelnames,
         )
+        self._loads_within_step = self._counter_cls(
+            name="torpor_offload_loads_within_step",
+            documentation="Loads of requests that ended before the forward pass of the step that planned them.",
+            labelnames=labelnames,
+        )
         self._gauges = {
             name: self._gauge_cls(
                 name=f"torpor_offload_{name}",
@@ -171,6 +176,8 @@ class Metrics(KVConnectorPromMetrics):
                 self._session_idle.labels(*labels).inc(more)
             elif name == "session_forgotten":
                 self._session_forgotten.labels(*labels).inc(more)
+            elif name == "loads_within_step":
+                self._loads_within_step.labels(*labels).inc(more)
             elif kind == "session":
                 self._session_blocks.labels(*labels, *what.split("_")).inc(more)
             elif kind in _WAYS and what == "bytes":

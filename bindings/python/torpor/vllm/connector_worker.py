@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from torpor import _core
-from torpor.errors import Unsupported
+from torpor.errors import NotEnoughRoom, Unsupported
 from torpor.vllm import connector_groups, worker
+from torpor.vllm.connector_failed import keep_seeds
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions, storage_options
 from torpor.vllm.fingerprint import key_space
@@ -27,6 +28,8 @@ class WorkerSide:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._within_step: set[str] = set()  # requests whose loads end within the present step
+        self._wait_seconds = 0.0
         self._memory: WorkerMemory | None = None  # of the rank
         self._space = ""  # what names of namespaces have in common
         self._weights = 0  # as often as they were new
@@ -69,9 +72,13 @@ class WorkerSide:
         core.open_space(number, name + word, name + shared_word)
 
     def begin(self, orders: Orders) -> None:
-        """A step's transfers: the blocks to be stored were written in earlier steps, those to be loaded are read in
-        later ones."""
+        """Begin a step's transfers, and end its loads within the step.
+
+        The blocks to be stored were written in earlier steps. Those to be loaded are read in later ones, except for
+        loads within the step: vLLM calls this before the forward pass where there are any.
+        """
         self._step = orders.step
+        self._wait_seconds = orders.wait_seconds
         if self.core is None:
             return
         if orders.adopted is not None:
@@ -82,15 +89,36 @@ class WorkerSide:
             self._open_space(self.core, *orders.space)
         if orders.plan is not None:
             self.core.run(orders.plan)
+        if orders.within_step:
+            self._within_step.update(orders.within_step)
+            self.core.finish_loads(orders.within_step)
+            self._take()
+            if self._within_step:  # nothing is known of their blocks, and the step would compute with them
+                raise NotEnoughRoom(
+                    f"there is no memory to end loads within a step: {', '.join(sorted(self._within_step))}",
+                    "free host memory and start the engine again",
+                )
+            if self._bad_blocks and (mine := worker.of_this_process()) is not None:
+                keep_seeds(mine.model_runner, self._bad_blocks)
 
     def look(self) -> None:
+        """Take what has ended. In a step that computes nothing, wait for a transfer that ends first."""
         if self.core is None:
             return
+        if self._wait_seconds > 0:
+            self.core.wait_for_report(self._wait_seconds)
+        self._take()
+
+    def _take(self) -> None:
+        assert self.core is not None
         transfers, finished = self.core.poll()
         if transfers is not None:
             self._transfers.append(transfers)
-        self._finished |= finished.keys()
         for request_id, bad_blocks in finished.items():
+            if request_id in self._within_step:  # it computes already
+                self._within_step.discard(request_id)
+            else:
+                self._finished.add(request_id)
             if bad_blocks and self._whole_loads:
                 self._failed.add(request_id)
             else:

@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 from torpor.vllm import call_hooks, grammar, plugin
-from torpor.vllm.connector_sleep import let_those_with_blocks_go_first
+from torpor.vllm.connector_failed import take_back_failed
+from torpor.vllm.connector_sleep import let_those_with_blocks_go_first, side_of
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.named_mixins import NamedMixins, resolved
 from torpor.vllm.recorded_inputs import RecordedInputs
@@ -47,6 +48,8 @@ class SchedulerMixin(Stock):
             call_hooks.register_named(self.vllm_config)
             Slots.of(self)  # it can be looked at, and stopped, before its first step
             self.torpor_inputs = RecordedInputs.of(self)
+        if (side := side_of(self)) is not None:
+            side.loads_within_step = not self.scheduler_config.async_scheduling
 
     def has_requests(self) -> bool:
         if self.torpor_collects:
@@ -84,6 +87,13 @@ class SchedulerMixin(Stock):
         if request.num_computed_tokens == 0 and not call_hooks.admits(request.request_id):
             return False
         return not self.torpor_slots or self.torpor_slots.may_admit(request)
+
+    def update_from_output(self, *args, **kwargs):
+        """Take the outputs of a step. Requests whose load failed within it begin again."""
+        outputs = super().update_from_output(*args, **kwargs)
+        if (side := side_of(self)) is not None and side.failed:
+            take_back_failed(self, side)
+        return outputs
 
     def _preempt_request(self, request, *args, **kwargs) -> None:
         """Preempt a request. One that has to go for want of blocks keeps its KV in host memory, where that is on."""

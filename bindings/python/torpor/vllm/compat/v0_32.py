@@ -1571,6 +1571,7 @@ CONNECTOR = (
                     "set_xfer_handshake_metadata_pp_aware": "self, metadata",
                     "get_num_new_matched_tokens": "self, request, num_computed_tokens",
                     "get_external_cache_hit_sources": "self, request, num_external_tokens",
+                    "on_new_request": "self, request",
                     "update_state_after_alloc": "self, request, blocks, num_external_tokens",
                     "build_connector_meta": "self, scheduler_output",
                     "update_connector_output": "self, connector_output",
@@ -1627,7 +1628,10 @@ CONNECTOR = (
         ),
     ),
     Module("vllm.v1.core.kv_cache_utils", functions={"maybe_convert_block_hash": "hash_bytes"}),
-    Module("vllm.v1.core.kv_cache_manager", classes=(Class("KVCacheManager", calls={"reset_prefix_cache": "self"}),)),
+    Module(
+        "vllm.v1.core.kv_cache_manager",
+        classes=(Class("KVCacheManager", calls={"reset_prefix_cache": "self", "evict_blocks": "self, block_ids"}),),
+    ),
     Module(
         "vllm.v1.kv_cache_interface",
         names=("FullAttentionSpec",),
@@ -1644,11 +1648,16 @@ CONNECTOR = (
                 calls={
                     "update_from_output": "self, scheduler_output, model_runner_output",
                     "_handle_blocked_waiting_request": "self, request",
+                    "_preempt_request": "self, request, timestamp, drop_stale_output=False",
                 },
+                fields="prev_step_scheduled_req_ids running",
             ),
         ),
     ),
-    Module("vllm.v1.core.sched.output", classes=(Class("SchedulerOutput", calls={"make_empty": "cls"}),)),
+    Module(
+        "vllm.v1.core.sched.output",
+        classes=(Class("SchedulerOutput", calls={"make_empty": "cls"}, fields="has_sync_kv_loads"),),
+    ),
     Module(
         "vllm.v1.outputs",
         classes=(
