@@ -59,6 +59,7 @@ BENCHES = {
     "offloading": "tools/bench/offloading_bench.py",
     "weights_load": "tools/bench/weights_load_bench.py",
     "connector": "tools/bench/connector_bench.py",
+    "within_step": "tools/bench/within_step_bench.py",
     "rl": "tools/bench/rl_bench.py",
     "trl": "tools/bench/trl_bench.py",
     "verl": "tools/bench/verl_bench.py",
