@@ -74,12 +74,6 @@ class SchedulerMixin(Stock):
             self.torpor_inputs.look()
         return ended
 
-    def update_from_output(self, *args, **kwargs):
-        outputs = super().update_from_output(*args, **kwargs)
-        if self.torpor_inputs is not None:
-            self.torpor_inputs.look()
-        return outputs
-
     def _handle_blocked_waiting_request(self, request) -> bool:
         """Say whether vLLM may admit this request in the present step: not one that a breakpoint holds."""
         if not super()._handle_blocked_waiting_request(request):
@@ -93,6 +87,8 @@ class SchedulerMixin(Stock):
         outputs = super().update_from_output(*args, **kwargs)
         if (side := side_of(self)) is not None and side.failed:
             take_back_failed(self, side)
+        if self.torpor_inputs is not None:
+            self.torpor_inputs.look()
         return outputs
 
     def _preempt_request(self, request, *args, **kwargs) -> None:
