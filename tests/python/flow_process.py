@@ -136,6 +136,7 @@ def loads(served: Served, rings: str) -> dict:
         result["cancelled"] = load.cancel()
         result["computed"] = list(served.answers().values())
         result["end"] = load.wait(0)
+        engine.resume()  # the stop holds later loads, too
         served.one.core.scheduler.reset_prefix_cache()
         result["again"] = served.round(texts)
     return result

@@ -24,6 +24,7 @@ KNOWN = {
     # Commands, run by their names.
     ("vllm/serve.py", "take_options", "sys.exit"),
     ("vllm/serve.py", "", "sys.exit"),
+    ("vllm/replay.py", "", "sys.exit"),
     ("console/__main__.py", "", "sys.exit"),
 }
 

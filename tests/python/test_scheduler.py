@@ -135,6 +135,7 @@ class Stepping:
 
     def __init__(self, connector):
         self.connector, self.requests = connector, {}
+        self.scheduler_config = SimpleNamespace(async_scheduling=False)
         self.torpor_slots = False
 
     def schedule(self):
@@ -147,8 +148,8 @@ class Stepping:
 def test_only_beside_torpors_connector_are_requests_moved(monkeypatch, name, moved):
     seen = []
     monkeypatch.setattr(scheduler, "let_those_with_blocks_go_first", seen.append)
-    of_admit = {"admissions": object()} if name == "TorporAdmit" else {}
-    one = scheduler.over(Stepping)(name and type(name, (), of_admit)())
+    sides = {"TorporConnector": {"scheduler": SimpleNamespace()}, "TorporAdmit": {"admissions": object()}}
+    one = scheduler.over(Stepping)(name and type(name, (), sides.get(name, {}))())
     one.schedule()
     assert seen == ([one] if moved else []) and one.torpor_steps == 1
 
@@ -163,7 +164,7 @@ def test_a_connector_of_somebodys_own_is_not_taken_for_vllms_multi_connector(mon
 
 
 def test_torpors_connector_is_found_inside_vllms_multi_connector():
-    ours = type("TorporConnector", (), {"scheduler": object()})()
+    ours = type("TorporConnector", (), {"scheduler": SimpleNamespace()})()
     multi = SimpleNamespace(sub_connectors=[object(), ours])
     assert connector_sleep.side_of(scheduler.over(Stepping)(multi)) is ours.scheduler
 

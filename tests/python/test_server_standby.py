@@ -81,10 +81,16 @@ def until_state(server, condition) -> dict:
 
 def processes_of(server) -> dict[str, list[int]]:
     """Return the processes that a fault can hit, by the name of a fault."""
-    family = descendants(server.pid)
-    core = [pid for pid in family if "EngineCore" in command_of(pid)]
-    worker = [pid for pid in family if "Worker" in command_of(pid)]
-    assert core and worker
+    deadline = time.monotonic() + SECONDS
+    while True:
+        commands = {pid: command_of(pid) for pid in descendants(server.pid)}
+        core, worker = (
+            [pid for pid, command in commands.items() if word in command] for word in ("EngineCore", "Worker")
+        )
+        if core and worker:
+            break
+        assert server.running() and time.monotonic() < deadline, (commands, server.end_of_log())
+        time.sleep(0.02)
     return {"front end": [server.pid], "engine core": core, "worker": worker, "all": [server.pid, *core, *worker]}
 
 
@@ -184,7 +190,7 @@ async def hit(
             await until(lambda: sum(len(reading.text) for reading in readings) >= characters, SECONDS)
 
         await until_read(at[0])
-        processes = processes_of(pair.owner)
+        processes = await asyncio.to_thread(processes_of, pair.owner)
         if fault.full_disk:  # no file grows any more, as on a disk that is full
             for pid in processes["all"]:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))

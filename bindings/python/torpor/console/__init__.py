@@ -141,7 +141,7 @@ class Engine:
             return answer["result"]
 
     def call_within(self, seconds: float, method: str, **params) -> dict:
-        """As call(); the answer may take so many seconds more."""
+        """As call(), of this method with these parameters; the answer may take so many seconds more."""
         usual = self._socket.gettimeout()
         self._socket.settimeout(None if usual is None else usual + seconds)
         try:

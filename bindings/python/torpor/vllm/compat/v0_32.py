@@ -213,6 +213,10 @@ ENGINE = (
                 "FinishReason",
                 members="ERROR",
             ),
+            Class(
+                "EngineCoreRequestType",
+                members="WAKEUP",
+            ),
         ),
     ),
     Module(
