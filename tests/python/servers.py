@@ -39,7 +39,9 @@ def make_server(
     environment: dict[str, str] | None = None,
 ) -> Server:
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    own = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1", "PYTHONPATH": path} | (environment or {})
+    own = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    # As users have it, whatever engines of the test process have: core and worker in processes of their own.
+    own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | (environment or {})
     return ForkedServer(model, directory, ["--dtype", dtype, *options], own, keys=(ALICE, BOB), name=name)
 
 
