@@ -27,6 +27,7 @@ PRESERVING = {"gpu_preserve_state": True}
 
 @pytest.fixture
 def on_cuda(monkeypatch):
+    import vllm.model_executor.model_loader  # noqa: F401, before the platform is another: on CUDA it wants kernels
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
