@@ -104,23 +104,6 @@ TEST_P(OffloadSchedulerTest, ACandidateThatNeverWasIsNotFoundAndALoadThatIsCance
   EXPECT_TRUE(rig.scheduler->finished(again));
 }
 
-TEST_P(OffloadSchedulerTest, AResetEndsALoadThatWaitsThroughTheRanks) {
-  OffloadRig& rig = this->rig();
-  rig.compute(0, 10);
-  (void)rig.offer({1}, {0});
-  rig.drain();
-  const uint32_t request = rig.scheduler->begin_request("r");
-  ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({1}), 0), 1);
-  const TransferHandle load = rig.scheduler->allocated(request, std::array{5});
-  ASSERT_SUCCEEDS(rig.scheduler->reset());
-  EXPECT_TRUE(rig.scheduler->take_loads().empty());  // the request waits for the ranks
-  rig.drain();
-  EXPECT_EQ(load.count(BlockOutcome::kCancelled), 1u);
-  const std::vector<EndedLoad> ended = rig.scheduler->take_loads();
-  ASSERT_EQ(ended.size(), 1u);
-  EXPECT_EQ(ended[0].good_blocks, 0);
-}
-
 // A user's policy: it keeps the blocks whose key it knows, or has no answer.
 class KnownKeys final : public BlockPolicy {
  public:

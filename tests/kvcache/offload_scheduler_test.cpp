@@ -2,6 +2,7 @@
 // The scheduler with workers in one process, step by step; every byte is compared.
 #include "kvcache/offload_scheduler.h"
 
+#include <array>
 #include <functional>
 #include <thread>
 
@@ -233,19 +234,25 @@ TEST_P(OffloadSchedulerTest, S7AResetOpensAnotherSpaceAtOnceAndNothingOfBeforeIs
 
 TEST_P(OffloadSchedulerTest, S7ALoadOfBeforeAResetBringsNothing) {
   OffloadRig& rig = this->rig();
-  rig.compute(0, 10);
-  (void)rig.offer({1}, {0});
-  rig.drain();
-  const uint32_t request = rig.scheduler->begin_request("r");
-  ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({1}), 0), 1);
-  const std::vector<int32_t> blocks{5};
-  (void)rig.scheduler->allocated(request, blocks);
-  ASSERT_TRUE(rig.send());
-  ASSERT_SUCCEEDS(rig.scheduler->reset());
-  rig.drain();
-  const std::vector<EndedLoad> ended = rig.scheduler->take_loads();
-  ASSERT_EQ(ended.size(), 1u);
-  EXPECT_EQ(ended[0].good_blocks, 0);
+  for (const bool under_way : {true, false}) {
+    rig.compute(0, 10);
+    (void)rig.offer({1}, {0});
+    rig.drain();
+    const uint32_t request = rig.scheduler->begin_request("r");
+    ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({1}), 0), 1);
+    const TransferHandle load = rig.scheduler->allocated(request, std::array{5});
+    if (under_way) {
+      ASSERT_TRUE(rig.send());
+    }
+    ASSERT_SUCCEEDS(rig.scheduler->reset());
+    EXPECT_TRUE(rig.scheduler->take_loads().empty());  // the request waits for the ranks
+    rig.drain();
+    EXPECT_EQ(load.count(BlockOutcome::kCancelled), under_way ? 0u : 1u);
+    const std::vector<EndedLoad> ended = rig.scheduler->take_loads();
+    ASSERT_EQ(ended.size(), 1u);
+    EXPECT_EQ(ended[0].good_blocks, 0);
+    EXPECT_TRUE(rig.scheduler->finished(request));
+  }
 }
 
 TEST_P(OffloadSchedulerTest, S8WhatHasNoStampIsNoCandidate) {

@@ -22,6 +22,8 @@ import time
 from importlib.metadata import distribution
 from pathlib import Path
 
+from bench_options import count
+
 WANTED = 0.02
 CONTESTANTS = ("vLLM alone", "torpor", "torpor, wakes")
 STAGES = ("interpreter", "imports", "engine", "wake", "first token")
@@ -147,7 +149,7 @@ def show(result: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
     parser.add_argument("--json", action="store_true")
     for name, kind in (("contestant", str), ("dir", Path), ("torpor", Path), ("began", float)):

@@ -33,6 +33,8 @@ os.environ |= {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLIN
 import connector_replay as replay
 import connector_serve
 
+from bench_options import count
+
 SIMPLE, OFFLOADING = "SimpleCPUOffloadConnector", "OffloadingConnector"
 BASELINE = {"torpor eager": "Simple eager", "torpor lazy": "Simple lazy"}
 HOST_SIZES = (10_000, 100_000, 1_000_000)
@@ -186,17 +188,17 @@ def show_memory(memory: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="requests from this file instead of made ones")
-    parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--device-blocks", type=int, default=5_000)
-    parser.add_argument("--host-blocks", type=int, default=20_000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=count, default=400)
+    parser.add_argument("--device-blocks", type=count, default=5_000)
+    parser.add_argument("--host-blocks", type=count, default=20_000)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--only", nargs="*", help="contestants, by name")
     parser.add_argument("--serve", action="store_true")
-    parser.add_argument("--serve-tokens", type=int, default=1024, help="of a prompt")
-    parser.add_argument("--serve-at-once", type=int, default=8)
-    parser.add_argument("--serve-rounds", type=int, default=5)
+    parser.add_argument("--serve-tokens", type=count, default=1024, help="of a prompt")
+    parser.add_argument("--serve-at-once", type=count, default=8)
+    parser.add_argument("--serve-rounds", type=count, default=5)
     parser.add_argument("--packed", action="store_true", help="blocks packed in host memory, beside plain ones")
     parser.add_argument("--hooks", action="store_true", help="show each hook")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

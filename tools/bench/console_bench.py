@@ -31,6 +31,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+from bench_options import count
+
 ROOT = Path(__file__).parents[2]
 BINARY = ROOT / "build/release/tools/torpor/torpor"
 EVENTS_A_SECOND, BURSTS_A_SECOND = 5_000, 100
@@ -260,8 +262,8 @@ def attached(directory: str, recording: Path):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=300, help="of the scheduler's trace")
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--requests", type=count, default=300, help="of the scheduler's trace")
     parser.add_argument("--seconds", type=float, default=4, help="of each window of tokens")
     parser.add_argument("--only", choices=("slots", "readers", "tokens"), help="one of the three")
     parser.add_argument("--tell", nargs=2, help=argparse.SUPPRESS)

@@ -33,6 +33,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from engine_process import best_dtype
 
+from bench_options import count
+
 STREAMS = 16
 EVERY_SECONDS = 5.0
 CHECKPOINTS = 3  # in a window
@@ -191,14 +193,14 @@ async def play(options: argparse.Namespace) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
     parser.add_argument("--directory", type=Path, help="of the checkpoints; by default that of temporary files")
     parser.add_argument("--full", action="store_true", help="checkpoints that link nothing, of long prompts")
-    parser.add_argument("--streams", type=int, help=f"at once: {STREAMS}, of --full {FULL_STREAMS}")
-    parser.add_argument("--prompt-tokens", type=int, help=f"of each: {PROMPT_TOKENS}, of --full {FULL_PROMPT_TOKENS}")
+    parser.add_argument("--streams", type=count, help=f"at once: {STREAMS}, of --full {FULL_STREAMS}")
+    parser.add_argument("--prompt-tokens", type=count, help=f"of each: {PROMPT_TOKENS}, of --full {FULL_PROMPT_TOKENS}")
     parser.add_argument(
-        "--block-tokens", type=int, default=BLOCK_TOKENS, help="of a KV block; vLLM on the CPU takes multiples of 32"
+        "--block-tokens", type=count, default=BLOCK_TOKENS, help="of a KV block; vLLM on the CPU takes multiples of 32"
     )
     parser.add_argument("--compression", default="none", help="of checkpoints: bf16")
     parser.add_argument("--json", action="store_true")

@@ -24,6 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench_options import count
+
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -144,7 +146,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--to", choices=("host", "disk"), default="host")
     parser.add_argument("--times", type=float, default=2, help="bytes of cached KV, of the weights'")
     parser.add_argument("--cpu-linear", choices=("plain", "packed"), default="plain")

@@ -15,6 +15,8 @@ import time
 
 import torch
 
+from bench_options import count
+
 MODELS = {"135M": (30, 3 * 64 * 2 * 2), "70B": (80, 8 * 128 * 2 * 2)}  # layers; bytes of a token in a layer, bfloat16
 
 
@@ -55,8 +57,8 @@ def row(model: str, tokens: int, layer_outermost: bool, wanted: int, rounds: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=count, default=256)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [

@@ -25,6 +25,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from bench_options import count
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools/demo"))
 
@@ -199,10 +201,10 @@ def measure(rounds: int, blocks: int, block_bytes: int, threads: int, only: str 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/dev bench offloading", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--blocks", type=int, default=96)
-    parser.add_argument("--block-bytes", type=int, default=2 << 20)
-    parser.add_argument("--threads", type=int, default=4, help="that store; torpor has one more, which only loads")
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--blocks", type=count, default=96)
+    parser.add_argument("--block-bytes", type=count, default=2 << 20)
+    parser.add_argument("--threads", type=count, default=4, help="that store; torpor has one more, which only loads")
     parser.add_argument("--only", choices=("disk", "s3"))
     parser.add_argument("--folder", type=Path, help="where files are made; the system's temporary folder otherwise")
     parser.add_argument("--json", action="store_true")

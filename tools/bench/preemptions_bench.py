@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from sessions_bench import MADE_UP, Copies
+from bench_options import count, counts
 
 OUTPUT = 8  # tokens before the preemption
 
@@ -114,16 +115,15 @@ class Engine:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="250,500,1000,2000,4000", help="of prompts, in tokens")
-    parser.add_argument("--turns", type=int, default=5, help="of each way at each length; the median counts")
+    parser.add_argument("--lengths", type=counts, default="250,500,1000,2000,4000", help="of prompts, in tokens")
+    parser.add_argument("--turns", type=count, default=5, help="of each way at each length; the median counts")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", type=Path, help="a folder with a model; default: one that is made up")
     options = parser.parse_args(arguments)
-    lengths = [int(each) for each in options.lengths.split(",")]
     with tempfile.TemporaryDirectory() as directory:
-        engine = Engine(options.model, Path(directory), max(lengths))
-        copies = Copies(engine.kv_bytes(max(lengths) + OUTPUT))
-        rows = [measured(engine, copies, length, options.turns) for length in lengths]
+        engine = Engine(options.model, Path(directory), max(options.lengths))
+        copies = Copies(engine.kv_bytes(max(options.lengths) + OUTPUT))
+        rows = [measured(engine, copies, length, options.turns) for length in options.lengths]
     if options.json:
         print(json.dumps({"cores": os.cpu_count(), "turns": options.turns, "rows": rows}))
         return 0

@@ -28,6 +28,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from bench_options import count
+
 BENCHES = Path(__file__).parents[2] / "build/release/tools/bench"
 BLOCK = 16
 HASH_BYTES = 32
@@ -167,10 +169,10 @@ def scheduler(running: int, waiting: int, rounds: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--mib", type=count, default=512)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--dir", type=Path, default=Path("build/bench"), help="where the files go; they are removed")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()

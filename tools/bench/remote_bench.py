@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench_options import count, counts
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools/demo"))
 
@@ -84,10 +86,12 @@ def show_blocks(result: dict) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/dev bench remote", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--blocks", type=int, default=96)
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--blocks", type=count, default=96)
     parser.add_argument("--engines", action="store_true", help="real engines: steps, first tokens, a pushed checkpoint")
-    parser.add_argument("--lengths", default="512,2048,7936,16000,32000", help="of prompts, in tokens; of --engines")
+    parser.add_argument(
+        "--lengths", type=counts, default="512,2048,7936,16000,32000", help="of prompts, in tokens; of --engines"
+    )
     parser.add_argument("--only", choices=("steps", "first_token", "wake"), help="one part of --engines")
     parser.add_argument("--mooncake", action="store_true", help="a Mooncake store instead, beside its own client")
     parser.add_argument("--json", action="store_true")
@@ -95,7 +99,7 @@ def main() -> int:
     if options.engines:
         import remote_engines
 
-        model, lengths = os.environ["TORPOR_TEST_MODEL"], [int(each) for each in options.lengths.split(",")]
+        model, lengths = os.environ["TORPOR_TEST_MODEL"], options.lengths
         with tempfile.TemporaryDirectory() as folder:
             parts = {
                 "steps": lambda: remote_engines.steps(model, Path(folder), options.rounds),

@@ -28,6 +28,8 @@ from torpor.vllm.scheduler_values import unstarted_request
 from torpor.vllm.server import recorder as server_recorder
 from torpor.vllm.values import sampling_to_value
 
+from bench_options import count
+
 STEPS, PROMPT, WANTED = 20, 500, 0.5
 
 
@@ -131,7 +133,7 @@ def measure(count: int, on_disk: bool, rounds: int, folder: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

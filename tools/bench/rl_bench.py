@@ -27,6 +27,8 @@ import sys
 import time
 from pathlib import Path
 
+from bench_options import count
+
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 ARMS = ("torpor", "resubmit", "keep", "awake")
@@ -185,13 +187,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--prompt-words", type=int, default=150)
-    parser.add_argument("--tokens", type=int, default=48, help="of a rollout, at most; at least half of it")
+    parser.add_argument("--groups", type=count, default=2)
+    parser.add_argument("--group-size", type=count, default=4)
+    parser.add_argument("--prompt-words", type=count, default=150)
+    parser.add_argument("--tokens", type=count, default=48, help="of a rollout, at most; at least half of it")
     parser.add_argument("--after", type=int, default=20, help="steps before the pause")
     parser.add_argument("--pause", type=float, default=0.2, help="seconds of training")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     result = measure(options)

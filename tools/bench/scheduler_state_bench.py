@@ -20,6 +20,8 @@ from array import array
 
 from torpor import EngineCheckpoint
 
+from bench_options import count
+
 BLOCK = 16
 HASH_BYTES = 36
 
@@ -147,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=count, default=11)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     result = {"running": options.running, "waiting": options.waiting} | measure(

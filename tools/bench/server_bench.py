@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from engine_process import best_dtype
 from serving import Client, Reading, Server
 
+from bench_options import count
+
 STREAMS = (1, 8, 32)
 LOAD = 16
 WINDOW_SECONDS = 11.0  # two checkpoints
@@ -171,7 +173,7 @@ async def play(options: argparse.Namespace) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

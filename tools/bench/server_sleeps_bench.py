@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from engine_process import best_dtype
 from serving import Client, Reading, Server, folder_for_logs
 
+from bench_options import count
+
 STREAMS = 8
 PROMPT = "Count up from {}. " + "One, two, three, four, five, six, seven, eight, nine, ten. " * 30
 ANSWER_TOKENS = 1200
@@ -135,7 +137,7 @@ async def play(options: argparse.Namespace, folder: Path) -> dict[str, dict[str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one-process", action="store_true", help=argparse.SUPPRESS)

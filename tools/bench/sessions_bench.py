@@ -25,6 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench_options import count
+
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -256,11 +258,11 @@ def measure(options: argparse.Namespace, directory: Path) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hibernations", type=int, default=20)
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--hibernations", type=count, default=20)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--model", type=Path, help="a folder with a real one")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of requests that return")
+    parser.add_argument("--lengths", type=count, nargs="+", default=LENGTHS, help="tokens of requests that return")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.rounds < 1 or options.hibernations < 1 or not all(64 <= length <= 8000 for length in options.lengths):

@@ -22,6 +22,8 @@ import time
 from importlib.metadata import distribution
 from pathlib import Path
 
+from bench_options import count
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 WANTED = 0.1
 
@@ -62,7 +64,7 @@ def seconds_of(with_torpor: bool, torpor: Path) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--pairs", type=count, default=9)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torpor = Path(distribution("torpor").locate_file(""))

@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from engine_process import best_dtype
 from serving import Client, Reading, Server, folder_for_logs
 
+from bench_options import count
+
 KINDS = ("apart", "swap")
 PIECE = 8 << 20
 
@@ -128,7 +130,7 @@ async def play(options: argparse.Namespace, folder: Path) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--pause", type=float, default=1.0, help="seconds of serving between two exchanges")
     parser.add_argument(
         "--cpu-linear", choices=("plain", "packed"), default="plain", help="packed: they are packed again after a wake"

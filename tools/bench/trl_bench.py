@@ -17,19 +17,21 @@ although it had before. Tokens that differ: of complete rollouts, from the right
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+import rollouts
+
 ARMS = ("recompute", "keep", "resend", "plain")
 WORDS = "the model reads a question about numbers and answers step by step until it has found what was asked".split()
+ENVIRONMENT = {
+    "TORPOR_ENABLED": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_USE_AOT_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1",
+}  # fmt: skip
 
 
 def in_float32(model: Path, folder: Path) -> Path:
@@ -44,6 +46,7 @@ def in_float32(model: Path, folder: Path) -> Path:
 
 def play(options) -> dict:
     """One arm, in this process."""
+    (arm,) = options.arms
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -143,17 +146,15 @@ def play(options) -> dict:
                 self.generating += time.perf_counter() - began
 
     config = {
-        "output_dir": options.folder, "max_steps": options.steps, "per_device_train_batch_size": size,
+        "output_dir": str(options.folder), "max_steps": options.steps, "per_device_train_batch_size": size,
         "num_generations": size, "max_completion_length": tokens, "use_vllm": True, "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": True, "vllm_max_model_length": 1024, "use_cpu": True, "bf16": False,
         "learning_rate": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
         "gradient_checkpointing": False, "seed": 1, "model_init_kwargs": {"dtype": "float32"},
         "generation_kwargs": {"ignore_eos": True},
     }  # fmt: skip
-    kind = {"recompute": Seeded, "keep": Seeded, "resend": Resend, "plain": Plain}[options.arm]
-    more = (
-        {} if kind is Plain else {"extra_groups": options.extra, "kv": "keep" if options.arm == "keep" else "recompute"}
-    )
+    kind = {"recompute": Seeded, "keep": Seeded, "resend": Resend, "plain": Plain}[arm]
+    more = {} if kind is Plain else {"extra_groups": options.extra, "kv": "keep" if arm == "keep" else "recompute"}
     trainer = kind(
         options.model, reward_funcs=reward, args=GRPOConfig(**config),
         train_dataset=Dataset.from_dict({"prompt": prompts}), **more,
@@ -176,7 +177,7 @@ def play(options) -> dict:
     scheduler.schedule = schedule
     began = time.perf_counter()
     trainer.train()
-    result = {"arm": options.arm, "seconds": time.perf_counter() - began, "generation_seconds": trainer.generating}
+    result = {"arm": arm, "seconds": time.perf_counter() - began, "generation_seconds": trainer.generating}
     result |= {"computed": counts["computed"], "computed_twice": counts["twice"]}
     if kind is Plain:
         return result | {"rollouts": options.steps * size, "half_done": 0, "tokens": None, "differing": None}
@@ -228,68 +229,23 @@ def in_one_go(trainer, asked: dict[str, tuple[list[int], int]]) -> dict[str, lis
 
 
 def measure(options) -> dict:
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from devtool import trainers
-
-    python, rows = trainers.environment("trl"), []
-    environment = os.environ | {
-        "TORPOR_ENABLED": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_USE_AOT_COMPILE": "0", "TORCHDYNAMO_DISABLE": "1",
-    }  # fmt: skip
+    settings = {name: getattr(options, name) for name in rollouts.SETTINGS}
+    rows = []
     with tempfile.TemporaryDirectory(prefix="torpor-trl-") as folder:
         model = in_float32(options.model, Path(folder) / "model")
-        words = [f"--{name}={getattr(options, name.replace('-', '_'))}"
-                 for name in ("steps", "group-size", "extra", "tokens", "prompt-words")]  # fmt: skip
         for arm in options.arms:
-            command = [python, __file__, *words, f"--model={model}", f"--folder={folder}/{arm}", f"--arm={arm}"]
-            done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=900)
-            told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if done.returncode != 0 or not told:
-                raise SystemExit(f"error: {arm}: {(done.stdout + done.stderr)[-3000:]}")
-            rows.append(json.loads(told[0].removeprefix("RESULT ")))
-    return {
-        "bench": "trl", "model": options.model.name, "steps": options.steps, "group_size": options.group_size,
-        "extra_groups": options.extra, "tokens": options.tokens, "prompt_words": options.prompt_words, "rows": rows,
-    }  # fmt: skip
-
-
-def show(result: dict) -> None:
-    print(
-        f"{result['model']}, float32; {result['steps']} steps of one group of {result['group_size']} rollouts of "
-        f"{result['tokens'] // 3} to {result['tokens']} tokens; {result['extra_groups']} groups are begun ahead"
-    )
-    print(
-        f"{'':11}{'train()':>10}{'generation':>12}{'half-done':>11}{'computed':>10}{'twice':>8}{'differ':>8}{'of':>7}"
-    )
-    for row in result["rows"]:
-        differ, tokens = ("—" if row[name] is None else row[name] for name in ("differing", "tokens"))
-        print(
-            f"{row['arm']:11}{row['seconds']:>8.1f} s{row['generation_seconds']:>10.1f} s{row['half_done']:>11}"
-            f"{row['computed']:>10,}{row['computed_twice']:>8,}{differ:>8}{tokens:>7}"
-        )
+            places = {"model": model, "folder": f"{folder}/{arm}", "arms": arm}
+            rows.append(rollouts.run(__file__, "trl", settings | places, ENVIRONMENT))
+    return {"bench": "trl", "model": options.model.name, **settings, "rows": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--extra", type=int, default=2, help="groups that are begun ahead")
-    parser.add_argument("--tokens", type=int, default=48, help="of a rollout, at most; at least a third of it")
-    parser.add_argument("--prompt-words", type=int, default=100)
-    parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS))
-    parser.add_argument("--arm", help=argparse.SUPPRESS)  # of this process
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
-    if unknown := set(options.arms) - set(ARMS):
-        parser.error(f"there is no arm {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
-    if options.arm:
+    options = rollouts.parser_of(__doc__, ARMS).parse_args()
+    if options.folder:
         options.model = str(options.model)
-        print("RESULT " + json.dumps(play(options)), flush=True)
-        os._exit(0)  # vLLM's libraries complain at the end of an interpreter
+        rollouts.give(play(options))
     result = measure(options)
-    print(json.dumps(result)) if options.json else show(result)
+    print(json.dumps(result)) if options.json else rollouts.show(result, "train()")
 
 
 if __name__ == "__main__":

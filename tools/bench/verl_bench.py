@@ -18,7 +18,6 @@ although it had before. Tokens that differ: of complete rollouts, from the right
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -27,6 +26,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import rollouts
+
+from bench_options import count
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1] / "tests/python"  # the platform of verl without an accelerator
@@ -184,59 +187,22 @@ def play(options) -> list[dict]:
 
 
 def measure(options) -> dict:
-    sys.path.append(str(HERE.parent))
-    from devtool import trainers
-
-    names = ("steps", "group-size", "extra", "tokens", "prompt-words", "prompt-tokens", "learning-rate")
-    words = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]
+    settings = {name: getattr(options, name) for name in (*rollouts.SETTINGS, "prompt_tokens", "learning_rate")}
     with tempfile.TemporaryDirectory(prefix="torpor-verl-") as folder:
-        command = [trainers.environment("verl"), __file__, *words, f"--model={options.model}", f"--folder={folder}"]
-        command.append(f"--arms={','.join(options.arms)}")
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode != 0 or not told:
-        raise SystemExit(f"error: {(done.stdout + done.stderr)[-6000:]}")
-    return {
-        "bench": "verl", "model": options.model.name,
-        **{name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in names},
-        "rows": json.loads(told[0].removeprefix("RESULT ")),
-    }  # fmt: skip
-
-
-def show(result: dict) -> None:
-    print(
-        f"{result['model']}, float32; {result['steps']} steps of one group of {result['group_size']} rollouts of "
-        f"{result['tokens'] // 3} to {result['tokens']} tokens; {result['extra']} groups are begun ahead"
-    )
-    print(f"{'':11}{'steps':>10}{'generation':>12}{'half-done':>11}{'computed':>10}{'twice':>8}{'differ':>8}{'of':>7}")
-    for row in result["rows"]:
-        print(
-            f"{row['arm']:11}{row['seconds']:>8.1f} s{row['generation_seconds']:>10.1f} s{row['half_done']:>11}"
-            f"{row['computed']:>10,}{row['computed_twice']:>8,}{row['differing']:>8}{row['tokens']:>7}"
-        )
+        places = {"model": options.model, "folder": folder, "arms": ",".join(options.arms)}
+        rows = rollouts.run(__file__, "verl", settings | places)
+    return {"bench": "verl", "model": options.model.name, **settings, "rows": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--extra", type=int, default=2, help="groups that are begun ahead")
-    parser.add_argument("--tokens", type=int, default=48, help="of a rollout, at most; at least a third of it")
-    parser.add_argument("--prompt-words", type=int, default=100)
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="a prompt has no more")
+    parser = rollouts.parser_of(__doc__, ARMS)
+    parser.add_argument("--prompt-tokens", type=count, default=512, help="a prompt has no more")
     parser.add_argument("--learning-rate", type=float, default=0, help="else most tokens differ from the first model's")
-    parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS))
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of this process, in verl's environment
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    if unknown := set(options.arms) - set(ARMS):
-        parser.error(f"there is no arm {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
     if options.folder:
-        print("RESULT " + json.dumps(play(options)), flush=True)
-        os._exit(0)  # vLLM's libraries complain at the end of an interpreter
+        rollouts.give(play(options))
     result = measure(options)
-    print(json.dumps(result)) if options.json else show(result)
+    print(json.dumps(result)) if options.json else rollouts.show(result, "steps")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from connector_serve import Engine
 
+from bench_options import count, counts
+
 WAYS = {
     "within": {"sync_load_budget_bytes": "1GiB"},
     "beside": {"sync_load_budget_bytes": 0},
@@ -107,16 +109,13 @@ def show(result: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.environ.get("TORPOR_TEST_MODEL"))
-    parser.add_argument("--tokens", default="64,256,1024", help="lengths of prompts")
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tokens", type=counts, default="64,256,1024", help="lengths of prompts")
+    parser.add_argument("--streams", type=count, default=4)
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    lengths = [int(each) for each in arguments.tokens.split(",")]
-    result = measure(arguments.model, lengths, arguments.streams, arguments.rounds)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result))
-    show(result)
+    result = measure(arguments.model, arguments.tokens, arguments.streams, arguments.rounds)
+    print(json.dumps(result)) if arguments.json else show(result)
 
 
 if __name__ == "__main__":
