@@ -54,13 +54,13 @@ class ControlServerTest : public testing::Test {
     for (const ReferenceOutput& output : outputs) streams[output.id].push_back(output.token);
   }
   Streams expected() {
-    auto twin = value_of(ReferenceEngine::create(value_of(make_host_device()), linux_file_system(), system_clock(),
-                                                 {.num_blocks = 64, .transfers_have_threads = false}));
-    std::swap(twin, engine_);
+    auto reference = value_of(ReferenceEngine::create(value_of(make_host_device()), linux_file_system(), system_clock(),
+                                                      {.num_blocks = 64, .transfers_have_threads = false}));
+    std::swap(reference, engine_);
     add_requests();
-    std::swap(twin, engine_);
+    std::swap(reference, engine_);
     Streams streams;
-    while (!twin->idle()) take(streams, twin->step());
+    while (!reference->idle()) take(streams, reference->step());
     return streams;
   }
   bool waits_for_end_of_stop(std::chrono::seconds most) const {

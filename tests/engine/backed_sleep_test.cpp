@@ -320,10 +320,10 @@ INSTANTIATE_TEST_SUITE_P(Ranks, BackedSleep,
                                            BackedBy{.ranks = 2, .codec = Codec::kBf16}));
 
 TEST_P(BackedSleep, OnlyTheTailIsCopiedAndEveryTokenIsTheSame) {
-  Engine twin = make();
+  Engine reference = make();
   Engine engine = make();
-  for (Engine* const each : {&twin, &engine}) add(*each, "a");
-  for (Engine* const each : {&twin, &engine}) each->step(9);
+  for (Engine* const each : {&reference, &engine}) add(*each, "a");
+  for (Engine* const each : {&reference, &engine}) each->step(9);
   engine.offload();
   const int64_t full = engine.slots();
   ASSERT_GE(full, 5);
@@ -335,17 +335,17 @@ TEST_P(BackedSleep, OnlyTheTailIsCopiedAndEveryTokenIsTheSame) {
   EXPECT_EQ(sleep(engine), blocks(3, full));
   wake(engine);
   while (!engine.engine->idle()) engine.step();
-  while (!twin.engine->idle()) twin.step();
+  while (!reference.engine->idle()) reference.step();
   EXPECT_EQ(engine.tokens["a"].size(), static_cast<size_t>(kTokens));
-  EXPECT_EQ(engine.tokens, twin.tokens);
+  EXPECT_EQ(engine.tokens, reference.tokens);
 }
 
 // The store has the key of each block, and other bytes.
 TEST_P(BackedSleep, S1WhatWasComputedAgainIsCopiedThoughItsKeyIsThere) {
-  Engine twin = make(/*loads=*/false);
+  Engine reference = make(/*loads=*/false);
   Engine engine = make(/*loads=*/false);
   int64_t first = 0;
-  for (Engine* const each : {&twin, &engine}) {
+  for (Engine* const each : {&reference, &engine}) {
     add(*each, "a");
     each->step(25);
     each->offload();
@@ -361,8 +361,8 @@ TEST_P(BackedSleep, S1WhatWasComputedAgainIsCopiedThoughItsKeyIsThere) {
   EXPECT_EQ(sleep(engine), blocks(of_prompt + 1, engine.slots() - first));
   wake(engine);
   while (!engine.engine->idle()) engine.step();
-  while (!twin.engine->idle()) twin.step();
-  EXPECT_EQ(engine.tokens, twin.tokens);
+  while (!reference.engine->idle()) reference.step();
+  EXPECT_EQ(engine.tokens, reference.tokens);
 }
 
 // While the engine sleeps its slots stay; afterwards, or where the sleep is undone, they are anybody's.
@@ -401,9 +401,9 @@ TEST_P(BackedSleep, S3SlotsAreKeptForAsLongAsTheSleepLasts) {
 }
 
 TEST_P(BackedSleep, S10WhereverTheDeviceFailsItIsAllOrNothing) {
-  Engine twin = make();
-  add(twin, "a");
-  while (!twin.engine->idle()) twin.step();
+  Engine reference = make();
+  add(reference, "a");
+  while (!reference.engine->idle()) reference.step();
   int undone = 0;
   for (uint64_t n = 1;; ++n) {
     SCOPED_TRACE(n);
@@ -425,7 +425,7 @@ TEST_P(BackedSleep, S10WhereverTheDeviceFailsItIsAllOrNothing) {
     EXPECT_EQ(sleep(engine), blocks(1, full));
     wake(engine);
     while (!engine.engine->idle()) engine.step();
-    EXPECT_EQ(engine.tokens, twin.tokens);
+    EXPECT_EQ(engine.tokens, reference.tokens);
     if (!fired) break;
   }
   EXPECT_GT(undone, 1);

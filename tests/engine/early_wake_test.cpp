@@ -81,10 +81,10 @@ class EarlyWake : public ::testing::TestWithParam<EarlyVariant> {
     add(engine, "a", 100), add(engine, "b", 200), add(engine, "c", 300), add(engine, "d", 400);
     engine.step(6);
   }
-  static std::map<std::string, std::vector<int32_t>> expected(Engine twin) {
-    begin(twin);
-    twin.run();
-    return twin.tokens;
+  static std::map<std::string, std::vector<int32_t>> expected(Engine reference) {
+    begin(reference);
+    reference.run();
+    return reference.tokens;
   }
   SleepReport sleep(Engine& engine) const {
     return value_of(engine.controller->sleep({.preserve_state = true, .to_disk = GetParam().to_disk}));
@@ -251,8 +251,8 @@ TEST_P(EarlyWake, S9LateBlocksAreNeitherReadNorEvicted) {
   ReferenceOptions small = options();
   small.num_blocks = 14;
   Engine engine = make(small);
-  Engine twin = make(small);
-  for (Engine* const each : {&engine, &twin}) {
+  Engine reference = make(small);
+  for (Engine* const each : {&engine, &reference}) {
     add(*each, "a", 100, 6, 26);  // eight blocks in the end
     add(*each, "old", 500, 17, 1);
     each->step(4);
@@ -261,7 +261,7 @@ TEST_P(EarlyWake, S9LateBlocksAreNeitherReadNorEvicted) {
   (void)sleep(engine);
   const SleepReport woken = wake_early(engine);
   EXPECT_EQ(woken.deferred_blocks, 4);  // of "old", which is over
-  for (Engine* const each : {&engine, &twin}) {
+  for (Engine* const each : {&engine, &reference}) {
     add(*each, "new", 500, 17, 2);    // finds what "old" has computed
     add(*each, "large", 900, 30, 1);  // wants the room of all that is cached
   }
@@ -274,8 +274,8 @@ TEST_P(EarlyWake, S9LateBlocksAreNeitherReadNorEvicted) {
   engine.step();
   EXPECT_EQ(engine.engine->counts().hit_tokens, 16);
   engine.run();
-  twin.run();
-  EXPECT_EQ(engine.tokens, twin.tokens);
+  reference.run();
+  EXPECT_EQ(engine.tokens, reference.tokens);
 }
 
 TEST_P(EarlyWake, I7WhereverTheDeviceFailsTheWakeIsUndoneOrWhatCameLateIsComputedAgain) {

@@ -22,15 +22,15 @@ TEST_P(SleepControllerTest, NewWeightsMakeOldKvStaleAndItIsRecomputed) {
   slept.engine.load_weights(2);
   ASSERT_SUCCEEDS(slept.controller.wake_up({.tags = {"kv_cache"}, .old_kv = OldKv::kRecompute}));
   slept.engine.run();
-  // The oracle: the new weights, given the tokens so far as they are.
+  // Expected: the tokens of the new weights, given the tokens so far as they are.
   other.weights_seed = 2;
-  TestEngine oracle(linux_file_system(), other);
+  TestEngine reference(linux_file_system(), other);
   std::vector<int32_t> prompt = {1, 2, 3};
   prompt.insert(prompt.end(), before.at("a").begin(), before.at("a").end());
-  oracle.add("a", prompt, 6);
-  oracle.run();
+  reference.add("a", prompt, 6);
+  reference.run();
   std::vector<int32_t> expected_tokens = before.at("a");
-  expected_tokens.insert(expected_tokens.end(), oracle.tokens().at("a").begin(), oracle.tokens().at("a").end());
+  expected_tokens.insert(expected_tokens.end(), reference.tokens().at("a").begin(), reference.tokens().at("a").end());
   EXPECT_EQ(slept.engine.tokens().at("a"), expected_tokens);
 }
 
@@ -62,12 +62,12 @@ TEST_P(SleepControllerTest, NewRequestsNeverFindKvOfOldWeightsThatRunningOnesKee
       slept.engine.run();
       TestEngineOptions other = options();
       other.weights_seed = 2;
-      TestEngine oracle(linux_file_system(), other);
-      oracle.add("same", prompt, 3);
-      oracle.add("longer", longer, 3);
-      oracle.run();
-      EXPECT_EQ(slept.engine.tokens().at("same"), oracle.tokens().at("same"));
-      EXPECT_EQ(slept.engine.tokens().at("longer"), oracle.tokens().at("longer"));
+      TestEngine reference(linux_file_system(), other);
+      reference.add("same", prompt, 3);
+      reference.add("longer", longer, 3);
+      reference.run();
+      EXPECT_EQ(slept.engine.tokens().at("same"), reference.tokens().at("same"));
+      EXPECT_EQ(slept.engine.tokens().at("longer"), reference.tokens().at("longer"));
     }
   }
 }
@@ -113,12 +113,12 @@ TEST_P(SleepControllerTest, NewWeightsMayEndTheRequests) {
     EXPECT_EQ(slept.engine.tokens().at("a").size(), 4U);
     TestEngineOptions other = options();
     other.weights_seed = 2;
-    TestEngine oracle(linux_file_system(), other);
-    for (TestEngine* engine : {&slept.engine, &oracle}) {
+    TestEngine reference(linux_file_system(), other);
+    for (TestEngine* engine : {&slept.engine, &reference}) {
       engine->add("b", prompt, 3);
       engine->run();
     }
-    EXPECT_EQ(slept.engine.tokens().at("b"), oracle.tokens().at("b"));
+    EXPECT_EQ(slept.engine.tokens().at("b"), reference.tokens().at("b"));
   }
 }
 
@@ -235,10 +235,10 @@ TEST_P(SleepControllerTest, WithoutRequestsTheEngineRunsAtOnceAndWhatIsMissingIs
       slept.engine.run();
       TestEngineOptions other = options();
       other.weights_seed = 2;
-      TestEngine oracle(linux_file_system(), other);
-      add_late_request(oracle);
-      oracle.run();
-      EXPECT_EQ(slept.engine.tokens(), oracle.tokens());
+      TestEngine reference(linux_file_system(), other);
+      add_late_request(reference);
+      reference.run();
+      EXPECT_EQ(slept.engine.tokens(), reference.tokens());
     }
   }
 }

@@ -74,11 +74,11 @@ TEST_F(WeightUpdate, NewRequestsFindKvOfOldWeightsInNoTierAndRunningOnesGoOn) {
     add(*engine, "longer", longer, 4);
     run(*engine);
 
-    const auto oracle = make(2);
-    add(*oracle, "same", prompt, 4);
-    add(*oracle, "longer", longer, 4);
-    run(*oracle);
-    for (const char* id : {"same", "longer"}) EXPECT_EQ(tokens_[engine.get()][id], tokens_[oracle.get()][id]) << id;
+    const auto reference = make(2);
+    add(*reference, "same", prompt, 4);
+    add(*reference, "longer", longer, 4);
+    run(*reference);
+    for (const char* id : {"same", "longer"}) EXPECT_EQ(tokens_[engine.get()][id], tokens_[reference.get()][id]) << id;
     EXPECT_EQ(kept.size(), 30U);
     EXPECT_EQ(kept, tokens_[engine.get()]["kept too"]);
   }
@@ -114,8 +114,8 @@ TEST_F(WeightUpdate, AfterARestartKvOfOtherWeightsIsNotFoundOnDisk) {
       }
       tokens_.clear();
       const auto engine = make(next, directory);
-      const auto oracle = make(next);
-      EXPECT_EQ(answer(*engine, "again"), answer(*oracle, "again"));
+      const auto reference = make(next);
+      EXPECT_EQ(answer(*engine, "again"), answer(*reference, "again"));
       // What was stored before the change is good for those weights, what came after it has no name.
       EXPECT_EQ(engine->counts().onboarded_tokens > 0, next == 1);
     }

@@ -389,24 +389,24 @@ TEST(BlockPool, ASnapshotPutsAnUnusedPoolIntoTheSameState) {
     auto filling = value_of(pool->allocate(2));
     const int32_t first = filling[0].id(), second = filling[1].id();
 
-    const auto twin = make(24);
-    BlockPool::Handles handles = value_of(twin->restore(pool->snapshot()));
-    ASSERT_SUCCEEDS(twin->check());
-    EXPECT_EQ(twin->free_order(), pool->free_order());
+    const auto other = make(24);
+    BlockPool::Handles handles = value_of(other->restore(pool->snapshot()));
+    ASSERT_SUCCEEDS(other->check());
+    EXPECT_EQ(other->free_order(), pool->free_order());
     EXPECT_EQ(handles.owned.size(), 2u);
     EXPECT_TRUE(handles.owned.contains(first) && handles.owned.contains(second));
     for (const BlockRef& block : kept) EXPECT_EQ(handles.shared.at(block.id()).identity(), block.identity());
     for (int32_t token = 0; token < 40; ++token) {
       const BlockIdentity identity{.tokens = tokens_of(token)};
       const auto here = pool->match({&identity, 1});
-      const auto there = twin->match({&identity, 1});
+      const auto there = other->match({&identity, 1});
       ASSERT_EQ(here.size(), there.size());
       if (!here.empty()) {
         EXPECT_EQ(here[0].id(), there[0].id());
       }
     }
-    EXPECT_EQ(twin->free_order(), pool->free_order());
-    EXPECT_FAILS(twin->restore(pool->snapshot()), Code::kFailedPrecondition, "in use");
+    EXPECT_EQ(other->free_order(), pool->free_order());
+    EXPECT_FAILS(other->restore(pool->snapshot()), Code::kFailedPrecondition, "in use");
   }
 }
 
@@ -432,9 +432,9 @@ TEST(BlockPool, ASnapshotThatContradictsItselfIsRefused) {
     registered(*pool, 1);
     BlockPoolSnapshot snapshot = pool->snapshot();
     change(snapshot);
-    const auto twin = make(4);
-    auto restored = twin->restore(snapshot);
-    EXPECT_EQ(twin->info().free, 4);
+    const auto other = make(4);
+    auto restored = other->restore(snapshot);
+    EXPECT_EQ(other->info().free, 4);
     return restored;
   };
   EXPECT_FAILS(with([](auto& s) { s.registered[0].id = 4; }), Code::kCorruption, "block 4 of 4");

@@ -42,7 +42,7 @@ def lie_in_regions(runner) -> bool:
 
 
 def paused(one: InProcess, steps: int) -> dict:
-    """The oracle: it stood still at the same step, and nothing was moved."""
+    """Return the reference run: it paused at the same step, and nothing was moved."""
     answers = one.begin(steps, NAMES)
     one.llm.sleep(level=0)
     answers |= one.stopped()
@@ -51,47 +51,47 @@ def paused(one: InProcess, steps: int) -> dict:
 
 
 def slept(one: InProcess, to: str, steps: int) -> list[str]:
-    twin = paused(one, steps)
+    reference = paused(one, steps)
     answers = one.begin(steps, NAMES)
     report = one.llm.sleep(level=1, preserve_state=True, to=to)
     answers |= one.stopped()
     one.llm.wake_up()
-    found = [] if one.finish(answers) == twin else [f"{to} at {steps}"]
+    found = [] if one.finish(answers) == reference else [f"{to} at {steps}"]
     if to == "disk":
         one.llm.reset_prefix_cache()
         one.llm.wake_up(from_checkpoint=report.checkpoint)
-        found += [] if one.finish(answers) == twin else [f"checkpoint at {steps}"]
+        found += [] if one.finish(answers) == reference else [f"checkpoint at {steps}"]
     return found
 
 
 def woken_by_tags(one: InProcess, steps: int) -> list[str]:
     """As trainers wake it: the weights, then the KV cache. What else a GPU has (runtime and so on) nobody names."""
-    twin = paused(one, steps)
+    reference = paused(one, steps)
     answers = one.begin(steps, NAMES)
     one.llm.sleep(level=1, preserve_state=True)
     answers |= one.stopped()
     one.llm.wake_up(tags=["weights"])
     found = [] if one.llm.is_sleeping() else [f"awake without a KV cache at {steps}"]
     one.llm.wake_up(tags=["kv_cache"])
-    return found if one.finish(answers) == twin else [*found, f"by tags at {steps}"]
+    return found if one.finish(answers) == reference else [*found, f"by tags at {steps}"]
 
 
 def reloaded(one: InProcess, steps: int) -> list[str]:
     """Weights are dropped; what vLLM allocates with them and requests write into is not."""
-    twin = paused(one, steps)
+    reference = paused(one, steps)
     answers = one.begin(steps, NAMES)
     one.llm.sleep(level=2, preserve_state=True, weights="reload")
     answers |= one.stopped()
     one.llm.wake_up()
     one.llm.collective_rpc("reload_weights")
     one.llm.wake_up(kv="keep")
-    return [] if one.finish(answers) == twin else [f"reloaded at {steps}"]
+    return [] if one.finish(answers) == reference else [f"reloaded at {steps}"]
 
 
 def kept_parameters(one: InProcess, steps: int) -> list[str]:
     """vLLM's sleep_preserve_parameter_names: what it names is there after a sleep without weights. So is what has no
     name; buffers that were loaded with new weights stay."""
-    twin = paused(one, steps)
+    reference = paused(one, steps)
     model = one.runner.model
     answers = one.begin(steps, NAMES)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -109,7 +109,7 @@ def kept_parameters(one: InProcess, steps: int) -> list[str]:
     model.torpor_test_unnamed.fill_(3)  # as a loader would
     one.llm.wake_up(kv="keep")
     found += [] if model.torpor_test_unnamed.eq(3).all() else [f"what was loaded at {steps}"]
-    return found if one.finish(answers) == twin else [*found, f"kept parameters at {steps}"]
+    return found if one.finish(answers) == reference else [*found, f"kept parameters at {steps}"]
 
 
 def given_back() -> dict:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine whose model lies in two stages of a pipeline, each in a process of its own.
 
-`sleep`: sleeps at some steps, to host, to disk and restored by the same process. Prints what differed from the twin
-that only stood still at that step, the twins' answers, and where the last checkpoint of each step lies.
+`sleep`: sleeps at some steps, to host, to disk and restored by the same process. Prints what differed from the
+reference run, which only paused at that step; the answers of the reference runs; and where the last checkpoint of each
+step lies.
 `wake`: a new process wakes such checkpoints. Prints their answers.
 """
 
@@ -52,14 +53,14 @@ def begin(one: InProcess, steps: int, names=None) -> dict:
 
 def sleep(model: Path, directory: Path, sleep_at: list[int]) -> dict:
     one = make(model, directory)
-    result = {"differing": [], "in_flight": [], "twins": [], "delivered": [], "paths": [], "recomputed": 0}
+    result = {"differing": [], "in_flight": [], "references": [], "delivered": [], "paths": [], "recomputed": 0}
     for steps in sleep_at:
         answers = begin(one, steps)
         result["in_flight"].append(len(one.core.batch_queue))
         one.llm.sleep(level=0)
         answers |= one.stopped()
         one.llm.wake_up()
-        twin = one.finish(answers)
+        reference = one.finish(answers)
         for to in ("host", "disk"):
             answers = begin(one, steps)
             report = one.llm.sleep(level=1, preserve_state=True, to=to)
@@ -67,20 +68,20 @@ def sleep(model: Path, directory: Path, sleep_at: list[int]) -> dict:
             answers |= one.stopped()
             one.core.collective_rpc(seed)  # whatever else runs in these processes meanwhile
             one.llm.wake_up()
-            if one.finish(answers) != twin:
+            if one.finish(answers) != reference:
                 result["differing"].append([steps, to])
             result["recomputed"] += one.llm.torpor.state().recomputed_tokens
         one.llm.reset_prefix_cache()
         one.llm.wake_up(from_checkpoint=report.checkpoint)
-        if one.finish(answers) != twin:
+        if one.finish(answers) != reference:
             result["differing"].append([steps, "checkpoint"])
-        result["twins"].append(twin)
+        result["references"].append(reference)
         result["delivered"].append(answers)
         result["paths"].append(report.checkpoint)
     one.llm.sleep(level=2)
     one.llm.wake_up()
     one.llm.collective_rpc("reload_weights")
-    result["reloaded"] = one.finish(begin(one, 0, ["greedy"])) == {"greedy": result["twins"][0]["greedy"]}
+    result["reloaded"] = one.finish(begin(one, 0, ["greedy"])) == {"greedy": result["references"][0]["greedy"]}
     result["taken_over"] = take_over(one, 9, 9)
     result["early"] = [cached(one, early) for early in (False, True)]
     return result
@@ -114,7 +115,7 @@ def take_over(one: InProcess, steps: int, more: int) -> dict:
 
     begin(one, steps, TAKEN_OVER)
     one.llm.checkpoint()
-    twin = one.finish({})
+    reference = one.finish({})
     recorder = Recorder(one.engine.output_processor, _core.DeliveryLog({"engine": {}}), False)
     begin(one, steps, TAKEN_OVER)
     path = one.llm.checkpoint().checkpoint
@@ -132,7 +133,7 @@ def take_over(one: InProcess, steps: int, more: int) -> dict:
     outputs.restore(one.engine.output_processor, report["outputs"], with_queues=False)
     one.llm.torpor.call("end_hold", {"keep": True})
     answers = one.finish({})
-    return {name: answers[name][1][0][1] == twin[name][1][0][1] for name in TAKEN_OVER}
+    return {name: answers[name][1][0][1] == reference[name][1][0][1] for name in TAKEN_OVER}
 
 
 def wake(model: Path, directory: Path, paths: list[str]) -> list:

@@ -282,7 +282,7 @@ def test_children_without_a_seed_draw_each_for_itself(one, leaves):
 
 
 def test_blocks_of_equal_tokens_are_not_the_parents(one):
-    """A twin has the same key, and is what a look-up in the prefix cache finds first."""
+    """Another block has the same key, and a look-up in the prefix cache finds it first."""
     expected = one.expected
     answers = one.begin(9, ["prefix-a"])
     settled(one)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only vLLM's default GPU path has, on the rig: batches in flight, slots, seeds; and what shows that they matter.
 
-The oracle of a run that stood still once is its twin that did nothing else: a drain lets the scheduler see finished
+The reference of a run that paused once is a run that did nothing else: a drain lets the scheduler see finished
 requests a step earlier than a run that never stops, and on a GPU other batches may round otherwise.
 """
 
@@ -50,8 +50,8 @@ def test_torpor_has_its_memory_of_a_gpu(one):
 
 @pytest.mark.core
 @pytest.mark.parametrize("steps", [*(pytest.param(steps, marks=pytest.mark.long) for steps in (2, 15, 17)), 16])
-def test_a_sleep_with_a_batch_in_flight_is_its_paused_twin(one, steps):
-    twin = paused(one, steps)
+def test_a_sleep_with_a_batch_in_flight_equals_a_pause(one, steps):
+    reference = paused(one, steps)
     answers = one.begin(steps)
     assert len(one.core.batch_queue) == 1
     made = {request_id: request.num_output_tokens for request_id, request in one.core.scheduler.requests.items()}
@@ -65,7 +65,7 @@ def test_a_sleep_with_a_batch_in_flight_is_its_paused_twin(one, steps):
     run(one.engine)
     one.llm.reset_prefix_cache()
     assert one.llm.wake_up(from_checkpoint=path)
-    assert one.finish(answers) == twin
+    assert one.finish(answers) == reference
     assert one.llm.torpor.state().recomputed_tokens == 0
 
 
@@ -104,9 +104,9 @@ def test_requests_that_were_preempted_with_a_batch_in_flight_sleep(one):
             one.llm.wake_up(from_checkpoint=report.checkpoint)
         return one.finish(answers)
 
-    twin = preempted(None)
-    assert preempted("host") == twin and preempted("disk") == twin
-    assert twin["greedy"] == one.expected["greedy"]
+    reference = preempted(None)
+    assert preempted("host") == reference and preempted("disk") == reference
+    assert reference["greedy"] == one.expected["greedy"]
 
 
 def test_a_request_that_is_aborted_with_its_batch_in_flight_is_gone(one):
@@ -260,5 +260,5 @@ def test_control_a_lost_state_of_numpy_changes_requests_that_have_not_begun(one)
         return one.finish(answers)["late"]
 
     preserved = {"level": 1, "preserve_state": True}
-    twin = late({"level": 0}, None, None)
-    assert late(preserved, 99, None) == twin != late(preserved, 99, 98)
+    reference = late({"level": 0}, None, None)
+    assert late(preserved, 99, None) == reference != late(preserved, 99, 98)

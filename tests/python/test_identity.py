@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle: an uninterrupted run. After any kind of sleep at any step, every answer is the same to the last digit."""
+"""After any kind of sleep at any step, every answer equals that of an uninterrupted run to the last digit."""
 
 from array import array
 

@@ -265,7 +265,7 @@ def test_new_weights_loaded_while_the_kv_sleeps_go_on_from_the_tokens_so_far(one
             so_far = half_done[name][1][0][1]
             tokens = finished[name][1][0][1]
             assert len(so_far) >= 10 and tokens[: len(so_far)] == so_far
-            # The oracle: the new weights, given prompt and tokens so far, with no cache.
+            # Expected: what the new weights answer to prompt and tokens so far, with no cache.
             one.llm.reset_prefix_cache()
             rest = params.clone()
             rest.max_tokens = params.max_tokens - len(so_far)

@@ -37,6 +37,6 @@ def test_two_stages_sleep_and_a_new_process_goes_on(zygote, tiny_model, tmp_path
     )
     assert max(early["in_flight"]) == DEPTH - 1
     woken = process("wake", slept["paths"])
-    for twin, delivered, result in zip(slept["twins"], slept["delivered"], woken, strict=True):
-        assert final(delivered | result["answers"]) == twin
+    for reference, delivered, result in zip(slept["references"], slept["delivered"], woken, strict=True):
+        assert final(delivered | result["answers"]) == reference
         assert result["failed"] == [] and result["recomputed"] == 0

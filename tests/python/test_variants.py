@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other options of the engine and of torpor: the same oracle."""
+"""Other options of the engine and of torpor, beside the same reference run."""
 
 import json
 from pathlib import Path

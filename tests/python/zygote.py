@@ -8,14 +8,14 @@
 The zygote has one thread and has made nothing but imports (prepared.py): no engine, no event loop, no memory of torpor.
 A process that it forks gets its own environment, directory, files and arguments, and runs its script as `__main__`.
 Where such a process starts further ones with multiprocessing's "spawn", as vLLM does for engine cores and workers,
-those are forked too, from a twin of the zygote that stays beside it; multiprocessing hands them their work as to a new
-interpreter.
+those are forked too, from a sibling of the zygote that stays beside it; multiprocessing hands them their work as to a
+new interpreter.
 
 A forked process becomes a child of the one that asked for it: the zygote forks twice, and who asks is a subreaper
 (prctl(2)) and so inherits the orphan. It can be waited for and killed like any child.
 
-A lane of tests ("-m pytest …") can be forked too: it has vLLM from its start, and shared() is its twin. What is spawned
-in it is a real new interpreter, but within Zygote.spawning().
+A lane of tests ("-m pytest …") can be forked too: it has vLLM from its start, and shared() is its sibling. What is
+spawned in it is a real new interpreter, but within Zygote.spawning().
 
 What an interpreter reads once, at its start, is the zygote's: the module path (what PYTHONPATH has more of comes before
 it), the hash seed, and the variables of ENVIRONMENT that libraries look at when they are loaded.
@@ -54,7 +54,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 FORKED = "TORPOR_TEST_FORKED"  # the variable
-_TWIN = "TORPOR_TEST_TWIN"  # in a forked lane: the file descriptor on which its twin takes orders
+_SIBLING = "TORPOR_TEST_SIBLING"  # in a forked lane: the file descriptor on which its sibling takes orders
 
 _LOGGING_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL")  # by which vLLM set up its logger when it was imported
 
@@ -107,14 +107,14 @@ class Zygote:
         python: Path | str = sys.executable,
         env: dict | None = None,
         *,
-        twin: int | None = None,
+        sibling: int | None = None,
         with_torpor: bool = False,
     ):
         """`with_torpor`: it has imported torpor too. Not where processes have one of their own."""
         _adopt_orphans()
         self._process: subprocess.Popen | None = None
-        if twin is not None:
-            self._orders = socket.socket(fileno=twin)
+        if sibling is not None:
+            self._orders = socket.socket(fileno=sibling)
             return
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -166,8 +166,8 @@ class Zygote:
 @functools.cache
 def shared() -> Zygote:
     """One for all tests of this process; ends with it."""
-    twin = os.environ.pop(_TWIN, None)
-    return Zygote(env=os.environ | ENVIRONMENT, with_torpor=True) if twin is None else Zygote(twin=int(twin))
+    sibling = os.environ.pop(_SIBLING, None)
+    return Zygote(env=os.environ | ENVIRONMENT, with_torpor=True) if sibling is None else Zygote(sibling=int(sibling))
 
 
 # --- both sides ---
@@ -283,7 +283,7 @@ def _become(order: dict) -> None:
     sys.stdout.reconfigure(line_buffering=True)
     _adopt_orphans()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:  # the twin; what its sibling was given is not for those that it forks
+    if os.fork() == 0:  # the sibling; what this lane was given is not for those that it forks
         mine.close()
         for fd in order["fds"]:
             if fd > 2:
@@ -294,7 +294,7 @@ def _become(order: dict) -> None:
         _run(order["words"])
     theirs.close()
     if order["words"][:2] == ["-m", "pytest"]:
-        os.environ[_TWIN] = str(mine.detach())
+        os.environ[_SIBLING] = str(mine.detach())
     else:
         _fork_what_is_spawned(mine)
     if FORKED in order["env"]:

@@ -57,8 +57,9 @@ class World {
   void make_clients() {
     ReferenceOptions roomy = engine_options(seed_);
     roomy.num_blocks = 4000, roomy.token_budget = 1000, roomy.max_running = 100;
-    const auto twin = must(
-        ReferenceEngine::create(must(make_host_device(), "device"), linux_file_system(), clock_, roomy), "the twin");
+    const auto reference =
+        must(ReferenceEngine::create(must(make_host_device(), "device"), linux_file_system(), clock_, roomy),
+             "the reference engine");
     for (int number = 0; number < requests_; ++number) {
       Client client;
       client.asked.id = fmt::format("r{}", number);
@@ -67,12 +68,12 @@ class World {
       client.asked.max_tokens = static_cast<int32_t>(dice_.between(1, 12));
       client.asked.sampling = dice_.one_of({Sampling::kGreedy, Sampling::kSeeded});
       client.asked.seed = dice_.between(0, 1000);
-      must(twin->add(client.asked), "a request of the twin");
+      must(reference->add(client.asked), "a request of the reference engine");
       clients_.emplace(client.asked.id, std::move(client));
       order_.push_back(fmt::format("r{}", number));
     }
-    while (!twin->idle()) {
-      for (const ReferenceOutput& output : twin->step()) clients_.at(output.id).expected.push_back(output.token);
+    while (!reference->idle()) {
+      for (const ReferenceOutput& output : reference->step()) clients_.at(output.id).expected.push_back(output.token);
     }
   }
 
@@ -96,7 +97,7 @@ class World {
       result_.tokens += static_cast<int64_t>(part.tokens.size());
       const bool begins = client.received.size() <= client.expected.size() &&
                           std::equal(client.received.begin(), client.received.end(), client.expected.begin());
-      if (!begins) throw Failed{fmt::format("{} was given other tokens than the twin", *id)};
+      if (!begins) throw Failed{fmt::format("{} was given other tokens than the reference run", *id)};
       if (part.state == AnswerState::kRunning) {
         ++id;
         continue;
@@ -113,7 +114,7 @@ class World {
   void made(const std::string& id, uint32_t at, int32_t token) {
     const std::vector<int32_t>& expected = clients_.at(id).expected;
     if (at >= expected.size() || expected[at] != token)
-      throw Failed{fmt::format("token {} of {} is {}, not the twin's", at, id, token)};
+      throw Failed{fmt::format("token {} of {} is {}, not the reference run's", at, id, token)};
   }
 
   void submit(const std::string& id) { server_->submit(clients_.at(id).asked, arrivals_++); }

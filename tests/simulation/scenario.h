@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scenario: everything that happens in one run, drawn from its seed: options, requests, sleeps, faults. Twin: the
-// reference run, with the same requests and no disturbance.
+// Scenario: everything that happens in one run, drawn from its seed: options, requests, sleeps, faults. ReferenceRun:
+// the tokens of the same requests without any disturbance.
 #pragma once
 
 #include <algorithm>
@@ -170,20 +170,21 @@ inline void must(const Status& status, std::string_view doing) {
 using Streams = std::map<std::string, std::vector<int32_t>>;
 
 // The tokens of the reference run; for exact scenarios also the output of each step.
-struct Twin {
+struct ReferenceRun {
   Streams streams;
   std::vector<std::vector<std::pair<std::string, int32_t>>> steps;
 };
 
-inline Twin run_twin(const Scenario& scenario) {
+inline ReferenceRun run_reference(const Scenario& scenario) {
   ManualClock clock;
   ReferenceOptions options = scenario.options;
   options.tiers = {};
   if (!scenario.exact) options.num_blocks = 1000;  // more than enough
   std::vector<std::unique_ptr<DeviceMemory>> devices;
   for (int rank = 0; rank < scenario.ranks; ++rank) devices.push_back(must(make_host_device(), "device"));
-  const auto engine = must(ReferenceEngine::create(std::move(devices), linux_file_system(), clock, options), "twin");
-  Twin twin;
+  const auto engine =
+      must(ReferenceEngine::create(std::move(devices), linux_file_system(), clock, options), "the reference run");
+  ReferenceRun reference;
   for (int step = 0; step < 10'000; ++step) {
     bool more = !engine->idle();
     for (const Arrival& arrival : scenario.arrivals) {
@@ -195,14 +196,14 @@ inline Twin run_twin(const Scenario& scenario) {
         if (at == step) engine->abort(id);
       }
     }
-    if (!more) return twin;
-    auto& outputs = twin.steps.emplace_back();
+    if (!more) return reference;
+    auto& outputs = reference.steps.emplace_back();
     for (const ReferenceOutput& output : engine->step()) {
-      twin.streams[output.id].push_back(output.token);
+      reference.streams[output.id].push_back(output.token);
       outputs.emplace_back(output.id, output.token);
     }
   }
-  throw Failed{"the twin does not come to an end"};
+  throw Failed{"the reference run does not come to an end"};
 }
 
 }  // namespace torpor::test

@@ -18,7 +18,8 @@
 int main(int argc, char** argv) {
   using namespace torpor;
   CLI::App app{
-      "Simulates engines that sleep, wake, offload and fail, one seed each, against twins to which nothing happens."};
+      "Simulates engines that sleep, wake, offload and fail, one seed each, against reference runs in which nothing "
+      "happens."};
   uint64_t seeds = 1000;
   uint64_t first = 0;
   bool tell = false;

@@ -26,9 +26,10 @@ namespace {
 
 class Run {
  public:
-  Run(uint64_t seed, Scenario scenario, Twin twin, Dice& dice, std::string directory, bool tell, SourceEvents* recorded)
+  Run(uint64_t seed, Scenario scenario, ReferenceRun reference, Dice& dice, std::string directory, bool tell,
+      SourceEvents* recorded)
       : scenario_(std::move(scenario)),
-        twin_(std::move(twin)),
+        reference_(std::move(reference)),
         dice_(dice),
         directory_(std::move(directory)),
         tell_(tell),
@@ -176,17 +177,17 @@ class Run {
       for (const ReferenceOutput& output : outputs) made.emplace_back(output.id, output.token);
       const std::vector<std::pair<std::string, int32_t>> none;
       const auto& expected =
-          static_cast<size_t>(step_) < twin_.steps.size() ? twin_.steps[static_cast<size_t>(step_)] : none;
+          static_cast<size_t>(step_) < reference_.steps.size() ? reference_.steps[static_cast<size_t>(step_)] : none;
       if (made != expected)
         throw Failed{fmt::format("the step put out {}, that of the reference run {}", made, expected)};
     }
     for (const ReferenceOutput& output : outputs) {
       std::vector<int32_t>& stream = streams_[output.id];
-      const std::vector<int32_t>& expected = twin_.streams[output.id];
+      const std::vector<int32_t>& expected = reference_.streams[output.id];
       if (stream.size() >= expected.size()) throw Failed{fmt::format("request {} goes on after its end", output.id)};
       if (output.token != expected[stream.size()])
-        throw Failed{fmt::format("request {}: token {} is {}, the twin's is {}", output.id, stream.size(), output.token,
-                                 expected[stream.size()])};
+        throw Failed{fmt::format("request {}: token {} is {}, the reference run's is {}", output.id, stream.size(),
+                                 output.token, expected[stream.size()])};
       stream.push_back(output.token);
       ++result_.tokens;
     }
@@ -363,7 +364,7 @@ class Run {
   }
 
   void check_end() {
-    for (const auto& [id, expected] : twin_.streams) {
+    for (const auto& [id, expected] : reference_.streams) {
       if (!scenario_.aborts.contains(id) && streams_[id] != expected)
         throw Failed{fmt::format("request {} ended after {} of {} tokens", id, streams_[id].size(), expected.size())};
     }
@@ -391,7 +392,7 @@ class Run {
   }
 
   const Scenario scenario_;
-  Twin twin_;
+  ReferenceRun reference_;
   Dice& dice_;
   const std::string directory_;
   const bool tell_;
@@ -444,8 +445,8 @@ SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell
   try {
     Scenario scenario = make_scenario(seed, dice, directory);
     if (recorded != nullptr) scenario.options.transfers_have_threads = false;  // their order could not be repeated
-    Twin twin = run_twin(scenario);
-    return Run(seed, std::move(scenario), std::move(twin), dice, directory, tell, recorded).run();
+    ReferenceRun reference = run_reference(scenario);
+    return Run(seed, std::move(scenario), std::move(reference), dice, directory, tell, recorded).run();
   } catch (const Failed& failed) {
     return {.failure = failed.what};
   }

@@ -66,7 +66,7 @@ class CheckedEngine:
             options["additional_config"] = {"torpor": torpor}
         self.llm = LLM(model, **options)
         self.engine = self.llm.llm_engine
-        self._twins: dict[int, dict] = {}
+        self._references: dict[int, dict] = {}
         self._uninterrupted: dict | None = None
 
     @property
@@ -119,11 +119,11 @@ class CheckedEngine:
             self._uninterrupted = self.finish(self.begin(0))
         return self._uninterrupted
 
-    def twin(self, steps: int) -> dict:
-        """The oracle: it stood still after so many steps, and nothing was moved."""
-        if steps not in self._twins:
-            self._twins[steps] = self.slept(self.begin(steps), pause)
-        return self._twins[steps]
+    def reference(self, steps: int) -> dict:
+        """Return the reference run: it paused after so many steps, and nothing was moved."""
+        if steps not in self._references:
+            self._references[steps] = self.slept(self.begin(steps), pause)
+        return self._references[steps]
 
 
 def pause(llm: LLM) -> None:

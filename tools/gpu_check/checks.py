@@ -45,12 +45,12 @@ def sleeps(one: CheckedEngine, options, to: str = "host") -> str:
     """Check 2, 3."""
     recomputed = 0
     for steps in STEPS:
-        _same(one.slept(one.begin(steps), preserved(to)), one.twin(steps), f"slept after step {steps}")
+        _same(one.slept(one.begin(steps), preserved(to)), one.reference(steps), f"slept after step {steps}")
         recomputed += one.llm.torpor.state().recomputed_tokens
     if recomputed:
         raise Failed(f"tokens equal, but {recomputed} of them were computed again")
-    others = [steps for steps in STEPS if one.twin(steps) != one.uninterrupted()]
-    told = f"differs from twins paused after {others}" if others else "equal too"
+    others = [steps for steps in STEPS if one.reference(steps) != one.uninterrupted()]
+    told = f"differs from reference runs paused after {others}" if others else "equal too"
     return f"equal after steps {', '.join(map(str, STEPS))}, none recomputed; uninterrupted run: {told}"
 
 
@@ -111,7 +111,7 @@ def leaves_checkpoint(one: CheckedEngine, options) -> str:
     answers = one.begin(steps)
     report = one.llm.sleep(level=1, preserve_state=True, to="disk")
     given = {name: value for name, value in (answers | one.run(1)).items() if value[0]}
-    rest = {name: value for name, value in one.twin(steps).items() if name not in given}
+    rest = {name: value for name, value in one.reference(steps).items() if name not in given}
     Path(one.directory, NOTES).write_text(json.dumps({"checkpoint": str(report.checkpoint), "answers": rest}))
     one.llm.wake_up()
     return f"{len(rest)} requests of {len(REQUESTS)} in a checkpoint of {report.saved_bytes} bytes"
@@ -149,11 +149,11 @@ def generators(one: CheckedEngine, options, flashinfer: bool = False) -> str:
 
         return one.slept(answers, disturbed)
 
-    twin = run(pause, False)
-    _same(run(preserved(), True), twin, "with generators disturbed during the sleep")
-    if not differing(run(pause, True), twin):
+    reference = run(pause, False)
+    _same(run(preserved(), True), reference, "with generators disturbed during the sleep")
+    if not differing(run(pause, True), reference):
         raise Failed("answers do not depend on the generators: this run shows nothing")
-    return f"{len(twin)} answers equal though generators were disturbed; without torpor they differ"
+    return f"{len(reference)} answers equal though generators were disturbed; without torpor they differ"
 
 
 def rebuilt(one: CheckedEngine, options) -> str:
@@ -174,7 +174,7 @@ def rebuilt(one: CheckedEngine, options) -> str:
 
     answers = one.begin(9)
     given = one.slept(answers, lambda llm: llm.sleep(preserve_state=True, weights="reload"), wake)
-    _same(given, one.twin(9), "after a reload")
+    _same(given, one.reference(9), "after a reload")
     return f"{len(given)} answers equal, {len(lost)} tensors overwritten meanwhile"
 
 
@@ -207,7 +207,7 @@ def kv_bytes(one: CheckedEngine, options, layout: str | None = None) -> str:
     changed = [block for block in before if after.get(block) != before[block]]
     if changed or before.keys() != after.keys() or not before:
         raise Failed(f"{len(before)} blocks before, {len(after)} after, changed: {changed[:8]}")
-    _same(one.finish(answers), one.twin(9), "afterwards")
+    _same(one.finish(answers), one.reference(9), "afterwards")
     contents = len(set(before.values()))
     return f"{len(before)} blocks equal, {contents} different contents, layout {config.kv_cache_layout}"
 
@@ -225,12 +225,12 @@ def after_each_step(one: CheckedEngine, options) -> str:
                 done += 1
         return {name: value for name, value in answers.items() if value[0]}, done
 
-    made, (twin, whole) = 0, run(pause, options.sleeps)
+    made, (reference, whole) = 0, run(pause, options.sleeps)
     while made < options.sleeps:
         if options.sleeps - made < whole:  # the last run sleeps after fewer steps
-            twin, whole = run(pause, options.sleeps - made)
+            reference, whole = run(pause, options.sleeps - made)
         answers, done = run(preserved(), whole)
-        _same(answers, twin, f"in sleeps {made + 1} to {made + done}")
+        _same(answers, reference, f"in sleeps {made + 1} to {made + done}")
         made += done
     return f"{made} sleeps, up to {whole} in each run: all answers equal"
 
@@ -264,7 +264,7 @@ def host_buffers(one: CheckedEngine, options) -> str:
     after = found(slots)
     if wrong := [name for name in buffers if after[name] != before[name] or after[name][0] != after[name][1]]:
         raise Failed(f"{len(wrong)} of {len(buffers)}: {wrong[0]} was {before[wrong[0]]}, is {after[wrong[0]]}")
-    _same(one.finish(answers), one.twin(9), "afterwards")
+    _same(one.finish(answers), one.reference(9), "afterwards")
     return f"{len(buffers)} buffers equal in {len(slots)} slots, on the host and as the device sees them"
 
 
@@ -297,13 +297,13 @@ def ranks(one: CheckedEngine, options) -> str:
     """Check 12."""
     # Other processes draw seeds for what has none: this one cannot give their generators the same start each time.
     seeded = {name: request for name, request in REQUESTS.items() if name != "unseeded"}
-    twin = one.slept(one.begin(9, seeded), pause)
+    reference = one.slept(one.begin(9, seeded), pause)
     for to in ("host", "disk"):
-        _same(one.slept(one.begin(9, seeded), preserved(to)), twin, f"to the {to}")
+        _same(one.slept(one.begin(9, seeded), preserved(to)), reference, f"to the {to}")
         if recomputed := one.llm.torpor.state().recomputed_tokens:
             raise Failed(f"to the {to}: tokens equal, but {recomputed} of them were computed again")
-    told = "equal too" if one.finish(one.begin(0, seeded)) == twin else "differs"
-    return f"{len(twin)} answers equal, to the host and to disk; uninterrupted run: {told}"
+    told = "equal too" if one.finish(one.begin(0, seeded)) == reference else "differs"
+    return f"{len(reference)} answers equal, to the host and to disk; uninterrupted run: {told}"
 
 
 def memory_back(one: CheckedEngine, options) -> str:
@@ -316,7 +316,7 @@ def memory_back(one: CheckedEngine, options) -> str:
     began = time.monotonic()
     woken = one.llm.wake_up()
     seconds = time.monotonic() - began
-    _same(one.finish(answers), one.twin(9), "afterwards")
+    _same(one.finish(answers), one.reference(9), "afterwards")
     enough = awake if one.rig else report.freed_bytes
     if report.freed_bytes <= 0 or given_back < 0.9 * enough:
         raise Failed(f"{given_back} bytes came back of {enough}; torpor says {report.freed_bytes}")

@@ -29,7 +29,8 @@ RIG = HERE.parents[1] / "tests/rig"  # of a checkout; not in the bundle
 LOG = "engines.log"
 _NGRAMS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 _EAGLE = {"method": "eagle", "num_speculative_tokens": 2}
-SAME = "tokens, texts and log probabilities of the paused twin, nothing recomputed"
+TOKENS = "the reference run's tokens"
+SAME = "tokens, texts and log probabilities of the paused reference run, nothing recomputed"
 
 
 class Part:
@@ -56,12 +57,12 @@ def parts(options) -> list[Part]:
             ("2 sleep and wake, eager, host", SAME, "sleeps", {}),
             ("2 sleep and wake, eager, disk", SAME, "sleeps", {"to": "disk"}),
             ("4 addresses over a sleep", "weights and KV stay where they are", "addresses", {}),
-            ("6 generators, unseeded top-k and top-p", "the twin's tokens, generators disturbed", "generators", {}),
-            ("7 level 2, reload_weights", "penalties and bias rebuilt: the twin's tokens", "rebuilt", {}),
+            ("6 generators, unseeded top-k and top-p", f"{TOKENS}, generators disturbed", "generators", {}),
+            ("7 level 2, reload_weights", f"penalties and bias rebuilt: {TOKENS}", "rebuilt", {}),
             ("8 KV blocks", "each block hashes as before", "kv_bytes", {}),
-            ("9 sleep right after a step", f"{options.sleeps} times the twin's tokens", "after_each_step", {}),
+            ("9 sleep right after a step", f"{options.sleeps} times {TOKENS}", "after_each_step", {}),
             ("10 unified buffers", "valid after a wake, on both sides", "host_buffers", {}),
-            ("11 two steps in flight", "ended before the sleep: the twin's tokens", "two_in_flight", {}),
+            ("11 two steps in flight", f"ended before the sleep: {TOKENS}", "two_in_flight", {}),
             ("15 memory and time", "at least 90 % is given back", "memory_back", {}),
             ("5 checkpoint for a new process", "one is committed", "leaves_checkpoint", {}),
         ], variables=torch_samples),
@@ -83,7 +84,7 @@ def parts(options) -> list[Part]:
         Part("no autotuning, new process", [("5 new process, no autotuning", SAME, "wakes_checkpoint", {})],
              no_flashinfer, enable_flashinfer_autotune=False, **graphs),
         Part("FlashInfer", [
-            ("6 generators, FlashInfer", "the twin's tokens, generators disturbed", "generators", {"flashinfer": True}),
+            ("6 generators, FlashInfer", f"{TOKENS}, generators disturbed", "generators", {"flashinfer": True}),
         ], no_flashinfer, {"VLLM_USE_FLASHINFER_SAMPLER": "1"}),
     ]  # fmt: skip
     large = {"load_format": "dummy", "kv_cache_memory_bytes": options.kv_gib << 30}
