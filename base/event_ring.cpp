@@ -151,10 +151,10 @@ uint64_t EventPort::record_now(const Event& event) const noexcept {
   const int64_t time = clock_->now().count();
   const uint64_t sequence = ring_->record(event, time);
   if (EventWatch* const watch = ring_->watch()) {
-    Event told = event;
-    told.sequence = sequence;
-    told.time = time;
-    watch->saw(told);
+    Event published = event;
+    published.sequence = sequence;
+    published.time = time;
+    watch->saw(published);
   }
   return sequence;
 }

@@ -76,13 +76,13 @@ bool EngineBlocks::call(const py::object& method, std::span<const int32_t> block
   PyObject* const done = list == nullptr ? nullptr : PyObject_CallOneArg(method.ptr(), list);
   Py_XDECREF(list);
   Py_XDECREF(done);
-  if (done == nullptr) tell_failure(method, blocks.size());
+  if (done == nullptr) report_failure(method, blocks.size());
   return done != nullptr;
 }
 
 // Log an exception of the pool's method. The caller goes on without the result, so that the scheduler's step does not
 // fail.
-void EngineBlocks::tell_failure(const py::object& method, size_t blocks) const {
+void EngineBlocks::report_failure(const py::object& method, size_t blocks) const {
   const py::error_already_set raised;  // takes the exception
   const bool frees = method.is(free_);
   log().error("vLLM's {} of {} KV blocks failed: {}; {}", frees ? "free_blocks()" : "touch()", blocks, raised.what(),

@@ -52,7 +52,7 @@ class EngineBlocks final : public DeviceBlocks {
   };
   PyObject* hash_object(PyObject* block) const;  // borrowed from the block; null: it has none
   bool call(const pybind11::object& method, std::span<const int32_t> blocks);
-  void tell_failure(const pybind11::object& method, size_t blocks) const;
+  void report_failure(const pybind11::object& method, size_t blocks) const;
   bool count_one(int32_t block, int64_t more);
   bool pool_only_counts() const;
 

@@ -234,14 +234,14 @@ size_t tokens_of_a_hash(const EngineCheckpoint& engine) {
   const std::vector<KvGroup>& groups = engine.state.kv.groups;
   if (groups.empty()) return 0;
   int32_t tokens = groups.front().block_size;
-  const auto told = engine.fingerprint.find("prefix_hash_tokens");
-  if (told != engine.fingerprint.end()) {
-    const char* end = told->second.data() + told->second.size();
-    const auto parsed = std::from_chars(told->second.data(), end, tokens);
+  const auto stated = engine.fingerprint.find("prefix_hash_tokens");
+  if (stated != engine.fingerprint.end()) {
+    const char* end = stated->second.data() + stated->second.size();
+    const auto parsed = std::from_chars(stated->second.data(), end, tokens);
     if (parsed.ec != std::errc() || parsed.ptr != end || tokens <= 0) return 0;
   }
   const bool fits = std::all_of(groups.begin(), groups.end(), [&](const KvGroup& group) {
-    return told == engine.fingerprint.end() ? group.block_size == tokens : group.block_size % tokens == 0;
+    return stated == engine.fingerprint.end() ? group.block_size == tokens : group.block_size % tokens == 0;
   });
   return fits ? static_cast<size_t>(tokens) : 0;
 }

@@ -408,7 +408,7 @@ void Breakpoints::stand(uint32_t at, uint64_t event, uint32_t request, int64_t n
   place.request.store(request, std::memory_order_relaxed);
   place.began.store(now, std::memory_order_relaxed);
   place.deadline.store(now + place.lease.load(std::memory_order_relaxed), std::memory_order_release);
-  if ((standing_.fetch_or(1u << at, std::memory_order_acq_rel) & 1u << at) == 0) tell(at, StopEdge::kBegun, 0);
+  if ((standing_.fetch_or(1u << at, std::memory_order_acq_rel) & 1u << at) == 0) publish(at, StopEdge::kBegun, 0);
   // An operation that began meanwhile has not seen this stop.
   if (operations_.load(std::memory_order_acquire) > 0) (void)end(at, StopEdge::kOperation);
 }
@@ -416,12 +416,12 @@ void Breakpoints::stand(uint32_t at, uint64_t event, uint32_t request, int64_t n
 bool Breakpoints::end(uint32_t at, StopEdge edge) noexcept {
   if ((standing_.fetch_and(~(1u << at), std::memory_order_acq_rel) & 1u << at) == 0) return false;
   const int64_t stood = ns(clock_.now()) - places_[at].began.load(std::memory_order_relaxed);
-  tell(at, edge, static_cast<uint64_t>(std::max<int64_t>(stood, 0)));
+  publish(at, edge, static_cast<uint64_t>(std::max<int64_t>(stood, 0)));
   if (!stands()) steps_.store(0, std::memory_order_release);
   return true;
 }
 
-void Breakpoints::tell(uint32_t at, StopEdge edge, uint64_t stood) noexcept {
+void Breakpoints::publish(uint32_t at, StopEdge edge, uint64_t stood) noexcept {
   const Place& place = places_[at];
   (void)ring_.record({.type = EventType::kStop,
                       .from = static_cast<uint8_t>(cause_of(at)),

@@ -169,7 +169,7 @@ class Breakpoints final : public EventWatch {
   uint32_t matched_names(uint32_t request) const noexcept;
   void stand(uint32_t at, uint64_t event, uint32_t request, int64_t now) noexcept;
   bool end(uint32_t at, StopEdge edge) noexcept;  // false: it is not stopped
-  void tell(uint32_t at, StopEdge edge, uint64_t stood) noexcept;
+  void publish(uint32_t at, StopEdge edge, uint64_t stood) noexcept;
   bool holds_back(uint32_t at, const Event& about, int64_t now) noexcept;
   void forget_held(uint32_t request) noexcept;
   StopCause cause_of(uint32_t at) const noexcept;

@@ -134,7 +134,7 @@ Control::Control(EventRing& ring, const Clock& clock, ControlRole role)
 
 Control::~Control() { ring_.watch(nullptr); }
 
-void Control::tell(const ControlPeer& peer, uint8_t method, const Error* error) noexcept {
+void Control::publish(const ControlPeer& peer, uint8_t method, const Error* error) noexcept {
   (void)ring_.record({.type = EventType::kControl,
                       .from = method,
                       .to = outcome_of(error),
@@ -153,7 +153,7 @@ const EngineView& Control::now() {
 Result<Json> Control::call(const ControlPeer& peer, const ControlMethod& method, const json& params) {
   Result<Json> result = try_catch([&] { return do_call(peer, method, params); });
   if (method.operates)
-    tell(peer, static_cast<uint8_t>(&method - control_methods().data()), result ? nullptr : &result.error());
+    publish(peer, static_cast<uint8_t>(&method - control_methods().data()), result ? nullptr : &result.error());
   return result;
 }
 

@@ -68,7 +68,7 @@ class Control {
   EventRing& ring() { return ring_; }
   const Clock& clock() const { return clock_; }
   // Record a call as an event; the server also uses it for peers that may not connect. `error`: null if it succeeded.
-  void tell(const ControlPeer& peer, uint8_t method, const Error* error) noexcept;
+  void publish(const ControlPeer& peer, uint8_t method, const Error* error) noexcept;
 
  private:
   using Json = nlohmann::ordered_json;

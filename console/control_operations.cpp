@@ -58,7 +58,7 @@ bool Control::look_at_front() {
   for (auto call = front_calls_.begin(); call != front_calls_.end();) {
     const Result<Json>* const result = (*call)->result();
     if (result != nullptr && control_methods()[(*call)->method].operates)
-      tell({.uid = (*call)->uid, .pid = (*call)->pid}, (*call)->method, *result ? nullptr : &result->error());
+      publish({.uid = (*call)->uid, .pid = (*call)->pid}, (*call)->method, *result ? nullptr : &result->error());
     call = result != nullptr ? front_calls_.erase(call) : std::next(call);
   }
   return !front_calls_.empty();

@@ -195,7 +195,7 @@ class ControlServer::Loop {
     const ControlPeer peer{.connection = ++connections_, .uid = who.uid, .pid = who.pid};
     if (!known || (who.uid != ::geteuid() && who.uid != 0)) {
       const Error refused{.code = Code::kUnauthenticated, .what = "another user"};
-      control_.tell(peer, 0, &refused);
+      control_.publish(peer, 0, &refused);
       return;
     }
     if (peers_.size() >= kMostPeers) return;

@@ -196,7 +196,7 @@ Status BackgroundCheckpoint::take(const Value& outputs) {
     if (!copied) engine_.state.lose(copied.error());
   }
   if (!copied) {
-    told_why_ = true;
+    published_why_ = true;
     return fail(sleep.undone(std::move(copied).error()));
   }
   engine_.state.enter(EngineState::At::kAwake);
@@ -327,18 +327,18 @@ Error BackgroundCheckpoint::fail(Error error) noexcept {
   error.state_changed = stays_ || lost;
   error_ = std::move(error);
   at_ = At::kEnded;
-  events_->end(lost ? Edge::kLost : Edge::kFailed, told_why_ ? std::string_view() : error_->what);
+  events_->end(lost ? Edge::kLost : Edge::kFailed, published_why_ ? std::string_view() : error_->what);
   (void)try_catch([&]() -> Status {
     if (!stopped) log().warn("{}", stopped.error());
     if (stays_) error_->what += fmt::format("; its checkpoint is {}", report_.checkpoint);
     return ok();
   });
-  Error told{.code = error_->code, .state_changed = error_->state_changed};
+  Error error{.code = error_->code, .state_changed = error_->state_changed};
   (void)try_catch([&]() -> Status {
-    told = *error_;
+    error = *error_;
     return ok();
   });
-  return told;
+  return error;
 }
 
 }  // namespace torpor

@@ -90,7 +90,7 @@ class BackgroundCheckpoint {
   SleepReport report_{};
   std::optional<Error> error_{};  // set once it has ended
   bool stays_ = false;            // it was committed, and could not be withdrawn
-  bool told_why_ = false;         // the operation of the stop has published the error's words
+  bool published_why_ = false;    // the operation of the stop has published the error's words
   double precopy_seconds_ = 0;    // time for which the engine was stopped to list the blocks of the pre-copy
   uint64_t copied_ = 0;           // bytes copied, by the pre-copy and then by the stop
   std::shared_ptr<ProgressFile> progress_{};  // the caller's; null: there is none

@@ -18,7 +18,7 @@ namespace torpor {
 class BackgroundEvents {
  public:
   BackgroundEvents(const Clock& clock, EventPort port) : clock_(clock), port_(port), began_(clock.now()) {
-    number_ = tell(EventType::kOperation, kKind, Edge::kBegin);
+    number_ = publish(EventType::kOperation, kKind, Edge::kBegin);
   }
   BackgroundEvents(const BackgroundEvents&) = delete;
   BackgroundEvents& operator=(const BackgroundEvents&) = delete;
@@ -28,23 +28,23 @@ class BackgroundEvents {
   void enter(std::string_view phase) noexcept {
     entered_ = clock_.now();
     open_ = number_of(phase, kPhaseNames);
-    tell(EventType::kPhase, open_, Edge::kBegin);
+    publish(EventType::kPhase, open_, Edge::kBegin);
   }
   void leave(uint64_t bytes = 0) noexcept {
-    if (open_ != 0) tell(EventType::kPhase, std::exchange(open_, 0), Edge::kEnd, bytes, since(entered_));
+    if (open_ != 0) publish(EventType::kPhase, std::exchange(open_, 0), Edge::kEnd, bytes, since(entered_));
   }
   // Emit the end of the operation; only the first call counts. A phase that is still open has failed. `why`: the error
   // in words, or empty.
   void end(Edge edge, std::string_view why) noexcept {
     if (std::exchange(ended_, true)) return;
-    if (open_ != 0) tell(EventType::kPhase, std::exchange(open_, 0), Edge::kFailed, 0, since(entered_));
+    if (open_ != 0) publish(EventType::kPhase, std::exchange(open_, 0), Edge::kFailed, 0, since(entered_));
     if (!why.empty()) port_.text(TextKind::kError, 0, number_, why);
-    tell(EventType::kOperation, kKind, edge, 0, since(began_));
+    publish(EventType::kOperation, kKind, edge, 0, since(began_));
   }
 
  private:
   static constexpr uint8_t kKind = number_of("checkpoint", kOperationNames);
-  uint64_t tell(EventType type, uint8_t kind, Edge edge, uint64_t a = 0, uint64_t b = 0) const noexcept {
+  uint64_t publish(EventType type, uint8_t kind, Edge edge, uint64_t a = 0, uint64_t b = 0) const noexcept {
     return port_.record(
         {.type = type, .from = kind, .to = static_cast<uint8_t>(edge), .transfer = number_, .a = a, .b = b});
   }

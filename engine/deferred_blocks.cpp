@@ -129,9 +129,9 @@ Status DeferredBlocks::forget() {
   const auto arrivals = [&](std::vector<uint64_t> seen) {
     return engine_.ranks.undo(orders::PollRestore{.seen = std::move(seen), .wait = DeferredWait::kAll, .cancel = true});
   };
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::PollRestore::Reply> told, arrivals({}));
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<orders::PollRestore::Reply> replies, arrivals({}));
   std::vector<uint64_t> seen;
-  for (const orders::PollRestore::Reply& reply : told) seen.push_back(reply.arrivals.size());
+  for (const orders::PollRestore::Reply& reply : replies) seen.push_back(reply.arrivals.size());
   TORPOR_RETURN_IF_ERROR(arrivals(std::move(seen)));
   return ok();
 }

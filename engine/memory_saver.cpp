@@ -118,8 +118,8 @@ Status MemorySaver::read_saved(DeviceAddress address, std::span<std::byte> out) 
 namespace {
 
 // Emit the events of an operation on one device, and its memory afterwards.
-Result<TagMove> tell_operation(std::string_view name, RankMemory& memory,
-                               const std::function<Result<TagMove>()>& work) {
+Result<TagMove> publish_operation(std::string_view name, RankMemory& memory,
+                                  const std::function<Result<TagMove>()>& work) {
   const EventPort& port = memory.events();
   if (name.empty() || !port.on()) return work();
   const uint8_t kind = number_of(name, kOperationNames);
@@ -171,7 +171,7 @@ Result<TagMove> MemorySaver::each(
   TagMove sum;
   for (const auto& [device, tags] : selected) {
     TORPOR_ASSIGN_OR_RETURN(TagMove move,
-                            tell_operation(operation, *device->memory, [&] { return work(*device->memory, tags); }));
+                            publish_operation(operation, *device->memory, [&] { return work(*device->memory, tags); }));
     sum.copied_bytes += move.copied_bytes;
     sum.clean_bytes += move.clean_bytes;
     sum.dropped_bytes += move.dropped_bytes;

@@ -48,8 +48,8 @@ class Operation {
         last_(began_) {
     phases_.reserve(kUsualPhases);
     port_.operation_begins();
-    told_end_ = part_of != 0;
-    number_ = part_of != 0 ? part_of : tell(EventType::kOperation, kind_, Edge::kBegin);
+    published_end_ = part_of != 0;
+    number_ = part_of != 0 ? part_of : publish(EventType::kOperation, kind_, Edge::kBegin);
   }
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
@@ -75,7 +75,7 @@ class Operation {
   size_t steps() const noexcept { return undo_.size(); }
   // Undo all steps but the first `steps`.
   void undo_to(size_t steps) noexcept {
-    if (open_ != 0) tell(EventType::kPhase, std::exchange(open_, 0), Edge::kFailed, 0, since(last_));
+    if (open_ != 0) publish(EventType::kPhase, std::exchange(open_, 0), Edge::kFailed, 0, since(last_));
     while (undo_.size() > steps) {
       const std::function<Status()> step = std::move(undo_.back());
       undo_.pop_back();
@@ -83,7 +83,7 @@ class Operation {
       if (const Status undone = try_catch(step); !undone) owner_.lose(undone.error());
     }
     while (!done_.empty() && done_.back().steps >= steps) {
-      tell(EventType::kPhase, done_.back().kind, Edge::kUndone);
+      publish(EventType::kPhase, done_.back().kind, Edge::kUndone);
       done_.pop_back();
     }
   }
@@ -109,7 +109,7 @@ class Operation {
     open_ = number_of(phase, kPhaseNames);
     steps_ = undo_.size();
     if (progress_ != nullptr) progress_->begin_phase(open_);
-    tell(EventType::kPhase, open_, Edge::kBegin);
+    publish(EventType::kPhase, open_, Edge::kBegin);
   }
   void end(std::string_view phase, uint64_t bytes = 0) noexcept {
     const double seconds = seconds_between(last_, clock_.now());
@@ -118,7 +118,7 @@ class Operation {
       if (!kept_) done_.push_back({open_, steps_});
       return ok();
     });
-    tell(EventType::kPhase, std::exchange(open_, 0), Edge::kEnd, bytes, since(last_));
+    publish(EventType::kPhase, std::exchange(open_, 0), Edge::kEnd, bytes, since(last_));
   }
   void fill(SleepReport& report) noexcept {
     report.phases = std::move(phases_);
@@ -131,7 +131,7 @@ class Operation {
     uint8_t kind = 0;
     size_t steps = 0;  // number of undo steps when it began
   };
-  uint64_t tell(EventType type, uint8_t kind, Edge edge, uint64_t a = 0, uint64_t b = 0) const noexcept {
+  uint64_t publish(EventType type, uint8_t kind, Edge edge, uint64_t a = 0, uint64_t b = 0) const noexcept {
     return port_.record(
         {.type = type, .from = kind, .to = static_cast<uint8_t>(edge), .transfer = number_, .a = a, .b = b});
   }
@@ -139,7 +139,7 @@ class Operation {
     return static_cast<uint64_t>((clock_.now() - time).count());
   }
   void end_with(Edge edge) noexcept {
-    if (!std::exchange(told_end_, true)) tell(EventType::kOperation, kind_, edge, 0, since(began_));
+    if (!std::exchange(published_end_, true)) publish(EventType::kOperation, kind_, edge, 0, since(began_));
   }
 
   const uint8_t kind_;
@@ -157,7 +157,7 @@ class Operation {
   size_t steps_ = 0;     // number of undo steps when the last phase began
   std::vector<Done> done_;
   bool kept_ = false;
-  bool told_end_ = false;
+  bool published_end_ = false;
 };
 
 }  // namespace torpor

@@ -79,7 +79,7 @@ Status BlockPool::move(int32_t id, BlockTrigger trigger) {
 void BlockPool::empty(int32_t id, DropReason reason) {
   Slot& slot = this->slot(id);
   if (!std::exchange(slot.discarded, false)) {
-    tell_dropped(id, reason);
+    publish_dropped(id, reason);
     take_out_of_index(id);
     ++slot.generation;
   }
@@ -89,7 +89,7 @@ void BlockPool::empty(int32_t id, DropReason reason) {
   ++evictions_;
 }
 
-void BlockPool::tell_registered(int32_t id) const {
+void BlockPool::publish_registered(int32_t id) const {
   const BlockIdentity& identity = slot(id).identity;
   uint64_t parent = 0;  // the first digits of its hash, as many as fit
   for (size_t i = 0; i < sizeof parent; ++i) parent = parent << 8 | identity.parent.bytes[i];
@@ -100,7 +100,7 @@ void BlockPool::tell_registered(int32_t id) const {
                       .b = slot(id).age});
 }
 
-void BlockPool::tell_dropped(int32_t id, DropReason reason) const {
+void BlockPool::publish_dropped(int32_t id, DropReason reason) const {
   (void)port_.record({.type = EventType::kDropped,
                       .to = static_cast<uint8_t>(reason),
                       .key = slot(id).hash,
@@ -151,7 +151,7 @@ void BlockPool::make_registered(int32_t id) {
   slot.age = ++registrations_;
   slot.hash = options_.hash(slot.identity);
   index_[slot.hash].push_back(id);
-  tell_registered(id);
+  publish_registered(id);
 }
 
 void BlockPool::keep(int32_t id) {
@@ -243,7 +243,7 @@ void BlockPool::discard(const BlockRef& block) {
   const MutexLock lock(mutex_);
   Slot& slot = this->slot(block.id());
   if (std::exchange(slot.discarded, true)) return;
-  tell_dropped(block.id(), DropReason::kDiscarded);
+  publish_dropped(block.id(), DropReason::kDiscarded);
   take_out_of_index(block.id());
   ++slot.generation;
 }
@@ -253,13 +253,13 @@ void BlockPool::rename(const BlockRef& block, BlockIdentity identity) {
   Slot& slot = this->slot(block.id());
   const Digest hash = options_.hash(identity);
   if (slot.discarded || (slot.hash == hash && slot.identity == identity)) return;
-  tell_dropped(block.id(), DropReason::kRenamed);
+  publish_dropped(block.id(), DropReason::kRenamed);
   take_out_of_index(block.id());
   slot.identity = std::move(identity);
   slot.hash = hash;
   ++slot.generation;
   index_[slot.hash].push_back(block.id());
-  tell_registered(block.id());
+  publish_registered(block.id());
 }
 
 void BlockPool::evict(const std::vector<int32_t>& blocks) {

@@ -230,8 +230,8 @@ class BlockPool final : public DeviceBlocks {
   Status move(int32_t id, BlockTrigger trigger) TORPOR_REQUIRES(mutex_);
   ContentVersion version_of(int32_t id) const TORPOR_REQUIRES(mutex_);
   void empty(int32_t id, DropReason reason) TORPOR_REQUIRES(mutex_);
-  void tell_registered(int32_t id) const TORPOR_REQUIRES(mutex_);
-  void tell_dropped(int32_t id, DropReason reason) const TORPOR_REQUIRES(mutex_);
+  void publish_registered(int32_t id) const TORPOR_REQUIRES(mutex_);
+  void publish_dropped(int32_t id, DropReason reason) const TORPOR_REQUIRES(mutex_);
   void take_out_of_index(int32_t id) TORPOR_REQUIRES(mutex_);
   void add_to_free(int32_t id) TORPOR_REQUIRES(mutex_);
   int32_t take_free() TORPOR_REQUIRES(mutex_);

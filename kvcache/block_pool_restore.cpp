@@ -81,7 +81,7 @@ Result<BlockPool::Handles> BlockPool::restore_now(const BlockPoolSnapshot& snaps
   owned_ = aside.owned_;
   registered_ = aside.registered_;
   shared_ = aside.shared_;
-  for (const BlockPoolSnapshot::Block& block : snapshot.registered) tell_registered(block.id);
+  for (const BlockPoolSnapshot::Block& block : snapshot.registered) publish_registered(block.id);
   for (auto& [id, block] : handles.shared) {
     block.pool_ = this;
     block.id_ = id;

@@ -116,12 +116,12 @@ std::vector<TransferHandle> OffloadScheduler::copy_down(std::span<const BlockKey
 
 // ---- events
 
-void OffloadScheduler::tell(const BlockEvent& event) noexcept {
-  const Status told = try_catch([&]() -> Status {
+void OffloadScheduler::publish(const BlockEvent& event) noexcept {
+  const Status published = try_catch([&]() -> Status {
     if (events_.events.size() < options_.events) return events_.events.push_back(event), ok();
     return ++events_.lost, ok();
   });
-  if (!told) ++events_.lost;
+  if (!published) ++events_.lost;
 }
 
 void OffloadScheduler::note_removed() {
@@ -130,7 +130,7 @@ void OffloadScheduler::note_removed() {
   events_.lost += removed.lost;
   for (const RemovedBlock& block : removed.blocks) {
     if (block.key.space != space_ || block.store == StoreId::kRemote) continue;  // older namespaces ended with reset()
-    tell({.stored = false, .store = block.store, .key = block.key, .tokens = options_.block_tokens});
+    publish({.stored = false, .store = block.store, .key = block.key, .tokens = options_.block_tokens});
   }
 }
 
@@ -138,7 +138,7 @@ void OffloadScheduler::note_stored(const QueuedBlock& block, StoreId store) {
   if (options_.events == 0 || block.key.space != space_ || store == StoreId::kRemote)
     return;        // a remote store is not this engine's alone
   note_removed();  // keeps the order of events
-  tell({.store = store, .key = block.key, .parent = block.parent, .tokens = options_.block_tokens});
+  publish({.store = store, .key = block.key, .parent = block.parent, .tokens = options_.block_tokens});
 }
 
 }  // namespace torpor

@@ -42,7 +42,7 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
   within_step_ = 0;
   plan_.dropped = index_->reports().take_dropped();
   if (!plan_.empty()) plan_.number = ++plans_;
-  if (port_.on()) tell_stores();
+  if (port_.on()) publish_stores();
   return plan_;
 }
 
@@ -317,7 +317,7 @@ void OffloadScheduler::plan(PlannedBatch& batch, PlanKind kind) {
     plan_.to.push_back(job.of_load() ? queued.block : queued.slot);
     if (job.keyed()) plan_.keys.push_back(queued.key);
   }
-  for (const OffloadQueue::Owner& owner : batch.owners) queue_.tell_planned(owner.ticket, batch.id, owner.count);
+  for (const OffloadQueue::Owner& owner : batch.owners) queue_.publish_planned(owner.ticket, batch.id, owner.count);
   queue_.job_began(batch.way);
   batch.planned_at = clock_.now();
 }

@@ -209,7 +209,7 @@ void OffloadQueue::move(detail::TransferTicket& ticket, CandidateState to, uint6
                       .a = blocks});
 }
 
-void OffloadQueue::tell_planned(const Ticket& ticket, uint64_t job, uint64_t blocks) const {
+void OffloadQueue::publish_planned(const Ticket& ticket, uint64_t job, uint64_t blocks) const {
   (void)port_.record({.type = EventType::kPlanned,
                       .request = event_request(ticket->owner),
                       .transfer = ticket->number,

@@ -216,7 +216,7 @@ class OffloadQueue {
   void set_held_aside(Time now);
   void sweep();
   // Emit an event: `blocks` blocks of the ticket are part of this job.
-  void tell_planned(const Ticket& ticket, uint64_t job, uint64_t blocks) const;
+  void publish_planned(const Ticket& ticket, uint64_t job, uint64_t blocks) const;
   // Count a batch that is given to the ranks; job_ended(): it has ended.
   void job_began(Way way) { ++under_way_[static_cast<size_t>(way)]; }
   void job_ended(Way way) { --under_way_[static_cast<size_t>(way)]; }

@@ -359,20 +359,20 @@ Status OffloadScheduler::check() const {
 }
 
 // Emit the counts of each store that changed since the last event.
-void OffloadScheduler::tell_stores() {
+void OffloadScheduler::publish_stores() {
   const BlockIndexOptions& of = options_.index;
-  const auto tell = [&](StoreId store, int64_t slots) {
+  const auto publish = [&](StoreId store, int64_t slots) {
     if (slots == 0) return;
     const StoreCounts counts = index_->counts(store);
     const int64_t used = counts.reserved + counts.doomed + counts.quarantined;
     const std::pair now(both(static_cast<uint64_t>(used), static_cast<uint64_t>(counts.reserved)),
                         both(static_cast<uint64_t>(counts.visible),
                              static_cast<uint64_t>(std::max<int64_t>(slots - used - counts.visible, 0))));
-    if (std::exchange(told_[static_cast<size_t>(store)], now) == now) return;
+    if (std::exchange(published_[static_cast<size_t>(store)], now) == now) return;
     (void)port_.record({.type = EventType::kTier, .from = tier_of(store), .a = now.first, .b = now.second});
   };
-  tell(StoreId::kHost, of.host_slots);
-  tell(StoreId::kDisk, int64_t{of.disk_segments} * of.segment_slots);
+  publish(StoreId::kHost, of.host_slots);
+  publish(StoreId::kDisk, int64_t{of.disk_segments} * of.segment_slots);
 }
 
 }  // namespace torpor

@@ -311,9 +311,9 @@ class OffloadScheduler {
   void send_on(const PlannedBatch& batch, StoreId store);  // blocks that arrived in host memory
   void note_stored(const QueuedBlock& block, StoreId store);
   void note_removed();
-  void tell_stores();
+  void publish_stores();
   void note_time(std::vector<double>& times, std::chrono::nanoseconds from) noexcept;
-  void tell(const BlockEvent& event) noexcept;
+  void publish(const BlockEvent& event) noexcept;
 
   const OffloadSchedulerOptions options_;
   DeviceBlocks& device_;
@@ -350,7 +350,7 @@ class OffloadScheduler {
   std::function<bool()> on_no_room_;
   BlockEvents events_;
   OffloadTimes times_;
-  std::array<std::pair<uint64_t, uint64_t>, 2> told_{};  // last event for host memory and disk
+  std::array<std::pair<uint64_t, uint64_t>, 2> published_{};  // last event for host memory and disk
   // Scratch of one call; kept for their memory.
   std::vector<BlockLocations> places_;
   std::vector<BlockKey> keys_;

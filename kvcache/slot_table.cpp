@@ -69,13 +69,13 @@ Status SlotTable::move(uint32_t slot, SlotTrigger trigger) {
                  .next_step = "this is a mistake in the calling code"};
   }
   const SlotState from = std::exchange(info.state, *next);
-  if (from != *next) tell(slot, from);
+  if (from != *next) publish(slot, from);
   return ok();
 }
 
-void SlotTable::tell(uint32_t slot, SlotState from) {
+void SlotTable::publish(uint32_t slot, SlotState from) {
   Slot& of = slots_[slot];
-  of.told_tokens = of.info.computed_tokens;
+  of.published_tokens = of.info.computed_tokens;
   (void)port_.record(
       {.type = EventType::kSlot,
        .from = static_cast<uint8_t>(from),
@@ -118,7 +118,7 @@ Status SlotTable::scheduled(uint32_t slot, int64_t computed, int64_t now, int64_
     of.info.staged_blocks = 0;
   }
   TORPOR_RETURN_IF_ERROR(move(slot, trigger));
-  if (of.info.computed_tokens - of.told_tokens >= kToldEvery) tell(slot, of.info.state);
+  if (of.info.computed_tokens - of.published_tokens >= kPublishedEvery) publish(slot, of.info.state);
   return ok();
 }
 
@@ -155,15 +155,15 @@ void SlotTable::step(int32_t running, int32_t waiting, int64_t tokens, int64_t n
   (void)port_.record({.type = EventType::kStep,
                       .a = both(static_cast<uint64_t>(running), static_cast<uint64_t>(waiting)),
                       .b = both(static_cast<uint64_t>(tokens), static_cast<uint64_t>(nanoseconds / 1000))});
-  if (port_.half_gone(told_)) tell_all();
+  if (port_.half_gone(published_)) publish_all();
 }
 
-void SlotTable::tell_all() {
-  told_ = port_.last_sequence();
+void SlotTable::publish_all() {
+  published_ = port_.last_sequence();
   for (uint32_t slot = 0; slot < slots_.size(); ++slot) {
     if (slots_[slot].info.state == SlotState::kNone) continue;
     port_.text(TextKind::kRequestName, slot + 1, 0, slots_[slot].info.id);
-    tell(slot, slots_[slot].info.state);
+    publish(slot, slots_[slot].info.state);
   }
 }
 

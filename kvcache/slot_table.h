@@ -32,7 +32,7 @@ struct SlotInfo {
 
 class SlotTable {
  public:
-  static constexpr int64_t kToldEvery = 64;  // tokens
+  static constexpr int64_t kPublishedEvery = 64;  // tokens
   explicit SlotTable(EventPort port) : port_(port) {}
 
   // Add a request and return its number, which is reused after its end. kInvalidArgument: no id, or no tokens.
@@ -62,17 +62,17 @@ class SlotTable {
  private:
   struct Slot {
     SlotInfo info;
-    int64_t told_tokens = 0;
+    int64_t published_tokens = 0;
   };
   Status known(uint32_t slot) const;  // kNotFound
   Status move(uint32_t slot, SlotTrigger trigger);
-  void tell(uint32_t slot, SlotState from);
-  void tell_all();
+  void publish(uint32_t slot, SlotState from);
+  void publish_all();
 
   const EventPort port_;
   std::vector<Slot> slots_;
   std::vector<uint32_t> free_;
-  uint64_t told_ = 0;  // the ring's last sequence when all requests were emitted
+  uint64_t published_ = 0;  // the ring's last sequence when all requests were emitted
 };
 
 }  // namespace torpor

@@ -235,7 +235,7 @@ bool TransferEngine::cancel(JobId id) {
   return untouched;
 }
 
-void TransferEngine::tell_begun(const Batch& batch) const noexcept {
+void TransferEngine::publish_begun(const Batch& batch) const noexcept {
   if (!port_.on()) return;
   uint64_t bytes = 0;
   for (const ChunkTransfer& chunk : batch.chunks) bytes += chunk.plan->bytes();
@@ -304,7 +304,7 @@ void TransferEngine::work(Worker& worker) {
       return worker.copier->begin(job, next.chunks);
     };
     const int64_t next_began = port_.now();
-    if (next.record != nullptr) tell_begun(next);
+    if (next.record != nullptr) publish_begun(next);
     const bool begun = next.record == nullptr || begin();
     DrainResult drained;
     if (current.record != nullptr) drained = worker.copier->finish();
@@ -324,7 +324,7 @@ bool TransferEngine::pump_one() {
     worker->busy = true;
     mutex_.unlock();
     const int64_t began = port_.now();
-    tell_begun(batch);
+    publish_begun(batch);
     (void)worker->copier->begin(batch.record->job, batch.chunks);
     DrainResult drained = worker->copier->finish();
     mutex_.lock();

@@ -113,7 +113,7 @@ class TransferEngine {
   Status start(LaneNumber lane, int threads);
   void work(Worker& worker);
   bool pump_one() TORPOR_REQUIRES(mutex_);  // unlocks while bytes move
-  void tell_begun(const Batch& batch) const noexcept;
+  void publish_begun(const Batch& batch) const noexcept;
   void record_result(const Batch& batch, int64_t began, DrainResult drained) noexcept TORPOR_REQUIRES(mutex_);
   void drop(JobRecord& record, BlockOutcome outcome) noexcept TORPOR_REQUIRES(mutex_);
   // Return the lane of the slowest store that the job uses.

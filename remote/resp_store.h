@@ -55,7 +55,7 @@ class RespStore final : public BlockStore {
             const Clock& clock);
   void exchange(std::span<Item> items, Verb verb) override;
   bool ask_node(const std::string& node, std::span<Item* const> items, Verb verb, Deadline until, NodesAsked& asked);
-  void tell_breakers(const NodesAsked& asked);
+  void update_breakers(const NodesAsked& asked);
   Status talk(const std::string& node, std::span<Item* const> items, Verb verb, Deadline until);
   Status put_to(RespConnection& connection, const std::string& node, std::span<Item* const> items, Deadline until);
   Status receive(RespConnection& connection, const std::string& node, Item& item, Verb verb, Deadline until);

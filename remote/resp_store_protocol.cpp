@@ -63,7 +63,7 @@ void RespStore::exchange(std::span<Item> items, Verb verb) {
   for (Item& item : items) {
     if (!std::exchange(item.over, true) && item.status) item.status = unavailable("the remote store took too long");
   }
-  tell_breakers(asked);
+  update_breakers(asked);
 }
 
 // Return whether an item must be asked for at another node.
@@ -101,7 +101,7 @@ bool RespStore::ask_node(const std::string& node, std::span<Item* const> items, 
   return false;
 }
 
-void RespStore::tell_breakers(const NodesAsked& asked) {
+void RespStore::update_breakers(const NodesAsked& asked) {
   for (const auto& [node, state] : asked) {
     if (state.answered) {
       if (nodes_.answered(node)) log().info("KV connector: {} of the remote store answers again", node);

@@ -75,7 +75,7 @@ struct Exchange {
 };
 
 // Return the server's error text for people. It may be anything.
-std::string told(const std::string& text) {
+std::string explanation(const std::string& text) {
   pugi::xml_document document;
   if (!document.load_buffer(text.data(), text.size())) return {};
   const pugi::xml_node error = document.child("Error");
@@ -222,7 +222,7 @@ class S3Store final : public ObjectStore {
 
   Error error_of(const Call& call, const Answer& answer) const {
     Error error{.code = Code::kUnavailable,
-                .what = fmt::format("{} was answered {}{}", words_for(call), answer.status, told(answer.text)),
+                .what = fmt::format("{} was answered {}{}", words_for(call), answer.status, explanation(answer.text)),
                 .next_step = "try again"};
     switch (answer.status) {
       case 401:

@@ -379,7 +379,7 @@ std::vector<ReferenceOutput> ReferenceEngine::step() {
   for (const ReferenceOutput& output : outputs) {
     if (output.finished) finish(output.id);
   }
-  if (port_.on()) tell_step(scheduled, began);
+  if (port_.on()) publish_step(scheduled, began);
   return outputs;
 }
 
@@ -395,13 +395,13 @@ Status ReferenceEngine::exchange_asleep() {
   return ok();
 }
 
-void ReferenceEngine::tell_step(const std::vector<Scheduled>& scheduled, int64_t began) {
+void ReferenceEngine::publish_step(const std::vector<Scheduled>& scheduled, int64_t began) {
   int64_t tokens = 0;
   for (const Scheduled& entry : scheduled) tokens += entry.tokens;
   slots_.step(static_cast<int32_t>(running_.size()), static_cast<int32_t>(waiting_.size() + loading_.size()), tokens,
               port_.now() - began);
   const BlockPoolInfo blocks = pool_->info();
-  if (std::exchange(told_blocks_, blocks) == blocks) return;
+  if (std::exchange(published_blocks_, blocks) == blocks) return;
   (void)port_.record(
       {.type = EventType::kTier,
        .from = 0,

@@ -207,7 +207,7 @@ class ReferenceEngine final : public EngineHooks {
   int32_t sample(Request& request);
   Status exchange_asleep();
   bool prepared() const;
-  void tell_step(const std::vector<Scheduled>& scheduled, int64_t began);
+  void publish_step(const std::vector<Scheduled>& scheduled, int64_t began);
   void release(Request& request);
   bool waits_for_blocks(const Request& request) const;
   bool finds_deferred_blocks(const Request& request) const;
@@ -222,7 +222,7 @@ class ReferenceEngine final : public EngineHooks {
   const ReferenceOptions options_;
   const EventPort port_;
   SlotTable slots_;
-  BlockPoolInfo told_blocks_;
+  BlockPoolInfo published_blocks_;
   std::vector<Rank> ranks_;
   std::unique_ptr<BlockPool> pool_;
   std::unique_ptr<Placement> placement_;

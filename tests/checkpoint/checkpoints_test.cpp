@@ -321,10 +321,10 @@ TEST_F(Checkpoints, HashesAreCheckedInGroupsWithBlocksOfDifferentSizes) {
   EngineCheckpoint untold = whole;
   untold.fingerprint.erase("prefix_hash_tokens");
   EXPECT_NE(verified(untold).hashes_not_checked, "");
-  for (const char* told : {"0", "-4", "3", "four", "99999999999", "4 "}) {
+  for (const char* stated : {"0", "-4", "3", "four", "99999999999", "4 "}) {
     EngineCheckpoint wrong = whole;
-    wrong.fingerprint["prefix_hash_tokens"] = told;
-    EXPECT_NE(verified(wrong).hashes_not_checked, "") << told;
+    wrong.fingerprint["prefix_hash_tokens"] = stated;
+    EXPECT_NE(verified(wrong).hashes_not_checked, "") << stated;
   }
   EngineCheckpoint pictured = whole;
   for (RequestState& request : pictured.state.scheduler.requests) {

@@ -17,7 +17,7 @@ class BreakpointsTest : public testing::Test {
  protected:
   BreakpointsTest() { ring_->watch(&stops_); }
   ~BreakpointsTest() override { ring_->watch(nullptr); }
-  void tell(SlotState from, SlotState to, uint32_t request = 1, uint64_t a = 0) {
+  void publish(SlotState from, SlotState to, uint32_t request = 1, uint64_t a = 0) {
     (void)port_.record({.type = EventType::kSlot,
                         .from = static_cast<uint8_t>(from),
                         .to = static_cast<uint8_t>(to),
@@ -25,7 +25,7 @@ class BreakpointsTest : public testing::Test {
                         .a = a});
   }
   // How each stop began and ended, in the order of events.
-  std::vector<StopEdge> told() {
+  std::vector<StopEdge> published() {
     std::vector<Event> events;
     reader_.read(events, true);
     std::vector<StopEdge> edges;
@@ -46,11 +46,11 @@ TEST_F(BreakpointsTest, StopAtTheEventThatIsMeantAndAtNoOther) {
                                            .from = static_cast<uint8_t>(SlotState::kPrefilling),
                                            .to = static_cast<uint8_t>(SlotState::kDecoding)},
                                           1));
-  tell(SlotState::kDecoding, SlotState::kPreempted);
-  tell(SlotState::kInitialized, SlotState::kDecoding);
+  publish(SlotState::kDecoding, SlotState::kPreempted);
+  publish(SlotState::kInitialized, SlotState::kDecoding);
   (void)port_.record({.type = EventType::kStep});
   EXPECT_TRUE(port_.may_step());
-  tell(SlotState::kPrefilling, SlotState::kDecoding, 7);
+  publish(SlotState::kPrefilling, SlotState::kDecoding, 7);
   EXPECT_FALSE(port_.may_step());
   const std::vector<StopRow> stops = stops_.stops();
   ASSERT_EQ(stops.size(), 1u);
@@ -59,20 +59,20 @@ TEST_F(BreakpointsTest, StopAtTheEventThatIsMeantAndAtNoOther) {
   EXPECT_EQ(stops[0].event, 4u);
   ASSERT_SUCCEEDS(stops_.resume(id));
   EXPECT_TRUE(port_.may_step());
-  tell(SlotState::kPrefilling, SlotState::kDecoding);
+  publish(SlotState::kPrefilling, SlotState::kDecoding);
   EXPECT_FALSE(port_.may_step());  // each time
   ASSERT_SUCCEEDS(stops_.remove(id));
   EXPECT_TRUE(port_.may_step());
-  tell(SlotState::kPrefilling, SlotState::kDecoding);
+  publish(SlotState::kPrefilling, SlotState::kDecoding);
   EXPECT_TRUE(port_.may_step());
-  EXPECT_EQ(told(), (std::vector{StopEdge::kBegun, StopEdge::kResumed, StopEdge::kBegun, StopEdge::kResumed}));
+  EXPECT_EQ(published(), (std::vector{StopEdge::kBegun, StopEdge::kResumed, StopEdge::kBegun, StopEdge::kResumed}));
 }
 
 TEST_F(BreakpointsTest, CountMatchesBeforeThemAndBetweenThem) {
   (void)value_of(stops_.add({.type = EventType::kSlot, .after = 2, .every = 3}, 1));
   std::vector<int> stopped;
   for (int i = 0; i < 10; ++i) {
-    tell(SlotState::kDecoding, SlotState::kDecoding);
+    publish(SlotState::kDecoding, SlotState::kDecoding);
     if (!port_.may_step()) stopped.push_back(i);
     (void)stops_.resume_all();
   }
@@ -82,10 +82,10 @@ TEST_F(BreakpointsTest, CountMatchesBeforeThemAndBetweenThem) {
 TEST_F(BreakpointsTest, OnceIsOnceAndMakesRoomForOthers) {
   for (uint32_t i = 0; i < 3 * Breakpoints::kMost; ++i) {
     (void)value_of(stops_.add({.type = EventType::kSlot, .once = true}, 1));
-    tell(SlotState::kDecoding, SlotState::kDecoding);
+    publish(SlotState::kDecoding, SlotState::kDecoding);
     EXPECT_FALSE(port_.may_step());
     EXPECT_EQ(stops_.resume_all(), 1u);
-    tell(SlotState::kDecoding, SlotState::kDecoding);
+    publish(SlotState::kDecoding, SlotState::kDecoding);
     EXPECT_TRUE(port_.may_step());
   }
 }
@@ -94,16 +94,16 @@ TEST_F(BreakpointsTest, KnowRequestsByNameThoseOfBeforeToo) {
   port_.text(TextKind::kRequestName, 1, 0, "chat-old");
   port_.text(TextKind::kRequestName, 2, 0, "other");
   (void)value_of(stops_.add({.type = EventType::kSlot, .request = "chat-*"}, 1, {{1, "chat-old"}, {2, "other"}}));
-  tell(SlotState::kDecoding, SlotState::kDecoding, 2);
+  publish(SlotState::kDecoding, SlotState::kDecoding, 2);
   EXPECT_TRUE(port_.may_step());
-  tell(SlotState::kDecoding, SlotState::kDecoding, 1);
+  publish(SlotState::kDecoding, SlotState::kDecoding, 1);
   EXPECT_FALSE(port_.may_step());
   (void)stops_.resume_all();
   port_.text(TextKind::kRequestName, 1, 0, "other");  // the number is used again
   port_.text(TextKind::kRequestName, 2, 0, "chat-new");
-  tell(SlotState::kDecoding, SlotState::kDecoding, 1);
+  publish(SlotState::kDecoding, SlotState::kDecoding, 1);
   EXPECT_TRUE(port_.may_step());
-  tell(SlotState::kDecoding, SlotState::kDecoding, 2);
+  publish(SlotState::kDecoding, SlotState::kDecoding, 2);
   EXPECT_FALSE(port_.may_step());
 }
 
@@ -118,7 +118,7 @@ TEST_F(BreakpointsTest, ALeaseEndsWithoutAnybodysHelp) {
   EXPECT_TRUE(port_.may_step());  // it is the engine that looks
   EXPECT_FAILS(stops_.renew(id, 5s), Code::kNotFound);
   EXPECT_FAILS(stops_.resume(id), Code::kNotFound, "lease");
-  EXPECT_EQ(told(), (std::vector{StopEdge::kBegun, StopEdge::kExpired}));
+  EXPECT_EQ(published(), (std::vector{StopEdge::kBegun, StopEdge::kExpired}));
 }
 
 TEST_F(BreakpointsTest, EndWithWhoSetThem) {
@@ -148,7 +148,7 @@ TEST_F(BreakpointsTest, NothingHoldsUpAnOperation) {
   EXPECT_TRUE(port_.may_step());
   (void)port_.record({.type = EventType::kStep});
   EXPECT_FALSE(port_.may_step());
-  EXPECT_EQ(told(), (std::vector{StopEdge::kBegun, StopEdge::kOperation, StopEdge::kBegun}));
+  EXPECT_EQ(published(), (std::vector{StopEdge::kBegun, StopEdge::kOperation, StopEdge::kBegun}));
 }
 
 TEST_F(BreakpointsTest, AStoppedEngineTakesSoManySteps) {
@@ -181,7 +181,7 @@ TEST_F(BreakpointsTest, MayBeChangedWhileEventsAreTold) {
     telling.emplace_back([&, writer] {
       while (!ended) {
         port_.text(TextKind::kRequestName, writer, 0, writer == 1 ? "one" : "two");
-        tell(SlotState::kDecoding, SlotState::kDecoding, writer);
+        publish(SlotState::kDecoding, SlotState::kDecoding, writer);
         (void)port_.may_step();
       }
     });

@@ -50,7 +50,7 @@ class OperationsTest : public testing::Test {
     return answers.empty() ? json() : answers[0];
   }
   // Who asked for what, and what came of it.
-  std::vector<std::string> told() {
+  std::vector<std::string> published() {
     ControlSession session(control_, {.connection = 99});
     std::vector<std::string> all;
     const json answer = ask(session, "events", {{"types", "control"}});
@@ -84,7 +84,7 @@ TEST_F(OperationsTest, ASleepIsAnsweredWhenItHasEndedAndOthersMeanwhile) {
   ASSERT_EQ(meanwhile.size(), 1u);
   EXPECT_EQ(meanwhile[0]["id"], 8);
   EXPECT_TRUE(session.waits() && control_.look_at_front());
-  EXPECT_TRUE(told().empty());
+  EXPECT_TRUE(published().empty());
   ASSERT_EQ(front_.asked, std::vector<std::string>{R"(sleep {"level":1,"to":"disk"})"});
   std::thread([&] { front_.calls[0]->end(json{{"freed_bytes", 42}}); }).join();
   const std::vector<json> answers = lines(session);
@@ -92,7 +92,7 @@ TEST_F(OperationsTest, ASleepIsAnsweredWhenItHasEndedAndOthersMeanwhile) {
   EXPECT_EQ(answers[0]["id"], 7);
   EXPECT_EQ(answers[0]["result"]["freed_bytes"], 42);
   EXPECT_FALSE(session.waits() || control_.look_at_front());
-  EXPECT_EQ(told(), std::vector<std::string>{"1000 sleep ok"});
+  EXPECT_EQ(published(), std::vector<std::string>{"1000 sleep ok"});
 }
 
 TEST_F(OperationsTest, WhatFailsIsAnErrorAndWhoHasGoneIsToldOfStill) {
@@ -110,7 +110,7 @@ TEST_F(OperationsTest, WhatFailsIsAnErrorAndWhoHasGoneIsToldOfStill) {
   EXPECT_TRUE(control_.look_at_front());
   front_.calls[1]->end(json::object());
   EXPECT_FALSE(control_.look_at_front());
-  EXPECT_EQ(told(), (std::vector<std::string>{"5 wake failed_precondition", "5 checkpoint ok"}));
+  EXPECT_EQ(published(), (std::vector<std::string>{"5 wake failed_precondition", "5 checkpoint ok"}));
 }
 
 TEST_F(OperationsTest, AnEngineWithoutAServerSaysWhoDoesIt) {

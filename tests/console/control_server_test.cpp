@@ -145,10 +145,10 @@ TEST_F(ControlServerTest, AnotherUserIsCutOffAndThatIsTold) {
   EXPECT_EQ(WEXITSTATUS(status), 0) << "8: not even connected";
   EXPECT_TRUE(port_.may_step());
   auto client = value_of(ControlClient::connect(server_->path()));
-  const json told = ask(client, "events", {{"types", "control"}})["result"]["events"];
-  ASSERT_EQ(told.size(), 1u);
-  EXPECT_EQ(told[0]["uid"], 65534);
-  EXPECT_EQ(told[0]["to"], "unauthenticated");
+  const json published = ask(client, "events", {{"types", "control"}})["result"]["events"];
+  ASSERT_EQ(published.size(), 1u);
+  EXPECT_EQ(published[0]["uid"], 65534);
+  EXPECT_EQ(published[0]["to"], "unauthenticated");
 }
 
 TEST_F(ControlServerTest, AStopAtABreakpointAndStepsChangeNoToken) {

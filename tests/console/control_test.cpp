@@ -121,7 +121,7 @@ TEST_F(QueueAndControl, WaitsForATransferAndSaysWhatBecameOfIt) {
   EXPECT_TRUE(session.waits());
   OffloadQueue::Batch batch;
   queue_.commit(Way::kOffload, queue_.next(Way::kOffload, clock_.now(), true), batch);
-  queue_.tell_planned(batch.owners[0].ticket, 99, 3);
+  queue_.publish_planned(batch.owners[0].ticket, 99, 3);
   queue_.end(batch.owners[0].ticket, Way::kOffload, BlockOutcome::kTransferred, 2);
   (void)session.pump();
   EXPECT_TRUE(lines(session).empty());
@@ -295,12 +295,12 @@ TEST_F(ControlTest, StopsTheEngineAndLetsItGo) {
   EXPECT_TRUE(port_.may_step());
   EXPECT_EQ(ask(session, "resume", {{"stop", stop}})["error"]["code"], "not_found");
   // Who did it is told.
-  const json told = ask(session, "events", {{"types", "control"}})["result"]["events"];
-  ASSERT_EQ(told.size(), 5u);
-  EXPECT_EQ(told[0]["from"], "pause");
-  EXPECT_EQ(told[0]["to"], "ok");
-  EXPECT_EQ(told[0]["uid"], 1000);
-  EXPECT_EQ(told[4]["to"], "not_found");
+  const json published = ask(session, "events", {{"types", "control"}})["result"]["events"];
+  ASSERT_EQ(published.size(), 5u);
+  EXPECT_EQ(published[0]["from"], "pause");
+  EXPECT_EQ(published[0]["to"], "ok");
+  EXPECT_EQ(published[0]["uid"], 1000);
+  EXPECT_EQ(published[4]["to"], "not_found");
 }
 
 TEST_F(ControlTest, SetsBreakpointsByTheWordsOfEvents) {

@@ -24,13 +24,13 @@ std::vector<SourceEvents> example() {
   table.step(1, 1, 10, 2000);
   const uint64_t number =
       port.record({.type = EventType::kOperation, .from = 1, .to = static_cast<uint8_t>(Edge::kBegin)});
-  const auto tell = [&](EventType type, uint8_t from, Edge edge) {
+  const auto publish = [&](EventType type, uint8_t from, Edge edge) {
     (void)port.record({.type = type, .from = from, .to = static_cast<uint8_t>(edge), .transfer = number, .b = 1000});
   };
-  tell(EventType::kPhase, number_of("save", kPhaseNames), Edge::kBegin);
-  tell(EventType::kPhase, number_of("save", kPhaseNames), Edge::kFailed);
+  publish(EventType::kPhase, number_of("save", kPhaseNames), Edge::kBegin);
+  publish(EventType::kPhase, number_of("save", kPhaseNames), Edge::kFailed);
   port.text(TextKind::kError, 0, number, "the disk of /home/alpha is full");
-  tell(EventType::kOperation, 1, Edge::kFailed);
+  publish(EventType::kOperation, 1, Edge::kFailed);
   (void)port.record(
       {.type = EventType::kCopy, .to = static_cast<uint8_t>(Edge::kEnd), .request = 1, .a = 4096, .b = 10});
   (void)port.record({.type = EventType::kRegistered, .key = digest_of({}), .a = 3, .b = 4});

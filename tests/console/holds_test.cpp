@@ -136,9 +136,9 @@ TEST_F(HoldsTest, WithTheLeaseItGoesOnByItself) {
   add("a", 1);
   EXPECT_TRUE(go(20)["a"].empty());
   EXPECT_EQ(go(80)["a"].size(), 12u);  // and nobody looked at the stop
-  const json told = ask("events", {{"types", "stop"}})["events"];
-  ASSERT_EQ(told.size(), 2u);
-  EXPECT_EQ(told[1]["to"], "expired");
+  const json published = ask("events", {{"types", "stop"}})["events"];
+  ASSERT_EQ(published.size(), 2u);
+  EXPECT_EQ(published[1]["to"], "expired");
 }
 
 TEST_F(HoldsTest, ASleepEndsItAndIsNotHeldUp) {

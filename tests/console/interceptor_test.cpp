@@ -55,7 +55,7 @@ class Asked final : public EventWatch {
  public:
   Asked(EventRing& ring, const Clock& clock) : points(ring, clock) {}
   void saw(const Event& event) noexcept override {
-    if (locks_of_this_thread > 0) ++told_under_locks;
+    if (locks_of_this_thread > 0) ++published_under_locks;
     points.saw(event);
   }
   void named(uint32_t request, std::string_view name) noexcept override { points.named(request, name); }
@@ -77,7 +77,7 @@ class Asked final : public EventWatch {
   void operation_ended() noexcept override { points.operation_ended(); }
 
   Breakpoints points;
-  std::atomic<int> steps = 0, requests = 0, candidates = 0, under_locks = 0, told_under_locks = 0;
+  std::atomic<int> steps = 0, requests = 0, candidates = 0, under_locks = 0, published_under_locks = 0;
   int operation_under_locks = 0;
 };
 
@@ -122,7 +122,7 @@ TEST(Interceptor, IsNeverAskedUnderALock) {
   EXPECT_GT(asked.requests, 8);
   EXPECT_GT(asked.candidates, 8);
   EXPECT_EQ(asked.under_locks, 0);
-  EXPECT_GT(asked.told_under_locks, 0);       // as events are, which is why they are another seam
+  EXPECT_GT(asked.published_under_locks, 0);  // as events are, which is why they are another seam
   EXPECT_EQ(asked.operation_under_locks, 1);  // the operation's own, for which nobody waits
 }
 

@@ -22,13 +22,13 @@ constexpr size_t kPieces = 8;
 class ScriptedRelease final : public ReleaseGate {
  public:
   Status on_saved(std::span<const ChunkPlan> chunks) override {
-    for (const ChunkPlan& chunk : chunks) told.push_back(chunk.key.index);
+    for (const ChunkPlan& chunk : chunks) saved.push_back(chunk.key.index);
     return when ? when() : ok();
   }
   uint64_t job_bytes() const override { return kPiece; }
 
   std::function<Status()> when;
-  std::vector<uint64_t> told;
+  std::vector<uint64_t> saved;
 };
 
 // A place in host memory that cannot take what comes after the first `room` chunks, and counts what it is asked.
@@ -126,9 +126,9 @@ TEST_F(ChunkSaverTest, TheGateIsToldOfEachJobWhileTheNextIsUnderWay) {
   };
   ChunkSaver saver(blocking_, &gate_);
   ASSERT_SUCCEEDS(saver.copy(plans_, tier_, saved_));
-  EXPECT_EQ(gate_.told, (std::vector<uint64_t>{0, 1, 2, 3, 4, 5}));  // two jobs are under way
+  EXPECT_EQ(gate_.saved, (std::vector<uint64_t>{0, 1, 2, 3, 4, 5}));  // two jobs are under way
   ASSERT_SUCCEEDS(saver.wait());
-  EXPECT_EQ(gate_.told, (std::vector<uint64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
+  EXPECT_EQ(gate_.saved, (std::vector<uint64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
   EXPECT_EQ(had, (std::vector<size_t>{1, 2, 3, 4, 5, 6, 7, 8}));  // a page goes when its image has it
   EXPECT_TRUE(are_saved(saved_, kPieces, tier_));
 }
@@ -169,7 +169,7 @@ TEST_F(ChunkSaverTest, AJobThatFailsLeavesWhatWasSavedBeforeIt) {
     ASSERT_FALSE(copied);
     EXPECT_EQ(copied.error().code, Code::kResourceExhausted);
   }
-  EXPECT_EQ(gate_.told, (std::vector<uint64_t>{0, 1}));
+  EXPECT_EQ(gate_.saved, (std::vector<uint64_t>{0, 1}));
   EXPECT_TRUE(are_saved(saved_, 2, tier_));
   EXPECT_EQ(transfers_->counts()[static_cast<size_t>(BlockOutcome::kCancelled)], 1u);  // the one beside it
   EXPECT_EQ(tier_.finished, 0);
@@ -177,7 +177,7 @@ TEST_F(ChunkSaverTest, AJobThatFailsLeavesWhatWasSavedBeforeIt) {
 
 TEST_F(ChunkSaverTest, AGateThatFailsEndsTheSave) {
   gate_.when = [&]() -> Status {
-    if (gate_.told.size() < 3) return ok();
+    if (gate_.saved.size() < 3) return ok();
     return Error{.code = Code::kDevice, .what = "a page does not go"};
   };
   Status copied;

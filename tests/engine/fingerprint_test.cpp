@@ -127,10 +127,10 @@ TEST_F(EngineFingerprint, WhoWishesItHasWeightsReadForEachCheckpoint) {
 }
 
 TEST_F(LoadedWeights, ThatWereWrittenSinceAreReadAgain) {
-  for (const bool tell : {true, false}) {
+  for (const bool marks : {true, false}) {
     SleepingEngine woken = make();
     load(woken);
-    woken.engine.load_weights(2, tell);
+    woken.engine.load_weights(2, marks);
     EXPECT_EQ(woken.engine.memory().proven_digest("weights"), std::nullopt);
     EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path_}), Code::kIncompatible, "weights_digest_rank1");
     EXPECT_EQ(woken.engine.hashed_bytes(), kRanks * kWeightBytes);
@@ -236,7 +236,7 @@ TEST_F(EngineFingerprint, AfterNewWeightsTheNextCheckpointNamesThem) {
   const SleepOptions to_disk{.preserve_state = true, .to_disk = true};
   const Fingerprint before = fingerprint_of(value_of(slept.controller.sleep(to_disk)).checkpoint);
   ASSERT_SUCCEEDS(slept.controller.wake_up({}));
-  slept.engine.load_weights(2, /*tell=*/false);
+  slept.engine.load_weights(2, /*marks=*/false);
   const std::string after = value_of(slept.controller.sleep(to_disk)).checkpoint;
   EXPECT_NE(fingerprint_of(after), before);
   EXPECT_EQ(fingerprint_of(after), value_of(make(2).controller.fingerprint()));

@@ -26,14 +26,14 @@ TEST(MemorySaverEvents, EachSleepAndWakeTellsWhoHasWhat) {
     std::vector<Event> events;
     reader.read(events, true);
     uint64_t found = UINT64_MAX;
-    bool told = false;
+    bool published = false;
     for (const Event& event : events) {
-      told = told || (event.type == EventType::kOperation && event.to == static_cast<uint8_t>(edge) &&
-                      kOperationNames[event.from] == operation);
+      published = published || (event.type == EventType::kOperation && event.to == static_cast<uint8_t>(edge) &&
+                                kOperationNames[event.from] == operation);
       if (event.type == EventType::kMemory && event.from == static_cast<uint8_t>(MemoryPart::kTag) && event.to == 0)
         found = event.a;
     }
-    EXPECT_TRUE(told) << operation;
+    EXPECT_TRUE(published) << operation;
     return found;
   };
   (void)value_of(saver.sleep({"weights"}));

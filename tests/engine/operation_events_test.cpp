@@ -12,7 +12,7 @@ namespace {
 
 using namespace test;
 
-struct Told {
+struct PublishedOperation {
   std::string operation;
   Edge ended = Edge::kNone;
   std::vector<std::string> phases;  // that ended and were not undone
@@ -22,8 +22,8 @@ struct Told {
 };
 
 // By the number of the operation; fails where the events contradict themselves.
-std::map<uint64_t, Told> operations_of(const std::vector<Event>& events) {
-  std::map<uint64_t, Told> all;
+std::map<uint64_t, PublishedOperation> operations_of(const std::vector<Event>& events) {
+  std::map<uint64_t, PublishedOperation> all;
   std::map<uint64_t, uint8_t> open;
   for (const Event& event : events) {
     const auto edge = static_cast<Edge>(event.to);
@@ -32,32 +32,32 @@ std::map<uint64_t, Told> operations_of(const std::vector<Event>& events) {
     } else if (event.type == EventType::kOperation) {
       EXPECT_NE(event.from, 0);
       if (edge == Edge::kBegin) {
-        EXPECT_TRUE(all.emplace(event.sequence, Told{std::string(kOperationNames[event.from])}).second);
+        EXPECT_TRUE(all.emplace(event.sequence, PublishedOperation{std::string(kOperationNames[event.from])}).second);
       } else {
         EXPECT_EQ(std::exchange(all.at(event.transfer).ended, edge), Edge::kNone);
         EXPECT_FALSE(open.contains(event.transfer));
       }
     } else if (event.type == EventType::kPhase) {
       EXPECT_NE(event.from, 0) << "a phase that events cannot name";
-      Told& told = all.at(event.transfer);
-      EXPECT_EQ(told.ended, Edge::kNone);
+      PublishedOperation& published = all.at(event.transfer);
+      EXPECT_EQ(published.ended, Edge::kNone);
       const std::string name(kPhaseNames[event.from]);
       switch (edge) {
         case Edge::kBegin: EXPECT_TRUE(open.emplace(event.transfer, event.from).second); break;
         case Edge::kEnd:
           EXPECT_EQ(open.at(event.transfer), event.from);
           open.erase(event.transfer);
-          told.phases.push_back(name);
+          published.phases.push_back(name);
           break;
         case Edge::kFailed:
           EXPECT_EQ(open.at(event.transfer), event.from);
           open.erase(event.transfer);
-          ++told.failed;
+          ++published.failed;
           break;
         case Edge::kUndone:
-          EXPECT_EQ(told.phases.back(), name);
-          told.phases.pop_back();
-          ++told.undone;
+          EXPECT_EQ(published.phases.back(), name);
+          published.phases.pop_back();
+          ++published.undone;
           break;
         default: ADD_FAILURE() << "a phase does not end so";
       }
@@ -104,13 +104,13 @@ TEST_F(OperationEvents, PhasesAreThoseOfTheReports) {
     const SleepReport wake = value_of(slept.controller.wake_up({}));
     std::vector<Event> since;
     EventReader(*ring_, before).read(since, true);
-    const std::map<uint64_t, Told> told = operations_of(since);
-    ASSERT_EQ(told.size(), 2u);
-    EXPECT_EQ(told.begin()->second.operation, "sleep");
-    EXPECT_EQ(told.begin()->second.phases, names_of(sleep));
-    EXPECT_EQ(told.rbegin()->second.operation, "wake");
-    EXPECT_EQ(told.rbegin()->second.phases, names_of(wake));
-    for (const auto& [number, each] : told) EXPECT_EQ(each.ended, Edge::kEnd);
+    const std::map<uint64_t, PublishedOperation> published = operations_of(since);
+    ASSERT_EQ(published.size(), 2u);
+    EXPECT_EQ(published.begin()->second.operation, "sleep");
+    EXPECT_EQ(published.begin()->second.phases, names_of(sleep));
+    EXPECT_EQ(published.rbegin()->second.operation, "wake");
+    EXPECT_EQ(published.rbegin()->second.phases, names_of(wake));
+    for (const auto& [number, each] : published) EXPECT_EQ(each.ended, Edge::kEnd);
     EXPECT_EQ(engine_state(since), "awake");
     for (const SleepReport* report : {&sleep, &wake}) {
       double over = 0;  // when the phase before had ended, seconds after the operation's beginning
@@ -138,9 +138,9 @@ TEST_F(OperationEvents, WhateverFailsIsToldAndWhatIsUndoneToo) {
     const bool fired = slept.engine.device(0).fired();
     std::vector<Event> since;
     EventReader(*ring_, before).read(since, true);
-    const std::map<uint64_t, Told> told = operations_of(since);
-    ASSERT_EQ(told.size(), 1u);
-    const Told& one = told.begin()->second;
+    const std::map<uint64_t, PublishedOperation> published = operations_of(since);
+    ASSERT_EQ(published.size(), 1u);
+    const PublishedOperation& one = published.begin()->second;
     EXPECT_EQ(engine_state(since), slept.controller.state().engine);
     if (sleep) {
       EXPECT_EQ(one.ended, Edge::kEnd);
@@ -184,23 +184,23 @@ TEST_F(OperationEvents, ACheckpointBehindTheEngineIsOneOperation) {
     std::vector<Event> since;
     EventReader(*ring_, before).read(since, true);
     EXPECT_EQ(engine_state(since), "awake");
-    const std::map<uint64_t, Told> told = operations_of(since);
-    EXPECT_EQ(told.size(), 1u);
-    EXPECT_EQ(told.begin()->second.operation, "checkpoint");
-    return told.begin()->second;
+    const std::map<uint64_t, PublishedOperation> published = operations_of(since);
+    EXPECT_EQ(published.size(), 1u);
+    EXPECT_EQ(published.begin()->second.operation, "checkpoint");
+    return published.begin()->second;
   };
   using Names = std::vector<std::string>;
   const Names whole{"open", "save", "quiesce", "capture", "save", "commit", "verify"};
   for (int stage = 0; stage < 4; ++stage) {
     SCOPED_TRACE(stage);
-    const Told one = played(stage);
+    const PublishedOperation one = played(stage);
     EXPECT_EQ(one.ended, Edge::kFailed);
     EXPECT_TRUE(one.error == "cancelled" || (stage == 2 && one.error.starts_with("injected"))) << one.error;
     const size_t done = stage == 0 ? 0 : stage == 3 ? 5 : 2;
     EXPECT_EQ(one.phases, Names(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(done)));
     EXPECT_EQ(one.failed, stage == 1 ? 0 : 1);
   }
-  const Told one = played(4);
+  const PublishedOperation one = played(4);
   EXPECT_EQ(one.ended, Edge::kEnd);
   EXPECT_EQ(one.phases, whole);
   EXPECT_TRUE(one.error.empty());

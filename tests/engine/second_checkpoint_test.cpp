@@ -337,14 +337,14 @@ TEST_F(SecondCheckpoint, WhatIsLinkedIsProvenByVerifyAndByTheWake) {
 // And a file that has hardly anything but the old ones is not kept for some KV.
 TEST_F(SecondCheckpoint, WrittenWeightsAreReadAgain) {
   const Variant options = variant();
-  for (const bool tell : {true, false}) {
-    SCOPED_TRACE(tell);
+  for (const bool marks : {true, false}) {
+    SCOPED_TRACE(marks);
     fs::remove_all(temporary_.path());
     SleepingEngine slept = make(options);
     begin(slept.engine);
     ASSERT_SUCCEEDS(slept.controller.sleep(to_disk()));
     ASSERT_SUCCEEDS(slept.controller.wake_up({}));
-    slept.engine.load_weights(2, tell);
+    slept.engine.load_weights(2, marks);
     const Cost second = cost_of(slept, options);
     EXPECT_EQ(second.report.saved_bytes, kWeightBytes + kv_bytes(second.report.kept_blocks, 1));
     EXPECT_GT(second.written, kWeightBytes);

@@ -39,8 +39,8 @@ TEST_P(SleepControllerTest, NewWeightsMakeOldKvStaleAndItIsRecomputed) {
 TEST_P(SleepControllerTest, NewRequestsNeverFindKvOfOldWeightsThatRunningOnesKeep) {
   const std::vector<int32_t> prompt = {1, 2, 3, 4, 5, 6, 7, 8, 9};
   for (const bool paused_only : {false, true}) {
-    for (const bool told : {false, true}) {
-      SCOPED_TRACE(fmt::format("{}, {}", paused_only ? "paused" : "asleep", told ? "told" : "not told"));
+    for (const bool marked : {false, true}) {
+      SCOPED_TRACE(fmt::format("{}, {}", paused_only ? "paused" : "asleep", marked ? "marked" : "not marked"));
       SleepingEngine slept = make();
       slept.engine.add("a", prompt, 20);
       for (int i = 0; i < 4; ++i) slept.engine.step();
@@ -48,7 +48,7 @@ TEST_P(SleepControllerTest, NewRequestsNeverFindKvOfOldWeightsThatRunningOnesKee
       if (!paused_only) {
         ASSERT_SUCCEEDS(slept.controller.wake_up({.tags = {"weights"}}));
       }
-      slept.engine.load_weights(2, told);
+      slept.engine.load_weights(2, marked);
       EXPECT_FAILS(slept.controller.wake_up({}), Code::kFailedPrecondition, "KV of the old ones");
       EXPECT_TRUE(slept.controller.is_sleeping());
       const SleepReport woken = value_of(slept.controller.wake_up({.old_kv = OldKv::kKeep}));
@@ -135,8 +135,8 @@ TEST_P(SleepControllerTest, UnchangedWeightsKeepThePrefixCache) {
 
 TEST_P(SleepControllerTest, RequestsAreKeptWhileTheirWeightsAreDropped) {
   for (const bool others : {false, true}) {
-    for (const bool told : {true, false}) {
-      SCOPED_TRACE(fmt::format("{}, {}", others ? "others" : "the same", told ? "told" : "not told"));
+    for (const bool marked : {true, false}) {
+      SCOPED_TRACE(fmt::format("{}, {}", others ? "others" : "the same", marked ? "marked" : "not marked"));
       SleepingEngine slept = make();
       add_example_requests(slept.engine);
       for (int i = 0; i < 6; ++i) slept.engine.step();
@@ -156,10 +156,10 @@ TEST_P(SleepControllerTest, RequestsAreKeptWhileTheirWeightsAreDropped) {
       EXPECT_FALSE(again.changed);
       EXPECT_TRUE(slept.controller.is_sleeping());
       if (others) {
-        slept.engine.load_weights(2, told);
+        slept.engine.load_weights(2, marked);
         EXPECT_FAILS(slept.controller.wake_up({}), Code::kFailedPrecondition, "KV of the old ones");
       }
-      slept.engine.load_weights(1, told);
+      slept.engine.load_weights(1, marked);
       const SleepReport loaded = value_of(slept.controller.wake_up({}));
       EXPECT_TRUE(loaded.fully_awake);
       EXPECT_EQ(loaded.note, "");

@@ -87,13 +87,13 @@ class RandomUse {
     }
   }
   // Folded, the events are what is found in host memory and on disk.
-  void compare_told() {
+  void compare_published() {
     std::vector<Event> events;
     reader_.read(events, true);
     ASSERT_EQ(reader_.lost(), 0u);
     for (const Event& event : events) {
-      std::set<Told>& in = told_[event.from - 1u];
-      const Told key(event.key.bytes, event.b);
+      std::set<Published>& in = published_[event.from - 1u];
+      const Published key(event.key.bytes, event.b);
       if (event.type == EventType::kRegistered) {
         ASSERT_TRUE(in.insert(key).second);
         ASSERT_EQ(high_of(event.a), options_.block_tokens);
@@ -108,21 +108,21 @@ class RandomUse {
         ASSERT_EQ(in.erase(key), 1u);
       }
     }
-    std::array<std::set<Told>, 2> truth;
+    std::array<std::set<Published>, 2> truth;
     for (uint32_t number = 0; number < kNumbers; ++number) {
       const BlockKey key = key_of({space_, number});
-      Told as{{}, key.group};
+      Published as{{}, key.group};
       std::copy_n(key.hash.begin(), as.first.size(), as.first.begin());
       const BlockLocations places = model_.places({space_, number});
       if (places.host >= 0) truth[0].insert(as);
       if (places.disk >= 0) truth[1].insert(as);
     }
-    ASSERT_EQ(told_, truth);
+    ASSERT_EQ(published_, truth);
   }
   std::map<std::string, int> done;
 
  private:
-  using Told = std::pair<std::array<uint8_t, 16>, uint64_t>;  // key, group
+  using Published = std::pair<std::array<uint8_t, 16>, uint64_t>;  // key, group
   static constexpr uint32_t kNumbers = 40;
   struct Backing {
     ContentVersion version = ContentVersion::kNone;
@@ -246,7 +246,7 @@ class RandomUse {
   const test::ManualClock clock_;
   const std::unique_ptr<EventRing> ring_ = value_of(EventRing::in_memory({}, 256));
   EventReader reader_{*ring_};
-  std::array<std::set<Told>, 2> told_;
+  std::array<std::set<Published>, 2> published_;
   std::unique_ptr<BlockIndex> index_;
   std::mt19937 random_;
   std::map<Place, int> pins_;  // but for those of reservations
@@ -269,7 +269,7 @@ TEST(BlockIndex, UnderRandomUseItIsWhatItsRulesSay) {
     for (int step = 0; step < 1000; ++step) {
       use.step();
       if (!::testing::Test::HasFatalFailure()) use.compare();
-      if (!::testing::Test::HasFatalFailure()) use.compare_told();
+      if (!::testing::Test::HasFatalFailure()) use.compare_published();
       ASSERT_FALSE(::testing::Test::HasFatalFailure()) << "seed " << seed << ", step " << step;
     }
     for (const auto& [what, times] : use.done) done[what] += times;

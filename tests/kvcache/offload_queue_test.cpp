@@ -63,7 +63,7 @@ TEST(OffloadQueueEvents, EachCandidateGoesOneWayOnce) {
   OffloadQueue::Batch batch;
   queue.commit(Way::kOffload, queue.next(Way::kOffload, 0ns, true), batch);
   ASSERT_EQ(batch.owners.size(), 1u);
-  queue.tell_planned(batch.owners[0].ticket, 99, 2);
+  queue.publish_planned(batch.owners[0].ticket, 99, 2);
   queue.end(batch.owners[0].ticket, Way::kOffload, BlockOutcome::kTransferred, 2);
 
   std::vector<Event> events;

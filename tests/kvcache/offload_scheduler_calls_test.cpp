@@ -42,16 +42,16 @@ TEST_P(OffloadSchedulerTest, BlocksThatAreSentToDiskKeepTheirParentsAndTheMostUr
   (void)value_of(rig.scheduler->move_on(rig.keys_of({2, 3})));
   (void)value_of(rig.scheduler->move_on(rig.keys_of({4, 5})));
   rig.drain();
-  const BlockEvents told = rig.scheduler->take_events();
-  ASSERT_EQ(told.events.size(), 6u);
+  const BlockEvents published = rig.scheduler->take_events();
+  ASSERT_EQ(published.events.size(), 6u);
   const auto none = decltype(BlockEvent::parent){};
   const std::vector<uint32_t> order{4, 5, 2, 3, 0, 1};
   for (size_t i = 0; i < order.size(); ++i) {
-    EXPECT_EQ(told.events[i].store, StoreId::kDisk);
-    EXPECT_EQ(told.events[i].key.hash, key_number(order[i]).hash) << i;
-    EXPECT_EQ(told.events[i].parent, order[i] == 3   ? key_number(2).hash
-                                     : order[i] == 1 ? key_number(0).hash
-                                                     : none)
+    EXPECT_EQ(published.events[i].store, StoreId::kDisk);
+    EXPECT_EQ(published.events[i].key.hash, key_number(order[i]).hash) << i;
+    EXPECT_EQ(published.events[i].parent, order[i] == 3   ? key_number(2).hash
+                                          : order[i] == 1 ? key_number(0).hash
+                                                          : none)
         << i;
   }
 }

@@ -78,7 +78,7 @@ TEST(SlotStateTable, EveryTransitionAndNoOther) {
 
 class SlotTableTest : public testing::Test {
  protected:
-  std::string told() {
+  std::string published() {
     std::vector<Event> events;
     reader_.read(events, true);
     std::string text;
@@ -106,7 +106,7 @@ TEST_F(SlotTableTest, ARequestsLifeIsToldByItsChanges) {
   ASSERT_SUCCEEDS(table_.preempt(slot));
   ASSERT_SUCCEEDS(table_.finish(slot, true));
   ASSERT_SUCCEEDS(table_.end(slot));
-  EXPECT_EQ(told(),
+  EXPECT_EQ(published(),
             "1 initialized 0/10, 1 onboard staged 0/10, 1 onboarding 0/10, 1 prefilling 8/10, 1 decoding 11/11, "
             "1 skipped decode 12/12, 1 preempted 0/12, 1 finishing 0/12, 1 finished 0/12, ");
   EXPECT_EQ(table_.size(), 0u);
@@ -117,7 +117,7 @@ TEST_F(SlotTableTest, HowFarItCameIsToldEverySoManyTokens) {
   ASSERT_SUCCEEDS(table_.scheduled(slot, 0, 10, 10));
   for (int64_t token = 10; token < 10 + 2 * SlotTable::kToldEvery; ++token)
     ASSERT_SUCCEEDS(table_.scheduled(slot, token, 1, token + 1));
-  EXPECT_EQ(told(), "1 initialized 0/10, 1 prefilling 10/10, 1 decoding 11/11, 1 decoding 75/75, ");
+  EXPECT_EQ(published(), "1 initialized 0/10, 1 prefilling 10/10, 1 decoding 11/11, 1 decoding 75/75, ");
 }
 
 TEST_F(SlotTableTest, WhatTheTableDoesNotHaveIsRefusedAndChangesNothing) {

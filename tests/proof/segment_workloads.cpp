@@ -62,18 +62,18 @@ class Writer {
       test::put(*store_, parts);
       for (const test::StorePart& part : parts) {
         TORPOR_RETURN_IF_ERROR(part.status);
-        world_.tell(SegmentWord::kPut, part.slot);
+        world_.report(SegmentWord::kPut, part.slot);
       }
     }
     return ok();
   }
   Status sync() {
     TORPOR_RETURN_IF_ERROR(store_->sync());
-    world_.tell(SegmentWord::kSafe, 0);
+    world_.report(SegmentWord::kSafe, 0);
     return ok();
   }
   void drop(StoreSlot first, int count) {
-    for (StoreSlot slot = first; slot < first + count; ++slot) world_.tell(SegmentWord::kFree, slot);
+    for (StoreSlot slot = first; slot < first + count; ++slot) world_.report(SegmentWord::kFree, slot);
     const SlotRange range{.first = first, .count = count};
     store_->drop({&range, 1});
   }
@@ -83,7 +83,7 @@ class Writer {
     TORPOR_RETURN_IF_ERROR(into->sync());
     for (const LeasedRecord& each : leased) {
       world_.leased(each);
-      world_.tell(SegmentWord::kLeased, leases_++);
+      world_.report(SegmentWord::kLeased, leases_++);
     }
     return ok();
   }
@@ -146,7 +146,7 @@ Status lease_where_links_are_refused(const SegmentWorld& world, const SegmentVar
         if (std::string_view(call) == "link_new") return system_error(EXDEV, "cannot link " + name);
         return ok();
       });
-  return lease({*refusing, world.directory, world.tell, world.leased}, variant);
+  return lease({*refusing, world.directory, world.report, world.leased}, variant);
 }
 
 Status other_weights(const SegmentWorld& world, const SegmentVariant& variant) {
@@ -154,8 +154,8 @@ Status other_weights(const SegmentWorld& world, const SegmentVariant& variant) {
     TORPOR_ASSIGN_OR_RETURN(Writer writer, Writer::open(world, variant));
     TORPOR_RETURN_IF_ERROR(writer.put(0, 3));
     TORPOR_RETURN_IF_ERROR(writer.sync());
-    for (StoreSlot slot = 0; slot < 3; ++slot) world.tell(SegmentWord::kFree, slot);
-    world.tell(SegmentWord::kSpace, 0);
+    for (StoreSlot slot = 0; slot < 3; ++slot) world.report(SegmentWord::kFree, slot);
+    world.report(SegmentWord::kSpace, 0);
     writer.store().open_space(2, weights(true));
     TORPOR_RETURN_IF_ERROR(writer.put(kOfOtherWeights, 2, 2));
     TORPOR_RETURN_IF_ERROR(writer.sync());

@@ -23,7 +23,7 @@ enum class SegmentWord : char {
 struct SegmentWorld {
   FileSystem& file_system;
   std::string directory;  // the store's; leases go beside it
-  std::function<void(SegmentWord, int number)> tell;
+  std::function<void(SegmentWord, int number)> report;
   std::function<void(const LeasedRecord&)> leased = [](const LeasedRecord&) {};
 };
 

@@ -36,7 +36,7 @@ Status write(const World& world, CheckpointManager& manager, const Variant& vari
   const Digest owner = owner_of(test::example_checkpoint().fingerprint);  // of all: one engine that goes on
   TORPOR_ASSIGN_OR_RETURN(const std::string path,
                           test::write_checkpoint(manager, state_of(generation), variant.ranks, changed, owner));
-  world.tell(Word::kMust, generation);
+  world.report(Word::kMust, generation);
   return ok();
 }
 
@@ -60,7 +60,7 @@ Status incremental(const World& world, const Variant& variant) {
   TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 3, 2));
   TORPOR_RETURN_IF_ERROR(manager->woken_from(3));
   TORPOR_ASSIGN_OR_RETURN(const auto frugal, manager_of(world, variant, {.keep = 1}, true));
-  for (const uint64_t generation : {1, 2}) world.tell(Word::kFree, generation);
+  for (const uint64_t generation : {1, 2}) world.report(Word::kFree, generation);
   TORPOR_RETURN_IF_ERROR(frugal->collect());
   return ok();
 }
@@ -88,9 +88,9 @@ Status unread(const World& world, const Variant& variant) {
     TORPOR_RETURN_IF_ERROR(pending.write_state(state_of(2)));
     for (int32_t rank = 0; rank < variant.ranks; ++rank) TORPOR_RETURN_IF_ERROR(take_all_over(pending, rank));
     TORPOR_ASSIGN_OR_RETURN(const std::string path, pending.commit());
-    world.tell(Word::kMust, 2);
+    world.report(Word::kMust, 2);
   }
-  world.tell(Word::kFree, 1);
+  world.report(Word::kFree, 1);
   return manager->remove(1);
 }
 
@@ -101,11 +101,11 @@ Status without_links(const World& world, const Variant& variant) {
         if (std::string_view(call) == "link_new") return system_error(EXDEV, "cannot link " + name);
         return ok();
       });
-  const World without{*refusing, world.directory, world.tell};
+  const World without{*refusing, world.directory, world.report};
   TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(without, variant, {.keep = kKeepAll}, true));
   TORPOR_RETURN_IF_ERROR(write(without, *manager, variant, 1));
   TORPOR_RETURN_IF_ERROR(write(without, *manager, variant, 2));
-  world.tell(Word::kFree, 1);
+  world.report(Word::kFree, 1);
   return manager->remove(1);
 }
 
@@ -113,17 +113,17 @@ Status collect(const World& world, const Variant& variant) {
   TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant));
   for (uint64_t generation = 1; generation <= 3; ++generation)
     TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, generation));
-  world.tell(Word::kFree, 1);
+  world.report(Word::kFree, 1);
   TORPOR_ASSIGN_OR_RETURN(const auto frugal, manager_of(world, variant, {.keep = 1}));
   TORPOR_RETURN_IF_ERROR(frugal->collect());  // the newest was not woken from: the one before it stays
-  world.tell(Word::kFree, 2);
+  world.report(Word::kFree, 2);
   return frugal->woken_from(3);
 }
 
 Status repair(const World& world, const Variant& variant) {
   TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant));
   TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 1));
-  world.tell(Word::kDamaged, 1);
+  world.report(Word::kDamaged, 1);
   {
     TORPOR_ASSIGN_OR_RETURN(const auto directory,
                             world.file_system.open_directory(world.directory + "/g-000001", false));
@@ -140,7 +140,7 @@ Status repair(const World& world, const Variant& variant) {
                                    [](const DroppedRequest& request) { return request.id == "run"; });
   if (!dropped) return wrong("the repair kept a damaged request");
   TORPOR_RETURN_IF_ERROR(write_repaired(checkpoint, plan, *manager));
-  world.tell(Word::kMust, 2);
+  world.report(Word::kMust, 2);
   return ok();
 }
 
@@ -148,7 +148,7 @@ Status remove(const World& world, const Variant& variant) {
   TORPOR_ASSIGN_OR_RETURN(const auto manager, manager_of(world, variant));
   TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 1));
   TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 2));
-  world.tell(Word::kFree, 1);
+  world.report(Word::kFree, 1);
   return manager->remove(1);
 }
 
@@ -183,7 +183,7 @@ Status with_reader(const World& world, const Variant& variant) {
   TORPOR_RETURN_IF_ERROR(write(world, *manager, variant, 2));
   TORPOR_RETURN_IF_ERROR(read());
   TORPOR_RETURN_IF_ERROR(manager->woken_from(2));
-  world.tell(Word::kFree, 1);
+  world.report(Word::kFree, 1);
   TORPOR_RETURN_IF_ERROR(manager->remove(1));
   TORPOR_RETURN_IF_ERROR(read());
   return write(world, *manager, variant, 3);

@@ -25,7 +25,7 @@ enum class Word : char {
 struct World {
   FileSystem& file_system;
   std::string directory;
-  std::function<void(Word, uint64_t generation)> tell;
+  std::function<void(Word, uint64_t generation)> report;
 };
 
 // The ways of writing a checkpoint.

@@ -43,7 +43,7 @@ def lazy_priorities(model) -> dict:
     """Of blocks that are given up in one step, those of the more urgent request go first; of a shared one it is that of
     the most urgent request. `stored`: which request's they are."""
     served = with_events(model, "lazy", device_blocks=60)
-    told = events_of(served)
+    published = events_of(served)
     tokens = 8 * replay.BLOCK + 3
     prompts = {"later": served.ask(1000, tokens=tokens), "first": served.ask(2000, tokens=tokens)}
     prompts["later"].priority, prompts["first"].priority = 5, -1
@@ -51,7 +51,7 @@ def lazy_priorities(model) -> dict:
     served.ask(9000, tokens=replay.BLOCK)  # steps, in which they are offered
     served.finish()
     whose = {key: name for name, request in prompts.items() for key in keys_of(served, request)}
-    stored = [whose[event.block_hashes[0]] for event in told() if event.block_hashes[0] in whose]
+    stored = [whose[event.block_hashes[0]] for event in published() if event.block_hashes[0] in whose]
     return {"stored": stored, "left": served.left()}
 
 
@@ -60,7 +60,7 @@ def events_name_their_parents(model) -> dict:
     result = {}
     for mode in ("eager", "lazy"):
         served = with_events(model, mode, device_blocks=60)
-        told = events_of(served)
+        published = events_of(served)
         requests = []
         for first in range(6):
             requests.append(served.ask(1000 * (first + 1), output_tokens=20))
@@ -72,12 +72,12 @@ def events_name_their_parents(model) -> dict:
             "right" if event.parent_block_hash == parents[event.block_hashes[0]]
             else "none" if event.parent_block_hash is None
             else "wrong"
-            for event in told()
+            for event in published()
         )  # fmt: skip
     return result
 
 
-def failures_of_the_block_pool_are_told(model) -> dict:
+def failures_of_the_block_pool_are_published(model) -> dict:
     """An engine whose pool raises where torpor gives blocks back: what its log says, and how many blocks are gone."""
 
     def raises(self, ordered_blocks):
@@ -113,17 +113,17 @@ def with_events(model, mode: str, **shape) -> Served:
 
 def events_of(served: Served):
     """A function that gives what was told as stored until then."""
-    told, take = [], served.side.take_events
+    published, take = [], served.side.take_events
 
     def taken():
-        told.extend(taken_now := take())
+        published.extend(taken_now := take())
         return taken_now
 
     served.side.take_events = taken
 
     def stored():
         taken()
-        return [event for event in told if type(event).__name__ == "BlockStored"]
+        return [event for event in published if type(event).__name__ == "BlockStored"]
 
     return stored
 
@@ -406,7 +406,7 @@ def device_then_host_then_computed(model) -> dict:
 
 SCENARIOS = (
     store_waits_for_compute, priorities_of_any_size, lazy_priorities, events_name_their_parents,
-    failures_of_the_block_pool_are_told, load_waits_for_readers, abort_of_never_scheduled_request,
+    failures_of_the_block_pool_are_published, load_waits_for_readers, abort_of_never_scheduled_request,
     external_hit_under_eviction_pressure, every_stored_block_is_found, ranks_agree_on_capacity,
     new_weights_over_old_blocks, shared_prefix_does_not_queue_on_one_load, memory_flat_over_long_trace,
     idle_worker_is_not_dead, tier_process_dies_under_live_views, failed_copies_are_computed,

@@ -42,10 +42,10 @@ class Workers(replay.TorporReports):
         return super().report(rank, moves) if rank not in self.silent else b""
 
     def carry_out(self, orders):
-        told = super().carry_out(orders)
-        if told is None:
+        published = super().carry_out(orders)
+        if published is None:
             return None
-        loading, reports = told
+        loading, reports = published
         return (set() if self.silent else loading), [report for report in reports if report]
 
     def blocks(self, kind: int) -> list[set[int]]:

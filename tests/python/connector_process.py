@@ -25,7 +25,7 @@ from pathlib import Path
 
 from conftest import InProcess
 from connector_served import BLOCKS, ENGINE, GROUP_BLOCKS, Served, first_schedule, params, prompts, worker_side
-from connector_told import blocks_told, events_of, types_of
+from connector_events import published_blocks, events_of, types_of
 from inspector import BINARY
 from vllm.config import KVEventsConfig
 from zygote import MOST_SECONDS
@@ -163,7 +163,7 @@ def aborted_while_loading(served: Served) -> dict:
     }
 
 
-def told(served: Served) -> dict:
+def published(served: Served) -> dict:
     """KV events: of each medium the same blocks, under the device's names."""
     scheduler, batches = served.one.core.scheduler, []
     scheduler.kv_event_publisher.publish = batches.append
@@ -341,7 +341,7 @@ def measured(served: Served) -> dict:
     connector_scheduler._STATS_SECONDS, connector_scheduler._LAST_STATS_SECONDS = waits
     metrics = [dataclasses.asdict(metric) for metric in served.one.llm.get_metrics()]
     return {
-        "told": dict(served.side._counted),
+        "published": dict(served.side._counted),
         "cached": served.cached,
         "sizes": worker_side().core.sizes(),
         "torpor": [metric for metric in metrics if metric["name"].startswith("torpor_offload_")],
@@ -351,7 +351,7 @@ def measured(served: Served) -> dict:
 
 SCENARIOS = (
     identical, measured, slept, loaded_is_what_prefill_writes, only_what_is_written,
-    disturbed, aborted_while_loading, told, forgotten,
+    disturbed, aborted_while_loading, published, forgotten,
 )  # fmt: skip
 
 
@@ -432,7 +432,9 @@ def main() -> None:
     if mode == "brief":
         with torpor.console.connect(rings) as engine:  # before its first step
             at_once = len(engine.hello()["methods"])
-        result = {"at_once": at_once} | brief(served) | {"told": events_of(rings), "operated": operated(served, rings)}
+        result = (
+            {"at_once": at_once} | brief(served) | {"published": events_of(rings), "operated": operated(served, rings)}
+        )
         print("RESULT " + json.dumps(result | {"types": types_of(rings)}), flush=True)
         if keep := os.environ.get("KEEP_EVENTS"):
             subprocess.run([BINARY, "record", rings, "-o", keep, "--for", "0.1s"], check=True, capture_output=True)
@@ -443,9 +445,11 @@ def main() -> None:
     if mode == "disk":
         woken = gone_on(served, sys.argv[4]) if len(sys.argv) > 4 else None
         # With a reset of the connector: what is stored from then on is found by the next process all the same.
-        first = {"told": told(served)} if woken is None and not served.side.stats()["recovered_blocks"] else {}
+        first = (
+            {"published": published(served)} if woken is None and not served.side.stats()["recovered_blocks"] else {}
+        )
         result = first | served_from_disk(served)
-        result["blocks"] = blocks_told(rings)
+        result["blocks"] = published_blocks(rings)
         result |= {"woken": woken, "asleep": left_asleep(served), "new": new_weights(served)}
         shutil.rmtree(rings)
         print("RESULT " + json.dumps(result), flush=True)

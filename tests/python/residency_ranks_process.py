@@ -25,7 +25,7 @@ MORE = " And then the clock went on, and the river with it, until the window was
 IDLE_SECONDS = 0.25
 
 
-class Told(StatLoggerBase):
+class CountedStats(StatLoggerBase):
     """What the engine core counts, as it tells its front end: nobody has to ask it."""
 
     counters: ClassVar[dict[str, int]] = {}
@@ -35,8 +35,8 @@ class Told(StatLoggerBase):
         pass
 
     def record(self, scheduler_stats, *_, **__):
-        told = getattr(scheduler_stats, "kv_connector_stats", None) or {}
-        for name, more in told.get("counters", {}).items():
+        counted = getattr(scheduler_stats, "kv_connector_stats", None) or {}
+        for name, more in counted.get("counters", {}).items():
             self.counters[name] = self.counters.get(name, 0) + more
         self.changed.set()
 
@@ -69,13 +69,13 @@ async def main(model: str, folder: str) -> dict:
     }  # fmt: skip
     sizes = ENGINE | {"num_gpu_blocks_override": 64, "max_model_len": 512}
     arguments = AsyncEngineArgs(model=model, additional_config={"torpor": tiers}, tensor_parallel_size=2, **sizes)
-    engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[Told])
+    engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[CountedStats])
     try:
         plain = [await turn(engine, "plain", PROMPT, None), await turn(engine, "plain 2", PROMPT + MORE, None)]
         await engine.reset_prefix_cache(reset_connector=True)
         first = await turn(engine, "one", PROMPT, "agent")
-        await Told.reach("session_idle", 1)
-        await Told.reach("session_freed_blocks", 1)
+        await CountedStats.reach("session_idle", 1)
+        await CountedStats.reach("session_freed_blocks", 1)
         by_itself = await view(engine)
         result = {"plain": plain, "turns": [first], "by itself": by_itself}
         session = engine.torpor.sessions["agent"]

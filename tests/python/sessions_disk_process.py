@@ -21,7 +21,7 @@ LEAVING = ["greedy", "two", "stops", "long"]
 OTHERS = [name for name in NAMES if name not in LEAVING]
 
 
-def told(result: dict) -> None:
+def report(result: dict) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
@@ -29,7 +29,7 @@ def write(model: Path, directory: Path) -> None:
     one = InProcess(model, directory, torpor={"sessions": True}, num_gpu_blocks_override=200)
     answers = one.begin(9, NAMES)
     left = one.llm.torpor.hibernate(LEAVING, to="disk")
-    told({"path": left.path, "given": {name: value for name, value in answers.items() if name in LEAVING}})
+    report({"path": left.path, "given": {name: value for name, value in answers.items() if name in LEAVING}})
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -41,7 +41,7 @@ def take(path: str, model: Path, directory: Path) -> None:
     answers |= run(one.engine, 1)
     loaded = {i.rsplit("-", 1)[0]: r.num_computed_tokens for i, r in one.core.scheduler.requests.items()}
     answers |= run(one.engine)
-    told({
+    report({
         "requests": came.requests, "left": os.path.exists(path), "loaded": loaded, "answers": one.finish(answers),
         "expected": expected,
     })  # fmt: skip
@@ -110,7 +110,7 @@ async def move(model: Path, directory: Path) -> None:
     finally:
         source.shutdown()
         target.shutdown()
-    told(result)
+    report(result)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ PIECES = ["Once upon a time", " there lived an old clock maker", " by the sea"]
 @long_on_rig
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_a_prompt_that_comes_in_pieces_sleeps_while_its_next_one_is_waited_for(one, to):
-    def told(asleep) -> list[list[int]]:
+    def outputs(asleep) -> list[list[int]]:
         one.begin(0, ["short"])
         pieces = InPieces(one)
         of_pieces = []
@@ -73,7 +73,7 @@ def test_a_prompt_that_comes_in_pieces_sleeps_while_its_next_one_is_waited_for(o
         run(one.engine)
         return of_pieces
 
-    expected = told(lambda pieces: None)
+    expected = outputs(lambda pieces: None)
     assert [len(tokens) for tokens in expected] == [5, 10, 15]
 
     def asleep(pieces) -> None:
@@ -81,7 +81,7 @@ def test_a_prompt_that_comes_in_pieces_sleeps_while_its_next_one_is_waited_for(o
         assert [(each["id"], "pieces" in each["error"]) for each in report.bound_requests] == [(pieces.id, True)]
         one.llm.wake_up()
 
-    assert told(asleep) == expected
+    assert outputs(asleep) == expected
     assert one.llm.torpor.state().recomputed_tokens == 0
 
 

@@ -50,7 +50,7 @@ def test_tokens_are_the_same_and_most_prompts_come_from_host_memory(served):
 def test_get_metrics_has_blocks_bytes_and_seconds_of_each_way(served):
     """As LLM.get_metrics() gives vLLM's own; every number is what the scheduler counted."""
     result = served["measured"]
-    told, sizes, block = result["told"], result["sizes"], result["told"]["block_bytes"]
+    published, sizes, block = result["published"], result["sizes"], result["published"]["block_bytes"]
     assert result["vllm"] > 10 and block == sizes["block_bytes"]
     values = {
         (metric["name"], *(metric["labels"].get(name) for name in ("way", "outcome", "store"))): metric
@@ -58,7 +58,7 @@ def test_get_metrics_has_blocks_bytes_and_seconds_of_each_way(served):
     }
     for way in ("onboard", "offload"):
         blocks = values["torpor_offload_blocks", way, "transferred", None]["value"]
-        assert blocks == told[f"{way}_transferred"] > CONVERSATIONS
+        assert blocks == published[f"{way}_transferred"] > CONVERSATIONS
         assert values["torpor_offload_bytes", way, None, None]["value"] == blocks * block
         seconds = values["torpor_offload_seconds", way, None, None]
         assert 0 < seconds["count"] <= blocks and seconds["sum"] > 0
@@ -66,12 +66,12 @@ def test_get_metrics_has_blocks_bytes_and_seconds_of_each_way(served):
     cached = [metric for metric in result["torpor"] if metric["name"] == "torpor_offload_cached_tokens"]
     assert sum(metric["value"] for metric in cached) == result["cached"] > 0
     assert {m["labels"]["tier"]: m["value"] for m in cached} == {
-        tier: told.get(f"cached_{tier}_tokens", 0) for tier in ("device", "host", "disk", "kv_store", "other")
+        tier: published.get(f"cached_{tier}_tokens", 0) for tier in ("device", "host", "disk", "kv_store", "other")
     }
     loads = values["torpor_offload_load_seconds", None, None, None]
     assert loads["count"] > CONVERSATIONS and loads["sum"] > 0
     assert values["torpor_offload_host_capacity_blocks", None, None, None]["value"] == sizes["host_slots"]
-    assert values["torpor_offload_host_blocks", None, None, None]["value"] == told["host_blocks"] > BLOCKS
+    assert values["torpor_offload_host_blocks", None, None, None]["value"] == published["host_blocks"] > BLOCKS
 
 
 @pytest.mark.slow
@@ -149,13 +149,15 @@ def test_first_schedule_after_wake(served, way):
 @pytest.mark.rig
 @pytest.mark.slow
 def test_kv_events_name_the_same_blocks_in_host_memory_as_on_the_device(served):
-    told = served["told"]
-    assert told["cleared"] > 0 and set(told["CPU"]) <= set(told["GPU"])
-    assert told["STORAGE"] == []  # there is no disk
+    published = served["published"]
+    assert published["cleared"] > 0 and set(published["CPU"]) <= set(published["GPU"])
+    assert published["STORAGE"] == []  # there is no disk
     if served["mode"] == "eager":
-        assert len(told["CPU"]) >= 6 and told["parents"] and set(told["parents"]) <= set(told["CPU"])
+        assert (
+            len(published["CPU"]) >= 6 and published["parents"] and set(published["parents"]) <= set(published["CPU"])
+        )
     else:
-        assert told["parents"] == []  # of what is given up nobody knows what was before it
+        assert published["parents"] == []  # of what is given up nobody knows what was before it
 
 
 @long_on_rig
@@ -177,7 +179,7 @@ def test_with_steps_in_flight_and_a_sleep_in_the_middle(zygote, tiny_model, tmp_
     assert result["taken_over"] > 0 and result["taken_over"].is_integer()  # blocks that the sleep did not copy
     assert result["stats"]["onboard_transferred"] > 4
     assert result["of_an_answer"] == 3
-    is_told(result["told"], result["stats"])
+    is_published(result["published"], result["stats"])
     is_operated(result["operated"])
     assert result["types"] == sorted(
         (
@@ -198,28 +200,28 @@ def is_operated(operated: dict) -> None:
     assert operated["dropped"]["dropped"] == operated["fewer"] > 0
 
 
-def is_told(told: dict, stats: dict) -> None:
+def is_published(published: dict, stats: dict) -> None:
     """As events: each request's way, where its blocks were found, every transfer with its end, tiers and memory."""
-    counts = told["counts"]
-    for way in told["ways"]:
+    counts = published["counts"]
+    for way in published["ways"]:
         assert all(before[1] == after[0] for before, after in itertools.pairwise(way)), way
-    loaded = [way for way in told["ways"] if any(state == "onboarding" for _, state, _ in way)]
+    loaded = [way for way in published["ways"] if any(state == "onboarding" for _, state, _ in way)]
     assert len(loaded) >= 4
     for way in loaded:
         states = [state for _, state, _ in way]
         assert states[states.index("onboarding") - 1] == "onboard staged"
         assert states[states.index("onboarding") + 1] == "prefilling"
         assert max(staged for _, _, staged in way) > 1
-    assert told["found"] >= stats["onboard_transferred"] > 0
+    assert published["found"] >= stats["onboard_transferred"] > 0
     assert counts["candidate promoted"] == counts["candidate completed"] > 10
     assert counts["ended transferred"] >= 10 and counts["planned"] > 5
     assert counts["copy begin"] == counts["copy end"] > 5
-    assert told["tiers"]["host"] > 10 and "device" in told["tiers"]
-    assert {tag["tag"] for tag in told["memory"][0]["tags"]} >= {"weights", "kv_cache"}
-    assert told["left"][1] == [0] * len(told["left"][1]) and told["unknown"] == 0
+    assert published["tiers"]["host"] > 10 and "device" in published["tiers"]
+    assert {tag["tag"] for tag in published["memory"][0]["tags"]} >= {"weights", "kv_cache"}
+    assert published["left"][1] == [0] * len(published["left"][1]) and published["unknown"] == 0
     # By the model of the same requests: all of host memory's hits need host memory.
-    assert told["none"]["models"][1]["found"]["host"] == 0 < told["none"]["models"][0]["found"]["host"]
-    assert told["twice"]["models"][1]["found"]["host"] >= told["twice"]["models"][0]["found"]["host"]
+    assert published["none"]["models"][1]["found"]["host"] == 0 < published["none"]["models"][0]["found"]["host"]
+    assert published["twice"]["models"][1]["found"]["host"] >= published["twice"]["models"][0]["found"]["host"]
 
 
 @pytest.mark.long
@@ -334,13 +336,13 @@ def damage(folder: Path, every: int) -> int:
     return damaged
 
 
-def is_told_block_by_block(told: dict, stats: dict) -> None:
+def is_published_block_by_block(published: dict, stats: dict) -> None:
     """Which blocks are in host memory and on disk; some go from host memory, which is small, and come again."""
-    assert told["host"] == stats["host_blocks"] > 0 and told["unknown"] == 0
-    assert told["recovered"] == stats["recovered_blocks"]
-    assert told["disk"] + told["recovered"] == stats["disk_blocks"] > 50
-    assert ("ping-pong" in told["lints"]) == told["thrice_in_a_minute"]
-    assert told["most_times"] >= 2 or told["recovered"]
+    assert published["host"] == stats["host_blocks"] > 0 and published["unknown"] == 0
+    assert published["recovered"] == stats["recovered_blocks"]
+    assert published["disk"] + published["recovered"] == stats["disk_blocks"] > 50
+    assert ("ping-pong" in published["lints"]) == published["thrice_in_a_minute"]
+    assert published["most_times"] >= 2 or published["recovered"]
 
 
 @pytest.mark.slow
@@ -354,18 +356,22 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
         return result
 
     before = serve(first)
-    told = before["told"]
-    assert told["cleared"] > 0 and len(told["STORAGE"]) >= 6 and set(told["STORAGE"]) <= set(told["CPU"])
+    published = before["published"]
+    assert (
+        published["cleared"] > 0
+        and len(published["STORAGE"]) >= 6
+        and set(published["STORAGE"]) <= set(published["CPU"])
+    )
     assert _core.cache_epoch(str(tmp_path / "checkpoints/offload")) != ""  # of the namespace since that reset
     assert before["stats"]["demote_transferred"] > 50 and before["stats"]["recovered_blocks"] == 0
     assert before["tokens"] == before["again"]
-    is_told_block_by_block(before["blocks"], before["stats"])
+    is_published_block_by_block(before["blocks"], before["stats"])
     after = serve(first, before["asleep"]["checkpoint"])
     assert after["woken"]["failed"] == [] and after["woken"]["recomputed"] == 0
     given, answers = before["asleep"]["given"], after["woken"]["answers"]
     assert [answers.get(i) or given[i] for i in given] == before["asleep"]["expected"] and len(answers) > 0
     assert after["stats"]["recovered_blocks"] >= before["stats"]["disk_blocks"] > 50
-    is_told_block_by_block(after["blocks"], after["stats"])
+    is_published_block_by_block(after["blocks"], after["stats"])
     assert after["tokens"] == before["tokens"] and after["cached"] > before["cached"] + CONVERSATIONS * 32
     assert after["by_tier"]["disk"] > CONVERSATIONS * 32
     assert after["new"]["after"] == after["new"]["before"] + 1

@@ -46,9 +46,9 @@ def test_lazily_too_those_of_a_higher_priority_go_first(happened):
 
 def test_events_tell_the_right_parent_or_none(happened):
     """A router that builds its tree of prefixes from them would build it wrong."""
-    told = happened["events_name_their_parents"]
-    assert told["eager"].keys() == {"right"} and told["eager"]["right"] > 90
-    assert "wrong" not in told["lazy"] and sum(told["lazy"].values()) > 90
+    published = happened["events_name_their_parents"]
+    assert published["eager"].keys() == {"right"} and published["eager"]["right"] > 90
+    assert "wrong" not in published["lazy"] and sum(published["lazy"].values()) > 90
 
 
 def test_what_vllms_block_pool_raises_is_in_the_log(happened):

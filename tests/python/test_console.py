@@ -72,8 +72,8 @@ def test_it_stops_behind_an_event_of_a_request_that_is_meant(one, console):
         answers |= run(one.engine, 1)
     assert stops[0]["request"].startswith("seeded")
     answers |= settled(one.engine)
-    told = console.events(types="stop,control")["events"]
-    assert told[-1]["to"] == "begun" and "breakpoint.add" in {each.get("from") for each in told}
+    events = console.events(types="stop,control")["events"]
+    assert events[-1]["to"] == "begun" and "breakpoint.add" in {each.get("from") for each in events}
     console.resume()
     assert one.finish(answers) == one.expected
 

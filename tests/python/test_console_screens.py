@@ -478,10 +478,10 @@ def test_slots_are_sorted_by_the_engine_as_by_the_keys(mock):
         # What is known of one of them, by the command line and by Python.
         name = process["slots"][0]["request"]
         words = [BINARY, "live", "--engine", mock, "request", f"request={name}"]
-        told = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+        shown = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
         story = engine.request(request=name)
         assert story["slot"]["request"] == name and story["states"][-1]["state"] == story["slot"]["state"]
-        assert told["states"] == story["states"] and {each["request"] for each in story["events"]} == {name}
+        assert shown["states"] == story["states"] and {each["request"] for each in story["events"]} == {name}
         with pytest.raises(errors.NotFound, match="no event"):
             engine.request(request=name[:-1] + "x")
 

@@ -86,7 +86,7 @@ def test_weights_that_are_written_parameter_by_parameter_cost_one_call_each(core
         assert core.model_executor.calls[-1] == ("torpor_rank", None, (b"order", doubted))
 
 
-def test_a_doubt_that_did_not_arrive_is_told_again(core):
+def test_a_mark_that_did_not_arrive_is_sent_again(core):
     core.collective_rpc("my_method")
     hooks = VllmHooks(core)
     core.model_executor = Workers(RuntimeError("worker failed"))
@@ -97,18 +97,18 @@ def test_a_doubt_that_did_not_arrive_is_told_again(core):
     assert core.model_executor.calls == [("torpor_rank", None, (b"order", True))]
 
 
-def test_a_rank_that_is_told_of_the_doubt_hashes_its_weights_again():
+def test_a_rank_with_marked_weights_hashes_them_again():
     from torpor.vllm import worker
 
-    told = []
+    calls = []
     memory = SimpleNamespace(
-        invalidate_digest=lambda tag: told.append(tag), call=lambda order: told.append(order) or b"answer"
+        invalidate_digest=lambda tag: calls.append(tag), call=lambda order: calls.append(order) or b"answer"
     )
     of_worker = SimpleNamespace(rank_memory=memory, note_order=lambda: None)
     one = SimpleNamespace(torpor_memory=of_worker, model_runner=None)
     call = worker.WorkerMixin.torpor_rank
     assert call(one, b"1") == b"answer" and call(one, b"2", True) == b"answer"
-    assert told == [b"1", "weights", b"2"]
+    assert calls == [b"1", "weights", b"2"]
 
 
 @pytest.mark.parametrize(("kind", "threads"), [(EngineCore, 0), (EngineCoreProc, 1)])

@@ -18,8 +18,8 @@ def directory(events_dir):
 
 
 @pytest.fixture
-def told(one, directory, monkeypatch):
-    """The engine of this process, with what it tells; `told()` gives the events since the test began."""
+def published(one, directory, monkeypatch):
+    """The engine of this process, with what it tells; `published()` gives the events since the test began."""
     monkeypatch.setenv("TORPOR_EVENTS_DIR", directory)
     monkeypatch.setattr(one.core.scheduler, "torpor_slots", None, raising=False)
     with contextlib.suppress(AttributeError):
@@ -36,13 +36,13 @@ def told(one, directory, monkeypatch):
     return events
 
 
-def test_each_requests_way_is_told_and_no_token_is_another(one, told):
+def test_each_requests_way_is_published_and_no_token_is_another(one, published):
     answers = one.begin(12)
     requests = set(one.core.scheduler.requests)
     assert one.finish(answers) == one.expected
     one.begin(1, ["greedy"])  # the ends of a step's requests are seen in the next one
     ways: dict[str, list[str]] = {}
-    for event in told():
+    for event in published():
         assert event["type"] not in ("lost", "error"), event
         if event["type"] == "slot" and event["request"] in requests:
             way = ways.setdefault(event["request"], [])
@@ -52,11 +52,11 @@ def test_each_requests_way_is_told_and_no_token_is_another(one, told):
     for request in requests:
         assert ways[request][:2] == ["initialized", "prefilling"] and ways[request][-1] == "finished", ways[request]
     assert sum("decoding" in ways[request] for request in requests) >= len(requests) - 1
-    steps = [event for event in told() if event["type"] == "step"]
+    steps = [event for event in published() if event["type"] == "step"]
     assert len(steps) >= 12 and max(step["running"] for step in steps) > 4
 
 
-def test_sleeps_and_wakes_are_told_by_phase(one, told, directory):
+def test_sleeps_and_wakes_are_published_by_phase(one, published, directory):
     answers = one.begin(5)
     slept = one.llm.sleep(level=1, preserve_state=True, to="host")
     woken = one.llm.wake_up()
@@ -67,11 +67,11 @@ def test_sleeps_and_wakes_are_told_by_phase(one, told, directory):
         assert row["state"] == "done" and not row["error"]
         assert [phase["phase"] for phase in row["phases"]] == [phase["name"] for phase in report.phases]
         assert [phase["bytes"] for phase in row["phases"]] == [phase["bytes"] for phase in report.phases]
-    states = [event["to"] for event in told() if event["type"] == "engine"]
+    states = [event["to"] for event in published() if event["type"] == "engine"]
     assert states == ["falling asleep", "asleep", "waking", "awake"]
 
 
-def test_without_a_connector_it_tells_every_type_but_those_of_transfers_between_tiers(one, told, monkeypatch):
+def test_without_a_connector_it_tells_every_type_but_those_of_transfers_between_tiers(one, published, monkeypatch):
     """Those are in test_connector.py, stop and control in test_console.py.
 
     copy and memory are the rank's, which here is older than the ring: test_other_processes.py.
@@ -82,12 +82,12 @@ def test_without_a_connector_it_tells_every_type_but_those_of_transfers_between_
     one.llm.sleep(level=1, preserve_state=True, to="host")
     one.llm.wake_up()
     assert one.finish(answers) == one.expected
-    assert {event["type"] for event in told()} - {"stop", "control"} == set(
+    assert {event["type"] for event in published()} - {"stop", "control"} == set(
         "engine key operation phase request slot step tier".split()
     )
 
 
-def test_a_sleep_that_fails_says_why_and_what_was_undone(one, told, directory, monkeypatch):
+def test_a_sleep_that_fails_says_why_and_what_was_undone(one, published, directory, monkeypatch):
     answers = one.begin(5)
     one.llm.torpor.call("state")  # its hooks are there
     monkeypatch.setattr(one.core.torpor_side.hooks, "capture", lambda: 1 / 0)
@@ -103,7 +103,7 @@ def test_a_sleep_that_fails_says_why_and_what_was_undone(one, told, directory, m
     ]
 
 
-def test_a_recording_has_what_was_told(one, told, directory, tmp_path):
+def test_a_recording_has_what_was_published(one, published, directory, tmp_path):
     recorder = subprocess.Popen([BINARY, "record", directory, "-o", tmp_path / "r", "--json"], stdout=subprocess.PIPE)
     try:
         assert one.finish(one.begin(12)) == one.expected
@@ -113,7 +113,7 @@ def test_a_recording_has_what_was_told(one, told, directory, tmp_path):
     assert result["processes"] == 1 and result["lost"] == 0 and result["events"] > 100
     recorded = subprocess.run([BINARY, "events", tmp_path / "r", "--json"], capture_output=True, text=True, check=True)
     by_sequence = {event["sequence"]: event for event in map(json.loads, recorded.stdout.splitlines())}
-    now = told()
+    now = published()
     assert len(now) > 100 and all(
         by_sequence[event["sequence"]] == event for event in now if event["sequence"] in by_sequence
     )

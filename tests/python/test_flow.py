@@ -86,8 +86,8 @@ def test_a_load_can_be_held_waited_for_and_cancelled(flow):
 
 @pytest.mark.slow
 def test_block_events_tell_each_state_of_blocks_in_host_memory(flow):
-    told = [tuple(each) for each in flow["recorded"]["blocks"]]
-    assert told == [("empty", "in flight", 1), ("in flight", "registered", 1)]
+    published = [tuple(each) for each in flow["recorded"]["blocks"]]
+    assert published == [("empty", "in flight", 1), ("in flight", "registered", 1)]
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ input()
 """
 
 
-def test_what_sleeps_and_what_it_had_is_told_as_events(tmp_path):
+def test_what_sleeps_and_what_it_had_is_published(tmp_path):
     """Of a program without an engine, that is killed: its last words."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         environment = os.environ | {"TORPOR_EVENTS_DIR": directory, "TORPOR_MEMORY_DEVICE": "host"}
@@ -90,9 +90,9 @@ def test_what_sleeps_and_what_it_had_is_told_as_events(tmp_path):
         program.communicate()
         lines = subprocess.run([BINARY, "events", directory, "--json"], capture_output=True, text=True, check=True)
         [process] = look("console", directory)["processes"]
-    told = [json.loads(line) for line in lines.stdout.splitlines()]
-    assert {event["type"] for event in told} == {"operation", "copy", "memory"}
-    assert [(event["from"], event["to"]) for event in told if event["type"] == "operation"] == [
+    events = [json.loads(line) for line in lines.stdout.splitlines()]
+    assert {event["type"] for event in events} == {"operation", "copy", "memory"}
+    assert [(event["from"], event["to"]) for event in events if event["type"] == "operation"] == [
         (operation, edge) for operation in ("sleep", "wake", "sleep") for edge in ("begin", "end")
     ]
     assert not process["alive"] and [one["operation"] for one in process["operations"]] == ["sleep", "wake", "sleep"]

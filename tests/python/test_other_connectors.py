@@ -187,12 +187,12 @@ def test_two_ranks_in_processes_of_their_own_follow_together(zygote, tiny_model,
     assert "unregister_kv_caches() of rank 1" in of["refused"] and not of["asleep_after_it"] and of["asleep"], of
     assert of["same"]
     slept_and_woke = ["unregister", "restore"]
-    told = [(logs / rank).read_text().split("\n") for rank in ("0", "1")]
-    assert [each for each in told[0] if each in slept_and_woke] == slept_and_woke * 2
-    assert [each for each in told[1] if each.split(" ")[0] in slept_and_woke] == [
+    calls = [(logs / rank).read_text().split("\n") for rank in ("0", "1")]
+    assert [each for each in calls[0] if each in slept_and_woke] == slept_and_woke * 2
+    assert [each for each in calls[1] if each.split(" ")[0] in slept_and_woke] == [
         "unregister fails", "restore", *slept_and_woke,
     ]  # fmt: skip
-    assert all(rank.index("send") < rank.index("restore") for rank in told)
+    assert all(rank.index("send") < rank.index("restore") for rank in calls)
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
             assert run(llm.llm_engine, 1) == {}
             delivered = dict(answers)
             if ranks == 2 and to == "host":
-                _ranks_told(report, look("console", events_dir)["processes"])
+                _ranks_asked(report, look("console", events_dir)["processes"])
             assert llm.wake_up()
         path = report.checkpoint
         assert written(answers | run(llm.llm_engine)) == expected
@@ -200,7 +200,7 @@ def _stopped_once(events_dir):
         engine.resume()
 
 
-def _ranks_told(report, processes: list[dict]) -> None:
+def _ranks_asked(report, processes: list[dict]) -> None:
     """Each rank its copies and its memory, which the sleep's report adds up; the engine core the sleep."""
     ranks = [process for process in processes if process["memory"]]
     assert len(ranks) == len(report.ledgers) == 2

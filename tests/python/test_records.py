@@ -184,8 +184,8 @@ def test_an_id_is_of_one_call_until_its_answer_has_ended(tokenizer):
     first, second, third, fourth = (new_request(number) for number in (1, 2, 3, 4))
     scene.add(first)
     scene.give(first, 4)
-    told = "chatcmpl-r is being given.*/torpor/requests/chatcmpl-r/stream"
-    with pytest.raises(GracefulHTTPError, match=told) as refused:
+    refusal = "chatcmpl-r is being given.*/torpor/requests/chatcmpl-r/stream"
+    with pytest.raises(GracefulHTTPError, match=refusal) as refused:
         scene.add(second)
     assert refused.value.http_status == 409
     assert scene.recorder.used_request_id("r") is not None and scene.recorder.used_request_id("other") is None

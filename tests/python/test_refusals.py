@@ -58,8 +58,8 @@ def test_a_request_that_no_checkpoint_can_hold_sleeps_here_and_ends_alone_elsewh
     goes_on = [*names, "hinted"]
     assert {name: finished[name] for name in goes_on} == {name: expected[name] for name in goes_on}
     for name in why:  # their readers are told
-        [[_, _, _, reason, told, *_]] = finished[name][1]
-        assert reason == "error" and why[name] == told
+        [[_, _, _, reason, text, *_]] = finished[name][1]
+        assert reason == "error" and why[name] == text
 
 
 @pytest.mark.parametrize("field", ["num_in_flight_tokens", "num_output_placeholders"])

@@ -460,7 +460,7 @@ def test_a_stream_that_waits_for_a_wake_hears_of_the_sleep_at_once(server):
     played(server, scene)
 
 
-async def told(client, path, **params) -> tuple[dict, dict]:
+async def response(client, path, **params) -> tuple[dict, dict]:
     """The report of an operation that is asked for events, and the last progress before it."""
     answer = await client.admin.post(path, params=params, headers={"Accept": "text/event-stream"})
     events = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
@@ -475,12 +475,12 @@ def test_a_sleep_to_disk_reports_what_it_does_and_plans_tell_the_truth(server):
         await until(lambda: reading.text)
         plan = await client.post("/torpor/plan", to="disk")
         assert plan["requests"] == 1 and plan["free_bytes"]["kv_cache"] > 1e9 and not plan["problems"]
-        done, last = await told(client, "/torpor/checkpoint", metadata=["run=7", "note=a=b"])
+        done, last = await response(client, "/torpor/checkpoint", metadata=["run=7", "note=a=b"])
         assert done["metadata"] == {"run": "7", "note": "a=b"}
         listed = (await client.http.get("/torpor/checkpoints")).json()["checkpoints"]
         assert listed[-1]["metadata"] == done["metadata"]
         assert last["phase"] == "verify" and last["bytes_done"] == last["bytes_total"] >= done["saved_bytes"] > 0
-        done, last = await told(client, "/sleep", to="disk")
+        done, last = await response(client, "/sleep", to="disk")
         assert last["phase"] == "detach" and last["bytes_done"] == last["bytes_total"] == done["saved_bytes"] > 0
         assert done["freed_bytes"] == sum(plan["free_bytes"].values())
         listed = (await client.http.get("/torpor/checkpoints")).json()["checkpoints"]

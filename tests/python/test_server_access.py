@@ -193,7 +193,7 @@ def tenant_of(server, **headers) -> str:
     return server.tenant(Headers({name.replace("_", "-"): value for name, value in headers.items()}))
 
 
-def test_tenants_cannot_be_told_from_keys_and_survive_a_restart(monkeypatch, tmp_path):
+def test_tenants_do_not_reveal_keys_and_survive_a_restart(monkeypatch, tmp_path):
     import hashlib
 
     async def once(directory) -> str:

@@ -91,13 +91,13 @@ def test_a_stream_that_waits_gets_its_status_at_once_and_then_comments(monkeypat
         assert dict(caller.sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
         await caller.until(lambda: len(caller.body) >= 4 * len(ASLEEP))
         await server.wake_up()
-        told = caller.body
-        assert told.replace(ASLEEP, b"") == b""
+        sent = caller.body
+        assert sent.replace(ASLEEP, b"") == b""
         for _ in range(4):
             go.release()
         await caller.task
         assert [message["type"] for message in caller.sent].count("http.response.start") == 1
-        assert caller.body == told + WHOLE and not caller.sent[-1].get("more_body")
+        assert caller.body == sent + WHOLE and not caller.sent[-1].get("more_body")
 
     run(scene())
 
@@ -195,8 +195,8 @@ def test_a_refusal_after_the_status_is_an_event(monkeypatch, path, before, after
         await caller.task
         event = caller.body.removeprefix(ASLEEP)
         assert event.startswith(before) and event.endswith(b"}}\n\n" + after)
-        told = json.loads(event.removeprefix(before).removesuffix(b"\n\n" + after))
-        assert told == {"error": {"message": "no such\nmodel", "code": 404}}
+        sent = json.loads(event.removeprefix(before).removesuffix(b"\n\n" + after))
+        assert sent == {"error": {"message": "no such\nmodel", "code": 404}}
         assert caller.status == 200 and not caller.sent[-1].get("more_body")
 
     run(scene())

@@ -397,7 +397,7 @@ def test_a_request_that_comes_another_way_waits_in_the_same_bounded_queue(monkey
     run(scene())
 
 
-def test_a_request_that_was_let_in_before_the_sleep_is_told_when_the_server_ends(monkeypatch):
+def test_a_request_that_was_let_in_before_the_sleep_gets_an_error_when_the_server_ends(monkeypatch):
     async def scene():
         from vllm.exceptions import GracefulHTTPError
 

@@ -219,7 +219,7 @@ def test_a_wake_has_the_tier_that_it_reads_from(monkeypatch, tmp_path, to):
     run(scene())
 
 
-def test_what_a_start_found_is_told_by_its_result():
+def test_what_a_start_found_is_counted_by_its_result():
     registry = CollectorRegistry()
     served = Metrics("model", registry)
     replayed = {"extended": ["a", "b"], "added": ["c"], "dropped": ["gone", "gone too"]}

@@ -61,7 +61,7 @@ def test_a_server_is_alive_where_a_restart_cannot_help(monkeypatch, tmp_path, co
 
 
 @pytest.mark.parametrize("settings", [{}, {"checkpoint_interval_seconds": 60}, {"object_store": "file:///nowhere"}])
-def test_a_directory_that_another_host_does_not_see_is_told_of_at_the_start(monkeypatch, tmp_path, settings):
+def test_a_directory_that_another_host_does_not_see_is_warned_of_at_the_start(monkeypatch, tmp_path, settings):
     async def scene():
         said = []
         monkeypatch.setattr(hosts.logger, "error", lambda words, *values: said.append(words % values))
@@ -141,8 +141,8 @@ def test_the_page_for_operators_names_every_alert_and_only_metrics_that_exist():
     Metrics("model", registry)
     offloading = set(re.findall(r'"(torpor_offload_\w+)"', Path(connector_stats.__file__).read_text()))
     names = {metric.name for metric in registry.collect()} | offloading
-    told = {name.removesuffix("_total") for name in re.findall(r"`(torpor_\w+)", page)}
-    assert len(told) > 15 and told - names == set()
+    documented = {name.removesuffix("_total") for name in re.findall(r"`(torpor_\w+)", page)}
+    assert len(documented) > 15 and documented - names == set()
 
 
 def test_the_kustomize_base_is_made_from_the_present_chart():

@@ -96,7 +96,7 @@ def test_a_body_is_refused_where_none_is_read(monkeypatch, tmp_path, method, pat
         ({"nothing like it": 2}, "It has level, mode, "),
     ],
 )
-def test_a_body_with_parameters_is_told_where_they_belong(monkeypatch, tmp_path, body, next_step):
+def test_a_body_with_parameters_is_refused_with_where_they_belong(monkeypatch, tmp_path, body, next_step):
     answer, _ = asked(monkeypatch, tmp_path, "POST", "/sleep", json=body)
     assert answer.json()["error"]["next_step"].startswith(next_step)
 

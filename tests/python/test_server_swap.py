@@ -120,9 +120,9 @@ def test_where_the_other_one_does_not_come_nothing_has_happened(monkeypatch, ans
         monkeypatch.setattr(swapping, "_COMES_SECONDS", 0.2 if answer is hangs else 60)
         app, server = await a_server(monkeypatch)
         async with other_server(answer) as (url, asked), client(app, ADMIN, traceparent="00-a-b-01") as http:
-            told = await http.post("/swap", params={"to": url})
-        assert told.status_code == status and words in told.text, told.text
-        assert f"the server at {url}" in told.text and "this server" not in told.text
+            response = await http.post("/swap", params={"to": url})
+        assert response.status_code == status and words in response.text, response.text
+        assert f"the server at {url}" in response.text and "this server" not in response.text
         assert server.state == "awake" and not slept(server) and not server.operating()
         assert len(asked) == 1 and asked[0].path == "/wake_up" and asked[0].query["swap_in_from"].endswith("/channel")
         assert asked[0].headers["Authorization"] == f"Bearer {ADMIN}" and asked[0].headers["traceparent"] == "00-a-b-01"
@@ -136,8 +136,8 @@ def test_nobody_listens_there(monkeypatch):
         async with other_server(hangs) as (url, _):
             pass
         async with client(app, ADMIN) as http:
-            told = await http.post("/swap", params={"to": url})
-        assert told.status_code == 500 and f"the server at {url} cannot be reached" in told.text
+            response = await http.post("/swap", params={"to": url})
+        assert response.status_code == 500 and f"the server at {url} cannot be reached" in response.text
         assert server.state == "awake" and not slept(server)
 
     run(scene())
@@ -174,8 +174,10 @@ def test_only_a_server_of_this_host_is_sent_the_key(monkeypatch):
         app, server = await a_server(monkeypatch)
         monkeypatch.setattr(swapping.Other, "wake_up", None)
         async with client(app, ADMIN) as http:
-            told = await http.post("/swap", params={"to": "http://192.0.2.1:8001"})
-            assert told.status_code == 400 and "stays on this host" in told.json()["error"]["what"], told.text
+            response = await http.post("/swap", params={"to": "http://192.0.2.1:8001"})
+            assert response.status_code == 400 and "stays on this host" in response.json()["error"]["what"], (
+                response.text
+            )
             assert (await http.post("/swap")).status_code == 400
             for seconds in (0, -1, "inf", "nan", "soon"):
                 params = {"to": "http://127.0.0.1:1", "peer_timeout": seconds}
@@ -237,14 +239,14 @@ def test_one_that_sleeps_or_is_busy_asks_nobody(monkeypatch):
             async with server.operation:
                 assert (await http.post("/swap", params={"to": url})).status_code == 409
             await server.sleep()
-            told = await http.post("/swap", params={"to": url})
-            assert told.status_code == 409 and "this server is asleep" in told.text and not asked
+            response = await http.post("/swap", params={"to": url})
+            assert response.status_code == 409 and "this server is asleep" in response.text and not asked
 
     run(scene())
 
 
 @pytest.mark.parametrize("goes_away", [False, True])
-def test_both_halves_are_told_of(monkeypatch, goes_away):
+def test_both_halves_are_reported(monkeypatch, goes_away):
     async def scene():
         channel = Channel()
         app, server = await a_server(monkeypatch, channel)
@@ -255,9 +257,9 @@ def test_both_halves_are_told_of(monkeypatch, goes_away):
                     await asyncio.sleep(0)
                 call.cancel()
             else:
-                told = (await call).json()
-                assert told["status"] == "sleeping" and told["to"] == url and told["woken"] == WOKEN
-                assert told["slept"]["freed_bytes"] == 1 and told["seconds"] >= 0
+                response = (await call).json()
+                assert response["status"] == "sleeping" and response["to"] == url and response["woken"] == WOKEN
+                assert response["slept"]["freed_bytes"] == 1 and response["seconds"] >= 0
                 assert channel.peer_timeout == 7
             while server.state != "asleep" or server.operating():
                 await asyncio.sleep(0.001)
@@ -272,15 +274,18 @@ def test_its_events_are_those_of_a_sleep(monkeypatch):
         app, _ = await a_server(monkeypatch, Channel())
         events = {"Accept": "text/event-stream"}
         async with other_server(answers(200, WOKEN)) as (url, _), client(app, ADMIN, **events) as http:
-            told = (await http.post("/swap", params={"to": url})).text
-            assert "event: progress" in told and f'event: done\ndata: {{"status": "sleeping", "to": "{url}"' in told
-            told = (await http.post("/swap", params={"to": url})).text
-            assert "event: error" in told and "this server is asleep" in told
+            response = (await http.post("/swap", params={"to": url})).text
+            assert (
+                "event: progress" in response
+                and f'event: done\ndata: {{"status": "sleeping", "to": "{url}"' in response
+            )
+            response = (await http.post("/swap", params={"to": url})).text
+            assert "event: error" in response and "this server is asleep" in response
 
     run(scene())
 
 
-def test_where_this_half_fails_the_other_one_is_told_and_this_one_serves_on(monkeypatch):
+def test_where_this_half_fails_the_other_one_hears_of_it_and_this_one_serves_on(monkeypatch):
     async def scene():
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -298,8 +303,8 @@ def test_where_this_half_fails_the_other_one_is_told_and_this_one_serves_on(monk
                 return await answers(409, AWAKE)(request)
 
             async with other_server(waits) as (url, _), client(app, ADMIN) as http:
-                told = await http.post("/swap", params={"to": url})
-            assert told.status_code == 500 and words in told.text and channel.by == "out", told.text
+                response = await http.post("/swap", params={"to": url})
+            assert response.status_code == 500 and words in response.text and channel.by == "out", response.text
             assert server.state == "awake" and not server.operating()
 
     run(scene())
@@ -317,10 +322,10 @@ def test_where_the_other_one_ends_before_its_last_word_this_one_wakes_again(monk
             return await breaks_off(request)
 
         async with other_server(late) as (url, _), client(app, ADMIN) as http:
-            told = await http.post("/swap", params={"to": url})
-            assert told.status_code == 500 and f"the server at {url} broke off" in told.text
-        assert ("this server serves on" in told.text) == ended == (server.state == "awake")
-        assert told.json()["error"]["state_changed"] is not ended
+            response = await http.post("/swap", params={"to": url})
+            assert response.status_code == 500 and f"the server at {url} broke off" in response.text
+        assert ("this server serves on" in response.text) == ended == (server.state == "awake")
+        assert response.json()["error"]["state_changed"] is not ended
 
     run(scene())
 

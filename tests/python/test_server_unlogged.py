@@ -148,8 +148,8 @@ def test_answers_that_run_in_an_earlier_log_are_not_lost(monkeypatch, tmp_path, 
         assert server.state == "awake"
     else:
         assert server.state == "failed" and not server.restart_may_help()
-        told = str(server.problem)
-        assert "1 answers that still run" in told and "--torpor-response-log is off" in told
+        sent = str(server.problem)
+        assert "1 answers that still run" in sent and "--torpor-response-log is off" in sent
     del server
     gc.collect()
     assert log_in(tmp_path).counts()["ended" if ended else "running"] == 1, "the log is not as it was"
@@ -188,19 +188,19 @@ def test_a_checkpoint_that_does_not_fit_is_left_only_where_it_has_no_request(
         ("on", True, "the server ends; take up this answer at /torpor/requests/chatcmpl-a%2Fb of the next one"),
     ],
 )
-def test_clients_are_told_what_they_can_do_when_the_server_ends(monkeypatch, log, recorded, words):
+def test_clients_get_what_they_can_do_when_the_server_ends(monkeypatch, log, recorded, words):
     from torpor.vllm.server import ending
 
     async def scene():
         _, server = build(monkeypatch, [], response_log=log)
         await started(server)
-        told = []
-        queue = SimpleNamespace(put=told.append)
+        sent = []
+        queue = SimpleNamespace(put=sent.append)
         server.engine.output_processor.request_states["a"] = SimpleNamespace(queue=queue)
         if recorded:
             server.log.answers.start(answer("a") | {"response": "chatcmpl-a/b"})
         await ending._goodbye(server)
-        assert [str(each) for each in told] == [words]
+        assert [str(each) for each in sent] == [words]
 
     run(scene())
 

@@ -245,7 +245,7 @@ def test_a_hand_over_that_breaks_with_the_directory_in_its_hands_has_failed(monk
     run(scene())
 
 
-def test_a_standby_that_is_told_to_end_while_it_takes_over_leaves_the_owner_to_serve(monkeypatch, tmp_path):
+def test_a_standby_that_must_end_while_it_takes_over_leaves_the_owner_to_serve(monkeypatch, tmp_path):
     async def scene():
         server = standby_of(monkeypatch, tmp_path, Watch(SERVES))
         task = await following(server)

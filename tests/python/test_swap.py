@@ -266,10 +266,10 @@ async def _servers(first: Side, second: Side) -> None:
     assert first.reading.text == text
 
     events = {"Accept": "text/event-stream"}
-    told = await second.client.admin.post("/swap", params={"to": first.server.url}, headers=events)
-    names = [line[7:] for line in told.text.splitlines() if line.startswith("event: ")]
-    done = json.loads(told.text.splitlines()[-2].removeprefix("data: "))
-    assert names[0] == "progress" and "phase" in names and names[-1] == "done", told.text[-2000:]
+    response = await second.client.admin.post("/swap", params={"to": first.server.url}, headers=events)
+    names = [line[7:] for line in response.text.splitlines() if line.startswith("event: ")]
+    done = json.loads(response.text.splitlines()[-2].removeprefix("data: "))
+    assert names[0] == "progress" and "phase" in names and names[-1] == "done", response.text[-2000:]
     assert done["to"] == first.server.url and done["woken"]["requests"] == 1
     await first.read_whole()
     assert (await late).text == first.expected.text

@@ -107,7 +107,7 @@ class Scene:
     async def colocated(self, version: str, step: int) -> dict:
         """One step of trainer_colocate_async: the trainer has the memory in the middle."""
         tasks = await self.interruptible()
-        told = await self.server.abort_all_requests()
+        answer = await self.server.abort_all_requests()
         await self.server.sleep()
         drawn = [self.tokens(name) for name in self.running.values()]  # all that the engine drew has come
         asleep = await self.tags()
@@ -120,7 +120,7 @@ class Scene:
         waits = not late.done()
         await self.server.resume_generation()
         return {
-            "told": told, "drawn": drawn, "asleep": asleep, "left": freed, "answers": await self.ended(tasks),
+            "told": answer, "drawn": drawn, "asleep": asleep, "left": freed, "answers": await self.ended(tasks),
             "late_waits": waits, "late": await self.ended([late]), "recomputed": await self.recomputed() - before,
         }  # fmt: skip
 
@@ -148,7 +148,7 @@ class Scene:
         tasks = await self.interruptible()
         if twice:
             await self.server.abort_all_requests()
-        told = await self.server.abort_all_requests(reject_request=True)
+        answer = await self.server.abort_all_requests(reject_request=True)
         answers = await self.ended(tasks)
         late = await self.ended([asyncio.create_task(self.server.generate([30] * 8, {"max_tokens": 4}, "late"))])
         await self.server.sleep()
@@ -158,7 +158,7 @@ class Scene:
         await self.server.wake_up(["kv_cache"])
         await self.server.resume_generation()
         after = await self.ended(self.begin())
-        return {"told": told, "answers": answers, "late": late, "asleep": asleep, "after": after}
+        return {"told": answer, "answers": answers, "late": late, "asleep": asleep, "after": after}
 
     async def failing(self) -> dict:
         """An update that ends in the middle: nobody runs on half of it."""
@@ -199,14 +199,14 @@ class Scene:
             await self.server.open_submission_gate()
         return ""
 
-    async def told_by_the_replica(self) -> list[str]:
+    async def by_the_replica(self) -> list[str]:
         """What its servers are asked when verl frees memory."""
-        told: list[str] = []
+        answer: list[str] = []
 
         class Server:
             def __getattr__(self, method: str):
                 async def remote(*_, **__):
-                    told.append(method)
+                    answer.append(method)
 
                 return SimpleNamespace(remote=remote)
 
@@ -214,7 +214,7 @@ class Scene:
         replica.servers = [Server()]
         await replica.sleep()
         await replica.release_kv_cache()
-        return told
+        return answer
 
     async def recomputed(self) -> int:
         return (await self.server.engine.torpor.state()).recomputed_tokens
@@ -222,7 +222,7 @@ class Scene:
     async def run(self) -> None:
         await self.server.launch_server()
         await self.server.set_global_steps(1)
-        self.result["replica"] = await self.told_by_the_replica()
+        self.result["replica"] = await self.by_the_replica()
         self.result["stock"] = await self.stock()
         self.result["undisturbed"] = await self.ended(self.begin())
         self.result["same"] = await self.colocated("1", 2)

@@ -22,12 +22,12 @@ int main(int argc, char** argv) {
       "happens."};
   uint64_t seeds = 1000;
   uint64_t first = 0;
-  bool tell = false;
+  bool verbose = false;
   app.add_option("--seeds", seeds, "how many")->capture_default_str();
   app.add_option("--first", first, "the first one")->capture_default_str();
   unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
   app.add_option("--jobs", jobs, "how many at the same time")->capture_default_str()->check(CLI::Range(1, 1024));
-  app.add_flag("--tell", tell, "print what happens, one seed after the other");
+  app.add_flag("--verbose", verbose, "print what happens, one seed after the other");
   bool replay = false;
   app.add_flag("--replay", replay, "record each seed without threads of its own, and replay the recording");
   try {
@@ -35,8 +35,8 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& problem) {
     return app.exit(problem) == 0 ? 0 : 2;
   }
-  if (tell) jobs = 1;
-  if (!tell) log().set_level(LogLevel::kOff);
+  if (verbose) jobs = 1;
+  if (!verbose) log().set_level(LogLevel::kOff);
 
   const auto began = std::chrono::steady_clock::now();
   const test::TemporaryDirectory temporary(test::in_memory());
@@ -58,7 +58,7 @@ int main(int argc, char** argv) {
       };
       emptied();
       console::SourceEvents recorded;
-      test::SimulationResult result = test::simulate(seed, directory, tell, replay ? &recorded : nullptr);
+      test::SimulationResult result = test::simulate(seed, directory, verbose, replay ? &recorded : nullptr);
       uint64_t replayed = 0;
       if (replay && !result.failure) {
         emptied();
@@ -74,8 +74,8 @@ int main(int argc, char** argv) {
       events += replayed;
       if (!result.failure) continue;
       ++failed;
-      fmt::print("seed {} failed: {}\n  again: tools/dev simulate --first {} --seeds 1 --tell\n", seed, *result.failure,
-                 seed);
+      fmt::print("seed {} failed: {}\n  again: tools/dev simulate --first {} --seeds 1 --verbose\n", seed,
+                 *result.failure, seed);
     }
   };
   std::vector<std::thread> threads;

@@ -26,13 +26,13 @@ namespace {
 
 class Run {
  public:
-  Run(uint64_t seed, Scenario scenario, ReferenceRun reference, Dice& dice, std::string directory, bool tell,
+  Run(uint64_t seed, Scenario scenario, ReferenceRun reference, Dice& dice, std::string directory, bool verbose,
       SourceEvents* recorded)
       : scenario_(std::move(scenario)),
         reference_(std::move(reference)),
         dice_(dice),
         directory_(std::move(directory)),
-        tell_(tell),
+        verbose_(verbose),
         recorded_(recorded),
         early_dice_(seed * 40503u + 7),
         blocks_dice_(seed * 69069u + 3) {
@@ -84,7 +84,7 @@ class Run {
  private:
   template <class... Args>
   void say(fmt::format_string<Args...> format, Args&&... args) {
-    if (tell_) fmt::print("step {}: {}\n", step_, fmt::format(format, std::forward<Args>(args)...));
+    if (verbose_) fmt::print("step {}: {}\n", step_, fmt::format(format, std::forward<Args>(args)...));
   }
 
   void start_engine(int32_t other_blocks = 0) {
@@ -95,13 +95,13 @@ class Run {
     begun_ = true;
     asked_ = false;
     checkpoint_.gone();
-    (void)told();  // the end of the engine before
+    (void)published();  // the end of the engine before
     view_ = {};
   }
   ReferenceEngine& engine() { return run_.engine(); }
   SleepController& controller() { return run_.controller(); }
 
-  std::vector<Event> told() {
+  std::vector<Event> published() {
     std::vector<Event> events;
     const uint64_t last = ring_->last_sequence();
     while (reader_.next() <= last) reader_.read(events);  // a copying thread may be writing one
@@ -114,7 +114,7 @@ class Run {
 
   // Check that the events alone give the state of each request, the outcome of each block and the engine's operation.
   void check_events() {
-    for (const Event& event : told()) view_.apply(event);
+    for (const Event& event : published()) view_.apply(event);
     if (view_.lost() + view_.unknown() > 0) throw Failed{"events were lost, or make no sense"};
     const SlotTable& slots = engine().slots();
     if (view_.slots().size() != slots.size())
@@ -395,7 +395,7 @@ class Run {
   ReferenceRun reference_;
   Dice& dice_;
   const std::string directory_;
-  const bool tell_;
+  const bool verbose_;
   SourceEvents* const recorded_;  // may be null
   Machine machine_{scenario_};
   console::RunClock clock_;
@@ -440,13 +440,13 @@ void SimulationResult::add(const SimulationResult& other) {
   for (size_t i = 0; i < tags.size(); ++i) tags[i] += other.tags[i];
 }
 
-SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell, SourceEvents* recorded) {
+SimulationResult simulate(uint64_t seed, const std::string& directory, bool verbose, SourceEvents* recorded) {
   Dice dice(seed * 2654435761u + 1);
   try {
     Scenario scenario = make_scenario(seed, dice, directory);
     if (recorded != nullptr) scenario.options.transfers_have_threads = false;  // their order could not be repeated
     ReferenceRun reference = run_reference(scenario);
-    return Run(seed, std::move(scenario), std::move(reference), dice, directory, tell, recorded).run();
+    return Run(seed, std::move(scenario), std::move(reference), dice, directory, verbose, recorded).run();
   } catch (const Failed& failed) {
     return {.failure = failed.what};
   }

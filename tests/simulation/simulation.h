@@ -50,9 +50,9 @@ struct SimulationResult {
   void add(const SimulationResult& other);  // adds all numbers
 };
 
-// Run a seed. `directory`: empty, for checkpoints and the disk tier. `tell`: print each event. `recorded`: if given,
+// Run a seed. `directory`: empty, for checkpoints and the disk tier. `verbose`: print each event. `recorded`: if given,
 // gets all events of the engines, inputs included; the engines then have no threads of their own.
-SimulationResult simulate(uint64_t seed, const std::string& directory, bool tell = false,
+SimulationResult simulate(uint64_t seed, const std::string& directory, bool verbose = false,
                           console::SourceEvents* recorded = nullptr);
 // Replay a recorded seed, in an empty directory of the same name.
 Result<console::ReplayResult> replay_simulation(uint64_t seed, const console::SourceEvents& recorded,

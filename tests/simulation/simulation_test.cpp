@@ -34,7 +34,7 @@ TEST_P(Simulation, I10EveryTokenIsThatOfARunToWhichNothingHappens) {
     boost::filesystem::permissions(directory, boost::filesystem::owner_all);  // whatever the umask
     const SimulationResult result = simulate(seed, directory);
     EXPECT_FALSE(result.failure) << "seed " << seed << ": " << *result.failure << "\nagain: tools/dev simulate --first "
-                                 << seed << " --seeds 1 --tell";
+                                 << seed << " --seeds 1 --verbose";
     boost::filesystem::remove_all(directory);
     sum.add(result);
   }

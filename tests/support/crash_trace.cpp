@@ -16,7 +16,7 @@ namespace {
 
 // Calls only functions that a signal handler may call. install() calls backtrace() once, because its first call loads a
 // library.
-void tell(int signal, siginfo_t* info, void*) {
+void print_trace(int signal, siginfo_t* info, void*) {
   const auto say = [](std::string_view text) { (void)!::write(STDERR_FILENO, text.data(), text.size()); };
   const auto say_number = [&say](uintptr_t number, int base) {
     std::array<char, 24> digits{};
@@ -39,7 +39,7 @@ bool install() {
   std::array<void*, 1> frame{};
   (void)::backtrace(frame.data(), 1);
   struct sigaction action {};
-  action.sa_sigaction = tell;
+  action.sa_sigaction = print_trace;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESETHAND;
   for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) (void)::sigaction(signal, &action, nullptr);
   return true;

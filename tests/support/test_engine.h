@@ -39,10 +39,10 @@ class TestEngine final : public EngineHooks {
   }
 
   // --- calls of a user
-  void load_weights(uint64_t seed, bool tell = true) {
+  void load_weights(uint64_t seed, bool marks = true) {
     for (Rank& rank : ranks_) {
       rank.weights.make(seed, options_.bf16);
-      if (tell) rank.memory->mark_dirty("weights");
+      if (marks) rank.memory->mark_dirty("weights");
     }
     must(rebuild_derived());
   }

@@ -11,16 +11,16 @@ namespace {
 // On a fake GPU, whose speed means nothing: every check runs to its end and passes, and the driver is not misused.
 TEST(GpuCheck, EveryCheckRunsOnTheFakeDriverAndEachRowIsToldAtOnce) {
   test::FakeCuda fake({.memory_bytes = 2 * kGiB, .granularity_bytes = 2 * kMiB});
-  std::vector<nlohmann::ordered_json> told;
+  std::vector<nlohmann::ordered_json> rows;
   const auto report =
       gpu_check::run(fake.driver(), {}, {.bytes = 70 * kMiB, .cycle_bytes = 128 * kMiB, .cycles = 3, .rounds = 1},
-                     [&](const nlohmann::ordered_json& row) { told.push_back(row); });
+                     [&](const nlohmann::ordered_json& row) { rows.push_back(row); });
   EXPECT_EQ(report["gpu"], "Fake GPU");
   EXPECT_TRUE(report["passed"].get<bool>()) << report.dump(2);
   ASSERT_EQ(report["checks"].size(), 14u);
-  ASSERT_EQ(told.size(), 15u);
-  EXPECT_EQ(told[0]["gpu"], "Fake GPU");
-  for (size_t i = 0; i < 14; ++i) EXPECT_EQ(told[i + 1], report["checks"][i]);
+  ASSERT_EQ(rows.size(), 15u);
+  EXPECT_EQ(rows[0]["gpu"], "Fake GPU");
+  for (size_t i = 0; i < 14; ++i) EXPECT_EQ(rows[i + 1], report["checks"][i]);
   EXPECT_EQ(fake.left(), "");
 }
 

@@ -17,8 +17,10 @@ def test_it_was_recorded_with_the_expressions_that_the_board_has():
     asked = {
         panel["id"]: [(each["expr"], each["legendFormat"]) for each in panel["targets"]] for panel in BOARD["panels"]
     }
-    told = {panel["id"]: [(each["expr"], each["legend"]) for each in panel["targets"]] for panel in RECORDED["panels"]}
-    assert told == asked, "tools/dev board records it again"
+    recorded = {
+        panel["id"]: [(each["expr"], each["legend"]) for each in panel["targets"]] for panel in RECORDED["panels"]
+    }
+    assert recorded == asked, "tools/dev board records it again"
 
 
 def test_every_panel_has_something_to_show():

@@ -61,7 +61,7 @@ def test_to_host_with_prompts_of_the_user(tmp_path, tiny):
 
 
 @pytest.mark.long
-def test_told_as_events_it_leaves_a_recording_and_pictures(tmp_path, tiny):
+def test_with_events_it_leaves_a_recording_and_pictures(tmp_path, tiny):
     done = demo("--json", "--console", "--dir", tmp_path, "--max-tokens", 24, "--freeze-after", 8, model=tiny)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)

@@ -50,10 +50,12 @@ def test_the_demo_says_first_what_it_will_do_and_how_long_each_step_takes(tmp_pa
     assert done.returncode != 0
     lines = done.stderr.splitlines()
     assert "a chat leaves its engine" in lines[0] and "First it installs what is missing" in lines[0]
-    told = dict(re.split(" {2,}", line.strip()) for line in lines[1:6])
-    assert [*told][-1] == "the demo" and told["the demo"] == "not known yet"
-    assert told["torch, vLLM and what they need (0.8 GB)"] == "about 3 min"
-    assert told.get("torpor, compiled") == "about 2 min" or told["torpor"] == "there"  # by what this checkout has built
+    lines_of = dict(re.split(" {2,}", line.strip()) for line in lines[1:6])
+    assert [*lines_of][-1] == "the demo" and lines_of["the demo"] == "not known yet"
+    assert lines_of["torch, vLLM and what they need (0.8 GB)"] == "about 3 min"
+    assert (
+        lines_of.get("torpor, compiled") == "about 2 min" or lines_of["torpor"] == "there"
+    )  # by what this checkout has built
     assert lines[6].startswith("  in all about ") and "two idle cores" in lines[6]
 
 
@@ -84,13 +86,15 @@ def test_what_a_step_took_is_said_the_next_time(tmp_path):
     file = tmp_path / "cache/durations.json"
     known = Durations(file)
     steps = [Step("system packages"), Step("torpor, compiled", ("torpor-build",)), Step("the demo", ("demo",))]
-    told = known.plan(steps)
-    assert told[0].endswith("there") and "as on two idle cores" in told[-1]
+    lines_of = known.plan(steps)
+    assert lines_of[0].endswith("there") and "as on two idle cores" in lines_of[-1]
     known.remember("torpor-build", 400.04)
     assert known.plan(steps)[1].endswith("about 7 min") and "two idle cores" in known.plan(steps)[-1]
     known.remember("demo", 21.0)
-    told = known.plan(steps)
-    assert told[2] == "  the demo          about 20 s" and told[-1].startswith("  in all about 7 min, as the last time")
+    lines_of = known.plan(steps)
+    assert lines_of[2] == "  the demo          about 20 s" and lines_of[-1].startswith(
+        "  in all about 7 min, as the last time"
+    )
     assert json.loads(file.read_text()) == {"torpor-build": 400.0, "demo": 21.0}
 
 
@@ -114,8 +118,10 @@ def test_each_kind_of_demo_has_a_duration_of_its_own():
 
 def test_what_is_not_known_is_not_made_up(tmp_path):
     known = Durations(tmp_path / "durations.json")
-    told = known.plan([Step("the model", ("model",)), Step("the demo", ("demo-remote",))])
-    assert told[1].endswith("not known yet") and told[2].startswith("  in all about 20 s and what is not known yet")
+    lines_of = known.plan([Step("the model", ("model",)), Step("the demo", ("demo-remote",))])
+    assert lines_of[1].endswith("not known yet") and lines_of[2].startswith(
+        "  in all about 20 s and what is not known yet"
+    )
 
 
 def test_durations_are_rounded_as_people_say_them():

@@ -111,10 +111,10 @@ def test_bad_input_is_named_and_ends_with_2(words, named):
 
 def test_the_bundle_has_what_its_readme_names(tmp_path):
     gpu_bundle.add_scripts(tmp_path)
-    told = (tmp_path / "README.md").read_text()
-    assert "engine_checks.py --model" in told
+    readme = (tmp_path / "README.md").read_text()
+    assert "engine_checks.py --model" in readme
     for part in ("core", "library", "torch", "speed", "sanitizer"):
-        assert f"run {part}" in told
+        assert f"run {part}" in readme
     assert started(tmp_path / "engine_checks.py", "--help").returncode == 0
     done = started(tmp_path / "engine_checks.py", "--rig")
     assert done.returncode == 2 and "needs a checkout" in done.stderr

@@ -90,10 +90,10 @@ def test_the_screen_of_a_demo_says_the_step_and_how_far_it_is(quiet, capsys):
     screen._still_works(12.4)
     screen.line("for people alone")
     out, error = capsys.readouterr()
-    told, nothing = (error, out) if quiet else (out, error)
-    assert "what will happen" in told and "2. The run that never sleeps  [3 s]" in told
-    assert "… step 2, 12 s: 3 words of 2 answers" in told
-    assert ("for people alone" in told) == (not quiet) and nothing == ""
+    printed, nothing = (error, out) if quiet else (out, error)
+    assert "what will happen" in printed and "2. The run that never sleeps  [3 s]" in printed
+    assert "… step 2, 12 s: 3 words of 2 answers" in printed
+    assert ("for people alone" in printed) == (not quiet) and nothing == ""
 
 
 def test_a_demo_beats_while_it_runs_and_not_afterwards(capsys, monkeypatch):

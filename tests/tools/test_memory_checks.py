@@ -75,7 +75,7 @@ def test_what_the_machine_lacks_is_named_and_not_counted_as_passed(tmp_path):
     assert (lines[-1]["passed"], lines[-1]["not here"]) == (0, 1)
 
 
-def test_speed_is_told_round_by_round_and_who_is_not_there_is_named(tmp_path):
+def test_speed_is_printed_round_by_round_and_who_is_not_there_is_named(tmp_path):
     code, found, lines = checked(tmp_path, "speed", "--only", "cumem", "memory_saver", "unchanged", "2 threads")
     assert code == 0, found
     assert {name: each["verdict"] for name, each in found.items() if each["verdict"] != "passed"} == {

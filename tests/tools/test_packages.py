@@ -232,8 +232,8 @@ def test_the_lines_of_the_readme_run_where_the_wheel_lies_beside_vllm(wheel, rea
     ended = run("wake")[-1]
     assert ended[1:].startswith(begun[1:-1]) and len(ended) > len(begun) + 20
     assert output(python, "-m", "torpor.vllm.serve", "--help", env=bare).startswith("usage: python -m torpor")
-    told = output(python, "-m", "torpor.vllm.serve", "--torpor-help", env=bare)
-    assert "--torpor-object-store" in told and "--torpor-checkpoint-dir" in told
+    printed = output(python, "-m", "torpor.vllm.serve", "--torpor-help", env=bare)
+    assert "--torpor-object-store" in printed and "--torpor-checkpoint-dir" in printed
     assert output(python.with_name("torpor"), "info", checkpoint, env=bare).startswith(checkpoint)
 
 

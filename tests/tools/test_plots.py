@@ -22,9 +22,9 @@ def test_every_figure_of_a_plot_stands_in_a_table_of_its_section(name):
     figure = FIGURES[name]
     section = PAGE.split(f"\n## {figure['section']}\n")[1].split("\n## ")[0]
     assert f"measurements/{name}.svg" in section
-    told = {word.strip("|;,()") for line in section.splitlines() if line.startswith("|") for word in line.split()}
+    written = {word.strip("|;,()") for line in section.splitlines() if line.startswith("|") for word in line.split()}
     assert len(numbers(figure)) > 5
-    assert [value for value in numbers(figure) if not {f"{value:g}", f"{value:.1f}", f"{value:,}"} & told] == []
+    assert [value for value in numbers(figure) if not {f"{value:g}", f"{value:.1f}", f"{value:,}"} & written] == []
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -50,9 +50,9 @@ def test_a_page_that_differs_is_gone_or_is_stale_is_named_with_the_command(made,
     (tmp_path / "options.md").write_text(made["options.md"].replace("most", "least", 1))
     (tmp_path / "errors.md").unlink()
     (tmp_path / "old.md").touch()
-    told = write.differing(made, tmp_path, complete=True)
+    found = write.differing(made, tmp_path, complete=True)
     named = ("options.md", "errors.md", "old.md")
-    assert told == [f"docs/reference/{name} differs from the code: run tools/dev reference" for name in named]
+    assert found == [f"docs/reference/{name} differs from the code: run tools/dev reference" for name in named]
 
 
 def test_lines_have_at_most_120_columns_and_links_lead_to_files(made):

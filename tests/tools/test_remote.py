@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_not_fetched(server, tmp_path):
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["LOCK"]
 
 
-def test_who_may_not_is_told_so(server):
+def test_who_may_not_is_refused(server):
     url = f"s3://{BUCKET}/whole"
     error = torpor(server, "push", SMALL, f"s3://{BUCKET}/other", code=7, environment=server.reader)["error"]
     assert error["code"] == "unauthenticated" and "AccessDenied" in error["what"]

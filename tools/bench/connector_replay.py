@@ -103,20 +103,20 @@ class Reports:
     """What the workers say: what a step orders is done, and told with the outputs of the next one."""
 
     def __init__(self):
-        self._told = None
+        self._reported = None
         self.loaded = self.stored = 0  # blocks of the last step's orders
 
     @property
     def pending(self) -> bool:
-        return self._told is not None
+        return self._reported is not None
 
     def prepare(self, connector, shape: Shape) -> None:
         """Before the first step, what ranks tell a connector."""
 
     def step(self, orders):
         """The output of the workers in this step."""
-        told, self._told = self._told, self.carry_out(orders)
-        return told
+        reported, self._reported = self._reported, self.carry_out(orders)
+        return reported
 
 
 class SimpleReports(Reports):

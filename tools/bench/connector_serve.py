@@ -180,7 +180,7 @@ class Engine:
 def measure(model: str, tokens: int, at_once: int, answer: int, rounds: int) -> dict:
     began = time.monotonic()
 
-    def tell(what: str) -> None:
+    def progress(what: str) -> None:
         print(f"{time.monotonic() - began:4.0f} s  {what}", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -192,12 +192,12 @@ def measure(model: str, tokens: int, at_once: int, answer: int, rounds: int) -> 
                 first["alone"].append(alone.order("first_token", number=number))
                 first["computed"].append(torpor.order("first_token", number=number))
                 first["host"].append(torpor.order("first_token", number=number))
-                tell(f"first tokens, {number + 1} of {rounds}")
+                progress(f"first tokens, {number + 1} of {rounds}")
             batches = {"alone": [], "torpor": []}
             for number in range(rounds):
                 for name, engine in (("alone", alone), ("torpor", torpor)):
                     batches[name].append(engine.order("batch", first=1000 * (number + 1), answer=answer))
-                tell(f"all at once, {number + 1} of {rounds}")
+                progress(f"all at once, {number + 1} of {rounds}")
             torpor.kill()
             torpor = Engine(model, tokens, at_once, directory)
             first["disk"] = [torpor.order("first_token", number=number) for number in range(rounds)]

@@ -90,14 +90,14 @@ def _run(requests: int) -> dict:
             replay.Shape(device_blocks=5_000),
         )
         scheduler, took = made.scheduler, []
-        told = Slots(replay.BLOCK)
-        told._drive(scheduler.connector)
+        slots = Slots(replay.BLOCK)
+        slots._drive(scheduler.connector)
         inner = scheduler.schedule
 
         def schedule():
             output = inner()
             began = time.thread_time_ns()
-            told.step(scheduler, output, time.perf_counter_ns())
+            slots.step(scheduler, output, time.perf_counter_ns())
             took.append(time.thread_time_ns() - began)
             return output
 
@@ -161,20 +161,20 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def tell(directory: str, rate: int) -> None:
+def publish(directory: str, rate: int) -> None:
     """In a process of its own: so many events a second, steps of eight requests."""
     from torpor import _core
 
     _core.begin_events(directory, "core")
-    told = _core.Slots()
-    numbers = [told.create(f"request-{number}", 100) for number in range(8)]
+    slots = _core.Slots()
+    numbers = [slots.create(f"request-{number}", 100) for number in range(8)]
     for number in numbers:
-        told.scheduled(number, 0, 100, 100)
+        slots.scheduled(number, 0, 100, 100)
     print("ready", flush=True)
     due = time.monotonic()
     while True:
         for _ in range(rate // BURSTS_A_SECOND):
-            told.step(8, 0, 8, 1000, 1, 1)
+            slots.step(8, 0, 8, 1000, 1, 1)
         due += 1 / BURSTS_A_SECOND
         time.sleep(max(0.0, due - time.monotonic()))
 
@@ -269,8 +269,8 @@ def main() -> int:
     parser.add_argument("--tell", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    if options.tell:
-        tell(options.tell[0], int(options.tell[1]))
+    if options.publish:
+        publish(options.publish[0], int(options.publish[1]))
         return 0
     assert importlib.util.find_spec("torpor"), "run it with tools/dev bench console"
     result: dict = {"rounds": options.rounds}

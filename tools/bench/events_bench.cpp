@@ -22,7 +22,8 @@ using namespace torpor::bench;
 
 namespace {
 
-using Tell = std::function<void(uint64_t first, uint64_t count)>;  // a loop of its own for each: nothing is called anew
+using Publish =
+    std::function<void(uint64_t first, uint64_t count)>;  // a loop of its own for each: nothing is called anew
 
 bool by_cpu = false;
 
@@ -33,7 +34,7 @@ double now() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
-double nanoseconds(const Tell& tell, int writers, uint64_t events) {
+double nanoseconds(const Publish& publish, int writers, uint64_t events) {
   std::vector<double> each(static_cast<size_t>(writers));
   std::atomic<int> ready = 0;
   std::vector<std::thread> threads;
@@ -42,7 +43,7 @@ double nanoseconds(const Tell& tell, int writers, uint64_t events) {
       ++ready;
       while (ready < writers) std::this_thread::yield();
       const double began = now();
-      tell(static_cast<uint64_t>(writer) << 32, events);
+      publish(static_cast<uint64_t>(writer) << 32, events);
       const double took = now() - began;
       each[static_cast<size_t>(writer)] = took * 1e9 / static_cast<double>(events);
     });
@@ -78,25 +79,25 @@ int main(int argc, char** argv) {
   std::vector<Event> memory(4096);
   volatile uint64_t sum = 0;
 
-  const Tell nothing = [&](uint64_t first, uint64_t count) {
+  const Publish nothing = [&](uint64_t first, uint64_t count) {
     for (uint64_t i = first; i < first + count; ++i) {
       asm volatile("" ::"r"(i));
       (void)i;
     }
   };
-  const Tell with_off = [&](uint64_t first, uint64_t count) {
+  const Publish with_off = [&](uint64_t first, uint64_t count) {
     for (uint64_t i = first; i < first + count; ++i) {
       asm volatile("" ::"r"(i));
       (void)off.record(event_of(i));
     }
   };
-  const Tell with_port = [&](uint64_t first, uint64_t count) {
+  const Publish with_port = [&](uint64_t first, uint64_t count) {
     for (uint64_t i = first; i < first + count; ++i) {
       asm volatile("" ::"r"(i));
       (void)port.record(event_of(i));
     }
   };
-  const Tell with_lock = [&](uint64_t first, uint64_t count) {
+  const Publish with_lock = [&](uint64_t first, uint64_t count) {
     for (uint64_t i = first; i < first + count; ++i) {
       Event event = event_of(i);
       event.time = system_clock().now().count();
@@ -105,7 +106,7 @@ int main(int argc, char** argv) {
       if (queue.size() > 65'536) queue.pop_front();
     }
   };
-  const Tell with_store = [&](uint64_t first, uint64_t count) {
+  const Publish with_store = [&](uint64_t first, uint64_t count) {
     for (uint64_t i = first; i < first + count; ++i) {
       Event event = event_of(i);
       event.time = system_clock().now().count();
@@ -115,14 +116,14 @@ int main(int argc, char** argv) {
     sum = sum + memory[first % memory.size()].a;
   };
   // What the two above are made of.
-  const Tell the_clock = [&](uint64_t first, uint64_t count) {
+  const Publish the_clock = [&](uint64_t first, uint64_t count) {
     int64_t last = 0;
     for (uint64_t i = first; i < first + count; ++i) {
       last = system_clock().now().count();
       asm volatile("" ::"r"(last));
     }
   };
-  const Tell the_store = [&](uint64_t first, uint64_t count) {
+  const Publish the_store = [&](uint64_t first, uint64_t count) {
     for (uint64_t i = first; i < first + count; ++i) {
       Event event = event_of(i);
       event.time = static_cast<int64_t>(i);
@@ -130,14 +131,14 @@ int main(int argc, char** argv) {
       asm volatile("" ::"r"(memory.data()) : "memory");
     }
   };
-  const Tell the_ring = [&](uint64_t first, uint64_t count) {
+  const Publish the_ring = [&](uint64_t first, uint64_t count) {
     for (uint64_t i = first; i < first + count; ++i) {
       asm volatile("" ::"r"(i));
       (void)ring->record(event_of(i), static_cast<int64_t>(i));
     }
   };
   std::atomic<uint64_t> counter = 0;
-  const Tell the_counter = [&](uint64_t first, uint64_t count) {
+  const Publish the_counter = [&](uint64_t first, uint64_t count) {
     for (uint64_t i = first; i < first + count; ++i) counter.fetch_add(1, std::memory_order_relaxed);
   };
   const auto with_reader = [&] {

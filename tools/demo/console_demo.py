@@ -22,7 +22,7 @@ ENGINE = {"dtype": "float32", "max_model_len": 1024, "num_gpu_blocks_override": 
 OFFLOAD = {"offload": "eager", "host_bytes": "128MiB", "disk_bytes": "64MiB"}
 
 
-class Told:
+class RecordedEvents:
     """The events of the demo's engines, from their rings to pictures."""
 
     def __init__(self, directory: Path):

@@ -93,10 +93,10 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         shared = remote_demo.share(options.model, directory, options.max_tokens, screen)
     model, environment = gpu_path(directory) if options.gpu_path else (options.model, {})
     arguments = ["--features"] if options.features else []
-    told = None
+    recorded = None
     if options.console:
-        told = console_demo.Told(directory)
-        arguments, environment = told.arguments, environment | told.environment
+        recorded = console_demo.RecordedEvents(directory)
+        arguments, environment = recorded.arguments, environment | recorded.environment
     if options.features:
         environment = environment | {"TORCH_COMPILE_DISABLE": "1"}  # vLLM compiles for each new shape, for minutes
     # What is told depends on how much KV there is, and interpreted kernels are no place for much of it.
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         engine.wait_until_ready()
         requests = {"prompts": prompts, "max_tokens": options.max_tokens, "seed": options.seed}
         if (
-            told is not None
+            recorded is not None
         ):  # those draw from one generator, in the order in which they are admitted: their loads decide it
             requests["unseeded"] = False
 
@@ -194,16 +194,16 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         resident_woken = engine.resident_bytes()
         tokens, texts = before["tokens"] | after["tokens"], before["texts"] | after["texts"]
         recomputed = engine.order("state")["recomputed_tokens"]
-        if told is not None:
+        if recorded is not None:
             engine.order("settle")
             engine.kill()
-            kept = told.keep()
+            kept = recorded.keep()
     finally:
         timeline.close()
         if engine is not None:
             engine.kill()
-        if told is not None:
-            told.close()
+        if recorded is not None:
+            recorded.close()
         networks.close()
 
     screen.stage(f"6. The answers; {MARK} is where the engine slept")
@@ -246,7 +246,7 @@ def run(options: argparse.Namespace, screen: Screen) -> dict:
         "sleep_chunks": chunks(slept),
         "wake_chunks": chunks(woken),
         "log": str(log),
-        "console": kept if told is not None else None,
+        "console": kept if recorded is not None else None,
         "picture": str(options.svg) if options.svg is not None else None,
     }
 

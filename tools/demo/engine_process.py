@@ -94,7 +94,7 @@ class Engine:
             while request.use_structured_output and not request.structured_output_request.is_grammar_ready:
                 time.sleep(0.01)
 
-    def run(self, steps: int | None, tell) -> dict:
+    def run(self, steps: int | None, send) -> dict:
         """Steps until `steps` were made or nothing is left to do."""
         made = 0
         while self._engine.has_unfinished_requests() and (steps is None or made < steps):
@@ -108,7 +108,7 @@ class Engine:
                     self._finished.add(output.request_id)
             made += 1
             counts = {request: len(tokens) for request, tokens in self._tokens.items()}
-            tell({"event": "texts", "texts": self._texts, "counts": counts})
+            send({"event": "texts", "texts": self._texts, "counts": counts})
         return {
             "steps": made, "tokens": self._tokens, "texts": self._texts, "finished": sorted(self._finished),
             "children": self._children,
@@ -213,21 +213,21 @@ def main() -> None:
     arguments = parser.parse_args()
     orders, answers = os.fdopen(arguments.orders), os.fdopen(arguments.answers, "w", buffering=1)
 
-    def tell(message: dict) -> None:
+    def send(message: dict) -> None:
         answers.write(json.dumps(message) + "\n")
 
     engine = None
     try:
         engine = Engine(arguments.model, arguments.dir, arguments.features, arguments.options)
-        tell({"done": {}})
+        send({"done": {}})
         for line in orders:
             order = json.loads(line)
             name = order.pop("do")
             if name == "run":
-                order["tell"] = tell
-            tell({"done": getattr(engine, name)(**order)})
+                order["tell"] = send
+            send({"done": getattr(engine, name)(**order)})
     except Exception as problem:
-        tell({"error": f"{type(problem).__name__}: {problem}"})
+        send({"error": f"{type(problem).__name__}: {problem}"})
         raise
     finally:
         sys.stdout.flush()

@@ -61,15 +61,15 @@ def run(
         image = first.order("hibernate", requests=[AGENT], to="host")
         held = first.order("ledger")[0]["arena_used_bytes"] - before
         meanwhile = first.order("run", steps=TOOL_STEPS)
-        told = len(meanwhile["tokens"].get(AGENT, ()))
+        given = len(meanwhile["tokens"].get(AGENT, ()))
         others = sum(len(tokens) for number, tokens in meanwhile["tokens"].items() if number != AGENT)
         screen.line(f"{size(held)} of host memory for {image['tokens']} tokens; the others have {others} tokens now")
         first.order("resume", image=image["id"])
 
         screen.stage("4. The tool has answered: the chat goes on, for a few tokens")
         went_on = first.order("run", steps=8)["tokens"]
-        if len(went_on[AGENT]) <= told:
-            raise DemoError(f"the chat did not go on: it has {told} tokens")
+        if len(went_on[AGENT]) <= given:
+            raise DemoError(f"the chat did not go on: it has {given} tokens")
 
         screen.stage(f"5. A chat of the other engine forks in {BRANCHES}")
         forked = second.order("fork", request=str(here), n=BRANCHES)
@@ -102,7 +102,7 @@ def run(
         "identical": sum(same.values()),
         "differing": sorted(int(number) for number, equal in same.items() if not equal),
         "hibernated": 1,
-        "hibernated_tokens": told,
+        "hibernated_tokens": given,
         "hibernated_bytes": held,
         "forks": forked["children"],
         "forks_identical": equal_children,

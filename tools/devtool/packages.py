@@ -77,10 +77,10 @@ def _version_of(python: Path) -> str:
     """Return "3.12" of this Python, which must be able to compile a module."""
     asked = "import os, sys, sysconfig; print('%d.%d' % sys.version_info[:2], sysconfig.get_path('include'))"
     try:
-        told = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+        printed = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
     except (OSError, subprocess.CalledProcessError) as problem:
         raise SetupError(f"{python} does not run as Python ({problem}); give the path of a python3") from problem
-    version, headers = told[0], Path(told[-1])
+    version, headers = printed[0], Path(printed[-1])
     if tuple(map(int, version.split("."))) < (3, 11):
         raise SetupError(f"{python} is Python {version}; torpor needs 3.11 or newer")
     if not (headers / "Python.h").exists():

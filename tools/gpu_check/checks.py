@@ -50,8 +50,8 @@ def sleeps(one: CheckedEngine, options, to: str = "host") -> str:
     if recomputed:
         raise Failed(f"tokens equal, but {recomputed} of them were computed again")
     others = [steps for steps in STEPS if one.reference(steps) != one.uninterrupted()]
-    told = f"differs from reference runs paused after {others}" if others else "equal too"
-    return f"equal after steps {', '.join(map(str, STEPS))}, none recomputed; uninterrupted run: {told}"
+    compared = f"differs from reference runs paused after {others}" if others else "equal too"
+    return f"equal after steps {', '.join(map(str, STEPS))}, none recomputed; uninterrupted run: {compared}"
 
 
 def drafts(one: CheckedEngine, options, accepted: bool) -> str:
@@ -302,8 +302,8 @@ def ranks(one: CheckedEngine, options) -> str:
         _same(one.slept(one.begin(9, seeded), preserved(to)), reference, f"to the {to}")
         if recomputed := one.llm.torpor.state().recomputed_tokens:
             raise Failed(f"to the {to}: tokens equal, but {recomputed} of them were computed again")
-    told = "equal too" if one.finish(one.begin(0, seeded)) == reference else "differs"
-    return f"{len(reference)} answers equal, to the host and to disk; uninterrupted run: {told}"
+    compared = "equal too" if one.finish(one.begin(0, seeded)) == reference else "differs"
+    return f"{len(reference)} answers equal, to the host and to disk; uninterrupted run: {compared}"
 
 
 def memory_back(one: CheckedEngine, options) -> str:

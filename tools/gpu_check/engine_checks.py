@@ -145,7 +145,7 @@ def run_part(part: Part, options) -> None:
     except Exception as problem:
         absent = "VLLM_KV_CACHE_LAYOUT" in part.variables and "does not satisfy every" in str(problem)
         for check in chosen:
-            print(json.dumps(row(check, _told(problem), "not here" if absent else "failed")), flush=True)
+            print(json.dumps(row(check, _text_of(problem), "not here" if absent else "failed")), flush=True)
         traceback.print_exc()
         return
     for check in chosen:
@@ -155,11 +155,11 @@ def run_part(part: Part, options) -> None:
             seen, verdict = str(problem), "failed"
         except Exception as problem:
             traceback.print_exc()
-            seen, verdict = _told(problem), "failed"
+            seen, verdict = _text_of(problem), "failed"
         print(json.dumps(row(check, seen, verdict)), flush=True)
 
 
-def _told(problem: Exception) -> str:
+def _text_of(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}"[:400]
 
 
@@ -185,8 +185,8 @@ def in_own_process(part: Part, options, program: list[str], end: float) -> list[
         killer.start()
         for line in process.stdout:
             if line.startswith('{"check"'):
-                told = json.loads(line)
-                rows[told["check"]] = told
+                row_read = json.loads(line)
+                rows[row_read["check"]] = row_read
                 print(line, end="", flush=True)
             else:
                 errors.write(line)

@@ -12,23 +12,23 @@ from torch import cuda
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _held: dict[int, mmap.mmap] = {}
-_told = SimpleNamespace()
+_callbacks = SimpleNamespace()
 
 
 def init_module(malloc, free):
-    _told.malloc, _told.free = malloc, free
+    _callbacks.malloc, _callbacks.free = malloc, free
 
 
 def my_malloc(size, device, stream):
     made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(made))
     _held[address] = made
-    _told.malloc((device, size, address, 0))
+    _callbacks.malloc((device, size, address, 0))
     return address
 
 
 def my_free(address, size, device, stream):
-    _told.free(address)
+    _callbacks.free(address)
     del _held[address]
 
 

@@ -69,12 +69,12 @@ class Transfer:
         timeout: most seconds, up to 300. Raises TimedOut, after which it goes on; NotFound if the engine's events do
         not have it any more.
         """
-        told = self.engine.call_within(timeout, "transfer.wait", candidate=self.candidate, timeout=timeout)
-        if not told["done"]:
+        answer = self.engine.call_within(timeout, "transfer.wait", candidate=self.candidate, timeout=timeout)
+        if not answer["done"]:
             raise errors.TimedOut(
-                f"candidate {self.candidate} is {told['state']} after {timeout:g} s", "wait again, or cancel it"
+                f"candidate {self.candidate} is {answer['state']} after {timeout:g} s", "wait again, or cancel it"
             )
-        return told
+        return answer
 
     def cancel(self) -> dict:
         """The result of "transfer.cancel", in docs/console.md. Raises NotFound if it has ended."""

@@ -93,9 +93,9 @@ def _operations(source) -> list[float]:
 
 def _busiest(app) -> int:
     """Which row's request went through the most states: it shows the most."""
-    told = app.source.events("--type", "slot")
+    events = app.source.events("--type", "slot")
     names = [slot["request"] for slot in app.process["slots"]] if app.process else []
-    counts = [len({event["to"] for event in told if event.get("request") == name}) for name in names]
+    counts = [len({event["to"] for event in events if event.get("request") == name}) for name in names]
     return counts.index(max(counts)) if counts else 0
 
 

@@ -66,7 +66,7 @@ class SchedulerSide:
         self._capacity: dict[str, int] = {}
         self._has_lower = False  # a tier below host memory
         self._counted: dict[str, int] = {}  # counters as they were told last
-        self._told_at = 0.0
+        self._published_at = 0.0
 
     def bind(self, manager) -> None:
         """Called once, with vLLM's KVCacheManager. It refuses a reset while blocks are held: nobody holds one then."""
@@ -275,11 +275,11 @@ class SchedulerSide:
 
     def take_stats(self) -> Stats | None:
         """Once a second while there is something to do, and soon after."""
-        if self.core is None or (waited := time.monotonic() - self._told_at) < _LAST_STATS_SECONDS:
+        if self.core is None or (waited := time.monotonic() - self._published_at) < _LAST_STATS_SECONDS:
             return None
         if waited < _STATS_SECONDS and self.core.busy:
             return None
-        self._told_at += waited
+        self._published_at += waited
         stats = Stats.since(self._counted, self.stats(), self.core.take_times())
         return None if stats.is_empty() else stats
 

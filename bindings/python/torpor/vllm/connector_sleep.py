@@ -81,7 +81,7 @@ def let_those_with_blocks_go_first(scheduler) -> None:
         scheduler._inflight_prefills.difference_update(without_blocks)
 
 
-def tell_of_requests(scheduler) -> None:
+def announce_requests(scheduler) -> None:
     if (side := side_of(scheduler)) is not None:
         for request in scheduler.requests.values():
             side.know(request)

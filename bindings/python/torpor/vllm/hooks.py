@@ -380,7 +380,7 @@ class VllmHooks:
         values.scheduler_from_value(self.scheduler, checkpoint["scheduler"], requests)
         pool_values.pool_from_value(self.scheduler, checkpoint["kv"], lost)
         pool_values.announce_blocks(self.scheduler)
-        connector_sleep.tell_of_requests(self.scheduler)
+        connector_sleep.announce_requests(self.scheduler)
         self.scheduler.finished_req_ids |= lost  # so that the workers drop their rows at the next step
         inputs = {i: found.to_value() for i, request in requests.items() if (found := Inputs.of(request))}
         pool_values.renumber_tables(checkpoint)

@@ -96,7 +96,7 @@ class TorporAdmit(ConnectorBase):
     def handle_preemptions(self, kv_connector_metadata) -> None:
         """Called before the model runner looks at the step."""
         if self.worker:
-            self.worker.tell_runner(kv_connector_metadata)
+            self.worker.order_runner(kv_connector_metadata)
 
     def start_load_kv(self, forward_context, **kwargs) -> None:
         if self.worker and self.has_connector_metadata():
@@ -265,7 +265,7 @@ class WorkerSide:
             raise Unsupported("sessions: torpor does not hold the engine's memory", "leave the option sessions out")
         self._worker = weakref.proxy(mine)
 
-    def tell_runner(self, orders: Orders) -> None:
+    def order_runner(self, orders: Orders) -> None:
         for request in orders.runners:
             self._worker.torpor_expect(request)
 

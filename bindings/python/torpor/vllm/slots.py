@@ -242,8 +242,8 @@ class Slots:
                 self._slots.finish(number, True)
         elif (number := self._numbers.pop(request_id, None)) is not None:
             if self._keyed is not None:
-                request, told = self._keyed.pop(request_id)
-                self._slots.keys(number, list(request.block_hashes[told:]), told, True)
+                request, published = self._keyed.pop(request_id)
+                self._slots.keys(number, list(request.block_hashes[published:]), published, True)
             self._slots.finish(number)
         self._watched.discard(request_id)
         self._onboarding.discard(request_id)

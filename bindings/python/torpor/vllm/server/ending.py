@@ -124,7 +124,7 @@ async def _goodbye(server, lost: Collection[str] = ()) -> None:
             server.recorder.close()
     except Exception as problem:
         server.tasks.failed(_ENDING, problem)
-    await server.tasks.run(_tell_clients(server, lost), _ENDING)
+    await server.tasks.run(_notify_clients(server, lost), _ENDING)
 
 
 async def _save_before_end(server, before: str) -> None:
@@ -159,7 +159,7 @@ def _where_it_goes_on(server, request_id: str) -> str:
     return f"take up this answer at /torpor/requests/{quote(known['response'], safe='')} of the next one"
 
 
-async def _tell_clients(server, lost: Collection[str]) -> None:
+async def _notify_clients(server, lost: Collection[str]) -> None:
     """Their connections end. Without a word a stream that ends looks complete to some."""
     for request_id, state in server.engine.output_processor.request_states.items():
         if state.queue is None:

@@ -690,8 +690,8 @@ async def _with_progress(task: asyncio.Task, so_far: dict) -> AsyncIterator[str]
     began, ended = time.monotonic(), False
     while not ended:
         ended = bool((await asyncio.wait({task}, timeout=_PROGRESS_SECONDS))[0])
-        told = so_far | {"seconds": round(time.monotonic() - began, 3)}
-        yield f"event: progress\ndata: {json.dumps(told)}\n\n"
+        progress = so_far | {"seconds": round(time.monotonic() - began, 3)}
+        yield f"event: progress\ndata: {json.dumps(progress)}\n\n"
     try:
         result = await task
         for phase in result.get("phases", result.get("slept", {}).get("phases", [])):

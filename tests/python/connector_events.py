@@ -30,7 +30,7 @@ def events_of(directory: str) -> dict:
     }
 
 
-def blocks_told(directory: str) -> dict:
+def published_blocks(directory: str) -> dict:
     """Of host memory and disk: what can be found by the events; what a restart found; whether blocks come and go."""
     lines = subprocess.run([BINARY, "events", directory, "--json"], capture_output=True, text=True, check=True).stdout
     found, recovered, times = {"host": set(), "disk": set()}, 0, {}
