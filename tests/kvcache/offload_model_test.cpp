@@ -10,7 +10,7 @@
 
 #include <fmt/core.h>
 
-#include "tests/kvcache/offload_rig.h"
+#include "tests/kvcache/offload_scene.h"
 #include "tests/support/long_run.h"
 #include "tests/support/temporary_directory.h"
 
@@ -23,12 +23,12 @@ constexpr uint32_t kKeys = 9;
 class OffloadModel {
  public:
   OffloadModel(uint32_t seed, const std::string& directory)
-      : random_(seed), lazy_(below(2) == 0), rig_(options(directory)) {}
+      : random_(seed), lazy_(below(2) == 0), scene_(options(directory)) {}
 
   void run(int moves) {
     for (int move = 0; move < moves && !HasFailure(); ++move) {
       one_move();
-      EXPECT_SUCCEEDS(rig_.scheduler->check());
+      EXPECT_SUCCEEDS(scene_.scheduler->check());
     }
     finish();
   }
@@ -36,7 +36,7 @@ class OffloadModel {
   uint64_t preempted() const { return preempted_; }
   uint64_t stood_still() const { return stood_still_; }
   uint64_t transferred() const {
-    return rig_.scheduler->queue().counts(Way::kOffload)[static_cast<size_t>(BlockOutcome::kTransferred)];
+    return scene_.scheduler->queue().counts(Way::kOffload)[static_cast<size_t>(BlockOutcome::kTransferred)];
   }
 
  private:
@@ -49,8 +49,8 @@ class OffloadModel {
   static bool HasFailure() { return ::testing::Test::HasFailure(); }
   uint32_t below(uint32_t n) { return random_() % n; }
 
-  OffloadRigOptions options(const std::string& directory) {
-    OffloadRigOptions made;
+  OffloadSceneOptions options(const std::string& directory) {
+    OffloadSceneOptions made;
     made.rank = {.blocks = kBlocks, .host_slots = static_cast<int32_t>(3 + below(8)), .own_threads = false};
     made.placement.presence = below(2) == 0;
     made.rank.directory = directory;
@@ -66,14 +66,14 @@ class OffloadModel {
     return made;
   }
 
-  bool in_use(int32_t block) const { return loading_.contains(block) || rig_.device.holds(block) > 0; }
+  bool in_use(int32_t block) const { return loading_.contains(block) || scene_.device.holds(block) > 0; }
   // In the step that is begun next. Often the same again: another computation of what the block had.
   void compute(int32_t block) {
     const auto had = keys_.find(block);
     const uint32_t key = had != keys_.end() && below(3) == 0 ? had->second : below(kKeys);
     keys_[block] = key;
     values_[key].insert(++last_value_);
-    rig_.device.write(block);
+    scene_.device.write(block);
     writing_[block] = last_value_;
   }
   void end_step(bool failed) {
@@ -82,14 +82,14 @@ class OffloadModel {
         forget(block);
         continue;
       }
-      for (const auto& rank : rig_.ranks) rank->fill(block, value);
+      for (const auto& rank : scene_.ranks) rank->fill(block, value);
       if (failed) forget(block);
     }
-    failed ? rig_.scheduler->fail_step(step_ + 1) : rig_.scheduler->acknowledge(step_ + 1);
+    failed ? scene_.scheduler->fail_step(step_ + 1) : scene_.scheduler->acknowledge(step_ + 1);
     ++step_;
   }
   void forget(int32_t block) {
-    rig_.device.clear(block);
+    scene_.device.clear(block);
     keys_.erase(block);
     writing_.erase(block);
   }
@@ -118,20 +118,20 @@ class OffloadModel {
     take_loads();
   }
   void seldom() {
-    if (below(4) == 0) rig_.ranks[below(2)]->device().fail_at(1 + below(3));
+    if (below(4) == 0) scene_.ranks[below(2)]->device().fail_at(1 + below(3));
     if (below(40) == 0) reset();
     if (below(10) == 0) stand_still();
     if (below(4) == 0) send_nonsense(below(2));
     if (!running_.empty() && below(2) == 0) finish_one(below(static_cast<uint32_t>(running_.size())));
     if (loads_.empty() || below(3) > 0) return;
     Load& load = loads_[below(static_cast<uint32_t>(loads_.size()))];
-    if (!load.finished) load.finished = !rig_.scheduler->finished(load.request);  // aborted
+    if (!load.finished) load.finished = !scene_.scheduler->finished(load.request);  // aborted
     EXPECT_TRUE(load.finished);
   }
   void reset() {
-    ASSERT_SUCCEEDS(rig_.scheduler->reset());
-    for (const auto& rank : rig_.ranks)
-      rank->worker().open_space(rig_.scheduler->space(), digest_of(std::as_bytes(std::span(&last_value_, 1))));
+    ASSERT_SUCCEEDS(scene_.scheduler->reset());
+    for (const auto& rank : scene_.ranks)
+      rank->worker().open_space(scene_.scheduler->space(), digest_of(std::as_bytes(std::span(&last_value_, 1))));
     values_.clear();
     for (int32_t block = 0; block < kBlocks; ++block) forget(block);
   }
@@ -139,17 +139,17 @@ class OffloadModel {
     std::vector<uint32_t> keys;
     std::vector<int32_t> blocks;
     for (const auto& [block, key] : keys_) {
-      if (rig_.device.version(block) == ContentVersion::kNone || below(3) > 0) continue;
+      if (scene_.device.version(block) == ContentVersion::kNone || below(3) > 0) continue;
       keys.push_back(key);
       blocks.push_back(block);
     }
     const bool written =
         std::none_of(blocks.begin(), blocks.end(), [&](int32_t block) { return writing_.contains(block); });
     const uint64_t after = !written || below(3) == 0 ? step_ + 1 : 0;
-    handles_.emplace_back(rig_.offer(keys, blocks, after, static_cast<int32_t>(below(2))), blocks.size());
+    handles_.emplace_back(scene_.offer(keys, blocks, after, static_cast<int32_t>(below(2))), blocks.size());
   }
   void admit() {
-    begin_load({.request = rig_.scheduler->begin_request(fmt::format("r{}", ++requests_)), .keys = some_keys()});
+    begin_load({.request = scene_.scheduler->begin_request(fmt::format("r{}", ++requests_)), .keys = some_keys()});
   }
   std::vector<uint32_t> some_keys() {
     std::vector<uint32_t> keys;
@@ -158,15 +158,16 @@ class OffloadModel {
   }
   void begin_load(Load load) {
     const size_t have = below(4) == 0 ? below(static_cast<uint32_t>(load.keys.size() + 1)) : 0;
-    if (below(4) == 0) (void)rig_.scheduler->match(load.request, rig_.keys_of(some_keys()), 0);  // it waited once more
-    const int32_t found = rig_.scheduler->match(load.request, rig_.keys_of(load.keys), have);
+    if (below(4) == 0)
+      (void)scene_.scheduler->match(load.request, scene_.keys_of(some_keys()), 0);  // it waited once more
+    const int32_t found = scene_.scheduler->match(load.request, scene_.keys_of(load.keys), have);
     load.keys.erase(load.keys.begin(), load.keys.begin() + static_cast<std::ptrdiff_t>(have));
     for (int32_t block = 0; block < kBlocks && static_cast<int32_t>(load.blocks.size()) < found; ++block) {
       if (!in_use(block)) load.blocks.push_back(block);
     }
-    TransferHandle handle = rig_.scheduler->allocated(load.request, load.blocks);
+    TransferHandle handle = scene_.scheduler->allocated(load.request, load.blocks);
     if (load.blocks.empty()) {
-      EXPECT_EQ(rig_.scheduler->stage(load.request), RequestStage::kRunning);
+      EXPECT_EQ(scene_.scheduler->stage(load.request), RequestStage::kRunning);
       running_.push_back(load.request);
       return;
     }
@@ -186,7 +187,7 @@ class OffloadModel {
     begin_load({.request = request, .keys = some_keys()});
   }
   void finish_one(uint32_t at) {
-    EXPECT_TRUE(rig_.scheduler->finished(running_[at]));
+    EXPECT_TRUE(scene_.scheduler->finished(running_[at]));
     running_.erase(running_.begin() + at);
   }
   // Everything that was planned ends and is reported; what nobody holds is forgotten, as after a wake without its
@@ -195,10 +196,10 @@ class OffloadModel {
     end_step(/*failed=*/false);
     for (size_t rank = 0; rank < 2; ++rank) {
       for (; !plans_[rank].empty(); plans_[rank].pop_front())
-        EXPECT_SUCCEEDS(rig_.ranks[rank]->worker().run(plans_[rank].front()));
-      EXPECT_SUCCEEDS(rig_.scheduler->apply(rig_.report_of(rank)));
+        EXPECT_SUCCEEDS(scene_.ranks[rank]->worker().run(plans_[rank].front()));
+      EXPECT_SUCCEEDS(scene_.scheduler->apply(scene_.report_of(rank)));
     }
-    EXPECT_FALSE(rig_.scheduler->under_way());
+    EXPECT_FALSE(scene_.scheduler->under_way());
     take_loads();
     for (int32_t block = 0; block < kBlocks; ++block) {
       if (!in_use(block) && below(2) > 0) forget(block);
@@ -209,10 +210,10 @@ class OffloadModel {
   void send_nonsense(uint32_t kind) {
     TransferReport report{.rank = kind == 0 ? 2 : 0};
     report.jobs.push_back({.id = kind == 0 ? 1u : ~uint64_t{0}});
-    EXPECT_FAILS(rig_.scheduler->apply(report), Code::kInvalidArgument);
+    EXPECT_FAILS(scene_.scheduler->apply(report), Code::kInvalidArgument);
   }
   void send() {
-    const TransferPlan& plan = rig_.scheduler->plan_step(below(2) == 0);
+    const TransferPlan& plan = scene_.scheduler->plan_step(below(2) == 0);
     if (plan.empty()) return;
     for (auto& plans : plans_) plans.push_back(plan);
   }
@@ -220,23 +221,23 @@ class OffloadModel {
   void deliver(uint32_t rank) {
     auto& plans = plans_[rank];
     for (uint32_t i = below(4); i > 0 && !plans.empty(); --i) {
-      EXPECT_SUCCEEDS(rig_.ranks[rank]->worker().run(plans.front()));
+      EXPECT_SUCCEEDS(scene_.ranks[rank]->worker().run(plans.front()));
       if (below(4) == 0) {
-        EXPECT_SUCCEEDS(rig_.ranks[rank]->worker().run(plans.front()));
+        EXPECT_SUCCEEDS(scene_.ranks[rank]->worker().run(plans.front()));
       }
       plans.pop_front();
     }
-    for (uint32_t i = below(6); i > 0; --i) (void)rig_.ranks[rank]->transfers().pump();
+    for (uint32_t i = below(6); i > 0; --i) (void)scene_.ranks[rank]->transfers().pump();
     if (below(2) == 0) return;
-    const TransferReport report = rig_.ranks[rank]->worker().poll();
-    EXPECT_SUCCEEDS(rig_.scheduler->apply(report));
+    const TransferReport report = scene_.ranks[rank]->worker().poll();
+    EXPECT_SUCCEEDS(scene_.scheduler->apply(report));
     last_[rank] = report.empty() ? last_[rank] : report;
     if (below(4) == 0) {
-      EXPECT_SUCCEEDS(rig_.scheduler->apply(last_[rank]));
+      EXPECT_SUCCEEDS(scene_.scheduler->apply(last_[rank]));
     }
   }
   void take_loads() {
-    for (const EndedLoad& ended : rig_.scheduler->take_loads()) {
+    for (const EndedLoad& ended : scene_.scheduler->take_loads()) {
       const auto load =
           std::find_if(loads_.begin(), loads_.end(), [&](const Load& each) { return each.request == ended.request; });
       ASSERT_NE(load, loads_.end());
@@ -244,40 +245,40 @@ class OffloadModel {
       for (int32_t i = 0; i < ended.good_blocks; ++i) {
         const int32_t block = load->blocks[static_cast<size_t>(i)];
         const uint32_t key = load->keys[static_cast<size_t>(i)];
-        const uint32_t value = rig_.ranks[0]->value(block);
-        EXPECT_TRUE(rig_.all_have(block, value)) << "S2: block " << block << " is of two computations";
+        const uint32_t value = scene_.ranks[0]->value(block);
+        EXPECT_TRUE(scene_.all_have(block, value)) << "S2: block " << block << " is of two computations";
         EXPECT_TRUE(values_[key].contains(value)) << "S1: block " << block << " is of another key or space";
-        rig_.device.write(block);
+        scene_.device.write(block);
         keys_[block] = key;
         good.push_back(block);
         ++loaded_;
       }
       for (const int32_t block : load->blocks) loading_.erase(block);
       if (!load->finished) {
-        rig_.scheduler->loaded(ended.request, good);
+        scene_.scheduler->loaded(ended.request, good);
         running_.push_back(ended.request);
       }
       loads_.erase(load);
     }
   }
   void finish() {
-    for (const auto& rank : rig_.ranks) rank->device().fail_at(0);
+    for (const auto& rank : scene_.ranks) rank->device().fail_at(0);
     end_step(/*failed=*/false);
-    for (int i = 0; i < 200 && rig_.scheduler->busy(); ++i) {
+    for (int i = 0; i < 200 && scene_.scheduler->busy(); ++i) {
       send();
       for (size_t rank = 0; rank < 2; ++rank) {
         for (; !plans_[rank].empty(); plans_[rank].pop_front())
-          EXPECT_SUCCEEDS(rig_.ranks[rank]->worker().run(plans_[rank].front()));
-        EXPECT_SUCCEEDS(rig_.scheduler->apply(rig_.report_of(rank)));
+          EXPECT_SUCCEEDS(scene_.ranks[rank]->worker().run(plans_[rank].front()));
+        EXPECT_SUCCEEDS(scene_.scheduler->apply(scene_.report_of(rank)));
       }
       take_loads();
     }
     while (!running_.empty()) finish_one(0);
-    EXPECT_FALSE(rig_.scheduler->busy());
+    EXPECT_FALSE(scene_.scheduler->busy());
     EXPECT_TRUE(loads_.empty() && loading_.empty());
-    for (int32_t block = 0; block < kBlocks; ++block) EXPECT_EQ(rig_.device.holds(block), 0);
+    for (int32_t block = 0; block < kBlocks; ++block) EXPECT_EQ(scene_.device.holds(block), 0);
     for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) {
-      const StoreCounts counts = rig_.scheduler->index().counts(store);
+      const StoreCounts counts = scene_.scheduler->index().counts(store);
       EXPECT_EQ(counts.reserved + counts.doomed + counts.quarantined, 0) << name(store);
     }
     for (const auto& [handle, blocks] : handles_) {
@@ -285,12 +286,12 @@ class OffloadModel {
       for (const uint64_t count : handle.counts()) ended += count;
       EXPECT_EQ(ended, blocks);  // S12
     }
-    EXPECT_SUCCEEDS(rig_.scheduler->check());
+    EXPECT_SUCCEEDS(scene_.scheduler->check());
   }
 
   std::mt19937 random_;
   const bool lazy_;
-  OffloadRig rig_;
+  OffloadScene scene_;
   std::map<int32_t, uint32_t> keys_;               // of the blocks with content
   std::map<int32_t, uint32_t> writing_;            // what the step that is begun writes into blocks
   std::map<uint32_t, std::set<uint32_t>> values_;  // ever computed for a key in this space

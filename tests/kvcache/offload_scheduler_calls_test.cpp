@@ -8,10 +8,10 @@ namespace {
 using namespace test;
 
 // Which blocks came there, in their order.
-std::vector<uint32_t> stored(OffloadRig& rig, StoreId store) {
-  rig.drain();
+std::vector<uint32_t> stored(OffloadScene& scene, StoreId store) {
+  scene.drain();
   std::vector<uint32_t> numbers;
-  for (const BlockEvent& event : rig.scheduler->take_events().events) {
+  for (const BlockEvent& event : scene.scheduler->take_events().events) {
     for (uint32_t number = 0; event.stored && event.store == store && number < 16; ++number)
       if (event.key.hash == key_number(number).hash) numbers.push_back(number);
   }
@@ -20,29 +20,30 @@ std::vector<uint32_t> stored(OffloadRig& rig, StoreId store) {
 
 // Where what waits for the disk is more than one batch takes, the higher priority is there first.
 TEST_P(OffloadSchedulerTest, PrioritiesHoldOnTheWayOnToDiskToo) {
-  OffloadRig& rig = this->rig({.rank = {.host_slots = 8}, .scheduler = {.events = 64}, .placement = {.disk = true}});
-  for (int32_t block = 0; block < 4; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
+  OffloadScene& scene =
+      this->scene({.rank = {.host_slots = 8}, .scheduler = {.events = 64}, .placement = {.disk = true}});
+  for (int32_t block = 0; block < 4; ++block) scene.compute(block, 10 + static_cast<uint32_t>(block));
   const std::array<int32_t, 4> priorities{-3, 0, 7, 0};
   for (int32_t block = 0; block < 4; ++block)
-    (void)rig.offer({static_cast<uint32_t>(block)}, {block}, 0, priorities[static_cast<size_t>(block)]);
-  EXPECT_EQ(stored(rig, StoreId::kDisk), (std::vector<uint32_t>{2, 1, 3, 0}));
+    (void)scene.offer({static_cast<uint32_t>(block)}, {block}, 0, priorities[static_cast<size_t>(block)]);
+  EXPECT_EQ(stored(scene, StoreId::kDisk), (std::vector<uint32_t>{2, 1, 3, 0}));
 }
 
 TEST_P(OffloadSchedulerTest, BlocksThatAreSentToDiskKeepTheirParentsAndTheMostUrgentOfThemSaysWhenTheyGo) {
-  OffloadRig& rig = this->rig({.rank = {.host_slots = 16, .disk_segments = 4, .segment_slots = 4},
-                               .scheduler = {.queue = {.max_batch_size = 2}, .events = 64},
-                               .placement = {.disk = false}});
-  for (int32_t block = 0; block < 6; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
-  (void)rig.offer({0, 1}, {0, 1});
-  (void)rig.offer({2, 3}, {2, 3}, 0, 5);
-  (void)rig.offer({4}, {4}, 0, 7);
-  (void)rig.offer({5}, {5}, 0, 4);
-  EXPECT_EQ(stored(rig, StoreId::kHost), (std::vector<uint32_t>{4, 2, 3, 5, 0, 1}));
-  (void)value_of(rig.scheduler->move_on(rig.keys_of({0, 1})));
-  (void)value_of(rig.scheduler->move_on(rig.keys_of({2, 3})));
-  (void)value_of(rig.scheduler->move_on(rig.keys_of({4, 5})));
-  rig.drain();
-  const BlockEvents published = rig.scheduler->take_events();
+  OffloadScene& scene = this->scene({.rank = {.host_slots = 16, .disk_segments = 4, .segment_slots = 4},
+                                     .scheduler = {.queue = {.max_batch_size = 2}, .events = 64},
+                                     .placement = {.disk = false}});
+  for (int32_t block = 0; block < 6; ++block) scene.compute(block, 10 + static_cast<uint32_t>(block));
+  (void)scene.offer({0, 1}, {0, 1});
+  (void)scene.offer({2, 3}, {2, 3}, 0, 5);
+  (void)scene.offer({4}, {4}, 0, 7);
+  (void)scene.offer({5}, {5}, 0, 4);
+  EXPECT_EQ(stored(scene, StoreId::kHost), (std::vector<uint32_t>{4, 2, 3, 5, 0, 1}));
+  (void)value_of(scene.scheduler->move_on(scene.keys_of({0, 1})));
+  (void)value_of(scene.scheduler->move_on(scene.keys_of({2, 3})));
+  (void)value_of(scene.scheduler->move_on(scene.keys_of({4, 5})));
+  scene.drain();
+  const BlockEvents published = scene.scheduler->take_events();
   ASSERT_EQ(published.events.size(), 6u);
   const auto none = decltype(BlockEvent::parent){};
   const std::vector<uint32_t> order{4, 5, 2, 3, 0, 1};
@@ -57,51 +58,51 @@ TEST_P(OffloadSchedulerTest, BlocksThatAreSentToDiskKeepTheirParentsAndTheMostUr
 }
 
 TEST_P(OffloadSchedulerTest, NobodyIsCalledTheParentOfABlockThatIsNot) {
-  OffloadRig& rig = this->rig({.scheduler = {.events = 8}});
-  for (int32_t block = 0; block < 3; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
-  const std::vector<BlockKey> keys = rig.keys_of({3, 2, 1});  // the last block of a request first
-  (void)rig.scheduler->offer({.keys = keys, .blocks = std::array{0, 1, 2}, .consecutive = false});
-  rig.drain();
-  const BlockEvents events = rig.scheduler->take_events();
+  OffloadScene& scene = this->scene({.scheduler = {.events = 8}});
+  for (int32_t block = 0; block < 3; ++block) scene.compute(block, 10 + static_cast<uint32_t>(block));
+  const std::vector<BlockKey> keys = scene.keys_of({3, 2, 1});  // the last block of a request first
+  (void)scene.scheduler->offer({.keys = keys, .blocks = std::array{0, 1, 2}, .consecutive = false});
+  scene.drain();
+  const BlockEvents events = scene.scheduler->take_events();
   ASSERT_EQ(events.events.size(), 3u);
   for (const BlockEvent& event : events.events) EXPECT_EQ(event.parent, decltype(event.parent){});
 }
 
 TEST_P(OffloadSchedulerTest, ACandidateThatNeverWasIsNotFoundAndALoadThatIsCancelledBringsNothing) {
-  OffloadRig& rig = this->rig();
-  rig.compute(0, 10);
-  (void)rig.offer({0}, {0});
-  rig.drain();
+  OffloadScene& scene = this->scene();
+  scene.compute(0, 10);
+  (void)scene.offer({0}, {0});
+  scene.drain();
   for (const uint64_t number : {uint64_t{0}, uint64_t{1}, uint64_t{12345}, uint64_t{1} << 48 | 999}) {
-    EXPECT_EQ(rig.scheduler->cancel(number).error().code, Code::kNotFound) << number;
+    EXPECT_EQ(scene.scheduler->cancel(number).error().code, Code::kNotFound) << number;
   }
-  const uint32_t request = rig.scheduler->begin_request("r");
-  ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({0}), 0), 1);
-  rig.device.clear(4);
-  const TransferHandle load = rig.scheduler->allocated(request, std::array{4});
-  EXPECT_EQ(value_of(rig.scheduler->cancel(load.number())).blocks, 1u);
-  EXPECT_EQ(rig.scheduler->cancel(load.number()).error().code, Code::kNotFound);  // once
-  EXPECT_FALSE(rig.scheduler->finished(request));                                 // the ranks have not said so
-  rig.drain();
+  const uint32_t request = scene.scheduler->begin_request("r");
+  ASSERT_EQ(scene.scheduler->match(request, scene.keys_of({0}), 0), 1);
+  scene.device.clear(4);
+  const TransferHandle load = scene.scheduler->allocated(request, std::array{4});
+  EXPECT_EQ(value_of(scene.scheduler->cancel(load.number())).blocks, 1u);
+  EXPECT_EQ(scene.scheduler->cancel(load.number()).error().code, Code::kNotFound);  // once
+  EXPECT_FALSE(scene.scheduler->finished(request));                                 // the ranks have not said so
+  scene.drain();
   EXPECT_EQ(load.count(BlockOutcome::kCancelled), 1u);
-  EXPECT_EQ(rig.scheduler->cancel(load.number()).error().code, Code::kNotFound);  // it has ended
-  const std::vector<EndedLoad> loads = rig.scheduler->take_loads();
+  EXPECT_EQ(scene.scheduler->cancel(load.number()).error().code, Code::kNotFound);  // it has ended
+  const std::vector<EndedLoad> loads = scene.scheduler->take_loads();
   ASSERT_EQ(loads.size(), 1u);
   EXPECT_TRUE(loads[0].cancelled);
   EXPECT_EQ(loads[0].good_blocks, 0);
-  EXPECT_EQ(rig.hits({0}), 1);  // it is still stored
-  const uint32_t again = rig.scheduler->begin_request("s");
-  ASSERT_EQ(rig.scheduler->match(again, rig.keys_of({0}), 0), 1);
-  const TransferHandle loaded = rig.scheduler->allocated(again, std::array{4});
-  rig.send();
-  EXPECT_TRUE(value_of(rig.scheduler->cancel(loaded.number())).committed);  // too late
-  rig.drain();
-  const std::vector<EndedLoad> whole = rig.scheduler->take_loads();
+  EXPECT_EQ(scene.hits({0}), 1);  // it is still stored
+  const uint32_t again = scene.scheduler->begin_request("s");
+  ASSERT_EQ(scene.scheduler->match(again, scene.keys_of({0}), 0), 1);
+  const TransferHandle loaded = scene.scheduler->allocated(again, std::array{4});
+  scene.send();
+  EXPECT_TRUE(value_of(scene.scheduler->cancel(loaded.number())).committed);  // too late
+  scene.drain();
+  const std::vector<EndedLoad> whole = scene.scheduler->take_loads();
   ASSERT_EQ(whole.size(), 1u);
   EXPECT_FALSE(whole[0].cancelled);
   EXPECT_EQ(whole[0].good_blocks, 1);
-  EXPECT_TRUE(rig.all_have(4, 10));
-  EXPECT_TRUE(rig.scheduler->finished(again));
+  EXPECT_TRUE(scene.all_have(4, 10));
+  EXPECT_TRUE(scene.scheduler->finished(again));
 }
 
 // A user's policy: it keeps the blocks whose key it knows, or has no answer.
@@ -120,32 +121,32 @@ class KnownKeys final : public BlockPolicy {
 };
 
 TEST_P(OffloadSchedulerTest, APolicyOfAUserChoosesAfterThePlacement) {
-  OffloadRig& rig = this->rig();
+  OffloadScene& scene = this->scene();
   KnownKeys policy;
-  for (int32_t block = 0; block < 4; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
-  (void)rig.offer({1}, {0});
-  rig.drain();
-  const std::vector<BlockKey> keys = rig.keys_of({1, 2, 3});
+  for (int32_t block = 0; block < 4; ++block) scene.compute(block, 10 + static_cast<uint32_t>(block));
+  (void)scene.offer({1}, {0});
+  scene.drain();
+  const std::vector<BlockKey> keys = scene.keys_of({1, 2, 3});
   policy.known = keys[1];
-  rig.scheduler->use_policy(&policy);
+  scene.scheduler->use_policy(&policy);
   const auto offered = [&] {
-    return rig.scheduler->offer({.keys = keys, .blocks = std::array{0, 1, 2}, .request = "chat"});
+    return scene.scheduler->offer({.keys = keys, .blocks = std::array{0, 1, 2}, .request = "chat"});
   };
   const TransferHandle chosen = offered();
-  rig.drain();
+  scene.drain();
   using Asked = std::tuple<PolicyQuestion, std::string, size_t>;
   EXPECT_EQ(policy.asked, (std::vector<Asked>{{PolicyQuestion::kStore, "chat", 2}}));  // 1 is there already
   EXPECT_EQ(chosen.count(BlockOutcome::kFiltered), 2u);
   EXPECT_EQ(chosen.count(BlockOutcome::kTransferred), 1u);
-  EXPECT_EQ(rig.hits({2}), 1);
-  EXPECT_EQ(rig.hits({3}), 0);
+  EXPECT_EQ(scene.hits({2}), 1);
+  EXPECT_EQ(scene.hits({3}), 0);
   policy.answers = false;  // bypassed
   EXPECT_EQ(offered().count(BlockOutcome::kFiltered), 2u);
-  rig.drain();
-  EXPECT_EQ(rig.hits({3}), 1);
-  rig.scheduler->use_policy(nullptr);
-  (void)rig.offer({4}, {3});
-  rig.drain();
+  scene.drain();
+  EXPECT_EQ(scene.hits({3}), 1);
+  scene.scheduler->use_policy(nullptr);
+  (void)scene.offer({4}, {3});
+  scene.drain();
   EXPECT_EQ(policy.asked.size(), 2u);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Two engines over one store on another machine.
-#include "tests/kvcache/offload_rig.h"
+#include "tests/kvcache/offload_scene.h"
 #include "tests/kvcache/shared_store.h"
 
 namespace torpor {
@@ -10,35 +10,36 @@ using namespace test;
 
 class RemoteTest : public ::testing::Test {
  protected:
-  std::unique_ptr<OffloadRig> engine(int32_t remote_slots = 8) {
-    OffloadRigOptions options{.placement = {.remote = true}};
+  std::unique_ptr<OffloadScene> engine(int32_t remote_slots = 8) {
+    OffloadSceneOptions options{.placement = {.remote = true}};
     options.rank.remote = &shared_;
     options.rank.remote_slots = remote_slots;
     options.scheduler.queue.min_batch_size = 1;
-    return std::make_unique<OffloadRig>(std::move(options));
+    return std::make_unique<OffloadScene>(std::move(options));
   }
-  static uint64_t count(const OffloadRig& rig, Way way, BlockOutcome outcome) {
-    return rig.scheduler->queue().counts(way)[static_cast<size_t>(outcome)];
+  static uint64_t count(const OffloadScene& scene, Way way, BlockOutcome outcome) {
+    return scene.scheduler->queue().counts(way)[static_cast<size_t>(outcome)];
   }
   // What a request that arrives finds when its question was answered.
-  static int32_t ask_and_load(OffloadRig& rig, const std::vector<uint32_t>& keys, const std::vector<int32_t>& blocks) {
-    const uint32_t request = rig.scheduler->begin_request("asks");
-    const bool asked = rig.scheduler->ask(request, rig.keys_of(keys)) > 0;
-    EXPECT_EQ(rig.scheduler->asking(request), asked);
-    EXPECT_EQ(rig.scheduler->busy(), asked);
-    rig.drain();
-    EXPECT_FALSE(rig.scheduler->asking(request));
-    EXPECT_TRUE(rig.scheduler->finished(request));
-    return rig.load(keys, blocks);
+  static int32_t ask_and_load(OffloadScene& scene, const std::vector<uint32_t>& keys,
+                              const std::vector<int32_t>& blocks) {
+    const uint32_t request = scene.scheduler->begin_request("asks");
+    const bool asked = scene.scheduler->ask(request, scene.keys_of(keys)) > 0;
+    EXPECT_EQ(scene.scheduler->asking(request), asked);
+    EXPECT_EQ(scene.scheduler->busy(), asked);
+    scene.drain();
+    EXPECT_FALSE(scene.scheduler->asking(request));
+    EXPECT_TRUE(scene.scheduler->finished(request));
+    return scene.load(keys, blocks);
   }
-  static void store(OffloadRig& rig, const std::vector<uint32_t>& keys) {
+  static void store(OffloadScene& scene, const std::vector<uint32_t>& keys) {
     std::vector<int32_t> blocks;
     for (const uint32_t key : keys) {
       blocks.push_back(static_cast<int32_t>(blocks.size()));
-      rig.compute(blocks.back(), 100 + key);
+      scene.compute(blocks.back(), 100 + key);
     }
-    (void)rig.offer(keys, blocks);
-    rig.drain();
+    (void)scene.offer(keys, blocks);
+    scene.drain();
   }
 
   SharedBlocks shared_;
@@ -67,46 +68,48 @@ TEST_F(RemoteTest, WhatOneComputedAnotherFindsOnEveryRank) {
 }
 
 TEST_F(RemoteTest, BlocksComeBackToHostMemoryWhenAskedFor) {
-  const auto rig = engine();
-  store(*rig, {1, 2});
-  EXPECT_EQ(rig->scheduler->drop(rig->keys_of({1, 2}), StoreId::kHost).dropped, 2u);
-  const std::vector<TransferHandle> brought = rig->scheduler->bring(rig->keys_of({1, 2}), StoreId::kHost);
-  rig->drain();
+  const auto scene = engine();
+  store(*scene, {1, 2});
+  EXPECT_EQ(scene->scheduler->drop(scene->keys_of({1, 2}), StoreId::kHost).dropped, 2u);
+  const std::vector<TransferHandle> brought = scene->scheduler->bring(scene->keys_of({1, 2}), StoreId::kHost);
+  scene->drain();
   ASSERT_EQ(brought.size(), 1u);
   EXPECT_EQ(brought[0].count(BlockOutcome::kTransferred), 2u);
   shared_.gone = true;
-  EXPECT_EQ(rig->load({1, 2}, {5, 6}), 2);
-  EXPECT_TRUE(rig->all_have(5, 101) && rig->all_have(6, 102));
+  EXPECT_EQ(scene->load({1, 2}, {5, 6}), 2);
+  EXPECT_TRUE(scene->all_have(5, 101) && scene->all_have(6, 102));
 }
 
 TEST_F(RemoteTest, ABlockThatTheStoreHasNoMoreIsForgotten) {
-  const auto rig = engine();
-  store(*rig, {1});
-  EXPECT_EQ(rig->scheduler->drop(rig->keys_of({1}), StoreId::kHost).dropped, 1u);
+  const auto scene = engine();
+  store(*scene, {1});
+  EXPECT_EQ(scene->scheduler->drop(scene->keys_of({1}), StoreId::kHost).dropped, 1u);
   shared_.blocks.clear();
-  const std::vector<TransferHandle> brought = rig->scheduler->bring(rig->keys_of({1}), StoreId::kHost);
-  rig->drain();
+  const std::vector<TransferHandle> brought = scene->scheduler->bring(scene->keys_of({1}), StoreId::kHost);
+  scene->drain();
   ASSERT_EQ(brought.size(), 1u);
   EXPECT_EQ(brought[0].count(BlockOutcome::kDamaged), 1u);
-  EXPECT_EQ(rig->hits({1}), 0);
+  EXPECT_EQ(scene->hits({1}), 0);
 }
 
 TEST_F(RemoteTest, PrioritiesHoldOnTheWayOutToo) {
-  const auto rig = engine();
-  rig->compute(0, 100);
-  rig->compute(1, 101);
-  (void)rig->offer({0}, {0}, 0, -1);
-  (void)rig->offer({1}, {1}, 0, 1);
-  rig->send();  // both down, in one batch
-  for (size_t rank = 0; rank < rig->ranks.size(); ++rank) ASSERT_SUCCEEDS(rig->scheduler->apply(rig->report_of(rank)));
-  const TransferPlan& plan = rig->scheduler->plan_step(true);
+  const auto scene = engine();
+  scene->compute(0, 100);
+  scene->compute(1, 101);
+  (void)scene->offer({0}, {0}, 0, -1);
+  (void)scene->offer({1}, {1}, 0, 1);
+  scene->send();  // both down, in one batch
+  for (size_t rank = 0; rank < scene->ranks.size(); ++rank)
+    ASSERT_SUCCEEDS(scene->scheduler->apply(scene->report_of(rank)));
+  const TransferPlan& plan = scene->scheduler->plan_step(true);
   ASSERT_EQ(plan.keys.size(), 2u);
   EXPECT_EQ(plan.keys[0].hash, key_number(1).hash);
   EXPECT_EQ(plan.keys[1].hash, key_number(0).hash);
   const TransferPlan read = value_of(TransferPlan::decode(plan.encode()));
-  for (const auto& rank : rig->ranks) ASSERT_SUCCEEDS(rank->worker().run(read));
-  for (size_t rank = 0; rank < rig->ranks.size(); ++rank) ASSERT_SUCCEEDS(rig->scheduler->apply(rig->report_of(rank)));
-  rig->drain();
+  for (const auto& rank : scene->ranks) ASSERT_SUCCEEDS(rank->worker().run(read));
+  for (size_t rank = 0; rank < scene->ranks.size(); ++rank)
+    ASSERT_SUCCEEDS(scene->scheduler->apply(scene->report_of(rank)));
+  scene->drain();
 }
 
 TEST_F(RemoteTest, WhatOneRankLacksIsFoundByNone) {

@@ -5,30 +5,30 @@
 #include <memory>
 
 #include "kvcache/offload_scheduler.h"
-#include "tests/kvcache/offload_rig.h"
+#include "tests/kvcache/offload_scene.h"
 #include "tests/support/temporary_directory.h"
 
 namespace torpor::test {
 
 class OffloadSchedulerTest : public ::testing::TestWithParam<OffloadMode> {
  protected:
-  OffloadRig& rig(OffloadRigOptions options = {}) {
+  OffloadScene& scene(OffloadSceneOptions options = {}) {
     options.scheduler.mode = GetParam();
     options.scheduler.queue.min_batch_size = 1;
     options.rank.own_threads = GetParam() == OffloadMode::kEager;  // lazily, blocks are written under a copy
     if (options.placement.disk) options.rank.disk_segments = 4, options.rank.segment_slots = 4;
     options.rank.directory = temporary_ / "store";
-    rig_ = std::make_unique<OffloadRig>(std::move(options));
-    return *rig_;
+    scene_ = std::make_unique<OffloadScene>(std::move(options));
+    return *scene_;
   }
   bool eager() const { return GetParam() == OffloadMode::kEager; }
   void TearDown() override {
-    if (rig_ != nullptr) {
-      EXPECT_SUCCEEDS(rig_->scheduler->check());
+    if (scene_ != nullptr) {
+      EXPECT_SUCCEEDS(scene_->scheduler->check());
     }
   }
   TemporaryDirectory temporary_;
-  std::unique_ptr<OffloadRig> rig_;
+  std::unique_ptr<OffloadScene> scene_;
 };
 
 }  // namespace torpor::test

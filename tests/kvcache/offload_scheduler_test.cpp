@@ -16,8 +16,8 @@ namespace torpor {
 namespace {
 
 using test::key_number;
-using test::OffloadRig;
-using test::OffloadRigOptions;
+using test::OffloadScene;
+using test::OffloadSceneOptions;
 using test::OffloadSchedulerTest;
 using test::value_of;
 
@@ -25,58 +25,58 @@ INSTANTIATE_TEST_SUITE_P(Mode, OffloadSchedulerTest, ::testing::Values(OffloadMo
                          [](const auto& info) { return info.param == OffloadMode::kEager ? "Eager" : "Lazy"; });
 
 TEST_P(OffloadSchedulerTest, BlocksGoDownOnAllRanksAndComeBackUpByteForByte) {
-  OffloadRig& rig = this->rig();
-  for (int32_t block = 0; block < 3; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
-  const TransferHandle handle = rig.offer({1, 2, 3}, {0, 1, 2});
+  OffloadScene& scene = this->scene();
+  for (int32_t block = 0; block < 3; ++block) scene.compute(block, 10 + static_cast<uint32_t>(block));
+  const TransferHandle handle = scene.offer({1, 2, 3}, {0, 1, 2});
   EXPECT_EQ(handle.status(), TransferStatus::kQueued);
-  rig.drain();
+  scene.drain();
   EXPECT_EQ(handle.count(BlockOutcome::kTransferred), 3u);
-  for (int32_t block = 0; block < 3; ++block) rig.compute(block, 99);
-  EXPECT_EQ(rig.load({1, 2, 3, 4}, {5, 6, 7, 8}), 3);
-  EXPECT_TRUE(rig.all_have(5, 10) && rig.all_have(6, 11) && rig.all_have(7, 12));
-  EXPECT_EQ(rig.scheduler->index().counts(StoreId::kHost).visible, 3);
+  for (int32_t block = 0; block < 3; ++block) scene.compute(block, 99);
+  EXPECT_EQ(scene.load({1, 2, 3, 4}, {5, 6, 7, 8}), 3);
+  EXPECT_TRUE(scene.all_have(5, 10) && scene.all_have(6, 11) && scene.all_have(7, 12));
+  EXPECT_EQ(scene.scheduler->index().counts(StoreId::kHost).visible, 3);
 }
 
 TEST_P(OffloadSchedulerTest, TimesAreThoseFromThePlanToTheLastRanksReportAndOfTheWholeLoad) {
   using namespace std::chrono_literals;
-  OffloadRig& rig = this->rig();
+  OffloadScene& scene = this->scene();
   const auto in_two_seconds = [&] {
-    ASSERT_TRUE(rig.send());
-    for (size_t rank = 0; rank < rig.ranks.size(); ++rank) {
-      if (rank + 1 == rig.ranks.size()) rig.clock.advance(2s);
-      ASSERT_SUCCEEDS(rig.scheduler->apply(rig.report_of(rank)));
+    ASSERT_TRUE(scene.send());
+    for (size_t rank = 0; rank < scene.ranks.size(); ++rank) {
+      if (rank + 1 == scene.ranks.size()) scene.clock.advance(2s);
+      ASSERT_SUCCEEDS(scene.scheduler->apply(scene.report_of(rank)));
     }
   };
-  rig.compute(0, 10);
-  (void)rig.offer({1}, {0});
-  rig.clock.advance(1s);  // it waits for its step: that is no batch's time
+  scene.compute(0, 10);
+  (void)scene.offer({1}, {0});
+  scene.clock.advance(1s);  // it waits for its step: that is no batch's time
   in_two_seconds();
-  const uint32_t request = rig.scheduler->begin_request("r");
+  const uint32_t request = scene.scheduler->begin_request("r");
   const std::vector<int32_t> blocks{5};
-  ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({1}), 0), 1);
-  (void)rig.scheduler->allocated(request, blocks);
-  rig.clock.advance(1s);  // it is the load's
+  ASSERT_EQ(scene.scheduler->match(request, scene.keys_of({1}), 0), 1);
+  (void)scene.scheduler->allocated(request, blocks);
+  scene.clock.advance(1s);  // it is the load's
   in_two_seconds();
-  EXPECT_EQ(rig.scheduler->take_loads().size(), 1u);
-  const OffloadTimes times = rig.scheduler->take_times();
+  EXPECT_EQ(scene.scheduler->take_loads().size(), 1u);
+  const OffloadTimes times = scene.scheduler->take_times();
   EXPECT_EQ(times.batches[static_cast<size_t>(Way::kOffload)], std::vector<double>{2.0});
   EXPECT_EQ(times.batches[static_cast<size_t>(Way::kOnboard)], std::vector<double>{2.0});
   EXPECT_EQ(times.loads, std::vector<double>{3.0});
-  EXPECT_TRUE(rig.scheduler->take_times().loads.empty());
-  rig.scheduler->loaded(request, blocks);
-  EXPECT_TRUE(rig.scheduler->finished(request));
+  EXPECT_TRUE(scene.scheduler->take_times().loads.empty());
+  scene.scheduler->loaded(request, blocks);
+  EXPECT_TRUE(scene.scheduler->finished(request));
 }
 
 TEST_P(OffloadSchedulerTest, CachedTokensAreAddedUpAndRecordedForEachRequest) {
   const auto ring = value_of(EventRing::in_memory({}, 256));
-  OffloadRig& rig = this->rig({.events = EventPort(*ring, system_clock())});
-  const uint32_t request = rig.scheduler->begin_request("r");
-  rig.scheduler->count_cached(request, {.device = 1, .stores = {20, 300, 4000}, .other = 50000});
-  EXPECT_TRUE(rig.scheduler->finished(request));
-  const uint32_t next = rig.scheduler->begin_request("next");
-  rig.scheduler->count_cached(next, {.device = 1, .stores = {2, 3, 4}});
-  EXPECT_TRUE(rig.scheduler->finished(next));
-  EXPECT_EQ(rig.scheduler->cached(), (CachedTokens{.device = 2, .stores = {22, 303, 4004}, .other = 50000}));
+  OffloadScene& scene = this->scene({.events = EventPort(*ring, system_clock())});
+  const uint32_t request = scene.scheduler->begin_request("r");
+  scene.scheduler->count_cached(request, {.device = 1, .stores = {20, 300, 4000}, .other = 50000});
+  EXPECT_TRUE(scene.scheduler->finished(request));
+  const uint32_t next = scene.scheduler->begin_request("next");
+  scene.scheduler->count_cached(next, {.device = 1, .stores = {2, 3, 4}});
+  EXPECT_TRUE(scene.scheduler->finished(next));
+  EXPECT_EQ(scene.scheduler->cached(), (CachedTokens{.device = 2, .stores = {22, 303, 4004}, .other = 50000}));
   std::vector<Event> events;
   EventReader(*ring).read(events, true);
   events.erase(
@@ -91,269 +91,269 @@ TEST_P(OffloadSchedulerTest, CachedTokensAreAddedUpAndRecordedForEachRequest) {
 }
 
 TEST_P(OffloadSchedulerTest, S1ALiveBlockIsKnownByItsStampAndNeverByItsKey) {
-  OffloadRig& rig = this->rig();
-  rig.compute(0, 10);
-  rig.compute(1, 20);  // the same tokens in another batch: an equal key, other bytes
-  (void)rig.offer({1}, {0});
-  rig.drain();
-  const TransferHandle second = rig.offer({1}, {1});
+  OffloadScene& scene = this->scene();
+  scene.compute(0, 10);
+  scene.compute(1, 20);  // the same tokens in another batch: an equal key, other bytes
+  (void)scene.offer({1}, {0});
+  scene.drain();
+  const TransferHandle second = scene.offer({1}, {1});
   EXPECT_EQ(second.count(BlockOutcome::kFiltered), 1u);
-  BlockIndex& index = rig.scheduler->index();
-  EXPECT_GE(index.backing(0, rig.device.version(0)).host, 0);
-  EXPECT_EQ(index.backing(1, rig.device.version(1)), BlockLocations());
-  const ContentVersion before = rig.device.version(0);
-  rig.compute(0, 30);
-  EXPECT_EQ(index.backing(0, rig.device.version(0)), BlockLocations());
+  BlockIndex& index = scene.scheduler->index();
+  EXPECT_GE(index.backing(0, scene.device.version(0)).host, 0);
+  EXPECT_EQ(index.backing(1, scene.device.version(1)), BlockLocations());
+  const ContentVersion before = scene.device.version(0);
+  scene.compute(0, 30);
+  EXPECT_EQ(index.backing(0, scene.device.version(0)), BlockLocations());
   EXPECT_GE(index.backing(0, before).host, 0);
   // What was loaded has the bytes of its slot; what was computed meanwhile does not.
-  EXPECT_EQ(rig.load({1}, {4}), 1);
-  EXPECT_GE(index.backing(4, rig.device.version(4)).host, 0);
+  EXPECT_EQ(scene.load({1}, {4}), 1);
+  EXPECT_GE(index.backing(4, scene.device.version(4)).host, 0);
 }
 
 TEST_P(OffloadSchedulerTest, S1ABlockThatIsWrittenAnewBeforeItsPlanIsNotStored) {
-  OffloadRig& rig = this->rig();
-  rig.compute(0, 10);
-  const TransferHandle handle = rig.offer({1}, {0});
-  rig.compute(0, 11);
-  rig.drain();
+  OffloadScene& scene = this->scene();
+  scene.compute(0, 10);
+  const TransferHandle handle = scene.offer({1}, {0});
+  scene.compute(0, 11);
+  scene.drain();
   EXPECT_EQ(handle.count(BlockOutcome::kEvicted), 1u);
-  EXPECT_EQ(rig.hits({1}), 0);
+  EXPECT_EQ(scene.hits({1}), 0);
 }
 
 TEST_P(OffloadSchedulerTest, S1UnderACopyABlockIsHeldOrItsStampDecidesAtTheEnd) {
-  OffloadRig& rig = this->rig();
-  rig.compute(0, 10);
-  rig.compute(1, 20);
-  const TransferHandle handle = rig.offer({1, 2}, {0, 1});
-  ASSERT_TRUE(rig.send());
-  EXPECT_EQ(rig.device.holds(0), eager() ? 1 : 0);
-  if (!eager()) rig.compute(0, 11);  // taken by another request before its copy is made
-  rig.drain();
-  EXPECT_EQ(rig.device.holds(0), 0);
+  OffloadScene& scene = this->scene();
+  scene.compute(0, 10);
+  scene.compute(1, 20);
+  const TransferHandle handle = scene.offer({1, 2}, {0, 1});
+  ASSERT_TRUE(scene.send());
+  EXPECT_EQ(scene.device.holds(0), eager() ? 1 : 0);
+  if (!eager()) scene.compute(0, 11);  // taken by another request before its copy is made
+  scene.drain();
+  EXPECT_EQ(scene.device.holds(0), 0);
   EXPECT_EQ(handle.count(BlockOutcome::kEvicted), eager() ? 0u : 1u);
-  EXPECT_EQ(rig.hits({1}), eager() ? 1 : 0);
-  EXPECT_EQ(rig.load({2}, {5}), 1);
-  EXPECT_TRUE(rig.all_have(5, 20));
+  EXPECT_EQ(scene.hits({1}), eager() ? 1 : 0);
+  EXPECT_EQ(scene.load({2}, {5}), 1);
+  EXPECT_TRUE(scene.all_have(5, 20));
 }
 
 TEST_P(OffloadSchedulerTest, I2S2ASlotIsVisibleOnlyAfterEveryRankProvedItsPart) {
-  OffloadRig& rig = this->rig();
-  rig.compute(0, 10);
-  (void)rig.offer({1}, {0});
-  ASSERT_TRUE(rig.send());
-  const TransferReport first = rig.report_of(0);
-  EXPECT_SUCCEEDS(rig.scheduler->apply(first));
-  EXPECT_SUCCEEDS(rig.scheduler->apply(first));  // S10: what comes again counts once
-  EXPECT_EQ(rig.hits({1}), 0);
-  EXPECT_TRUE(rig.scheduler->under_way());
-  EXPECT_SUCCEEDS(rig.scheduler->apply(rig.report_of(1)));
-  EXPECT_EQ(rig.hits({1}), 1);
-  EXPECT_SUCCEEDS(rig.scheduler->apply(first));
-  EXPECT_FALSE(rig.scheduler->busy());
+  OffloadScene& scene = this->scene();
+  scene.compute(0, 10);
+  (void)scene.offer({1}, {0});
+  ASSERT_TRUE(scene.send());
+  const TransferReport first = scene.report_of(0);
+  EXPECT_SUCCEEDS(scene.scheduler->apply(first));
+  EXPECT_SUCCEEDS(scene.scheduler->apply(first));  // S10: what comes again counts once
+  EXPECT_EQ(scene.hits({1}), 0);
+  EXPECT_TRUE(scene.scheduler->under_way());
+  EXPECT_SUCCEEDS(scene.scheduler->apply(scene.report_of(1)));
+  EXPECT_EQ(scene.hits({1}), 1);
+  EXPECT_SUCCEEDS(scene.scheduler->apply(first));
+  EXPECT_FALSE(scene.scheduler->busy());
 }
 
 TEST_P(OffloadSchedulerTest, S2TheFailureOfOneRankMakesASlotInvisibleOnAllAndItsCauseReachesTheHandle) {
-  OffloadRig& rig = this->rig();
-  rig.compute(0, 10);
-  rig.compute(1, 20);
-  const TransferHandle handle = rig.offer({1, 2}, {0, 1});
-  rig.ranks[1]->device().fail_at(1, true);
-  rig.drain();
-  rig.ranks[1]->device().fail_at(0);
+  OffloadScene& scene = this->scene();
+  scene.compute(0, 10);
+  scene.compute(1, 20);
+  const TransferHandle handle = scene.offer({1, 2}, {0, 1});
+  scene.ranks[1]->device().fail_at(1, true);
+  scene.drain();
+  scene.ranks[1]->device().fail_at(0);
   EXPECT_EQ(handle.count(BlockOutcome::kFailed), 2u);
   EXPECT_FAILS(handle.cause(), Code::kDevice, "rank 1");
-  EXPECT_EQ(rig.hits({1}), 0);
-  EXPECT_EQ(rig.scheduler->index().counts(StoreId::kHost).reserved, 0);
-  EXPECT_EQ(rig.device.holds(0) + rig.device.holds(1), 0);
-  (void)rig.offer({1, 2}, {0, 1});
-  rig.drain();
-  EXPECT_EQ(rig.hits({1, 2}), 2);
+  EXPECT_EQ(scene.hits({1}), 0);
+  EXPECT_EQ(scene.scheduler->index().counts(StoreId::kHost).reserved, 0);
+  EXPECT_EQ(scene.device.holds(0) + scene.device.holds(1), 0);
+  (void)scene.offer({1, 2}, {0, 1});
+  scene.drain();
+  EXPECT_EQ(scene.hits({1, 2}), 2);
 }
 
 TEST_P(OffloadSchedulerTest, S3AfterAnUnprovenCopyBothSidesAreNeverUsedAgain) {
-  OffloadRig& rig = this->rig({.rank = {.host_slots = 2}});
-  rig.compute(0, 10);
-  const TransferHandle handle = rig.offer({1}, {0});
-  rig.ranks[0]->device().drain_as(Drain::kUnproven);
-  rig.drain();
-  rig.ranks[0]->device().drain_as(Drain::kCompleted);
+  OffloadScene& scene = this->scene({.rank = {.host_slots = 2}});
+  scene.compute(0, 10);
+  const TransferHandle handle = scene.offer({1}, {0});
+  scene.ranks[0]->device().drain_as(Drain::kUnproven);
+  scene.drain();
+  scene.ranks[0]->device().drain_as(Drain::kCompleted);
   EXPECT_EQ(handle.count(BlockOutcome::kUnproven), 1u);
-  EXPECT_EQ(rig.device.holds(0), eager() ? 1 : 0);
-  EXPECT_EQ(rig.scheduler->quarantined(), 1);
-  EXPECT_EQ(rig.scheduler->index().counts(StoreId::kHost).quarantined, 1);
+  EXPECT_EQ(scene.device.holds(0), eager() ? 1 : 0);
+  EXPECT_EQ(scene.scheduler->quarantined(), 1);
+  EXPECT_EQ(scene.scheduler->index().counts(StoreId::kHost).quarantined, 1);
 }
 
 TEST_P(OffloadSchedulerTest, S3ALoadPinsItsSlotsUntilEveryRankIsDone) {
-  OffloadRig& rig = this->rig({.rank = {.host_slots = 1}});
-  rig.compute(0, 10);
-  (void)rig.offer({1}, {0});
-  rig.drain();
-  const uint32_t request = rig.scheduler->begin_request("r");
-  ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({1}), 0), 1);
-  rig.compute(1, 20);
-  const TransferHandle other = rig.offer({2}, {1});
+  OffloadScene& scene = this->scene({.rank = {.host_slots = 1}});
+  scene.compute(0, 10);
+  (void)scene.offer({1}, {0});
+  scene.drain();
+  const uint32_t request = scene.scheduler->begin_request("r");
+  ASSERT_EQ(scene.scheduler->match(request, scene.keys_of({1}), 0), 1);
+  scene.compute(1, 20);
+  const TransferHandle other = scene.offer({2}, {1});
   const std::vector<int32_t> blocks{5};
-  (void)rig.scheduler->allocated(request, blocks);
-  ASSERT_TRUE(rig.send());
+  (void)scene.scheduler->allocated(request, blocks);
+  ASSERT_TRUE(scene.send());
   EXPECT_EQ(other.count(BlockOutcome::kNoRoom), 1u);  // the only slot is pinned
-  EXPECT_SUCCEEDS(rig.scheduler->apply(rig.report_of(0)));
-  EXPECT_TRUE(rig.scheduler->take_loads().empty());
-  EXPECT_FALSE(rig.scheduler->finished(request));  // aborted: its blocks are still written on a rank
-  EXPECT_EQ(rig.scheduler->stage(request), RequestStage::kFinishing);
-  EXPECT_SUCCEEDS(rig.scheduler->apply(rig.report_of(1)));
-  ASSERT_EQ(rig.scheduler->take_loads().size(), 1u);
-  const TransferHandle again = rig.offer({2}, {1});
-  rig.drain();
+  EXPECT_SUCCEEDS(scene.scheduler->apply(scene.report_of(0)));
+  EXPECT_TRUE(scene.scheduler->take_loads().empty());
+  EXPECT_FALSE(scene.scheduler->finished(request));  // aborted: its blocks are still written on a rank
+  EXPECT_EQ(scene.scheduler->stage(request), RequestStage::kFinishing);
+  EXPECT_SUCCEEDS(scene.scheduler->apply(scene.report_of(1)));
+  ASSERT_EQ(scene.scheduler->take_loads().size(), 1u);
+  const TransferHandle again = scene.offer({2}, {1});
+  scene.drain();
   EXPECT_EQ(again.count(BlockOutcome::kTransferred), 1u);
 }
 
 TEST_P(OffloadSchedulerTest, S7AResetOpensAnotherSpaceAtOnceAndNothingOfBeforeIsFound) {
-  OffloadRig& rig = this->rig({.placement = {.disk = true}});
-  for (int32_t block = 0; block < 3; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
-  (void)rig.offer({1}, {0});
-  rig.drain();
-  (void)rig.offer({2}, {1});
-  ASSERT_TRUE(rig.send());  // under way
-  TransferHandle queued = rig.offer({3}, {2});
-  ASSERT_SUCCEEDS(rig.scheduler->reset());
-  for (const auto& rank : rig.ranks) rank->worker().open_space(rig.scheduler->space(), digest_of({}));
+  OffloadScene& scene = this->scene({.placement = {.disk = true}});
+  for (int32_t block = 0; block < 3; ++block) scene.compute(block, 10 + static_cast<uint32_t>(block));
+  (void)scene.offer({1}, {0});
+  scene.drain();
+  (void)scene.offer({2}, {1});
+  ASSERT_TRUE(scene.send());  // under way
+  TransferHandle queued = scene.offer({3}, {2});
+  ASSERT_SUCCEEDS(scene.scheduler->reset());
+  for (const auto& rank : scene.ranks) rank->worker().open_space(scene.scheduler->space(), digest_of({}));
   EXPECT_EQ(queued.count(BlockOutcome::kCancelled), 1u);
-  rig.drain();
-  EXPECT_EQ(rig.hits({1}) + rig.hits({2}), 0);
-  for (int32_t block = 0; block < 3; ++block) rig.compute(block, 50 + static_cast<uint32_t>(block));
-  (void)rig.offer({1, 2, 3}, {0, 1, 2});
-  rig.drain();
-  EXPECT_EQ(rig.load({1, 2, 3}, {5, 6, 7}), 3);
-  EXPECT_TRUE(rig.all_have(5, 50));
-  rig.restart();  // with the space of the beginning: what is of the other one is not found in it
-  EXPECT_EQ(rig.hits({3}), 0);
-  if (rig.load({1}, {8}) == 1) {
-    EXPECT_TRUE(rig.all_have(8, 10));
+  scene.drain();
+  EXPECT_EQ(scene.hits({1}) + scene.hits({2}), 0);
+  for (int32_t block = 0; block < 3; ++block) scene.compute(block, 50 + static_cast<uint32_t>(block));
+  (void)scene.offer({1, 2, 3}, {0, 1, 2});
+  scene.drain();
+  EXPECT_EQ(scene.load({1, 2, 3}, {5, 6, 7}), 3);
+  EXPECT_TRUE(scene.all_have(5, 50));
+  scene.restart();  // with the space of the beginning: what is of the other one is not found in it
+  EXPECT_EQ(scene.hits({3}), 0);
+  if (scene.load({1}, {8}) == 1) {
+    EXPECT_TRUE(scene.all_have(8, 10));
   }
 }
 
 TEST_P(OffloadSchedulerTest, S7ALoadOfBeforeAResetBringsNothing) {
-  OffloadRig& rig = this->rig();
+  OffloadScene& scene = this->scene();
   for (const bool under_way : {true, false}) {
-    rig.compute(0, 10);
-    (void)rig.offer({1}, {0});
-    rig.drain();
-    const uint32_t request = rig.scheduler->begin_request("r");
-    ASSERT_EQ(rig.scheduler->match(request, rig.keys_of({1}), 0), 1);
-    const TransferHandle load = rig.scheduler->allocated(request, std::array{5});
+    scene.compute(0, 10);
+    (void)scene.offer({1}, {0});
+    scene.drain();
+    const uint32_t request = scene.scheduler->begin_request("r");
+    ASSERT_EQ(scene.scheduler->match(request, scene.keys_of({1}), 0), 1);
+    const TransferHandle load = scene.scheduler->allocated(request, std::array{5});
     if (under_way) {
-      ASSERT_TRUE(rig.send());
+      ASSERT_TRUE(scene.send());
     }
-    ASSERT_SUCCEEDS(rig.scheduler->reset());
-    EXPECT_TRUE(rig.scheduler->take_loads().empty());  // the request waits for the ranks
-    rig.drain();
+    ASSERT_SUCCEEDS(scene.scheduler->reset());
+    EXPECT_TRUE(scene.scheduler->take_loads().empty());  // the request waits for the ranks
+    scene.drain();
     EXPECT_EQ(load.count(BlockOutcome::kCancelled), under_way ? 0u : 1u);
-    const std::vector<EndedLoad> ended = rig.scheduler->take_loads();
+    const std::vector<EndedLoad> ended = scene.scheduler->take_loads();
     ASSERT_EQ(ended.size(), 1u);
     EXPECT_EQ(ended[0].good_blocks, 0);
-    EXPECT_TRUE(rig.scheduler->finished(request));
+    EXPECT_TRUE(scene.scheduler->finished(request));
   }
 }
 
 TEST_P(OffloadSchedulerTest, S8WhatHasNoStampIsNoCandidate) {
-  OffloadRig& rig = this->rig();
-  rig.compute(1, 20);
-  rig.device.clear(0);
-  const TransferHandle handle = rig.offer({1, 2}, {0, 1});
-  rig.drain();
+  OffloadScene& scene = this->scene();
+  scene.compute(1, 20);
+  scene.device.clear(0);
+  const TransferHandle handle = scene.offer({1, 2}, {0, 1});
+  scene.drain();
   EXPECT_EQ(handle.count(BlockOutcome::kTransferred), 1u);
-  EXPECT_EQ(rig.hits({1}), 0);
-  EXPECT_EQ(rig.hits({2}), 1);
+  EXPECT_EQ(scene.hits({1}), 0);
+  EXPECT_EQ(scene.hits({2}), 1);
 }
 
 TEST_P(OffloadSchedulerTest, S11BlocksAreReadOnlyAfterTheStepThatWritesThemAndNotIfItFailed) {
-  OffloadRig& rig = this->rig();
-  rig.compute(0, 10);
-  rig.compute(1, 20);
-  const TransferHandle good = rig.offer({1}, {0}, 7);
-  const TransferHandle bad = rig.offer({2}, {1}, 8);
-  EXPECT_FALSE(rig.send());
-  rig.scheduler->acknowledge(7);
-  EXPECT_TRUE(rig.send());
-  rig.scheduler->fail_step(8);
-  rig.drain();
+  OffloadScene& scene = this->scene();
+  scene.compute(0, 10);
+  scene.compute(1, 20);
+  const TransferHandle good = scene.offer({1}, {0}, 7);
+  const TransferHandle bad = scene.offer({2}, {1}, 8);
+  EXPECT_FALSE(scene.send());
+  scene.scheduler->acknowledge(7);
+  EXPECT_TRUE(scene.send());
+  scene.scheduler->fail_step(8);
+  scene.drain();
   EXPECT_EQ(good.count(BlockOutcome::kTransferred), 1u);
   EXPECT_EQ(bad.count(BlockOutcome::kPreconditionFailed), 1u);
 }
 
 TEST_P(OffloadSchedulerTest, ADamagedBlockIsAMissFromThenOnAndThoseBehindItAreComputed) {
-  OffloadRig& rig = this->rig();
-  for (int32_t block = 0; block < 3; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
-  (void)rig.offer({1, 2, 3}, {0, 1, 2});
-  rig.drain();
-  rig.ranks[1]->worker().store(StoreId::kHost)->view({.offset = 1})[7] ^= std::byte{1};
-  EXPECT_EQ(rig.load({1, 2, 3}, {5, 6, 7}), 1);
-  EXPECT_TRUE(rig.all_have(5, 10));
-  EXPECT_EQ(rig.hits({1, 2}), 1);
-  EXPECT_EQ(rig.scheduler->queue().counts(Way::kOnboard)[static_cast<size_t>(BlockOutcome::kDamaged)], 1u);
-  (void)rig.offer({2}, {1});
-  rig.drain();
-  EXPECT_EQ(rig.hits({1, 2, 3}), 3);
+  OffloadScene& scene = this->scene();
+  for (int32_t block = 0; block < 3; ++block) scene.compute(block, 10 + static_cast<uint32_t>(block));
+  (void)scene.offer({1, 2, 3}, {0, 1, 2});
+  scene.drain();
+  scene.ranks[1]->worker().store(StoreId::kHost)->view({.offset = 1})[7] ^= std::byte{1};
+  EXPECT_EQ(scene.load({1, 2, 3}, {5, 6, 7}), 1);
+  EXPECT_TRUE(scene.all_have(5, 10));
+  EXPECT_EQ(scene.hits({1, 2}), 1);
+  EXPECT_EQ(scene.scheduler->queue().counts(Way::kOnboard)[static_cast<size_t>(BlockOutcome::kDamaged)], 1u);
+  (void)scene.offer({2}, {1});
+  scene.drain();
+  EXPECT_EQ(scene.hits({1, 2, 3}), 3);
 }
 
 TEST_P(OffloadSchedulerTest, AMatchMayBeAskedAgainAndWhatIsNotAllocatedIsLetGo) {
-  OffloadRig& rig = this->rig({.rank = {.host_slots = 2}});
-  rig.compute(0, 10);
-  rig.compute(1, 20);
-  (void)rig.offer({1, 2}, {0, 1});
-  rig.drain();
-  const uint32_t request = rig.scheduler->begin_request("r");
-  EXPECT_EQ(rig.scheduler->match(request, rig.keys_of({1, 2}), 0), 2);
-  EXPECT_EQ(rig.scheduler->match(request, rig.keys_of({1, 2}), 1), 1);
-  EXPECT_EQ(rig.scheduler->match(request, rig.keys_of({1, 2}), 0), 2);
-  EXPECT_EQ(rig.scheduler->stage(request), RequestStage::kOnboardStaged);
-  TransferHandle load = rig.scheduler->allocated(request, std::vector<int32_t>{5});
-  EXPECT_EQ(rig.scheduler->stage(request), RequestStage::kOnboarding);
+  OffloadScene& scene = this->scene({.rank = {.host_slots = 2}});
+  scene.compute(0, 10);
+  scene.compute(1, 20);
+  (void)scene.offer({1, 2}, {0, 1});
+  scene.drain();
+  const uint32_t request = scene.scheduler->begin_request("r");
+  EXPECT_EQ(scene.scheduler->match(request, scene.keys_of({1, 2}), 0), 2);
+  EXPECT_EQ(scene.scheduler->match(request, scene.keys_of({1, 2}), 1), 1);
+  EXPECT_EQ(scene.scheduler->match(request, scene.keys_of({1, 2}), 0), 2);
+  EXPECT_EQ(scene.scheduler->stage(request), RequestStage::kOnboardStaged);
+  TransferHandle load = scene.scheduler->allocated(request, std::vector<int32_t>{5});
+  EXPECT_EQ(scene.scheduler->stage(request), RequestStage::kOnboarding);
   load.cancel();  // before any plan: nothing moves
-  EXPECT_FALSE(rig.send());
+  EXPECT_FALSE(scene.send());
   EXPECT_EQ(load.count(BlockOutcome::kCancelled), 1u);
-  ASSERT_EQ(rig.scheduler->take_loads().size(), 1u);
-  EXPECT_EQ(rig.scheduler->stage(request), RequestStage::kRunning);
-  EXPECT_TRUE(rig.scheduler->finished(request));
-  rig.compute(2, 30);
-  rig.compute(3, 40);
-  const TransferHandle both = rig.offer({3, 4}, {2, 3});
-  rig.drain();
+  ASSERT_EQ(scene.scheduler->take_loads().size(), 1u);
+  EXPECT_EQ(scene.scheduler->stage(request), RequestStage::kRunning);
+  EXPECT_TRUE(scene.scheduler->finished(request));
+  scene.compute(2, 30);
+  scene.compute(3, 40);
+  const TransferHandle both = scene.offer({3, 4}, {2, 3});
+  scene.drain();
   EXPECT_EQ(both.count(BlockOutcome::kTransferred), 2u);  // no pin is left
 }
 
 TEST_P(OffloadSchedulerTest, TwoRequestsShareSlotsAndEachHasALoadOfItsOwn) {
-  OffloadRig& rig = this->rig();
-  rig.compute(0, 10);
-  (void)rig.offer({1}, {0});
-  rig.drain();
+  OffloadScene& scene = this->scene();
+  scene.compute(0, 10);
+  (void)scene.offer({1}, {0});
+  scene.drain();
   std::vector<uint32_t> requests;
   for (const int32_t block : {5, 6}) {
-    requests.push_back(rig.scheduler->begin_request(fmt::format("r{}", block)));
-    ASSERT_EQ(rig.scheduler->match(requests.back(), rig.keys_of({1}), 0), 1);
-    (void)rig.scheduler->allocated(requests.back(), {{block}});
+    requests.push_back(scene.scheduler->begin_request(fmt::format("r{}", block)));
+    ASSERT_EQ(scene.scheduler->match(requests.back(), scene.keys_of({1}), 0), 1);
+    (void)scene.scheduler->allocated(requests.back(), {{block}});
   }
-  rig.drain();
-  EXPECT_EQ(rig.scheduler->take_loads().size(), 2u);
-  EXPECT_TRUE(rig.all_have(5, 10) && rig.all_have(6, 10));
-  EXPECT_EQ(rig.ranks[0]->worker().take_loaded().size(), 2u);
+  scene.drain();
+  EXPECT_EQ(scene.scheduler->take_loads().size(), 2u);
+  EXPECT_TRUE(scene.all_have(5, 10) && scene.all_have(6, 10));
+  EXPECT_EQ(scene.ranks[0]->worker().take_loaded().size(), 2u);
 }
 
 TEST_P(OffloadSchedulerTest, FrequencyPresenceAndShortHitsAreOptions) {
-  OffloadRig& rig =
-      this->rig({.scheduler = {.counted_keys = 1024}, .placement = {.min_uses = 2, .min_prefix_tokens = 8}});
-  rig.compute(0, 10);
-  rig.compute(1, 20);
-  EXPECT_EQ(rig.hits({1, 2}), 0);
-  EXPECT_EQ(rig.offer({1, 2}, {0, 1}).count(BlockOutcome::kFiltered), 2u);
-  EXPECT_EQ(rig.hits({1, 2}), 0);
-  const TransferHandle handle = rig.offer({1, 2}, {0, 1});
-  rig.drain();
+  OffloadScene& scene =
+      this->scene({.scheduler = {.counted_keys = 1024}, .placement = {.min_uses = 2, .min_prefix_tokens = 8}});
+  scene.compute(0, 10);
+  scene.compute(1, 20);
+  EXPECT_EQ(scene.hits({1, 2}), 0);
+  EXPECT_EQ(scene.offer({1, 2}, {0, 1}).count(BlockOutcome::kFiltered), 2u);
+  EXPECT_EQ(scene.hits({1, 2}), 0);
+  const TransferHandle handle = scene.offer({1, 2}, {0, 1});
+  scene.drain();
   EXPECT_EQ(handle.count(BlockOutcome::kTransferred), 2u);
-  EXPECT_EQ(rig.hits({1}), 0);  // 4 tokens are computed
-  EXPECT_EQ(rig.hits({1, 2}), 2);
-  EXPECT_EQ(rig.offer({1, 2}, {0, 1}).count(BlockOutcome::kFiltered), 2u);
-  OffloadRig& other = this->rig({.placement = {.presence = false}});
+  EXPECT_EQ(scene.hits({1}), 0);  // 4 tokens are computed
+  EXPECT_EQ(scene.hits({1, 2}), 2);
+  EXPECT_EQ(scene.offer({1, 2}, {0, 1}).count(BlockOutcome::kFiltered), 2u);
+  OffloadScene& other = this->scene({.placement = {.presence = false}});
   other.compute(0, 10);
   (void)other.offer({1}, {0});
   other.drain();
@@ -392,36 +392,36 @@ TEST_P(OffloadSchedulerTest, APolicyThatIsTooSlowLetsNothingOfItsContainerGo) {
 }
 
 TEST_P(OffloadSchedulerTest, EventsNameWhatIsStoredWithItsParentAndTierAndWhatIsGone) {
-  OffloadRig& rig = this->rig({.rank = {.host_slots = 2}, .scheduler = {.events = 4}});
-  for (int32_t block = 0; block < 3; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
+  OffloadScene& scene = this->scene({.rank = {.host_slots = 2}, .scheduler = {.events = 4}});
+  for (int32_t block = 0; block < 3; ++block) scene.compute(block, 10 + static_cast<uint32_t>(block));
   const std::array keys{key_number(1), key_number(2)};
-  (void)rig.scheduler->offer({.keys = keys, .blocks = std::array{0, 1}, .parent = key_number(9).hash});
-  rig.drain();
-  BlockEvents events = rig.scheduler->take_events();
+  (void)scene.scheduler->offer({.keys = keys, .blocks = std::array{0, 1}, .parent = key_number(9).hash});
+  scene.drain();
+  BlockEvents events = scene.scheduler->take_events();
   ASSERT_EQ(events.events.size(), 2u);
   EXPECT_EQ(events.events[0].parent, key_number(9).hash);
   EXPECT_TRUE(events.events[1].stored && events.events[1].store == StoreId::kHost);
   EXPECT_EQ(events.events[1].key, key_number(2));
   EXPECT_EQ(events.events[1].parent, key_number(1).hash);
   EXPECT_EQ(events.events[1].tokens, 4);
-  (void)rig.offer({3}, {2});
-  rig.drain();
-  events = rig.scheduler->take_events();
+  (void)scene.offer({3}, {2});
+  scene.drain();
+  events = scene.scheduler->take_events();
   ASSERT_EQ(events.events.size(), 2u);
   EXPECT_FALSE(events.events[0].stored);
   EXPECT_EQ(events.events[0].key, key_number(1));
   EXPECT_EQ(events.events[1].key, key_number(3));
   for (uint32_t key = 10; key < 16; ++key) {
-    rig.compute(4, key);
-    (void)rig.offer({key}, {4});
-    rig.drain();
+    scene.compute(4, key);
+    (void)scene.offer({key}, {4});
+    scene.drain();
   }
-  events = rig.scheduler->take_events();
+  events = scene.scheduler->take_events();
   EXPECT_EQ(events.events.size(), 4u);
   EXPECT_EQ(events.events.size() + events.lost, 12u);
-  ASSERT_SUCCEEDS(rig.scheduler->reset());
-  EXPECT_TRUE(rig.scheduler->take_events().cleared);
-  EXPECT_FALSE(rig.scheduler->take_events().cleared);
+  ASSERT_SUCCEEDS(scene.scheduler->reset());
+  EXPECT_TRUE(scene.scheduler->take_events().cleared);
+  EXPECT_FALSE(scene.scheduler->take_events().cleared);
 }
 
 // It takes what it can: blocks go into host memory and come up from there meanwhile, and what has no place in its queue
@@ -437,7 +437,7 @@ TEST(OffloadOnASlowDisk, HostMemoryAndLoadsDoNotWaitForIt) {
         return ok();
       });
   const test::TemporaryDirectory temporary;
-  OffloadRig rig(
+  OffloadScene scene(
       {.ranks = 1,
        .rank = {.host_slots = 8,
                 .disk_segments = 4,
@@ -449,49 +449,49 @@ TEST(OffloadOnASlowDisk, HostMemoryAndLoadsDoNotWaitForIt) {
   const auto step_until = [&](const std::function<bool()>& done) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
     while (!done() && std::chrono::steady_clock::now() < end) {
-      (void)rig.send();
-      EXPECT_SUCCEEDS(rig.scheduler->apply(rig.ranks[0]->worker().poll()));
+      (void)scene.send();
+      EXPECT_SUCCEEDS(scene.scheduler->apply(scene.ranks[0]->worker().poll()));
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     return done();
   };
-  const auto stored = [&] { return rig.scheduler->index().counts(StoreId::kHost).visible; };
+  const auto stored = [&] { return scene.scheduler->index().counts(StoreId::kHost).visible; };
   for (int32_t block = 0; block < 8; ++block) {
-    rig.compute(block, 10 + static_cast<uint32_t>(block));
-    (void)rig.offer({static_cast<uint32_t>(block)}, {block});
+    scene.compute(block, 10 + static_cast<uint32_t>(block));
+    (void)scene.offer({static_cast<uint32_t>(block)}, {block});
     EXPECT_TRUE(step_until([&] { return stored() == block + 1; })) << block;
   }
-  const OutcomeCounts& on = rig.scheduler->queue().counts(Way::kDemote);
+  const OutcomeCounts& on = scene.scheduler->queue().counts(Way::kDemote);
   EXPECT_EQ(on[static_cast<size_t>(BlockOutcome::kQueueFull)], 2u);  // 2 are under way, 4 wait
-  const uint32_t request = rig.scheduler->begin_request("r");
-  EXPECT_EQ(rig.scheduler->match(request, rig.keys_of({0, 1}), 0), 2);
-  (void)rig.scheduler->allocated(request, std::vector<int32_t>{10, 11});
+  const uint32_t request = scene.scheduler->begin_request("r");
+  EXPECT_EQ(scene.scheduler->match(request, scene.keys_of({0, 1}), 0), 2);
+  (void)scene.scheduler->allocated(request, std::vector<int32_t>{10, 11});
   std::vector<EndedLoad> ended;
-  EXPECT_TRUE(step_until([&] { return !ended.empty() || !(ended = rig.scheduler->take_loads()).empty(); }));
-  EXPECT_TRUE(rig.all_have(10, 10) && rig.all_have(11, 11));
+  EXPECT_TRUE(step_until([&] { return !ended.empty() || !(ended = scene.scheduler->take_loads()).empty(); }));
+  EXPECT_TRUE(scene.all_have(10, 10) && scene.all_have(11, 11));
   {
     const MutexLock lock(mutex);
     released = true;
     changed.notify_all();
   }
-  rig.drain();
+  scene.drain();
   EXPECT_EQ(on[static_cast<size_t>(BlockOutcome::kTransferred)], 6u);
-  EXPECT_TRUE(rig.scheduler->finished(request));
+  EXPECT_TRUE(scene.scheduler->finished(request));
 }
 
 TEST_P(OffloadSchedulerTest, AReportOfNoRankOrOfOtherJobsIsRefused) {
-  OffloadRig& rig = this->rig();
-  EXPECT_FAILS(rig.scheduler->apply({.rank = 2}), Code::kInvalidArgument, "2 ranks");
-  EXPECT_FAILS(rig.scheduler->apply({.jobs = {{.id = uint64_t{9} << 16}}}), Code::kInvalidArgument,
+  OffloadScene& scene = this->scene();
+  EXPECT_FAILS(scene.scheduler->apply({.rank = 2}), Code::kInvalidArgument, "2 ranks");
+  EXPECT_FAILS(scene.scheduler->apply({.jobs = {{.id = uint64_t{9} << 16}}}), Code::kInvalidArgument,
                "planned otherwise");
-  rig.compute(0, 10);
-  (void)rig.offer({1}, {0});
+  scene.compute(0, 10);
+  (void)scene.offer({1}, {0});
   TransferReport report;
-  report.jobs.push_back({.id = rig.scheduler->plan_step(true).jobs.at(0).id, .count = 2});
+  report.jobs.push_back({.id = scene.scheduler->plan_step(true).jobs.at(0).id, .count = 2});
   report.outcomes = {BlockOutcome::kFailed, BlockOutcome::kFailed};
-  EXPECT_FAILS(rig.scheduler->apply(report), Code::kInvalidArgument, "planned otherwise");
+  EXPECT_FAILS(scene.scheduler->apply(report), Code::kInvalidArgument, "planned otherwise");
   report.jobs[0].count = 1;
-  EXPECT_SUCCEEDS(rig.scheduler->apply(report));
+  EXPECT_SUCCEEDS(scene.scheduler->apply(report));
 }
 
 TEST(OffloadSchedulerOptions, EachBadOptionIsRefusedByName) {

@@ -3,7 +3,7 @@
 // block nowhere.
 #include "kvcache/residency.h"
 
-#include "tests/kvcache/offload_rig.h"
+#include "tests/kvcache/offload_scene.h"
 #include "tests/kvcache/shared_store.h"
 #include "tests/support/temporary_directory.h"
 
@@ -86,17 +86,17 @@ class ResidencyTest : public ::testing::Test {
   // The placement stores nothing by itself where a test has not asked for it.
   void open(OffloadRankOptions rank, ResidencyOptions options = {}, PlacementOptions placement = {}) {
     rank.directory = temporary_ / "store";
-    OffloadRigOptions with{.rank = std::move(rank), .placement = placement};
+    OffloadSceneOptions with{.rank = std::move(rank), .placement = placement};
     with.scheduler.queue.min_batch_size = 1;
     with.scheduler.queue.max_batch_size = 2;
-    rig_ = std::make_unique<OffloadRig>(std::move(with));
-    device_ = std::make_unique<FakeDeviceCache>(rig_->device);
-    residency_ = value_of(Residency::create(options, *rig_->scheduler, *device_, rig_->clock));
+    scene_ = std::make_unique<OffloadScene>(std::move(with));
+    device_ = std::make_unique<FakeDeviceCache>(scene_->device);
+    residency_ = value_of(Residency::create(options, *scene_->scheduler, *device_, scene_->clock));
   }
   void TearDown() override {
     if (residency_ == nullptr) return;
     EXPECT_SUCCEEDS(residency_->check());
-    EXPECT_SUCCEEDS(rig_->scheduler->check());
+    EXPECT_SUCCEEDS(scene_->scheduler->check());
     EXPECT_EQ(residency_->counts().held, held_at_end_);
     residency_.reset();
   }
@@ -105,8 +105,8 @@ class ResidencyTest : public ::testing::Test {
     residency_->begin(name);
     std::vector<BlockHash> chain;
     for (const uint32_t number : numbers) {
-      const BlockKey key = rig_->keys_of({number})[0];
-      if (device_->find(key) < 0) rig_->compute(static_cast<int32_t>(number), 100 + number);
+      const BlockKey key = scene_->keys_of({number})[0];
+      if (device_->find(key) < 0) scene_->compute(static_cast<int32_t>(number), 100 + number);
       device_->enter(key, static_cast<int32_t>(number));
       chain.push_back(key.hash);
       known_.insert(number);
@@ -129,39 +129,39 @@ class ResidencyTest : public ::testing::Test {
   SessionAnswer call(SessionCall call) { return value_of(residency_->call(call, 0)); }
   // Take steps until nothing is left to do. Return the action's answer.
   SessionAnswer finish(const SessionAnswer& begun, const std::string& tenant = "t") {
-    for (int step = 0; step < 200 && (residency_->busy() || rig_->scheduler->busy()); ++step) take_step();
+    for (int step = 0; step < 200 && (residency_->busy() || scene_->scheduler->busy()); ++step) take_step();
     EXPECT_FALSE(residency_->busy());
     return value_of(residency_->answer(tenant, begun.action));
   }
   void take_step() {
     residency_->advance(0);
-    rig_->send();
-    for (size_t rank = 0; rank < rig_->ranks.size(); ++rank)
-      EXPECT_SUCCEEDS(rig_->scheduler->apply(rig_->report_of(rank)));
-    for (const EndedLoad& load : rig_->scheduler->take_loads()) EXPECT_TRUE(residency_->loaded(load));
-    EXPECT_SUCCEEDS(rig_->scheduler->check());
+    scene_->send();
+    for (size_t rank = 0; rank < scene_->ranks.size(); ++rank)
+      EXPECT_SUCCEEDS(scene_->scheduler->apply(scene_->report_of(rank)));
+    for (const EndedLoad& load : scene_->scheduler->take_loads()) EXPECT_TRUE(residency_->loaded(load));
+    EXPECT_SUCCEEDS(scene_->scheduler->check());
     EXPECT_SUCCEEDS(residency_->check());
     for (const uint32_t number : known_) EXPECT_TRUE(is_somewhere(number)) << "block " << number;
   }
   BlockLocations places_of(uint32_t number) const {
     std::vector<BlockLocations> places(1);
-    rig_->scheduler->index().find_each(rig_->keys_of({number}), places);
+    scene_->scheduler->index().find_each(scene_->keys_of({number}), places);
     return places[0];
   }
-  bool on_device(uint32_t number) const { return device_->find(rig_->keys_of({number})[0]) >= 0; }
+  bool on_device(uint32_t number) const { return device_->find(scene_->keys_of({number})[0]) >= 0; }
   bool is_somewhere(uint32_t number) const { return on_device(number) || places_of(number).anywhere(); }
   void expect_loads(const std::vector<uint32_t>& numbers) {
     std::vector<int32_t> blocks;
     for (size_t i = 0; i < numbers.size(); ++i) blocks.push_back(static_cast<int32_t>(10 + i));
-    EXPECT_EQ(rig_->load(numbers, blocks), static_cast<int32_t>(numbers.size()));
-    for (size_t i = 0; i < numbers.size(); ++i) EXPECT_TRUE(rig_->all_have(blocks[i], 100 + numbers[i]));
+    EXPECT_EQ(scene_->load(numbers, blocks), static_cast<int32_t>(numbers.size()));
+    for (size_t i = 0; i < numbers.size(); ++i) EXPECT_TRUE(scene_->all_have(blocks[i], 100 + numbers[i]));
   }
 
   const SessionName a_{.tenant = "t", .id = "a"};
   const SessionName b_{.tenant = "t", .id = "b"};
   TemporaryDirectory temporary_;
   SharedBlocks shared_;
-  std::unique_ptr<OffloadRig> rig_;
+  std::unique_ptr<OffloadScene> scene_;
   std::unique_ptr<FakeDeviceCache> device_;
   std::unique_ptr<Residency> residency_;
   std::set<uint32_t> known_;
@@ -314,7 +314,7 @@ TEST_F(ResidencyTest, TooManyCallsAtATimeAreDeferred) {
   const SessionAnswer deferred = call(retain);
   EXPECT_EQ(deferred.outcome, SessionOutcome::kDeferred);
   EXPECT_EQ(deferred.reason, "too many calls of sessions are under way");
-  EXPECT_SUCCEEDS(rig_->scheduler->reset());
+  EXPECT_SUCCEEDS(scene_->scheduler->reset());
   residency_->reset();
   known_.clear();
 }
@@ -342,16 +342,16 @@ TEST_F(ResidencyTest, APinHoldsItsBlocksUntilItsTimeIsOver) {
   known_.clear();  // what follows makes room
   const auto fill = [&](std::vector<uint32_t> numbers) {
     for (const uint32_t number : numbers) {
-      rig_->compute(7, number);
-      (void)rig_->offer({number}, {7});
-      rig_->drain();
+      scene_->compute(7, number);
+      (void)scene_->offer({number}, {7});
+      scene_->drain();
     }
   };
   fill({50, 51, 52, 53, 54});
   EXPECT_GE(places_of(0).host, 0);
   EXPECT_GE(places_of(1).host, 0);
   EXPECT_NEAR(list(nullptr)[0].seconds_left, 60, 1);
-  rig_->clock.advance(61s);
+  scene_->clock.advance(61s);
   EXPECT_FALSE(list(nullptr)[0].held);  // also where no step is taken
   residency_->advance(0);
   EXPECT_EQ(residency_->counts().held, 0u);
@@ -385,9 +385,9 @@ TEST_F(ResidencyTest, RetainedBlocksMakeRoomByPriority) {
   const SessionAnswer done = finish(call({.verb = SessionVerb::kRetain, .name = b_, .seconds = 60s, .priority = 1}));
   EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kAccepted, 2u));
   EXPECT_EQ(residency_->counts().held, 4u);
-  rig_->compute(7, 50);
-  (void)rig_->offer({50}, {7});
-  rig_->drain();
+  scene_->compute(7, 50);
+  (void)scene_->offer({50}, {7});
+  scene_->drain();
   EXPECT_GE(places_of(50).host, 0);  // soft: others are not kept out
   EXPECT_GE(places_of(0).host, 0);
   EXPECT_EQ(residency_->counts().held, 2u);  // those of the higher priority
@@ -429,7 +429,7 @@ TEST_F(ResidencyTest, APrefetchThatIsLateIsClipped) {
   compute(a_, {0, 1, 2, 3, 4});
   (void)finish(call({.name = a_, .to = StoreId::kDisk}));
   const SessionAnswer begun = call({.verb = SessionVerb::kPrefetch, .name = a_, .seconds = 1s});
-  rig_->clock.advance(2s);
+  scene_->clock.advance(2s);
   const SessionAnswer done = finish(begun);
   EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 0u));
   EXPECT_EQ(done.reason, "the deadline has passed");
@@ -458,7 +458,7 @@ TEST_F(ResidencyTest, NewWeightsForgetSessionsAndEndTheirActions) {
   compute(a_, {0, 1});
   (void)finish(call({.verb = SessionVerb::kPin, .name = a_, .seconds = 60s}));
   const SessionAnswer begun = call({.name = a_, .to = StoreId::kDisk});
-  EXPECT_SUCCEEDS(rig_->scheduler->reset());
+  EXPECT_SUCCEEDS(scene_->scheduler->reset());
   residency_->reset();
   known_.clear();
   EXPECT_FALSE(residency_->busy());
@@ -542,9 +542,9 @@ TEST_F(ResidencyTest, APrefetchToTheDeviceLoadsIntoFreeBlocksAndIsFoundThere) {
   EXPECT_FALSE(residency_->is_loading(a_));
   const int32_t places[] = {9, 8, 7};
   for (const uint32_t number : {0, 1, 2}) {
-    EXPECT_EQ(device_->find(rig_->keys_of({number})[0]), places[number]);
-    EXPECT_TRUE(rig_->all_have(places[number], 100 + number));
-    EXPECT_GE(rig_->scheduler->index().backing(places[number], rig_->device.version(places[number])).disk, 0);
+    EXPECT_EQ(device_->find(scene_->keys_of({number})[0]), places[number]);
+    EXPECT_TRUE(scene_->all_have(places[number], 100 + number));
+    EXPECT_GE(scene_->scheduler->index().backing(places[number], scene_->device.version(places[number])).disk, 0);
   }
   EXPECT_EQ(device_->free(), (std::vector<int32_t>{6, 5, 4, 7, 8, 9}));  // its end goes first
   EXPECT_EQ(list(nullptr)[0].residence, Residence::kDevice);
@@ -556,8 +556,8 @@ TEST_F(ResidencyTest, APrefetchToTheDeviceTakesAShareOfTheFreeBlocksAndNoneOfIts
   open({.host_slots = 8}, {.prefetch_share = 0.5});
   compute(a_, {0, 1, 2, 3});
   (void)finish(call({.name = a_}));
-  rig_->compute(0, 100);
-  device_->enter_free(rig_->keys_of({0})[0], 0);  // the first block of the session is there, and would be taken first
+  scene_->compute(0, 100);
+  device_->enter_free(scene_->keys_of({0})[0], 0);  // the first block of the session is there, and would be taken first
   device_->give({9, 8, 7, 6});
   const SessionAnswer done = finish(call({.verb = SessionVerb::kPrefetch, .name = a_, .device = true}));
   EXPECT_EQ(std::tuple(done.outcome, done.blocks), std::tuple(SessionOutcome::kClipped, 3u));
@@ -594,19 +594,19 @@ TEST_F(ResidencyTest, NewWeightsDuringAPrefetchToTheDeviceLeaveNothingThere) {
   (void)finish(call({.name = a_}));
   device_->give({9, 8, 7, 6});
   const SessionAnswer begun = call({.verb = SessionVerb::kPrefetch, .name = a_, .device = true});
-  rig_->send();
-  const BlockKey old = rig_->keys_of({0})[0];
-  EXPECT_SUCCEEDS(rig_->scheduler->reset());
+  scene_->send();
+  const BlockKey old = scene_->keys_of({0})[0];
+  EXPECT_SUCCEEDS(scene_->scheduler->reset());
   residency_->reset();
   known_.clear();
   EXPECT_EQ(device_->free().size(), 2u);  // a copy may still write into the others
   EXPECT_EQ(finish(begun).outcome, SessionOutcome::kRejected);
-  for (size_t rank = 0; rank < rig_->ranks.size(); ++rank)
-    EXPECT_SUCCEEDS(rig_->scheduler->apply(rig_->report_of(rank)));
-  for (const EndedLoad& load : rig_->scheduler->take_loads()) EXPECT_TRUE(residency_->loaded(load));
+  for (size_t rank = 0; rank < scene_->ranks.size(); ++rank)
+    EXPECT_SUCCEEDS(scene_->scheduler->apply(scene_->report_of(rank)));
+  for (const EndedLoad& load : scene_->scheduler->take_loads()) EXPECT_TRUE(residency_->loaded(load));
   EXPECT_EQ(device_->free().size(), 4u);
   EXPECT_LT(device_->find(old), 0);
-  EXPECT_LT(device_->find(rig_->keys_of({0})[0]), 0);
+  EXPECT_LT(device_->find(scene_->keys_of({0})[0]), 0);
 }
 
 TEST_F(ResidencyTest, AnEngineThatCannotLoadForNobodySaysWhy) {
@@ -622,23 +622,23 @@ TEST_F(ResidencyTest, AnIdleSessionIsDemotedByItselfAndAUseBeginsTheTimeAnew) {
   open({.disk_segments = 4, .segment_slots = 4}, {.idle = 10s, .idle_to = StoreId::kDisk});
   compute(a_, {0, 1});
   compute(b_, {2});
-  rig_->clock.advance(9s);
+  scene_->clock.advance(9s);
   EXPECT_FALSE(residency_->is_due() || residency_->busy());
   residency_->begin(a_);  // it comes back
-  rig_->clock.advance(5s);
+  scene_->clock.advance(5s);
   EXPECT_TRUE(residency_->is_due() && residency_->busy());
   for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
   EXPECT_TRUE(on_device(0) && on_device(1) && !on_device(2));
   EXPECT_GE(places_of(2).disk, 0);
   EXPECT_EQ(residency_->counts().idle, 1u);
-  rig_->clock.advance(100s);
+  scene_->clock.advance(100s);
   EXPECT_FALSE(residency_->is_due());  // a request of it runs, and the other one is demoted
   residency_->finished(a_, {}, 0);     // it has computed nothing
-  rig_->clock.advance(9s);
+  scene_->clock.advance(9s);
   EXPECT_EQ(finish(call({.verb = SessionVerb::kPrefetch, .name = a_})).outcome, SessionOutcome::kAccepted);
-  rig_->clock.advance(9s);
+  scene_->clock.advance(9s);
   EXPECT_FALSE(residency_->is_due());
-  rig_->clock.advance(1s);
+  scene_->clock.advance(1s);
   for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
   EXPECT_FALSE(on_device(0) || on_device(1));
   EXPECT_EQ(list(nullptr)[0].residence, Residence::kDisk);
@@ -648,7 +648,7 @@ TEST_F(ResidencyTest, AnIdleSessionIsDemotedByItselfAndAUseBeginsTheTimeAnew) {
 TEST_F(ResidencyTest, ASessionThatComesBackDuringItsOwnDemotionKeepsItsBlocks) {
   open({.host_slots = 8}, {.idle = 10s});
   compute(a_, {0, 1});
-  rig_->clock.advance(10s);
+  scene_->clock.advance(10s);
   residency_->advance(0);
   EXPECT_EQ(residency_->counts().idle, 1u);
   residency_->begin(a_);
@@ -662,7 +662,7 @@ TEST_F(ResidencyTest, APinOutlivesTheDemotionOfAnIdleSession) {
        {.index = {.tenant_share = 1}, .pin_share = 1, .idle = 10s, .idle_to = StoreId::kDisk});
   compute(a_, {0, 1});
   EXPECT_EQ(finish(call({.verb = SessionVerb::kPin, .name = a_, .seconds = 60s})).blocks, 2u);
-  rig_->clock.advance(10s);
+  scene_->clock.advance(10s);
   for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
   EXPECT_FALSE(on_device(0) || on_device(1));
   EXPECT_GE(places_of(0).host, 0);
@@ -676,11 +676,11 @@ TEST_F(ResidencyTest, ASessionThatIsForgottenIsNoMoreDemoted) {
   EXPECT_SUCCEEDS(residency_->check());
   EXPECT_EQ(call({.verb = SessionVerb::kEvict, .name = b_}).outcome, SessionOutcome::kAccepted);
   EXPECT_SUCCEEDS(residency_->check());
-  rig_->clock.advance(10s);
+  scene_->clock.advance(10s);
   for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
   EXPECT_EQ(residency_->counts().idle, 1u);
   residency_->reset();
-  EXPECT_FAILS(Residency::create({.idle = 1s, .idle_to = StoreId::kDisk}, *rig_->scheduler, *device_, rig_->clock),
+  EXPECT_FAILS(Residency::create({.idle = 1s, .idle_to = StoreId::kDisk}, *scene_->scheduler, *device_, scene_->clock),
                Code::kInvalidArgument, "demoted to disk");
 }
 

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[1] / "rig"))
+sys.path.append(str(Path(__file__).parents[1] / "gpu_path"))
 sys.path.append(str(Path(__file__).parents[2] / "tools/demo"))
 
 import pytest
-import rig
+import gpu_path
 from tiny_model import make_model
 from zygote import ENVIRONMENT, Zygote, shared
 
@@ -34,11 +34,11 @@ ENGINE = {
 IN_PROOF = os.environ.get("TORPOR_PROOF") == "long"  # tests with the mark "longer" do more there
 
 # The marks of what runs there in tools/dev proof only; on the CPU in each run.
-LONG_ON_RIG = [pytest.mark.cpu, *([pytest.mark.long] if rig.active() else [])]
+LONG_ON_GPU_PATH = [pytest.mark.cpu, *([pytest.mark.long] if gpu_path.active() else [])]
 
 
-def long_on_rig(test):
-    for mark in LONG_ON_RIG:
+def long_on_gpu_path(test):
+    for mark in LONG_ON_GPU_PATH:
         test = mark(test)
     return test
 
@@ -48,8 +48,10 @@ COLLECTED = pytest.StashKey[list]()  # of each mark "feature": the test's file, 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: more than a few seconds for itself")
-    config.addinivalue_line("markers", "rig: on vLLM's GPU path (tests/rig), and on the CPU's in tools/dev proof")
-    config.addinivalue_line("markers", "cpu: of the mark rig, on the CPU's path in each run")
+    config.addinivalue_line(
+        "markers", "gpu_path: on vLLM's GPU path (tests/gpu_path), and on the CPU's in tools/dev proof"
+    )
+    config.addinivalue_line("markers", "cpu: of the mark gpu_path, on the CPU's path in each run")
     config.addinivalue_line("markers", "long: only in tools/dev proof")
     config.addinivalue_line("markers", "longer: more of it in tools/dev proof")
     config.addinivalue_line("markers", "core: on both paths, and with the other releases of vLLM")
@@ -83,10 +85,10 @@ def tiny_model(tmp_path_factory, real_model) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rig_model(tmp_path_factory) -> Path:
-    from rig import model
+def gpu_path_model(tmp_path_factory) -> Path:
+    from gpu_path import model
 
-    return model.make_model(tmp_path_factory.mktemp("rig"))
+    return model.make_model(tmp_path_factory.mktemp("gpu_path"))
 
 
 @pytest.fixture(scope="session")
@@ -103,19 +105,19 @@ def zygote() -> Zygote:
 
 
 @pytest.fixture(scope="session")
-def rig_zygote():
-    """The same, on the rig. What it starts needs `env=` with rig.environment()."""
-    if rig.active():
+def gpu_path_zygote():
+    """The same, on the GPU path. What it starts needs `env=` with gpu_path.environment()."""
+    if gpu_path.active():
         yield shared()
         return
-    zygote = Zygote(env=os.environ | rig.environment())
+    zygote = Zygote(env=os.environ | gpu_path.environment())
     yield zygote
     zygote.close()
 
 
 def kept_tags() -> set[str]:
     """What an engine in this process has beside weights, KV and scratch memory, and each sleep saves."""
-    return {"runtime", "cudagraph"} if rig.pretends_cuda() else set()
+    return {"runtime", "cudagraph"} if gpu_path.pretends_cuda() else set()
 
 
 def workspace_tag() -> list[str]:
@@ -127,7 +129,7 @@ def workspace_tag() -> list[str]:
 
 def tags(weights: str, kv_cache: str, others: str = "attached") -> dict[str, str]:
     """The state of each tag; of all but weights and KV: `others`."""
-    own = {*kept_tags(), *workspace_tag()} if rig.pretends_cuda() else set()
+    own = {*kept_tags(), *workspace_tag()} if gpu_path.pretends_cuda() else set()
     return {"weights": weights, "kv_cache": kv_cache} | dict.fromkeys(own, others)
 
 

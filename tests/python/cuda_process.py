@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of the tests on the rig where the platform is CUDA to torpor: an engine with torpor's memory of a GPU.
+"""A process of the tests on the GPU path where the platform is CUDA to torpor: an engine with torpor's memory of a GPU.
 
 Prints what is in force, and what differed over sleeps: to host, to disk and back from the checkpoint, woken tag by tag,
 without weights.
@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from conftest import InProcess  # finds the rig
+from conftest import InProcess  # finds the GPU path
 
 SLEEPS = (("host", 4), ("disk", 15))  # to, after so many steps
 BY_TAGS_AT = 8
@@ -163,7 +163,7 @@ def end(one: InProcess) -> dict:
     parts = {name: weakref.ref(part) for name, part in parts.items()}
     del worker
     one.engine.engine_core.shutdown()
-    one.core.model_executor.driver_worker.worker.rig_scratch = None
+    one.core.model_executor.driver_worker.worker.gpu_path_scratch = None
     one.llm = one.engine = None
     cleanup_dist_env_and_memory()
     gc.collect()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from conftest import InProcess
 from features import FEATURES
-import rig
+import gpu_path
 from requests_of_tests import run
 from tiny_model import make_model
 
@@ -94,7 +94,7 @@ def second(name: str, folder: Path, checkpoint: str) -> dict:
     options = {}
     feature = FEATURES[name]
     # special models get their weights from the checkpoint; on a GPU that is refused
-    if feature.model is not make_model and not feature.own_files and not rig.pretends_cuda():
+    if feature.model is not make_model and not feature.own_files and not gpu_path.pretends_cuda():
         options = {"load_format": "torpor", "model_loader_extra_config": {"checkpoint": checkpoint}}
         for weights in (folder / "model").glob("*.safetensors"):
             weights.unlink()

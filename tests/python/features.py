@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import rig
+import gpu_path
 from feature_models import ADAPTERS, beside, with_adapters, with_draft_model, with_eagle_head, with_vision
 from grouped_models import MODELS
 from tiny_model import NAMED, make_model
@@ -26,7 +26,7 @@ class Feature:
     steps: tuple[int, int] = (3, 12)  # after so many it sleeps to host, and to disk
     shown: Callable[[dict], bool] = lambda expected: True  # whether its answers have what makes them special
     certain: tuple[str, ...] = ()  # requests that go on with the same tokens after a take-over; none said: all
-    on: tuple[str, ...] = ("CPU", "rig")  # "CPU": model runner V1; "rig": V2 with async scheduling
+    on: tuple[str, ...] = ("CPU", "GPU path")  # "CPU": model runner V1; "GPU path": V2 with async scheduling
     long_on: tuple[str, ...] = ()  # there only in tools/dev proof; something like it is in each run
     ways: tuple[str, ...] = WAYS
     own_files: bool = False  # of the model, for a new process: vLLM packs its weights, and a checkpoint has them packed
@@ -59,7 +59,7 @@ def _repeating(_: Path) -> dict:
         "seeded": ("once once once once", _params(temperature=0.6, seed=7)),
         "penalties": ("bar bar bar bar", _params(temperature=0.8, seed=3, repetition_penalty=1.1)),
     }
-    return requests | (seeded if rig.active() else {})
+    return requests | (seeded if gpu_path.active() else {})
 
 
 _GREEDY = ("greedy", "repeating", "long")
@@ -107,10 +107,10 @@ def _after_reasoning(_: Path) -> dict:
     def with_budget(tokens: int, prompt: str = "Think: <think>", **params) -> tuple:
         return prompt, _params(thinking_token_budget=tokens, **({"temperature": 0} | params))
 
-    bias = 20.0 if rig.active() else 21.0  # about as likely as all other tokens together
+    bias = 20.0 if gpu_path.active() else 21.0  # about as likely as all other tokens together
     return {
         "at once": request(1, 28.0),
-        "soon": request(2 if rig.active() else 20, bias),
+        "soon": request(2 if gpu_path.active() else 20, bias),
         "later": request(15, bias),
         "never": request(3, -100.0),
         "budget for some": with_budget(6),
@@ -133,9 +133,9 @@ def _reasoning_ended_before_the_sleep(expected: dict) -> bool:
 
 def special_tokens() -> dict[str, int]:
     """By name, of this runner's model."""
-    from rig.model import SPECIAL
+    from gpu_path.model import SPECIAL
 
-    return {token: number for number, token in enumerate(SPECIAL)} if rig.active() else NAMED
+    return {token: number for number, token in enumerate(SPECIAL)} if gpu_path.active() else NAMED
 
 
 def _with_adapters(model: Path) -> dict:
@@ -211,7 +211,7 @@ def _with_images(_: Path) -> dict:
 
 def _embedded(model: Path) -> dict:
     """Prompts without tokens, of one chunk and of many, and with tokens in between. Beside them options that are no
-    JSON; on the rig, tokens and scores that were asked for."""
+    JSON; on the GPU path, tokens and scores that were asked for."""
     import numpy
     import torch
 
@@ -235,7 +235,7 @@ def _embedded(model: Path) -> dict:
         "longer": (prompt(300, 3), _params(temperature=0, max_tokens=15)),
         "options": ("The capital of France is", _params(temperature=0, extra_args={"x": b"y", "z": {1: 2}})),
     }
-    if rig.active():
+    if gpu_path.active():
         places = numpy.arange(398, dtype=numpy.int32).reshape(199, 2) % 90
         tokens = {"prompt_token_ids": [50 + number % 40 for number in range(200)]}
         requests |= {
@@ -249,7 +249,7 @@ _GIVEN = [100 + number * 7 % 50 for number in range(20)]
 
 
 def _asked_for_is_there(expected: dict) -> bool:
-    return not rig.active() or (expected["given"][1][0][1] == _GIVEN and len(expected["scores"][2]) == 199)
+    return not gpu_path.active() or (expected["given"][1][0][1] == _GIVEN and len(expected["scores"][2]) == 199)
 
 
 def _pooled(_: Path) -> dict:
@@ -281,21 +281,23 @@ FEATURES = {
         _by_grammar, lambda model: {"structured_outputs_config": {"backend": "xgrammar"}}
     ),
     "structured output, guidance": Feature(
-        _by_grammar, lambda model: {"structured_outputs_config": {"backend": "guidance"}}, long_on=("rig",)
+        _by_grammar, lambda model: {"structured_outputs_config": {"backend": "guidance"}}, long_on=("GPU path",)
     ),
     "structured output after reasoning": Feature(
         _after_reasoning,
         lambda model: {"structured_outputs_config": {"backend": "xgrammar"}, "reasoning_parser": "deepseek_r1"},
         shown=_reasoning_ended_before_the_sleep,
         row="structured output after reasoning, thinking budgets",
-        long_on=("CPU", "rig"),
+        long_on=("CPU", "GPU path"),
     ),
-    "prefix hashes by xxhash": Feature(_plain, lambda model: {"prefix_caching_hash_algo": "xxhash"}, long_on=("rig",)),
+    "prefix hashes by xxhash": Feature(
+        _plain, lambda model: {"prefix_caching_hash_algo": "xxhash"}, long_on=("GPU path",)
+    ),
     "speculation, n-gram": Feature(
         _repeating,
         lambda model: {
             "speculative_config": {
-                "method": "ngram_gpu" if rig.active() else "ngram",
+                "method": "ngram_gpu" if gpu_path.active() else "ngram",
                 "num_speculative_tokens": 3,
                 "prompt_lookup_max": 3,
                 "prompt_lookup_min": 1,
@@ -305,10 +307,10 @@ FEATURES = {
         long_on=("CPU",),  # what proposes is compiled there
     ),
     "speculation, draft model": Feature(
-        _repeating, _drafting("draft_model", "draft"), model=with_draft_model, certain=_GREEDY, long_on=("rig",)
+        _repeating, _drafting("draft_model", "draft"), model=with_draft_model, certain=_GREEDY, long_on=("GPU path",)
     ),
     "speculation, EAGLE": Feature(
-        _repeating, _drafting("eagle", "eagle"), model=with_eagle_head, certain=_GREEDY, long_on=("rig",)
+        _repeating, _drafting("eagle", "eagle"), model=with_eagle_head, certain=_GREEDY, long_on=("GPU path",)
     ),
     "LoRA": Feature(
         _with_adapters,
@@ -319,12 +321,12 @@ FEATURES = {
         _with_images, lambda model: {"limit_mm_per_prompt": {"image": 2}}, model=with_vision, steps=(3, 9)
     ),
     "sliding windows and full attention": Feature(_long_and_shared, model=_made("windows")),
-    "attention in chunks and full attention": Feature(_long_and_shared, model=_made("chunks"), long_on=("rig",)),
+    "attention in chunks and full attention": Feature(_long_and_shared, model=_made("chunks"), long_on=("GPU path",)),
     "Mamba and attention, without a prefix cache": Feature(
-        _long_and_shared, lambda model: {"enable_prefix_caching": False}, model=_made("states"), long_on=("rig",)
+        _long_and_shared, lambda model: {"enable_prefix_caching": False}, model=_made("states"), long_on=("GPU path",)
     ),
     "short convolutions and attention, with a prefix cache": Feature(
-        _long_and_shared, model=_made("convolutions"), long_on=("rig",)
+        _long_and_shared, model=_made("convolutions"), long_on=("GPU path",)
     ),
     "pooling, begun again": Feature(
         _pooled,
@@ -332,25 +334,25 @@ FEATURES = {
         steps=(1, 2),
         ways=WAYS[:2],
         row="pooling, begun again; scores by late interaction",
-        long_on=("rig",),
+        long_on=("GPU path",),
     ),
     "prompts as embeddings": Feature(
         _embedded,
-        lambda model: {"enable_prompt_embeds": True, "enable_trace_replay": rig.active()},
+        lambda model: {"enable_prompt_embeds": True, "enable_trace_replay": gpu_path.active()},
         steps=(2, 9),
         shown=_asked_for_is_there,
         row="prompts as embeddings; given tokens and scores of a prompt (V2)",
-        long_on=("rig",),
+        long_on=("GPU path",),
     ),
     "sampling masks": Feature(
         _masked,
         lambda model: {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"},
-        on=("rig",),
+        on=("GPU path",),
         shown=lambda expected: all(choice[-1] for _, choices, _ in expected.values() for choice in choices),
         row="masks of what was sampled from (V2)",
     ),
-    "experts": Feature(_plain, model=_made("experts"), own_files=True, long_on=("rig",)),
+    "experts": Feature(_plain, model=_made("experts"), own_files=True, long_on=("GPU path",)),
     "KV cache events": Feature(
-        _plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}, long_on=("rig",)
+        _plain, lambda model: {"kv_events_config": {"enable_kv_cache_events": True}}, long_on=("GPU path",)
     ),
 }

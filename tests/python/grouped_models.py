@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random tiny models of other kinds than the rig's Llama, most with several KV groups: 512 words, made in a moment.
+"""Random tiny models of other kinds than the GPU path's Llama, most with several KV groups: 512 words, quickly made.
 
 `windows` is built as Gemma 3: layers that see the last WINDOW tokens alternate with layers that see all. `states` is
 built as Granite 4: Mamba layers, which keep one state, alternate with attention. `convolutions` is built as LFM 2:
@@ -9,7 +9,7 @@ their state is the last tokens; vLLM 0.32 on the CPU can keep such states in the
 from pathlib import Path
 
 import numpy as np
-from rig.model import HEAD, HEADS, HIDDEN, embeddings, write
+from gpu_path.model import HEAD, HEADS, HIDDEN, embeddings, write
 
 WINDOW = 70  # tokens: not a whole number of blocks
 CHUNK = 64

@@ -6,14 +6,14 @@ import json
 import sys
 from pathlib import Path
 
-from conftest import InProcess, rig
+from conftest import InProcess, gpu_path
 from grouped_models import MODELS
 from requests_of_tests import REQUESTS, SHARED, answer, final, run
 
 from torpor.vllm.pool_values import pool_to_value
 
 LATER = ("later", SHARED + "It said", REQUESTS["prefix-a"][1])
-WAYS = ("pause", "disk") if rig.active() else ("pause", "host", "disk")
+WAYS = ("pause", "disk") if gpu_path.active() else ("pause", "host", "disk")
 NAMES = ["prefix-a", "prefix-b", "long", "seeded", "two"]
 
 

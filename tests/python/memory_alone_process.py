@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of the tests on the rig where the platform is CUDA to torpor: vLLM differs in what keeping requests needs.
+"""A process of the tests where the platform is CUDA to torpor: vLLM differs in what keeping requests needs.
 
 torpor then gives vLLM's sleep mode its memory and no more. Prints the tiers, what was said, how much memory each level
 frees, and whether the answers after a wake are those of before.
@@ -11,7 +11,7 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-from conftest import InProcess  # finds the rig
+from conftest import InProcess  # finds the GPU path
 from vllm.v1.core.block_pool import BlockPool
 
 from torpor import memory

@@ -21,7 +21,7 @@ from torpor.vllm import connector_sleep
 
 
 def prompt(length: int, step: int) -> list[int]:
-    """Of a vocabulary as small as the rig's."""
+    """Of a vocabulary as small as the GPU path's."""
     return [20 + step * position % 97 for position in range(length)]
 
 

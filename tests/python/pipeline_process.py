@@ -15,7 +15,7 @@ from pathlib import Path
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
 
 from conftest import InProcess, without_weights
-import rig
+import gpu_path
 from requests_of_tests import REQUESTS, add_requests, final, run
 
 DEFERRED_BY_HAND = "deferred_by_hand.DeferredByHand"
@@ -39,7 +39,7 @@ def make(model: Path, directory: Path, **options) -> InProcess:
     }
     one = InProcess(model, directory, **options)
     if (
-        os.environ.get("TORPOR_RIG") != "1"
+        os.environ.get("TORPOR_GPU_PATH") != "1"
     ):  # vLLM's V1 on the CPU makes what its last stage receives into only where it compiles
         one.core.collective_rpc(lambda worker: worker.model_runner.profile_run())
     return one
@@ -137,7 +137,7 @@ def take_over(one: InProcess, steps: int, more: int) -> dict:
 
 
 def wake(model: Path, directory: Path, paths: list[str]) -> list:
-    if rig.pretends_cuda():  # load_format="torpor" is refused there
+    if gpu_path.pretends_cuda():  # load_format="torpor" is refused there
         one = make(model, directory)
     else:
         bare = without_weights(model, directory.parent / "bare")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import msgspec
-import rig
+import gpu_path
 from vllm import PoolingRequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -14,7 +14,7 @@ SHARED = "In a small town by the sea there lived an old clock maker who had neve
 
 def _params(**options) -> SamplingParams:
     values = {"max_tokens": 40, "ignore_eos": True} | options
-    if rig.active():  # each step takes longer there
+    if gpu_path.active():  # each step takes longer there
         values["max_tokens"] = values["max_tokens"] * 3 // 5
     return SamplingParams(**values)
 

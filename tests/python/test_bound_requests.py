@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import long_on_rig
+from conftest import long_on_gpu_path
 from msgspec.structs import replace
 from requests_of_tests import run
 from vllm import SamplingParams
@@ -57,8 +57,8 @@ class InPieces:
 PIECES = ["Once upon a time", " there lived an old clock maker", " by the sea"]
 
 
-@pytest.mark.rig
-@long_on_rig
+@pytest.mark.gpu_path
+@long_on_gpu_path
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_a_prompt_that_comes_in_pieces_sleeps_while_its_next_one_is_waited_for(one, to):
     def outputs(asleep) -> list[list[int]]:
@@ -85,8 +85,8 @@ def test_a_prompt_that_comes_in_pieces_sleeps_while_its_next_one_is_waited_for(o
     assert one.llm.torpor.state().recomputed_tokens == 0
 
 
-@pytest.mark.rig
-@long_on_rig
+@pytest.mark.gpu_path
+@long_on_gpu_path
 def test_a_prompt_that_comes_in_pieces_ends_alone_in_a_new_process(one):
     answers = one.begin(0, ["greedy", "seeded"])
     pieces = InPieces(one)

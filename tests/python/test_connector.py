@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import conftest
 import pytest
-import rig
-from conftest import long_on_rig, result_of
+import gpu_path
+from conftest import long_on_gpu_path, result_of
 from connector_served import BLOCKS, CONVERSATIONS, ENGINE, GROUP_BLOCKS, params, prompts
 from grouped_models import MODELS
 from tiny_model import make_model
@@ -32,8 +32,8 @@ def served(request, zygote, tiny_model, tmp_path_factory):
     return result_of(zygote.run([PROCESS, request.param, tiny_model, folder])) | {"mode": request.param}
 
 
-@long_on_rig
-@pytest.mark.rig
+@long_on_gpu_path
+@pytest.mark.gpu_path
 @pytest.mark.slow
 def test_tokens_are_the_same_and_most_prompts_come_from_host_memory(served):
     result = served["identical"]
@@ -83,8 +83,8 @@ def test_packed_blocks_leave_room_for_more_in_as_many_bytes(served):
         assert 0.95 < served["room"] <= 1
 
 
-@long_on_rig
-@pytest.mark.rig
+@long_on_gpu_path
+@pytest.mark.gpu_path
 @pytest.mark.slow
 def test_a_loaded_block_has_what_prefill_would_have_written(served):
     result = served["loaded_is_what_prefill_writes"]
@@ -92,8 +92,8 @@ def test_a_loaded_block_has_what_prefill_would_have_written(served):
     assert result["difference"] <= 1e-5 * result["largest"]
 
 
-@long_on_rig
-@pytest.mark.rig
+@long_on_gpu_path
+@pytest.mark.gpu_path
 @pytest.mark.slow
 def test_a_block_is_stored_when_the_step_is_over_that_writes_it(served):
     if served["mode"] == "eager":
@@ -102,17 +102,17 @@ def test_a_block_is_stored_when_the_step_is_over_that_writes_it(served):
         assert served["only_what_is_written"]["after"] == [0, 0, 0, queued]
 
 
-@long_on_rig
-@pytest.mark.rig
+@long_on_gpu_path
+@pytest.mark.gpu_path
 @pytest.mark.slow
 def test_aborts_preemptions_and_resets_in_the_middle_change_no_token(served):
     result = served["disturbed"]
-    assert result["differing"] == [] and result["aborted"] > 0 and (result["resets"] > 0 or rig.active())
+    assert result["differing"] == [] and result["aborted"] > 0 and (result["resets"] > 0 or gpu_path.active())
     assert result["free"] == BLOCKS - 1 and result["stats"]["held_blocks"] == 0
 
 
-@long_on_rig
-@pytest.mark.rig
+@long_on_gpu_path
+@pytest.mark.gpu_path
 @pytest.mark.slow
 def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(served):
     result = served["aborted_while_loading"]
@@ -120,8 +120,8 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(served):
     assert result["requests"] == result["still"] == 0 and result["free"] == BLOCKS - 1
 
 
-@long_on_rig
-@pytest.mark.rig
+@long_on_gpu_path
+@pytest.mark.gpu_path
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["preserve_state", "recompute"])
 def test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory(served, way):
@@ -133,8 +133,8 @@ def test_a_sleep_waits_for_what_moves_and_keeps_what_is_in_host_memory(served, w
     assert way == "recompute" or result[way]["recomputed"] == 0
 
 
-@long_on_rig
-@pytest.mark.rig
+@long_on_gpu_path
+@pytest.mark.gpu_path
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["preserve_state", "recompute"])
 def test_first_schedule_after_wake(served, way):
@@ -145,8 +145,8 @@ def test_first_schedule_after_wake(served, way):
     assert result["differing"] == [] and result["finished"] == CONVERSATIONS
 
 
-@long_on_rig
-@pytest.mark.rig
+@long_on_gpu_path
+@pytest.mark.gpu_path
 @pytest.mark.slow
 def test_kv_events_name_the_same_blocks_in_host_memory_as_on_the_device(served):
     published = served["published"]
@@ -160,8 +160,8 @@ def test_kv_events_name_the_same_blocks_in_host_memory_as_on_the_device(served):
         assert published["parents"] == []  # of what is given up nobody knows what was before it
 
 
-@long_on_rig
-@pytest.mark.rig
+@long_on_gpu_path
+@pytest.mark.gpu_path
 @pytest.mark.slow
 def test_a_reset_forgets_what_is_in_host_memory(served):
     result = served["forgotten"]
@@ -169,11 +169,11 @@ def test_a_reset_forgets_what_is_in_host_memory(served):
     assert result["cached"][0] < result["cached"][1]
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @pytest.mark.slow
 def test_with_steps_in_flight_and_a_sleep_in_the_middle(zygote, tiny_model, tmp_path):
     result = result_of(zygote.run([PROCESS, "brief", tiny_model, tmp_path]))
-    assert result["in_flight"] == rig.active() and result["at_once"] > 0
+    assert result["in_flight"] == gpu_path.active() and result["at_once"] > 0
     assert result["tokens"] == result["warm"] == result["slept"]
     assert result["cached"][1] > result["cached"][0] + 4 * 32 and result["moving"] == 0
     assert result["taken_over"] > 0 and result["taken_over"].is_integer()  # blocks that the sleep did not copy
@@ -254,8 +254,8 @@ def test_two_ranks_find_what_both_have_after_a_sleep_and_in_a_new_engine(zygote,
     assert all(tokens == first and cached > cold + CONVERSATIONS * 32 for tokens, cached in others)
 
 
-@long_on_rig
-@pytest.mark.rig
+@long_on_gpu_path
+@pytest.mark.gpu_path
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["windows", "chunks"])
 @pytest.mark.long
@@ -283,7 +283,7 @@ def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygo
     assert first["slept"]["preserve_state"]["recomputed"] == 0
     assert first["disturbed"]["differing"] == [] and first["disturbed"]["aborted"] > 0
     word = _core.cache_epoch(str(tmp_path / "checkpoints/offload"))
-    assert word or rig.active()  # it was reset: what came since is found all the same
+    assert word or gpu_path.active()  # it was reset: what came since is found all the same
     assert first["aborted_while_loading"]["free"] == GROUP_BLOCKS - 1 and first["aborted_while_loading"]["loaded"] > 0
     after = serve()
     assert after["stats"]["recovered_blocks"] > CONVERSATIONS and after["cached"][0] > cold + CONVERSATIONS * 32

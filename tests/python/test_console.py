@@ -11,8 +11,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import LONG_ON_RIG
-import rig
+from conftest import LONG_ON_GPU_PATH
+import gpu_path
 from inspector import BINARY
 from requests_of_tests import run
 from vllm.v1.core.sched.interface import PauseState
@@ -20,7 +20,7 @@ from vllm.v1.core.sched.interface import PauseState
 import torpor.console
 from torpor import errors
 
-pytestmark = [pytest.mark.rig, *LONG_ON_RIG]
+pytestmark = [pytest.mark.gpu_path, *LONG_ON_GPU_PATH]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def console(one, events_dir, monkeypatch):
 
 def settled(engine) -> dict:
     """The batch in flight, where there is one, gives its tokens; and then nothing moves. What has ended."""
-    answers = run(engine, 1) if rig.active() else {}
+    answers = run(engine, 1) if gpu_path.active() else {}
     assert all(engine.step() == [] for _ in range(3))
     return answers
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the platform is CUDA: how torpor is switched on there, and an engine and servers that start to their end and go
-on over a sleep, on the rig (TORPOR_RIG_CUDA=1), whose platform is CUDA to torpor alone. Nothing here is a GPU."""
+on over a sleep (TORPOR_GPU_PATH_CUDA=1: the platform is CUDA to torpor alone). Nothing here is a GPU."""
 
 import asyncio
 import inspect
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import rig
+import gpu_path
 from conftest import result_of
 from servers import ALICE, Client, Reading, Server, sampling
 
@@ -155,17 +155,17 @@ def test_what_is_asked_of_a_workers_memory_stands_in_the_protocol():
                 assert node.attr in asked, f"{module.__name__}:{node.lineno} asks for {node.attr}"
 
 
-# --- on the rig -------------------------------------------------------------------------------------------------------
+# --- on the GPU path --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def engine(rig_zygote, rig_model, tmp_path_factory) -> dict:
-    words = [HERE / "cuda_process.py", rig_model, tmp_path_factory.mktemp("checkpoints")]
-    return result_of(rig_zygote.run(words, env=os.environ | rig.environment(cuda=True)))
+def engine(gpu_path_zygote, gpu_path_model, tmp_path_factory) -> dict:
+    words = [HERE / "cuda_process.py", gpu_path_model, tmp_path_factory.mktemp("checkpoints")]
+    return result_of(gpu_path_zygote.run(words, env=os.environ | gpu_path.environment(cuda=True)))
 
 
 @pytest.mark.slow
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_an_engine_has_the_memory_of_a_gpu(engine):
     assert engine["in_force"] == {
         "memory": "GpuWorkerMemory",
@@ -178,7 +178,7 @@ def test_an_engine_has_the_memory_of_a_gpu(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_what_is_freed_in_a_pool_is_given_back(engine):
     """At the end of its region, and when the next one of its tag begins. A pool has segments of at least this size."""
     assert engine["given_back"] == {
@@ -187,7 +187,7 @@ def test_what_is_freed_in_a_pool_is_given_back(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_an_engine_that_ends_leaves_nothing_to_the_next_of_its_process(engine):
     for left in (engine["left_by_the_first"], engine["left_by_the_second"]):
         assert "model" not in left["alive"]
@@ -196,13 +196,13 @@ def test_an_engine_that_ends_leaves_nothing_to_the_next_of_its_process(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_its_requests_go_on_over_sleeps_and_from_checkpoints(engine):
     assert engine["differing"] == [] and engine["recomputed"] == 0 and engine["answers"] == 6
 
 
-class OnRig(Server):
-    """A server whose processes are forked from one on the rig."""
+class ServerOnGpuPath(Server):
+    """A server whose processes are forked from one on the GPU path."""
 
     zygote = None
 
@@ -213,14 +213,14 @@ class OnRig(Server):
         """The same by `vllm serve`, which finds torpor's routes by its plugin."""
         command = ["vllm.entrypoints.cli.main", "serve"]
         at, end = self._command.index("torpor.vllm.serve"), self._command.index("--torpor-checkpoint-dir")
-        self._environment |= {"VLLM_PLUGINS": "torpor,torpor_rig", "TORPOR_CHECKPOINT_DIR": self._command[end + 1]}
+        self._environment |= {"VLLM_PLUGINS": "torpor,torpor_gpu_path", "TORPOR_CHECKPOINT_DIR": self._command[end + 1]}
         self._command = [*self._command[:at], *command, *self._command[at + 1 : end], *self._command[end + 2 :]]
 
 
 @pytest.mark.slow
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @pytest.mark.parametrize("kind", [pytest.param("torpor.vllm.serve", marks=pytest.mark.long), "vllm serve"])
-def test_a_server_starts_and_its_streams_go_on_over_a_sleep(rig_zygote, rig_model, tmp_path, kind):
+def test_a_server_starts_and_its_streams_go_on_over_a_sleep(gpu_path_zygote, gpu_path_model, tmp_path, kind):
     own = {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONHASHSEED": "0"}
     options = ["--dtype", "float32", "--max-num-seqs", "8"]
     if kind == "torpor.vllm.serve":
@@ -228,8 +228,10 @@ def test_a_server_starts_and_its_streams_go_on_over_a_sleep(rig_zygote, rig_mode
     else:  # with torpor's KV connector, which asks more of a worker's memory
         torpor = PRESERVING | {"offload": "eager", "host_bytes": 64 << 20}
         options += ["--additional-config", json.dumps({"torpor": torpor})]
-    server = OnRig(rig_model, tmp_path / "torpor", options, own | rig.environment(cuda=True), keys=(ALICE,))
-    server.zygote = rig_zygote
+    server = ServerOnGpuPath(
+        gpu_path_model, tmp_path / "torpor", options, own | gpu_path.environment(cuda=True), keys=(ALICE,)
+    )
+    server.zygote = gpu_path_zygote
     if kind == "vllm serve":
         server.become_vllms_own()
     server.start()
@@ -266,10 +268,12 @@ async def over_a_sleep(url: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rig
-def test_where_requests_cannot_be_kept_vllms_sleep_mode_still_has_torpors_memory(rig_zygote, rig_model, tmp_path):
-    words = [HERE / "memory_alone_process.py", rig_model, tmp_path]
-    result = result_of(rig_zygote.run(words, env=os.environ | rig.environment(cuda=True)))
+@pytest.mark.gpu_path
+def test_where_requests_cannot_be_kept_vllms_sleep_mode_still_has_torpors_memory(
+    gpu_path_zygote, gpu_path_model, tmp_path
+):
+    words = [HERE / "memory_alone_process.py", gpu_path_model, tmp_path]
+    result = result_of(gpu_path_zygote.run(words, env=os.environ | gpu_path.environment(cuda=True)))
     tiers = result["tiers"]
     assert tiers.pop("memory") is None
     assert all("BlockPool.free_blocks takes (self, ordered_blocks, also=None)" in why for why in tiers.values()), tiers

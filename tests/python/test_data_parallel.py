@@ -6,8 +6,8 @@ import json
 import os
 
 import pytest
-import rig
-from conftest import ENGINE, long_on_rig, without_weights
+import gpu_path
+from conftest import ENGINE, long_on_gpu_path, without_weights
 from grouped_models import experts
 from requests_of_tests import REQUESTS
 from test_other_processes import in_other_processes  # noqa: F401
@@ -15,7 +15,7 @@ from vllm import SamplingParams
 
 NAMES = ["greedy", "seeded", "prefix-a", "penalties", "two", "long-seeded"]
 TOKENS = (
-    60 if rig.active() else 150
+    60 if gpu_path.active() else 150
 )  # the engine cores run ahead of the readers, and must not be done before they sleep
 
 
@@ -66,8 +66,8 @@ def checkpoints(directory) -> dict[str, list[str]]:
 
 @pytest.mark.feature("data parallel ranks", "in process", "new process")
 @pytest.mark.slow
-@pytest.mark.rig
-@long_on_rig
+@pytest.mark.gpu_path
+@long_on_gpu_path
 def test_all_ranks_sleep_or_none_and_a_checkpoint_is_of_all_of_them(
     in_other_processes, zygote, tiny_model, tmp_path, monkeypatch  # noqa: F811
 ):  # fmt: skip
@@ -132,7 +132,7 @@ async def _all_or_none(zygote, model, directory) -> None:
     engine.shutdown()
 
     with zygote.spawning():  # each fills its weights from its own checkpoint of the set
-        if rig.pretends_cuda():  # load_format="torpor" is refused there
+        if gpu_path.pretends_cuda():  # load_format="torpor" is refused there
             engine = make(model, directory)
         else:
             engine = make(without_weights(model, directory.parent / "bare"), directory, load_format="torpor")
@@ -175,11 +175,11 @@ async def _all_or_none(zygote, model, directory) -> None:
 
 # --- with experts -----------------------------------------------------------------------------------------------------
 
-if rig.active():  # vLLM's communicator for CPUs lacks what it needs; the rig has it
+if gpu_path.active():  # vLLM's communicator for CPUs lacks what it needs; the GPU path has it
 
     @pytest.mark.feature("data parallel ranks with experts", "in process", "new process")
     @pytest.mark.slow
-    @pytest.mark.rig
+    @pytest.mark.gpu_path
     @pytest.mark.long
     def test_ranks_that_compute_for_each_other_stop_together(
         in_other_processes, zygote, tmp_path, monkeypatch

@@ -5,7 +5,7 @@ What comes late moves here only when somebody waits for it, a block at a time.
 """
 
 import pytest
-import rig
+import gpu_path
 from conftest import InProcess
 from inspector import look
 from requests_of_tests import SHARED, add_requests, run
@@ -35,7 +35,7 @@ RUNNING = ("greedy", "seeded", "unseeded")
 
 @pytest.fixture(scope="session")  # until all end: an engine that goes ends those of its process
 def early(tiny_model, tmp_path_factory) -> InProcess:
-    if rig.pretends_cuda():
+    if gpu_path.pretends_cuda():
         pytest.skip("engines of one process share a GPU's memory: this one beside another needs its own process")
     stock = _core.RankMemory
     options = {"deferred_thread": False, "deferred_job_bytes": 1}

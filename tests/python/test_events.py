@@ -6,10 +6,10 @@ import json
 import subprocess
 
 import pytest
-from conftest import LONG_ON_RIG
+from conftest import LONG_ON_GPU_PATH
 from inspector import BINARY, look
 
-pytestmark = [pytest.mark.rig, *LONG_ON_RIG]
+pytestmark = [pytest.mark.gpu_path, *LONG_ON_GPU_PATH]
 
 
 @pytest.fixture

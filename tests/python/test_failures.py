@@ -94,7 +94,7 @@ def elsewhere(one, monkeypatch):
     return use
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_a_full_disk_leaves_the_engine_awake(one, elsewhere, tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", tmp_path]
     if os.geteuid() != 0 or subprocess.run(mount).returncode != 0:
@@ -276,7 +276,7 @@ def test_a_request_that_cannot_be_restored_fails_alone(one, checkpoint, monkeypa
         assert answers[name] == one.expected[name]
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_a_hook_that_fails_in_the_middle_of_a_sleep_is_undone(one, monkeypatch):
     answers = one.begin(10)
     side = one.core.torpor_side

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-import rig
-from conftest import LONG_ON_RIG, COLLECTED, result_of
+import gpu_path
+from conftest import LONG_ON_GPU_PATH, COLLECTED, result_of
 from feature_models import write_adapter
 from features import FEATURES, WAYS
 from requests_of_tests import run
@@ -17,21 +17,21 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 HERE = Path(__file__).parent
-RUNNER = "rig" if rig.active() else "CPU"
+RUNNER = "GPU path" if gpu_path.active() else "CPU"
 
 
 def _marked():
     for name, feature in FEATURES.items():
         marks = [pytest.mark.feature(feature.row or name, *feature.ways)]
-        if "rig" in feature.on:
-            marks.append(pytest.mark.rig)
-        if "rig" in feature.long_on:
-            marks += LONG_ON_RIG
-        if "CPU" in feature.long_on and not rig.active():
+        if "GPU path" in feature.on:
+            marks.append(pytest.mark.gpu_path)
+        if "GPU path" in feature.long_on:
+            marks += LONG_ON_GPU_PATH
+        if "CPU" in feature.long_on and not gpu_path.active():
             marks.append(pytest.mark.long)
         if name == "prefix hashes by xxhash":  # it has a take-over, and little else
             marks.append(pytest.mark.core)
-        if "CPU" in feature.on or rig.active():
+        if "CPU" in feature.on or gpu_path.active():
             yield pytest.param(name, marks=marks, id=name.replace(",", "").replace(" ", "-"))
 
 
@@ -48,7 +48,7 @@ def test_identical_with(name, zygote, real_model, tmp_path):
     after = result_of(zygote.run([process, "second", name, tmp_path, before["checkpoint"]], env=env))
     assert after["failed"] == [] and after["recomputed"] == 0
     assert after["drafts"] == before["drafts"]
-    if rig.active() and name.startswith("speculation"):
+    if gpu_path.active() and name.startswith("speculation"):
         assert any(any(tokens) for tokens in after["drafts"].values())
     assert {n: a for n, a in before["given"].items() if a[0]} | after["answers"] == expected
     assert len(after["answers"]) > 0
@@ -69,7 +69,7 @@ def test_an_adapter_that_is_gone_or_another_ends_its_requests_alone(zygote, real
     assert after["answers"]["second"] == expected["second"]
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_a_request_sleeps_while_its_grammar_is_compiled(one, monkeypatch, to):
     manager = one.core.structured_output_manager
@@ -111,7 +111,7 @@ def rows_of_the_document() -> dict[str, list[set[str]]]:
     return {name: [set(cell.split(", ")) for cell in ways] for name, *ways in cells[2:]}
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_the_table_of_features_says_what_is_tested(request):
     marked = {}
     for _, row, *ways in request.config.stash[COLLECTED]:

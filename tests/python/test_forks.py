@@ -8,7 +8,7 @@ batches of another size change the last ones.
 from __future__ import annotations
 
 import pytest
-import rig
+import gpu_path
 from conftest import InProcess
 from inspector import look
 from requests_of_tests import run
@@ -19,10 +19,10 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from torpor import _core, errors
 from torpor.vllm import frontend
 
-pytestmark = [pytest.mark.rig, pytest.mark.cpu]
+pytestmark = [pytest.mark.gpu_path, pytest.mark.cpu]
 
 ALONE = {name: request for name, request in CERTAIN.items() if request[1].n == 1}
-STEPS = [2, 9] if rig.active() else [1, 3, 9, 20]
+STEPS = [2, 9] if gpu_path.active() else [1, 3, 9, 20]
 
 
 @pytest.fixture

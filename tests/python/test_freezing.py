@@ -4,7 +4,7 @@
 import asyncio
 
 import pytest
-import rig
+import gpu_path
 import vllm
 from conftest import ENGINE
 from requests_of_tests import REQUESTS
@@ -13,10 +13,10 @@ from torpor.vllm.hooks import VllmHooks
 from vllm.v1.core.sched.interface import PauseState
 
 NAMES = ("greedy", "seeded", "prefix-a")
-LONG = 60 if rig.active() else 250  # tokens: the requests must not be done before the engine is frozen
+LONG = 60 if gpu_path.active() else 250  # tokens: the requests must not be done before the engine is frozen
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @pytest.mark.parametrize("before", [True, False], ids=["before the sleep", "while asleep"])
 def test_a_pause_lasts_over_a_sleep_until_it_is_ended(one, before):
     answers = one.begin(10)
@@ -187,7 +187,7 @@ class Engine:
 
 
 @pytest.mark.slow
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_a_pause_is_over_when_its_requests_have_ended_whatever_comes_in_between(
     zygote, tiny_model, tmp_path, monkeypatch
 ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only vLLM's default GPU path has, on the rig: batches in flight, slots, seeds; and what shows that they matter.
+"""What only vLLM's GPU path has: batches in flight, slots, seeds; and what shows that they matter.
 
 The reference of a run that paused once is a run that did nothing else: a drain lets the scheduler see finished
 requests a step earlier than a run that never stops, and on a GPU other batches may round otherwise.
@@ -10,14 +10,17 @@ import os
 from pathlib import Path
 
 import pytest
-import rig
+import gpu_path
 from conftest import result_of, tags
 from requests_of_tests import REQUESTS, run
 
 from torpor import errors
 from torpor.vllm import runner_v2
 
-pytestmark = [pytest.mark.rig, pytest.mark.skipif(not rig.active(), reason="the rig is another process's")]
+pytestmark = [
+    pytest.mark.gpu_path,
+    pytest.mark.skipif(not gpu_path.active(), reason="the GPU path is another process's"),
+]
 HERE = Path(__file__).parent
 
 
@@ -33,7 +36,7 @@ def paused(one, steps: int) -> dict:
 @pytest.mark.core
 def test_torpor_has_its_memory_of_a_gpu(one):
     """Five tags, and what torch's pools have of the model: several tensors in a segment, several segments in a tag."""
-    from rig import pools
+    from gpu_path import pools
 
     worker = one.core.model_executor.driver_worker.worker
     assert type(worker.torpor_memory).__name__ == "GpuWorkerMemory"
@@ -159,14 +162,14 @@ def test_what_vllm_keeps_beside_the_weights_is_rebuilt_after_level_2(one, tiny_m
 )
 @pytest.mark.slow
 def test_every_kv_layout_sleeps(zygote, tiny_model, tmp_path, layout):
-    result = variant(zygote, tiny_model, tmp_path, {}, rig.environment(kv_layout=layout))
+    result = variant(zygote, tiny_model, tmp_path, {}, gpu_path.environment(kv_layout=layout))
     assert result["differing"] == [] and result["recomputed"] == 0
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_layout_whose_blocks_are_scattered_is_refused_by_name(zygote, tiny_model, tmp_path):
-    result = variant(zygote, tiny_model, tmp_path, {}, rig.environment(kv_layout="LHBNC"))
+    result = variant(zygote, tiny_model, tmp_path, {}, gpu_path.environment(kv_layout="LHBNC"))
     assert "the KV cache layout LHBNC" in result["refused"]
 
 
@@ -174,13 +177,13 @@ def test_a_layout_whose_blocks_are_scattered_is_refused_by_name(zygote, tiny_mod
 @pytest.mark.long
 @pytest.mark.slow
 def test_blocks_that_attention_divides_sleep(zygote, tiny_model, tmp_path):
-    result = variant(zygote, tiny_model, tmp_path, {"block_size": 64}, rig.environment(kernel_block=32))
+    result = variant(zygote, tiny_model, tmp_path, {"block_size": 64}, gpu_path.environment(kernel_block=32))
     assert result["differing"] == [] and result["recomputed"] == 0
 
 
 @pytest.mark.slow
 def test_nothing_is_read_before_the_device_has_written_it(zygote, tiny_model, tmp_path):
-    result = variant(zygote, tiny_model, tmp_path, {}, rig.environment(slow_copies=True))
+    result = variant(zygote, tiny_model, tmp_path, {}, gpu_path.environment(slow_copies=True))
     assert result["differing"] == [] and result["recomputed"] == 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import rig
+import gpu_path
 from conftest import result_of
 from grouped_models import MODELS
 from inspector import look
@@ -26,11 +26,11 @@ KINDS = {
     "convolutions": ({"prefix_match_unit": 16}, ["MambaManager", "MambaManager", "FullAttentionManager"]),
 }
 # Tables there are as on the CPU; that tokens are, is in test_features.py.
-IN_PROOF = tuple(KINDS) if rig.active() else ("chunks", "windows", "convolutions")
+IN_PROOF = tuple(KINDS) if gpu_path.active() else ("chunks", "windows", "convolutions")
 
 
 @pytest.mark.slow
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @pytest.mark.cpu
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.long) if k in IN_PROOF else k for k in KINDS])
 def test_tables_and_prefixes_of_all_groups_survive(kind, zygote, tmp_path):
@@ -63,7 +63,7 @@ def test_tables_and_prefixes_of_all_groups_survive(kind, zygote, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(rig.active(), reason="preempted requests there: the test above")
+@pytest.mark.skipif(gpu_path.active(), reason="preempted requests there: the test above")
 @pytest.mark.parametrize(("kind", "blocks"), [("windows", 44), ("convolutions", 34)])
 @pytest.mark.long
 def test_so_few_blocks_that_requests_of_all_groups_are_preempted(kind, blocks, zygote, tmp_path):

@@ -4,15 +4,15 @@
 from array import array
 
 import pytest
-from conftest import LONG_ON_RIG, kept_tags
-import rig
+from conftest import LONG_ON_GPU_PATH, kept_tags
+import gpu_path
 import torch
 from requests_of_tests import REQUESTS, run
 from torpor.errors import Error
 from torpor.vllm import kept, pool_values
 
-STEPS = [pytest.param(1, marks=LONG_ON_RIG), 8, 20] if rig.active() else [1, 3, 8, 20, 47]
-pytestmark = [pytest.mark.rig, pytest.mark.core]
+STEPS = [pytest.param(1, marks=LONG_ON_GPU_PATH), 8, 20] if gpu_path.active() else [1, 3, 8, 20, 47]
+pytestmark = [pytest.mark.gpu_path, pytest.mark.core]
 
 
 def test_two_uninterrupted_runs_are_the_same(one):
@@ -34,7 +34,7 @@ def test_a_sleep_at_any_step_changes_nothing(one, steps, to):
     assert one.llm.torpor.state().recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("steps", [pytest.param(3, marks=LONG_ON_RIG), 20])
+@pytest.mark.parametrize("steps", [pytest.param(3, marks=LONG_ON_GPU_PATH), 20])
 def test_a_checkpoint_puts_an_engine_that_has_nothing_left_back_to_where_it_was(one, steps):
     """As in a new process, and besides the answers everything that the adapter captures is the same again."""
     answers = one.begin(steps)
@@ -86,7 +86,7 @@ def test_a_sleep_after_every_step_changes_nothing(one):
     assert one.finish(answers) == expected
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_a_second_sleep_copies_only_kv_that_changed(one):
     expected = one.expected
     for _ in range(2):  # the second time each block has the hash that it had, but was computed again
@@ -115,7 +115,7 @@ def _sleep_and_wake(one) -> dict:
     return kv | {"blocks": report.kept_blocks}
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_a_second_sleep_to_disk_reads_and_writes_only_kv_that_changed(one):
     expected = one.expected
     answers = one.begin(20)

@@ -2,14 +2,14 @@
 """Levels, tags and what becomes of requests without preserve_state."""
 
 import pytest
-from conftest import LONG_ON_RIG, kept_tags, tags
+from conftest import LONG_ON_GPU_PATH, kept_tags, tags
 from requests_of_tests import REQUESTS, final
 from tiny_model import make_model
 
 from torpor import errors
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_level_0_only_pauses(one):
     answers = one.begin(10)
     report = one.llm.sleep(level=0)
@@ -30,7 +30,7 @@ def test_without_preserve_state_requests_are_aborted(one, to):
     assert one.finish(one.begin()) == one.expected  # the weights are right
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_without_preserve_state_requests_can_be_recomputed(one):
     """vLLM's mode "keep": their KV is dropped and computed again."""
     names = ("greedy", "prefix-a", "long", "short")  # stock vLLM on the CPU cannot resume a seeded request in chunks
@@ -49,12 +49,12 @@ def test_without_preserve_state_requests_can_be_recomputed(one):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"level": 0}, marks=LONG_ON_RIG),
-        pytest.param({"level": 1}, marks=LONG_ON_RIG),
+        pytest.param({"level": 0}, marks=LONG_ON_GPU_PATH),
+        pytest.param({"level": 1}, marks=LONG_ON_GPU_PATH),
         {"level": 1, "preserve_state": True, "to": "disk"},
     ],
 )
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_running_requests_can_be_finished_first(one, options):
     """vLLM's mode "wait": what runs ends before the sleep, what is queued stays queued and runs after the wake."""
     expected = one.expected
@@ -108,7 +108,7 @@ def test_a_sleep_that_fails_after_the_wait_leaves_the_engine_awake(one, tmp_path
     assert finished.pop("late") == one.expected["short"] and finished == one.expected
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_level_2_says_what_to_reload(one):
     one.begin(5)
     report = one.llm.sleep(level=2)
@@ -121,7 +121,7 @@ def test_level_2_says_what_to_reload(one):
     assert one.finish(one.begin()) == one.expected
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_level_2_with_preserve_state_keeps_all_and_a_bare_wake_goes_on(one):
     answers = one.begin(10)
     report = one.llm.sleep(level=2, preserve_state=True)
@@ -164,7 +164,7 @@ def test_no_tags_are_not_all_tags(one):
     assert one.finish(answers) == one.expected
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_tags_wake_one_by_one(one):
     answers = one.begin(10)
     assert one.llm.sleep(level=1, preserve_state=True), "a sleep that succeeded is not false"
@@ -207,7 +207,7 @@ def test_an_idle_engine_sleeps_too(one):
     assert one.finish(one.begin()) == one.expected
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_a_plan_tells_what_a_sleep_would_do(one):
     answers = one.begin(10)
     plan = one.llm.torpor.plan_sleep(level=1, preserve_state=True)
@@ -219,7 +219,7 @@ def test_a_plan_tells_what_a_sleep_would_do(one):
     assert one.finish(answers) == one.expected
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_requests_that_come_in_while_asleep_wait(one):
     answers = one.begin(10)
     one.llm.sleep(level=1, preserve_state=True)
@@ -232,7 +232,7 @@ def test_requests_that_come_in_while_asleep_wait(one):
     assert finished["greedy"] == one.expected["greedy"]
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_requests_can_be_aborted_while_asleep(one):
     answers = one.begin(10)
     one.llm.sleep(level=1, preserve_state=True)
@@ -243,7 +243,7 @@ def test_requests_can_be_aborted_while_asleep(one):
     assert finished["seeded"] == one.expected["seeded"]
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_new_weights_loaded_while_the_kv_sleeps_go_on_from_the_tokens_so_far(one, tiny_model, real_model, tmp_path):
     """The loop of RL: rollouts sleep half-done, weights change, rollouts go on; KV of the old weights is never used."""
     names = ["greedy", "prefix-a"]

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that torch's pools keep below torpor's regions, over pools as strict as torch's (tests/rig). Without a GPU."""
+"""Memory that torch's pools keep below torpor's regions, over pools as strict as torch's, without a GPU."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-RIG = Path(__file__).parents[1] / "rig"
+GPU_PATH = Path(__file__).parents[1] / "gpu_path"
 
 
 def test_what_is_freed_in_a_pool_that_is_in_use_goes_back_to_the_device():
     """Over pools as torch has them: a pool that hands out a segment without memory ends the process."""
     code = """
 import torch
-from rig import pools
+from gpu_path import pools
 pools.install()
 from torpor import memory
 
@@ -74,7 +74,10 @@ assert held("graphs") == (2, 2)
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ
-        | {"TORPOR_MEMORY_DEVICE": "host", "PYTHONPATH": os.pathsep.join((str(RIG), os.environ.get("PYTHONPATH", "")))},
+        | {
+            "TORPOR_MEMORY_DEVICE": "host",
+            "PYTHONPATH": os.pathsep.join((str(GPU_PATH), os.environ.get("PYTHONPATH", ""))),
+        },
         capture_output=True,
         text=True,
         timeout=600,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-import rig
+import gpu_path
 import torch
 from conftest import result_of
 from inspector import look
@@ -20,7 +20,7 @@ from torpor.vllm.compat import lookup
 
 SPANS = lookup("vllm.outputs", "WeightVersionSpan")  # from vLLM 0.32 on
 HERE = Path(__file__).parent
-STEPS = [2, 12] if rig.active() else [1, 2, 5, 12, 30, 50]
+STEPS = [2, 12] if gpu_path.active() else [1, 2, 5, 12, 30, 50]
 
 
 def as_json(value):
@@ -31,7 +31,7 @@ def wake_in_new_process(zygote, model, directory, paths) -> list[dict]:
     return result_of(zygote.run([HERE / "new_process.py", model, directory, *paths]))
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @pytest.mark.core
 def test_a_new_process_goes_on_with_the_very_next_token(one, zygote, tiny_model):
     expected = as_json(one.expected)
@@ -53,7 +53,7 @@ def test_a_new_process_goes_on_with_the_very_next_token(one, zygote, tiny_model)
         )
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_a_new_process_goes_on_from_a_checkpoint_that_was_written_while_the_engine_served(one, zygote, tiny_model):
     expected = as_json(one.expected)
     answers = one.begin(12)

@@ -71,7 +71,7 @@ def result(request) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @since_0_33
 def test_transfers_end_before_a_sleep_and_requests_go_on_after_it(result):
     of = result["keeps_requests"]
@@ -82,7 +82,7 @@ def test_transfers_end_before_a_sleep_and_requests_go_on_after_it(result):
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @since_0_33
 def test_a_sleep_whose_transfers_do_not_end_is_refused_by_name(result):
     of = result["is_refused_while_transfers_do_not_end"]
@@ -93,7 +93,7 @@ def test_a_sleep_whose_transfers_do_not_end_is_refused_by_name(result):
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @since_0_33
 def test_requests_that_are_computed_again_or_aborted_leave_no_transfer_behind(result):
     of = result["computes_requests_again"]
@@ -106,7 +106,7 @@ def test_requests_that_are_computed_again_or_aborted_leave_no_transfer_behind(re
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @since_0_33
 def test_what_fails_in_the_middle_is_undone(alone):
     of = alone["fails_to_unregister"]
@@ -121,7 +121,7 @@ def test_what_fails_in_the_middle_is_undone(alone):
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @since_0_33
 def test_it_is_registered_whenever_the_kv_cache_is_there_and_the_engine_runs(alone):
     of = alone["wakes_by_tags"]
@@ -132,7 +132,7 @@ def test_it_is_registered_whenever_the_kv_cache_is_there_and_the_engine_runs(alo
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @since_0_33
 def test_a_pause_needs_nothing_of_it(alone):
     of = alone["pauses"]
@@ -146,7 +146,7 @@ def test_a_pause_needs_nothing_of_it(alone):
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @since_0_33
 def test_nothing_goes_to_a_new_process(alone):
     of = alone["keeps_nothing_for_a_new_process"]
@@ -157,7 +157,7 @@ def test_nothing_goes_to_a_new_process(alone):
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @since_0_33
 def test_torpors_connector_works_inside_multi_connector(beside_torpors):
     of = beside_torpors["has_torpors_inside"]

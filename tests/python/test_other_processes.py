@@ -17,9 +17,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import rig
+import gpu_path
 import vllm
-from conftest import ENGINE, IN_PROOF, long_on_rig, result_of, without_weights
+from conftest import ENGINE, IN_PROOF, long_on_gpu_path, result_of, without_weights
 from inspector import look
 from requests_of_tests import REQUESTS, add_requests, final, run
 from suspend import suspend
@@ -31,7 +31,7 @@ from torpor.vllm import frontend
 
 HERE = Path(__file__).parent
 LONG = (
-    60 if rig.active() else 250
+    60 if gpu_path.active() else 250
 )  # tokens: the engine core runs ahead of its reader, and must not be done before it sleeps
 
 
@@ -114,7 +114,7 @@ def test_an_engine_does_not_stand_still_for_a_sleep_that_was_interrupted(interru
     "ranks",
     [
         pytest.param(1, marks=pytest.mark.long),
-        pytest.param(2, marks=[pytest.mark.rig, *(() if rig.active() else [pytest.mark.long])]),
+        pytest.param(2, marks=[pytest.mark.gpu_path, *(() if gpu_path.active() else [pytest.mark.long])]),
     ],
 )
 def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
@@ -171,7 +171,9 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
         stop(llm)
     with zygote.spawning():
         how = {}
-        if ranks == 2 and not rig.pretends_cuda():  # each rank fills its own weights from the checkpoint; not a GPU's
+        if (
+            ranks == 2 and not gpu_path.pretends_cuda()
+        ):  # each rank fills its own weights from the checkpoint; not a GPU's
             tiny_model = without_weights(tiny_model, tmp_path / "model")
             how = {"load_format": "torpor"}
         llm = start(tiny_model, tmp_path, tensor_parallel_size=ranks, **how)
@@ -212,8 +214,8 @@ def _ranks_asked(report, processes: list[dict]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rig
-@long_on_rig
+@pytest.mark.gpu_path
+@long_on_gpu_path
 @pytest.mark.long
 def test_streaming_readers_stay_connected_over_a_sleep_and_take_up_their_answers_after_a_restart(
     in_other_processes, zygote, tiny_model, tmp_path

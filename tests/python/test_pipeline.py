@@ -5,19 +5,19 @@ import json
 from pathlib import Path
 
 import pytest
-import rig
-from conftest import long_on_rig, result_of
+import gpu_path
+from conftest import long_on_gpu_path, result_of
 from requests_of_tests import final
 
 HERE = Path(__file__).parent
 STEPS = [9]
-DEPTH = 3 if rig.active() else 2  # batches at most, and one less between steps
+DEPTH = 3 if gpu_path.active() else 2  # batches at most, and one less between steps
 
 
 @pytest.mark.feature("pipeline stages", "in process", "new process", "take-over")
 @pytest.mark.slow
-@pytest.mark.rig
-@long_on_rig
+@pytest.mark.gpu_path
+@long_on_gpu_path
 @pytest.mark.long
 def test_two_stages_sleep_and_a_new_process_goes_on(zygote, tiny_model, tmp_path):
     def process(what, values):

@@ -2,7 +2,7 @@
 """The record of answers beside an engine in this process: it has what clients were given, no more and no less."""
 
 import pytest
-from conftest import long_on_rig
+from conftest import long_on_gpu_path
 from requests_of_tests import run
 
 from torpor import _core
@@ -56,8 +56,8 @@ def test_what_is_aborted_keeps_what_it_had(one, recorder):
     assert recorder.answers.counts()["running"] == 0
 
 
-@pytest.mark.rig
-@long_on_rig
+@pytest.mark.gpu_path
+@long_on_gpu_path
 @pytest.mark.parametrize("since", [0, 2, 9])
 def test_a_new_engine_goes_on_from_what_was_given_since_the_checkpoint(one, recorder, since):
     """As after a kill: no token that a reader has is drawn again, and the next ones are those that would have come."""

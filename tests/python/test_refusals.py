@@ -17,7 +17,7 @@ from torpor.vllm.support import unsupported_engine, unsupported_scheduler
 HERE = Path(__file__).parent
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_a_request_that_no_checkpoint_can_hold_sleeps_here_and_ends_alone_elsewhere(one):
     """It lives on in memory over each sleep; whoever goes on from a checkpoint ends it by name."""
     names = ["greedy", "seeded"]

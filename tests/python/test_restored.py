@@ -49,7 +49,7 @@ def given(answers: dict) -> dict:
     return {name: [choice[1:3] for choice in choices] for name, (_, choices, _) in final(answers).items()}
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 @pytest.mark.parametrize("tokens", [3, 60], ids=["which end later", "which end meanwhile"])
 def test_generate_returns_its_own_outputs_beside_restored_requests(one, restore, tokens):
     expected = of_names(one, "restored")
@@ -62,7 +62,7 @@ def test_generate_returns_its_own_outputs_beside_restored_requests(one, restore,
     assert given(answers) == expected
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_wait_for_completion_gives_the_restored_requests_and_those_that_were_enqueued(one, restore):
     answers, like_the_next = restore()
     one.llm.enqueue(PROMPTS, greedy(3), use_tqdm=False)

@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 
 import pytest
-import rig
-from conftest import InProcess, long_on_rig
+import gpu_path
+from conftest import InProcess, long_on_gpu_path
 from requests_of_tests import REQUESTS, run
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -25,7 +25,7 @@ from torpor import errors
 from torpor.vllm import frontend, portable, scheduler_values, sessions
 from torpor.vllm.engine_values import Hibernated
 
-pytestmark = [pytest.mark.rig, pytest.mark.cpu]
+pytestmark = [pytest.mark.gpu_path, pytest.mark.cpu]
 
 SCHEMA = {
     "type": "object",
@@ -119,8 +119,8 @@ def idle(one) -> None:
     assert ledger.arena_used_bytes == sum(tag.backup_host_bytes for tag in ledger.tags.values())
 
 
-STEPS = [2, 9] if rig.active() else [1, 3, 9, 20]
-ARRIVED = 3 if rig.active() else 2  # steps after which KV of a resumed request has arrived, and it has not run
+STEPS = [2, 9] if gpu_path.active() else [1, 3, 9, 20]
+ARRIVED = 3 if gpu_path.active() else 2  # steps after which KV of a resumed request has arrived, and it has not run
 
 
 def test_its_state_says_that_requests_may_leave_it(one):
@@ -462,7 +462,7 @@ def test_an_engine_with_hibernated_requests_sleeps_and_wakes_with_them(one):
     idle(one)
 
 
-@long_on_rig
+@long_on_gpu_path
 def test_no_checkpoint_is_written_without_them(one):
     expected = one.expected
     answers = one.begin(6)
@@ -530,7 +530,7 @@ def loads(monkeypatch) -> list:
     return found
 
 
-@long_on_rig
+@long_on_gpu_path
 @pytest.mark.parametrize("how", [*WRITES, "updating_weights"])
 def test_weights_that_may_have_been_written_are_noticed(one, how, loads):
     expected = one.expected
@@ -544,7 +544,7 @@ def test_weights_that_may_have_been_written_are_noticed(one, how, loads):
     idle(one)
 
 
-@long_on_rig
+@long_on_gpu_path
 @pytest.mark.parametrize("how", WRITES)
 def test_they_are_noticed_while_requests_wait_for_blocks(one, how, loads):
     expected = one.expected
@@ -658,7 +658,7 @@ def hibernated_and_damaged(one, resume: bool) -> tuple[dict, Hibernated]:
     return answers, left
 
 
-@long_on_rig
+@long_on_gpu_path
 def test_a_damaged_image_is_refused_by_name(one):
     _, left = hibernated_and_damaged(one, resume=False)
     with pytest.raises(errors.Damaged, match=f"image {left.id}: kv_cache block 0 does not match its digest"):
@@ -752,14 +752,14 @@ def test_no_token_of_a_checkpoint_is_computed_again(one):
         one.engine.step()
         for i, request in one.core.scheduler.requests.items():
             if i in decoding and before.get(i, 0) > 0:
-                assert request.num_computed_tokens - before[i] <= 1 + rig.active()
+                assert request.num_computed_tokens - before[i] <= 1 + gpu_path.active()
                 scheduled += 1
     assert scheduled > 5
     run(one.engine)
     idle(one)
 
 
-@long_on_rig
+@long_on_gpu_path
 def test_a_checkpoint_of_another_model_is_refused_by_field(one, monkeypatch):
     path, _ = checkpoint_of(one, 3)
     hooks = one.core.torpor_side.hooks
@@ -772,7 +772,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_field(one, monkeypatch):
     idle(one)
 
 
-@long_on_rig
+@long_on_gpu_path
 def test_an_engine_with_requests_takes_no_checkpoint(one):
     path, _ = checkpoint_of(one, 3)
     one.begin(2, ["greedy"])
@@ -788,7 +788,7 @@ def test_an_engine_with_requests_takes_no_checkpoint(one):
     idle(one)
 
 
-@long_on_rig
+@long_on_gpu_path
 def test_a_portable_wake_that_is_interrupted_ends_its_own_requests_and_holds_nothing(one, monkeypatch):
     expected = one.expected
     path, answers = checkpoint_of(one, 3)
@@ -807,7 +807,7 @@ def test_a_portable_wake_that_is_interrupted_ends_its_own_requests_and_holds_not
     idle(one)
 
 
-@long_on_rig
+@long_on_gpu_path
 def test_nothing_else_happens_before_the_front_end_has_the_requests(one, monkeypatch):
     expected = one.expected
     path, answers = checkpoint_of(one, 3)
@@ -833,7 +833,7 @@ def test_nothing_else_happens_before_the_front_end_has_the_requests(one, monkeyp
     idle(one)
 
 
-@long_on_rig
+@long_on_gpu_path
 def test_a_request_whose_text_comes_out_otherwise_fails_alone(one, monkeypatch):
     """As with a tokenizer that makes another text of its tokens."""
     expected = one.expected
@@ -859,7 +859,7 @@ def test_a_request_whose_text_comes_out_otherwise_fails_alone(one, monkeypatch):
     idle(one)
 
 
-@long_on_rig
+@long_on_gpu_path
 def test_a_front_end_that_cannot_take_the_requests_keeps_those_of_others(one, monkeypatch):
     expected = one.expected
     path, _ = checkpoint_of(one, 3)
@@ -878,7 +878,7 @@ def test_a_front_end_that_cannot_take_the_requests_keeps_those_of_others(one, mo
     idle(one)
 
 
-@long_on_rig
+@long_on_gpu_path
 def test_hibernated_requests_do_not_keep_wait_for_completion(one):
     path, _ = checkpoint_of(one, 3)
     assert one.llm.wake_up(from_checkpoint=path, identity="portable")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from inspector import look
-from conftest import long_on_rig
+from conftest import long_on_gpu_path
 from requests_of_tests import run
 from test_sessions import (  # noqa: F401  the fixtures are used by name
     idle,
@@ -27,7 +27,7 @@ from vllm.v1.request import RequestStatus
 from torpor import _core, errors
 from torpor.vllm import session_calls, sessions
 
-pytestmark = [pytest.mark.rig, pytest.mark.cpu]
+pytestmark = [pytest.mark.gpu_path, pytest.mark.cpu]
 
 NAMES = ["greedy", "two", "stops", "schema", "long-seeded"]
 
@@ -106,7 +106,7 @@ def test_a_sleep_keeps_what_is_on_disk(one):  # noqa: F811
     idle(one)
 
 
-@long_on_rig
+@long_on_gpu_path
 def test_kv_of_other_weights_is_computed_again(one):  # noqa: F811
     expected = one.expected
     answers = one.begin(6)

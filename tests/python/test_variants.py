@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-import rig
+import gpu_path
 from conftest import IN_PROOF as PROOF
-from conftest import long_on_rig, result_of
+from conftest import long_on_gpu_path, result_of
 from requests_of_tests import REQUESTS
 
 HERE = Path(__file__).parent
@@ -49,7 +49,7 @@ VARIANTS = {
 }
 
 
-ON_RIG = ("scheduling by priority, no prefix cache",)  # preemption there: test_gpu_path.py
+ON_GPU_PATH = ("scheduling by priority, no prefix cache",)  # preemption there: test_gpu_path.py
 IN_PROOF = (
     "linear weights left unpacked",
     "nothing cached is kept",
@@ -60,18 +60,21 @@ IN_PROOF = (
 
 
 def _marked(name):
-    marks = [*([pytest.mark.rig] if name in ON_RIG else []), *([pytest.mark.long] if name in IN_PROOF else [])]
+    marks = [
+        *([pytest.mark.gpu_path] if name in ON_GPU_PATH else []),
+        *([pytest.mark.long] if name in IN_PROOF else []),
+    ]
     return pytest.param(name, marks=marks)
 
 
-@long_on_rig
+@long_on_gpu_path
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [_marked(name) for name in VARIANTS])
 def test_identical_with(name, zygote, tiny_model, tmp_path):
     key = tmp_path / "key"
     key.touch(mode=0o600)
     key.write_bytes(bytes(range(32)))
-    sleep_at = {"sleep_at": [9]} if rig.active() else {}
+    sleep_at = {"sleep_at": [9]} if gpu_path.active() else {}
     options = json.dumps(VARIANTS[name] | sleep_at).replace("KEY", str(key)).replace("SPILL", str(tmp_path / "spill"))
     result = result_of(zygote.run([HERE / "variant_process.py", tiny_model, tmp_path / "store", options]))
     assert result["differing"] == []

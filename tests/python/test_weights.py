@@ -46,7 +46,7 @@ def generate(one, prompt):
 
 
 @pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_new_requests_do_not_find_kv_of_old_weights_that_running_ones_keep(one, weights, other_model, level):
     half_done = one.begin(12, ["prefix-a"])
     one.llm.sleep(level=level, preserve_state=True)
@@ -73,7 +73,7 @@ def test_new_requests_do_not_find_kv_of_old_weights_that_running_ones_keep(one, 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep", "abort"])
 @pytest.mark.parametrize("level", [0, 2])
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_weights_are_updated_under_half_done_answers(one, weights, other_model, level, kv):
     names = ["greedy", "prefix-a"]
     half_done = one.begin(12, names)
@@ -147,7 +147,7 @@ def test_an_engine_without_requests_gets_new_weights_awake(one, weights, other_m
 
 
 @pytest.mark.parametrize("kv", [None, "keep"])
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_requests_are_kept_while_their_weights_are_dropped(one, weights, tiny_model, kv):
     answers = one.begin(10)
     one.llm.sleep(preserve_state=True)  # it has the digest of the weights
@@ -168,7 +168,7 @@ def test_requests_are_kept_while_their_weights_are_dropped(one, weights, tiny_mo
     assert (generate(one, SHARED)[0] > 0) == (kv is None)  # prefixes of the same weights are still found
 
 
-@pytest.mark.rig
+@pytest.mark.gpu_path
 def test_the_same_weights_in_vllms_own_order_are_no_new_ones(one, weights, tiny_model, other_model):
     answers = one.begin(10)
     one.llm.sleep(level=2, preserve_state=True)

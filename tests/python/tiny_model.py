@@ -6,15 +6,15 @@ import shutil
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "rig"))  # it is a script too
+sys.path.append(str(Path(__file__).parents[1] / "gpu_path"))  # it is a script too
 
-import rig
-from rig import model as rig_model
+import gpu_path
+from gpu_path import model as gpu_path_model
 from zygote import shared
 
 VOCABULARY = 2048
 SPECIAL = 17  # its first tokens
-# What some of them are called; on the rig they have other numbers, see rig/model.py.
+# What some of them are called; on the GPU path they have other numbers, see gpu_path/model.py.
 NAMED = {
     "<think>": 5, "</think>": 6, "<image>": 7, "<fake_token_around_image>": 8,
     "<end_of_utterance>": 9, "<global-img>": 10,
@@ -22,9 +22,9 @@ NAMED = {
 
 
 def make_model(folder: Path, tokenizer_from: Path, seed: int = 7, layers: int = 4) -> Path:
-    """The same as make_tiny_llama(), by the zygote where this process has not imported torch; on the rig, its model."""
-    if rig.active():
-        return rig_model.make_model(folder, seed)
+    """The same as make_tiny_llama(), by the zygote where this process lacks torch; on the GPU path, its model."""
+    if gpu_path.active():
+        return gpu_path_model.make_model(folder, seed)
     if "torch" in sys.modules:
         return make_tiny_llama(folder, tokenizer_from, seed, layers)
     done = shared().run([__file__, folder, tokenizer_from, seed, layers])

@@ -14,9 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools/demo")]
-sys.path += [str(ROOT / "tests/python"), str(ROOT / "tests/rig")]
+sys.path += [str(ROOT / "tests/python"), str(ROOT / "tests/gpu_path")]
 
-import rig  # noqa: E402
+import gpu_path  # noqa: E402
 from zygote import ENVIRONMENT, FORKED, Zygote, shared  # noqa: E402
 
 
@@ -30,16 +30,16 @@ def pytest_configure(config):
 
 
 @functools.cache
-def zygote(on_rig: bool) -> Zygote:
-    return Zygote(env=os.environ | ENVIRONMENT | rig.environment()) if on_rig else shared()
+def zygote(on_gpu_path: bool) -> Zygote:
+    return Zygote(env=os.environ | ENVIRONMENT | gpu_path.environment()) if on_gpu_path else shared()
 
 
-def started(program: Path, *arguments, forked: int = 0, on_rig: bool = False) -> subprocess.CompletedProcess:
+def started(program: Path, *arguments, forked: int = 0, on_gpu_path: bool = False) -> subprocess.CompletedProcess:
     """Runs it. So many of the processes that it starts, and it itself, have imported vLLM already
     (tests/python/zygote.py); in tools/dev proof none has."""
     words = [program, *map(str, arguments)]
     if forked and os.environ.get("TORPOR_PROOF") != "long":
-        return zygote(on_rig).run(words, env=os.environ | ENVIRONMENT | {FORKED: str(forked)})
+        return zygote(on_gpu_path).run(words, env=os.environ | ENVIRONMENT | {FORKED: str(forked)})
     env = os.environ | PATIENT
     return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=600)
 
@@ -47,7 +47,7 @@ def started(program: Path, *arguments, forked: int = 0, on_rig: bool = False) ->
 def demo(*arguments, model: Path | None = None, forked: int = 0) -> subprocess.CompletedProcess:
     """With the real model, as users have it, or with another one."""
     words = ["--model", model or os.environ["TORPOR_TEST_MODEL"], *arguments]
-    return started(ROOT / "tools/demo/demo.py", *words, forked=forked, on_rig="--gpu-path" in arguments)
+    return started(ROOT / "tools/demo/demo.py", *words, forked=forked, on_gpu_path="--gpu-path" in arguments)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of an engine for a machine with a GPU, on the rig."""
+"""The checks of an engine for a machine with a GPU, on the GPU path."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def verdicts(found: dict[str, dict]) -> dict[str, str]:
 
 @pytest.mark.long
 def test_every_check_that_needs_no_gpu_passes_and_no_other_does(tmp_path):
-    done = started(CHECKS, "--rig", "--dir", tmp_path)
+    done = started(CHECKS, "--gpu-path", "--dir", tmp_path)
     found = rows(done)
     assert verdicts(found) == dict.fromkeys(PASSED, "passed") | dict.fromkeys(NOT_HERE, "not here"), done.stderr
     assert done.returncode == 0
@@ -59,15 +59,15 @@ def test_drafts_of_a_head_are_checked_where_one_is_given(tmp_path, real_model):
     from feature_models import beside, with_eagle_head
 
     model = with_eagle_head(tmp_path / "model", real_model)
-    words = ["--rig", "--dir", tmp_path / "checks", "--only", 14, "--model", model]
+    words = ["--gpu-path", "--dir", tmp_path / "checks", "--only", 14, "--model", model]
     found = rows(started(CHECKS, *words, "--eagle-head", beside(model, "eagle")))
     assert set(verdicts(found).values()) == {"passed"} and len(found) == 2, found
 
 
 @pytest.mark.long  # an engine for each fault
 def test_a_fault_is_a_failed_row_and_the_other_checks_run(tmp_path):
-    words = ["--rig", "--dir", tmp_path, "--only", 1, 2, 4, 6]
-    done = started(HERE / "engine_with_faults.py", *words, forked=9, on_rig=True)
+    words = ["--gpu-path", "--dir", tmp_path, "--only", 1, 2, 4, 6]
+    done = started(HERE / "engine_with_faults.py", *words, forked=9, on_gpu_path=True)
     found = rows(done)
     failed = {
         "1 deterministic without a sleep": "RuntimeError: planted",
@@ -87,7 +87,7 @@ def test_a_fault_is_a_failed_row_and_the_other_checks_run(tmp_path):
 
 
 def test_a_check_that_is_at_work_when_the_time_is_used_up_is_not_counted(tmp_path):
-    words = ["--rig", "--dir", tmp_path, "--only", 1, 3, "--minutes", 0.001]
+    words = ["--gpu-path", "--dir", tmp_path, "--only", 1, 3, "--minutes", 0.001]
     done = started(CHECKS, *words)
     found = rows(done)
     assert done.returncode == 0 and "0 passed, 0 failed, 5 not here" in done.stderr, done.stderr
@@ -97,9 +97,9 @@ def test_a_check_that_is_at_work_when_the_time_is_used_up_is_not_counted(tmp_pat
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--rig", "--only", "17"], "--only 17"),
-        (["--rig", "--sleeps", "0"], "--sleeps is 0"),
-        (["--rig", "--minutes", "0"], "--minutes is 0"),
+        (["--gpu-path", "--only", "17"], "--only 17"),
+        (["--gpu-path", "--sleeps", "0"], "--sleeps is 0"),
+        (["--gpu-path", "--minutes", "0"], "--minutes is 0"),
         ([], "--model"),
         (["--model", "x"], "no CUDA device"),
     ],
@@ -116,7 +116,7 @@ def test_the_bundle_has_what_its_readme_names(tmp_path):
     for part in ("core", "library", "torch", "speed", "sanitizer"):
         assert f"run {part}" in readme
     assert started(tmp_path / "engine_checks.py", "--help").returncode == 0
-    done = started(tmp_path / "engine_checks.py", "--rig")
+    done = started(tmp_path / "engine_checks.py", "--gpu-path")
     assert done.returncode == 2 and "needs a checkout" in done.stderr
     for name in ("checks", "checked_engine"):
         assert (tmp_path / f"{name}.py").exists()

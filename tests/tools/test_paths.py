@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import rig
+import gpu_path
 from conftest import ROOT
-from devtool.testing import ON_RIG, RIG_ALONE
+from devtool.testing import ON_GPU_PATH, GPU_PATH_ALONE
 
 
 def collected(marks: str, more: dict[str, str]) -> set[str]:
@@ -20,5 +20,5 @@ def collected(marks: str, more: dict[str, str]) -> set[str]:
 
 @pytest.mark.long
 def test_each_test_runs_on_one_of_the_paths():
-    left_out = collected(f"not long and {RIG_ALONE}", {})
-    assert left_out and left_out - collected(ON_RIG, rig.environment()) == set()
+    left_out = collected(f"not long and {GPU_PATH_ALONE}", {})
+    assert left_out and left_out - collected(ON_GPU_PATH, gpu_path.environment()) == set()

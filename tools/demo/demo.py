@@ -34,7 +34,7 @@ from screen import MARK, Screen, size
 from serving import ServerEnded
 
 HERE = Path(__file__).resolve().parent
-RIG = HERE.parents[1] / "tests/rig"
+GPU_PATH = HERE.parents[1] / "tests/gpu_path"
 _ENGINE_BYTES = 6 << 30  # of the machine's memory, where nothing else is said: the engine takes about half of them
 
 
@@ -73,11 +73,11 @@ def bytes_in(directory: Path) -> int:
 
 def gpu_path(directory: Path) -> tuple[Path, dict[str, str]]:
     """A model small enough for interpreted kernels, and the environment of an engine that runs them."""
-    sys.path.append(str(RIG))
-    import rig
-    from rig.model import make_model
+    sys.path.append(str(GPU_PATH))
+    import gpu_path
+    from gpu_path.model import make_model
 
-    return make_model(directory / "model"), rig.environment()
+    return make_model(directory / "model"), gpu_path.environment()
 
 
 def run(options: argparse.Namespace, screen: Screen) -> dict:

@@ -40,7 +40,7 @@ NOT_YET = (
     "tests/connector.md",
     "tests/console.md",
     "tests/promises.md",
-    "tests/rig/README.md",
+    "tests/gpu_path/README.md",
     "docs/reference/",
 )
 

@@ -18,7 +18,7 @@ TARGETS = ("gpu_check", "cuda_device_test", "torpor_memory")
 MOST_BYTES = 64 << 20  # one carry of a borrowed machine
 HELP = """usage: tools/dev gpu_check             make build/gpu_check.tar.gz for a machine with an NVIDIA GPU
        tools/dev gpu_check --engine …  make build/gpu_engine.tar.xz, with vLLM's CUDA build and torpor (--engine --help)
-       tools/dev gpu_check --rig …     run its checks of an engine here, without a GPU (--rig --help)
+       tools/dev gpu_check --gpu-path …     run its checks of an engine here, without a GPU (--gpu-path --help)
 
 On the target:  tar xf gpu_check.tar.gz && gpu_check/run --help
 It needs there: an NVIDIA driver, glibc 2.36; for the parts torch and speed a Python 3.8 or newer with torch.
@@ -28,7 +28,7 @@ Not needed: vLLM, torpor, this Python, a network. tools/gpu_check/on_the_target.
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--engine"]:
         return gpu_engine.main(arguments[1:])
-    if "--rig" in arguments:
+    if "--gpu-path" in arguments:
         python_path, _ = setup.everything()
         return subprocess.run([python_path, SOURCES / "engine_checks.py", *arguments]).returncode
     if arguments in (["--help"], ["-h"]):
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments:
         raise SetupError(
-            f"{arguments[0]!r} is no word of tools/dev gpu_check: use none, --engine or --rig (--help says for what)"
+            f"{arguments[0]!r} is no word of tools/dev gpu_check: use none, --engine or --gpu-path (see --help)"
         )
     setup.system_packages()
     python_path = setup.python_environment()

@@ -46,9 +46,9 @@ def main(arguments: list[str]) -> int:
     add_packages(builder)
     add_torpor(builder)
     shutil.copytree(ROOT / "tools/gpu_check", BUNDLE / "checks", ignore=shutil.ignore_patterns("*.cpp", "*.h", "*.txt"))
-    make = "import sys; from pathlib import Path; from rig.model import make_model; make_model(Path(sys.argv[1]))"
+    make = "import sys; from pathlib import Path; from gpu_path.model import make_model; make_model(Path(sys.argv[1]))"
     subprocess.run(
-        [ours, "-c", make, BUNDLE / "model"], check=True, env=os.environ | {"PYTHONPATH": "tests/rig"}, cwd=ROOT
+        [ours, "-c", make, BUNDLE / "model"], check=True, env=os.environ | {"PYTHONPATH": "tests/gpu_path"}, cwd=ROOT
     )
     shutil.copy(ROOT / "tools/gpu_check/run_engine.sh", BUNDLE / "run")
     (BUNDLE / "run").chmod(0o755)

@@ -2,7 +2,7 @@
 """tools/dev mutants: plants each fault of tests/mutants.toml in a copy of the tree; its test must catch it.
 
 `caught_by` is a program of the C++ tests and a pattern of its cases, or, for faults of the adapter, `pytest` and a
-node, or `rig` and one that runs on vLLM's GPU path (tests/rig).
+node, or `gpu_path` and one that runs on vLLM's GPU path (tests/gpu_path).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def main(arguments: list[str]) -> int:
             raise SetupError(f"no mutant has {arguments[0]!r} in its name")
     copy_tree()
     in_python = [m for m in mutants if m["caught_by"].startswith("pytest ")]
-    on_rig = [m for m in mutants if m["caught_by"].startswith("rig ")]
-    compiled = [m for m in mutants if m not in in_python and m not in on_rig]
+    on_gpu_path = [m for m in mutants if m["caught_by"].startswith("gpu_path ")]
+    compiled = [m for m in mutants if m not in in_python and m not in on_gpu_path]
     missed = missed_compiled(compiled) if compiled else 0
     missed += missed_by_pytest(in_python, {}, *setup.everything()) if in_python else 0
-    missed += missed_by_pytest(on_rig, rig_environment(), *setup.everything()) if on_rig else 0
+    missed += missed_by_pytest(on_gpu_path, gpu_path_environment(), *setup.everything()) if on_gpu_path else 0
     say(f"{len(mutants) - missed} of {len(mutants)} caught")
     return 1 if missed else 0
 
@@ -77,11 +77,11 @@ def missed_compiled(mutants: list[dict]) -> int:
     return sum(not caught(m, caught_by) for m in mutants)
 
 
-def rig_environment() -> dict[str, str]:
-    sys.path.insert(0, str(ROOT / "tests/rig"))
-    import rig
+def gpu_path_environment() -> dict[str, str]:
+    sys.path.insert(0, str(ROOT / "tests/gpu_path"))
+    import gpu_path
 
-    return rig.environment()
+    return gpu_path.environment()
 
 
 def in_adapter(mutant: dict) -> bool:
@@ -101,7 +101,9 @@ def missed_by_pytest(mutants: list[dict], more: dict[str, str], python: Path, mo
 
     env = os.environ | ENVIRONMENT | more | {"TORPOR_TEST_MODEL": str(model), "PYTHONDONTWRITEBYTECODE": "1"}
     # The copy's code comes before the installed one, which vLLM finds torpor's entry point with.
-    env["PYTHONPATH"] = os.pathsep.join([str(source / "bindings/python"), str(source / "tests/rig"), str(setup.SITE)])
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(source / "bindings/python"), str(source / "tests/gpu_path"), str(setup.SITE)]
+    )
     # The inspector and what is installed beside vLLM are without a fault.
     setup.install_console(python)
     cmake_build("release", ("torpor",))

@@ -17,9 +17,9 @@ from pathlib import Path
 from devtool import other_vllm, setup
 from devtool.setup import ROOT, cmake_build
 
-sys.path += [str(ROOT / "tests/python"), str(ROOT / "tests/rig")]
+sys.path += [str(ROOT / "tests/python"), str(ROOT / "tests/gpu_path")]
 
-import rig
+import gpu_path
 from zygote import ENVIRONMENT, Zygote
 
 CORES = os.cpu_count() or 2
@@ -39,8 +39,10 @@ ENGINES = (
     "forks",
     "gpu_path",
 )
-RIG_ALONE = "rig and not core and not cpu"  # marks of tests of engines that `test` runs on the GPU's path alone
-ON_RIG = "rig and not long"  # and of all that it runs there
+GPU_PATH_ALONE = (
+    "gpu_path and not core and not cpu"  # marks of tests of engines that `test` runs on the GPU's path alone
+)
+ON_GPU_PATH = "gpu_path and not long"  # and of all that it runs there
 SANITIZERS = {"asan": 2, "tsan": 1}  # how many compilers at a time: what takes longest, so that it does not end last
 # The gate first: vLLM keeps what the environment says of its routes once an engine has run in the process.
 SERVERS = [
@@ -149,13 +151,15 @@ def proof_lines(log: Path) -> list[str]:
     return sorted(line.strip() for line in text.splitlines() if line.lstrip().startswith("proof: "))
 
 
-def pytest_on_rig(python: Path, *words: str) -> list:
-    return [python, "-m", "rig", "-m", "pytest", *PYTEST_OPTIONS, *words]
+def pytest_on_gpu_path(python: Path, *words: str) -> list:
+    return [python, "-m", "gpu_path", "-m", "pytest", *PYTEST_OPTIONS, *words]
 
 
-def rig_environment() -> dict[str, str]:
-    """Where the package of tests/rig is found, besides what is found already."""
-    return {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rig"), *filter(None, [os.environ.get("PYTHONPATH")])])}
+def gpu_path_environment() -> dict[str, str]:
+    """Where the package of tests/gpu_path is found, besides what is found already."""
+    return {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/gpu_path"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
 
 
 def ctest(preset: str, at_once: int, *arguments: str) -> list:
@@ -181,34 +185,36 @@ def other_versions() -> int:
     for version in other_vllm.ENVIRONMENTS:
         python, more = other_vllm.environment(version)
         env = environment(model) | more
-        on_rig = pytest_on_rig(python, "tests/python/test_gpu_path.py", "-m", "core")
+        on_gpu_path = pytest_on_gpu_path(python, "tests/python/test_gpu_path.py", "-m", "core")
         parts.beside_each_other(
             {
                 f"Python tests, core, vLLM {version}": Job([python, *CORE_TESTS], env),
-                f"Python tests, core, vLLM {version}, GPU path": Job(on_rig, env | rig_environment()),
+                f"Python tests, core, vLLM {version}, GPU path": Job(on_gpu_path, env | gpu_path_environment()),
             }
         )
     return parts.summary()
 
 
 def whole_gpu_path() -> int:
-    """All tests of engines on the rig; on the CPU's path what `test` runs on the rig alone; on both what takes too long
-    for `test`; and tests of tools with nothing forked."""
+    """Run all tests of engines on the GPU path, on the CPU's path what `test` runs on the GPU path alone, on both what
+    takes too long for `test`, and tests of tools with nothing forked."""
     python, model = setup.everything()
-    env = environment(model) | rig_environment()
-    engines = pytest_on_rig(python, *(f"tests/python/test_{name}.py" for name in ENGINES if "sessions" not in name))
-    sessions = pytest_on_rig(python, *SESSIONS)
+    env = environment(model) | gpu_path_environment()
+    engines = pytest_on_gpu_path(
+        python, *(f"tests/python/test_{name}.py" for name in ENGINES if "sessions" not in name)
+    )
+    sessions = pytest_on_gpu_path(python, *SESSIONS)
     too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long or longer"]
     others = sorted(
         set(ROOT.glob("tests/python/test_*.py")) - {ROOT / f"tests/python/test_{name}.py" for name in ENGINES}
     )
-    seldom = pytest_on_rig(python, *others, "-m", "rig and long")
+    seldom = pytest_on_gpu_path(python, *others, "-m", "gpu_path and long")
     longer = {"TORPOR_PROOF": "long"}
     commands = (
         (engines, env),
         (sessions, env),
         (seldom, env),
-        ([python, *PYTEST, *BUT_SERVERS, "-m", f"not long and {RIG_ALONE}"], environment(model)),
+        ([python, *PYTEST, *BUT_SERVERS, "-m", f"not long and {GPU_PATH_ALONE}"], environment(model)),
         ([*too_long, *BUT_SESSIONS], env | longer),
         ([python, *PYTEST, "tests/tools"], environment(model) | longer),
     )
@@ -259,13 +265,13 @@ def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str
     parts = Parts()
     parts.install(python)
     env = environment(model)
-    on_rig = env | rig.environment()
+    on_gpu_path = env | gpu_path.environment()
 
     # They import vLLM and torpor, once for all lanes of tests, while the compiler begins.
     def zygote_of(python: Path, variables: dict[str, str]) -> Zygote:
         return Zygote(python, variables | ENVIRONMENT, with_torpor=True)
 
-    zygote, rig_zygote = zygote_of(python, env), zygote_of(python, on_rig)
+    zygote, gpu_path_zygote = zygote_of(python, env), zygote_of(python, on_gpu_path)
     others = {version: (zygote_of(own, env | more), env | more) for version, (own, more) in others.items()}
     # C++ unit tests run where sanitizers watch them, the proofs as they are built for users; `quick` runs both so.
     parts.compile("release", "proof_tests", "libraries", "tools")
@@ -278,11 +284,17 @@ def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str
     parts.beside_each_other(
         {
             **sanitized,
-            "Python tests, engines": Job([*PYTEST, *BUT_SERVERS, "-m", f"not long and not ({RIG_ALONE})"], env, zygote),
+            "Python tests, engines": Job(
+                [*PYTEST, *BUT_SERVERS, "-m", f"not long and not ({GPU_PATH_ALONE})"], env, zygote
+            ),
             "C++ tests, release": Job(ctest("release", 1, "-L", "proof"), env),
             "Python tests, sessions": Job([*PYTEST, *SESSIONS, "-m", "not long"], env, zygote),
-            "Python tests, vLLM's GPU path": Job([*PYTEST, *BUT_SESSIONS, "-m", ON_RIG], on_rig, rig_zygote),
-            "Python tests, sessions, vLLM's GPU path": Job([*PYTEST, *SESSIONS, "-m", ON_RIG], on_rig, rig_zygote),
+            "Python tests, vLLM's GPU path": Job(
+                [*PYTEST, *BUT_SESSIONS, "-m", ON_GPU_PATH], on_gpu_path, gpu_path_zygote
+            ),
+            "Python tests, sessions, vLLM's GPU path": Job(
+                [*PYTEST, *SESSIONS, "-m", ON_GPU_PATH], on_gpu_path, gpu_path_zygote
+            ),
             "Python tests, servers": Job([*PYTEST, *SERVERS, "-m", "not long"], env, zygote),
             "Tools and documents": Job([*PYTEST, "tests/tools", "-m", "not long"], env, zygote),
             **{
@@ -291,6 +303,6 @@ def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str
             },
         }
     )
-    for each in (zygote, rig_zygote, *(own for own, _ in others.values())):
+    for each in (zygote, gpu_path_zygote, *(own for own, _ in others.values())):
         each.close()
     return parts.summary()

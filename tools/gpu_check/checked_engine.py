@@ -46,21 +46,21 @@ DRAFTED = {
     "long": REQUESTS["long"],
 }
 OPTIONS = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128, "seed": 0, "enforce_eager": True}
-ON_RIG = {"block_size": 32, "dtype": "float32"}
+ON_GPU_PATH = {"block_size": 32, "dtype": "float32"}
 ON_CUDA = {"kv_cache_memory_bytes": 2 << 30}
 
 
 class CheckedEngine:
     """An LLM whose engine core lives in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), and runs of its requests."""
 
-    def __init__(self, model: str, directory: str, rig: bool, options: dict):
+    def __init__(self, model: str, directory: str, gpu_path: bool, options: dict):
         torpor = {"checkpoint_dir": directory, "retain_checkpoints": 100} | (
-            {} if rig else {"gpu_preserve_state": True}
+            {} if gpu_path else {"gpu_preserve_state": True}
         )
-        self.rig = rig
+        self.gpu_path = gpu_path
         self.requests = DRAFTED if "speculative_config" in options else REQUESTS
         self.directory = directory
-        options = OPTIONS | (ON_RIG if rig else ON_CUDA) | options
+        options = OPTIONS | (ON_GPU_PATH if gpu_path else ON_CUDA) | options
         self.uses_torpor = os.environ.get("TORPOR_ENABLED") != "0"
         if self.uses_torpor:
             options["additional_config"] = {"torpor": torpor}

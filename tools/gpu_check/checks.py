@@ -317,7 +317,7 @@ def memory_back(one: CheckedEngine, options) -> str:
     woken = one.llm.wake_up()
     seconds = time.monotonic() - began
     _same(one.finish(answers), one.reference(9), "afterwards")
-    enough = awake if one.rig else report.freed_bytes
+    enough = awake if one.gpu_path else report.freed_bytes
     if report.freed_bytes <= 0 or given_back < 0.9 * enough:
         raise Failed(f"{given_back} bytes came back of {enough}; torpor says {report.freed_bytes}")
     return (
@@ -340,7 +340,7 @@ def shaped_as_8b(model: str, folder: Path) -> str:
 
 def loaded(one: CheckedEngine, options) -> str:
     """Check 16."""
-    count, length, tokens = (6, 100, 24) if options.rig else (options.loaded, 4000, 120)
+    count, length, tokens = (6, 100, 24) if options.gpu_path else (options.loaded, 4000, 120)
     draws = random.Random(1)
     requests = {
         f"r{number}": (
@@ -369,10 +369,10 @@ def loaded(one: CheckedEngine, options) -> str:
 
 
 def _held(one: CheckedEngine) -> int:
-    """Bytes in use of the device; on the rig, resident bytes of the mappings that weights and KV lie in."""
+    """Bytes in use of the device; on the GPU path, resident bytes of the mappings that weights and KV lie in."""
     import torch
 
-    if not one.rig:
+    if not one.gpu_path:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an engine that sleeps and wakes answers as one that only stood still, on vLLM's default GPU path.
 
-Needs vLLM's CUDA build and torpor, and a model; --rig runs the same here, without a GPU. Each row says what was
+Needs vLLM's CUDA build and torpor, and a model; --gpu-path runs the same here, without a GPU. Each row says what was
 expected, what was seen, and a verdict: passed, failed, or not here. Rows go to standard output as JSON lines, a table
 of them to standard error at the end. Exit codes: 0 none failed, 1 some did, 2 it could not run.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-RIG = HERE.parents[1] / "tests/rig"  # of a checkout; not in the bundle
+GPU_PATH = HERE.parents[1] / "tests/gpu_path"  # of a checkout; not in the bundle
 
 LOG = "engines.log"
 _NGRAMS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -43,14 +43,14 @@ class Part:
 
 
 def parts(options) -> list[Part]:
-    """All checks, on the rig or on CUDA."""
-    rig, here = options.rig, _here(options)
+    """All checks, on the GPU path or on CUDA."""
+    gpu_path, here = options.gpu_path, _here(options)
     graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
     if options.no_compile:
         graphs["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL"}
-    no_device = "needs a GPU" if rig else ""
+    no_device = "needs a GPU" if gpu_path else ""
     no_flashinfer = no_device or ("" if here["flashinfer"] else "FlashInfer is not installed")
-    torch_samples = {} if rig else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    torch_samples = {} if gpu_path else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     found = [
         Part("eager", [
             ("1 deterministic without a sleep", "two runs give the same", "repeats", {}),
@@ -89,14 +89,14 @@ def parts(options) -> list[Part]:
     ]  # fmt: skip
     large = {"load_format": "dummy", "kv_cache_memory_bytes": options.kv_gib << 30}
     large |= {"max_model_len": 8192, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
-    found.append(Part("loaded", [("16 a loaded engine", f"twice {SAME}", "loaded", {})], **({} if rig else large)))
-    for layout in ("BLHNC", "BHLNC") if rig else ("LBNHC", "LBHNC", "BLHNC"):  # the rig's own is in "eager"
+    found.append(Part("loaded", [("16 a loaded engine", f"twice {SAME}", "loaded", {})], **({} if gpu_path else large)))
+    for layout in ("BLHNC", "BHLNC") if gpu_path else ("LBNHC", "LBHNC", "BLHNC"):  # the GPU path's own is in "eager"
         check = (f"8 KV blocks, layout {layout}", "each block hashes as before", "kv_bytes", {"layout": layout})
         found.append(Part(f"layout {layout}", [check], "", {"VLLM_KV_CACHE_LAYOUT": layout}))
     # Kernels that the interpreter does not run.
-    probabilistic = {} if rig else {"draft_sample_method": "probabilistic"}
-    one_device = "" if rig or here["devices"] > 1 else "needs two GPUs"
-    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if rig else {}
+    probabilistic = {} if gpu_path else {"draft_sample_method": "probabilistic"}
+    one_device = "" if gpu_path or here["devices"] > 1 else "needs two GPUs"
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if gpu_path else {}
     found += [
         Part("two ranks", [("12 tensor parallel, two ranks", SAME, "ranks", {})], one_device, cores,
              tensor_parallel_size=2),
@@ -116,7 +116,7 @@ def parts(options) -> list[Part]:
 
 def _here(options) -> dict:
     """What this machine has."""
-    if options.rig:
+    if options.gpu_path:
         return {"flashinfer": False, "devices": 0}
     import torch
 
@@ -139,9 +139,9 @@ def run_part(part: Part, options) -> None:
         from checked_engine import CheckedEngine
 
         model = options.mla_model if part.name == "MLA" else options.model
-        if part.name == "loaded" and not options.rig:
+        if part.name == "loaded" and not options.gpu_path:
             model = checks.shaped_as_8b(options.model, Path(options.dir) / "8b")
-        one = CheckedEngine(model, options.dir, options.rig, part.options)
+        one = CheckedEngine(model, options.dir, options.gpu_path, part.options)
     except Exception as problem:
         absent = "VLLM_KV_CACHE_LAYOUT" in part.variables and "does not satisfy every" in str(problem)
         for check in chosen:
@@ -168,7 +168,7 @@ def in_own_process(part: Part, options, program: list[str], end: float) -> list[
     at the time `end` is killed, and the rest is not here."""
     words = [*program, "--part", part.name, "--dir", options.dir, "--model", options.model, "--sleeps", options.sleeps]
     words += ["--no-compile"] * options.no_compile
-    words += ["--rig"] * options.rig + ["--mla-model", options.mla_model] * bool(options.mla_model)
+    words += ["--gpu-path"] * options.gpu_path + ["--mla-model", options.mla_model] * bool(options.mla_model)
     words += ["--eagle-head", options.eagle_head] * bool(options.eagle_head)
     words += ["--loaded", options.loaded, "--kv-gib", options.kv_gib]
     words += ["--only", *options.only] if options.only else []
@@ -208,11 +208,11 @@ def used_up(options) -> str:
 
 def environment(part: Part, options) -> dict[str, str]:
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    if options.rig:
-        sys.path.append(str(RIG))
-        import rig
+    if options.gpu_path:
+        sys.path.append(str(GPU_PATH))
+        import gpu_path
 
-        variables |= rig.environment(slow_copies=True)
+        variables |= gpu_path.environment(slow_copies=True)
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
         variables |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     elif not _here(options)["flashinfer"]:
@@ -229,8 +229,8 @@ def table(rows: list[dict]) -> str:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="engine_checks.py", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rig", action="store_true", help="on CPU tensors, in a checkout of torpor")
-    parser.add_argument("--model", default="", help="a folder or a name that vLLM knows; not needed on the rig")
+    parser.add_argument("--gpu-path", action="store_true", help="on CPU tensors, in a checkout of torpor")
+    parser.add_argument("--model", default="", help="a folder or a name that vLLM knows; not needed on the GPU path")
     parser.add_argument("--mla-model", default="", help="one with multi-head latent attention, for check 13")
     parser.add_argument("--eagle-head", default="", help="a head of EAGLE for the model, for check 14")
     parser.add_argument(
@@ -238,24 +238,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="CUDA graphs of whole steps without torch.compile, for a torch that is not vLLM's own",
     )
-    parser.add_argument("--sleeps", type=int, help="of check 9; 1,000, or 20 on the rig")
+    parser.add_argument("--sleeps", type=int, help="of check 9; 1,000, or 20 on the GPU path")
     parser.add_argument(
         "--loaded",
         type=int,
         default=48,
         metavar="N",
-        help="requests of check 16, each with a prompt of 4,000 tokens (default 48); on the rig 6 of 100",
+        help="requests of check 16, each with a prompt of 4,000 tokens (default 48); on the GPU path 6 of 100",
     )
     parser.add_argument("--kv-gib", type=int, default=30, metavar="N", help="GiB of its KV cache (default 30)")
-    parser.add_argument("--minutes", type=float, help="after so many nothing goes on; 10, or a day on the rig")
+    parser.add_argument("--minutes", type=float, help="after so many nothing goes on; 10, or a day on the GPU path")
     parser.add_argument("--only", type=int, nargs="+", default=[], metavar="N", help="checks with these numbers")
     parser.add_argument("--dir", help="where checkpoints and the engines' log are left; else only if a check failed")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.sleeps is None:
-        options.sleeps = 20 if options.rig else 1000
+        options.sleeps = 20 if options.gpu_path else 1000
     if options.minutes is None:
-        options.minutes = 24 * 60 if options.rig else 10
+        options.minutes = 24 * 60 if options.gpu_path else 10
     if options.minutes <= 0:
         parser.error(f"--minutes is {options.minutes:g}; use more than 0")
     if unknown := [number for number in options.only if not 1 <= number <= 16]:
@@ -264,15 +264,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--sleeps is {options.sleeps}; use 1 or more")
     if options.loaded < 1 or options.kv_gib < 1:
         parser.error("--loaded and --kv-gib are 1 or more")
-    if options.rig and not (RIG / "rig").is_dir():
-        parser.error(f"--rig needs a checkout of torpor: there is no {RIG}")
+    if options.gpu_path and not (GPU_PATH / "gpu_path").is_dir():
+        parser.error(f"--gpu-path needs a checkout of torpor: there is no {GPU_PATH}")
     if missing := [name for name in ("torch", "vllm", "torpor") if importlib.util.find_spec(name) is None]:
         parser.error(f"{' and '.join(missing)} cannot be imported here: install it, or name its folder in PYTHONPATH")
-    if not options.rig:
+    if not options.gpu_path:
         if not options.model:
-            parser.error("name a model with --model, or use --rig")
+            parser.error("name a model with --model, or use --gpu-path")
         if _here(options)["devices"] == 0:
-            parser.error("torch finds no CUDA device here; use --rig")
+            parser.error("torch finds no CUDA device here; use --gpu-path")
     return options
 
 
@@ -295,9 +295,9 @@ def run_all(options, program: list[str]) -> list[dict]:
     options.temporary = options.dir is None
     options.dir = str(Path(options.dir or tempfile.mkdtemp(prefix="engine-checks-")).resolve())
     Path(options.dir).mkdir(parents=True, exist_ok=True)
-    if options.rig and not options.model:
-        sys.path.append(str(RIG))
-        from rig.model import make_model
+    if options.gpu_path and not options.model:
+        sys.path.append(str(GPU_PATH))
+        from gpu_path.model import make_model
 
         options.model = str(make_model(Path(options.dir) / "model"))
     rows = []

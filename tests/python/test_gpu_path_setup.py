@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rig (tests/rig): vLLM's default GPU path is in force on it, and it answers the same each time."""
+"""The GPU path (tests/gpu_path): vLLM's default GPU path is in force on it, and it answers the same each time."""
 
 import os
 import re
 from pathlib import Path
 
 import pytest
-import rig
+import gpu_path
 from conftest import result_of
-from rig import numbers
+from gpu_path import numbers
 
 HERE = Path(__file__).parent
-pytestmark = [pytest.mark.slow, pytest.mark.rig]  # each starts an engine
-LENGTH = 24  # tokens of most answers on the rig
+pytestmark = [pytest.mark.slow, pytest.mark.gpu_path]  # each starts an engine
+LENGTH = 24  # tokens of most answers on the GPU path
 IN_FORCE = {
     "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     "triton": True,
@@ -25,20 +25,20 @@ IN_FORCE = {
 
 
 @pytest.fixture(scope="session")
-def on_rig(rig_zygote, rig_model, tmp_path_factory):
-    """Runs rig_process.py with an engine of this kind."""
+def on_gpu_path(gpu_path_zygote, gpu_path_model, tmp_path_factory):
+    """Runs gpu_path_process.py with an engine of this kind."""
 
     def start(kind: str, variables: dict | None = None, **options) -> dict:
-        words = [HERE / "rig_process.py", kind, rig_model, tmp_path_factory.mktemp("checkpoints")]
-        environment = os.environ | rig.environment(**options) | (variables or {})
-        return result_of(rig_zygote.run(words, env=environment))
+        words = [HERE / "gpu_path_process.py", kind, gpu_path_model, tmp_path_factory.mktemp("checkpoints")]
+        environment = os.environ | gpu_path.environment(**options) | (variables or {})
+        return result_of(gpu_path_zygote.run(words, env=environment))
 
     return start
 
 
 @pytest.fixture(scope="session")
-def in_process(on_rig) -> dict:
-    return on_rig("in-process")
+def in_process(on_gpu_path) -> dict:
+    return on_gpu_path("in-process")
 
 
 def tokens(answers: dict, names=None) -> dict:
@@ -71,8 +71,8 @@ def test_what_stands_in_for_kernels_does_what_they_do(in_process):
 
 
 @pytest.mark.long
-def test_kernels_over_numpy_leave_what_the_interpreter_leaves(on_rig, in_process):
-    result = on_rig("both-ways")
+def test_kernels_over_numpy_leave_what_the_interpreter_leaves(on_gpu_path, in_process):
+    result = on_gpu_path("both-ways")
     assert result["runs"] == in_process["runs"][:1] and result["by_grammar"] == in_process["by_grammar"]
     assert result["launches"].keys() >= numbers.KERNELS
     assert result["different"] == []
@@ -80,8 +80,8 @@ def test_kernels_over_numpy_leave_what_the_interpreter_leaves(on_rig, in_process
 
 @pytest.mark.long  # each of these kinds serves and sleeps in test_other_processes.py
 @pytest.mark.parametrize(("kind", "workers"), [("own-core", 1), ("async", 1), ("two-ranks", 2)])
-def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, workers):
-    result = on_rig(kind, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if workers == 2 else None)
+def test_the_gpu_path_is_in_force_in_other_processes(on_gpu_path, in_process, kind, workers):
+    result = on_gpu_path(kind, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if workers == 2 else None)
     check_in_force(result, workers)
     first, second = result["runs"]
     assert tokens(first) == tokens(second)
@@ -91,17 +91,17 @@ def test_the_gpu_path_is_in_force_in_other_processes(on_rig, in_process, kind, w
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(layout, marks=pytest.mark.long) for layout in rig.KV_LAYOUTS if layout != "LBNHC"],
+    [pytest.param(layout, marks=pytest.mark.long) for layout in gpu_path.KV_LAYOUTS if layout != "LBNHC"],
 )
-def test_every_kv_layout_answers_the_same(on_rig, in_process, layout):
-    result = on_rig("briefly", kv_layout=layout)
+def test_every_kv_layout_answers_the_same(on_gpu_path, in_process, layout):
+    result = on_gpu_path("briefly", kv_layout=layout)
     check_in_force(result, kv_layout=layout)
     [answers] = result["runs"]
     assert tokens(answers) == tokens(in_process["runs"][0], answers) and len(answers) == 4
 
 
-def test_with_slow_copies_who_waits_sees_the_same_and_who_does_not_sees_garbage(on_rig, in_process):
-    result = on_rig("in-process", slow_copies=True)
+def test_with_slow_copies_who_waits_sees_the_same_and_who_does_not_sees_garbage(on_gpu_path, in_process):
+    result = on_gpu_path("in-process", slow_copies=True)
     check_in_force(result)
     assert result["runs"] == in_process["runs"]
     assert result["late"] > 0, "nothing of the step was left to the device"

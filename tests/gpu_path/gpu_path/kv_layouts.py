@@ -4,8 +4,8 @@
 Where a block of a layer lies is as on a GPU. Inside of it vLLM's attention for CPUs has heads outside and tokens
 inside, whatever the layout; where they should be the other way round, it is shown the same bytes as it wants them.
 
-With TORPOR_RIG_KERNEL_BLOCK=TOKENS attention knows blocks of so many tokens only, as some on a GPU do: a block of the
-scheduler is several of them.
+With TORPOR_GPU_PATH_KERNEL_BLOCK=TOKENS attention knows blocks of so many tokens only, as some on a GPU do: a block of
+the scheduler is several of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def install() -> None:
     CPUAttentionBackendImpl.forward = forward
     CPUAttentionBackendImpl.do_kv_cache_update = do_kv_cache_update
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: None)  # any, the GPU's first
-    if tokens := os.environ.get("TORPOR_RIG_KERNEL_BLOCK"):
+    if tokens := os.environ.get("TORPOR_GPU_PATH_KERNEL_BLOCK"):
         CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [int(tokens)])
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's platform for CPUs, without the one thing that keeps it from batches in flight.
 
-With TORPOR_RIG_CUDA=1 it is CUDA to torpor, and stays a CPU to vLLM.
+With TORPOR_GPU_PATH_CUDA=1 it is CUDA to torpor, and stays a CPU to vLLM.
 """
 
 import sys
 
-from rig import pretends_cuda
+from gpu_path import pretends_cuda
 from vllm.platforms.cpu import CpuPlatform
 
 
-class RigPlatform(CpuPlatform):
+class GpuPathPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config) -> None:
         """Async scheduling stays as it was asked for, or as vLLM decided: on."""

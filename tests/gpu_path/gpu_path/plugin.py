@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 
-from rig import active, collectives, interpreter, kernels, kv_layouts, pretends_cuda
+from gpu_path import active, collectives, interpreter, kernels, kv_layouts, pretends_cuda
 
 
 def platform() -> str | None:
@@ -14,7 +14,7 @@ def platform() -> str | None:
     if not active():
         return None
     interpreter.offer_backend()
-    return "rig.platform.RigPlatform"
+    return "gpu_path.platform.GpuPathPlatform"
 
 
 @functools.cache
@@ -28,27 +28,27 @@ def install() -> None:
     collectives.install()
     _reports()
     if pretends_cuda():
-        from rig import cuda
+        from gpu_path import cuda
 
         cuda.install()
-    if os.environ.get("TORPOR_RIG_SLOW_COPIES") == "1":
-        from rig import slow_copies
+    if os.environ.get("TORPOR_GPU_PATH_SLOW_COPIES") == "1":
+        from gpu_path import slow_copies
 
         slow_copies.install()
 
 
 def _reports() -> None:
-    """`rig_report` of engine cores and workers: what is in force there, for tests that have them in other processes."""
+    """Add `gpu_path_report` to engine cores and workers: what is in force there, for tests of other processes."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
-    EngineCore.rig_report = report
-    WorkerBase.rig_report = _report_of_worker
+    EngineCore.gpu_path_report = report
+    WorkerBase.gpu_path_report = _report_of_worker
 
 
 def report(core) -> dict:
     """Which of vLLM's ways an engine core goes."""
-    [worker, *others] = core.collective_rpc("rig_report")
+    [worker, *others] = core.collective_rpc("gpu_path_report")
     assert all(other == worker for other in others), f"workers differ: {[worker, *others]}"
     return worker | {
         "workers": 1 + len(others),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of the tests on the rig: an engine in it or in other processes. Prints what is in force and its answers."""
+"""A process of the tests on the GPU path: an engine in it or in other processes.
+
+It prints what is in force and the engine's answers."""
 
 import asyncio
 import json
@@ -7,16 +9,16 @@ import os
 import sys
 from pathlib import Path
 
-from conftest import ENGINE, InProcess  # finds the rig
+from conftest import ENGINE, InProcess  # finds the GPU path
 from requests_of_tests import REQUESTS, add_requests, answer, final, run
-from rig import numbers
+from gpu_path import numbers
 
 # Those that an engine in another process answers the same each time: one choice, and no draw of the engine's own.
 CERTAIN = [name for name, (_, p) in REQUESTS.items() if p.n == 1 and (p.seed is not None or p.temperature == 0)]
 
 
 def in_this_process(model: Path, directory: Path, runs: int, names=None) -> dict:
-    from rig.plugin import report
+    from gpu_path.plugin import report
 
     one = InProcess(model, directory)
     result = {"before": report(one.core), "runs": []}
@@ -26,7 +28,7 @@ def in_this_process(model: Path, directory: Path, runs: int, names=None) -> dict
         result["runs"].append(one.finish(answers))
     result["kernels"] = differences_of_kernels()
     result["by_grammar"] = by_grammar(one)
-    if os.environ.get("TORPOR_RIG_SLOW_COPIES") == "1":
+    if os.environ.get("TORPOR_GPU_PATH_SLOW_COPIES") == "1":
         result |= without_waiting(one)
     return result
 
@@ -44,7 +46,7 @@ def by_grammar(one: InProcess) -> str:
 
 
 def differences_of_kernels() -> list[float]:
-    """Between what PyTorch does on the rig and vLLM's kernels, interpreted: log probabilities, ranks."""
+    """Between what PyTorch does on the GPU path and vLLM's kernels, interpreted: log probabilities, ranks."""
     import torch
     from vllm.v1.worker.gpu.sample import logprob
 
@@ -63,8 +65,7 @@ def differences_of_kernels() -> list[float]:
 
 
 class BothWays:
-    """Launches each kernel of the rig with Triton's interpreter too, on the same memory, and compares all that it has
-    afterwards."""
+    """Launches each kernel with Triton's interpreter too, on the same memory, and compares all of it afterwards."""
 
     def __init__(self) -> None:
         self.launches: dict[str, int] = {}
@@ -107,7 +108,7 @@ def both_ways(model: Path, directory: Path) -> dict:
 
 def without_waiting(one: InProcess) -> dict:
     """What is seen of a step whose end nobody waits for."""
-    from rig import slow_copies
+    from gpu_path import slow_copies
 
     one.begin(3, CERTAIN)
     sampled = one.runner.req_states.last_sampled_tokens
@@ -131,12 +132,12 @@ def in_other_processes(model: Path, directory: Path, ranks: int) -> dict:
     llm = LLM(str(model), additional_config=torpor, tensor_parallel_size=ranks, **ENGINE)
     client = llm.llm_engine.engine_core
     try:
-        result = {"before": client.call_utility("rig_report"), "runs": []}
+        result = {"before": client.call_utility("gpu_path_report"), "runs": []}
         for _ in range(2):
             llm.reset_prefix_cache()
             add_requests(llm.llm_engine, CERTAIN)
             answers = run(llm.llm_engine, 2)
-            result["in_flight"] = client.call_utility("rig_report")["batches_in_flight"]
+            result["in_flight"] = client.call_utility("gpu_path_report")["batches_in_flight"]
             result["runs"].append(final(answers | run(llm.llm_engine)))
     finally:
         client.shutdown()
@@ -161,13 +162,13 @@ async def asynchronously(model: Path, directory: Path) -> dict:
         return last
 
     try:
-        result = {"before": await engine.engine_core.call_utility_async("rig_report"), "runs": []}
+        result = {"before": await engine.engine_core.call_utility_async("gpu_path_report"), "runs": []}
         for _ in range(2):
             await engine.reset_prefix_cache()
             begun.clear()
             readers = [asyncio.create_task(read(name)) for name in CERTAIN]
             await begun.wait()
-            result["in_flight"] = (await engine.engine_core.call_utility_async("rig_report"))["batches_in_flight"]
+            result["in_flight"] = (await engine.engine_core.call_utility_async("gpu_path_report"))["batches_in_flight"]
             outputs = await asyncio.gather(*readers)
             result["runs"].append({name: answer(output) for name, output in zip(CERTAIN, outputs, strict=True)})
     finally:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TORPOR_RIG_CUDA=1: memory as torpor has it on a GPU, below tensors of the CPU; platform.py says CUDA to torpor.
+"""TORPOR_GPU_PATH_CUDA=1: memory as torpor has it on a GPU, below tensors of the CPU; platform.py says CUDA to torpor.
 
 Workers have GpuWorkerMemory, and torch has pools (pools.py) over the device without a GPU (TORPOR_MEMORY_DEVICE=host).
 Memory that sleeps cannot be touched. Of a GPU's five tags the engine makes weights, kv_cache and runtime itself. The
-rig makes the other two, when the engine has warmed up:
+gpu_path makes the other two, when the engine has warmed up:
 
 - workspace: vLLM's WorkspaceManager, which grows once. Each step writes into it, and expects nothing of it.
 - cudagraph: what a captured graph has. Each step expects what the step before has left there.
@@ -23,7 +23,7 @@ def install() -> None:
     import vllm.model_executor.layers.utils as layer_utils
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from rig import pools
+    from gpu_path import pools
 
     pools.install()
     stock = layer_utils.dispatch_cpu_unquantized_gemm
@@ -40,11 +40,11 @@ def install() -> None:
 
     def compile_or_warm_up_model(self):
         result = warm_up(self)
-        self.rig_scratch = _Scratch(self)
+        self.gpu_path_scratch = _Scratch(self)
         return result
 
     def execute_and_check(self, *args, **kwargs):
-        if (scratch := getattr(self, "rig_scratch", None)) is not None:
+        if (scratch := getattr(self, "gpu_path_scratch", None)) is not None:
             scratch.step()
         return execute_model(self, *args, **kwargs)
 
@@ -55,7 +55,7 @@ class _Scratch:
     """Memory of the tags workspace and cudagraph, of one worker."""
 
     def __init__(self, worker):
-        from rig import pools
+        from gpu_path import pools
         from torpor.vllm.gpu_allocator import TorporAllocator
         from vllm.v1.worker import workspace
 

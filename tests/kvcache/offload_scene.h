@@ -34,7 +34,7 @@ class FakeDeviceBlocks final : public DeviceBlocks {
   uint64_t last_ = 0;
 };
 
-struct OffloadRigOptions {
+struct OffloadSceneOptions {
   int32_t ranks = 2;
   OffloadRankOptions rank;
   OffloadSchedulerOptions scheduler;
@@ -42,9 +42,9 @@ struct OffloadRigOptions {
   EventPort events;
 };
 
-class OffloadRig {
+class OffloadScene {
  public:
-  explicit OffloadRig(OffloadRigOptions options)
+  explicit OffloadScene(OffloadSceneOptions options)
       : options_(std::move(options)), device(options_.rank.blocks), placement_(make_placement(options_.placement)) {
     for (int32_t rank = 0; rank < options_.ranks; ++rank) {
       options_.rank.rank = rank;
@@ -141,7 +141,7 @@ class OffloadRig {
   }
 
  private:
-  OffloadRigOptions options_;
+  OffloadSceneOptions options_;
 
  public:
   ManualClock clock;

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs kernels of vLLM's GPU path as they are written, with NumPy for Triton's language.
 
-Triton's interpreter makes objects of types and shapes for every operation, which takes most of a step on the rig.
+Triton's interpreter makes objects of types and shapes for every operation, which takes most of a step on the GPU path.
 Here a kernel's own source runs with a small `tl`: a value is a NumPy array or scalar, a pointer is an address. Results
-are the stock interpreter's, bit for bit (tests/python/test_rig.py runs both). Only the kernels of KERNELS run so, and
-of their launches those whose tensors have a type that NumPy has; all else is the interpreter's.
+are the stock interpreter's, bit for bit (tests/python/test_gpu_path_setup.py runs both). Only the kernels of KERNELS
+run so, and of their launches those whose tensors have a type that NumPy has; all else is the interpreter's.
 
 Type rules, from Triton's semantics (triton/language/semantic.py): a Python number takes the other operand's type, but
 for a float beside an integer, which gives float32; of an integer and a float the float's type counts; of two integers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's interpreter, which runs the kernels of vLLM's GPU path on CPU tensors where rig/numbers.py does not: what it
+"""Triton's interpreter, which runs the kernels of vLLM's GPU path on CPU tensors where numbers.py does not: what it
 needs for it, and for speed. Kernels mean what they meant.
 """
 
@@ -12,7 +12,7 @@ from importlib import metadata
 
 import numpy as np
 
-from rig import numbers
+from gpu_path import numbers
 
 
 def offer_backend() -> None:
@@ -36,7 +36,9 @@ def offer_backend() -> None:
 
 def install() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("TORPOR_RIG is set, TRITON_INTERPRET is not: start processes with all of rig.environment()")
+        raise RuntimeError(
+            "TORPOR_GPU_PATH is set, TRITON_INTERPRET is not: start processes with all of gpu_path.environment()"
+        )
     from triton.runtime import interpreter
 
     _boolean_masks(interpreter)
@@ -67,7 +69,7 @@ def _boolean_masks(interpreter) -> None:
 
 
 def _patch_the_language_once(interpreter) -> None:
-    """Not for each launch and each call of a device function: in a process of the rig nothing compiles kernels."""
+    """Not for each launch and each call of a device function: in a process of the GPU path nothing compiles kernels."""
     import triton.language as tl
 
     everywhere = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
