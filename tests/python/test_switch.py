@@ -499,6 +499,42 @@ def test_kv_of_another_engine_is_used_only_where_readers_have_exactly_its_tokens
     assert start._differing(log, [one]) == [] and not start._is_running(log, "two")
 
 
+def test_a_request_that_has_ended_since_the_checkpoint_is_not_counted_among_those_that_go_on(monkeypatch):
+    from torpor.vllm.server import start
+
+    log = _core.DeliveryLog({"directory": None, "engine": {"model": "tiny"}})
+    for name in ("one", "two"):
+        log.start(answer_of(name))
+    log.step([{"id": "two", "at": 0, "tokens": [], "text": "", "state": "finished", "finish_reason": "stop"}])
+    item = {"prompt_token_ids": [1], "token_ids": [], "sampling": {}, "arrival_time": 0.0}
+    made = {
+        "checkpoint": "/tmp/torpor/g-000001", "requests": 2, "failed_requests": [], "seconds": 0.0, "restored_bytes": 0,
+        "outputs": {"requests": [{"id": name} | item for name in ("one", "two")]},
+    }  # fmt: skip
+    calls, counted = [], []
+
+    async def call(method: str, options: dict) -> dict:
+        calls.append((method, options))
+        return dict(made) if method == "wake_portable" else {}
+
+    async def remember_woken(report) -> None:
+        counted.append(report.requests)
+
+    metrics = SimpleNamespace(record=lambda *_: None, started=lambda *given: counted.append(given))
+    server = SimpleNamespace(
+        options=SimpleNamespace(sessions=True, checkpoint_dir="/tmp/torpor", key_file=None),
+        recorder=SimpleNamespace(answers=log, take_up=lambda restored, outputs: []),
+        engine=SimpleNamespace(torpor=SimpleNamespace(call=call), _run_output_handler=lambda: None),
+        metrics=metrics, remember_woken=remember_woken,
+    )  # fmt: skip
+    known = [{"path": "/tmp/torpor/g-000001", "bytes": 7}]
+    monkeypatch.setattr(start, "_core", SimpleNamespace(list_checkpoints=lambda *_: known))
+    report = asyncio.run(start._wake_portable(server, "/tmp/torpor"))
+    replayed = {"extended": [], "added": [], "dropped": ["two"]}
+    assert counted == [(1, replayed, {}), 1] and report.requests == 1 and report.checkpoint_bytes == 7
+    assert calls[-1][0] == "end_portable" and calls[-1][1]["keep"] and calls[-1][1]["lost"] == ["two"]
+
+
 class OwnersRoute(http.server.BaseHTTPRequestHandler):
     """Answers POST /torpor/switch as a server does."""
 

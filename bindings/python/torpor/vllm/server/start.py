@@ -141,6 +141,7 @@ async def _wake_portable(server, where: str) -> Report | None:
         await server.engine.torpor.call("end_portable", call | {"keep": kept, "lost": unwanted})
     server.engine._run_output_handler()
     replayed: dict[str, list[str]] = {"extended": [], "added": [], "dropped": over}
+    report["requests"] -= len(over)
     report["checkpoint_bytes"] = sizes.get(os.path.abspath(report.checkpoint), 0)
     report |= {"replayed": replayed, "paused": False, "phases": [], "ledgers": [], "saved_bytes": 0, "freed_bytes": 0}
     server.metrics.record("wake", "disk", report)
