@@ -210,6 +210,28 @@ def test_an_owner_that_cannot_write_its_checkpoint_serves_on(monkeypatch, tmp_pa
     play(monkeypatch, tmp_path, scene)
 
 
+def test_an_owner_does_not_wait_without_end_for_a_standby_that_is_to_sleep_again(monkeypatch, tmp_path):
+    async def scene(server, other, switch):
+        from torpor.vllm.server import switching
+
+        async def checkpoint(*_, stay) -> None:
+            raise NotEnoughRoom("the disk is full")
+
+        async def take_over(step: str, asked: dict) -> dict:
+            if step == "cancel":
+                await asyncio.Event().wait()
+            return await stock(step, asked)
+
+        monkeypatch.setattr(switching, "_STALL_SECONDS", 0.05)
+        switching.frontend.checkpoint = checkpoint
+        stock, other.take_over = other.take_over, take_over
+        with pytest.raises(NotEnoughRoom, match="the disk is full; this server serves on"):
+            await asyncio.wait_for(switch(), 120)
+        assert server.state == "awake" and not server.operating()
+
+    play(monkeypatch, tmp_path, scene)
+
+
 @pytest.mark.parametrize("room", [True, False])
 @pytest.mark.parametrize("opens", [True, False])
 def test_an_owner_whose_standby_fails_goes_on_where_it_stopped(monkeypatch, tmp_path, opens, room):
@@ -335,6 +357,10 @@ def test_where_a_third_server_owns_the_directory_the_owner_fails_and_names_it(mo
         assert server.state == "failed" and "process 9" in server.problem.what and server.restart_may_help()
         assert other.ended == (0 if refused else 1) and "goes on" not in server.stops
         assert third[0].find(REQUEST, "")  # it has the request
+        with pytest.raises(WrongState, match="has handed over"):
+            await server.abort([REQUEST])
+        await server.engine.abort(REQUEST, internal=True)  # its client went away
+        assert not [call for call in server.engine.calls if call[0] == "abort"]
 
     play(monkeypatch, tmp_path, scene)
 

@@ -67,7 +67,7 @@ class Server:
         self.left_checkpoint: dict | None = None  # that the start passed over: it fits no more, and had no requests
         self.remote: Remote | None = None
         self.standby: standby.Standby | None = None  # none unless it was started as one
-        self.handed_over = False  # another server goes on with all requests
+        self.handed_over = False  # another server goes on with all requests, and this one records nothing more
         self.record = None  # of this server as owner or standby (owning.py); none: it gives no heartbeat
         self.queued = 0
         self._console: str | None = None
@@ -283,7 +283,7 @@ class Server:
     async def _abort(self, request_id, internal: bool = False) -> None:
         """`internal`: vLLM's, because a client went away; or everybody's, because the server ends."""
         handed_over = await self.has_handed_over()
-        if internal and self.state == "ending":
+        if internal and (handed_over or self.state == "ending"):
             return
         if handed_over:
             raise GracefulHTTPError(HANDED_OVER, HTTPStatus.CONFLICT)

@@ -143,7 +143,7 @@ class Switch:
         except BaseException as problem:
             await self._go_on()
             with suppress(Error):
-                await other.take_over("cancel", asked)
+                await _answer_of(other, "cancel", asked, _Restoring(other))
             if isinstance(problem, Error):
                 raise self._serves_on(problem) from None
             raise
@@ -173,6 +173,7 @@ class Switch:
                 elif time.monotonic() - foreign_since > _LOCK_SECONDS:
                     raise await self._failed(problem, await self._who_owns()) from None
             except Error as behind:  # the standby went on, or this server cannot write
+                server.handed_over = True
                 server.fail(WrongState(behind.what, "restart the server"), unrecoverable=True)
                 raise
             await asyncio.sleep(_LOOK_SECONDS)
@@ -199,6 +200,7 @@ class Switch:
     async def _failed(self, problem: Error, owner: str) -> Error:
         """Fail, because a server that is neither this one nor the standby owns the directory."""
         what = f"{owner} owns the directory {self._server.options.checkpoint_dir}, and holds the lock of its answers"
+        self._server.handed_over = True
         self._server.fail(WrongState(what, "end that process, or let it go on, and restart this server"), True)
         return errors.make(problem.code, f"{problem.what}; {what}; this server is failed", "see its /torpor/ready")
 
