@@ -70,7 +70,9 @@ class Access:
         if who is Who.ADMIN:
             return self._refusal_of_change(is_client, is_admin)
         guarded = bool(self._clients) or (who is Who.OPERATOR and self._admin is not None)
-        return (401, "Unauthorized: this is no key of this server") if guarded and not (is_client or is_admin) else None
+        if not guarded or is_client or is_admin:
+            return None
+        return 401, "Unauthorized: this needs a key of this server"
 
     def caller(self, headers: Headers, tenant: str) -> Caller:
         """Return the caller with these headers. `tenant`: as of tenant()."""
