@@ -148,7 +148,8 @@ class Automatic:
         """Begin one every so many seconds, unless nothing has changed since the last.
 
         After a kill the engine computes again what is younger than the last checkpoint, so the time that a checkpoint
-        takes does not add to the interval. But at least half of the time none is being written.
+        takes does not add to the interval. But the pause after a checkpoint is at least as long as that took, or as the
+        interval where that is shorter.
         """
         server, known, logged = self._server, None, False
         interval, took = self._settings.checkpoint_interval_seconds, 0.0

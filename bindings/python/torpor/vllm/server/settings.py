@@ -116,7 +116,10 @@ class Settings:
         0.0,
         NUMBER,
         "seconds from the begin of a checkpoint while serving to that of the next; 0: none",
-        details="After one that takes longer than half of them, the server pauses for as long as that took.",
+        details=(
+            "After one that takes longer than half of them, the server pauses for as long as that took, at most for so "
+            "many seconds."
+        ),
     )
     new_requests: str = _setting(
         "queue",
