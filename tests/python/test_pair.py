@@ -195,6 +195,7 @@ def test_an_owner_that_cannot_go_on_after_a_switch_is_ended_and_another_one_serv
     assert "two owners" not in log
     if standby_lives:
         assert f"process {standby} is taking over" in log
+    pair.until(lambda: pair.started("standby")[-1] != standby)
     pair.until(lambda: f"process {pair.started('standby')[-1]} is standby" in pair.log.read_text())
 
 
