@@ -221,9 +221,28 @@ def test_an_engine_is_stopped_stepped_and_let_go_by_keys(mock):
     assert kinds.count("begun") == 1 and kinds.count("resumed") == 1
 
 
-def torpor_events(directory) -> list[str]:
-    done = subprocess.run([BINARY, "events", directory, "--type", "stop"], capture_output=True, text=True, check=True)
+def torpor_events(directory, kind: str = "stop") -> list[str]:
+    done = subprocess.run([BINARY, "events", directory, "--type", kind], capture_output=True, text=True, check=True)
     return [line.split("  stop=")[0] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_made_up_engine_publishes_the_states_of_blocks_if_that_is_asked_for(blocks):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        words = [BINARY, "mock", directory, *(["--blocks"] if blocks else [])]
+        engine = subprocess.Popen(words, stdout=subprocess.PIPE)
+        try:
+            assert b"publishes its events in" in engine.stdout.readline()
+            began = time.monotonic()
+            while not [line for line in torpor_events(directory, "registered") if "host" in line]:
+                assert time.monotonic() - began < SECONDS and engine.poll() is None
+                time.sleep(0.05)
+            states = "".join(torpor_events(directory, "block"))
+            assert all(state in states for state in ("in flight", "registered")) if blocks else states == ""
+        finally:
+            engine.terminate()
+            engine.wait()
+            engine.stdout.close()
 
 
 def test_where_there_is_no_engine_that_is_said(monkeypatch, tmp_path):

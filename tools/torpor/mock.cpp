@@ -124,7 +124,7 @@ Result<Exit> mock(const Context& context) {
   options.engine.tiers = {.host_blocks = 512};
   options.blocks = arguments.blocks;
   TORPOR_RETURN_IF_ERROR(run.begin(options));
-  context.write(fmt::format("a made-up engine tells its events in {}; torpor console, torpor live\n", directory));
+  context.write(fmt::format("a made-up engine publishes its events in {}; torpor console, torpor live\n", directory));
   const EventPort port(*ring, system_clock());
   Mutex mutex;
   MockOffload offload(mutex, run);
