@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes that refuse what they do not know: a parameter with a typing error, or a body that nobody would read.
 
-FastAPI ignores both, so that `POST /sleep?levle=2` would sleep at level 1. A value that a parameter cannot have is
-refused in the same form as everything else, which FastAPI's own answer is not.
+FastAPI ignores both, so that `POST /sleep?levle=2` would sleep at level 1. To a value that a parameter cannot have
+FastAPI answers in a form of its own; these routes refuse it in the form of all their errors.
 """
 
 from __future__ import annotations

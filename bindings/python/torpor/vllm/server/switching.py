@@ -233,7 +233,7 @@ class Switch:
 
 
 class _Restoring:
-    """Whether a standby gets on with what it was asked for. Not time decides: a large model takes its time."""
+    """Watches whether a standby makes progress. The progress decides, not the time: a large model takes long."""
 
     def __init__(self, other: Other):
         self._other = other
