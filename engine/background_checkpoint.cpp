@@ -333,12 +333,12 @@ Error BackgroundCheckpoint::fail(Error error) noexcept {
     if (stays_) error_->what += fmt::format("; its checkpoint is {}", report_.checkpoint);
     return ok();
   });
-  Error error{.code = error_->code, .state_changed = error_->state_changed};
+  Error returned{.code = error_->code, .state_changed = error_->state_changed};
   (void)try_catch([&]() -> Status {
-    error = *error_;
+    returned = *error_;
     return ok();
   });
-  return error;
+  return returned;
 }
 
 }  // namespace torpor
