@@ -115,7 +115,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
   bool fits_in_step() const { return fits_in_step_; }
   // Return the requests whose loads are in the last plan and end within its step.
   std::vector<std::string> take_loads_within_step() { return std::exchange(loads_within_step_, {}); }
-  // Return the requests whose loads within a step failed, and the first block of each that has no valid content.
+  // Return the requests whose loads within a step failed, aborted ones too, and the first block of each that has no
+  // valid content.
   std::vector<std::pair<std::string, size_t>> take_failed_within_step() {
     return std::exchange(failed_within_step_, {});
   }
@@ -166,9 +167,10 @@ class ConnectorScheduler final : public console::OffloadAccess {
     value_or_raise(
         try_catch([&]() -> Status { return (void)scheduler_->allocated(record->number, few_, within_step), ok(); }));
     offers_.took(few_.size());
-    record->within_step = within_step;
+    record->within_step.clear();
     if (within_step) {
-      loads_within_step_.push_back(id.cast<std::string>());
+      record->within_step = id.cast<std::string>();
+      loads_within_step_.push_back(record->within_step);
       ++all_loads_within_step_;
     }
     record->loading = !few_.empty();
@@ -315,7 +317,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     bool used = false;
     bool loading = false;
     bool fits_in_step = false;  // the load that was matched last
-    bool within_step = false;   // the load that is under way
+    std::string within_step{};  // the request's id, if the load that is under way ends within its step
     Ahead ahead = Ahead::kNone;
     std::vector<TransferHandle> coming{};
     size_t coming_blocks = 0;
@@ -587,20 +589,20 @@ class ConnectorScheduler final : public console::OffloadAccess {
       Record& record = records_[load.request];
       loading_ -= record.loading ? 1 : 0;
       record.loading = false;
+      record.loaded = static_cast<size_t>(load.good_blocks);
+      const std::string within_step = std::exchange(record.within_step, {});
+      const bool good = record.loaded == record.asked;
+      if (!good && !within_step.empty()) {
+        failed_within_step_.emplace_back(within_step, record.matched_at + record.loaded);
+        record.loaded = 0;  // it gives its blocks back
+      }
       if (!record.request) {  // aborted meanwhile
         record.used = false;
         continue;
       }
-      record.loaded = static_cast<size_t>(load.good_blocks);
-      const bool within_step = std::exchange(record.within_step, false);
-      if (record.loaded == record.asked) {
-        if (within_step) end_within_step(record);
+      if (good) {
+        if (!within_step.empty()) end_within_step(record);
         continue;
-      }
-      if (within_step) {
-        const py::str id = record.request.attr("request_id");
-        failed_within_step_.emplace_back(id.cast<std::string>(), record.matched_at + record.loaded);
-        record.loaded = 0;  // it gives its blocks back
       }
       record.failed_loads = load.cancelled ? kMostFailedLoads : record.failed_loads + 1;
       if (groups_.whole_hits()) record.loaded = 0;  // vLLM takes none of them then

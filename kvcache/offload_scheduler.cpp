@@ -200,7 +200,7 @@ std::vector<EndedLoad> OffloadScheduler::take_loads() {
     const bool finishing = request.stage == RequestStage::kFinishing;
     note_time(times_.loads, request.load_began);
     loads_.push_back({.request = number,
-                      .good_blocks = finishing ? 0 : static_cast<int32_t>(bad - request.pinned.begin()),
+                      .good_blocks = static_cast<int32_t>(bad - request.pinned.begin()),
                       .unproven = std::any_of(request.pinned.begin(), request.pinned.end(),
                                               [](const Pinned& pinned) { return pinned.kept; }),
                       .cancelled = request.load_cancelled});

@@ -65,7 +65,7 @@ struct BlockEvents {
   bool cleared = false;  // before all events: nothing can be found any more
 };
 
-// A request's load that has ended on all ranks: its first `good_blocks` blocks are valid.
+// A load that has ended on all ranks, also of a request that is finished: its first `good_blocks` blocks are valid.
 struct EndedLoad {
   uint32_t request = 0;
   int32_t good_blocks = 0;

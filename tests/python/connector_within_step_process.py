@@ -122,14 +122,15 @@ def identical(served: Served) -> dict:
 
 
 def damaged(served: Served) -> dict:
-    """A block in host memory is damaged, of requests with and without a seed. The request computes; another one with
-    the same prompt comes in the same step, and a third one in the next step. In half of the cases the first two are
-    aborted before that, so nobody computes for them what they had."""
-    result = []
-    for number in range(4):
+    """A block in host memory is damaged, of requests with and without a seed. The request computes; in the same step
+    come one with the same prompt, and one that goes on behind it; others with these prompts come in later steps. In some
+    cases the first three are aborted behind the step, or while it runs, so nobody computes for them what they had."""
+    result, core = [], served.one.core
+    for number, abort in enumerate((None, None, "behind", "behind", "within", "within")):
         prompt = tokens_of(10 + number, 7)
+        longer = prompt[: 7 * BLOCK] + tokens_of(30 + number, 2)
         ask(served, "computed", prompt, number=number)
-        [request] = served.one.core.scheduler.requests.values()
+        [request] = core.scheduler.requests.values()
         expected = served.answers()["computed"][0]
         written = damage(served, list(request.block_hashes), at=1 + number)
         forget_device(served)
@@ -137,26 +138,37 @@ def damaged(served: Served) -> dict:
         with Steps(served) as steps:
             ask(served, "first", prompt, number=number)
             ask(served, "beside", prompt, number=number)
+            ask(served, "longer", longer, number=number)
+            if abort == "within":
+                core.aborts_queue.put(list(core.scheduler.requests))
             found = {o.request_id: o for o in served.one.engine.step()}
-            if number >= 2:
-                served.one.engine.abort_request(["first", "beside"])
+            if abort is not None:
+                served.one.engine.abort_request(["first", "beside", "longer"])
             ask(served, "next", prompt, number=number)
             answers = served.answers()
+        ask(served, "longer next", longer, number=number)
+        answers |= served.answers()
         forget_device(served)
         ask(served, "again", prompt, number=number)
+        ask(served, "longer again", longer, number=number)
         answers |= served.answers()
         after = served.side.stats()
+        assert core.scheduler.reset_prefix_cache(reset_connector=True)
+        ask(served, "longer computed", longer, number=number)
+        of_longer = served.answers()["longer computed"][0]
         result.append({
             "written": written,
             "within": [names for _, names, _ in steps if names],
             "first": [name for name, output in found.items() if output.outputs[0].token_ids],
             "damaged": after.get("onboard_damaged", 0) - before.get("onboard_damaged", 0),
-            "differing": [name for name, (tokens, _) in answers.items() if tokens != expected],
+            "differing": [
+                name for name, (tokens, _) in answers.items() if tokens != (of_longer if "longer" in name else expected)
+            ],
             "answers": len(answers),
             "cached": answers["again"][1],
             "left": [after[name] for name in ("held_blocks", "loading_requests", "jobs_under_way")],
         })  # fmt: skip
-    return {"each": result, "free": served.one.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()}
+    return {"each": result, "free": core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()}
 
 
 def damage(served: Served, hashes: list, at: int) -> int:

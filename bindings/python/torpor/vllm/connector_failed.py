@@ -9,23 +9,34 @@ chunks, does not do in time for others that find them there.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
 
 
-def take_back_failed(scheduler, side) -> None:
-    """Remove what the requests of `side.failed` have from their first bad block on from vLLM's prefix cache, and
-    preempt each running request that has one of these blocks.
+def blocks_behind(failed: Iterable[tuple[str, int]], tables: Mapping[str, Sequence[KVCacheBlock]]) -> set[int]:
+    """Return the blocks without valid content: those of failed loads, and all that was computed on top of them.
 
-    They begin again with what is valid. Call it before another step is scheduled.
+    failed: requests, and the position of the first bad block of each. tables: the blocks of each request that computed
+    in the step. Some found what others loaded in vLLM's prefix cache; some may have been aborted since.
     """
-    failed, side.failed = side.failed, []
+    bad = {block.block_id for request_id, first in failed for block in tables[request_id][first:]}
+    for table in tables.values():
+        first = next((at for at, block in enumerate(table) if block.block_id in bad), len(table))
+        bad.update(block.block_id for block in table[first:])
+    return bad
+
+
+def take_back_failed(scheduler, side) -> None:
+    """Remove `side.bad_blocks` from vLLM's prefix cache, and preempt each running request that has one of them.
+
+    The requests begin again with what is valid. Call it before another step is scheduled.
+    """
+    bad, side.bad_blocks = side.bad_blocks, set()
     tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-    bad: set[int] = set()
-    for request_id, first in failed:
-        bad.update(block.block_id for block in tables.get(request_id, ())[first:])
     scheduler.kv_cache_manager.evict_blocks(bad)
     having = [
         request

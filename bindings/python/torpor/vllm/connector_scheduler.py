@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from torpor import _core
 from torpor.errors import Unsupported
 from torpor.vllm import connector_groups
+from torpor.vllm.connector_failed import blocks_behind
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.connector_stats import Stats, with_bytes
@@ -51,8 +52,8 @@ class SchedulerSide:
             self.policy = Policy(options.policy, options.policy_timeout_ms / 1000)
         self.kept = False  # whatever vLLM resets
         self.loads_within_step = False  # the scheduler takes back a request whose load within a step failed
-        self.failed: list[tuple[str, int]] = []  # such requests, and the first block of each without valid content
-        self._failed_until = 0  # the last step that computed on top of such blocks
+        self.bad_blocks: set[int] = set()  # of the engine: without valid content, after such a load
+        self._computing: dict[str, list] = {}  # of a step with such loads: the blocks of each request that computes
         self.weights_doubted = False  # since the last namespace began
         self.slots = None  # who tells where requests stand (slots.py); None: nobody listens
         self.steps = 0
@@ -199,6 +200,9 @@ class SchedulerSide:
             return self._orders(None)
         orders = self._orders(self.core.step(self.steps, scheduled))
         orders.within_step = self.core.take_loads_within_step()
+        if orders.within_step:
+            tables = self._manager.coordinator.single_type_managers[0].req_to_blocks
+            self._computing = {request_id: tables[request_id] for request_id in scheduled}
         if not scheduled and self.core.busy:
             orders.wait_seconds = _WAIT_SECONDS
         return orders
@@ -224,12 +228,11 @@ class SchedulerSide:
             return
         self.core.apply(report.transfers)
         if failed := self.core.take_failed_within_step():
-            self.failed += failed
-            self._failed_until = self.steps
-        if report.step <= self._failed_until:
+            self.bad_blocks |= blocks_behind(failed, self._computing)
             self.core.fail_step(report.step)
         else:
             self.core.acknowledge(report.step)
+        self._computing = {}
         if report.new_weights:
             self.new_weights()
 

@@ -85,7 +85,7 @@ class SchedulerMixin(Stock):
     def update_from_output(self, *args, **kwargs):
         """Take the outputs of a step. Requests whose load failed within it begin again."""
         outputs = super().update_from_output(*args, **kwargs)
-        if (side := side_of(self)) is not None and side.failed:
+        if (side := side_of(self)) is not None and side.bad_blocks:
             take_back_failed(self, side)
         if self.torpor_inputs is not None:
             self.torpor_inputs.look()
