@@ -13,11 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
 
 
-def blocks_behind(failed: Iterable[tuple[str, int]], tables: Mapping[str, Sequence[KVCacheBlock]]) -> set[int]:
+def blocks_behind(failed: Iterable[tuple[str, int]], tables: Mapping[str, Sequence]) -> set[int]:
     """Return the blocks without valid content: those of failed loads, and all that was computed on top of them.
 
     failed: requests, and the position of the first bad block of each. tables: the blocks of each request that computed
