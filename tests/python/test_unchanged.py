@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -127,6 +128,21 @@ def test_what_waits_for_an_import_is_done_once_behind_it(late):
     importlib.import_module(late)
     assert done == [1] and sys.meta_path == finders
     assert module.__loader__.get_source(late) == "value = 1\n" and module.__spec__.loader is module.__loader__
+
+
+def test_what_waits_for_an_import_waits_on_behind_a_look_and_a_failed_import(late):
+    done, others = [], []
+    when_imported(late, lambda: done.append(sys.modules[late].value))
+    when_imported(late, lambda: others.append(True))
+    file = Path(importlib.util.find_spec(late).origin)  # as who asks whether there is such a module
+    file.write_text("raise ImportError('not now')\n")
+    with pytest.raises(ImportError, match="not now"):
+        importlib.import_module(late)
+    assert done == others == []
+    file.write_text("value = 1234\n")
+    importlib.invalidate_caches()
+    importlib.import_module(late)
+    assert done == [1234] and others == [True]
 
 
 def test_what_waits_for_an_import_is_done_at_once_behind_an_earlier_one(late):

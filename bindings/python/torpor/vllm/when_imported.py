@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 
@@ -25,26 +24,32 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Finds one module as the other finders do, and wraps its loader."""
+    """Finds one module as the finders behind it do, and wraps its loader. It watches until the import has ended well."""
 
     def __init__(self, name: str, action: Callable[[], None]):
         self._name, self._action = name, action
 
     def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)  # the others find it
-        spec = find_spec(fullname)
+        behind = [each for each in sys.meta_path[sys.meta_path.index(self) + 1 :] if hasattr(each, "find_spec")]
+        specs = (finder.find_spec(fullname, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loading(spec.loader, self._action)
+            spec.loader = _Loading(spec.loader, self)
         return spec
+
+    def imported(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self._action()
 
 
 class _Loading(Loader):
     """A module's own loader, and what is to be done behind it."""
 
-    def __init__(self, own: Loader, action: Callable[[], None]):
-        self._own, self._action = own, action
+    def __init__(self, own: Loader, watcher: _Watcher):
+        self._own, self._watcher = own, watcher
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._own.create_module(spec)
@@ -53,4 +58,4 @@ class _Loading(Loader):
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self._own  # as if nobody had watched
         self._own.exec_module(module)
-        self._action()
+        self._watcher.imported()
