@@ -64,20 +64,23 @@ class Transfer:
         self.engine, self.candidate = engine, candidate
 
     def wait(self, timeout: float = 30) -> dict:
-        """What became of it, once each of its blocks has ended: `state`, `blocks`, and `ended_blocks` by outcome.
+        """Wait until each of its blocks has ended. Return its `state`, `blocks`, and `ended_blocks` by outcome.
 
-        timeout: most seconds, up to 300. Raises TimedOut, after which it goes on; NotFound if the engine's events do
-        not have it any more.
+        timeout: most seconds, up to 300. Raises TimedOut, after which the transfer goes on; NotFound if the engine's
+        events do not have it any more.
         """
-        answer = self.engine.call_within(timeout, "transfer.wait", candidate=self.candidate, timeout=timeout)
-        if not answer["done"]:
+        result = self.engine.call_within(timeout, "transfer.wait", candidate=self.candidate, timeout=timeout)
+        if not result["done"]:
             raise errors.TimedOut(
-                f"candidate {self.candidate} is {answer['state']} after {timeout:g} s", "wait again, or cancel it"
+                f"candidate {self.candidate} is {result['state']} after {timeout:g} s", "wait again, or cancel it"
             )
-        return answer
+        return result
 
     def cancel(self) -> dict:
-        """The result of "transfer.cancel", in docs/console.md. Raises NotFound if it has ended."""
+        """Cancel the transfer. Return the result of "transfer.cancel", in docs/console.md.
+
+        Raises NotFound if the transfer has ended.
+        """
         return self.engine.call("transfer.cancel", candidate=self.candidate)
 
 
@@ -141,7 +144,7 @@ class Engine:
             return answer["result"]
 
     def call_within(self, seconds: float, method: str, **params) -> dict:
-        """As call(), of this method with these parameters; the answer may take so many seconds more."""
+        """Do what call() does. The answer may take `seconds` more than the timeout of the connection."""
         usual = self._socket.gettimeout()
         self._socket.settimeout(None if usual is None else usual + seconds)
         try:
