@@ -3,19 +3,25 @@
 and recordings that replay. The engine is real, and its tokens are the same throughout.
 """
 
+import gc
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 from conftest import result_of
 from inspector import BINARY
+from vllm import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+from zygote import MOST_SECONDS
 
 from torpor import _core
 from torpor.errors import InvalidArgument, NotFound
-from torpor.vllm import call_hooks, replay
+from torpor.vllm import call_hooks, recorded_inputs, replay
 from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.policy import Policy
+from torpor.vllm.values import sampling_to_value
 
 PROCESS = Path(__file__).parent / "flow_process.py"
 
@@ -160,10 +166,6 @@ def events(*inputs: tuple[str, dict]) -> list[str]:
 
 
 def asked(name: str, step: int, prompt: list[int], **more) -> list[tuple[str, dict]]:
-    from vllm import SamplingParams
-
-    from torpor.vllm.values import sampling_to_value
-
     sampling = sampling_to_value(SamplingParams(temperature=0, max_tokens=4))
     words = {"id": name, "step": step, "priority": 0, "salt": None, "sampling": sampling, "tokens": len(prompt)}
     return [("vllm request", words | more), ("vllm tokens", {"id": name, "first": 0, "tokens": prompt})]
@@ -174,6 +176,15 @@ def answered(name: str, tokens: list[int]) -> list[tuple[str, dict]]:
         ("vllm answer", {"id": name, "status": "FINISHED_LENGTH_CAPPED", "tokens": len(tokens)}),
         ("vllm tokens", {"id": name, "first": 0, "tokens": tokens}),
     ]
+
+
+class Odd:
+    """What a hook may return, as an array."""
+
+    def __eq__(self, other):
+        raise ValueError("ambiguous")
+
+    __hash__ = None
 
 
 ENGINE = ("vllm engine", {"model": "m"})
@@ -208,11 +219,83 @@ def test_a_replay_aborts_what_was_aborted_and_names_what_it_leaves_out():
     }  # fmt: skip
 
 
+class Recorded:
+    """A scheduler's inputs, and what was written of them."""
+
+    def __init__(self, monkeypatch):
+        self.lines: list[str] = []
+        self.requests: dict = {}
+        self.vllm_config = None
+        monkeypatch.setattr(recorded_inputs, "engine_options", lambda config: {"model": "m"})
+        monkeypatch.setattr(_core, "record_input", self.write)
+        self.inputs = recorded_inputs.RecordedInputs(self)
+
+    def write(self, kind: str, words: str) -> None:
+        assert len(words) <= 8192
+        self.lines += events((kind, json.loads(words)))
+
+    def read(self) -> replay.Recorded:
+        numbered = [json.loads(line) for line in self.lines]
+        for at in range(0, len(numbered), 2):
+            numbered[at]["sequence"] = numbered[at + 1]["input"] = at
+        return replay.read(map(json.dumps, numbered))
+
+    def add(self, name: str, output: list[int], **more) -> Request:
+        request = Request(name, [1, 2, 3], SamplingParams(max_tokens=9), None, **more)
+        request.append_output_token_ids(output)
+        known = self.requests.setdefault(name, request)
+        self.inputs.add(request, 0)
+        return known
+
+    def end(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED_STOPPED
+        del self.requests[request.request_id]
+        self.inputs.look()
+
+
+def test_inputs_of_requests_with_long_names_are_recorded(monkeypatch):
+    recorded = Recorded(monkeypatch)
+    names = ["n" * 20_000 + end for end in "ab"]  # as a client may name them
+    for name in names:
+        recorded.add(name, [])
+    for request in list(recorded.requests.values()):
+        request.append_output_token_ids([4, 5])
+        recorded.end(request)
+    found = recorded.read().requests
+    assert len({each.id for each in found}) == 2 and all(each.prompt == [1, 2, 3] for each in found)
+    assert all(each.tokens == [4, 5] and each.not_replayable is None for each in found)
+
+
+def test_inputs_that_are_no_beginning_of_a_request_are_named_and_none_is_kept(monkeypatch):
+    recorded = Recorded(monkeypatch)
+    piecewise = recorded.add("pieces", [], resumable=True)
+    recorded.add("pieces", [], resumable=True)
+    left = recorded.add("left", [])
+    del recorded.requests["left"]  # a wake brought others
+    recorded.inputs.look()
+    child = recorded.add("child", [7])
+    ended = recorded.add("ended", [])
+    recorded.end(ended)
+    back = recorded.add("ended", [8])  # from an image
+    for request in (piecewise, child, back):
+        recorded.end(request)
+    assert recorded.inputs._live == {} and not left.is_finished()
+    found = {each.id: each.not_replayable for each in recorded.read().requests}
+    assert found == {
+        "pieces": "its prompt that comes in pieces", "left": None, "ended": None,
+        "child": "the tokens of its answer that it came with",
+    }  # fmt: skip
+    assert [each.tokens for each in recorded.read().requests if each.id == "ended"] == [[8]]
+
+
 @pytest.mark.parametrize(
     ("lines", "what"),
     [
         (events(("engine", {})), "has no inputs of vLLM"),
         (events(ENGINE, ("vllm engine", {"model": "other"})), "several engines"),
+        (events(("vllm engine", {"model": "m", "trust_remote_code": True})), "torpor did not write.*trust_remote_code"),
+        (events(ENGINE, ("vllm request", {"id": "a", "step": 1, "tokens": 0})), "torpor did not write.*priority"),
+        (events(ENGINE, *asked("a", 0, [1]), ("vllm tokens", {"id": "a"})), "torpor did not write.*first"),
     ],
 )
 def test_a_recording_that_cannot_replay_says_why(lines, what):
@@ -235,6 +318,34 @@ def test_a_policy_that_cannot_be_made_ends_the_start_by_name(name, what):
     with pytest.raises(InvalidArgument, match=what.replace("(", r"\(").replace(")", r"\)")):
         ConnectorOptions.of({"host_bytes": 1 << 20, "policy": name})
         Policy(name, 1)
+
+
+def test_the_thread_of_a_policy_ends_with_it():
+    def threads() -> set:
+        return {each for each in threading.enumerate() if each.name == "torpor-policy"}
+
+    before = threads()
+    policy = Policy("flow_own:Own", MOST_SECONDS)
+    assert policy.ask(0, "a", [b"key"], [0]) == b"\1"
+    [mine] = threads() - before
+    del policy
+    gc.collect()
+    mine.join(MOST_SECONDS)
+    assert not mine.is_alive()
+
+
+@pytest.mark.parametrize(("answer", "admitted"), [(False, False), (None, True), (0, True), (Odd(), True)])
+def test_only_false_keeps_a_request_from_being_admitted(answer, admitted):
+    class Fixed:
+        def will_call(self, call):
+            return answer
+
+    hooks = Fixed()
+    call_hooks.register(hooks)
+    try:
+        assert call_hooks.admits("any") is admitted
+    finally:
+        call_hooks.unregister(hooks)
 
 
 def test_hooks_have_one_of_the_two_methods():

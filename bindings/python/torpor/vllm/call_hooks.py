@@ -99,7 +99,7 @@ def around(point: str, request: str | None, function: Callable, *args, **kwargs)
 
 def admits(request: str) -> bool:
     """Return whether no hook keeps this request from being admitted in this step."""
-    return not _hooks or False not in _tell("will_call", Call(ADMIT, request))
+    return not _hooks or not any(answer is False for answer in _tell("will_call", Call(ADMIT, request)))
 
 
 def _tell(method: str, *args) -> list:

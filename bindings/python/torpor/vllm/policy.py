@@ -18,6 +18,7 @@ import logging
 import queue
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -84,13 +85,10 @@ class Policy:
         self._methods = _methods_of(name)
         self._said: set[str] = set()
         self._last: _Call | None = None
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._calls.put, None)
         # A daemon: a method that never returns must not keep the process.
-        threading.Thread(target=self._serve, name="torpor-policy", daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            self._calls.get().run()
+        threading.Thread(target=_serve, args=(self._calls,), name="torpor-policy", daemon=True).start()
 
     def ask(self, question: int, request: str, keys: list[bytes], groups: list[int]) -> bytes | None:
         """Return a byte for each key, 1 for those that are kept. None: there is no answer, and all are kept."""
@@ -123,6 +121,13 @@ class Policy:
                 self.name,
                 what,
             )
+
+
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    """Run calls until the Policy is gone."""
+    while (call := calls.get()) is not None:
+        call.run()
+        del call
 
 
 def _methods_of(name: str) -> dict[str, Callable]:

@@ -6,9 +6,11 @@ With the option `record_inputs` alone: prompts and answers are private, and go w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torpor import _core
 from torpor.vllm.inputs import Inputs
@@ -21,12 +23,14 @@ logger = logging.getLogger("vllm.torpor")
 
 ENGINE, REQUEST, TOKENS, ABORT, ANSWER = "vllm engine", "vllm request", "vllm tokens", "vllm abort", "vllm answer"
 _TOKENS_AT_ONCE = 500  # a text of an event has at most 8 KiB
+_MOST_NAME = 256  # characters of a text that a client may choose
 
 
 class RecordedInputs:
     """Of one scheduler."""
 
     def __init__(self, scheduler):
+        self._requests = scheduler.requests
         self._live: dict = {}  # requests that have not ended, by id
         self._write(ENGINE, engine_options(scheduler.vllm_config))
 
@@ -44,17 +48,20 @@ class RecordedInputs:
         return RecordedInputs(scheduler)
 
     def add(self, request, step: int) -> None:
-        """Before the step after this one the request is there."""
+        """Before the step after this one the request is there. A further piece of a request's prompt is none."""
+        if not self._has(request):
+            return
         self._live[request.request_id] = request
-        words = {"id": request.request_id, "step": step, "priority": request.priority, "salt": request.cache_salt}
+        name = _name_of(request)
+        words = {"id": name, "step": step, "priority": request.priority, "salt": request.cache_salt}
         prompt, why = list(request.prompt_token_ids or []), self._not_replayable(request)
         if why is None:
             words["sampling"] = sampling_to_value(request.sampling_params)
             why = None if _is_small(words) else "its sampling parameters"
         if why is not None:
-            words = {"id": request.request_id, "step": step, "not_replayable": why}
+            words = {"id": name, "step": step, "not_replayable": why[:_MOST_NAME]}
         self._write(REQUEST, words | {"tokens": len(prompt)})
-        self._write_tokens(request.request_id, prompt)
+        self._write_tokens(name, prompt)
 
     def abort(self, request_ids: str | Iterable[str] | None, step: int) -> None:
         """None: all of them."""
@@ -62,16 +69,22 @@ class RecordedInputs:
             [request_ids] if isinstance(request_ids, str) else list(self._live if request_ids is None else request_ids)
         )
         for request_id in ids:
-            if request_id in self._live:
-                self._write(ABORT, {"id": request_id, "step": step})
+            if (request := self._live.get(request_id)) is not None:
+                self._write(ABORT, {"id": _name_of(request), "step": step})
 
     def look(self) -> None:
-        """Write the answers of requests that have ended."""
-        for request in [request for request in self._live.values() if request.is_finished()]:
+        """Write the answers of requests that have ended. Forget those that left without an end, as by a wake."""
+        gone = [each for each in self._live.values() if each.is_finished() or not self._has(each)]
+        for request in gone:
             del self._live[request.request_id]
-            tokens = list(request.output_token_ids)
-            self._write(ANSWER, {"id": request.request_id, "status": request.status.name, "tokens": len(tokens)})
-            self._write_tokens(request.request_id, tokens)
+            if not request.is_finished():
+                continue
+            name, tokens = _name_of(request), list(request.output_token_ids)
+            self._write(ANSWER, {"id": name, "status": request.status.name, "tokens": len(tokens)})
+            self._write_tokens(name, tokens)
+
+    def _has(self, request) -> bool:
+        return self._requests.get(request.request_id) is request
 
     @staticmethod
     def _not_replayable(request) -> str | None:
@@ -81,11 +94,13 @@ class RecordedInputs:
             return "images or embeddings in its prompt"
         if request.lora_request is not None:
             return "its LoRA adapter"
+        if request.num_output_tokens > 0:  # of a fork, or from an image
+            return "the tokens of its answer that it came with"
         return next(iter(bound_to_process(request)), None)
 
-    def _write_tokens(self, request_id: str, tokens: Sequence[int]) -> None:
+    def _write_tokens(self, name: str, tokens: Sequence[int]) -> None:
         for first in range(0, len(tokens), _TOKENS_AT_ONCE):
-            self._write(TOKENS, {"id": request_id, "first": first, "tokens": tokens[first : first + _TOKENS_AT_ONCE]})
+            self._write(TOKENS, {"id": name, "first": first, "tokens": tokens[first : first + _TOKENS_AT_ONCE]})
 
     @staticmethod
     def _write(kind: str, words: dict) -> None:
@@ -94,21 +109,35 @@ class RecordedInputs:
 
 def engine_options(vllm_config) -> dict:
     """What an engine needs to answer as this one does, as arguments of vLLM's LLM."""
-    model, cache, scheduling = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
-    return {
-        "model": model.model,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "seed": model.seed,
-        "max_model_len": model.max_model_len,
-        "enforce_eager": model.enforce_eager,
-        "max_num_seqs": scheduling.max_num_seqs,
-        "max_num_batched_tokens": scheduling.max_num_batched_tokens,
-        "async_scheduling": bool(scheduling.async_scheduling),
-        "enable_prefix_caching": bool(cache.enable_prefix_caching),
-        "block_size": cache.block_size,
-        "num_gpu_blocks_override": cache.num_gpu_blocks,
-        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
-    }
+    return {name: value(vllm_config) for name, value in ENGINE_OPTIONS.items()}
+
+
+ENGINE_OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "model": lambda config: config.model_config.model,
+    "revision": lambda config: config.model_config.revision,
+    "dtype": lambda config: str(config.model_config.dtype).removeprefix("torch."),
+    "quantization": lambda config: config.model_config.quantization,
+    "seed": lambda config: config.model_config.seed,
+    "max_model_len": lambda config: config.model_config.max_model_len,
+    "enforce_eager": lambda config: config.model_config.enforce_eager,
+    "max_num_seqs": lambda config: config.scheduler_config.max_num_seqs,
+    "max_num_batched_tokens": lambda config: config.scheduler_config.max_num_batched_tokens,
+    "scheduling_policy": lambda config: config.scheduler_config.policy,
+    "async_scheduling": lambda config: bool(config.scheduler_config.async_scheduling),
+    "enable_prefix_caching": lambda config: bool(config.cache_config.enable_prefix_caching),
+    "kv_cache_dtype": lambda config: config.cache_config.cache_dtype,
+    "block_size": lambda config: config.cache_config.block_size,
+    "num_gpu_blocks_override": lambda config: config.cache_config.num_gpu_blocks,
+    "tensor_parallel_size": lambda config: config.parallel_config.tensor_parallel_size,
+}
+
+
+def _name_of(request) -> str:
+    """Return the id of a request; of a long one, as a client may choose it, the beginning and a digest."""
+    name = request.request_id
+    if len(name) <= _MOST_NAME:
+        return name
+    return f"{name[:_MOST_NAME]}-{hashlib.sha256(name.encode(errors='backslashreplace')).hexdigest()}"
 
 
 def _is_small(words: dict) -> bool:

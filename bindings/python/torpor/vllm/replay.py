@@ -19,9 +19,11 @@ from typing import Any
 
 from torpor.console.source import ask
 from torpor.errors import Error, InvalidArgument, WrongState
-from torpor.vllm.recorded_inputs import ABORT, ANSWER, ENGINE, REQUEST, TOKENS
+from torpor.vllm.recorded_inputs import ABORT, ANSWER, ENGINE, ENGINE_OPTIONS, REQUEST, TOKENS
 
 _DIFFERS = 6
+_ASKED = {"id", "step", "priority", "salt", "sampling", "tokens"}  # of a request that can be given again
+_RECORD = "record an engine with the option record_inputs, from its start"
 
 
 @dataclass
@@ -52,8 +54,15 @@ class Recorded:
 def read(lines: Iterable[str]) -> Recorded:
     """Read the events of one process, as `torpor events --export ndjson` prints them.
 
-    Raises InvalidArgument if they have no inputs of vLLM, or those of several engines.
+    Raises InvalidArgument if they have no inputs of vLLM, those of several engines, or others than torpor writes.
     """
+    try:
+        return _read(lines)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise InvalidArgument(f"the recording has inputs that torpor did not write: {problem!r}", _RECORD) from problem
+
+
+def _read(lines: Iterable[str]) -> Recorded:
     kinds: dict[int, str] = {}
     engines: list[dict] = []
     requests: dict[str, Asked] = {}
@@ -66,11 +75,17 @@ def read(lines: Iterable[str]) -> Recorded:
             continue
         words = json.loads(event["words"])
         if kind == ENGINE:
+            if unknown := words.keys() - ENGINE_OPTIONS:
+                raise ValueError(f"an engine with {min(unknown)}")
             engines.append(words)
             continue
         name = words["id"]
-        if kind == REQUEST:
-            requests[name] = Asked(name, words["step"], words)
+        if kind == REQUEST and name in requests:
+            writes[name] = []  # it came back, as from an image; it began before
+        elif kind == REQUEST:
+            if "not_replayable" not in words and (missing := _ASKED - words.keys()):
+                raise KeyError(min(missing))
+            requests[name] = Asked(name, int(words["step"]), words)
             writes[name] = requests[name].prompt
         elif name not in requests:
             continue  # it is older than the recording
@@ -83,9 +98,7 @@ def read(lines: Iterable[str]) -> Recorded:
             requests[name].status = words["status"]
             requests[name].tokens = writes[name] = []
     if not engines:
-        raise InvalidArgument(
-            "the recording has no inputs of vLLM", "record an engine with the option record_inputs, from its start"
-        )
+        raise InvalidArgument("the recording has no inputs of vLLM", _RECORD)
     if any(each != engines[0] for each in engines):
         raise InvalidArgument("the recording has several engines", "name one of its files")
     return Recorded(engines[0], sorted(requests.values(), key=lambda each: each.step))

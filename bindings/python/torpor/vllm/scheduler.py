@@ -60,9 +60,9 @@ class SchedulerMixin(Stock):
 
     def add_request(self, request) -> None:
         grammar.remember_beginning(request)
+        super().add_request(request)
         if self.torpor_inputs is not None:
             self.torpor_inputs.add(request, self.torpor_steps)
-        super().add_request(request)
 
     def finish_requests(self, request_ids, finished_status):
         """Finish these requests, hibernated ones too."""
