@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from torpor.vllm import connector_sleep
 
-_LOOK_SECONDS = 1.0  # at most, between looks whether a session is due
+_LEAST_SECONDS, _MOST_SECONDS = 0.05, 1.0  # between looks whether a session is due
 
 
 def watch(core) -> None:
@@ -28,7 +28,7 @@ def watch(core) -> None:
     side = connector_sleep.side_of(core.scheduler)
     if side is None or side.options.session_idle_seconds <= 0:
         return
-    seconds = min(_LOOK_SECONDS, side.options.session_idle_seconds)
+    seconds = min(max(side.options.session_idle_seconds, _LEAST_SECONDS), _MOST_SECONDS)
     thread = threading.Thread(target=_look, args=(weakref.ref(core), seconds), name="torpor-idle", daemon=True)
     core.torpor_idle_sessions = thread
     thread.start()
@@ -37,7 +37,8 @@ def watch(core) -> None:
 def _look(known: weakref.ref, seconds: float) -> None:
     while (core := known()) is not None:
         side = connector_sleep.side_of(core.scheduler)
-        if side is not None and side.core is not None and side.core.sessions_are_due:
+        due = side is not None and side.core is not None and side.core.sessions_are_due
+        if due and core.input_queue.empty():  # what is in the queue wakes it, too
             core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))  # it asks has_work() again
         del core, side
         time.sleep(seconds)
