@@ -122,9 +122,9 @@ def identical(served: Served) -> dict:
 
 
 def damaged(served: Served) -> dict:
-    """A block in host memory is damaged, of requests with and without a seed. The request computes; in the same step
-    come one with the same prompt, and one that goes on behind it; others with these prompts come in later steps. In some
-    cases the first three are aborted behind the step, or while it runs, so nobody computes for them what they had."""
+    """A block in host memory is damaged, of requests with and without a seed. The request computes. One with the same
+    prompt and one that goes on behind it come in the same step, others with these prompts in later steps. In some cases
+    the first three are aborted behind the step, or while it runs, so nobody computes for them what they had."""
     result, core = [], served.one.core
     for number, abort in enumerate((None, None, "behind", "behind", "within", "within")):
         prompt = tokens_of(10 + number, 7)

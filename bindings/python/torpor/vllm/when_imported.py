@@ -24,7 +24,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Finds one module as the finders behind it do, and wraps its loader. It watches until the import has ended well."""
+    """Finds one module as the finders behind it do, and wraps its loader, until an import of it has ended well."""
 
     def __init__(self, name: str, action: Callable[[], None]):
         self._name, self._action = name, action
