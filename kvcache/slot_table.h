@@ -3,7 +3,7 @@
 //
 // The caller reports what the engine's scheduler did. A report that changes nothing costs a comparison and emits
 // nothing: a decode step is no event. The number of computed tokens is emitted at changes of state, and every
-// kToldEvery tokens. When half of the event ring was overwritten since, all requests are emitted again, so that a
+// kPublishedEvery tokens. When half of the event ring was overwritten since, all requests are emitted again, so that a
 // reader finds each of them.
 //
 // Threads: one, the engine scheduler's. Failure: kNotFound for an unknown slot; kFailedPrecondition names request and

@@ -115,7 +115,7 @@ TEST_F(SlotTableTest, ARequestsLifeIsToldByItsChanges) {
 TEST_F(SlotTableTest, HowFarItCameIsToldEverySoManyTokens) {
   const uint32_t slot = value_of(table_.create("r", 10));
   ASSERT_SUCCEEDS(table_.scheduled(slot, 0, 10, 10));
-  for (int64_t token = 10; token < 10 + 2 * SlotTable::kToldEvery; ++token)
+  for (int64_t token = 10; token < 10 + 2 * SlotTable::kPublishedEvery; ++token)
     ASSERT_SUCCEEDS(table_.scheduled(slot, token, 1, token + 1));
   EXPECT_EQ(published(), "1 initialized 0/10, 1 prefilling 10/10, 1 decoding 11/11, 1 decoding 75/75, ");
 }
