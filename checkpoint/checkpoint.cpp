@@ -18,7 +18,7 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kMostMetadataBytes = 64 * 1024;  // of the section; the limits of metadata.h allow about 10 KiB
+constexpr uint64_t kMostMetadataBytes = 64 * 1024;  // of the section; the limits of metadata.h allow about 50 KiB
 
 Error damaged(std::string what) {
   return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};

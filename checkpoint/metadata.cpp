@@ -24,20 +24,24 @@ std::string MetadataValue::to_json() const {
   return is_json ? words : nlohmann::json(words).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-Result<MetadataValue> MetadataValue::from_json(std::string_view json) {
+Result<MetadataValue> MetadataValue::from_json(std::string_view words) {
   const auto wrong = [](std::string what) {
     return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = "give a value of JSON"};
   };
+  using nlohmann::json;
+  // Its parser ends at a zero byte and skips a byte order mark, which other parsers of JSON refuse.
+  if (words.find('\0') != std::string_view::npos || words.starts_with("\xEF\xBB\xBF")) return wrong("a value is no JSON");
   bool deep = false;
-  const auto look = [&](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
-    deep = deep || depth > static_cast<int>(kMostMetadataDepth);
+  const auto look = [&](int depth, json::parse_event_t event, json&) {
+    const bool begins = event == json::parse_event_t::object_start || event == json::parse_event_t::array_start;
+    deep = deep || depth + (begins ? 1 : 0) > static_cast<int>(kMostMetadataDepth);
     return !deep;
   };
-  const nlohmann::json value = nlohmann::json::parse(json, look, false);
+  const json value = json::parse(words, look, false);
   if (deep) return wrong(fmt::format("a value has more than {} levels", kMostMetadataDepth));
   if (value.is_discarded()) return wrong("a value is no JSON");
   if (value.is_string()) return MetadataValue(value.get<std::string>());
-  return MetadataValue::json(std::string(json));
+  return MetadataValue::json(std::string(words));
 }
 
 Status check_metadata(const Metadata& metadata, bool to_disk) {

@@ -25,9 +25,9 @@ struct MetadataValue {
   }
   // Return the value as JSON: text with quotes.
   std::string to_json() const;
-  // Return the value that this JSON is; a string becomes text. kInvalidArgument: it is no JSON, no UTF-8, or has more
-  // than kMostMetadataDepth levels.
-  static Result<MetadataValue> from_json(std::string_view json);
+  // Return the value that these words of JSON have; a string becomes text. kInvalidArgument: they are no JSON, no UTF-8,
+  // or have more than kMostMetadataDepth levels.
+  static Result<MetadataValue> from_json(std::string_view words);
 
   std::string words;
   bool is_json = false;  // `words` is JSON, not text
