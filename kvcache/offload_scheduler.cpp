@@ -186,7 +186,8 @@ TransferHandle OffloadScheduler::allocated(uint32_t number, std::span<const int3
   request.load_began = clock_.now();
   request.planned = false;
   within_step_ += within_step ? 1 : 0;
-  const int32_t priority = within_step ? std::numeric_limits<int32_t>::max() : request.priority;
+  constexpr int32_t kBeforeAll = std::numeric_limits<int32_t>::max();
+  const int32_t priority = within_step ? kBeforeAll : std::min(request.priority, kBeforeAll - 1);
   return queue_.enqueue({.way = Way::kOnboard, .priority = priority, .owner = number, .within_step = within_step},
                         queued_, queued_.size(), BlockOutcome::kFiltered, clock_.now());
 }

@@ -139,8 +139,8 @@ class OffloadScheduler {
   // Pin the blocks behind the first `have` of `chain` that can be loaded, and return their number. Another call unpins
   // them first.
   int32_t match(uint32_t request, std::span<const BlockKey> chain, size_t have);
-  // Return whether one more load can be in the next plan for sure: the ranks have room for it, and no console holds
-  // transfers.
+  // Return whether one more load, of blocks that one store has, can be in the next plan for sure: the ranks have room
+  // for it, and no console holds transfers.
   bool can_load_within_step() const;
   // Start the load into `blocks`, the device blocks for the first pinned slots; unpin the others. The device blocks
   // must stay the request's until its load ends. `within_step`: the load is in the next plan, for a request that

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // In which order blocks go, what events tell of them, and what an operator asks.
+#include <limits>
+
 #include "tests/kvcache/offload_scheduler_scene.h"
 
 namespace torpor {
@@ -103,6 +105,38 @@ TEST_P(OffloadSchedulerTest, ACandidateThatNeverWasIsNotFoundAndALoadThatIsCance
   EXPECT_EQ(whole[0].good_blocks, 1);
   EXPECT_TRUE(scene.all_have(4, 10));
   EXPECT_TRUE(scene.scheduler->finished(again));
+}
+
+// Whatever waits before it: a client's request may have the highest priority that there is.
+TEST_P(OffloadSchedulerTest, ALoadWithinTheStepIsInItsPlanBeforeAllThatWaits) {
+  OffloadRig& rig = this->rig({.rank = {.blocks = 16, .host_slots = 8}, .scheduler = {.queue = {.loading_batches = 2}}});
+  for (int32_t block = 0; block < 4; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
+  (void)rig.offer({0, 1, 2, 3}, {0, 1, 2, 3});
+  rig.drain();
+  const auto begin = [&](uint32_t key, int32_t priority, bool within_step) {
+    const uint32_t request = rig.scheduler->begin_request("r", priority);
+    EXPECT_EQ(rig.scheduler->match(request, rig.keys_of({key}), 0), 1);
+    const std::array blocks{static_cast<int32_t>(8 + key)};
+    (void)rig.scheduler->allocated(request, blocks, within_step);
+    return request;
+  };
+  constexpr int32_t kHighest = std::numeric_limits<int32_t>::max();
+  const std::array waiting{begin(0, kHighest, false), begin(1, kHighest, false)};
+  ASSERT_TRUE(rig.scheduler->can_load_within_step());
+  const uint32_t first = begin(2, 0, true);
+  ASSERT_TRUE(rig.scheduler->can_load_within_step());
+  const uint32_t second = begin(3, 0, true);
+  EXPECT_FALSE(rig.scheduler->can_load_within_step());  // the ranks have room for two
+  rig.send();
+  EXPECT_TRUE(rig.scheduler->load_is_planned(first) && rig.scheduler->load_is_planned(second));
+  for (const uint32_t request : waiting) EXPECT_FALSE(rig.scheduler->load_is_planned(request));
+  rig.drain();
+  EXPECT_EQ(rig.scheduler->take_loads().size(), 4u);
+  for (const uint32_t request : {waiting[0], waiting[1], first, second}) {
+    EXPECT_TRUE(rig.scheduler->load_is_planned(request));
+    EXPECT_TRUE(rig.scheduler->finished(request));
+  }
+  for (int32_t block = 0; block < 4; ++block) EXPECT_TRUE(rig.all_have(8 + block, 10 + static_cast<uint32_t>(block)));
 }
 
 // A user's policy: it keeps the blocks whose key it knows, or has no answer.
