@@ -254,7 +254,7 @@ class Residency {
   void stop_actions(const SessionName& name, std::string_view why);
   bool advance_to_device(Action& action);
   bool start_load(Action& action, std::span<const BlockHash> chain);
-  void set_demotion(Session& session, bool wanted);
+  void set_demotion(Session& session, bool wanted, Time earliest = {});
   void demote_idle(uint64_t after_step);
 
   void begin_hold(Action& action, Session& session);

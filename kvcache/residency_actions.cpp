@@ -76,7 +76,7 @@ Result<SessionAnswer> Residency::call(const SessionCall& call, uint64_t after_st
     if (call.verb != SessionVerb::kEvict && is_full())
       return refusal(SessionOutcome::kDeferred, "too many calls of sessions are under way", call);
     index_.touch(*session);
-    if (session->demote_at.count() > 0) set_demotion(*session, true);
+    if (!running_.contains(call.name)) set_demotion(*session, true);
     if (call.verb == SessionVerb::kEvict) {
       auto made = std::make_unique<Action>();
       made->call = call;
@@ -469,17 +469,19 @@ bool Residency::loaded(const EndedLoad& ended) {
 
 // ---- by itself
 
-// Set the time of the session's demotion anew, or let it have none.
-void Residency::set_demotion(Session& session, bool wanted) {
+// Set the time of the session's demotion anew, but not before `earliest`, or let it have none.
+void Residency::set_demotion(Session& session, bool wanted, Time earliest) {
   if (session.demote_at.count() > 0) due_.erase({session.demote_at, session.name});
   session.demote_at = {};
   if (!wanted || options_.idle.count() == 0) return;
-  session.demote_at = clock_.now() + options_.idle;
-  due_.insert({session.demote_at, session.name});
+  const Time at = std::max(clock_.now() + options_.idle, earliest);
+  due_.insert({at, session.name});
+  session.demote_at = at;
 }
 
 void Residency::demote_idle(uint64_t after_step) {
-  while (is_due() && !is_full()) {
+  const Time now = clock_.now();  // what is put off below is due later
+  while (!due_.empty() && due_.begin()->first <= now && !is_full()) {
     Session& session = *index_.find(due_.begin()->second);
     set_demotion(session, false);
     const bool called = std::any_of(pending_.begin(), pending_.end(),
@@ -489,6 +491,7 @@ void Residency::demote_idle(uint64_t after_step) {
       continue;
     }
     const StoreId to = session.held ? StoreId::kHost : options_.idle_to;  // a pin lasts as long as was said
+    if (to != options_.idle_to) set_demotion(session, true, session.hold.until);  // and then goes the rest of the way
     if (session.residence >= residence_of(to)) continue;
     ++counts_.idle;
     (void)begin_action({.name = session.name, .to = to}, session, after_step);
