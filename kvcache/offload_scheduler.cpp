@@ -10,6 +10,8 @@
 namespace torpor {
 namespace {
 
+constexpr std::string_view kNoRequest = "(no request)";
+
 Slot slot_in(const BlockLocations& places, StoreId store) {
   if (store == StoreId::kHost) return places.host;
   return store == StoreId::kDisk ? places.disk : places.remote;
@@ -121,7 +123,8 @@ uint32_t OffloadScheduler::begin_request(std::string id, int32_t priority) {
   request.counted = false;
   request.planned = false;
   request.asked = 0;
-  if (!request.id.empty()) port_.text(TextKind::kRequestName, event_request(number), 0, request.id);
+  // What is loaded for no request is named, too: its number may have been a request's.
+  port_.text(TextKind::kRequestName, event_request(number), 0, request.id.empty() ? kNoRequest : request.id);
   return number;
 }
 

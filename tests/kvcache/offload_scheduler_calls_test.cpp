@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // In which order blocks go, what events tell of them, and what an operator asks.
+#include <cstring>
 #include <limits>
 
+#include "base/event_ring.h"
 #include "tests/kvcache/offload_scheduler_scene.h"
 
 namespace torpor {
@@ -107,9 +109,28 @@ TEST_P(OffloadSchedulerTest, ACandidateThatNeverWasIsNotFoundAndALoadThatIsCance
   EXPECT_TRUE(scene.scheduler->finished(again));
 }
 
+TEST_P(OffloadSchedulerTest, ALoadForNoRequestHasNotTheNameOfTheOneThatHadItsNumber) {
+  const auto ring = value_of(EventRing::in_memory({}, 256));
+  OffloadRig& rig = this->rig({.events = EventPort(*ring, system_clock())});
+  const uint32_t request = rig.scheduler->begin_request("chat");
+  EXPECT_TRUE(rig.scheduler->finished(request));
+  ASSERT_EQ(rig.scheduler->begin_request(""), request);
+  std::vector<Event> events;
+  EventReader(*ring).read(events, true);
+  std::vector<std::string> names;
+  for (const Event& event : events) {
+    if (event.type != EventType::kText || event.request != event_request(request)) continue;
+    const auto* const bytes = reinterpret_cast<const char*>(event.key.bytes.data());
+    names.emplace_back(bytes, ::strnlen(bytes, event.key.bytes.size()));
+  }
+  EXPECT_EQ(names, (std::vector<std::string>{"chat", "(no request)"}));
+  EXPECT_TRUE(rig.scheduler->finished(request));
+}
+
 // Whatever waits before it: a client's request may have the highest priority that there is.
 TEST_P(OffloadSchedulerTest, ALoadWithinTheStepIsInItsPlanBeforeAllThatWaits) {
-  OffloadRig& rig = this->rig({.rank = {.blocks = 16, .host_slots = 8}, .scheduler = {.queue = {.loading_batches = 2}}});
+  OffloadRig& rig =
+      this->rig({.rank = {.blocks = 16, .host_slots = 8}, .scheduler = {.queue = {.loading_batches = 2}}});
   for (int32_t block = 0; block < 4; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
   (void)rig.offer({0, 1, 2, 3}, {0, 1, 2, 3});
   rig.drain();
