@@ -285,6 +285,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   }
   std::vector<std::string> session_tenants(const std::string& session) const { return residency_->tenants_of(session); }
   bool sessions_are_due() const { return residency_->is_due(); }
+  bool sessions_are_loading() const { return residency_->is_loading_any(); }
 
   py::bytes adopt(const py::list& ranks) {
     std::vector<std::vector<RecoveredBlock>> found;
@@ -720,6 +721,8 @@ void bind_connector(py::module_& module) {
            "The tenants that have a session of this id.")
       .def_property_readonly("sessions_are_due", &ConnectorScheduler::sessions_are_due,
                              "An idle session is to be demoted in the next step.")
+      .def_property_readonly("sessions_are_loading", &ConnectorScheduler::sessions_are_loading,
+                             "Blocks of a session are on their way to the device; no request has them.")
       .def("stats", &ConnectorScheduler::stats, py::call_guard<InHook>())
       .def("take_times", &ConnectorScheduler::take_times, py::call_guard<InHook>(),
            "Seconds that each batch took, by way, and each request's load (`load`), since the last call.")

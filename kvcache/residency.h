@@ -178,8 +178,9 @@ class Residency {
   bool busy() const { return !pending_.empty() || is_due(); }
   // Return whether a session is to be demoted by itself now.
   bool is_due() const { return !due_.empty() && due_.begin()->first <= clock_.now(); }
-  // Return whether blocks of this session are on their way to the device.
+  // Return whether blocks of this session, or of any, are on their way to the device.
   bool is_loading(const SessionName& name) const;
+  bool is_loading_any() const { return !loads_.empty(); }
   // Take the end of a load. Return false if it is none of a prefetch.
   bool loaded(const EndedLoad& ended);
   // Return whether a session holds blocks, or is to be demoted by itself, so that advance() has ends to look for.

@@ -111,6 +111,23 @@ def to_the_device(asked: Asked) -> dict:
     return result
 
 
+def reset_during_a_prefetch(asked: Asked) -> dict:
+    """Nobody but a session's load has blocks of the device when vLLM's prefix cache is to be reset."""
+    _cold(asked)
+    asked.turn(PROMPT, "agent")
+    asked.sessions["agent"].demote(to="host")
+    begun = asked.side.core.session_call({"verb": "prefetch", "session": "agent", "tenant": "", "to": "device"})
+    used = BLOCKS - 1 - asked.free_blocks()
+    reset = asked.one.core.reset_prefix_cache()
+    return {
+        "begun": not begun["done"] and used > 0,
+        "reset": reset,
+        "answer": asked.side.core.session_answer("", begun["action_id"]),
+        "free": asked.free_blocks() == BLOCKS - 1,
+        "device": asked.view("agent")["device_bytes"],
+    }
+
+
 def beside_a_running_request(asked: Asked) -> dict:
     """Free blocks that a running request leaves: its own are not taken, and it is not preempted."""
     _cold(asked)
@@ -237,6 +254,7 @@ def forgotten_with_new_weights(asked: Asked) -> dict:
 SCENARIOS = (
     moved,
     to_the_device,
+    reset_during_a_prefetch,
     beside_a_running_request,
     demoted_beside_others,
     held,

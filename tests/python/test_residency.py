@@ -67,6 +67,12 @@ def test_a_request_waits_for_the_blocks_of_its_session_that_are_on_their_way(ask
     assert result["free"]
 
 
+def test_a_reset_of_the_prefix_cache_waits_for_the_blocks_of_sessions_that_are_on_their_way(asked):
+    result = asked["reset_during_a_prefetch"]
+    assert result["begun"] and result["answer"]["outcome"] == "accepted"
+    assert result["reset"] is True and result["free"] and result["device"] == 0
+
+
 def test_a_prefetch_to_the_device_takes_no_block_of_a_running_request(asked):
     result = asked["beside_a_running_request"]
     assert result["tokens"] == result["expected"] and result["preempted"] == 0

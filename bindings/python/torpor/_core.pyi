@@ -101,6 +101,9 @@ class ConnectorScheduler:
     def sessions_are_due(self) -> bool:
         """An idle session is to be demoted in the next step."""
     @property
+    def sessions_are_loading(self) -> bool:
+        """Blocks of a session are on their way to the device; no request has them."""
+    @property
     def space(self) -> int: ...
     def stats(self) -> dict: ...
     def step(self, step: int, scheduled: dict, flush: bool = False) -> typing.Any:

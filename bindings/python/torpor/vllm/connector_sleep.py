@@ -39,6 +39,15 @@ def finish_transfers(core, side) -> None:
             core.scheduler._handle_blocked_waiting_request(request)
 
 
+def finish_prefetches(core) -> None:
+    """End the loads of sessions' blocks to the device: vLLM resets its prefix cache only where no block is in use."""
+    side = side_of(core.scheduler)
+    if side is None or side.core is None or not side.core.sessions_are_loading or not is_alone(core.scheduler):
+        return
+    if not core.batch_queue:  # a step in flight has the connector's worker side
+        finish_transfers(core, side)
+
+
 @contextmanager
 def tiers_kept(scheduler):
     """While vLLM drops the KV of the device, and its requests are computed again."""

@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported, WrongState
-from torpor.vllm import call_hooks, freezing, idle_sessions, plugin, residency, slots
+from torpor.vllm import call_hooks, connector_sleep, freezing, idle_sessions, plugin, residency, slots
 from torpor.vllm.asking import asks
 from torpor.vllm.forks import Forks
 from torpor.vllm.hooks import VllmHooks
@@ -400,6 +400,7 @@ class EngineCoreMixin(Stock):
     def reset_prefix_cache(self, *args, **kwargs) -> bool:
         """Reset the prefix cache. Hibernated requests do not use their KV again either."""
         doubt_kv(self)
+        connector_sleep.finish_prefetches(self)
         return super().reset_prefix_cache(*args, **kwargs)
 
     def shutdown(self) -> None:
