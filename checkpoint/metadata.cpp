@@ -30,7 +30,8 @@ Result<MetadataValue> MetadataValue::from_json(std::string_view words) {
   };
   using nlohmann::json;
   // Its parser ends at a zero byte and skips a byte order mark, which other parsers of JSON refuse.
-  if (words.find('\0') != std::string_view::npos || words.starts_with("\xEF\xBB\xBF")) return wrong("a value is no JSON");
+  if (words.find('\0') != std::string_view::npos || words.starts_with("\xEF\xBB\xBF"))
+    return wrong("a value is no JSON");
   bool deep = false;
   const auto look = [&](int depth, json::parse_event_t event, json&) {
     const bool begins = event == json::parse_event_t::object_start || event == json::parse_event_t::array_start;

@@ -25,8 +25,8 @@ struct MetadataValue {
   }
   // Return the value as JSON: text with quotes.
   std::string to_json() const;
-  // Return the value that these words of JSON have; a string becomes text. kInvalidArgument: they are no JSON, no UTF-8,
-  // or have more than kMostMetadataDepth levels.
+  // Return the value that these words of JSON have; a string becomes text. kInvalidArgument: they are no JSON, no
+  // UTF-8, or have more than kMostMetadataDepth levels.
   static Result<MetadataValue> from_json(std::string_view words);
 
   std::string words;

@@ -490,8 +490,9 @@ void Residency::demote_idle(uint64_t after_step) {
       set_demotion(session, true);
       continue;
     }
-    const StoreId to = session.held ? StoreId::kHost : options_.idle_to;  // a pin lasts as long as was said
-    if (to != options_.idle_to) set_demotion(session, true, session.hold.until);  // and then goes the rest of the way
+    // A hold lasts as long as was said; when it has ended, the blocks go the rest of the way.
+    const StoreId to = session.held ? StoreId::kHost : options_.idle_to;
+    if (to != options_.idle_to) set_demotion(session, true, session.hold.until);
     if (session.residence >= residence_of(to)) continue;
     ++counts_.idle;
     (void)begin_action({.name = session.name, .to = to}, session, after_step);

@@ -73,9 +73,10 @@ TEST_F(MetadataTest, HasValuesOfJson) {
     EXPECT_FAILS(decode_metadata(encode(labelled({{"bad", MetadataValue::json(json)}}))), Code::kCorruption, "\"bad\"");
   }
   EXPECT_SUCCEEDS(check_metadata({{"deep", MetadataValue::json("[[[[[[[[1]]]]]]]]")}}));
-  EXPECT_FAILS(check_metadata({{"deeper", MetadataValue::json("[[[[[[[[[]]]]]]]]]")}}), Code::kInvalidArgument, "levels");
+  EXPECT_FAILS(check_metadata({{"deeper", MetadataValue::json("[[[[[[[[[]]]]]]]]]")}}), Code::kInvalidArgument,
+               "levels");
   // What one parser reads and another one refuses is no JSON, also if it is in a file.
-  for (const std::string& json : {std::string("1\0 2", 4), std::string("\xEF\xBB\xBF" "1")})
+  for (const std::string& json : {std::string("1\0 2", 4), std::string("\xEF\xBB\xBF[1]")})
     EXPECT_FAILS(MetadataValue::from_json(json), Code::kInvalidArgument, "no JSON");
   EXPECT_FAILS(check_metadata({{"long", MetadataValue::json(std::string(513, ' ') + "1")}}), Code::kInvalidArgument,
                "\"long\" has 514");
