@@ -372,9 +372,11 @@ EngineCheckpoint engine_checkpoint_from(const py::dict& dict) {
 namespace {
 
 [[noreturn]] void wrong_metadata(const py::handle& name, const py::handle& value, const std::string& why) {
+  const auto words = [](const py::handle& object) {
+    return py::str(py::repr(object)[py::slice(0, 64, 1)]).cast<std::string>();  // cut between characters
+  };
   raise(Error{.code = Code::kInvalidArgument,
-              .what = fmt::format("metadata has {}: {} ({})", py::repr(name).cast<std::string>(),
-                                  py::repr(value).cast<std::string>().substr(0, 64), why),
+              .what = fmt::format("metadata has {}: {} ({})", words(name), words(value), why),
               .next_step = "give values of JSON: str, int, float, bool, None, lists and dicts of them"});
 }
 

@@ -384,6 +384,7 @@ def raises_not_found():
         ("\ud800", "not UTF-8"),
         ([[[[[[[[[1]]]]]]]]], "more than 8 levels"),
         (["x" * 600], "has 604 bytes"),
+        ({"." + "é" * 60}, "is not JSON serializable"),  # the error has the beginning of it
     ],
 )
 def test_metadata_that_is_no_json_is_refused_by_name(value, why):
