@@ -105,10 +105,10 @@ void EnginePrefixes::release(std::span<const int32_t> blocks) { call("free_block
 bool EnginePrefixes::enter(std::span<const BlockKey> prefix, int32_t block) {
   const BlockKey& key = prefix.back();
   try {
-    if (remembers_ && entered_.size() < kMostEntered)
-      entered_.push_back({.key = key, .parent = prefix.size() > 1 ? prefix[prefix.size() - 2].hash : Hash{}});
     pool_.attr("_insert_block_hash")(name_of(key), blocks_of(std::span(&block, 1))[0],
                                      static_cast<int64_t>(prefix.size()) * block_tokens_);
+    if (remembers_ && entered_.size() < kMostEntered)
+      entered_.push_back({.key = key, .parent = prefix.size() > 1 ? prefix[prefix.size() - 2].hash : Hash{}});
     return true;
   } catch (const py::error_already_set& problem) {
     log().error("vLLM's prefix cache does not take a block, whose tokens are computed again: {}", problem.what());
