@@ -424,7 +424,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
       record.coming_blocks = few_keys_.size();
       ahead_blocks_ += few_keys_.size();
     }
-    for (; at < ahead_.size(); ++at) ahead_[kept++] = ahead_[at];
+    for (; at < ahead_.size(); ++at) {
+      if (records_[ahead_[at]].ahead == Ahead::kLook) ahead_[kept++] = ahead_[at];  // else its request is gone
+    }
     ahead_.resize(kept);
   }
   void set_hash_bytes(const py::list& hashes) {
