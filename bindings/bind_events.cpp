@@ -213,7 +213,7 @@ void bind_events(py::module_& module) {
         return value_or_raise(without_lock([&] { return begin_process_events(directory, role, rank, blocks); }));
       },
       py::arg("directory"), py::arg("role"), py::arg("rank") = 0, py::arg("blocks") = false,
-      "From now on what this process does is told in a ring there; returns its path. A second call changes nothing. "
+      "From now on this process writes its events into a ring there; returns its path. A second call changes nothing. "
       "`blocks`: each state of each block, too.");
   module.def(
       "begin_control",

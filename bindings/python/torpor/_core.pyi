@@ -450,7 +450,7 @@ def begin_control(operates: bool, records: str = '') -> str:
     """
 
 def begin_events(directory: str, role: str, rank: int = 0, blocks: bool = False) -> str:
-    """From now on what this process does is told in a ring there; returns its path. A second call changes nothing.
+    """From now on this process writes its events into a ring there; returns its path. A second call changes nothing.
     `blocks`: each state of each block, too.
     """
 
