@@ -111,10 +111,10 @@ TEST_P(OffloadSchedulerTest, ACandidateThatNeverWasIsNotFoundAndALoadThatIsCance
 
 TEST_P(OffloadSchedulerTest, ALoadForNoRequestHasNotTheNameOfTheOneThatHadItsNumber) {
   const auto ring = value_of(EventRing::in_memory({}, 256));
-  OffloadRig& rig = this->rig({.events = EventPort(*ring, system_clock())});
-  const uint32_t request = rig.scheduler->begin_request("chat");
-  EXPECT_TRUE(rig.scheduler->finished(request));
-  ASSERT_EQ(rig.scheduler->begin_request(""), request);
+  OffloadScene& scene = this->scene({.events = EventPort(*ring, system_clock())});
+  const uint32_t request = scene.scheduler->begin_request("chat");
+  EXPECT_TRUE(scene.scheduler->finished(request));
+  ASSERT_EQ(scene.scheduler->begin_request(""), request);
   std::vector<Event> events;
   EventReader(*ring).read(events, true);
   std::vector<std::string> names;
@@ -124,40 +124,40 @@ TEST_P(OffloadSchedulerTest, ALoadForNoRequestHasNotTheNameOfTheOneThatHadItsNum
     names.emplace_back(bytes, ::strnlen(bytes, event.key.bytes.size()));
   }
   EXPECT_EQ(names, (std::vector<std::string>{"chat", "(no request)"}));
-  EXPECT_TRUE(rig.scheduler->finished(request));
+  EXPECT_TRUE(scene.scheduler->finished(request));
 }
 
 // Whatever waits before it: a client's request may have the highest priority that there is.
 TEST_P(OffloadSchedulerTest, ALoadWithinTheStepIsInItsPlanBeforeAllThatWaits) {
-  OffloadRig& rig =
-      this->rig({.rank = {.blocks = 16, .host_slots = 8}, .scheduler = {.queue = {.loading_batches = 2}}});
-  for (int32_t block = 0; block < 4; ++block) rig.compute(block, 10 + static_cast<uint32_t>(block));
-  (void)rig.offer({0, 1, 2, 3}, {0, 1, 2, 3});
-  rig.drain();
+  OffloadScene& scene =
+      this->scene({.rank = {.blocks = 16, .host_slots = 8}, .scheduler = {.queue = {.loading_batches = 2}}});
+  for (int32_t block = 0; block < 4; ++block) scene.compute(block, 10 + static_cast<uint32_t>(block));
+  (void)scene.offer({0, 1, 2, 3}, {0, 1, 2, 3});
+  scene.drain();
   const auto begin = [&](uint32_t key, int32_t priority, bool within_step) {
-    const uint32_t request = rig.scheduler->begin_request("r", priority);
-    EXPECT_EQ(rig.scheduler->match(request, rig.keys_of({key}), 0), 1);
+    const uint32_t request = scene.scheduler->begin_request("r", priority);
+    EXPECT_EQ(scene.scheduler->match(request, scene.keys_of({key}), 0), 1);
     const std::array blocks{static_cast<int32_t>(8 + key)};
-    (void)rig.scheduler->allocated(request, blocks, within_step);
+    (void)scene.scheduler->allocated(request, blocks, within_step);
     return request;
   };
   constexpr int32_t kHighest = std::numeric_limits<int32_t>::max();
   const std::array waiting{begin(0, kHighest, false), begin(1, kHighest, false)};
-  ASSERT_TRUE(rig.scheduler->can_load_within_step());
+  ASSERT_TRUE(scene.scheduler->can_load_within_step());
   const uint32_t first = begin(2, 0, true);
-  ASSERT_TRUE(rig.scheduler->can_load_within_step());
+  ASSERT_TRUE(scene.scheduler->can_load_within_step());
   const uint32_t second = begin(3, 0, true);
-  EXPECT_FALSE(rig.scheduler->can_load_within_step());  // the ranks have room for two
-  rig.send();
-  EXPECT_TRUE(rig.scheduler->load_is_planned(first) && rig.scheduler->load_is_planned(second));
-  for (const uint32_t request : waiting) EXPECT_FALSE(rig.scheduler->load_is_planned(request));
-  rig.drain();
-  EXPECT_EQ(rig.scheduler->take_loads().size(), 4u);
+  EXPECT_FALSE(scene.scheduler->can_load_within_step());  // the ranks have room for two
+  scene.send();
+  EXPECT_TRUE(scene.scheduler->load_is_planned(first) && scene.scheduler->load_is_planned(second));
+  for (const uint32_t request : waiting) EXPECT_FALSE(scene.scheduler->load_is_planned(request));
+  scene.drain();
+  EXPECT_EQ(scene.scheduler->take_loads().size(), 4u);
   for (const uint32_t request : {waiting[0], waiting[1], first, second}) {
-    EXPECT_TRUE(rig.scheduler->load_is_planned(request));
-    EXPECT_TRUE(rig.scheduler->finished(request));
+    EXPECT_TRUE(scene.scheduler->load_is_planned(request));
+    EXPECT_TRUE(scene.scheduler->finished(request));
   }
-  for (int32_t block = 0; block < 4; ++block) EXPECT_TRUE(rig.all_have(8 + block, 10 + static_cast<uint32_t>(block)));
+  for (int32_t block = 0; block < 4; ++block) EXPECT_TRUE(scene.all_have(8 + block, 10 + static_cast<uint32_t>(block)));
 }
 
 // A user's policy: it keeps the blocks whose key it knows, or has no answer.

@@ -645,11 +645,11 @@ TEST_F(ResidencyTest, AnIdleSessionIsDemotedByItselfAndAUseBeginsTheTimeAnew) {
   EXPECT_EQ(residency_->counts().idle, 2u);
   EXPECT_EQ(finish(call({.verb = SessionVerb::kPrefetch, .name = a_})).outcome, SessionOutcome::kAccepted);
   EXPECT_GE(places_of(0).host, 0);
-  rig_->clock.advance(10s);  // nobody came for what was brought back
+  scene_->clock.advance(10s);  // nobody came for what was brought back
   for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
   EXPECT_LT(places_of(0).host, 0);
   EXPECT_EQ(residency_->counts().idle, 3u);
-  rig_->clock.advance(100s);
+  scene_->clock.advance(100s);
   EXPECT_FALSE(residency_->is_due());
 }
 
@@ -675,9 +675,9 @@ TEST_F(ResidencyTest, APinOutlivesTheDemotionOfAnIdleSession) {
   EXPECT_FALSE(on_device(0) || on_device(1));
   EXPECT_GE(places_of(0).host, 0);
   EXPECT_EQ(residency_->counts().held, 2u);
-  rig_->clock.advance(49s);
+  scene_->clock.advance(49s);
   EXPECT_FALSE(residency_->is_due());
-  rig_->clock.advance(1s);  // its end
+  scene_->clock.advance(1s);  // its end
   for (int step = 0; step < 200 && residency_->busy(); ++step) take_step();
   EXPECT_LT(places_of(0).host, 0);
   EXPECT_GE(places_of(0).disk, 0);
