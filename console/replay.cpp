@@ -59,7 +59,7 @@ Result<ReplayResult> replay(const SourceEvents& recording, RunHost host, uint64_
     RunClock clock;
     ReferenceRun run(std::move(host), *ring, clock);
     EventReader reader(*ring);
-    std::vector<Event> events;
+    std::vector<Event> published;
     ReplayResult result;
     size_t at = 0;
     while (at < events.size()) {
@@ -73,9 +73,9 @@ Result<ReplayResult> replay(const SourceEvents& recording, RunHost host, uint64_
       ++result.inputs;
       const Status given = run.give(static_cast<InputKind>(input.from), words, input.a, input.b);
       if (!given && given.error().code == Code::kCorruption) return given.error();
-      events.clear();
-      reader.read(events, true);
-      for (const Event& event : events) {
+      published.clear();
+      reader.read(published, true);
+      for (const Event& event : published) {
         if (at < events.size() && events[at] == event) {
           ++at;
           ++result.events;
