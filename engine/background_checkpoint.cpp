@@ -134,7 +134,7 @@ Status BackgroundCheckpoint::describe_engine() {
   engine_.state.set_tags(described_);
   TORPOR_RETURN_IF_ERROR(all_have_content(described_));
   TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, select_tags({}, described_));
-  TORPOR_RETURN_IF_ERROR(has_kv(tags));
+  TORPOR_RETURN_IF_ERROR(has_kv(tags, described_));
   choose_tags(tags);
   TORPOR_ASSIGN_OR_RETURN(captured_.fingerprint, fingerprint_of(engine_, described_, WeightsDigest::kNone));
   return ok();

@@ -70,8 +70,8 @@ Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wan
   return selected;
 }
 
-Status has_kv(const std::vector<std::string>& tags) {
-  if (has_tag(tags, kKvCacheTag)) return ok();
+Status has_kv(const std::vector<std::string>& tags, const Described& described) {
+  if (has_tag(tags, kKvCacheTag) || !described.front().ledger.tags.contains(kKvCacheTag)) return ok();
   return Error{.code = Code::kInvalidArgument,
                .what = "a checkpoint of running requests needs their KV",
                .next_step = "add \"kv_cache\" to tags"};

@@ -102,7 +102,8 @@ int32_t num_blocks(const Described& described);
 // Return the tags of these names in the order in which they wake; all tags if `wanted` is empty. kInvalidArgument names
 // a tag that does not exist.
 Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const Described& described);
-// Return kInvalidArgument unless the tag of the KV cache is among these, the tags of a checkpoint.
-Status has_kv(const std::vector<std::string>& tags);
+// Return kInvalidArgument unless the tag of the KV cache is among these, the tags of a checkpoint. An engine whose
+// model has no KV cache says itself whether it makes checkpoints (EngineHooks::unsupported).
+Status has_kv(const std::vector<std::string>& tags, const Described& described);
 
 }  // namespace torpor

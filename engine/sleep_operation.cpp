@@ -258,7 +258,7 @@ Status SleepOperation::admit() {
   }
   if (options_.to_disk) TORPOR_RETURN_IF_ERROR(all_have_content(described_));
   std::erase_if(tags_, [&](const std::string& tag) { return has_tag(sleeping, tag); });
-  if (options_.preserve_state && options_.to_disk) TORPOR_RETURN_IF_ERROR(has_kv(tags_));
+  if (options_.preserve_state && options_.to_disk) TORPOR_RETURN_IF_ERROR(has_kv(tags_, described_));
   save_.progress = options_.progress;
   for (const std::string& tag : tags_) {
     if (!options_.drops(tag)) save_.tags.push_back(tag);

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from tiny_model import SPECIAL, make_model
+from tiny_model import SPECIAL, VOCABULARY, make_model
 
 sys.path.append(str(Path(__file__).parents[2] / "tools/demo"))
 
@@ -109,3 +109,23 @@ def _keep(folder: Path, wanted) -> dict[str, np.ndarray]:
     tensors = {name: tensor for name, tensor in load_file(file).items() if wanted(name)}
     save_file(tensors, file, metadata={"format": "pt"})
     return tensors
+
+
+def encoder(folder: Path, tokenizer_from: Path) -> Path:
+    """A BERT, which has no KV cache, with the tokenizer of the tiny model."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(7)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+    )
+    BertModel(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_from / name, folder / name)
+    return folder

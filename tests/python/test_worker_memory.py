@@ -18,20 +18,34 @@ def worker_memory() -> CpuWorkerMemory:
     return CpuWorkerMemory(_core.RankMemory({"rank": 0}), 0, "packed")
 
 
+def runner_with_kv(*tensors) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_tensors=list(tensors)))
+
+
+RUNNER = runner_with_kv(SimpleNamespace(size=1 << 16))
+
+
 def test_the_kv_cache_comes_from_the_region(worker_memory):
-    with worker_memory.allocating_kv():
+    with worker_memory.allocating_kv(RUNNER):
         cache = torch.zeros(1 << 16, dtype=torch.int8)
     assert cache.data_ptr() == worker_memory.kv_address
     worker_memory.check_kv([cache.view(torch.float32)[256:]], [SimpleNamespace(size=1 << 16)])
 
 
 def test_a_kv_cache_that_is_allocated_otherwise_is_refused(worker_memory):
-    with pytest.raises(errors.Unsupported, match=r"no torch.zeros"), worker_memory.allocating_kv():
+    with pytest.raises(errors.Unsupported, match=r"no torch.zeros"), worker_memory.allocating_kv(RUNNER):
         torch.zeros((16, 4096), dtype=torch.int8)
 
 
+def test_a_model_without_a_kv_cache_allocates_none(worker_memory):
+    with worker_memory.allocating_kv(runner_with_kv()):
+        pass
+    worker_memory.check_kv([], [])
+    assert worker_memory.kv_address == 0
+
+
 def test_kv_outside_of_the_region_is_refused(worker_memory):
-    with worker_memory.allocating_kv():
+    with worker_memory.allocating_kv(RUNNER):
         inside = torch.zeros(1 << 16, dtype=torch.int8)
     with pytest.raises(errors.Unsupported, match="outside of torpor's region"):
         worker_memory.check_kv([inside, torch.zeros(8, dtype=torch.int8)], [])

@@ -79,6 +79,8 @@ class VllmHooks:
             found.append(f"{blocks} KV blocks whose copies were never proven over")
         found += sorted({name for w in workers for name in w["unsupported"]})
         if self.for_new_process:
+            if not self.scheduler.kv_cache_config.kv_cache_groups:
+                found.append("a model without a KV cache, whose requests begin again; host memory keeps them")
             if images := self._images():
                 count = sum(len(image["requests"]) for image in images)
                 found.append(f"hibernated requests ({count}); resume or abort them first; host memory keeps them")

@@ -70,7 +70,7 @@ class CpuWorkerMemory(WorkerMemory):
     def allocating(self, tag: str, model_runner) -> AbstractContextManager[None]:
         if tag == "weights":
             return self.loading_weights(model_runner)
-        return self.allocating_kv() if tag == "kv_cache" else nullcontext()
+        return self.allocating_kv(model_runner) if tag == "kv_cache" else nullcontext()
 
     def start_prefault(self) -> None:
         self.rank_memory.start_prefault()
@@ -188,10 +188,11 @@ class CpuWorkerMemory(WorkerMemory):
         ]
 
     @contextmanager
-    def allocating_kv(self):
+    def allocating_kv(self, model_runner):
+        """Around the allocation of the KV cache, when the runner has its description. An encoder's has no KV."""
         with _KvFromRegion(self):
             yield
-        if not self.kv_address:
+        if not self.kv_address and model_runner.kv_cache_config.kv_cache_tensors:
             raise _other_allocation("no torch.zeros(bytes, dtype=int8) allocated the KV cache")
 
     def allocate_kv(self, size: int) -> torch.Tensor:
