@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 os.environ |= {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,torpor.verl", "VERL_PLATFORM": "cpu"}
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 

@@ -38,7 +38,7 @@ WORDS = "the model reads a question about numbers and answers step by step until
 ENVIRONMENT = {
     "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "RAY_USAGE_STATS_ENABLED": "0", "HYDRA_FULL_ERROR": "1",
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,torpor.verl,verl_arms", "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_AOT_COMPILE": "0", "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
