@@ -18,7 +18,8 @@ A lane of tests ("-m pytest …") can be forked too: it has vLLM from its start,
 spawned in it is a real new interpreter, but within Zygote.spawning().
 
 What an interpreter reads once, at its start, is the zygote's: the module path (what PYTHONPATH has more of comes before
-it), the hash seed, and the variables of ENVIRONMENT that libraries look at when they are loaded.
+it, and a `sitecustomize` there is imported), the hash seed, and the variables of ENVIRONMENT that libraries look at
+when they are loaded.
 """
 
 from __future__ import annotations
@@ -279,7 +280,11 @@ def _become(order: dict) -> None:
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     paths = filter(None, order["env"].get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:0] = [path for path in paths if path not in sys.path]
+    more = [path for path in paths if path not in sys.path]
+    sys.path[:0] = more
+    if any((Path(path) / "sitecustomize.py").exists() for path in more):
+        sys.modules.pop("sitecustomize", None)
+        __import__("sitecustomize")
     sys.stdout.reconfigure(line_buffering=True)
     _adopt_orphans()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

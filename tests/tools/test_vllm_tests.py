@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `tools/dev vllm-tests` makes of the records of its three runs. No test of vLLM runs here."""
 
+import ast
 import json
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 from devtool import own_sources, setup, vllm_tests
@@ -107,6 +109,40 @@ def test_the_sum_says_if_the_scheduler_ran_in_fewer_tests_than_are_wanted():
     assert enough.endswith("0.33.0's own tests of schedulers, engines: a method of torpor's scheduler ran in 500")
     too_few = vllm_tests.sum_of("0.33.0", ["engines"], 499)
     assert too_few.endswith("ran in 499, fewer than the 500 that are wanted")
+
+
+def test_no_test_counts_in_two_parts():
+    named = [path for part in vllm_tests.PARTS.values() for path in part]
+    assert len(set(named)) == len(named)
+    of_gpus = set(vllm_tests.GPU_ENGINES)  # in the folder of `engines`, whose modules skip themselves in that part
+    for one in set(named) - of_gpus:
+        assert not [other for other in set(named) - of_gpus if other.startswith(f"{one}/")]
+    assert {Path(path.partition("::")[0]).name for path in of_gpus} <= set(of_gpus_of_the_plugin())
+    assert vllm_tests.LEAST_WITH_MIXIN.keys() == vllm_tests.PARTS.keys()
+
+
+def of_gpus_of_the_plugin() -> tuple[str, ...]:
+    [found] = [
+        ast.literal_eval(line.value)
+        for line in ast.parse((vllm_tests.OWN / "plugin.py").read_text()).body
+        if isinstance(line, ast.Assign) and line.targets[0].id == "OF_GPUS"
+    ]
+    return found
+
+
+def test_where_no_part_is_named_those_run_that_have_a_list(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_tests, "LISTS", tmp_path)
+    for name in ("0.32.0-engines.txt", "0.32.0-connectors.txt", "0.33.0-schedulers.txt"):
+        (tmp_path / name).touch()
+    assert vllm_tests.with_list("0.32.0") == ["engines", "connectors"]
+    assert vllm_tests.with_list("0.33.0") == ["schedulers"]
+
+
+def test_the_three_runs_of_a_part_have_one_environment():
+    assert vllm_tests.environment_of("schedulers") == vllm_tests.environment_of("connectors") == {}
+    of_part = vllm_tests.environment_of("gpu_engines")
+    assert of_part.keys() == {"VLLM_OWN_GPU_ENGINES", "VLLM_OWN_FORKED", "TORCH_COMPILE_DISABLE", "OMP_NUM_THREADS"}
+    assert (Path(of_part["VLLM_OWN_FORKED"]) / "zygote.py").exists()
 
 
 def test_a_run_that_was_cut_off_has_not_finished(tmp_path):

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from transformers import (
+    BertConfig,
     CLIPVisionConfig,
     Gemma3TextConfig,
     LlamaConfig,
@@ -45,6 +46,14 @@ _OPT = {
     "num_attention_heads": 2,
     "max_position_embeddings": 2048,
 }
+_BERT = {
+    "vocab_size": 140000,  # tests name tokens that the tokenizer has not
+    "hidden_size": 384,  # tests name the size of an embedding
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 512,
+}
 # What a preprocessor of LLaVA 1.5 does with an image: 336 pixels in patches of 14 are 576 tokens.
 _IMAGES = {
     "image_processor_type": "CLIPImageProcessor",
@@ -74,11 +83,15 @@ def configurations() -> dict[str, PreTrainedConfig]:
     return {
         "facebook/opt-125m": OPTConfig(**_OPT),
         "facebook/opt-350m": OPTConfig(**_OPT),
+        "intfloat/multilingual-e5-small": BertConfig(**_BERT),
         "hmellor/tiny-random-LlamaForCausalLM": llama,
         "meta-llama/Llama-3.2-1B": llama,
         "meta-llama/Llama-3.2-1B-Instruct": llama,
         "google/gemma-3-1b-it": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=512),
         "Qwen/Qwen1.5-7B": Qwen2Config(**SMALL, max_position_embeddings=32768),
+        "jason9693/Qwen2.5-1.5B-apeach": Qwen2Config(
+            **SMALL, max_position_embeddings=32768, architectures=["Qwen2ForSequenceClassification"], num_labels=2
+        ),
         "Qwen/Qwen3-0.6B": Qwen3Config(**SMALL, head_dim=32, max_position_embeddings=40960),
         "llava-hf/llava-1.5-7b-hf": LlavaConfig(
             text_config=llama,
@@ -98,7 +111,12 @@ def configurations() -> dict[str, PreTrainedConfig]:
 
 def write(folder: Path, name: str, config: PreTrainedConfig, tokenizer: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
     home = folder / "hub" / f"models--{name.replace('/', '--')}"
     snapshot = home / "snapshots" / REVISION
@@ -106,7 +124,11 @@ def write(folder: Path, name: str, config: PreTrainedConfig, tokenizer: Path) ->
     (home / "refs").mkdir()
     (home / "refs/main").write_text(REVISION)
     torch.manual_seed(7)
-    of = AutoModelForImageTextToText if config.model_type == "llava" else AutoModelForCausalLM
+    kinds = {"llava": AutoModelForImageTextToText, "bert": AutoModel}
+    of = kinds.get(config.model_type, AutoModelForCausalLM)
+    if "Qwen2ForSequenceClassification" in (config.architectures or ()):
+        of = AutoModelForSequenceClassification
+        config.pad_token_id = config.eos_token_id
     of.from_config(config).save_pretrained(snapshot)
     for file in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / file, snapshot / file)

@@ -59,11 +59,57 @@ ENGINES = (
     "tests/entrypoints/rl/state_transitions/test_sleep.py",
 )
 # Modules of tests that skip themselves where there is no GPU. On a CPU most of their tests pass, if the plugin has them
-# run. No release's list of those that fail there is known: named alone, this part runs.
-GPU_ENGINES = ("tests/v1/engine/test_engine_core.py", "tests/v1/engine/test_engine_core_client.py")
-PARTS = {"schedulers": SCHEDULERS, "engines": ENGINES, "gpu_engines": GPU_ENGINES}
-WITHOUT_NAMES = ("schedulers", "engines")  # run where no part is named
-# Of these, what hangs on a CPU, or takes many minutes there.
+# run.
+GPU_ENGINES = (
+    "tests/v1/engine/test_abort_final_step.py",
+    *(
+        f"tests/v1/engine/test_async_llm.py::{name}"  # each starts an engine
+        for name in (
+            "test_finished_flag",
+            "test_multi_abort",
+            "test_pause_abort",
+            "test_pause_keep_multi_request",
+            "test_pause_keep_single_request",
+            "test_pause_resume_basic",
+            "test_pause_then_abort_queued_request",
+            "test_pause_wait",
+        )
+    ),
+    "tests/v1/engine/test_engine_core.py",
+    "tests/v1/engine/test_engine_core_client.py",
+)
+# Modules with one engine for many tests, one of which skips itself, too.
+SHARED_ENGINES = (
+    "tests/v1/sample/test_sampling_params_e2e.py",
+    *(
+        f"tests/v1/sample/test_logprobs.py::{name}"  # its others start an engine each
+        for name in ("test_get_logprobs_and_prompt_logprobs", "test_none_logprobs", "test_zero_logprobs")
+    ),
+    "tests/v1/e2e/general/test_min_tokens.py",
+    "tests/v1/e2e/general/test_streaming_input.py",
+    "tests/plugins_tests/test_scheduler_plugins.py",
+    "tests/entrypoints/pooling/embed/test_offline.py",
+    "tests/entrypoints/pooling/token_embed/test_offline.py",
+    "tests/entrypoints/pooling/basic/test_encode.py",
+    "tests/entrypoints/pooling/classify/test_offline.py",
+    "tests/entrypoints/pooling/token_classify/test_offline.py",
+)
+# KV connectors that move between machines, with schedulers of vLLM.
+CONNECTORS = (
+    "tests/v1/kv_connector/unit/test_multi_connector.py",
+    "tests/v1/kv_connector/unit/test_nixl_connector.py",
+    "tests/v1/kv_connector/unit/test_nixl_simple_cpu_offload.py",
+)
+PARTS = {
+    "schedulers": SCHEDULERS,
+    "engines": ENGINES,
+    "gpu_engines": GPU_ENGINES,
+    "shared_engines": SHARED_ENGINES,
+    "connectors": CONNECTORS,
+}
+# Parts whose engines are forked from one process that has imported vLLM, and compile nothing.
+FORKED = ("gpu_engines", "shared_engines")
+# What hangs on a CPU, or takes many minutes there.
 LEFT_OUT = (
     "tests/v1/engine/test_dp_world_group_port.py",
     "tests/v1/engine/test_llm_engine.py::test_parallel_sampling",
@@ -72,11 +118,12 @@ LEFT_OUT = (
 )
 RUNS = ("without", "unused", "used")
 RUN_SECONDS = 14400
-LEAST_WITH_MIXIN = {"schedulers": 350, "engines": 0, "gpu_engines": 0}  # of a release
+# Of a release.
+LEAST_WITH_MIXIN = {"schedulers": 380, "engines": 0, "gpu_engines": 12, "shared_engines": 60, "connectors": 12}
 WANTED_WITH_MIXIN = 500  # of a release, all its parts together. Fewer are said, and do not fail.
 USAGE = (
-    "tools/dev vllm-tests takes releases of vLLM that torpor knows, as 0.32; schedulers, engines or gpu_engines, or "
-    "files of its tests/; and --golden"
+    f"tools/dev vllm-tests takes releases of vLLM that torpor knows, as 0.32; some of {', '.join(PARTS)}, or files of "
+    "its tests/; and --golden"
 )
 # An operator that this torchvision has for another build of torch: it must have its name there to be imported.
 _OPERATORS = """
@@ -99,7 +146,7 @@ class Release:
 
 def main(arguments: list[str]) -> int:
     words = [word for word in arguments if word not in ("--golden", *PARTS) and not word.startswith("tests/")]
-    parts = [word for word in arguments if word in PARTS] or list(WITHOUT_NAMES)
+    named = [word for word in arguments if word in PARTS]
     paths = [word for word in arguments if word.startswith("tests/")]
     if paths and "--golden" in arguments:
         raise SetupError(f"{USAGE}: a list is of all tests")
@@ -117,14 +164,30 @@ def main(arguments: list[str]) -> int:
         if paths:
             code |= judged(of, found, paths, None, False)[0]
             continue
-        with_mixin = 0
+        with_mixin, parts = 0, named or with_list(of.version)
         for part in parts:
-            as_gpu = {"VLLM_OWN_GPU_ENGINES": "1"} if part == "gpu_engines" else {}
-            of_part = replace(of, env=of.env | as_gpu)
+            of_part = replace(of, env=of.env | environment_of(part))
             problems, count = judged(of_part, found, list(PARTS[part]), part, "--golden" in arguments)
             code, with_mixin = code | problems, with_mixin + count
         print(sum_of(of.version, parts, with_mixin), flush=True)
     return code
+
+
+def with_list(version: str) -> list[str]:
+    """Return the parts that run where none is named: those with a list of what fails without torpor."""
+    return [part for part in PARTS if (LISTS / f"{version}-{part}.txt").exists()]
+
+
+def environment_of(part: str) -> dict[str, str]:
+    """Return what the runs of a part have in their environment besides. It is the same in all three."""
+    if part not in FORKED:
+        return {}
+    return {
+        "VLLM_OWN_GPU_ENGINES": "1",
+        "VLLM_OWN_FORKED": str(ROOT / "tests/python"),
+        "TORCH_COMPILE_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def sum_of(version: str, parts: list[str], with_mixin: int) -> str:
