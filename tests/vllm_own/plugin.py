@@ -29,7 +29,6 @@ TEST_SECONDS = 900  # a busy machine may take ten times as long as an idle one
 # them run on a CPU.
 OF_GPUS = (
     "test_abort_final_step.py",
-    "test_async_llm.py",
     "test_engine_core.py",
     "test_engine_core_client.py",
     "test_streaming_input.py",
