@@ -13,6 +13,7 @@ from connector_served import BLOCKS, CONVERSATIONS, ENGINE, GROUP_BLOCKS, params
 from grouped_models import MODELS
 from tiny_model import make_model
 from vllm import LLM
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.request import RequestStatus
 
@@ -20,7 +21,7 @@ from torpor import _core
 from torpor.errors import InvalidArgument
 from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.described import size
-from torpor.vllm.connector_sleep import let_those_with_blocks_go_first
+from torpor.vllm.connector_sleep import free_for_others, let_those_with_blocks_go_first
 from torpor.vllm.options import Options
 
 PROCESS = Path(__file__).parent / "connector_process.py"
@@ -315,6 +316,51 @@ def test_a_request_whose_load_failed_does_not_keep_back_those_that_hold_blocks()
         let_those_with_blocks_go_first(scheduler)
         assert list(scheduler.kv_holding_waiting) == before + behind and list(scheduler.waiting) == failed + others
         assert scheduler._inflight_prefills == {loading, loaded, new, prefilling}  # vLLM keeps room for these
+
+
+class Loaded(Waiting):
+    num_preemptions = 0
+
+    def __init__(self, name: str, status: RequestStatus, computed: int):
+        super().__init__(status, computed)
+        self.request_id = name
+
+
+def test_of_requests_that_have_loaded_the_last_gives_its_blocks_back_where_none_can_go_on():
+    """vLLM began more loads than there is room for, and waits for blocks that nobody will free."""
+    waits = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def after(*, busy=False, running=(), over=("second", "third"), paused=PauseState.UNPAUSED, loaded=3) -> tuple:
+        requests = [
+            Loaded("first", RequestStatus.WAITING, 320),
+            Loaded("second", waits, 320),
+            Loaded("third", waits, 64),
+        ]
+        freed = []
+        scheduler = SimpleNamespace(
+            connector=type("TorporConnector", (), {"scheduler": SimpleNamespace(busy=lambda: busy)})(),
+            running=list(running),
+            pause_state=paused,
+            waiting=create_request_queue(SchedulingPolicy.FCFS),
+            kv_holding_waiting=create_request_queue(SchedulingPolicy.FCFS),
+            finished_recving_kv_req_ids=set(over),
+            failed_recving_kv_req_ids=set(),
+            kv_cache_manager=SimpleNamespace(free=freed.append),
+            _inflight_prefills=set(requests),
+        )
+        scheduler.kv_holding_waiting.extend(requests[:loaded])
+        free_for_others(scheduler)
+        assert freed == list(scheduler.waiting) and all(r.num_computed_tokens == 0 for r in freed)
+        assert all(r.status is RequestStatus.WAITING and r not in scheduler._inflight_prefills for r in freed)
+        names = [request.request_id for request in freed]
+        assert not scheduler.finished_recving_kv_req_ids & set(names)
+        return names, [request.request_id for request in scheduler.kv_holding_waiting]
+
+    assert after() == (["third"], ["first", "second"])
+    everything = ["first", "second", "third"]
+    assert after(busy=True) == after(running=[1]) == after(paused=PauseState.PAUSED_ALL) == ([], everything)
+    assert after(over=("third",)) == ([], everything)  # the second one's load may free it, if it fails
+    assert after(loaded=1) == ([], ["first"])
 
 
 def found_damaged(stats: dict) -> int:

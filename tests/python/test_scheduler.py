@@ -146,12 +146,14 @@ class Stepping:
     ("name", "moved"), [("NixlConnector", False), ("TorporConnector", True), ("TorporAdmit", True), (None, False)]
 )
 def test_only_beside_torpors_connector_are_requests_moved(monkeypatch, name, moved):
-    seen = []
+    seen, freed = [], []
     monkeypatch.setattr(scheduler, "let_those_with_blocks_go_first", seen.append)
+    monkeypatch.setattr(scheduler, "free_for_others", freed.append)  # nothing was scheduled
     sides = {"TorporConnector": {"scheduler": SimpleNamespace()}, "TorporAdmit": {"admissions": object()}}
     one = scheduler.over(Stepping)(name and type(name, (), sides.get(name, {}))())
     one.schedule()
     assert seen == ([one] if moved else []) and one.torpor_steps == 1
+    assert freed == ([one] if name == "TorporConnector" else [])
 
 
 @pytest.mark.parametrize("inside", [None, (), Mock()])

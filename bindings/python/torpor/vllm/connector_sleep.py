@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
@@ -68,12 +69,38 @@ def take_back_loaded(scheduler) -> None:
     # vLLM takes back the blocks of running requests only. It keeps blocks free for prefills in flight, which these are
     # not any more.
     holding = [request for request in scheduler.kv_holding_waiting if request.num_computed_tokens > 0]
+    _take_back(scheduler, holding)
+
+
+def _take_back(scheduler, holding: list) -> None:
     scheduler.kv_holding_waiting.remove_requests(holding)
     for request in reversed(holding):
         scheduler.kv_cache_manager.free(request)
         scheduler._inflight_prefills.discard(request)
         request.num_computed_tokens = 0
         scheduler.waiting.prepend_request(request)
+
+
+def free_for_others(scheduler) -> None:
+    """Let the last request that has loaded give its blocks back, if nothing else can free any; it loads again later.
+
+    Called after a Scheduler.schedule() that gave no request a token. Of a request with a sliding window vLLM counts too
+    few blocks that it still needs, and lets more loads begin than there is room for. When they have ended, no request
+    has the blocks for its next step, and none runs that would free some.
+    """
+    side = side_of(scheduler)
+    if side is None or side.busy() or scheduler.running or scheduler.pause_state is not PauseState.UNPAUSED:
+        return
+    over = scheduler.finished_recving_kv_req_ids
+    ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    holding = [request for request in scheduler.kv_holding_waiting if request.num_computed_tokens > 0]
+    if len(holding) < 2 or not all(r.status in ready or r.request_id in over for r in holding):
+        return
+    last = holding[-1]
+    over.discard(last.request_id)
+    scheduler.failed_recving_kv_req_ids.discard(last.request_id)
+    last.status = RequestStatus.PREEMPTED if last.num_preemptions else RequestStatus.WAITING
+    _take_back(scheduler, [last])
 
 
 def let_those_with_blocks_go_first(scheduler) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torpor.vllm import call_hooks, grammar, plugin
 from torpor.vllm.connector_failed import take_back_failed
-from torpor.vllm.connector_sleep import let_those_with_blocks_go_first, side_of
+from torpor.vllm.connector_sleep import free_for_others, let_those_with_blocks_go_first, side_of
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.named_mixins import NamedMixins, resolved
 from torpor.vllm.recorded_inputs import RecordedInputs
@@ -105,7 +105,8 @@ class SchedulerMixin(Stock):
         began = time.perf_counter_ns() if slots else 0
         if self.torpor_deferred is not None:
             self.torpor_deferred.poll()
-        if is_torpors(self.connector) or admissions_of(self) is not None:  # another's stand where vLLM puts them
+        torpors = is_torpors(self.connector)
+        if torpors or admissions_of(self) is not None:  # another's stand where vLLM puts them
             let_those_with_blocks_go_first(self)
         self.torpor_schedules = True
         try:
@@ -113,6 +114,8 @@ class SchedulerMixin(Stock):
         finally:
             self.torpor_schedules = False
         count_recomputed(self, output.num_scheduled_tokens)
+        if torpors and not output.num_scheduled_tokens:
+            free_for_others(self)
         if slots:
             slots.step(self, output, began)
         return output
