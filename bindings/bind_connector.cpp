@@ -38,21 +38,22 @@ class ConnectorScheduler final : public console::OffloadAccess {
  public:
   using TokensByStore = decltype(CachedTokens::stores);
 
-  // `pool`: vLLM's BlockPool. `groups`: its KV cache groups, as GroupTables takes them.
+  // `pool`: vLLM's BlockPool. `groups`: its KV cache groups, as GroupTables takes them. Prefixes are counted in its
+  // units.
   ConnectorScheduler(const py::object& pool, const py::list& groups, const py::dict& dict)
       : options_(connector_options_from(dict)),
-        block_tokens_(options_.offload.block_tokens),
-        blocks_(pool, block_tokens_),
-        groups_(groups),
+        block_tokens_(options_.unit_tokens),
+        groups_(groups, block_tokens_, options_.stride_tokens, options_.partial_hits),
+        blocks_(pool, groups_.block_tokens(), groups_.partial_hits()),
         placement_(make_placement(options_.placement)),
         scheduler_(value_or_raise(
             OffloadScheduler::create(options_.offload, blocks_, *placement_, system_clock(), process_events()))),
         prefixes_(pool, blocks_, block_tokens_),
         residency_(value_or_raise(
             Residency::create(residency_options(options_, groups_), *scheduler_, prefixes_, system_clock()))),
-        hits_(groups_, scheduler_->index(), block_tokens_),
-        asks_(groups_, scheduler_->index(), block_tokens_),
-        ahead_hits_(groups_, scheduler_->index(), block_tokens_),
+        hits_(groups_, scheduler_->index()),
+        asks_(groups_, scheduler_->index()),
+        ahead_hits_(groups_, scheduler_->index()),
         offers_(pool, options_, groups_, blocks_, *scheduler_) {
     if (options_.offload.events > 0) prefixes_.remember_entered();
     const py::gil_scoped_release others_go_on;  // a call to the previous offload may wait for the interpreter's lock
@@ -71,7 +72,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     if (const Record* const record = known(py::str(id).ptr()); record != nullptr && record->request) {
       try {
         const py::object request = record->request;  // the record may move
-        ConnectorHits hits(groups_, scheduler_->index(), block_tokens_);
+        ConnectorHits hits(groups_, scheduler_->index());
         hits.take_all(request, scheduler_->space());
         if (InHook::running != 0) return engine_is_busy();
         return std::vector<BlockKey>(hits.keys().begin(), hits.keys().end());
@@ -97,7 +98,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
     // A request whose load failed has no blocks any more, but is ahead of requests that have. If no block is free, it
     // would wait for theirs, and they wait behind it.
     if (record.failed_loads > 0 && others_have_loaded(record)) return std::nullopt;
-    if (record.loading || record.failed_loads >= most_failed_loads() || computed % block_tokens_ != 0) return 0;
+    if (record.loading || record.failed_loads >= most_failed_loads() || computed % options_.stride_tokens != 0)
+      return 0;
     record.matched_at = static_cast<size_t>(computed / block_tokens_);
     if (options_.offload.counted_keys > 0) {  // all keys are counted, found or not
       hits_.take_all(request, scheduler_->space());
@@ -159,8 +161,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
     const auto wanted = static_cast<size_t>(external / block_tokens_);
     if (wanted > 0 && wanted != record->matched && groups_.whole_hits()) {
       raise(Error{.code = Code::kInternal,
-                  .what = fmt::format("vLLM takes {} of {} blocks that can be loaded", wanted, record->matched),
-                  .next_step = "a sliding window needs others then: report this"});
+                  .what = fmt::format("vLLM takes {} of {} tokens that can be loaded", external,
+                                      static_cast<int64_t>(record->matched) * block_tokens_),
+                  .next_step = "a sliding window or a state needs other blocks then: report this"});
     }
     take_blocks(*record, id.ptr(), wanted);
     const bool within_step = std::exchange(record->fits_in_step, false) && !few_.empty();
@@ -179,11 +182,12 @@ class ConnectorScheduler final : public console::OffloadAccess {
     return within_step;
   }
 
-  // `scheduled`: request id -> tokens that it computes in step `step`. Return the plan of this step for all ranks, or
-  // None.
-  py::object step(uint64_t step, const py::dict& scheduled, bool flush) {
+  // `scheduled`: request id -> tokens that it computes in step `step`. `handed`: request id -> blocks, as
+  // ConnectorOffers::handed() takes them. Return the plan of this step for all ranks, or None.
+  py::object step(uint64_t step, const py::dict& scheduled, bool flush, const py::dict& handed) {
     last_step_ = std::max(last_step_, step);
     if (offers_.looks_at_requests()) look_at(scheduled, step);
+    if (groups_.partial_hits()) take_handed(handed, step);
     offers_.end_step(scheduled);
     look_ahead();
     return plan(flush);
@@ -255,7 +259,12 @@ class ConnectorScheduler final : public console::OffloadAccess {
   }
 
   std::vector<Slot> host_slots(const std::vector<int32_t>& blocks, bool keep) {
-    return value_or_raise(try_catch([&]() -> Result<std::vector<Slot>> { return scheduler_->backing(blocks, keep); }));
+    std::vector<Slot> slots =
+        value_or_raise(try_catch([&]() -> Result<std::vector<Slot>> { return scheduler_->backing(blocks, keep); }));
+    for (size_t i = 0; i < slots.size(); ++i) {  // a slot has what a partial block had when it was copied
+      if (!blocks_.is_full(blocks[i])) slots[i] = -1;
+    }
+    return slots;
   }
   void release_host_slots() { scheduler_->release_backing(); }
 
@@ -325,12 +334,12 @@ class ConnectorScheduler final : public console::OffloadAccess {
     int failed_loads = 0;
     ConnectorOffers::Progress progress;
     size_t matched_at = 0;
-    size_t matched = 0;         // blocks after those that can be loaded
+    size_t matched = 0;         // units after those that can be loaded
     size_t asked = 0;           // blocks of all groups that are being loaded
     size_t loaded = 0;          // those of `asked` that are good
     bool remote_asked = false;  // and its answer is waited for, until …
     std::chrono::nanoseconds ask_until{};
-    std::vector<StoreId> sources;        // of each matched block
+    std::vector<StoreId> sources;        // of each matched unit
     TokensByStore found{};               // of its last load
     std::optional<CachedTokens> cached;  // of the look-up that vLLM counts
     struct Wanted {                      // the policy's answer for a hit: it is asked once for each
@@ -527,7 +536,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     });
   }
 
-  // Return how many blocks of the hit in hits_ the policy wants. One that it does not want ends the hit; where a
+  // Return how many units of the hit in hits_ the policy wants. One that it does not want ends the hit; where a
   // shorter hit would need other blocks, nothing of it is loaded.
   size_t wanted_of_hit(Record& record, const py::object& request) {
     const size_t found = record.matched;
@@ -551,25 +560,24 @@ class ConnectorScheduler final : public console::OffloadAccess {
         try_catch([&]() -> Result<int32_t> { return scheduler_->match(record.number, hits_.keys(), have); }));
   }
 
-  // `sources`: the store of each block of a hit, of which the engine takes the first `tokens` tokens.
+  // `sources`: the store of each unit of a hit, of which the engine takes the first `tokens` tokens.
   TokensByStore tokens_by_store(const std::vector<StoreId>& sources, int64_t tokens) const {
     TokensByStore sums{};
     for (const StoreId source : sources) {
-      const int64_t of_block = std::min(tokens, block_tokens_);
-      sums[static_cast<size_t>(source)] += of_block;
-      tokens -= of_block;
+      const int64_t of_unit = std::min(tokens, block_tokens_);
+      sums[static_cast<size_t>(source)] += of_unit;
+      tokens -= of_unit;
     }
     return sums;
   }
 
-  // Take the engine's blocks for a hit of `blocks` blocks after those that it had itself, whose keys are in hits_.
-  void take_blocks(const Record& record, PyObject* id, size_t blocks) {
+  // Take the engine's blocks for a hit of `units` units after those that it had itself, whose keys are in hits_.
+  void take_blocks(const Record& record, PyObject* id, size_t units) {
     few_.clear();
-    const size_t end = record.matched_at + blocks;
     for (size_t group = 0; group < groups_.size(); ++group) {
       const GroupTables::Table table = groups_.of(group, id);
-      for (size_t i = hits_.first_needed(group, record.matched_at, end); i < std::min(end, table.size); ++i)
-        few_.push_back(blocks_.number_of(table[i]));
+      const auto [first, end] = groups_.needed(group, record.matched_at, record.matched_at + units);
+      for (size_t i = first; i < std::min(end, table.size); ++i) few_.push_back(blocks_.number_of(table[i]));
     }
   }
 
@@ -581,6 +589,15 @@ class ConnectorScheduler final : public console::OffloadAccess {
       if (record == nullptr) continue;  // the request was never matched
       offers_.computes(record->progress, {record->request.ptr(), id, record->priority}, PyLong_AsLongLong(tokens),
                        step);
+    }
+  }
+
+  void take_handed(const py::dict& handed, uint64_t step) {
+    for (const auto& [id, blocks] : handed) {
+      const Record* const record = known(id.ptr());
+      if (record == nullptr || !record->request) continue;
+      offers_.handed(record->progress, {record->request.ptr(), id.ptr(), record->priority}, blocks.cast<py::list>(),
+                     step);
     }
   }
 
@@ -621,9 +638,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
   }
 
   const ConnectorOptions options_;
-  const int64_t block_tokens_;
-  EngineBlocks blocks_;
+  const int64_t block_tokens_;  // of a unit
   const GroupTables groups_;
+  EngineBlocks blocks_;
   const std::unique_ptr<Placement> placement_;
   std::optional<PythonPolicy> policy_;
   const std::unique_ptr<OffloadScheduler> scheduler_;
@@ -689,8 +706,11 @@ void bind_connector(py::module_& module) {
           "It has blocks for `external` tokens that are loaded. `local`: if vLLM counts this look-up as the request's, "
           "the tokens in its own prefix cache; `other`: those that another connector loads. Returns whether the load "
           "ends within the step.")
-      .def("step", &ConnectorScheduler::step, py::call_guard<InHook>(), py::arg("step"), py::arg("scheduled"),
-           py::arg("flush") = false, "What this step fills is offered; returns what all ranks do next, or None.")
+      .def(
+          "step", &ConnectorScheduler::step, py::call_guard<InHook>(), py::arg("step"), py::arg("scheduled"),
+          py::arg("flush") = false, py::arg("handed") = py::dict(),
+          "What this step fills is offered; returns what all ranks do next, or None. `handed`: by request, blocks that "
+          "vLLM hands over: (group, block, tokens).")
       .def("plan", &ConnectorScheduler::plan, py::call_guard<InHook>(), py::arg("flush"), "The same, without a step.")
       .def("acknowledge", &ConnectorScheduler::acknowledge, py::call_guard<InHook>(), py::arg("step"),
            "The forward pass of this step is over.")

@@ -27,7 +27,7 @@ std::string_view words_of(PyObject* text) {
 ConnectorOffers::ConnectorOffers(const py::object& pool, const ConnectorOptions& options, const GroupTables& groups,
                                  EngineBlocks& blocks, OffloadScheduler& scheduler)
     : options_(options),
-      block_tokens_(options.offload.block_tokens),
+      stride_tokens_(options.stride_tokens),
       queue_(pool.attr("free_block_queue")),
       groups_(groups),
       blocks_(blocks),
@@ -52,31 +52,80 @@ void ConnectorOffers::reset() {
   any_stale_ = true;
 }
 
-// Offer the request's blocks that this step fills. vLLM has already entered those into the prefix cache whose tokens
-// are known; a later step offers the others.
+// Offer the request's blocks that this step fills, where it ends a stride. vLLM has already entered those into the
+// prefix cache whose tokens are known; a later step offers the others.
 void ConnectorOffers::offer(Progress& progress, const Request& request, int64_t tokens, uint64_t step) {
   static PyObject* const kComputed = PyUnicode_InternFromString("num_computed_tokens");
   PyObject* const computed = PyObject_GetAttr(request.object, kComputed);
   if (computed == nullptr) throw py::error_already_set();
   const int64_t all = PyLong_AsLongLong(computed) + tokens;
   Py_DECREF(computed);
-  const auto full = static_cast<size_t>(all / block_tokens_);
-  const size_t ready = full > progress.offered ? std::min(full, groups_.entered(request.id)) : progress.offered;
-  if (ready >= full) progress.to_fill = static_cast<int64_t>(full + 1) * block_tokens_ - all;
+  const int64_t strides = all / stride_tokens_;
+  const size_t full = static_cast<size_t>(strides) * groups_.stride();
+  const size_t entered = full > progress.offered ? groups_.entered(request.id) : 0;
+  const size_t ready = std::max(progress.offered, std::min(full, entered / groups_.stride() * groups_.stride()));
+  if (ready >= full) progress.to_fill = (strides + 1) * stride_tokens_ - all;
+  if (groups_.partial_hits() && !progress.tail) offer_tail(progress, request, all, step);
   if (ready <= progress.offered) return;
   for (size_t group = 0; group < groups_.size(); ++group) {
     const GroupTables::Table table = groups_.of(group, request.id);
-    for (size_t i = progress.offered; i < std::min(ready, table.size);) {
+    const size_t end = std::min(ready / groups_.units(group), table.size);
+    for (size_t i = progress.offered / groups_.units(group); i < end;) {
       if (progress.stale) {
         i = mark_stale(table, i);
       } else if (options_.lazy) {
         i = mark_priority(table, i, request.priority);
       } else {
-        i = offer_run(request, table, i, std::min(ready, table.size), step);
+        i = offer_run(request, table, i, end, step);
       }
     }
   }
   progress.offered = ready;
+}
+
+// Offer the last block of the prompt, of each group that sees all tokens, when this step fills it up to the last unit
+// that another request can take. The engine hands over states, which it goes on to change.
+void ConnectorOffers::offer_tail(Progress& progress, const Request& request, int64_t all, uint64_t step) {
+  const auto prompt = py::handle(request.object).attr("num_prompt_tokens").cast<int64_t>();
+  const int64_t unit = groups_.unit_tokens();
+  const int64_t tail = std::max<int64_t>(prompt - 1, 0) / unit * unit;
+  if (all < tail) {
+    progress.to_fill = std::min(progress.to_fill, tail - all);
+    return;
+  }
+  progress.tail = true;
+  const auto end = static_cast<size_t>(tail / unit);
+  for (size_t group = 0; group < groups_.size(); ++group) {
+    const GroupTables::Table table = groups_.of(group, request.id);
+    const size_t i = end / groups_.units(group);
+    if (!groups_.reach(group).all() || end % groups_.units(group) == 0 || i >= table.size) continue;
+    if (progress.stale) {
+      (void)mark_stale(table, i);
+    } else if (!options_.lazy) {
+      offer_one(request, table[i], step);
+    }
+  }
+}
+
+void ConnectorOffers::handed(const Progress& progress, const Request& request, const py::list& blocks, uint64_t step) {
+  for (const py::handle each : blocks) {
+    const auto number = each.cast<py::tuple>()[1].cast<int32_t>();
+    if (number < 0 || number >= blocks_.size()) continue;
+    if (progress.stale) {
+      stale_[static_cast<size_t>(number)] = blocks_.version(number);
+    } else if (!options_.lazy && !blocks_.is_full(number)) {
+      offer_one(request, blocks_.block(number), step);
+    }
+  }
+}
+
+// Offer one block of the request, if it has a key.
+void ConnectorOffers::offer_one(const Request& request, PyObject* block, uint64_t step) {
+  BlockKey key{.space = scheduler_.space()};
+  if (!blocks_.key_of(block, key)) return;
+  keys_.assign(1, key);
+  few_.assign(1, blocks_.number_of(block));
+  offer_keys(request, {}, step);
 }
 
 // Offer the blocks of the request from `first` on, up to one without a key: it is outside of a window, or of no use to
@@ -95,12 +144,17 @@ size_t ConnectorOffers::offer_run(const Request& request, const GroupTables::Tab
     few_.push_back(blocks_.number_of(table[i]));
   }
   if (keys_.empty()) return first + 1;
-  OffloadOffer offer{.keys = keys_, .blocks = few_, .after_step = step, .priority = request.priority};
-  if (scheduler_.has_policy()) offer.request = words_of(request.id);
   BlockKey before;
-  if (first > 0 && options_.offload.events > 0 && blocks_.key_of(table[first - 1], before)) offer.parent = before.hash;
-  value_or_raise(try_catch([&]() -> Status { return (void)scheduler_.offer(offer), ok(); }));
+  const bool named = first > 0 && options_.offload.events > 0 && blocks_.key_of(table[first - 1], before);
+  offer_keys(request, named ? before.hash : BlockHash{}, step);
   return i;
+}
+
+// Offer keys_ and few_, which are consecutive blocks of the request.
+void ConnectorOffers::offer_keys(const Request& request, const BlockHash& parent, uint64_t step) {
+  OffloadOffer offer{.keys = keys_, .blocks = few_, .parent = parent, .after_step = step, .priority = request.priority};
+  if (scheduler_.has_policy()) offer.request = words_of(request.id);
+  value_or_raise(try_catch([&]() -> Status { return (void)scheduler_.offer(offer), ok(); }));
 }
 
 size_t ConnectorOffers::mark_stale(const GroupTables::Table& table, size_t i) {
@@ -137,7 +191,8 @@ int64_t ConnectorOffers::most_taken(const py::dict& scheduled) const {
   PyObject* id = nullptr;
   PyObject* count = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(scheduled.ptr(), &at, &id, &count) != 0;) tokens += PyLong_AsLongLong(count);
-  return (tokens / block_tokens_ + static_cast<int64_t>(scheduled.size())) * static_cast<int64_t>(groups_.size());
+  const auto requests = static_cast<int64_t>(scheduled.size());
+  return (tokens / groups_.unit_tokens() + requests) * static_cast<int64_t>(groups_.size());
 }
 
 // Lazy: offer the head of vLLM's free queue, which it evicts next. No step writes these blocks any more. A freed block

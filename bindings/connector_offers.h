@@ -22,8 +22,9 @@ class ConnectorOffers {
  public:
   // The progress of a request.
   struct Progress {
-    size_t offered = 0;   // number of blocks of its tables that were offered
-    int64_t to_fill = 0;  // tokens until the next block can be full
+    size_t offered = 0;   // units of its tables that were offered (ConnectorHits)
+    int64_t to_fill = 0;  // tokens until the next stride can be full, or the prompt's last unit
+    bool tail = false;    // the prompt's last block was offered, which is not full
     bool stale = false;   // it computes on top of blocks from before a reset
   };
   struct Request {
@@ -45,6 +46,9 @@ class ConnectorOffers {
     progress.to_fill -= tokens;
     if (progress.to_fill <= 0 && looks_at(progress)) offer(progress, request, tokens, step);
   }
+  // Offer blocks that the engine hands over in this step, whose states the step writes. `blocks`: for each the group,
+  // the block's number and its tokens. Full ones are offered by computes().
+  void handed(const Progress& progress, const Request& request, const pybind11::list& blocks, uint64_t step);
   // Call it after computes() of all requests. `scheduled`: request id -> tokens that it computes.
   void end_step(const pybind11::dict& scheduled);
   // Note that the request has got other blocks; some may be from the engine's prefix cache.
@@ -60,6 +64,9 @@ class ConnectorOffers {
  private:
   void offer(Progress& progress, const Request& request, int64_t tokens, uint64_t step);
   size_t offer_run(const Request& request, const GroupTables::Table& table, size_t first, size_t end, uint64_t step);
+  void offer_tail(Progress& progress, const Request& request, int64_t all, uint64_t step);
+  void offer_keys(const Request& request, const BlockHash& parent, uint64_t step);
+  void offer_one(const Request& request, PyObject* block, uint64_t step);
   size_t mark_stale(const GroupTables::Table& table, size_t i);
   size_t mark_priority(const GroupTables::Table& table, size_t i, int32_t priority);
   bool looks_at(const Progress& progress) const { return !options_.lazy || progress.stale || any_priority_; }
@@ -70,7 +77,7 @@ class ConnectorOffers {
   void offer_next_to_go();
 
   const ConnectorOptions& options_;
-  const int64_t block_tokens_;
+  const int64_t stride_tokens_;
   const pybind11::object queue_;
   const GroupTables& groups_;
   EngineBlocks& blocks_;

@@ -83,13 +83,17 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   int64_t kv_store_wait_ms = 0;
   in.read("lazy", options.lazy);
   in.read("ranks", options.offload.ranks);
-  in.read("block_tokens", options.offload.block_tokens);
+  in.read("block_tokens", options.unit_tokens);
   in.read("host_slots", options.offload.index.host_slots);
   in.read("disk_segments", options.offload.index.disk_segments);
   in.read("segment_slots", options.offload.index.segment_slots);
   in.read("device_blocks", options.offload.index.device_blocks);
   in.read("min_uses", options.placement.min_uses);
   in.read("min_prefix_tokens", options.placement.min_prefix_tokens);
+  options.stride_tokens = options.unit_tokens;
+  in.read_if_given("stride_tokens", options.stride_tokens);
+  options.offload.block_tokens = static_cast<int32_t>(std::clamp<int64_t>(options.stride_tokens, 0, INT32_MAX));
+  in.read_if_given("partial_hits", options.partial_hits);
   in.read_if_given("watermark", options.watermark);
   in.read_if_given("sync_load_blocks", options.sync_load_blocks);
   in.read_if_given("remote_slots", options.offload.index.remote_slots);

@@ -23,8 +23,11 @@ struct ConnectorOptions {
   ResidencyOptions residency;  // `groups` is the engine's
   bool lazy = false;
   std::chrono::milliseconds remote_wait{0};  // longest time that a request waits for the remote store's lookup
-  int64_t sync_load_blocks = 0;              // most that loads within one step have together; 0: there are none
-  int32_t watermark = 0;                     // lazy: number of blocks at the head of the free queue that are looked at
+  int64_t unit_tokens = 0;                   // of ConnectorHits
+  int64_t stride_tokens = 0;     // of ConnectorHits; no block has more, and offload.block_tokens is the same
+  bool partial_hits = false;     // of ConnectorHits
+  int64_t sync_load_blocks = 0;  // most that loads within one step have together; 0: there are none
+  int32_t watermark = 0;         // lazy: number of blocks at the head of the free queue that are looked at
 };
 ConnectorOptions connector_options_from(const pybind11::dict& dict);
 

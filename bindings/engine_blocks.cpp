@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "base/log.h"
 
@@ -14,18 +15,27 @@ namespace {
 constexpr size_t kGroupBytes = 4;  // the group, at the end of a hash, most significant byte first
 constexpr uint8_t kByPool = 2;     // a hold that only the pool's touch() can make
 
+// Return the group at the end of vLLM's hash of a block, which has more than kGroupBytes bytes.
+uint32_t group_of(PyObject* hash) {
+  const auto* const end = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(hash)) + PyBytes_GET_SIZE(hash);
+  uint32_t group = 0;
+  for (const uint8_t* byte = end - kGroupBytes; byte < end; ++byte) group = group << 8 | *byte;
+  return group;
+}
+
 PyTypeObject* type_of_first(const py::list& blocks) {
   return blocks.empty() ? nullptr : Py_TYPE(PyList_GET_ITEM(blocks.ptr(), 0));
 }
 
 }  // namespace
 
-EngineBlocks::EngineBlocks(const py::object& pool, int64_t block_tokens)
+EngineBlocks::EngineBlocks(const py::object& pool, std::vector<int64_t> block_tokens, bool partial)
     : pool_(pool),
       blocks_(pool.attr("blocks")),
       touch_(pool.attr("touch")),
       free_(pool.attr("free_blocks")),
-      block_tokens_(block_tokens),
+      block_tokens_(std::move(block_tokens)),
+      partial_(partial),
       type_(type_of_first(blocks_)),
       hash_(type_of_first(blocks_), "_block_hash"),
       hash_tokens_(type_of_first(blocks_), "_block_hash_num_tokens"),
@@ -44,9 +54,27 @@ EngineBlocks::~EngineBlocks() {
 
 PyObject* EngineBlocks::hash_object(PyObject* block) const {
   const py::object hash = hash_.get(block);  // the block keeps it
-  if (!hash || !PyBytes_Check(hash.ptr())) return nullptr;
+  if (!hash || !PyBytes_Check(hash.ptr()) || static_cast<size_t>(PyBytes_GET_SIZE(hash.ptr())) <= kGroupBytes)
+    return nullptr;
+  return has_key(group_of(hash.ptr()), block) ? hash.ptr() : nullptr;
+}
+
+bool EngineBlocks::has_key(uint32_t group, PyObject* block) const {
+  if (!partial_) return is_full(group, block);
+  return group < block_tokens_.size() && hash_tokens_.number(block, -1) > 0;
+}
+
+bool EngineBlocks::is_full(int32_t number) const {
+  if (number < 0 || static_cast<size_t>(number) >= known_.size()) return false;
+  PyObject* const block = PyList_GET_ITEM(blocks_.ptr(), number);
+  const py::object hash = hash_.get(block);
+  return hash && PyBytes_Check(hash.ptr()) && static_cast<size_t>(PyBytes_GET_SIZE(hash.ptr())) > kGroupBytes &&
+         is_full(group_of(hash.ptr()), block);
+}
+
+bool EngineBlocks::is_full(uint32_t group, PyObject* block) const {
   const int64_t tokens = hash_tokens_.number(block, -1);
-  return tokens > 0 && tokens % block_tokens_ == 0 ? hash.ptr() : nullptr;
+  return group < block_tokens_.size() && tokens > 0 && tokens % block_tokens_[group] == 0;
 }
 
 ContentVersion EngineBlocks::version(int32_t number) const {
@@ -174,14 +202,12 @@ bool EngineBlocks::key_of(PyObject* block, BlockKey& key) const {
   const py::object hash = hash_.get(block);
   if (!hash || !PyBytes_Check(hash.ptr())) return false;
   const auto size = static_cast<size_t>(PyBytes_GET_SIZE(hash.ptr()));
-  const auto* const bytes = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(hash.ptr()));
-  const int64_t tokens = hash_tokens_.number(block, -1);
-  if (size <= kGroupBytes || size - kGroupBytes > key.hash.size() || tokens <= 0 || tokens % block_tokens_ != 0)
-    return false;
+  if (size <= kGroupBytes || size - kGroupBytes > key.hash.size()) return false;
+  const uint32_t group = group_of(hash.ptr());
+  if (!has_key(group, block)) return false;
   key.hash.fill(0);
-  std::memcpy(key.hash.data(), bytes, size - kGroupBytes);
-  key.group = 0;
-  for (size_t i = size - kGroupBytes; i < size; ++i) key.group = key.group << 8 | bytes[i];
+  std::memcpy(key.hash.data(), PyBytes_AS_STRING(hash.ptr()), size - kGroupBytes);
+  key.group = group;
   return true;
 }
 

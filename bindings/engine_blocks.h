@@ -21,8 +21,10 @@ namespace torpor {
 
 class EngineBlocks final : public DeviceBlocks {
  public:
-  // `pool`: vLLM's BlockPool. `block_tokens`: a hash of fewer tokens covers only a part of its block.
-  EngineBlocks(const pybind11::object& pool, int64_t block_tokens);
+  // `pool`: vLLM's BlockPool. `block_tokens`: of each KV cache group; a hash of fewer tokens covers only a part of its
+  // block. `partial`: such a hash is a key, too. What was stored under it has the content of this part; the engine may
+  // go on to fill the block.
+  EngineBlocks(const pybind11::object& pool, std::vector<int64_t> block_tokens, bool partial);
   ~EngineBlocks() override;
 
   ContentVersion version(int32_t block) const override;
@@ -36,9 +38,13 @@ class EngineBlocks final : public DeviceBlocks {
   // that belongs to each hold does nothing then.
   void release_all();
 
-  // Return whether the block is full and in the prefix cache; then set the key, except `space`.
+  // Return whether the block is in the prefix cache, and is full or partial ones are keys; then set the key, except
+  // `space`.
   bool key_of(PyObject* block, BlockKey& key) const;
-  int32_t number_of(PyObject* block) const;  // -1: it has none
+  // Return whether a block with a hash is filled up to the last token of its group's blocks.
+  bool is_full(int32_t block) const;
+  int32_t number_of(PyObject* block) const;                                                 // -1: it has none
+  PyObject* block(int32_t number) const { return PyList_GET_ITEM(blocks_.ptr(), number); }  // borrowed
   // Load the block into the cache, as it is needed soon; then, a while later, the values that it refers to.
   void prefetch(PyObject* block) const;
   void prefetch_values(PyObject* block) const;
@@ -51,6 +57,8 @@ class EngineBlocks final : public DeviceBlocks {
     ContentVersion version = ContentVersion::kNone;
   };
   PyObject* hash_object(PyObject* block) const;  // borrowed from the block; null: it has none
+  bool is_full(uint32_t group, PyObject* block) const;
+  bool has_key(uint32_t group, PyObject* block) const;
   bool call(const pybind11::object& method, std::span<const int32_t> blocks);
   void report_failure(const pybind11::object& method, size_t blocks) const;
   bool count_one(int32_t block, int64_t more);
@@ -60,7 +68,8 @@ class EngineBlocks final : public DeviceBlocks {
   const pybind11::list blocks_;
   const pybind11::object touch_;
   const pybind11::object free_;
-  const int64_t block_tokens_;
+  const std::vector<int64_t> block_tokens_;  // by group
+  const bool partial_;
   PyTypeObject* const type_;  // kept alive by its blocks
   const BlockField hash_;
   const BlockField hash_tokens_;

@@ -3,7 +3,8 @@
 
     connector_process.py MODE MODEL FOLDER    with MODE "eager" or "lazy"
     connector_process.py brief MODEL FOLDER   a few requests, for runners that take long
-    connector_process.py groups MODEL FOLDER  of a model with several KV groups; with a store on disk, and is killed
+    connector_process.py groups MODEL FOLDER [OPTIONS]
+        of a model with several KV groups; with a store on disk, and is killed. OPTIONS: of the engine, as JSON
     connector_process.py disk MODEL FOLDER [CHECKPOINT]
         serves with a store on disk, after it went on from the checkpoint; leaves one and is killed
 
@@ -420,6 +421,7 @@ def main() -> None:
     if mode == "groups":
         offload = {"offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB"}
         ENGINE["num_gpu_blocks_override"] = GROUP_BLOCKS
+        ENGINE.update(json.loads(sys.argv[4]) if len(sys.argv) > 4 else {})
     if mode == "brief":
         offload |= {"offload": "eager", "events_keys": True, "console": "control"}
         ENGINE["num_gpu_blocks_override"] = 20

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random tiny models of other kinds than the GPU path's Llama, most with several KV groups: 512 words, quickly made.
 
-`windows` is built as Gemma 3: layers that see the last WINDOW tokens alternate with layers that see all. `states` is
-built as Granite 4: Mamba layers, which keep one state, alternate with attention. `convolutions` is built as LFM 2:
-their state is the last tokens; vLLM 0.32 on the CPU can keep such states in the prefix cache, and those of Mamba 2 not.
+`windows` is built as Gemma 3: layers that see the last WINDOW tokens alternate with layers that see all. `sizes` is
+built as Gemma 4: the heads of the latter are larger, and so a block has half as many tokens. `states` is built as
+Granite 4: Mamba layers, which keep one state, alternate with attention. `convolutions` is built as LFM 2: their state
+is the last tokens; vLLM 0.32 on the CPU can keep such states in the prefix cache, and those of Mamba 2 not.
 """
 
 from pathlib import Path
 
 import numpy as np
-from gpu_path.model import HEAD, HEADS, HIDDEN, embeddings, write
+from gpu_path.model import HEAD, HEADS, HIDDEN, VOCABULARY, embeddings, write
 
 WINDOW = 70  # tokens: not a whole number of blocks
 CHUNK = 64
+_LARGE_HEAD = 2 * HEAD
 _STATE_HEADS, _STATE_SIZE, _CONVOLUTION = 8, 16, 4
 
 
@@ -35,6 +37,31 @@ def windows(folder: Path, seed: int = 7) -> Path:
     config = {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
         "num_hidden_layers": len(kinds), "layer_types": kinds, "sliding_window": WINDOW, "query_pre_attn_scalar": HEAD,
+        "rope_parameters": {"sliding_attention": rope, "full_attention": rope},
+    }  # fmt: skip
+    return write(folder, weights, config)
+
+
+def sizes(folder: Path, seed: int = 7) -> Path:
+    draws = np.random.default_rng(seed)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    weights = _common(draws)
+    for layer, kind in enumerate(kinds):
+        head = _LARGE_HEAD if kind == "full_attention" else HEAD
+        norms = {"post_attention_layernorm": 25, "post_feedforward_layernorm": 25, "input_layernorm": 1}
+        norms |= {"pre_feedforward_layernorm": 1}
+        parts = {f"{name}.weight": np.full(HIDDEN, value, np.float32) for name, value in norms.items()}
+        parts |= {f"self_attn.{name}_norm.weight": np.full(head, (HEAD / head) ** 0.5, np.float32) for name in "qk"}
+        parts |= {f"self_attn.{name}_proj.weight": _drawn(draws, HEADS * head, HIDDEN) for name in "qkv"}
+        parts["self_attn.o_proj.weight"] = _drawn(draws, HIDDEN, HEADS * head)
+        parts |= {f"mlp.{name}_proj.weight": _drawn(draws, 2 * HIDDEN, HIDDEN) for name in ("gate", "up")}
+        parts |= {"mlp.down_proj.weight": _drawn(draws, HIDDEN, 2 * HIDDEN), "layer_scalar": np.ones(1, np.float32)}
+        weights |= {f"model.layers.{layer}.{name}": content for name, content in parts.items()}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": len(kinds), "layer_types": kinds, "sliding_window": WINDOW, "head_dim": HEAD,
+        "global_head_dim": _LARGE_HEAD, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY,
         "rope_parameters": {"sliding_attention": rope, "full_attention": rope},
     }  # fmt: skip
     return write(folder, weights, config)
@@ -151,4 +178,7 @@ def _drawn(draws, rows: int, columns: int) -> np.ndarray:
     return draws.normal(0, 0.6, (rows, columns)).astype(np.float32)
 
 
-MODELS = {"windows": windows, "chunks": chunks, "states": states, "convolutions": convolutions, "experts": experts}
+MODELS = {
+    "windows": windows, "sizes": sizes, "chunks": chunks, "states": states, "convolutions": convolutions,
+    "experts": experts,
+}  # fmt: skip

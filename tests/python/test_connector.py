@@ -2,6 +2,7 @@
 """The KV connector: blocks go to host memory and come back, and nobody sees a difference but in time."""
 
 import itertools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -258,13 +259,16 @@ def test_two_ranks_find_what_both_have_after_a_sleep_and_in_a_new_engine(zygote,
 @long_on_gpu_path
 @pytest.mark.gpu_path
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["windows", "chunks"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("windows", {}), ("chunks", {}), ("sizes", {}), ("convolutions", {}), ("convolutions", {"prefix_match_unit": 16})],
+)
 @pytest.mark.long
-def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, zygote, tmp_path):
+def test_blocks_of_several_groups_come_back_from_host_memory_and_disk(kind, options, zygote, tmp_path):
     model = MODELS[kind](tmp_path / "model")
 
     def serve():
-        result = result_of(zygote.run([PROCESS, "groups", model, tmp_path]))
+        result = result_of(zygote.run([PROCESS, "groups", model, tmp_path, json.dumps(options)]))
         assert result["tokens"][0] == result["tokens"][1]
         assert result["bytes"][0] == result["bytes"][1]
         assert (

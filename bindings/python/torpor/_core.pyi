@@ -106,8 +106,10 @@ class ConnectorScheduler:
     @property
     def space(self) -> int: ...
     def stats(self) -> dict: ...
-    def step(self, step: int, scheduled: dict, flush: bool = False) -> typing.Any:
-        """What this step fills is offered; returns what all ranks do next, or None."""
+    def step(self, step: int, scheduled: dict, flush: bool = False, handed: dict = {}) -> typing.Any:
+        """What this step fills is offered; returns what all ranks do next, or None. `handed`: by request, blocks
+        that vLLM hands over: (group, block, tokens).
+        """
     def take_events(self) -> typing.Any: ...
     def take_failed_within_step(self) -> list[tuple[str, int]]:
         """(request, number of its first block without valid content) for each load within a step that failed."""

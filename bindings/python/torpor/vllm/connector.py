@@ -127,7 +127,11 @@ class TorporConnector(ConnectorBase):
         return {source: tokens for source, tokens in zip(sources, found, strict=True) if tokens > 0}
 
     def build_connector_meta(self, scheduler_output) -> Orders:
-        return self.scheduler.step(scheduler_output.num_scheduled_tokens) if self.scheduler else Orders(0)
+        if self.scheduler is None:
+            return Orders(0)
+        state = scheduler_output.kv_connector_block_state
+        handed = None if state is None else state.boundary_state_offloads
+        return self.scheduler.step(scheduler_output.num_scheduled_tokens, handed)
 
     def update_connector_output(self, connector_output) -> None:
         if self.scheduler and connector_output.kv_connector_worker_meta is not None:

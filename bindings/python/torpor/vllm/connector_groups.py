@@ -3,31 +3,47 @@
 
 from __future__ import annotations
 
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from typing import NamedTuple
+
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+
+class Reach(NamedTuple):
+    """What a layer sees of the past; all of it, if there is none of these limits."""
+
+    window: int = 0  # the last tokens, with its own
+    chunk: int = 0  # those of its chunk, of so many tokens
+    state: bool = False  # nothing but the state after the last token, which is a block
+
 
 # Of the class itself: what is derived from them keeps other things in its blocks.
-_WINDOWS = {
-    FullAttentionSpec: lambda spec: (0, 0),
-    SlidingWindowSpec: lambda spec: (spec.sliding_window + spec.extra_retained_tokens, 0),
-    ChunkedLocalAttentionSpec: lambda spec: (0, spec.attention_chunk_size),
+_REACH = {
+    FullAttentionSpec: lambda spec: Reach(),
+    SlidingWindowSpec: lambda spec: Reach(window=spec.sliding_window + spec.extra_retained_tokens),
+    ChunkedLocalAttentionSpec: lambda spec: Reach(chunk=spec.attention_chunk_size),
+    MambaSpec: lambda spec: Reach(state=True),
 }
+_STATES = ("SHORT_CONV",)  # that were run, with all that can happen to their blocks
 
 
-def unsupported(kv_cache_config) -> list[str]:
-    """Why blocks of these groups cannot be offloaded."""
+def unsupported(kv_cache_config, untried_states: bool = False) -> list[str]:
+    """Why blocks of these groups cannot be offloaded. `untried_states`: states of all kinds can."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) == 1 and isinstance(specs[0], FullAttentionSpec):
         return []
-    kinds = sorted({type(spec).__name__ for spec in specs if type(spec) not in _WINDOWS})
+    kinds = sorted({type(spec).__name__ for spec in specs if type(spec) not in _REACH})
     found = [f"KV caches of the kind {kind}" for kind in kinds]
-    if len({spec.block_size for spec in specs}) > 1:
-        found.append("KV cache groups with blocks of several sizes")
+    states = [spec for spec in specs if type(spec) is MambaSpec]
+    modes = {spec.mamba_cache_mode for spec in states} - {"align"}
+    found += [f"states with mamba_cache_mode={mode}" for mode in sorted(modes)]
+    if not untried_states:
+        untried = sorted({spec.mamba_type.name for spec in states} - {*_STATES})
+        found += [f"states of the kind {kind}, which nobody has tried (option untried_states)" for kind in untried]
     return found
 
 
-def reach(spec) -> tuple[int, int]:
-    """How many tokens a layer sees with its own, or of how many a chunk is in which it sees all; 0: no such limit."""
-    return (0, 0) if isinstance(spec, FullAttentionSpec) else _WINDOWS[type(spec)](spec)
+def reach(spec) -> Reach:
+    return Reach() if isinstance(spec, FullAttentionSpec) else _REACH[type(spec)](spec)
 
 
 def need_whole_hits(kv_cache_config) -> bool:
@@ -40,7 +56,11 @@ def describe(kv_cache_config) -> str | None:
     """For the name of a namespace. None: one group that sees everything."""
     if not need_whole_hits(kv_cache_config):
         return None
-    return ";".join(
-        f"{type(group.kv_cache_spec).__name__} {reach(group.kv_cache_spec)} of {','.join(group.layer_names)}"
-        for group in kv_cache_config.kv_cache_groups
-    )
+    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    return ";".join(_described(group, len(sizes) > 1) for group in kv_cache_config.kv_cache_groups)
+
+
+def _described(group, with_size: bool) -> str:
+    spec, seen = group.kv_cache_spec, reach(group.kv_cache_spec)
+    text = f"{type(spec).__name__} {'state' if seen.state else (seen.window, seen.chunk)}"
+    return f"{text}{f' {spec.block_size}' if with_size else ''} of {','.join(group.layer_names)}"

@@ -134,6 +134,16 @@ class ConnectorOptions:
             "whose layers see all tokens, without async scheduling."
         ),
     )
+    untried_states: bool = described(
+        False,
+        SWITCH,
+        "take models with states that were not run with torpor's KV connector: Mamba 1 and 2, linear attention",
+        details=(
+            "States are what Mamba, linear attention and short convolutions keep in place of KV. Those of short "
+            "convolutions were run, on a CPU. Compare answers with those of an engine without the connector before "
+            "you rely on it."
+        ),
+    )
     session_pin_share: float = described(
         0.5,
         NUMBER,

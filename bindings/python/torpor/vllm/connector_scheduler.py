@@ -11,7 +11,6 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from torpor import _core
-from torpor.errors import Unsupported
 from torpor.vllm import connector_groups
 from torpor.vllm.connector_failed import blocks_behind
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
@@ -39,11 +38,11 @@ class SchedulerSide:
     def __init__(self, vllm_config, kv_cache_config, options: ConnectorOptions):
         self.options = options
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        self.block_tokens: int = self._specs[0].block_size
+        self.block_tokens = 0  # of a unit of prefixes: vLLM's hash covers so many
         self.ranks: int = vllm_config.parallel_config.world_size
         scheduling = vllm_config.scheduler_config
-        in_a_step = scheduling.max_num_batched_tokens // self.block_tokens + scheduling.max_num_seqs
-        self.watermark = _WATERMARK_STEPS * in_a_step * len(self._specs)
+        in_a_step = sum(scheduling.max_num_batched_tokens // spec.block_size for spec in self._specs)
+        self.watermark = _WATERMARK_STEPS * (in_a_step + scheduling.max_num_seqs * len(self._specs))
         events = vllm_config.kv_events_config
         self.events = _MOST_EVENTS if events is not None and events.enable_kv_cache_events else 0
         self.core: _core.ConnectorScheduler | None = None
@@ -72,6 +71,7 @@ class SchedulerSide:
     def bind(self, manager) -> None:
         """Called once, with vLLM's KVCacheManager. It refuses a reset while blocks are held: nobody holds one then."""
         self._manager = manager
+        self.block_tokens = manager.block_pool.hash_block_size
         stock_reset = manager.reset_prefix_cache
 
         def reset_prefix_cache(*args, **kwargs):
@@ -84,11 +84,6 @@ class SchedulerSide:
     def ranks_are_ready(self, ranks: list[RankIsReady]) -> None:
         """Stores are as large as the smallest rank's."""
         managers = self._manager.coordinator.single_type_managers
-        if (unit := self._manager.block_pool.hash_block_size) != self.block_tokens:
-            raise Unsupported(
-                f"torpor's KV connector: prefixes are matched by {unit} tokens, blocks have {self.block_tokens}",
-                "leave out prefix_match_unit",
-            )
         smallest = {name: min(rank.sizes[name] for rank in ranks) for name in ranks[0].sizes}
         self.block_bytes = sum(rank.sizes["block_bytes"] for rank in ranks)
         largest_block = max(rank.sizes["block_bytes"] for rank in ranks)
@@ -99,7 +94,7 @@ class SchedulerSide:
         self.core = _core.ConnectorScheduler(
             self._manager.block_pool,
             [
-                (manager.req_to_blocks, manager.num_cached_block, *connector_groups.reach(spec))
+                (manager.req_to_blocks, manager.num_cached_block, *connector_groups.reach(spec), spec.block_size)
                 for manager, spec in zip(managers, self._specs, strict=True)
             ],
             smallest
@@ -109,6 +104,8 @@ class SchedulerSide:
                 "lazy": self.options.offload == "lazy",
                 "ranks": self.ranks,
                 "block_tokens": self.block_tokens,
+                "stride_tokens": self._manager.coordinator.scheduler_block_size,
+                "partial_hits": self._manager.coordinator.enable_partial_hash_hits,
                 "min_uses": self.options.min_uses,
                 "min_prefix_tokens": self.options.min_prefix_tokens,
                 "watermark": self.watermark,
@@ -194,11 +191,12 @@ class SchedulerSide:
 
     # --- steps ---
 
-    def step(self, scheduled: dict[str, int]) -> Orders:
+    def step(self, scheduled: dict[str, int], handed: dict[str, list] | None = None) -> Orders:
+        """`handed`: by request, the blocks of states that vLLM hands over in this step."""
         self.steps += 1
         if self.core is None:
             return self._orders(None)
-        orders = self._orders(self.core.step(self.steps, scheduled))
+        orders = self._orders(self.core.step(self.steps, scheduled, handed=handed or {}))
         orders.within_step = self.core.take_loads_within_step()
         if orders.within_step:
             tables = self._manager.coordinator.single_type_managers[0].req_to_blocks
@@ -300,7 +298,7 @@ class SchedulerSide:
                         block_hashes=hashes,
                         parent_block_hash=self._external(parent) if any(parent) else None,
                         token_ids=[],
-                        block_size=self.block_tokens,
+                        block_size=self._specs[group].block_size,
                         lora_id=None,
                         medium=_MEDIUM[store],
                         lora_name=None,

@@ -38,6 +38,7 @@ def finish_transfers(core, side) -> None:
     for request in list(core.scheduler.kv_holding_waiting):
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             core.scheduler._handle_blocked_waiting_request(request)
+    core.scheduler.kv_cache_manager.take_boundary_state_offloads()  # the tiers have the states that they loaded
 
 
 def finish_prefetches(core) -> None:

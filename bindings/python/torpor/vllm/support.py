@@ -45,7 +45,9 @@ def unsupported_by_connector(vllm_config, kv_cache_config, options: ConnectorOpt
         "LoRA with a disk": vllm_config.lora_config is not None and options.disk_bytes > 0,
         "LoRA with a remote store": vllm_config.lora_config is not None and options.kv_store is not None,
     }
-    found = [name for name, is_so in checks.items() if is_so] + connector_groups.unsupported(kv_cache_config)
+    found = [name for name, is_so in checks.items() if is_so] + connector_groups.unsupported(
+        kv_cache_config, options.untried_states
+    )
     if layout := scattered_blocks(kv_cache_config):
         found.append(f"the KV cache layout {layout}")
     return found

@@ -1634,7 +1634,16 @@ CONNECTOR = (
     Module("vllm.v1.core.kv_cache_utils", functions={"maybe_convert_block_hash": "hash_bytes"}),
     Module(
         "vllm.v1.core.kv_cache_manager",
-        classes=(Class("KVCacheManager", calls={"reset_prefix_cache": "self", "evict_blocks": "self, block_ids"}),),
+        classes=(
+            Class(
+                "KVCacheManager",
+                calls={
+                    "reset_prefix_cache": "self",
+                    "evict_blocks": "self, block_ids",
+                    "take_boundary_state_offloads": "self",
+                },
+            ),
+        ),
     ),
     Module(
         "vllm.v1.kv_cache_interface",
@@ -1642,6 +1651,7 @@ CONNECTOR = (
         classes=(
             Class("SlidingWindowSpec", fields="sliding_window extra_retained_tokens"),
             Class("ChunkedLocalAttentionSpec", fields="attention_chunk_size"),
+            Class("MambaSpec", fields="mamba_cache_mode mamba_type"),
         ),
     ),
     Module(
@@ -1660,7 +1670,10 @@ CONNECTOR = (
     ),
     Module(
         "vllm.v1.core.sched.output",
-        classes=(Class("SchedulerOutput", calls={"make_empty": "cls"}, fields="has_sync_kv_loads"),),
+        classes=(
+            Class("SchedulerOutput", calls={"make_empty": "cls"}, fields="has_sync_kv_loads kv_connector_block_state"),
+            Class("KVConnectorBlockState", fields="boundary_state_offloads"),
+        ),
     ),
     Module(
         "vllm.v1.outputs",
