@@ -28,8 +28,9 @@ def params(number: int, tokens: int = 8) -> SamplingParams:
 class Served:
     """One engine; each round asks the same again."""
 
-    def __init__(self, one: InProcess):
+    def __init__(self, one: InProcess, params=params):
         self.one = one
+        self.params = params
         self.side = one.core.scheduler.connector.scheduler
         self.rounds = 0
         self.cached = 0  # of all prompts, as vLLM says it
@@ -38,7 +39,7 @@ class Served:
         self.rounds += 1
         ids = [f"{self.rounds}-{number}" for number in range(len(texts))]
         for number, text in enumerate(texts):
-            self.one.engine.add_request(ids[number], {"prompt": text}, params(number, tokens))
+            self.one.engine.add_request(ids[number], {"prompt": text}, self.params(number, tokens))
         return ids
 
     def answers(self, while_running=lambda: None) -> dict[str, tuple]:

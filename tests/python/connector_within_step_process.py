@@ -6,6 +6,7 @@ connector_within_step_process.py MODEL FOLDER    prints what came of each of SCE
 
 import ctypes
 import json
+import mmap
 import re
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from conftest import InProcess
 from connector_process import disturbed
-from connector_served import BLOCKS, ENGINE, Served, params, prompts, worker_side
+from connector_served import BLOCKS, ENGINE, Served, prompts, worker_side
 from zygote import MOST_SECONDS
 
 BLOCK_BYTES = 128 << 10  # of the tiny model
@@ -54,7 +55,7 @@ def has_name(request_id: str, name: str) -> bool:
 
 
 def ask(served: Served, name: str, prompt: list[int], tokens: int = 6, number: int = 0) -> None:
-    served.one.engine.add_request(name, {"prompt_token_ids": prompt}, params(number, tokens))
+    served.one.engine.add_request(name, {"prompt_token_ids": prompt}, served.params(number, tokens))
 
 
 def forget_device(served: Served) -> None:
@@ -172,8 +173,11 @@ def damaged(served: Served) -> dict:
 
 
 def damage(served: Served, hashes: list, at: int) -> int:
-    """Write large numbers over a part of each copy that this process has of block `at` of a request, but for the
-    device's. Return how many there are."""
+    """Write large numbers over a part of each copy that host memory has of block `at` of a request. Return how many
+    there are.
+
+    There records begin with pages. What else has these bytes, and may be gone by now, is the allocator's of C.
+    """
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
     pool, runner = served.one.core.scheduler.kv_cache_manager.block_pool, served.one.runner
@@ -190,8 +194,9 @@ def damage(served: Served, hashes: list, at: int) -> int:
         if rights.startswith("rw") and 1 << 20 <= end - begin < 1 << 31:
             memory = (ctypes.c_char * (end - begin)).from_address(begin)
             copies += [begin + match.start() for match in re.finditer(re.escape(pattern), memory)]
-    copies = [address for address in copies if not any(low <= address < high for low, high in device)]
-    for address in copies:  # the pattern itself is one
+    pages = [address for address in copies if address % mmap.PAGESIZE == 0]
+    copies = [address for address in pages if not any(low <= address < high for low, high in device)]
+    for address in copies:
         ctypes.memset(address, 0x44, len(pattern))
     return len(copies)
 
