@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for CUDA's streams, events and batch copy, with which vLLM's own OffloadingConnector runs on a CPU.
+"""A stand-in for CUDA's streams, events and batch copy, with which vLLM's own OffloadingConnector and
+SimpleCPUOffloadConnector run on a CPU.
 
-All that the connector decides stays vLLM's: what it stores, evicts and loads, and when a request waits. A copy runs on
+All that a connector decides stays vLLM's: what it stores, evicts and loads, and when a request waits. A copy runs on
 a thread of its direction, in its order, and its event has happened when it is over.
 """
 
@@ -20,6 +21,7 @@ COUNTS = {"stored": 0, "loaded": 0}  # pieces of blocks that were copied
 
 class Stream:
     cuda_stream = 0
+    priority_range = staticmethod(lambda: (0, 0))
 
     def __init__(self, *_, **__):
         self.last = None  # of what was given to it, a Future
@@ -35,7 +37,7 @@ class Event:
         self._future = None
 
     def record(self, stream=None):
-        self._future = stream.last
+        self._future = stream.last  # None: what was copied on that stream is copied already
 
     def query(self):
         if self._future is None or not self._future.done():
@@ -87,6 +89,26 @@ class _Platform:
 def _copy(sources: list[int], targets: list[int], sizes: list[int]) -> None:
     for source, target, size in zip(sources, targets, sizes, strict=True):
         ctypes.memmove(target, source, size)
+
+
+class _Cuda:
+    Stream, current_stream = Stream, staticmethod(lambda *_: Stream())
+
+
+class _TorchWithCuda(_Torch):
+    cuda = _Cuda
+
+
+def install_simple() -> None:
+    """For SimpleCPUOffloadConnector. It copies in a thread of its own, and records an event when that is done."""
+    from vllm.v1.simple_kv_offload import copy_backend, cuda_mem_ops, worker
+
+    def copy(targets: int, sources: int, sizes: int, count: int, *_) -> int:
+        _copy(*((ctypes.c_uint64 * count).from_address(each)[:] for each in (sources, targets, sizes)))
+        return 0
+
+    worker.torch = copy_backend.torch = _TorchWithCuda()
+    cuda_mem_ops._batch_memcpy = (copy, 1)
 
 
 def install() -> None:

@@ -39,7 +39,8 @@ class TorporConnector(ConnectorBase):
         super().__init__(vllm_config, role, kv_cache_config)
         require("connector")
         given = self._kv_transfer_config.kv_connector_extra_config or {}
-        self.options = ConnectorOptions.of(given, Options.of(vllm_config).checkpoint_dir)
+        options = ConnectorOptions.of(given, Options.of(vllm_config).checkpoint_dir)
+        self.options = options.of_rank(vllm_config.parallel_config)
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         # What cannot be loaded is computed. vLLM would end the request, unless told otherwise.

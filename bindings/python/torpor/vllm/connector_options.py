@@ -5,7 +5,7 @@ and so is one that does not exist.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from torpor.errors import InvalidArgument
 from torpor.vllm.described import BYTES, NUMBER, PATH, SWITCH, TEXT, WHOLE, described, value_of
@@ -63,8 +63,8 @@ class ConnectorOptions:
         PATH,
         "directory of the blocks on disk, for one engine at a time",
         details=(
-            "Without a value it is `offload` in the `checkpoint_dir`. With `key_file` records there are "
-            "authenticated, with `encrypt` they are unreadable."
+            "Without a value it is `offload` in the `checkpoint_dir`. Data parallel ranks but the first have `dp1`, "
+            "`dp2` … in it. With `key_file` records there are authenticated, with `encrypt` they are unreadable."
         ),
     )
     durable: bool = described(
@@ -256,6 +256,10 @@ class ConnectorOptions:
                 "disk_bytes is given and disk_dir is not", "give the directory, or torpor's checkpoint_dir"
             )
 
+    def of_rank(self, parallel_config) -> ConnectorOptions:
+        """Return the options of one data parallel rank, by vLLM's ParallelConfig of its engine core."""
+        return replace(self, disk_dir=directory_of_rank(self.disk_dir, parallel_config.data_parallel_index))
+
     @property
     def disk_folder(self) -> str | None:
         """Return the folder of the tier on disk, or None if there is no such tier."""
@@ -298,6 +302,14 @@ def _flat(given: dict) -> dict:
                 f"unknown {where}connector option {', '.join(map(str, unknown))}", f"the options are {', '.join(known)}"
             )
     return {name: item for name, item in given.items() if name != "advanced"} | advanced
+
+
+def directory_of_rank(directory: str | None, data_parallel_index: int) -> str | None:
+    """Return the directory of a data parallel rank in that of all: a directory on disk is one engine's.
+
+    The first rank has the directory itself. vLLM tells an engine core of a model without experts only its number.
+    """
+    return directory if directory is None or data_parallel_index == 0 else f"{directory}/dp{data_parallel_index}"
 
 
 def storage_options(options) -> dict:

@@ -19,7 +19,7 @@ import vllm
 from torpor import _core
 from torpor.errors import Error, InvalidArgument
 from torpor.vllm import compat
-from torpor.vllm.connector_options import ConnectorOptions, storage_options
+from torpor.vllm.connector_options import ConnectorOptions, directory_of_rank, storage_options
 from torpor.vllm.described import BYTES, PATH, SWITCH, TEXT, WHOLE, described, value_of
 
 compat.check(vllm.__version__, "offloading_tier")  # before what another release may not have
@@ -137,10 +137,7 @@ class TorporTier(SecondaryTierManager):
         self._events: list[OffloadingEvent] | None = None
         if options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
-        parallel = offloading_spec.config.parallel
-        folder = options.disk_dir
-        if folder is not None and parallel.data_parallel_size > 1:
-            folder = f"{folder}/dp{parallel.data_parallel_index}"  # a directory is one engine's
+        folder = directory_of_rank(options.disk_dir, offloading_spec.config.parallel.data_parallel_index)
         self._core: _core.BlockTier | None = _core.BlockTier(
             primary_kv_view,
             key_space(offloading_spec, options),
