@@ -55,6 +55,11 @@ class ConnectorScheduler final : public console::OffloadAccess {
         asks_(groups_, scheduler_->index()),
         ahead_hits_(groups_, scheduler_->index()),
         offers_(pool, options_, groups_, blocks_, *scheduler_) {
+    if (options_.drop_last_block && groups_.whole_hits()) {
+      raise(Error{.code = Code::kUnsupported,
+                  .what = "drop_last_block with KV cache groups that need whole hits",
+                  .next_step = "leave it out"});
+    }
     if (options_.offload.events > 0) prefixes_.remember_entered();
     const py::gil_scoped_release others_go_on;  // a call to the previous offload may wait for the interpreter's lock
     serve_offload(*this);
@@ -106,6 +111,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
       (void)match(record, hits_.keys().size());
     }
     record.matched = hits_.find(request, record.matched_at, scheduler_->space());
+    if (options_.drop_last_block && record.matched > 0) hits_.shorten(--record.matched);
     const bool worth = static_cast<int64_t>(record.matched) * block_tokens_ >= options_.placement.min_prefix_tokens;
     if (policy_ && worth && record.matched > 0) record.matched = wanted_of_hit(record, request);
     if (match(record, worth && record.matched > 0 ? 0 : hits_.keys().size()) == 0) record.matched = 0;
@@ -515,8 +521,9 @@ class ConnectorScheduler final : public console::OffloadAccess {
   // answer still holds. The blocks that were found are pinned, so they are still there. But there may be more, or
   // nearer ones, or some were found to be damaged meanwhile.
   bool is_still_matched(const Record& record, const py::object& request, int64_t computed) const {
-    return record.matched > 0 && last_match_.number == record.number && last_match_.whole &&
-           last_match_.damaged == damaged() && scheduler_->stage(record.number) == RequestStage::kOnboardStaged &&
+    return record.matched > 0 && !options_.drop_last_block && last_match_.number == record.number &&
+           last_match_.whole && last_match_.damaged == damaged() &&
+           scheduler_->stage(record.number) == RequestStage::kOnboardStaged &&
            computed == static_cast<int64_t>(record.matched_at) * block_tokens_ &&
            !hits_.has_next(request, record.matched_at + record.matched, scheduler_->space());
   }

@@ -96,6 +96,7 @@ ConnectorOptions connector_options_from(const py::dict& dict) {
   in.read_if_given("partial_hits", options.partial_hits);
   in.read_if_given("watermark", options.watermark);
   in.read_if_given("sync_load_blocks", options.sync_load_blocks);
+  in.read_if_given("drop_last_block", options.drop_last_block);
   in.read_if_given("remote_slots", options.offload.index.remote_slots);
   in.read_if_given("kv_store_wait_ms", kv_store_wait_ms);
   in.read_if_given("events", events);

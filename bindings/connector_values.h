@@ -24,8 +24,9 @@ struct ConnectorOptions {
   bool lazy = false;
   std::chrono::milliseconds remote_wait{0};  // longest time that a request waits for the remote store's lookup
   int64_t unit_tokens = 0;                   // of ConnectorHits
-  int64_t stride_tokens = 0;     // of ConnectorHits; no block has more, and offload.block_tokens is the same
-  bool partial_hits = false;     // of ConnectorHits
+  int64_t stride_tokens = 0;                 // of ConnectorHits; no block has more; offload.block_tokens is the same
+  bool partial_hits = false;                 // of ConnectorHits
+  bool drop_last_block = false;  // of each hit: what an engine's drafting model wrote there is computed anew
   int64_t sync_load_blocks = 0;  // most that loads within one step have together; 0: there are none
   int32_t watermark = 0;         // lazy: number of blocks at the head of the free queue that are looked at
 };

@@ -42,6 +42,27 @@ def unsupported(kv_cache_config, untried_states: bool = False) -> list[str]:
     return found
 
 
+# Methods of speculation with which offloading was tried. The first has no model; the others have KV of their own.
+_WITHOUT_MODEL, _WITH_MODEL = ("ngram",), ("eagle", "draft_model")
+
+
+def unsupported_speculation(speculation, kv_cache_config) -> list[str]:
+    """Why blocks cannot be offloaded beside this SpeculativeConfig of vLLM, or None."""
+    if speculation is None or speculation.method in _WITHOUT_MODEL:
+        return []
+    if speculation.method not in _WITH_MODEL:
+        return [f"speculation by the method {speculation.method}"]
+    return ["a drafting model and KV cache groups with windows"] if need_whole_hits(kv_cache_config) else []
+
+
+def drops_last_block(managers) -> bool:
+    """Whether vLLM computes the last block of each hit again: its KV of the drafting model depends on what follows.
+
+    managers: vLLM's, one for each group.
+    """
+    return len(managers) == 1 and managers[0].use_eagle
+
+
 def reach(spec) -> Reach:
     return Reach() if isinstance(spec, FullAttentionSpec) else _REACH[type(spec)](spec)
 

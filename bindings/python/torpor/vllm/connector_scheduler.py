@@ -109,6 +109,7 @@ class SchedulerSide:
                 "min_uses": self.options.min_uses,
                 "min_prefix_tokens": self.options.min_prefix_tokens,
                 "watermark": self.watermark,
+                "drop_last_block": connector_groups.drops_last_block(managers),
                 "sync_load_blocks": self.options.sync_load_budget_bytes // largest_block if self._loads_within() else 0,
                 "events": self.events,
                 "kv_store_wait_ms": self.options.kv_store_wait_ms,

@@ -65,6 +65,8 @@ def key_space(worker) -> str:
     }
     if (groups := connector_groups.describe(runner.kv_cache_config)) is not None:
         fields["groups"] = groups
+    if (drafter := _drafting_model(config.speculative_config)) is not None:
+        fields["drafting_model"] = drafter
     return "\n".join(f"{name}: {value}" for name, value in fields.items())
 
 
@@ -128,6 +130,13 @@ def _of_groups(scheduler, cache) -> dict:
     if scheduler.has_mamba_layers:
         fields["mamba_cache"] = f"{cache.mamba_cache_mode}, {cache.mamba_cache_dtype}, {cache.mamba_ssm_cache_dtype}"
     return fields
+
+
+def _drafting_model(speculation) -> str | None:
+    """The method of vLLM's SpeculativeConfig, and the model's configuration by digest; None: no model drafts."""
+    if speculation is None or getattr(speculation, "draft_model_config", None) is None or "ngram" in speculation.method:
+        return None
+    return f"{speculation.method}, {_digest_of(speculation.draft_model_config.hf_config)}"
 
 
 def _speculation(config) -> str:

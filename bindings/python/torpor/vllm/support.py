@@ -33,21 +33,21 @@ def unsupported_engine(vllm_config) -> list[str]:
 
 def unsupported_by_connector(vllm_config, kv_cache_config, options: ConnectorOptions) -> list[str]:
     """Of the configuration, why torpor's KV connector cannot work with it."""
-    parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
     checks = {
         "prefix caching is off": not vllm_config.cache_config.enable_prefix_caching,
         "torpor does not hold the engine's memory": not holds_memory_of(vllm_config),
         "the role is not kv_both": vllm_config.kv_transfer_config.kv_role != "kv_both",
         "a pipeline": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-        "data parallelism": parallel.data_parallel_size > 1,
-        "speculation with a drafting model": speculation is not None and speculation.method != "ngram",
+        "data parallelism with experts": compute_for_each_other(vllm_config),
         "LoRA with a disk": vllm_config.lora_config is not None and options.disk_bytes > 0,
         "LoRA with a remote store": vllm_config.lora_config is not None and options.kv_store is not None,
     }
     found = [name for name, is_so in checks.items() if is_so] + connector_groups.unsupported(
         kv_cache_config, options.untried_states
     )
+    found += connector_groups.unsupported_speculation(vllm_config.speculative_config, kv_cache_config)
     if layout := scattered_blocks(kv_cache_config):
         found.append(f"the KV cache layout {layout}")
     return found
