@@ -28,6 +28,9 @@ HOST_BYTES = 64 << 20
 ENGINE_BLOCK = SHAPE["block_size"]  # tokens
 
 
+PIPELINE = "pipeline"  # of two stages, each in a process of its own
+
+
 def greedy(_: int, tokens: int = 8) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
@@ -141,6 +144,32 @@ def goes_on_otherwise(served: Served) -> dict:
     return {"cached": cached}
 
 
+def slept_elsewhere(served: Served) -> dict:
+    """A sleep while requests load, or have just loaded, with workers in other processes."""
+    expected = [tokens for tokens, _ in served.round(prompts(), 16)]
+    engine, result = served.one.engine, {}
+    for way, options in (("preserve_state", {"preserve_state": True}), ("recompute", {"mode": "keep"})):
+        assert served.one.core.scheduler.reset_prefix_cache()
+        ids, answers = served.ask(prompts(), 16), {}
+        loading = 0
+        while loading == 0 and engine.has_unfinished_requests():
+            answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+            loading = served.side.core.loading
+        before = served.side.stats()["host_blocks"]
+        served.one.llm.sleep(level=1, **options)
+        after = served.side.stats()
+        answers |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+        served.one.llm.wake_up()
+        found = answers | {i: tokens for i, (tokens, _) in served.answers().items()}
+        result[way] = {
+            "loading": loading,
+            "differing": [i for number, i in enumerate(ids) if found.get(i) != expected[number]],
+            "kept": after["host_blocks"] >= before > 0,
+            "moving": after["loading_requests"] + after["jobs_under_way"] + after["held_blocks"],
+        }
+    return result
+
+
 def left_on_disk(served: Served) -> dict:
     """For an engine that finds it. What was left out because the disk was slow is offered when it is computed again."""
     before = served.side.stats()["demote_transferred"]
@@ -160,22 +189,38 @@ def stats(served: Served) -> dict:
 SCENARIOS = {
     each.__name__: each
     for each in (
-        rounds, pressed, as_it_was, goes_on_otherwise, slept, aborted_while_loading, disturbed, damaged, left_on_disk,
-        stats,
+        rounds, pressed, as_it_was, goes_on_otherwise, slept, slept_elsewhere, aborted_while_loading, disturbed,
+        damaged, left_on_disk, stats,
     )
 }  # fmt: skip
 
 
 def make(connector: str, feature: str, model: Path, folder: Path, options: dict) -> Served:
-    engine = ENGINE | FEATURES[feature].options(model)
+    if feature == PIPELINE:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        engine = ENGINE | {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    else:
+        engine = ENGINE | FEATURES[feature].options(model)
     if connector == "torpor":
         torpor = {"offload": "eager", "host_bytes": HOST_BYTES, "advanced": {"policy_timeout_ms": 1000 * MOST_SECONDS}}
-        return Served(InProcess(model, folder, torpor=torpor | options, **engine), greedy)
-    if connector != "none":
-        import peers_on_cpu
+        served = Served(InProcess(model, folder, torpor=torpor | options, **engine), greedy)
+    else:
+        if connector != "none":
+            import peers_on_cpu
 
-        engine["kv_transfer_config"] = peers_on_cpu.transfers(connector, HOST_BYTES)
-    return Peer(InProcess(model, folder, **engine), connector)
+            engine["kv_transfer_config"] = peers_on_cpu.transfers(connector, HOST_BYTES)
+        served = Peer(InProcess(model, folder, **engine), connector)
+    if feature == PIPELINE:  # see pipeline_process.py
+        served.one.core.collective_rpc(lambda worker: worker.model_runner.profile_run())
+    return served
+
+
+def kill(served: Served) -> None:
+    """End this process, and those of its workers, as kill -9 does."""
+    for worker in getattr(served.one.core.model_executor, "workers", ()):
+        worker.proc.kill()
+        worker.proc.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -184,7 +229,7 @@ def main() -> None:
     result = {name: SCENARIOS[name](served) for name in scenarios if name != "killed"}
     print("RESULT " + json.dumps(result), flush=True)
     if "killed" in scenarios:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill(served)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,9 @@ class SchedulerMixin(Stock):
             Slots.of(self)  # it can be looked at, and stopped, before its first step
             self.torpor_inputs = RecordedInputs.of(self)
         if (side := side_of(self)) is not None:
-            side.loads_within_step = not self.scheduler_config.async_scheduling
+            # If steps are in flight, another one has begun on top of blocks whose load failed.
+            in_flight = self.scheduler_config.async_scheduling or self.parallel_config.pipeline_parallel_size > 1
+            side.loads_within_step = not in_flight
 
     def has_requests(self) -> bool:
         if self.torpor_collects:

@@ -34,11 +34,14 @@ def unsupported_engine(vllm_config) -> list[str]:
 def unsupported_by_connector(vllm_config, kv_cache_config, options: ConnectorOptions) -> list[str]:
     """Of the configuration, why torpor's KV connector cannot work with it."""
     parallel = vllm_config.parallel_config
+    staged = parallel.pipeline_parallel_size > 1
     checks = {
         "prefix caching is off": not vllm_config.cache_config.enable_prefix_caching,
         "torpor does not hold the engine's memory": not holds_memory_of(vllm_config),
         "the role is not kv_both": vllm_config.kv_transfer_config.kv_role != "kv_both",
-        "a pipeline": parallel.pipeline_parallel_size > 1,
+        "speculation in a pipeline": staged and vllm_config.speculative_config is not None,
+        "LoRA in a pipeline": staged and vllm_config.lora_config is not None,
+        "KV cache groups with windows in a pipeline": staged and connector_groups.need_whole_hits(kv_cache_config),
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "data parallelism with experts": compute_for_each_other(vllm_config),
         "LoRA with a disk": vllm_config.lora_config is not None and options.disk_bytes > 0,
