@@ -109,10 +109,10 @@ def test_each_rank_finds_its_own_blocks_again_after_a_kill(
     assert all(list(store.glob("seg-*")) for store in stores)
     (tmp_path / "second/checkpoints/offload").mkdir(parents=True)
     os.symlink(directory / "offload/dp1/store", tmp_path / "second/checkpoints/offload/store")
-    assert damage(tmp_path / "second", every=160) > 1  # of the second rank
+    assert damage(tmp_path / "second", every=60) > 1  # of the second rank
     [found] = asyncio.run(after())
     assert cold["tokens"] == warm["tokens"] == elsewhere["tokens"] == found["tokens"]
-    assert found["cached"][0] == warm["cached"][0] and 0 < found["cached"][1] < warm["cached"][1]
+    assert found["cached"][0] > CONVERSATIONS // RANKS * BLOCK and found["cached"][1] < warm["cached"][1]
 
 
 @pytest.mark.long
