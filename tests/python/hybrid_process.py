@@ -94,6 +94,29 @@ class Asked:
         return [found[i] for i in ids]
 
 
+def asleep_in_the_last_block(asked: Asked) -> dict:
+    """A prompt's last block was stored while it was not full; the answer goes on to fill it, and a sleep is between.
+    `slots`: those of host memory that the sleep takes for the request's blocks of full attention."""
+    slots = []
+    prompt = {"prompt_token_ids": [260 + number * 7 % 200 for number in range(52)]}
+
+    def ask(name: str, steps: int) -> list[int]:
+        asked.one.engine.add_request(name, prompt, params(0, 11))
+        outputs = [output for _ in range(steps) for output in asked.one.engine.step()]
+        if steps:
+            assert not outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) > 4
+            asked.one.llm.sleep(level=1, preserve_state=True)
+            [request] = asked.scheduler.requests
+            table = asked.scheduler.kv_cache_manager.coordinator.single_type_managers[2].req_to_blocks[request]
+            side = asked.scheduler.connector.scheduler
+            slots.extend(side.host_slots([block.block_id for block in table], False))
+            asked.one.llm.wake_up()
+        [(tokens, _)] = asked.answers().values()
+        return tokens
+
+    return {"slept": ask("slept", 9), "whole": ask("whole", 0), "slots": slots}
+
+
 def main() -> None:
     model, folder, connector, host_bytes, options = sys.argv[1:6]
     given = ENGINE | {"num_gpu_blocks_override": 120} | arguments(connector, int(host_bytes)) | json.loads(options)
@@ -109,6 +132,8 @@ def main() -> None:
         "block_tokens": [group.kv_cache_spec.block_size for group in asked.scheduler.kv_cache_config.kv_cache_groups],
         "stats": asked.scheduler.connector.scheduler.stats() if connector == "torpor" else {},
     }
+    if connector == "torpor":
+        result |= asleep_in_the_last_block(asked)
     print("RESULT " + json.dumps(result), flush=True)
 
 

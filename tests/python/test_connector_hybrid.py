@@ -72,6 +72,10 @@ def test_all_that_a_hit_can_have_comes_from_host_memory(kind, zygote, tmp_path):
     most = [(length - 1) // KINDS[kind][3] * KINDS[kind][3] for length in result["lengths"]]
     assert result["cached"][1] == result["cached"][2] == most
     assert sum(result["cached"][0]) < sum(most) and result["stats"]["onboard_transferred"] > len(most)
+    assert result["slept"] == result["whole"] and len(result["whole"]) == 11
+    # The block was copied before the answer's tokens came into it. With blocks of two sizes no stride was full.
+    first, last = result["slots"]
+    assert last == -1 and (first >= 0) == (KINDS[kind][3] == 16)
 
 
 @pytest.mark.long
