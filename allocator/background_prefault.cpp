@@ -125,7 +125,7 @@ void BackgroundPrefault::run() noexcept {
       if (ended_) return false;
     }
     rested = Clock::now();
-    full = room_() < next_bytes;
+    full = headroom_() < next_bytes;
     return !full;
   };
   while (true) {

@@ -21,10 +21,10 @@ namespace torpor {
 class BackgroundPrefault {
  public:
   // Returns how many bytes may be taken from the system now. Called before each huge page, on the background thread.
-  using Room = std::function<uint64_t()>;
+  using Headroom = std::function<uint64_t()>;
   // `waits`: do nothing before start().
-  BackgroundPrefault(HostArena& arena, Room room, bool waits = false)
-      : arena_(arena), room_(std::move(room)), waits_(waits) {}
+  BackgroundPrefault(HostArena& arena, Headroom headroom, bool waits = false)
+      : arena_(arena), headroom_(std::move(headroom)), waits_(waits) {}
   ~BackgroundPrefault();
 
   // Begin with the bytes of want() so far.
@@ -41,7 +41,7 @@ class BackgroundPrefault {
   void run() noexcept;
 
   HostArena& arena_;
-  const Room room_;
+  const Headroom headroom_;
   Mutex mutex_;  // not held while memory is prefaulted
   CondVar changed_;
   uint64_t wanted_ TORPOR_GUARDED_BY(mutex_) = 0;

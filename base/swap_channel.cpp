@@ -22,8 +22,8 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kRoomMark = 0x324d4f4f52524f54;  // "TORROOM2"
-constexpr const char* kRoomFile = "a file of room";
+constexpr uint64_t kSwapMark = 0x324d4f4f52524f54;  // "TORROOM2"
+constexpr const char* kSwapFile = "a swap file";
 // interval at which to look for ended processes
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds{50};
 
@@ -50,7 +50,7 @@ Result<Descriptor> open_own(const std::string& path) {
   const size_t slash = path.rfind('/');
   if (!path.starts_with('/') || slash + 1 == path.size()) {
     return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("\"{}\" is not the absolute path of {}", path, kRoomFile),
+                 .what = fmt::format("\"{}\" is not the absolute path of {}", path, kSwapFile),
                  .next_step = "give the path as it was made"};
   }
   const std::string folder = path.substr(0, slash + 1);
@@ -120,7 +120,7 @@ Result<std::unique_ptr<SwapChannel>> SwapChannel::create(const std::string& path
                  .what = fmt::format("a swap is to be given up after {} s", peer_timeout.count()),
                  .next_step = "use more than 0"};
   }
-  TORPOR_RETURN_IF_ERROR(SharedPage::create(path, kRoomMark));
+  TORPOR_RETURN_IF_ERROR(SharedPage::create(path, kSwapMark));
   Result<std::unique_ptr<SwapChannel>> made = open(path);
   if (made && !take_lock((*made)->locks_, kMaker)) made = system_error(errno, path);
   if (made) {
@@ -134,7 +134,7 @@ Result<std::unique_ptr<SwapChannel>> SwapChannel::create(const std::string& path
 Result<std::unique_ptr<SwapChannel>> SwapChannel::open(const std::string& path) {
   return try_catch([&]() -> Result<std::unique_ptr<SwapChannel>> {
     TORPOR_ASSIGN_OR_RETURN(Descriptor file, open_own(path));
-    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<SharedPage> page, SharedPage::open(file.get(), path, kRoomMark, kRoomFile));
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<SharedPage> page, SharedPage::open(file.get(), path, kSwapMark, kSwapFile));
     std::unique_ptr<SwapChannel> opened(new SwapChannel(std::move(page), file.get()));
     (void)file.release();
     return opened;

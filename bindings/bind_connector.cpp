@@ -267,8 +267,10 @@ class ConnectorScheduler final : public console::OffloadAccess {
   std::vector<Slot> host_slots(const std::vector<int32_t>& blocks, bool keep) {
     std::vector<Slot> slots =
         value_or_raise(try_catch([&]() -> Result<std::vector<Slot>> { return scheduler_->backing(blocks, keep); }));
-    for (size_t i = 0; i < slots.size(); ++i) {  // a slot has what a partial block had when it was copied
-      if (!blocks_.is_full(blocks[i])) slots[i] = -1;
+    if (groups_.partial_hits()) {
+      for (size_t i = 0; i < slots.size(); ++i) {  // a slot has what a partial block had when it was copied
+        if (slots[i] >= 0 && !blocks_.is_full(blocks[i])) slots[i] = -1;
+      }
     }
     return slots;
   }

@@ -1,6 +1,6 @@
 # TORPOR_PORTABLE makes a Python module and an inspector that run on every x86-64 Linux with glibc 2.28 or newer
-# (manylinux_2_28), whatever libraries it has: torpor's are linked statically, and zig's linker links against the symbols
-# of that glibc; this machine's own is too new. libcurl and OpenSSL are loaded when they are first needed
+# (manylinux_2_28), whatever libraries it has: torpor's are linked statically, and zig's linker links against the
+# symbols of that glibc; this machine's own is too new. libcurl and OpenSSL are loaded when they are first needed
 # (bindings/portable_system.cpp). What the C++ library wants of a newer glibc is in
 # bindings/portable_glibc.cpp.
 # TORPOR_ZIG is the linker's command, "python;-m;ziglang" for PyPI's package.
@@ -15,10 +15,12 @@ foreach(library libstdc++.a libgcc_s.so.1)
   string(APPEND libraries " ${file}")
 endforeach()
 list(JOIN TORPOR_ZIG " " zig)
+set(linked "-o <TARGET> <OBJECTS> <LINK_LIBRARIES>${libraries} -lpthread -ldl -lm")
+set(zig "${zig} cc -target x86_64-linux-gnu.2.28 -s -Wl,--gc-sections")
 set(CMAKE_CXX_CREATE_SHARED_MODULE
-  "${zig} cc -target x86_64-linux-gnu.2.28 -shared -s -Wl,--gc-sections -Wl,--version-script=${PROJECT_SOURCE_DIR}/bindings/exported.map -o <TARGET> <OBJECTS> <LINK_LIBRARIES>${libraries} -lpthread -ldl -lm")
+  "${zig} -shared -Wl,--version-script=${PROJECT_SOURCE_DIR}/bindings/exported.map ${linked}")
 set(CMAKE_CXX_LINK_EXECUTABLE
-  "${zig} cc -target x86_64-linux-gnu.2.28 -s -Wl,--gc-sections -Wl,--allow-shlib-undefined -o <TARGET> <OBJECTS> <LINK_LIBRARIES>${libraries} -lpthread -ldl -lm")
+  "${zig} -Wl,--allow-shlib-undefined ${linked}")
 
 # What a target has to carry that is linked so.
 function(torpor_portable target)

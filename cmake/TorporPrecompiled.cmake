@@ -1,7 +1,7 @@
 # torpor_precompiled(SOURCES …): where clang compiles with sanitizers, these sources begin with headers of libraries
 # that were read once for all of them; that saves up to a third of the time of each. (g++ gains nothing by it.) Every
-# source still includes what it needs: g++ tells. Only headers from outside the checkout, found by a path that is relative to
-# the build folder, so that the compiler's cache finds in one checkout what was compiled in another:
+# source still includes what it needs: g++ tells. Only headers from outside the checkout, found by a path that is
+# relative to the build folder, so that the compiler's cache finds in one checkout what was compiled in another:
 # target_precompile_headers() names the checkout.
 set(headers algorithm array atomic bit charconv chrono condition_variable deque filesystem fstream functional future
   iostream limits list map memory mutex numeric optional random set span string string_view thread tuple unordered_map
@@ -14,7 +14,7 @@ if(TORPOR_SANITIZE MATCHES "^(address,undefined|thread)$" AND TORPOR_BUILD_TESTS
   list(TRANSFORM headers PREPEND "-include;")
   separate_arguments(flags UNIX_COMMAND "${CMAKE_CXX_FLAGS}")
   find_file(TORPOR_GTEST_HEADER gtest/gtest.h REQUIRED)
-  # As a room is compiled; the tests' own definition is that of GoogleTest.
+  # As a library is compiled; the tests' own definition is that of GoogleTest.
   add_custom_command(OUTPUT ${TORPOR_PRECOMPILED}
     COMMAND ${CMAKE_CXX_COMPILER_LAUNCHER} ${CMAKE_CXX_COMPILER} ${flags} -std=c++20 -fPIC
       "-D$<JOIN:$<TARGET_PROPERTY:torpor_base,COMPILE_DEFINITIONS>,;-D>" -DGTEST_HAS_PTHREAD=1

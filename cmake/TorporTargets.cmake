@@ -1,9 +1,9 @@
-# torpor_room(NAME [HOT] SOURCES … [COLD …] [APART …] USES …) makes the static library torpor::NAME of one folder. Where clang
-# compiles it (asan, tsan, fuzz) it looks for fields that are touched without their lock (base/thread_annotations.h,
-# base/mutex.h). With sanitizers only what is HOT is optimised: that takes two to three times as long to compile, which
-# few rooms make up for when their tests run. COLD are sources that run a few times a sleep, or wait for files, a
-# network or the driver: they are optimised for users, too, only as far as it is fast to do. What bytes, blocks or the
-# steps of an engine go through is not COLD.
+# torpor_library(NAME [HOT] SOURCES … [COLD …] [APART …] USES …) makes the static library torpor::NAME of one folder.
+# Where clang compiles it (asan, tsan, fuzz) it looks for fields that are touched without their lock
+# (base/thread_annotations.h, base/mutex.h). With sanitizers only what is HOT is optimised: that takes two to three
+# times as long to compile, and few libraries make up for that when their tests run. COLD are sources that run a few
+# times a sleep, or wait for files, a network or the driver: they are optimised for users, too, only as far as it is
+# fast to do. What bytes, blocks or the steps of an engine go through is not COLD.
 # torpor_test(NAME SOURCES … [APART …] [ONE_THREAD …] [FORKS …] [REPEATS …] USES … [LABELS …] [TIMEOUT seconds]
 # [SHARDS n]) makes a GoogleTest program and registers it with CTest, its cases divided among n processes; what has the
 # longest time is begun first. Of each label ("unit" unless said otherwise) the target LABEL_tests builds all programs,
@@ -48,10 +48,10 @@ if(TORPOR_SANITIZE)
   endif()
 endif()
 
-# What to compile for these sources: they themselves or, with TORPOR_UNITY, files that include some of them each: headers
-# and templates then cost once instead of once a source, a third of the time in all. (CMake's own unity files hold
-# absolute paths, by which the compiler's cache would miss in another checkout.) Sources that define the same name in
-# their unnamed namespaces cannot share a file: APART names those that stay alone.
+# What to compile for these sources: they themselves or, with TORPOR_UNITY, files that include some of them each:
+# headers and templates then cost once instead of once a source, a third of the time in all. (CMake's own unity files
+# hold absolute paths, by which the compiler's cache would miss in another checkout.) Sources that define the same name
+# in their unnamed namespaces cannot share a file: APART names those that stay alone.
 function(torpor_sources result name)
   cmake_parse_arguments(UNITY "" "MOST" "APART" ${ARGN})
   if(NOT UNITY_MOST)
@@ -97,7 +97,7 @@ function(torpor_cold_sources result name)
   set(${result} ${cold} PARENT_SCOPE)
 endfunction()
 
-function(torpor_room name)
+function(torpor_library name)
   cmake_parse_arguments(ROOM "HOT" "" "SOURCES;COLD;APART;USES;PRIVATE_USES" ${ARGN})
   torpor_sources(sources torpor_${name} ${ROOM_SOURCES} MOST 12 APART ${ROOM_APART})
   torpor_cold_sources(cold torpor_${name} ${ROOM_COLD})

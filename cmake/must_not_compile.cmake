@@ -1,5 +1,5 @@
-# cmake -DCOMPILER=… -DFLAGS=… -DFILE=… -P must_not_compile.cmake: ends well if the compiler finds each line of FILE that says
-# "unguarded", and nothing else.
+# cmake -DCOMPILER=… -DFLAGS=… -DFILE=… -P must_not_compile.cmake: ends well if the compiler finds each line of FILE
+# that says "unguarded", and nothing else.
 execute_process(COMMAND ${COMPILER} ${FLAGS} ${FILE} RESULT_VARIABLE failed ERROR_VARIABLE said)
 file(STRINGS ${FILE} wrong REGEX "// unguarded")
 list(LENGTH wrong expected)

@@ -108,10 +108,10 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                             .deferred_thread = options.deferred_thread && options.own_threads,
                                             .own_threads = options.own_threads});
   memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
-  if (!options.prefault_room) options.prefault_room = [] { return spare_memory(); };
+  if (!options.prefault_headroom) options.prefault_headroom = [] { return spare_memory(); };
   if (!options.arena_prefault_bytes && other_memory)
     memory->prefault_ =
-        std::make_unique<BackgroundPrefault>(*memory->arena_, std::move(options.prefault_room), /*waits=*/true);
+        std::make_unique<BackgroundPrefault>(*memory->arena_, std::move(options.prefault_headroom), /*waits=*/true);
   auto images = std::make_unique<RegionImages>(*memory->parts_);
   auto named_weights = std::make_unique<NamedWeights>(*memory->parts_);
   memory->steps_ = std::make_unique<RankSteps>(*memory->parts_, *images, *named_weights, memory->prefault_.get());

@@ -46,7 +46,7 @@ struct RankMemoryOptions {
   // Do not begin the background prefault before start_prefault(). For an engine that loads weights and captures CUDA
   // graphs first: memory is pinned slowly beside that.
   bool prefault_waits = false;
-  BackgroundPrefault::Room prefault_room{};  // how much the background prefault may take, in a test
+  BackgroundPrefault::Headroom prefault_headroom{};  // how much the background prefault may take, in a test
   // The most host memory that stays held between operations, ready for the next sleep. Memory of backups stays in any
   // case. None: no limit; but 0 on the device without a GPU, unless backups are kept, as its memory comes from the same
   // system.

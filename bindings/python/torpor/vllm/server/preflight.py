@@ -95,7 +95,7 @@ def _answers(directory: str, options: Options, settings: Settings) -> str:
     try:
         running = _core.DeliveryLog.count_running(log)
     except _OF_CONTENT as problem:
-        _tell("the response log", problem, settings)
+        _announce("the response log", problem, settings)
         return "a response log that cannot be used"
     if settings.response_log == "off":
         unlogged.refuse_to_lose(running, folder)
@@ -115,7 +115,7 @@ def _checkpoint(directory: str, options: Options, settings: Settings) -> str:
             where = checkpoints[-1]["path"]
         requests = _core.read_checkpoint(where, options.key_file).to_dict()["scheduler"]["requests"]
     except (*_OF_CONTENT, NotFound) as problem:
-        _tell("the checkpoint", problem, settings)
+        _announce("the checkpoint", problem, settings)
         return "a checkpoint that cannot be used"
     return f"checkpoint {where} with {_counted(len(requests), 'request')}"
 
@@ -124,7 +124,7 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _tell(what: str, problem: Error, settings: Settings) -> None:
+def _announce(what: str, problem: Error, settings: Settings) -> None:
     then = {
         "fail": "the server will not be ready",
         "recompute": "requests will be computed again",
