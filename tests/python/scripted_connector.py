@@ -116,7 +116,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- workers ---
 
-    def _log(self, event: str) -> None:
+    def _note(self, event: str) -> None:
         LEDGER.events.append(event)
         if self._log:
             with open(self._log, "a") as log:
@@ -125,7 +125,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
     def _may_fail(self, hook: str) -> None:
         if hook in LEDGER.failures:
             LEDGER.failures.remove(hook)
-            self._log(f"{hook} fails")
+            self._note(f"{hook} fails")
             raise RuntimeError(f"scripted failure of {hook}")
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -140,7 +140,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
             used = [block.block_id for block in LEDGER.pool.blocks[1:] if block.ref_cnt > 0]
             self._content = {block: self._read(block) for block in used}
         self._registered = False
-        self._log("unregister")
+        self._note("unregister")
 
     def restore_kv_caches(self) -> None:
         self._may_fail("restore")
@@ -148,7 +148,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
             same = all(torch.equal(one, other) for one, other in zip(before, self._read(block), strict=True))
             assert same, f"restored while block {block} has other content"
         self._content, self._registered = {}, True
-        self._log("restore")
+        self._note("restore")
 
     def start_load_kv(self, forward_context, **kwargs) -> None:
         meta = self._get_connector_metadata()
@@ -183,7 +183,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
     def _end(self, kind: str, transfers: list[Transfer]) -> set[str]:
         for transfer in transfers:
             LEDGER.open.discard(f"{kind} {transfer.request}")
-            self._log(kind)
+            self._note(kind)
         return {transfer.request for transfer in transfers}
 
     def _read(self, block: int) -> list[torch.Tensor]:
