@@ -118,7 +118,7 @@ def test_each_route_of_torpor_is_there_with_its_parameters_and_who_may_call_it(m
     shown = sections(made["http.md"])
     own = {f"{method} {path}".replace(":path}", "}") for method, path in ROUTES if path.startswith("/torpor/")}
     assert own <= shown.keys() and "POST /sleep" in shown
-    assert "Who may call it: the admin key." in shown["POST /torpor/plan"]
+    assert "Allowed callers: the admin key." in shown["POST /torpor/plan"]
     assert "anybody" in shown["GET /torpor/ready"] and "anybody" not in shown["GET /torpor/state"]
     assert "`level` (query, integer 0 to 2, default `1`)" in shown["POST /sleep"]
     assert "`to` (query, text, required)" in shown["POST /swap"]

@@ -70,10 +70,10 @@ def _rule(rule: Rule) -> str:
 
 
 def _rule_of_own(rule: Rule, route: str) -> str:
-    """Return who may call it; and what a sleep does to it, if it does anything."""
+    """Return the allowed callers, and what a sleep does to it, if it does anything."""
     who = "anybody, also without a key" if route in public_routes() else rule.who.value
     asleep = "" if rule.asleep is Asleep.SERVED else f" While the engine sleeps: {rule.asleep.value}."
-    return paragraph(plain(f"Who may call it: {who}.{asleep}"))
+    return paragraph(plain(f"Allowed callers: {who}.{asleep}"))
 
 
 def _kind(rule: Rule, listed: list[str]) -> str:
