@@ -52,7 +52,7 @@ def test_events_tell_the_right_parent_or_none(happened):
 
 
 def test_what_vllms_block_pool_raises_is_in_the_log(happened):
-    result = happened["failures_of_the_block_pool_are_told"]
+    result = happened["failures_of_the_block_pool_are_published"]
     assert re.search(r"free_blocks\(\) of \d+ KV blocks failed: RuntimeError: not these", result["said"]), result
     assert result["left"]["held_blocks"] == 0 and result["left"]["free"] < 99  # which the log explains
 

@@ -136,6 +136,7 @@ class Stepping:
     def __init__(self, connector):
         self.connector, self.requests = connector, {}
         self.scheduler_config = SimpleNamespace(async_scheduling=False)
+        self.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
         self.torpor_slots = False
 
     def schedule(self):

@@ -224,7 +224,7 @@ def main() -> None:
             order = json.loads(line)
             name = order.pop("do")
             if name == "run":
-                order["tell"] = send
+                order["send"] = send
             send({"done": getattr(engine, name)(**order)})
     except Exception as problem:
         send({"error": f"{type(problem).__name__}: {problem}"})

@@ -144,7 +144,7 @@ class Engine:
             return answer["result"]
 
     def call_within(self, seconds: float, method: str, **params) -> dict:
-        """Do what call() does. The answer may take `seconds` more than the timeout of the connection."""
+        """Call `method` with `params`, as call() does. The answer may take `seconds` more than usual."""
         usual = self._socket.gettimeout()
         self._socket.settimeout(None if usual is None else usual + seconds)
         try:
