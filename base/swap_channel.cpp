@@ -155,7 +155,7 @@ bool SwapChannel::step(const Step& next) noexcept {
     const std::optional<SwapHandshake> after = next(SwapHandshake(word));
     if (!after) return false;
     if (!page_.agreement.compare_exchange_weak(word, after->word())) continue;
-    return send_message(), true;
+    return announce_change(), true;
   }
 }
 
@@ -286,10 +286,10 @@ Status SwapChannel::check(size_t rank) {
 
 void SwapChannel::send_heartbeat(Side side) noexcept {
   page_.heartbeats[static_cast<size_t>(side)].fetch_add(1);
-  send_message();
+  announce_change();
 }
 
-void SwapChannel::send_message() noexcept {
+void SwapChannel::announce_change() noexcept {
   page_.changes.fetch_add(1, std::memory_order_release);
   (void)::syscall(SYS_futex, &page_.changes, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }

@@ -103,7 +103,7 @@ class SwapChannel {
   bool stopped_or(Side ended_side) noexcept;
   bool stop_by(std::optional<Side> whom, bool for_timeout = false) noexcept;
   void send_heartbeat(Side side) noexcept;
-  void send_message() noexcept;
+  void announce_change() noexcept;
   void wait(uint32_t seen) const noexcept;  // until a change, but not long: a process that is killed wakes nobody
 
   const std::unique_ptr<SharedPage> shared_;

@@ -3,9 +3,10 @@
 
 import random
 import time
+from collections.abc import Callable, Iterator
 
 from conftest import InProcess
-from vllm import SamplingParams
+from vllm import RequestOutput, SamplingParams
 from zygote import MOST_SECONDS
 
 BLOCKS = 40  # on the device; a request has 4 to 8
@@ -23,6 +24,22 @@ def prompts() -> list[str]:
 def params(number: int, tokens: int = 8) -> SamplingParams:
     more = {"temperature": 0} if number % 2 == 0 else {"temperature": 1.0, "seed": number}
     return SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
+
+
+def steps_of(one: InProcess, stuck: Callable[[], object]) -> Iterator[list[RequestOutput]]:
+    """Take steps until no request is left, and yield after each one the requests that ended in it.
+
+    stuck: returns what to say if that takes too long.
+    """
+    end = time.monotonic() + MOST_SECONDS
+    while one.engine.has_unfinished_requests():
+        assert time.monotonic() < end, stuck()
+        yield [output for output in one.engine.step() if output.finished]
+
+
+def answer_of(output: RequestOutput) -> tuple[list[int], int]:
+    """Return its tokens, and how many of the prompt were not computed."""
+    return list(output.outputs[0].token_ids), output.num_cached_tokens
 
 
 class Served:
@@ -44,13 +61,11 @@ class Served:
 
     def answers(self, while_running=lambda: None) -> dict[str, tuple]:
         """By id: tokens, and how many of the prompt were not computed."""
-        found, end = {}, time.monotonic() + MOST_SECONDS
-        while self.one.engine.has_unfinished_requests():
-            assert time.monotonic() < end, self.stuck()
-            for output in self.one.engine.step():
-                if output.finished:
-                    found[output.request_id] = (list(output.outputs[0].token_ids), output.num_cached_tokens)
-                    self.cached += output.num_cached_tokens
+        found = {}
+        for ended in steps_of(self.one, self.stuck):
+            for output in ended:
+                found[output.request_id] = answer_of(output)
+                self.cached += output.num_cached_tokens
             while_running()
         self.flush()
         return found

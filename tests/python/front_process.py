@@ -41,7 +41,7 @@ def asked(server, console, directory: str) -> dict:
         "by the command line": [line.returncode, json.loads(line.stdout or "{}").get("status"), line.stderr],
         "checkpoint": console.checkpoint()["checkpoint"],
         "wrong": [refused(console, "sleep", **each) for each in ({"level": 7}, {"to": "tape"}, {"mode": "kill"})],
-        "told": [[event["from"], event["to"]] for event in console.events(types="control")["events"]],
+        "events": [[event["from"], event["to"]] for event in console.events(types="control")["events"]],
     }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import offloading_on_cpu
 from conftest import InProcess
-from connector_served import ENGINE, params, prompts
+from connector_served import ENGINE, answer_of, params, prompts, steps_of
 from vllm.v1.request import RequestStatus
 from zygote import MOST_SECONDS
 
@@ -52,13 +52,10 @@ class Offloading:
         return ids
 
     def answers(self) -> dict[str, tuple]:
-        found, end = {}, time.monotonic() + MOST_SECONDS
-        while self.one.engine.has_unfinished_requests():
-            assert time.monotonic() < end, {r.request_id: r.status.name for r in self.scheduler.requests.values()}
-            for output in self.one.engine.step():
-                if output.finished:
-                    found[output.request_id] = (list(output.outputs[0].token_ids), output.num_cached_tokens)
-        return found
+        def waiting() -> dict[str, str]:
+            return {r.request_id: r.status.name for r in self.scheduler.requests.values()}
+
+        return {output.request_id: answer_of(output) for ended in steps_of(self.one, waiting) for output in ended}
 
     def settle(self) -> None:
         """All that is to be stored is stored; vLLM's connector hears of it in steps."""

@@ -10,11 +10,11 @@ offloading_on_cpu.install_simple()
 
 
 class Simple(SimpleCPUOffloadConnector):
-    """It copies what it is told to in each step."""
+    """vLLM's, on CPU tensors: its copies are made here."""
 
 
 class Offloading(OffloadingConnector):
-    """The same."""
+    """vLLM's, too."""
 
 
 def transfers(name: str, host_bytes: int = 64 << 20) -> dict:

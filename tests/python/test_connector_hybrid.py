@@ -64,8 +64,7 @@ def run(zygote, folder: Path, kind: str, connector: str, host_bytes: int = ENOUG
 
 
 @pytest.mark.slow
-# On a busy machine the first request of a round can miss the hit of its states (docs/limits.md).
-@pytest.mark.parametrize("kind", ["sizes", pytest.param("states, hashes of half a block", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["sizes", "states, hashes of half a block"])
 def test_all_that_a_hit_can_have_comes_from_host_memory(kind, zygote, tmp_path):
     result = run(zygote, tmp_path, kind, "torpor")
     first, *others = result["tokens"]

@@ -58,7 +58,7 @@ async def serve(engine, name: str, swapped: bool = False, tokens: int = 100) -> 
 
 
 def preemptions() -> float:
-    """Return how many requests were preempted on all ranks, as the front end of this process was told."""
+    """Return how many requests were preempted on all ranks, as the front end of this process has it."""
     return sum(
         sample.value
         for family in REGISTRY.collect()

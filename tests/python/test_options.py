@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user may set, in additional_config and in the environment: one description of each option."""
 
+import json
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -114,6 +115,36 @@ def test_a_standby_has_the_directory_of_its_owner(monkeypatch, capsys, tmp_path)
     with pytest.raises(SystemExit):
         serve.take_options(["MODEL", "--torpor-standby-of", directory, "--torpor-checkpoint-dir", "/other"])
     assert f"--torpor-standby-of {directory} and --torpor-checkpoint-dir /other differ" in capsys.readouterr().err
+
+
+def test_options_in_the_file_of_vllms_config(monkeypatch, capsys, tmp_path):
+    names = ("TORPOR_CHECKPOINT_DIR", "TORPOR_COMPRESSION", "TORPOR_SERVER_WAKE_ON_REQUEST", "TORPOR_INCREMENTAL")
+    for name in names:
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    file = tmp_path / "config.yaml"
+    arguments = ["MODEL", "--config", str(file)]
+
+    def write(**more) -> None:
+        lines = {"port": 8001, "torpor-checkpoint-dir": str(tmp_path), "torpor_compression": "zstd"} | more
+        file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in lines.items()))
+
+    write(**{"torpor-wake-on-request": True, "torpor-incremental": False})
+    assert serve.take_options([*arguments, "--torpor-compression", "none"]) == arguments
+    assert [os.environ.get(name) for name in names] == [str(tmp_path), "none", "1", None]
+    for wrong, why in {
+        "torpor-checkpoint-dirr": "there is no option --torpor-checkpoint-dirr; did you mean --torpor-checkpoint-dir?",
+        "torpor-incremental": "config.yaml: torpor-incremental has one value: write a word or a number, not [1]",
+    }.items():
+        write(**{wrong: [1] if wrong.endswith("incremental") else "/d"})
+        with pytest.raises(SystemExit):
+            serve.take_options(arguments)
+        assert why in capsys.readouterr().err
+    for text in ("- a list", "{", ""):  # vLLM says what is wrong with it
+        file.write_text(text)
+        assert serve.take_options(arguments) == arguments
+    file.unlink()
+    assert serve.take_options(arguments) == arguments and serve.take_options(["--config"]) == ["--config"]
 
 
 @pytest.mark.parametrize("name", NAMES)

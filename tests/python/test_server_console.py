@@ -87,7 +87,7 @@ def test_over_its_socket_a_server_sleeps_and_wakes(zygote):
         None,
         {"kv": "keep", "progress": None, "early": False, "swap_in_from": None},
     ]
-    assert result["told"] == [
+    assert result["events"] == [
         ["sleep", "ok"], ["wake", "ok"], ["sleep", "ok"], ["wake", "resource_exhausted"], ["wake", "ok"],
         ["checkpoint", "ok"], *[["sleep", "invalid_argument"]] * 3,
     ]  # fmt: skip

@@ -57,7 +57,7 @@ def test_its_replica_waits_for_no_request_to_end(run):
 def test_half_done_rollouts_stay_while_the_trainer_has_the_memory(run):
     expected, same = drawn(run["undisturbed"]), run["same"]
     assert all(reason == "completed" and len(tokens) == TOKENS for reason, tokens in expected)
-    assert same["told"] == {"aborted_count": 0, "request_ids": []}
+    assert same["answer"] == {"aborted_count": 0, "request_ids": []}
     assert same["asleep"] == ASLEEP and same["left"] == [0]
     assert drawn(same["answers"]) == expected and close(same["answers"], run["undisturbed"])
     assert steps(same["answers"]) == {(1, 2)}
@@ -88,7 +88,7 @@ def test_new_weights_draw_the_rest_and_nobody_finds_kv_of_the_old(run):
 
 def test_a_replica_that_leaves_ends_its_requests_and_comes_back(run):
     for leaving in run["leaving"]:
-        assert leaving["told"]["aborted_count"] == 4
+        assert leaving["answer"]["aborted_count"] == 4
         assert {answer["stop_reason"] for answer in leaving["answers"]} == {"aborted"}
         assert all(12 <= len(answer["token_ids"]) < TOKENS for answer in leaving["answers"])
         assert leaving["late"] == [leaving["late"][0] | {"stop_reason": "aborted", "token_ids": []}]

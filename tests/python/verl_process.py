@@ -120,7 +120,7 @@ class Scene:
         waits = not late.done()
         await self.server.resume_generation()
         return {
-            "told": answer, "drawn": drawn, "asleep": asleep, "left": freed, "answers": await self.ended(tasks),
+            "answer": answer, "drawn": drawn, "asleep": asleep, "left": freed, "answers": await self.ended(tasks),
             "late_waits": waits, "late": await self.ended([late]), "recomputed": await self.recomputed() - before,
         }  # fmt: skip
 
@@ -158,7 +158,7 @@ class Scene:
         await self.server.wake_up(["kv_cache"])
         await self.server.resume_generation()
         after = await self.ended(self.begin())
-        return {"told": answer, "answers": answers, "late": late, "asleep": asleep, "after": after}
+        return {"answer": answer, "answers": answers, "late": late, "asleep": asleep, "after": after}
 
     async def failing(self) -> dict:
         """An update that ends in the middle: nobody runs on half of it."""

@@ -17,6 +17,7 @@ from transformers import (
     BertConfig,
     CLIPVisionConfig,
     Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
     LlavaConfig,
     OPTConfig,
@@ -46,6 +47,7 @@ _OPT = {
     "num_attention_heads": 2,
     "max_position_embeddings": 2048,
 }
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 1024}
 _BERT = {
     "vocab_size": 140000,  # tests name tokens that the tokenizer has not
     "hidden_size": 384,  # tests name the size of an embedding
@@ -87,12 +89,22 @@ def configurations() -> dict[str, PreTrainedConfig]:
         "hmellor/tiny-random-LlamaForCausalLM": llama,
         "meta-llama/Llama-3.2-1B": llama,
         "meta-llama/Llama-3.2-1B-Instruct": llama,
+        "JackFram/llama-160m": LlamaConfig(**SMALL, max_position_embeddings=2048),
+        "distilbert/distilgpt2": GPT2Config(**_GPT2),
+        "openai-community/gpt2": GPT2Config(**_GPT2),
         "google/gemma-3-1b-it": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=512),
         "Qwen/Qwen1.5-7B": Qwen2Config(**SMALL, max_position_embeddings=32768),
         "jason9693/Qwen2.5-1.5B-apeach": Qwen2Config(
             **SMALL, max_position_embeddings=32768, architectures=["Qwen2ForSequenceClassification"], num_labels=2
         ),
         "Qwen/Qwen3-0.6B": Qwen3Config(**SMALL, head_dim=32, max_position_embeddings=40960),
+        "tomaarsen/Qwen3-Reranker-0.6B-seq-cls": Qwen3Config(
+            **SMALL,
+            head_dim=32,
+            max_position_embeddings=40960,
+            architectures=["Qwen3ForSequenceClassification"],
+            num_labels=1,
+        ),
         "llava-hf/llava-1.5-7b-hf": LlavaConfig(
             text_config=llama,
             vision_config=CLIPVisionConfig(
@@ -126,7 +138,7 @@ def write(folder: Path, name: str, config: PreTrainedConfig, tokenizer: Path) ->
     torch.manual_seed(7)
     kinds = {"llava": AutoModelForImageTextToText, "bert": AutoModel}
     of = kinds.get(config.model_type, AutoModelForCausalLM)
-    if "Qwen2ForSequenceClassification" in (config.architectures or ()):
+    if any("ForSequenceClassification" in name for name in config.architectures or ()):
         of = AutoModelForSequenceClassification
         config.pad_token_id = config.eos_token_id
     of.from_config(config).save_pretrained(snapshot)

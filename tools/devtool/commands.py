@@ -8,9 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from devtool import (
@@ -23,6 +21,7 @@ from devtool import (
     other_vllm,
     packages,
     plots,
+    proof,
     reference,
     setup,
     site,
@@ -33,8 +32,6 @@ from devtool.durations import Step
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 PRESETS = ("dev", "release", "asan", "asan-rest", "tsan", "tsan-rest", "fuzz")
-FUZZ_RUNS_LONG = 10_000_000
-REPLAYED_SEEDS = 1000
 BENCHES = {
     "scheduler_state": "tools/bench/scheduler_state_bench.py",
     "sleep_wake": "build/release/tools/bench/sleep_wake_bench",
@@ -93,8 +90,8 @@ def main(arguments: list[str], manual: str) -> int:
         "bench": bench,
         "simulate": simulate,
         "mutants": mutants.main,
-        "fuzz": fuzz,
-        "proof": proof,
+        "fuzz": proof.fuzz,
+        "proof": proof.main,
         "contract": contract.main,
         "vllm-tests": vllm_tests.main,
         "gpu_check": gpu_bundle.main,
@@ -240,94 +237,6 @@ def simulate(arguments: list[str]) -> int:
     setup.system_packages()
     cmake_build("release", ("simulate",))
     return subprocess.run([ROOT / "build/release/tests/simulation/simulate", *arguments]).returncode
-
-
-def fuzz(arguments: list[str]) -> int:
-    """Runs every fuzz target over its corpus: RUNS executions each, as many targets at once as there are cores."""
-    if arguments and not (arguments[0].isdigit() and int(arguments[0]) > 0):
-        raise SetupError(f"tools/dev fuzz takes a number of runs, not {arguments[0]!r}")
-    runs = int(arguments[0]) if arguments else FUZZ_RUNS_LONG
-    setup.system_packages()
-    setup.clang()
-    # All other parts are sections of the state.
-    own = (
-        "manifest",
-        "refs",
-        "archive",
-        "answers",
-        "delivery_log",
-        "orders",
-        "segment",
-        "transfers",
-        "bf16",
-        "control",
-        "resp",
-        "recording",
-    )
-    cmake_build("fuzz", tuple(f"fuzz_{name}" for name in (*own, "section")))
-    targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())
-
-    def one(target: str) -> tuple[str, bool, str]:
-        binary = ROOT / "build/fuzz/tests/fuzz" / (f"fuzz_{target}" if target in own else "fuzz_section")
-        with tempfile.TemporaryDirectory() as found:  # new inputs go there, the corpus stays as it is
-            command = [
-                binary,
-                f"-runs={runs}",
-                "-max_len=4096",
-                "-timeout=10",
-                "-rss_limit_mb=2048",
-                f"-artifact_prefix={ROOT}/build/fuzz/",
-                found,
-                ROOT / "tests/fuzz/corpus" / target,
-            ]
-            done = subprocess.run(
-                [str(c) for c in command],
-                env=os.environ | {"TORPOR_FUZZ_SECTION": target},
-                capture_output=True,
-                text=True,
-            )
-        return target, done.returncode == 0 and f"Done {runs} runs" in done.stderr, done.stderr
-
-    failed = 0
-    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        for target, passed, log in pool.map(one, targets):
-            print(f"proof: fuzz {target}: {runs} runs, {'0 crashes' if passed else 'FAILED'}", flush=True)
-            if not passed:
-                failed += 1
-                print(log[-4000:])
-    return 1 if failed else 0
-
-
-def proof(arguments: list[str]) -> int:
-    """The long versions: a million states after power cuts, every bit flipped under every seal, 5,000 lives of an
-    offload scheduler, 1,000 recorded simulations replayed event by event, 100,000 requests to servers that go on
-    elsewhere, the S3 tests against Ceph where it is installed, what `test` does not run under sanitizers (the
-    simulation, and libraries with threads), vLLM's own tests, the fuzzers, the mutants. With them the unit tests in the
-    build that users have."""
-    setup.system_packages()
-    cmake_build("release")
-    code = subprocess.run(
-        ["ctest", "--preset", "release", "-V"], cwd=ROOT, env=os.environ | {"TORPOR_PROOF": "long"}
-    ).returncode
-    code |= subprocess.run(
-        [ROOT / "build/release/tests/kvcache/kvcache_test", "--gtest_filter=OffloadModel*"],
-        env=os.environ | {"TORPOR_PROOF": "long"},
-    ).returncode
-    cmake_build("release", ("simulate",))
-    code |= subprocess.run(
-        [ROOT / "build/release/tests/simulation/simulate", "--replay", "--seeds", str(REPLAYED_SEEDS)]
-    ).returncode
-    setup.clang()
-    for preset in ("asan-rest", "tsan-rest"):
-        cmake_build(preset, ("all_tests",))
-        code |= subprocess.run(["ctest", "--preset", preset], cwd=ROOT).returncode
-    code |= testing.whole_gpu_path()
-    code |= testing.other_versions()
-    code |= vllm_tests.main([])
-    code |= deploy.main([])
-    code |= site.main([])
-    code |= fuzz(arguments)
-    return code | mutants.main([])
 
 
 def lint(_: list[str]) -> int:

@@ -65,7 +65,7 @@ GPU_ENGINES = (
     "tests/v1/engine/test_engine_core.py",
     "tests/v1/engine/test_engine_core_client.py",
 )
-# Modules with one engine for many tests, one of which skips itself, too.
+# Modules whose tests are short beside the start of an engine; one of them skips itself, too.
 SHARED_ENGINES = (
     "tests/v1/sample/test_sampling_params_e2e.py",
     *(
@@ -80,6 +80,18 @@ SHARED_ENGINES = (
     "tests/entrypoints/pooling/basic/test_encode.py",
     "tests/entrypoints/pooling/classify/test_offline.py",
     "tests/entrypoints/pooling/token_classify/test_offline.py",
+    "tests/entrypoints/pooling/basic/test_tiling_engine.py",
+    "tests/entrypoints/pooling/scoring/test_cross_encoder_offline.py",
+    "tests/entrypoints/llm/test_chat.py",
+    "tests/entrypoints/llm/test_generate.py",
+    "tests/entrypoints/llm/test_prompt_validation.py",
+    "tests/detokenizer/test_disable_detokenization.py",
+    "tests/detokenizer/test_stop_reason.py",
+    "tests/samplers/test_ignore_eos.py",
+    "tests/samplers/test_logprobs.py",
+    "tests/samplers/test_no_bad_words.py",
+    "tests/v1/e2e/general/test_context_length.py",
+    "tests/v1/logits_processors/test_custom_offline.py",
 )
 # KV connectors that move between machines, with schedulers of vLLM.
 CONNECTORS = (

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import entry_points
 from itertools import pairwise
+from typing import Any
 
 from torpor.errors import Busy, Error, Unsupported
 from torpor.vllm.near_names import meant
@@ -51,7 +52,11 @@ def main(arguments: list[str]) -> int:
     parser = lookup("vllm.entrypoints.launchers.cli_args", "make_arg_parser")(
         FlexibleArgumentParser(prog="python -m torpor.vllm.serve")
     )
+    # For vLLM's --help, and for the file of its --config, which it reads by itself. take_options() has the values.
+    ours = _add_options(parser.add_argument_group("torpor", "Sleep, wake and checkpoints: --torpor-… options."))
     options = parser.parse_args(rest)
+    for name in ours:
+        delattr(options, name)
     if getattr(options, "model_tag", None) is not None:
         options.model = options.model_tag
     if (options.api_server_count or 1) > 1 or options.headless or getattr(options, "grpc", False):
@@ -68,8 +73,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class _Flag:
+    name: str  # --torpor-…
+    variable: str  # of the environment
+    switch: bool  # takes no value
+
+
 def take_options(arguments: list[str]) -> list[str]:
-    """Puts --torpor-… into the environment, which all processes of the server share. Returns the rest: vLLM's."""
+    """Put --torpor-… into the environment, which all processes of the server share. Return the rest: vLLM's.
+
+    Options may stand in the YAML file of vLLM's --config, too. The file stays among the rest.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m torpor.vllm.serve",
         usage="%(prog)s MODEL [any option of vLLM's server] [--torpor-…]",
@@ -77,47 +92,68 @@ def take_options(arguments: list[str]) -> list[str]:
         add_help=False,
         allow_abbrev=False,
     )
-    variables: dict[str, str] = {}
-    flags: list[str] = []
-    switches: set[str] = set()
-
-    def add(name: str, default, text: str, choices: tuple[str, ...], variable: str) -> None:
-        action = _add(parser, name, default, text, choices)
-        variables[action.dest] = variable
-        flags.extend(action.option_strings)
-        if action.nargs == 0:
-            switches.update(action.option_strings)
-
-    for option in fields(Options):
-        if option.name == "connector":  # not of one value: --kv-transfer-config, or additional_config
-            continue
-        name = f"TORPOR_{option.name.upper()}"
-        add(option.name, option.default, f"of the engine: {option.metadata['help']}", option.metadata["choices"], name)
-    for setting in fields(Settings):
-        help_text, choices = setting.metadata["help"], setting.metadata["choices"]
-        add(setting.name, setting.default, help_text, choices, variable(setting))
+    known = _add_options(parser)
     if "--torpor-help" in arguments:
         parser.print_help()
         print("\nvLLM's own options: python -m torpor.vllm.serve --help=all")
         sys.exit(0)
-    given, rest = parser.parse_known_args(arguments)
-    for flag, word in pairwise(arguments):
-        if flag in switches and word.lower() in _VALUES_OF_SWITCHES:
-            parser.error(f"{flag} takes no value: leave out {word!r}")
-    if unknown := [word for word in rest if word.startswith("--torpor-")]:
-        wrong = unknown[0].split("=")[0]
-        parser.error(
-            f"there is no option {wrong}; {meant(wrong, flags)}python -m torpor.vllm.serve --torpor-help lists them"
-        )
-    for name, value in vars(given).items():
-        if value is not None:
-            os.environ[variables[name]] = str(value)
+    in_file, _ = _parsed(parser, known, _of_config_file(arguments, parser))
+    given, rest = _parsed(parser, known, arguments)
+    for options in (in_file, given):  # the command line wins over the file, as with vLLM's own options
+        for name, value in vars(options).items():
+            if value is not None:
+                os.environ[known[name].variable] = str(value)
     settings = Settings.from_environment()
     _follow_owner(settings, parser)
     settings.admin()  # said now if it cannot be had, not after the engine's start
     if settings.checkpoint_interval_seconds > 0:
         os.environ.setdefault("TORPOR_INCREMENTAL", "1")
     return rest
+
+
+def _parsed(
+    parser: argparse.ArgumentParser, known: dict[str, _Flag], words: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse what is torpor's of these words. End the program at a mistake in it."""
+    given, rest = parser.parse_known_args(words)
+    switches = {flag.name for flag in known.values() if flag.switch}
+    for flag, word in pairwise(words):
+        if flag in switches and word.lower() in _VALUES_OF_SWITCHES:
+            parser.error(f"{flag} takes no value: leave out {word!r}")
+    if unknown := [word for word in rest if word.startswith("--torpor-")]:
+        wrong = unknown[0].split("=")[0]
+        nearest = meant(wrong, [flag.name for flag in known.values()])
+        parser.error(f"there is no option {wrong}; {nearest}python -m torpor.vllm.serve --torpor-help lists them")
+    return given, rest
+
+
+def _of_config_file(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return torpor's options of the YAML file of vLLM's --config, as words of a command line.
+
+    vLLM reads the file a second time; it says what is wrong with the file itself.
+    """
+    if "--config" not in arguments[:-1]:
+        return []
+    import yaml
+
+    path = arguments[arguments.index("--config") + 1]
+    try:
+        with open(path) as file:
+            read = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    words = []
+    for key, value in (read if isinstance(read, dict) else {}).items():
+        flag = f"--{key}".replace("_", "-")
+        if not flag.startswith("--torpor-"):
+            continue
+        if isinstance(value, dict | list) or value is None:
+            parser.error(f"{path}: {key} has one value: write a word or a number, not {value!r}")
+        if value is True:
+            words.append(flag)
+        elif value is not False:
+            words.append(f"{flag}={value}")
+    return words
 
 
 def _follow_owner(settings: Settings, parser: argparse.ArgumentParser) -> None:
@@ -132,12 +168,30 @@ def _follow_owner(settings: Settings, parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _add(parser: argparse.ArgumentParser, name: str, default, text: str, choices: tuple[str, ...]) -> argparse.Action:
-    flag = f"--torpor-{name.replace('_', '-')}"
-    shown = "" if default in (None, "", MISSING) else f" (default: {default})"
-    if default is False:
-        return parser.add_argument(flag, action="store_const", const="1", help=text + shown)
-    return parser.add_argument(flag, choices=choices or None, metavar=None if choices else "VALUE", help=text + shown)
+def _add_options(to: argparse.ArgumentParser | argparse._ArgumentGroup) -> dict[str, _Flag]:
+    """Add all options of the engine and the server. Return each by its name in a namespace."""
+    known: dict[str, _Flag] = {}
+
+    def add(name: str, default, text: str, choices: tuple[str, ...], in_environment: str) -> None:
+        flag = f"--torpor-{name.replace('_', '-')}"
+        if default not in (None, "", False, MISSING):
+            text += f" (default: {default})"
+        kind: dict[str, Any] = (
+            {"action": "store_const", "const": "1"} if default is False else {"choices": choices or None}
+        )
+        if default is not False and not choices:
+            kind["metavar"] = "VALUE"
+        known[to.add_argument(flag, help=text, **kind).dest] = _Flag(flag, in_environment, default is False)
+
+    for option in fields(Options):
+        if option.name == "connector":  # not of one value: --kv-transfer-config, or additional_config
+            continue
+        text = f"of the engine: {option.metadata['help']}"
+        add(option.name, option.default, text, option.metadata["choices"], f"TORPOR_{option.name.upper()}")
+    for setting in fields(Settings):
+        help_text, choices = setting.metadata["help"], setting.metadata["choices"]
+        add(setting.name, setting.default, help_text, choices, variable(setting))
+    return known
 
 
 if __name__ == "__main__":
