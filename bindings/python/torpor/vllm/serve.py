@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     # For vLLM's --help, and for the file of its --config, which it reads by itself. take_options() has the values.
     ours = _add_options(parser.add_argument_group("torpor", "Sleep, wake and checkpoints: --torpor-… options."))
     options = parser.parse_args(rest)
-    for name in ours:
+    for name in ours.keys() & vars(options).keys():
         delattr(options, name)
     if getattr(options, "model_tag", None) is not None:
         options.model = options.model_tag
@@ -101,8 +101,7 @@ def take_options(arguments: list[str]) -> list[str]:
     given, rest = _parsed(parser, known, arguments)
     for options in (in_file, given):  # the command line wins over the file, as with vLLM's own options
         for name, value in vars(options).items():
-            if value is not None:
-                os.environ[known[name].variable] = str(value)
+            os.environ[known[name].variable] = value
     settings = Settings.from_environment()
     _follow_owner(settings, parser)
     settings.admin()  # said now if it cannot be had, not after the engine's start
@@ -176,12 +175,14 @@ def _add_options(to: argparse.ArgumentParser | argparse._ArgumentGroup) -> dict[
         flag = f"--torpor-{name.replace('_', '-')}"
         if default not in (None, "", False, MISSING):
             text += f" (default: {default})"
-        kind: dict[str, Any] = (
-            {"action": "store_const", "const": "1"} if default is False else {"choices": choices or None}
-        )
-        if default is not False and not choices:
-            kind["metavar"] = "VALUE"
-        known[to.add_argument(flag, help=text, **kind).dest] = _Flag(flag, in_environment, default is False)
+        switch = default is False
+        kind: dict[str, Any] = {"metavar": "VALUE"}
+        if switch:
+            kind = {"action": "store_const", "const": "1"}
+        elif choices:
+            kind = {"choices": choices}
+        action = to.add_argument(flag, help=text, default=argparse.SUPPRESS, **kind)
+        known[action.dest] = _Flag(flag, in_environment, switch)
 
     for option in fields(Options):
         if option.name == "connector":  # not of one value: --kv-transfer-config, or additional_config
