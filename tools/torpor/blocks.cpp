@@ -184,7 +184,7 @@ Verb prefix_verb() {
   return {.name = "prefix",
           .help =
               "the tree of prefixes that requests share, with the tokens that a later request would find (with several "
-              "KV groups at most so many: one group may have let go of what another still holds)",
+              "KV groups at most so many: one group may have released what another still holds)",
           .json =
               "path, entries, of_no_request, block_size, tree: [{from_token, to_token, hit_tokens, cached, blocks, "
               "requests, children}]",

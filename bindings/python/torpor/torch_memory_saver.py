@@ -4,7 +4,7 @@
     from torpor.torch_memory_saver import torch_memory_saver
 
 It is imported under its own name where the package torpor-torch-memory-saver is installed, or after install(). Regions
-take memory through torch's MemPool, as in that package's "torch" mode. What is not offered is refused by name.
+take memory through torch's MemPool, as in that package's "torch" mode. What is not offered raises Unsupported.
 """
 
 from __future__ import annotations

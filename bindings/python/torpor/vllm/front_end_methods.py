@@ -51,9 +51,9 @@ _SLEEP = """Gives the engine's memory back and returns when it is free. What eac
     progress: a function that is called with a torpor.vllm.progress.Progress about ten times a second meanwhile, from a
         thread of its own. If it returns False or raises, the sleep is undone and raises Aborted.
 
-    Returns a Report. Raises an error of torpor.errors: InvalidArgument for wrong arguments, Unsupported (by name) for
-    what cannot be preserved, TimedOut, NotEnoughRoom, FileError. Unless the error says otherwise (`state_changed`)
-    the engine stays awake and nothing is lost.
+    Returns a Report. Raises an error of torpor.errors: InvalidArgument for wrong arguments, Unsupported for what cannot
+    be preserved (the error names it), TimedOut, NotEnoughRoom, FileError. Unless the error says otherwise
+    (`state_changed`) the engine stays awake and nothing is lost.
     """
 
 _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it is back.
@@ -85,7 +85,7 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
 
 _CHECKPOINT = """Writes a checkpoint of the running requests to the option `checkpoint_dir` while the engine serves.
 
-    Returns a Report once it is safe on disk; `seconds` is how long the engine stood still. Raises as sleep(to="disk")
+    Returns a Report once it is safe on disk; `seconds` is how long the engine was stopped. Raises as sleep(to="disk")
     does, and Aborted if a sleep came first. An engine in this process takes no step meanwhile.
 
     metadata: as in sleep().

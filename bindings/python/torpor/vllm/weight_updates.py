@@ -26,7 +26,7 @@ UPDATING_WEIGHTS = """`with llm.updating_weights(version="17"): …` (`async wit
     version: vLLM's label of them from then on; it stands with the tokens that they draw, and in checkpoints. None
         leaves the label.
 
-    The engine must stand still, after sleep() with any level, or be without requests; the weights must be awake. Raises
+    The engine must be stopped, after sleep() with any level, or be without requests; the weights must be awake. Raises
     WrongState if not. If the block raises, the label stays, and no request runs before a block has ended well.
     """
 

@@ -100,7 +100,7 @@ class Metrics:
         self.seconds = of(
             Histogram,
             "torpor_operation_seconds",
-            "Seconds that a sleep or a wake took; of a checkpoint, how long the engine stood still for it.",
+            "Seconds that a sleep or a wake took; of a checkpoint, how long the engine was stopped for it.",
             ("operation", "tier"),
             OPERATIONS,
             buckets=_SECONDS,
