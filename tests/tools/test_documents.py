@@ -60,9 +60,9 @@ def test_every_promise_has_a_test_of_its_number(tmp_path):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/some_test.cpp").write_text("TEST(Some, I1S2Holds) {\nTEST(Some, S12Holds) {\n")
-    rows = "| I1 | | `some_test.cpp::I1S2Holds` |\n| S2 | | `some_test.cpp::I1S2Holds` |\n"
-    rows += "| S1 | | `some_test.cpp::S12Holds` |\n| S12 | | `some_test.cpp::S12Gone` |\n"
-    (tmp_path / "tests/promises.md").write_text(rows)
+    page = "- **I1** One.\n  - `some_test.cpp::I1S2Holds`\n- **S2** Two.\n  - `some_test.cpp::I1S2Holds`\n"
+    page += "- **S1** One.\n  - `some_test.cpp::S12Holds`\n- **S12** Last.\n  - `some_test.cpp::S12Gone`\n"
+    (tmp_path / "tests/promises.md").write_text(page)
     found = "\n".join(checks.broken_promises(tmp_path))
     for number in ("I1", "S2"):
         assert f"no test has {number} in its name" not in found

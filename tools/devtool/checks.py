@@ -207,18 +207,20 @@ def reached(root: Path, files: list[str]) -> set[str]:
 
 
 _PROMISES = {f"{letter}{n}" for letter, last in (("I", 12), ("S", 12), ("P", 6)) for n in range(1, last + 1)}
+_PROMISE = re.compile(r"^- \*\*(\w+)\*\*", re.M)
 _NAMED_TEST = re.compile(r"`([\w/]+\.(?:py|cpp))::(\w+)`")
 
 
 def broken_promises(root: Path) -> list[str]:
     """Promises of tests/promises.md without a test of their number, and tests that are named there and do not exist."""
-    table = root / "tests/promises.md"
-    if not table.exists():
+    page = root / "tests/promises.md"
+    if not page.exists():
         return []
-    rows = {row.split("|")[1].strip(): row for row in table.read_text().splitlines() if row.startswith("| ")}
+    _, *parts = _PROMISE.split(page.read_text())
+    named = dict(zip(parts[::2], map(_NAMED_TEST.findall, parts[1::2]), strict=True))
     problems = []
     for number in sorted(_PROMISES):
-        tests = _NAMED_TEST.findall(rows.get(number, ""))
+        tests = named.get(number, [])
         problems += [
             f"tests/promises.md: {number}: there is no test {name} in {file}"
             for file, name in tests
