@@ -32,28 +32,11 @@ WORDS = {
     "let(?:s|ting)? go of": "release",
 }
 
-# Pages that are still to be rewritten: they may break both rules. Take a page off when it is done. A name that ends
-# with a slash is a folder whose pages are made from code.
-NOT_YET = (
-    "CHANGELOG.md",
-    "docs/vllm.md",
-    "tests/connector.md",
-    "tests/console.md",
-    "tests/promises.md",
-    "tests/gpu_path/README.md",
-    "docs/reference/",
-)
-
 # The lines of a table after this comment are made from code, and are as long as that makes them.
 _FROM_CODE = re.compile(r"\s*<!-- from code: .* -->$")
 _FENCE = re.compile(r"\s*```")
 _NO_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|<[^>]*>")
 _WORD = {re.compile(rf"\b(?:{word})\b".replace(" ", r"\s+"), re.I): instead for word, instead in WORDS.items()}
-
-
-def excepted(page: str, pages: Iterable[str] = NOT_YET) -> bool:
-    """Return whether this page, by its path from the root, is still to be rewritten."""
-    return any(page == name or (name.endswith("/") and page.startswith(name)) for name in pages)
 
 
 def _prose(lines: list[str]) -> str:
@@ -121,15 +104,10 @@ def lost_anchors(root: Path, pages: Iterable[Path]) -> list[str]:
 
 
 def problems(root: Path, pages: Iterable[Path]) -> list[str]:
-    """Return what is wrong with these pages, and the exceptions that name no page."""
-    names = {str(page.relative_to(root)): page for page in pages if page.suffix == ".md"}
-    found = [
+    """Return what is wrong with the text of these pages."""
+    return [
         problem
-        for name, page in names.items()
-        if not excepted(name)
-        for problem in problems_of(name, page.read_text())
-    ]  # fmt: skip
-    if (root / "tools/devtool/documents.py").exists():
-        lost = [name for name in NOT_YET if not name.endswith("/") and name not in names]
-        found += [f"tools/devtool/documents.py: NOT_YET names {name}, which does not exist" for name in lost]
-    return found
+        for page in pages
+        if page.suffix == ".md"
+        for problem in problems_of(str(page.relative_to(root)), page.read_text())
+    ]
