@@ -86,6 +86,7 @@ def configurations() -> dict[str, PreTrainedConfig]:
         "facebook/opt-125m": OPTConfig(**_OPT),
         "facebook/opt-350m": OPTConfig(**_OPT),
         "intfloat/multilingual-e5-small": BertConfig(**_BERT),
+        "BAAI/bge-base-en-v1.5": BertConfig(**_BERT),
         "hmellor/tiny-random-LlamaForCausalLM": llama,
         "meta-llama/Llama-3.2-1B": llama,
         "meta-llama/Llama-3.2-1B-Instruct": llama,
