@@ -92,7 +92,7 @@ Status check(const Header& header, uint64_t body_bytes, const Key* key) {
                            "give the key file that it was written with");
   if (protection == Protection::kNone && key != nullptr)
     return unauthenticated("a key was given, but the checkpoint was written without one",
-                           "leave the key out if you trust the checkpoint");
+                           "leave the key out if you trust the checkpoint, or use another directory");
   return ok();
 }
 

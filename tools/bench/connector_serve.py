@@ -47,8 +47,11 @@ class Engine:
         directory: Path | None,
         torpor: dict | None = None,
         dtype: str | None = None,
+        **more,
     ):
-        """With a directory, torpor's connector offloads into it; `torpor`: its options, in place of the usual ones."""
+        """With a directory, torpor's connector offloads into it; `torpor`: its options, in place of the usual ones.
+        more: arguments of the engine, in place of the bench's own."""
+        self._more = more
         self._model, self._tokens, self._at_once, self._directory = model, tokens, at_once, directory
         self._dtype = dtype or best_dtype()
         self._torpor = torpor or {"host_bytes": "1GiB", "disk_bytes": "4GiB"}
@@ -100,19 +103,18 @@ class Engine:
         from vllm import LLM
 
         offload = {"offload": "eager", "checkpoint_dir": str(self._directory)} | self._torpor
-        self.llm = LLM(
-            self._model,
-            dtype=self._dtype,
-            block_size=BLOCK,
-            max_model_len=longest,
-            max_num_batched_tokens=512,
-            max_num_seqs=self._at_once,
-            num_gpu_blocks_override=self._at_once * (self._tokens // BLOCK + 2) + 1,
-            enforce_eager=True,
-            seed=0,
-            additional_config={} if self._directory is None else {"torpor": offload},
-            **longer,
-        )
+        options = {
+            "dtype": self._dtype,
+            "block_size": BLOCK,
+            "max_model_len": longest,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": self._at_once,
+            "num_gpu_blocks_override": self._at_once * (self._tokens // BLOCK + 2) + 1,
+            "enforce_eager": True,
+            "seed": 0,
+            "additional_config": {} if self._directory is None else {"torpor": offload},
+        }
+        self.llm = LLM(self._model, **(options | longer | self._more))
         self.engine, self.asked = self.llm.llm_engine, 0
         for number in range(_WARM_PROMPTS):  # the first long prompts of a process are slower, whoever it is of
             self.first_token(number=10**9 + number, tokens=min(self._tokens, _WARM_TOKENS))

@@ -70,6 +70,7 @@ BENCHES = {
     "console": "tools/bench/console_bench.py",
     "sessions": "tools/bench/sessions_bench.py",
     "preemptions": "tools/bench/preemptions_bench.py",
+    "peers": "tools/bench/peers_bench.py",
 }
 
 
