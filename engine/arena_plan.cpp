@@ -2,13 +2,18 @@
 #include "engine/arena_plan.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "base/units.h"
 
 namespace torpor {
 
-uint64_t ArenaPlan::Tag::spilled_bytes() const { return bytes_of(std::span(copied).subspan(in_host)); }
+uint64_t ArenaPlan::Tag::copied_bytes() const { return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0}); }
+
+uint64_t ArenaPlan::Tag::spilled_bytes() const {
+  return std::accumulate(sizes.begin() + static_cast<std::ptrdiff_t>(in_host), sizes.end(), uint64_t{0});
+}
 
 Result<ArenaPlan> ArenaPlan::of(const RankParts& parts, const RegionImages& images, const PackedShares& shares,
                                 const orders::Save& order, Take take) {
@@ -24,8 +29,9 @@ Result<ArenaPlan> ArenaPlan::of(const RankParts& parts, const RegionImages& imag
       TORPOR_RETURN_IF_ERROR(plan.add_blocks(tag, order, take));
     } else {
       tag.copied = images.chunks().of_tag(name);
+      for (const ChunkPlan& chunk : tag.copied) tag.sizes.push_back(chunk.bytes());
     }
-    tag.in_host = tag.copied.size();
+    tag.in_host = tag.sizes.size();
   }
   return plan;
 }
@@ -36,6 +42,7 @@ Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) con
     return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the host slot of each"};
   TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents, contents_of(blocks, order.versions, order.steps));
 
+  const DeviceChunks& chunks = images_->chunks();
   const ContentIndex& index = images_->index();
   const HostPlaces found = index.find_in_host(blocks, contents, order.host_slots);
   std::vector<RetainedBlocks::Block> retained;
@@ -56,11 +63,14 @@ Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) con
     }
     const bool given_up = take == Take::kNow && retained[i].bytes.empty();  // the arena has evicted it meanwhile
     if (found.retained_bytes[i] == 0 || given_up) {
+      TORPOR_RETURN_IF_ERROR(chunks.check(blocks[i]));
+      tag.sizes.push_back(chunks.block_bytes());
+      if (take == Take::kNothing) continue;
       copied.push_back(blocks[i]);
       tag.contents.push_back(contents[i]);
       continue;
     }
-    tag.reused_bytes += images_->chunks().block_bytes();
+    tag.reused_bytes += chunks.block_bytes();
     tag.retained_bytes += found.retained_bytes[i];
     if (take == Take::kNothing) continue;
     image.contents.push_back(contents[i]);
@@ -68,7 +78,7 @@ Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) con
     image.host->adopt(image.chunks.back(), std::move(retained[i].bytes));
     image.in_host = image.chunks.size();
   }
-  TORPOR_ASSIGN_OR_RETURN(tag.copied, images_->chunks().of_blocks(copied));
+  TORPOR_ASSIGN_OR_RETURN(tag.copied, chunks.of_blocks(copied));
   return ok();
 }
 
@@ -88,15 +98,16 @@ void ArenaPlan::borrow(Tag& tag, const HostStore::Stored& stored, int32_t block,
   image.in_host = image.chunks.size();
 }
 
-uint64_t ArenaPlan::room_for(const Tag& tag, const ChunkPlan& chunk) const {
-  return shares_->held_for(tag.tag, chunk.bytes()) + kPage;  // as HostTier::prepare() does
+// `bytes`: the size of one chunk.
+uint64_t ArenaPlan::room_for(const Tag& tag, uint64_t bytes) const {
+  return shares_->held_for(tag.tag, bytes) + kPage;  // as HostTier::prepare() does
 }
 
 uint64_t ArenaPlan::arena_bytes() const {
   uint64_t bytes = 0;
   for (const Tag& tag : tags_) {
     const bool known = shares_->known(tag.tag);
-    for (const ChunkPlan& chunk : tag.copied) bytes += known ? room_for(tag, chunk) : chunk.bytes() + kPage;
+    for (const uint64_t size : tag.sizes) bytes += known ? room_for(tag, size) : size + kPage;
   }
   return bytes;
 }
@@ -118,7 +129,7 @@ uint64_t ArenaPlan::batch_staging() const {
   const uint64_t block_bytes = images_->chunks().block_bytes();
   for (const Tag& tag : tags_) {
     const TagImage* const clean = tag.clean() ? images_->find(tag.tag) : nullptr;
-    for (const ChunkPlan& chunk : tag.copied) add(chunk.bytes());
+    for (const uint64_t size : tag.sizes) add(size);
     for (const SavedChunk& chunk : (clean != nullptr ? *clean : tag.image).chunks) add(chunk.bytes);
     if (!tag.image.chunks.empty()) continue;
     for (uint64_t at = 0; at < tag.reused_bytes + tag.borrowed_bytes; at += block_bytes) add(block_bytes);
@@ -129,8 +140,8 @@ uint64_t ArenaPlan::batch_staging() const {
 void ArenaPlan::fit(uint64_t freed, uint64_t reserved) {
   uint64_t needed = reserved;
   for (Tag& tag : tags_) {
-    tag.in_host = tag.copied.size();
-    for (const ChunkPlan& chunk : tag.copied) needed += room_for(tag, chunk);
+    tag.in_host = tag.sizes.size();
+    for (const uint64_t size : tag.sizes) needed += room_for(tag, size);
   }
   const HostArenaInfo arena = parts_->arena.info();
   if (parts_->spill_dir.empty() || arena.budget_bytes == 0) return;
@@ -140,9 +151,9 @@ void ArenaPlan::fit(uint64_t freed, uint64_t reserved) {
     uint64_t largest = 0;
     uint64_t staging = 0;
     while (needed + staging > room && tag->in_host > 0) {
-      const ChunkPlan& chunk = tag->copied[--tag->in_host];
-      const uint64_t pages = align_up(chunk.bytes(), kPage);
-      needed -= room_for(*tag, chunk);
+      const uint64_t size = tag->sizes[--tag->in_host];
+      const uint64_t pages = align_up(size, kPage);
+      needed -= room_for(*tag, size);
       padded += pages;
       largest = std::max(largest, pages);
       staging = spill_staging(padded, largest);

@@ -50,12 +50,15 @@ bool DeviceChunks::holds_blocks(const RegionInfo& region) const {
          });
 }
 
+Status DeviceChunks::check(int32_t block) const {
+  if (block >= 0 && static_cast<uint32_t>(block) < kv_layout_.num_blocks) return ok();
+  return Error{.code = Code::kIncompatible,
+               .what = fmt::format("KV block {} does not exist, there are {}", block, kv_layout_.num_blocks),
+               .next_step = "start the engine as the one that slept was started"};
+}
+
 Result<ChunkKey> DeviceChunks::key_of(int32_t block) const {
-  if (block < 0 || static_cast<uint32_t>(block) >= kv_layout_.num_blocks) {
-    return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("KV block {} does not exist, there are {}", block, kv_layout_.num_blocks),
-                 .next_step = "start the engine as the one that slept was started"};
-  }
+  TORPOR_RETURN_IF_ERROR(check(block));
   return ChunkKey{.kind = ChunkKind::kKvBlock, .tag = kv_tag_, .index = static_cast<uint64_t>(block)};
 }
 
