@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -65,6 +66,8 @@ class ArenaPlan {
   ArenaPlan(const RankParts& parts, const RegionImages& images, const PackedShares& shares)
       : parts_(&parts), images_(&images), shares_(&shares) {}
   Status add_blocks(Tag& tag, const orders::Save& order, Take take) const;
+  std::vector<uint64_t> take_over(TagImage& image, std::span<const int32_t> blocks,
+                                  std::span<const BlockContent> contents) const;
   bool can_borrow(const Tag& tag, const HostStore::Stored& stored) const;
   void borrow(Tag& tag, const HostStore::Stored& stored, int32_t block, const std::shared_ptr<HostStore>& store) const;
   uint64_t room_for(const Tag& tag, uint64_t bytes) const;
