@@ -64,10 +64,7 @@ Result<ChunkKey> DeviceChunks::key_of(int32_t block) const {
 
 Result<ChunkPlan> DeviceChunks::of_block(int32_t block) const {
   TORPOR_ASSIGN_OR_RETURN(ChunkKey key, key_of(block));
-  ChunkPlan plan{.key = std::move(key), .pieces = {}};
-  for (const KvPiece& piece : kv_layout_.pieces_of(static_cast<uint32_t>(block)))
-    plan.pieces.push_back({piece.address, piece.bytes});
-  return plan;
+  return ChunkPlan{.key = std::move(key), .pieces = kv_layout_.pieces_of(static_cast<uint32_t>(block))};
 }
 
 Result<std::vector<ChunkPlan>> DeviceChunks::of_blocks(std::span<const int32_t> blocks) const {
