@@ -2,13 +2,18 @@
 #include "engine/arena_plan.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "base/units.h"
 
 namespace torpor {
 
-uint64_t ArenaPlan::Tag::spilled_bytes() const { return bytes_of(std::span(copied).subspan(in_host)); }
+uint64_t ArenaPlan::Tag::copied_bytes() const { return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0}); }
+
+uint64_t ArenaPlan::Tag::spilled_bytes() const {
+  return std::accumulate(sizes.begin() + static_cast<std::ptrdiff_t>(in_host), sizes.end(), uint64_t{0});
+}
 
 Result<ArenaPlan> ArenaPlan::of(const RankParts& parts, const RegionImages& images, const PackedShares& shares,
                                 const orders::Save& order, Take take) {
@@ -24,8 +29,9 @@ Result<ArenaPlan> ArenaPlan::of(const RankParts& parts, const RegionImages& imag
       TORPOR_RETURN_IF_ERROR(plan.add_blocks(tag, order, take));
     } else {
       tag.copied = images.chunks().of_tag(name);
+      for (const ChunkPlan& chunk : tag.copied) tag.sizes.push_back(chunk.bytes());
     }
-    tag.in_host = tag.copied.size();
+    tag.in_host = tag.sizes.size();
   }
   return plan;
 }
@@ -34,49 +40,59 @@ Status ArenaPlan::add_blocks(Tag& tag, const orders::Save& order, Take take) con
   const std::vector<int32_t>& blocks = order.blocks;
   if (!order.host_slots.empty() && order.host_slots.size() != blocks.size())
     return Error{.code = Code::kCorruption, .what = "an order that names blocks does not say the host slot of each"};
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<BlockContent> contents, contents_of(blocks, order.versions, order.steps));
+  TORPOR_ASSIGN_OR_RETURN(std::vector<BlockContent> contents, contents_of(blocks, order.versions, order.steps));
 
+  const DeviceChunks& chunks = images_->chunks();
   const ContentIndex& index = images_->index();
-  const HostPlaces found = index.find_in_host(blocks, contents, order.host_slots);
-  std::vector<RetainedBlocks::Block> retained;
-  if (take == Take::kNow) retained = index.take_retained(blocks, contents);
-  TagImage& image = tag.image;
-  if (take == Take::kNow) {
-    image.chunks.reserve(blocks.size());
-    image.contents.reserve(blocks.size());
+  const BlocksInStore in_store = index.find_in_store(order.host_slots);
+  const auto is_borrowed = [&](size_t i) {
+    return in_store.store != nullptr && in_store.stored[i] && can_borrow(tag, *in_store.stored[i]);
+  };
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (is_borrowed(i)) contents[i] = {};  // no other copy of it is needed
   }
+  const std::vector<uint64_t> retained_bytes =
+      take == Take::kNothing ? index.find_retained(blocks, contents) : take_over(tag.image, blocks, contents);
   std::vector<int32_t> copied;
   for (size_t i = 0; i < blocks.size(); ++i) {
-    if (found.store != nullptr && found.in_store[i] && can_borrow(tag, *found.in_store[i])) {
-      tag.borrowed_bytes += found.in_store[i]->record.bytes;
+    if (is_borrowed(i)) {
+      tag.borrowed_bytes += in_store.stored[i]->record.bytes;
+      if (take == Take::kNow) borrow(tag, *in_store.stored[i], blocks[i], in_store.store);
+    } else if (retained_bytes[i] != 0) {
+      tag.reused_bytes += chunks.block_bytes();
+      tag.retained_bytes += retained_bytes[i];
+    } else {
+      TORPOR_RETURN_IF_ERROR(chunks.check(blocks[i]));
+      tag.sizes.push_back(chunks.block_bytes());
       if (take == Take::kNothing) continue;
-      borrow(tag, *found.in_store[i], blocks[i], found.store);
-      image.contents.push_back(contents[i]);
-      continue;
-    }
-    const bool given_up = take == Take::kNow && retained[i].bytes.empty();  // the arena has evicted it meanwhile
-    if (found.retained_bytes[i] == 0 || given_up) {
       copied.push_back(blocks[i]);
       tag.contents.push_back(contents[i]);
-      continue;
     }
-    tag.reused_bytes += images_->chunks().block_bytes();
-    tag.retained_bytes += found.retained_bytes[i];
-    if (take == Take::kNothing) continue;
-    image.contents.push_back(contents[i]);
-    image.chunks.push_back(std::move(retained[i].chunk));
-    image.host->adopt(image.chunks.back(), std::move(retained[i].bytes));
-    image.in_host = image.chunks.size();
   }
-  TORPOR_ASSIGN_OR_RETURN(tag.copied, images_->chunks().of_blocks(copied));
+  tag.image.in_host = tag.image.chunks.size();
+  TORPOR_ASSIGN_OR_RETURN(tag.copied, chunks.of_blocks(copied));
   return ok();
+}
+
+// Move into the image what is retained of these blocks. Return as RetainedBlocks::find().
+std::vector<uint64_t> ArenaPlan::take_over(TagImage& image, std::span<const int32_t> blocks,
+                                           std::span<const BlockContent> contents) const {
+  RetainedBlocks::Taken taken = images_->index().take_retained(blocks, contents);
+  if (taken.blocks.host != nullptr) {
+    image.host = std::move(taken.blocks.host);
+    image.chunks = std::move(taken.blocks.chunks);
+    image.contents = std::move(taken.blocks.contents);
+  }
+  image.chunks.reserve(blocks.size());
+  image.contents.reserve(blocks.size());
+  return std::move(taken.bytes);
 }
 
 bool ArenaPlan::can_borrow(const Tag& tag, const HostStore::Stored& stored) const {
   return stored.record.bytes == images_->chunks().block_bytes() && tag.image.host->readable(stored.record.codec);
 }
 
-// Put a block into the image and leave its bytes in the host store.
+// Put a block into the image and leave its bytes in the host store. It has no content to be retained with.
 void ArenaPlan::borrow(Tag& tag, const HostStore::Stored& stored, int32_t block,
                        const std::shared_ptr<HostStore>& store) const {
   TagImage& image = tag.image;
@@ -85,18 +101,19 @@ void ArenaPlan::borrow(Tag& tag, const HostStore::Stored& stored, int32_t block,
                  .bytes = stored.record.bytes,
                  .digest = stored.record.digest});
   image.host->borrow(chunk, stored.bytes, stored.record.codec, store);
-  image.in_host = image.chunks.size();
+  image.contents.emplace_back();
 }
 
-uint64_t ArenaPlan::room_for(const Tag& tag, const ChunkPlan& chunk) const {
-  return shares_->held_for(tag.tag, chunk.bytes()) + kPage;  // as HostTier::prepare() does
+// `bytes`: the size of one chunk.
+uint64_t ArenaPlan::room_for(const Tag& tag, uint64_t bytes) const {
+  return shares_->held_for(tag.tag, bytes) + kPage;  // as HostTier::prepare() does
 }
 
 uint64_t ArenaPlan::arena_bytes() const {
   uint64_t bytes = 0;
   for (const Tag& tag : tags_) {
     const bool known = shares_->known(tag.tag);
-    for (const ChunkPlan& chunk : tag.copied) bytes += known ? room_for(tag, chunk) : chunk.bytes() + kPage;
+    for (const uint64_t size : tag.sizes) bytes += known ? room_for(tag, size) : size + kPage;
   }
   return bytes;
 }
@@ -118,7 +135,7 @@ uint64_t ArenaPlan::batch_staging() const {
   const uint64_t block_bytes = images_->chunks().block_bytes();
   for (const Tag& tag : tags_) {
     const TagImage* const clean = tag.clean() ? images_->find(tag.tag) : nullptr;
-    for (const ChunkPlan& chunk : tag.copied) add(chunk.bytes());
+    for (const uint64_t size : tag.sizes) add(size);
     for (const SavedChunk& chunk : (clean != nullptr ? *clean : tag.image).chunks) add(chunk.bytes);
     if (!tag.image.chunks.empty()) continue;
     for (uint64_t at = 0; at < tag.reused_bytes + tag.borrowed_bytes; at += block_bytes) add(block_bytes);
@@ -129,8 +146,8 @@ uint64_t ArenaPlan::batch_staging() const {
 void ArenaPlan::fit(uint64_t freed, uint64_t reserved) {
   uint64_t needed = reserved;
   for (Tag& tag : tags_) {
-    tag.in_host = tag.copied.size();
-    for (const ChunkPlan& chunk : tag.copied) needed += room_for(tag, chunk);
+    tag.in_host = tag.sizes.size();
+    for (const uint64_t size : tag.sizes) needed += room_for(tag, size);
   }
   const HostArenaInfo arena = parts_->arena.info();
   if (parts_->spill_dir.empty() || arena.budget_bytes == 0) return;
@@ -140,9 +157,9 @@ void ArenaPlan::fit(uint64_t freed, uint64_t reserved) {
     uint64_t largest = 0;
     uint64_t staging = 0;
     while (needed + staging > room && tag->in_host > 0) {
-      const ChunkPlan& chunk = tag->copied[--tag->in_host];
-      const uint64_t pages = align_up(chunk.bytes(), kPage);
-      needed -= room_for(*tag, chunk);
+      const uint64_t size = tag->sizes[--tag->in_host];
+      const uint64_t pages = align_up(size, kPage);
+      needed -= room_for(*tag, size);
       padded += pages;
       largest = std::max(largest, pages);
       staging = spill_staging(padded, largest);

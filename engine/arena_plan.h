@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -23,17 +24,19 @@ class ArenaPlan {
   struct Tag {
     std::string tag;
     uint64_t clean_bytes = 0;              // bytes of a clean image, of which nothing is copied; 0: it is not clean
-    std::vector<ChunkPlan> copied{};       // chunks to copy from device memory, the most needed first
-    std::vector<BlockContent> contents{};  // content of each of `copied`, if the tag has blocks
-    size_t in_host = 0;                    // number of chunks of `copied`, from the first on, that fit into the arena
+    std::vector<uint64_t> sizes{};         // bytes of each chunk to copy from device memory, the most needed first
+    std::vector<ChunkPlan> copied{};       // with Take::kNow: these chunks
+    std::vector<BlockContent> contents{};  // with Take::kNow: the content of each, if the tag has blocks
+    size_t in_host = 0;                    // number of these chunks, from the first on, that fit into the arena
     uint64_t reused_bytes = 0;             // bytes of retained blocks that the image takes over
     uint64_t retained_bytes = 0;           // bytes of the arena that those blocks have
     uint64_t borrowed_bytes = 0;           // bytes of blocks that the host store has
     TagImage image{};                      // with Take::kNow: the blocks taken over and borrowed
-    std::vector<SavedChunk> spilled{};     // the other chunks of `copied`, as saved in the spill file
+    std::vector<SavedChunk> spilled{};     // the other chunks, as saved in the spill file
 
     bool clean() const { return clean_bytes != 0; }
     uint64_t unread_bytes() const { return clean_bytes + reused_bytes + borrowed_bytes; }
+    uint64_t copied_bytes() const;
     uint64_t spilled_bytes() const;
   };
   enum class Take : uint8_t {
@@ -63,9 +66,11 @@ class ArenaPlan {
   ArenaPlan(const RankParts& parts, const RegionImages& images, const PackedShares& shares)
       : parts_(&parts), images_(&images), shares_(&shares) {}
   Status add_blocks(Tag& tag, const orders::Save& order, Take take) const;
+  std::vector<uint64_t> take_over(TagImage& image, std::span<const int32_t> blocks,
+                                  std::span<const BlockContent> contents) const;
   bool can_borrow(const Tag& tag, const HostStore::Stored& stored) const;
   void borrow(Tag& tag, const HostStore::Stored& stored, int32_t block, const std::shared_ptr<HostStore>& store) const;
-  uint64_t room_for(const Tag& tag, const ChunkPlan& chunk) const;
+  uint64_t room_for(const Tag& tag, uint64_t bytes) const;
 
   const RankParts* parts_;
   const RegionImages* images_;

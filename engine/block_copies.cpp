@@ -30,8 +30,8 @@ Result<orders::CopyBlocks::Reply> copy_blocks_within(DeviceMemory& device, const
     }
     if (!targets.insert(order.to[i]).second || sources.contains(order.to[i]))
       return invalid(fmt::format("KV block {} is a target, and another target or a source", order.to[i]));
-    const std::vector<KvPiece> from = layout.pieces_of(static_cast<uint32_t>(order.from[i]));
-    const std::vector<KvPiece> to = layout.pieces_of(static_cast<uint32_t>(order.to[i]));
+    const std::vector<DevicePiece> from = layout.pieces_of(static_cast<uint32_t>(order.from[i]));
+    const std::vector<DevicePiece> to = layout.pieces_of(static_cast<uint32_t>(order.to[i]));
     for (size_t piece = 0; piece < from.size(); ++piece) {
       copies.push_back({.to = to[piece].address, .from = from[piece].address, .bytes = from[piece].bytes});
       reply.bytes += from[piece].bytes;

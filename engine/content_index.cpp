@@ -45,14 +45,11 @@ void ContentIndex::forget_blocks() noexcept {
   stored_.clear();
 }
 
-HostPlaces ContentIndex::find_in_host(std::span<const int32_t> blocks, std::span<const BlockContent> contents,
-                                      std::span<const Slot> slots) const {
-  HostPlaces found{.retained_bytes = retained_->find(blocks, contents),
-                   .store = slots.empty() ? nullptr : host_store_.lock(),
-                   .in_store = {}};
+BlocksInStore ContentIndex::find_in_store(std::span<const Slot> slots) const {
+  BlocksInStore found{.store = slots.empty() ? nullptr : host_store_.lock(), .stored = {}};
   if (found.store == nullptr) return found;
-  found.in_store.reserve(slots.size());
-  for (const Slot slot : slots) found.in_store.push_back(found.store->stored(slot));
+  found.stored.reserve(slots.size());
+  for (const Slot slot : slots) found.stored.push_back(found.store->stored(slot));
   return found;
 }
 

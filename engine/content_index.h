@@ -30,11 +30,10 @@
 
 namespace torpor {
 
-// Where the bytes of KV blocks are in host memory. Each list is in the order of the blocks that were asked for.
-struct HostPlaces {
-  std::vector<uint64_t> retained_bytes;                    // bytes of the arena of each block; 0: it is not retained
-  std::shared_ptr<HostStore> store;                        // null: there is no store, or it was not asked
-  std::vector<std::optional<HostStore::Stored>> in_store;  // of each block; empty without a store
+// What the host store has of KV blocks.
+struct BlocksInStore {
+  std::shared_ptr<HostStore> store;                      // null: there is no store, or it was not asked
+  std::vector<std::optional<HostStore::Stored>> stored;  // of each block that was asked for; empty without a store
 };
 
 class ContentIndex {
@@ -70,23 +69,22 @@ class ContentIndex {
 
   // --- KV blocks ---
 
-  // Ask this store in find_in_host() from now on; null: no store.
+  // Ask this store in find_in_store() from now on; null: no store.
   void set_host_store(std::weak_ptr<HostStore> store) { host_store_ = std::move(store); }
   // Forget what the arena and checkpoints have of KV blocks, as any block may have been written.
   void forget_blocks() noexcept;
-  // Return where the bytes of each block are in host memory. `slots`: the slot of each block in the host store, or
-  // empty.
-  HostPlaces find_in_host(std::span<const int32_t> blocks, std::span<const BlockContent> contents,
-                          std::span<const Slot> slots) const;
-  // Move the retained content of each of these blocks out: one entry a block, with empty `bytes` if nothing is
-  // retained. All other retained blocks are released. (This is const because the arena may evict them at any time
-  // anyway.)
-  std::vector<RetainedBlocks::Block> take_retained(std::span<const int32_t> blocks,
-                                                   std::span<const BlockContent> contents) const {
+  // Return what the host store has of blocks. `slots`: the slot of each block there; or empty: do not ask.
+  BlocksInStore find_in_store(std::span<const Slot> slots) const;
+  // See RetainedBlocks::find().
+  std::vector<uint64_t> find_retained(std::span<const int32_t> blocks, std::span<const BlockContent> contents) const {
+    return retained_->find(blocks, contents);
+  }
+  // See RetainedBlocks::take(). (This is const because the arena may evict retained blocks at any time anyway.)
+  RetainedBlocks::Taken take_retained(std::span<const int32_t> blocks, std::span<const BlockContent> contents) const {
     return retained_->take(blocks, contents);
   }
   // Retain these blocks in place of what is retained now, up to `retain_bytes`.
-  void retain(std::vector<RetainedBlocks::Block> blocks) noexcept { retained_->keep(std::move(blocks), retain_bytes_); }
+  void retain(RetainedBlocks::Blocks blocks) { retained_->keep(std::move(blocks), retain_bytes_); }
   uint64_t retained_bytes() const { return retained_->bytes(); }
   void release_retained() noexcept { retained_->clear(); }
   // Return the blocks of the newest checkpoint and of the one before it.

@@ -50,21 +50,21 @@ bool DeviceChunks::holds_blocks(const RegionInfo& region) const {
          });
 }
 
+Status DeviceChunks::check(int32_t block) const {
+  if (block >= 0 && static_cast<uint32_t>(block) < kv_layout_.num_blocks) return ok();
+  return Error{.code = Code::kIncompatible,
+               .what = fmt::format("KV block {} does not exist, there are {}", block, kv_layout_.num_blocks),
+               .next_step = "start the engine as the one that slept was started"};
+}
+
 Result<ChunkKey> DeviceChunks::key_of(int32_t block) const {
-  if (block < 0 || static_cast<uint32_t>(block) >= kv_layout_.num_blocks) {
-    return Error{.code = Code::kIncompatible,
-                 .what = fmt::format("KV block {} does not exist, there are {}", block, kv_layout_.num_blocks),
-                 .next_step = "start the engine as the one that slept was started"};
-  }
+  TORPOR_RETURN_IF_ERROR(check(block));
   return ChunkKey{.kind = ChunkKind::kKvBlock, .tag = kv_tag_, .index = static_cast<uint64_t>(block)};
 }
 
 Result<ChunkPlan> DeviceChunks::of_block(int32_t block) const {
   TORPOR_ASSIGN_OR_RETURN(ChunkKey key, key_of(block));
-  ChunkPlan plan{.key = std::move(key), .pieces = {}};
-  for (const KvPiece& piece : kv_layout_.pieces_of(static_cast<uint32_t>(block)))
-    plan.pieces.push_back({piece.address, piece.bytes});
-  return plan;
+  return ChunkPlan{.key = std::move(key), .pieces = kv_layout_.pieces_of(static_cast<uint32_t>(block))};
 }
 
 Result<std::vector<ChunkPlan>> DeviceChunks::of_blocks(std::span<const int32_t> blocks) const {

@@ -34,6 +34,7 @@ class DeviceChunks {
   uint64_t block_bytes() const { return block_bytes_; }
   bool holds_blocks(const RegionInfo& region) const;
 
+  Status check(int32_t block) const;  // kIncompatible: there is no such block
   // Return the key of a block. kIncompatible: there is no such block.
   Result<ChunkKey> key_of(int32_t block) const;
   // Return where each of these blocks lies. kIncompatible: one does not exist.

@@ -24,10 +24,8 @@ Result<ChunkPlan> plan_of(const KvLayout& layout, int32_t block, uint64_t positi
                  .what = fmt::format("KV block {} does not exist, there are {}", block, layout.num_blocks),
                  .next_step = "name blocks of this engine"};
   }
-  ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock, .tag = kKvCacheTag, .index = position}, .pieces = {}};
-  for (const KvPiece& piece : layout.pieces_of(static_cast<uint32_t>(block)))
-    plan.pieces.push_back({piece.address, piece.bytes});
-  return plan;
+  return ChunkPlan{.key = {.kind = ChunkKind::kKvBlock, .tag = kKvCacheTag, .index = position},
+                   .pieces = layout.pieces_of(static_cast<uint32_t>(block))};
 }
 
 Error damaged(const std::string& image, const ChunkKey& key, const char* what, const char* next_step) {

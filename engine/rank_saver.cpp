@@ -22,13 +22,17 @@ void sort_by_address(ArenaPlan::Tag& tag) {
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
     return tag.copied[a].pieces.front().address < tag.copied[b].pieces.front().address;
   });
+  std::vector<uint64_t> sizes;
   std::vector<ChunkPlan> copied;
   std::vector<BlockContent> contents;
+  sizes.reserve(order.size());
   copied.reserve(order.size());
   for (const size_t i : order) {
+    sizes.push_back(tag.sizes[i]);
     copied.push_back(std::move(tag.copied[i]));
     if (!tag.contents.empty()) contents.push_back(tag.contents[i]);
   }
+  tag.sizes = std::move(sizes);
   tag.copied = std::move(copied);
   tag.contents = std::move(contents);
 }
@@ -177,7 +181,7 @@ Status RankSaver::copy_to_host(ArenaPlan& plan, ReleaseGate* gate) {
 orders::Save::Reply RankSaver::complete_images(ArenaPlan& plan, Memory memory) {
   orders::Save::Reply reply;
   for (ArenaPlan::Tag& tag : plan.tags()) {
-    reply.bytes += bytes_of(tag.copied);
+    reply.bytes += tag.copied_bytes();
     reply.spilled_bytes += tag.spilled_bytes();
     reply.reused_bytes += tag.unread_bytes();
     TagImage& image = *images_.find(tag.tag);
@@ -228,7 +232,7 @@ Result<orders::Save::Reply> RankSaver::plan(const orders::Save& order) const {
   plan.fit(retained - std::min(retained, taken_over), staging);
   orders::Save::Reply reply;
   for (const ArenaPlan::Tag& tag : plan.tags()) {
-    reply.copied_bytes[tag.tag] = bytes_of(tag.copied);
+    reply.copied_bytes[tag.tag] = tag.copied_bytes();
     reply.reused_bytes += tag.unread_bytes();
     reply.spilled_bytes += tag.spilled_bytes();
   }

@@ -149,13 +149,12 @@ void RegionImages::forget_saved(const std::vector<std::string>& tags) noexcept {
 void RegionImages::retain(TagImage& image) noexcept {
   if (parts_.retain_kv_bytes == 0 || image.host == nullptr) return;
   (void)try_catch([&]() -> Status {
-    std::vector<RetainedBlocks::Block> blocks;
-    blocks.reserve(image.in_host);
-    for (size_t i = 0; i < image.in_host && i < image.contents.size(); ++i) {
-      HostArena::Span bytes = image.host->release(image.chunks[i]);
-      if (!bytes.empty()) blocks.push_back({std::move(image.chunks[i]), std::move(bytes), image.contents[i]});
-    }
-    index_.retain(std::move(blocks));
+    const size_t saved = std::min(image.in_host, image.contents.size());
+    image.chunks.resize(saved);
+    image.contents.resize(saved);
+    TORPOR_RETURN_IF_ERROR(image.host->finish());
+    index_.retain(
+        {.host = std::move(image.host), .chunks = std::move(image.chunks), .contents = std::move(image.contents)});
     return ok();
   });
 }

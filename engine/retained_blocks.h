@@ -10,12 +10,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
-#include "allocator/host_arena.h"
 #include "base/mutex.h"
 #include "offload/chunk.h"
+#include "offload/host_tier.h"
 
 namespace torpor {
 
@@ -23,6 +24,7 @@ namespace torpor {
 struct BlockContent {
   uint64_t version = 0;  // 0: it has none
   uint64_t steps = 0;    // number of steps that the engine had taken; 0: not known
+  bool known() const { return version != 0 || steps != 0; }
   bool same_as(const BlockContent& other) const {
     return version != 0 ? version == other.version : other.version == 0 && steps != 0 && steps == other.steps;
   }
@@ -34,28 +36,33 @@ Result<std::vector<BlockContent>> contents_of(std::span<const int32_t> blocks, s
 
 class RetainedBlocks {
  public:
-  struct Block {
-    SavedChunk chunk;
-    HostArena::Span bytes;
-    BlockContent content;
+  // The lists of an image (TagImage). They move from the image of one sleep to that of the next, and are not made anew
+  // for each.
+  struct Blocks {
+    std::unique_ptr<HostTier> host;      // has the bytes; null: there are no blocks
+    std::vector<SavedChunk> chunks;      // as `host` has them
+    std::vector<BlockContent> contents;  // of each chunk
+  };
+  struct Taken {
+    Blocks blocks;
+    std::vector<uint64_t> bytes;  // as from find()
   };
 
   // Replace the retained blocks by as many of these as the budget allows: those with a version first, else in the given
-  // order. If there is no memory for the list, none is retained.
-  void keep(std::vector<Block> blocks, uint64_t budget_bytes) noexcept;
-  // Return for each wanted block the bytes that take() would find; 0: none.
+  // order. Blocks without a known content are released.
+  void keep(Blocks blocks, uint64_t budget_bytes);
+  // Return for each wanted block the bytes of the arena that it has; 0: it is not retained with this content.
   std::vector<uint64_t> find(std::span<const int32_t> wanted, std::span<const BlockContent> contents) const;
-  // Move out each wanted block whose content is current: one entry for each of `wanted`, with empty `bytes` if there is
-  // none. All other blocks are released.
-  std::vector<Block> take(std::span<const int32_t> wanted, std::span<const BlockContent> contents);
+  // Move out those that find() would find, in the order of `wanted`. All other blocks are released.
+  Taken take(std::span<const int32_t> wanted, std::span<const BlockContent> contents);
   // Release at least `bytes`, or all; return how many were released.
   uint64_t give_up(uint64_t bytes) noexcept;
   void clear() noexcept;
   uint64_t bytes() const;
 
  private:
-  mutable Mutex mutex_;                                  // not held while memory is given back to the arena
-  std::vector<Block> blocks_ TORPOR_GUARDED_BY(mutex_);  // evicted from the end
+  mutable Mutex mutex_;                      // not held while memory is given back to the arena
+  Blocks blocks_ TORPOR_GUARDED_BY(mutex_);  // evicted from the end
   uint64_t bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 

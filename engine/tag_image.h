@@ -27,11 +27,12 @@ struct TagImage {
   size_t in_host = 0;
   std::unique_ptr<RecordStore> spilled;  // null: none are
   HostArena::Span staging;               // memory of the arena, reserved to bring those back
-  std::vector<BlockContent> contents;    // of each chunk; of blocks in the arena only
-  uint64_t reused_bytes = 0;             // that the sleep did not copy
-  bool kept = false;                     // it stayed after a wake
-  bool clean = false;                    // kept, and equal to the content of the attached tag
-  uint64_t bytes() const {               // of the content
+  // Of blocks with `host`: of each chunk there; not known() of a borrowed one, which cannot be retained.
+  std::vector<BlockContent> contents;
+  uint64_t reused_bytes = 0;  // that the sleep did not copy
+  bool kept = false;          // it stayed after a wake
+  bool clean = false;         // kept, and equal to the content of the attached tag
+  uint64_t bytes() const {    // of the content
     uint64_t bytes = 0;
     for (const SavedChunk& chunk : chunks) bytes += chunk.bytes;
     return bytes;

@@ -136,8 +136,8 @@ KvLayout KvLayout::merged() const {
   return merged;
 }
 
-std::vector<KvPiece> KvLayout::pieces_of(uint32_t block) const {
-  std::vector<KvPiece> pieces;
+std::vector<DevicePiece> KvLayout::pieces_of(uint32_t block) const {
+  std::vector<DevicePiece> pieces;
   for (const KvTensor& tensor : tensors) {
     for (uint32_t layer = 0; layer < tensor.layers; ++layer) {
       const uint64_t address = tensor.address + layer * tensor.layer_stride + block * tensor.block_stride;

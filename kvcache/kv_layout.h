@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "offload/chunk.h"
 
 namespace torpor {
 
@@ -22,11 +23,6 @@ struct KvTensor {
   uint64_t block_stride = 0;  // bytes
   uint64_t block_bytes = 0;   // bytes of one block in one layer
   friend bool operator==(const KvTensor&, const KvTensor&) = default;
-};
-
-struct KvPiece {
-  uint64_t address = 0;
-  uint64_t bytes = 0;
 };
 
 struct KvLayout {
@@ -42,7 +38,7 @@ struct KvLayout {
   KvLayout merged() const;
   // Return the pieces of a block, tensor by tensor and layer by layer; adjacent pieces are joined. Precondition: block
   // < num_blocks.
-  std::vector<KvPiece> pieces_of(uint32_t block) const;
+  std::vector<DevicePiece> pieces_of(uint32_t block) const;
   friend bool operator==(const KvLayout&, const KvLayout&) = default;
 };
 

@@ -252,8 +252,7 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
     } else if (move) {
       chunk.pieces.push_back({.bytes = block_bytes_});
     } else {
-      for (const KvPiece& piece : layout_.pieces_of(static_cast<uint32_t>(get ? to[i] : from[i])))
-        chunk.pieces.push_back({piece.address, piece.bytes});
+      chunk.pieces = layout_.pieces_of(static_cast<uint32_t>(get ? to[i] : from[i]));
     }
     ChunkTransfer& transfer = job.chunks.emplace_back();
     transfer.plan = &chunk;

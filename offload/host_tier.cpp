@@ -93,6 +93,19 @@ HostArena::Span HostTier::release(const SavedChunk& chunk) noexcept {
   return std::move(places_[chunk.offset].span);
 }
 
+void HostTier::keep_only(std::span<SavedChunk> chunks) {
+  std::vector<Place> kept;
+  const MutexLock lock(mutex_);
+  if (chunks.size() == places_.size()) return;
+  kept.reserve(chunks.size());
+  for (SavedChunk& chunk : chunks) {
+    kept.push_back(std::move(places_[chunk.offset]));
+    chunk.offset = kept.size() - 1;
+  }
+  places_.swap(kept);
+  lender_.reset();
+}
+
 std::span<std::byte> HostTier::view(const SavedChunk& chunk) {
   const MutexLock lock(mutex_);
   if (chunk.offset >= places_.size() || places_[chunk.offset].bytes.size() != chunk.bytes) return {};

@@ -50,6 +50,9 @@ class HostTier final : public RecordStore {
   bool readable(Codec codec) const { return codec == Codec::kNone || codec == codec_; }
   // Remove a chunk from this tier and return its memory; empty if the tier does not have it, or borrowed it.
   HostArena::Span release(const SavedChunk& chunk) noexcept;
+  // Release all chunks but these, the borrowed ones too, and set the offsets of these. Precondition: the tier has them
+  // and borrowed none of them. If memory runs out (std::bad_alloc), nothing changes.
+  void keep_only(std::span<SavedChunk> chunks);
   // Keep `tier` until the process ends, because a copy may still read or write its memory. Ignores null. Allocates
   // nothing.
   static void abandon(std::unique_ptr<HostTier> tier) noexcept;

@@ -227,6 +227,21 @@ TEST_F(BorrowedKv, TheStoreMayEndWhileTheEngineSleeps) {
   EXPECT_EQ(save(saving({1}, {0})), Moved(1, 0));  // it is gone with the wake
 }
 
+TEST_F(BorrowedKv, WhatIsRetainedBesideThemHoldsNoStore) {
+  write(1, 11), write(2, 12);
+  store(0, 11);
+  EXPECT_EQ(save(saving({1, 2}, {0, -1})), Moved(1, 1));
+  detach();
+  wake();
+  const std::weak_ptr<HostStore> lender = store_;
+  store_.reset();
+  EXPECT_TRUE(lender.expired());
+  EXPECT_EQ(save(saving({1, 2}, {0, -1})), Moved(1, 1));  // the second is retained
+  detach();
+  wake();
+  EXPECT_TRUE(holds(1, 11) && holds(2, 12));
+}
+
 TEST_F(BorrowedKv, WhoWritesBlocksBesideTheEngineMakesItWorthless) {
   write(1, 11);
   store(0, 11);

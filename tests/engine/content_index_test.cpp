@@ -25,18 +25,18 @@ class ContentIndexTest : public ::testing::Test {
         weights_(value_of(allocator_->allocate(kWeights, "w", 64 * kKiB))),
         index_(*device_, *allocator_, *arena_, 3 * kBlock) {}
   char* weights() { return reinterpret_cast<char*>(weights_); }  // NOLINT(performance-no-int-to-ptr)
-  RetainedBlocks::Block block(int32_t number, uint64_t version) {
-    return {.chunk = {.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(number)},
-                      .bytes = kBlock,
-                      .stored_bytes = kBlock},
-            .bytes = value_of(arena_->allocate(kBlock)),
-            .content = {.version = version}};
-  }
   void retain(std::initializer_list<std::pair<int32_t, uint64_t>> blocks) {
-    std::vector<RetainedBlocks::Block> all;
-    for (const auto& [number, version] : blocks) all.push_back(block(number, version));
+    RetainedBlocks::Blocks all{.host = std::make_unique<HostTier>(*arena_), .chunks = {}, .contents = {}};
+    for (const auto& [number, version] : blocks) {
+      SavedChunk chunk{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = static_cast<uint64_t>(number)},
+                       .bytes = kBlock};
+      std::memset(value_of(all.host->place(chunk)).data(), number, kBlock);
+      all.chunks.push_back(chunk);
+      all.contents.push_back({.version = version});
+    }
     index_.retain(std::move(all));
   }
+  uint64_t used() const { return arena_->info().used_bytes; }
   const std::string kWeights = std::string(kWeightsTag);
   const std::unique_ptr<DeviceMemory> device_;
   const std::unique_ptr<SleepAllocator> allocator_;
@@ -49,15 +49,29 @@ class ContentIndexTest : public ::testing::Test {
 
 TEST_F(ContentIndexTest, ABlockIsInTheArenaOnlyWithItsVersion) {
   retain({{5, 50}, {6, 61}});
-  const HostPlaces places = index_.find_in_host(blocks_, contents_, {});
-  EXPECT_EQ(places.retained_bytes[0], kBlock);
-  EXPECT_EQ(places.retained_bytes[1], 0u);
-  EXPECT_EQ(places.retained_bytes[2], 0u);
-  EXPECT_TRUE(places.in_store.empty());
-  std::vector<RetainedBlocks::Block> taken = index_.take_retained(blocks_, contents_);
-  EXPECT_FALSE(taken[0].bytes.empty());
-  EXPECT_TRUE(taken[1].bytes.empty() && taken[2].bytes.empty());
-  EXPECT_EQ(index_.retained_bytes(), 0u);  // what had another version has gone
+  EXPECT_EQ(index_.find_retained(blocks_, contents_), (std::vector<uint64_t>{kBlock, 0, 0}));
+  const RetainedBlocks::Taken taken = index_.take_retained(blocks_, contents_);
+  EXPECT_EQ(taken.bytes, (std::vector<uint64_t>{kBlock, 0, 0}));
+  ASSERT_EQ(taken.blocks.chunks.size(), 1u);
+  EXPECT_EQ(taken.blocks.host->view(taken.blocks.chunks[0])[0], std::byte{5});
+  EXPECT_EQ(index_.retained_bytes(), 0u);
+  EXPECT_EQ(used(), kBlock) << "what had another version has gone";
+}
+
+TEST_F(ContentIndexTest, BlocksAreTakenInTheOrderInWhichTheyAreWantedAndOnce) {
+  retain({{7, 70}, {9, 90}, {5, 50}, {6, 60}});  // the budget is for three
+  const std::vector<int32_t> wanted{5, 7, 5, 6};
+  const std::vector<BlockContent> contents{{.version = 50}, {.version = 70}, {.version = 50}, {.version = 60}};
+  const RetainedBlocks::Taken taken = index_.take_retained(wanted, contents);
+  EXPECT_EQ(taken.bytes, (std::vector<uint64_t>{kBlock, kBlock, 0, 0}));
+  ASSERT_EQ(taken.blocks.chunks.size(), 2u);
+  for (size_t i = 0; i < 2; ++i) {
+    const SavedChunk& chunk = taken.blocks.chunks[i];
+    EXPECT_EQ(chunk.key.index, static_cast<uint64_t>(wanted[i]));
+    EXPECT_EQ(taken.blocks.contents[i].version, contents[i].version);
+    EXPECT_EQ(taken.blocks.host->view(chunk)[0], static_cast<std::byte>(wanted[i]));
+  }
+  EXPECT_EQ(used(), 2 * kBlock);
 }
 
 TEST_F(ContentIndexTest, AHostStoreIsAskedUntilItIsNotBelieved) {
@@ -67,14 +81,14 @@ TEST_F(ContentIndexTest, AHostStoreIsAskedUntilItIsNotBelieved) {
   std::memset(value_of(store->place(second)).data(), 'x', kBlock);
   ASSERT_SUCCEEDS(store->placed(1, {}));
   const std::vector<Slot> slots{-1, 1, 0};
-  const HostPlaces places = index_.find_in_host(blocks_, contents_, slots);
-  ASSERT_EQ(places.in_store.size(), 3u);
-  ASSERT_TRUE(places.in_store[1]);
-  EXPECT_EQ(places.in_store[1]->bytes[0], std::byte{'x'});
-  EXPECT_FALSE(places.in_store[0] || places.in_store[2]);
-  EXPECT_TRUE(index_.find_in_host(blocks_, contents_, {}).in_store.empty());
+  const BlocksInStore found = index_.find_in_store(slots);
+  ASSERT_EQ(found.stored.size(), 3u);
+  ASSERT_TRUE(found.stored[1]);
+  EXPECT_EQ(found.stored[1]->bytes[0], std::byte{'x'});
+  EXPECT_FALSE(found.stored[0] || found.stored[2]);
+  EXPECT_TRUE(index_.find_in_store({}).stored.empty());
   index_.set_host_store({});
-  EXPECT_TRUE(index_.find_in_host(blocks_, contents_, slots).in_store.empty());
+  EXPECT_TRUE(index_.find_in_store(slots).stored.empty());
 }
 
 TEST_F(ContentIndexTest, WhatIsRetainedGoesWhereTheArenaNeedsRoom) {
@@ -82,10 +96,11 @@ TEST_F(ContentIndexTest, WhatIsRetainedGoesWhereTheArenaNeedsRoom) {
   EXPECT_EQ(index_.retained_bytes(), 3 * kBlock);
   const HostArena::Span rest = value_of(arena_->allocate(64 * kKiB - 3 * kBlock));
   const HostArena::Span one_more = value_of(arena_->allocate(kBlock));
-  const HostPlaces places = index_.find_in_host(blocks_, contents_, {});
-  EXPECT_EQ(places.retained_bytes[0], kBlock);
-  EXPECT_EQ(places.retained_bytes[1], kBlock);
-  EXPECT_EQ(places.retained_bytes[2], 0u) << "the last goes first";
+  const std::vector<uint64_t> left{kBlock, kBlock, 0};
+  EXPECT_EQ(index_.find_retained(blocks_, contents_), left) << "the last goes first";
+  const RetainedBlocks::Taken taken = index_.take_retained(blocks_, contents_);
+  EXPECT_EQ(taken.bytes, left);
+  EXPECT_EQ(taken.blocks.host->view(taken.blocks.chunks.at(1))[0], std::byte{6});
 }
 
 TEST_F(ContentIndexTest, ForgottenBlocksAreNowhere) {
@@ -94,7 +109,7 @@ TEST_F(ContentIndexTest, ForgottenBlocksAreNowhere) {
   index_.checkpoints().note(checkpoint, {}, blocks_, contents_);
   EXPECT_TRUE(index_.checkpoints().find(checkpoint, 5, contents_[0]));
   index_.forget_blocks();
-  EXPECT_EQ(index_.find_in_host(blocks_, contents_, {}).retained_bytes[0], 0u);
+  EXPECT_EQ(index_.find_retained(blocks_, contents_)[0], 0u);
   EXPECT_FALSE(index_.checkpoints().find(checkpoint, 5, contents_[0]));
 }
 

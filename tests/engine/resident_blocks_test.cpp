@@ -43,7 +43,7 @@ class ResidentBlocks : public ::testing::Test {
     std::map<int32_t, Digest> digests;
     for (const BlockPoolSnapshot::Block& block : engine.pool().snapshot().registered) {
       StreamingDigest digest;
-      for (const KvPiece& piece : engine.memory().kv_layout().pieces_of(static_cast<uint32_t>(block.id)))
+      for (const DevicePiece& piece : engine.memory().kv_layout().pieces_of(static_cast<uint32_t>(block.id)))
         digest.update({reinterpret_cast<const std::byte*>(piece.address), piece.bytes});  // NOLINT
       digests[block.id] = digest.finish();
     }

@@ -23,7 +23,7 @@ TEST(KvLayout, PiecesCoverEveryByteOfTheTensorOnce) {
     std::set<uint64_t> bytes;
     for (uint32_t block = 0; block < layout.num_blocks; ++block) {
       uint64_t sum = 0;
-      for (const KvPiece& piece : layout.pieces_of(block)) {
+      for (const DevicePiece& piece : layout.pieces_of(block)) {
         sum += piece.bytes;
         for (uint64_t i = 0; i < piece.bytes; ++i) EXPECT_TRUE(bytes.insert(piece.address + i).second);
       }
@@ -98,7 +98,7 @@ TEST(KvLayout, GroupsOverOneAnotherAreMergedToEachByteOnce) {
     std::set<uint64_t> all;
     for (uint32_t block = 0; block < layout.num_blocks; ++block) {
       std::set<uint64_t> bytes;
-      for (const KvPiece& piece : merged.pieces_of(block)) {
+      for (const DevicePiece& piece : merged.pieces_of(block)) {
         for (uint64_t i = 0; i < piece.bytes; ++i) {
           EXPECT_TRUE(bytes.insert(piece.address + i).second);
           EXPECT_TRUE(all.insert(piece.address + i).second) << "it belongs to another block, too";

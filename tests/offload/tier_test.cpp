@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What every tier must do, run on all.
+#include <array>
+#include <cstring>
 #include <numeric>
 #include <thread>
 
@@ -98,6 +100,35 @@ TEST(HostTier, BeyondTheBudgetNothingIsTaken) {
   HostTier tier(*arena);
   EXPECT_FAILS(tier.prepare(2 * kMiB, 1), Code::kResourceExhausted);
   EXPECT_EQ(arena->info().used_bytes, 0u);
+}
+
+TEST(HostTier, KeepsOnlyTheNamedChunksAndNothingBorrowed) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = kMiB}));
+  HostTier tier(*arena);
+  const auto put = [&](int value) {
+    SavedChunk chunk{.bytes = 100};
+    std::memset(value_of(tier.place(chunk)).data(), value, 100);
+    return chunk;
+  };
+  const SavedChunk first = put(1);
+  std::vector<SavedChunk> chunks{first, put(2), put(3)};
+  tier.keep_only(chunks);  // no others are there
+  EXPECT_EQ(arena->info().used_bytes, 3 * kPage);
+  EXPECT_EQ(tier.view(chunks[2])[0], std::byte{3});
+
+  const auto lender = std::make_shared<std::array<std::byte, 100>>();
+  SavedChunk borrowed;
+  tier.borrow(borrowed, *lender, Codec::kNone, lender);
+  std::swap(chunks[0], chunks[2]);
+  chunks.pop_back();
+  tier.keep_only(chunks);
+  EXPECT_EQ(arena->info().used_bytes, 2 * kPage);
+  EXPECT_EQ(lender.use_count(), 1) << "the tier keeps memory of others alive without need";
+  EXPECT_EQ(tier.view(chunks[0])[0], std::byte{3});
+  EXPECT_EQ(tier.view(chunks[1])[0], std::byte{2});
+  const SavedChunk next = put(4);
+  EXPECT_EQ(tier.view(next)[0], std::byte{4});
+  EXPECT_EQ(tier.view(chunks[1])[0], std::byte{2});
 }
 
 class DiskTierFile : public ::testing::Test {

@@ -37,10 +37,8 @@ constexpr Model kSmall{"135M", 30, 3 * 64 * 2 * 2};
 constexpr Model kLarge{"70B", 80, 8 * 128 * 2 * 2};
 
 ChunkPlan plan_of(const KvLayout& layout, int32_t block, uint64_t slot) {
-  ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = slot}};
-  for (const KvPiece& piece : layout.pieces_of(static_cast<uint32_t>(block)))
-    plan.pieces.push_back({piece.address, piece.bytes});
-  return plan;
+  return {.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = slot},
+          .pieces = layout.pieces_of(static_cast<uint32_t>(block))};
 }
 
 class Case {

@@ -241,9 +241,8 @@ Json paged(const Gpu& gpu, const Options& options, const Budget& budget, int tok
   std::shuffle(ids.begin(), ids.end(), std::mt19937(1));
   std::vector<ChunkPlan> plans;
   for (uint32_t i = 0; i < moved; ++i) {
-    ChunkPlan plan{.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = ids[i]}};
-    for (const KvPiece& part : layout.pieces_of(ids[i])) plan.pieces.push_back({part.address, part.bytes});
-    plans.push_back(std::move(plan));
+    plans.push_back(
+        {.key = {.kind = ChunkKind::kKvBlock, .tag = "kv_cache", .index = ids[i]}, .pieces = layout.pieces_of(ids[i])});
   }
   std::vector<double> down, up;
   bool same = true;
@@ -261,7 +260,7 @@ Json paged(const Gpu& gpu, const Options& options, const Budget& budget, int tok
   std::vector<uint64_t> read(content.size());
   gpu.down(read.data(), layout.tensors[0].address, bytes);
   for (uint32_t i = 0; i < blocks; ++i) {
-    for (const KvPiece& part : layout.pieces_of(ids[i])) {
+    for (const DevicePiece& part : layout.pieces_of(ids[i])) {
       const uint64_t at = (part.address - layout.tensors[0].address) / sizeof(uint64_t);
       const auto* const expected = content.data() + at;
       same = same &&
