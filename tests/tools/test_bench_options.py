@@ -17,7 +17,11 @@ BENCH = Path(__file__).resolve().parents[2] / "tools/bench"
     [
         (["within_step", "--tokens=64,x"], "argument --tokens: 'x' is not a whole number of 1 or more"),
         (["within_step", "--rounds=0"], "argument --rounds: '0' is not a whole number of 1 or more"),
-        (["trl", "--arms=keep,other"], "argument --arms: there is no arm other; choose of recompute, keep, resend"),
+        (["trl", "--arms=keep,other"], "argument --arms: there is no other; choose of recompute, keep, resend"),
+        (
+            ["peers", "--work=agents,all"],
+            "argument --work: there is no all; choose of return, restart, streams, agents",
+        ),
         (["verl", "--prompt-tokens=-1"], "argument --prompt-tokens: '-1' is not a whole number of 1 or more"),
     ],
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
 
 
 def count(text: str) -> int:
@@ -16,3 +17,15 @@ def count(text: str) -> int:
 def counts(text: str) -> list[int]:
     """Return the whole numbers of 1 or more that `text` has between commas, as 64,256,1024."""
     return [count(each) for each in text.split(",")]
+
+
+def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a type of words between commas, each of `known`."""
+
+    def chosen(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := sorted(set(names) - set(known)):
+            raise ArgumentTypeError(f"there is no {', '.join(unknown)}; choose of {', '.join(known)}")
+        return names
+
+    return chosen

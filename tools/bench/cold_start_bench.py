@@ -91,7 +91,11 @@ def start(contestant: str, options: argparse.Namespace, directory: Path, torpor:
     }
     command = [sys.executable, __file__, "--model", options.model, "--contestant", contestant, "--dir", directory]
     command += ["--torpor", torpor, *more, "--began", f"{time.monotonic()!r}"]
-    ran = subprocess.run(list(map(str, command)), env=os.environ | own, stdout=subprocess.PIPE, text=True)
+    env = os.environ | own
+    env.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # a user's second start finds modules compiled: so does the round that warms
+    ran = subprocess.run(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True)
     if ran.returncode != 0:
         raise SystemExit(f"{contestant} ended with exit code {ran.returncode}")
     return json.loads(ran.stdout.splitlines()[-1])

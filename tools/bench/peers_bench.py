@@ -31,22 +31,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from peers_engine import CONTESTANTS, DURABLE, Peer
 
-from bench_options import count, counts
+from bench_options import count, counts, some_of
 
 WORK = ("return", "restart", "streams", "agents")
 NEW_TOKENS = 16  # behind a conversation that returns
 STREAM_TOKENS, STREAM_ANSWER = 512, 64
 SESSIONS, SESSIONS_AT_ONCE = 24, 4
-
-
-def chosen(known: tuple[str, ...]):
-    def read(text: str) -> list[str]:
-        names = text.split(",")
-        if wrong := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"'{wrong[0]}' is none of {', '.join(known)}")
-        return names
-
-    return read
 
 
 class Bench:
@@ -183,8 +173,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
     parser.add_argument("--starts", type=count, default=5, help="of each engine")
     parser.add_argument("--tokens", type=counts, default=[1000, 4004], help="of conversations that return")
-    parser.add_argument("--work", type=chosen(WORK), default=list(WORK))
-    parser.add_argument("--contestants", type=chosen(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--work", type=some_of(WORK), default=list(WORK))
+    parser.add_argument("--contestants", type=some_of(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if options.model is None:

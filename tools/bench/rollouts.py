@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_options import count
+from bench_options import count, some_of
 
 SETTINGS = ("steps", "group_size", "extra", "tokens", "prompt_words")
 _RESULT = "RESULT "  # begins the line that holds the result, among those that libraries print
@@ -19,23 +19,14 @@ _RESULT = "RESULT "  # begins the line that holds the result, among those that l
 
 def parser_of(description: str, arms: Sequence[str]) -> argparse.ArgumentParser:
     """Return a parser of the options that each trainer's bench has; `--arms` takes some of `arms`."""
-
-    def chosen(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := set(names) - set(arms):
-            raise argparse.ArgumentTypeError(
-                f"there is no arm {', '.join(sorted(unknown))}; choose of {', '.join(arms)}"
-            )
-        return names
-
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
-    parser.add_argument("--steps", type=count, default=4)
+    parser.add_argument("--steps", type=count, default=3)
     parser.add_argument("--group-size", type=count, default=4)
     parser.add_argument("--extra", type=int, default=2, help="groups that are begun ahead")
-    parser.add_argument("--tokens", type=count, default=48, help="of a rollout, at most; at least a third of it")
+    parser.add_argument("--tokens", type=count, default=30, help="of a rollout, at most; at least a third of it")
     parser.add_argument("--prompt-words", type=count, default=100)
-    parser.add_argument("--arms", type=chosen, default=list(arms))
+    parser.add_argument("--arms", type=some_of(arms), default=list(arms))
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of a process in the trainer's environment
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
