@@ -168,7 +168,8 @@ def main(arguments: list[str]) -> int:
             of_part = replace(of, env=of.env | environment_of(part))
             problems, count = judged(of_part, found, list(PARTS[part]), part, "--golden" in arguments)
             code, with_mixin = code | problems, with_mixin + count
-        print(sum_of(of.version, parts, with_mixin), flush=True)
+        if not named:
+            print(sum_of(of.version, parts, with_mixin), flush=True)
     return code
 
 
