@@ -44,7 +44,7 @@ TEST_F(Spill, WhatFitsStaysInHostMemoryAndTheRestGoesToDiskAndComesBack) {
   const uint64_t all = unbounded.saved_bytes;
   const TestEngine::Tokens expected = uninterrupted(options());
   bool both = false;
-  for (uint64_t budget = 296 * kKiB; budget >= 224 * kKiB; budget -= 8 * kKiB) {
+  for (uint64_t budget = 320 * kKiB; budget >= 208 * kKiB; budget -= 4 * kKiB) {
     SCOPED_TRACE(budget);
     SleepingEngine slept = make(options(budget));
     begin(slept.engine);

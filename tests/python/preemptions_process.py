@@ -10,7 +10,7 @@ from pathlib import Path
 import scenarios
 from conftest import InProcess
 from requests_of_tests import run
-from test_sessions import rounded
+from test_sessions import alike
 from vllm import SamplingParams
 
 BLOCKS = 17  # one of them is vLLM's own; each request needs up to 6 of 32 tokens
@@ -77,7 +77,7 @@ class Engine:
             self.one.engine.step()
         [ledger] = self.one.llm.torpor.ledger()
         return {
-            "same": {name: rounded(found.get(name)) == rounded(self.expected[name]) for name in REQUESTS},
+            "same": {name: alike(found.get(name), self.expected[name]) for name in REQUESTS},
             "preempted": self.times,
             "counts": {name: count - self.before.get(name, 0) for name, count in after.items()},
             # Tokens that were computed more than once.

@@ -14,7 +14,7 @@ import scenarios
 from conftest import InProcess
 from requests_of_tests import REQUESTS, run
 from scripted_connector import LEDGER
-from test_sessions import rounded
+from test_sessions import alike
 from vllm.v1.request import RequestStatus
 
 from torpor.errors import Error
@@ -39,7 +39,7 @@ class Engine:
     def same(self, answers: dict) -> bool:
         finished = self.one.finish(answers)
         assert not self.torpor.hibernated() and not self.core.scheduler.requests.keys() & set(NAMES)
-        differ = [name for name in self.expected if rounded(finished.get(name)) != rounded(self.expected[name])]
+        differ = [name for name in self.expected if not alike(finished.get(name), self.expected[name])]
         assert not differ, f"{differ}: {[(finished.get(each), self.expected[each]) for each in differ]}"
         return finished.keys() == self.expected.keys()
 
@@ -91,7 +91,7 @@ class Engine:
         answers = self.one.begin(6, NAMES)
         forked = self.torpor.fork("greedy", 2)
         found = self.one.finish(answers)
-        same = all(rounded(found[child]) == rounded(self.expected["greedy"]) for child in forked.children)
+        same = all(alike(found[child], self.expected["greedy"]) for child in forked.children)
         return {"children": len(forked.children), "same": same}
 
     def ends_while_away(self) -> dict:
@@ -100,7 +100,7 @@ class Engine:
         self.one.engine.abort_request(LEAVE)
         rest = self.one.finish(answers)
         kept = {name: self.expected[name] for name in NAMES if name not in LEAVE}
-        same = all(rounded(rest[name]) == rounded(value) for name, value in kept.items())
+        same = all(alike(rest[name], value) for name, value in kept.items())
         return {"same": same, "images": len(self.torpor.hibernated())}
 
 
