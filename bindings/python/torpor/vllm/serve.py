@@ -13,7 +13,7 @@ import sys
 from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import entry_points
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torpor.errors import Busy, Error, Unsupported
 from torpor.vllm.near_names import meant
@@ -21,6 +21,8 @@ from torpor.vllm.options import Options, holds_memory_by
 from torpor.vllm.paths import expanded
 from torpor.vllm.server.settings import Settings, variable
 
+if TYPE_CHECKING:
+    from argparse import _ArgumentGroup
 
 _TRY_AGAIN = 75  # exit code of sysexits.h, EX_TEMPFAIL: the same start may succeed later
 _VALUES_OF_SWITCHES = ("1", "0", "true", "false", "yes", "no", "on", "off")
@@ -167,7 +169,7 @@ def _follow_owner(settings: Settings, parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _add_options(to: argparse.ArgumentParser | argparse._ArgumentGroup) -> dict[str, _Flag]:
+def _add_options(to: argparse.ArgumentParser | _ArgumentGroup) -> dict[str, _Flag]:
     """Add all options of the engine and the server. Return each by its name in a namespace."""
     known: dict[str, _Flag] = {}
 
