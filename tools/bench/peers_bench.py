@@ -6,7 +6,7 @@
 
 plain: vLLM with its prefix cache alone. torpor: host memory and disk. simple: SimpleCPUOffloadConnector, host memory.
 offloading: OffloadingConnector, host memory; offloading_fs: the same with its tier of files. All have as much host
-memory: 12 sessions of 900 tokens; the device has room for 6. SmolLM2-135M in bfloat16 on one computing thread.
+memory: 12 sessions of 900 tokens; the device has room for 6. SmolLM2-135M on one computing thread.
 
 return: first token of a conversation whose KV the device has lost, with 16 new tokens behind it; floor: the device has
 its KV. restart: the same after kill -9 and a new process. streams: eight new prompts at once: nothing is ever found.

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from connector_serve import BLOCK, WAIT_SECONDS, Engine, prompt_of
+from connector_serve import BLOCK, WAIT_SECONDS, Engine, best_dtype, prompt_of
 
 TESTS = Path(__file__).parents[2] / "tests/python"  # has the stand-ins with which vLLM's connectors copy on a CPU
 AT_ONCE = 8
@@ -27,10 +27,17 @@ DURABLE = ("torpor", "offloading_fs")  # find KV again after a kill
 
 
 def block_bytes(model: str) -> int:
-    """Return the bytes of a KV block in bfloat16."""
+    """Return the bytes of a KV block in the dtype that this machine computes fastest."""
     config = json.loads((Path(model) / "config.json").read_text())
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return BLOCK * config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head * 2
+    return (
+        BLOCK
+        * config["num_hidden_layers"]
+        * 2
+        * config["num_key_value_heads"]
+        * head
+        * (4 if best_dtype() == "float32" else 2)
+    )
 
 
 def transfers(contestant: str, host_bytes: int, folder: Path) -> dict:
@@ -61,7 +68,7 @@ class Peer(Engine):
             AT_ONCE,
             folder if contestant == "torpor" else None,
             {"host_bytes": host_bytes, "disk_bytes": DISK_BYTES},
-            "bfloat16",
+            best_dtype(),
             **more,
         )
 
