@@ -2,6 +2,7 @@
 #include "checkpoint/image_store.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <optional>
 
@@ -54,10 +55,14 @@ std::optional<int32_t> ended_position(std::string_view name) {
   return whole ? std::optional(position) : std::nullopt;
 }
 
-// Return whether the image was written as `id`. An image that cannot be read is identified by its path alone.
-bool is_same(const Directory& image, const SealId& id, const Key* key) {
+// Return whether the image was written as `id`. A damaged image is identified by its path alone. kIo and other errors
+// of the file system: it may be another image, so the caller leaves it alone.
+Result<bool> is_same(const Directory& image, const SealId& id, const Key* key) {
   const Result<OpenedManifest> opened = read_manifest(image, key);
-  return !opened || opened->manifest.id == id;
+  if (opened) return opened->manifest.id == id;
+  constexpr std::array kDamage = {Code::kCorruption, Code::kIncompatible, Code::kUnauthenticated, Code::kNotFound};
+  if (std::find(kDamage.begin(), kDamage.end(), opened.error().code) == kDamage.end()) return opened.error();
+  return true;
 }
 
 // A locked directory of an image.
@@ -257,7 +262,8 @@ Status ImageStore::remove(const std::string& name, const SealId& id) {
     {
       Result<std::unique_ptr<Directory>> image = locked.store->open_directory(generation_name(kGeneration));
       if (!image) return or_gone(std::move(image).error(), locked.path);
-      if (!is_same(**image, id, options_.key.get())) return gone(locked.path);
+      TORPOR_ASSIGN_OR_RETURN(const bool same, is_same(**image, id, options_.key.get()));
+      if (!same) return gone(locked.path);
     }
     return locked.take();
   });
@@ -270,7 +276,8 @@ Status ImageStore::note_ended(const std::string& name, const SealId& id, int32_t
       TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> store, all->open_directory(name));
       TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> image,
                               store->open_directory(generation_name(kGeneration)));
-      if (!is_same(*image, id, options_.key.get())) return gone(path_of(name));
+      TORPOR_ASSIGN_OR_RETURN(const bool same, is_same(*image, id, options_.key.get()));
+      if (!same) return gone(path_of(name));
       const std::string mark = fmt::format("{}{:06}", kEndedPrefix, position);
       if (image->open_file(mark)) return ok();
       TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, image->create_file(mark));

@@ -5,9 +5,11 @@
 
 #include <boost/filesystem.hpp>
 
+#include "base/log.h"
 #include "base/watched_file_system.h"
 #include "checkpoint/image_section.h"
 #include "engine/stored_images.h"
+#include "tests/support/faulty_file_system.h"
 #include "tests/support/image_engine.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
@@ -105,6 +107,32 @@ TEST_F(StoredImagesTest, AreNotTakenForOthersOfTheirName) {
   ASSERT_SUCCEEDS(other.stored.take("a"));
   EXPECT_EQ(value_of(other.images.get("a"))->requests.size(), 2u);
   EXPECT_TRUE(other.brings("a"));
+}
+
+// Also if it cannot be read which image it is: at each file call of the engine whose requests end.
+TEST_F(StoredImagesTest, AreNotRemovedForOthersOfTheirNameWhileTheyCannotBeRead) {
+  log().set_level(LogLevel::kOff);
+  bool fired = true;
+  for (uint64_t call = 1; fired; ++call) {
+    const test::TemporaryDirectory directory;
+    test::FaultyFileSystem files;
+    ImageEngine one(files, directory.path());
+    ASSERT_SUCCEEDS(one.extract("a"));
+    const std::string path = value_of(one.stored.store("a", ImageEngine::fields(), Value{}));
+    ImageEngine other(linux_file_system(), directory.path());
+    ASSERT_SUCCEEDS(other.open(path));
+    ASSERT_SUCCEEDS(other.stored.take("a"));
+    ASSERT_TRUE(other.brings("a"));
+    ASSERT_SUCCEEDS(other.extract("a"));
+    ASSERT_SUCCEEDS(other.stored.store("a", ImageEngine::fields(), Value{}));
+    files.plan.set(test::Fault::kError, call);
+    EXPECT_FALSE(one.stored.release("r1"));
+    EXPECT_TRUE(one.stored.release("r2"));
+    fired = files.plan.fired();
+    ASSERT_SUCCEEDS(other.stored.read_back("a")) << "call " << call;
+    ASSERT_SUCCEEDS(other.stored.take("a"));
+    EXPECT_EQ(value_of(other.images.get("a"))->requests.size(), 2u);
+  }
 }
 
 // As an engine on another host can, where locks do not reach it. At each file call of the one that reads.
