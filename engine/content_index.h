@@ -30,7 +30,7 @@
 
 namespace torpor {
 
-// What the host store has of KV blocks.
+// KV blocks as the host store has them.
 struct BlocksInStore {
   std::shared_ptr<HostStore> store;                      // null: there is no store, or it was not asked
   std::vector<std::optional<HostStore::Stored>> stored;  // of each block that was asked for; empty without a store

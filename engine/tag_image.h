@@ -27,7 +27,8 @@ struct TagImage {
   size_t in_host = 0;
   std::unique_ptr<RecordStore> spilled;  // null: none are
   HostArena::Span staging;               // memory of the arena, reserved to bring those back
-  // Of blocks with `host`: of each chunk there; not known() of a borrowed one, which cannot be retained.
+  // With `host`, if the tag has blocks: the content of each chunk there. A borrowed chunk has none that is known(), so
+  // it cannot be retained.
   std::vector<BlockContent> contents;
   uint64_t reused_bytes = 0;  // that the sleep did not copy
   bool kept = false;          // it stayed after a wake

@@ -29,6 +29,14 @@ class StoredImagesTest : public ::testing::Test {
     EXPECT_SUCCEEDS(engine_.extract(id));
     return value_of(engine_.stored.store(id, ImageEngine::fields(), Value{}));
   }
+  // The engine takes the image "a", and writes another one of that name.
+  static void take_and_store_again(ImageEngine& engine, const std::string& path) {
+    ASSERT_SUCCEEDS(engine.open(path));
+    ASSERT_SUCCEEDS(engine.stored.take("a"));
+    ASSERT_TRUE(engine.brings("a"));
+    ASSERT_SUCCEEDS(engine.extract("a"));
+    ASSERT_SUCCEEDS(engine.stored.store("a", ImageEngine::fields(), Value{}));
+  }
   std::vector<std::string> names() {
     std::vector<std::string> names;
     for (const ImageInfo& info : value_of(ImageStore(linux_file_system(), directory_.path(), {}).list()))
@@ -95,11 +103,7 @@ TEST_F(StoredImagesTest, ComeIntoAnotherEngineThatThenHasThemAlone) {
 TEST_F(StoredImagesTest, AreNotTakenForOthersOfTheirName) {
   const std::string path = stored("a");
   ImageEngine other(linux_file_system(), directory_.path());
-  ASSERT_SUCCEEDS(other.open(path));
-  ASSERT_SUCCEEDS(other.stored.take("a"));
-  EXPECT_TRUE(other.brings("a"));
-  ASSERT_SUCCEEDS(other.extract("a"));
-  ASSERT_SUCCEEDS(other.stored.store("a", ImageEngine::fields(), Value{}));
+  take_and_store_again(other, path);
   EXPECT_FAILS(engine_.stored.read_back("a"), Code::kNotFound, "is another one");
   EXPECT_FALSE(engine_.stored.release("r1"));
   EXPECT_TRUE(engine_.stored.release("r2"));
@@ -120,11 +124,7 @@ TEST_F(StoredImagesTest, AreNotRemovedForOthersOfTheirNameWhileTheyCannotBeRead)
     ASSERT_SUCCEEDS(one.extract("a"));
     const std::string path = value_of(one.stored.store("a", ImageEngine::fields(), Value{}));
     ImageEngine other(linux_file_system(), directory.path());
-    ASSERT_SUCCEEDS(other.open(path));
-    ASSERT_SUCCEEDS(other.stored.take("a"));
-    ASSERT_TRUE(other.brings("a"));
-    ASSERT_SUCCEEDS(other.extract("a"));
-    ASSERT_SUCCEEDS(other.stored.store("a", ImageEngine::fields(), Value{}));
+    take_and_store_again(other, path);
     files.plan.set(test::Fault::kError, call);
     EXPECT_FALSE(one.stored.release("r1"));
     EXPECT_TRUE(one.stored.release("r2"));

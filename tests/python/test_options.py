@@ -133,7 +133,7 @@ def test_options_in_the_file_of_vllms_config(monkeypatch, capsys, tmp_path):
     assert serve.take_options([*arguments, "--torpor-compression", "none"]) == arguments
     assert [os.environ.get(name) for name in names] == [str(tmp_path), "none", "1", None]
     for wrong, why in {
-        "torpor-checkpoint-dirr": "there is no option --torpor-checkpoint-dirr; did you mean --torpor-checkpoint-dir?",
+        "torpor-checkpoint-dirr": "config.yaml: there is no option --torpor-checkpoint-dirr; did you mean --torpor-",
         "torpor-incremental": "config.yaml: torpor-incremental has one value: write a word or a number, not [1]",
     }.items():
         write(**{wrong: [1] if wrong.endswith("incremental") else "/d"})

@@ -126,11 +126,14 @@ class Engine:
             answers.flush()
 
     def _ask(self, number: int, tokens: int, of_prompt: int | None = None) -> str:
+        return self._prompt(prompt_of(number, of_prompt or self._tokens), tokens)
+
+    def _prompt(self, prompt: list[int], tokens: int) -> str:
+        """Ask for `tokens` greedy tokens behind this prompt. Return the id of the request."""
         from vllm import SamplingParams
 
         self.asked += 1
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-        prompt = prompt_of(number, of_prompt or self._tokens)
         self.engine.add_request(str(self.asked), {"prompt_token_ids": prompt}, params)
         return str(self.asked)
 

@@ -30,14 +30,8 @@ def block_bytes(model: str) -> int:
     """Return the bytes of a KV block in the dtype that this machine computes fastest."""
     config = json.loads((Path(model) / "config.json").read_text())
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return (
-        BLOCK
-        * config["num_hidden_layers"]
-        * 2
-        * config["num_key_value_heads"]
-        * head
-        * (4 if best_dtype() == "float32" else 2)
-    )
+    value_bytes = 4 if best_dtype() == "float32" else 2
+    return BLOCK * config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head * value_bytes
 
 
 def transfers(contestant: str, host_bytes: int, folder: Path) -> dict:
@@ -68,7 +62,6 @@ class Peer(Engine):
             AT_ONCE,
             folder if contestant == "torpor" else None,
             {"host_bytes": host_bytes, "disk_bytes": DISK_BYTES},
-            best_dtype(),
             **more,
         )
 
@@ -105,14 +98,6 @@ class Peer(Engine):
         while self.engine.has_unfinished_requests():
             self.engine.step()
         time.sleep(0.02)
-
-    def _prompt(self, prompt: list[int], answer: int) -> str:
-        from vllm import SamplingParams
-
-        self.asked += 1
-        params = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
-        self.engine.add_request(str(self.asked), {"prompt_token_ids": prompt}, params)
-        return str(self.asked)
 
     def returning(self, number: int, tokens: int, more: int, evicted: bool) -> dict:
         """Time the first token of a conversation of `tokens` tokens with `more` new ones.

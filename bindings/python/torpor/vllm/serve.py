@@ -99,7 +99,8 @@ def take_options(arguments: list[str]) -> list[str]:
         parser.print_help()
         print("\nvLLM's own options: python -m torpor.vllm.serve --help=all")
         sys.exit(0)
-    in_file, _ = _parsed(parser, known, _of_config_file(arguments, parser))
+    path, words = _of_config_file(arguments, parser)
+    in_file, _ = _parsed(parser, known, words, f"{path}: ")
     given, rest = _parsed(parser, known, arguments)
     for options in (in_file, given):  # the command line wins over the file, as with vLLM's own options
         for name, value in vars(options).items():
@@ -113,9 +114,9 @@ def take_options(arguments: list[str]) -> list[str]:
 
 
 def _parsed(
-    parser: argparse.ArgumentParser, known: dict[str, _Flag], words: list[str]
+    parser: argparse.ArgumentParser, known: dict[str, _Flag], words: list[str], where: str = ""
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Parse what is torpor's of these words. End the program at a mistake in it."""
+    """Parse what is torpor's of these words. End the program at a mistake in it; its message begins with `where`."""
     given, rest = parser.parse_known_args(words)
     switches = {flag.name for flag in known.values() if flag.switch}
     for flag, word in pairwise(words):
@@ -124,17 +125,19 @@ def _parsed(
     if unknown := [word for word in rest if word.startswith("--torpor-")]:
         wrong = unknown[0].split("=")[0]
         nearest = meant(wrong, [flag.name for flag in known.values()])
-        parser.error(f"there is no option {wrong}; {nearest}python -m torpor.vllm.serve --torpor-help lists them")
+        parser.error(
+            f"{where}there is no option {wrong}; {nearest}python -m torpor.vllm.serve --torpor-help lists them"
+        )
     return given, rest
 
 
-def _of_config_file(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return torpor's options of the YAML file of vLLM's --config, as words of a command line.
+def _of_config_file(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[str, list[str]]:
+    """Return the path of the YAML file of vLLM's --config, and torpor's options there as words of a command line.
 
     vLLM reads the file a second time; it says what is wrong with the file itself.
     """
     if "--config" not in arguments[:-1]:
-        return []
+        return "", []
     import yaml
 
     path = arguments[arguments.index("--config") + 1]
@@ -142,7 +145,7 @@ def _of_config_file(arguments: list[str], parser: argparse.ArgumentParser) -> li
         with open(path) as file:
             read = yaml.safe_load(file)
     except (OSError, ValueError, yaml.YAMLError):
-        return []
+        return path, []
     words = []
     for key, value in (read if isinstance(read, dict) else {}).items():
         flag = f"--{key}".replace("_", "-")
@@ -154,7 +157,7 @@ def _of_config_file(arguments: list[str], parser: argparse.ArgumentParser) -> li
             words.append(flag)
         elif value is not False:
             words.append(f"{flag}={value}")
-    return words
+    return path, words
 
 
 def _follow_owner(settings: Settings, parser: argparse.ArgumentParser) -> None:
