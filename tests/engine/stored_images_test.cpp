@@ -5,7 +5,6 @@
 
 #include <boost/filesystem.hpp>
 
-#include "base/log.h"
 #include "base/watched_file_system.h"
 #include "checkpoint/image_section.h"
 #include "engine/stored_images.h"
@@ -115,7 +114,6 @@ TEST_F(StoredImagesTest, AreNotTakenForOthersOfTheirName) {
 
 // Also if it cannot be read which image it is: at each file call of the engine whose requests end.
 TEST_F(StoredImagesTest, AreNotRemovedForOthersOfTheirNameWhileTheyCannotBeRead) {
-  log().set_level(LogLevel::kOff);
   bool fired = true;
   for (uint64_t call = 1; fired; ++call) {
     const test::TemporaryDirectory directory;
