@@ -229,12 +229,15 @@ struct HostArena::Impl {
   }
 
   // Do the work of HostArena::trim(). Releases the lock meanwhile.
-  uint64_t trim(uint64_t keep_bytes) TORPOR_REQUIRES(mutex) {
+  uint64_t trim(uint64_t keep_bytes, uint64_t leave_free) TORPOR_REQUIRES(mutex) {
     uint64_t given = 0;
     Slabs stay;  // slabs that could not be given back
+    const auto goes = [&](const ArenaSlab& slab) TORPOR_REQUIRES(mutex) {
+      return !slab.stuck && slab.unused() && free_bytes() >= slab.size + leave_free;
+    };
     while (true) {
       auto slab = slabs.begin();
-      while (slab != slabs.end() && (slab->second.stuck || !slab->second.unused())) ++slab;
+      while (slab != slabs.end() && !goes(slab->second)) ++slab;
       if (slab == slabs.end() || held - growing - dropping - coming <= keep_bytes) break;
       // While the slab is given back no other call may find it.
       auto entry = slabs.extract(slab);
@@ -297,7 +300,7 @@ Result<HostArena::Span> HostArena::allocate(uint64_t bytes) {
     const Status grown = impl.grow(size);
     if (grown) continue;
     if (grown.error().code != Code::kResourceExhausted) return grown.error();
-    if (!impl.ask_for(size) && impl.trim(0) == 0) return grown.error();
+    if (!impl.ask_for(size) && impl.trim(0, 0) == 0) return grown.error();
   }
   impl.lend(span, *this, range, bytes);
   return span;
@@ -409,9 +412,9 @@ Result<uint64_t> HostArena::prefault_slowly(uint64_t bytes, const GoOn& go_on, c
   });
 }
 
-uint64_t HostArena::trim(uint64_t keep_bytes) {
+uint64_t HostArena::trim(uint64_t keep_bytes, uint64_t leave_free) {
   const MutexLock lock(impl_->mutex);
-  const uint64_t given = impl_->trim(keep_bytes);
+  const uint64_t given = impl_->trim(keep_bytes, leave_free);
   impl_->try_pinning_again();
   return given;
 }

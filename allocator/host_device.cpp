@@ -12,6 +12,7 @@
 #include <fmt/core.h>
 
 #include "allocator/host_stream.h"
+#include "allocator/prefault.h"
 #include "base/copy.h"
 #include "base/log.h"
 #include "base/mutex.h"
@@ -55,8 +56,7 @@ class HostDevice final : public DeviceMemory {
   Result<DeviceAddress> do_reserve(uint64_t size) override {
     // Reserve more than `size`, to place the range at a multiple of the granularity, and of a huge page if it is large
     // enough.
-    const uint64_t alignment =
-        std::max(granularity(), size >= 2 * kMiB && options_.huge_pages ? 2 * kMiB : uint64_t{0});
+    const uint64_t alignment = std::max(granularity(), size >= kHugePage ? kHugePage : uint64_t{0});
     void* base = ::mmap(nullptr, size + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) return device_error(errno, fmt::format("cannot reserve {} bytes of addresses", size));
     const auto start = reinterpret_cast<uint64_t>(base);
@@ -119,8 +119,9 @@ class HostDevice final : public DeviceMemory {
       parking = memory.parking;
     }
     TORPOR_RETURN_IF_ERROR(move_pages(parking, address, size));
-    if (options_.huge_pages) ::madvise(pointer(address), size, MADV_HUGEPAGE);  // a hint only
-    ::madvise(pointer(address), size, MADV_DONTDUMP);                           // keep prompts out of core files
+    if (size >= kHugePage)
+      prefer_huge_pages(static_cast<std::byte*>(pointer(address)), size, !options_.huge_pages || options_.huge_pages());
+    ::madvise(pointer(address), size, MADV_DONTDUMP);  // keep prompts out of core files
     const MutexLock lock(mutex_);
     physical_.at(id).mapped = true;
     mapped_.merge(made);

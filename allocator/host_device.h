@@ -18,7 +18,8 @@ struct HostDeviceOptions {
   uint64_t granularity_bytes = 64 * 1024;  // a power of two, at least the page size
   uint64_t capacity_bytes = 0;             // 0: no limit but the system's
   bool defer_copies = false;               // run copies only inside wait() and drain()
-  bool huge_pages = true;                  // ask for transparent huge pages; the system may decline
+  // Asked before memory is mapped: whether to ask the system for transparent huge pages. It may decline. Null: always.
+  std::function<bool()> huge_pages;
   uint64_t link_bytes_per_second = 0;      // copies take at least this long, each direction by itself; 0: no limit
   uint64_t shuffle_seed = 0;               // not 0: shuffle the copies of each call, in an order that this seed fixes
 };

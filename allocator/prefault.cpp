@@ -5,6 +5,8 @@
 #include <chrono>
 #include <exception>
 #include <limits>
+#include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -12,13 +14,30 @@
 
 #include <fmt/core.h>
 
+#include "base/mutex.h"
 #include "base/units.h"
 
 namespace torpor {
 namespace {
 
 constexpr uint64_t kTrialBytes = 32 * kMiB;
+constexpr uint64_t kProbeBytes = 8 * kMiB;
+constexpr std::chrono::seconds kProbeHolds{1};  // the memory of one wake is mapped in several calls
 constexpr int kTrials = 2;  // of each method; the first may meet memory that a hypervisor has not backed yet
+
+using Clock = std::chrono::steady_clock;
+
+// How long the first use of new memory takes; null: the system has none.
+std::optional<Clock::duration> first_use(uint64_t bytes, bool huge) {
+  std::byte* const data = map_fresh(bytes);
+  if (data == nullptr) return std::nullopt;
+  prefer_huge_pages(data, bytes, huge);
+  const auto began = Clock::now();
+  touch(data, bytes, /*populate=*/false);
+  const Clock::duration taken = Clock::now() - began;
+  unmap_fresh(data, bytes);
+  return taken;
+}
 
 }  // namespace
 
@@ -86,6 +105,23 @@ PrefaultMethod fastest_prefault(int threads) {
     }
   }
   return best;
+}
+
+std::function<bool()> huge_pages_while_fast() {
+  struct Answer {
+    Mutex mutex;
+    std::optional<Clock::time_point> asked TORPOR_GUARDED_BY(mutex);
+    bool fast TORPOR_GUARDED_BY(mutex) = true;
+  };
+  return [answer = std::make_shared<Answer>()] {
+    const MutexLock lock(answer->mutex);  // who comes meanwhile waits for the same answer
+    if (answer->asked && Clock::now() - *answer->asked < kProbeHolds) return answer->fast;
+    const std::optional<Clock::duration> huge = first_use(kProbeBytes, true);
+    const std::optional<Clock::duration> small = first_use(kProbeBytes, false);
+    answer->fast = !huge || !small || *huge <= *small;
+    answer->asked = Clock::now();
+    return answer->fast;
+  };
 }
 
 }  // namespace torpor

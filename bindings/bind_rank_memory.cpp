@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include "allocator/host_device.h"
+#include "allocator/prefault.h"
 #include "bindings/bind_subjects.h"
 #include "bindings/bind_values.h"
 #include "bindings/dict_reader.h"
@@ -25,7 +26,7 @@ constexpr const char* kWhere = "RankMemory options";
 std::unique_ptr<RankMemory> make_rank_memory(const py::dict& dict) {
   DictReader in(dict, kWhere);
   const RankMemoryOptions options = rank_memory_options_from(in);
-  HostDeviceOptions device_options;
+  HostDeviceOptions device_options{.huge_pages = huge_pages_while_fast()};
   std::string device = "host";
   in.read_if_given("capacity_bytes", device_options.capacity_bytes);
   in.read_if_given("device", device);

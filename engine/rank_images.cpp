@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/rank_images.h"
 
+#include <algorithm>
 #include <set>
 #include <unordered_map>
 
@@ -42,6 +43,21 @@ uint64_t RankImages::Image::bytes() const {
   return bytes;
 }
 
+uint64_t RankImages::room_of(const std::vector<SavedChunk>& chunks) const {
+  uint64_t bytes = 0;
+  uint64_t padded = 0;
+  uint64_t largest = 0;
+  for (const SavedChunk& chunk : chunks) {
+    const uint64_t size = align_up(chunk.bytes, kPage);
+    bytes += chunk.bytes;
+    padded += size;
+    largest = std::max(largest, size);
+  }
+  const uint64_t batches = parts_.transfers.memory_batches();
+  const uint64_t staging = std::min(padded, batches * TransferEngine::most_staging(bytes, padded, largest));
+  return bytes + chunks.size() * kPage + staging;  // for the chunks as much as HostTier::prepare() asks for
+}
+
 Result<const RankImages::Image*> RankImages::find(const std::string& id) const {
   if (const auto found = images_.find(id); found != images_.end()) return &found->second;
   return Error{.code = Code::kNotFound,
@@ -79,6 +95,7 @@ Result<orders::Extract::Reply> RankImages::extract(const orders::Extract& order,
     }
   }
   const orders::Extract::Reply reply{.bytes = image.bytes()};
+  room_for_next_ = std::max(room_for_next_, room_of(image.chunks));
   images_.emplace(order.image, std::move(image));
   return reply;
 }

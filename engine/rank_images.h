@@ -44,6 +44,10 @@ class RankImages {
   Result<orders::Admit::Reply> admit(const orders::Admit& order, const KvLayout& layout);
   // Free an image. It does nothing if there is none.
   orders::DropImage::Reply drop(const orders::DropImage& order) noexcept;
+  // Host memory for the largest image that was extracted since the engine last slept, with staging memory. As much
+  // stays held for the next one: the engine stops for it, and the first use of new memory takes longer than the copy.
+  uint64_t room_for_next() const { return room_for_next_; }
+  void on_detached() noexcept { room_for_next_ = 0; }
   void abandon() noexcept;  // copies may still run: keeps the memory of all images until the process ends
 
  private:
@@ -52,11 +56,13 @@ class RankImages {
     std::vector<SavedChunk> chunks;
     uint64_t bytes() const;
   };
+  uint64_t room_of(const std::vector<SavedChunk>& chunks) const;
   Result<const Image*> find(const std::string& id) const;
   Status is_new(const std::string& id) const;
 
   const RankParts& parts_;
   std::map<std::string, Image, std::less<>> images_;  // by id
+  uint64_t room_for_next_ = 0;
 };
 
 }  // namespace torpor

@@ -131,6 +131,7 @@ Result<orders::Detach::Reply> RankSteps::carry_out(const orders::Detach& order) 
   TORPOR_RETURN_IF_ERROR(parts_.allocator.detach(order.tags));
   images_.on_detached(order.tags, std::move(away));
   saver_.on_detached();
+  request_images_.on_detached();
   give_back_unused();
   ::malloc_trim(0);  // the engine has just freed what it derived from the content
   return reply;
@@ -273,7 +274,7 @@ void RankSteps::give_back_unused() noexcept {
       parts_.transfers.let_staging_go();
       if (!packed_store_.expired()) (void)parts_.transfers.keep_staging(packed_store_staging_);  // of what was let go
     }
-    parts_.arena.trim(parts_.arena_keep_bytes);  // what backs up stays
+    parts_.arena.trim(parts_.arena_keep_bytes, request_images_.room_for_next());  // what backs up stays
     return ok();
   });
 }

@@ -59,6 +59,7 @@ class Rank {
   RankMemory& memory() { return *memory_; }
   test::FaultyDevice& device() { return *device_; }
   uint64_t used() { return memory_->ledger().arena_used_bytes; }
+  uint64_t held() { return memory_->ledger().arena_held_bytes; }
   template <class Order>
   Result<typename Order::Reply> call(const Order& order) {
     return call_rank(*memory_, order);
@@ -113,6 +114,27 @@ TEST(RankImages, RefuseBlocksAndChunksThatAreNotThere) {
   EXPECT_FAILS(rank.call(orders::Admit{.image = "a", .chunks = {0, 1}, .blocks = {4, 4}}), Code::kInvalidArgument);
   EXPECT_FAILS(rank.call(orders::Admit{.image = "a", .chunks = {0, 1}, .blocks = {4}}), Code::kInvalidArgument);
   EXPECT_TRUE(rank.holds(4, 9));
+}
+
+// An extraction stops the engine, and must not wait for memory that is new to the process.
+TEST(RankImages, LeaveHostMemoryForTheNextOneUntilTheEngineSleeps) {
+  Rank rank;
+  std::vector<int32_t> most;
+  for (int32_t block = 0; block < 12; ++block) most.push_back(block);
+  for (const char* const image : {"a", "b", "c"})
+    ASSERT_SUCCEEDS(rank.call(orders::Extract{.image = image, .blocks = most}));
+  const uint64_t of_three = rank.held();
+  for (const char* const image : {"a", "b", "c"}) ASSERT_SUCCEEDS(rank.call(orders::DropImage{.image = image}));
+  EXPECT_EQ(rank.used(), 0u);
+  const uint64_t left = rank.held();
+  EXPECT_GE(left, 12 * 2 * kBytes);
+  EXPECT_LT(left, of_three) << "memory for one, not for all that there were";
+  ASSERT_SUCCEEDS(rank.call(orders::Extract{.image = "d", .blocks = most}));
+  EXPECT_EQ(rank.held(), left) << "nothing new was taken";
+  ASSERT_SUCCEEDS(rank.call(orders::DropImage{.image = "d"}));
+  ASSERT_SUCCEEDS(rank.call(orders::Save{.tags = {"kv_cache"}, .blocks = {}}));
+  ASSERT_SUCCEEDS(rank.call(orders::Detach{.tags = {"kv_cache"}}));
+  EXPECT_EQ(rank.held(), 0u);
 }
 
 TEST(RankImages, TakeNoMoreThanTheArenasBudget) {

@@ -316,12 +316,13 @@ def test_a_file_descriptor_of_states_that_is_no_pipe_ends_the_start(tmp_path, lo
         check(tmp_path, state_fd=pipe[1])
 
 
-@pytest.mark.parametrize("seconds", [0, 0.5])
-def test_a_term_in_which_nobody_can_give_a_heartbeat_is_refused(seconds):
+@pytest.mark.parametrize("seconds", ["0", "0.5"])
+def test_a_term_in_which_nobody_can_give_a_heartbeat_is_refused(seconds, monkeypatch):
     from torpor.vllm.server.settings import Settings
 
-    with pytest.raises(InvalidArgument, match="use one second or more"):
-        Settings(ownership_term_seconds=seconds)
+    monkeypatch.setenv("TORPOR_SERVER_OWNERSHIP_TERM_SECONDS", seconds)
+    with pytest.raises(InvalidArgument, match="use 1 or more"):
+        Settings.from_environment()
 
 
 def test_a_port_that_is_in_use_ends_the_start(tmp_path, logged):

@@ -140,6 +140,11 @@ name. `twin`, [it](docs/rig.md), and a timestamp. It Stands still; as a right is
         assert documents.problems_of("page.md", f"The {instead}.") == [], f"{word} is written as a word of the list"
 
 
+def test_text_behind_a_fence_is_found():
+    page = "```json\n{}\n```\n```\ncode\n``` Then text.\n```\n``` \n"
+    assert documents.problems_of("page.md", page) == ["page.md:6: text after ```: begin a line for it"]
+
+
 def test_links_to_places_that_a_page_does_not_have_are_found(tmp_path):
     here, there = tmp_path / "here.md", tmp_path / "there.md"
     there.write_text('# One `wake_up(early=True)`, [two](x.md)\n```\n# code\n```\n<a id="old"></a>\n## Three & 4\n')

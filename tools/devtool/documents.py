@@ -35,6 +35,8 @@ WORDS = {
 # The lines of a table after this comment are made from code, and are as long as that makes them.
 _FROM_CODE = re.compile(r"\s*<!-- from code: .* -->$")
 _FENCE = re.compile(r"\s*```")
+# What stands behind the marks of a fence is the language of the block, in one word.
+_TEXT_AFTER_FENCE = re.compile(r"\s*```(?!\w*\s*$)")
 _NO_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|<[^>]*>")
 _WORD = {re.compile(rf"\b(?:{word})\b".replace(" ", r"\s+"), re.I): instead for word, instead in WORDS.items()}
 
@@ -60,9 +62,13 @@ def _long(lines: list[str]) -> Iterator[tuple[int, int]]:
 
 
 def problems_of(name: str, text: str) -> list[str]:
-    """Return what is wrong with the text of the page `name`: lines that are too long, words that it must not use."""
+    """Return what is wrong with the text of the page `name`: lines that are too long, text behind a
+    fence, words that it must not use."""
     lines = text.splitlines()
     found = [(n, f"{columns} columns, {COLUMNS} are the most") for n, columns in _long(lines)]
+    found += [
+        (n, "text after ```: begin a line for it") for n, line in enumerate(lines, 1) if _TEXT_AFTER_FENCE.match(line)
+    ]
     words = _prose(lines)
     found += [
         (words.count("\n", 0, match.start()) + 1, f"{match.group(0)!r}: write {instead}")

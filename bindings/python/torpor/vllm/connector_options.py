@@ -34,8 +34,8 @@ class ConnectorOptions:
         "lazy",
         "off",
         details=(
-            "In `additional_config` this option turns the connector on; in `kv_connector_extra_config` it may be "
-            "left out. eager copies a block when the step that filled it has ended. lazy copies it two steps "
+            "In `additional_config` the connector is off unless this option is there; in `kv_connector_extra_config` "
+            "it may be left out. eager copies a block when the step that filled it has ended. lazy copies it two steps "
             "before vLLM would evict it."
         ),
     )
@@ -56,7 +56,7 @@ class ConnectorOptions:
         "through: blocks in host memory are copied to disk in the background; off: none is",
         "through",
         "off",
-        details="Without a value it is through if `disk_bytes` is given.",
+        details="If this option is not given, `disk_bytes` above 0 means through.",
     )
     disk_dir: str | None = described(
         None,

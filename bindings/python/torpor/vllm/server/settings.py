@@ -18,7 +18,7 @@ _MOST_KEY_CHARACTERS = 4096
 
 def _setting(default, kind: str, text: str, *choices: str, variable: str = "", needs_log: tuple = (), **more):
     """`needs_log`: values that mean nothing without the response log; (...,): all but the default."""
-    least = 0 if kind in (WHOLE, NUMBER) else None
+    least = more.pop("least", 0) if kind in (WHOLE, NUMBER) else None
     return described(default, kind, text, *choices, least=least, variable=variable, needs_log=needs_log, **more)
 
 
@@ -55,7 +55,8 @@ class Settings:
     ownership_term_seconds: float = _setting(
         30.0,
         NUMBER,
-        "seconds without a heartbeat of this server after which another one may take over what it owns; 1 or more",
+        "seconds without a heartbeat of this server after which another one may take over what it owns",
+        least=1,  # a standby would end an owner that is well
     )
     standby_of: str = _setting(
         "",
@@ -224,10 +225,6 @@ class Settings:
     )
 
     def __post_init__(self):
-        if self.ownership_term_seconds < 1:  # a standby would end an owner that is well
-            raise InvalidArgument(
-                f"--torpor-ownership-term-seconds is {self.ownership_term_seconds:g}", "use one second or more"
-            )
         self._check_standby()
         if self.response_log == "on":
             return
