@@ -2,7 +2,10 @@
 #include "engine/rank_images.h"
 
 #include <algorithm>
+#include <atomic>
+#include <exception>
 #include <set>
+#include <thread>
 #include <unordered_map>
 
 #include <fmt/core.h>
@@ -16,6 +19,7 @@ namespace torpor {
 namespace {
 
 constexpr uint64_t kWriteBytes = 8 * kMiB;  // of an image, at once: a disk wants many operations
+constexpr uint64_t kVerifyBytes = 8 * kMiB;  // of an image: below, starting a thread takes as long as it saves
 constexpr const char* kSendAgain = "abort its requests and send them again";
 
 // Return the plan of a KV block that is the chunk at `position` of an image.
@@ -27,6 +31,28 @@ Result<ChunkPlan> plan_of(const KvLayout& layout, int32_t block, uint64_t positi
   }
   return ChunkPlan{.key = {.kind = ChunkKind::kKvBlock, .tag = kKvCacheTag, .index = position},
                    .pieces = layout.pieces_of(static_cast<uint32_t>(block))};
+}
+
+// Compare each chunk with its digest, in up to `threads` threads. Return the first one that differs, or null.
+const SavedChunk* first_damaged(HostTier& host, const std::vector<SavedChunk>& chunks, int threads) {
+  std::atomic<size_t> next = 0;
+  std::atomic<size_t> first = chunks.size();
+  const auto compare = [&] {
+    for (size_t i = next++; i < first; i = next++) {
+      if (digest_of(host.view(chunks[i])) == chunks[i].digest) continue;
+      size_t known = first;
+      while (i < known && !first.compare_exchange_weak(known, i)) continue;
+    }
+  };
+  std::vector<std::thread> others;
+  try {
+    for (int i = 1; i < threads; ++i) others.emplace_back(compare);
+  } catch (const std::exception&) {
+    // The threads that there are do it all.
+  }
+  compare();
+  for (std::thread& other : others) other.join();
+  return first < chunks.size() ? &chunks[first] : nullptr;
 }
 
 Error damaged(const std::string& image, const ChunkKey& key, const char* what, const char* next_step) {
@@ -169,11 +195,9 @@ Result<orders::SaveImage::Reply> RankImages::save(const orders::SaveImage& order
 
 Result<orders::VerifyImage::Reply> RankImages::verify(const orders::VerifyImage& order) const {
   TORPOR_ASSIGN_OR_RETURN(const Image* const image, find(order.image));
-  for (const SavedChunk& chunk : image->chunks) {
-    if (digest_of(image->host->view(chunk)) != chunk.digest) {
-      return damaged(order.image, chunk.key, "does not match its digest", kSendAgain);
-    }
-  }
+  const bool alone = !parts_.transfers.own_threads() || image->bytes() < kVerifyBytes;
+  if (const SavedChunk* const chunk = first_damaged(*image->host, image->chunks, alone ? 1 : parts_.transfers.threads()))
+    return damaged(order.image, chunk->key, "does not match its digest", kSendAgain);
   return orders::VerifyImage::Reply{.bytes = image->bytes()};
 }
 

@@ -33,26 +33,33 @@ constexpr int32_t kTokens = 4;     // of a block
 // One rank with KV blocks, whose bytes follow from a number that is written into each.
 class Rank {
  public:
-  explicit Rank(uint64_t budget_bytes = 0) {
+  struct Options {
+    uint64_t budget_bytes = 0;
+    uint64_t bytes = kBytes;  // of a block in a layer
+    int threads = 1;
+  };
+  Rank() : Rank(Options{}) {}
+  explicit Rank(const Options& options) : bytes_(options.bytes) {
     auto device = std::make_unique<test::FaultyDevice>(value_of(make_host_device()));
     device_ = device.get();
-    memory_ =
-        value_of(RankMemory::create(std::move(device), linux_file_system(),
-                                    {.arena_budget_bytes = budget_bytes, .arena_slab_bytes = 64 * kKiB, .threads = 1}));
-    kv_ = value_of(memory_->allocate("kv_cache", "kv", 2 * kBlocks * kBytes));
+    memory_ = value_of(RankMemory::create(std::move(device), linux_file_system(),
+                                          {.arena_budget_bytes = options.budget_bytes,
+                                           .arena_slab_bytes = 64 * kKiB,
+                                           .threads = options.threads}));
+    kv_ = value_of(memory_->allocate("kv_cache", "kv", 2 * kBlocks * bytes_));
     const KvTensor tensor{
-        .address = kv_, .layers = 2, .layer_stride = kBlocks * kBytes, .block_stride = kBytes, .block_bytes = kBytes};
+        .address = kv_, .layers = 2, .layer_stride = kBlocks * bytes_, .block_stride = bytes_, .block_bytes = bytes_};
     EXPECT_SUCCEEDS(memory_->set_kv_layout("kv_cache", {.num_blocks = kBlocks, .tensors = {tensor}}));
   }
   void write(int32_t block, int value) {
     for (uint64_t layer = 0; layer < 2; ++layer)
-      std::memset(piece(block, layer), value + static_cast<int>(layer), kBytes);
+      std::memset(piece(block, layer), value + static_cast<int>(layer), bytes_);
   }
   bool holds(int32_t block, int value) {
     for (uint64_t layer = 0; layer < 2; ++layer) {
       const std::byte* const begin = piece(block, layer);
       const auto wanted = static_cast<std::byte>(value + static_cast<int>(layer));
-      if (!std::all_of(begin, begin + kBytes, [&](std::byte byte) { return byte == wanted; })) return false;
+      if (!std::all_of(begin, begin + bytes_, [&](std::byte byte) { return byte == wanted; })) return false;
     }
     return true;
   }
@@ -65,10 +72,11 @@ class Rank {
     return call_rank(*memory_, order);
   }
   std::byte* piece(int32_t block, uint64_t layer) {
-    return reinterpret_cast<std::byte*>(kv_ + (layer * kBlocks + static_cast<uint64_t>(block)) * kBytes);  // NOLINT
+    return reinterpret_cast<std::byte*>(kv_ + (layer * kBlocks + static_cast<uint64_t>(block)) * bytes_);  // NOLINT
   }
 
  private:
+  const uint64_t bytes_;
   test::FaultyDevice* device_ = nullptr;
   std::unique_ptr<RankMemory> memory_;
   DeviceAddress kv_ = 0;
@@ -138,7 +146,7 @@ TEST(RankImages, LeaveHostMemoryForTheNextOneUntilTheEngineSleeps) {
 }
 
 TEST(RankImages, TakeNoMoreThanTheArenasBudget) {
-  Rank rank(128 * kKiB);
+  Rank rank({.budget_bytes = 128 * kKiB});
   ASSERT_SUCCEEDS(rank.call(orders::Extract{.image = "a", .blocks = {1, 2}}));
   const uint64_t used = rank.used();
   std::vector<int32_t> all;
@@ -165,12 +173,13 @@ TEST(RankImages, StayOverASleepDuringWhichNothingIsExtractedOrAdmitted) {
 }
 
 // Change one byte of what host memory has of a block that has bytes like these.
-void damage(Rank& rank, int32_t block) {
+// Make an image of these blocks of which those in `wrong` are damaged then.
+void damage(Rank& rank, const std::vector<int32_t>& blocks, const std::vector<int32_t>& wrong) {
   std::vector<std::byte> pattern(600);
   for (size_t i = 0; i < pattern.size(); ++i) pattern[i] = static_cast<std::byte>((i * i) % 251);
-  std::memcpy(rank.piece(block, 1) + 100, pattern.data(), pattern.size());
-  ASSERT_SUCCEEDS(rank.call(orders::Extract{.image = "damaged", .blocks = {1, block}}));
-  rank.write(block, 0);
+  for (const int32_t block : wrong) std::memcpy(rank.piece(block, 1) + 100, pattern.data(), pattern.size());
+  ASSERT_SUCCEEDS(rank.call(orders::Extract{.image = "damaged", .blocks = blocks}));
+  for (const int32_t block : wrong) rank.write(block, 0);
   const std::vector<uint64_t> places = test::addresses_of(pattern);
   ASSERT_FALSE(places.empty());
   for (const uint64_t place : places)
@@ -179,13 +188,26 @@ void damage(Rank& rank, int32_t block) {
 
 TEST(RankImages, FindEachDamagedByte) {
   Rank rank;
-  damage(rank, 5);
+  damage(rank, {1, 5}, {5});
   const Result<orders::VerifyImage::Reply> verified = rank.call(orders::VerifyImage{.image = "damaged"});
   EXPECT_FAILS(verified, Code::kCorruption);
   EXPECT_NE(verified.error().what.find("image damaged: kv_cache block 1 "), std::string::npos) << verified.error().what;
   EXPECT_FAILS(rank.call(orders::Admit{.image = "damaged", .chunks = {1}, .blocks = {6}}), Code::kCorruption);
   ASSERT_SUCCEEDS(rank.call(orders::Admit{.image = "damaged", .chunks = {0}, .blocks = {6}}));
   ASSERT_SUCCEEDS(rank.call(orders::DropImage{.image = "damaged"}));
+}
+
+TEST(RankImages, NameTheFirstDamagedChunkThatSeveralThreadsFind) {
+  Rank rank({.bytes = 320 * kKiB, .threads = 3});
+  std::vector<int32_t> all;
+  for (int32_t block = 0; block < 16; ++block) rank.write(all.emplace_back(block), block);
+  ASSERT_SUCCEEDS(rank.call(orders::Extract{.image = "whole", .blocks = all}));
+  ASSERT_SUCCEEDS(rank.call(orders::VerifyImage{.image = "whole"}));
+  damage(rank, all, {6, 7, 13});
+  for (int round = 0; round < 20; ++round) {
+    const Result<orders::VerifyImage::Reply> verified = rank.call(orders::VerifyImage{.image = "damaged"});
+    EXPECT_FAILS(verified, Code::kCorruption, "image damaged: kv_cache block 6 ");
+  }
 }
 
 TEST(RankImages, AreNotMadeOfABlockThatChangesMeanwhile) {
