@@ -48,6 +48,8 @@ struct HostArena::Impl {
   uint64_t coming TORPOR_GUARDED_BY(mutex) = 0;  // bytes that grow_slowly() prefaults, in addition
   std::atomic<bool> hurry = false;               // another call needs new memory now
 
+  bool wants_huge_pages() const { return !options.huge_pages || options.huge_pages(); }  // no lock is held
+
   // Return the bytes that are there and unused.
   uint64_t free_bytes() const TORPOR_REQUIRES(mutex) { return held - used - growing - dropping - coming; }
   uint64_t missing(uint64_t bytes) const TORPOR_REQUIRES(mutex) {
@@ -83,7 +85,7 @@ struct HostArena::Impl {
       changed.wait(mutex);
       return ok();
     }
-    const PrefaultMethod how = method;
+    PrefaultMethod how = method;
     NumaTarget target = numa;
     const TouchPages touch = [&](auto... how_much) { touch_on_target(*options.numa, target, how_much...); };
     Slabs fresh;
@@ -95,6 +97,7 @@ struct HostArena::Impl {
     mutex.unlock();
     const Status taken = try_catch([&]() -> Status {
       TORPOR_ASSIGN_OR_RETURN(slab.data, map_slab(size, *options.numa, target));
+      how.huge_pages = how.huge_pages && wants_huge_pages();
       torpor::prefault(slab.data, size, how, touch);
       return ok();
     });
@@ -146,7 +149,7 @@ struct HostArena::Impl {
     mutex.unlock();
     const Status taken = try_catch([&]() -> Status {
       TORPOR_ASSIGN_OR_RETURN(slab.data, map_slab(size, *options.numa, target));
-      prefer_huge_pages(slab.data, size, true);
+      prefer_huge_pages(slab.data, size, wants_huge_pages());
       for (uint64_t piece = 0; slab.size < size; slab.size += piece) {
         if (slab.size - slab.pinned >= kQuietPin && !slab.refused) pin_slab(slab, options.pin_for, kQuietPin);
         piece = std::min(kHugePage, size - slab.size);

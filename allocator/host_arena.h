@@ -42,6 +42,7 @@ struct HostArenaOptions {
   uint64_t piece_bytes = 256ull << 20;  // prefault_ahead() prefaults so much at once
   DeviceMemory* pin_for = nullptr;      // must outlive the arena; null: pin nothing, take memory from any node
   NumaSystem* numa = &linux_numa();     // must outlive the arena
+  HugePages huge_pages;                 // asked before memory is taken from the system
 };
 
 struct HostArenaInfo {

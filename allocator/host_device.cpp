@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 #include <random>
+#include <set>
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -12,7 +13,6 @@
 #include <fmt/core.h>
 
 #include "allocator/host_stream.h"
-#include "allocator/prefault.h"
 #include "base/copy.h"
 #include "base/log.h"
 #include "base/mutex.h"
@@ -70,6 +70,8 @@ class HostDevice final : public DeviceMemory {
   Status do_free_reservation(DeviceAddress address, uint64_t size) override {
     if (::munmap(pointer(address), size) != 0)
       return device_error(errno, fmt::format("cannot free the addresses at {:#x}", address));
+    const MutexLock lock(mutex_);
+    ever_mapped_.erase(ever_mapped_.lower_bound(address), ever_mapped_.lower_bound(address + size));
     return ok();
   }
 
@@ -106,6 +108,7 @@ class HostDevice final : public DeviceMemory {
 
   Status do_map(DeviceAddress address, PhysicalId id, uint64_t size) override {
     std::map<DeviceAddress, Mapped> made{{address, Mapped{.id = id, .size = size}}};
+    std::set<DeviceAddress> mapped_here{address};
     DeviceAddress parking = 0;
     {
       const MutexLock lock(mutex_);
@@ -119,10 +122,13 @@ class HostDevice final : public DeviceMemory {
       parking = memory.parking;
     }
     TORPOR_RETURN_IF_ERROR(move_pages(parking, address, size));
-    if (size >= kHugePage)
-      prefer_huge_pages(static_cast<std::byte*>(pointer(address)), size, !options_.huge_pages || options_.huge_pages());
+    if (size >= kHugePage) {
+      const bool huge = !options_.huge_pages || (was_mapped(address) && options_.huge_pages());
+      prefer_huge_pages(static_cast<std::byte*>(pointer(address)), size, huge);
+    }
     ::madvise(pointer(address), size, MADV_DONTDUMP);  // keep prompts out of core files
     const MutexLock lock(mutex_);
+    ever_mapped_.merge(mapped_here);
     physical_.at(id).mapped = true;
     mapped_.merge(made);
     return ok();
@@ -292,6 +298,11 @@ class HostDevice final : public DeviceMemory {
     return {at->first, &at->second, physical_.at(at->second.id)};
   }
 
+  bool was_mapped(DeviceAddress address) {
+    const MutexLock lock(mutex_);
+    return ever_mapped_.contains(address);
+  }
+
   // Move the pages. Both ranges stay reserved; `from` then has no pages and no access.
   static Status move_pages(DeviceAddress from, DeviceAddress to, uint64_t size) {
     if (::mremap(pointer(from), size, size, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, pointer(to)) ==
@@ -329,6 +340,7 @@ class HostDevice final : public DeviceMemory {
   uint64_t last_id_ TORPOR_GUARDED_BY(mutex_) = 0;
   // DeviceMemory lets only one call at a time work on an entry of these two.
   std::map<PhysicalId, Physical> physical_ TORPOR_GUARDED_BY(mutex_);
+  std::set<DeviceAddress> ever_mapped_ TORPOR_GUARDED_BY(mutex_);  // where memory was mapped, in what is reserved
   std::map<DeviceAddress, Mapped> mapped_ TORPOR_GUARDED_BY(mutex_);
   std::map<StreamId, std::shared_ptr<HostStream>> streams_ TORPOR_GUARDED_BY(mutex_);
   std::map<EventId, Event> events_ TORPOR_GUARDED_BY(mutex_);

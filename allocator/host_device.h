@@ -7,10 +7,10 @@
 // failures with tests/support/faulty_device.h.
 #pragma once
 
-#include <functional>
 #include <memory>
 
 #include "allocator/device_memory.h"
+#include "allocator/prefault.h"
 
 namespace torpor {
 
@@ -18,10 +18,11 @@ struct HostDeviceOptions {
   uint64_t granularity_bytes = 64 * 1024;  // a power of two, at least the page size
   uint64_t capacity_bytes = 0;             // 0: no limit but the system's
   bool defer_copies = false;               // run copies only inside wait() and drain()
-  // Asked before memory is mapped: whether to ask the system for transparent huge pages. It may decline. Null: always.
-  std::function<bool()> huge_pages;
-  uint64_t link_bytes_per_second = 0;      // copies take at least this long, each direction by itself; 0: no limit
-  uint64_t shuffle_seed = 0;               // not 0: shuffle the copies of each call, in an order that this seed fixes
+  // If it is set, memory that is mapped at an address for the first time is in small pages, as malloc's is, and it is
+  // asked for later memory, as that of a wake.
+  HugePages huge_pages;
+  uint64_t link_bytes_per_second = 0;  // copies take at least this long, each direction by itself; 0: no limit
+  uint64_t shuffle_seed = 0;           // not 0: shuffle the copies of each call, in an order that this seed fixes
 };
 
 // Make the device. kInvalidArgument: `granularity_bytes` is not a power of two, or is below the page size.

@@ -107,7 +107,7 @@ PrefaultMethod fastest_prefault(int threads) {
   return best;
 }
 
-std::function<bool()> huge_pages_while_fast() {
+HugePages huge_pages_while_fast() {
   struct Answer {
     Mutex mutex;
     std::optional<Clock::time_point> asked TORPOR_GUARDED_BY(mutex);

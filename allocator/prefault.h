@@ -29,11 +29,13 @@ void prefault(std::byte* data, uint64_t size, const PrefaultMethod& method, cons
 // Measure each method with some MiB, for about a tenth of a second in all. Return the fastest.
 PrefaultMethod fastest_prefault(int threads);
 
-// Make a function that says whether the first use of new huge pages takes at most as long as that of small pages. It
-// measures both with 8 MiB, and again when its answer is older than a second.
+// Says whether new memory shall be in huge pages. Null: always.
+using HugePages = std::function<bool()>;
+// Make a function that says yes if the first use of huge pages takes at most as long as that of small pages. It
+// measures both with 8 MiB, and again when that is a second old.
 //
 // Huge pages take longer if the kernel has to compact memory for them, or if a hypervisor has taken free ones back and
-// has to give them again: then 2 MiB took 5 ms in a virtual machine, and 0.8 ms as small pages.
-std::function<bool()> huge_pages_while_fast();
+// has to give them again: then 2 MiB took 5 ms in a virtual machine, and 0.8 ms in small pages.
+HugePages huge_pages_while_fast();
 
 }  // namespace torpor

@@ -25,8 +25,9 @@ constexpr const char* kWhere = "RankMemory options";
 
 std::unique_ptr<RankMemory> make_rank_memory(const py::dict& dict) {
   DictReader in(dict, kWhere);
-  const RankMemoryOptions options = rank_memory_options_from(in);
-  HostDeviceOptions device_options{.huge_pages = huge_pages_while_fast()};
+  RankMemoryOptions options = rank_memory_options_from(in);
+  options.huge_pages = huge_pages_while_fast();
+  HostDeviceOptions device_options{.huge_pages = options.huge_pages};
   std::string device = "host";
   in.read_if_given("capacity_bytes", device_options.capacity_bytes);
   in.read_if_given("device", device);

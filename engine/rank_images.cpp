@@ -18,7 +18,7 @@
 namespace torpor {
 namespace {
 
-constexpr uint64_t kWriteBytes = 8 * kMiB;  // of an image, at once: a disk wants many operations
+constexpr uint64_t kWriteBytes = 8 * kMiB;   // of an image, at once: a disk wants many operations
 constexpr uint64_t kVerifyBytes = 8 * kMiB;  // of an image: below, starting a thread takes as long as it saves
 constexpr const char* kSendAgain = "abort its requests and send them again";
 
@@ -196,7 +196,8 @@ Result<orders::SaveImage::Reply> RankImages::save(const orders::SaveImage& order
 Result<orders::VerifyImage::Reply> RankImages::verify(const orders::VerifyImage& order) const {
   TORPOR_ASSIGN_OR_RETURN(const Image* const image, find(order.image));
   const bool alone = !parts_.transfers.own_threads() || image->bytes() < kVerifyBytes;
-  if (const SavedChunk* const chunk = first_damaged(*image->host, image->chunks, alone ? 1 : parts_.transfers.threads()))
+  if (const SavedChunk* const chunk =
+          first_damaged(*image->host, image->chunks, alone ? 1 : parts_.transfers.threads()))
     return damaged(order.image, chunk->key, "does not match its digest", kSendAgain);
   return orders::VerifyImage::Reply{.bytes = image->bytes()};
 }

@@ -80,7 +80,8 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
   TORPOR_ASSIGN_OR_RETURN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes,
                                                              .slab_bytes = options.arena_slab_bytes,
                                                              .prefault_threads = options.threads,
-                                                             .pin_for = memory->device_.get()}));
+                                                             .pin_for = memory->device_.get(),
+                                                             .huge_pages = options.huge_pages}));
   TORPOR_ASSIGN_OR_RETURN(memory->allocator_,
                           SleepAllocator::create(*memory->device_, {.handle_bytes = options.handle_bytes}));
   TORPOR_ASSIGN_OR_RETURN(memory->transfers_, TransferEngine::create(*memory->device_, *memory->arena_,

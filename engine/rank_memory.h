@@ -51,6 +51,7 @@ struct RankMemoryOptions {
   // case. None: no limit; but 0 on the device without a GPU, unless backups are kept, as its memory comes from the same
   // system.
   std::optional<uint64_t> arena_keep_bytes;
+  HugePages huge_pages;  // of host memory
   // Number of threads for copies and digests, and again for files. 0: one for each core of the machine, at most 8.
   int threads = 0;
   bool own_threads =

@@ -5,7 +5,10 @@
 #include <random>
 #include <thread>
 
+#include <gmock/gmock.h>
+
 #include "base/units.h"
+#include "tests/support/mapping_flags.h"
 #include "tests/support/results.h"
 
 namespace torpor {
@@ -67,6 +70,28 @@ TEST(HostArena, TrimGivesBackOnlySlabsThatNobodyUses) {
   kept = {};
   EXPECT_EQ(arena->trim(), 2 * kMiB);
   EXPECT_EQ(arena->info().held_bytes, 0u);
+}
+
+TEST(HostArena, TrimLeavesAsMuchUnusedMemoryAsItIsAskedTo) {
+  const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB}));
+  const HostArena::Span used = value_of(arena->allocate(2 * kMiB));
+  {
+    const HostArena::Span large = value_of(arena->allocate(6 * kMiB));
+    const HostArena::Span small = value_of(arena->allocate(2 * kMiB));
+  }
+  EXPECT_EQ(arena->trim(0, 8 * kMiB), 0u);
+  EXPECT_EQ(arena->trim(0, 5 * kMiB), 2 * kMiB) << "the large one alone is enough";
+  EXPECT_EQ(arena->trim(0, 7 * kMiB), 0u) << "less is there";
+  EXPECT_EQ(arena->trim(0, 1), 0u) << "nothing else would be left";
+  EXPECT_EQ(arena->trim(0, 0), 6 * kMiB);
+}
+
+TEST(HostArena, AsksBeforeItTakesMemoryWhetherItShallBeInHugePages) {
+  int asked = 0;
+  const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .huge_pages = [&] { return ++asked == 0; }}));
+  const HostArena::Span span = value_of(arena->allocate(4 * kMiB));
+  EXPECT_EQ(asked, 1);
+  EXPECT_THAT(test::flags_of_memory_at(span.bytes().data()), ::testing::HasSubstr(" nh"));
 }
 
 TEST(HostArena, RandomSpansNeverOverlapAndAllMemoryComesBack) {

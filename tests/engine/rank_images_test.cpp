@@ -42,10 +42,9 @@ class Rank {
   explicit Rank(const Options& options) : bytes_(options.bytes) {
     auto device = std::make_unique<test::FaultyDevice>(value_of(make_host_device()));
     device_ = device.get();
-    memory_ = value_of(RankMemory::create(std::move(device), linux_file_system(),
-                                          {.arena_budget_bytes = options.budget_bytes,
-                                           .arena_slab_bytes = 64 * kKiB,
-                                           .threads = options.threads}));
+    memory_ = value_of(RankMemory::create(
+        std::move(device), linux_file_system(),
+        {.arena_budget_bytes = options.budget_bytes, .arena_slab_bytes = 64 * kKiB, .threads = options.threads}));
     kv_ = value_of(memory_->allocate("kv_cache", "kv", 2 * kBlocks * bytes_));
     const KvTensor tensor{
         .address = kv_, .layers = 2, .layer_stride = kBlocks * bytes_, .block_stride = bytes_, .block_bytes = bytes_};

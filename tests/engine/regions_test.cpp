@@ -29,8 +29,8 @@ class Regions : public ::testing::Test {
   void make(RankMemoryOptions options = {}, const std::string& tag = "weights") {
     options.handle_bytes = 64 * kKiB;
     options.threads = 2;
-    memory_ = value_of(
-        RankMemory::create(value_of(make_host_device({.huge_pages = [] { return false; }})), linux_file_system(), std::move(options)));
+    memory_ = value_of(RankMemory::create(value_of(make_host_device({.huge_pages = [] { return false; }})),
+                                          linux_file_system(), std::move(options)));
     tag_ = tag;
     const std::vector<uint64_t> sizes(3, kSize);
     at_ = value_of(reference::allocate_scattered(*memory_, tag_, sizes, 1));

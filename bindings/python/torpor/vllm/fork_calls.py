@@ -22,8 +22,8 @@ FORK = """Make `n` requests that go on from where a running or waiting one is, w
     The children share the full KV blocks of their parent; only the block that is half full is copied, once a child. An
     end of one frees its own references alone. A child without a seed of its own draws as its parent does: greedy and
     seeded ones give the parent's tokens, unseeded ones each their own. Their ids are in the result. Of an LLM, step()
-    gives their outputs; of an AsyncLLM, torpor.vllm.attach(engine, id) is the stream of one. Outputs of the kind DELTA begin after
-    the tokens that they have in common with their parent; all others have the whole answer.
+    gives their outputs; of an AsyncLLM, torpor.vllm.attach(engine, id) is the stream of one. Outputs of the kind DELTA
+    begin after the tokens that they have in common with their parent; all others have the whole answer.
 
     request: id that the request was made with; one with n = 1.
     n: 1 to 1,024.
