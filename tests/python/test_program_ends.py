@@ -25,6 +25,7 @@ KNOWN = {
     ("vllm/serve.py", "take_options", "sys.exit"),
     ("vllm/serve.py", "", "sys.exit"),
     ("vllm/replay.py", "", "sys.exit"),
+    ("__main__.py", "", "sys.exit"),
     ("console/__main__.py", "", "sys.exit"),
 }
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 CLIENTS, TOKENS, TERM_SECONDS = 6, 120, 6.0
 TOKENS_OF_DEMO = 40  # with the demo's model
+TOKENS_OVER_A_SWITCH = 4 * TOKENS  # so that no answer ends while the standby is asked
 HEADERS = {"Authorization": f"Bearer {ALICE}"}
 SECONDS = 600  # that something may take that happens
 # In tools/dev proof 170 with the tiny model, and 30 with the demo's.
@@ -289,12 +290,12 @@ def test_an_owner_hands_over_and_one_whose_standby_cannot_go_on_serves_on(pair):
 
     async def scene():
         client = Client(pair.owner.url, ALICE)
-        readings, answering = await everybody(client, "before-a-switch")
+        readings, answering = await everybody(client, "before-a-switch", TOKENS_OVER_A_SWITCH)
         await answering
         expected = [reading.text for reading in readings]
         characters = sum(map(len, expected)) * 0.1
 
-        readings, answering = await everybody(client, "refused")
+        readings, answering = await everybody(client, "refused", TOKENS_OVER_A_SWITCH)
         await until(lambda: sum(len(reading.text) for reading in readings) >= characters, SECONDS)
         # The standby cannot write the log, so it fails with the directory in its hands.
         resource.prlimit(pair.standby.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -312,7 +313,7 @@ def test_an_owner_hands_over_and_one_whose_standby_cannot_go_on_serves_on(pair):
             until_state, pair.standby, lambda state: state["standby"]["owner"]["pid"] == pair.owner.pid
         )
         client.also_at.append(pair.standby.url)
-        readings, answering = await everybody(client, "handed-over")
+        readings, answering = await everybody(client, "handed-over", TOKENS_OVER_A_SWITCH)
         await until(lambda: sum(len(reading.text) for reading in readings) >= characters, SECONDS)
         handed = await asyncio.to_thread(switched, pair)
         assert handed.status_code == 200, handed.text
@@ -372,6 +373,6 @@ def test_a_standby_with_another_engine_takes_over_the_kv(tiny_model, tmp_path):
     other_engine = ("--max-num-batched-tokens", "256")
     pair.standby = make_server(tiny_model, pair.directory, *options, *other_engine, name="other-engine")
     for _ in running(pair):
-        assert asyncio.run(switch_in_the_middle(pair, 4 * TOKENS))["kv"] == "restored", pair.standby.end_of_log(60)
+        assert asyncio.run(switch_in_the_middle(pair, TOKENS_OVER_A_SWITCH))["kv"] == "restored", pair.standby.end_of_log(60)
         metrics = samples(httpx.get(f"{pair.standby.url}/metrics", timeout=SECONDS).text)
         assert metrics["torpor_start_requests", of(result="restored")] == CLIENTS
