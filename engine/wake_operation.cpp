@@ -363,7 +363,7 @@ Status WakeOperation::restore_checkpoint() {
   std::optional<Checkpoint> checkpoint;  // none: all is computed anew
   EngineCheckpoint state;
   if (!options_.from_checkpoint.empty()) TORPOR_RETURN_IF_ERROR(open(checkpoint, state));
-  operation_.end("open", report_.checkpoint_bytes);
+  operation_.end("open");  // no bytes of memory: it reads the state
 
   operation_.begin("quiesce");
   operation_.undo_with([this] { return engine_.hooks.resume(); });

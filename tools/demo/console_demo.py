@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tools/dev demo --console`: the same session, with its blocks offloaded, told as events: what is left of both
-processes is recorded, and the console draws pictures of it. docs/console.md shows them."""
+"""`tools/dev demo --console`: the same session, with its blocks offloaded. The events that both processes leave are
+recorded, and the console draws pictures of them. docs/console.md shows these."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RecordedEvents:
         shutil.rmtree(self._rings, ignore_errors=True)
 
     def keep(self) -> dict:
-        """Both processes were killed: what they told is in their rings. A recording of it, pictures and a page."""
+        """Both processes were killed: what they published is in their rings. A recording of it, pictures and a page."""
         recording, pictures = self.directory / "recording", self.directory / "pictures"
         recorded = json.loads(ask("record", self._rings, "-o", recording, "--json"))
         page = self.directory / "console.html"
@@ -68,7 +68,7 @@ def ask(*words) -> str:
 
 def rows(result: dict) -> list[tuple[str, str]]:
     return [
-        ("events told", f"{result['events']}, {result['lost_events']} lost, by a killed process and the one after it"),
+        ("events", f"{result['events']}, {result['lost_events']} lost, of a killed process and the one after it"),
         ("recording", result["recording"]),
         ("look inside", f"tools/dev torpor console {result['recording']} --once"),
         ("pictures", f"{result['directory']}/pictures: {', '.join(Path(p).stem for p in result['pictures'])}"),
