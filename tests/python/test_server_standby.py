@@ -373,6 +373,8 @@ def test_a_standby_with_another_engine_takes_over_the_kv(tiny_model, tmp_path):
     other_engine = ("--max-num-batched-tokens", "256")
     pair.standby = make_server(tiny_model, pair.directory, *options, *other_engine, name="other-engine")
     for _ in running(pair):
-        assert asyncio.run(switch_in_the_middle(pair, TOKENS_OVER_A_SWITCH))["kv"] == "restored", pair.standby.end_of_log(60)
+        assert asyncio.run(switch_in_the_middle(pair, TOKENS_OVER_A_SWITCH))["kv"] == "restored", (
+            pair.standby.end_of_log(60)
+        )
         metrics = samples(httpx.get(f"{pair.standby.url}/metrics", timeout=SECONDS).text)
         assert metrics["torpor_start_requests", of(result="restored")] == CLIENTS
