@@ -82,9 +82,16 @@ struct Locked {
     return error;
   }
 
-  // Hide the image and remove its files. The rename need not be durable: if the machine ends, so does the engine that
-  // has taken the image.
-  Status take() {
+  // Hide the image that was written as `id`, and remove its files. The rename need not be durable: if the machine ends,
+  // so does the engine that has taken the image. kNotFound: it is gone, or another image has its place: where locks do
+  // not work between hosts, one engine takes an image that another one holds, and a third one reuses its name.
+  Status take(const SealId& id, const Key* key) {
+    {
+      Result<std::unique_ptr<Directory>> image = store->open_directory(generation_name(kGeneration));
+      if (!image) return or_gone(std::move(image).error(), path);
+      TORPOR_ASSIGN_OR_RETURN(const bool same, is_same(**image, id, key));
+      if (!same) return gone(path);
+    }
     if (Status hidden = store->rename_new(generation_name(kGeneration),
                                           fmt::format("{}{}", kTrashPrefix, generation_name(kGeneration)));
         !hidden)
@@ -142,6 +149,7 @@ Result<std::set<int32_t>> ended_in(const Directory& image) {
 struct HeldImage::Impl {
   Locked locked;
   std::set<int32_t> ended;
+  std::shared_ptr<const Key> key;
   Checkpoint checkpoint;
 };
 
@@ -158,7 +166,7 @@ Result<HeldImage> HeldImage::hold(FileSystem& file_system, const std::string& pa
       TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> image,
                               locked.store->open_directory(generation_name(kGeneration)));
       TORPOR_ASSIGN_OR_RETURN(ended, ended_in(*image));
-      return open_checkpoint_directory(std::move(image), std::move(key));
+      return open_checkpoint_directory(std::move(image), key);
     }();
     if (!checkpoint) return locked.meaning_of(std::move(checkpoint).error());
     if (!is_image(checkpoint->manifest())) {
@@ -166,8 +174,10 @@ Result<HeldImage> HeldImage::hold(FileSystem& file_system, const std::string& pa
                    .what = fmt::format("{} is a checkpoint of a whole engine", path),
                    .next_step = "wake it: wake_up(from_checkpoint=…)"};
     }
-    return HeldImage(std::unique_ptr<Impl>(
-        new Impl{.locked = std::move(locked), .ended = std::move(ended), .checkpoint = std::move(*checkpoint)}));
+    return HeldImage(std::unique_ptr<Impl>(new Impl{.locked = std::move(locked),
+                                                    .ended = std::move(ended),
+                                                    .key = std::move(key),
+                                                    .checkpoint = std::move(*checkpoint)}));
   });
 }
 
@@ -178,7 +188,7 @@ const std::set<int32_t>& HeldImage::ended() const { return impl_->ended; }
 Error HeldImage::meaning_of(Error error) const { return impl_->locked.meaning_of(std::move(error)); }
 
 Status HeldImage::take() {
-  return try_catch([&] { return impl_->locked.take(); });
+  return try_catch([&] { return impl_->locked.take(impl_->checkpoint.manifest().id, impl_->key.get()); });
 }
 
 // --- ImageStore ---
@@ -259,13 +269,7 @@ Result<HeldImage> ImageStore::hold(const std::string& path) const {
 Status ImageStore::remove(const std::string& name, const SealId& id) {
   return try_catch([&]() -> Status {
     TORPOR_ASSIGN_OR_RETURN(Locked locked, lock_image(file_system_, path_of(name)));
-    {
-      Result<std::unique_ptr<Directory>> image = locked.store->open_directory(generation_name(kGeneration));
-      if (!image) return or_gone(std::move(image).error(), locked.path);
-      TORPOR_ASSIGN_OR_RETURN(const bool same, is_same(**image, id, options_.key.get()));
-      if (!same) return gone(locked.path);
-    }
-    return locked.take();
+    return locked.take(id, options_.key.get());
   });
 }
 

@@ -164,6 +164,23 @@ TEST_F(StoredImagesTest, AreGoneAndNotDamagedIfAnotherEngineTakesThemMeanwhile) 
   EXPECT_GE(gone, 20);
 }
 
+// Where locks do not reach an engine on another host, that one takes an image that this one holds, is killed while it
+// removes the files, and a third one writes an image of the same name.
+TEST_F(StoredImagesTest, ThatAnEngineHoldsAreNotMistakenForLaterOnesOfTheirName) {
+  const std::string path = stored("a");
+  ImageEngine holder(linux_file_system(), "");
+  ASSERT_SUCCEEDS(holder.open(path));
+  boost::filesystem::remove_all(path + "/g-000001");
+  boost::filesystem::remove(path + "/LOCK");
+  ImageEngine third(linux_file_system(), directory_.path());
+  ASSERT_SUCCEEDS(third.extract("a"));
+  ASSERT_SUCCEEDS(third.stored.store("a", ImageEngine::fields(), Value{}));
+  EXPECT_FAILS(holder.stored.take("a"), Code::kNotFound, "there is no image");
+  ASSERT_SUCCEEDS(third.stored.read_back("a"));
+  ASSERT_SUCCEEDS(third.stored.take("a"));
+  EXPECT_TRUE(third.brings("a"));
+}
+
 TEST_F(StoredImagesTest, ThatAnotherEngineGivesUpAreStillThisOnes) {
   const std::string path = stored("a");
   {
