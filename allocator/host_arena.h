@@ -124,8 +124,8 @@ class HostArena {
   Result<uint64_t> prefault_slowly(uint64_t bytes, const GoOn& go_on, const OnThread& on_thread = {});
   // Never use the span's memory again, because a copy may still write into it. It counts as used for ever.
   static void quarantine(Span span) { span.arena_ = nullptr; }
-  // Give unused slabs back to the system while more than `keep_bytes` are held, but none of which the last `leave_free`
-  // bytes of unused memory are. Return the number of bytes given back.
+  // Give unused slabs back to the system while more than `keep_bytes` are held, and leave at least `leave_free` bytes
+  // of unused memory if there are as many. Return the number of bytes given back.
   uint64_t trim(uint64_t keep_bytes = 0, uint64_t leave_free = 0);
   HostArenaInfo info() const;
 

@@ -35,7 +35,7 @@ using HugePages = std::function<bool()>;
 // measures both with 8 MiB, and again when that is a second old.
 //
 // Huge pages take longer if the kernel has to compact memory for them, or if a hypervisor has taken free ones back and
-// has to give them again: then 2 MiB took 5 ms in a virtual machine, and 0.8 ms in small pages.
+// has to give them again.
 HugePages huge_pages_while_fast();
 
 }  // namespace torpor

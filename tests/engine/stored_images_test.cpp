@@ -170,9 +170,12 @@ TEST_F(StoredImagesTest, ThatAnEngineHoldsAreNotMistakenForLaterOnesOfTheirName)
   const std::string path = stored("a");
   ImageEngine holder(linux_file_system(), "");
   ASSERT_SUCCEEDS(holder.open(path));
+  ImageEngine third(linux_file_system(), directory_.path());
+  ASSERT_SUCCEEDS(third.extract("b"));
+  ASSERT_SUCCEEDS(third.stored.store("b", ImageEngine::fields(), Value{}));  // an engine's first one removes leftovers
+  EXPECT_EQ(third.stored.forget("b").size(), 2u);
   boost::filesystem::remove_all(path + "/g-000001");
   boost::filesystem::remove(path + "/LOCK");
-  ImageEngine third(linux_file_system(), directory_.path());
   ASSERT_SUCCEEDS(third.extract("a"));
   ASSERT_SUCCEEDS(third.stored.store("a", ImageEngine::fields(), Value{}));
   EXPECT_FAILS(holder.stored.take("a"), Code::kNotFound, "there is no image");

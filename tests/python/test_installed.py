@@ -1,10 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m torpor` says what is installed, and whether torpor fits the vLLM beside it."""
 
+import sys
+
+import pytest
 import vllm
 
 from torpor import __main__ as installed
 from torpor.vllm import plugin
+
+
+@pytest.fixture(autouse=True)
+def no_arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["torpor"])
+
+
+def test_it_takes_no_arguments(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["torpor", "ls"])
+    assert installed.main() == 2
+    assert "takes no arguments" in capsys.readouterr().err
 
 
 def test_it_lists_the_tiers_of_a_vllm_that_fits(capsys):

@@ -325,6 +325,14 @@ def test_a_term_in_which_nobody_can_give_a_heartbeat_is_refused(seconds, monkeyp
         Settings.from_environment()
 
 
+def test_a_wrong_value_of_a_flag_is_named_by_the_flag(monkeypatch):
+    from torpor.vllm.serve import take_options
+
+    monkeypatch.setenv("TORPOR_SERVER_SIGTERM_SECONDS", "3")  # so that it is as before after the test
+    with pytest.raises(InvalidArgument, match="^--torpor-sigterm-seconds is '-1'"):
+        take_options(["MODEL", "--torpor-sigterm-seconds=-1"])
+
+
 def test_a_port_that_is_in_use_ends_the_start(tmp_path, logged):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])

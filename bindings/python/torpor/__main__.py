@@ -13,7 +13,10 @@ _PARTS = ("early_wake", "connector", "portable", "fork", "other_connectors", "se
 
 
 def main() -> int:
-    """Print it. Return 0 if an engine of this vLLM can use torpor, else 1."""
+    """Print it. Return 0 if an engine of this vLLM can use torpor, 1 if not, 2 if the command has arguments."""
+    if sys.argv[1:]:
+        print("error: python -m torpor takes no arguments; the inspector is the program torpor", file=sys.stderr)
+        return 2
     print(f"torpor {torpor.__version__}, built {'with' if _core.built_with_cuda() else 'without'} CUDA")
     if find_spec("vllm") is None:
         print("vllm is not installed for this Python: install a release that torpor knows (docs/vllm.md)")

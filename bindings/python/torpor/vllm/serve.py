@@ -102,10 +102,12 @@ def take_options(arguments: list[str]) -> list[str]:
     path, words = _of_config_file(arguments, parser)
     in_file, _ = _parsed(parser, known, words, f"{path}: ")
     given, rest = _parsed(parser, known, arguments)
-    for options in (in_file, given):  # the command line wins over the file, as with vLLM's own options
+    spelled = {}
+    for options, where in ((in_file, f"{path}: "), (given, "")):  # the command line wins, as with vLLM's own options
         for name, value in vars(options).items():
             os.environ[known[name].variable] = value
-    settings = Settings.from_environment()
+            spelled[known[name].variable] = where + known[name].name
+    settings = Settings.from_environment(spelled)
     _follow_owner(settings, parser)
     settings.admin()  # said now if it cannot be had, not after the engine's start
     if settings.checkpoint_interval_seconds > 0:

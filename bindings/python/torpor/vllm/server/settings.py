@@ -8,6 +8,7 @@ torpor.vllm.options has the options of the engine (checkpoint_dir, key_file, enc
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from torpor.errors import InvalidArgument
@@ -251,9 +252,10 @@ class Settings:
             )
 
     @staticmethod
-    def from_environment() -> Settings:
+    def from_environment(spelled: Mapping[str, str] | None = None) -> Settings:
+        """spelled: what errors call a variable of the environment, if it was given otherwise, as by a flag."""
         values = {
-            f.name: value_of(f, os.environ[variable(f)], variable(f))
+            f.name: value_of(f, os.environ[variable(f)], (spelled or {}).get(variable(f), variable(f)))
             for f in fields(Settings)
             if variable(f) in os.environ
         }
