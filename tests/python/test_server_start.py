@@ -329,7 +329,7 @@ def test_a_wrong_value_of_a_flag_is_named_by_the_flag(monkeypatch):
     from torpor.vllm.serve import take_options
 
     monkeypatch.setenv("TORPOR_SERVER_SIGTERM_SECONDS", "3")  # so that it is as before after the test
-    with pytest.raises(InvalidArgument, match="^--torpor-sigterm-seconds is '-1'"):
+    with pytest.raises(InvalidArgument, match=r"^--torpor-sigterm-seconds is '-1'"):
         take_options(["MODEL", "--torpor-sigterm-seconds=-1"])
 
 
