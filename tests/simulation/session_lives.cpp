@@ -624,6 +624,21 @@ uint64_t SessionSteps::killed(SessionVerb verb) const {
   return static_cast<uint64_t>(std::distance(killed.begin(), killed.upper_bound(most(verb))));
 }
 
+std::vector<uint64_t> SessionSteps::missed(SessionVerb verb) const {
+  const auto& calls = undisturbed_[static_cast<size_t>(verb)];
+  uint64_t reach = 0;
+  for (const auto& [steps, count] : calls) reach += count;
+  const uint64_t often = std::max<uint64_t>(reach / 1000, 1);
+  std::vector<uint64_t> found;
+  uint64_t step = 1;
+  for (const auto& [steps, count] : calls) {
+    for (; step <= steps && reach >= often; ++step)
+      if (!killed_[static_cast<size_t>(verb)].contains(step)) found.push_back(step);
+    reach -= count;
+  }
+  return found;
+}
+
 SessionResult simulate_sessions(uint64_t seed, SessionSteps& steps, Planted planted, bool print) {
   return Life(seed, steps, planted, print).run();
 }

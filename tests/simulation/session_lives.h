@@ -17,6 +17,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "tests/simulation/session_engine.h"
 
@@ -63,6 +64,8 @@ class SessionSteps {
   void note_killed(SessionVerb verb, uint64_t step);
   uint64_t most(SessionVerb verb) const;    // steps of a call that nothing disturbed, at most
   uint64_t killed(SessionVerb verb) const;  // at how many of these some engine was killed
+  // Return the steps at which no engine was killed, of those that at least one of 1,000 such calls reaches.
+  std::vector<uint64_t> missed(SessionVerb verb) const;
 
  private:
   std::array<std::map<uint64_t, uint64_t>, kSessionVerbs> undisturbed_;  // steps -> calls
