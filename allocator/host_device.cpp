@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <iterator>
 #include <random>
-#include <set>
+#include <utility>
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -13,6 +15,7 @@
 #include <fmt/core.h>
 
 #include "allocator/host_stream.h"
+#include "allocator/shared_capacity.h"
 #include "base/copy.h"
 #include "base/log.h"
 #include "base/mutex.h"
@@ -20,6 +23,9 @@
 
 namespace torpor {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::seconds kSmallAfterSlow{1};
 
 void* pointer(DeviceAddress address) { return reinterpret_cast<void*>(address); }  // NOLINT(performance-no-int-to-ptr)
 
@@ -32,7 +38,8 @@ Error device_error(int native, const std::string& what) {
 
 class HostDevice final : public DeviceMemory {
  public:
-  explicit HostDevice(HostDeviceOptions options) : options_(options) {}
+  HostDevice(HostDeviceOptions options, std::unique_ptr<SharedCapacity> shared)
+      : options_(std::move(options)), shared_(std::move(shared)) {}
 
   ~HostDevice() override {
     streams_.clear();
@@ -52,6 +59,7 @@ class HostDevice final : public DeviceMemory {
 
  protected:
   uint64_t capacity_bytes() const override { return options_.capacity_bytes; }
+  std::optional<uint64_t> used_bytes() const override { return shared_ ? shared_->used_bytes() : std::nullopt; }
 
   Result<DeviceAddress> do_reserve(uint64_t size) override {
     // Reserve more than `size`, to place the range at a multiple of the granularity, and of a huge page if it is large
@@ -70,8 +78,6 @@ class HostDevice final : public DeviceMemory {
   Status do_free_reservation(DeviceAddress address, uint64_t size) override {
     if (::munmap(pointer(address), size) != 0)
       return device_error(errno, fmt::format("cannot free the addresses at {:#x}", address));
-    const MutexLock lock(mutex_);
-    ever_mapped_.erase(ever_mapped_.lower_bound(address), ever_mapped_.lower_bound(address + size));
     return ok();
   }
 
@@ -80,7 +86,13 @@ class HostDevice final : public DeviceMemory {
   Result<PhysicalId> do_create(uint64_t size) override {
     std::map<PhysicalId, Physical> made;
     Physical& memory = made.emplace(PhysicalId{}, Physical{.size = size}).first->second;
-    TORPOR_ASSIGN_OR_RETURN(memory.parking, do_reserve(size));
+    if (shared_) TORPOR_RETURN_IF_ERROR(shared_->take(size));
+    const Result<DeviceAddress> parking = do_reserve(size);
+    if (!parking) {
+      gone(size);
+      return parking.error();
+    }
+    memory.parking = *parking;
     auto node = made.extract(made.begin());
     const MutexLock lock(mutex_);
     const auto id = static_cast<PhysicalId>(++last_id_);
@@ -101,6 +113,7 @@ class HostDevice final : public DeviceMemory {
       memory = found;
     }
     TORPOR_RETURN_IF_ERROR(do_free_reservation(memory.parking, memory.size));
+    gone(memory.size);
     const MutexLock lock(mutex_);
     physical_.erase(id);
     return ok();
@@ -108,7 +121,6 @@ class HostDevice final : public DeviceMemory {
 
   Status do_map(DeviceAddress address, PhysicalId id, uint64_t size) override {
     std::map<DeviceAddress, Mapped> made{{address, Mapped{.id = id, .size = size}}};
-    std::set<DeviceAddress> mapped_here{address};
     DeviceAddress parking = 0;
     {
       const MutexLock lock(mutex_);
@@ -122,13 +134,10 @@ class HostDevice final : public DeviceMemory {
       parking = memory.parking;
     }
     TORPOR_RETURN_IF_ERROR(move_pages(parking, address, size));
-    if (size >= kHugePage) {
-      const bool huge = !options_.huge_pages || (was_mapped(address) && options_.huge_pages());
-      prefer_huge_pages(static_cast<std::byte*>(pointer(address)), size, huge);
-    }
+    if (size >= kHugePage)
+      prefer_huge_pages(static_cast<std::byte*>(pointer(address)), size, /*huge=*/!options_.huge_pages);
     ::madvise(pointer(address), size, MADV_DONTDUMP);  // keep prompts out of core files
     const MutexLock lock(mutex_);
-    ever_mapped_.merge(mapped_here);
     physical_.at(id).mapped = true;
     mapped_.merge(made);
     return ok();
@@ -170,6 +179,7 @@ class HostDevice final : public DeviceMemory {
           if (!freed) log().error("addresses stay reserved: {}", freed.error());
           return ok();
         });
+        gone(piece.memory.size);
       }
       const MutexLock lock(mutex_);
       const auto memory = physical_.find(piece.mapping->id);
@@ -199,7 +209,10 @@ class HostDevice final : public DeviceMemory {
   }
 
   Result<StreamId> do_create_stream() override {
-    auto stream = std::make_shared<HostStream>(options_.defer_copies, options_.link_bytes_per_second);
+    HostStream::OnSlow on_slow;
+    if (options_.huge_pages) on_slow = [this](DeviceAddress to) { prefer_pages_of(to, /*huge=*/false); };
+    auto stream =
+        std::make_shared<HostStream>(options_.defer_copies, options_.link_bytes_per_second, std::move(on_slow));
     if (!options_.defer_copies) TORPOR_RETURN_IF_ERROR(stream->start());
     const MutexLock lock(mutex_);
     const auto id = static_cast<StreamId>(++last_id_);
@@ -220,6 +233,7 @@ class HostDevice final : public DeviceMemory {
   Status do_copy_async(StreamId stream, Direction direction, std::span<const Copy> copies, CopyBy) override {
     const std::shared_ptr<HostStream> found = stream_of(stream);
     if (found == nullptr) return unknown("stream", static_cast<uint64_t>(stream));
+    if (direction == Direction::kHostToDevice && options_.huge_pages) prepare_pages(copies);
     std::vector<Copy> ordered(copies.begin(), copies.end());
     if (options_.shuffle_seed != 0) {
       std::mt19937_64 random(options_.shuffle_seed + copies.size());
@@ -281,6 +295,7 @@ class HostDevice final : public DeviceMemory {
     PhysicalId id{};
     uint64_t size = 0;
     int protection = PROT_NONE;
+    bool asked_for_huge_pages = false;
     bool gone = false;  // a failed call unmapped it and could not map it again
   };
 
@@ -298,9 +313,42 @@ class HostDevice final : public DeviceMemory {
     return {at->first, &at->second, physical_.at(at->second.id)};
   }
 
-  bool was_mapped(DeviceAddress address) {
+  // Other processes may have this memory now.
+  void gone(uint64_t size) {
+    if (shared_) shared_->give_back(size);
+  }
+
+  // Ask for huge pages where copies to the device fill some.
+  void prepare_pages(std::span<const Copy> copies) {
+    DeviceAddress begin = 0;
+    DeviceAddress end = 0;
+    for (const Copy& copy : copies) {
+      if (copy.device != end) begin = copy.device;
+      end = copy.device + copy.bytes;
+      if (end - begin >= kHugePage && !asked_about(copy.device) && options_.huge_pages())
+        prefer_pages_of(copy.device, /*huge=*/true);
+    }
+  }
+
+  // Return whether the mapping at this address needs no question about huge pages; from then on it needs none.
+  bool asked_about(DeviceAddress address) {
     const MutexLock lock(mutex_);
-    return ever_mapped_.contains(address);
+    Mapped& mapping = std::prev(mapped_.upper_bound(address))->second;
+    return Clock::now() < small_until_ || std::exchange(mapping.asked_for_huge_pages, true);
+  }
+
+  // Precondition: a copy uses the mapping at this address, so that it stays.
+  void prefer_pages_of(DeviceAddress address, bool huge) {
+    DeviceAddress begin = 0;
+    uint64_t size = 0;
+    {
+      const MutexLock lock(mutex_);
+      if (!huge) small_until_ = Clock::now() + kSmallAfterSlow;
+      const auto mapping = std::prev(mapped_.upper_bound(address));
+      begin = mapping->first;
+      size = mapping->second.size;
+    }
+    prefer_huge_pages(static_cast<std::byte*>(pointer(begin)), size, huge);
   }
 
   // Move the pages. Both ranges stay reserved; `from` then has no pages and no access.
@@ -336,12 +384,13 @@ class HostDevice final : public DeviceMemory {
   }
 
   const HostDeviceOptions options_;
+  const std::unique_ptr<SharedCapacity> shared_;
   mutable Mutex mutex_;  // never held during a system call or a copy
   uint64_t last_id_ TORPOR_GUARDED_BY(mutex_) = 0;
   // DeviceMemory lets only one call at a time work on an entry of these two.
   std::map<PhysicalId, Physical> physical_ TORPOR_GUARDED_BY(mutex_);
-  std::set<DeviceAddress> ever_mapped_ TORPOR_GUARDED_BY(mutex_);  // where memory was mapped, in what is reserved
   std::map<DeviceAddress, Mapped> mapped_ TORPOR_GUARDED_BY(mutex_);
+  Clock::time_point small_until_ TORPOR_GUARDED_BY(mutex_);
   std::map<StreamId, std::shared_ptr<HostStream>> streams_ TORPOR_GUARDED_BY(mutex_);
   std::map<EventId, Event> events_ TORPOR_GUARDED_BY(mutex_);
 };
@@ -355,7 +404,16 @@ Result<std::unique_ptr<DeviceMemory>> make_host_device(HostDeviceOptions options
                  .what = fmt::format("granularity_bytes is {}", options.granularity_bytes),
                  .next_step = fmt::format("use a power of two of at least {}", page)};
   }
-  return std::unique_ptr<DeviceMemory>(std::make_unique<HostDevice>(options));
+  std::unique_ptr<SharedCapacity> shared;
+  if (!options.shared_file.empty()) {
+    if (options.capacity_bytes == 0) {
+      return Error{.code = Code::kInvalidArgument,
+                   .what = "shared_file is given without capacity_bytes",
+                   .next_step = "say how many bytes the processes share"};
+    }
+    TORPOR_ASSIGN_OR_RETURN(shared, SharedCapacity::open(options.shared_file, options.capacity_bytes));
+  }
+  return std::unique_ptr<DeviceMemory>(std::make_unique<HostDevice>(std::move(options), std::move(shared)));
 }
 
 }  // namespace torpor

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "allocator/device_memory.h"
 #include "allocator/prefault.h"
@@ -17,15 +18,20 @@ namespace torpor {
 struct HostDeviceOptions {
   uint64_t granularity_bytes = 64 * 1024;  // a power of two, at least the page size
   uint64_t capacity_bytes = 0;             // 0: no limit but the system's
-  bool defer_copies = false;               // run copies only inside wait() and drain()
-  // If it is set, memory that is mapped at an address for the first time is in small pages, as malloc's is, and it is
-  // asked for later memory, as that of a wake.
+  // Devices of all processes of this machine that name the same file share `capacity_bytes`, as those of one GPU do:
+  // none gets memory that another one has (shared_capacity.h). "": this device has them alone.
+  std::string shared_file;
+  bool defer_copies = false;  // run copies only inside wait() and drain()
+  // Without it, mapped memory is in huge pages. With it, memory is in small pages, as malloc's is, until copies fill a
+  // whole huge page of it: then this is asked. Copies that are slow afterwards say that huge pages are not worth it,
+  // and what is touched later is in small pages, in all memory for a second.
   HugePages huge_pages;
   uint64_t link_bytes_per_second = 0;  // copies take at least this long, each direction by itself; 0: no limit
   uint64_t shuffle_seed = 0;           // not 0: shuffle the copies of each call, in an order that this seed fixes
 };
 
-// Make the device. kInvalidArgument: `granularity_bytes` is not a power of two, or is below the page size.
+// Make the device. kInvalidArgument: `granularity_bytes` is not a power of two, or is below the page size; a
+// `shared_file` without `capacity_bytes`.
 Result<std::unique_ptr<DeviceMemory>> make_host_device(HostDeviceOptions options = {});
 
 }  // namespace torpor

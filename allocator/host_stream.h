@@ -2,8 +2,10 @@
 // HostStream: a stream of HostDevice. Threads: any.
 #pragma once
 
+#include <chrono>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -13,14 +15,19 @@
 #include "allocator/device_memory.h"
 #include "base/copy.h"
 #include "base/mutex.h"
+#include "base/units.h"
 
 namespace torpor {
 
 // Runs calls in order, on a thread of its own, or, if `deferred`, on the thread that waits.
 class HostStream {
  public:
-  HostStream(bool deferred, uint64_t link_bytes_per_second)
-      : deferred_(deferred), link_bytes_per_second_(link_bytes_per_second) {}
+  // Called where a call copied to the device below kSlow bytes per second, with an address that it copied to.
+  using OnSlow = std::function<void(DeviceAddress)>;
+  static constexpr double kSlow = 0.6e9;  // a virtual machine that asks its host for huge pages was seen to get 0.4e9
+
+  HostStream(bool deferred, uint64_t link_bytes_per_second, OnSlow on_slow = {})
+      : deferred_(deferred), link_bytes_per_second_(link_bytes_per_second), on_slow_(std::move(on_slow)) {}
   ~HostStream() {
     if (deferred_) {
       (void)drain(enqueued());
@@ -100,7 +107,11 @@ class HostStream {
       uint64_t bytes = 0;
       for (const Copy& copy : call.copies) bytes += copy.bytes;
       BulkCopy bulk(bytes);
+      const auto began = std::chrono::steady_clock::now();
       for (const Copy& copy : call.copies) carry_out(call.direction, copy, bulk);
+      if (!on_slow_ || call.direction != Direction::kHostToDevice || bytes < kHugePage) return ok();
+      const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - began;
+      if (static_cast<double>(bytes) < kSlow * taken.count()) on_slow_(call.copies.back().device);
       return ok();
     });
     mutex_.lock();
@@ -129,6 +140,7 @@ class HostStream {
 
   const bool deferred_;
   const uint64_t link_bytes_per_second_;
+  const OnSlow on_slow_;
   std::thread worker_;
   mutable Mutex mutex_;  // not held while bytes are copied
   CondVar changed_;

@@ -105,7 +105,11 @@ MemorySaver& memory_saver() {
 Result<std::unique_ptr<DeviceMemory>> make_process_device(int ordinal) {
   TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> gather_below,
                           bytes_from_environment("TORPOR_CUDA_GATHER_BELOW_BYTES"));
-  if (environment("TORPOR_MEMORY_DEVICE") == "host") return make_host_device();
+  if (environment("TORPOR_MEMORY_DEVICE") == "host") {
+    TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> capacity, bytes_from_environment("TORPOR_HOST_DEVICE_BYTES"));
+    return make_host_device({.capacity_bytes = capacity.value_or(0),
+                             .shared_file = std::string(environment("TORPOR_HOST_DEVICE_SHARED_FILE"))});
+  }
   TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> device,
                           make_cuda_device({.ordinal = ordinal, .gather_below_bytes = gather_below}));
   end_prefault_at_exit();

@@ -15,69 +15,20 @@ from statistics import median
 import httpx
 import pytest
 from conftest import IN_PROOF
-from servers import ALICE, Client, Reading, make_server, of, samples, sampling, until
+from servers import ALICE, Client, make_server, of, samples, until
 from serving import ADMIN_KEY, command_of, descendants
+from standbys import (
+    CLIENTS, HEADERS, SECONDS, TERM_SECONDS, TOKENS, TOKENS_OVER_A_SWITCH, Pair, everybody, running, switched,
+    until_state,
+)  # fmt: skip
 
 pytestmark = pytest.mark.slow
 
-CLIENTS, TOKENS, TERM_SECONDS = 6, 120, 6.0
 TOKENS_OF_DEMO = 40  # with the demo's model
-TOKENS_OVER_A_SWITCH = 4 * TOKENS  # so that no answer ends while the standby is asked
-HEADERS = {"Authorization": f"Bearer {ALICE}"}
-SECONDS = 600  # that something may take that happens
 # In tools/dev proof 170 with the tiny model, and 30 with the demo's.
 TAKE_OVERS = int(os.environ.get("TORPOR_TAKE_OVERS", "170" if IN_PROOF else "2"))
 TAKE_OVERS_OF_DEMO = int(os.environ.get("TORPOR_TAKE_OVERS_OF_DEMO", "30"))
 SEED = int(os.environ.get("TORPOR_TAKE_OVERS_SEED", "1"))  # of phases and faults
-
-
-class Pair:
-    """A server that owns its directory, and its standby. Whichever ended comes back as the new standby."""
-
-    def __init__(self, model, folder, *options: str):
-        self.directory = folder / "torpor"
-        options = ("--torpor-checkpoint-interval-seconds", "1", *options)
-        options += ("--torpor-ownership-term-seconds", f"{TERM_SECONDS}")
-        self.owner, self.standby = (
-            make_server(model, self.directory, *options, name=name) for name in ("first", "second")
-        )
-
-    def start(self) -> None:
-        """The standby first: it sleeps when the owner takes memory."""
-        self.start_standby()
-        self.owner.start()
-        self.owner.wait_until_ready()
-        until_state(self.standby, lambda state: state["standby"]["owner"]["state"] == "serves")
-
-    def start_standby(self) -> None:
-        self.standby.start(["--torpor-standby-of", str(self.directory)])
-        until_state(self.standby, lambda state: state["state"] == "standby")
-
-    def taken_over(self) -> dict:
-        """Wait until the standby serves. Return how it took over, once the processes of the owner have ended."""
-        state = until_state(self.standby, lambda state: state["state"] == "awake")
-        self.owner.stop()
-        self.owner, self.standby = self.standby, self.owner
-        return state["standby"]["failover"]
-
-    def stop(self) -> None:
-        self.standby.stop()
-        self.owner.stop()
-
-
-def until_state(server, condition) -> dict:
-    """Ask a server for its state until that is as `condition` wants it. Return it."""
-    deadline = time.monotonic() + SECONDS
-    while True:
-        assert server.running() and time.monotonic() < deadline, server.end_of_log()
-        try:
-            state = httpx.get(f"{server.url}/torpor/state", headers=HEADERS, timeout=5).json()
-            assert state["state"] != "failed", state
-            if condition(state):
-                return state
-        except httpx.TransportError:
-            pass
-        time.sleep(0.02)
 
 
 def processes_of(server) -> dict[str, list[int]]:
@@ -155,23 +106,6 @@ class TakeOvers:
 @pytest.fixture(scope="module")
 def pair(tiny_model, tmp_path_factory):
     yield from running(Pair(tiny_model, tmp_path_factory.mktemp("standby")))
-
-
-def running(pair: Pair):
-    try:
-        pair.start()
-        yield pair
-    finally:
-        pair.stop()
-
-
-async def everybody(clients: Client, prefix: str, tokens: int = TOKENS) -> tuple[list[Reading], asyncio.Future]:
-    readings = [Reading(f"{prefix}-{number}") for number in range(CLIENTS)]
-    chats = [
-        clients.chat(reading, f"Write note {number}.", **sampling(number, tokens))
-        for number, reading in enumerate(readings)
-    ]
-    return readings, asyncio.gather(*chats)
 
 
 async def hit(
@@ -278,11 +212,6 @@ def test_a_standby_refuses_requests_and_operations_and_says_what_it_follows(pair
         for route in ("/sleep", "/wake_up", "/torpor/checkpoint"):
             refused = admin.post(route)
             assert refused.status_code == 409 and "standby" in refused.text, refused.text
-
-
-def switched(pair: Pair) -> httpx.Response:
-    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    return httpx.post(f"{pair.owner.url}/torpor/switch", headers=admin, timeout=SECONDS)
 
 
 def test_an_owner_hands_over_and_one_whose_standby_cannot_go_on_serves_on(pair):

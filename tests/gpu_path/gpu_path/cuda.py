@@ -7,13 +7,19 @@ gpu_path makes the other two, when the engine has warmed up:
 
 - workspace: vLLM's WorkspaceManager, which grows once. Each step writes into it, and expects nothing of it.
 - cudagraph: what a captured graph has. Each step expects what the step before has left there.
+
+With TORPOR_HOST_DEVICE_BYTES the device has so many bytes, and vLLM checks what of them is free when a worker starts.
+With TORPOR_HOST_DEVICE_SHARED_FILE all processes that name that file share them, as one GPU.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+from types import SimpleNamespace
 
 import torch
+from torpor import memory
 
 WORKSPACE_BYTES = 300 << 10
 GRAPH_VALUES = 40_000  # more than a small segment
@@ -49,6 +55,27 @@ def install() -> None:
         return execute_model(self, *args, **kwargs)
 
     CPUWorker.compile_or_warm_up_model, CPUWorker.execute_model = compile_or_warm_up_model, execute_and_check
+    if "TORPOR_HOST_DEVICE_BYTES" in os.environ:
+        _check_free_memory()
+
+
+def _check_free_memory() -> None:
+    """A worker starts only where vLLM's own check of a GPU's free memory allows it."""
+    from vllm.v1.worker import utils
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    init_device = CPUWorker.init_device
+
+    def init_device_if_there_is_room(self):
+        init_device(self)
+        with memory.scope("probe", keep=False):
+            memory.free(memory.allocate(1))
+        [device] = memory.ledger().values()
+        total, used = device["device_capacity_bytes"], device["device_used_bytes"]
+        snapshot = SimpleNamespace(free_memory=total - used, total_memory=total, device_="gpu_path")
+        utils.request_memory(snapshot, self.cache_config)
+
+    CPUWorker.init_device = init_device_if_there_is_room
 
 
 class _Scratch:
