@@ -325,12 +325,16 @@ def test_a_term_in_which_nobody_can_give_a_heartbeat_is_refused(seconds, monkeyp
         Settings.from_environment()
 
 
-def test_a_wrong_value_of_a_flag_is_named_by_the_flag(monkeypatch):
+@pytest.mark.parametrize(
+    ("flag", "variable"),
+    [("sigterm-seconds", "TORPOR_SERVER_SIGTERM_SECONDS"), ("copy-threads", "TORPOR_COPY_THREADS")],
+)
+def test_a_wrong_value_of_a_flag_is_named_by_the_flag(flag, variable, monkeypatch):
     from torpor.vllm.serve import take_options
 
-    monkeypatch.setenv("TORPOR_SERVER_SIGTERM_SECONDS", "3")  # so that it is as before after the test
-    with pytest.raises(InvalidArgument, match=r"^--torpor-sigterm-seconds is '-1'"):
-        take_options(["MODEL", "--torpor-sigterm-seconds=-1"])
+    monkeypatch.setenv(variable, "3")  # so that it is as before after the test
+    with pytest.raises(InvalidArgument, match=f"^--torpor-{flag} is '-1'"):
+        take_options(["MODEL", f"--torpor-{flag}=-1"])
 
 
 def test_a_port_that_is_in_use_ends_the_start(tmp_path, logged):

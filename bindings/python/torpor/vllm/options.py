@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -259,6 +260,13 @@ class Options:
     )
     # Of the KV connector (connector_options.py), which is switched on by one named `offload`.
     connector: dict = field(default_factory=dict)
+
+    @staticmethod
+    def check_environment(spelled: Mapping[str, str]) -> None:
+        """Check the variables in `spelled`, which says what an error calls each. Raises InvalidArgument."""
+        for name, variable in _VARIABLES.items():
+            if variable in spelled:
+                value_of(_DESCRIBED[name], os.environ[variable], spelled[variable])
 
     @staticmethod
     def of(vllm_config) -> Options:

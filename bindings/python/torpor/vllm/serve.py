@@ -107,6 +107,7 @@ def take_options(arguments: list[str]) -> list[str]:
         for name, value in vars(options).items():
             os.environ[known[name].variable] = value
             spelled[known[name].variable] = where + known[name].name
+    Options.check_environment(spelled)
     settings = Settings.from_environment(spelled)
     _follow_owner(settings, parser)
     settings.admin()  # said now if it cannot be had, not after the engine's start
