@@ -43,7 +43,7 @@ Status SharedCapacity::take(uint64_t bytes) {
   const Range turn{bytes_, bytes_ + 1};
   TORPOR_RETURN_IF_ERROR(lock(turn, F_WRLCK, F_OFD_SETLKW));
   uint64_t taken = 0;
-  const Status done = [&]() -> Status {
+  const Status done = try_catch([&]() -> Status {
     TORPOR_ASSIGN_OR_RETURN(const std::vector<Range> free, free_ranges());
     if (const uint64_t all = sum(free); all < bytes) {
       return Error{.code = Code::kResourceExhausted,
@@ -61,7 +61,7 @@ Status SharedCapacity::take(uint64_t bytes) {
       taken += part.bytes();
     }
     return ok();
-  }();
+  });
   if (!done) release(taken);
   TORPOR_RETURN_IF_ERROR(lock(turn, F_UNLCK, F_OFD_SETLK));
   return done;
@@ -92,7 +92,7 @@ Status SharedCapacity::add_foreign(Range within, std::vector<Range>& found) cons
   if (::fcntl(file_.get(), F_OFD_GETLK, &lock) != 0)
     return system_error(errno, "cannot read the locks of the file of shared device memory");
   if (lock.l_type == F_UNLCK) return ok();
-  // The kernel gives any lock that it finds. One that nothing else is locked behind has no length.
+  // The kernel gives any lock that it finds. Length 0: up to the end of the file.
   const auto begin = static_cast<uint64_t>(lock.l_start);
   const uint64_t end = lock.l_len == 0 ? within.end : begin + static_cast<uint64_t>(lock.l_len);
   const Range taken{std::max(begin, within.begin), std::min(end, within.end)};
