@@ -13,6 +13,7 @@
 #include <fmt/core.h>
 
 #include "allocator/device_memory.h"
+#include "allocator/prefault.h"
 #include "base/copy.h"
 #include "base/mutex.h"
 #include "base/units.h"
@@ -120,6 +121,8 @@ class HostStream {
     changed_.notify_all();
   }
 
+  static constexpr uint64_t kPopulated = 64 * kKiB;  // below, a call costs as much as the page faults that it saves
+
   void carry_out(Direction direction, const Copy& copy, BulkCopy& bulk) const {
     const auto began =
         link_bytes_per_second_ == 0 ? std::chrono::steady_clock::time_point() : std::chrono::steady_clock::now();
@@ -127,6 +130,7 @@ class HostStream {
     const bool down = direction == Direction::kDeviceToHost;
     const std::span<std::byte> to(down ? copy.host : device, copy.bytes);
     const std::span<const std::byte> from(down ? device : copy.host, copy.bytes);
+    if (!down && copy.bytes >= kPopulated) populate(device, copy.bytes);
     if (copy.digest != nullptr) {
       bulk.copy(to, from, *copy.digest);
     } else {

@@ -62,6 +62,11 @@ void prefer_huge_pages(std::byte* data, uint64_t size, bool huge) {
   ::madvise(data, size, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // a hint only
 }
 
+void populate(std::byte* data, uint64_t size) {
+  const uint64_t skipped = align_up(reinterpret_cast<uintptr_t>(data), kPage) - reinterpret_cast<uintptr_t>(data);
+  if (size >= skipped + kPage) ::madvise(data + skipped, (size - skipped) / kPage * kPage, MADV_POPULATE_WRITE);
+}
+
 void touch(std::byte* data, uint64_t size, bool populate) {
   if (populate && ::madvise(data, size, MADV_POPULATE_WRITE) == 0) return;
   for (uint64_t at = 0; at < size; at += kPage) *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};

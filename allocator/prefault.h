@@ -14,6 +14,9 @@ namespace torpor {
 std::byte* map_fresh(uint64_t size);
 void unmap_fresh(std::byte* data, uint64_t size);  // unmap from a page on; 0 bytes: nothing
 void prefer_huge_pages(std::byte* data, uint64_t size, bool huge);
+// Make the whole pages of a range present before they are written: one call costs less than a page fault for each.
+// Content stays. Does nothing where the system cannot (Linux before 5.14).
+void populate(std::byte* data, uint64_t size);
 
 // How to prefault. The fastest method differs between machines.
 struct PrefaultMethod {
