@@ -54,9 +54,30 @@ def remember_digests(runner) -> None:
     def load_adapter(lora_request: LoRARequest) -> LoRAModel:
         adapter = stock(lora_request)
         adapter.torpor_digest = digest(adapter)
+        manager.torpor_read += 1
         return adapter
 
     manager._load_adapter = load_adapter
+    manager.torpor_read = 0
+
+
+def times_read(runner) -> int:
+    """How many adapters this worker has read so far."""
+    return getattr(getattr(runner, "lora_manager", None), "torpor_read", 0)
+
+
+def read(runner, adapter: dict) -> None:
+    """Read an adapter, of to_value(), unless the worker holds it; no slot gets it before vLLM computes with it.
+
+    So it can be called in the middle of a step. As in vLLM it takes the place of the least recently used one.
+    """
+    manager, request = runner.lora_manager, LoRARequest(**adapter)
+    if request.lora_int_id in manager.list_adapters():
+        return
+    loaded, cache = manager._load_adapter(request), manager._adapter_manager
+    if len(cache) + 1 > cache.capacity:
+        cache.remove_oldest_adapter()
+    cache.add_adapter(loaded)
 
 
 def loaded(runner) -> list[dict]:

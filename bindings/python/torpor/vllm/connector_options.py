@@ -317,6 +317,11 @@ def storage_options(options) -> dict:
     return {name: getattr(options, name) for name in _STORAGE}
 
 
+def keys_have_adapters(vllm_config, options: ConnectorOptions) -> bool:
+    """Whether keys depend on the content of LoRA adapters: blocks on disk or in a shared store outlive the engine."""
+    return vllm_config.lora_config is not None and (options.disk_bytes > 0 or options.kv_store is not None)
+
+
 def is_ours(kv_transfer_config) -> bool:
     """Whether vLLM's KVTransferConfig, or the dict that an argument of its server is, names a connector of torpor."""
     if isinstance(kv_transfer_config, dict):

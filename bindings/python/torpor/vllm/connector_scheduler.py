@@ -12,9 +12,10 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from torpor import _core
 from torpor.vllm import connector_groups
+from torpor.vllm.connector_adapters import AdapterKeys
 from torpor.vllm.connector_failed import blocks_behind
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
-from torpor.vllm.connector_options import ConnectorOptions
+from torpor.vllm.connector_options import ConnectorOptions, keys_have_adapters
 from torpor.vllm.connector_stats import Stats, with_bytes
 from torpor.vllm.policy import Policy
 
@@ -49,6 +50,7 @@ class SchedulerSide:
         self.policy: Policy | None = None
         if options.policy is not None:
             self.policy = Policy(options.policy, options.policy_timeout_ms / 1000)
+        self.adapters = AdapterKeys() if keys_have_adapters(vllm_config, options) else None
         self.kept = False  # whatever vLLM resets
         self.loads_within_step = False  # the scheduler takes back a request whose load within a step failed
         self.bad_blocks: set[int] = set()  # of the engine: without valid content, after such a load
@@ -144,15 +146,35 @@ class SchedulerSide:
 
     def queued(self, request) -> None:
         """A request waits. If the next step does not reach it, its blocks come into host memory meanwhile."""
+        if (keys := self._keys_with_adapter(request)) is None or keys.begin(request):
+            self._look_ahead(request)
+
+    def _look_ahead(self, request) -> None:
         if self.core is not None and self._has_lower and not request.skip_reading_prefix_cache:
             self.core.queued(request)
+
+    def _keys_with_adapter(self, request) -> AdapterKeys | None:
+        """Return who makes the request's keys, if they depend on a LoRA adapter."""
+        return self.adapters if self.core is not None and request.lora_request is not None else None
+
+    def _has_new_keys(self, request) -> None:
+        """A request without blocks has other keys: what was found by the earlier ones is none of its."""
+        if self.core is not None:
+            self.core.finished(request.request_id, self.steps, False)
+        self._look_ahead(request)
 
     def fits_in_step(self) -> bool:
         """Return whether the load that match() found last can end before the forward pass of the present step."""
         return self.core is not None and self.core.fits_in_step
 
     def match(self, request, computed: int) -> int | None:
-        if self.core is None or request.skip_reading_prefix_cache:
+        if self.core is None:
+            return 0
+        if (keys := self._keys_with_adapter(request)) is not None and (anew := keys.look(request)) is not False:
+            if anew:
+                self._has_new_keys(request)
+            return None  # vLLM has looked into its own prefix cache by the earlier keys
+        if request.skip_reading_prefix_cache:
             return 0
         if self._hash_bytes == 0 and request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
@@ -184,10 +206,14 @@ class SchedulerSide:
     def know(self, request) -> None:
         """One that was begun in an earlier process."""
         if self.core is not None:
+            if (keys := self._keys_with_adapter(request)) is not None:
+                keys.restore(request)
             self.core.know(request)
 
     def finished(self, request) -> None:
         if self.core is not None:
+            if self.adapters is not None:
+                self.adapters.end(request.request_id)
             self.core.finished(request.request_id, self.steps, request.prefill_stats is None)
 
     # --- steps ---
@@ -220,6 +246,8 @@ class SchedulerSide:
         if self._space is not None:
             orders.weights_doubted, self.weights_doubted = self.weights_doubted, False
         self._adopted = self._space = None
+        if self.adapters is not None:
+            orders.adapter = self.adapters.take_wanted()
         return orders
 
     def reported(self, report: Report) -> None:
@@ -234,6 +262,14 @@ class SchedulerSide:
         self._computing = {}
         if report.new_weights:
             self.new_weights()
+        if self.adapters is not None:
+            for request in self.adapters.reported(report):
+                self._has_new_keys(request)
+
+    def doubt_adapters(self) -> None:
+        """Somebody may have changed the content of LoRA adapters since the last step."""
+        if self.adapters is not None:
+            self.adapters.doubt(self.steps)
 
     def reset(self) -> bool:
         """What the tiers have is found by nobody any more, after a restart neither."""

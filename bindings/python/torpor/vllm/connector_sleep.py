@@ -70,10 +70,11 @@ def take_back_loaded(scheduler) -> None:
     # vLLM takes back the blocks of running requests only. It keeps blocks free for prefills in flight, which these are
     # not any more.
     holding = [request for request in scheduler.kv_holding_waiting if request.num_computed_tokens > 0]
-    _take_back(scheduler, holding)
+    take_back(scheduler, holding)
 
 
-def _take_back(scheduler, holding: list) -> None:
+def take_back(scheduler, holding: list) -> None:
+    """Free the KV of these requests, which stand among those that hold some without running."""
     scheduler.kv_holding_waiting.remove_requests(holding)
     for request in reversed(holding):
         scheduler.kv_cache_manager.free(request)
@@ -101,7 +102,7 @@ def free_for_others(scheduler) -> None:
     over.discard(last.request_id)
     scheduler.failed_recving_kv_req_ids.discard(last.request_id)
     last.status = RequestStatus.PREEMPTED if last.num_preemptions else RequestStatus.WAITING
-    _take_back(scheduler, [last])
+    take_back(scheduler, [last])
 
 
 def let_those_with_blocks_go_first(scheduler) -> None:

@@ -3,17 +3,50 @@
 
 from __future__ import annotations
 
+import logging
+
 from torpor import _core
 from torpor.errors import NotEnoughRoom, Unsupported
-from torpor.vllm import connector_groups, worker
+from torpor.vllm import adapters, connector_groups, worker
 from torpor.vllm.connector_failed import keep_seeds
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
-from torpor.vllm.connector_options import ConnectorOptions, storage_options
+from torpor.vllm.connector_options import ConnectorOptions, keys_have_adapters, storage_options
 from torpor.vllm.fingerprint import key_space
 from torpor.vllm.options import Options
 from torpor.vllm.worker_memory import WorkerMemory
 
+logger = logging.getLogger("vllm.torpor")
+
 _FIRST_SPACE = 1
+
+
+class Adapters:
+    """What a worker has of LoRA adapters, and what of that it has told."""
+
+    def __init__(self) -> None:
+        self._reported: dict[int, str] = {}
+        self._read = 0
+        self._asked: int | None = None
+
+    def read(self, adapter: dict) -> None:
+        self._asked = adapter["lora_int_id"]
+        if (mine := worker.of_this_process()) is None:
+            return
+        try:
+            adapters.read(mine.model_runner, adapter)
+        except Exception as problem:  # vLLM says so to whom it concerns
+            logger.warning("LoRA adapter %s cannot be read: %s", adapter["lora_name"], problem)
+
+    def take_news(self) -> dict[int, str] | None:
+        """What it has, if that is news: another digest, an adapter that was read or is gone, or somebody has asked."""
+        if (mine := worker.of_this_process()) is None:
+            return None
+        now = {each["id"]: each["digest"] or "" for each in adapters.loaded(mine.model_runner)}
+        read, asked = adapters.times_read(mine.model_runner), self._asked
+        if asked is None and read == self._read and now == self._reported:
+            return None
+        self._reported, self._read, self._asked = now, read, None
+        return now if asked is None else {asked: ""} | now
 
 
 class WorkerSide:
@@ -33,6 +66,7 @@ class WorkerSide:
         self._memory: WorkerMemory | None = None  # of the rank
         self._space = ""  # what names of namespaces have in common
         self._weights = 0  # as often as they were new
+        self._adapters = Adapters() if keys_have_adapters(vllm_config, options) else None
 
     def prepare(self) -> RankIsReady:
         """vLLM has allocated the KV cache, in torpor's memory."""
@@ -87,6 +121,8 @@ class WorkerSide:
             self._memory.rank_memory.invalidate_digest("weights")
         if orders.space is not None:
             self._open_space(self.core, *orders.space)
+        if orders.adapter is not None and self._adapters is not None:
+            self._adapters.read(orders.adapter)
         if orders.plan is not None:
             self.core.run(orders.plan)
         if orders.within_step:
@@ -140,7 +176,8 @@ class WorkerSide:
     def take_report(self) -> Report:
         transfers, self._transfers = self._transfers, []
         before, self._weights = self._weights, self._weights if self._memory is None else self._memory.new_weights
-        return Report(self._step, transfers, before != self._weights)
+        adapters_now = None if self._adapters is None else self._adapters.take_news()
+        return Report(self._step, transfers, before != self._weights, adapters_now)
 
     def wait(self) -> None:
         """Nothing is under way afterwards, and what is on disk is as safe as was asked for."""

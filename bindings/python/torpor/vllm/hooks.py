@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from torpor.errors import Incompatible, TimedOut
-from torpor.vllm import block_versions, connector_sleep, grammar, kept, pauses, plugin
+from torpor.vllm import block_versions, connector_adapters, connector_sleep, grammar, kept, pauses, plugin
 from torpor.vllm import pool_values, weight_updates
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
@@ -383,6 +383,7 @@ class VllmHooks:
         pool_values.pool_from_value(self.scheduler, checkpoint["kv"], lost)
         pool_values.announce_blocks(self.scheduler)
         connector_sleep.announce_requests(self.scheduler)
+        connector_adapters.restored(self.scheduler, checkpoint["scheduler"]["engine"].get("adapters_in_keys", False))
         self.scheduler.finished_req_ids |= lost  # so that the workers drop their rows at the next step
         inputs = {i: found.to_value() for i, request in requests.items() if (found := Inputs.of(request))}
         pool_values.renumber_tables(checkpoint)

@@ -11,7 +11,7 @@ import logging
 import time
 from typing import Any
 
-from torpor.vllm import call_hooks, grammar, plugin
+from torpor.vllm import call_hooks, connector_adapters, grammar, plugin
 from torpor.vllm.connector_failed import take_back_failed
 from torpor.vllm.connector_sleep import free_for_others, let_those_with_blocks_go_first, side_of
 from torpor.vllm.mixed_in import Stock
@@ -84,9 +84,10 @@ class SchedulerMixin(Stock):
             return False
         return not self.torpor_slots or self.torpor_slots.may_admit(request)
 
-    def update_from_output(self, *args, **kwargs):
+    def update_from_output(self, scheduler_output, model_runner_output, *args, **kwargs):
         """Take the outputs of a step. Requests whose load failed within it begin again."""
-        outputs = super().update_from_output(*args, **kwargs)
+        connector_adapters.before_outputs(self, scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         if (side := side_of(self)) is not None and side.bad_blocks:
             take_back_failed(self, side)
         if self.torpor_inputs is not None:
@@ -110,6 +111,7 @@ class SchedulerMixin(Stock):
         torpors = is_torpors(self.connector)
         if torpors or admissions_of(self) is not None:  # another's stand where vLLM puts them
             let_those_with_blocks_go_first(self)
+            connector_adapters.before_schedule(self)
         self.torpor_schedules = True
         try:
             output = call_hooks.around(call_hooks.STEP, None, super().schedule, *args, **kwargs)

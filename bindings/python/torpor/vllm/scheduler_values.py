@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.errors import Incompatible, WrongState
-from torpor.vllm import adapters, grammar, kept, multimodal, pooling, said
+from torpor.vllm import adapters, connector_adapters, grammar, kept, multimodal, pooling, said
 from torpor.vllm.inputs import Inputs, token_ids
 from torpor.vllm.values import are_plain, copied, sampling_from_value, sampling_to_value, unsupported_sampling
 
@@ -369,7 +369,8 @@ def scheduler_to_value(scheduler: Scheduler) -> dict:
             "inflight_prefills": [request.request_id for request in scheduler._inflight_prefills],
             "spec_token_placeholders": copied(getattr(scheduler, "_spec_token_placeholders", None)),
             "deferred": sorted(request.request_id for request in scheduler.deferred_waiting),
-        },
+        }
+        | ({} if connector_adapters.keys_of(scheduler) is None else {"adapters_in_keys": True}),
     }
 
 

@@ -43,8 +43,6 @@ def unsupported_by_connector(vllm_config, kv_cache_config, options: ConnectorOpt
         "LoRA in a pipeline": staged and vllm_config.lora_config is not None,
         "KV cache groups with windows in a pipeline": staged and connector_groups.need_whole_hits(kv_cache_config),
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-        "LoRA with a disk": vllm_config.lora_config is not None and options.disk_bytes > 0,
-        "LoRA with a remote store": vllm_config.lora_config is not None and options.kv_store is not None,
     }
     found = [name for name, is_so in checks.items() if is_so] + connector_groups.unsupported(
         kv_cache_config, options.untried_states

@@ -161,6 +161,8 @@ ENGINE = (
                     "shutdown": "self",
                     "step_with_batch_queue": "self",
                     "post_step": "self, model_executed",
+                    "add_lora": "self, lora_request",
+                    "remove_lora": "self, lora_id",
                 },
                 fields="""
                     vllm_config scheduler model_executor batch_queue step_fn request_block_hasher
@@ -1009,7 +1011,14 @@ _ADAPTERS = (
                     "list_adapters": "self",
                 },
                 fields="lora_index_to_id",
-                properties="lora_slots",
+                properties="lora_slots capacity",
+            ),
+            Class(
+                "LRUCacheLoRAModelManager",
+                calls={
+                    "add_adapter": "self, lora",
+                    "remove_oldest_adapter": "self",
+                },
             ),
         ),
     ),
