@@ -150,7 +150,7 @@ def test_only_beside_torpors_connector_are_requests_moved(monkeypatch, name, mov
     seen, freed = [], []
     monkeypatch.setattr(scheduler, "let_those_with_blocks_go_first", seen.append)
     monkeypatch.setattr(scheduler, "free_for_others", freed.append)  # nothing was scheduled
-    sides = {"TorporConnector": {"scheduler": SimpleNamespace()}, "TorporAdmit": {"admissions": object()}}
+    sides = {"TorporConnector": {"scheduler": SimpleNamespace(adapters=None)}, "TorporAdmit": {"admissions": object()}}
     one = scheduler.over(Stepping)(name and type(name, (), sides.get(name, {}))())
     one.schedule()
     assert seen == ([one] if moved else []) and one.torpor_steps == 1
