@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 TOKENS_OF_DEMO = 40  # with the demo's model
 # In tools/dev proof 170 with the tiny model, and 30 with the demo's.
 TAKE_OVERS = int(os.environ.get("TORPOR_TAKE_OVERS", "170" if IN_PROOF else "2"))
+MOST_IN_A_TEST = 30  # take-overs: a test has a time limit
 TAKE_OVERS_OF_DEMO = int(os.environ.get("TORPOR_TAKE_OVERS_OF_DEMO", "30"))
 SEED = int(os.environ.get("TORPOR_TAKE_OVERS_SEED", "1"))  # of phases and faults
 
@@ -71,11 +72,11 @@ FAULTS = [
 ]
 
 
-def faults(rounds: int) -> list[Fault]:
+def faults(rounds: int, chance: random.Random) -> list[Fault]:
     """Return faults of so many rounds: each kind as often as any other, in an order of their own in each turn."""
     if not IN_PROOF:
         return FAULTS[:rounds]
-    chance, drawn = random.Random(SEED), list[Fault]()
+    drawn = list[Fault]()
     while len(drawn) < rounds:
         drawn += chance.sample(FAULTS, len(FAULTS))
     return drawn[:rounds]
@@ -152,15 +153,15 @@ async def hit(
         await client.close()
 
 
-async def take_overs(pair: Pair, rounds: int, tokens: int) -> TakeOvers:
+async def take_overs(pair: Pair, rounds: int, tokens: int, part: int = 0) -> TakeOvers:
     """Let owners be hit, one after the other. Who was hit comes back as the standby of the one that took over."""
     client = Client(pair.owner.url, ALICE)
-    readings, answering = await everybody(client, f"undisturbed-{tokens}", tokens)
+    readings, answering = await everybody(client, f"undisturbed-{tokens}-{part}", tokens)
     await answering
     await client.close()
     expected = [reading.text for reading in readings]
-    seen, chance = TakeOvers(), random.Random(SEED)
-    for number, fault in enumerate(faults(rounds)):
+    seen, chance = TakeOvers(), random.Random(SEED + part)
+    for number, fault in enumerate(faults(rounds, chance)):
         if number > 0:
             await asyncio.to_thread(pair.start_standby)
         await asyncio.to_thread(
@@ -169,7 +170,7 @@ async def take_overs(pair: Pair, rounds: int, tokens: int) -> TakeOvers:
         latest = 0.3 if fault.full_disk else 0.6  # answers go on until the log has failed
         owner, first = pair.owner.pid, chance.uniform(0.05, latest) if IN_PROOF else 0.2
         at = first, chance.uniform(first, 0.7) if IN_PROOF else 0.4
-        how = await hit(pair, expected, f"hit-{tokens}-{number}", fault, at, tokens, seen)
+        how = await hit(pair, expected, f"hit-{tokens}-{part}-{number}", fault, at, tokens, seen)
         print(f"took over, {number + 1}: {fault}, at {at[0]:.2f} and {at[1]:.2f}: {how}", flush=True)
         assert how["process"] == owner
         stops = fault.signal == signal.SIGSTOP
@@ -186,10 +187,12 @@ async def take_overs(pair: Pair, rounds: int, tokens: int) -> TakeOvers:
 
 
 @pytest.mark.longer
-def test_a_standby_goes_on_whatever_ends_or_stops_the_owner(pair):
+@pytest.mark.parametrize("part", range(math.ceil(TAKE_OVERS / MOST_IN_A_TEST)))
+def test_a_standby_goes_on_whatever_ends_or_stops_the_owner(pair, part):
     """pytest -s prints each take-over, and their sum."""
-    seen = asyncio.run(take_overs(pair, TAKE_OVERS, TOKENS))
-    assert seen.requests == TAKE_OVERS * CLIENTS and seen.interrupted > seen.requests / 4
+    rounds = min(MOST_IN_A_TEST, TAKE_OVERS - part * MOST_IN_A_TEST)
+    seen = asyncio.run(take_overs(pair, rounds, TOKENS, part))
+    assert seen.requests == rounds * CLIENTS and seen.interrupted > seen.requests / 4
     pair.start_standby()
 
 
