@@ -304,7 +304,9 @@ Status SleepController::end_hold_now(bool keep) {
   context_.wake_is_held = false;
   context_.took_checkpoint = keep;
   const auto from = std::exchange(context_.asleep.checkpoint, {});
-  Status ended = keep ? ok() : hooks_.forget_restored();
+  // Deferred blocks come while it is held. Nothing may be written into blocks that are given out anew.
+  Status ended = keep ? ok() : context_.deferred.wait();
+  if (ended && !keep) ended = hooks_.forget_restored();
   if (ended) ended = hooks_.resume();
   if (!ended) {
     state_.lose(ended.error());

@@ -374,7 +374,7 @@ Status WakeOperation::restore_checkpoint() {
   // The KV pool of an engine without requests has nothing that is still read, except cached prefixes.
   TORPOR_RETURN_IF_ERROR(engine_.hooks.drop_requests("abort"));
   std::vector<int32_t> deferred;
-  if (checkpoint && options_.early && !options_.hold && !options_.catch_up) {
+  if (checkpoint && options_.early) {
     deferred = deferred_blocks_of(state.state, blocks_by_need(state.state), engine_.hooks.holds_back());
     operation_.undo_with([this] { return context_.deferred.forget(); });
   }

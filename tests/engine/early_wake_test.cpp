@@ -393,6 +393,20 @@ TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
     EXPECT_EQ(value_of(woken.controller.continue_wake(DeferredWait::kAll)).left, 0);
     EXPECT_EQ(finish(woken.engine), tokens);
   }
+  for (const bool keep : {false, true}) {  // blocks come while a wake is held
+    SCOPED_TRACE(keep);
+    SleepingEngine woken(linux_file_system(), directory_.path(), {.ranks = GetParam().ranks});
+    woken.engine.can_hold = true;
+    woken.engine.set_tokens(slept->engine.tokens());
+    const WakeOptions held{.from_checkpoint = checkpoint, .hold = true, .early = true};
+    EXPECT_GT(value_of(woken.controller.wake_up(held)).deferred_blocks, 0);
+    ASSERT_SUCCEEDS(woken.controller.end_hold(keep));
+    EXPECT_EQ(value_of(woken.controller.continue_wake(DeferredWait::kAll)).left, 0);
+    EXPECT_EQ(value_of(woken.engine.unfinished_requests()) == 0, !keep);
+    if (keep) {
+      EXPECT_EQ(finish(woken.engine), tokens);
+    }
+  }
 }
 
 // On a thread of their own, in whatever order that takes.

@@ -139,7 +139,7 @@ def test_other_content_of_the_same_name_number_and_path_finds_nothing_on_disk(ov
     found = over_a_restart["other"]["first_round"]
     assert right.are(found[FIRST], THIRD) and found[FIRST]["cached"] == 0
     right.check(found, (BASE, SECOND))
-    assert found[BASE]["cached"] > 0 and found[SECOND]["cached"] > 0
+    assert found[BASE]["cached"] + found[SECOND]["cached"] > 0  # what is not damaged
 
 
 @pytest.mark.slow

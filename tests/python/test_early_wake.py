@@ -172,11 +172,29 @@ def test_requests_end_and_the_prefix_cache_is_reset_in_the_middle(early):
     assert after.step() == expected
 
 
-def test_what_is_not_early_brings_all_back_or_is_refused(early, tmp_path):
+def test_a_prefix_of_a_checkpoint_is_late_too(early):
+    expected = expected_of(early, "hit")
+    slept = Run(early)
+    slept.step(2)
+    path = slept.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    slept.llm.wake_up()
+    before = dict(slept.answers)
+    slept.step()
+    slept.llm.reset_prefix_cache()
+    woken = slept.llm.wake_up(from_checkpoint=path, early=True)
+    assert woken.changed and woken.requests == len(RUNNING)
+    assert slept.deferred()["pending"] == woken.deferred_blocks > 8
+    slept.answers = before
+    slept.add("hit")
+    slept.step(1)
+    assert 4 < slept.deferred()["arrived"] < woken.deferred_blocks
+    assert slept.step() == expected
+    assert slept.deferred("all")["pending"] == 0 and early.core.scheduler.torpor_deferred is None
+
+
+def test_what_is_not_early_brings_all_back(early):
     expected = expected_of(early, "hit")
     now = Run(early)
-    with pytest.raises(errors.InvalidArgument, match="early with from_checkpoint"):
-        now.llm.wake_up(from_checkpoint=tmp_path, early=True)
     now.llm.sleep(level=1, preserve_state=True)
     now.llm.wake_up(["weights"], early=True)
     assert now.llm.wake_up(["kv_cache"], early=True).deferred_blocks > 0  # the last tag: all others are there

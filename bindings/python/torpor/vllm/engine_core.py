@@ -209,8 +209,10 @@ class EngineSide:
 
     def wake_up(self, options: dict) -> dict:
         self.updates.check_wake(options)
-        if options.get("early"):
-            self._check_early()
+        if options.pop("early_where_possible", False):
+            options["early"] = self._why_not_early() is None
+        elif options.get("early") and (problem := self._why_not_early()) is not None:
+            raise problem
         self.hooks.for_new_process = "from_checkpoint" in options or "answers" in options
         began = time.time()
         report = self.controller.wake_up(options) | {"began": began}
@@ -224,12 +226,16 @@ class EngineSide:
     def checkpoint_to_wake(self, _: dict) -> str:
         return self.controller.checkpoint_to_wake()
 
-    def _check_early(self) -> None:
-        plugin.require("early_wake")
+    def _why_not_early(self) -> Error | None:
+        try:
+            plugin.require("early_wake")
+        except Error as problem:
+            return problem
         if self.hooks.scheduler.connector is not None:
-            raise Unsupported("an early wake beside a KV connector", "wake it without early")
+            return Unsupported("an early wake beside a KV connector", "wake it without early")
         if compute_for_each_other(self.hooks.core.vllm_config):
-            raise Unsupported("an early wake of data parallel ranks", "wake them without early")
+            return Unsupported("an early wake of data parallel ranks", "wake them without early")
+        return None
 
     def continue_wake(self, options: dict) -> dict:
         """What has become of the blocks of the last early wake; waits as it is told (engine/sleep_controller.h)."""

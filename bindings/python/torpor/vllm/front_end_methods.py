@@ -70,7 +70,7 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
         requests have such KV and the weights were seen to be written, unless they are known to be the same again.
     weights_changed: True is kv="recompute".
     early: returns, and the engine runs, once weights and the KV of all requests are back. Cached prefixes come behind
-        it; torpor.continue_wake() tells how far they are. Not with from_checkpoint.
+        it; torpor.continue_wake() tells how far they are.
     identity: with from_checkpoint. "exact": an engine like the one that wrote it, and the very next token. "portable":
         an engine of the option sessions, also of another release of vLLM, with the same model, weights and KV layout:
         requests keep their tokens and KV, the prefix cache stays behind; later tokens are those of this engine.
@@ -446,8 +446,6 @@ def wake_options(
 ) -> dict:
     if identity not in ("exact", "portable"):
         raise InvalidArgument(f"identity is {identity!r}", 'use "exact" or "portable"')
-    if early and from_checkpoint is not None:
-        raise InvalidArgument("early with from_checkpoint", "wake the checkpoint without early")
     values: dict[str, Any] = {"on_restore_error": on_restore_error}
     if (kv := kv_option(kv, weights_changed)) is not None:
         values["kv"] = kv

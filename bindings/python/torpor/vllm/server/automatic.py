@@ -157,7 +157,7 @@ class Automatic:
             await asyncio.sleep(pause_between(interval, took))
             took = 0.0
             now = server.progress()
-            if server.state != "awake" or server.operating() or now == known:
+            if server.state != "awake" or server.operating() or now == known or server.waits_for_deferred():
                 continue
             if away := server.sessions.away():
                 if not logged:

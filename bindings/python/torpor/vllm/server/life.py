@@ -79,6 +79,7 @@ class Server:
         self._slept_to = "host"  # the tier that it sleeps in, or that its last sleep wrote to
         self.listener: asyncio.Server | None = None  # on the socket of --torpor-listen-fd
         self.tasks = Tasks(self.metrics.task_failed)
+        self._deferred: asyncio.Task | None = None  # looks for deferred blocks of the last wake
         self._automatic = Automatic(self)
         self.sessions = Sessions(self)
         self.metrics.hibernated.set_function(lambda: len(self.sessions.away()))
@@ -477,14 +478,23 @@ class Server:
                 raise
             self.enter("awake" if report.fully_awake else "asleep")
             self.metrics.record("wake", self._slept_to, report)
-            if report.get("deferred_blocks", 0) > 0:
-                self.tasks.keep(self._until_none_is_deferred, "looking for deferred blocks")
+            self.see_to_deferred(report)
             return report
 
+    def see_to_deferred(self, report: Report) -> None:
+        """After a wake: steps look what has arrived, and an idle engine takes none."""
+        if report.get("deferred_blocks", 0) > 0:
+            self._deferred = self.tasks.keep(self._until_none_is_deferred, "looking for deferred blocks")
+
+    def waits_for_deferred(self) -> bool:
+        """Whether blocks still come back. A checkpoint would wait for them, and the engine for the checkpoint."""
+        return self._deferred is not None and not self._deferred.done()
+
     async def _until_none_is_deferred(self) -> None:
-        """Steps look what has arrived, and an idle engine takes none. The copy that it comes from is given back so."""
+        """The copy that they come from is given back so."""
         with contextlib.suppress(Error, EngineDeadError):
-            while self.state == "awake" and (await self.engine.torpor.call("continue_wake"))["pending"] > 0:
+            await asyncio.sleep(_LATE_SECONDS)
+            while self.state != "asleep" and (await self.engine.torpor.call("continue_wake"))["pending"] > 0:
                 await asyncio.sleep(_LATE_SECONDS)
 
     async def _after_failure(self, problem: BaseException, before: str) -> None:

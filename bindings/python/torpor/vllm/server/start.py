@@ -167,9 +167,9 @@ async def _wake_new(server, checkpoint: str | None, watcher: Watcher | None) -> 
 
     After end_hold() the engine is asked nothing: it would answer between two steps, and the server serves only later.
     """
-    values = {"answers": server.recorder.answers.pack(), "hold": True} | (
-        {"from_checkpoint": checkpoint} if checkpoint else {}
-    )
+    values = {"answers": server.recorder.answers.pack(), "hold": True}
+    if checkpoint:
+        values |= {"from_checkpoint": checkpoint, "early_where_possible": True}
     with watched(watcher, values) as watched_values:
         woken = server.engine.torpor.call("wake_up", watched_values)
         report = Report(await tracing.traced(server.engine, "wake_up", woken))
@@ -190,4 +190,5 @@ async def _wake_new(server, checkpoint: str | None, watcher: Watcher | None) -> 
     server.metrics.started(report.requests, report.replayed, ended)
     if report.checkpoint:
         await server.remember_woken(report)
+    server.see_to_deferred(report)
     return report
