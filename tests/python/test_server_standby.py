@@ -182,6 +182,11 @@ async def take_overs(pair: Pair, rounds: int, tokens: int, part: int = 0) -> Tak
             assert sum(phases.values()) <= how["parts"][part]
         assert not seen.lost and not seen.differing, seen
         seen.by_fault.setdefault(str(fault), []).append(how["seconds"])
+        # Prefixes of requests that have ended came behind the take-over.
+        state = await asyncio.to_thread(
+            until_state, pair.owner, lambda state: state["engine"]["deferred"]["pending"] == 0
+        )
+        assert state["engine"]["deferred"]["arrived"] + state["engine"]["deferred"]["skipped"] > 0
     print(seen, flush=True)
     return seen
 
