@@ -37,34 +37,45 @@ Result<std::unique_ptr<SharedCapacity>> SharedCapacity::open(const std::string& 
   return std::unique_ptr<SharedCapacity>(new SharedCapacity(std::move(opened), bytes));
 }
 
+// The byte behind the capacity keeps others from taking at the same time.
+class SharedCapacity::Turn {
+ public:
+  static Status begin(const SharedCapacity& of) { return of.lock(turn(of), F_WRLCK, F_OFD_SETLKW); }
+  explicit Turn(const SharedCapacity& of) : of_(of) {}
+  ~Turn() { (void)of_.lock(turn(of_), F_UNLCK, F_OFD_SETLK); }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  static Range turn(const SharedCapacity& of) { return {of.bytes_, of.bytes_ + 1}; }
+  const SharedCapacity& of_;
+};
+
 Status SharedCapacity::take(uint64_t bytes) {
   const MutexLock guard(mutex_);
-  // The byte behind the capacity keeps others from taking at the same time.
-  const Range turn{bytes_, bytes_ + 1};
-  TORPOR_RETURN_IF_ERROR(lock(turn, F_WRLCK, F_OFD_SETLKW));
+  TORPOR_RETURN_IF_ERROR(Turn::begin(*this));
+  const Turn turn(*this);
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Range> free, free_ranges());
+  if (const uint64_t all = sum(free); all < bytes) {
+    return Error{.code = Code::kResourceExhausted,
+                 .what = fmt::format("{} bytes of device memory wanted, {} of {} are free: other processes share it",
+                                     bytes, all, bytes_),
+                 .next_step = "free device memory and call again",
+                 .origin = Origin::kDevice};
+  }
+  own_.reserve(own_.size() + free.size());  // nothing is allocated from here on
   uint64_t taken = 0;
-  const Status done = try_catch([&]() -> Status {
-    TORPOR_ASSIGN_OR_RETURN(const std::vector<Range> free, free_ranges());
-    if (const uint64_t all = sum(free); all < bytes) {
-      return Error{.code = Code::kResourceExhausted,
-                   .what = fmt::format("{} bytes of device memory wanted, {} of {} are free: other processes share it",
-                                       bytes, all, bytes_),
-                   .next_step = "free device memory and call again",
-                   .origin = Origin::kDevice};
+  for (const Range& range : free) {
+    if (taken == bytes) break;
+    const Range part{range.begin, range.begin + std::min(bytes - taken, range.bytes())};
+    if (Status locked = lock(part, F_WRLCK, F_OFD_SETLK); !locked) {
+      release(taken);
+      return locked;
     }
-    own_.reserve(own_.size() + free.size());
-    for (const Range& range : free) {
-      if (taken == bytes) break;
-      const Range part{range.begin, range.begin + std::min(bytes - taken, range.bytes())};
-      TORPOR_RETURN_IF_ERROR(lock(part, F_WRLCK, F_OFD_SETLK));
-      own_.push_back(part);
-      taken += part.bytes();
-    }
-    return ok();
-  });
-  if (!done) release(taken);
-  TORPOR_RETURN_IF_ERROR(lock(turn, F_UNLCK, F_OFD_SETLK));
-  return done;
+    own_.push_back(part);
+    taken += part.bytes();
+  }
+  return ok();
 }
 
 void SharedCapacity::give_back(uint64_t bytes) {

@@ -38,6 +38,7 @@ class SharedCapacity {
     uint64_t bytes() const { return end - begin; }
   };
 
+  class Turn;  // while it lives, no other object takes
   SharedCapacity(Descriptor file, uint64_t bytes) : bytes_(bytes), file_(std::move(file)) {}
   // Set or remove locks. `command` is F_OFD_SETLK, or F_OFD_SETLKW to wait for the lock.
   Status lock(Range range, short type, int command) const;
