@@ -209,8 +209,8 @@ class HostDevice final : public DeviceMemory {
   }
 
   Result<StreamId> do_create_stream() override {
-    HostStream::OnSlow on_slow;
-    if (options_.huge_pages) on_slow = [this](DeviceAddress to) { prefer_pages_of(to, /*huge=*/false); };
+    HostStream::OnSlow on_slow{.bytes_per_second = options_.slow_bytes_per_second};
+    if (options_.huge_pages) on_slow.call = [this](DeviceAddress to) { prefer_pages_of(to, /*huge=*/false); };
     auto stream =
         std::make_shared<HostStream>(options_.defer_copies, options_.link_bytes_per_second, std::move(on_slow));
     if (!options_.defer_copies) TORPOR_RETURN_IF_ERROR(stream->start());

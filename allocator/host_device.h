@@ -26,6 +26,8 @@ struct HostDeviceOptions {
   // whole huge page of it: then this is asked. Copies that are slow afterwards say that huge pages are not worth it,
   // and what is touched later is in small pages, in all memory for a second.
   HugePages huge_pages;
+  // Copies below this are slow. A virtual machine that asks its host for huge pages was seen to get 400 MB/s.
+  uint64_t slow_bytes_per_second = 600'000'000;
   uint64_t link_bytes_per_second = 0;  // copies take at least this long, each direction by itself; 0: no limit
   uint64_t shuffle_seed = 0;           // not 0: shuffle the copies of each call, in an order that this seed fixes
 };

@@ -23,11 +23,13 @@ namespace torpor {
 // Runs calls in order, on a thread of its own, or, if `deferred`, on the thread that waits.
 class HostStream {
  public:
-  // Called where a call copied to the device below kSlow bytes per second, with an address that it copied to.
-  using OnSlow = std::function<void(DeviceAddress)>;
-  static constexpr double kSlow = 0.6e9;  // a virtual machine that asks its host for huge pages was seen to get 0.4e9
+  // What is done where a call copied to the device below so many bytes per second, with an address that it copied to.
+  struct OnSlow {
+    uint64_t bytes_per_second = 0;
+    std::function<void(DeviceAddress)> call;  // null: nothing
+  };
 
-  HostStream(bool deferred, uint64_t link_bytes_per_second, OnSlow on_slow = {})
+  HostStream(bool deferred, uint64_t link_bytes_per_second, OnSlow on_slow)
       : deferred_(deferred), link_bytes_per_second_(link_bytes_per_second), on_slow_(std::move(on_slow)) {}
   ~HostStream() {
     if (deferred_) {
@@ -110,9 +112,10 @@ class HostStream {
       BulkCopy bulk(bytes);
       const auto began = std::chrono::steady_clock::now();
       for (const Copy& copy : call.copies) carry_out(call.direction, copy, bulk);
-      if (!on_slow_ || call.direction != Direction::kHostToDevice || bytes < kHugePage) return ok();
+      if (!on_slow_.call || call.direction != Direction::kHostToDevice || bytes < kHugePage) return ok();
       const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - began;
-      if (static_cast<double>(bytes) < kSlow * taken.count()) on_slow_(call.copies.back().device);
+      if (static_cast<double>(bytes) < static_cast<double>(on_slow_.bytes_per_second) * taken.count())
+        on_slow_.call(call.copies.back().device);
       return ok();
     });
     mutex_.lock();

@@ -14,7 +14,6 @@
 
 #include <gmock/gmock.h>
 
-#include "allocator/host_stream.h"
 #include "allocator/prefault.h"
 #include "base/units.h"
 #include "tests/contract/device_memory_contract.h"
@@ -73,9 +72,9 @@ TEST(HostDevice, UnmappedAndReleasedMemoryReallyGoesBackToTheSystem) {
 TEST(HostDevice, IsInSmallPagesUntilCopiesFillHugeOnesWhileTheyAreWantedAndFast) {
   constexpr uint64_t kSize = 4 * kMiB;
   bool wanted = true;
-  const auto device = value_of(make_host_device({.huge_pages = [&] { return wanted; }}));
-  const auto slow = value_of(make_host_device(
-      {.huge_pages = [] { return true; }, .link_bytes_per_second = static_cast<uint64_t>(HostStream::kSlow / 4)}));
+  const auto device = value_of(make_host_device({.huge_pages = [&] { return wanted; }, .slow_bytes_per_second = 0}));
+  const auto slow =
+      value_of(make_host_device({.huge_pages = [] { return true; }, .slow_bytes_per_second = uint64_t{1} << 60}));
   std::vector<std::byte> host(kSize);
   // The flags of new memory before and after copies of these bytes to it.
   const auto flags = [&](DeviceMemory& of, std::initializer_list<uint64_t> copied) {
