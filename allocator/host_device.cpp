@@ -408,8 +408,8 @@ Result<std::unique_ptr<DeviceMemory>> make_host_device(HostDeviceOptions options
   if (!options.shared_file.empty()) {
     if (options.capacity_bytes == 0) {
       return Error{.code = Code::kInvalidArgument,
-                   .what = "shared_file is given without capacity_bytes",
-                   .next_step = "say how many bytes the processes share"};
+                   .what = "a shared device (TORPOR_HOST_DEVICE_SHARED_FILE) without a capacity",
+                   .next_step = "say how many bytes the processes share: TORPOR_HOST_DEVICE_BYTES, or capacity_bytes"};
     }
     TORPOR_ASSIGN_OR_RETURN(shared, SharedCapacity::open(options.shared_file, options.capacity_bytes));
   }

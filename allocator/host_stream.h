@@ -23,7 +23,8 @@ namespace torpor {
 // Runs calls in order, on a thread of its own, or, if `deferred`, on the thread that waits.
 class HostStream {
  public:
-  // What is done where a call copied to the device below so many bytes per second, with an address that it copied to.
+  // The stream calls this after a call that copied to the device below so many bytes per second, with an address that
+  // it copied to.
   struct OnSlow {
     uint64_t bytes_per_second = 0;
     std::function<void(DeviceAddress)> call;  // null: nothing

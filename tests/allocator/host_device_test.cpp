@@ -176,7 +176,8 @@ TEST(HostDevice, SharedMemoryOfADeviceIsFreeWhenItsLastMappingGoes) {
   ASSERT_SUCCEEDS(device->unmap(address, 64 * kKiB));
   EXPECT_EQ(device->info().used_bytes, 0);
   ASSERT_SUCCEEDS(device->free_reservation(address));
-  EXPECT_FAILS(make_host_device({.shared_file = folder.path() + "/device"}), Code::kInvalidArgument, "capacity_bytes");
+  EXPECT_FAILS(make_host_device({.shared_file = folder.path() + "/device"}), Code::kInvalidArgument,
+               "without a capacity");
   EXPECT_FAILS(make_host_device({.capacity_bytes = 1 * kMiB, .shared_file = folder.path()}), Code::kIo, "cannot open");
 }
 

@@ -135,7 +135,7 @@ def left_asleep(adapted: Adapted) -> dict:
 
 
 def gone_on(adapted: Adapted) -> dict:
-    """What another process has left asleep."""
+    """Wake the checkpoint that another process has left, and let its requests go on. Return their answers."""
     report = adapted.one.llm.wake_up(from_checkpoint=os.environ["TORPOR_TEST_CHECKPOINT"])
     requests = adapted.one.core.scheduler.requests.values()
     salted = [" ".join((request.cache_salt or "").split()[:3]) for request in requests]

@@ -264,7 +264,7 @@ def test_a_request_waits_until_the_workers_have_told_what_its_adapter_is(keys):
 def test_what_was_told_before_a_doubt_does_not_count(keys):
     one = request("one")
     keys.reported(report(3, {1: "d"}))
-    keys.doubt(4)
+    keys.invalidate(4)
     assert keys.begin(one) is False and keys.reported(report(4, {1: "d"})) == [] and keys.look(one) is None
     assert keys.reported(report(5, {1: "e"})) == [one] and keys.look(one) is False
 

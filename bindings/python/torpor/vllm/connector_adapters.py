@@ -30,11 +30,11 @@ _NOT_BEGUN = (
 
 
 class AdapterKeys:
-    """What the scheduler's side of the connector knows of adapters and of the requests that name one."""
+    """The scheduler's side of the connector: the adapters of the workers, and the requests that name one."""
 
     def __init__(self) -> None:
         self._held: dict[int, str] = {}  # by number: the digest of what all workers have
-        self._doubted_at = 0  # step after which somebody may have changed that
+        self._invalidated_at = 0  # step after which somebody may have changed that
         self._wanted: dict | None = None  # an adapter that the workers shall read in the next step
         self._requests: dict[str, Request] = {}
         self._alone: dict[str, str] = {}  # requests that share keys with nobody, and a word of each
@@ -87,16 +87,16 @@ class AdapterKeys:
         wanted, self._wanted = self._wanted, None
         return wanted
 
-    def doubt(self, step: int) -> None:
-        """Somebody may have changed adapters after this step: until the workers have told, requests wait."""
-        self._doubted_at = step
+    def invalidate(self, step: int) -> None:
+        """Adapters may be other ones after this step: requests wait until the workers have reported theirs."""
+        self._invalidated_at = step
         self._held.clear()
 
     def reported(self, report: Report) -> list[Request]:
         """Take what the workers have. Return the waiting requests whose keys were made anew."""
         if report.adapters is None:
             return []
-        if report.step > self._doubted_at:
+        if report.step > self._invalidated_at:
             self._held = {number: digest for number, digest in report.adapters.items() if digest}
         else:
             self._held = {}
@@ -130,7 +130,7 @@ class AdapterKeys:
             self._under_way.update(self._requests.keys() & request_ids)
 
     def separate(self, request: Request) -> None:
-        """What it computes from now on lies on top of KV of other content: nobody else may find that."""
+        """Give a request keys that no other request has: its next KV lies on top of KV of other content."""
         _salt(request, _OWN + secrets.token_hex(16))
 
 

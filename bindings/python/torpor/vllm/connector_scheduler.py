@@ -266,10 +266,10 @@ class SchedulerSide:
             for request in self.adapters.reported(report):
                 self._has_new_keys(request)
 
-    def doubt_adapters(self) -> None:
+    def invalidate_adapters(self) -> None:
         """Somebody may have changed the content of LoRA adapters since the last step."""
         if self.adapters is not None:
-            self.adapters.doubt(self.steps)
+            self.adapters.invalidate(self.steps)
 
     def reset(self) -> bool:
         """What the tiers have is found by nobody any more, after a restart neither."""

@@ -21,7 +21,7 @@ _FIRST_SPACE = 1
 
 
 class Adapters:
-    """What a worker has of LoRA adapters, and what of that it has told."""
+    """The LoRA adapters of a worker, and those that it has reported."""
 
     def __init__(self) -> None:
         self._reported: dict[int, str] = {}
@@ -38,7 +38,7 @@ class Adapters:
             logger.warning("LoRA adapter %s cannot be read: %s", adapter["lora_name"], problem)
 
     def take_news(self) -> dict[int, str] | None:
-        """What it has, if that is news: another digest, an adapter that was read or is gone, or somebody has asked."""
+        """Return the adapters by digest if one changed, was read, is gone or was asked for; else None."""
         if (mine := worker.of_this_process()) is None:
             return None
         now = {each["id"]: each["digest"] or "" for each in adapters.loaded(mine.model_runner)}

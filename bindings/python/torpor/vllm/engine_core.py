@@ -28,7 +28,7 @@ from torpor.vllm.preemptions import Preemptions
 from torpor.vllm.sessions import Sessions
 from torpor.vllm.slots import begin_events
 from torpor.vllm.support import compute_for_each_other
-from torpor.vllm.weight_updates import Updates, doubt_adapters, doubt_kv, doubt_weights_after, note_timeout
+from torpor.vllm.weight_updates import Updates, invalidate_adapters, doubt_kv, doubt_weights_after, note_timeout
 
 _STANDING = ("freeze", "sleep", "checkpoint", "wake_up")  # of ranks that compute for each other: only if all stand
 # Methods of EngineSide that a front end may call.
@@ -407,13 +407,13 @@ class EngineCoreMixin(Stock):
         try:
             return super().add_lora(lora_request)
         finally:
-            doubt_adapters(self)
+            invalidate_adapters(self)
 
     def remove_lora(self, lora_id: int) -> bool:
         try:
             return super().remove_lora(lora_id)
         finally:
-            doubt_adapters(self)
+            invalidate_adapters(self)
 
     def reset_prefix_cache(self, *args, **kwargs) -> bool:
         """Reset the prefix cache. Hibernated requests do not use their KV again either."""

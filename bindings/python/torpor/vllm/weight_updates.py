@@ -134,19 +134,19 @@ def doubt_weights_after(core, method) -> None:
     if isinstance(method, str) and (method.startswith("torpor_") or method in _WRITE_NO_WEIGHTS):
         if method == _WRITES_AND_SAYS_SO:
             doubt_kv(core)
-            doubt_adapters(core)
+            invalidate_adapters(core)
         return
-    doubt_adapters(core)
+    invalidate_adapters(core)
     doubt_kv(core)
     core.torpor_weights_doubted = True
     if (side := connector_sleep.side_of(getattr(core, "scheduler", None))) is not None:
         side.weights_doubted = True
 
 
-def doubt_adapters(core) -> None:
+def invalidate_adapters(core) -> None:
     """Note that the content of LoRA adapters may be another one in the workers."""
     if (side := connector_sleep.side_of(getattr(core, "scheduler", None))) is not None:
-        side.doubt_adapters()
+        side.invalidate_adapters()
 
 
 def doubt_kv(core) -> None:
