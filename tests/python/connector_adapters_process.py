@@ -60,7 +60,7 @@ class Adapted:
     def ask(self, name: str, prompt: dict, tokens: int = TOKENS, adapter: LoRARequest | None = None, **more) -> str:
         self.count += 1
         request_id = f"{name} {self.count}"
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
+        params = SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True} | more)
         lora = adapter or self.request_of(name)
         self.one.engine.add_request(request_id, prompt, params, lora_request=lora)
         return request_id
@@ -198,17 +198,18 @@ def evicted(adapted: Adapted) -> dict:
 
 
 def changed_in_between(adapted: Adapted) -> dict:
-    """After its request was looked up, and its blocks of the older content are being loaded, or were."""
-    result = {}
+    """After its requests were looked up, and their blocks of the older content are being loaded, or were."""
+    result, seeded = {}, {"temperature": 1.0, "seed": 5}
     for way in ("read by its first step", "reloaded while it loads"):
         adapted.place("first", "first")
         reload(adapted)
         adapted.round(["first"])
         adapted.forget_device()
-        adapted.ask("first", {"prompt": TEXTS[1]})
+        greedy = adapted.ask("first", {"prompt": TEXTS[1]})
+        drawing = adapted.ask("first", {"prompt": TEXTS[2]}, **seeded)
         worker = worker_side()
-        worker.look = lambda: None  # its load ends when it is said
-        while (loading := adapted.served.side.core.loading) == 0:
+        worker.look = lambda: None  # the loads end when it is said
+        while (loading := adapted.served.side.core.loading) < 2:
             adapted.one.engine.step()
         adapted.place("first", "third")
         if way == "read by its first step":
@@ -218,9 +219,11 @@ def changed_in_between(adapted: Adapted) -> dict:
             for _ in range(3):
                 adapted.one.engine.step()
         del worker.look
-        [(tokens, _)] = adapted.served.answers().values()
-        result[way] = {"tokens": tokens, "loading": loading}
+        answers = adapted.served.answers()
+        result[way] = {"tokens": answers[greedy][0], "loading": loading, "drawn": answers[drawing][0]}
     again = adapted.round(["first"])["first"]
+    adapted.ask("first", {"prompt": TEXTS[2]}, **seeded)
+    [(result["drawn"], _)] = adapted.served.answers().values()
     adapted.place("first", "first")
     reload(adapted)
     return result | {"again": again["tokens"], "back": adapted.round(["first"])["first"]["tokens"]}

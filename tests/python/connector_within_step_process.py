@@ -12,12 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import InProcess
+from conftest import InProcess, gpu_path
 from connector_process import disturbed
 from connector_served import BLOCKS, ENGINE, Served, prompts, worker_side
 from zygote import MOST_SECONDS
 
-BLOCK_BYTES = 128 << 10  # of the tiny model
+BLOCK_BYTES = (64 if gpu_path.active() else 128) << 10  # of the tiny model of either path
 BUDGET, HOST = 9, 100  # in blocks; a prompt has 4 to 8
 BLOCK = 32
 
@@ -34,7 +34,8 @@ class Steps:
 
         def build(output):
             orders = stock(connector, output)
-            self.seen.append((dict(output.num_scheduled_tokens), list(orders.within_step), orders.wait_seconds))
+            waits = orders.wait_seconds, self.served.side.busy()
+            self.seen.append((dict(output.num_scheduled_tokens), list(orders.within_step), waits))
             return orders
 
         connector.build_connector_meta = build
@@ -46,7 +47,7 @@ class Steps:
 
 def tokens_of(number: int, blocks: int, more: int = 5) -> list[int]:
     """A prompt of so many blocks, and some tokens more."""
-    return [20 + (number * 977 + at * 131) % 2000 for at in range(BLOCK * blocks + more)]
+    return [20 + (number * 977 + at * 131) % 480 for at in range(BLOCK * blocks + more)]
 
 
 def has_name(request_id: str, name: str) -> bool:
@@ -102,8 +103,8 @@ def waits(served: Served) -> dict:
     idle = [wait for scheduled, _, wait in steps if not scheduled]
     return {
         "idle": len(idle),
-        "waits": sorted(set(idle)),
-        "others": sorted({wait for scheduled, _, wait in steps if scheduled}),
+        "waits": sorted({wait for wait, busy in idle if busy}),
+        "others": sorted({wait for scheduled, _, (wait, busy) in steps if scheduled or not busy}),
         "within": [names for _, names, _ in steps if names],
         "same": answers["long"][0] == computed["computed long"][0],
     }
@@ -112,7 +113,8 @@ def waits(served: Served) -> dict:
 def identical(served: Served) -> dict:
     """Three times the same, of which the first computes everything."""
     before = served.side.stats()["loads_within_step"]
-    rounds = [served.round(prompts()) for _ in range(3)]
+    texts = [text[: len(text) // 2] if gpu_path.active() else text for text in prompts()]  # it has fewer words
+    rounds = [served.round(texts) for _ in range(3)]
     return {
         "tokens": [[tokens for tokens, _ in one] for one in rounds],
         "cached": [sum(cached for _, cached in one) for one in rounds],
@@ -124,12 +126,13 @@ def identical(served: Served) -> dict:
 
 def damaged(served: Served) -> dict:
     """A block in host memory is damaged, of requests with and without a seed. The request computes. One with the same
-    prompt and one that goes on behind it come in the same step, others with these prompts in later steps. In some cases
-    the first three are aborted behind the step, or while it runs, so nobody computes for them what they had."""
+    prompt and one that goes on behind it come in the same step. Others come in the next step, which may begin before
+    that one has ended, also one that goes on otherwise, and in later ones. In some cases the first three are aborted
+    behind the step, or while it runs, so nobody computes for them what they had."""
     result, core = [], served.one.core
     for number, abort in enumerate((None, None, "behind", "behind", "within", "within")):
         prompt = tokens_of(10 + number, 7)
-        longer = prompt[: 7 * BLOCK] + tokens_of(30 + number, 2)
+        longer, other = (prompt[: 7 * BLOCK] + tokens_of(tail + number, 2) for tail in (30, 50))
         ask(served, "computed", prompt, number=number)
         [request] = core.scheduler.requests.values()
         expected = served.answers()["computed"][0]
@@ -142,28 +145,37 @@ def damaged(served: Served) -> dict:
             ask(served, "longer", longer, number=number)
             if abort == "within":
                 core.aborts_queue.put(list(core.scheduler.requests))
-            found = {o.request_id: o for o in served.one.engine.step()}
+            found = served.one.engine.step()
+            ask(served, "in the next step", prompt, number=number)
+            ask(served, "other in the next step", other, number=number)
+            in_flight = bool(core.batch_queue)
+            if in_flight:
+                found += served.one.engine.step()
             if abort is not None:
                 served.one.engine.abort_request(["first", "beside", "longer"])
             ask(served, "next", prompt, number=number)
             answers = served.answers()
         ask(served, "longer next", longer, number=number)
+        ask(served, "other next", other, number=number)
         answers |= served.answers()
         forget_device(served)
         ask(served, "again", prompt, number=number)
         ask(served, "longer again", longer, number=number)
+        ask(served, "other again", other, number=number)
         answers |= served.answers()
         after = served.side.stats()
         assert core.scheduler.reset_prefix_cache(reset_connector=True)
-        ask(served, "longer computed", longer, number=number)
-        of_longer = served.answers()["longer computed"][0]
+        ask(served, "longer", longer, number=number)
+        ask(served, "other", other, number=number)
+        computed = {name: tokens for name, (tokens, _) in served.answers().items()}
         result.append({
             "written": written,
             "within": [names for _, names, _ in steps if names],
-            "first": [name for name, output in found.items() if output.outputs[0].token_ids],
+            "in_flight": in_flight,
+            "first": [output.request_id for output in found if output.outputs[0].token_ids],
             "damaged": after.get("onboard_damaged", 0) - before.get("onboard_damaged", 0),
             "differing": [
-                name for name, (tokens, _) in answers.items() if tokens != (of_longer if "longer" in name else expected)
+                name for name, (tokens, _) in answers.items() if tokens != computed.get(name.split()[0], expected)
             ],
             "answers": len(answers),
             "cached": answers["again"][1],
@@ -244,7 +256,9 @@ def main() -> None:
     }
     served = Served(InProcess(Path(model), Path(folder) / "checkpoints", torpor=torpor, **ENGINE))
     result = {scenario.__name__: scenario(served) for scenario in SCENARIOS}
-    print("RESULT " + json.dumps(result | {"block": worker_side().core.sizes()["block_bytes"]}), flush=True)
+    print(
+        "RESULT " + json.dumps(result | {"block": worker_side().core.sizes()["block_bytes"] / BLOCK_BYTES}), flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -160,7 +160,8 @@ def test_the_content_changes_while_the_engine_runs(engines, right, offload):
     # What a request was about to load of the older content, it does not compute with.
     between = found["changed_in_between"]
     for way in ("read by its first step", "reloaded while it loads"):
-        assert between[way]["loading"] == 1 and right.is_(between[way]["tokens"], THIRD, 1), way
+        assert between[way]["loading"] == 2 and right.is_(between[way]["tokens"], THIRD, 1), way
+        assert between[way]["drawn"] == between["drawn"], way
     assert right.are({"tokens": between["again"]}, THIRD) and right.are({"tokens": between["back"]}, FIRST)
     waited = found["changed_while_it_waits"]
     assert waited["seen"] == ["WAITING"] and right.is_(waited["tokens"], THIRD, 1)

@@ -3,18 +3,19 @@
 
 from pathlib import Path
 
+import gpu_path
 import pytest
 from conftest import result_of
 from connector_served import BLOCKS, CONVERSATIONS
 
 PROCESS = Path(__file__).parent / "connector_within_step_process.py"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gpu_path, pytest.mark.cpu]
 
 
 @pytest.fixture(scope="module")
 def happened(zygote, tiny_model, tmp_path_factory):
     result = result_of(zygote.run([PROCESS, tiny_model, tmp_path_factory.mktemp("within")]))
-    assert result["block"] == 128 << 10
+    assert result["block"] == 1
     return result
 
 
@@ -47,7 +48,8 @@ def test_a_damaged_block_is_computed_and_serves_no_request(happened):
     assert len(result["each"]) == 6
     for number, each in enumerate(result["each"]):
         assert each["written"] >= 1 and len(each["within"]) == 1 and each["damaged"] == 1
-        assert each["first"] == [] and each["differing"] == [] and each["answers"] == (7 if number < 2 else 4)
+        assert each["first"] == [] and each["differing"] == [] and each["answers"] == (11 if number < 2 else 8)
+        assert each["in_flight"] == gpu_path.active()
         assert each["cached"] == 7 * 32 and each["left"] == [0, 0, 0]
     assert result["free"] == BLOCKS - 1
 
@@ -61,6 +63,7 @@ def test_what_only_the_disk_has_comes_up_while_its_request_waits(happened):
 
 def test_aborts_preemptions_and_resets_in_the_middle_change_no_token(happened):
     result = happened["disturbed"]
-    assert result["differing"] == [] and result["aborted"] > 0 and result["resets"] > 0
+    assert result["differing"] == [] and result["aborted"] > 0
+    assert result["resets"] > 0 or gpu_path.active()  # vLLM refuses them while steps are in flight
     assert result["free"] == BLOCKS - 1 and result["stats"]["held_blocks"] == 0
     assert result["stats"]["loads_within_step"] > 0

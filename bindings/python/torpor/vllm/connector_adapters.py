@@ -14,12 +14,12 @@ loaded KV of the older one and have computed nothing since begin again; those th
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterable
 
 from vllm.v1.request import Request, RequestStatus
 
 from torpor.vllm import adapters, connector_sleep
+from torpor.vllm.connector_begin_again import begin_again
 from torpor.vllm.connector_messages import Report
 
 _MARK = "torpor adapter "  # a salt's first line: this, and either of
@@ -180,29 +180,26 @@ def before_outputs(scheduler, scheduler_output, model_runner_output) -> None:
     """
     if (keys := keys_of(scheduler)) is None:
         return
-    if (found := _adapters_in(model_runner_output)) is not None and (changed := keys.changed(found)):
+    report = _report_in(model_runner_output)
+    if report is not None and report.adapters is not None and (changed := keys.changed(report.adapters)):
         _forget_all(scheduler)
-        for request in reversed(changed):
-            if request.status is RequestStatus.RUNNING and not keys.is_under_way(request):
-                _begin_again(scheduler, request)
-            elif request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ):
+        again = [r for r in changed if r.status is RequestStatus.RUNNING and not keys.is_under_way(r)]
+        begin_again(scheduler, connector_sleep.side_of(scheduler), again, report.step)
+        for request in changed:
+            if request in again:
+                continue
+            if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ):
                 keys.separate(request)
             else:
                 keys.outdated.add(request.request_id)
     keys.computed(scheduler_output.num_scheduled_tokens)
 
 
-def _adapters_in(model_runner_output) -> dict[int, str] | None:
+def _report_in(model_runner_output) -> Report | None:
     output = getattr(model_runner_output, "kv_connector_output", None)
     found = getattr(output, "kv_connector_worker_meta", None)
     reports = [each for each in getattr(found, "metadata", (found,)) if isinstance(each, Report)]  # of MultiConnector
-    return reports[0].adapters if reports else None
-
-
-def _begin_again(scheduler, request: Request) -> None:
-    scheduler.running.remove(request)
-    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    return reports[0] if reports else None
 
 
 def before_schedule(scheduler) -> None:

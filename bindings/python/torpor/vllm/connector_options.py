@@ -131,7 +131,7 @@ class ConnectorOptions:
         details=(
             "Such a load costs its request no step of its own, and the other requests of the step wait for it. Larger "
             "loads, and those from disk or kv_store, run beside steps. It applies to models with one KV cache group "
-            "whose layers see all tokens, without async scheduling and pipelines."
+            "whose layers see all tokens, without a pipeline."
         ),
     )
     untried_states: bool = described(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -54,7 +55,11 @@ class SchedulerSide:
         self.kept = False  # whatever vLLM resets
         self.loads_within_step = False  # the scheduler takes back a request whose load within a step failed
         self.bad_blocks: set[int] = set()  # of the engine: without valid content, after such a load
-        self._computing: dict[str, list] = {}  # of a step with such loads: the blocks of each request that computes
+        self.bad_since = 0  # the first step that computed on top of them
+        self.draw_again: Callable[[int, list[str]], None] | None = None  # of the workers (connector_begin_again.py)
+        # Steps in flight, from the first with such a load on: the blocks of each request that computes, by its id.
+        self._computing: dict[int, dict[str, list]] = {}
+        self._last_loading_step = 0  # that had such a load
         self.weights_doubted = False  # since the last namespace began
         self.slots = None  # who tells where requests stand (slots.py); None: nobody listens
         self.steps = 0
@@ -226,8 +231,10 @@ class SchedulerSide:
         orders = self._orders(self.core.step(self.steps, scheduled, handed=handed or {}))
         orders.within_step = self.core.take_loads_within_step()
         if orders.within_step:
+            self._last_loading_step = self.steps
+        if orders.within_step or self._computing:
             tables = self._manager.coordinator.single_type_managers[0].req_to_blocks
-            self._computing = {request_id: tables[request_id] for request_id in scheduled}
+            self._computing[self.steps] = {request_id: tables[request_id] for request_id in scheduled}
         if not scheduled and self.core.busy:
             orders.wait_seconds = _WAIT_SECONDS
         return orders
@@ -255,11 +262,17 @@ class SchedulerSide:
             return
         self.core.apply(report.transfers)
         if failed := self.core.take_failed_within_step():
-            self.bad_blocks |= blocks_behind(failed, self._computing)
+            # Steps in flight have begun on top of these blocks. What they fill is not offered either:
+            # take_back_failed() removes it from vLLM's prefix cache.
+            in_flight = [tables for step, tables in self._computing.items() if step > report.step]
+            self.bad_blocks |= blocks_behind(failed, self._computing[report.step], in_flight)
+            self.bad_since = report.step
             self.core.fail_step(report.step)
         else:
             self.core.acknowledge(report.step)
-        self._computing = {}
+        self._computing.pop(report.step, None)
+        if report.step >= self._last_loading_step:
+            self._computing.clear()
         if report.new_weights:
             self.new_weights()
         if self.adapters is not None:

@@ -8,7 +8,7 @@ import logging
 from torpor import _core
 from torpor.errors import NotEnoughRoom, Unsupported
 from torpor.vllm import adapters, connector_groups, worker
-from torpor.vllm.connector_failed import keep_seeds
+from torpor.vllm.connector_begin_again import GeneratorStates
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions, keys_have_adapters, storage_options
 from torpor.vllm.fingerprint import key_space
@@ -62,6 +62,7 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._within_step: set[str] = set()  # requests whose loads end within the present step
+        self._generators = GeneratorStates()
         self._wait_seconds = 0.0
         self._memory: WorkerMemory | None = None  # of the rank
         self._space = ""  # what names of namespaces have in common
@@ -125,6 +126,8 @@ class WorkerSide:
             self._adapters.read(orders.adapter)
         if orders.plan is not None:
             self.core.run(orders.plan)
+        if (orders.within_step or self._adapters is not None) and (mine := worker.of_this_process()) is not None:
+            self._generators.keep(mine.model_runner, orders.step)
         if orders.within_step:
             self._within_step.update(orders.within_step)
             self.core.finish_loads(orders.within_step)
@@ -134,8 +137,6 @@ class WorkerSide:
                     f"there is no memory to end loads within a step: {', '.join(sorted(self._within_step))}",
                     "free host memory and start the engine again",
                 )
-            if self._bad_blocks and (mine := worker.of_this_process()) is not None:
-                keep_seeds(mine.model_runner, self._bad_blocks)
 
     def look(self) -> None:
         """Take what has ended. In a step that computes nothing, wait for a transfer that ends first."""
@@ -178,6 +179,11 @@ class WorkerSide:
         before, self._weights = self._weights, self._weights if self._memory is None else self._memory.new_weights
         adapters_now = None if self._adapters is None else self._adapters.take_news()
         return Report(self._step, transfers, before != self._weights, adapters_now)
+
+    def draw_again(self, step: int, request_ids: list[str]) -> None:
+        """Let these requests draw again what they drew in `step`, and in later ones that have begun."""
+        if (mine := worker.of_this_process()) is not None:
+            self._generators.put_back(mine.model_runner, step, request_ids)
 
     def wait(self) -> None:
         """Nothing is under way afterwards, and what is on disk is as safe as was asked for."""

@@ -474,6 +474,8 @@ def adopt(core: EngineCore) -> None:
     """Give the engine core of an engine that asks its mixin."""
     mix_in(core, EngineCoreProcMixin if isinstance(core, EngineCoreProc) else EngineCoreMixin)
     idle_sessions.watch(core)
+    if (connector := connector_sleep.side_of(core.scheduler)) is not None:
+        connector.draw_again = lambda *step: core.collective_rpc("torpor_draw_again", args=step)
     if Options.of(core.vllm_config).offload_preempted:
         _side(core)  # the scheduler needs it before anybody calls torpor
 

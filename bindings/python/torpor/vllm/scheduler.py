@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from torpor.vllm import call_hooks, connector_adapters, grammar, plugin
-from torpor.vllm.connector_failed import take_back_failed
+from torpor.vllm.connector_failed import can_take_back, take_back_failed
 from torpor.vllm.connector_sleep import free_for_others, let_those_with_blocks_go_first, side_of
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.named_mixins import NamedMixins, resolved
@@ -49,9 +49,7 @@ class SchedulerMixin(Stock):
             Slots.of(self)  # it can be looked at, and stopped, before its first step
             self.torpor_inputs = RecordedInputs.of(self)
         if (side := side_of(self)) is not None:
-            # If steps are in flight, another one has begun on top of blocks whose load failed.
-            in_flight = self.scheduler_config.async_scheduling or self.parallel_config.pipeline_parallel_size > 1
-            side.loads_within_step = not in_flight
+            side.loads_within_step = can_take_back(self)
 
     def has_requests(self) -> bool:
         if self.torpor_collects:
@@ -89,7 +87,7 @@ class SchedulerMixin(Stock):
         connector_adapters.before_outputs(self, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         if (side := side_of(self)) is not None and side.bad_blocks:
-            take_back_failed(self, side)
+            take_back_failed(self, side, side.bad_since)
         if self.torpor_inputs is not None:
             self.torpor_inputs.look()
         return outputs

@@ -13,7 +13,17 @@ import torch
 from vllm.platforms import current_platform
 
 from torpor import _core
-from torpor.vllm import adapters, call_hooks, device, kept, kv_layout, other_connectors, plugin, pooling
+from torpor.vllm import (
+    adapters,
+    call_hooks,
+    connector_options,
+    device,
+    kept,
+    kv_layout,
+    other_connectors,
+    plugin,
+    pooling,
+)
 from torpor.vllm.inputs import Inputs
 from torpor.vllm.memory import CpuWorkerMemory
 from torpor.vllm.mixed_in import Stock
@@ -143,6 +153,14 @@ class WorkerMixin(Stock):
             invalid_block_ids=side.take_bad_blocks(),
             kv_connector_worker_meta=side.take_report(),
         )
+
+    def torpor_draw_again(self, step: int, requests: list[str]) -> None:
+        """Let these requests draw again what they drew in a step of torpor's connector, and in later ones."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        for each in connector_options.members(get_kv_transfer_group()):
+            if type(each).__name__ == connector_options.CLASS:
+                each.worker.draw_again(step, requests)
 
     def torpor_call_connector(self, hook: str) -> str | None:
         """Call a hook of a KV connector that is not torpor's alone. Returns why it failed."""
