@@ -154,7 +154,7 @@ def show(result: dict) -> None:
     for work, figures in result["works"].items():
         print(f"\n{work}")
         names = list(next(iter(figures.values())))
-        print(f"{'':24}" + "".join(f"{name:>28}" for name in names))
+        print(f"{'':24}" + "".join(f"{name:>36}" for name in names))
         for figure, of_all in figures.items():
             cells = (
                 f"{of_all[name]:.3f}"
@@ -162,7 +162,7 @@ def show(result: dict) -> None:
                 else f"{of_all[name]['median']:,.4g} ({of_all[name]['least']:,.4g} to {of_all[name]['most']:,.4g})"
                 for name in names
             )
-            print(f"{figure:24}" + "".join(f"{cell:>28}" for cell in cells))
+            print(f"{figure:24}" + "".join(f"{cell:>36}" for cell in cells))
     print("\ntorpor's time as a part of the best other's, median of pairs")
     for work, one in result["ratios"].items():
         print(f"{work:24}{one['ratio']:>10.3f} of {one['of']}")

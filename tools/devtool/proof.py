@@ -84,10 +84,16 @@ def _run(words: list, more: dict[str, str] | None = None) -> int:
 
 
 def fuzz(arguments: list[str]) -> int:
-    """Run every fuzz target over its corpus: RUNS executions each, as many targets at once as there are cores."""
-    if arguments and not (arguments[0].isdigit() and int(arguments[0]) > 0):
-        raise SetupError(f"tools/dev fuzz takes a number of runs, not {arguments[0]!r}")
-    runs = int(arguments[0]) if arguments else FUZZ_RUNS_LONG
+    """Run fuzz targets over their corpus: RUNS executions each, as many targets at once as there are cores.
+
+    `arguments`: a number of runs, and names of targets; without names all of them.
+    """
+    known = sorted(folder.name for folder in (ROOT / "tests/fuzz/corpus").iterdir())
+    counts = [int(word) for word in arguments if word.isdigit() and int(word) > 0]
+    targets = [word for word in arguments if word in known]
+    if len(counts) > 1 or len(counts) + len(targets) < len(arguments):
+        raise SetupError(f"tools/dev fuzz takes a number of runs, and targets: {', '.join(known)}")
+    runs = counts[0] if counts else FUZZ_RUNS_LONG
     setup.system_packages()
     setup.clang()
     # All other parts are sections of the state.
@@ -106,7 +112,6 @@ def fuzz(arguments: list[str]) -> int:
         "recording",
     )
     cmake_build("fuzz", tuple(f"fuzz_{name}" for name in (*own, "section")))
-    targets = sorted(p.name for p in (ROOT / "tests/fuzz/corpus").iterdir())
 
     def one(target: str) -> tuple[str, bool, str]:
         binary = ROOT / "build/fuzz/tests/fuzz" / (f"fuzz_{target}" if target in own else "fuzz_section")
@@ -131,7 +136,7 @@ def fuzz(arguments: list[str]) -> int:
 
     failed = 0
     with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        for target, passed, log in pool.map(one, targets):
+        for target, passed, log in pool.map(one, targets or known):
             print(f"proof: fuzz {target}: {runs} runs, {'0 crashes' if passed else 'FAILED'}", flush=True)
             if not passed:
                 failed += 1
