@@ -8,14 +8,16 @@
 // Disk slots are (segment, position), and disk space is freed by evicting a whole segment without pins
 // (kvcache/disk_segments.h).
 //
-// Ranks, subscribers of cache events and the console learn by its reports what has changed (kvcache/index_reports.h).
+// Its parts: KeyTable has an entry for each key, with the key's slots; StoreSlots has the state of each slot of one
+// store, and the key's entry (kvcache/store_slots.h). The index keeps the two alike: it changes entries when states
+// change. Ranks, subscribers of cache events and the console learn by its reports what has changed
+// (kvcache/index_reports.h).
 //
 // Owner and threads: the scheduler, on its one thread. Failure: all memory is allocated at the beginning, so later
 // calls do not run out of it. A call that does not fit the state of its slot (a second commit, an unpin without a pin)
 // changes nothing; check() returns the first such call from then on.
 #pragma once
 
-#include <array>
 #include <memory>
 #include <span>
 #include <string>
@@ -23,12 +25,11 @@
 
 #include "base/event.h"
 #include "kvcache/block_locations.h"
-#include "kvcache/block_state.h"
 #include "kvcache/disk_segments.h"
 #include "kvcache/flat_array.h"
 #include "kvcache/index_reports.h"
 #include "kvcache/key_table.h"
-#include "kvcache/slot_list.h"
+#include "kvcache/store_slots.h"
 
 namespace torpor {
 
@@ -50,23 +51,12 @@ struct LeavingBlock {  // a block of the segment that is evicted next
   bool on_host = false;
 };
 
-struct StoreCounts {
-  int64_t reserved = 0;
-  int64_t visible = 0;
-  int64_t doomed = 0;  // no longer found, but still pinned
-  int64_t quarantined = 0;
-  // Evicted blocks. Stale: retired or private; on disk, every retired block. Clean: another copy remains; every other
-  // block of the remote store. Dirty: the only copy (a host block that is not on disk, a disk block that is not in host
-  // memory).
-  uint64_t evicted_stale = 0;
-  uint64_t evicted_clean = 0;
-  uint64_t evicted_dirty = 0;
-};
-
 class BlockIndex {
  public:
   // kInvalidArgument: invalid options. kResourceExhausted: no memory.
   static Result<std::unique_ptr<BlockIndex>> create(const BlockIndexOptions& options, EventPort port = {});
+  BlockIndex(const BlockIndex&) = delete;  // its parts refer to each other
+  BlockIndex& operator=(const BlockIndex&) = delete;
 
   // Set `places` for the blocks of `chain`, up to the first block that no store has; return the number of that block.
   // Takes one lookup for each key. The blocks may be evicted by the next reserve(): pin them before.
@@ -120,7 +110,7 @@ class BlockIndex {
 
   // Return what has changed, to be taken.
   IndexReports& reports() { return reports_; }
-  StoreCounts counts(StoreId store) const { return store_of(store).counts; }
+  StoreCounts counts(StoreId store) const { return stores_[store].counts(); }
   size_t keys() const { return table_.size(); }
   uint64_t bytes() const;  // memory, once everything is in use
   // Check all invariants. kInternal names the first contradiction, or the first call that did not fit its slot's state.
@@ -128,70 +118,28 @@ class BlockIndex {
   Status check() const;
 
  private:
-  enum class State : uint8_t { kFree, kReserved, kVisible, kDoomed, kQuarantined, kSpent };  // spent: disk only
-  enum class Order : uint8_t { kNone, kStale, kClean, kDirty };                              // the list that it is in
-  struct SlotRecord {
-    int32_t before;  // in its list; on disk: the slot that it replaces once committed, or -1
-    int32_t after;   // in its list or the free list; on disk: the slot that replaces it, or -1
-    int32_t entry;   // in the table; -1: no key finds it
-    uint32_t pins;
-    uint32_t generation;  // changes when the slot is dropped
-    State state;
-    Order order;
-    bool used;
-  };
-  static_assert(sizeof(SlotRecord) == 24);
-  struct Store {
-    FlatArray<SlotRecord> slots;
-    int32_t size = 0;
-    int32_t fresh = 0;              // slots from here on were never used
-    int32_t free = -1;              // head of the list of freed slots; not on disk
-    std::array<SlotList, 4> lists;  // by Order; the first is unused
-    StoreCounts counts;
-  };
+  friend class BlockIndexCheck;  // kvcache/block_index_check.cpp
+  using State = StoreSlots::State;
   struct Backing {
     ContentVersion version;
-    std::array<int32_t, kStores> slots;  // plus 1
-    std::array<uint32_t, kStores> generations;
+    ByStore<int32_t> slots;  // plus 1
+    ByStore<uint32_t> generations;
   };
 
   BlockIndex() = default;
-  Store& store_of(StoreId store) { return stores_[static_cast<size_t>(store)]; }
-  const Store& store_of(StoreId store) const { return stores_[static_cast<size_t>(store)]; }
-  SlotRecord* known(StoreId store, Slot slot);  // null: no such slot, or it is free
-  SlotRef& ref(int32_t entry, StoreId store) { return table_[entry].refs[static_cast<size_t>(store)]; }
-  bool retired(uint32_t space) const { return space < retired_.size() && retired_[space] != 0; }
-  bool stale(const SlotRecord& record) const { return record.entry < 0 || retired(table_[record.entry].space()); }
   void misused(std::string_view call, StoreId store, int64_t slot) noexcept;
-  template <class Found>
-  void probe(std::span<const BlockKey> keys, Found found) const;
-  void prefetch_those_behind(StoreId store, Slot slot) const;
   Slot free_slot(StoreId store);
-  Slot next_position();
-  void start(StoreId store, Slot slot, int32_t entry);
-  void return_slot(StoreId store, Slot slot);
+  void start(StoreId store, Slot slot, int32_t entry, Slot replaces = -1);
   void hide(StoreId store, Slot slot, DropReason reason);
-  void emit_cleared(uint32_t space) const;
-  void emit_state(StoreId store, Slot slot, BlockState from, BlockState to) const;
   void unlink(StoreId store, Slot slot);
-  Order order_of(StoreId store, const SlotRecord& record) const;
-  void line_up(StoreId store, Slot slot);
-  void leave_line(StoreId store, Slot slot);
-  void host_reordered(int32_t entry);
-  void replace(Slot by);
   void evict_segment(int32_t segment);
-  void recount_segments();
-  Status check_slots(StoreId store) const;
-  Status check_segments() const;
-  Status check_entries() const;
 
   BlockIndexOptions options_;
   bool remote_hidden_ = false;
   KeyTable table_;
-  std::array<Store, kStores> stores_;
+  ByStore<StoreSlots> stores_;
   DiskSegments segments_;
   FlatArray<Backing> backings_;
-  std::vector<uint8_t> retired_;  // by space
   IndexReports reports_;
   std::string misuse_;
 };

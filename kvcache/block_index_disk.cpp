@@ -1,55 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// BlockIndex: hands out disk slots, evicts segments, and reinserts blocks.
+// BlockIndex: reinserts blocks of the segment that is evicted next.
 #include "kvcache/block_index.h"
 
 namespace torpor {
-
-Slot BlockIndex::next_position() {
-  if (!segments_.has_position()) {
-    const int32_t leaving = segments_.next_to_leave();
-    if (leaving < 0) return -1;
-    evict_segment(leaving);
-  }
-  return segments_.append();
-}
-
-void BlockIndex::evict_segment(int32_t number) {
-  Store& of = store_of(StoreId::kDisk);
-  for (Slot slot = segments_.begin_of(number); slot < segments_.end_of(number); ++slot) {
-    SlotRecord& record = of.slots[slot];
-    if (record.state == State::kVisible) {
-      const bool was_stale = stale(record);
-      const bool on_host = !was_stale && ref(record.entry, StoreId::kHost).visible();
-      ++(was_stale ? of.counts.evicted_stale : on_host ? of.counts.evicted_clean : of.counts.evicted_dirty);
-      hide(StoreId::kDisk, slot, DropReason::kEvicted);
-    }
-    record.state = State::kFree;
-  }
-  segments_.empty(number);
-  reports_.drop(StoreId::kDisk, number);
-}
-
-// Count the useful blocks of each segment again, after a namespace was retired.
-void BlockIndex::recount_segments() {
-  const Store& of = store_of(StoreId::kDisk);
-  for (int32_t number = 0; number < segments_.begun(); ++number) {
-    int useful = 0;
-    for (Slot slot = segments_.begin_of(number); slot < segments_.end_of(number); ++slot)
-      useful += of.slots[slot].state == State::kVisible && !stale(of.slots[slot]) ? 1 : 0;
-    segments_.useful_changed(number, useful - segments_[number].useful);
-  }
-}
 
 std::vector<LeavingBlock> BlockIndex::leaving() const {
   std::vector<LeavingBlock> blocks;
   const int32_t number = segments_.next_to_leave();
   if (number < 0) return blocks;
   const Status collected = try_catch([&] {
+    const StoreSlots& slots = stores_[StoreId::kDisk];
     for (Slot slot = segments_.begin_of(number); slot < segments_.end_of(number); ++slot) {
-      const SlotRecord& record = store_of(StoreId::kDisk).slots[slot];
-      if (record.state != State::kVisible || stale(record)) continue;
+      const StoreSlots::Record& record = slots[slot];
+      if (record.state != State::kVisible || slots.stale(slot)) continue;
       const KeyTable::Entry& entry = table_[record.entry];
-      blocks.push_back({.slot = slot, .key = entry.key(), .used = record.used, .on_host = entry.refs[0].visible()});
+      blocks.push_back(
+          {.slot = slot, .key = entry.key(), .used = record.used, .on_host = entry.refs[StoreId::kHost].visible()});
     }
     return ok();
   });
@@ -57,16 +23,17 @@ std::vector<LeavingBlock> BlockIndex::leaving() const {
 }
 
 Result<Slot> BlockIndex::append_again(Slot old) {
-  SlotRecord* record = known(StoreId::kDisk, old);
+  const StoreSlots& slots = stores_[StoreId::kDisk];
+  const StoreSlots::Record* record = slots.known(old);
   if (record == nullptr || record->state != State::kVisible || record->pins == 0 || record->after >= 0 ||
-      stale(*record)) {
+      slots.stale(old)) {
     return try_catch([&]() -> Result<Slot> {
       return Error{.code = Code::kFailedPrecondition,
                    .what = "only a visible, pinned block on disk can be appended again, and once",
                    .next_step = "leave it out"};
     });
   }
-  const Slot slot = next_position();
+  const Slot slot = free_slot(StoreId::kDisk);
   if (slot < 0) {
     return try_catch([&]() -> Result<Slot> {
       return Error{.code = Code::kResourceExhausted,
@@ -74,9 +41,7 @@ Result<Slot> BlockIndex::append_again(Slot old) {
                    .next_step = "do it before the last free one is full"};
     });
   }
-  start(StoreId::kDisk, slot, record->entry);
-  record->after = slot;
-  store_of(StoreId::kDisk).slots[slot].before = old;
+  start(StoreId::kDisk, slot, record->entry, old);
   return slot;
 }
 

@@ -2,6 +2,7 @@
 // The identity of a block's content, and its locations: versions, stores, slots. Values.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string_view>
 
@@ -17,6 +18,13 @@ enum class StoreId : uint8_t { kHost, kDisk, kRemote };
 inline constexpr int kStores = 3;
 std::string_view name(StoreId store);  // "host", "disk", "remote"
 constexpr uint8_t tier_of(StoreId store) { return static_cast<uint8_t>(static_cast<uint8_t>(store) + 1); }  // in events
+
+template <class T>
+struct ByStore {  // one value for each store
+  std::array<T, kStores> values;
+  T& operator[](StoreId store) { return values[static_cast<size_t>(store)]; }
+  const T& operator[](StoreId store) const { return values[static_cast<size_t>(store)]; }
+};
 
 struct BlockLocations {
   Slot host = -1;

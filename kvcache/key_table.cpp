@@ -96,6 +96,14 @@ void KeyTable::erase(int32_t number) {
   --size_;
 }
 
+Status KeyTable::retire(uint32_t space) {
+  return try_catch([&] {
+    if (retired_.size() <= space) retired_.resize(space + 1);
+    retired_[space] = 1;
+    return ok();
+  });
+}
+
 Status KeyTable::check() const {
   const auto broken = [](std::string what) {
     return Error{.code = Code::kInternal, .what = std::move(what), .next_step = "report this"};
