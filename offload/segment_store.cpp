@@ -34,9 +34,32 @@ Status check(const SegmentStoreOptions& options) {
   return ok();
 }
 
+Error no_more_numbers(const std::string& path) {
+  return Error{.code = Code::kResourceExhausted,
+               .what = fmt::format("{} has used up its numbers of segments", path),
+               .next_step = "remove what is in it"};
+}
+
+uint64_t number_behind(const std::vector<uint64_t>& numbers) { return numbers.empty() ? 0 : numbers.back() + 1; }
+
+// Return the numbers of the segments in the directory, ascending. Check that there are numbers left, and that the disk
+// has space for the rest of the budget.
+Result<std::vector<uint64_t>> look_around(SegmentDirectory& directory, uint64_t budget_bytes) {
+  TORPOR_ASSIGN_OR_RETURN(SegmentDirectory::Content content, directory.content());
+  if (number_behind(content.numbers) > kMostSegmentNumber) return no_more_numbers(directory.path());
+  if (budget_bytes == 0) return std::move(content.numbers);
+  TORPOR_ASSIGN_OR_RETURN(const uint64_t free, directory.free_bytes());
+  if (free + content.bytes >= budget_bytes) return std::move(content.numbers);
+  return Error{.code = Code::kResourceExhausted,
+               .what = fmt::format("{} has room for {} bytes of blocks, {} are wanted", directory.path(),
+                                   free + content.bytes, budget_bytes),
+               .next_step = "free disk space, choose another directory or use a smaller budget"};
+}
+
 }  // namespace
 
-SegmentStore::SegmentStore(std::unique_ptr<SegmentDirectory> directory, SegmentStoreOptions options, const Clock& clock)
+SegmentStore::SegmentStore(std::unique_ptr<SegmentDirectory> directory, SegmentStoreOptions options, const Clock& clock,
+                           std::vector<uint64_t> at_the_start)
     : options_(std::move(options)),
       traits_{.kind = "disk",
               .durable = true,
@@ -44,7 +67,17 @@ SegmentStore::SegmentStore(std::unique_ptr<SegmentDirectory> directory, SegmentS
               .slots_per_segment = slots_of(options_)},
       capacity_(most_bytes_of_segment(options_)),
       directory_(std::move(directory)),
-      clock_(clock) {}
+      clock_(clock),
+      at_the_start_(std::move(at_the_start)),
+      first_number_(number_behind(at_the_start_)),
+      leases_(*directory_, scratch_, options_.key.get(), options_.io),
+      segments_({.rank = options_.rank,
+                 .slots = traits_.slots_per_segment,
+                 .capacity = capacity_,
+                 .budget_bytes = options_.budget_bytes,
+                 .first_number = first_number_,
+                 .key = options_.key,
+                 .encrypt = options_.encrypt}) {}
 
 SegmentStore::~SegmentStore() = default;
 
@@ -61,56 +94,36 @@ Result<std::unique_ptr<SegmentStore>> SegmentStore::open(FileSystem& file_system
   TORPOR_ASSIGN_OR_RETURN(
       std::unique_ptr<SegmentDirectory> directory,
       SegmentDirectory::open(file_system, fmt::format("{}/r{}", path, options.rank), options.lock_wait));
-  std::unique_ptr<SegmentStore> store(new SegmentStore(std::move(directory), std::move(options), clock));
-  TORPOR_RETURN_IF_ERROR(store->look_around());
-  return store;
-}
-
-// List the segments in the directory, and check that the disk has space for the rest of the budget.
-Status SegmentStore::look_around() {
-  TORPOR_ASSIGN_OR_RETURN(SegmentDirectory::Content content, directory_->content());
-  at_the_start_ = std::move(content.numbers);
-  if (!at_the_start_.empty()) first_number_ = at_the_start_.back() + 1;
-  if (first_number_ > kMostSegmentNumber) return no_more_numbers();
-  if (options_.budget_bytes == 0) return ok();
-  TORPOR_ASSIGN_OR_RETURN(const uint64_t free, directory_->free_bytes());
-  if (free + content.bytes >= options_.budget_bytes) return ok();
-  return Error{.code = Code::kResourceExhausted,
-               .what = fmt::format("{} has room for {} bytes of blocks, {} are wanted", directory_->path(),
-                                   free + content.bytes, options_.budget_bytes),
-               .next_step = "free disk space, choose another directory or use a smaller budget"};
-}
-
-Error SegmentStore::no_more_numbers() const {
-  return Error{.code = Code::kResourceExhausted,
-               .what = fmt::format("{} has used up its numbers of segments", directory_->path()),
-               .next_step = "remove what is in it"};
+  TORPOR_ASSIGN_OR_RETURN(std::vector<uint64_t> numbers, look_around(*directory, options.budget_bytes));
+  return std::unique_ptr<SegmentStore>(
+      new SegmentStore(std::move(directory), std::move(options), clock, std::move(numbers)));
 }
 
 void SegmentStore::open_space(uint32_t space, const Digest& digest) {
   const MutexLock lock(mutex_);
-  spaces_[space] = digest;
+  segments_.open_space(space, digest);
 }
 
 // ---- segments
 
 // Return the open segment with this number; begin it if there is none.
-Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint64_t number, uint32_t space) {
+Result<SegmentPtr> SegmentStore::writable(uint64_t number, uint32_t space) {
+  if (number > kMostSegmentNumber) return no_more_numbers(directory_->path());
   SegmentPtr segment;
   {
     const MutexLock lock(mutex_);
-    for (auto found = segments_.find(number); found != segments_.end(); found = segments_.find(number)) {
-      if (found->second->state == Segment::State::kMaking) {
+    for (SegmentPtr found = segments_.find(number); found != nullptr; found = segments_.find(number)) {
+      if (found->state == Segment::State::kMaking) {
         changed_.wait(mutex_);
         continue;
       }
-      if (found->second->state != Segment::State::kOpen) return segment_closed(number);
-      if (found->second->space == space) return found->second;
+      if (found->state != Segment::State::kOpen) return segment_closed(number);
+      if (found->space == space) return found;
       return Error{.code = Code::kInvalidArgument,
                    .what = fmt::format("{} has keys of another namespace", segment_name(number)),
                    .next_step = "use slots of a new segment for a new namespace"};
     }
-    TORPOR_ASSIGN_OR_RETURN(segment, begin_segment(number, space));
+    TORPOR_ASSIGN_OR_RETURN(segment, segments_.begin(number, space));
   }
   Status made = try_catch([&] { return make_file(*segment); });
   {
@@ -118,9 +131,7 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint64_t number, uint32_
     if (made && segment->state == Segment::State::kGone) made = segment_closed(number);  // dropped meanwhile
     if (made) {
       changed_.notify_all();
-      segment->state = Segment::State::kOpen;
-      newest_ = std::max(newest_, number);
-      end_older();
+      segments_.open(*segment);
       return segment;
     }
   }
@@ -129,52 +140,9 @@ Result<SegmentStore::SegmentPtr> SegmentStore::writable(uint64_t number, uint32_
   directory_->remove(number);
   std::shared_ptr<File> closing;
   const MutexLock lock(mutex_);
-  const bool dropped = segment->state == Segment::State::kGone;
-  closing = forget(*segment);
-  std::erase(unfinished_, segment);
-  if (!dropped) segments_.erase(number);  // else remove_queued() removes a file of this name once more
+  changed_.notify_all();
+  closing = segments_.cancel(segment);
   return made.error();
-}
-
-Result<SegmentStore::SegmentPtr> SegmentStore::begin_segment(uint64_t number, uint32_t space) {
-  const auto digest = spaces_.find(space);
-  if (number < first_number_ || number + kOpenSegments <= newest_) return segment_closed(number);
-  if (number > kMostSegmentNumber) return no_more_numbers();
-  if (digest == spaces_.end()) {
-    return Error{.code = Code::kFailedPrecondition,
-                 .what = fmt::format("namespace {} was not opened", space),
-                 .next_step = "open it first"};
-  }
-  if (options_.budget_bytes != 0 && health_.held_bytes + capacity_ > options_.budget_bytes) {
-    return Error{.code = Code::kResourceExhausted,
-                 .what = fmt::format("{} bytes of segments are there, a budget of {} has no room for {} more",
-                                     health_.held_bytes, options_.budget_bytes, capacity_),
-                 .next_step = "drop a segment, or use a larger budget"};
-  }
-  auto segment = std::make_shared<Segment>();
-  segment->header = header_of(number, digest->second);
-  segment->header.id = random_seal_id();
-  if (options_.key != nullptr) {
-    segment->seal = std::make_shared<Seal>(*options_.key, segment->header.id, segment->header.protection);
-    segment->header.key_name = segment->seal->key_name();
-  }
-  segment->space = space;
-  segment->places.resize(static_cast<size_t>(traits_.slots_per_segment));
-  unfinished_.push_back(segment);
-  segments_.emplace(number, segment);
-  segment->reserved = capacity_;
-  health_.held_bytes += capacity_;
-  return segment;
-}
-
-SegmentHeader SegmentStore::header_of(uint64_t number, const Digest& space) const {
-  return {.number = number,
-          .rank = options_.rank,
-          .slots = traits_.slots_per_segment,
-          .space = space,
-          .protection = options_.key == nullptr ? Protection::kNone
-                        : options_.encrypt      ? Protection::kEncrypted
-                                                : Protection::kAuthenticated};
 }
 
 Status SegmentStore::make_file(Segment& segment) {
@@ -190,17 +158,6 @@ Status SegmentStore::make_file(Segment& segment) {
   health_.io = file->io();
   segment.file = std::move(file);
   return ok();
-}
-
-// End segments that are kOpenSegments behind the newest, and forget those of them that were dropped.
-void SegmentStore::end_older() {
-  for (const SegmentPtr& segment : unfinished_) {
-    if (segment->state == Segment::State::kOpen && segment->header.number + kOpenSegments <= newest_)
-      segment->state = Segment::State::kEnded;
-  }
-  std::erase_if(segments_, [newest = newest_](const auto& entry) {
-    return entry.second->state == Segment::State::kGone && entry.first + kOpenSegments <= newest;
-  });
 }
 
 // ---- health
@@ -222,8 +179,13 @@ bool SegmentStore::accepting() const {
 }
 
 StoreHealth SegmentStore::health() const {
+  const uint64_t copied = leases_.copied_bytes();
   const MutexLock lock(mutex_);
-  return health_;
+  StoreHealth now = health_;
+  now.held_bytes = segments_.held_bytes();
+  now.dropped_bytes = segments_.dropped_bytes();
+  now.copied_bytes = copied;
+  return now;
 }
 
 }  // namespace torpor

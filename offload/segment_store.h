@@ -15,13 +15,15 @@
 // Besides the segments that take records, at most `open_files` files are open. One process uses a directory: another
 // one fails after `lock_wait`. (The lock of a killed process stays until the system has freed that process's memory.)
 //
+// Its parts: SegmentTable decides which segments take records and which have ended. SegmentDirectory has the files,
+// SegmentBatch writes records, SegmentLeases keeps them for checkpoints. The store itself has the locks, the open files
+// and the health.
+//
 // Threads: as SlotStore.
 #pragma once
 
 #include <chrono>
-#include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -31,12 +33,11 @@
 #include "base/seal.h"
 #include "offload/scratch.h"
 #include "offload/segment_directory.h"
-#include "offload/segment_format.h"
+#include "offload/segment_leases.h"
+#include "offload/segment_table.h"
 #include "offload/slot_store.h"
 
 namespace torpor {
-
-struct Segment;  // offload/segment.h
 
 struct SegmentStoreOptions {
   int32_t rank = 0;
@@ -54,7 +55,7 @@ struct SegmentStoreOptions {
 
 class SegmentStore final : public SlotStore {
  public:
-  static constexpr uint32_t kOpenSegments = 32;
+  static constexpr uint32_t kOpenSegments = SegmentTable::kOpenSegments;
 
   // Open or create PATH/rN. kInvalidArgument: invalid options. kUnavailable: another process uses the directory.
   // kResourceExhausted: the disk has no space for budget_bytes, or the directory has used up its segment numbers.
@@ -83,56 +84,46 @@ class SegmentStore final : public SlotStore {
  private:
   struct Reading;
   class Writing;
-  using SegmentPtr = std::shared_ptr<Segment>;
 
-  SegmentStore(std::unique_ptr<SegmentDirectory> directory, SegmentStoreOptions options, const Clock& clock);
-  Status look_around();
+  SegmentStore(std::unique_ptr<SegmentDirectory> directory, SegmentStoreOptions options, const Clock& clock,
+               std::vector<uint64_t> at_the_start);
   void do_put(std::span<RecordPart> parts) override;
   void do_get(std::span<RecordPart> parts) override;
 
   // segment_store.cpp
-  uint64_t number_of(StoreSlot slot) const { return static_cast<uint64_t>(slot / traits_.slots_per_segment); }
   Result<SegmentPtr> writable(uint64_t number, uint32_t space);
-  Error no_more_numbers() const;
-  Result<SegmentPtr> begin_segment(uint64_t number, uint32_t space) TORPOR_REQUIRES(mutex_);
-  SegmentHeader header_of(uint64_t number, const Digest& space) const;  // without id and key
   Status make_file(Segment& segment);
-  void end_older() TORPOR_REQUIRES(mutex_);
+  void note(const Error& error, bool write);
+
+  // segment_store_write.cpp, segment_store_read.cpp
   void put_batch(std::span<RecordPart* const> parts);
-  void finish_ended();
   std::vector<Reading> look_up(std::span<RecordPart> parts);
   void read(std::span<Reading> readings, std::span<std::byte>& room);
   Result<std::shared_ptr<File>> file_of(Segment& segment);
   void close_oldest();
-  void note(const Error& error, bool write);
 
   // segment_store_recovery.cpp
+  void finish_ended();
   Status make_safe(std::span<const SegmentPtr> segments);
   Result<uint64_t> sync_one(Segment& segment);
   void give_up(Segment& segment, const Error& error);
-  std::shared_ptr<File> forget(Segment& segment) TORPOR_REQUIRES(mutex_);
-  Status recover_segment(uint64_t number, uint32_t space, std::vector<RecoveredSlot>& found);
-  Status link(Segment& segment, std::span<const SegmentRecord> records, Directory& into);
-  Status copy(Segment& segment, std::span<const SegmentRecord> records, Directory& into, const std::string& name);
+  Status recover_segment(const SegmentHeader& wanted, uint32_t space, std::vector<RecoveredSlot>& found);
 
   const SegmentStoreOptions options_;
   const StoreTraits traits_;
-  const uint64_t capacity_;
+  const uint64_t capacity_;  // bytes of the disk that a segment may need
   const std::unique_ptr<SegmentDirectory> directory_;
   const Clock& clock_;
-  uint64_t first_number_ = 0;           // set by open()
   std::vector<uint64_t> at_the_start_;  // segment numbers; recover() takes them
+  const uint64_t first_number_;
   ScratchPool scratch_;
+  SegmentLeases leases_;
 
   mutable Mutex mutex_;  // not held during a read, write or sync; guards the segments' content too
   CondVar changed_;
-  std::map<uint64_t, SegmentPtr> segments_ TORPOR_GUARDED_BY(mutex_);
-  std::vector<SegmentPtr> unfinished_ TORPOR_GUARDED_BY(mutex_);  // take records, or must be cut
-  uint64_t newest_ TORPOR_GUARDED_BY(mutex_) = 0;
-  std::map<uint32_t, Digest> spaces_ TORPOR_GUARDED_BY(mutex_);
+  SegmentTable segments_ TORPOR_GUARDED_BY(mutex_);
   uint64_t uses_ TORPOR_GUARDED_BY(mutex_) = 0;
-  std::set<std::string> copies_ TORPOR_GUARDED_BY(mutex_);  // leased files that are not links
-  StoreHealth health_ TORPOR_GUARDED_BY(mutex_);
+  StoreHealth health_ TORPOR_GUARDED_BY(mutex_);  // without what the parts count
   std::chrono::nanoseconds failed_at_ TORPOR_GUARDED_BY(mutex_){};
 };
 

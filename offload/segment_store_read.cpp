@@ -48,20 +48,19 @@ std::vector<SegmentStore::Reading> SegmentStore::look_up(std::span<RecordPart> p
   const MutexLock lock(mutex_);
   for (RecordPart& part : parts) {
     if (!part.status) continue;
-    const auto segment = segments_.find(number_of(slot_of(part)));
-    const auto position = static_cast<size_t>(slot_of(part) % traits_.slots_per_segment);
-    if (segment == segments_.end() || !segment->second->is_there() ||
-        segment->second->places[position].use != Segment::Use::kStored) {
+    SegmentTable::Found found = segments_.find_record(slot_of(part));
+    if (found.segment == nullptr) {
       part.status = not_there(slot_of(part));
       continue;
     }
-    const SegmentRecord& record = segment->second->places[position].record;
+    const SegmentRecord& record = *found.record;
     if (record.bytes != part.bytes.size()) {
       part.status = wrong_size(part, record.bytes);
       continue;
     }
     describe(part, stored_record(record));
-    readings.push_back({&part, segment->second, file_record(record, part.bytes, segment->second->file_of_records())});
+    FileRecord in_file = file_record(record, part.bytes, found.segment->file_of_records());
+    readings.push_back({&part, std::move(found.segment), std::move(in_file)});
   }
   std::stable_sort(readings.begin(), readings.end(), [](const Reading& a, const Reading& b) {
     return a.segment->header.number < b.segment->header.number;
@@ -109,7 +108,7 @@ void SegmentStore::close_oldest() {
   std::vector<SegmentPtr> unsafe;
   {
     const MutexLock lock(mutex_);
-    for (const auto& [number, segment] : segments_) {
+    for (const auto& [number, segment] : segments_.all()) {
       if (segment->file != nullptr && segment->finished) oldest.push_back(segment);
     }
     if (oldest.size() <= options_.open_files) return;

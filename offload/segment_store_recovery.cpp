@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SegmentStore: ends, syncs, drops, recovers and leases segments.
 #include <algorithm>
+#include <map>
 
 #include <fmt/core.h>
 
@@ -13,37 +14,18 @@ namespace torpor {
 // Cut the files of segments that take no more records to their length. They are synced when sync() is called or their
 // files are closed: an fsync here would only delay writes.
 void SegmentStore::finish_ended() {
-  struct Ended {
-    SegmentPtr segment;
-    std::shared_ptr<File> file;
-    uint64_t end = 0;
-  };
-  std::vector<Ended> ended;
+  std::vector<SegmentTable::Ended> ended;
   {
     const MutexLock lock(mutex_);
-    ended.reserve(unfinished_.size());
-    std::erase_if(unfinished_, [&](const SegmentPtr& segment) TORPOR_NO_THREAD_SAFETY_ANALYSIS {
-      if (segment->state == Segment::State::kMaking || !segment->under_way.empty()) return false;
-      if (segment->state == Segment::State::kGone) return true;
-      if (segment->state == Segment::State::kOpen && segment->used < segment->places.size()) return false;
-      segment->state = Segment::State::kEnded;
-      segment->finished = true;
-      ended.push_back({segment, segment->file, segment->reserved});
-      uint64_t& end = ended.back().end;
-      const uint64_t used = std::min(segment->end, segment->broken_at);
-      end = std::min(end, align_up(used, granularity_of(end)));
-      return true;
-    });
+    ended = segments_.take_ended();
   }
-  for (const Ended& each : ended) {
+  for (const SegmentTable::Ended& each : ended) {
     if (const Status cut = each.file->truncate(each.end); !cut) {
       log().warn("blocks on disk: {}", cut.error());
       continue;
     }
     const MutexLock lock(mutex_);
-    if (!each.segment->is_there()) continue;
-    health_.held_bytes -= each.segment->reserved - each.end;
-    each.segment->reserved = each.end;
+    segments_.cut(*each.segment, each.end);
   }
   if (!ended.empty()) close_oldest();
 }
@@ -56,7 +38,7 @@ Status SegmentStore::sync() {
     std::vector<SegmentPtr> unsafe;
     {
       const MutexLock lock(mutex_);
-      for (const auto& [number, segment] : segments_) {
+      for (const auto& [number, segment] : segments_.all()) {
         if (segment->is_there() && !segment->is_safe()) unsafe.push_back(segment);
       }
     }
@@ -90,15 +72,7 @@ Status SegmentStore::make_safe(std::span<const SegmentPtr> segments) {
   }
   const MutexLock lock(mutex_);
   for (const auto& [segment, end] : synced) {
-    segment->durable_end = std::max(segment->durable_end, end);
-    segment->name_is_durable = true;
-    size_t lost = 0;
-    for (Segment::Place& place : segment->places) {
-      if (place.use != Segment::Use::kStored || place.record.offset < segment->broken_at) continue;
-      place.use = Segment::Use::kGone;
-      health_.dropped_bytes += place.record.stored;
-      ++lost;
-    }
+    const size_t lost = segments_.synced(*segment, end);
     if (lost == 0 || !first) continue;
     first = Error{.code = Code::kIo,
                   .what = fmt::format("{} records of {} lie behind a batch that could not be written", lost,
@@ -134,7 +108,8 @@ void SegmentStore::give_up(Segment& segment, const Error& error) {
     health_.reason = error.to_string();
     health_.degraded = true;
     failed_at_ = clock_.now();
-    closing = forget(segment);
+    closing = segments_.forget(segment);
+    changed_.notify_all();
   }
   log().warn("blocks on disk: {} is dropped: {}", segment_name(segment.header.number), error);
   directory_->remove(segment.header.number);
@@ -142,47 +117,18 @@ void SegmentStore::give_up(Segment& segment, const Error& error) {
 
 // ---- drop
 
-std::shared_ptr<File> SegmentStore::forget(Segment& segment) {
-  for (Segment::Place& place : segment.places) {
-    if (place.use == Segment::Use::kStored) health_.dropped_bytes += place.record.stored;
-    place.use = Segment::Use::kGone;
-  }
-  segment.state = Segment::State::kGone;
-  health_.held_bytes -= std::exchange(segment.reserved, 0);
-  changed_.notify_all();
-  return std::move(segment.file);
-}
-
 void SegmentStore::drop(std::span<const SlotRange> ranges) {
-  const int64_t slots = traits_.slots_per_segment;
   for (const SlotRange& range : ranges) {
-    const int64_t first = std::max<int64_t>(range.first, 0);
-    const int64_t end = range.first + range.count;
-    for (int64_t number = first / slots; number * slots < end; ++number) {
-      std::shared_ptr<File> file;
+    const StoreSlot end = range.first + range.count;
+    for (StoreSlot first = std::max<StoreSlot>(range.first, 0); first < end;) {
+      SegmentTable::Drop done;
       {
         const MutexLock lock(mutex_);
-        const auto found = segments_.lower_bound(static_cast<uint64_t>(number));  // skip numbers that do not exist
-        if (found == segments_.end() || static_cast<int64_t>(found->first) * slots >= end) break;
-        number = static_cast<int64_t>(found->first);
-        if (found->second->state == Segment::State::kGone) continue;
-        const int64_t from = std::max(first - number * slots, int64_t{0});
-        const int64_t to = std::min(end - number * slots, slots);
-        Segment& segment = *found->second;
-        if (from > 0 || to < slots) {
-          for (int64_t position = from; position < to; ++position) {
-            Segment::Place& place = segment.places[static_cast<size_t>(position)];
-            if (place.use == Segment::Use::kStored) health_.dropped_bytes += place.record.stored;
-            if (place.use == Segment::Use::kUnused) ++segment.used;
-            place.use = Segment::Use::kGone;
-          }
-          continue;
-        }
-        file = forget(segment);
-        if (found->first < first_number_) segments_.erase(found);
+        done = segments_.drop(first, end);
+        if (done.is_whole) changed_.notify_all();
       }
-      const auto gone = static_cast<uint64_t>(number);
-      if (!directory_->remove_later(gone, file)) directory_->remove(gone);
+      first = done.next;
+      if (done.is_whole && !directory_->remove_later(done.number, done.file)) directory_->remove(done.number);
     }
   }
 }
@@ -191,16 +137,15 @@ void SegmentStore::drop(std::span<const SlotRange> ranges) {
 
 Result<std::vector<RecoveredSlot>> SegmentStore::recover(uint32_t space) {
   std::vector<RecoveredSlot> found;
+  SegmentHeader wanted;
   {
     const MutexLock lock(mutex_);
-    if (!spaces_.contains(space))
-      return Error{.code = Code::kFailedPrecondition,
-                   .what = fmt::format("namespace {} was not opened", space),
-                   .next_step = "open it first"};
+    TORPOR_ASSIGN_OR_RETURN(wanted, segments_.header_of(space));
   }
   const Status done = try_catch([&]() -> Status {
     for (const uint64_t number : std::exchange(at_the_start_, {})) {
-      const Status read = recover_segment(number, space, found);
+      wanted.number = number;
+      const Status read = recover_segment(wanted, space, found);
       if (read) continue;
       const Code code = read.error().code;
       log().info("blocks on disk: {}: {}", segment_name(number), read.error());
@@ -219,32 +164,25 @@ Result<std::vector<RecoveredSlot>> SegmentStore::recover(uint32_t space) {
   return found;
 }
 
-Status SegmentStore::recover_segment(uint64_t number, uint32_t space, std::vector<RecoveredSlot>& found) {
-  Digest digest;
-  {
-    const MutexLock lock(mutex_);
-    digest = spaces_.at(space);
-  }
-  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory_->open_file(number, options_.io));
+Status SegmentStore::recover_segment(const SegmentHeader& wanted, uint32_t space, std::vector<RecoveredSlot>& found) {
+  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory_->open_file(wanted.number, options_.io));
   ScratchPool::Lease scratch(scratch_);
   const std::span<std::byte> room = scratch->room(kPage);
   if (room.empty()) return no_memory_for(kPage);
-  TORPOR_ASSIGN_OR_RETURN(const SegmentPtr segment,
-                          read_segment(*file, header_of(number, digest), options_.key.get(), room.first(kPage)));
+  TORPOR_ASSIGN_OR_RETURN(const SegmentPtr segment, read_segment(*file, wanted, options_.key.get(), room.first(kPage)));
   segment->space = space;
   const MutexLock lock(mutex_);
   health_.io = file->io();
-  health_.held_bytes += segment->reserved;
   for (const Segment::Place& place : segment->places) {
     if (place.use != Segment::Use::kStored) continue;
     const SegmentRecord& record = place.record;
     health_.recovered_bytes += record.stored;
-    const auto slot = static_cast<StoreSlot>(number) * traits_.slots_per_segment + record.position;
+    const auto slot = static_cast<StoreSlot>(wanted.number) * traits_.slots_per_segment + record.position;
     found.push_back({.slot = slot,
                      .key = {.hash = record.hash, .group = record.group, .space = space},
                      .record = stored_record(record)});
   }
-  segments_.emplace(number, segment);
+  segments_.add(segment);
   return ok();
 }
 
@@ -256,78 +194,30 @@ Result<std::vector<LeasedRecord>> SegmentStore::lease(std::span<const StoreSlot>
   {
     const MutexLock lock(mutex_);
     for (const StoreSlot slot : slots) {
-      const auto segment = slot < 0 ? segments_.end() : segments_.find(number_of(slot));
-      if (segment == segments_.end() || !segment->second->is_there()) return not_there(slot);
-      const Segment::Place& place = segment->second->places[static_cast<size_t>(slot % traits_.slots_per_segment)];
-      const SegmentRecord& record = place.record;
-      if (place.use != Segment::Use::kStored) return not_there(slot);
-      if (record.offset >= segment->second->durable_end) {
+      const auto [segment, found] = segments_.find_record(slot);
+      if (segment == nullptr) return not_there(slot);
+      const SegmentRecord& record = *found;
+      if (record.offset >= segment->durable_end) {
         return Error{.code = Code::kFailedPrecondition,
                      .what = fmt::format("slot {} of the disk store was not synced", slot),
                      .next_step = "sync the store first"};
       }
-      auto& [holder, records] = wanted[segment->first];
-      holder = segment->second;
+      auto& [holder, records] = wanted[segment->header.number];
+      holder = segment;
       records.push_back(record);
       leased.push_back({.slot = slot,
-                        .file = leased_name(segment->second->header),
-                        .id = segment->second->header.id,
+                        .file = leased_name(segment->header),
+                        .id = segment->header.id,
                         .offset = record.offset,
                         .record = stored_record(record),
                         .seal = record.seal});
     }
   }
-  for (const auto& [number, entry] : wanted) TORPOR_RETURN_IF_ERROR(link(*entry.first, entry.second, into));
+  for (const auto& [number, entry] : wanted) {
+    Segment& segment = *entry.first;
+    TORPOR_RETURN_IF_ERROR(leases_.keep(segment.header, entry.second, into, [&] { return file_of(segment); }));
+  }
   return leased;
-}
-
-Status SegmentStore::link(Segment& segment, std::span<const SegmentRecord> records, Directory& into) {
-  const std::string name = leased_name(segment.header);
-  const Status linked = directory_->link(segment.header.number, into, name);
-  if (linked) return ok();
-  const int64_t native = linked.error().native;
-  bool is_copy = false;
-  {
-    const MutexLock lock(mutex_);
-    is_copy = copies_.contains(fmt::format("{}/{}", into.path(), name));
-    const bool refused = native == EPERM || native == EXDEV || native == EMLINK || native == EOPNOTSUPP;
-    if (!is_copy && refused && copies_.empty())
-      log().warn("blocks on disk: no links ({}): checkpoints get copies", linked.error().what);
-    is_copy = is_copy || refused;
-    if (!is_copy && native != EEXIST) return linked;
-    if (is_copy) copies_.insert(fmt::format("{}/{}", into.path(), name));
-  }
-  if (is_copy) return copy(segment, records, into, name);
-  // The name exists: either an earlier lease linked it, or it is another file.
-  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> there, into.open_file(name));
-  ScratchPool::Lease scratch(scratch_);
-  const std::span<std::byte> room = scratch->room(kPage);
-  if (room.empty()) return no_memory_for(kPage);
-  const std::span<std::byte> page = room.first(kPage);
-  TORPOR_RETURN_IF_ERROR(there->pread(page, 0));
-  const Result<OpenedHeader> header = read_header(page, options_.key.get());
-  return header && header->header.id == segment.header.id ? ok() : linked;
-}
-
-// Copy the records to the same offsets, because seals bind the offset. The ranges between them take no disk space.
-Status SegmentStore::copy(Segment& segment, std::span<const SegmentRecord> records, Directory& into,
-                          const std::string& name) {
-  TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<File> from, file_of(segment));
-  TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> to, into.open_slots(name, options_.io));
-  ScratchPool::Lease scratch(scratch_);
-  const auto copy_range = [&](uint64_t offset, uint64_t bytes) -> Status {
-    const std::span<std::byte> room = scratch->room(bytes);
-    if (room.empty()) return no_memory_for(bytes);
-    TORPOR_RETURN_IF_ERROR(from->pread(room.first(bytes), offset));
-    return to->pwrite(room.first(bytes), offset);
-  };
-  TORPOR_RETURN_IF_ERROR(copy_range(0, kPage));
-  for (const SegmentRecord& record : records) {
-    TORPOR_RETURN_IF_ERROR(copy_range(record.offset, align_up(record.stored, kPage)));
-    const MutexLock lock(mutex_);
-    health_.copied_bytes += record.stored;
-  }
-  return to->sync();
 }
 
 }  // namespace torpor

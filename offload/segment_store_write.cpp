@@ -44,7 +44,7 @@ void SegmentStore::do_put(std::span<RecordPart> parts) {
     if (part.status) sorted.push_back(&part);
   }
   const auto place = [this](const RecordPart* part) {
-    return std::pair(number_of(slot_of(*part)), key_of(*part).space);
+    return std::pair(segment_of(slot_of(*part), traits_.slots_per_segment), key_of(*part).space);
   };
   std::stable_sort(sorted.begin(), sorted.end(),
                    [&](const RecordPart* a, const RecordPart* b) { return place(a) < place(b); });
@@ -71,7 +71,8 @@ void SegmentStore::put_batch(std::span<RecordPart* const> parts) {
   const auto fail = [&](const Error& error) {
     for (RecordPart* part : parts) part->status = error;
   };
-  const Result<SegmentPtr> segment = writable(number_of(slot_of(*parts[0])), key_of(*parts[0]).space);
+  const uint64_t number = segment_of(slot_of(*parts[0]), traits_.slots_per_segment);
+  const Result<SegmentPtr> segment = writable(number, key_of(*parts[0]).space);
   if (!segment) return fail(segment.error());
   ScratchPool::Lease scratch(scratch_);
   SegmentBatch batch(**segment, parts);
