@@ -102,11 +102,13 @@ class SegmentStore final : public SlotStore {
   Result<std::shared_ptr<File>> file_of(Segment& segment);
   void close_oldest();
 
-  // segment_store_recovery.cpp
+  // segment_store_sync.cpp
   void finish_ended();
   Status make_safe(std::span<const SegmentPtr> segments);
   Result<uint64_t> sync_one(Segment& segment);
   void give_up(Segment& segment, const Error& error);
+
+  // segment_store_recovery.cpp
   Status recover_segment(const SegmentHeader& wanted, uint32_t space, std::vector<RecoveredSlot>& found);
 
   const SegmentStoreOptions options_;

@@ -43,11 +43,10 @@ def can_take_back(scheduler) -> bool:
     return scheduler.use_v2_model_runner or not scheduler.scheduler_config.async_scheduling
 
 
-def take_back_failed(scheduler, side, step: int) -> None:
+def take_back_failed(scheduler, side) -> None:
     """Remove `side.bad_blocks` from vLLM's prefix cache, and preempt each running request that has one of them.
 
-    The requests begin again with what is valid. `step`: the first that computed on top of these blocks. Call it before
-    another step is scheduled.
+    The requests begin again with what is valid. Call it before another step is scheduled.
     """
     bad, side.bad_blocks = side.bad_blocks, set()
     tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
@@ -58,4 +57,4 @@ def take_back_failed(scheduler, side, step: int) -> None:
         if request.status is RequestStatus.RUNNING
         and any(block.block_id in bad for block in tables.get(request.request_id, ()))
     ]
-    begin_again(scheduler, side, having, step)
+    begin_again(scheduler, side, having, side.bad_since)

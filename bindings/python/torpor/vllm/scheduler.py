@@ -87,7 +87,7 @@ class SchedulerMixin(Stock):
         connector_adapters.before_outputs(self, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         if (side := side_of(self)) is not None and side.bad_blocks:
-            take_back_failed(self, side, side.bad_since)
+            take_back_failed(self, side)
         if self.torpor_inputs is not None:
             self.torpor_inputs.look()
         return outputs
