@@ -17,7 +17,7 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCoreProc
 
-from torpor.vllm import connector_sleep, hooks, plugin, scheduler
+from torpor.vllm import connector_failed, connector_sleep, hooks, plugin, scheduler
 from torpor.vllm.options import holds_memory_by, holds_memory_of
 from torpor.vllm.support import base_of
 
@@ -137,10 +137,22 @@ class Stepping:
         self.connector, self.requests = connector, {}
         self.scheduler_config = SimpleNamespace(async_scheduling=False)
         self.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
+        self.use_v2_model_runner = False
         self.torpor_slots = False
 
     def schedule(self):
         return SimpleNamespace(num_scheduled_tokens={})
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "stages", "v2", "can"),
+    [(False, 1, False, True), (True, 1, True, True), (True, 1, False, False), (False, 2, True, False)],
+)
+def test_loads_end_within_a_step_that_can_be_taken_back(asynchronous, stages, v2, can):
+    one = Stepping(None)
+    one.scheduler_config.async_scheduling, one.parallel_config.pipeline_parallel_size = asynchronous, stages
+    one.use_v2_model_runner = v2
+    assert connector_failed.can_take_back(one) == can
 
 
 @pytest.mark.parametrize(
