@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads of the KV connector that end within a step, and what is done for requests that wait."""
 
+import os
 from pathlib import Path
 
 import gpu_path
@@ -8,7 +9,8 @@ import pytest
 from conftest import result_of
 from connector_served import BLOCKS, CONVERSATIONS
 
-PROCESS = Path(__file__).parent / "connector_within_step_process.py"
+HERE = Path(__file__).parent
+PROCESS = HERE / "connector_within_step_process.py"
 pytestmark = [pytest.mark.slow, pytest.mark.gpu_path, pytest.mark.cpu]
 
 
@@ -67,3 +69,11 @@ def test_aborts_preemptions_and_resets_in_the_middle_change_no_token(happened):
     assert result["resets"] > 0 or gpu_path.active()  # vLLM refuses them while steps are in flight
     assert result["free"] == BLOCKS - 1 and result["stats"]["held_blocks"] == 0
     assert result["stats"]["loads_within_step"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.skipif(gpu_path.active(), reason="model runner V2 has no generators")
+def test_a_rank_that_saw_no_damage_draws_the_same_again(zygote, tiny_model, tmp_path):
+    env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    result = result_of(zygote.run([HERE / "connector_ranks_again_process.py", tiny_model, tmp_path], env=env))
+    assert result["within"] > 1 and result["loaded"] == result["computed"]

@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import signal
-import time
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -33,17 +32,10 @@ SEED = int(os.environ.get("TORPOR_TAKE_OVERS_SEED", "1"))  # of phases and fault
 
 
 def processes_of(server) -> dict[str, list[int]]:
-    """Return the processes that a fault can hit, by the name of a fault."""
-    deadline = time.monotonic() + SECONDS
-    while True:
-        commands = {pid: command_of(pid) for pid in descendants(server.pid)}
-        core, worker = (
-            [pid for pid, command in commands.items() if word in command] for word in ("EngineCore", "Worker")
-        )
-        if core and worker:
-            break
-        assert server.running() and time.monotonic() < deadline, (commands, server.end_of_log())
-        time.sleep(0.02)
+    """Return the processes that a fault can hit, by the name of a fault. One that begins or ends meanwhile may hide
+    others."""
+    commands = {pid: command_of(pid) for pid in descendants(server.pid)}
+    core, worker = ([pid for pid, command in commands.items() if word in command] for word in ("EngineCore", "Worker"))
     return {"front end": [server.pid], "engine core": core, "worker": worker, "all": [server.pid, *core, *worker]}
 
 
@@ -126,7 +118,13 @@ async def hit(
             await until(lambda: sum(len(reading.text) for reading in readings) >= characters, SECONDS)
 
         await until_read(at[0])
-        processes = await asyncio.to_thread(processes_of, pair.owner)
+        processes: dict[str, list[int]] = {}
+
+        def are_found() -> bool:
+            processes.update(processes_of(pair.owner))
+            return all(processes.values())
+
+        await until(are_found, SECONDS)
         if fault.full_disk:  # no file grows any more, as on a disk that is full
             for pid in processes["all"]:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))

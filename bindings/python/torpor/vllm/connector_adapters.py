@@ -183,15 +183,15 @@ def before_outputs(scheduler, scheduler_output, model_runner_output) -> None:
     report = _report_in(model_runner_output)
     if report is not None and report.adapters is not None and (changed := keys.changed(report.adapters)):
         _forget_all(scheduler)
-        again = [r for r in changed if r.status is RequestStatus.RUNNING and not keys.is_under_way(r)]
-        begin_again(scheduler, connector_sleep.side_of(scheduler), again, report.step)
+        again = []
         for request in changed:
-            if request in again:
-                continue
-            if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ):
+            if request.status is RequestStatus.RUNNING and not keys.is_under_way(request):
+                again.append(request)
+            elif request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ):
                 keys.separate(request)
             else:
                 keys.outdated.add(request.request_id)
+        begin_again(scheduler, connector_sleep.side_of(scheduler), again, report.step)
     keys.computed(scheduler_output.num_scheduled_tokens)
 
 

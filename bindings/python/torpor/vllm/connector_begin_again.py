@@ -30,7 +30,7 @@ def begin_again(scheduler, side, requests: Sequence, step: int) -> None:
 
 
 class GeneratorStates:
-    """Of a worker with model runner V1: the states of its requests' generators before the last steps."""
+    """A worker with model runner V1 keeps the states here that its requests' generators had before the last steps."""
 
     def __init__(self) -> None:
         self._before: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=_STEPS_BEGUN)
