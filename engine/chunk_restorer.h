@@ -28,8 +28,8 @@ class ChunkRestorer {
   using Locate = std::function<Result<std::vector<ChunkPlan>>(std::span<const SavedChunk>)>;
 
   // `transfers` and `gate` outlive this object. `first_job_bytes`: the size of the first job. Each next job may be as
-  // large as all before it, up to the gate's job_bytes(). So copies begin as soon as some memory is there, and few jobs
-  // are small.
+  // large as all before it, up to the gate's job_bytes(), or of any size once all memory is there. So copies begin as
+  // soon as some memory is there, and few jobs are small.
   ChunkRestorer(BlockingTransfers& transfers, RestoreGate& gate, Locate locate, uint64_t first_job_bytes = 32 * kMiB)
       : transfers_(transfers), gate_(gate), locate_(std::move(locate)), first_job_bytes_(first_job_bytes) {}
   ~ChunkRestorer();  // cancels the jobs under way, and waits for them

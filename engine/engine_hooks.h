@@ -2,10 +2,11 @@
 // EngineHooks: what an inference engine does for the controller. Implementations: vLLM's adapter through the Python
 // bindings, the reference engine, and the small engine of the tests.
 //
-// Threads: the controller calls the hooks one at a time, from the thread that called it. It holds only the lock that
-// keeps other operations out. So a hook must not call sleep(), wake_up() or checkpoint(); it may call state() and
-// is_sleeping(). Hooks translate between the engine's objects and values. They do not decide, copy device memory, or
-// write files.
+// Threads: the controller calls the hooks one at a time, from the thread that called it; a swap within a process alone
+// calls call_ranks() from one more. An operation holds only the lock that keeps other operations out;
+// SleepController::fingerprint() and ledgers() hold none. So a hook must not call sleep(), wake_up() or checkpoint();
+// it may call state() and is_sleeping(). Hooks translate between the engine's objects and values. They do not decide,
+// copy device memory, or write files.
 //
 // Failure: a hook that throws has failed. The hooks that undo (resume, rebuild_derived, forget_restored) are also
 // called if what they undo failed half-way or was never begun; then they do no harm.

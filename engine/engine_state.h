@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // EngineState: whether an engine is awake, asleep or between the two, and the part of its state that others may read.
 //
-//   awake ⇄ falling asleep → asleep ⇄ waking → awake          from any of them to unrecoverable, for good
+//   awake ⇄ falling asleep ⇄ asleep ⇄ waking ⇄ awake          from any of them to unrecoverable, for good
+//
+// A checkpoint is falling asleep and awake again; a deeper sleep is falling asleep from asleep; a new engine wakes a
+// checkpoint from awake.
 //
 // Threads: any.
 #pragma once

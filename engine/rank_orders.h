@@ -49,7 +49,9 @@ struct RankLedger {
   uint64_t process_resident_region_bytes = 0;  // the part that is device memory, on the device without a GPU
 };
 
-// Each order is all or nothing on its rank. `kName` is for logs. RankSteps::carry_out() does the work.
+// Each order is all or nothing on its rank, but for these: a Restore, and a Save into a SwapChannel, that fail are
+// undone by Undo; a Detach whose memory the device does not release leaves it lost. `kName` is for logs.
+// RankSteps::carry_out() does the work.
 namespace orders {
 
 struct Describe {

@@ -141,7 +141,8 @@ Status RankSaver::spill(const ArenaPlan& plan, ArenaPlan::Tag& tag) {
   }
   TagImage& image = *images_.find(tag.tag);
   // Take it before other memory, so that it lies in the way of none.
-  TORPOR_ASSIGN_OR_RETURN(image.staging, parts_.arena.allocate(plan.spill_staging(padded, largest)));
+  image.staging_bytes = plan.spill_staging(padded, largest);
+  TORPOR_ASSIGN_OR_RETURN(image.staging, parts_.arena.allocate(image.staging_bytes));
   TORPOR_ASSIGN_OR_RETURN(image.spilled, make_spill_file(parts_.file_system, parts_.spill_dir, parts_.rank,
                                                          parts_.key.get(), parts_.encrypt));
   const HostArenaInfo arena = parts_.arena.info();
@@ -186,6 +187,7 @@ orders::Save::Reply RankSaver::complete_images(ArenaPlan& plan, Memory memory) {
     reply.reused_bytes += tag.unread_bytes();
     TagImage& image = *images_.find(tag.tag);
     image.reused_bytes = tag.unread_bytes();
+    image.reused = tag.clean();
     if (tag.clean()) continue;
     image.chunks.insert(image.chunks.end(), tag.spilled.begin(), tag.spilled.end());
     if (images_.is_kv(tag.tag)) continue;

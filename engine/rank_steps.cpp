@@ -107,6 +107,8 @@ Result<orders::Undo::Reply> RankSteps::carry_out(const orders::Undo& order) {
       restorer_.cancel_deferred();
       const std::vector<std::string> tags = images_.asleep_of(order.tags);
       if (!tags.empty() || order.tags.empty()) TORPOR_RETURN_IF_ERROR(parts_.allocator.cancel_restore(tags));
+      parts_.transfers.release_staging();
+      images_.reserve_staging();  // the next wake needs it
       break;
   }
   give_back_unused();

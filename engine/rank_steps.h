@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // RankSteps: the steps of a rank's sleeps, wakes and checkpoints, and of requests that leave and come while its engine
-// serves. A step carries out one order (rank_orders.h), and is all or nothing.
+// serves. A step carries out one order (rank_orders.h, which says which are all or nothing).
 //
 // Owner: RankMemory. Threads: the caller holds RankMemory's lock. Failure: errors are values.
 #pragma once

@@ -140,7 +140,9 @@ void RegionImages::drop(std::string_view tag) noexcept {
 void RegionImages::forget_saved(const std::vector<std::string>& tags) noexcept {
   for (const std::string& tag : tags) {
     TagImage* const image = find(tag);
-    if (image == nullptr || image->kept) continue;
+    if (image == nullptr) continue;
+    image->reused = false;
+    if (image->kept) continue;
     if (is_kv(tag)) retain(*image);
     drop(tag);
   }
@@ -162,8 +164,12 @@ void RegionImages::retain(TagImage& image) noexcept {
 void RegionImages::on_detached(const std::vector<std::string>& tags, std::set<std::string, std::less<>> away) {
   away_.merge(away);
   for (const std::string& tag : tags) {
-    TagImage* const image = find(tag);
-    if (image != nullptr) image->kept = image->clean = false;
+    TagImage* image = find(tag);
+    if (image != nullptr && image->kept && !image->reused) {  // this sleep did not save the tag
+      drop(tag);
+      image = nullptr;
+    }
+    if (image != nullptr) image->kept = image->clean = image->reused = false;
     if (!is_kv(tag)) continue;
     index_.release_retained();
     index_.checkpoints().keep_only(image == nullptr ? std::span<const SavedChunk>() : image->chunks);
@@ -180,7 +186,8 @@ std::vector<std::string> RegionImages::asleep_of(const std::vector<std::string>&
   return asleep;
 }
 
-// Return whether the image of a tag without blocks has all of its regions: on_freed() drops images that have not.
+// Return whether the image of a tag without blocks has all of its regions: it has none that was allocated while the tag
+// slept.
 bool RegionImages::is_whole(const std::string& tag) const {
   const TagImage* const image = find(tag);
   return image != nullptr && chunks_.of_tag(tag).size() == image->chunks.size();
@@ -292,10 +299,14 @@ bool RegionImages::needs_staging() const {
          });
 }
 
-TagImages RegionImages::take(const std::vector<std::string>& tags) noexcept {
-  TagImages taken;
-  for (const std::string& tag : tags) taken.insert(images_.extract(tag));
-  return taken;
+void RegionImages::reserve_staging() noexcept {
+  for (auto& [tag, image] : images_) {
+    if (image.spilled == nullptr || !image.staging.empty()) continue;
+    (void)try_catch([&]() -> Status {
+      TORPOR_ASSIGN_OR_RETURN(image.staging, parts_.arena.allocate(image.staging_bytes));
+      return ok();
+    });
+  }
 }
 
 void RegionImages::fill(RankLedger& ledger) const {

@@ -67,8 +67,8 @@ class RegionImages {
   void forget_saved(const std::vector<std::string>& tags) noexcept;
   // Retain the blocks of an image for the next sleep, if they are still current. The image is void afterwards.
   void retain(TagImage& image) noexcept;
-  // Note that the tags have no content any more: no image is clean. `away`: the same tags, made before so that nothing
-  // is allocated here.
+  // Note that the tags have no content any more: no image is clean, and those that no sleep has saved or reused are
+  // dropped. `away`: the same tags, made before so that nothing is allocated here.
   void on_detached(const std::vector<std::string>& tags, std::set<std::string, std::less<>> away);
   // Return those of these tags that have a region asleep. A sleeping tag has none if those regions were freed, even if
   // others were allocated since.
@@ -87,9 +87,8 @@ class RegionImages {
   // Read saved bytes of a region, from `offset` on. kNotFound: nothing is saved of it, or not in the arena.
   Status read_saved(const RegionInfo& region, uint64_t offset, std::span<std::byte> out) const;
   bool needs_staging() const;  // whether a wake needs staging memory (TransferEngine::keep_staging())
-  // Move out the images of these tags, to be put back or dropped. Neither way allocates.
-  TagImages take(const std::vector<std::string>& tags) noexcept;
-  void put_back(TagImages images) noexcept { images_.merge(images); }
+  // Reserve again the memory that a wake has given back to bring spilled chunks back with, as far as there is room.
+  void reserve_staging() noexcept;
   void fill(RankLedger& ledger) const;
   void abandon() noexcept;  // copies may still run: leaks what is in the arena
 

@@ -515,7 +515,7 @@ Result<std::vector<RankLedger>> SleepController::ledgers() {
 
 Error SleepController::busy() const {
   return {.code = Code::kUnavailable,
-          .what = fmt::format("the engine is {}", state().engine),
+          .what = fmt::format("another operation is in progress; the engine is {}", state().engine),
           .next_step = "wait for that to end"};
 }
 

@@ -7,7 +7,8 @@
 // lets an operation do the rest (sleep_operation.h, wake_operation.h, background_checkpoint.h, swap_out.h).
 //
 // Threads: any. One operation runs at a time; a second one returns kUnavailable at once, but end_sleep(), end_hold()
-// and cancel_checkpoint() wait for it. state() and is_sleeping() may be called at any time.
+// and cancel_checkpoint() wait for it. state() and is_sleeping() may be called at any time. fingerprint() and ledgers()
+// take no lock: call them where no other thread calls the engine's hooks.
 //
 // Failure: a failed call undoes exactly its own steps, in reverse; docs/semantics.md has every case. Nothing is thrown.
 // Exceptions of hooks, and a lack of memory or threads, are errors like any other.
@@ -103,7 +104,7 @@ class SleepController final {
   // Return what each rank holds, by rank.
   Result<std::vector<RankLedger>> ledgers();
   ControllerState state() const;
-  bool is_sleeping() const;
+  bool is_sleeping() const;  // in any state but awake
 
  private:
   struct HeldSleep;

@@ -6,8 +6,8 @@
 //   checkpoint    quiesce  capture  commit  save  verify
 //   swap-out      quiesce  capture  drop derived  save  detach
 //
-// commit writes the state, to disk or into a checkpoint. verify makes it a checkpoint that others see. The save of a
-// swap-out releases the memory page by page.
+// commit and verify do something only to disk: commit writes the state into the unfinished checkpoint, and verify makes
+// it a checkpoint that others see. The save of a swap-out releases the memory page by page.
 //
 // Owner: the controller's call; the controller, if a front end decides whether the sleep is kept. Threads: one at a
 // time. Failure: undone() undoes all steps that were taken, in reverse.

@@ -38,8 +38,9 @@ struct SwapOutEnd {
 // channel.
 inline constexpr const char* kThisProcess = "this process";
 
-// Swap with an engine of this process, which `wake` wakes. A thread makes the copies; all hooks are called on the
-// caller's thread. After an error the other engine has none of the memory any more.
+// Swap with an engine of this process, which `wake` wakes. A thread of its own sends the order to copy
+// (EngineHooks::call_ranks of the engine that falls asleep); all other hooks are called on the caller's thread. After
+// an error the other engine has none of the memory any more.
 Result<SleepReport> swap_out_here(SleepOperation& sleep, const std::function<Result<SleepReport>(const SwapIn&)>& wake);
 // Swap with an engine of another process, at the other end of `channel`; `path` is its path. After an error that engine
 // has none of the memory any more, or its heartbeats have stopped.

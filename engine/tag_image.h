@@ -26,13 +26,15 @@ struct TagImage {
   // With `host`: number of chunks, from the first on, that are there. The others are in `spilled`.
   size_t in_host = 0;
   std::unique_ptr<RecordStore> spilled;  // null: none are
-  HostArena::Span staging;               // memory of the arena, reserved to bring those back
+  HostArena::Span staging;     // memory of the arena, reserved to bring those back; a wake gives it back first
+  uint64_t staging_bytes = 0;  // of `staging`, also while a wake has it
   // With `host`, if the tag has blocks: the content of each chunk there. A borrowed chunk has none that is known(), so
   // it cannot be retained.
   std::vector<BlockContent> contents;
   uint64_t reused_bytes = 0;  // that the sleep did not copy
   bool kept = false;          // it stayed after a wake
   bool clean = false;         // kept, and equal to the content of the attached tag
+  bool reused = false;        // kept, and the sleep that is under way has it instead of a copy
   uint64_t bytes() const {    // of the content
     uint64_t bytes = 0;
     for (const SavedChunk& chunk : chunks) bytes += chunk.bytes;

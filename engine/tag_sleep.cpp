@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 
 #include <fmt/core.h>
 
@@ -80,8 +81,8 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
   TORPOR_RETURN_IF_ERROR(memory_.transfers().usable());
   TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   std::vector<std::string> kept;
-  std::vector<std::string> dropped_tags;
-  for (const std::string& tag : tags) (has_tag(keep, tag) ? kept : dropped_tags).push_back(tag);
+  std::copy_if(tags.begin(), tags.end(), std::back_inserter(kept),
+               [&](const std::string& tag) { return has_tag(keep, tag); });
   TagMove move;
   Phases phases(move);
   uint64_t content = 0;
@@ -102,12 +103,9 @@ Result<TagMove> TagSleep::sleep_now(std::vector<std::string> wanted, const std::
     move.copied_bytes = saved.bytes;
     phases.done("save");
   }
-  // From here on only the orders themselves can fail. Kept images of the other tags are useless: those tags come back
-  // without content.
-  TagImages dropped = memory_.images().take(dropped_tags);
+  // From here on only the orders themselves can fail.
   Result<orders::Detach::Reply> detached = carry_out(leaving);
   if (!detached) {
-    memory_.images().put_back(std::move(dropped));
     for (const orders::Undo& saving : undoing) (void)carry_out(saving);  // a tag that was detached refuses it
     return std::move(detached).error();
   }

@@ -2,8 +2,8 @@
 // BatchCopier: the tools of one thread of a lane: a stream of the device, and staging memory for two batches. The
 // copies of one batch run while the thread writes the batch before it, or reads and checks the next one.
 //
-// Offload (device to store): copy, prove the copy by an event, take the digest, put the bytes into the store. The
-// device takes the digest in the pass of the copy if it can; else the host copy is hashed. Onboard (store to device):
+// Save (device to store): copy, prove the copy by an event, take the digest, put the bytes into the store. The
+// device takes the digest in the pass of the copy if it can; else the host copy is hashed. Restore (store to device):
 // read, check the digest, and only then copy. For a store in memory the device takes the digest in the pass of the copy
 // if it can; a wrong digest fails the chunk. Move (store to store): check the digest in the memory of the source, then
 // put the bytes into the target.

@@ -56,6 +56,29 @@ TEST_F(RankMemoryTest, AKeptBackupIsNotCopiedAgainUntilTheOwnerMarksItDirty) {
   EXPECT_EQ(sleep_and_wake(*memory).first, kSize);
 }
 
+TEST_F(RankMemoryTest, AKeptBackupGoesWithASleepThatDropsTheContent) {
+  const auto memory = make(true);
+  sleep_and_wake(*memory);
+  ASSERT_TRUE(memory->ledger().tags.contains("weights"));
+  const RankLedger asleep = call(*memory, orders::Detach{.tags = {"weights"}}).ledger;
+  EXPECT_EQ(asleep.tags.at("weights").backup_host_bytes, 0u);
+  EXPECT_EQ(call(*memory, orders::Restore{.tags = {"weights"}}).without_content, std::vector<std::string>{"weights"});
+  call(*memory, orders::Finish{.tags = {"weights"}, .keep_backup = true});
+  EXPECT_EQ(*reinterpret_cast<const char*>(address_), 0);  // NOLINT(performance-no-int-to-ptr)
+}
+
+TEST_F(RankMemoryTest, AKeptBackupThatASleepWouldHaveReusedStaysWhenItIsUndone) {
+  const auto memory = make(true);
+  sleep_and_wake(*memory);
+  EXPECT_EQ(call(*memory, orders::Save{.tags = {"weights"}}).reused_bytes, kSize);
+  call(*memory, orders::Undo{.what = orders::Undo::What::kSave, .tags = {"weights"}});
+  EXPECT_EQ(sleep_and_wake(*memory).first, 0u);
+  call(*memory, orders::Save{.tags = {"weights"}});
+  call(*memory, orders::Undo{.what = orders::Undo::What::kSave, .tags = {"weights"}});
+  const RankLedger asleep = call(*memory, orders::Detach{.tags = {"weights"}}).ledger;
+  EXPECT_EQ(asleep.tags.at("weights").backup_host_bytes, 0u);
+}
+
 // Two processes: the same weights in other places, with other bytes beside them.
 TEST_F(RankMemoryTest, TheDigestOfNamedWeightsIsOfTheirBytesAlone) {
   const auto here = make(false);

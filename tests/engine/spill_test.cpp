@@ -32,6 +32,11 @@ class Spill : public SleepFailure {
     return static_cast<size_t>(
         std::distance(boost::filesystem::directory_iterator(spill_dir()), boost::filesystem::directory_iterator()));
   }
+  static std::vector<HostArena::Span> all_that_is_free(HostArena& arena) {
+    std::vector<HostArena::Span> taken;
+    while (auto span = arena.allocate(kPage)) taken.push_back(std::move(*span));
+    return taken;
+  }
   static constexpr uint64_t kTight = 256 * kKiB;  // weights and runtime, some blocks, and two to bring the others back
 };
 
@@ -163,6 +168,7 @@ TEST_F(Spill, I7WhereverReadingItBackFailsTheEngineStaysAsleepAndARetryWorks) {
     file_system_.plan.clear();
     if (!woken) {
       EXPECT_TRUE(slept.controller.is_sleeping());
+      const std::vector<HostArena::Span> others = all_that_is_free(slept.engine.memory().arena());
       ASSERT_SUCCEEDS(slept.controller.wake_up({}));
     }
     EXPECT_EQ(finish(slept.engine), expected);
