@@ -76,26 +76,27 @@ def main() -> None:
             sys.exit(f"two owners: {problem}")
         record = _core.OwnerRecord(directory, settings.ownership_term_seconds)
 
-        def end(*_) -> None:
-            enter("ending")
-            answers.close()
-            os._exit(17)  # what its parent is to end with
-
+        # Waited for, not handled: a signal that comes just before a blocking call would not end that call.
+        signals = {signal.SIGTERM, signal.SIGUSR1}
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         failed = threading.Event()
-
-        def fail(*_) -> None:
+        threading.Thread(target=beat, args=(record, settings, failed), daemon=True).start()
+        enter("awake")
+        threading.Thread(target=serve, args=(clients, port, states), daemon=True).start()
+        while signal.sigwait(signals) == signal.SIGUSR1:
             failed.set()
             answers.hand_over()
             enter("failed")
+        enter("ending")
+        answers.close()
+        os._exit(17)  # what its parent is to end with
 
-        signal.signal(signal.SIGTERM, end)
-        signal.signal(signal.SIGUSR1, fail)
-        threading.Thread(target=beat, args=(record, settings, failed), daemon=True).start()
-        enter("awake")
-        while True:
-            connection, _ = clients.accept()
-            with connection:
-                connection.sendall(f"{port} {','.join(states)}".encode())
+
+def serve(clients: socket.socket, port: int, states: list[str]) -> None:
+    while True:
+        connection, _ = clients.accept()
+        with connection:
+            connection.sendall(f"{port} {','.join(states)}".encode())
 
 
 def beat(record: _core.OwnerRecord, settings: Settings, failed: threading.Event) -> None:

@@ -196,7 +196,16 @@ def mock(monkeypatch):
 
 
 def test_an_engine_is_stopped_stepped_and_let_go_by_keys(mock):
-    app = Console(Live(mock))
+    edges = []
+    while not edges or "operation" in edges:  # the engine fell asleep just then, which ends a stop
+        before = len(torpor_events(mock))
+        stop_step_and_let_go(mock)
+        edges = [line.split()[-1] for line in torpor_events(mock)[before:]]
+    assert edges.count("begun") == 1 and edges.count("resumed") == 1
+
+
+def stop_step_and_let_go(directory):
+    app = Console(Live(directory))
     shown = []
 
     def until(wanted):
@@ -217,8 +226,6 @@ def test_an_engine_is_stopped_stepped_and_let_go_by_keys(mock):
 
     drive(app, [until(False), "p", asks, "n", asks, "p", "p", until(True), "n", "c", until(False)])
     assert shown == [False, True, False] and app.said == ""
-    kinds = [line.split()[-1] for line in torpor_events(mock)]
-    assert kinds.count("begun") == 1 and kinds.count("resumed") == 1
 
 
 def torpor_events(directory, kind: str = "stop") -> list[str]:

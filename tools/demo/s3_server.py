@@ -112,7 +112,7 @@ class S3Server:
         master, volume, filer, s3, https = self._ports
         words = f"""server -dir={self.folder}/data -ip={self._host} -ip.bind={self._host} -master.port={master}
             -volume.port={volume} -filer.port={filer} -s3 -s3.port={s3} -s3.config={self.folder}/identities.json
-            -s3.iam=false -s3.port.iceberg=0 -s3.port.lance=0 -master.volumeSizeLimitMB=64 -volume.max=20"""
+            -s3.iam=false -s3.port.iceberg=0 -s3.port.lance=0 -master.volumeSizeLimitMB=64 -volume.max=40"""
         if self._tls:
             words += (
                 f" -s3.port.https={https} -s3.cert.file={self.folder}/server.crt -s3.key.file={self.folder}/server.key"
@@ -129,8 +129,14 @@ class S3Server:
             time.sleep(0.1)
 
     def _answers(self) -> bool:
-        """It refuses who does not say who he is; the filer, which makes buckets, answers too."""
-        return self._ask(self._ports[2]) != 0 and self._ask(self._ports[3]) == 403
+        """It refuses who does not say who he is; the filer, which makes buckets, answers too; and the master knows a
+        volume that can be written: until then each PUT is answered 500."""
+        master, _, filer, s3, _ = self._ports
+        return (
+            self._ask(filer) != 0
+            and self._ask(s3) == 403
+            and self._ask(master, f"/dir/assign?collection={BUCKET}") == 200
+        )
 
     def _ask(self, port: int, path: str = "/", method: str = "GET") -> int:
         """The status of its answer; 0: it does not answer."""

@@ -257,7 +257,7 @@ def mutants_without_test(root: Path) -> list[str]:
     tests = [".".join(test) for source in sources for test in _GTEST.findall(source.read_text())]
 
     def exists(binary: str, pattern: str) -> bool:
-        if binary in ("pytest", "python", "gpu_path"):
+        if binary in ("pytest", "gpu_path"):
             file, _, name = pattern.partition("::")
             path, name = root / file, name.partition("[")[0]
             return path.is_file() and (not name or f"def {name}(" in path.read_text())
