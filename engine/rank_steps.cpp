@@ -106,9 +106,10 @@ Result<orders::Undo::Reply> RankSteps::carry_out(const orders::Undo& order) {
     case What::kRestore:
       restorer_.cancel_deferred();
       const std::vector<std::string> tags = images_.asleep_of(order.tags);
-      if (!tags.empty() || order.tags.empty()) TORPOR_RETURN_IF_ERROR(parts_.allocator.cancel_restore(tags));
+      const Status cancelled = tags.empty() && !order.tags.empty() ? ok() : parts_.allocator.cancel_restore(tags);
       parts_.transfers.release_staging();
       images_.reserve_staging();  // the next wake needs it
+      TORPOR_RETURN_IF_ERROR(cancelled);
       break;
   }
   give_back_unused();
@@ -130,7 +131,15 @@ Result<orders::Detach::Reply> RankSteps::carry_out(const orders::Detach& order) 
     if (has_tag(order.tags, region.tag)) reply.bytes += region.reserved_bytes;
   }
   std::set<std::string, std::less<>> away(order.tags.begin(), order.tags.end());
-  TORPOR_RETURN_IF_ERROR(parts_.allocator.detach(order.tags));
+  if (Status detached = parts_.allocator.detach(order.tags); !detached) {
+    // Of a tag whose memory the device did not release all is broken; that of others may have been released.
+    std::vector<std::string> gone;
+    for (const auto& [tag, state] : parts_.allocator.states()) {
+      if (state == RegionState::kDetached && has_tag(order.tags, tag)) gone.push_back(tag);
+    }
+    images_.on_detached(gone, {gone.begin(), gone.end()});
+    return std::move(detached).error();
+  }
   images_.on_detached(order.tags, std::move(away));
   saver_.on_detached();
   request_images_.on_detached();

@@ -226,6 +226,7 @@ Status RegionImages::finish(const std::vector<std::string>& tags, bool keep, boo
     }
     image->kept = true;
     image->clean = tag == kWeightsTag;
+    image->reused = false;
     image->reused_bytes = 0;
   }
   return ok();

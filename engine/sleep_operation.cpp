@@ -406,6 +406,7 @@ Status SleepOperation::drop() {
     const bool any = report_.requests > 0;
     if (any) operation_.irreversible(recompute ? "its requests may be computed again" : "its requests may be ended");
     TORPOR_RETURN_IF_ERROR(engine_.hooks.drop_requests(recompute ? "recompute" : "abort"));
+    context_.asleep.deferrable_blocks.clear();  // of an earlier sleep, also if this one is undone
     if (any) operation_.irreversible(recompute ? "its requests are computed again" : "its requests were ended");
     return ok();
   }

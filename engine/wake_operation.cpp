@@ -207,6 +207,7 @@ Status WakeOperation::drop_old_kv() {
   if (report_.requests > 0)
     operation_.irreversible(aborts ? "its requests may have ended" : "its requests may be computed again");
   TORPOR_RETURN_IF_ERROR(engine_.hooks.drop_requests(aborts ? "abort" : "recompute"));
+  context_.asleep.deferrable_blocks.clear();  // also if this is undone: nothing is to be found in them any more
   if (report_.requests > 0)
     operation_.irreversible(aborts ? "its requests have ended" : "its requests are computed again");
   return ok();
@@ -337,14 +338,15 @@ Result<SleepReport> WakeOperation::wake_from_checkpoint() {
     return discarded;
   }
   report_.changed = true;
-  context_.took_checkpoint = true;
   if (options_.hold) {
     operation_.keep();
+    context_.took_checkpoint = true;
     context_.wake_is_held = true;
     return std::move(report_);
   }
   TORPOR_RETURN_IF_ERROR(engine_.hooks.resume());
   operation_.keep();
+  context_.took_checkpoint = true;
   engine_.state.enter(EngineState::At::kAwake);
   if (context_.asleep.checkpoint) context_.checkpoints.mark_woken(*context_.asleep.checkpoint);
   context_.asleep.checkpoint.reset();

@@ -255,6 +255,7 @@ Status ReferenceEngine::reconnect(const std::vector<WorkerSnapshot>& workers) {
 }
 
 Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoint& checkpoint) {
+  steps_before_restore_ = counts_.steps;
   const SchedulerCheckpoint& state = checkpoint.state;
   if (state.workers.size() != ranks_.size() || state.kv.groups.size() != 1)
     return damaged("this is not the checkpoint of a reference engine");
@@ -351,7 +352,6 @@ Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoi
   if (const Value* steps = state.scheduler.engine.find("steps")) {
     const auto* count = std::get_if<int64_t>(&steps->data);
     if (count == nullptr || *count < 0 || *count > kMostSteps) return damaged("its steps are not a number of steps");
-    steps_before_restore_ = counts_.steps;
     counts_.steps = std::max(counts_.steps, *count);
   }
   return std::vector<FailedRequest>{};

@@ -30,6 +30,15 @@ struct EarlyVariant {
 
 class EarlyWake : public ::testing::TestWithParam<EarlyVariant> {
  protected:
+  std::unique_ptr<SleepingEngine> make_asleep() const {
+    auto made = std::make_unique<SleepingEngine>(linux_file_system(), directory_.path(),
+                                                 TestEngineOptions{.ranks = GetParam().ranks});
+    made->engine.can_hold = true;
+    add_example_requests(made->engine);
+    for (int i = 0; i < 5; ++i) made->engine.step();
+    EXPECT_SUCCEEDS(made->controller.sleep({.preserve_state = true, .to_disk = GetParam().to_disk}));
+    return made;
+  }
   using Ids = std::set<std::string>;
   struct Engine {
     std::vector<FaultyDevice*> devices;
@@ -336,20 +345,20 @@ TEST_P(EarlyWake, AnEngineThatCannotHoldBlocksBackWakesWhole) {
   EXPECT_EQ(finish(slept.engine), uninterrupted({.ranks = GetParam().ranks}));
 }
 
+TEST_P(EarlyWake, AfterOneThatDroppedTheKvAndFailedNothingIsDeferred) {
+  const auto slept = make_asleep();
+  slept->engine.fail_hook("rank finish");
+  EXPECT_FAILS(slept->controller.wake_up({.old_kv = OldKv::kRecompute}), Code::kInternal, "rank finish");
+  EXPECT_TRUE(slept->controller.is_sleeping());
+  EXPECT_EQ(value_of(slept->controller.wake_up({.early = true})).deferred_blocks, 0);
+  EXPECT_EQ(finish(slept->engine), uninterrupted({.ranks = GetParam().ranks}));
+}
+
 TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
-  const auto make_one = [&] {
-    auto made = std::make_unique<SleepingEngine>(linux_file_system(), directory_.path(),
-                                                 TestEngineOptions{.ranks = GetParam().ranks});
-    made->engine.can_hold = true;
-    add_example_requests(made->engine);
-    for (int i = 0; i < 5; ++i) made->engine.step();
-    EXPECT_SUCCEEDS(made->controller.sleep({.preserve_state = true, .to_disk = GetParam().to_disk}));
-    return made;
-  };
   const TestEngine::Tokens tokens = uninterrupted({.ranks = GetParam().ranks});
   for (const char* hook : {"rank restore", "reconnect", "hold_blocks", "rank finish"}) {
     SCOPED_TRACE(hook);
-    const auto slept = make_one();
+    const auto slept = make_asleep();
     const uint64_t asleep = slept->engine.device().info().physical_bytes;
     slept->engine.fail_hook(hook);
     EXPECT_FAILS(slept->controller.wake_up({.early = true}), Code::kInternal, hook);
@@ -362,7 +371,7 @@ TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
   }
   for (const char* hook : {"rank poll_restore", "release_blocks"}) {
     SCOPED_TRACE(hook);
-    const auto slept = make_one();
+    const auto slept = make_asleep();
     const int64_t late = value_of(slept->controller.wake_up({.early = true})).deferred_blocks;
     for (const bool sleep : {false, true}) {
       slept->engine.fail_hook(hook);
@@ -378,7 +387,7 @@ TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
     EXPECT_EQ(finish(slept->engine), tokens);
   }
   if (!GetParam().to_disk) return;
-  const auto slept = make_one();
+  const auto slept = make_asleep();
   const std::string checkpoint = slept->controller.state().checkpoint;
   for (const char* hook : {"rank restore", "restore", "hold_blocks", "resume"}) {
     SCOPED_TRACE(hook);

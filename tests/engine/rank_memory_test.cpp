@@ -353,6 +353,33 @@ TEST_F(RankMemoryTest, NoTagStaysOnTheWayWhereverTheDeviceFailsDuringASleep) {
   EXPECT_GT(attached_beside_broken, 0);
 }
 
+TEST_F(RankMemoryTest, AKeptBackupGoesAlsoIfTheDeviceKeepsMemoryOfAnotherTag) {
+  int gone = 0;
+  for (uint64_t n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    auto owned = std::make_unique<test::FaultyDevice>(value_of(make_host_device()));
+    test::FaultyDevice& device = *owned;
+    const auto memory =
+        value_of(RankMemory::create(std::move(owned), linux_file_system(), {.threads = 1, .keep_backup = true}));
+    for (const char* tag : {"a", "b"}) {
+      auto* const content = reinterpret_cast<char*>(value_of(memory->allocate(tag, "x", 4096)));  // NOLINT
+      std::memset(content, 5, 4096);
+    }
+    ASSERT_SUCCEEDS(TagSleep(*memory).sleep({}, {"a", "b"}));
+    ASSERT_SUCCEEDS(TagSleep(*memory).wake({}));
+    device.fail_at(n, true);
+    const Result<TagMove> slept = TagSleep(*memory).sleep({}, {"a"});
+    const bool fired = device.fired();
+    device.fail_at(0);
+    if (!slept && memory->states().at("b") == RegionState::kDetached) {
+      ++gone;
+      EXPECT_EQ(value_of(TagSleep(*memory).wake({"b"})).copied_bytes, 0u);
+    }
+    if (!fired) break;
+  }
+  EXPECT_GT(gone, 0);
+}
+
 TEST_F(RankMemoryTest, HostileAndUnknownOrdersAreErrorsInTheReply) {
   const auto memory = make(false);
   const auto answer_to = [&](const Bytes& order) {

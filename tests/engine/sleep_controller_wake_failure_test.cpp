@@ -302,6 +302,7 @@ TEST_F(SleepFailure, ACheckpointIsMarkedAsWokenFromOnlyWhenItsEngineRuns) {
   woken.engine.fail_hook("resume");
   EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kInternal, "resume");
   EXPECT_FALSE(marked());
+  EXPECT_EQ(value_of(woken.controller.checkpoint_to_wake()), temporary_.path());  // a front end may ask for it again
   ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path, .hold = true}));
   EXPECT_FALSE(marked());
   EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kFailedPrecondition, "front end");

@@ -276,6 +276,29 @@ def test_a_request_that_cannot_be_restored_fails_alone(one, checkpoint, monkeypa
         assert answers[name] == one.expected[name]
 
 
+def test_a_restore_that_fails_after_one_that_did_not_leaves_the_label_of_the_weights(one, checkpoint, monkeypatch):
+    version, hooks = one.engine.get_weight_version(), one.core.torpor_side.hooks
+    stock = hooks._rpc
+
+    def fails(method, *args):
+        if method == "torpor_restore":
+            raise RuntimeError("broken on purpose")
+        return stock(method, *args)
+
+    try:
+        one.llm.wake_up(from_checkpoint=checkpoint)
+        run(one.engine)
+        one.engine.set_weight_version("17")
+        monkeypatch.setattr(hooks, "_rpc", fails)
+        with pytest.raises(errors.Error, match="broken on purpose"):
+            one.llm.wake_up(from_checkpoint=checkpoint)
+        monkeypatch.undo()
+        assert one.engine.get_weight_version() == "17" and not one.llm.is_sleeping()
+    finally:
+        one.engine.set_weight_version(version)
+    assert one.finish(one.begin()) == one.expected
+
+
 @pytest.mark.gpu_path
 def test_a_hook_that_fails_in_the_middle_of_a_sleep_is_undone(one, monkeypatch):
     answers = one.begin(10)

@@ -375,6 +375,8 @@ class VllmHooks:
         self._rpc("torpor_reconnect", workers)
 
     def restore(self, checkpoint: dict) -> list[dict]:
+        self._own_weight_version = self.core.get_weight_version()
+        self._own_pause = pauses.to_value(self.core, self.wanted_pause)
         given = values.given_since(checkpoint)
         requests, failed = self._make_requests(checkpoint, {item["id"] for item in given})
         lost = {item["id"] for item in failed}
@@ -388,8 +390,8 @@ class VllmHooks:
         inputs = {i: found.to_value() for i, request in requests.items() if (found := Inputs.of(request))}
         pool_values.renumber_tables(checkpoint)
         self._rpc("torpor_restore", checkpoint["workers"], given, inputs)
-        self._take_weight_version(checkpoint["scheduler"]["engine"].get("weight_version"))
-        self._own_pause = pauses.to_value(self.core, self.wanted_pause)
+        if (version := checkpoint["scheduler"]["engine"].get("weight_version")) is not None:  # older ones have none
+            self.core.set_weight_version(version)
         if (pause := checkpoint["scheduler"]["engine"].get("pause")) is not None:
             self.wanted_pause = pauses.from_value(self.core, pause)
         self.restored = checkpoint
@@ -447,12 +449,6 @@ class VllmHooks:
             if why := next(filter(None, problems), None):
                 unusable[number] = why
         return unusable
-
-    def _take_weight_version(self, version: str | None) -> None:
-        """vLLM's label of the weights; checkpoints from before it was saved have none."""
-        self._own_weight_version = self.core.get_weight_version()
-        if version is not None:
-            self.core.set_weight_version(version)
 
     def forget_restored(self) -> None:
         if self._own_weight_version is not None:
