@@ -76,14 +76,17 @@ def main() -> None:
             sys.exit(f"two owners: {problem}")
         record = _core.OwnerRecord(directory, settings.ownership_term_seconds)
 
-        # Waited for, not handled: a signal that comes just before a blocking call would not end that call.
-        signals = {signal.SIGTERM, signal.SIGUSR1}
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        # A signal that comes just before a blocking call, or to another thread, would not end that call: so it is read.
+        signals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)
         failed = threading.Event()
         threading.Thread(target=beat, args=(record, settings, failed), daemon=True).start()
         enter("awake")
         threading.Thread(target=serve, args=(clients, port, states), daemon=True).start()
-        while signal.sigwait(signals) == signal.SIGUSR1:
+        while os.read(signals, 1)[0] == signal.SIGUSR1:
             failed.set()
             answers.hand_over()
             enter("failed")
