@@ -106,7 +106,8 @@ Result<orders::Undo::Reply> RankSteps::carry_out(const orders::Undo& order) {
     case What::kRestore:
       restorer_.cancel_deferred();
       const std::vector<std::string> tags = images_.asleep_of(order.tags);
-      const Status cancelled = tags.empty() && !order.tags.empty() ? ok() : parts_.allocator.cancel_restore(tags);
+      Status cancelled;
+      if (!tags.empty() || order.tags.empty()) cancelled = parts_.allocator.cancel_restore(tags);
       parts_.transfers.release_staging();
       images_.reserve_staging();  // the next wake needs it
       TORPOR_RETURN_IF_ERROR(cancelled);
@@ -132,7 +133,7 @@ Result<orders::Detach::Reply> RankSteps::carry_out(const orders::Detach& order) 
   }
   std::set<std::string, std::less<>> away(order.tags.begin(), order.tags.end());
   if (Status detached = parts_.allocator.detach(order.tags); !detached) {
-    // Of a tag whose memory the device did not release all is broken; that of others may have been released.
+    // The device may have kept memory of one tag, which is broken then, and have released that of others.
     std::vector<std::string> gone;
     for (const auto& [tag, state] : parts_.allocator.states()) {
       if (state == RegionState::kDetached && has_tag(order.tags, tag)) gone.push_back(tag);

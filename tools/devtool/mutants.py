@@ -35,6 +35,8 @@ def main(arguments: list[str]) -> int:
         mutants = [m for m in mutants if any(word in m["name"] or word in m["file"] for word in arguments)]
         if not mutants:
             raise SetupError(f"no mutant has {arguments[0]!r} in its name or its file")
+    python, model = setup.everything()  # once, before the lanes
+    setup.use_cuda_headers(python)
     # Those of one file follow each other: taking one out and planting the next compiles the file once.
     mutants = sorted(mutants, key=lambda mutant: mutant["file"])
     kinds = [mutant["caught_by"].split()[0] for mutant in mutants]
@@ -43,20 +45,18 @@ def main(arguments: list[str]) -> int:
     compiled = [m for m, kind in zip(mutants, kinds, strict=True) if kind not in ("pytest", "gpu_path")]
 
     def with_engines() -> int:
-        return missed_by_pytest(in_python, {}) + missed_by_pytest(on_gpu_path, gpu_path_environment())
+        missed = missed_by_pytest(in_python, {}, python, model)
+        return missed + missed_by_pytest(on_gpu_path, gpu_path_environment(), python, model)
 
     with ThreadPoolExecutor(2) as lanes:
-        counts = [lanes.submit(lane) for lane in (lambda: missed_compiled(compiled), with_engines)]
+        counts = [lanes.submit(missed_compiled, compiled, python), lanes.submit(with_engines)]
         missed = sum(count.result() for count in counts)
     say(f"{len(mutants) - missed} of {len(mutants)} caught")
     return 1 if missed else 0
 
 
-def compiled_tree(tree: Path, targets: list[str]) -> dict[str, str]:
+def compiled_tree(tree: Path, targets: list[str], python: Path) -> dict[str, str]:
     """Configured, and these without a fault; the environment to compile in."""
-    setup.system_packages()
-    python = setup.python_environment()
-    setup.use_cuda_headers(python)
     env = dict(os.environ)
     where = [python, "-m", "pybind11", "--cmakedir"]
     pybind11 = subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip()
@@ -78,11 +78,11 @@ def compile_mutant(mutant: dict, tree: Path, target: str, env: dict[str, str]) -
         raise SetupError(f"the mutant {mutant['name']!r} does not compile:\n{built.stdout[-3000:]}")
 
 
-def missed_compiled(mutants: list[dict]) -> int:
+def missed_compiled(mutants: list[dict], python: Path) -> int:
     if not mutants:
         return 0
     copy_tree(COMPILED)
-    env = compiled_tree(COMPILED, sorted({m["caught_by"].split()[0] for m in mutants}))
+    env = compiled_tree(COMPILED, sorted({m["caught_by"].split()[0] for m in mutants}), python)
 
     def caught_by(mutant: dict) -> str:
         program, pattern = mutant["caught_by"].split()
@@ -103,18 +103,17 @@ def in_adapter(mutant: dict) -> bool:
     return mutant["file"].endswith(".py")
 
 
-def missed_by_pytest(mutants: list[dict], more: dict[str, str]) -> int:
+def missed_by_pytest(mutants: list[dict], more: dict[str, str], python: Path, model: Path) -> int:
     """Each in a process that is forked from one with vLLM, and imports the adapter from the copy."""
     if not mutants:
         return 0
-    python, model = setup.everything()
     copy_tree(ENGINES)
     source = ENGINES / "source"
     where = [python, "-c", "from torpor import _core; print(_core.__file__)"]
     found = subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip()
     module = source / "bindings/python/torpor" / Path(found).name
     shutil.copy2(found, module)
-    compiling = {} if all(in_adapter(m) for m in mutants) else compiled_tree(ENGINES, ["_core"])
+    compiling = {} if all(in_adapter(m) for m in mutants) else compiled_tree(ENGINES, ["_core"], python)
     sys.path.insert(0, str(ROOT / "tests/python"))
     from zygote import ENVIRONMENT, Zygote
 
@@ -178,6 +177,8 @@ def caught(mutant: dict, tree: Path, caught_by: Callable[[dict], str]) -> bool:
     original = path.read_text()
     began = time.monotonic()
     try:
+        if (count := original.count(mutant["replace"])) != 1:
+            raise SetupError(f"{mutant['file']} has the text of this fault {count} times; mend tests/mutants.toml")
         path.write_text(original.replace(mutant["replace"], mutant["by"]))
         found = caught_by(mutant)
     except SetupError as problem:

@@ -16,8 +16,7 @@ from devtool.setup import ROOT, SetupError, cmake_build
 FUZZ_RUNS_LONG = 10_000_000
 REPLAYED_SEEDS = 1000
 _LONG = {"TORPOR_PROOF": "long"}
-# Half the time of a run goes into what only helps to explain a crash. An input that crashes is kept: run it alone, with
-# the defaults, to see where from.
+# Without what only helps to explain a crash. An input that crashes is kept: run it alone, with the defaults.
 _FAST_ASAN = "detect_stack_use_after_return=0:malloc_context_size=2:quarantine_size_mb=16"
 
 
@@ -128,7 +127,7 @@ def fuzz(arguments: list[str]) -> int:
                 "-max_len=4096",
                 "-timeout=10",
                 "-rss_limit_mb=2048",
-                "-entropic=0",  # its bookkeeping takes up to two thirds of the time of short runs
+                "-entropic=0",  # which input is varied next is drawn: to choose it takes longer than many a run
                 f"-artifact_prefix={ROOT}/build/fuzz/",
                 found,
                 ROOT / "tests/fuzz/corpus" / target,
