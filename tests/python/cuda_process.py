@@ -76,6 +76,22 @@ def woken_by_tags(one: InProcess, steps: int) -> list[str]:
     return found if one.finish(answers) == reference else [*found, f"by tags at {steps}"]
 
 
+def known_again(one: InProcess, steps: int) -> list[str]:
+    """The same weights are loaded each time: nobody has to say what becomes of KV that they computed. vLLM makes new
+    scales when it loads, beside those that it had first."""
+    reference = paused(one, steps)
+    for _ in range(2):
+        answers = one.begin(steps, NAMES)
+        one.llm.sleep(level=2, preserve_state=True, weights="reload")
+        answers |= one.stopped()
+        one.llm.wake_up()
+        one.llm.collective_rpc("reload_weights")
+        one.llm.wake_up()
+        if one.finish(answers) != reference:
+            return [f"known again at {steps}"]
+    return []
+
+
 def reloaded(one: InProcess, steps: int) -> list[str]:
     """Weights are dropped; what vLLM allocates with them and requests write into is not."""
     reference = paused(one, steps)
@@ -183,6 +199,7 @@ def main() -> None:
     one = InProcess(model, folder / "first", torpor=torpor)
     result = {"in_force": in_force(one), "differing": [], "given_back": given_back()}
     result["differing"] += woken_by_tags(one, BY_TAGS_AT)
+    result["differing"] += known_again(one, RELOADED_AT)
     result["differing"] += reloaded(one, RELOADED_AT)
     one.core.model_executor.driver_worker.worker.torpor_memory._preserved_parameters = ["*norm.weight"]
     result["differing"] += kept_parameters(one, RELOADED_AT)

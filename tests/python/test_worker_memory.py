@@ -170,6 +170,38 @@ def test_a_wake_that_fails_loses_no_buffer(monkeypatch):
     assert model.table.tolist() == [0, 1, 2, 3]
 
 
+def test_a_wake_that_fails_after_the_buffers_are_back_loses_none(monkeypatch):
+    model = linear_with_buffers()
+    memory = gpu_memory_of(model, monkeypatch)
+    memory.release_derived()
+    lose(memory, model)
+    memory.rebuild_derived()
+    memory.release_derived()  # it undoes this first
+    lose(memory, model)
+    assert model.table.tolist() == [0, 1, 2, 3]
+
+
+def test_a_second_sleep_saves_buffers_only_where_they_have_memory(monkeypatch):
+    model = linear_with_buffers()
+    memory = gpu_memory_of(model, monkeypatch)
+    memory.release_derived()
+    lose(memory, model)
+    memory.rank_memory.state = "attached"
+    memory.note_order()
+    model.table.fill_(9)  # new weights have another one
+    memory.rank_memory.state = "saving"
+    memory.release_derived()
+    lose(memory, model)
+    assert model.table.tolist() == [9, 9, 9, 9]
+    memory.rank_memory.state = "detached"
+    memory.note_order()
+    model.table.zero_()
+    memory.release_derived()
+    memory.rank_memory.state = "restoring"
+    memory.note_order()
+    assert model.table.tolist() == [9, 9, 9, 9]
+
+
 def test_vllms_option_keeps_parameters(monkeypatch):
     model = linear_with_buffers()
     bias = model.bias.tolist()

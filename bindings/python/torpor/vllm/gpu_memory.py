@@ -23,7 +23,9 @@ from torpor.errors import InvalidArgument, Unsupported
 from torpor.vllm import kv_layout
 from torpor.vllm.gpu_allocator import TorporAllocator
 from torpor.vllm.memory import region_tensor
-from torpor.vllm.worker_memory import WorkerMemory
+from torpor.vllm.worker_memory import WorkerMemory, check_weights_awake
+
+_SMALL_BYTES = 1 << 20
 
 
 class GpuWorkerMemory(WorkerMemory):
@@ -39,6 +41,7 @@ class GpuWorkerMemory(WorkerMemory):
         self._preserved_parameters = preserved_parameters
         self._model: torch.nn.Module  # when its weights are loaded
         self._beside: list[weakref.ref[torch.Tensor]] = []  # in the memory of the weights, and no parameters
+        self._kept: list[torch.Tensor] = []  # of these the small ones
         # Over a sleep of the weights: a tensor of the device, and its content on the host.
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._weights_left = False  # and are not back
@@ -57,8 +60,9 @@ class GpuWorkerMemory(WorkerMemory):
             yield
         if not found.loaded:
             raise Unsupported("vLLM loads the model otherwise than torpor expects", "switch gpu_preserve_state off")
-        self._model, self._beside = model_runner.model, found.beside
+        self._model, self._beside, self._kept = model_runner.model, found.beside, found.small
         self._name_weights(found)
+        self._guard_load_weights(model_runner.get_model())
 
     def _name_weights(self, found: _Loaded) -> None:
         """Say what of the weights' memory decides tokens: where it lies and what is beside it is of this process."""
@@ -72,11 +76,28 @@ class GpuWorkerMemory(WorkerMemory):
                 places.setdefault(at, tensor.untyped_storage().nbytes())
         self.rank_memory.name_weights(_core.digest("\n".join(forms).encode()), list(places.items()))
 
+    def _guard_load_weights(self, model: torch.nn.Module) -> None:
+        """Trainers call the model's load_weights() themselves."""
+        stock = getattr(type(model), "load_weights", None)
+        if stock is None:
+            return
+        # vLLM freezes its heap: were it to hold the model, nothing would free both of them.
+        guarded = weakref.ref(model)
+
+        def load_weights(*args, **kwargs):
+            check_weights_awake(self.rank_memory, "load_weights()")
+            try:
+                return stock(guarded(), *args, **kwargs)
+            finally:
+                self.note_new_weights()
+
+        model.load_weights = load_weights
+
     def start_prefault(self) -> None:
         self.rank_memory.start_prefault()
 
     def close(self) -> None:
-        self._saved, self._beside, self._model = [], [], torch.nn.Module()
+        self._saved, self._beside, self._kept, self._model = [], [], [], torch.nn.Module()
         TorporAllocator.get_instance().release_pools()
 
     def note_new_weights(self) -> None:
@@ -85,6 +106,7 @@ class GpuWorkerMemory(WorkerMemory):
 
     @contextmanager
     def reloading_weights(self):
+        check_weights_awake(self.rank_memory, "reload_weights()")
         try:
             yield
         finally:
@@ -109,14 +131,20 @@ class GpuWorkerMemory(WorkerMemory):
 
     def release_derived(self) -> None:
         """Save what weight files do not have: buffers, tensors of no name, and parameters that vLLM's option keeps."""
+        state = self.rank_memory.states().get("weights", "attached")
+        # Without memory, or half restored by a wake that could not be undone, they are as they were saved before.
+        if state in ("attached", "saving") or (state == "restoring" and not self._saved):
+            self._save_derived()
+        gc.collect()
+        memory.release_unused()
+
+    def _save_derived(self) -> None:
         written = {_storage(parameter) for parameter in self._model.parameters()}  # with new weights
         beside = [tensor for each in self._beside if (tensor := each()) is not None]
         own = [tensor for tensor in (*self._model.buffers(), *beside) if _storage(tensor) not in written]
         tensors = {id(tensor): tensor for tensor in (*own, *self._preserved())}.values()
         self._saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
         self._weights_left = False
-        gc.collect()
-        memory.release_unused()
 
     def note_order(self) -> None:
         """Copy back what release_derived() saved once the weights are back, before somebody loads new ones."""
@@ -157,6 +185,9 @@ class _Loaded:
     def __init__(self) -> None:
         self.loaded = False
         self.beside: list[weakref.ref[torch.Tensor]] = []  # in the memory of the weights, and no parameters
+        # The small ones of these, as scales. vLLM makes new ones when it loads weights again, and graphs read the old
+        # ones on. They stay, so that each sleep saves them: else the digest of the weights would be another one.
+        self.small: list[torch.Tensor] = []
         self._segments: list[tuple[int, int]] = []  # of that memory: begin and end of each, in order
 
     def look_at(self, model: torch.nn.Module, pool: torch.cuda.MemPool) -> None:
@@ -170,6 +201,8 @@ class _Loaded:
             at = _storage(each) if issubclass(type(each), torch.Tensor) else None
             if at is not None and at not in written and self.holds(at):
                 self.beside.append(weakref.ref(each))
+                if each.untyped_storage().nbytes() <= _SMALL_BYTES:
+                    self.small.append(each)
         self.loaded = True
 
     def holds(self, address: int) -> bool:

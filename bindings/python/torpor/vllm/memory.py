@@ -20,9 +20,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torpor.errors import Unsupported, WrongState
+from torpor.errors import Unsupported
 from torpor.vllm import kv_layout, weights_layout
-from torpor.vllm.worker_memory import WorkerMemory
+from torpor.vllm.worker_memory import WorkerMemory, check_weights_awake
 
 _ALIGNMENT = 64
 _being_loaded: CpuWorkerMemory | None = None
@@ -118,7 +118,7 @@ class CpuWorkerMemory(WorkerMemory):
     @contextmanager
     def reloading_weights(self):
         """Around vLLM's reload_weights: the region gets the new weights too, and everything is packed from it again."""
-        self._check_awake("reload_weights()")
+        check_weights_awake(self.rank_memory, "reload_weights()")
         self._reloading = True
         try:
             with replaced_dispatch(self._pack_again):
@@ -138,7 +138,7 @@ class CpuWorkerMemory(WorkerMemory):
         def load_weights(weights, *args, **kwargs):
             if self._reloading:
                 return stock(weights, *args, **kwargs)
-            self._check_awake("load_weights()")
+            check_weights_awake(self.rank_memory, "load_weights()")
             with self._plain_weights():
                 try:
                     loaded = stock(weights, *args, **kwargs)
@@ -173,10 +173,6 @@ class CpuWorkerMemory(WorkerMemory):
         if not loaded <= parameters.keys():
             return None
         return {parameters[name].data_ptr() for name in loaded}
-
-    def _check_awake(self, what: str) -> None:
-        if (state := self.rank_memory.states().get("weights", "attached")) != "attached":
-            raise WrongState(f"{what}: the weights are {state}", 'call wake_up(tags=["weights"]) first')
 
     def elsewhere(self, model: torch.nn.Module) -> list[str]:
         """Parameters that somebody has put out of the region: they would be neither freed nor saved."""

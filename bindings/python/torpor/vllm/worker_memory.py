@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from torpor import _core
+from torpor.errors import WrongState
 
 
 class WorkerMemory(Protocol):
@@ -51,3 +52,9 @@ class WorkerMemory(Protocol):
 
     def rebuild_derived(self) -> None:
         """After the weights woke: the reverse."""
+
+
+def check_weights_awake(rank_memory: _core.RankMemory, call: str) -> None:
+    """Raise WrongState if the weights have no memory that `call` could write to."""
+    if (state := rank_memory.states().get("weights", "attached")) != "attached":
+        raise WrongState(f"{call}: the weights are {state}", 'call wake_up(tags=["weights"]) first')
