@@ -9,8 +9,8 @@ import json
 import os
 from pathlib import Path
 
-import pytest
 import gpu_path
+import pytest
 from conftest import result_of, tags
 from requests_of_tests import REQUESTS, run
 

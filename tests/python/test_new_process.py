@@ -134,8 +134,11 @@ def test_the_version_of_the_weights_goes_with_them(one, zygote, tiny_model, monk
     assert result["version"] == "17"
     if SPANS is None:
         return
-    assert result["spans"]["greedy"] == [[[version, 0, 10], ["17", 10, 40]]]
-    assert [spans[-1] for spans in result["spans"]["pair"]] == [["17", 2, 20]]  # of the choice that ended last
+    # The step in flight when the label changes has it too; and answers are shorter there.
+    changed, length = (9, 24) if gpu_path.active() else (10, 40)
+    assert result["spans"]["greedy"] == [[[version, 0, changed], ["17", changed, length]]]
+    # Of the choice that ended last.
+    assert [spans[-1] for spans in result["spans"]["pair"]] == [["17", 1 if gpu_path.active() else 2, 20]]
 
 
 @pytest.mark.skipif(SPANS is None, reason="this vLLM does not say which weights drew a token")
@@ -185,6 +188,7 @@ def test_the_inspector_finds_a_checkpoint_of_so_many_requests_whole(one, count):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(gpu_path.active(), reason="the shares of memory are those of the CPU path's model")
 def test_a_new_engine_may_have_more_or_fewer_blocks(zygote, tiny_model, tmp_path):
     """Each is sized as vLLM sizes it, by the share of memory or by number."""
     process = [HERE / "kv_sizes_process.py", tiny_model, tmp_path / "store"]

@@ -4,6 +4,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import gpu_path
 import pytest
 from conftest import result_of
 from requests_of_tests import SAID, run, said_of
@@ -15,6 +16,7 @@ from torpor.vllm.scheduler_values import not_taken
 from torpor.vllm.support import unsupported_engine, unsupported_scheduler
 
 HERE = Path(__file__).parent
+OF_V1 = "the class that has changed is model runner V1's; a worker with V2 looks at its own when it starts"
 
 
 @pytest.mark.gpu_path
@@ -66,7 +68,8 @@ def test_a_request_that_no_checkpoint_can_hold_sleeps_here_and_ends_alone_elsewh
 def test_a_sleep_beside_a_step_of_another_thread_says_try_again(one, field):
     answers = one.begin(4, ["greedy"])
     [request] = one.core.scheduler.requests.values()
-    setattr(request, field, 1)
+    of_own_steps = getattr(request, field)  # a sleep waits until these are over
+    setattr(request, field, of_own_steps + 1)
     with pytest.raises(errors.WrongState, match=r"has tokens in flight.*: the engine is in a step") as refused:
         one.llm.sleep(level=1, preserve_state=True)
     assert "try again" in refused.value.next_step and not one.llm.is_sleeping()
@@ -193,6 +196,8 @@ def doctored(zygote) -> dict[str, dict]:
     ],
 )
 def test_what_one_tier_alone_needs_switches_off_that_tier_alone(doctored, tier, named):
+    if tier == "new_process" and gpu_path.active():
+        pytest.skip(OF_V1)
     found, stock = doctored[tier], doctored[""]
     assert set(stock["tiers"].values()) == {None} and stock["said"] == []
     assert found["tiers"].keys() == stock["tiers"].keys()
@@ -203,6 +208,7 @@ def test_what_one_tier_alone_needs_switches_off_that_tier_alone(doctored, tier, 
 
 @pytest.mark.core
 @pytest.mark.slow
+@pytest.mark.skipif(gpu_path.active(), reason=OF_V1)
 def test_what_a_vllm_has_otherwise_switches_off_only_what_needs_it(zygote, tiny_model, tmp_path):
     result = result_of(zygote.run([HERE / "doctored_process.py", tiny_model, tmp_path / "store"]))
     assert result["slept"] and result["identical"] and result["served_on"]

@@ -11,11 +11,12 @@ from conftest import long_on_gpu_path, result_of
 from requests_of_tests import REQUESTS
 
 HERE = Path(__file__).parent
+PREEMPTED = "so few blocks that requests are preempted"
 VARIANTS = {
     "linear weights left unpacked": {"torpor": {"cpu_linear": "plain"}},
     "nothing cached is kept": {"torpor": {"kv_budget_bytes": 0}},
     "scheduling by priority, no prefix cache": {"scheduling_policy": "priority", "enable_prefix_caching": False},
-    "so few blocks that requests are preempted": {
+    PREEMPTED: {
         "num_gpu_blocks_override": 34,
         "max_model_len": 704,
         "sleep_at": [4, 15, 30] if PROOF else [15],
@@ -26,7 +27,7 @@ VARIANTS = {
     },
     "too little host memory": {
         "torpor": {
-            "arena_budget_bytes": 6 << 20,
+            "arena_budget_bytes": 7 << 20,
             "spill_dir": "SPILL",
             "key_file": "KEY",
             "retain_kv_bytes": 1 << 20,
@@ -49,7 +50,7 @@ VARIANTS = {
 }
 
 
-ON_GPU_PATH = ("scheduling by priority, no prefix cache",)  # preemption there: test_gpu_path.py
+ON_GPU_PATH = ("scheduling by priority, no prefix cache",)
 IN_PROOF = (
     "linear weights left unpacked",
     "nothing cached is kept",
@@ -63,6 +64,7 @@ def _marked(name):
     marks = [
         *([pytest.mark.gpu_path] if name in ON_GPU_PATH else []),
         *([pytest.mark.long] if name in IN_PROOF else []),
+        *([pytest.mark.skipif(gpu_path.active(), reason="in test_gpu_path.py")] if name == PREEMPTED else []),
     ]
     return pytest.param(name, marks=marks)
 
@@ -82,7 +84,7 @@ def test_identical_with(name, zygote, tiny_model, tmp_path):
     assert (result["spilled"] > 0) == ("too little" in name)
     assert (result["held"] <= 0.78) == ("packed in host" in name), "host memory, of what is kept there"
     assert not any((tmp_path / "spill").glob("*"))
-    preempted = "preempted" in name
+    preempted = name == PREEMPTED
     assert (result["preemptions"] > 0) == preempted
     # vLLM computes the KV of a preempted request again, with a sleep or without.
     assert (result["recomputed"] > 0) == preempted

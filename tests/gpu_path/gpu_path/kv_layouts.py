@@ -34,7 +34,12 @@ def install() -> None:
 
 
 def _heads_outside(cache: torch.Tensor) -> torch.Tensor:
-    """`cache`: [blocks, heads, tokens, content]. With tokens outside, a block is in one piece."""
+    """`cache`: [blocks, heads, tokens, content]. With tokens outside, a block is in one piece.
+
+    While vLLM measures how much memory a step takes, a cache is empty and has one dimension.
+    """
+    if cache.dim() == 1:
+        return cache
     _, _, tokens, content = cache.shape
     if cache.stride(1) >= cache.stride(2):
         return cache
