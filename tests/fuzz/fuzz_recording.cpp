@@ -58,7 +58,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   (void)view.to_json().dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   auto writer = console::EventExport::create(console::ExportOptions{});
   (void)writer->write({*found}, console::EventExport::Format::kNdjson, [](std::string_view line) {
-    require(!nlohmann::json::parse(line, nullptr, false).is_discarded());
+    require(nlohmann::json::accept(line));
     return true;
   });
   return 0;

@@ -19,6 +19,8 @@ namespace {
 using namespace torpor;
 
 constexpr int32_t kSlots = 64;
+// Most pages of a file: to allocate more at once maps memory anew, which takes longer than all else.
+constexpr size_t kMostPages = 30;
 
 void require(bool held, std::source_location where = std::source_location::current()) {
   if (held) return;
@@ -41,19 +43,19 @@ Bytes made_file(std::span<const uint8_t> bytes) {
   const SegmentHeader header{.slots = kSlots, .id = {1}};
   Bytes file(kPage);
   write_header(std::as_writable_bytes(std::span(file)), header, nullptr);
-  while (bytes.size() >= 16 && file.size() < 256 * kPage) {
+  while (bytes.size() >= 16 && file.size() < kMostPages / 2 * kPage) {
     const size_t count = std::min<size_t>(bytes[0] % kBatchRecords + 1, bytes.size() / 16);
     const uint64_t offset = file.size();
     uint64_t end = offset + kPage;
     std::vector<SegmentRecord> records;
     for (size_t i = 0; i < count; ++i) {
       const uint8_t* in = bytes.data() + i * 16;
-      SegmentRecord record{.group = in[1], .position = in[2], .bytes = in[3] * 100u + 1};
+      SegmentRecord record{.group = in[1], .position = in[2], .bytes = in[3] * 16u + 1};
       record.codec = static_cast<Codec>(in[4] % 3);
       record.stored = in[5] < 200 ? record.bytes : in[5] * 37u;
       record.offset = in[6] < 200 ? record_offset(end, record.stored) : in[6] * kPage;
       std::memcpy(record.hash.data(), in + 7, 9);
-      end = std::min(record_end(record), offset + 64 * kPage);
+      end = std::min(record_end(record), kMostPages * kPage);
       records.push_back(record);
     }
     file.resize(std::max(end, offset + kPage));

@@ -43,7 +43,7 @@ def sanitizers() -> int:
     code = 0
     for preset in ("asan-rest", "tsan-rest"):
         cmake_build(preset, ("all_tests",))
-        code |= _run(["ctest", "--preset", preset])
+        code |= _run(["ctest", "--preset", preset, "-j", testing.CORES])
     return code
 
 
