@@ -123,7 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
                 chunks += 1
                 text = {"delta": {"content": rest} | server.extra} if chat else {"text": rest}
                 choice = {"index": index, "finish_reason": "length" if last else None} | text
+                if self.command == "GET":  # as torpor numbers them for whoever takes up an answer
+                    body += f"id: {number}\n".encode()
                 body += b"data: " + json.dumps({"id": "x", "choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
+                body += b": asleep\n\n" if number % 4 == 0 else b""
         self._send(body + b"data: [DONE]\n\n")
 
     def _send(self, body: bytes) -> None:

@@ -163,7 +163,7 @@ class Call:
             if known is None:
                 self.broken = event + b"\n\n"
                 break
-            given += b"" if known else event + b"\n\n"
+            given += b"" if known else _without_id(event)
         return given
 
     def begin_reading(self) -> None:
@@ -215,6 +215,13 @@ class Call:
         kind = "chat.completion" if self._chat else "text_completion"
         about = {"id": answer["id"], "object": kind, "created": int(time.time()), "model": self._body.get("model")}
         return json.dumps(about | {"choices": choices, "usage": None}).encode()
+
+
+def _without_id(event: bytes) -> bytes:
+    """An event as vLLM sends it. torpor numbers those of an answer that is taken up. The reader of OpenAI's package
+    keeps a number for the comments that follow, and fails at a comment that has one."""
+    lines = [line for line in event.split(b"\n") if not line.startswith(b"id:")]
+    return b"\n".join(lines) + b"\n\n"
 
 
 def conversation(
