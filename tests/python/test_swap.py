@@ -92,7 +92,7 @@ def test_engines_take_turns_and_each_request_has_its_tokens(
             awake, asleep = asleep, awake
 
         begin(awake)
-        for stopped, which in ((asleep, "is to come"), (awake, "goes")):
+        for stopped, which in ((asleep, "wakes"), (awake, "falls asleep")):
             silent = pytest.raises(TimedOut, match=f"no heartbeat of the engine that {which} for 2 s")
             with while_stopped(core_of(stopped.llm_engine)), silent:
                 torpor.swap(awake, asleep, peer_timeout=2)
