@@ -104,7 +104,8 @@ def only_what_is_written(served: Served) -> dict:
 def disturbed(served: Served) -> dict:
     """Aborts, preemptions and resets in the middle, while blocks move: the others' tokens are what they were.
 
-    vLLM refuses a reset that would take blocks from steps in flight, or from requests that have loaded them.
+    vLLM refuses a reset that would take blocks from steps in flight, or from requests that have loaded them, or load
+    them: also from one that was aborted meanwhile.
     """
     expected = [tokens for tokens, _ in served.round(prompts(), 24)]
     made = random.Random(11)
@@ -120,7 +121,11 @@ def disturbed(served: Served) -> dict:
                 gone.add(victim := made.choice(ids))
                 served.one.engine.abort_request([victim])
             elif (
-                what < 0.16 and turn % 2 and not served.one.core.batch_queue and not list(scheduler.kv_holding_waiting)
+                what < 0.16
+                and turn % 2
+                and not served.one.core.batch_queue
+                and not list(scheduler.kv_holding_waiting)
+                and served.side.core.loading == 0
             ):
                 scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=what < 0.1)
                 resets.append(what)

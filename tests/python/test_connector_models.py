@@ -125,7 +125,8 @@ def test_a_new_process_finds_what_was_left_and_computes_what_is_damaged(torpors)
 def test_a_block_that_is_damaged_in_host_memory_serves_no_drafting_request(runs, torpors):
     result = torpors["after"]["damaged"]
     for number, each in enumerate(result["each"]):
-        assert each["written"] >= 1 and len(each["within"]) == 1 and each["damaged"] == 1
+        # Several of its requests may have begun to load the block when the first one finds it damaged.
+        assert each["written"] >= 1 and len(each["within"]) == 1 and each["damaged"] >= 1
         assert each["first"] == [] and each["differing"] == [] and each["answers"] == (11 if number < 2 else 8)
         assert each["cached"] == 7 * BLOCK - volatile(runs) and each["left"] == [0, 0, 0]
     assert result["free"] == BLOCKS - 1
