@@ -7,8 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-import gpu_path
-from conftest import InProcess
+from conftest import InProcess, gpu_path
 from requests_of_tests import final, run
 
 from torpor import _core
