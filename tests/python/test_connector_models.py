@@ -125,8 +125,9 @@ def test_a_new_process_finds_what_was_left_and_computes_what_is_damaged(torpors)
 def test_a_block_that_is_damaged_in_host_memory_serves_no_drafting_request(runs, torpors):
     result = torpors["after"]["damaged"]
     for number, each in enumerate(result["each"]):
-        # Several of its requests may have begun to load the block when the first one finds it damaged.
-        assert each["written"] >= 1 and len(each["within"]) == 1 and each["damaged"] >= 1
+        # With EAGLE no prompt of this length loads its last block: two longer ones begin to, in the same step.
+        loads = 2 if runs.feature == EAGLE and number == 5 else 1
+        assert each["written"] >= 1 and len(each["within"]) == 1 and each["damaged"] == loads
         assert each["first"] == [] and each["differing"] == [] and each["answers"] == (11 if number < 2 else 8)
         assert each["cached"] == 7 * BLOCK - volatile(runs) and each["left"] == [0, 0, 0]
     assert result["free"] == BLOCKS - 1

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import gpu_path
 import vllm
-from conftest import ENGINE, IN_PROOF, long_on_gpu_path, result_of, without_weights
+from conftest import ENGINE, IN_PROOF, long_on_gpu_path, result_of, tags, without_weights
 from inspector import look
 from requests_of_tests import REQUESTS, add_requests, final, run
 from suspend import suspend
@@ -377,7 +377,7 @@ def _last_words_are_of(phases, processes: list[dict]) -> None:
         [phase] = [phase["phase"] for phase in last["phases"] if phase["state"] == "running"]
         assert last["state"] == "running" and last["operation"] == ("wake" if phase == "restore" else "sleep")
         running[phase] = process
-        assert {tag["tag"] for rank in process["memory"] for tag in rank["tags"]} >= {"weights", "kv_cache"}
+        assert {tag["tag"] for rank in process["memory"] for tag in rank["tags"]} == tags("", "").keys()
     assert running.keys() == phases.keys()
     # The copies of the one that slept once are what the phase says.
     [saved] = [p["bytes"] for p in running["restore"]["operations"][0]["phases"] if p["phase"] == "save"]

@@ -64,7 +64,11 @@ def _marked(name):
     marks = [
         *([pytest.mark.gpu_path] if name in ON_GPU_PATH else []),
         *([pytest.mark.long] if name in IN_PROOF else []),
-        *([pytest.mark.skipif(gpu_path.active(), reason="in test_gpu_path.py")] if name == PREEMPTED else []),
+        *(
+            [pytest.mark.skipif(gpu_path.active(), reason="preemption there: test_gpu_path.py")]
+            if name == PREEMPTED
+            else []
+        ),
     ]
     return pytest.param(name, marks=marks)
 

@@ -218,8 +218,8 @@ class Call:
 
 
 def _without_id(event: bytes) -> bytes:
-    """An event as vLLM sends it. torpor numbers those of an answer that is taken up. The reader of OpenAI's package
-    keeps a number for the comments that follow, and fails at a comment that has one."""
+    """Return an event as vLLM sends it. The server gives events an id when an answer is taken up. OpenAI's package
+    keeps the last id, and then reads a comment (": asleep") as an event without data, at which it fails."""
     lines = [line for line in event.split(b"\n") if not line.startswith(b"id:")]
     return b"\n".join(lines) + b"\n\n"
 

@@ -25,7 +25,7 @@ from torpor.vllm.gpu_allocator import TorporAllocator
 from torpor.vllm.memory import region_tensor
 from torpor.vllm.worker_memory import WorkerMemory, check_weights_awake
 
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 20  # a tensor of at most so many stays when vLLM lets go of it (_Loaded.small)
 
 
 class GpuWorkerMemory(WorkerMemory):
@@ -41,7 +41,7 @@ class GpuWorkerMemory(WorkerMemory):
         self._preserved_parameters = preserved_parameters
         self._model: torch.nn.Module  # when its weights are loaded
         self._beside: list[weakref.ref[torch.Tensor]] = []  # in the memory of the weights, and no parameters
-        self._kept: list[torch.Tensor] = []  # of these the small ones
+        self._kept: list[torch.Tensor] = []  # the small ones of these, so that they stay
         # Over a sleep of the weights: a tensor of the device, and its content on the host.
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._weights_left = False  # and are not back
