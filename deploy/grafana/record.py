@@ -22,7 +22,8 @@ import httpx
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "tools"), str(HERE.parents[1] / "tools/demo")]
 
-from serving import KEY, Client, Reading, Server, folder_for_logs, free_port  # noqa: E402
+from ports import free_port  # noqa: E402
+from serving import KEY, Client, Reading, Server, folder_for_logs  # noqa: E402
 
 SCRAPE_SECONDS = 1
 RATE_SECONDS = 8  # $__rate_interval: Grafana takes at least four scrapes

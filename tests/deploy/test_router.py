@@ -16,7 +16,8 @@ from chart import ROOT
 
 sys.path.append(str(ROOT / "tools/demo"))
 
-from serving import Server, free_port
+from ports import free_port
+from serving import Server
 
 MODELS = ("chat", "code", "small")
 PROMPT = "Once upon a time"

@@ -11,6 +11,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from ports import free_ports
+
 STARTED_WITHIN = 300  # seconds; two were seen
 NODE_BYTES = 256 << 20
 
@@ -26,21 +28,11 @@ def missing() -> str | None:
     return None if done.returncode == 0 else f"Mooncake's master does not start: {done.stderr.decode()[-200:]}"
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 class MooncakeServer:
     def __init__(self, folder: Path, node_bytes: int = NODE_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._running = folder, []
-        self.port, metrics, self._node_port, service = _free_ports(4)
+        self.port, metrics, self._node_port, service = free_ports(4)
         self.url = f"mooncake://127.0.0.1:{self.port}"
         self._master = self._began(
             "mooncake_master", "-rpc_address=127.0.0.1", f"-rpc_port={self.port}", "-metrics_host=127.0.0.1",

@@ -10,12 +10,12 @@ import contextlib
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from pathlib import Path
 
 from conftest import InProcess
+from ports import free_port
 from requests_of_tests import final, run
 from vllm import SamplingParams
 
@@ -50,9 +50,7 @@ class Side:
     """An engine at one end of the transfers."""
 
     def __init__(self, role: str, model: Path, directory: Path):
-        with socket.socket() as found:  # the side channel's port
-            found.bind(("127.0.0.1", 0))
-            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(found.getsockname()[1])
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         transfer = {"kv_connector": "NixlConnector", "kv_role": f"kv_{role}", "kv_load_failure_policy": "fail"}
         self.one = InProcess(model, directory / role, kv_transfer_config=transfer)
         self.llm, self.engine, self.core = self.one.llm, self.one.engine, self.one.core

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from inspector import BINARY
-from serving import alive, free_port
+from ports import free_port, free_ports
+from serving import alive
 
 SERVER = Path(__file__).parent / "paired_server.py"
 SECONDS = 600  # that something may take that happens
@@ -23,7 +24,7 @@ SECONDS = 600  # that something may take that happens
 class Pair:
     def __init__(self, folder: Path, *options: str):
         self.folder, self.log = folder, folder / "log"
-        self.port, self.own = free_port(), [free_port() for _ in range(2)]
+        self.port, self.own = free_port(), free_ports(2)
         # `python` of the servers: it runs the stand-in, whose first words are those of the real one.
         python = folder / "python"
         python.write_text(f'#!/bin/sh\nexec {sys.executable} {SERVER} "$@"\n')

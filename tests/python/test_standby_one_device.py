@@ -19,8 +19,9 @@ import gpu_path
 import httpx
 import pytest
 from inspector import BINARY
+from ports import free_ports
 from servers import ALICE, Client, Reading, Server, until
-from serving import ADMIN_KEY, descendants, free_port
+from serving import ADMIN_KEY, descendants
 from standbys import SECONDS, TOKENS_OVER_A_SWITCH, Pair, everybody, running, switched, until_state
 
 pytestmark = [
@@ -51,7 +52,7 @@ class ParentOfTwo(Server):
     """`torpor pair`: its clients' port is this server's."""
 
     def _launch(self, command: list[str], out) -> subprocess.Popen:
-        self.own_ports = [free_port(), free_port()]
+        self.own_ports = free_ports(2)
         words = [BINARY, "pair", "--python", sys.executable, "--own-ports", ",".join(map(str, self.own_ports))]
         return super()._launch([*map(str, words), "--", *command[3:]], out)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import uuid
 from pathlib import Path
 
+from ports import free_ports
 from suspend import suspend
 
 BUCKET = "torpor"
@@ -53,24 +53,13 @@ def missing() -> str | None:
     return next((name for name in _PROGRAMS if shutil.which(name) is None), None)
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
 class CephServer:
     """Started when it is made. As S3Server; the gateway is what is killed and paused."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._below: list[subprocess.Popen] = []
-        v2, v1, port = _free_ports(3)
+        v2, v1, port = free_ports(3)
         self._url, fsid = f"http://127.0.0.1:{port}", str(uuid.uuid4())
         self._configuration = folder / "ceph.conf"
         for name in ("mon", "osd", "rgw"):

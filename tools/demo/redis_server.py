@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ports import free_port
 from suspend import suspend
 
 STARTED_WITHIN = 300  # seconds; a tenth was seen
@@ -32,9 +33,7 @@ class RedisServer:
         folder.mkdir(parents=True, exist_ok=True)
         self._inside, self._host = list(inside), host
         self.folder, self._settings = folder, ["--maxmemory", memory, "--maxmemory-policy", policy]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url, self.options = f"redis://{host}:{self.port}", {}
         ports = ["--port", str(self.port)]
         if tls:

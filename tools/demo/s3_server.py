@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from ports import free_ports
 from suspend import suspend
 
 WEED = Path(__file__).resolve().parents[2] / "build/stores/bin/weed"
@@ -28,23 +28,6 @@ except urllib.error.HTTPError as answer:
 except OSError:
     print(0)
 """
-
-
-def _free_ports(count: int) -> list[int]:
-    """SeaweedFS takes each port and the one 10,000 above it."""
-    found: list[int] = []
-    while len(found) < count:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            if port > 55_000 or any(abs(port - other) in (0, 10_000) for other in found):
-                continue
-            try:
-                second.bind(("127.0.0.1", port + 10_000))
-            except OSError:
-                continue
-            found.append(port)
-    return found
 
 
 def make_certificate(name: Path, host: str = "127.0.0.1") -> None:
@@ -78,7 +61,7 @@ class S3Server:
                 }
             )
         )
-        self._ports = _free_ports(5)
+        self._ports = free_ports(5)
         self.environment = {
             "AWS_ENDPOINT_URL": f"http://{host}:{self._ports[3]}",
             "AWS_ACCESS_KEY_ID": identity["accessKey"],

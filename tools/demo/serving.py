@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+from ports import free_port
 
 from torpor.client import HAS_CHARACTERS, AsyncOpenAI, Interruption
 
@@ -215,12 +215,6 @@ class Client:
         if answer.status_code != 200:
             raise ServerEnded(f"{path}: {answer.status_code} {answer.text}")
         return answer.json()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def descendants(pid: int) -> list[int]:

@@ -15,9 +15,10 @@ from pathlib import Path
 from statistics import median
 
 import httpx
+from ports import free_ports
 from screen import MARK, Screen, size
 from server_demo import kinds_of
-from serving import KEY, START_SECONDS, Client, Reading, Server, ServerEnded, command_of, descendants, free_port
+from serving import KEY, START_SECONDS, Client, Reading, Server, ServerEnded, command_of, descendants
 
 TORPOR = os.environ.get("TORPOR_BINARY") or Path(__file__).resolve().parents[2] / "build/release/tools/torpor/torpor"
 CHECKPOINT_SECONDS = 2
@@ -32,7 +33,7 @@ class Pair(Server):
 
     def __init__(self, model: Path, directory: Path):
         super().__init__(model, directory, OPTIONS, name="pair")
-        self.own_urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+        self.own_urls = [f"http://127.0.0.1:{port}" for port in free_ports(2)]
 
     def _launch(self, command: list[str], out):
         ports = ",".join(url.rpartition(":")[2] for url in self.own_urls)
