@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> int:
     if arguments:
         mutants = [m for m in mutants if any(word in m["name"] or word in m["file"] for word in arguments)]
         if not mutants:
-            raise SetupError(f"no mutant has {arguments[0]!r} in its name or its file")
+            named = " or ".join(map(repr, arguments))
+            raise SetupError(f"no mutant has {named} in its name or its file; tests/mutants.toml has both of each")
     python, model = setup.everything()  # once, before the lanes
     setup.use_cuda_headers(python)
     # Those of one file follow each other: taking one out and planting the next compiles the file once.

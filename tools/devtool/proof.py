@@ -119,18 +119,20 @@ def fuzz(arguments: list[str]) -> int:
     cmake_build("fuzz", tuple(f"fuzz_{name}" for name in (*own, "section")))
 
     def one(target: str) -> tuple[str, bool, str]:
+        seeds = ROOT / "tests/fuzz/corpus" / target
+        longest = max(seed.stat().st_size for seed in seeds.iterdir())  # one that is longer than -max_len is cut off
         binary = ROOT / "build/fuzz/tests/fuzz" / (f"fuzz_{target}" if target in own else "fuzz_section")
         with tempfile.TemporaryDirectory() as found:  # new inputs go there, the corpus stays as it is
             command = [
                 binary,
                 f"-runs={runs}",
-                "-max_len=4096",
+                f"-max_len={max(4096, longest)}",
                 "-timeout=10",
                 "-rss_limit_mb=2048",
                 "-entropic=0",  # which input is varied next is drawn: to choose it takes longer than many a run
                 f"-artifact_prefix={ROOT}/build/fuzz/",
                 found,
-                ROOT / "tests/fuzz/corpus" / target,
+                seeds,
             ]
             done = subprocess.run(
                 [str(c) for c in command],
