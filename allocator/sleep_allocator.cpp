@@ -205,6 +205,7 @@ Result<std::vector<SleepAllocator::Region*>> SleepAllocator::select(std::span<co
   for (const auto& [address, region] : regions_) {
     if (is_of(tags, *region) && !(coming && came_asleep(*region))) selected.push_back(region.get());
   }
+  std::sort(selected.begin(), selected.end(), [](const Region* a, const Region* b) { return a->number < b->number; });
   return selected;
 }
 
@@ -227,12 +228,14 @@ Status SleepAllocator::check(std::span<const std::string> tags, std::initializer
                    .next_step = "see state() for the tags"};
     }
   }
+  const Region* wrong = nullptr;  // the first that was allocated
   for (const auto& [address, region] : regions_) {
     const bool fits = std::find(allowed.begin(), allowed.end(), region->info.state) != allowed.end();
-    if (is_of(tags, *region) && !fits && !(coming && came_asleep(*region)))
-      return wrong_state(region->info, name(*allowed.begin()));
+    if (is_of(tags, *region) && !fits && !(coming && came_asleep(*region)) &&
+        (wrong == nullptr || region->number < wrong->number))
+      wrong = region.get();
   }
-  return ok();
+  return wrong == nullptr ? ok() : wrong_state(wrong->info, name(*allowed.begin()));
 }
 
 bool SleepAllocator::is_of(std::span<const std::string> tags, const Region& region) {

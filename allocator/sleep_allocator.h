@@ -116,7 +116,8 @@ class SleepAllocator {
   using Tags = std::set<std::string>;
   explicit SleepAllocator(DeviceMemory& device, SleepAllocatorOptions options);
   // Select the regions of `tags` (empty: all); each must be in one of the `allowed` states. `coming`: skip attached
-  // regions of a tag that has sleeping ones: they were allocated meanwhile.
+  // regions of a tag that has sleeping ones: they were allocated meanwhile. In the order in which they were allocated:
+  // which one fails, and which one an error names, does not depend on addresses.
   Result<std::vector<Region*>> select(std::span<const std::string> tags, std::initializer_list<RegionState> allowed,
                                       bool coming = false) const;
   uint64_t attaching_bytes() const;  // address space of all regions that are attaching

@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include <fmt/core.h>
+
 #include "allocator/host_device.h"
 #include "base/units.h"
 #include "tests/support/faulty_device.h"
@@ -202,6 +204,22 @@ TEST_F(SleepAllocatorTest, DetachIsAllOrNothingWhereverTheDeviceFails) {
     expect_content();
   }
   EXPECT_GE(points, 3u);  // three regions are unmapped
+}
+
+// Wherever their memory lies: else two runs that do the same fail differently.
+TEST_F(SleepAllocatorTest, RegionsAreDetachedInTheOrderInWhichTheyWereAllocated) {
+  std::vector<std::string> failed;
+  for (uint64_t n = 1; failed.empty() || failed.back() != "kv_cache/kv"; ++n) {
+    ASSERT_LT(n, 20u);
+    device_.fail_at(n);
+    const Status done = allocator_->detach(both_);
+    device_.fail_at(0);
+    ASSERT_FALSE(done);
+    for (const char* region : {"weights/a", "weights/b", "kv_cache/kv"}) {
+      if (done.error().what.find(fmt::format("detaching {}", region)) != std::string::npos) failed.push_back(region);
+    }
+  }
+  EXPECT_EQ(failed, (std::vector<std::string>{"weights/a", "weights/b", "kv_cache/kv"}));
 }
 
 TEST_F(SleepAllocatorTest, AttachIsAllOrNothingWhereverTheDeviceFailsAndARetryWorks) {

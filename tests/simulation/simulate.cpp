@@ -12,11 +12,38 @@
 #include <boost/filesystem.hpp>
 
 #include "base/log.h"
+#include "console/event_export.h"
+#include "console/replay.h"
 #include "tests/simulation/simulation.h"
 #include "tests/support/temporary_directory.h"
 
+namespace {
+
+using namespace torpor;
+
+std::string shown(const console::SourceEvents& recorded, const console::ReplayDifference& difference) {
+  Result<console::EventExport> writer = console::EventExport::create({});
+  console::EventTexts texts;
+  for (size_t i = 0; i < std::min(difference.at, recorded.events.size()); ++i) (void)texts.add(recorded.events[i]);
+  const auto one = [&](const std::optional<Event>& event) {
+    if (!event) return std::string("nothing");
+    nlohmann::ordered_json words = writer->to_json(recorded.source, texts, *event);
+    if (event->type == EventType::kText) {
+      console::EventTexts one_part;
+      Event part = *event;
+      part.to = 0;
+      part.from |= kLastPart;
+      if (const std::optional<console::EventText> text = one_part.add(part)) words["part"] = text->words;
+    }
+    return words.dump();
+  };
+  return fmt::format("event {} replays otherwise: it was {}, it is {}", difference.at, one(difference.recorded),
+                     one(difference.replayed));
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
-  using namespace torpor;
   CLI::App app{
       "Simulates engines that sleep, wake, offload and fail, one seed each, against reference runs in which nothing "
       "happens."};
@@ -64,8 +91,7 @@ int main(int argc, char** argv) {
         emptied();
         const auto again = test::replay_simulation(seed, recorded, directory);
         if (!again) result.failure = again.error().to_string();
-        if (again && again->difference)
-          result.failure = fmt::format("event {} replays otherwise", again->difference->at);
+        if (again && again->difference) result.failure = shown(recorded, *again->difference);
         if (again) replayed = again->events;
       }
       boost::filesystem::remove_all(directory);
