@@ -111,6 +111,22 @@ Status check_parent(int fd, const std::string& full) {
                .next_step = "use a directory below one that only you may write to"};
 }
 
+// rename_new() on a file system that knows no flags of a rename, as NFS and some of FUSE. Return 0 or an errno.
+//
+// A file gets its new name by a link, which fails if the name is in use. A directory is renamed: if another one with
+// files in it has got the name meanwhile, that fails. An empty one would be replaced; torpor makes none of such names.
+int rename_new_without_flags(int directory, const char* from, const char* to) {
+  struct stat info {};
+  if (::fstatat(directory, from, &info, AT_SYMLINK_NOFOLLOW) != 0) return errno;
+  if (!S_ISDIR(info.st_mode)) {
+    if (::linkat(directory, from, directory, to, 0) != 0) return errno;
+    return ::unlinkat(directory, from, 0) == 0 ? 0 : errno;
+  }
+  if (::fstatat(directory, to, &info, AT_SYMLINK_NOFOLLOW) == 0) return EEXIST;
+  if (errno != ENOENT) return errno;
+  return ::renameat(directory, from, directory, to) == 0 ? 0 : errno;
+}
+
 class LinuxDirectory final : public Directory {
  public:
   LinuxDirectory(Descriptor fd, std::string path) : fd_(std::move(fd)), path_(std::move(path)) {}
@@ -160,9 +176,14 @@ class LinuxDirectory final : public Directory {
     TORPOR_RETURN_IF_ERROR(check_component(to));
     const Terminated old_name(from);
     const Terminated new_name(to);
-    const bool fit = old_name.fits() && new_name.fits();
-    if (fit && ::renameat2(fd_.get(), old_name.text(), fd_.get(), new_name.text(), RENAME_NOREPLACE) == 0) return ok();
-    return system_error(fit ? errno : ENAMETOOLONG, fmt::format("cannot rename {} to {}", join(from), to));
+    int failed = ENAMETOOLONG;
+    if (old_name.fits() && new_name.fits()) {
+      const int done = ::renameat2(fd_.get(), old_name.text(), fd_.get(), new_name.text(), RENAME_NOREPLACE);
+      failed = done == 0 ? 0 : errno;
+      if (failed == EINVAL || failed == ENOSYS || failed == EOPNOTSUPP)
+        failed = rename_new_without_flags(fd_.get(), old_name.text(), new_name.text());
+    }
+    return failed == 0 ? ok() : system_error(failed, fmt::format("cannot rename {} to {}", join(from), to));
   }
 
   Status link_new(std::string_view name, Directory& into, std::string_view to) override {

@@ -71,6 +71,9 @@ class PendingCheckpoint {
   // Remove the committed checkpoint again, while no other process can rely on it: this object holds the lock of the
   // directory. Does nothing without commit(). After an error the checkpoint may still be there.
   Status withdraw();
+  // Lock the committed checkpoint for an engine that sleeps on it: until the result is destroyed, or this process ends,
+  // nobody removes it.
+  Result<std::unique_ptr<File>> hold_asleep();
   // Remove the checkpoints of this owner that the retention no longer keeps. Call it only when withdraw() can no longer
   // be needed. A failure is only logged; the next call tries again.
   void retire_older() noexcept;

@@ -127,9 +127,9 @@ Result<CheckpointSet> open_set(FileSystem& file_system, const std::string& path,
   return try_catch([&]() -> Result<CheckpointSet> {
     TORPOR_ASSIGN_OR_RETURN(const Checkpoint set, open_checkpoint(file_system, path, key));
     TORPOR_ASSIGN_OR_RETURN(const std::vector<SetMember> members, read_members(set));
-    CheckpointSet found{.path = set.path(),
-                        .directory = set.path().substr(0, set.path().rfind('/')),
-                        .generation = set.manifest().generation};
+    const size_t slash = set.path().rfind('/');
+    CheckpointSet found{.path = set.path(), .directory = set.path().substr(0, slash)};
+    found.generation = generation_of(set.path().substr(slash + 1)).value_or(set.manifest().generation);
     for (size_t rank = 0; rank < members.size(); ++rank) {
       found.members.push_back(fmt::format("{}/{}", found.directory, members[rank].name));
       if (Status there = check_member(file_system, found.members.back(), members[rank], rank, key); !there)

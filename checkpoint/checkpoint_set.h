@@ -41,7 +41,7 @@ bool is_set(const Manifest& manifest);  // a set has no state of its own; its me
 struct CheckpointSet {
   std::string path;
   std::string directory;
-  uint64_t generation = 0;
+  uint64_t generation = 0;           // of its name
   std::vector<std::string> members;  // paths, by rank
 };
 // Open a set. `path`: of the set, or of a directory whose newest checkpoint is one. kNotFound: a member is missing;

@@ -85,17 +85,25 @@ struct Locked {
   // Hide the image that was written as `id`, and remove its files. The rename need not be durable: if the machine ends,
   // so does the engine that has taken the image. kNotFound: it is gone, or another image has its place: where locks do
   // not work between hosts, one engine takes an image that another one holds, and a third one reuses its name.
-  Status take(const SealId& id, const Key* key) {
-    {
-      Result<std::unique_ptr<Directory>> image = store->open_directory(generation_name(kGeneration));
-      if (!image) return or_gone(std::move(image).error(), path);
-      TORPOR_ASSIGN_OR_RETURN(const bool same, is_same(**image, id, key));
-      if (!same) return gone(path);
+  // `ended`: what the taker knows of ended requests; kUnavailable: more of them have ended. Null: that is of no
+  // interest.
+  Status take(const SealId& id, const Key* key, const std::set<int32_t>* ended) {
+    const std::string there = generation_name(kGeneration);
+    const std::string hidden = fmt::format("{}{}", kTrashPrefix, there);
+    Result<std::unique_ptr<Directory>> image = store->open_directory(there);
+    if (!image) return or_gone(std::move(image).error(), path);
+    TORPOR_ASSIGN_OR_RETURN(const bool same, is_same(**image, id, key));
+    if (!same) return gone(path);
+    if (Status renamed = store->rename_new(there, hidden); !renamed) return or_gone(std::move(renamed).error(), path);
+    // From here on nobody can note one more.
+    const Result<std::set<int32_t>> now = ended == nullptr ? std::set<int32_t>() : ended_in(**image);
+    if (ended != nullptr && (!now || *now != *ended)) {
+      TORPOR_RETURN_IF_ERROR(store->rename_new(hidden, there));
+      if (!now) return now.error();
+      return Error{.code = Code::kUnavailable,
+                   .what = fmt::format("requests of the image {} have ended while it was read", path),
+                   .next_step = "resume it again: those will be left out"};
     }
-    if (Status hidden = store->rename_new(generation_name(kGeneration),
-                                          fmt::format("{}{}", kTrashPrefix, generation_name(kGeneration)));
-        !hidden)
-      return or_gone(std::move(hidden).error(), path);
     const Status removed = try_catch([&]() -> Status {
       TORPOR_RETURN_IF_ERROR(store->sync());
       return images->remove_tree(name);
@@ -188,7 +196,8 @@ const std::set<int32_t>& HeldImage::ended() const { return impl_->ended; }
 Error HeldImage::meaning_of(Error error) const { return impl_->locked.meaning_of(std::move(error)); }
 
 Status HeldImage::take() {
-  return try_catch([&] { return impl_->locked.take(impl_->checkpoint.manifest().id, impl_->key.get()); });
+  return try_catch(
+      [&] { return impl_->locked.take(impl_->checkpoint.manifest().id, impl_->key.get(), &impl_->ended); });
 }
 
 // --- ImageStore ---
@@ -269,7 +278,7 @@ Result<HeldImage> ImageStore::hold(const std::string& path) const {
 Status ImageStore::remove(const std::string& name, const SealId& id) {
   return try_catch([&]() -> Status {
     TORPOR_ASSIGN_OR_RETURN(Locked locked, lock_image(file_system_, path_of(name)));
-    return locked.take(id, options_.key.get());
+    return locked.take(id, options_.key.get(), nullptr);
   });
 }
 

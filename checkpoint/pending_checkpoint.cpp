@@ -199,6 +199,14 @@ void PendingCheckpoint::retire_older() noexcept {
   });
 }
 
+Result<std::unique_ptr<File>> PendingCheckpoint::hold_asleep() {
+  return try_catch([this]() -> Result<std::unique_ptr<File>> {
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> committed,
+                            impl_->store->open_directory(generation_name(impl_->manifest.generation)));
+    return committed->lock(kAsleepFile);
+  });
+}
+
 Status PendingCheckpoint::withdraw() {
   if (!impl_->visible) return ok();
   return try_catch([this]() -> Status {

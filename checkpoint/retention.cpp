@@ -56,12 +56,12 @@ std::vector<uint64_t> retired(const std::vector<CheckpointInfo>& checkpoints, co
           now_unix_seconds - info->manifest.created_unix_seconds > *retention.max_age_seconds) &&
         !(retention.max_total_bytes && own.usage.with(info->manifest, info->bytes) > *retention.max_total_bytes);
     if (!others && !last_good && !wanted) continue;
-    kept.insert(info->manifest.generation);
+    kept.insert(info->generation);
     own.usage.add(info->manifest, info->bytes);
   }
   std::vector<uint64_t> gone;
   for (const CheckpointInfo& info : checkpoints) {
-    if (info.readable && !kept.contains(info.manifest.generation)) gone.push_back(info.manifest.generation);
+    if (info.readable && !kept.contains(info.generation)) gone.push_back(info.generation);
   }
   return gone;
 }

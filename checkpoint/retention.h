@@ -25,8 +25,9 @@ struct Retention {
   std::optional<uint64_t> max_total_bytes;
 };
 
-struct CheckpointInfo {  // a line of `torpor ls`
-  std::string name;      // "g-000001"
+struct CheckpointInfo {     // a line of `torpor ls`
+  std::string name;         // "g-000001"
+  uint64_t generation = 0;  // of its name; that of the manifest is the original's, if this is a copy
   std::string path;
   bool readable = false;  // the manifest is intact
   Error problem;          // set unless readable

@@ -13,7 +13,7 @@ namespace torpor {
 namespace {
 
 CheckpointInfo info_of(const Directory& store, uint64_t generation, const Key* key, Trust trust) {
-  CheckpointInfo info{.name = generation_name(generation)};
+  CheckpointInfo info{.name = generation_name(generation), .generation = generation};
   info.path = fmt::format("{}/{}", store.path(), info.name);
   Result<OpenedManifest> opened = [&]() -> Result<OpenedManifest> {
     TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, store.open_directory(info.name));
@@ -51,7 +51,19 @@ Result<std::vector<CheckpointInfo>> infos_in(const Directory& store, const Key* 
   return infos;
 }
 
+bool is_slept_on(const Directory& store, uint64_t generation) {
+  const Result<std::unique_ptr<Directory>> directory = store.open_directory(generation_name(generation));
+  if (!directory || !(*directory)->open_file(kAsleepFile)) return false;
+  const Result<std::unique_ptr<File>> lock = (*directory)->lock(kAsleepFile);
+  return !lock && lock.error().code == Code::kUnavailable;
+}
+
 Status remove_generation(Directory& store, uint64_t generation) {
+  if (is_slept_on(store, generation)) {
+    return Error{.code = Code::kUnavailable,
+                 .what = fmt::format("an engine sleeps on {}/{}", store.path(), generation_name(generation)),
+                 .next_step = "wake it, or end its process"};
+  }
   TORPOR_ASSIGN_OR_RETURN(const std::string doomed, hide_generation(store, generation));
   return store.remove_tree(doomed);
 }
@@ -89,10 +101,14 @@ Result<std::vector<std::string>> retire(Directory& store, const Key* key, const 
   }
   const std::vector<uint64_t> gone = retired(infos, retention, now_unix_seconds, owner);
   std::vector<std::string> names;
+  Status first;  // what cannot be removed keeps no other one there
   for (auto generation = gone.rbegin(); generation != gone.rend(); ++generation) {
-    if (!dry_run) TORPOR_RETURN_IF_ERROR(remove_generation(store, *generation));
+    if (is_slept_on(store, *generation)) continue;
+    Status removed = dry_run ? ok() : remove_generation(store, *generation);
+    if (!removed && first) first = std::move(removed).error().within(generation_name(*generation));
     names.push_back(generation_name(*generation));
   }
+  if (!first) return std::move(first).error();
   return names;
 }
 

@@ -15,7 +15,8 @@ namespace torpor {
 
 inline constexpr std::string_view kManifestFile = "MANIFEST";
 inline constexpr std::string_view kStateFile = "STATE";
-inline constexpr std::string_view kWokenFile = "WOKEN";  // an engine woke from this checkpoint successfully
+inline constexpr std::string_view kWokenFile = "WOKEN";    // an engine woke from this checkpoint successfully
+inline constexpr std::string_view kAsleepFile = "ASLEEP";  // locked while an engine sleeps on this checkpoint
 inline constexpr std::string_view kLockFile = "LOCK";
 inline constexpr std::string_view kAnswersFolder = "answers";  // a server's response log, and the page of its owner
 inline constexpr std::string_view kGenerationPrefix = "g-";    // committed

@@ -117,8 +117,9 @@ Status pull_file(ObjectStore& store, const IndexedFile& file, Directory& into, s
 Status set_aside(Directory& target, std::string_view index) {
   const auto there = target.open_directory(kAnswersFolder);
   if (!there) return there.error().code == Code::kNotFound ? ok() : Status(there.error());
-  const std::string aside = fmt::format("answers-before-{}", index.substr(0, 16));
-  if (target.open_directory(aside)) TORPOR_RETURN_IF_ERROR(target.remove_tree(aside));
+  const std::string first = fmt::format("answers-before-{}", index.substr(0, 16));
+  std::string aside = first;
+  for (int number = 2; target.open_directory(aside); ++number) aside = fmt::format("{}-{}", first, number);
   return target.rename_new(kAnswersFolder, aside);
 }
 

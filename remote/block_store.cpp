@@ -10,11 +10,15 @@ namespace {
 
 constexpr std::chrono::nanoseconds kFullPause = std::chrono::seconds(1);
 
-// Return a digest that depends on the key and does not reveal it.
+// Return a digest that depends on the key and on whether blocks are encrypted, and does not reveal the key. An engine
+// that encrypts and one that does not would take each other's blocks for damaged, and remove them.
 Digest salt_of(const Key* key, bool encrypt) {
   if (key == nullptr) return {};
   const Seal seal(*key, SealId{}, encrypt ? Protection::kEncrypted : Protection::kAuthenticated);
-  return digest_of(std::as_bytes(std::span(seal.key_name())));
+  StreamingDigest salt;
+  salt.update(std::as_bytes(std::span(seal.key_name())));
+  if (encrypt) salt.update(std::as_bytes(std::span(std::string_view("encrypted"))));
+  return salt.finish();
 }
 
 Protection protection_of(const BlockStoreOptions& options) {

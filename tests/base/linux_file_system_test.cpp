@@ -28,9 +28,18 @@ namespace {
 // Where an open with O_DIRECT finds a file of another process, and fails; empty: as usual.
 std::string direct_open_meets;
 
+bool renames_have_flags = true;  // false: as on NFS
+
 }  // namespace
 
 // The system's own, as this program calls it.
+extern "C" int renameat2(int from, const char* old_name, int to, const char* new_name, unsigned flags) noexcept {
+  if (renames_have_flags || flags == 0)
+    return static_cast<int>(::syscall(SYS_renameat2, from, old_name, to, new_name, flags));
+  errno = EINVAL;
+  return -1;
+}
+
 extern "C" long syscall(long number, ...) noexcept {
   using Call = long (*)(long, ...);
   static const auto real = reinterpret_cast<Call>(::dlsym(RTLD_NEXT, "syscall"));
@@ -200,11 +209,25 @@ TEST_F(LinuxFileSystem, AShortFileIsCorruptionThatNamesIt) {
 
 TEST_F(LinuxFileSystem, RenameNeverReplaces) {
   const auto directory = open();
-  ASSERT_SUCCEEDS(directory->create_directory("a"));
-  ASSERT_SUCCEEDS(directory->create_directory("b"));
-  EXPECT_FALSE(directory->rename_new("a", "b").has_value());
-  ASSERT_SUCCEEDS(directory->rename_new("a", "c"));
-  EXPECT_FAILS(directory->open_directory("a"), Code::kNotFound);
+  for (const bool have_flags : {true, false}) {
+    SCOPED_TRACE(have_flags ? "as on a disk" : "as on NFS");
+    renames_have_flags = have_flags;
+    ASSERT_SUCCEEDS(directory->create_directory("a"));
+    ASSERT_SUCCEEDS(directory->create_directory("b"));
+    EXPECT_FALSE(directory->rename_new("a", "b").has_value());
+    ASSERT_SUCCEEDS(directory->rename_new("a", "c"));
+    EXPECT_FAILS(directory->open_directory("a"), Code::kNotFound);
+    EXPECT_FAILS(directory->rename_new("a", "d"), Code::kNotFound);
+    ASSERT_SUCCEEDS(value_of(directory->create_file("f"))->pwrite(bytes("first"), 0));
+    ASSERT_SUCCEEDS(value_of(directory->create_file("g"))->pwrite(bytes("other"), 0));
+    EXPECT_FALSE(directory->rename_new("f", "g").has_value());
+    EXPECT_FALSE(directory->rename_new("f", "b").has_value());
+    ASSERT_SUCCEEDS(directory->rename_new("f", "h"));
+    EXPECT_FAILS(directory->open_file("f"), Code::kNotFound);
+    EXPECT_EQ(value_of(value_of(directory->open_file("h"))->size()), 5u);
+    for (const char* name : {"b", "c", "g", "h"}) ASSERT_SUCCEEDS(directory->remove_tree(name));
+  }
+  renames_have_flags = true;
 }
 
 TEST_F(LinuxFileSystem, CreatingWhatExistsFails) {

@@ -67,7 +67,7 @@ TEST(Retention, CountAgeAndSizeNeverTakeTheLastGoodOne) {
   std::vector<CheckpointInfo> infos;
   for (uint64_t generation = 1; generation <= 6; ++generation) {
     CheckpointInfo info{.readable = true, .bytes = 100};
-    info.manifest.generation = generation;
+    info.generation = generation;
     info.manifest.created_unix_seconds = static_cast<double>(generation) * 100;
     infos.push_back(info);
   }
@@ -87,7 +87,7 @@ TEST(Retention, GoesOnBesideACheckpointThatCannotBeRead) {
   std::vector<CheckpointInfo> infos;
   for (uint64_t generation = 1; generation <= 6; ++generation) {
     CheckpointInfo info{.readable = generation != 5 && generation != 2};
-    info.manifest.generation = info.readable ? generation : 0;
+    info.generation = generation;
     infos.push_back(info);
   }
   using Gone = std::vector<uint64_t>;
@@ -100,7 +100,7 @@ TEST(Retention, CountsTheCheckpointsOfEachOwnerByThemselves) {
   const Digest a = owner_of({{"model", "a"}}), b = owner_of({{"model", "b"}});
   for (uint64_t generation = 1; generation <= 8; ++generation) {
     CheckpointInfo info{.readable = true, .bytes = 100};
-    info.manifest.generation = generation;
+    info.generation = generation;
     info.manifest.owner = generation % 4 == 1 ? a : b;  // 1 and 5; the others
     infos.push_back(info);
   }
@@ -159,7 +159,7 @@ TEST(Retention, AFileWithSeveralLinksCountsOnce) {
   const auto id = [](uint8_t generation) { return SealId{generation}; };
   for (uint8_t generation = 1; generation <= 6; ++generation) {  // each has the file of the first, and one of its own
     CheckpointInfo info{.readable = true, .bytes = generation == 1 ? 110u : 20u};
-    info.manifest.generation = generation;
+    info.generation = generation;
     info.manifest.id = id(generation);
     info.manifest.ranks = {{.files = {{.name = "own", .id = id(generation), .bytes = generation == 1 ? 100u : 10u}}}};
     if (generation > 1) info.manifest.ranks[0].files.push_back({.name = "link", .id = id(1), .bytes = 100});

@@ -84,6 +84,27 @@ TEST_F(CheckpointCopies, ItBecomesTheNewestAndOthersStay) {
   EXPECT_EQ(value_of(manager(system_, "/to")->list()).size(), 3u);
 }
 
+// A copy has the number of its place, and its manifest that of the original.
+TEST_F(CheckpointCopies, RetentionGoesByWhereACopyLies) {
+  const auto write = [&](const std::string& directory, int count) {
+    for (int i = 0; i < count; ++i) value_of(test::write_checkpoint(*manager(system_, directory)));
+  };
+  const auto names = [&] {
+    std::vector<std::string> names;
+    for (const CheckpointInfo& info : value_of(manager(system_, "/to")->list())) names.push_back(info.name);
+    return names;
+  };
+  write("/from", 2);
+  ASSERT_EQ(value_of(pull(system_, store_, pushed().name, "/to")).path, "/to/g-000001");  // the third of /from
+  write("/to", 1);
+  write("/from", 2);
+  ASSERT_EQ(value_of(pull(system_, store_, pushed().name, "/to")).path, "/to/g-000003");  // the fifth
+  const auto keeps_one = value_of(CheckpointManager::open(system_, "/to", {.retention = {.keep = 1}}));
+  EXPECT_EQ(value_of(keeps_one->collect(/*dry_run=*/true)), std::vector<std::string>{"g-000001"});
+  ASSERT_SUCCEEDS(keeps_one->woken_from(3));
+  EXPECT_EQ(names(), std::vector<std::string>{"g-000003"});
+}
+
 TEST_F(CheckpointCopies, PartsThatTheStoreHasAreNotSentAgain) {
   const uint64_t first = pushed().moved_bytes;
   value_of(test::write_checkpoint(*manager(system_, "/from", {.incremental = true})));  // links all chunks

@@ -149,6 +149,14 @@ TEST(AnswerCopies, ComeBackWholeAndOthersAreSetAside) {
   EXPECT_EQ(names(*target), (std::vector<std::string>{"answers", "answers-before-" + index.substr(0, 16)}));
   EXPECT_EQ(names(*value_of(target->open_directory("answers"))),
             (std::vector<std::string>{"answers-000000000001", "tenants.secret"}));
+  // Once more, after a log of this host that nobody has yet: both stay.
+  for (const char* number : {"-2", "-3"}) {
+    write(system, to + "/answers", "answers-000000000007", number);
+    ASSERT_TRUE(pull_answers(system, *store, index, to));
+    const auto aside = value_of(target->open_directory("answers-before-" + index.substr(0, 16) + number));
+    EXPECT_SUCCEEDS(aside->open_file("answers-000000000007"));
+  }
+  EXPECT_SUCCEEDS(target->open_directory("answers-before-" + index.substr(0, 16)));
   ASSERT_TRUE(store->remove("answers/" + index));
   ASSERT_TRUE(store->remove("answers/" + index));  // gone already
   EXPECT_EQ(pull_answers(system, *store, index, to).error().code, Code::kNotFound);

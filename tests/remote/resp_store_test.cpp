@@ -116,6 +116,18 @@ TEST_F(RespStoreTest, WhatOnePutAnotherFindsAndWhoIsOfAnotherKeySpaceRankOrKeyDo
   EXPECT_EQ(one->health().read_errors + other->health().read_errors, 0u);  // a miss is no error
 }
 
+// Each would take the other's block for a damaged one, and remove it.
+TEST_F(RespStoreTest, WithOneKeyWhoEncryptsAndWhoDoesNotLeaveEachOthersBlocksAlone) {
+  std::vector<std::unique_ptr<RespStore>> stores;
+  for (const bool encrypt : {false, true}) {
+    RespStoreOptions options = options_for(peer_.url());
+    options.key = a_key(1), options.encrypt = encrypt;
+    stores.push_back(make(options));
+    ASSERT_SUCCEEDS(put_one(*stores.back(), 0, 5));
+  }
+  for (const auto& store : stores) EXPECT_SUCCEEDS(get(*store, 5));
+}
+
 TEST_F(RespStoreTest, WhatIsThereIsNotSentAgain) {
   const auto store = make();
   ASSERT_SUCCEEDS(put_one(*store, 0, 5));
