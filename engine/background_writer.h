@@ -60,6 +60,7 @@ class BackgroundWriter {
   // Copy these blocks into the file in the background. Then take host memory for `rooms` chunks of `room_bytes` each:
   // an estimate of what copy_rest() will copy.
   Status precopy(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, size_t rooms, uint64_t room_bytes);
+  void forget_ahead() noexcept { ahead_.clear(); }  // blocks were written beside the engine
   // Return the record of a block that precopy() wrote with this content; null if it wrote none.
   const SavedChunk* ahead(const ChunkKey& block, const BlockContent& content) const;
   // Mark a block that the checkpoint before has in a file that this checkpoint should not link (RankWriter::sparse()).

@@ -122,7 +122,7 @@ Result<BackgroundWriter*> CheckpointSaver::writer_of(const orders::Save& save) {
 // are not missing.
 Result<CheckpointPlan> CheckpointSaver::plan_serving(const orders::Save& save,
                                                      const std::vector<BlockContent>& contents,
-                                                     BackgroundWriter& background) const {
+                                                     BackgroundWriter& background) {
   if (save.tags.empty() || !images_.is_kv(save.tags.front()) || has_tag(save.tags, kWeightsTag)) {
     return Error{.code = Code::kInvalidArgument,
                  .what = "while an engine serves its KV cache is saved first, and no weights",
@@ -132,6 +132,8 @@ Result<CheckpointPlan> CheckpointSaver::plan_serving(const orders::Save& save,
   const CheckpointPlan::BaseRecord in_base = [&](const ChunkKey& key) { return writer.base_record(key); };
   TORPOR_ASSIGN_OR_RETURN(CheckpointPlan plan, CheckpointPlan::of(images_, in_base, save, contents));
   const size_t own = plan.size();
+  if (std::exchange(foreign_writes_, images_.foreign_block_writes()) != images_.foreign_block_writes())
+    background.forget_ahead();
   std::erase_if(plan.missing(), [&](size_t place) {
     const SavedChunk* const ahead =
         place < contents.size() ? background.ahead(plan.key_at(place), contents[place]) : nullptr;

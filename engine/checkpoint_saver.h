@@ -40,11 +40,12 @@ class CheckpointSaver {
   Status write(CheckpointPlan& plan, std::span<const size_t> places, RankWriter& writer) const;
   Result<BackgroundWriter*> writer_of(const orders::Save& save);
   Result<CheckpointPlan> plan_serving(const orders::Save& save, const std::vector<BlockContent>& contents,
-                                      BackgroundWriter& background) const;
+                                      BackgroundWriter& background);
 
   const RankParts& parts_;
   RegionImages& images_;
   std::unique_ptr<BackgroundWriter> writer_;  // null: no checkpoint is being written in stages
+  uint64_t foreign_writes_ = 0;               // RegionImages::foreign_block_writes() when writer_ last read blocks
 };
 
 }  // namespace torpor

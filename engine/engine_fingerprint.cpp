@@ -42,6 +42,19 @@ std::vector<uint64_t> writes_of_weights(const Described& described) {
   return writes;
 }
 
+Result<bool> weights_have_digests(const EngineParts& engine, const Described& described,
+                                  const std::vector<std::string>& digests) {
+  if (digests.empty() || digests.size() != described.size()) return false;
+  TORPOR_ASSIGN_OR_RETURN(
+      const std::vector<orders::DigestTags::Reply> digested,
+      engine.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = !engine.options.always_read_weights}));
+  return std::equal(digested.begin(), digested.end(), digests.begin(), digests.end(),
+                    [](const auto& reply, const std::string& digest) {
+                      const auto found = reply.digests.find(kWeightsTag);
+                      return found != reply.digests.end() && found->second == digest;
+                    });
+}
+
 bool is_without_content(const Described& described, const std::string& tag) {
   return std::any_of(described.begin(), described.end(),
                      [&](const auto& reply) { return has_tag(reply.without_content, tag); });

@@ -26,6 +26,9 @@ Result<bool> add_named_weights(const EngineParts& engine, Fingerprint& fields, b
 
 // Return for each rank how often a write of its weights was seen. Writes of other tags do not count.
 std::vector<uint64_t> writes_of_weights(const Described& described);
+// Return whether the weights of the ranks, in their order, have these digests. False: a digest is not known.
+Result<bool> weights_have_digests(const EngineParts& engine, const Described& described,
+                                  const std::vector<std::string>& digests);
 // Return whether the tag came back without content on some rank, and was not written since.
 bool is_without_content(const Described& described, const std::string& tag);
 // Return kFailedPrecondition if any tag is without content: a checkpoint would not have what its tokens depend on.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -28,7 +29,8 @@ struct SleepInForce {
   std::vector<std::string> weights_digests{};  // by rank, of the weights that computed the saved KV; empty: not known
   // The checkpoint of this sleep, or of a wake that is held.
   std::optional<EngineCheckpoints::Generation> checkpoint{};
-  Metadata metadata{};  // of that checkpoint
+  std::unique_ptr<File> checkpoint_lock{};  // of the checkpoint of this sleep: nobody removes it
+  Metadata metadata{};                      // of that checkpoint
 };
 
 struct OperationContext {

@@ -295,6 +295,8 @@ Result<orders::DigestTags::Reply> RankSteps::digest_named(bool as_proven) {
   if (!named_weights_.any()) return orders::DigestTags::Reply{};
   orders::Describe::Reply described;
   images_.describe(described);
+  // A tag that came back without content was not written; yet its bytes are others.
+  as_proven = as_proven && !images_.index().missing(kWeightsTag);
   return named_weights_.digest(as_proven, described.writes[kWeightsTag]);
 }
 

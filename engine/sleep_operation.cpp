@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "engine/sleep_planner.h"
 
 namespace torpor {
 namespace {
@@ -165,6 +166,7 @@ Status SleepOperation::commit_sleep() {
   if (!deeper_) asleep.weights_writes = std::move(writes);
   if (!deeper_ || !weights.empty()) asleep.weights_digests = std::move(weights);
   asleep.without_content = std::move(without_content);
+  if (!deeper_ || generation) asleep.checkpoint_lock = std::move(checkpoint_lock_);
   if (!deeper_ || generation) asleep.checkpoint = std::move(generation);
   if (!deeper_ || !checkpoint.empty()) asleep.metadata = std::move(metadata);
   operation_.fill(report_);
@@ -225,6 +227,7 @@ void SleepOperation::fall_back(const Error& why) {
     preserved_ = false;
     std::erase(save_.tags, kKvCacheTag);
   }
+  checkpoint_lock_.reset();
   pending_.reset();
   captured_ = {};
   live_ = {};
@@ -249,16 +252,9 @@ Status SleepOperation::admit() {
   TORPOR_ASSIGN_OR_RETURN(described_, engine_.ranks.call(orders::Describe{}));
   engine_.state.set_tags(described_);
   TORPOR_ASSIGN_OR_RETURN(tags_, select_tags(options_.tags, described_));
-  const std::vector<std::string>& sleeping = context_.asleep.tags;
-  if (options_.to_disk && !sleeping.empty()) {
-    return Error{
-        .code = Code::kFailedPrecondition,
-        .what = fmt::format("{} asleep already: a checkpoint is made of memory that is there", joined(sleeping, ", ")),
-        .next_step = "wake it first, or sleep to host"};
-  }
-  if (options_.to_disk) TORPOR_RETURN_IF_ERROR(all_have_content(described_));
-  std::erase_if(tags_, [&](const std::string& tag) { return has_tag(sleeping, tag); });
-  if (options_.preserve_state && options_.to_disk) TORPOR_RETURN_IF_ERROR(has_kv(tags_, described_));
+  std::erase_if(tags_, [&](const std::string& tag) { return has_tag(context_.asleep.tags, tag); });
+  if (options_.to_disk)
+    TORPOR_RETURN_IF_ERROR(can_sleep_to_disk(context_, deeper_, options_.preserve_state, tags_, described_));
   save_.progress = options_.progress;
   for (const std::string& tag : tags_) {
     if (!options_.drops(tag)) save_.tags.push_back(tag);
@@ -378,6 +374,9 @@ Result<uint64_t> SleepOperation::verify() {
   checkpoint_stays_ = true;
   TORPOR_RETURN_IF_ERROR(context_.checkpoints.commit(*pending_, report_));
   report_.metadata = captured_.metadata;
+  if (releases_memory()) {
+    TORPOR_ASSIGN_OR_RETURN(checkpoint_lock_, pending_->hold_asleep());
+  }
   TORPOR_RETURN_IF_ERROR(engine_.ranks.call(orders::Inform{.committed = report_.checkpoint}));
   return 0;
 }

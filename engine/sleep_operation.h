@@ -123,6 +123,7 @@ class SleepOperation {
   std::vector<int32_t> deferrable_{};  // SleepInForce::deferrable_blocks
   std::unique_ptr<CheckpointManager> checkpoints_{};
   std::optional<PendingCheckpoint> pending_{};  // owned to the end: its lock is needed to withdraw it
+  std::unique_ptr<File> checkpoint_lock_{};     // PendingCheckpoint::hold_asleep()
   bool cancel_forbidden_ = false;
   bool memory_comes_late_ = false;
   bool checkpoint_stays_ = false;  // it was committed, and could not be withdrawn

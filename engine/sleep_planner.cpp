@@ -3,7 +3,34 @@
 
 #include <fmt/core.h>
 
+#include "base/text.h"
+#include "engine/engine_fingerprint.h"
+
 namespace torpor {
+
+Status can_sleep_to_disk(const OperationContext& context, bool asleep, bool preserve_state,
+                         const std::vector<std::string>& tags, const Described& described) {
+  const std::vector<std::string>& sleeping = context.asleep.tags;
+  if (!sleeping.empty()) {
+    return Error{
+        .code = Code::kFailedPrecondition,
+        .what = fmt::format("{} asleep already: a checkpoint is made of memory that is there", joined(sleeping, ", ")),
+        .next_step = "wake it first, or sleep to host"};
+  }
+  TORPOR_RETURN_IF_ERROR(all_have_content(described));
+  if (!preserve_state) return ok();
+  TORPOR_RETURN_IF_ERROR(has_kv(tags, described));
+  // A checkpoint names the weights that its KV comes from.
+  if (!asleep || writes_of_weights(described) == context.asleep.weights_writes) return ok();
+  TORPOR_ASSIGN_OR_RETURN(const bool same,
+                          weights_have_digests(context.engine, described, context.asleep.weights_digests));
+  if (same) return ok();
+  return Error{.code = Code::kFailedPrecondition,
+               .what =
+                   "the weights were written since the engine fell asleep, and its KV is of the old ones: a "
+                   "checkpoint would take it for KV of the new ones",
+               .next_step = "wake the engine first and say what happens to old KV, or sleep to host"};
+}
 
 Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOptions& options, const Status& valid,
                                 bool being_written) {
@@ -25,6 +52,12 @@ Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOpti
   std::erase_if(tags, [&](const std::string& tag) { return has_tag(context.asleep.tags, tag); });
   if (asleep && (tags.empty() || options.level == 0)) plan.problems.push_back("already asleep");
   TORPOR_ASSIGN_OR_RETURN(plan.requests, engine.hooks.unfinished_requests());
+  if (options.to_disk) {
+    if (const Status can = can_sleep_to_disk(context, asleep, options.preserve_state, tags, described); !can) {
+      plan.problems.push_back(can.error().to_string());
+      return plan;
+    }
+  }
   if (options.level == 0) return plan;
   const std::string directory = context.checkpoints.directory_of(options.data_parallel);
   if (options.to_disk && !asleep && !options.discard_on_save_error && !being_written) {

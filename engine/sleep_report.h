@@ -75,8 +75,8 @@ struct WakeOptions {
   bool others_wait = false;       // another data parallel rank has requests: do not run before its weights are loaded
   // A post-copy wake: the engine runs as soon as the weights and the KV of the requests that run first are back. The
   // rest comes while it runs: call continue_wake() between its steps until nothing is left. All is copied before the
-  // engine runs if `hold` is set, if the weights were written or must be loaded, or if the engine cannot hold blocks
-  // back.
+  // engine runs if the weights were written or must be loaded, or if the engine cannot hold blocks back. With `hold`
+  // end_hold() is the end of the wake.
   bool early = false;
   // Changes the values of the checkpoint to what has happened since, before the engine gets them. `woken_before`: an
   // engine has gone on from this checkpoint. With this function `from_checkpoint` may be empty; the values are then

@@ -52,7 +52,13 @@ Result<std::string> StoredImages::write(const std::string& id, uint64_t bytes, E
       ranks_.call(orders::SaveImage{.image = id, .directory = pending.staging_path(), .writing = pending.writing()}));
   for (const orders::SaveImage::Reply& reply : saved) pending.add_rank(reply.saved);
   written_.insert_or_assign(id, pending.writing().id);
-  TORPOR_RETURN_IF_ERROR(pending.commit());
+  if (const Result<std::string> committed = pending.commit(); !committed) {
+    Error error = committed.error();
+    if (!pending.withdraw() && !pending.withdraw())
+      error.what +=
+          fmt::format("; the image may be left at {}, where another engine could take it", store_.path_of(id));
+    return error;
+  }
   TORPOR_RETURN_IF_ERROR(images_.leave_memory(id, RequestImages::Saved::kNow));
   return store_.path_of(id);
 }
@@ -128,7 +134,9 @@ std::optional<Bytes> StoredImages::release(const std::string& request) {
   std::optional<Bytes> order = images_.release(request);
   if (id.empty()) return order;
   const SealId& written = written_[id];
-  const Status done = order ? store_.remove(id, written) : store_.note_ended(id, written, position);
+  Status done = order ? store_.remove(id, written) : store_.note_ended(id, written, position);
+  // Another engine reads the image, and has not taken it: it must learn that this request has ended.
+  if (!done && order && done.error().code == Code::kUnavailable) done = store_.note_ended(id, written, position);
   if (!done && done.error().code != Code::kNotFound)
     log().warn("request {} of the image {} has ended, and is still on disk: {}", request, store_.path_of(id),
                done.error());

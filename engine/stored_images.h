@@ -35,7 +35,7 @@ class StoredImages {
 
   // Write an image to disk, then free its host memory. Return its path; if it is on disk already, only that.
   // `fingerprint`: of this engine. `outputs`: the front end's part of the requests. After an error the image is in host
-  // memory, and nothing is on disk.
+  // memory, and nothing is on disk, unless the error says so.
   Result<std::string> store(const std::string& id, Fingerprint fingerprint, Value outputs);
   // Hold an image of this engine, and read it into host memory, verified. An image that never left memory is verified
   // there. kNotFound: another engine has taken it. kUnavailable: another engine reads it. kCorruption: it is damaged,

@@ -275,22 +275,9 @@ Result<bool> WakeOperation::has_other_weights() {
   }
   if (writes_of_weights(described) == context_.asleep.weights_writes) return false;
   if (kv_is_said() || !report_.reload.empty()) return true;
-  TORPOR_ASSIGN_OR_RETURN(const bool same, weights_are_those_of_kv(described));
+  TORPOR_ASSIGN_OR_RETURN(const bool same,
+                          weights_have_digests(context_.engine, described, context_.asleep.weights_digests));
   return !same;
-}
-
-// Return whether the weights, though written, have the same bytes as before.
-Result<bool> WakeOperation::weights_are_those_of_kv(const Described& described) {
-  const std::vector<std::string>& weights = context_.asleep.weights_digests;
-  if (weights.empty() || weights.size() != described.size()) return false;
-  TORPOR_ASSIGN_OR_RETURN(
-      const std::vector<orders::DigestTags::Reply> digested,
-      engine_.ranks.call(orders::DigestTags{.tags = {kWeightsTag}, .as_proven = !engine_.options.always_read_weights}));
-  return std::equal(digested.begin(), digested.end(), weights.begin(), weights.end(),
-                    [](const auto& reply, const std::string& digest) {
-                      const auto found = reply.digests.find(kWeightsTag);
-                      return found != reply.digests.end() && found->second == digest;
-                    });
 }
 
 // Return whether requests are preserved that must wait until missing content is loaded.

@@ -53,7 +53,6 @@ class WakeOperation {
   void finished(const std::vector<std::string>& tags) noexcept;
   void let_run(bool weights_were_written) noexcept;
   Result<bool> has_other_weights();
-  Result<bool> weights_are_those_of_kv(const Described& described);
   Result<bool> waits_for_weights();
   std::string warning_of(End end) const;
 

@@ -159,6 +159,22 @@ TEST_F(ContinuousCheckpoint, TheStopCopiesOnlyWhatWasNotFullBefore) {
   EXPECT_LE(phase_bytes(later.report, "save"), 6 * kOneBlock + kRuntimeBytes);
 }
 
+// What was copied ahead is not what its blocks have in the stop.
+TEST_F(ContinuousCheckpoint, WhatWritesBlocksBesideTheEngineVoidsWhatWasCopiedAhead) {
+  const Variant options{.num_blocks = 64, .mix_steps = true, .own_threads = false};
+  for (const bool written : {false, true}) {
+    SleepingEngine serving = make(options);
+    begin(serving.engine);
+    ASSERT_SUCCEEDS(begin_until(2, serving));
+    for (int rank = 0; written && rank < options.ranks; ++rank) serving.engine.memory(rank).mark_dirty("kv_cache");
+    ASSERT_SUCCEEDS(serving.controller.take_checkpoint({}));
+    const SleepReport report = value_of(serving.controller.end_checkpoint());
+    const uint64_t copied_in_stop = phase_bytes(report, "save");
+    const uint64_t all = static_cast<uint64_t>(report.kept_blocks) * kOneBlock + kRuntimeBytes;
+    EXPECT_EQ(copied_in_stop == all, written) << copied_in_stop << " of " << all;
+  }
+}
+
 // A link would keep a file that is little in use, so its unchanged blocks are written again. The report counts them.
 TEST_F(ContinuousCheckpoint, OfUnchangedBlocksTheReportSaysHowManyItWroteAgain) {
   const Variant options{.num_blocks = 64, .mix_steps = true, .incremental = true, .own_threads = false};

@@ -406,6 +406,27 @@ TEST_F(SecondCheckpoint, I10HoweverOftenItIsWrittenEachOneWakesWithEveryToken) {
   }
 }
 
+// Two engines of one kind share a directory: the checkpoints of one count as the other's.
+TEST_F(SecondCheckpoint, WhatAnEngineSleepsOnIsNotRemovedByAnotherOne) {
+  const Variant options = variant();
+  SleepingEngine asleep(linux_file_system(), temporary_.path(), options);
+  add_example_requests(asleep.engine);
+  for (int i = 0; i < 4; ++i) asleep.engine.step();
+  ASSERT_SUCCEEDS(asleep.controller.sleep(to_disk()));
+  SleepingEngine other(linux_file_system(), temporary_.path(), options);
+  add_example_requests(other.engine);
+  for (int i = 0; i < 4; ++i) {
+    other.engine.step();
+    ASSERT_SUCCEEDS(other.controller.sleep(to_disk()));
+    ASSERT_SUCCEEDS(other.controller.wake_up({}));
+  }
+  const auto manager = value_of(CheckpointManager::open(linux_file_system(), temporary_.path(), {}));
+  EXPECT_FAILS(manager->remove(1), Code::kUnavailable, "an engine sleeps on");
+  ASSERT_SUCCEEDS(asleep.controller.wake_up({}));
+  EXPECT_EQ(finish(asleep.engine), uninterrupted(options));
+  EXPECT_EQ(value_of(manager->collect()), std::vector<std::string>{"g-000001"});
+}
+
 TEST_F(SecondCheckpoint, NewWeightsLeaveNoKvToLink) {
   const Variant options = variant();
   SleepingEngine slept = make(options);

@@ -370,6 +370,32 @@ TEST_P(SleepControllerTest, PlanningChangesNothingAndTellsTheTruth) {
   EXPECT_EQ(finish(slept.engine), expected());
 }
 
+// What a sleep to disk refuses before it begins.
+TEST_P(SleepControllerTest, APlanNamesWhatTheSleepWouldRefuse) {
+  const auto refused = [](SleepingEngine& slept, const SleepOptions& options, const char* words) {
+    const SleepPlan plan = value_of(slept.controller.plan_sleep(options));
+    ASSERT_EQ(plan.problems.size(), 1u) << words;
+    EXPECT_NE(plan.problems[0].find(words), std::string::npos) << plan.problems[0];
+    const Result<SleepReport> report = slept.controller.sleep(options);
+    ASSERT_FALSE(report);
+    EXPECT_NE(report.error().what.find(words), std::string::npos) << report.error().to_string();
+  };
+  SleepingEngine slept = make();
+  add_example_requests(slept.engine);
+  slept.engine.step();
+  SleepOptions weights_alone = preserving(true);
+  weights_alone.tags = {"weights"};
+  refused(slept, weights_alone, "needs their KV");
+  SleepOptions kv_alone = preserving(false);
+  kv_alone.tags = {"kv_cache"};
+  ASSERT_SUCCEEDS(slept.controller.sleep(kv_alone));
+  refused(slept, preserving(true), "asleep already");
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  ASSERT_SUCCEEDS(slept.controller.sleep({.preserve_state = true, .weights = Weights::kReload}));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  refused(slept, preserving(true), "without content");
+}
+
 TEST_P(SleepControllerTest, OnlyOneOperationAtATimeAndStateCanAlwaysBeAsked) {
   SleepingEngine slept = make();
   add_example_requests(slept.engine);

@@ -336,6 +336,46 @@ TEST_P(SleepControllerTest, WeightsWrittenBetweenAPauseAndASleepAreNotThoseOfThe
   EXPECT_TRUE(value_of(slept.controller.wake_up({.old_kv = OldKv::kAbort})).fully_awake);
 }
 
+// Another engine would take the KV for that of the weights that the checkpoint names.
+TEST_P(SleepControllerTest, NoCheckpointPairsKvOfOldWeightsWithNewOnes) {
+  for (const bool paused : {true, false}) {
+    SCOPED_TRACE(paused ? "paused" : "woken without its weights");
+    SleepingEngine slept = make();
+    add_example_requests(slept.engine);
+    for (int i = 0; i < 6; ++i) slept.engine.step();
+    if (paused) {
+      ASSERT_SUCCEEDS(slept.controller.sleep({.level = 0}));
+    } else {
+      ASSERT_SUCCEEDS(slept.controller.sleep(without_weights()));
+      ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    }
+    slept.engine.load_weights(2);
+    const SleepPlan plan = value_of(slept.controller.plan_sleep(preserving(true)));
+    ASSERT_EQ(plan.problems.size(), 1u);
+    EXPECT_NE(plan.problems[0].find("its KV is of the old ones"), std::string::npos) << plan.problems[0];
+    EXPECT_FAILS(slept.controller.sleep(preserving(true)), Code::kFailedPrecondition, "its KV is of the old ones");
+    EXPECT_TRUE(slept.controller.is_sleeping());
+    slept.engine.load_weights(1);
+    ASSERT_SUCCEEDS(slept.controller.wake_up({.old_kv = OldKv::kKeep}));
+    ASSERT_SUCCEEDS(slept.controller.sleep(preserving(true)));
+    ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+    EXPECT_EQ(finish(slept.engine), expected());
+  }
+}
+
+TEST_P(SleepControllerTest, TheSameWeightsLoadedAgainMaySleepToDiskAtOnce) {
+  SleepingEngine slept = make();
+  add_example_requests(slept.engine);
+  for (int i = 0; i < 6; ++i) slept.engine.step();
+  ASSERT_SUCCEEDS(slept.controller.sleep(without_weights()));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  slept.engine.load_weights(1);
+  EXPECT_EQ(value_of(slept.controller.plan_sleep(preserving(true))).problems, std::vector<std::string>{});
+  ASSERT_SUCCEEDS(slept.controller.sleep(preserving(true)));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  EXPECT_EQ(finish(slept.engine), expected());
+}
+
 TEST_P(SleepControllerTest, WeightsThatWereNotReloadedAreNotTakenForContentByALaterSleep) {
   SleepingEngine slept = make();
   add_example_requests(slept.engine);

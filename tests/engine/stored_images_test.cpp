@@ -222,6 +222,28 @@ TEST_F(StoredImagesTest, ForgetWhatEndedBeforeTheyWereStored) {
   EXPECT_TRUE(held.ended().empty());
 }
 
+// Their engine aborts them while another one reads the image.
+TEST_F(StoredImagesTest, WhatEndsWhileAnotherEngineReadsThemIsNotTakenWithThem) {
+  for (const bool all : {false, true}) {
+    SCOPED_TRACE(all ? "all" : "one");
+    const test::TemporaryDirectory folder;
+    ImageEngine own(linux_file_system(), folder.path());
+    ASSERT_SUCCEEDS(own.extract("a"));
+    const std::string path = value_of(own.stored.store("a", ImageEngine::fields(), Value{}));
+    ImageEngine other(linux_file_system(), "");
+    ASSERT_SUCCEEDS(other.open(path));
+    EXPECT_FALSE(own.stored.release("r1"));
+    if (all) {
+      EXPECT_TRUE(own.stored.release("r2"));
+    }
+    EXPECT_FAILS(other.stored.take("a"), Code::kUnavailable, "have ended while it was read");
+    other.stored.forget("a");
+    other.stored.put_back("a");
+    const HeldImage again = value_of(HeldImage::hold(linux_file_system(), path, nullptr));
+    EXPECT_EQ(again.ended(), (all ? std::set<int32_t>{0, 1} : std::set<int32_t>{0}));
+  }
+}
+
 TEST_F(StoredImagesTest, StayInHostMemoryWhereTheyCannotBeWritten) {
   ASSERT_SUCCEEDS(engine_.extract("a"));
   const uint64_t used = engine_.used();
@@ -235,6 +257,33 @@ TEST_F(StoredImagesTest, StayInHostMemoryWhereTheyCannotBeWritten) {
     EXPECT_EQ(engine_.used(), used);
   }
   ASSERT_SUCCEEDS(engine_.images.verify("a"));
+}
+
+// A disk that fails from some call on. An image that may have become visible all the same is named by the error:
+// another engine could take what this one still has.
+TEST_F(StoredImagesTest, AreNotLeftOnDiskUnsaidWhereTheDiskFails) {
+  bool left = false;
+  for (uint64_t n = 1;; ++n) {
+    SCOPED_TRACE(n);
+    const test::TemporaryDirectory folder;
+    test::FaultyFileSystem disk(linux_file_system());
+    ImageEngine engine(disk, folder.path());
+    ASSERT_SUCCEEDS(engine.extract("a"));
+    disk.plan.set(test::Fault::kError, n, EIO, /*all_after=*/true);
+    const Result<std::string> stored = engine.stored.store("a", ImageEngine::fields(), Value{});
+    const bool fired = disk.plan.fired();
+    disk.plan.clear();
+    if (stored || !fired) {
+      ASSERT_SUCCEEDS(stored);
+      break;
+    }
+    EXPECT_EQ(engine.stored.path_of("a"), "");
+    const std::vector<ImageInfo> there = value_of(ImageStore(linux_file_system(), folder.path(), {}).list());
+    if (there.empty()) continue;
+    left = true;
+    EXPECT_NE(stored.error().what.find("the image may be left at"), std::string::npos) << stored.error().to_string();
+  }
+  EXPECT_TRUE(left);  // else the test would show nothing
 }
 
 TEST_F(StoredImagesTest, AreOnDiskAlsoIfARankCannotFreeItsMemory) {
