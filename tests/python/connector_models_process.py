@@ -133,6 +133,24 @@ def as_it_was(served: Served) -> dict:
     return result
 
 
+def as_written(served: Served) -> dict:
+    """Whether what is loaded has what the device had in the end. Between the one step that fills blocks and those that
+    store them nobody but torpor waits for the device."""
+    scheduler, runner, engine = served.one.core.scheduler, served.one.runner, served.one.engine
+    pool = scheduler.kv_cache_manager.block_pool
+    prompt = {"prompt_token_ids": [260 + number * 7 % 200 for number in range(4 * ENGINE_BLOCK)]}
+    contents = []
+    for number in range(2):
+        assert scheduler.reset_prefix_cache(reset_connector=number == 0)
+        engine.add_request(f"as written {number}", prompt, greedy(0, 1))
+        [(_, cached)] = served.answers().values()
+        served.one.core.model_executor.driver_worker.worker.synchronize_device()
+        found = pool.cached_block_hash_to_block
+        contents.append({bytes(key): kv_bytes(runner, found.get_one_block(key).block_id) for key in found._cache})
+    [written, loaded] = [list(each.values())[: cached // ENGINE_BLOCK] for each in contents]
+    return {"loaded": len(loaded), "same": [torch.equal(*each) for each in zip(written, loaded, strict=True)]}
+
+
 def goes_on_otherwise(served: Served) -> dict:
     """Tokens of the cache for a prompt that parts from another one behind its second block, and for that one again."""
     scheduler, cached = served.one.core.scheduler, []
@@ -189,8 +207,8 @@ def stats(served: Served) -> dict:
 SCENARIOS = {
     each.__name__: each
     for each in (
-        rounds, pressed, as_it_was, goes_on_otherwise, slept, slept_elsewhere, aborted_while_loading, disturbed,
-        damaged, left_on_disk, stats,
+        rounds, pressed, as_it_was, as_written, goes_on_otherwise, slept, slept_elsewhere, aborted_while_loading,
+        disturbed, damaged, left_on_disk, stats,
     )
 }  # fmt: skip
 

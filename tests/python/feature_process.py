@@ -18,7 +18,7 @@ import gpu_path
 from requests_of_tests import run
 from tiny_model import make_model
 
-from torpor import _core
+from torpor import _core, errors
 from torpor.vllm.server.recorder import Recorder
 
 
@@ -36,6 +36,8 @@ def first(name: str, folder: Path, only_leave: bool) -> dict:
     if not only_leave:
         one.llm.sleep(level=1, preserve_state=True)
         answers |= one.stopped()
+        if gpu_path.active():
+            fail_to_wake(one)
         one.llm.wake_up()
     answers |= run(one.engine, to_disk - to_host)
     result["checkpoint"] = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
@@ -51,6 +53,24 @@ def first(name: str, folder: Path, only_leave: bool) -> dict:
     if "take-over" in feature.ways:
         result["taken_over"] = taken_over(one, 3, 4, feature.certain)
     return result
+
+
+def fail_to_wake(one: InProcess) -> None:
+    """A wake that fails while the requests go back into their slots. What it has taken apart the next one needs."""
+
+    def add_requests(_) -> None:
+        raise MemoryError("refused for this test")
+
+    one.runner.add_requests = add_requests
+    try:
+        one.llm.wake_up()
+    except errors.Error as problem:
+        assert "refused for this test" in str(problem), problem
+    else:
+        raise AssertionError("the wake did not fail")
+    finally:
+        del one.runner.add_requests
+    assert one.llm.is_sleeping()
 
 
 def drafts(one: InProcess) -> dict[str, list[int]]:

@@ -90,6 +90,11 @@ def test_another_backend_beside_preserving_state_is_refused_by_name(on_cuda):
         finished(PRESERVING, enable_sleep_mode=True, sleep_mode_backend="theirs")
 
 
+def test_communicators_that_are_to_sleep_are_refused_by_name(on_cuda):
+    with pytest.raises(errors.InvalidArgument, match="gpu_preserve_state beside enable_nccl_comm_suspend"):
+        finished(PRESERVING, enable_nccl_comm_suspend=True)
+
+
 def test_torpors_backend_without_its_memory_is_refused(on_cuda, monkeypatch):
     """It would free nothing, and say that it had."""
     from torpor.vllm import asking, plugin

@@ -159,3 +159,12 @@ def test_a_logits_processor_of_somebodys_own_is_one_that_a_new_process_would_los
 
     batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=[object.__new__(MinTokensLogitsProcessor), Penalty()]))
     assert runner_v1.lost_in_a_new_process(SimpleNamespace(input_batch=batch)) == ["the logits processor Penalty"]
+
+
+@pytest.mark.parametrize("mrope", [False, True])
+def test_positions_of_a_pruned_video_are_what_a_new_process_would_lose(mrope):
+    from torpor.vllm import runner_v1
+
+    batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=[]))
+    runner = SimpleNamespace(input_batch=batch, is_multimodal_pruning_enabled=True, uses_mrope=mrope)
+    assert runner_v1.lost_in_a_new_process(runner) == ["pruned videos (video_pruning_rate)"] * mrope

@@ -2,13 +2,15 @@
 """vLLM's pauses beside checkpoints, sleeps and wakes: a frozen engine is neither idle nor paused."""
 
 import asyncio
+import contextlib
 
 import pytest
 import gpu_path
 import vllm
 from conftest import ENGINE
 from requests_of_tests import REQUESTS
-from torpor.vllm import freezing
+from torpor.errors import Error
+from torpor.vllm import freezing, frontend
 from torpor.vllm.hooks import VllmHooks
 from vllm.v1.core.sched.interface import PauseState
 
@@ -196,6 +198,38 @@ def test_a_pause_is_over_when_its_requests_have_ended_whatever_comes_in_between(
     asyncio.run(_pauses(zygote, tiny_model, tmp_path))
 
 
+async def stood_still(llm) -> int:
+    """Sleep beside checkpoints. Between its freeze and its sleep no other call may let the engine go on. Return how
+    often that was looked at."""
+    looked = 0
+    stock = frontend.caught_up
+
+    async def caught_up(side, sent) -> None:
+        nonlocal looked
+        if asyncio.current_task() is sleep:
+            for _ in range(40):
+                assert await side.call("is_quiet")
+                looked += 1
+                await asyncio.sleep(0.005)
+        await stock(side, sent)
+
+    async def checkpoints() -> None:
+        while not sleep.done():
+            await llm.checkpoint()
+
+    frontend.caught_up = caught_up
+    try:
+        sleep = asyncio.create_task(llm.sleep(level=1, preserve_state=True))
+        beside = asyncio.create_task(checkpoints())
+        await sleep
+    finally:
+        frontend.caught_up = stock
+        beside.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Error):  # of an engine that is asleep
+            await beside
+    return looked
+
+
 async def _pauses(zygote, model, directory) -> None:
     with zygote.spawning():
         engine = Engine(model, directory)
@@ -231,6 +265,11 @@ async def _pauses(zygote, model, directory) -> None:
     assert await llm.is_paused() and not any(reader.done() for reader in readers)
     paused = asyncio.create_task(engine.paused("wait"))  # from here on they may end
     await ends_whole(readers, paused)
+
+    readers = await engine.begun()
+    assert await stood_still(llm) > 10
+    await llm.wake_up()
+    assert await asyncio.gather(*readers) == expected
 
     readers = await engine.begun()
     await llm.sleep(level=1, preserve_state=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import gpu_path
 import pytest
 from conftest import result_of, tags
+from features import FEATURES
 from requests_of_tests import REQUESTS, run
 
 from torpor import errors
@@ -185,6 +186,24 @@ def test_blocks_that_attention_divides_sleep(zygote, tiny_model, tmp_path):
 def test_nothing_is_read_before_the_device_has_written_it(zygote, tiny_model, tmp_path):
     result = variant(zygote, tiny_model, tmp_path, {}, gpu_path.environment(slow_copies=True))
     assert result["differing"] == [] and result["recomputed"] == 0
+
+
+def test_pruned_videos_are_refused(one, monkeypatch):
+    monkeypatch.setattr(one.runner.model_state, "mm_pruner", object(), raising=False)
+    with pytest.raises(errors.Unsupported, match="pruned videos"):
+        one.llm.sleep(preserve_state=True)
+
+
+@pytest.mark.slow
+def test_no_block_is_stored_before_the_drafting_model_has_written_it(zygote, real_model, tmp_path):
+    """vLLM hands over a step's tokens before its drafts are made."""
+    feature = "speculation, EAGLE"
+    FEATURES[feature].model(tmp_path / "model", real_model)
+    options = {"host_bytes": "64MiB", "sync_load_budget_bytes": 0}
+    process = HERE / "connector_models_process.py"
+    words = [process, "torpor", feature, tmp_path / "model", tmp_path / "store", json.dumps(options), "as_written"]
+    result = result_of(zygote.run(words, env=os.environ | gpu_path.environment(slow_copies=True)))["as_written"]
+    assert result["loaded"] > 1 and all(result["same"])
 
 
 def variant(zygote, model, folder, options: dict, variables: dict) -> dict:

@@ -231,6 +231,8 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
         )
         return VllmConfig.use_cumem_cudagraph_pool.fget(config)
 
+    from vllm.v1.worker import lora_model_runner_mixin
+
     assert used() and used(sleep_mode_backend="cumem")
     assert (
         not used(enable_sleep_mode=False)
@@ -238,6 +240,8 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
         and not used(sleep_mode_backend="other")
     )
     TorporAllocator.get_instance()
+    if hasattr(lora_model_runner_mixin, "get_mem_allocator_instance"):  # vLLM 0.33
+        assert lora_model_runner_mixin.get_mem_allocator_instance() is TorporAllocator.of_this_process
     with cudagraph_pool.capture_pool(None, SimpleNamespace(use_cumem_cudagraph_pool=True)) as pool:
         assert pool == (7, 1)
         address = memory.allocate(5000)

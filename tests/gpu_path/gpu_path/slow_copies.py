@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams on which nothing happens before somebody waits for it, in place of vLLM's placeholders, which never wait.
 
-On a GPU a step returns while the device still works. Here two things that it leaves behind are late: the copies of its
-results to the host, with garbage in their place, and what the runner notes of the tokens that it has just sampled
-(`postprocess_sampled`: last tokens, lengths, penalty counts). Both are legal on a GPU, and both run in their stream's
-order when an event, a stream or the device is synchronized; the notes also before the next step begins. So who reads
-either without waiting reads what is not there yet.
+On a GPU a step returns while the device still works. Here three things that it leaves behind are late: the copies of
+its results to the host, with garbage in their place; what the runner notes of the tokens that it has just sampled
+(`postprocess_sampled`: last tokens, lengths, penalty counts); and the KV that a drafting model writes after that. All
+are legal on a GPU, and all run in their stream's order when an event, a stream or the device is synchronized; notes and
+KV also before the next step that computes. So who reads any of them without waiting reads what is not there yet.
 
 A copy to the host is `Tensor.to("cpu", non_blocking=True)`, as vLLM's `async_utils` makes them. Kernels and all other
 copies run at once.
@@ -166,8 +166,30 @@ def _later(method):
 
 def _after_what_is_left(method):
     @functools.wraps(method)
-    def run(self, *args, **kwargs):
-        self.main_stream.synchronize()
-        return method(self, *args, **kwargs)
+    def run(self, scheduled, *args, **kwargs):
+        if getattr(scheduled, "total_num_scheduled_tokens", 1) > 0:  # else the step has no kernels
+            self.main_stream.synchronize()
+        if getattr(self.speculator, "draft_attn_layer_names", None) and "propose" not in vars(self.speculator):
+            self.speculator.propose = _writing_late(self, self.speculator.propose)
+        return method(self, scheduled, *args, **kwargs)
+
+    return run
+
+
+def _writing_late(runner, propose):
+    """Its drafts are there at once, as the next step's inputs; the KV of its layers is not."""
+
+    def run(*args, **kwargs):
+        runner.main_stream.synchronize()  # the kernels before it
+        layers = runner.compilation_config.static_forward_context
+        caches = [layers[name].kv_cache for name in sorted(runner.speculator.draft_attn_layer_names)]
+        before = [cache.clone() for cache in caches]
+        drafts = propose(*args, **kwargs)
+        for cache, old in zip(caches, before, strict=True):
+            written = cache != old
+            new = cache[written]
+            cache[written] = old[written]
+            runner.main_stream.issue(functools.partial(cache.__setitem__, written, new))
+        return drafts
 
     return run

@@ -47,6 +47,9 @@ class SchedulerSide:
         self.watermark = _WATERMARK_STEPS * (in_a_step + scheduling.max_num_seqs * len(self._specs))
         events = vllm_config.kv_events_config
         self.events = _MOST_EVENTS if events is not None and events.enable_kv_cache_events else 0
+        # vLLM hands over a step's tokens before its drafting model has written KV: what came of a step proves no more
+        # than that the steps before it are over.
+        self._steps_behind = 1 if vllm_config.speculative_config is not None else 0
         self.core: _core.ConnectorScheduler | None = None
         self.policy: Policy | None = None
         if options.policy is not None:
@@ -269,7 +272,7 @@ class SchedulerSide:
             self.bad_since = report.step
             self.core.fail_step(report.step)
         else:
-            self.core.acknowledge(report.step)
+            self.core.acknowledge(max(report.step - self._steps_behind, 0))
         self._computing.pop(report.step, None)
         if report.step >= self._last_loading_step:
             self._computing.clear()

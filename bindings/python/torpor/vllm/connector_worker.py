@@ -63,6 +63,7 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._within_step: set[str] = set()  # requests whose loads end within the present step
         self._generators = GeneratorStates()
+        self._drafts = vllm_config.speculative_config is not None
         self._wait_seconds = 0.0
         self._memory: WorkerMemory | None = None  # of the rank
         self._space = ""  # what names of namespaces have in common
@@ -116,6 +117,8 @@ class WorkerSide:
         self._wait_seconds = orders.wait_seconds
         if self.core is None:
             return
+        if orders.wait_seconds > 0 and self._drafts and (mine := worker.of_this_process()) is not None:
+            mine.synchronize_device()  # a step without kernels: its report would not prove that others are over
         if orders.adopted is not None:
             self.core.adopt(orders.adopted)
         if orders.weights_doubted and self._memory is not None:

@@ -69,6 +69,10 @@ class BlockingSide:
     async def clear_caches(self) -> None:
         self.engine.renderer.clear_mm_cache()
 
+    def frozen_alone(self) -> contextlib.AbstractAsyncContextManager:
+        """While it is held, no other call of this front end lets the engine stand still or go on."""
+        return contextlib.nullcontext()
+
     def behind(self, sent: dict[str, int]) -> list[str]:
         return _behind(self.engine.output_processor, sent)
 
@@ -165,6 +169,11 @@ class AsyncSide:
     async def clear_caches(self) -> None:
         await self.engine.renderer.clear_mm_cache_async()
 
+    def frozen_alone(self) -> contextlib.AbstractAsyncContextManager:
+        if not hasattr(self.engine, "torpor_frozen_alone"):
+            self.engine.torpor_frozen_alone = asyncio.Lock()
+        return self.engine.torpor_frozen_alone
+
     def behind(self, sent: dict[str, int]) -> list[str]:
         return _behind(self.engine.output_processor, sent)
 
@@ -248,11 +257,12 @@ async def sleep(side: BlockingSide | AsyncSide, mode: str, values: dict) -> Repo
 
 async def _preserving(side: BlockingSide | AsyncSide, values: dict) -> Report:
     """Sleep with the requests. Nothing is asked before the engine stands still: it would cost clients a step each."""
-    stands = await _freeze(side, values)
-    has_requests = stands["engine"] == "awake" or (stands["engine"] == "asleep" and stands["level"] <= 0)
-    if not has_requests:
-        return Report(await side.call("sleep", values))
-    return await _with_outputs(side, "sleep", values, stands["sent"])
+    async with side.frozen_alone():
+        stands = await _freeze(side, values)
+        has_requests = stands["engine"] == "awake" or (stands["engine"] == "asleep" and stands["level"] <= 0)
+        if not has_requests:
+            return Report(await side.call("sleep", values))
+        return await _with_outputs(side, "sleep", values, stands["sent"])
 
 
 async def _finish_running(side: BlockingSide | AsyncSide, values: dict) -> None:
@@ -283,8 +293,9 @@ async def _freeze(side: BlockingSide | AsyncSide, values: dict) -> dict[str, Any
 
 async def while_frozen(side: BlockingSide | AsyncSide, method: str, values: dict) -> Report:
     """Let the engine stand still, and call `method` of it with this front end's part under "outputs"."""
-    stands = await _freeze(side, values)
-    return await _with_outputs(side, method, values, stands["sent"])
+    async with side.frozen_alone():
+        stands = await _freeze(side, values)
+        return await _with_outputs(side, method, values, stands["sent"])
 
 
 async def _with_outputs(side: BlockingSide | AsyncSide, method: str, values: dict, sent: dict[str, int]) -> Report:
@@ -333,7 +344,10 @@ async def go_on(side: BlockingSide | AsyncSide) -> None:
 
 
 async def _beyond(side: BlockingSide | AsyncSide, stage: str) -> None:
-    while await side.call("continue_checkpoint") == stage:
+    while True:
+        async with side.frozen_alone():  # it may let the engine stand still, and then go on
+            if await side.call("continue_checkpoint") != stage:
+                return
         await side.pause()
 
 

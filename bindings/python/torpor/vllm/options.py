@@ -165,11 +165,11 @@ class Options:
         WHOLE,
         "number of checkpoints of this engine to retain in checkpoint_dir",
         details=(
-            "torpor always retains the newest checkpoint and the last one that an engine woke from. Until an "
-            "engine woke from the newest, it also retains the one before it. Checkpoints of another engine "
-            "(another model, other weights or other settings) stay. `torpor ls` shows the owner of each, `torpor "
-            "gc` counts those of each owner separately, `torpor rm` removes one. torpor neither counts nor "
-            "removes a checkpoint that it cannot read, and the log names it once."
+            "torpor always retains the newest checkpoint and the last one that an engine woke from. Until an engine "
+            "woke from the newest, it also retains the one before it. One on which an engine sleeps stays. "
+            "Checkpoints of another engine (another model, other weights or other settings) stay. `torpor ls` shows "
+            "the owner of each, `torpor gc` counts those of each owner separately, `torpor rm` removes one. torpor "
+            "neither counts nor removes a checkpoint that it cannot read, and the log names it once."
         ),
     )
     retain_checkpoint_seconds: int | None = described(

@@ -63,3 +63,12 @@ def _graph_pool(patches: Patches) -> None:
 
     patches.set(VllmConfig, "use_cumem_cudagraph_pool", property(used))
     patches.set(cudagraph_pool, "get_mem_allocator_instance", instance)
+
+    def of_adapters() -> None:
+        """From vLLM 0.33 on the slots of LoRA adapters are of a tag of their own, too."""
+        from vllm.v1.worker import lora_model_runner_mixin
+
+        if hasattr(lora_model_runner_mixin, "get_mem_allocator_instance"):
+            patches.set(lora_model_runner_mixin, "get_mem_allocator_instance", instance)
+
+    when_imported("vllm.v1.worker.lora_model_runner_mixin", of_adapters)

@@ -35,9 +35,12 @@ def unsupported(runner) -> list[str]:
 
 
 def lost_in_a_new_process(runner) -> list[str]:
-    """Logits processors of somebody's own: only requests and their tokens tell them what they know."""
+    """What only this process knows. Logits processors of somebody's own know it from requests and their tokens."""
     kinds = {type(processor) for processor in runner.input_batch.logitsprocs.all}
-    return [f"the logits processor {kind.__name__}" for kind in kinds if not kind.__module__.startswith("vllm.")]
+    found = [f"the logits processor {kind.__name__}" for kind in kinds if not kind.__module__.startswith("vllm.")]
+    if getattr(runner, "is_multimodal_pruning_enabled", False) and runner.uses_mrope:
+        found.append("pruned videos (video_pruning_rate)")  # positions that depend on what the encoder saw
+    return found
 
 
 def settle(runner) -> None:

@@ -73,6 +73,8 @@ def unsupported(runner) -> list[str]:
         found.append(f"the model state {type(runner.model_state).__name__}")
     elif getattr(runner.model_state, "recoverssm", None) is not None:
         found.append("RecoverSSM")
+    elif getattr(runner.model_state, "mm_pruner", None) is not None:
+        found.append("pruned videos (video_pruning_rate)")  # positions that depend on what the encoder saw
     speculator = runner.speculator
     if speculator is not None:
         if type(speculator).__name__ not in _SPECULATORS:
@@ -140,8 +142,11 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
 
 def reconnect(runner, value: dict) -> None:
     """As restore(): what vLLM allocates with the weights is gone when they were not kept."""
-    restore(runner, value, [], _inputs(runner))
+    # restore() takes them out of the runner: should it fail, the next call finds them here.
+    runner.torpor_inputs = inputs = _inputs(runner) | getattr(runner, "torpor_inputs", {})
+    restore(runner, value, [], inputs)
     adapters.place(runner, adapters.slots(runner))  # their memory may have been given back with the weights
+    runner.torpor_inputs = {}
 
 
 def restore(runner, value: dict, given_since: list[dict], inputs: dict[str, Inputs]) -> None:
@@ -321,7 +326,7 @@ def _inputs(runner) -> dict[str, Inputs]:
     tensors = {} if state is None else state.gpu_tensors
     found = {request_id: Inputs(of_request) for request_id, of_request in features.items()}
     for request_id, (tensor, mask) in tensors.items():
-        embeddings = Embeddings(tensor, None if mask is None else [bool(each) for each in mask.cpu()], True)
+        embeddings = Embeddings(tensor.cpu(), None if mask is None else [bool(each) for each in mask.cpu()], True)
         found.setdefault(request_id, Inputs()).embeddings = embeddings
     return found
 

@@ -24,6 +24,11 @@ def choose(vllm_config, options: Options) -> None:
             raise InvalidArgument(
                 f"gpu_preserve_state beside sleep_mode_backend={model.sleep_mode_backend!r}", "leave one of them out"
             )
+        if getattr(model, "enable_nccl_comm_suspend", False):
+            raise InvalidArgument(
+                "gpu_preserve_state beside enable_nccl_comm_suspend: torpor's sleep keeps the communicators",
+                "leave one of them out",
+            )
         model.enable_sleep_mode = True
         model.enable_cumem_allocator = True  # as vLLM does with its sleep mode: the name says less than it means
     elif not (model.enable_sleep_mode and model.sleep_mode_backend == _DEFAULT_BACKEND and names_torpor(vllm_config)):

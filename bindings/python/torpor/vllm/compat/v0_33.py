@@ -37,6 +37,7 @@ CHANGES: Changes = {
 
 CPU_SAMPLER_DRAWS = v0_32.CPU_SAMPLER_DRAWS
 PARTS = changed(v0_32.PARTS, CHANGES)
+PARTS["cuda"] += (Module("vllm.v1.worker.lora_model_runner_mixin", names=("get_mem_allocator_instance",)),)
 # A KV connector that is not torpor's follows a sleep by these hooks.
 PARTS["other_connectors"] += (
     Module(
