@@ -201,7 +201,8 @@ TEST_F(SleepFailure, WhateverFailsWhileOlderCheckpointsGoTheNewOneStays) {
       ASSERT_SUCCEEDS(value_of(CheckpointManager::open(linux_file_system(), in_memory.path()))->collect());
       ASSERT_LT(n, 300u);
     }
-    EXPECT_GT(one_more_stayed * test::next_failure(), 3u);
+    const bool all_tried = test::next_failure() == 1;  // else each of those calls may be passed over
+    EXPECT_TRUE(!all_tried || one_more_stayed > 3u);
   }
 }
 

@@ -61,7 +61,7 @@ def torpor(server, *words, code: int = 0, environment=None) -> dict:
 
 
 def files(folder: str | Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name != "WOKEN"}
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name not in ("WOKEN", "ASLEEP")}
 
 
 def test_a_checkpoint_comes_back_as_it_was(server, tmp_path):
