@@ -53,22 +53,29 @@ Status BackgroundWriter::wait_idle() {
 }
 
 Status BackgroundWriter::open(FileSystem& file_system, std::string directory, int32_t rank,
-                              std::shared_ptr<const Key> key, std::vector<ChunkPlan> weights) {
+                              std::shared_ptr<const Key> key, std::vector<ChunkPlan> weights,
+                              std::vector<ChunkPlan> named_weights) {
   TORPOR_RETURN_IF_ERROR(wait_idle());
-  plans_ = std::move(weights);
-  return background_.begin(
-      [this, &file_system, directory = std::move(directory), rank, key = std::move(key)]() -> Status {
-        TORPOR_RETURN_IF_ERROR(go_on());
-        TORPOR_ASSIGN_OR_RETURN(writer_, RankWriter::create(file_system, directory, writing_, rank, key));
-        CombinedDigest all;
-        TORPOR_RETURN_IF_ERROR(in_pieces(plans_, [&](std::span<const ChunkPlan> plans, size_t) -> Status {
-          TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, transfers_.digests(plans));
-          for (size_t i = 0; i < plans.size(); ++i) all.add(plans[i].key, digests[i]);
-          return ok();
-        }));
-        if (!plans_.empty()) digest_ = all.finish();
-        return ok();
-      });
+  return background_.begin([this, &file_system, directory = std::move(directory), rank, key = std::move(key),
+                            weights = std::move(weights), named_weights = std::move(named_weights)]() -> Status {
+    TORPOR_RETURN_IF_ERROR(go_on());
+    TORPOR_ASSIGN_OR_RETURN(writer_, RankWriter::create(file_system, directory, writing_, rank, key));
+    TORPOR_ASSIGN_OR_RETURN(digest_, digest_of(weights));
+    TORPOR_ASSIGN_OR_RETURN(named_digest_, digest_of(named_weights));
+    return ok();
+  });
+}
+
+// Return the digest of these pieces; none if there are none.
+Result<std::optional<std::string>> BackgroundWriter::digest_of(std::span<const ChunkPlan> weights) const {
+  if (weights.empty()) return std::optional<std::string>();
+  CombinedDigest all;
+  TORPOR_RETURN_IF_ERROR(in_pieces(weights, [&](std::span<const ChunkPlan> plans, size_t) -> Status {
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, transfers_.digests(plans));
+    for (size_t i = 0; i < plans.size(); ++i) all.add(plans[i].key, digests[i]);
+    return ok();
+  }));
+  return std::optional<std::string>(all.finish());
 }
 
 Status BackgroundWriter::precopy(std::vector<ChunkPlan> plans, std::vector<BlockContent> contents, size_t rooms,

@@ -46,9 +46,9 @@ class BackgroundWriter {
         background_(transfers.engine().own_threads()) {}
   ~BackgroundWriter();  // stops the background work after its current piece, and waits for it
 
-  // Make the files of this rank in `directory`. `weights`: the pieces to take the digest of.
+  // Make the files of this rank in `directory`. `weights`, `named_weights`: the pieces to take the digests of.
   Status open(FileSystem& file_system, std::string directory, int32_t rank, std::shared_ptr<const Key> key,
-              std::vector<ChunkPlan> weights);
+              std::vector<ChunkPlan> weights, std::vector<ChunkPlan> named_weights);
   bool ended() { return background_.ended(); }
   Status wait_idle();  // waits for the background work, and returns its error
 
@@ -56,6 +56,7 @@ class BackgroundWriter {
   const RankWriting& writing() const { return writing_; }
   RankWriter& writer() { return *writer_; }
   std::optional<std::string> take_digest() { return std::exchange(digest_, std::nullopt); }  // of `weights`
+  std::optional<std::string> take_named_digest() { return std::exchange(named_digest_, std::nullopt); }
 
   // Copy these blocks into the file in the background. Then take host memory for `rooms` chunks of `room_bytes` each:
   // an estimate of what copy_rest() will copy.
@@ -79,6 +80,7 @@ class BackgroundWriter {
     BlockContent content;
     SavedChunk record;
   };
+  Result<std::optional<std::string>> digest_of(std::span<const ChunkPlan> weights) const;
   using Piece = std::function<Status(std::span<const ChunkPlan> plans, size_t first)>;
   Status go_on() const;
   Status in_pieces(std::span<const ChunkPlan> plans, const Piece& piece) const;
@@ -92,7 +94,7 @@ class BackgroundWriter {
   const RankWriting writing_;
   const std::shared_ptr<ProgressFile> progress_;
   std::unique_ptr<RankWriter> writer_;
-  std::optional<std::string> digest_;
+  std::optional<std::string> digest_, named_digest_;
   std::unordered_map<uint64_t, Ahead> ahead_;  // by block number
   std::unordered_set<uint64_t> sparse_;        // blocks marked since open()
   std::vector<ChunkPlan> plans_;               // of the background work

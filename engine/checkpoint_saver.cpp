@@ -89,7 +89,7 @@ Status CheckpointSaver::write(CheckpointPlan& plan, std::span<const size_t> plac
 
 // --- while the engine serves ---
 
-Result<orders::Save::Reply> CheckpointSaver::open(const orders::Save& order) {
+Result<orders::Save::Reply> CheckpointSaver::open(const orders::Save& order, std::vector<ChunkPlan> named_weights) {
   writer_.reset();
   std::vector<ChunkPlan> weights;
   const std::map<std::string, RegionState> states = parts_.allocator.states();
@@ -99,8 +99,8 @@ Result<orders::Save::Reply> CheckpointSaver::open(const orders::Save& order) {
   images_.index().watch_weights();
   auto background = std::make_unique<BackgroundWriter>(parts_.blocking_transfers, parts_.arena, order.writing,
                                                        ProgressFile::of_caller(order.progress));
-  TORPOR_RETURN_IF_ERROR(
-      background->open(parts_.file_system, order.directory, parts_.rank, parts_.key, std::move(weights)));
+  TORPOR_RETURN_IF_ERROR(background->open(parts_.file_system, order.directory, parts_.rank, parts_.key,
+                                          std::move(weights), std::move(named_weights)));
   writer_ = std::move(background);
   return orders::Save::Reply{};
 }

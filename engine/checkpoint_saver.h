@@ -30,9 +30,12 @@ class CheckpointSaver {
   Result<orders::Save::Reply> plan(const orders::Save& order) const;
 
   // The stages of a checkpoint that is written while the engine serves (orders::Save::Stage). There is one at a time.
-  Result<orders::Save::Reply> open(const orders::Save& order);
+  // open() takes the digests of the weights and of `named_weights` in the background; take_named_digest() has the
+  // second one after stop_and_copy().
+  Result<orders::Save::Reply> open(const orders::Save& order, std::vector<ChunkPlan> named_weights);
   Result<orders::Save::Reply> precopy(const orders::Save& order);
   Result<orders::Save::Reply> stop_and_copy(const orders::Save& order);
+  std::optional<std::string> take_named_digest() { return writer_ ? writer_->take_named_digest() : std::nullopt; }
   Result<orders::PollSave::Reply> poll(const orders::PollSave& order);
   void stop() noexcept { writer_.reset(); }  // ends it; when this returns, nothing reads the tags' memory any more
 

@@ -25,47 +25,70 @@ Status NamedWeights::set(std::string label, std::vector<DevicePiece> pieces) {
   }
   label_ = std::move(label);
   pieces_ = std::move(pieces);
-  digest_.clear();
+  invalidate();
   any_ = true;
   return ok();
+}
+
+bool NamedWeights::attached() const {
+  const std::map<std::string, RegionState> states = parts_.allocator.states();
+  const auto state = states.find(kWeightsTag);
+  return state != states.end() && (state->second == RegionState::kAttached || state->second == RegionState::kSaving);
+}
+
+std::vector<ChunkPlan> NamedWeights::plans() const {
+  constexpr uint64_t kChunk = 4 * kMiB;
+  std::vector<ChunkPlan> plans;
+  uint64_t room = 0;  // in the last one
+  for (const DevicePiece& piece : pieces_) {
+    for (uint64_t offset = 0; offset < piece.bytes;) {
+      if (room == 0) {
+        plans.push_back(
+            {.key = {.kind = ChunkKind::kRegion, .tag = kWeightsTag, .region = label_, .index = plans.size()},
+             .pieces = {}});
+        room = kChunk;
+      }
+      const uint64_t bytes = std::min(room, piece.bytes - offset);
+      plans.back().pieces.push_back({piece.address + offset, bytes});
+      offset += bytes;
+      room -= bytes;
+    }
+  }
+  return plans;
 }
 
 Result<orders::DigestTags::Reply> NamedWeights::digest(bool as_proven, uint64_t writes) {
   orders::DigestTags::Reply reply;
   if (!as_proven || digest_.empty() || writes_ != writes) {
-    const std::map<std::string, RegionState> states = parts_.allocator.states();
-    const auto state = states.find(kWeightsTag);
-    if (state == states.end() || (state->second != RegionState::kAttached && state->second != RegionState::kSaving)) {
+    if (!attached()) {
       return Error{.code = Code::kFailedPrecondition,
                    .what = "the weights are not on the device",
                    .next_step = "wake them first"};
     }
-    constexpr uint64_t kChunk = 4 * kMiB;
-    std::vector<ChunkPlan> plans;
-    uint64_t room = 0;  // in the last one
-    for (const DevicePiece& piece : pieces_) {
-      for (uint64_t offset = 0; offset < piece.bytes;) {
-        if (room == 0) {
-          plans.push_back(
-              {.key = {.kind = ChunkKind::kRegion, .tag = kWeightsTag, .region = label_, .index = plans.size()},
-               .pieces = {}});
-          room = kChunk;
-        }
-        const uint64_t bytes = std::min(room, piece.bytes - offset);
-        plans.back().pieces.push_back({piece.address + offset, bytes});
-        offset += bytes;
-        room -= bytes;
-      }
-    }
-    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, parts_.blocking_transfers.digests(plans));
+    const std::vector<ChunkPlan> read = plans();
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Digest> digests, parts_.blocking_transfers.digests(read));
     CombinedDigest all;
-    for (size_t i = 0; i < plans.size(); ++i) all.add(plans[i].key, digests[i]);
-    reply.bytes = bytes_of(plans);
+    for (size_t i = 0; i < read.size(); ++i) all.add(read[i].key, digests[i]);
+    reply.bytes = bytes_of(read);
     digest_ = all.finish();
     writes_ = writes;
   }
   reply.digests[kWeightsTag] = digest_;
   return reply;
+}
+
+std::vector<ChunkPlan> NamedWeights::watch(uint64_t writes) {
+  watched_.reset();
+  if (!any_ || !attached() || (!digest_.empty() && writes_ == writes)) return {};
+  watched_ = writes;
+  return plans();
+}
+
+void NamedWeights::note_watched(std::string digest) {
+  if (!watched_) return;
+  digest_ = std::move(digest);
+  writes_ = *watched_;  // digest() reads them again if they were written since
+  watched_.reset();
 }
 
 void NamedWeights::on_freed(const RegionInfo& region) {

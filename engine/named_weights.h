@@ -7,11 +7,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/rank_orders.h"
 #include "engine/rank_parts.h"
+#include "offload/transfer_job.h"
 
 namespace torpor {
 
@@ -26,18 +28,26 @@ class NamedWeights {
   // Return the digest of the named bytes. `writes`: how often their tag was written so far. With `as_proven` an earlier
   // digest holds if nothing was written since. kFailedPrecondition: the weights are not on the device.
   Result<orders::DigestTags::Reply> digest(bool as_proven, uint64_t writes);
+  // Return what to read for a digest in the background; empty: there is nothing to read, or an earlier one holds.
+  // note_watched() takes it, unless weights were written or doubted since. Thread: that of the other calls.
+  std::vector<ChunkPlan> watch(uint64_t writes);
+  void note_watched(std::string digest);
   // Take the digest anew when it is needed next.
-  void invalidate() { digest_.clear(); }
+  void invalidate() { digest_.clear(), watched_.reset(); }
   // Forget the names if a named piece lies in this region.
   void on_freed(const RegionInfo& region);
 
  private:
+  bool attached() const;
+  std::vector<ChunkPlan> plans() const;
+
   const RankParts& parts_;
   bool any_ = false;
   std::string label_;
   std::vector<DevicePiece> pieces_;
-  std::string digest_;   // empty: not known
-  uint64_t writes_ = 0;  // of the tag, when the digest was taken
+  std::string digest_;               // empty: not known
+  uint64_t writes_ = 0;              // of the tag, when the digest was taken
+  std::optional<uint64_t> watched_;  // of the tag, at watch(); none: what is read since then does not count
 };
 
 }  // namespace torpor

@@ -49,7 +49,7 @@ Result<orders::Save::Reply> RankSteps::carry_out(const orders::Save& order) {
   switch (order.stage) {
     case Stage::kAll: return save_all(order);
     case Stage::kPlan: return saver_.plan(order);
-    case Stage::kOpen: return saver_.checkpoint().open(order);
+    case Stage::kOpen: return saver_.checkpoint().open(order, named_weights_.watch(writes_of_weights()));
     case Stage::kPrecopy: return saver_.checkpoint().precopy(order);
     case Stage::kStopAndCopy: return stop_and_copy(order);
   }
@@ -81,6 +81,8 @@ Result<orders::Save::Reply> RankSteps::save_giving(const orders::Save& order) {
 
 Result<orders::Save::Reply> RankSteps::stop_and_copy(const orders::Save& order) {
   TORPOR_ASSIGN_OR_RETURN(orders::Save::Reply reply, saver_.checkpoint().stop_and_copy(order));
+  if (std::optional<std::string> digest = saver_.checkpoint().take_named_digest())
+    named_weights_.note_watched(std::move(*digest));
   if (const auto weights = reply.digests.find(kWeightsTag); weights != reply.digests.end() && named_weights_.any()) {
     TORPOR_ASSIGN_OR_RETURN(orders::DigestTags::Reply named, digest_named(order.as_proven));
     weights->second = std::move(named.digests.at(kWeightsTag));
@@ -293,11 +295,15 @@ void RankSteps::give_back_unused() noexcept {
 
 Result<orders::DigestTags::Reply> RankSteps::digest_named(bool as_proven) {
   if (!named_weights_.any()) return orders::DigestTags::Reply{};
-  orders::Describe::Reply described;
-  images_.describe(described);
   // A tag that came back without content was not written; yet its bytes are others.
   as_proven = as_proven && !images_.index().missing(kWeightsTag);
-  return named_weights_.digest(as_proven, described.writes[kWeightsTag]);
+  return named_weights_.digest(as_proven, writes_of_weights());
+}
+
+uint64_t RankSteps::writes_of_weights() {
+  orders::Describe::Reply described;
+  images_.describe(described);
+  return described.writes[kWeightsTag];
 }
 
 }  // namespace torpor

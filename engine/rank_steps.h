@@ -68,6 +68,7 @@ class RankSteps {
 
  private:
   Result<orders::DigestTags::Reply> digest_named(bool as_proven);
+  uint64_t writes_of_weights();  // how often they were written so far
   Status nothing_moves();
   Status kv_is_attached() const;
   Result<orders::Save::Reply> save_all(const orders::Save& order);

@@ -299,7 +299,8 @@ Result<uint64_t> SleepOperation::capture() {
     TORPOR_ASSIGN_OR_RETURN(save_.host_slots, engine_.hooks.host_slots(save_.blocks, /*keep=*/true));
   }
   if (to_disk_) {
-    // Weights that are saved are read by the save, and not twice: save() adds their digest.
+    // Weights that are saved are read by the save, and not twice: save() adds their digest. Named ones are read once
+    // more.
     WeightsDigest digest = engine_.options.always_read_weights ? WeightsDigest::kRead : WeightsDigest::kReadOrProven;
     if (has_tag(save_.tags, kWeightsTag)) digest = WeightsDigest::kNone;
     TORPOR_ASSIGN_OR_RETURN(captured_.fingerprint, fingerprint_of(engine_, described_, digest));

@@ -110,7 +110,30 @@ class DirectoryStore final : public ObjectStore {
     return all ? ok() : Status(all.error());
   }
 
+  Result<uint64_t> remove_unfinished(std::string_view folder, bool dry_run) override {
+    Result<Place> place = open(fmt::format("{}/x", folder), false);
+    if (!place && place.error().code == Code::kNotFound) return uint64_t{0};
+    if (!place) return place.error();
+    return remove_unfinished_below(*place->directory, dry_run);
+  }
+
  private:
+  static Result<uint64_t> remove_unfinished_below(Directory& directory, bool dry_run) {
+    uint64_t found = 0;
+    TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory.list());
+    for (const Entry& entry : entries) {
+      if (entry.kind == EntryKind::kDirectory) {
+        TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> below, directory.open_directory(entry.name));
+        TORPOR_ASSIGN_OR_RETURN(const uint64_t more, remove_unfinished_below(*below, dry_run));
+        found += more;
+      } else if (entry.kind == EntryKind::kFile && entry.name.starts_with(kUnfinished)) {
+        if (!dry_run) TORPOR_RETURN_IF_ERROR(directory.remove_file(entry.name));
+        ++found;
+      }
+    }
+    return found;
+  }
+
   // Visit all keys below the directory. Return false if `visit` did.
   Result<bool> each_below(const Directory& directory, const std::string& before,
                           const std::function<bool(std::string_view key)>& visit) const {

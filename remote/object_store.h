@@ -36,6 +36,12 @@ class ObjectStore {
   virtual Status remove(std::string_view key) = 0;                         // ok if there is no such key
   // Call `visit` for each key that begins with `prefix`, in any order, until it returns false.
   virtual Status each_key(std::string_view prefix, const std::function<bool(std::string_view key)>& visit) = 0;
+  // Remove what writers that were killed have left in `folder`, which no key names. Return their number. `dry_run`:
+  // only that. Call it only while nobody creates keys there.
+  virtual Result<uint64_t> remove_unfinished(std::string_view folder, bool dry_run) {
+    (void)folder, (void)dry_run;
+    return uint64_t{0};
+  }
   // Return the keys that begin with `prefix`, in ascending order. kResourceExhausted: more than kMostKeys.
   Result<std::vector<std::string>> list(std::string_view prefix);
   // Check that the bucket or directory exists. kFailedPrecondition, kNotFound. Callers that only read or remove call

@@ -169,25 +169,26 @@ Status RespStore::receive(RespConnection& connection, const std::string& node, I
   }
   TORPOR_ASSIGN_OR_RETURN(const RespReply reply, connection.reply(until));
   if (reply.kind == Kind::kError) return refused(item, reply.text, node), ok();
-  item.over = true;
   item.status = ok();
   switch (verb) {
-    case Verb::kPut: return reply.kind == Kind::kText || reply.kind == Kind::kNothing ? ok() : Status(strange("SET"));
+    case Verb::kPut:
+      if (reply.kind != Kind::kText && reply.kind != Kind::kNothing) return strange("SET");
+      break;
     case Verb::kGet:
       if (reply.kind == Kind::kNothing) {
         item.status = missing();
-        return ok();
+        break;
       }
-      item.over = false;
       if (reply.kind != Kind::kValue) return strange("GET");
       TORPOR_RETURN_IF_ERROR(receive_value(connection, item, static_cast<uint64_t>(reply.number), until));
-      item.over = true;
-      return ok();
+      break;
     case Verb::kFind:
-    case Verb::kRemove: break;
+    case Verb::kRemove:
+      if (reply.kind != Kind::kNumber) return strange("EXISTS");
+      if (verb == Verb::kFind && reply.number == 0) item.status = missing();
+      break;
   }
-  if (reply.kind != Kind::kNumber) return strange("EXISTS");
-  if (verb == Verb::kFind && reply.number == 0) item.status = missing();
+  item.over = true;  // only now: after a reply that makes no sense it is asked again, or fails
   return ok();
 }
 

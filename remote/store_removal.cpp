@@ -110,6 +110,12 @@ Result<RemovalReport> remove_unnamed(ObjectStore& store, const Clock& clock, con
         TORPOR_ASSIGN_OR_RETURN(lease, StoreLease::begin(store, LeaseKind::kRemoval, clock));
       }
       Result<Going> going = what_goes(store, options);
+      for (const std::string_view folder : {"parts", "answers", "checkpoints"}) {
+        if (!going) break;
+        const Result<uint64_t> unfinished = store.remove_unfinished(folder, options.dry_run);
+        if (unfinished) report.parts += *unfinished;
+        if (!unfinished) going = unfinished.error();
+      }
       if (!going) {
         if (lease) (void)lease->end(store);  // nothing was removed
         return going.error();

@@ -28,7 +28,7 @@ Status remove_pushed(ObjectStore& store, const std::string& name, const Clock& c
 struct RemovalReport {
   std::vector<std::string> checkpoints;  // removed
   uint64_t left = 0;                     // checkpoints that stay
-  uint64_t parts = 0;                    // removed
+  uint64_t parts = 0;                    // removed, and files that killed writers left
   uint64_t answers = 0;                  // removed response logs
 };
 // Remove all parts and response logs that nothing names, and old checkpoints as `keep` says. kCorruption: an index

@@ -30,6 +30,9 @@ inline uint32_t code_points(std::string_view text) {
 }
 
 // One choice of one response.
+// The entry of Answer::front that stays when the answer has ended: the prompt's text, if readers get it first.
+inline constexpr std::string_view kEchoField = "echo";
+
 struct Answer {
   RequestState
       request;  // the request as asked; output_token_ids: tokens delivered. Its status and computed tokens are unused.
@@ -37,7 +40,9 @@ struct Answer {
   std::string tenant;    // tenant that may see it; empty: any
   uint64_t call = 0;     // number of the client's call, which the choices of one call share; 0: not known
   int32_t choice = 0;
-  Value front;                      // data of the adapter's front end
+  // Data of the adapter's front end. Of an ended answer it is kEchoField alone, and `request` has no data of the
+  // engine.
+  Value front;
   std::string text;                 // delivered so far, UTF-8
   std::vector<uint32_t> text_ends;  // for each token: code points of `text` up to its end
   AnswerState state = AnswerState::kRunning;

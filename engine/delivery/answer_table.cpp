@@ -25,6 +25,14 @@ uint64_t size_of(const Answer& answer) {
              sizeof(int32_t);
 }
 
+// Drop what only a request that runs needs, and a client may have made large.
+void forget_what_ran(Answer& answer) {
+  answer.request.engine = Value{Dict{}};
+  answer.request.sampling.engine = Value{Dict{}};
+  if (auto* front = std::get_if<Dict>(&answer.front.data))
+    std::erase_if(*front, [](const Field& field) { return field.first != kEchoField; });
+}
+
 Error wrong_call(std::string what) {
   return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = "correct the call"};
 }
@@ -130,6 +138,7 @@ Result<AnswerPart> AnswerTable::part(const std::string& id, uint32_t from_token,
 void AnswerTable::put(Answer answer) {
   std::string id = answer.request.id;
   make_room(order_, 1);
+  if (answer.state != AnswerState::kRunning) forget_what_ran(answer);
   const uint64_t bytes = answer.state != AnswerState::kRunning ? size_of(answer) : 0;
   const size_t hash = hash_of(answer.response, answer.tenant);
   const auto entry = by_response_.emplace(std::pair(answer.tenant, answer.response), id);
@@ -191,6 +200,7 @@ void AnswerTable::apply(AnswerStep& step, Answer& answer) {
   answer.state = step.state;
   answer.finish_reason = std::move(step.finish_reason);
   answer.ended = step.time;
+  forget_what_ran(answer);
   ended_bytes_ += size_of(answer);
 }
 

@@ -242,18 +242,32 @@ TEST_F(ContinuousCheckpoint, AnIncrementalOneWritesOnlyNewBlocks) {
 // The digest of the weights is taken in the background, once, and never of weights that were written meanwhile.
 TEST_F(ContinuousCheckpoint, TheWeightsAreReadOnceAndNotInTheStop) {
   const Variant options = one_thread();
-  SleepingEngine serving = make(options);
-  begin(serving.engine);
-  value_of(checkpoint(serving));
-  value_of(checkpoint(serving));
-  EXPECT_EQ(serving.engine.hashed_bytes(), 0u);  // of those that an order waits for
-  ASSERT_SUCCEEDS(serving.controller.begin_checkpoint());
-  EXPECT_EQ(value_of(serving.controller.continue_checkpoint()), CheckpointStage::kReady);
-  serving.engine.load_weights(2);
-  ASSERT_SUCCEEDS(serving.controller.take_checkpoint({}));
-  const std::string path = value_of(serving.controller.end_checkpoint()).checkpoint;
-  SleepingEngine woken(linux_file_system(), temporary_ / "another", options);
-  EXPECT_TRUE(failed_with(woken.controller.wake_up({.from_checkpoint = path}), Code::kIncompatible, "weights_digest"));
+  for (const bool named : {false, true}) {
+    SCOPED_TRACE(named ? "named" : "the whole tag");
+    SleepingEngine serving = make(options);
+    if (named) serving.engine.name_weights();
+    begin(serving.engine);
+    value_of(checkpoint(serving));
+    value_of(checkpoint(serving));
+    serving.engine.load_weights(1);
+    value_of(checkpoint(serving));
+    EXPECT_EQ(serving.engine.hashed_bytes(), 0u);  // of those that an order waits for
+    // Those that are written, or may have been, while they are read in the background are read again.
+    for (const bool written : {false, true}) {
+      ASSERT_SUCCEEDS(serving.controller.begin_checkpoint());
+      EXPECT_EQ(value_of(serving.controller.continue_checkpoint()), CheckpointStage::kReady);
+      serving.engine.load_weights(written ? 2 : 1, written);
+      serving.engine.memory().invalidate_digest("weights");
+      ASSERT_SUCCEEDS(serving.controller.take_checkpoint({}));
+      const std::string path = value_of(serving.controller.end_checkpoint()).checkpoint;
+      EXPECT_GT(serving.engine.hashed_bytes(), 0u);
+      SleepingEngine woken(linux_file_system(), temporary_ / "another", options);
+      if (named) woken.engine.name_weights();
+      const auto result = woken.controller.wake_up({.from_checkpoint = path});
+      EXPECT_EQ(result.has_value(), !written);
+      EXPECT_EQ(failed_with(result, Code::kIncompatible, "weights_digest"), written);
+    }
+  }
 }
 
 TEST_F(ContinuousCheckpoint, WithoutRoomInHostMemoryThereIsNone) {

@@ -128,6 +128,18 @@ TEST_F(RespStoreTest, WithOneKeyWhoEncryptsAndWhoDoesNotLeaveEachOthersBlocksAlo
   for (const auto& store : stores) EXPECT_SUCCEEDS(get(*store, 5));
 }
 
+TEST_F(RespStoreTest, AReplyThatMakesNoSenseIsNoSuccess) {
+  const auto store = make();
+  for (const char* said : {"+OK\r\n", "$2\r\nOK\r\n"}) {
+    peer_.script([&](const RespPeer::Words& words) { return words[0] == "EXISTS" ? said : std::string(); });
+    EXPECT_FALSE(find(*store, 5)) << said;
+    clock_.advance(4s);
+  }
+  peer_.script([&](const RespPeer::Words& words) { return words[0] == "SET" ? ":1\r\n" : std::string(); });
+  EXPECT_FALSE(put_one(*store, 0, 5));
+  peer_.script({});
+}
+
 TEST_F(RespStoreTest, WhatIsThereIsNotSentAgain) {
   const auto store = make();
   ASSERT_SUCCEEDS(put_one(*store, 0, 5));

@@ -11,10 +11,12 @@
 #include "checkpoint/verify.h"
 #include "remote/answer_copies.h"
 #include "remote/checkpoint_copies.h"
+#include "remote/open_store.h"
 #include "remote/owner_record.h"
 #include "tests/remote/store_in_memory.h"
 #include "tests/support/model_file_system.h"
 #include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
 #include "tests/support/written_checkpoint.h"
 
 namespace torpor::remote {
@@ -124,6 +126,18 @@ class StoreRemoval : public ::testing::Test {
   StoreInMemory store_;
   WallClock clock_;
 };
+
+TEST(DirectoryStore, WhatAKilledWriterLeftGoes) {
+  const test::TemporaryDirectory folder;
+  const auto store = value_of(open_object_store(linux_file_system(), "file://" + folder.path()));
+  ASSERT_SUCCEEDS(store->put_new("parts/00/" + std::string(64, '0'), {}));
+  const auto parts = value_of(linux_file_system().open_directory(folder / "parts/00", false));
+  ASSERT_SUCCEEDS(parts->create_file("unfinished-0123-1"));
+  WallClock clock;
+  EXPECT_EQ(value_of(remove_unnamed(*store, clock, {.dry_run = true})).parts, 2u);
+  EXPECT_EQ(value_of(remove_unnamed(*store, clock)).parts, 2u);
+  EXPECT_TRUE(value_of(parts->list()).empty());
+}
 
 TEST_F(StoreRemoval, WhatNoCheckpointNamesGoesAndTheRestStays) {
   const std::string first = pushed("/one");

@@ -46,6 +46,16 @@ class TestEngine final : public EngineHooks {
     }
     must(rebuild_derived());
   }
+  // As an engine on a GPU does.
+  void name_weights() {
+    for (Rank& rank : ranks_) {
+      std::vector<DevicePiece> pieces;
+      for (const std::span<std::byte> part : rank.weights.parts())
+        pieces.push_back({reinterpret_cast<DeviceAddress>(part.data()), part.size()});
+      must(rank.memory->name_weights("all", std::move(pieces)));
+    }
+  }
+
   void add(const std::string& id, std::vector<int32_t> prompt, int32_t max_tokens, bool seeded = true) {
     Request request{.id = id, .prompt = std::move(prompt), .max_tokens = max_tokens, .seeded = seeded};
     take_cached_prefix(request);
