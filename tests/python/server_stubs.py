@@ -107,6 +107,9 @@ class Engine:
     async def add_request(self, *args, **kwargs):
         self.calls.append(("add_request", *args))
 
+    async def _add_request(self, request, *_):
+        """AsyncLLM's add_request() calls it: it notes the request, and sends it to the engine core."""
+
     async def abort(self, *args, **kwargs):
         self.calls.append(("abort", *args))
 

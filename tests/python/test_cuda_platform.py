@@ -36,11 +36,12 @@ def on_cuda(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def finished(torpor, enable_sleep_mode=False, sleep_mode_backend="cumem"):
+def finished(torpor, enable_sleep_mode=False, sleep_mode_backend="cumem", **options):
     """An engine's configuration as vLLM finishes it; twice, as for its workers."""
     model = SimpleNamespace(
-        enable_sleep_mode=enable_sleep_mode, sleep_mode_backend=sleep_mode_backend, enable_cumem_allocator=False
-    )
+        enable_sleep_mode=enable_sleep_mode, sleep_mode_backend=sleep_mode_backend, enable_cumem_allocator=False,
+        **options,
+    )  # fmt: skip
     config = SimpleNamespace(
         additional_config=None if torpor is None else {"torpor": torpor},
         model_config=model,

@@ -230,6 +230,26 @@ async def stood_still(llm) -> int:
     return looked
 
 
+async def comes_behind_the_freeze(engine) -> None:
+    """A request is sent when the engine core has been asked to stand still, and has not answered yet."""
+    stock, readers = frontend._freeze, []
+
+    async def freeze(side, values):
+        frozen = asyncio.create_task(stock(side, values))
+        await asyncio.sleep(0)
+        readers.extend(engine.ask())
+        await asyncio.sleep(0)
+        return await frozen
+
+    frontend._freeze = freeze
+    try:
+        report = await engine.llm.checkpoint()
+    finally:
+        frontend._freeze = stock
+    assert report.seconds < 20  # not as long as outputs are waited for
+    await asyncio.gather(*readers)
+
+
 async def _pauses(zygote, model, directory) -> None:
     with zygote.spawning():
         engine = Engine(model, directory)
@@ -265,6 +285,8 @@ async def _pauses(zygote, model, directory) -> None:
     assert await llm.is_paused() and not any(reader.done() for reader in readers)
     paused = asyncio.create_task(engine.paused("wait"))  # from here on they may end
     await ends_whole(readers, paused)
+
+    await comes_behind_the_freeze(engine)
 
     readers = await engine.begun()
     assert await stood_still(llm) > 10

@@ -411,6 +411,42 @@ def test_the_bad_is_refused_by_name_and_nothing_happens(server):
     played(server, scene)
 
 
+def test_no_client_stops_a_sleep_by_a_number(server):
+    """One that cannot be sent to the engine core, which vLLM does not notice before, and wide ones that it takes."""
+
+    async def scene(client):
+        body = {"model": "model", "prompt": "The sea", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        unsent = await client.http.post("/v1/completions", json=body, headers={"X-Vllm-Priority": "9" * 23})
+        assert unsent.status_code >= 400
+        wide = body | {
+            "priority": 1_790_000_000_000,
+            "top_k": 3_000_000_000,
+            "temperature": 1,
+            "seed": 5,
+            "stream": True,
+        }
+        expected = [line async for line in lines_of(client, wide)]
+        lines = lines_of(client, wide)
+        seen = [await anext(lines)]
+        report = await client.post("/sleep", level=1)
+        assert report["requests"] == 1 and report["seconds"] < 20
+        await client.post("/wake_up")
+        seen += [line async for line in lines]
+        assert texts_of(seen) == texts_of(expected) != ""
+
+    async def lines_of(client, body: dict):
+        async with client.http.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    yield line
+
+    def texts_of(lines: list[str]) -> str:
+        return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines)
+
+    played(server, scene)
+
+
 def test_a_text_that_begins_with_its_prompt_is_taken_up_where_its_client_is(server):
     async def scene(client):
         prompt = "Once upon a time in a länd far away"
@@ -421,7 +457,17 @@ def test_a_text_that_begins_with_its_prompt_is_taken_up_where_its_client_is(serv
         for has in ((0, 0), (4, 1), (len(prompt), 3), (len(prompt) + 5, 6), (len(wholes[0]) - 1, len(wholes[1]))):
             stream = await client.http.get(f"/torpor/requests/echoed/stream?from_text={has[0]},{has[1]}")
             texts = [whole[:count] for whole, count in zip(wholes, has, strict=True)]
-            for line in stream.text.splitlines():
+            lines = stream.text.splitlines()
+            # Who lost the connection behind the first event goes on from its id: it has nothing of the other choice.
+            (first,) = json.loads(next(line for line in lines if line.startswith("data: {"))[6:])["choices"]
+            went_on = next(line for line in lines if line.startswith("id: "))[4:].split(",")
+            rest = await client.http.get(f"/torpor/requests/echoed/stream?from={','.join(went_on)}")
+            later = [line for line in rest.text.splitlines() if line.startswith("data: {")]
+            others = [json.loads(line[6:])["choices"][0] for line in later]
+            other = 1 - first["index"]
+            assert has[other] == 0 or wholes[other].endswith("".join(c["text"] for c in others if c["index"] == other))
+            assert sum(len(c["token_ids"]) for c in others if c["index"] == other) > 0
+            for line in lines:
                 if line.startswith("data: {"):
                     (choice,) = json.loads(line[6:])["choices"]
                     texts[choice["index"]] += choice["text"]

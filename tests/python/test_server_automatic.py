@@ -26,6 +26,25 @@ class Clock:
         await server._automatic._look()
 
 
+def test_what_an_operator_did_to_a_sleeping_server_stays(monkeypatch, tmp_path):
+    """A wake of some tags is no wake: the server is asleep again. It is not moved to disk beneath its operator."""
+
+    async def scene():
+        clock = Clock(monkeypatch)
+        settings = {"sleep_after_seconds": 30, "sleep_to_disk_after_seconds": 600}
+        _, server = build(monkeypatch, COMPLETIONS, engine=Engine(tmp_path), **settings)
+        await started(server)
+        await clock.look(server, 30)
+        assert server.state == "asleep"
+        server.enter("waking")
+        server.enter("asleep")
+        calls = list(server.engine.calls)
+        await clock.look(server, 10_000)
+        assert server.engine.calls == calls
+
+    run(scene())
+
+
 def test_an_idle_server_falls_asleep_and_later_to_disk(monkeypatch, tmp_path):
     async def scene():
         clock = Clock(monkeypatch)

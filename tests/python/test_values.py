@@ -54,6 +54,20 @@ def test_a_wrong_entry_is_named(path, value, named):
         EngineCheckpoint.from_dict(values)
 
 
+def test_numbers_that_vllm_takes_and_the_format_has_no_room_for_come_back():
+    from types import SimpleNamespace
+
+    from torpor.vllm import scheduler_values, values
+    from vllm import SamplingParams
+
+    assert values.sampling_to_value(SamplingParams(top_k=3_000_000_000))["top_k"] == 2**31 - 1
+    for priority in (1_790_000_000_000, -(2**63)):
+        request = SimpleNamespace(priority=priority)
+        assert scheduler_values._wide_priority(request) == {"wide_priority": priority}
+        assert -(2**31) <= scheduler_values._bounded(priority) < 2**31
+    assert scheduler_values._wide_priority(SimpleNamespace(priority=-5)) == {}
+
+
 def test_hostile_sections_are_refused():
     sections = EngineCheckpoint.from_dict(busy_scheduler(2, 2)).encode()
     for number in range(len(sections)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vllm import envs
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 
@@ -84,4 +85,6 @@ def describe(kv_cache_config) -> str | None:
 def _described(group, with_size: bool) -> str:
     spec, seen = group.kv_cache_spec, reach(group.kv_cache_spec)
     text = f"{type(spec).__name__} {'state' if seen.state else (seen.window, seen.chunk)}"
+    if seen.state:  # padded to the size of an attention block: none of these shows there
+        text += f" {spec.shapes} {spec.dtypes} {envs.VLLM_SSM_CONV_STATE_LAYOUT}"
     return f"{text}{f' {spec.block_size}' if with_size else ''} of {','.join(group.layer_names)}"

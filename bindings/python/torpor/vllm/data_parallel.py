@@ -22,7 +22,7 @@ from torpor.errors import Error, Incompatible, Unsupported, WrongState
 from torpor.vllm.options import Options
 from torpor.vllm.support import compute_for_each_other
 
-_ONLY_LOOK = ("fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drain", "checkpoint_to_wake")
+_ONLY_LOOK = ("sent", "fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drain", "checkpoint_to_wake")
 _SET_OPTIONS = ("retain_checkpoints", "retain_checkpoint_seconds", "retain_checkpoint_bytes", "key_file", "encrypt")
 _SUMS = (
     "requests", "saved_bytes", "compacted_bytes", "reused_bytes", "host_bytes", "disk_bytes", "freed_bytes",
@@ -58,7 +58,10 @@ class Ranks:
         return await asyncio.shield(asyncio.ensure_future(self._call(method, options)))
 
     async def _call(self, method: str, options: dict):
-        special = {"freeze": self._freeze, "sleep": self._sleep, "checkpoint": self._sleep, "wake_up": self._wake_up}
+        special = {
+            "freeze": self._freeze, "sent": self._sent, "sleep": self._sleep, "checkpoint": self._sleep,
+            "wake_up": self._wake_up,
+        }  # fmt: skip
         async with self._one_at_a_time:
             if not self._with_experts or method in _ONLY_LOOK:
                 return await self._ask_all(special, method, options)
@@ -109,8 +112,15 @@ class Ranks:
         if any(isinstance(reply, BaseException) for reply in replies):
             await self._ask("unfreeze", [{}] * self._size)
         stand = _all(replies)
-        self._rank_of = {request_id: rank for rank, of_rank in enumerate(stand) for request_id in of_rank["sent"]}
-        return _one_to_sleep(stand) | {"sent": {id: count for rank in stand for id, count in rank["sent"].items()}}
+        return _one_to_sleep(stand) | {"sent": self._merged([rank["sent"] for rank in stand])}
+
+    async def _sent(self, method: str, options: dict) -> dict[str, int]:
+        return self._merged(_all(await self._ask(method, [options] * self._size)))
+
+    def _merged(self, sent: list[dict[str, int]]) -> dict[str, int]:
+        """What all ranks have sent. From now on it is known which rank has which request."""
+        self._rank_of = {request_id: rank for rank, of_rank in enumerate(sent) for request_id in of_rank}
+        return {request_id: count for of_rank in sent for request_id, count in of_rank.items()}
 
     async def _sleep(self, method: str, options: dict) -> dict:
         asked = [options | {"data_parallel": [rank, self._size]} for rank in range(self._size)]

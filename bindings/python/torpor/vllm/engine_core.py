@@ -33,7 +33,7 @@ from torpor.vllm.weight_updates import Updates, invalidate_adapters, doubt_kv, d
 _STANDING = ("freeze", "sleep", "checkpoint", "wake_up")  # of ranks that compute for each other: only if all stand
 # Methods of EngineSide that a front end may call.
 _METHODS = frozenset({
-    "drain", "end_drain", "freeze", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
+    "drain", "end_drain", "freeze", "sent", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
     "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
     "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
     "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
@@ -92,11 +92,14 @@ class EngineSide:
             with self._falling_asleep({"level": options.get("level", 0), "tags": options.get("tags")}):
                 self.hooks.quiesce(None if timeout is None or timeout < 0 else timeout)
             self.hooks.ask_workers()
+        state = self.controller.state()
+        return {"engine": state["engine"], "level": state["level"], "sent": self.sent({})}
+
+    def sent(self, _: dict) -> dict[str, int]:
+        """How many tokens each request has put out."""
         requests = self.hooks.scheduler.requests
         sent = self.sessions.held()
-        sent |= {request_id: len(request._output_token_ids) for request_id, request in requests.items()}
-        state = self.controller.state()
-        return {"engine": state["engine"], "level": state["level"], "sent": sent}
+        return sent | {request_id: len(request._output_token_ids) for request_id, request in requests.items()}
 
     def unfreeze(self, _: dict) -> None:
         if self.held_by() is None and not self.controller.is_sleeping():

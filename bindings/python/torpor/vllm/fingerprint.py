@@ -54,15 +54,19 @@ def key_space(worker) -> str:
     """
     config, runner = worker.vllm_config, worker.model_runner
     cache = config.cache_config
-    fields = of_weights(config, Options.of(config)) | {
-        "rank": worker.rank,
-        "max_model_len": config.model_config.max_model_len,
-        "kv_cache_dtype": cache.cache_dtype,
-        "block_size": cache.block_size,
-        "prefix_hash": f"{cache.prefix_caching_hash_algo}, seed {get_none_hash_seed()}",
-        "layers": kv_layout.layers(runner.kv_cache_config),
-        "layout": runner.kv_cache_config.kv_cache_layout,
-    }
+    fields = (
+        of_weights(config, Options.of(config))
+        | {
+            "rank": worker.rank,
+            "max_model_len": config.model_config.max_model_len,
+            "kv_cache_dtype": cache.cache_dtype,
+            "block_size": cache.block_size,
+            "prefix_hash": f"{cache.prefix_caching_hash_algo}, seed {get_none_hash_seed()}",
+            "layers": kv_layout.layers(runner.kv_cache_config),
+            "layout": runner.kv_cache_config.kv_cache_layout,
+        }
+        | kv_layout.packing(config)
+    )
     if (groups := connector_groups.describe(runner.kv_cache_config)) is not None:
         fields["groups"] = groups
     if (drafter := _drafting_model(config.speculative_config)) is not None:

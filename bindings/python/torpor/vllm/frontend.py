@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from typing import Any
 
@@ -360,20 +360,30 @@ async def caught_up_with(side: BlockingSide | AsyncSide, sent: dict[str, int], e
         late = [i for i in sent if i in states and states[i].detokenizer.num_output_tokens() < sent[i]]
         return late + [i for i in ended if i in states]
 
-    await _received(side, behind)
+    await _received(behind, lambda _: side.receive())
 
 
 async def caught_up(side: BlockingSide | AsyncSide, sent: dict[str, int]) -> None:
-    """Returns when this front end has processed all that its engine, which stands still, has sent."""
-    await _received(side, lambda: side.behind(sent))
+    """Returns when this front end has processed all that its engine, which stands still, has sent.
+
+    sent: what freeze() said. A request that came meanwhile reaches the engine core behind the freeze: ask it again.
+    """
+    still = {"sent": sent}
+
+    async def receive(behind: list[str]) -> None:
+        await side.receive()
+        if any(request_id not in still["sent"] for request_id in behind):
+            still["sent"] = await side.call("sent")
+
+    await _received(lambda: side.behind(still["sent"]), receive)
 
 
-async def _received(side: BlockingSide | AsyncSide, still_behind: Callable[[], list[str]]) -> None:
+async def _received(still_behind: Callable[[], list[str]], receive: Callable[[list[str]], Awaitable[None]]) -> None:
     deadline = time.monotonic() + _DRAIN_SECONDS
     while behind := still_behind():
         if time.monotonic() > deadline:
             raise TimedOut(f"outputs of {len(behind)} requests did not arrive", "try again")
-        await side.receive()
+        await receive(behind)
 
 
 async def _so_far(side: BlockingSide | AsyncSide) -> list[dict]:

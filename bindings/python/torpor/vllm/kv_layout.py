@@ -26,6 +26,15 @@ def layers(kv_cache_config) -> str:
     return ",".join(name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers)
 
 
+def packing(vllm_config) -> dict[str, str]:
+    """For the fingerprint and for keys: how attention on a CPU packs keys and values, where that is not as ever.
+
+    With AMX vLLM packs bfloat16 in its own way, at the same size and under the same name of the layout.
+    """
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return {"kv_packing": "amx"} if any(getattr(layer, "isa", None) == "amx" for layer in layers) else {}
+
+
 def scattered_blocks(kv_cache_config) -> str | None:
     """The name of the layout, if a block of a layer is not one run of bytes in it."""
     layout = _layout(kv_cache_config)

@@ -154,7 +154,7 @@ def request_to_value(request: Request) -> dict:
     return {
         "id": request.request_id,
         "client_index": request.client_index,
-        "priority": request.priority,
+        "priority": _bounded(request.priority),
         "arrival_time": request.arrival_time,
         "status": _STATUS.get(request.status, "waiting"),
         "prompt_token_ids": kept.prompt(request, "i"),
@@ -168,12 +168,22 @@ def request_to_value(request: Request) -> dict:
         "stop_reason": request.stop_reason,
         "sampling": kept.sampling(request),
         "engine": {name: copied(getattr(request, name)) for name in _ENGINE_FIELDS if hasattr(request, name)}
+        | _wide_priority(request)
         | {
             "prefill_counted": request.prefill_stats is None,
             "structured": None if bound else grammar.to_value(request, request.status is _COMPILING),
         }
         | _beside_tokens(request, bound),
     }
+
+
+def _bounded(number: int) -> int:
+    return max(-(2**31), min(number, 2**31 - 1))
+
+
+def _wide_priority(request: Request | EngineCoreRequest) -> dict:
+    """A client may choose any priority of 64 bits; the neutral field has 32."""
+    return {} if _bounded(request.priority) == request.priority else {"wide_priority": request.priority}
 
 
 def _beside_tokens(request: Request, bound: str) -> dict:
@@ -213,10 +223,10 @@ def _pooling_to_value(request: Request, bound: str) -> dict:
     sampling = sampling_to_value(SamplingParams(max_tokens=request.max_tokens))
     value = unstarted_request(request.request_id, token_ids(request), sampling, request.arrival_time)
     value["engine"]["pooling"] = "" if bound else pooling.to_value(request.pooling_params)
-    value["engine"] |= _beside_tokens(request, bound)
+    value["engine"] |= _beside_tokens(request, bound) | _wide_priority(request)
     return value | {
         "client_index": request.client_index,
-        "priority": request.priority,
+        "priority": _bounded(request.priority),
         "cache_salt": request.cache_salt,
     }
 
@@ -239,7 +249,9 @@ def request_from_value(value: dict, block_hasher) -> Request:
     engine = dict(value["engine"])
     # Absent in older ones.
     added = ("structured", "adapter", "features", "embeddings", "pooling", "bound", "elsewhere", "said")
-    beside = {name: engine.pop(name, None) for name in (*added, "features_elsewhere", "other_hash_keys")}
+    beside = {
+        name: engine.pop(name, None) for name in (*added, "features_elsewhere", "other_hash_keys", "wide_priority")
+    }
     structured, pooled = beside["structured"], beside["pooling"]
     if (bound := beside["bound"]) is not None:
         raise Incompatible(f"request {value['id']}: {bound} could not leave the process that slept", "send it again")
@@ -254,7 +266,7 @@ def request_from_value(value: dict, block_hasher) -> Request:
         client_index=value["client_index"],
         arrival_time=value["arrival_time"],
         cache_salt=value["cache_salt"],
-        priority=value["priority"],
+        priority=value["priority"] if beside["wide_priority"] is None else beside["wide_priority"],
         block_hasher=block_hasher,
         lora_request=adapters.from_value(beside["adapter"]),
         **Inputs.from_value(beside).arguments(list(value["prompt_token_ids"])),
@@ -288,12 +300,12 @@ def new_request_to_value(request: EngineCoreRequest) -> dict:
         "structured": grammar.new_to_value(request),
         "adapter": adapters.to_value(request.lora_request),
         "said": said.to_value(request),
-    }
+    } | _wide_priority(request)
     if inputs := Inputs.of(request):
         value["engine"]["elsewhere"] = "embeddings" if inputs.embeddings is not None else "images"
     return value | {
         "client_index": request.client_index,
-        "priority": request.priority,
+        "priority": _bounded(request.priority),
         "cache_salt": request.cache_salt,
     }
 

@@ -27,6 +27,7 @@ _NEUTRAL: dict[str, list | None] = {
     "frequency_penalty": None, "repetition_penalty": None, "seed": None, "stop": [], "stop_token_ids": [],
     "max_tokens": None, "min_tokens": None, "ignore_eos": None, "logprobs": None, "prompt_logprobs": None,
 }  # fmt: skip
+_MOST = 2**31 - 1
 _OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _DEFAULTS = SamplingParams()
 _DTYPES = {
@@ -38,6 +39,7 @@ _DTYPES = {
 def sampling_to_value(params: SamplingParams) -> dict:
     """The neutral fields, and under "engine" all others that differ from vLLM's default."""
     value = {name: getattr(params, name) for name in _NEUTRAL}
+    value["top_k"] = min(value["top_k"], _MOST)  # more than any vocabulary has: the same
     value["stop"] = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
     value["stop_token_ids"] = list(params.stop_token_ids or [])
     engine = {"stop_is_none": params.stop is None, "stop_token_ids_is_none": params.stop_token_ids is None}

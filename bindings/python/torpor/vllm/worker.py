@@ -192,7 +192,7 @@ class WorkerMixin(Stock):
             "device_type": self.device.type,
             "runner": type(runner).__name__,
             "v2": _is_v2(self),
-            "attention": _runner(self).attention(runner),
+            "attention": _runner(self).attention(runner) | kv_layout.packing(self.vllm_config),
             "unsupported": _runner(self).unsupported(runner),
             "lost": _runner(self).lost_in_a_new_process(runner),
             "elsewhere": self.torpor_memory.elsewhere(runner.model),

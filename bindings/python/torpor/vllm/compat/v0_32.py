@@ -98,6 +98,7 @@ ENGINE = (
                         "session_id=None, prompt_text=None, reasoning_ended=None, reasoning_parser_kwargs=None, "
                         "kv_hints=None"
                     ),
+                    "_add_request": "self, request, prompt, parent_req, index, queue",
                     "abort": "self, request_id, internal=False",
                     "_run_output_handler": "self",
                 },

@@ -58,9 +58,9 @@ class Automatic:
         self._used = time.monotonic()
 
     def entered(self, state: str) -> None:
+        self._slept = None  # _look() sets it again after a sleep of its own
         if state == "awake":
             self.used()
-            self._slept = None
         elif state == "asleep":
             self._wake_if_wanted()
 
@@ -136,8 +136,11 @@ class Automatic:
             server.metrics.automatic.labels("sleep").inc()
             logger.info("torpor: idle, asleep in host memory; %.1f MB given back", report.freed_bytes / 1e6)
         elif self._slept is not None and server.state == "asleep" and 0 < to_disk_after <= now - self._slept:
-            self._slept = now  # if it fails, a term later it is tried again
-            report = await server.sleep_deeper()
+            try:
+                report = await server.sleep_deeper()
+            except BaseException:
+                self._slept = now  # a term later it is tried again
+                raise
             self._slept = None
             server.metrics.automatic.labels("sleep_to_disk").inc()
             logger.info("torpor: idle, asleep on disk: %s", report.checkpoint)

@@ -180,6 +180,8 @@ class Server:
 
     def _take_requests(self) -> None:
         self.engine.add_request, self.engine.abort = self._add_request, self._abort
+        self._stock_register = self.engine._add_request
+        self.engine._add_request = self._register
 
     async def own(self, fingerprint: dict, parts: standby.Parts, wake=None) -> None:
         """Own the directory, go on with what an earlier server left there, and serve.
@@ -280,6 +282,16 @@ class Server:
             return await self._stock_add(*args, **kwargs)
         finally:
             self._adding -= 1
+
+    async def _register(self, request, *args, **kwargs) -> None:
+        """vLLM notes a request before it sends it to the engine core. One that cannot be sent (a number or a text that
+        has no encoding) would be waited for by each sleep."""
+        try:
+            await self._stock_register(request, *args, **kwargs)
+        except BaseException:
+            if request.request_id in self.engine.output_processor.request_states:
+                await self._stock_abort([request.request_id], internal=True)
+            raise
 
     async def _abort(self, request_id, internal: bool = False) -> None:
         """`internal`: vLLM's, because a client went away; or everybody's, because the server ends."""

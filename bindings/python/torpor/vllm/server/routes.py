@@ -653,7 +653,10 @@ async def _events(
         "created": int(time.time()),
         "model": life.model,
     }
-    ends = [life.log.answers.position(each)["tokens_end"] for each in ids] if by_text else list(starts)
+    ends = list(starts)
+    if by_text:  # where the tokens begin of which nothing was sent yet
+        parts = [life.log.answers.part(each, 0, start) for each, start in zip(ids, starts, strict=True)]
+        ends = [part["tokens_end"] - len(part["tokens"]) for part in parts]
     waits = {
         asyncio.create_task(life.log.more(each, *((0, start) if by_text else (start, 0)))): index
         for index, (each, start) in enumerate(zip(ids, starts, strict=True))

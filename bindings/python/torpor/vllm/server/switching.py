@@ -215,7 +215,8 @@ class Switch:
             except NotEnoughRoom as problem:
                 if time.monotonic() > deadline:
                     logger.error("torpor: this server is asleep, POST /wake_up wakes it: %s", problem)
-                    return server.enter("asleep")
+                    server.enter("asleep")
+                    return self._listen_again()
                 await asyncio.sleep(_LOOK_SECONDS)
             except (Error, EngineDeadError) as problem:  # a new process goes on from the checkpoint and the log
                 what = f"the engine does not wake after a switch that failed: {problem}"
@@ -223,6 +224,10 @@ class Switch:
         with suppress(Error, EngineDeadError):  # /health says so
             await frontend.go_on(frontend.AsyncSide(server.engine))
         server.enter("awake")
+        self._listen_again()
+
+    def _listen_again(self) -> None:
+        server = self._server
         if server.settings.listen_fd > 0 and server.listener is None:
             server.tasks.keep(lambda: listening.when_awake(server), "listening for clients")
 
