@@ -52,6 +52,17 @@ def test_models_whose_blocks_differ_in_what_they_hold_do_not_find_each_others():
     assert len({*names}) == 3 and connector_groups.describe(config_of(small)) is None
 
 
+def test_states_of_other_types_or_shapes_do_not_find_each_others():
+    """vLLM pads them to the size of an attention block, where neither shows."""
+
+    def named(shapes, dtype) -> str:
+        kind = MambaAttentionBackendEnum["SHORT_CONV"]
+        return connector_groups.describe(config_of(MambaSpec(32, shapes, (dtype,), mamba_type=kind)))
+
+    names = {named(((4, 8),), torch.float32), named(((4, 8),), torch.bfloat16), named(((8, 4),), torch.float32)}
+    assert len(names) == 3
+
+
 def run(zygote, folder: Path, kind: str, connector: str, host_bytes: int = ENOUGH, **options) -> dict:
     name, given, sizes, _ = KINDS[kind]
     model = folder / "model"

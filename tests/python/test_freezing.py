@@ -142,11 +142,11 @@ def test_a_pause_of_ranks_that_stand_holds_when_they_go_on():
 class Engine:
     """An AsyncLLM whose engine core is in another process, and readers of it."""
 
-    def __init__(self, model, directory):
+    def __init__(self, model, directory, sessions: bool):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        torpor = {"torpor": {"checkpoint_dir": str(directory)}}
+        torpor = {"torpor": {"checkpoint_dir": str(directory), "sessions": sessions}}
         arguments = AsyncEngineArgs(model=str(model), additional_config=torpor, disable_log_stats=True, **ENGINE)
         self.llm = AsyncLLM.from_engine_args(arguments)
         self.tokens: dict[str, list[int]] = {}
@@ -190,12 +190,13 @@ class Engine:
 
 @pytest.mark.slow
 @pytest.mark.gpu_path
+@pytest.mark.parametrize("sessions", [False, True], ids=["alone", "with sessions"])
 def test_a_pause_is_over_when_its_requests_have_ended_whatever_comes_in_between(
-    zygote, tiny_model, tmp_path, monkeypatch
+    zygote, tiny_model, tmp_path, monkeypatch, sessions
 ):
     vllm.envs.disable_envs_cache()  # an engine in this process has switched it on
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    asyncio.run(_pauses(zygote, tiny_model, tmp_path))
+    asyncio.run(_pauses(zygote, tiny_model, tmp_path, sessions))
 
 
 async def stood_still(llm) -> int:
@@ -230,6 +231,28 @@ async def stood_still(llm) -> int:
     return looked
 
 
+async def waits_for_whole_weights(engine, expected: list) -> None:
+    """Of an engine that is awake: no request runs in an update of the weights, nor after one that has failed."""
+
+    async def asked() -> list[asyncio.Task]:
+        readers = engine.ask()
+        for _ in range(50):
+            await engine.llm.is_sleeping()  # the engine core answers between steps
+        assert not any(engine.tokens.values())
+        return readers
+
+    async with engine.llm.updating_weights():
+        readers = await asked()
+    assert await asyncio.gather(*readers) == expected
+    with contextlib.suppress(ZeroDivisionError):
+        async with engine.llm.updating_weights():
+            raise ZeroDivisionError
+    readers = await asked()
+    async with engine.llm.updating_weights():
+        pass
+    assert await asyncio.gather(*readers) == expected
+
+
 async def comes_behind_the_freeze(engine) -> None:
     """A request is sent when the engine core has been asked to stand still, and has not answered yet."""
     stock, readers = frontend._freeze, []
@@ -250,9 +273,9 @@ async def comes_behind_the_freeze(engine) -> None:
     await asyncio.gather(*readers)
 
 
-async def _pauses(zygote, model, directory) -> None:
+async def _pauses(zygote, model, directory, sessions: bool) -> None:
     with zygote.spawning():
-        engine = Engine(model, directory)
+        engine = Engine(model, directory, sessions)
     llm = engine.llm
     expected = await asyncio.gather(*engine.ask())
 
@@ -287,6 +310,7 @@ async def _pauses(zygote, model, directory) -> None:
     await ends_whole(readers, paused)
 
     await comes_behind_the_freeze(engine)
+    await waits_for_whole_weights(engine, expected)
 
     readers = await engine.begun()
     assert await stood_still(llm) > 10

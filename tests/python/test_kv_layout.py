@@ -111,3 +111,14 @@ def test_the_description_tells_all_but_the_number_of_blocks():
             [described[layers, layout.name]] = {kv_layout.description(config) for config in configurations}
     assert described["layers alike", "LBNHC"] != described["layers alike", "BLNHC"]
     assert described["layers alike", "LBNHC"] != described["layers of two sizes", "LBNHC"]
+
+
+def test_attention_with_amx_packs_kv_its_own_way():
+    """At the same size, and under the same name of the layout."""
+
+    def config(*isas):
+        layers = {str(number): SimpleNamespace(isa=isa) for number, isa in enumerate(isas)}
+        return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers | {"mlp": object()}))
+
+    assert kv_layout.packing(config("vec", "vec16")) == kv_layout.packing(config()) == {}
+    assert kv_layout.packing(config("vec", "amx")) == {"kv_packing": "amx"}

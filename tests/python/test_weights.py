@@ -11,6 +11,7 @@ from tiny_model import make_model
 from vllm import SamplingParams
 
 from torpor import errors
+from torpor.vllm import frontend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -142,7 +143,10 @@ def test_an_engine_without_requests_gets_new_weights_awake(one, weights, other_m
     generate(one, SHARED)
     assert generate(one, SHARED)[0] > 0
     with one.llm.updating_weights():
+        with pytest.raises(errors.WrongState, match="an update of the weights is under way"):
+            frontend.refuse_while_asleep(one.engine)  # as LLM.generate() does
         weights(other_model)
+    frontend.refuse_while_asleep(one.engine)
     found = generate(one, SHARED)
     one.llm.reset_prefix_cache()
     assert found == generate(one, SHARED) and found[0] == 0

@@ -38,6 +38,32 @@ TEST_F(DeliveryLogTest, WhatItDropsForWantOfRoomItNames) {
   EXPECT_FALSE(answers->was_dropped("response-1", "")) << "it would not have been kept so long";
 }
 
+// A call may say much that its answer needs no more: options, a schema, the prompt's text.
+TEST_F(DeliveryLogTest, AnEndedAnswerHasOnlyWhatReadersAskFor) {
+  const std::string much(10'000, 'x');
+  Answer asks = asked("1");
+  asks.request.engine = Value{Dict{{"structured", Value{much}}}};
+  asks.request.sampling.engine = Value{Dict{{"extra_args", Value{much}}}};
+  asks.front = Value{Dict{{"state", Value{much}}, {"echo", Value{std::string("the prompt")}}}};
+  const Value echo{Dict{{"echo", Value{std::string("the prompt")}}}};
+  for (const bool opened_again : {false, true}) {
+    const auto answers = open(options());
+    if (!opened_again) {
+      ASSERT_TRUE(succeeded(answers->start(asks)));
+      EXPECT_EQ(answers->get("1")->front, asks.front);
+      ASSERT_TRUE(succeeded(answers->step({given("1", 0, {1}, "text")})));
+      ASSERT_TRUE(succeeded(answers->step({ended("1", 1)})));
+    }
+    const Answer kept = *answers->get("1");
+    EXPECT_EQ(kept.front, echo);
+    EXPECT_EQ(kept.request.engine, Value{Dict{}});
+    EXPECT_EQ(kept.request.sampling.engine, Value{Dict{}});
+    EXPECT_EQ(kept.text, "text");
+    ASSERT_TRUE(succeeded(answers->rotate()));
+    EXPECT_LT(answers->counts().log_bytes, 5'000U);
+  }
+}
+
 // A reader counts choices by their places: what is left of a response would be taken for all of it.
 TEST_F(DeliveryLogTest, AResponseIsDroppedWholeAndOnlyWhenAllOfItHasEnded) {
   DeliveryLogOptions none = options();

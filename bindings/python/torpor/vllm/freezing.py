@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from vllm.v1.core.sched.interface import PauseState
 
+from torpor.vllm.connector_options import ADMIT_CLASS
+
 
 def is_frozen(core) -> bool:
     return getattr(core.scheduler, "torpor_frozen", False)
@@ -20,13 +22,13 @@ def is_idle(core) -> bool:
     """Whether all that a pause waits for has ended, as vLLM would say it if the engine were not frozen.
 
     Ids of finished requests, which the next step hands over, are not waited for: there may be none for hours. Beside a
-    KV connector they are, because its transfers may still hold blocks.
+    KV connector they are, because its transfers may still hold blocks; that of the option sessions has none.
     """
     if core.batch_queue:
         return False
     scheduler = core.scheduler
-    unfinished = _unfinished_requests(core, scheduler)
-    return unfinished == 0 and (scheduler.connector is None or not scheduler.has_finished_requests())
+    transfers = scheduler.connector is not None and type(scheduler.connector).__name__ != ADMIT_CLASS
+    return _unfinished_requests(core, scheduler) == 0 and not (transfers and scheduler.has_finished_requests())
 
 
 def _unfinished_requests(core, scheduler) -> int:

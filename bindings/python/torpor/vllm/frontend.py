@@ -519,13 +519,17 @@ def _step(engine: LLMEngine, stock) -> list:
         given.first = []
         return first
     client = engine.engine_core
-    if given.asleep and not isinstance(client, InprocClient) and client.outputs_queue.empty():
-        return []  # the stock step would wait for an engine that sleeps
+    stands = given.asleep or given.weight_update is not None
+    if stands and not isinstance(client, InprocClient) and client.outputs_queue.empty():
+        return []  # the stock step would wait for an engine that takes none
     return stock()
 
 
 def refuse_while_asleep(engine: LLMEngine) -> None:
-    """Before LLM runs its engine until all requests have ended: asleep, it would wait for ever."""
+    """Before LLM runs its engine until all requests have ended: asleep, or in an update of its weights, it would wait
+    for ever."""
+    if (why := step_outputs.of(engine).weight_update) is not None:
+        raise WrongState(why, "end it, or load them in updating_weights() first")
     if not engine.is_sleeping():
         return
     missing = [tag for tag, state in call(engine, "state")["tags"].items() if state != "attached"]

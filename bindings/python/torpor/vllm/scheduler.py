@@ -30,6 +30,7 @@ class SchedulerMixin(Stock):
 
     torpor_base: type  # the scheduler without torpor
     torpor_frozen = False
+    torpor_updates_weights = False  # requests wait until the weights are whole (weight_updates.py)
     torpor_collects = False  # takes steps that compute nothing, for a KV connector that is not torpor's
     torpor_steps = 0
     torpor_unproven = 0  # KV blocks that a copy may still write into
@@ -54,7 +55,7 @@ class SchedulerMixin(Stock):
     def has_requests(self) -> bool:
         if self.torpor_collects:
             return True
-        if self.torpor_frozen or (self.torpor_gate is not None and stands(self)):
+        if self.torpor_frozen or self.torpor_updates_weights or (self.torpor_gate is not None and stands(self)):
             return False
         return super().has_requests()
 

@@ -13,6 +13,7 @@ class StepOutputs:
     aside: list | None = None  # outputs of restored requests, while LLM runs its own
     hibernated: set = field(default_factory=set)  # vLLM's ids of requests that step() cannot end
     asleep: bool = False  # step() of an engine core in another process gives nothing then
+    weight_update: str | None = None  # why no request may run, if one is under way or has failed; nor then
 
 
 _OF: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from torpor.errors import InvalidArgument, Unsupported, WrongState
-from torpor.vllm import connector_sleep
+from torpor.vllm import connector_sleep, step_outputs
 
 # Methods of vLLM's workers that write no weights, or say so themselves. Of any other it is not known.
 _WRITE_NO_WEIGHTS = frozenset({
@@ -42,6 +42,9 @@ def kv_option(kv: str | None, weights_changed: bool) -> str | None:
     return "recompute" if weights_changed else kv
 
 
+UNDER_WAY, FAILED = "an update of the weights is under way", "an update of the weights has failed"
+
+
 class _Update:
     def __init__(self, call, engine, version: str | None):
         if version is not None and not isinstance(version, str):
@@ -62,9 +65,13 @@ class Updating(_Update):
 
     def __enter__(self) -> None:
         self._begun()
+        step_outputs.of(self._engine).weight_update = UNDER_WAY
 
     def __exit__(self, kind, *_) -> None:
+        step_outputs.of(self._engine).weight_update = FAILED  # also if the engine core cannot end it well
         self._ended("done" if kind is None else "failed")
+        if kind is None:
+            step_outputs.of(self._engine).weight_update = None
 
 
 class UpdatingAwaited(_Update):
@@ -88,22 +95,27 @@ class Updates:
         self._side = side
         self._open: str | None = None  # why no request may run
 
+    def _set(self, why: str | None) -> None:
+        self._open = why
+        self._side.hooks.scheduler.torpor_updates_weights = why is not None
+
     def begin(self, options: dict) -> None:
         state, core = self._side.controller.state(), self._side.hooks.core
         if options["labelled"] and not hasattr(core, "set_weight_version"):
             raise Unsupported("this vLLM has no label of the weights", "leave version out")
-        if state["engine"] == "awake" and core.scheduler.requests:
+        # Those that came since an update that failed have not begun.
+        if state["engine"] == "awake" and core.scheduler.requests and self._open is None:
             raise WrongState("requests run on these weights", "call sleep(level=0), or a deeper one, first")
         if (weights := state["tags"]["weights"]) != "attached":
             raise WrongState(f"the weights are {weights}", 'call wake_up(tags=["weights"]) first')
-        self._open = "an update of the weights is under way"
+        self._set(UNDER_WAY)
 
     def end(self, options: dict) -> None:
         if options["outcome"] == "failed":
-            self._open = "an update of the weights has failed"
+            self._set(FAILED)
             return
-        self._open = None
         if options["outcome"] == "not begun":
+            self._set(None)
             return
         core = self._side.hooks.core
         core.collective_rpc("torpor_mark_dirty", args=("weights",))
@@ -112,6 +124,7 @@ class Updates:
             self._side.hooks.retire_prefix()
         if options["version"] is not None:
             core.set_weight_version(options["version"])
+        self._set(None)
 
     def check_none(self) -> None:
         """Raise WrongState while an update of the weights is open."""
