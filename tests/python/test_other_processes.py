@@ -96,6 +96,9 @@ def test_an_engine_does_not_stand_still_for_a_sleep_that_was_interrupted(interru
         async def clear_caches(self) -> None:
             pass
 
+        def frozen_alone(self):
+            return contextlib.nullcontext()
+
         def serves_meanwhile(self) -> bool:
             return True
 
