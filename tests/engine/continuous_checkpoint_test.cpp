@@ -159,7 +159,7 @@ TEST_F(ContinuousCheckpoint, TheStopCopiesOnlyWhatWasNotFullBefore) {
   EXPECT_LE(phase_bytes(later.report, "save"), 6 * kOneBlock + kRuntimeBytes);
 }
 
-// What was copied ahead is not what its blocks have in the stop.
+// In the stop the blocks have other bytes than those that were copied ahead.
 TEST_F(ContinuousCheckpoint, WhatWritesBlocksBesideTheEngineVoidsWhatWasCopiedAhead) {
   const Variant options{.num_blocks = 64, .mix_steps = true, .own_threads = false};
   for (const bool written : {false, true}) {
@@ -252,7 +252,7 @@ TEST_F(ContinuousCheckpoint, TheWeightsAreReadOnceAndNotInTheStop) {
     serving.engine.load_weights(1);
     value_of(checkpoint(serving));
     EXPECT_EQ(serving.engine.hashed_bytes(), 0u);  // of those that an order waits for
-    // Those that are written, or may have been, while they are read in the background are read again.
+    // The stop reads weights again that were written, or may have been, while the background read them.
     for (const bool written : {false, true}) {
       ASSERT_SUCCEEDS(serving.controller.begin_checkpoint());
       EXPECT_EQ(value_of(serving.controller.continue_checkpoint()), CheckpointStage::kReady);

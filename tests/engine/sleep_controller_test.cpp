@@ -370,7 +370,7 @@ TEST_P(SleepControllerTest, PlanningChangesNothingAndTellsTheTruth) {
   EXPECT_EQ(finish(slept.engine), expected());
 }
 
-// What a sleep to disk refuses before it begins.
+// A plan lists what a sleep to disk refuses before it begins.
 TEST_P(SleepControllerTest, APlanNamesWhatTheSleepWouldRefuse) {
   const auto refused = [](SleepingEngine& slept, const SleepOptions& options, const char* words) {
     const SleepPlan plan = value_of(slept.controller.plan_sleep(options));

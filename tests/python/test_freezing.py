@@ -232,7 +232,7 @@ async def stood_still(llm) -> int:
 
 
 async def waits_for_whole_weights(engine, expected: list) -> None:
-    """Of an engine that is awake: no request runs in an update of the weights, nor after one that has failed."""
+    """An awake engine runs no request in an update of its weights, nor after one that has failed."""
 
     async def asked() -> list[asyncio.Task]:
         readers = engine.ask()

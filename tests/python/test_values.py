@@ -59,6 +59,7 @@ def test_numbers_that_vllm_takes_and_the_format_has_no_room_for_come_back():
 
     from torpor.vllm import scheduler_values, values
     from vllm import SamplingParams
+    from vllm.v1.request import Request
 
     assert values.sampling_to_value(SamplingParams(top_k=3_000_000_000))["top_k"] == 2**31 - 1
     for priority in (1_790_000_000_000, -(2**63)):
@@ -66,6 +67,10 @@ def test_numbers_that_vllm_takes_and_the_format_has_no_room_for_come_back():
         assert scheduler_values._wide_priority(request) == {"wide_priority": priority}
         assert -(2**31) <= scheduler_values._bounded(priority) < 2**31
     assert scheduler_values._wide_priority(SimpleNamespace(priority=-5)) == {}
+    made = Request("r", [1, 2, 3], SamplingParams(max_tokens=4), None, priority=1_790_000_000_000)
+    value = scheduler_values.request_to_value(made)
+    assert value["priority"] == 2**31 - 1
+    assert scheduler_values.request_from_value(value, None).priority == 1_790_000_000_000
 
 
 def test_hostile_sections_are_refused():

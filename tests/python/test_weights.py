@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that change while requests are kept: what may still be found, what must be loaded first, and who may load."""
 
+from types import SimpleNamespace
+
 import gpu_path
 import pytest
 import torch
@@ -12,6 +14,7 @@ from vllm import SamplingParams
 
 from torpor import errors
 from torpor.vllm import frontend
+from torpor.vllm.weight_updates import Updates
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -135,6 +138,20 @@ def test_no_request_runs_on_weights_whose_update_has_failed(one, weights, tiny_m
     for arguments in ({"kv": "drop"}, {"kv": "keep", "weights_changed": True}):
         with pytest.raises(errors.InvalidArgument, match="kv"):
             one.llm.wake_up(**arguments)
+
+
+def test_an_update_that_is_refused_does_not_undo_the_failure_of_an_earlier_one():
+    state = {"engine": "asleep", "tags": {"weights": "detached"}}
+    scheduler = SimpleNamespace(requests={})
+    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
+    updates = Updates(SimpleNamespace(controller=SimpleNamespace(state=lambda: state), hooks=hooks))
+    updates.end({"outcome": "failed"})
+    with pytest.raises(errors.WrongState, match="the weights are detached"):
+        updates.begin({"labelled": False})
+    updates.end({"outcome": "not begun"})  # as AsyncLLM's block says then
+    with pytest.raises(errors.WrongState, match="has failed"):
+        updates.check_none()
+    assert scheduler.torpor_updates_weights
 
 
 def test_an_engine_without_requests_gets_new_weights_awake(one, weights, other_model):

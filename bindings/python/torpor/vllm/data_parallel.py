@@ -118,7 +118,7 @@ class Ranks:
         return self._merged(_all(await self._ask(method, [options] * self._size)))
 
     def _merged(self, sent: list[dict[str, int]]) -> dict[str, int]:
-        """What all ranks have sent. From now on it is known which rank has which request."""
+        """Return what all ranks have sent, and note which rank has which request."""
         self._rank_of = {request_id: rank for rank, of_rank in enumerate(sent) for request_id in of_rank}
         return {request_id: count for of_rank in sent for request_id, count in of_rank.items()}
 

@@ -35,7 +35,8 @@ def unsupported(runner) -> list[str]:
 
 
 def lost_in_a_new_process(runner) -> list[str]:
-    """What only this process knows. Logits processors of somebody's own know it from requests and their tokens."""
+    """Return, by name, what a new process cannot make again. Logits processors of somebody's own know from requests and
+    their tokens alone what they know."""
     kinds = {type(processor) for processor in runner.input_batch.logitsprocs.all}
     found = [f"the logits processor {kind.__name__}" for kind in kinds if not kind.__module__.startswith("vllm.")]
     if getattr(runner, "is_multimodal_pruning_enabled", False) and runner.uses_mrope:

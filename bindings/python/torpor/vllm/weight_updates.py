@@ -94,12 +94,14 @@ class Updates:
     def __init__(self, side):
         self._side = side
         self._open: str | None = None  # why no request may run
+        self._open_before: str | None = None  # the same, before the last begin()
 
     def _set(self, why: str | None) -> None:
         self._open = why
         self._side.hooks.scheduler.torpor_updates_weights = why is not None
 
     def begin(self, options: dict) -> None:
+        self._open_before = self._open
         state, core = self._side.controller.state(), self._side.hooks.core
         if options["labelled"] and not hasattr(core, "set_weight_version"):
             raise Unsupported("this vLLM has no label of the weights", "leave version out")
@@ -115,7 +117,7 @@ class Updates:
             self._set(FAILED)
             return
         if options["outcome"] == "not begun":
-            self._set(None)
+            self._set(self._open_before)
             return
         core = self._side.hooks.core
         core.collective_rpc("torpor_mark_dirty", args=("weights",))
