@@ -18,6 +18,7 @@ from test_sessions import alike
 from vllm.v1.request import RequestStatus
 
 from torpor.errors import Error
+from torpor.vllm import connector_sleep
 
 NAMES = ["greedy", "seeded", "two", "stops", "long-seeded"]
 LEAVE = ["greedy", "long-seeded", "two"]
@@ -94,6 +95,30 @@ class Engine:
         same = all(alike(found[child], self.expected["greedy"]) for child in forked.children)
         return {"children": len(forked.children), "same": same}
 
+    def loses_its_kv_before_children_run(self) -> dict:
+        """As pause_generation(mode="keep") does. What torpor's connector moves then has ended first."""
+        answers = self.one.begin(6, NAMES)
+        forked = self.torpor.fork("greedy", 2)
+        reset = self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        free = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        found = self.one.finish(answers)
+        same = all(alike(found[child], self.expected["greedy"]) for child in forked.children)
+        return {"reset": reset, "free": free, "same": same}
+
+    def is_reset_during_a_prefetch(self) -> dict:
+        """Nobody but a session's load has blocks of the device then. Of torpor's connector alone."""
+        if (side := connector_sleep.side_of(self.core.scheduler)) is None:
+            return {}
+        prompt, params = REQUESTS["prefix-a"]
+        self.one.engine.add_request("asked", prompt, params, session_id="agent")
+        run(self.one.engine)
+        self.torpor.sessions["agent"].demote(to="host")
+        begun = side.core.session_call({"verb": "prefetch", "session": "agent", "tenant": "", "to": "device"})
+        reset = self.core.reset_prefix_cache()
+        answer = side.core.session_answer("", begun["action_id"])
+        return {"begun": not begun["done"], "reset": reset, "outcome": answer["outcome"]}
+
     def ends_while_away(self) -> dict:
         answers = self.one.begin(6, NAMES)
         self.torpor.hibernate(LEAVE)
@@ -110,7 +135,8 @@ def main(model: Path, torpor: dict, transfer: dict | None) -> dict:
         result: dict = {"connectors": engine.connectors()}
         names = (
             "leaves_and_comes_back", "comes_back_at_once", "comes_back_during_transfers_of_others", "goes_to_disk",
-            "forks", "ends_while_away",
+            "forks", "loses_its_kv_before_children_run", "is_reset_during_a_prefetch",
+            "ends_while_away",
         )  # fmt: skip
         result |= scenarios.play(engine, names)
         try:

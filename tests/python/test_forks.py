@@ -261,16 +261,20 @@ def test_each_child_draws_from_its_own_seed(one):
     whole(one)
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_children_without_a_seed_draw_each_for_itself(one, leaves):
+@pytest.mark.parametrize("before", ["nothing", "hibernated", "checkpoint"])
+def test_children_without_a_seed_draw_each_for_itself(one, before):
     prompt, _ = CERTAIN["greedy"]
     one.begin(0, ["greedy"])
     one.engine.abort_request(["greedy"])
     one.engine.add_request("free", prompt, SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True))
     answers = run(one.engine, 6)
-    if leaves:
+    if before != "nothing":
         one.llm.torpor.resume(one.llm.torpor.hibernate("free").id)
         answers |= run(one.engine, 4)
+    if before == "checkpoint":
+        one.llm.sleep(level=1, preserve_state=True, to="disk")
+        one.core.torpor_side.sessions.drawn_seeds.clear()  # as in a new process
+        one.llm.wake_up()
     settled(one)
     made = forked(one, "free", 3)
     with_seeds = one.llm.torpor.fork("free", 2, seeds=[5, 5])
@@ -649,6 +653,21 @@ def test_kv_that_is_dropped_is_computed_again(one, how):
     for name, each in made.items():
         for child in each.children:
             assert alike(found[child], expected[name])
+    whole(one)
+
+
+def test_a_pause_may_come_before_children_have_run(one):
+    answers = one.begin(6, ["prefix-a", "seeded", "penalties"])
+    settled(one)
+    made = {name: forked(one, name, 2) for name in unfinished(one)}
+    one.core.pause_scheduler("keep", True)
+    pool = one.core.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    one.core.resume_scheduler()
+    found = finished(one, answers, made)
+    for name, each in made.items():
+        for child in each.children:
+            assert alike(found[child], one.expected[name])
     whole(one)
 
 

@@ -106,3 +106,22 @@ def test_ranks_that_stood_together_turn_new_requests_away_as_before():
     hooks.stand()
     hooks.go_on()
     assert seen(core) == PAUSED and not scheduler.torpor_frozen
+
+
+@pytest.mark.parametrize("wanted", [PauseState.UNPAUSED, PauseState.PAUSED_ALL])
+def test_one_that_comes_while_a_sleep_waits_for_requests_outlasts_that(one, core, wanted):
+    hooks = one.core.torpor_side.hooks
+    if wanted is PauseState.UNPAUSED:
+        pause(core)
+    one.llm.torpor.call("drain", {"level": 1, "in_flight": "abort"})
+    try:
+        if wanted is PauseState.UNPAUSED:
+            core.resume_scheduler()
+        else:
+            core.pause_scheduler("keep", False)
+        assert hooks.wanted_pause is wanted
+        begins_none = PauseState.PAUSED_NEW if wanted is PauseState.UNPAUSED else wanted
+        assert core.scheduler.pause_state is begins_none
+    finally:
+        one.llm.torpor.call("end_drain", {})
+    assert core.scheduler.pause_state is wanted

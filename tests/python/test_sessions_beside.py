@@ -50,6 +50,9 @@ def test_requests_leave_and_come_back_beside_other_connectors(result, kind):
     assert result["leaves_and_comes_back"]["of"] == [[True, True, True]] * 2
     assert result["goes_to_disk"] == {"stored": True, "same": True}
     assert result["forks"] == {"children": 2, "same": True}
+    if kind == "torpors":
+        assert result["loses_its_kv_before_children_run"] == {"reset": True, "free": True, "same": True}
+        assert result["is_reset_during_a_prefetch"] == {"begun": True, "reset": True, "outcome": "accepted"}
     assert result["ends_while_away"] == {"same": True, "images": 0}
     if kind in ("offloading", "several"):  # it did its work meanwhile; of several, the first one loads
         assert result["counts"]["stored"] > 0 and (kind == "several" or result["counts"]["loaded"] > 0)

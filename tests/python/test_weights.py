@@ -145,13 +145,35 @@ def test_an_update_that_is_refused_does_not_undo_the_failure_of_an_earlier_one()
     scheduler = SimpleNamespace(requests={})
     hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
     updates = Updates(SimpleNamespace(controller=SimpleNamespace(state=lambda: state), hooks=hooks))
-    updates.end({"outcome": "failed"})
+    state["tags"]["weights"] = "attached"
+    updates.begin({"update": "a", "labelled": False})
+    updates.end({"update": "a", "outcome": "failed"})
+    state["tags"]["weights"] = "detached"
     with pytest.raises(errors.WrongState, match="the weights are detached"):
-        updates.begin({"labelled": False})
-    updates.end({"outcome": "not begun"})  # as AsyncLLM's block says then
+        updates.begin({"update": "b", "labelled": False})
+    updates.end({"update": "b", "outcome": "not begun"})  # as AsyncLLM's block says then
     with pytest.raises(errors.WrongState, match="has failed"):
         updates.check_none()
     assert scheduler.torpor_updates_weights
+    state["tags"]["weights"] = "attached"
+    updates.begin({"update": "c", "labelled": False})  # on one engine, while another refuses it
+    updates.end({"update": "c", "outcome": "not begun"})
+    with pytest.raises(errors.WrongState, match="has failed"):
+        updates.check_none()
+
+
+def test_an_update_does_not_end_another_one():
+    state = {"engine": "asleep", "tags": {"weights": "attached"}}
+    scheduler = SimpleNamespace(requests={})
+    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
+    updates = Updates(SimpleNamespace(controller=SimpleNamespace(state=lambda: state), hooks=hooks))
+    updates.begin({"update": "a", "labelled": False})
+    with pytest.raises(errors.WrongState, match="is under way"):
+        updates.begin({"update": "b", "labelled": False})
+    updates.end({"update": "b", "outcome": "not begun"})
+    assert scheduler.torpor_updates_weights
+    with pytest.raises(errors.WrongState, match="is under way"):
+        updates.check_none()
 
 
 def test_an_engine_without_requests_gets_new_weights_awake(one, weights, other_model):

@@ -27,6 +27,12 @@ def is_alone(scheduler) -> bool:
     return type(scheduler.connector).__name__ == connector_options.CLASS
 
 
+def brings_kv(scheduler) -> bool:
+    """Whether a connector of torpor brings KV of requests: TorporConnector, or TorporAdmit of the option sessions."""
+    names = (connector_options.CLASS, connector_options.ADMIT_CLASS)
+    return any(type(each).__name__ in names for each in connector_options.members(scheduler.connector))
+
+
 def finish_transfers(core, side) -> None:
     """What was begun ends, and what is queued goes its way. Requests that waited for their blocks have them."""
     aggregator = core.model_executor.kv_output_aggregator
@@ -35,19 +41,8 @@ def finish_transfers(core, side) -> None:
         outputs = [ModelRunnerOutput.with_kv_conn_output_only(each) for each in moved]
         merged = aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
         deliver(core, core.scheduler.update_from_output(SchedulerOutput.make_empty(), merged))
-    for request in list(core.scheduler.kv_holding_waiting):
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            core.scheduler._handle_blocked_waiting_request(request)
+    settle(core.scheduler)
     core.scheduler.kv_cache_manager.take_boundary_state_offloads()  # the tiers have the states that they loaded
-
-
-def finish_prefetches(core) -> None:
-    """End the loads of sessions' blocks to the device: vLLM resets its prefix cache only where no block is in use."""
-    side = side_of(core.scheduler)
-    if side is None or side.core is None or not side.core.sessions_are_loading or not is_alone(core.scheduler):
-        return
-    if not core.batch_queue:  # a step in flight has the connector's worker side
-        finish_transfers(core, side)
 
 
 @contextmanager
@@ -71,6 +66,21 @@ def take_back_loaded(scheduler) -> None:
     # not any more.
     holding = [request for request in scheduler.kv_holding_waiting if request.num_computed_tokens > 0]
     take_back(scheduler, holding)
+
+
+def take_back_waiting(scheduler) -> None:
+    """Free the KV of requests that have it, do not run, and whose load is not in flight, as vLLM does with that of
+    running ones when it resets its prefix cache. They are computed again."""
+    settle(scheduler)
+    waits = RequestStatus.WAITING_FOR_REMOTE_KVS
+    take_back(scheduler, [r for r in scheduler.kv_holding_waiting if r.num_computed_tokens > 0 and r.status != waits])
+
+
+def settle(scheduler) -> None:
+    """Let requests whose KV has arrived wait for their turn from now on."""
+    for request in list(scheduler.kv_holding_waiting):
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            scheduler._handle_blocked_waiting_request(request)
 
 
 def take_back(scheduler, holding: list) -> None:

@@ -418,11 +418,26 @@ class EngineCoreMixin(Stock):
         finally:
             invalidate_adapters(self)
 
-    def reset_prefix_cache(self, *args, **kwargs) -> bool:
-        """Reset the prefix cache. Hibernated requests do not use their KV again either."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args, **kwargs) -> bool:
+        """Reset the prefix cache. Hibernated requests do not use their KV again either.
+
+        `reset_running_requests`: those that do not run and have KV, such as children of a fork, lose it too.
+        """
         doubt_kv(self)
-        connector_sleep.finish_prefetches(self)
-        return super().reset_prefix_cache(*args, **kwargs)
+        _finish_loads(self, of_requests=reset_running_requests)
+        if reset_running_requests and connector_sleep.brings_kv(self.scheduler):
+            connector_sleep.take_back_waiting(self.scheduler)
+        return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+
+    def pause_scheduler(self, *args, **kwargs) -> Future | None:
+        try:
+            return super().pause_scheduler(*args, **kwargs)
+        finally:
+            _keep_draining(self)
+
+    def resume_scheduler(self) -> None:
+        super().resume_scheduler()
+        _keep_draining(self)
 
     def shutdown(self) -> None:
         """Let go of the controller: it holds its hooks, which hold this engine core and all that the workers have."""
@@ -487,6 +502,27 @@ def _side(core) -> EngineSide:
     if not hasattr(core, "torpor_side"):
         core.torpor_side = EngineSide(core)
     return core.torpor_side
+
+
+def _keep_draining(core) -> None:
+    if (side := getattr(core, "torpor_side", None)) is not None:
+        side.hooks.keep_draining()
+
+
+def _finish_loads(core, of_requests: bool) -> None:
+    """End the loads of sessions' blocks to the device: vLLM resets its prefix cache only where no block is in use.
+
+    of_requests: end those of requests too. While a step is in flight nothing is ended: it has the workers' connectors.
+    """
+    side = connector_sleep.side_of(core.scheduler)
+    if side is None or side.core is None or core.batch_queue:
+        return
+    if not of_requests and not side.core.sessions_are_loading:
+        return
+    if connector_sleep.is_alone(core.scheduler):
+        connector_sleep.finish_transfers(core, side)
+    else:
+        _side(core).hooks.other_connector.end_transfers()
 
 
 def _check_that_all_stand(core) -> None:

@@ -214,6 +214,13 @@ class VllmHooks:
     def is_draining(self) -> bool:
         return self._before_drain is not None
 
+    def keep_draining(self) -> None:
+        """vLLM's users have paused or resumed. While drain() lasts no queued request is begun all the same."""
+        if self._before_drain is not None:
+            self._before_drain = self.scheduler.pause_state
+            if self._before_drain is PauseState.UNPAUSED:
+                self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+
     def end_drain(self) -> None:
         if self._before_drain is not None:
             self.scheduler.set_pause_state(self._before_drain)
@@ -269,6 +276,10 @@ class VllmHooks:
             "workers": workers.result(),
         }
         state["scheduler"]["engine"]["weight_version"] = self.core.get_weight_version()
+        if self.sessions is not None:
+            state["scheduler"]["engine"]["drawn_seeds"] = sorted(
+                self.sessions.drawn_seeds & self.scheduler.requests.keys()
+            )
         if self.pause_travels:
             state["scheduler"]["engine"]["pause"] = pauses.to_value(self.core, self.wanted_pause)
         return state
@@ -394,6 +405,8 @@ class VllmHooks:
             self.core.set_weight_version(version)
         if (pause := checkpoint["scheduler"]["engine"].get("pause")) is not None:
             self.wanted_pause = pauses.from_value(self.core, pause)
+        if self.sessions is not None:
+            self.sessions.drawn_seeds |= set(checkpoint["scheduler"]["engine"].get("drawn_seeds", ()))
         self.restored = checkpoint
         watch_recomputation(self.scheduler)
         return failed

@@ -170,9 +170,7 @@ class OtherConnector:
     def _under_way(self) -> list[str]:
         """Return open transfers. Requests whose loads have ended wait for their turn from now on."""
         scheduler = self._core.scheduler
-        for request in list(scheduler.kv_holding_waiting):
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                scheduler._handle_blocked_waiting_request(request)
+        connector_sleep.settle(scheduler)
         return open_transfers(scheduler)
 
     def _take_step(self) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from torpor import _core
 from torpor.errors import Damaged, Incompatible, InvalidArgument, NotFound, Unsupported, WrongState
-from torpor.vllm import connector_options, grammar, portable
+from torpor.vllm import connector_options, connector_sleep, grammar, portable
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.mixed_in import mix_in
 
@@ -491,9 +491,7 @@ class Sessions:
         """The engine stands still: requests whose KV has arrived wait for their turn from now on."""
         if admissions_of(self._scheduler) is None:
             return
-        for request in list(self._scheduler.kv_holding_waiting):
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                self._scheduler._handle_blocked_waiting_request(request)
+        connector_sleep.settle(self._scheduler)
 
     def close(self) -> None:
         """The engine has ended."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 from torpor.errors import InvalidArgument, Unsupported, WrongState
 from torpor.vllm import connector_sleep, step_outputs
 
@@ -52,12 +54,15 @@ class _Update:
         self._call = call
         self._engine = engine
         self._version = version
+        self._id = uuid.uuid4().hex
 
     def _begun(self):
-        return self._call(self._engine, "begin_weight_update", {"labelled": self._version is not None})
+        options = {"update": self._id, "labelled": self._version is not None}
+        return self._call(self._engine, "begin_weight_update", options)
 
     def _ended(self, outcome: str):
-        return self._call(self._engine, "end_weight_update", {"outcome": outcome, "version": self._version})
+        options = {"update": self._id, "outcome": outcome, "version": self._version}
+        return self._call(self._engine, "end_weight_update", options)
 
 
 class Updating(_Update):
@@ -95,13 +100,15 @@ class Updates:
         self._side = side
         self._open: str | None = None  # why no request may run
         self._open_before: str | None = None  # the same, before the last begin()
+        self._begun: str | None = None  # the update that is under way
 
     def _set(self, why: str | None) -> None:
         self._open = why
         self._side.hooks.scheduler.torpor_updates_weights = why is not None
 
     def begin(self, options: dict) -> None:
-        self._open_before = self._open
+        if self._begun is not None:
+            raise WrongState(UNDER_WAY, "end it first")
         state, core = self._side.controller.state(), self._side.hooks.core
         if options["labelled"] and not hasattr(core, "set_weight_version"):
             raise Unsupported("this vLLM has no label of the weights", "leave version out")
@@ -110,14 +117,19 @@ class Updates:
             raise WrongState("requests run on these weights", "call sleep(level=0), or a deeper one, first")
         if (weights := state["tags"]["weights"]) != "attached":
             raise WrongState(f"the weights are {weights}", 'call wake_up(tags=["weights"]) first')
+        self._open_before, self._begun = self._open, options["update"]
         self._set(UNDER_WAY)
 
     def end(self, options: dict) -> None:
-        if options["outcome"] == "failed":
-            self._set(FAILED)
+        """End the update that begin() was called for. Does nothing if that was refused."""
+        if options["update"] != self._begun:
             return
+        self._begun = None
         if options["outcome"] == "not begun":
             self._set(self._open_before)
+            return
+        self._set(FAILED)  # unless what follows goes well
+        if options["outcome"] == "failed":
             return
         core = self._side.hooks.core
         core.collective_rpc("torpor_mark_dirty", args=("weights",))
