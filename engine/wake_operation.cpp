@@ -102,13 +102,15 @@ Result<SleepReport> WakeOperation::wake_this_process() {
   return std::move(report_);
 }
 
-// Return the sleeping tags that this call wakes.
+// Return the sleeping tags that this call wakes. It may name tags that are awake: trainers repeat a wake, and vLLM's own
+// does nothing then.
 Result<std::vector<std::string>> WakeOperation::tags_that_wake() const {
   std::vector<std::string> tags = context_.asleep.tags;
+  const std::map<std::string, std::string> known = engine_.state.view().tags;
   for (const std::string& tag : options_.tags) {
-    if (has_tag(tags, tag) || tag == "scheduling") continue;
+    if (known.contains(tag) || tag == "scheduling") continue;
     return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("the tag \"{}\" is not asleep", tag),
+                 .what = fmt::format("there is no tag \"{}\"", tag),
                  .next_step = fmt::format("use some of: {}", joined(tags, ", "))};
   }
   const bool names_memory =

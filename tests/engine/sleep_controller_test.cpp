@@ -177,7 +177,11 @@ TEST_P(SleepControllerTest, TagsWakeOneByOneAndTheEngineRunsOnlyWithAll) {
   EXPECT_TRUE(slept.controller.is_sleeping());
   EXPECT_EQ(slept.controller.state().tags.at("kv_cache"), "detached");
   EXPECT_FALSE(slept.engine.step());
-  EXPECT_FAILS(slept.controller.wake_up({.tags = {"weights"}}), Code::kInvalidArgument, "kv_cache");
+  const SleepReport again = value_of(slept.controller.wake_up({.tags = {"weights"}}));
+  EXPECT_FALSE(again.changed);
+  EXPECT_EQ(again.note, "still asleep: kv_cache");
+  EXPECT_EQ(slept.controller.state().tags.at("kv_cache"), "detached");
+  EXPECT_FAILS(slept.controller.wake_up({.tags = {"weight"}}), Code::kInvalidArgument, "kv_cache");
   EXPECT_TRUE(value_of(slept.controller.wake_up({.tags = {"kv_cache"}})).fully_awake);
   EXPECT_EQ(finish(slept.engine), expected());
 }

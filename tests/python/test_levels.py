@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Levels, tags and what becomes of requests without preserve_state."""
 
+import numpy
 import pytest
+import torch
 from conftest import LONG_ON_GPU_PATH, kept_tags, tags
 from requests_of_tests import REQUESTS, final
 from tiny_model import make_model
@@ -172,7 +174,50 @@ def test_tags_wake_one_by_one(one):
     assert first.changed and not first and one.llm.is_sleeping()
     answers |= one.stopped()
     assert one.llm.torpor.state().tags == tags("attached", "detached")
+    again = one.llm.wake_up(tags=["weights"])  # as trainers do, which do not look
+    assert not again.changed and not again.fully_awake
     assert one.llm.wake_up(tags=["kv_cache"])
+    assert one.finish(answers) == one.expected
+
+
+def test_vllms_executor_says_what_sleeps(one):
+    """Trainers ask it whether to wake the engine."""
+    executor = one.core.model_executor
+    answers = one.begin(10)
+    assert not executor.is_sleeping
+    one.llm.sleep(level=0)
+    assert not executor.is_sleeping
+    one.llm.sleep(level=1, preserve_state=True)
+    assert executor.sleeping_tags == {"weights", "kv_cache"}
+    with pytest.raises(errors.InvalidArgument):
+        one.llm.wake_up(tags=["weight"])
+    one.llm.wake_up(tags=["weights"])
+    assert executor.is_sleeping and executor.sleeping_tags == {"kv_cache"}
+    one.llm.wake_up()
+    assert not executor.is_sleeping
+    assert one.finish(answers) == one.expected
+
+
+@pytest.mark.gpu_path
+def test_what_a_trainer_draws_while_the_engine_sleeps_stays_drawn(one):
+    """It shares the process, and so its generators, with this engine core."""
+    answers = one.begin(10)
+    one.llm.sleep(level=1, preserve_state=True)
+    drawn = [(torch.rand(4).tolist(), numpy.random.rand(4).tolist())]
+    one.llm.wake_up()
+    drawn.append((torch.rand(4).tolist(), numpy.random.rand(4).tolist()))
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
+    assert one.finish(answers).keys() == one.expected.keys()
+
+
+def test_a_worker_of_an_external_launcher_may_have_any_rank(one):
+    worker = one.core.model_executor.driver_worker.worker
+    answers, worker.rank = one.begin(10), 1
+    try:
+        one.llm.sleep(level=1, preserve_state=True)
+        one.llm.wake_up()
+    finally:
+        worker.rank = 0
     assert one.finish(answers) == one.expected
 
 
@@ -180,12 +225,16 @@ def test_generating_while_asleep_is_refused_and_names_what_is_missing(one):
     answers = one.begin(10)
     one.llm.sleep(level=1, preserve_state=True)
     one.llm.wake_up(tags=["weights"])
+    before = set(one.engine.output_processor.request_states)
     prompt, params = REQUESTS["short"]
     with pytest.raises(errors.WrongState, match="kv_cache") as caught:
         one.llm.generate([prompt], params, use_tqdm=False)
     assert "weights" not in caught.value.what
+    with pytest.raises(errors.WrongState, match="kv_cache"):
+        one.llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False, chat_template="{{ messages[0].content }}")
+    assert one.engine.output_processor.request_states.keys() == before
     one.llm.wake_up()
-    assert one.finish(answers)["greedy"] == one.expected["greedy"]
+    assert one.finish(answers).keys() == one.expected.keys()
     [output] = one.llm.generate([prompt], params, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == one.expected["short"][1][0][1]
 

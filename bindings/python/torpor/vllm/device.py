@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 
 
@@ -17,6 +21,17 @@ def set_generator_state(device: torch.device, state: bytes) -> None:
         torch.set_rng_state(state_tensor(state))
     else:
         torch.cuda.set_rng_state(state_tensor(state), device)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """At the end, the generators of this process are as they were at the beginning."""
+    numpys, torchs = np.random.get_state(), generator_state(device)
+    try:
+        yield
+    finally:
+        np.random.set_state(numpys)
+        set_generator_state(device, torchs)
 
 
 def state_tensor(state: bytes) -> torch.Tensor:

@@ -47,6 +47,7 @@ _DURING_HOLD = frozenset({
     "images", "cancel_checkpoint", "check_directory", "checkpoint_to_wake", "undo_hibernate", "store_image",
     "session_answer", "session_views", "session_tenants",
 })  # fmt: skip
+_EXECUTORS_TAGS = ("weights", "kv_cache")  # those that vLLM's executors know
 _WATCH_SECONDS = 0.5  # between looks whether the front end still lives
 
 # Options of how checkpoints are written, which C++ takes as they are, …
@@ -128,7 +129,21 @@ class EngineSide:
         """The next sleep keeps packed weights in host memory: the wake after it is faster."""
         self.hooks.keep_derived()
 
+    @contextmanager
+    def _executor_told(self) -> Iterator[None]:
+        """Whatever comes of it, vLLM's executor says then what sleeps: trainers ask it whether to wake the engine."""
+        try:
+            yield
+        finally:
+            states = self.controller.state()["tags"]
+            asleep = {tag for tag in _EXECUTORS_TAGS if states.get(tag, "attached") != "attached"}
+            self.hooks.core.model_executor.sleeping_tags = asleep
+
     def sleep(self, options: dict) -> dict:
+        with self._executor_told():
+            return self._sleep(options)
+
+    def _sleep(self, options: dict) -> dict:
         self.hooks.for_new_process = _makes_checkpoint(options)
         self.hooks.pause_travels = True
         try:
@@ -150,7 +165,7 @@ class EngineSide:
     def release_kv_cache(self) -> None:
         """Put the KV cache to sleep. The engine computes its requests again after the wake."""
         options = {"level": 1, "in_flight": "recompute", "tags": ["kv_cache"]}
-        with self._falling_asleep(options):
+        with self._executor_told(), self._falling_asleep(options):
             self.controller.sleep(options)
 
     def checkpoint(self, options: dict) -> dict:
@@ -205,7 +220,8 @@ class EngineSide:
 
     def end_sleep(self, options: dict) -> dict:
         """Of one of several engines, which has kept all and waits: it sleeps, or it is as if nothing had been asked."""
-        return self.controller.end_sleep(options["keep"])
+        with self._executor_told():
+            return self.controller.end_sleep(options["keep"])
 
     def fingerprint(self, _: dict) -> dict[str, str]:
         return self.controller.fingerprint()
@@ -218,7 +234,8 @@ class EngineSide:
             raise problem
         self.hooks.for_new_process = "from_checkpoint" in options or "answers" in options
         began = time.time()
-        report = self.controller.wake_up(options) | {"began": began}
+        with self._executor_told():
+            report = self.controller.wake_up(options) | {"began": began}
         if self.hooks.restored is not None:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
             report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []

@@ -26,6 +26,20 @@ class LLMMixin(Blocking):
     def is_sleeping(self) -> bool:
         return self.llm_engine.is_sleeping()
 
+    # It is asked before vLLM adds the requests: it would answer them with those of the next call.
+
+    def _run_completion(self, *args, **kwargs):
+        frontend.refuse_while_asleep(self.llm_engine)
+        return super()._run_completion(*args, **kwargs)
+
+    def _run_chat(self, *args, **kwargs):
+        frontend.refuse_while_asleep(self.llm_engine)
+        return super()._run_chat(*args, **kwargs)
+
+    def _render_and_run_requests(self, *args, **kwargs):
+        frontend.refuse_while_asleep(self.llm_engine)
+        return super()._render_and_run_requests(*args, **kwargs)
+
     def _run_engine(self, *args, **kwargs):
         with restored.run_without(self.llm_engine):
             return super()._run_engine(*args, **kwargs)

@@ -441,6 +441,8 @@ async def _latest(side: BlockingSide | AsyncSide, values: dict) -> str:
 
 async def _wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
     so_far = await _so_far(side) if values.get("kv") == "abort" else []
+    if values.get("kv") in ("recompute", "abort"):  # the engine core will clear its own, whose shadow this is
+        await side.clear_caches()
     try:
         report = WakeReport(await side.call("wake_up", values))
     except asyncio.CancelledError:

@@ -15,7 +15,7 @@ import torch
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from torpor import _core, memory
-from torpor.errors import WrongState
+from torpor.errors import Unsupported, WrongState
 from torpor.vllm.compat import lookup
 
 # A wake of some tags brings back all others.
@@ -98,6 +98,21 @@ class TorporAllocator:
 
     def get_current_usage(self) -> int:
         return sum(held["region_bytes"] for device in memory.ledger().values() for held in device["tags"].values())
+
+
+def check_alone(device: int) -> None:
+    """Before an engine loads its weights: raise Unsupported if another one of this process has memory on the device.
+
+    Tags have plain names, so a sleep of one would take the other's memory too. vLLM's own allocator refuses it as well.
+    """
+    gc.collect()
+    memory.release_unused()
+    tags = memory.ledger().get(device, {"tags": {}})["tags"]
+    if any(tag in tags and tags[tag]["region_bytes"] > 0 for tag in ("weights", "kv_cache")):
+        raise Unsupported(
+            f"another engine of this process has its memory on device {device}",
+            "shut that one down first, or run each engine in a process of its own",
+        )
 
 
 class TorporBackend(SleepModeBackend):

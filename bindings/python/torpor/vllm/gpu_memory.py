@@ -21,7 +21,7 @@ import torch
 from torpor import _core, memory
 from torpor.errors import InvalidArgument, Unsupported
 from torpor.vllm import kv_layout
-from torpor.vllm.gpu_allocator import TorporAllocator
+from torpor.vllm.gpu_allocator import TorporAllocator, check_alone
 from torpor.vllm.memory import region_tensor
 from torpor.vllm.worker_memory import WorkerMemory, check_weights_awake
 
@@ -52,6 +52,7 @@ class GpuWorkerMemory(WorkerMemory):
             with TorporAllocator.get_instance().use_memory_pool(tag):
                 yield
             return
+        check_alone(model_runner.device.index or 0)
         # The first product of matrices makes cuBLAS take a workspace: not among the weights.
         torch.ones((1, 1), device=model_runner.device).mm(torch.ones((1, 1), device=model_runner.device))
         # vLLM makes the sampler, adapters' slots and a draft model there too. Requests write into them, so they are no

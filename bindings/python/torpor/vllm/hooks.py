@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from torpor.errors import Incompatible, TimedOut
@@ -367,6 +369,9 @@ class VllmHooks:
                 request.cache_salt = f"{request.cache_salt or ''}{_KEPT_OVER_NEW_WEIGHTS}"
                 request.block_hashes.clear()
                 request.update_block_hashes()
+        if self.core.vllm_config.model_config.is_multimodal_model:  # outputs of the old encoder
+            self.scheduler.reset_encoder_cache()
+            self.core.model_executor.reset_encoder_cache()
 
     def keep_derived(self) -> None:
         """The workers keep over the next sleep what they could make anew, if it lies in host memory."""
@@ -383,7 +388,7 @@ class VllmHooks:
         self.other_connector.restore(undoing=self.falling_asleep is not None)
 
     def reconnect(self, workers: list[dict]) -> None:
-        self._rpc("torpor_reconnect", workers)
+        self._rpc("torpor_reconnect", workers, None if isinstance(self.core, EngineCoreProc) else os.getpid())
 
     def restore(self, checkpoint: dict) -> list[dict]:
         self._own_weight_version = self.core.get_weight_version()

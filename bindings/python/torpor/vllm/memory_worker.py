@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from torpor.vllm.gpu_allocator import TorporAllocator
+from torpor.vllm.gpu_allocator import TorporAllocator, check_alone
 from torpor.vllm.mixed_in import Stock
 from torpor.vllm.named_mixins import NamedMixins, resolved
 
@@ -19,6 +19,8 @@ class MemoryWorkerMixin(Stock):
     torpor_base: type  # the worker without torpor
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
+        if tag == "weights":
+            check_alone(self.device.index or 0)
         return TorporAllocator.get_instance().use_memory_pool(tag)
 
     def shutdown(self) -> None:

@@ -24,6 +24,8 @@ def unsupported_engine(vllm_config) -> list[str]:
         "LoRA in a pipeline": staged and vllm_config.lora_config is not None,
         "multimodal models in a pipeline": staged and vllm_config.model_config.is_multimodal_model,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "an external launcher of several ranks": parallel.distributed_executor_backend == "external_launcher"
+        and parallel.world_size > 1,
         "an encoder cache connector": vllm_config.ec_transfer_config is not None,
         "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
         "ReplaySSM": vllm_config.cache_config.use_replayssm,

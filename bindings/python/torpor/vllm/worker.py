@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -62,21 +63,26 @@ def _loading(runner, memory: AbstractContextManager):
     adapters.remember_digests(runner)
 
 
+def _rank(worker) -> int:
+    """Return its number among the engine's workers. An external launcher numbers the processes of all engines."""
+    return 0 if worker.vllm_config.parallel_config.world_size == 1 else worker.rank
+
+
 def _memory(self) -> WorkerMemory:
     """This worker's memory; made when it is first asked for."""
     if not hasattr(self, "torpor_memory"):
         self.torpor_threads = torch.get_num_threads()  # drafting by n-grams changes it
         options = Options.of(self.vllm_config)
         alone = self.vllm_config.parallel_config.world_size == 1  # perhaps in the process of the scheduler
-        begin_events(self.vllm_config, "core" if alone else "rank", self.rank)
+        begin_events(self.vllm_config, "core" if alone else "rank", _rank(self))
         call_hooks.register_named(self.vllm_config)
         names = (
             "arena_budget_bytes", "arena_prefault_bytes", "copy_threads", "retain_kv_bytes", "host_compression",
             "spill_dir", "key_file", "encrypt",
         )  # fmt: skip
-        of_rank = {"rank": self.rank} | {name: getattr(options, name) for name in names}
+        of_rank = {"rank": _rank(self)} | {name: getattr(options, name) for name in names}
         if current_platform.is_cpu():
-            self.torpor_memory = CpuWorkerMemory(_core.RankMemory(of_rank), self.rank, options.cpu_linear)
+            self.torpor_memory = CpuWorkerMemory(_core.RankMemory(of_rank), _rank(self), options.cpu_linear)
         else:
             from torpor.vllm.gpu_memory import GpuWorkerMemory
 
@@ -164,7 +170,7 @@ class WorkerMixin(Stock):
 
     def torpor_call_connector(self, hook: str) -> str | None:
         """Call a hook of a KV connector that is not torpor's alone. Returns why it failed."""
-        return other_connectors.call_in_worker(self.rank, hook)
+        return other_connectors.call_in_worker(_rank(self), hook)
 
     def torpor_keep_derived(self) -> None:
         self.torpor_memory.keep_derived()
@@ -207,7 +213,7 @@ class WorkerMixin(Stock):
         `anew`: without what was kept of requests.
         """
         with kept.made_anew(anew):
-            state = {"rank": self.rank} | _runner(self).capture(self.model_runner, sampling)
+            state = {"rank": _rank(self)} | _runner(self).capture(self.model_runner, sampling)
         if (layout := self.torpor_memory.weights_layout) is not None:
             state["engine"]["weights"] = layout
         state["engine"]["adapters"] = adapters.loaded(self.model_runner)
@@ -221,12 +227,17 @@ class WorkerMixin(Stock):
 
     def torpor_expect(self, request: dict) -> None:
         """Prepare the model runner for a request that comes from an image (portable.py)."""
-        of_runner = request["of_runners"][self.rank]
+        of_runner = request["of_runners"][_rank(self)]
         _runner(self).expect(self.model_runner, request | {"of_runner": of_runner})
 
-    def torpor_reconnect(self, workers: list[dict]) -> None:
-        """The same worker lives on: back to where it was, whatever ran in this process meanwhile."""
-        _runner(self).reconnect(self.model_runner, workers[self.rank])
+    def torpor_reconnect(self, workers: list[dict], shared: int | None) -> None:
+        """The same worker lives on: back to where it was, whatever ran in this process meanwhile.
+
+        `shared`: the process of the engine core, if that is a program's of vLLM's user; it may train while the engine
+        sleeps. What it draws from the process's generators stays drawn.
+        """
+        with device.generators_kept(self.device) if os.getpid() == shared else nullcontext():
+            _runner(self).reconnect(self.model_runner, workers[_rank(self)])
         self.synchronize_device()
 
     def torpor_restore(self, workers: list[dict], given_since: list[dict], inputs: dict[str, dict]) -> None:
@@ -237,10 +248,11 @@ class WorkerMixin(Stock):
         """
         self.model_runner.reset_encoder_cache()  # the scheduler's knows of nothing
         of_requests = {request_id: Inputs.from_value(value) for request_id, value in inputs.items()}
-        _runner(self).restore(self.model_runner, workers[self.rank], given_since, of_requests)
-        queries = workers[self.rank]["engine"].get("queries")  # absent in older checkpoints
+        own = workers[_rank(self)]
+        _runner(self).restore(self.model_runner, own, given_since, of_requests)
+        queries = own["engine"].get("queries")  # absent in older checkpoints
         pooling.restore_queries(_runner(self).queries(self.model_runner), queries, self.device)
-        adapters.place(self.model_runner, workers[self.rank]["engine"].get("adapter_slots", []))
+        adapters.place(self.model_runner, own["engine"].get("adapter_slots", []))
         self.synchronize_device()
 
     def torpor_load_adapter(self, adapter: dict, digest: str | None) -> str | None:
