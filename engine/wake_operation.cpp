@@ -102,8 +102,8 @@ Result<SleepReport> WakeOperation::wake_this_process() {
   return std::move(report_);
 }
 
-// Return the sleeping tags that this call wakes. It may name tags that are awake: trainers repeat a wake, and vLLM's own
-// does nothing then.
+// Return the sleeping tags that this call wakes. It may name tags that are awake: trainers repeat a wake, and vLLM's
+// own does nothing then.
 Result<std::vector<std::string>> WakeOperation::tags_that_wake() const {
   std::vector<std::string> tags = context_.asleep.tags;
   const std::map<std::string, std::string> known = engine_.state.view().tags;

@@ -31,15 +31,6 @@ def one(with_sessions) -> InProcess:
     with_sessions.engine.abort_request(unfinished(with_sessions))
 
 
-@pytest.fixture(scope="session")
-def tight(tiny_model, tmp_path_factory) -> InProcess:
-    """Without a prefix cache, and with few blocks."""
-    return InProcess(
-        tiny_model, tmp_path_factory.mktemp("tight"), torpor={"sessions": True}, requests=ALONE,
-        num_gpu_blocks_override=100, enable_prefix_caching=False,
-    )  # fmt: skip
-
-
 def alike(found, expected) -> bool:
     """Equal, but for the last digits of log probabilities: batches have other sizes."""
     if isinstance(expected, float):
@@ -272,9 +263,12 @@ def test_children_without_a_seed_draw_each_for_itself(one, before):
         one.llm.torpor.resume(one.llm.torpor.hibernate("free").id)
         answers |= run(one.engine, 4)
     if before == "checkpoint":
-        one.llm.sleep(level=1, preserve_state=True, to="disk")
+        path = one.llm.checkpoint().checkpoint
+        one.engine.abort_request(["free"])
+        run(one.engine)
+        one.llm.reset_prefix_cache()
         one.core.torpor_side.sessions.drawn_seeds.clear()  # as in a new process
-        one.llm.wake_up()
+        one.llm.wake_up(from_checkpoint=path)
     settled(one)
     made = forked(one, "free", 3)
     with_seeds = one.llm.torpor.fork("free", 2, seeds=[5, 5])
@@ -671,9 +665,6 @@ def test_a_pause_may_come_before_children_have_run(one):
     whole(one)
 
 
-# --- few blocks, and no prefix cache ----------------------------------------------------------------------------------
-
-
 def test_images_know_from_whom_and_where_a_child_was_forked(one):
     expected = one.expected
     answers = one.begin(9, ["greedy", "seeded"])
@@ -705,45 +696,3 @@ def test_images_know_from_whom_and_where_a_child_was_forked(one):
     assert alike(found[child], expected["greedy"])
     same({name: found[name] for name in ("greedy", "seeded")}, {name: expected[name] for name in ("greedy", "seeded")})
     whole(one)
-
-
-def test_without_a_prefix_cache_blocks_are_shared_too(tight):
-    expected = tight.expected
-    names = ["greedy", "seeded", "prefix-a", "long-seeded", "stops"]
-    answers = tight.begin(9, names)
-    settled(tight)
-    made = {name: forked(tight, name, 2) for name in unfinished(tight)}
-    assert any(each.shared_blocks > 0 for each in made.values())
-    tight.engine.abort_request(["prefix-a"])
-    found = finished(tight, answers, made)
-    for name, each in made.items():
-        for child in each.children:
-            assert alike(found[child], expected[name]), child
-    whole(tight)
-
-
-def test_want_of_blocks_preempts_and_computes_again(tight, monkeypatch):
-    """All children run to their end, though the blocks are not enough for all at once: each wants a second one."""
-    params = SamplingParams(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True)
-    tight.engine.add_request("plain", "Once upon a time", params.clone())
-    plain = run(tight.engine)["plain"]
-    tight.engine.add_request("parent", "Once upon a time", params.clone())
-    run(tight.engine, 6)
-    settled(tight)
-    pool = tight.core.scheduler.kv_cache_manager.block_pool
-    free = pool.get_num_free_blocks()
-    made = forked(tight, "parent", free)
-    with pytest.raises(errors.NotEnoughRoom, match="a fork needs 1 KV blocks, 0 are free"):
-        tight.llm.torpor.fork("parent", 1)
-    preempted, stock = [], tight.core.scheduler._preempt_request
-
-    def preempt(request, *more, **others):
-        preempted.append(request.request_id)
-        return stock(request, *more, **others)
-
-    monkeypatch.setattr(tight.core.scheduler, "_preempt_request", preempt)
-    found = tight.finish({})
-    assert preempted and len(found) == free + 1
-    for name in ("parent", *made.children):
-        assert tokens_of({name: found[name]}) == tokens_of({name: plain})
-    whole(tight)

@@ -231,7 +231,9 @@ def test_generating_while_asleep_is_refused_and_names_what_is_missing(one):
         one.llm.generate([prompt], params, use_tqdm=False)
     assert "weights" not in caught.value.what
     with pytest.raises(errors.WrongState, match="kv_cache"):
-        one.llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False, chat_template="{{ messages[0].content }}")
+        one.llm.chat(
+            [{"role": "user", "content": prompt}], params, use_tqdm=False, chat_template="{{ messages[0].content }}"
+        )
     assert one.engine.output_processor.request_states.keys() == before
     one.llm.wake_up()
     assert one.finish(answers).keys() == one.expected.keys()

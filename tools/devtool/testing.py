@@ -49,10 +49,11 @@ SERVERS = [
     f"tests/python/test_server{name}.py"
     for name in ("_gate", "_access", "_operations", "_console", "_automatic", "", "_restarts")
 ]
-# In a process of their own: they have an engine beside that of other tests, whose random numbers it would share. The
-# forks come last: their second engine takes the place of the first in this process.
+# In a process of their own: they have an engine beside that of other tests, whose random numbers it would share.
 SESSIONS = ["tests/python/test_sessions.py", "tests/python/test_sessions_disk.py", "tests/python/test_forks.py"]
-BUT_SESSIONS = ["tests/python", *(f"--ignore={path}" for path in SESSIONS)]
+# In another: on a GPU there is one engine a process.
+FEW_BLOCKS = ["tests/python/test_forks_few_blocks.py"]
+BUT_SESSIONS = ["tests/python", *(f"--ignore={path}" for path in (*SESSIONS, *FEW_BLOCKS))]
 BUT_SERVERS = [*BUT_SESSIONS, *(f"--ignore={path}" for path in SERVERS)]
 # Files of tests/python with tests that are marked as the core, for every known vLLM; test_gpu_path.py has some too.
 CORE = (
@@ -204,6 +205,7 @@ def whole_gpu_path() -> int:
         python, *(f"tests/python/test_{name}.py" for name in ENGINES if "sessions" not in name)
     )
     sessions = pytest_on_gpu_path(python, *SESSIONS)
+    few_blocks = pytest_on_gpu_path(python, *FEW_BLOCKS)
     too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long or longer"]
     others = sorted(
         set(ROOT.glob("tests/python/test_*.py")) - {ROOT / f"tests/python/test_{name}.py" for name in ENGINES}
@@ -213,6 +215,7 @@ def whole_gpu_path() -> int:
     commands = (
         (engines, env),
         (sessions, env),
+        (few_blocks, env),
         (seldom, env),
         ([python, *PYTEST, *BUT_SERVERS, "-m", f"not long and {GPU_PATH_ALONE}"], environment(model)),
         ([*too_long, *BUT_SESSIONS], env | longer),
@@ -253,7 +256,7 @@ def quick(python: Path, model: Path) -> int:
     for title, words in {
         "Python tests, servers": [*SERVERS, "-m", "not slow and not long"],
         "Python tests, engines": [*BUT_SERVERS, "-m", "not slow and not long"],
-        "Python tests, sessions": [*SESSIONS, "-m", "not slow and not long"],
+        "Python tests, sessions": [*SESSIONS, *FEW_BLOCKS, "-m", "not slow and not long"],
         "Tools and documents": ["tests/tools", "-m", "not long"],
     }.items():
         parts.run(title, Job([python, *PYTEST, *words], env))
@@ -288,12 +291,15 @@ def whole(python: Path, model: Path, others: dict[str, tuple[Path, dict[str, str
                 [*PYTEST, *BUT_SERVERS, "-m", f"not long and not ({GPU_PATH_ALONE})"], env, zygote
             ),
             "C++ tests, release": Job(ctest("release", 1, "-L", "proof"), env),
-            "Python tests, sessions": Job([*PYTEST, *SESSIONS, "-m", "not long"], env, zygote),
+            "Python tests, sessions": Job([*PYTEST, *SESSIONS, *FEW_BLOCKS, "-m", "not long"], env, zygote),
             "Python tests, vLLM's GPU path": Job(
                 [*PYTEST, *BUT_SESSIONS, "-m", ON_GPU_PATH], on_gpu_path, gpu_path_zygote
             ),
             "Python tests, sessions, vLLM's GPU path": Job(
                 [*PYTEST, *SESSIONS, "-m", ON_GPU_PATH], on_gpu_path, gpu_path_zygote
+            ),
+            "Python tests, few blocks, vLLM's GPU path": Job(
+                [*PYTEST, *FEW_BLOCKS, "-m", ON_GPU_PATH], on_gpu_path, gpu_path_zygote
             ),
             "Python tests, servers": Job([*PYTEST, *SERVERS, "-m", "not long"], env, zygote),
             "Tools and documents": Job([*PYTEST, "tests/tools", "-m", "not long"], env, zygote),
