@@ -12,7 +12,7 @@ import gpu_path
 from conftest import InProcess
 from inspector import look
 from requests_of_tests import run
-from test_sessions import CERTAIN, SCHEMA, idle, interrupted, kv_of, tokens_of, unfinished
+from test_sessions import CERTAIN, SCHEMA, idle, interrupted, kv_of, unfinished
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
