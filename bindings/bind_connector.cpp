@@ -160,6 +160,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     offers_.allocated(record->progress, id.ptr());
     if (external == 0 && record->loaded > 0) {
       take_blocks(*record, id.ptr(), groups_.whole_hits() ? record->matched : record->loaded);
+      leave_out_partial(*record, groups_.whole_hits() ? record->matched : record->loaded);
       record->loaded = 0;
       value_or_raise(try_catch([&]() -> Status { return scheduler_->loaded(record->number, few_), ok(); }));
       return false;
@@ -194,7 +195,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
     last_step_ = std::max(last_step_, step);
     if (offers_.looks_at_requests()) look_at(scheduled, step);
     if (groups_.partial_hits()) take_handed(handed, step);
-    offers_.end_step(scheduled);
+    offers_.end_step(scheduled, step);
     look_ahead();
     return plan(flush);
   }
@@ -587,6 +588,19 @@ class ConnectorScheduler final : public console::OffloadAccess {
       const GroupTables::Table table = groups_.of(group, id);
       const auto [first, end] = groups_.needed(group, record.matched_at, record.matched_at + units);
       for (size_t i = first; i < std::min(end, table.size); ++i) few_.push_back(blocks_.number_of(table[i]));
+    }
+  }
+
+  // Of few_, which take_blocks() has filled: set those to -1 that end behind the load. The request fills them, and vLLM
+  // may have entered them as full blocks by now: what was loaded is the content of a part.
+  void leave_out_partial(const Record& record, size_t units) {
+    size_t at = 0;
+    for (size_t group = 0; group < groups_.size(); ++group) {
+      const size_t size = groups_.units(group);
+      const auto [first, end] = groups_.needed(group, record.matched_at, record.matched_at + units);
+      for (size_t i = first; i < end && at < few_.size(); ++i, ++at) {
+        if ((i + 1) * size > record.matched_at + units) few_[at] = -1;
+      }
     }
   }
 

@@ -36,10 +36,10 @@ ConnectorOffers::ConnectorOffers(const py::object& pool, const ConnectorOptions&
       stale_(static_cast<size_t>(blocks.size()), ContentVersion::kNone),
       marked_(static_cast<size_t>(blocks.size())) {}
 
-void ConnectorOffers::end_step(const py::dict& scheduled) {
+void ConnectorOffers::end_step(const py::dict& scheduled, uint64_t step) {
   if (!options_.lazy) return;
   taken_ += most_taken(scheduled);
-  if (taken_ >= options_.watermark / 2) offer_next_to_go();
+  if (taken_ >= options_.watermark / 2) offer_next_to_go(step);
 }
 
 void ConnectorOffers::finished(Progress& progress, const Request& request, uint64_t step) {
@@ -195,10 +195,11 @@ int64_t ConnectorOffers::most_taken(const py::dict& scheduled) const {
   return (tokens / groups_.unit_tokens() + requests) * static_cast<int64_t>(groups_.size());
 }
 
-// Lazy: offer the head of vLLM's free queue, which it evicts next. No step writes these blocks any more. A freed block
-// is among them at once if the queue is short, and after a while if it is long. They belong to many requests, the last
+// Lazy: offer the head of vLLM's free queue, which it evicts next. The last step that writes one of these blocks is the
+// present one: vLLM has freed its copy of a part of a block by now. A freed block is among them at once if the queue is
+// short, and after a while if it is long. They belong to many requests, the last
 // block of each first, so the block before one in its request is not known here.
-void ConnectorOffers::offer_next_to_go() {
+void ConnectorOffers::offer_next_to_go(uint64_t step) {
   next_to_go_.clear();
   py::object block = blocks_.next_free(py::object(queue_.attr("fake_free_list_head")).ptr());
   int32_t seen = 0;
@@ -227,7 +228,8 @@ void ConnectorOffers::offer_next_to_go() {
       keys_.push_back(next_to_go_[end].key);
       few_.push_back(next_to_go_[end].number);
     }
-    const OffloadOffer offer{.keys = keys_, .blocks = few_, .consecutive = false, .priority = priority};
+    const OffloadOffer offer{
+        .keys = keys_, .blocks = few_, .consecutive = false, .after_step = step, .priority = priority};
     value_or_raise(try_catch([&]() -> Status { return (void)scheduler_.offer(offer), ok(); }));
   }
 }

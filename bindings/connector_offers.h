@@ -50,7 +50,7 @@ class ConnectorOffers {
   // the block's number and its tokens. Full ones are offered by computes().
   void handed(const Progress& progress, const Request& request, const pybind11::list& blocks, uint64_t step);
   // Call it after computes() of all requests. `scheduled`: request id -> tokens that it computes.
-  void end_step(const pybind11::dict& scheduled);
+  void end_step(const pybind11::dict& scheduled, uint64_t step);
   // Note that the request has got other blocks; some may be from the engine's prefix cache.
   void allocated(Progress& progress, PyObject* id);
   // Note that loads have taken this many blocks from the free queue.
@@ -74,7 +74,7 @@ class ConnectorOffers {
     return version != ContentVersion::kNone && stale_[static_cast<size_t>(number)] == version;
   }
   int64_t most_taken(const pybind11::dict& scheduled) const;
-  void offer_next_to_go();
+  void offer_next_to_go(uint64_t step);
 
   const ConnectorOptions& options_;
   const int64_t stride_tokens_;

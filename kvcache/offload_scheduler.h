@@ -168,8 +168,8 @@ class OffloadScheduler {
   // Return the loads that ended since the last call. Their requests are running; the engine computes what was not
   // loaded.
   std::vector<EndedLoad> take_loads();
-  // Note that the engine has registered `blocks`, the first loaded ones, so their slots have the same bytes. Unpins the
-  // request's slots.
+  // Note that the engine has registered `blocks`, the first loaded ones, so their slots have the same bytes; -1 for one
+  // that has got more content since. Unpins the request's slots.
   void loaded(uint32_t request, std::span<const int32_t> blocks);
   // Add a request's cached tokens to the totals, and record them as an event. Call it once, before finished().
   void count_cached(uint32_t request, const CachedTokens& tokens);

@@ -52,6 +52,14 @@ def test_models_whose_blocks_differ_in_what_they_hold_do_not_find_each_others():
     assert len({*names}) == 3 and connector_groups.describe(config_of(small)) is None
 
 
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_sleep_copies_a_block_of_which_a_part_was_loaded(zygote, real_model, mode):
+    """Its slot in host memory has the part; what was computed since is on the device alone."""
+    result = result_of(zygote.run([Path(__file__).parent / "connector_partial_process.py", real_model, mode]))
+    assert result["loaded"] == 4 + 1
+    assert result["attention"] == [[32, 32], [64, 64], [96, 96], [128, None]] and result["state"] == [[128, None]]
+
+
 def test_states_of_other_types_or_shapes_do_not_find_each_others():
     """vLLM pads them to the size of an attention block, where neither shows."""
 
