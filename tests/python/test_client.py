@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from contextlib import contextmanager
 
 import httpx
@@ -232,3 +233,64 @@ def test_completions_and_other_calls(server):
             list(one.completions.create(model="m", prompt=["a", "b"], stream=True))
     with client.http_client(base_url=server.url) as http:
         assert http.get("/torpor/requests/none", headers={"Authorization": "Bearer key"}).status_code == 404
+
+
+# --- how it sends -----------------------------------------------------------------------------------------------------
+
+
+class SeenContext(ssl.SSLContext):
+    """Whoever connects with it learns so."""
+
+    def wrap_socket(self, *_, **__):
+        raise ssl.SSLError("this context was asked")
+
+    wrap_bio = wrap_socket
+
+
+def posted_to(url: str, asynchronous: bool, **options) -> str:
+    """The text of a stream of which the first connection may break."""
+    body = {"model": "m", "messages": MESSAGES, "stream": True}
+    options = {"headers": {"Authorization": "Bearer key"}, "give_up_after": 0.0} | options
+
+    async def scene() -> str:
+        async with client.async_http_client(**options) as http:
+            return (await http.post(f"{url}/v1/chat/completions", json=body)).text
+
+    if asynchronous:
+        return asyncio.run(scene())
+    with client.http_client(**options) as http:
+        return http.post(f"{url}/v1/chat/completions", json=body).text
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_options_of_sending_do_what_they_do_in_httpx(server, monkeypatch, asynchronous):
+    with pytest.raises(httpx.ConnectError, match="this context was asked"):
+        posted_to(server.url.replace("http", "https"), asynchronous, verify=SeenContext(ssl.PROTOCOL_TLS_CLIENT))
+    elsewhere = "http://torpor.invalid"
+
+    def mounted() -> dict:
+        transport = httpx.AsyncHTTPTransport if asynchronous else httpx.HTTPTransport
+        return {"mounts": {elsewhere: transport(proxy=server.url)}}
+
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    for options in ({"proxy": server.url}, mounted(), {}):
+        server.cuts = [200]
+        text = posted_to(elsewhere, asynchronous, give_up_after=10, **options)
+        assert text.endswith("data: [DONE]\n\n") and "and 🌊 deep" in text
+        assert [call.split()[0] for call in server.calls] == ["POST", "GET"]  # the question, too, goes by the proxy
+        server.calls.clear()
+    with pytest.raises(httpx.ConnectError):
+        posted_to(elsewhere, asynchronous, trust_env=False)
+    monkeypatch.setenv("NO_PROXY", "torpor.invalid")
+    with pytest.raises(httpx.ConnectError):
+        posted_to(elsewhere, asynchronous)
+    assert server.calls == []
+
+
+def test_clients_of_openai_take_these_options_and_no_client_of_their_caller(server):
+    server.cuts = [200]
+    with client.OpenAI(base_url="http://torpor.invalid/v1", api_key="key", max_retries=0, proxy=server.url) as one:
+        assert streamed(one) == {0: WHOLE}
+    for kind, made_by_caller in ((client.OpenAI, httpx.Client()), (client.AsyncOpenAI, httpx.AsyncClient())):
+        with pytest.raises(TypeError, match="http_client is given: this client would not resume"):
+            kind(api_key="key", http_client=made_by_caller)
