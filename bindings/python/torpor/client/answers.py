@@ -17,6 +17,8 @@ from urllib.parse import quote
 
 import httpx
 
+from torpor.client.servers import NOT_HERE, Servers
+
 # Of a request whose answer was begun by another client, or process: what it has of it, one number a choice.
 HAS_CHARACTERS = "X-Torpor-Has-Characters"
 _WAIT_SECONDS = 0.2  # before the first new try; twice as long before each further one that brings nothing
@@ -295,41 +297,52 @@ def conversation(
     also_at: Sequence[str] = (),
 ) -> Generator[Step, Any, None]:
     """Yield what to do for this call. Send and Read are sent a response and bytes, or have httpx's error thrown."""
-    base, responded = "", False
+    first = call.request.url
+    servers = Servers(f"{first.scheme}://{first.netloc.decode()}", also_at, call.begun_elsewhere)
+    responded = False
     in_vain = 0
     failures, redirects, heard = int(call.begun_elsewhere), 0, time.monotonic()
     request = call.take_up() if failures else call.ask()
     while True:
         asks = request.method == "GET"
+        answered = refused = False
         try:
             response = yield Send(request)
-            if failures == 0 and response.status_code not in (200, *_NOT_NOW):
+            answered = response.status_code == 200
+            for_now = _for_now(asks, failures > 0, servers.several)
+            # With this header a server refuses what it has not begun.
+            refused = not asks and response.status_code == 503 and "Retry-After" in response.headers
+            if not asks and not responded and not answered and response.status_code not in for_now:
                 yield Respond(response, True)
                 return
             if asks and response.status_code in (307, 308) and redirects < _MOST_REDIRECTS:
                 yield Close(response)
                 redirects += 1
-                request = call.take_up(base, response.headers.get("Location", ""))
+                request = call.take_up(servers.base, response.headers.get("Location", ""))
                 continue
             if asks and response.status_code == 404 and not call.begun:
                 yield Close(response)
+                servers.replied(NOT_HERE)
+                redirects = 0
+                if not servers.may_send_again():
+                    if not servers.next():
+                        yield Wait(_WAIT_SECONDS)
+                    request = call.take_up(servers.base)
+                    continue
                 if call.broken and not call.for_now:
                     yield Give(call.broken)
                     return
                 _report(on_interruption, call, "no server has it", sent_again=True)
-                request = call.ask(base)
+                request = call.ask(servers.base)
                 continue
-            if not asks and not responded and response.status_code not in (200, *_LATER, 409):
-                yield Respond(response, True)
-                return
-            if response.status_code != 200:
+            if not answered:
                 refusal = f"{response.status_code}: {(yield from _body(response)).decode(errors='replace')[:400]}"
-                # 409: it has arrived. 400: the server that took it over has not come so far yet.
-                for_now = (*_LATER, 400, *((404,) if also_at else ())) if asks else (*_LATER, 409)
                 if response.status_code in for_now:
                     raise httpx.ReadError(refusal, request=call.request)
                 raise NotResumable(refusal, request=call.request)
-            if asks and (why := call.why_not_from(response.headers.get(PARSED, "").replace(" ", ""))):
+            if not asks:
+                servers.sent()
+            elif why := call.why_not_from(response.headers.get(PARSED, "").replace(" ", "")):
                 raise _not_resumable(call, "the connection broke", why)
             if not call.streamed:
                 body = yield from _body(response)
@@ -338,7 +351,7 @@ def conversation(
                     headers = _JSON if asks else response.headers
                     yield Respond(httpx.Response(200, headers=headers, content=whole), True)
                     return
-                heard = time.monotonic()  # the server has it, and works at it
+                heard, in_vain = time.monotonic(), 0  # the server has it, and works at it
                 yield Wait(_WAIT_SECONDS)
                 continue
             if not responded:
@@ -348,6 +361,8 @@ def conversation(
             while piece := (yield Read(response)):
                 if events := call.feed(piece):
                     heard, in_vain = time.monotonic(), 0
+                    if call.begun:
+                        servers.gave()
                     yield Give(events)
                 if call.complete or call.broken or call.cut_off:
                     break
@@ -361,20 +376,41 @@ def conversation(
         except NotResumable:
             raise
         except httpx.TransportError as problem:
+            unreached = isinstance(problem, httpx.ConnectError | httpx.ConnectTimeout)
+            if not asks and not unreached and not refused:
+                servers.sent()
+            if answered or not asks:
+                servers.broke()
+            else:
+                servers.replied(repr(problem))
             if time.monotonic() - heard > give_up_after:
-                raise
+                if not also_at:
+                    raise
+                servers.replied(repr(problem))
+                what = f"no server gave the answer within {give_up_after:g} s: {servers.replies()}"
+                raise NotResumable(what, request=call.request) from problem
             if responded and call.why_not:
                 raise _not_resumable(call, repr(problem), call.why_not) from problem
             if missing := call.end_without_done():
                 yield Give(missing)
                 return
-            failures, in_vain = failures + 1, in_vain + 1
+            failures += 1
             if failures == 1 or not isinstance(problem, httpx.ConnectError):  # or still nobody listens
                 _report(on_interruption, call, repr(problem))
-        servers = ["", *also_at]
-        base = servers[failures % len(servers)] if failures > 1 else ""
-        request, redirects = call.take_up(base), 0
+            if in_vain > 0:  # the first time the same server is asked
+                servers.next()
+            in_vain += 1
+        request, redirects = call.take_up(servers.base), 0
         yield Wait(min(_WAIT_SECONDS * 2 ** min(in_vain - 1, 10), _LONGEST_WAIT_SECONDS))
+
+
+def _for_now(asks: bool, again: bool, several: bool) -> tuple[int, ...]:
+    """Refusals that are waited out. `asks`: of a question for an answer; otherwise of a request, which was sent `again`
+    or for the first time."""
+    if not asks:
+        return (*_LATER, 409) if again else _NOT_NOW  # 409: it has arrived
+    # 400: the server that took it over has not come so far yet. 404: nor has another one heard of it.
+    return (*_LATER, 400, 404) if several else (*_LATER, 400)
 
 
 def _not_resumable(call: Call, problem: str, why: str) -> NotResumable:
