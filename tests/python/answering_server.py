@@ -27,6 +27,9 @@ class AnsweringServer:
         self.running = 0  # so many times a whole answer is said to be running
         self.answers: dict[str, dict] = {}
         self.calls: list[str] = []
+        self.headers: list[dict] = []  # of each call
+        self.cut_off: tuple[str, str | None] | None = None  # finish and stop reason of answers that are taken up
+        self.parsed: list[str] = []  # what it says that it parses
         self.extra: dict = {}  # in each delta
         outer = self
 
@@ -59,6 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         request_id = self.headers["X-Request-Id"]
         server.calls.append(f"POST {request_id}")
+        server.headers.append(dict(self.headers))
         if server.lost > 0:
             server.lost -= 1
             return self._break()
@@ -77,6 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server, address = self.server_of_answers, urlsplit(self.path)
         server.calls.append(f"GET {address.path}?{address.query}")
+        server.headers.append(dict(self.headers))
         if server.statuses:
             return self._json({"error": "as the test says"}, server.statuses.pop(0))
         assert self.headers["Authorization"] == "Bearer key", "the key is missing"
@@ -86,24 +91,32 @@ class _Handler(BaseHTTPRequestHandler):
         if not address.path.endswith("/stream"):
             state = "running" if server.running > 0 else "ended"
             server.running -= 1
-            return self._json(self._whole(request_id) | {"state": state, "object": "torpor.response"})
+            about = {"state": state, "object": "torpor.response", "parsed": server.parsed}
+            return self._json(self._whole(request_id) | about)
         starts = [int(each) for each in parse_qs(address.query)["from_text"][0].split(",")]
         assert len(starts) == server.choices and all(start <= len("".join(TEXT)) for start in starts), starts
         self._stream(starts, chat="messages" in server.answers[request_id])
 
     def _whole(self, request_id: str) -> dict:
+        finish, stop = self._end()
         choices = [
-            {"index": index, "state": "finished", "text": "".join(TEXT), "token_ids": [], "finish_reason": "length",
-             "stop_reason": None, "message": {"role": "assistant", "content": "".join(TEXT)}}
+            {"index": index, "state": "finished", "text": "".join(TEXT), "token_ids": [], "finish_reason": finish,
+             "stop_reason": stop, "message": {"role": "assistant", "content": "".join(TEXT)}}
             for index in range(self.server_of_answers.choices)
         ]  # fmt: skip
         return {"id": f"chatcmpl-{request_id}", "choices": choices}
+
+    def _end(self) -> tuple[str, str | None]:
+        cut_off = self.server_of_answers.cut_off
+        return cut_off if cut_off is not None and self.command == "GET" else ("length", None)
 
     def _stream(self, starts: list[int], chat: bool) -> None:
         server = self.server_of_answers
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Transfer-Encoding", "chunked")
+        if server.parsed and self.command == "GET":
+            self.send_header("X-Torpor-Parsed", ", ".join(server.parsed))
         self.end_headers()
         body = b": keep-alive\n\n"
         chunks = 0
@@ -122,7 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
                     )
                 chunks += 1
                 text = {"delta": {"content": rest} | server.extra} if chat else {"text": rest}
-                choice = {"index": index, "finish_reason": "length" if last else None} | text
+                finish, stop = self._end() if last else (None, None)
+                choice = {"index": index, "finish_reason": finish, "stop_reason": stop} | text
                 if self.command == "GET":  # as torpor numbers them for whoever takes up an answer
                     body += f"id: {number}\n".encode()
                 body += b"data: " + json.dumps({"id": "x", "choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"

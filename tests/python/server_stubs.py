@@ -35,6 +35,7 @@ class Engine:
         self.vllm_config = SimpleNamespace(
             additional_config=options, parallel_config=parallel, kv_transfer_config=None,
             observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+            structured_outputs_config=SimpleNamespace(reasoning_parser=""),
         )  # fmt: skip
         self._client_count = 1
         self.wakes_with, self.unseen = wakes_with, unseen

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import ssl
 from contextlib import contextmanager
 
 import httpx
@@ -232,3 +234,179 @@ def test_completions_and_other_calls(server):
             list(one.completions.create(model="m", prompt=["a", "b"], stream=True))
     with client.http_client(base_url=server.url) as http:
         assert http.get("/torpor/requests/none", headers={"Authorization": "Bearer key"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "why"),
+    [
+        ("abort", None, "start it with --torpor-on-disconnect continue"),
+        ("error", "another tokenizer", "the server ended it: another tokenizer"),
+        ("error", None, "it failed at the server"),
+    ],
+)
+def test_an_answer_that_its_server_cut_off_does_not_look_complete(server, finish, stop, why):
+    server.cut_off, server.stream_piece = (finish, stop), 1000
+    with made(server) as one:
+        assert streamed(one, "unbroken") == {0: WHOLE}
+        server.cuts = [250]
+        texts = []
+        with not_resumable(why):
+            for chunk in begun(one, "cut"):
+                texts.append(chunk.choices[0].delta.content)
+        text = "".join(texts)
+        assert WHOLE.startswith(text) and len(text) >= len("".join(TEXT[:-1]))  # all but what came with the end
+        server.answers["whole"] = {"messages": MESSAGES}
+        server.lost = 1
+        with not_resumable(why):
+            one.chat.completions.create(model="m", messages=MESSAGES, extra_headers={"X-Request-Id": "whole"})
+
+
+def test_a_choice_that_ended_before_may_have_been_cut_off_then():
+    """Its caller has seen that."""
+    request = httpx.Request("POST", "http://server/v1/chat/completions", json={"stream": True, "n": 2})
+    call = answers.Call.of(request)
+    ends = [{"choices": [{"index": index, "delta": {}, "finish_reason": "abort"}]} for index in range(2)]
+    events = [f"data: {json.dumps(end)}\n\n".encode() for end in ends]
+    call.begin_reading(taken_up=False)
+    assert call.feed(events[0]) == events[0]
+    call.begin_reading(taken_up=True)
+    assert call.feed(events[0]) == b"" and not call.cut_off
+    assert call.feed(events[1]) == b"" and "--torpor-on-disconnect continue" in call.cut_off
+
+
+def fields_of_more_than_text() -> list[tuple[str, dict]]:
+    return [
+        ("include_reasoning", {"include_reasoning": False}),
+        ("return_token_ids", {"return_token_ids": True}),
+        ("return_prompt_text", {"return_prompt_text": True}),
+        ("logprobs", {"logprobs": 0}),
+        ("prompt_logprobs", {"prompt_logprobs": 0}),
+    ]
+
+
+@pytest.mark.parametrize(("name", "fields"), fields_of_more_than_text())
+def test_what_asks_for_more_than_text_or_less_is_not_taken_up(server, name, fields):
+    server.cuts = [300]
+    with made(server) as one, not_resumable(repr(name)):
+        list(one.completions.create(model="m", prompt="Tell", stream=True, extra_body=fields))
+    unused = {"include_reasoning": True, "return_token_ids": False, "logprobs": None}
+    server.cuts = [300]
+    with made(server) as one:
+        stream = one.completions.create(model="m", prompt="Tell", stream=True, extra_body=unused)
+        assert "".join(chunk.choices[0].text for chunk in stream) == WHOLE
+
+
+def test_a_chat_of_a_server_that_parses_reasoning_is_not_taken_up(server):
+    server.parsed = ["reasoning", "tools"]
+    with made(server) as one:
+        server.cuts = [20]  # before any reasoning has come: the answer would begin with it
+        with not_resumable("--reasoning-parser"):
+            streamed(one, "streamed")
+        server.answers["whole"] = {"messages": MESSAGES}
+        server.lost = 1
+        with not_resumable("--reasoning-parser"):
+            one.chat.completions.create(model="m", messages=MESSAGES, extra_headers={"X-Request-Id": "whole"})
+        server.cuts = [200]
+        stream = one.completions.create(model="m", prompt="Tell", stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == WHOLE
+        server.parsed = ["tools"]  # the chat has none
+        server.cuts = [200]
+        assert streamed(one, "without tools") == {0: WHOLE}
+
+
+def test_the_question_for_an_answer_has_the_headers_of_its_call(server):
+    server.cuts, server.stream_piece = [200], 1000
+    headers = {"X-Tenant": "sea", "traceparent": "00-1", "Accept-Language": "en", "If-None-Match": "a", "TE": "gzip"}
+    with made(server, default_headers={"X-Gateway": "yes"}) as one:
+        assert streamed(one, headers=headers) == {0: WHOLE}
+    posted, asked = ({name.lower(): value for name, value in each.items()} for each in server.headers)
+    for name in ("x-tenant", "traceparent", "x-gateway", "x-request-id", "user-agent", "authorization"):
+        assert asked[name] == posted[name]
+    left = {"content-type", "content-length", "accept", "accept-language", "accept-encoding", "if-none-match", "te"}
+    assert posted.keys() >= left and not asked.keys() & left
+    assert posted["accept-encoding"] == "identity"  # nothing on the way packs its events
+
+
+def test_urls_at_other_servers_are_those_of_the_call():
+    request = httpx.Request("POST", "http://one/v1/chat/completions?team=sea", json={"stream": True})
+    call = answers.Call.of(request)
+    assert call.ask("https://two/models/v1").url == "https://two/models/v1/chat/completions?team=sea"
+    with pytest.raises(client.NotResumable, match="the key is not sent there"):
+        call.take_up("https://two/v1", "http://three/torpor/requests/x")
+    assert call.take_up("https://two/v1", "https://three/torpor/requests/x").url == "https://three/torpor/requests/x"
+    assert call.take_up("", "").url.path.startswith("/torpor/requests/")  # a redirect without an address
+
+
+def test_an_answer_of_which_nothing_has_come_is_asked_for_first(server):
+    server.answers["theirs"] = {"messages": MESSAGES}
+    headers = {client.HAS_CHARACTERS: "0"}
+    with made(server) as one:
+        assert streamed(one, "theirs", headers=headers) == {0: WHOLE}
+        assert server.calls == ["GET /torpor/requests/theirs/stream?from_text=0"]
+        server.calls.clear()
+        assert streamed(one, "never arrived", headers=headers) == {0: WHOLE}
+        assert [call.split()[0] for call in server.calls] == ["GET", "POST"]
+        server.statuses = [404, 400]  # no server has it, and it is refused
+        with pytest.raises(openai.BadRequestError):
+            streamed(one, "refused", headers=headers)
+
+
+# --- how it sends -----------------------------------------------------------------------------------------------------
+
+
+class SeenContext(ssl.SSLContext):
+    """Whoever connects with it learns so."""
+
+    def wrap_socket(self, *_, **__):
+        raise ssl.SSLError("this context was asked")
+
+    wrap_bio = wrap_socket
+
+
+def posted_to(url: str, asynchronous: bool, **options) -> str:
+    """The text of a stream of which the first connection may break."""
+    body = {"model": "m", "messages": MESSAGES, "stream": True}
+    options = {"headers": {"Authorization": "Bearer key"}, "give_up_after": 0.0} | options
+
+    async def scene() -> str:
+        async with client.async_http_client(**options) as http:
+            return (await http.post(f"{url}/v1/chat/completions", json=body)).text
+
+    if asynchronous:
+        return asyncio.run(scene())
+    with client.http_client(**options) as http:
+        return http.post(f"{url}/v1/chat/completions", json=body).text
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_options_of_sending_do_what_they_do_in_httpx(server, monkeypatch, asynchronous):
+    with pytest.raises(httpx.ConnectError, match="this context was asked"):
+        posted_to(server.url.replace("http", "https"), asynchronous, verify=SeenContext(ssl.PROTOCOL_TLS_CLIENT))
+    elsewhere = "http://torpor.invalid"
+
+    def mounted() -> dict:
+        transport = httpx.AsyncHTTPTransport if asynchronous else httpx.HTTPTransport
+        return {"mounts": {elsewhere: transport(proxy=server.url)}}
+
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    for options in ({"proxy": server.url}, mounted(), {}):
+        server.cuts = [200]
+        text = posted_to(elsewhere, asynchronous, give_up_after=10, **options)
+        assert text.endswith("data: [DONE]\n\n") and "and 🌊 deep" in text
+        assert [call.split()[0] for call in server.calls] == ["POST", "GET"]  # the question, too, goes by the proxy
+        server.calls.clear()
+    with pytest.raises(httpx.ConnectError):
+        posted_to(elsewhere, asynchronous, trust_env=False)
+    monkeypatch.setenv("NO_PROXY", "torpor.invalid")
+    with pytest.raises(httpx.ConnectError):
+        posted_to(elsewhere, asynchronous)
+    assert server.calls == []
+
+
+def test_clients_of_openai_take_these_options_and_no_client_of_their_caller(server):
+    server.cuts = [200]
+    with client.OpenAI(base_url="http://torpor.invalid/v1", api_key="key", max_retries=0, proxy=server.url) as one:
+        assert streamed(one) == {0: WHOLE}
+    for kind, made_by_caller in ((client.OpenAI, httpx.Client()), (client.AsyncOpenAI, httpx.AsyncClient())):
+        with pytest.raises(TypeError, match="http_client is given: this client would not resume"):
+            kind(api_key="key", http_client=made_by_caller)

@@ -246,3 +246,28 @@ def test_a_large_limit_drops_nothing(monkeypatch, tmp_path):
         assert server.recorder.answers.counts()["dropped"] == 0 and server.recorder.answers.counts()["ended"] == 6
 
     run(scene())
+
+
+def test_an_answer_says_what_the_server_parses_out_of_its_text(monkeypatch, tmp_path):
+    async def scene():
+        words = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+        app, server = build(monkeypatch, [], *words, engine=Engine(tmp_path))
+        await started(server)
+        end(server, "chatcmpl-chat")
+        end(server, "cmpl-text")
+        parsed = {}
+        async with client(app, None) as http:
+            for parser in ("", "qwen3"):
+                server.engine.vllm_config.structured_outputs_config.reasoning_parser = parser
+                for name in ("chat", "text"):
+                    answer = await http.get(f"/torpor/requests/{name}")
+                    stream = await http.get(f"/torpor/requests/{name}/stream")
+                    parsed[parser, name] = answer.json()["parsed"], stream.headers.get("X-Torpor-Parsed")
+        assert parsed == {
+            ("", "chat"): (["tools"], "tools"),
+            ("qwen3", "chat"): (["reasoning", "tools"], "reasoning, tools"),
+            ("", "text"): ([], None),
+            ("qwen3", "text"): ([], None),
+        }
+
+    run(scene())

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI client that loses no answer: over sleeps, drains, restarts and kills of a server of torpor.
+"""An OpenAI client that loses no answer: over sleeps, drains, restarts and kills of a server of torpor that was
+started with --torpor-on-disconnect continue.
 
     from torpor.client import OpenAI                     # or AsyncOpenAI
 
@@ -20,7 +21,7 @@ from typing import Any
 import httpx
 
 from torpor.client.answers import HAS_CHARACTERS, Interruption, NotResumable
-from torpor.client.transports import AsyncResumingTransport, ResumingTransport
+from torpor.client.transports import AsyncResumingTransport, AsyncSender, ResumingTransport, Sender
 
 __all__ = [
     "HAS_CHARACTERS",
@@ -36,6 +37,9 @@ __all__ = [
 _LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2)
 _SECONDS = 600.0
 OnInterruption = Callable[[Interruption], None]
+_OF_RESUMING = ("give_up_after", "also_at", "on_interruption")
+# Options of httpx.Client that say how a request is sent.
+_OF_SENDING = ("verify", "cert", "http1", "http2", "proxy", "mounts", "limits", "transport", "trust_env")
 
 
 def http_client(
@@ -47,12 +51,14 @@ def http_client(
 ) -> httpx.Client:
     """An httpx.Client whose calls take up their answers.
 
-    `give_up_after`: seconds without a byte of the answer after which the call fails as it would have before.
+    `give_up_after`: seconds without a byte of the answer after which the call fails: as it would have before, or, with
+    `also_at`, as NotResumable with the reply of each server.
     `also_at`: base URLs of other servers that may have the answer, or take it over; tried in turn.
     `on_interruption` is called with an Interruption each time a connection broke, in the thread of the call.
-    `options`: of httpx.Client.
+    `options`: of httpx.Client, with the meaning that they have there. So it goes through the proxies of `proxy`, of
+    `mounts` and, unless `trust_env=False`, of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY).
     """
-    inner = options.pop("transport", None) or httpx.HTTPTransport(limits=options.pop("limits", _LIMITS))
+    inner = Sender({"limits": _LIMITS} | _taken(options, _OF_SENDING))
     transport = ResumingTransport(inner, give_up_after=give_up_after, also_at=also_at, on_interruption=on_interruption)
     return httpx.Client(transport=transport, **({"timeout": _SECONDS} | options))
 
@@ -65,7 +71,7 @@ def async_http_client(
     **options: Any,
 ) -> httpx.AsyncClient:
     """The same, an httpx.AsyncClient."""
-    inner = options.pop("transport", None) or httpx.AsyncHTTPTransport(limits=options.pop("limits", _LIMITS))
+    inner = AsyncSender({"limits": _LIMITS} | _taken(options, _OF_SENDING))
     transport = AsyncResumingTransport(
         inner, give_up_after=give_up_after, also_at=also_at, on_interruption=on_interruption
     )
@@ -73,20 +79,31 @@ def async_http_client(
 
 
 def OpenAI(**options: Any):
-    """An openai.OpenAI over http_client(). `options`: of either."""
+    """An openai.OpenAI over http_client(). `options`: of openai.OpenAI without `http_client`, those that http_client()
+    has of its own, and those of httpx.Client that say how a request is sent."""
     import openai
 
-    client = http_client(**_taken(options))
+    client = http_client(**_of_http_client(options))
     return openai.OpenAI(**({"http_client": client, "timeout": _SECONDS} | options))
 
 
 def AsyncOpenAI(**options: Any):
-    """The same, an openai.AsyncOpenAI."""
+    """The same, an openai.AsyncOpenAI over async_http_client()."""
     import openai
 
-    client = async_http_client(**_taken(options))
+    client = async_http_client(**_of_http_client(options))
     return openai.AsyncOpenAI(**({"http_client": client, "timeout": _SECONDS} | options))
 
 
-def _taken(options: dict) -> dict:
-    return {name: options.pop(name) for name in ("give_up_after", "also_at", "on_interruption") if name in options}
+def _of_http_client(options: dict) -> dict:
+    if options.get("http_client") is not None:
+        raise TypeError(
+            "http_client is given: this client would not resume. Give its options here, or give a client that "
+            "torpor.client.http_client() or async_http_client() makes to openai's own OpenAI or AsyncOpenAI"
+        )
+    options.pop("http_client", None)
+    return _taken(options, (*_OF_RESUMING, *_OF_SENDING))
+
+
+def _taken(options: dict, names: Sequence[str]) -> dict:
+    return {name: options.pop(name) for name in names if name in options}

@@ -13,6 +13,22 @@ import httpx
 from torpor.client.answers import Call, Close, Give, Read, Respond, Send, Wait, conversation
 
 
+class Sender(httpx.BaseTransport):
+    """Sends each request as an httpx.Client does, by the transport that is right for its URL: another server may be
+    behind another proxy, or behind none."""
+
+    def __init__(self, options: dict[str, Any]):
+        """`options`: of httpx.Client."""
+        self._client = httpx.Client(**options)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        # Not send(), which logs each request: the client around this one does.
+        return self._client._transport_for_url(request.url).handle_request(request)
+
+    def close(self) -> None:
+        self._client.close()
+
+
 class ResumingTransport(httpx.BaseTransport):
     """`inner` sends. `settings`: of conversation()."""
 
@@ -88,6 +104,19 @@ class _Body(httpx.SyncByteStream):
             return None
         time.sleep(step.seconds)
         return None
+
+
+class AsyncSender(httpx.AsyncBaseTransport):
+    """As Sender."""
+
+    def __init__(self, options: dict[str, Any]):
+        self._client = httpx.AsyncClient(**options)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await self._client._transport_for_url(request.url).handle_async_request(request)
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
 
 
 class AsyncResumingTransport(httpx.AsyncBaseTransport):

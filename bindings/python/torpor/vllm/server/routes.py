@@ -46,6 +46,8 @@ _STATUS = {
 _PROGRESS_SECONDS = 0.5
 _EVENT_STREAM = "text/event-stream"
 _MAX_PARAMS = 1 << 16
+_PARSED = "X-Torpor-Parsed"  # of a stream: what is parsed(), as torpor.client reads it
+_NEVER_PARSED = ("cmpl-", "generate-tokens-")  # ids of answers that are the model's text as it is
 
 
 def recorded(operation: str):
@@ -353,11 +355,15 @@ def routes() -> APIRouter:
                 life.log.answers.part(each, *((start, 0) if from_text is None else (0, start)))
         except Error as problem:
             return refused(problem)
-        return StreamingResponse(_events(life, ids, starts, from_text is not None, before), media_type=_EVENT_STREAM)
+        found = parsed(life, ids[0])
+        headers = {_PARSED: ", ".join(found)} if found else None
+        events = _events(life, ids, starts, from_text is not None, before)
+        return StreamingResponse(events, headers=headers, media_type=_EVENT_STREAM)
 
     @router.get("/torpor/requests/{response:path}")
     async def answer(raw_request: Request, response: str) -> Response:
-        """An answer so far: text, token ids, and how it ended.
+        """An answer so far: text, token ids, and how it ended. `parsed` names what the text still contains and this
+        server's own answers have apart from it: `reasoning`, `tools`.
 
         response: id of the answer, or its `X-Request-Id`.
         """
@@ -384,6 +390,7 @@ def routes() -> APIRouter:
                 "id": life.log.answers.get(ids[0])["response"],
                 "object": "torpor.response",
                 "state": "running" if running else "ended",
+                "parsed": parsed(life, ids[0]),
                 "choices": content,
             }
         )
@@ -619,6 +626,18 @@ def choices(life: Server, response: str, request: Request) -> list[str] | Respon
         return refused(NotFound(what, "do not send the request again: it was answered"), 410)
     what = f"there is no answer {response}: it was never begun here, is not yours, or ended too long ago"
     return refused(NotFound(what, "send the request again"))
+
+
+def parsed(life: Server, request_id: str) -> list[str]:
+    """What vLLM parses out of the text of such an answer, before it gives it to its client."""
+    if life.log.answers.get(request_id)["response"].startswith(_NEVER_PARSED):
+        return []
+    args = life.app_state.args
+    found = {
+        "reasoning": life.engine.vllm_config.structured_outputs_config.reasoning_parser,
+        "tools": args.enable_auto_tool_choice and args.tool_call_parser,
+    }
+    return [name for name, parser in found.items() if parser]
 
 
 def numbers(text: str, count: int) -> list[int]:
