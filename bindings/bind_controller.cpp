@@ -136,9 +136,12 @@ WakeOptions wake_options_from(const py::dict& dict, RolledForward& rolled) {
   in.read_if_given("others_wait", options.others_wait);
   in.read_if_given("progress", options.progress);
   in.read_if_given("swap_in_from", options.swap_in_from);
+  bool answers_may_extend = true;
+  in.read_if_given("answers_may_extend", answers_may_extend);
   if (in.has("answers")) {
     const Bytes packed = bytes_from(in.take("answers"), "wake_up.answers");
-    options.catch_up = catch_up_with(value_or_raise(unpack_answers(std::as_bytes(std::span(packed)))), rolled);
+    options.catch_up =
+        catch_up_with(value_or_raise(unpack_answers(std::as_bytes(std::span(packed)))), rolled, answers_may_extend);
   }
   in.finish();
   options.tags = tags_from(tags);

@@ -26,7 +26,8 @@ bool begins_with(const std::vector<int32_t>& tokens, const std::vector<int32_t>&
 
 }  // namespace
 
-Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten) {
+Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten,
+                                   bool may_extend) {
   return try_catch([&]() -> Result<RolledForward> {
     RolledForward rolled;
     std::unordered_map<std::string, RequestState*> known;
@@ -45,7 +46,7 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
       RequestState& request = *found->second;
       const std::vector<int32_t>& given = answer.request.output_token_ids;
       if (begins_with(request.output_token_ids, given)) continue;
-      if (begins_with(given, request.output_token_ids) && request.status != RequestStatus::kWaiting) {
+      if (may_extend && begins_with(given, request.output_token_ids) && request.status != RequestStatus::kWaiting) {
         request.output_token_ids = given;
         rolled.extended.push_back(request.id);
       } else {  // the delivered tokens count; and a waiting request has no tokens
@@ -69,9 +70,10 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
 }
 
 std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up_with(std::vector<Answer> answers,
-                                                                                   RolledForward& rolled) {
-  return [answers = std::move(answers), &rolled](SchedulerCheckpoint& state, bool woken_before) -> Status {
-    TORPOR_ASSIGN_OR_RETURN(rolled, roll_forward(state, answers, woken_before));
+                                                                                   RolledForward& rolled,
+                                                                                   bool may_extend) {
+  return [answers = std::move(answers), &rolled, may_extend](SchedulerCheckpoint& state, bool woken_before) -> Status {
+    TORPOR_ASSIGN_OR_RETURN(rolled, roll_forward(state, answers, woken_before, may_extend));
     return ok();
   };
 }

@@ -4,6 +4,7 @@
 //
 // Delivered tokens are never sampled again: they are appended to the request, and the engine computes their KV like
 // that of a prompt. Requests that began later are added as preempted ones: their prompt and tokens are computed anew.
+// So are those that got tokens, for an engine that cannot go on from a request's state as from that of a prompt.
 //
 // Owner: none, these are functions. Threads: any. Failure: errors are values.
 #pragma once
@@ -28,11 +29,14 @@ struct RolledForward {
 // A request of which the state has more tokens than the answer stays as it is. A request without an answer stays, too,
 // unless `forgotten`: an engine has gone on from this state before, so the answer has ended and was forgotten. The
 // result is valid().
-Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten);
+// `may_extend`: whether the engine computes what was appended on top of what a request had.
+Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten,
+                                   bool may_extend = true);
 
 // Return a function that does that in a wake (WakeOptions::catch_up, engine/sleep_report.h). It writes what it did into
 // `rolled`, which outlives it.
 std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up_with(std::vector<Answer> answers,
-                                                                                   RolledForward& rolled);
+                                                                                   RolledForward& rolled,
+                                                                                   bool may_extend = true);
 
 }  // namespace torpor

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of the tests: vLLM's scheduler with torpor's KV connector, attention and a state, and hits that end within a
-block. No model runs.
+"""A process of the tests: vLLM's scheduler with torpor's KV connector, attention and a state, and hits that end in the
+middle of a block. No model runs.
 
     connector_partial_process.py MODEL "eager" | "lazy"
 

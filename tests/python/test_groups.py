@@ -15,7 +15,7 @@ from grouped_models import MODELS
 from inspector import look
 
 from torpor import errors
-from torpor.vllm import kv_groups
+from torpor.vllm import fingerprint, kv_groups
 
 HERE = Path(__file__).parent
 # Kinds of models, options, what their groups are.
@@ -93,3 +93,20 @@ def test_other_kinds_of_groups_and_what_is_on_its_way_are_refused_by_name():
     assert kv_groups.unsupported([manager_of()]) == ["KV caches of the kind SimpleNamespace"]
     for name, what in kv_groups._OF_ONE_STEP.items():
         assert what in kv_groups.unsupported([manager_of(**{name: [1]})])
+
+
+def test_a_fingerprint_tells_layouts_of_states_apart(monkeypatch):
+    """They have the same shapes and strides in vLLM's KV cache."""
+    group = SimpleNamespace(layer_names=["a"])
+    scheduler = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group], prefix_cache_retention_interval=0),
+        kv_cache_manager=SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[object()])),
+        hash_block_size=16, has_mamba_layers=True,
+    )  # fmt: skip
+    cache = SimpleNamespace(mamba_cache_mode="align", mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto")
+    found = []
+    for layout in (None, "SD", "DS"):
+        if layout is not None:
+            monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", layout)
+        found.append(fingerprint._of_groups(scheduler, cache)["mamba_cache"])
+    assert found == ["align, auto, auto", "align, auto, auto", "align, auto, auto, DS"]

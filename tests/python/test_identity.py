@@ -53,6 +53,23 @@ def test_a_checkpoint_puts_an_engine_that_has_nothing_left_back_to_where_it_was(
     assert one.llm.torpor.state().recomputed_tokens == 0
 
 
+@pytest.mark.skipif(gpu_path.active(), reason="runner V2 keeps it with a request's slot")
+def test_a_checkpoint_has_how_many_drafts_each_request_has_accepted(one):
+    """Of the states that a request has in a layer with speculation, that is the one to go on from."""
+    one.begin(10)
+    batch = one.runner.input_batch
+    [greedy] = one.engine.output_processor.external_req_ids["greedy"]
+    batch.num_accepted_tokens_cpu[batch.req_id_to_index[greedy]] = 3
+    path = one.llm.checkpoint().checkpoint
+    one.begin()
+    one.finish({})
+    one.llm.reset_prefix_cache()
+    one.llm.wake_up(from_checkpoint=path)
+    found = {request: int(batch.num_accepted_tokens_cpu[row]) for request, row in batch.req_id_to_index.items()}
+    assert found.pop(greedy) == 3 and {*found.values()} == {1}
+    one.finish({})
+
+
 def test_in_these_tests_what_is_kept_of_a_request_is_compared_with_what_it_has(one):
     answers = one.begin(8)
     one.llm.checkpoint()

@@ -39,6 +39,20 @@ TEST(RollForwardTest, RequestsGetWhatWasGivenSinceAndNewOnesBeginAgain) {
   EXPECT_TRUE(state.scheduler.requests[4].block_hashes.empty());
 }
 
+TEST(RollForwardTest, AnEngineThatCannotComputeOnTopBeginsThemAgain) {
+  SchedulerCheckpoint state = test::example_checkpoint().state;
+  const RequestState run = state.scheduler.requests[0];
+  const std::vector<Answer> answers = {so_far(run, {200, 201, 55, 56})};
+  const RolledForward rolled = value_of(roll_forward(state, answers, false, /*may_extend=*/false));
+  EXPECT_TRUE(rolled.extended.empty());
+  EXPECT_EQ(rolled.dropped, (std::vector<std::string>{"run"}));
+  EXPECT_EQ(rolled.added, (std::vector<std::string>{"run"}));
+  const RequestState& again = state.scheduler.requests.back();
+  EXPECT_EQ(again.output_token_ids, (std::vector<int32_t>{200, 201, 55, 56}));
+  EXPECT_EQ(again.num_computed_tokens, 0);
+  EXPECT_EQ(again.status, RequestStatus::kPreempted);
+}
+
 TEST(RollForwardTest, EndedRequestsGoWithTheirBlocks) {
   SchedulerCheckpoint state = test::example_checkpoint().state;
   const std::vector<Answer> answers = {so_far(state.scheduler.requests[0], {200, 201, 9}, AnswerState::kAborted)};

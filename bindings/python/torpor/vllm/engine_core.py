@@ -27,7 +27,7 @@ from torpor.vllm.patching import Patches
 from torpor.vllm.preemptions import Preemptions
 from torpor.vllm.sessions import Sessions
 from torpor.vllm.slots import begin_events
-from torpor.vllm.support import compute_for_each_other
+from torpor.vllm.support import compute_for_each_other, may_extend
 from torpor.vllm.weight_updates import Updates, invalidate_adapters, doubt_kv, doubt_weights_after, note_timeout
 
 _STANDING = ("freeze", "sleep", "checkpoint", "wake_up")  # of ranks that compute for each other: only if all stand
@@ -233,6 +233,8 @@ class EngineSide:
         elif options.get("early") and (problem := self._why_not_early()) is not None:
             raise problem
         self.hooks.for_new_process = "from_checkpoint" in options or "answers" in options
+        if "answers" in options:
+            options["answers_may_extend"] = may_extend(self.hooks.core.vllm_config, self.hooks.scheduler)
         began = time.time()
         with self._executor_told():
             report = self.controller.wake_up(options) | {"began": began}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from importlib import metadata
 
 import torch
@@ -11,6 +12,7 @@ import vllm
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from torpor import _core
 from torpor.vllm import connector_groups, kv_layout
@@ -100,6 +102,9 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         "threads": ",".join(str(w["threads"]) for w in workers),
         "model_runner": ",".join(sorted({w["runner"] + (" V2" if w["v2"] else "") for w in workers})),
     }
+    if any(isinstance(g.kv_cache_spec, UniformTypeKVCacheSpecs) for g in scheduler.kv_cache_config.kv_cache_groups):
+        # Its layers have blocks of several kinds: which layer has which is not in kv_layout.
+        fields["kv_layers"] = _core.digest("|".join(w["layers"] for w in workers).encode())
     if parallel.pipeline_parallel_size > 1:
         fields["pipeline_stages"] = _core.digest("|".join(w["layers"] for w in workers).encode())
     if model.use_fp64_gumbel:
@@ -133,6 +138,8 @@ def _of_groups(scheduler, cache) -> dict:
     }
     if scheduler.has_mamba_layers:
         fields["mamba_cache"] = f"{cache.mamba_cache_mode}, {cache.mamba_cache_dtype}, {cache.mamba_ssm_cache_dtype}"
+        if (layout := os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "SD")) != "SD":  # as vLLM reads it
+            fields["mamba_cache"] += f", {layout}"
     return fields
 
 

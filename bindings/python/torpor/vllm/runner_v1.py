@@ -77,9 +77,28 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
         "rows": [i for i in runner.input_batch.req_ids if runner.requests[i].pooling_params is None],
         "default_generator": device.generator_state(runner.device),
         "generators": generators,
-        "engine": {"requests": requests, "num_prompt_logprobs": dict(runner.num_prompt_logprobs)}
+        "engine": {
+            "requests": requests,
+            "num_prompt_logprobs": dict(runner.num_prompt_logprobs),
+            "accepted": _accepted(runner),
+        }
         | ({"mamba_state_blocks": dict(runner.mamba_state_idx)} if runner.mamba_state_idx else {}),
     }
+
+
+def _accepted(runner) -> dict[str, int]:
+    """Of each request how many tokens its last step accepted, where these are not one: of the states that it has in a
+    layer, that is the one to go on from."""
+    accepted, rows = runner.input_batch.num_accepted_tokens_cpu, runner.input_batch.req_id_to_index
+    return {request_id: int(accepted[row]) for request_id, row in rows.items() if accepted[row] != 1}
+
+
+def draws_by_default(runner) -> bool:
+    """Whether an unfinished request draws from the default generator of the process: it is random, without a seed."""
+    return any(
+        state.generator is None and state.sampling_params and state.sampling_params.sampling_type == SamplingType.RANDOM
+        for state in runner.requests.values()
+    )
 
 
 def reconnect(runner, value: dict) -> None:
@@ -124,6 +143,9 @@ def restore(runner, value: dict, given_since: list[dict], inputs: dict[str, Inpu
             runner._init_mrope_positions(state)
     for request_id in value["rows"]:
         runner.input_batch.add_request(runner.requests[request_id])
+    for request_id, count in value["engine"].get("accepted", {}).items():
+        if (row := runner.input_batch.req_id_to_index.get(request_id)) is not None:
+            runner.input_batch.num_accepted_tokens_cpu[row] = count
     _restore_thinking(runner, value["engine"]["requests"])
     runner.num_prompt_logprobs.update(value["engine"]["num_prompt_logprobs"])
     runner.mamba_state_idx.update(value["engine"].get("mamba_state_blocks", {}))

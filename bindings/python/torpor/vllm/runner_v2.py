@@ -140,6 +140,11 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
     }
 
 
+def draws_by_default(runner) -> bool:
+    """Requests draw by seed and position. Only a new one without a seed has a seed drawn, with numpy."""
+    return False
+
+
 def reconnect(runner, value: dict) -> None:
     """As restore(): what vLLM allocates with the weights is gone when they were not kept."""
     # restore() takes them out of the runner: should it fail, the next call finds them here.

@@ -60,6 +60,15 @@ def compute_for_each_other(vllm_config) -> bool:
     return vllm_config.parallel_config.data_parallel_size > 1
 
 
+def may_extend(vllm_config, scheduler) -> bool:
+    """Whether a running request can be given tokens, which are computed as a prompt's on top of what it has.
+
+    With speculation the newest of a request's several states is the one after the drafts that were accepted. vLLM takes
+    the first for what it computes as a prompt's.
+    """
+    return vllm_config.speculative_config is None or not scheduler.has_mamba_layers
+
+
 def base_of(scheduler: Scheduler) -> type:
     """The class of a scheduler without torpor's part (scheduler.py)."""
     return getattr(type(scheduler), "torpor_base", type(scheduler))

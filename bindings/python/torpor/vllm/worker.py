@@ -233,10 +233,11 @@ class WorkerMixin(Stock):
     def torpor_reconnect(self, workers: list[dict], shared: int | None) -> None:
         """The same worker lives on: back to where it was, whatever ran in this process meanwhile.
 
-        `shared`: the process of the engine core, if that is a program's of vLLM's user; it may train while the engine
-        sleeps. What it draws from the process's generators stays drawn.
+        `shared`: the process of the engine core, if that is a program's of vLLM's user. It may train while the engine
+        sleeps: what it draws from the process's generators stays drawn, if no unfinished request draws from them.
         """
-        with device.generators_kept(self.device) if os.getpid() == shared else nullcontext():
+        keeps = os.getpid() == shared and not _runner(self).draws_by_default(self.model_runner)
+        with device.generators_kept(self.device) if keeps else nullcontext():
             _runner(self).reconnect(self.model_runner, workers[_rank(self)])
         self.synchronize_device()
 
