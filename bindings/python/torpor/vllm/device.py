@@ -10,6 +10,10 @@ import numpy as np
 import torch
 
 
+TORCH, NUMPY = "torch", "numpy"  # the generators of a process: of the device, by default; and of numpy
+ALL = frozenset({TORCH, NUMPY})
+
+
 def generator_state(device: torch.device) -> bytes:
     """Of the generator that requests without a seed share."""
     state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
@@ -24,14 +28,16 @@ def set_generator_state(device: torch.device, state: bytes) -> None:
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """At the end, the generators of this process are as they were at the beginning."""
+def generators_kept(device: torch.device, but: frozenset[str]) -> Iterator[None]:
+    """At the end, the generators of this process are as they were at the beginning, except for those of `but`."""
     numpys, torchs = np.random.get_state(), generator_state(device)
     try:
         yield
     finally:
-        np.random.set_state(numpys)
-        set_generator_state(device, torchs)
+        if NUMPY not in but:
+            np.random.set_state(numpys)
+        if TORCH not in but:
+            set_generator_state(device, torchs)
 
 
 def state_tensor(state: bytes) -> torch.Tensor:

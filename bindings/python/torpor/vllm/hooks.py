@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCoreProc
@@ -388,7 +389,14 @@ class VllmHooks:
         self.other_connector.restore(undoing=self.falling_asleep is not None)
 
     def reconnect(self, workers: list[dict]) -> None:
-        self._rpc("torpor_reconnect", workers, None if isinstance(self.core, EngineCoreProc) else os.getpid())
+        shared = None if isinstance(self.core, EngineCoreProc) else os.getpid()
+        unseeded_waits = any(
+            request.status is not RequestStatus.RUNNING
+            and (params := request.sampling_params) is not None
+            and params.sampling_type == SamplingType.RANDOM
+            for request in self.scheduler.requests.values()
+        )
+        self._rpc("torpor_reconnect", workers, shared, unseeded_waits)
 
     def restore(self, checkpoint: dict) -> list[dict]:
         self._own_weight_version = self.core.get_weight_version()

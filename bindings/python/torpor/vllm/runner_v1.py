@@ -93,12 +93,13 @@ def _accepted(runner) -> dict[str, int]:
     return {request_id: int(accepted[row]) for request_id, row in rows.items() if accepted[row] != 1}
 
 
-def draws_by_default(runner) -> bool:
-    """Whether an unfinished request draws from the default generator of the process: it is random, without a seed."""
-    return any(
+def drawn_from(runner, unseeded_waits: bool) -> frozenset[str]:
+    """The generators of the process that unfinished requests draw from, of device.ALL."""
+    unseeded = any(
         state.generator is None and state.sampling_params and state.sampling_params.sampling_type == SamplingType.RANDOM
         for state in runner.requests.values()
     )
+    return frozenset({device.TORCH} if unseeded or unseeded_waits else ())
 
 
 def reconnect(runner, value: dict) -> None:

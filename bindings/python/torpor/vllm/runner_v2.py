@@ -140,9 +140,10 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
     }
 
 
-def draws_by_default(runner) -> bool:
-    """Requests draw by seed and position. Only a new one without a seed has a seed drawn, with numpy."""
-    return False
+def drawn_from(runner, unseeded_waits: bool) -> frozenset[str]:
+    """The generators of the process that unfinished requests draw from, of device.ALL. Requests draw by seed and
+    position; one without a seed has one drawn when it begins."""
+    return frozenset({device.NUMPY} if unseeded_waits else ())
 
 
 def reconnect(runner, value: dict) -> None:

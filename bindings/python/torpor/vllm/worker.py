@@ -230,14 +230,15 @@ class WorkerMixin(Stock):
         of_runner = request["of_runners"][_rank(self)]
         _runner(self).expect(self.model_runner, request | {"of_runner": of_runner})
 
-    def torpor_reconnect(self, workers: list[dict], shared: int | None) -> None:
+    def torpor_reconnect(self, workers: list[dict], shared: int | None, unseeded_waits: bool) -> None:
         """The same worker lives on: back to where it was, whatever ran in this process meanwhile.
 
         `shared`: the process of the engine core, if that is a program's of vLLM's user. It may train while the engine
-        sleeps: what it draws from the process's generators stays drawn, if no unfinished request draws from them.
+        sleeps: what it draws from a generator of the process stays drawn, if no unfinished request draws from that one.
+        `unseeded_waits`: whether a request without a seed has not begun.
         """
-        keeps = os.getpid() == shared and not _runner(self).draws_by_default(self.model_runner)
-        with device.generators_kept(self.device) if keeps else nullcontext():
+        drawn = _runner(self).drawn_from(self.model_runner, unseeded_waits) if os.getpid() == shared else device.ALL
+        with device.generators_kept(self.device, but=drawn):
             _runner(self).reconnect(self.model_runner, workers[_rank(self)])
         self.synchronize_device()
 
