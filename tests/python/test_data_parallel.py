@@ -391,6 +391,18 @@ def test_ranks_with_experts_stand_before_one_sleeps_and_go_on_when_none_does(ran
 
 
 @with_experts
+def test_a_part_of_the_ranks_with_experts_does_not_wait_for_the_others_to_stand(ranks):
+    from torpor import errors
+
+    ranks._parallel.data_parallel_size = 4
+    for method in ("freeze", "sleep"):
+        with pytest.raises(errors.Unsupported, match="2 of 4 ranks"):
+            asyncio.run(ranks.call(method, TO_DISK))
+    assert all("stand" not in core.asked for core in ranks.cores)
+    assert asyncio.run(ranks.call("is_quiet", {})) is not None  # nothing waits for them
+
+
+@with_experts
 def test_ranks_with_experts_go_on_when_one_cannot_sleep(ranks):
     from torpor import errors
 

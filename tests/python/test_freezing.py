@@ -11,6 +11,7 @@ from conftest import ENGINE
 from requests_of_tests import REQUESTS
 from torpor.errors import Error
 from torpor.vllm import freezing, frontend
+from torpor.vllm.engine_core import EngineCoreMixin
 from torpor.vllm.hooks import VllmHooks
 from vllm.v1.core.sched.interface import PauseState
 
@@ -137,6 +138,18 @@ def test_a_pause_of_ranks_that_stand_holds_when_they_go_on():
     assert freezing.pause_complete(rank, None)
     rank.hooks.go_on()
     assert rank.pause_state is PauseState.PAUSED_ALL
+
+
+def test_a_pause_that_is_ended_while_ranks_stand_is_over_when_they_go_on():
+    class Ended(EngineCoreMixin, Rank):
+        pass
+
+    rank = Ended(PauseState.PAUSED_NEW)
+    rank.hooks.stand()
+    rank.resume_scheduler()
+    assert rank.pause_state is PauseState.PAUSED_ALL  # they stand all the same
+    rank.hooks.go_on()
+    assert rank.pause_state is PauseState.UNPAUSED
 
 
 class Engine:

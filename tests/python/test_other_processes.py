@@ -111,6 +111,21 @@ def test_an_engine_does_not_stand_still_for_a_sleep_that_was_interrupted(interru
     assert asked == ["freeze", "unfreeze"] * 2
 
 
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_an_engine_does_not_hold_what_a_wake_restored_that_was_interrupted(interruption):
+    asked = []
+
+    class Side:
+        async def call(self, method: str, options: dict | None = None):
+            asked.append(method)
+            if method == "wake_up":
+                raise interruption
+
+    with pytest.raises(interruption):
+        frontend.finish(frontend._wake_up(Side(), {"from_checkpoint": "g-000001", "hold": True}))
+    assert asked == ["wake_up", "end_hold"]
+
+
 @pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 from types import SimpleNamespace
 
 import pytest
-from requests_of_tests import run
+from requests_of_tests import REQUESTS, run
 from vllm.v1.core.sched.interface import PauseState
 
 PAUSED, RUNS = ("PAUSED_NEW", True), ("UNPAUSED", False)
@@ -62,6 +62,19 @@ def test_it_travels_with_a_sleep_to_disk(one, core):
     assert seen(core) == PAUSED
     resume(core)
     assert one.finish(answers) == one.expected
+
+
+def test_a_request_that_came_to_a_checkpoint_which_is_not_woken_after_all_runs(one):
+    """Another rank has failed, or the call was cancelled."""
+    answers = one.begin(20, ["greedy", "seeded"])
+    path = one.llm.checkpoint().checkpoint
+    one.finish(answers)
+    one.llm.reset_prefix_cache()
+    one.llm.torpor.call("wake_up", {"from_checkpoint": path, "hold": True})
+    prompt, params = REQUESTS["short"]
+    one.engine.add_request("came", prompt, params)
+    one.llm.torpor.call("end_hold", {"keep": False})
+    assert one.finish({}) == {"came": one.expected["short"]}
 
 
 def test_a_checkpoint_of_an_engine_that_goes_on_has_none(one, core):

@@ -81,8 +81,15 @@ def test_a_sleep_is_as_beside_that_connector_alone(result, kind):
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 
+def config_of(transfer, torpor: dict, ranks: int = 1, external: bool = False) -> SimpleNamespace:
+    parallel = SimpleNamespace(data_parallel_size=ranks, data_parallel_external_lb=external)
+    return SimpleNamespace(
+        kv_transfer_config=transfer, additional_config={"torpor": {"sessions": True} | torpor}, parallel_config=parallel
+    )
+
+
 def chosen(transfer: KVTransferConfig | None, **torpor) -> KVTransferConfig:
-    config = SimpleNamespace(kv_transfer_config=transfer, additional_config={"torpor": {"sessions": True} | torpor})
+    config = config_of(transfer, torpor)
     for _ in range(2):  # vLLM finishes a configuration again in each process
         configuration._choose_connector(config, Options.of(config))
     return config.kv_transfer_config
@@ -98,6 +105,15 @@ def test_it_comes_first_and_the_others_keep_what_they_were_given():
     made = chosen(KVTransferConfig(**both(SCRIPTED, OFFLOADING)))
     assert made.kv_connector_extra_config["connectors"][1:] == [SCRIPTED, OFFLOADING]
     assert chosen(None).kv_connector == "TorporAdmit"
+
+
+def test_ranks_without_experts_are_refused_before_they_stop_knowing_of_each_other():
+    config = config_of(None, {}, ranks=2)
+    with pytest.raises(errors.Unsupported, match="sessions: data parallelism"):
+        configuration._choose_connector(config, Options.of(config))
+    alone = config_of(None, {}, ranks=2, external=True)
+    configuration._choose_connector(alone, Options.of(alone))
+    assert alone.kv_transfer_config.kv_connector == "TorporAdmit"
 
 
 def test_torpors_own_is_a_member_too_and_beside_others_it_is_named():

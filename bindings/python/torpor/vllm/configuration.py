@@ -66,6 +66,12 @@ def _choose_admitting(vllm_config, options: Options) -> None:
     given = vllm_config.kv_transfer_config
     if given is not None and connector_options.admits(given):
         return  # it was here before
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+        # An engine core of a model without experts does not know that there are others.
+        raise Unsupported(
+            "sessions: data parallelism", "leave the option sessions out, or use an external load balancer"
+        )
     members = [] if given is None or given.kv_connector is None else _members(given)
     if options.connector and options.connector["offload"] != "off":
         if any(each["kv_connector"] != connector_options.CLASS for each in members):

@@ -43,6 +43,7 @@ class Ranks:
         self._client = client
         self._options = Options.of(vllm_config)
         self._size = len(client.core_engines)
+        self._parallel = vllm_config.parallel_config
         self._rank_of: dict[str, int] = {}  # requests, when the engines were frozen or restored
         self._woken_set: dict | None = None  # until its requests run
         self._one_at_a_time = asyncio.Lock()
@@ -63,6 +64,7 @@ class Ranks:
             "wake_up": self._wake_up,
         }  # fmt: skip
         async with self._one_at_a_time:
+            self._size = len(self._client.core_engines)
             if not self._with_experts or method in _ONLY_LOOK:
                 return await self._ask_all(special, method, options)
             try:
@@ -74,6 +76,14 @@ class Ranks:
 
     async def _stand(self) -> None:
         if not self._standing:
+            if (
+                self._size < self._parallel.data_parallel_size
+            ):  # the others would compute on, and these never stand still
+                raise Unsupported(
+                    f"data parallelism with experts: {self._size} of "
+                    f"{self._parallel.data_parallel_size} ranks are behind this AsyncLLM",
+                    "use one with all ranks behind it, which stops them together",
+                )
             self._standing = True
             _all(await self._ask("stand", [{}] * self._size))
 

@@ -455,6 +455,10 @@ class EngineCoreMixin(Stock):
             _keep_draining(self)
 
     def resume_scheduler(self) -> None:
+        side = getattr(self, "torpor_side", None)
+        if side is not None and side.hooks.standing:  # all ranks go on together: VllmHooks.go_on()
+            side.hooks.end_pause()
+            return
         super().resume_scheduler()
         _keep_draining(self)
 

@@ -445,17 +445,18 @@ async def _wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
         await side.clear_caches()
     try:
         report = WakeReport(await side.call("wake_up", values))
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
         if values.get("hold"):  # the engine core goes on with it, and would hold what it restored for ever
             with contextlib.suppress(Error):  # nothing is held if it failed
                 await side.call("end_hold", {"keep": False})
         raise
     if values.get("hold") and report.changed:
+        outputs = report["outputs"]
         try:
             await side.clear_caches()  # of images: the engine core has cleared its own
             side.take(report)
         except BaseException:
-            _forget(side.engine.output_processor)
+            side.forget(outputs)
             await side.call("end_hold", {"keep": False})
             raise
         await side.call("end_hold", {"keep": True})
@@ -479,12 +480,6 @@ def _behind(processor, sent: dict[str, int]) -> list[str]:
         for i, state in processor.request_states.items()
         if i not in sent or (state.detokenizer is not None and state.detokenizer.num_output_tokens() < sent[i])
     ]
-
-
-def _forget(processor) -> None:
-    processor.request_states.clear()
-    processor.parent_requests.clear()
-    processor.external_req_ids.clear()
 
 
 # --- LLM and LLMEngine ------------------------------------------------------------------------------------------------

@@ -483,10 +483,16 @@ class VllmHooks:
         if self._own_pause is not None:
             self.wanted_pause, self._own_pause = pauses.from_value(self.core, self._own_pause), None
         connector_sleep.forget_requests(self.scheduler)
+        came_since = []
+        if self.restored is not None:
+            own = {item["id"] for item in self.restored["scheduler"]["requests"]}
+            came_since = [request for i, request in self.scheduler.requests.items() if i not in own]
         values.empty_scheduler(self.scheduler)
         pool_values.empty_pool(self.scheduler)
         self._rpc("torpor_forget")
         self.restored = None
+        for request in came_since:  # they have not begun
+            self.scheduler.add_request(request)
 
     def holds_back(self) -> bool:
         """Whether cached blocks may come behind the engine: a KV connector would read and write them."""
