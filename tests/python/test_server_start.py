@@ -2,6 +2,7 @@
 """A server starts, without an engine: it checks what it finds before it has one, and its checkpoint may not fit."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -416,6 +417,51 @@ def test_a_port_that_is_in_use_ends_the_start(tmp_path, logged):
     with pytest.raises(InvalidArgument, match=r"cannot listen on 192\.0\.2\.1:"):
         check(None, "--host", "192.0.2.1")
     assert len(logged) == 1
+
+
+def bound(path: Path, listens: bool = False) -> socket.socket:
+    """As vLLM binds a socket: it listens once the model is loaded."""
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(str(path))
+    if listens:
+        made.listen(1)
+    return made
+
+
+def test_the_socket_that_an_ended_server_left_is_removed(tmp_path, logged):
+    path = tmp_path / "a socket"
+    for _ in range(2):
+        check(None, "--uds", str(path))
+        bound(path).close()
+        assert path.is_socket()
+
+
+@pytest.mark.parametrize("how", ["listens", "listens no more clients", "loads its model"])
+def test_the_socket_of_a_server_that_lives_ends_the_start_and_stays(tmp_path, logged, how):
+    path = tmp_path / "a socket"
+    with bound(path, how != "loads its model"), contextlib.ExitStack() as clients:
+        for _ in range(2 if how == "listens no more clients" else 0):
+            clients.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+        with pytest.raises(Busy, match=f"{path} is in use"):
+            check(None, "--uds", str(path))
+        assert path.is_socket()
+
+
+@pytest.mark.parametrize("what", ["a file", "a link", "another user's"])
+def test_what_no_server_of_this_user_left_is_kept(monkeypatch, tmp_path, logged, what):
+    path, problem = tmp_path / "path", "no socket"
+    if what == "a file":
+        path.write_text("")
+    else:
+        bound(path if what != "a link" else tmp_path / "other").close()
+        if what == "a link":
+            path.symlink_to("other")
+        else:
+            problem = "another user"
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InvalidArgument, match=problem):
+        check(None, "--uds", str(path))
+    assert os.path.lexists(path)
 
 
 @pytest.mark.parametrize("on_wake_error", ["fail", "recompute", "discard"])
