@@ -48,6 +48,7 @@ class Made:
             state="awake", has_log=True, recorder=True, options=SimpleNamespace(sessions=True),
             log=SimpleNamespace(answers=found), tasks=Tasks(lambda _: None), notify=lambda: None,
             metrics=SimpleNamespace(session_actions=Counter(), session_seconds=Counter()),
+            app_state=SimpleNamespace(args=SimpleNamespace(ssl_certfile=None)),
             engine=SimpleNamespace(
                 output_processor=SimpleNamespace(request_states=self.states), torpor=SimpleNamespace(call=self._call)
             ),

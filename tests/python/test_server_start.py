@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server starts, without an engine: it checks what it finds before it has one, and its checkpoint may not fit."""
 
+import asyncio
+import contextlib
 import os
 import shutil
 import socket
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +15,7 @@ import pytest
 from server_stubs import Engine, arguments, build, metric, no_settings, report, run, started  # noqa: F401
 from servers import ServerEnded, make_server
 from torpor import _core
-from torpor.errors import Busy, Damaged, Error, Incompatible, InvalidArgument, WrongState
+from torpor.errors import Aborted, Busy, Damaged, Error, Incompatible, InvalidArgument, WrongState
 from torpor.vllm.scheduler_values import unstarted_request
 from torpor.vllm.values import sampling_to_value
 from vllm import SamplingParams
@@ -142,7 +146,7 @@ class Store:
     async def release(self) -> None:
         pass
 
-    async def keep(self) -> None:
+    async def disowned(self) -> None:
         pass
 
 
@@ -155,6 +159,73 @@ def test_one_in_an_object_store_is_left_there_where_no_answer_runs(monkeypatch, 
     server, _ = outcome(monkeypatch, tmp_path, None, ended=("b",), running=running, object_store=store)
     assert server.state == state
     assert server.left_checkpoint == (None if running else {"path": store, "why": str(OTHER)})
+
+
+TERM_SECONDS, FETCH_SECONDS = 1.5, 2.0
+
+
+def in_store(folder: Path):
+    """What a server with this directory has in an object store, which is empty."""
+    from torpor.vllm.options import Options
+    from torpor.vllm.server import remote
+    from torpor.vllm.server.settings import Settings
+
+    (folder / "store").mkdir()
+    store = Settings(object_store=f"file://{folder}/store", ownership_term_seconds=TERM_SECONDS)
+    return remote.Remote(store, Options(checkpoint_dir=str(folder / "d")))
+
+
+def test_it_goes_on_owning_while_it_fetches_for_longer_than_a_term(monkeypatch, tmp_path):
+    async def scene():
+        home = in_store(tmp_path)
+        monkeypatch.setattr(home, "_fetch", lambda _: time.sleep(FETCH_SECONDS) or "/d/pulled")
+        assert await home.arrive({}) == "/d/pulled"
+        assert home._home.owns()
+        await home.release()
+        await home.disowned()
+
+    run(scene())
+
+
+def test_a_term_counts_from_before_the_call_that_took_the_ownership(monkeypatch, tmp_path):
+    async def scene():
+        from torpor.vllm.server import remote
+
+        home, clock, renewed, owns = in_store(tmp_path), [0.0], threading.Event(), [True]
+
+        def take() -> bool:
+            clock[0] += TERM_SECONDS / 3  # as long as it may
+            return True
+
+        monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(home, "_fetch", lambda _: "")
+        home._home = SimpleNamespace(take=take, renew=renewed.set, owns=lambda: owns[0])
+        await home.arrive({})
+        assert await asyncio.to_thread(renewed.wait, 20)
+        owns[0] = False
+        await home.disowned()
+
+    run(scene())
+
+
+def test_one_that_loses_its_ownership_while_it_fetches_says_so_and_does_not_wait(monkeypatch, tmp_path):
+    async def scene():
+        from torpor.vllm.server import life
+
+        home, fetched, owns = in_store(tmp_path), threading.Event(), [True, True, False]
+        monkeypatch.setattr(home, "_fetch", lambda _: fetched.wait(20))
+        calls = {"take": lambda: True, "renew": lambda: None, "release": lambda: None}
+        home._home = SimpleNamespace(owns=lambda: owns.pop(0), **calls)
+        monkeypatch.setattr(life, "Remote", lambda *_: home)
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path / "d"), object_store="file:///nowhere")
+        try:
+            await started(server)
+        finally:
+            fetched.set()
+        assert server.state == "failed" and isinstance(server.problem, Aborted) and server.restart_may_help()
+        assert "lost the ownership" in server.problem.what and "while it fetched" in server.problem.what
+
+    run(scene())
 
 
 # --- before the engine starts ----------------------------------------------------------------------------------------
@@ -346,6 +417,51 @@ def test_a_port_that_is_in_use_ends_the_start(tmp_path, logged):
     with pytest.raises(InvalidArgument, match=r"cannot listen on 192\.0\.2\.1:"):
         check(None, "--host", "192.0.2.1")
     assert len(logged) == 1
+
+
+def bound(path: Path, listens: bool = False) -> socket.socket:
+    """As vLLM binds a socket: it listens once the model is loaded."""
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(str(path))
+    if listens:
+        made.listen(1)
+    return made
+
+
+def test_the_socket_that_an_ended_server_left_is_removed(tmp_path, logged):
+    path = tmp_path / "a socket"
+    for _ in range(2):
+        check(None, "--uds", str(path))
+        bound(path).close()
+        assert path.is_socket()
+
+
+@pytest.mark.parametrize("how", ["listens", "listens no more clients", "loads its model"])
+def test_the_socket_of_a_server_that_lives_ends_the_start_and_stays(tmp_path, logged, how):
+    path = tmp_path / "a socket"
+    with bound(path, how != "loads its model"), contextlib.ExitStack() as clients:
+        for _ in range(2 if how == "listens no more clients" else 0):
+            clients.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+        with pytest.raises(Busy, match=f"{path} is in use"):
+            check(None, "--uds", str(path))
+        assert path.is_socket()
+
+
+@pytest.mark.parametrize("what", ["a file", "a link", "another user's"])
+def test_what_no_server_of_this_user_left_is_kept(monkeypatch, tmp_path, logged, what):
+    path, problem = tmp_path / "path", "no socket"
+    if what == "a file":
+        path.write_text("")
+    else:
+        bound(path if what != "a link" else tmp_path / "other").close()
+        if what == "a link":
+            path.symlink_to("other")
+        else:
+            problem = "another user"
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InvalidArgument, match=problem):
+        check(None, "--uds", str(path))
+    assert os.path.lexists(path)
 
 
 @pytest.mark.parametrize("on_wake_error", ["fail", "recompute", "discard"])

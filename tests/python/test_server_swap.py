@@ -5,15 +5,19 @@ import asyncio
 import contextlib
 import json
 import re
+import ssl
 import threading
 import time
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from s3_server import make_certificate
 from server_stubs import (  # noqa: F401
     ADMIN,
     CLIENT,
@@ -23,10 +27,11 @@ from server_stubs import (  # noqa: F401
     run,
     started,
 )
-from torpor.errors import DeviceError, InvalidArgument, TimedOut, WrongState
+from torpor.errors import Aborted, DeviceError, InvalidArgument, TimedOut, WrongState
 from torpor.vllm.server import swapping
 
 KEYS = ("--api-key", CLIENT)
+KEY, PLAIN = {"Authorization": f"Bearer {ADMIN}"}, Namespace(ssl_certfile=None)
 AWAKE = {"error": {"code": "failed_precondition", "what": "swap: it is awake", "next_step": "", "state_changed": False}}
 WOKEN = {"status": "awake", "restored_bytes": 7}
 
@@ -53,8 +58,8 @@ class Channel:
 
 
 @contextlib.asynccontextmanager
-async def other_server(answer) -> AsyncIterator[tuple[str, list]]:
-    """Address of a server that answers so, and what it was asked."""
+async def other_server(answer, certificate: Path | None = None) -> AsyncIterator[tuple[str, list]]:
+    """Address of a server that answers so, and what it was asked. `certificate`: of s3_server.make_certificate()."""
     asked = []
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -65,17 +70,21 @@ async def other_server(answer) -> AsyncIterator[tuple[str, list]]:
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app, shutdown_timeout=0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    context = None
+    if certificate is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(f"{certificate}.crt", f"{certificate}.key")
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
+        yield f"{'http' if context is None else 'https'}://127.0.0.1:{runner.addresses[0][1]}", asked
     finally:
         await runner.cleanup()
 
 
-async def a_server(monkeypatch, channel: Channel | None = None):
+async def a_server(monkeypatch, channel: Channel | None = None, *words: str):
     monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
-    app, server = build(monkeypatch, [], *KEYS)
+    app, server = build(monkeypatch, [], *KEYS, *words)
     await started(server)
     if channel is not None:
         monkeypatch.setattr(swapping.exchange, "channel", channel.made)
@@ -203,7 +212,7 @@ def test_a_name_is_resolved_once_and_only_what_was_checked_is_asked(monkeypatch)
         async with other_server(answers(409, AWAKE)) as (url, asked):
             monkeypatch.setattr(loop, "getaddrinfo", resolved)
             named = url.replace("127.0.0.1", "LocalHost")
-            other = swapping.Other(await swapping.loopback.checked(named), {"Authorization": f"Bearer {ADMIN}"})
+            other = swapping.Other(await swapping.loopback.checked(named), KEY, PLAIN)
             for _ in range(2):
                 with pytest.raises(WrongState, match="it is awake"):
                     await other.wake_up("/a/channel")
@@ -225,9 +234,51 @@ def test_whether_the_other_one_is_there_is_asked_without_the_key_and_of_nobody_e
         ):
             for proxy in ("http_proxy", "all_proxy"):
                 monkeypatch.setenv(proxy, elsewhere)
-            other = swapping.Other(await swapping.loopback.checked(url), {"Authorization": f"Bearer {ADMIN}"})
+            other = swapping.Other(await swapping.loopback.checked(url), KEY, PLAIN)
             assert await other.is_there()
             assert len(asked) == 1 and "Authorization" not in asked[0].headers and not asked_there
+
+    run(scene())
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory) -> Path:
+    """Folder with two certificates, `own` and `another`, which name neither this host nor a known authority, and with a
+    chain that begins with the first."""
+    folder = tmp_path_factory.mktemp("certificates")
+    for name in ("own", "another"):
+        make_certificate(folder / name, "192.0.2.1")
+    (folder / "chain.crt").write_text((folder / "own.crt").read_text() + (folder / "another.crt").read_text())
+    return folder
+
+
+@pytest.mark.parametrize("file", ["own.crt", "chain.crt"])
+def test_a_server_with_the_same_certificate_is_asked_whatever_names_that_has(monkeypatch, certificates, file):
+    async def scene():
+        app, _ = await a_server(monkeypatch, Channel(), "--ssl-certfile", str(certificates / file))
+        async with other_server(answers(200, WOKEN), certificates / "own") as (url, asked), client(app, ADMIN) as http:
+            response = await http.post("/swap", params={"to": url})
+        assert response.status_code == 200 and response.json()["woken"] == WOKEN, response.text
+        assert [request.headers["Authorization"] for request in asked] == [f"Bearer {ADMIN}"]
+
+    run(scene())
+
+
+@pytest.mark.parametrize(("file", "problem"), [
+    ("chain.crt", WrongState("has another certificate")), (None, Aborted("certificate verify failed")),
+    ("own.key", InvalidArgument("own.key: there is no certificate in it")),
+    ("none.crt", InvalidArgument("none.crt: No such file")),
+])  # fmt: skip
+def test_no_other_server_gets_the_key(certificates, file, problem):
+    async def scene():
+        args = Namespace(ssl_certfile=file and str(certificates / file))
+        async with other_server(answers(200, WOKEN), certificates / "another") as (url, asked):
+            at = await swapping.loopback.checked(url)
+            with pytest.raises(type(problem), match=problem.what):
+                await swapping.Other(at, KEY, args).wake_up("/a/channel")
+            if isinstance(problem, WrongState):
+                assert await swapping.Other(at, KEY, args).is_there()
+            assert not asked
 
     run(scene())
 

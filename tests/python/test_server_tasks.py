@@ -139,11 +139,11 @@ def test_a_server_that_may_not_own_its_answers_any_more_ends(monkeypatch, tmp_pa
         _, server = build(monkeypatch, [], engine=Engine(tmp_path))
         await started(server)
 
-        async def keep() -> None:
+        async def disowned() -> None:
             if how == "nobody knows":
                 raise PLAIN
 
-        server.remote = SimpleNamespace(keep=keep)
+        server.remote = SimpleNamespace(disowned=disowned)
         server.engine.output_processor.request_states["one"] = None  # the clients cannot be told
         await server.tasks.run(ending.end_when_disowned(server), "keeping ownership")
         assert killed == [signal.SIGINT] and server.state == "ending"

@@ -3,6 +3,8 @@
 and without an owner."""
 
 import asyncio
+import errno
+import logging
 import os
 import socket
 import threading
@@ -14,6 +16,7 @@ from torpor import _core
 from torpor.errors import (
     Aborted,
     Busy,
+    DeviceError,
     FileError,
     Incompatible,
     InvalidArgument,
@@ -26,6 +29,7 @@ from torpor.errors import (
 ENDED = {"state": "ended", "pid": 7, "why": "its server has ended (process 7)"}
 NONE = {"state": "none", "pid": 0, "why": "the last owner has ended"}
 SERVES = {"state": "serves", "pid": 8, "why": ""}
+SILENT = {"state": "silent", "pid": 7, "why": "its server (process 7) gave no heartbeat for 6 s"}
 
 
 class Watch:
@@ -384,22 +388,120 @@ def test_the_end_of_the_owner_is_noticed_while_a_checkpoint_is_read_ahead(monkey
     async def scene():
         watch = Watch(SERVES)
         server = standby_of(monkeypatch, tmp_path, watch)
-        ahead = server.standby._ahead
-        ahead.may_end.clear()
-        watch.looked = lambda: ahead.calls and watch.looks.__setitem__(0, ENDED)
         stops, own = [], server.own
 
+        def looked() -> None:
+            if watch.looked_times == 0:
+                server.standby._ahead.may_end.clear()
+            if server.standby._ahead.calls:
+                watch.looks[0] = ENDED
+
         async def owns(*arguments) -> None:
-            stops.append(ahead.stopped.is_set())  # before the take-over reads
+            stops.append(server.standby._ahead.stopped.is_set())  # before the take-over reads
             await own(*arguments)
 
-        server.own = owns
+        watch.looked, server.own = looked, owns
         try:
             await server.standby.follow()
-            assert server.state == "awake" and ahead.calls == 1 and stops == [True]
+            assert server.state == "awake" and server.standby._ahead.calls == 1 and stops == [True]
             await server.standby._reading
         finally:
-            ahead.may_end.set()
+            server.standby._ahead.may_end.set()
+
+    run(scene())
+
+
+def refuse() -> None:
+    raise FileError("answers/STANDBY: read-only file system", native=errno.EROFS)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_silent_owner_is_left_alone_where_no_heartbeat_can_be_written(monkeypatch, tmp_path, recorded):
+    from torpor.vllm.server import owning, standby
+
+    async def scene():
+        watch, said = Watch(SILENT), []
+        server = standby_of(monkeypatch, tmp_path, watch)
+        monkeypatch.setattr(standby.logger, "log", lambda level, words, *values: said.append((level, words % values)))
+        server.record = SimpleNamespace(beat=refuse) if recorded else None
+        monkeypatch.setattr(owning, "_core", SimpleNamespace(OwnerRecord=lambda *_: refuse()))
+        task = asyncio.create_task(server.standby.follow())
+        while watch.looked_times < 3 and not task.done():
+            await asyncio.sleep(0.001)
+        assert server.state == "standby" and watch.ended_owners == 0
+        [(level, line)] = said
+        assert level == logging.ERROR and SILENT["why"] in line and "read-only file system" in line
+        server.record = SimpleNamespace(beat=lambda: None)
+        looked = watch.looked_times
+        while watch.looked_times < looked + 3 and not task.done():
+            await asyncio.sleep(0.001)
+        assert server.state == "standby" and watch.ended_owners == 0  # an owner that is well beats again within a term
+        server.beat_refused_at -= server.settings.ownership_term_seconds
+        await task
+        assert server.state == "awake" and watch.ended_owners == 1
+
+    run(scene())
+
+
+def test_a_heartbeat_that_was_refused_counts_as_one_that_the_owner_could_not_give(monkeypatch, tmp_path):
+    from torpor.vllm.server import owning
+
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(SILENT))
+        server.record = SimpleNamespace(beat=refuse)
+        with pytest.raises(FileError):
+            await owning._beat(server)
+        server.record = SimpleNamespace(beat=lambda: None)
+        assert "not for 30 s yet" in await owning.why_refused(server)
+
+    run(scene())
+
+
+def test_an_owner_that_ends_is_taken_over_from_whatever_the_engine_does(monkeypatch, tmp_path):
+    """Also where memory that is awake for a hand-over does not fall asleep again, and after any error."""
+
+    async def scene():
+        watch, failures = Watch(SERVES), []
+        server = standby_of(monkeypatch, tmp_path, watch)
+        monkeypatch.setattr(server.tasks, "failed", lambda name, problem: failures.append((name, str(problem))))
+        task = await following(server)
+        server.engine.fails_with = DeviceError("it does not sleep")
+        server.standby._awake_until = 0.0
+        while len(failures) < 2 and not task.done():
+            await asyncio.sleep(0.001)
+        assert failures[0] == ("following the owner", "it does not sleep") and not task.done()
+        watch.looks[0] = ENDED
+        await task
+        assert server.state == "awake" and watch.ended_owners == 1
+
+    run(scene())
+
+
+def test_memory_that_nobody_came_for_does_not_delay_a_take_over(monkeypatch, tmp_path):
+    async def scene():
+        server = standby_of(monkeypatch, tmp_path, Watch(ENDED))
+        server.standby._awake_until = 0.0
+        await server.standby.follow()
+        assert server.state == "awake" and server.engine.calls == []
+
+    run(scene())
+
+
+def test_after_an_error_the_newest_checkpoint_is_read_ahead_again(monkeypatch, tmp_path):
+    async def scene():
+        watch = Watch(SERVES)
+        server = standby_of(monkeypatch, tmp_path, watch)
+        watch.looked = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            await server.standby.follow()
+        watch.looked = lambda: None
+        task = asyncio.create_task(server.standby.follow())  # as tasks.keep() does
+        while not server.standby._ahead.calls:
+            await asyncio.sleep(0.001)
+        assert not server.standby._ahead.stopped.is_set()
+        server.enter("ending")
+        await task
+        assert server.standby._ahead.stopped.is_set()
 
     run(scene())
 

@@ -87,7 +87,7 @@ async def end_when_disowned(server) -> None:
     So it is, too, where nobody knows whether this server still owns them, because renewing has failed in a way that
     nobody thought of.
     """
-    await server.tasks.run(server.remote.keep(), "keeping ownership")
+    await server.tasks.run(server.remote.disowned(), "keeping ownership")
     if server.state in ("failed", "ending"):
         return
     logger.error("torpor: this server does not own what is in %s any more; it ends", server.settings.object_store)

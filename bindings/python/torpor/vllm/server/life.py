@@ -69,6 +69,7 @@ class Server:
         self.standby: standby.Standby | None = None  # none unless it was started as one
         self.handed_over = False  # another server goes on with all requests, and this one records nothing more
         self.record = None  # of this server as owner or standby (owning.py); none: it gives no heartbeat
+        self.beat_refused_at: float | None = None  # when its directory last refused one
         self.queued = 0
         self._console: str | None = None
         self._tenant_secret = access.tenant_secret(None)  # until the answers' own is known

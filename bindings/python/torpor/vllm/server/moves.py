@@ -99,7 +99,8 @@ async def _went(server, request: str, to: str, deadline: float) -> bool:
     """End the answer of a request here if the server at `to` has it, or cannot be asked."""
     key = server.settings.admin()
     try:
-        other = Other(await loopback.checked(to), {"Authorization": f"Bearer {key}"} if key else {})
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        other = Other(await loopback.checked(to), headers, server.app_state.args)
         if not await has(other, request, deadline):
             logger.info("torpor: %s does not have %s: it goes on here", other, request)
             return False

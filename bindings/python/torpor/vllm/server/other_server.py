@@ -3,26 +3,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import ssl
+from argparse import Namespace
 from collections.abc import Mapping
 from urllib.parse import quote
 
 import aiohttp
 
 from torpor import errors
-from torpor.errors import Aborted, Error, WrongState
+from torpor.errors import Aborted, Error, InvalidArgument, WrongState
 from torpor.vllm.server.loopback import Loopback
 
 _CONNECT_SECONDS = 10.0
 _RESUME_SECONDS = 600.0  # to read and verify an image
 _PASSED_ON = ("Authorization", "traceparent", "tracestate")
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class Other:
-    """The other server. Its calls go to addresses that were checked, and nowhere else."""
+    """The other server. Its calls go to addresses that were checked, and nowhere else.
 
-    def __init__(self, at: Loopback, headers: Mapping[str, str]):
+    `args`: vLLM's, of this server. If this one serves over TLS, the other one must have the same certificate: that
+    tells who it is, whatever names the certificate has and whoever signed it.
+    """
+
+    def __init__(self, at: Loopback, headers: Mapping[str, str], args: Namespace):
         self.url, self._at = at.url, at
+        file = getattr(args, "ssl_certfile", None)
+        self._trusted = _fingerprint(file) if file and at.url.startswith("https:") else True
         self._headers = {name: headers[name] for name in _PASSED_ON if name in headers}
 
     def __str__(self) -> str:
@@ -30,7 +41,7 @@ class Other:
 
     def _session(self, headers: Mapping[str, str], seconds: float | None = None) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
-        connector = aiohttp.TCPConnector(resolver=self._at)
+        connector = aiohttp.TCPConnector(resolver=self._at, ssl=self._trusted)
         return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, trust_env=False)
 
     async def wake_up(self, path: str) -> dict:
@@ -88,6 +99,11 @@ class Other:
                 asked = session.request(method, f"{self.url}{path}", params=params, json=body, allow_redirects=False)
                 async with asked as answer:
                     status, content = answer.status, await _json(answer)
+        except aiohttp.ServerFingerprintMismatch:
+            raise WrongState(
+                f"{self} has another certificate than this one",
+                "give both servers the same --ssl-certfile; restart the one that was started with an older certificate",
+            ) from None
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as problem:
             why = getattr(problem, "os_error", problem)  # aiohttp's text also names its own "ssl:default"
             raise Aborted(f"{self} cannot be reached: {why}", "see whether it runs, and where") from None
@@ -118,10 +134,23 @@ class Other:
                 session.get(f"{self.url}/is_sleeping", allow_redirects=False),
             ):
                 return True
-        except TimeoutError:
+        except (TimeoutError, aiohttp.ServerFingerprintMismatch):
             return True
         except (aiohttp.ClientError, OSError):
             return False
+
+
+def _fingerprint(file: str) -> aiohttp.Fingerprint:
+    """Of the server's own certificate, which is the first one in a file with a chain. It is read for each call: the
+    file may have been renewed."""
+    try:
+        with open(file, encoding="ascii", errors="replace") as opened:
+            found = _CERTIFICATE.search(opened.read())
+    except OSError as problem:
+        raise InvalidArgument(f"--ssl-certfile {file}: {problem.strerror}", "name a file that can be read") from None
+    if found is None:
+        raise InvalidArgument(f"--ssl-certfile {file}: there is no certificate in it", "give one in PEM form")
+    return aiohttp.Fingerprint(hashlib.sha256(ssl.PEM_cert_to_DER_cert(found[0])).digest())
 
 
 async def _json(answer: aiohttp.ClientResponse) -> dict:

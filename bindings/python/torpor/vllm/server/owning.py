@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from vllm.logger import init_logger
 
@@ -36,6 +37,22 @@ async def begin_standby(server) -> None:
         logger.error("torpor: the owner cannot hand over to this server: %s", problem)
 
 
+async def why_refused(server) -> str:
+    """Return why the directory refuses the heartbeats of this standby, or has refused one within a term: then the
+    owner had no time yet to give one again. Empty: it takes them."""
+    try:
+        if server.record is None:  # it was refused at the begin
+            await _begin(server, "standby")
+        server.record.beat()
+    except Error as problem:
+        server.beat_refused_at = time.monotonic()
+        return f"a heartbeat cannot be written there: {problem}"
+    term = server.settings.ownership_term_seconds
+    if server.beat_refused_at is not None and time.monotonic() - server.beat_refused_at < term:
+        return f"heartbeats can be written there again, but not for {term:g} s yet"
+    return ""
+
+
 def end(server) -> None:
     """Give no heartbeat from now on: the record is another server's, or nobody's."""
     server.record = None
@@ -54,7 +71,11 @@ async def _beat(server) -> None:
     either: its standby is that restart."""
     while server.record is not None:
         if not (server.state == "failed" and server.restart_may_help()):
-            server.record.beat()
+            try:
+                server.record.beat()
+            except Error:
+                server.beat_refused_at = time.monotonic()
+                raise
         await asyncio.sleep(server.settings.ownership_term_seconds / _BEATS_PER_TERM)
 
 

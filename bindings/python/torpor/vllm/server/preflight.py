@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check before the engine starts: what a server would fail on after loading its model, it fails on at once.
 
-check() raises for the port, the file descriptors, the key file and the directory: its owner and mode, whether it can be
-written, its lock. It logs in one line what the server will do. Damage of a checkpoint, or another key, it only logs:
-the start decides about that (--torpor-on-wake-error), and /torpor/ready has it then. check() holds nothing when it is
-over.
+check() raises for the port or socket, the file descriptors, the key file and the directory: its owner and mode, whether
+it can be written, its lock. It logs in one line what the server will do. Damage of a checkpoint, or another key, it
+only logs: the start decides about that (--torpor-on-wake-error), and /torpor/ready has it then. check() holds nothing
+when it is over.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 from argparse import Namespace
 
 from vllm.logger import init_logger
@@ -63,7 +64,7 @@ def check(args: Namespace, options: Options, settings: Settings) -> None:
 
 def _check_port(args: Namespace) -> None:
     if getattr(args, "uds", None):
-        return
+        return _free_socket(args.uds)
     host, port = args.host or "", args.port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM's
@@ -74,6 +75,41 @@ def _check_port(args: Namespace) -> None:
                 raise Busy(f"port {port} is in use", "end what listens there, or choose another --port") from None
             where = f"{host}:{port}" if host else f"port {port}"
             raise InvalidArgument(f"cannot listen on {where}: {problem.strerror}", "see --host and --port") from None
+
+
+def _free_socket(path: str) -> None:
+    """Remove the socket of a server that has ended, which nobody removes: vLLM could not bind there again."""
+    try:
+        found = os.lstat(path)
+    except OSError:  # there is none, or vLLM says what is wrong with the path
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise InvalidArgument(f"--uds {path}: there is a file that is no socket", "remove it, or choose another path")
+    if _is_bound(path):
+        raise Busy(f"the socket {path} is in use", "end what listens there, or choose another --uds")
+    if found.st_uid != os.geteuid():
+        raise InvalidArgument(
+            f"--uds {path}: another user has left this socket", "remove it as that user, or choose another path"
+        )
+    os.unlink(path)
+
+
+def _is_bound(path: str) -> bool:
+    """Return whether a process has the socket, one too that does not listen yet, as while it loads its model."""
+    with socket.socket(socket.AF_UNIX) as trial:
+        trial.setblocking(False)
+        try:
+            trial.connect(path)
+        except ConnectionRefusedError:
+            pass
+        except BlockingIOError:  # more clients wait there than it takes
+            return True
+        except OSError as problem:
+            raise InvalidArgument(f"--uds {path}: {problem.strerror}", "choose another path") from None
+        else:
+            return True
+    with open("/proc/net/unix", "rb") as bound:
+        return any(line.rstrip(b"\n").split(None, 7)[7:] == [os.fsencode(path)] for line in bound)
 
 
 def _keys(args: Namespace, settings: Settings) -> str:

@@ -45,6 +45,7 @@ class Remote:
         self._answers = str(self._directory / "answers")
         self.unfit: Incompatible | None = None  # why the newest checkpoint in the store was left there
         self._asking = asyncio.Lock()  # one operation of the store's record at a time
+        self._keeping: asyncio.Task[None]  # renews, from the moment on when it owns
 
     async def owner_address(self) -> str:
         """Where clients find the server that owns; empty: it is this one, or nobody knows."""
@@ -56,14 +57,29 @@ class Remote:
             return ""
 
     async def arrive(self, fingerprint: dict) -> str:
-        """Owns it, and brings what is newest into the directory. Returns the checkpoint's path; empty: the directory's
-        own counts."""
+        """Owns it, goes on owning, and brings what is newest into the directory. Returns the checkpoint's path; empty:
+        the directory's own counts. Raises Aborted if the ownership is lost meanwhile."""
+        owned_at = await self._take()
+        self._keeping = asyncio.create_task(self._keep(owned_at))  # at once: a fetch may take longer than a term
+        fetching = asyncio.ensure_future(asyncio.to_thread(self._fetch, fingerprint))
+        await asyncio.wait({fetching, self._keeping}, return_when=asyncio.FIRST_COMPLETED)
+        if fetching.done():
+            return fetching.result()
+        fetching.cancel()  # its thread comes to its end, and nobody waits for that
+        raise Aborted(
+            f"this server lost the ownership of what is in {self._settings.object_store} while it fetched that",
+            "start it again; its log says why the ownership was not renewed",
+        ) from self._keeping.exception()
+
+    async def _take(self) -> float:
+        """Returns when it owns, with the time from which the first term counts."""
         term, began, said = self._settings.ownership_term_seconds, time.monotonic(), False
         answered = began
         while True:
+            asked = time.monotonic()
             try:
                 if await asyncio.to_thread(self._home.take):
-                    break
+                    return asked
                 answered = time.monotonic()
             except Busy as problem:  # one call that took too long; a store that is gone is waited for no longer
                 if time.monotonic() - answered > term:
@@ -79,7 +95,6 @@ class Remote:
                     f"another server owns what is in {self._settings.object_store}", "end it first, or start again"
                 )
             await asyncio.sleep(term / _LOOKS_PER_TERM)
-        return await asyncio.to_thread(self._fetch, fingerprint)
 
     def _fetch(self, fingerprint: dict) -> str:
         """Beside the checkpoint that it goes on from, the directory may have newer ones of a server that was overtaken:
@@ -114,9 +129,14 @@ class Remote:
         """The names of the directory's checkpoints."""
         return {Path(item["path"]).name for item in _core.list_checkpoints(str(self._directory), self._key_file)}
 
-    async def keep(self) -> None:
-        """Goes on owning; returns when that has failed for a term, or another one owns."""
-        renewing, at = None, time.monotonic()
+    async def disowned(self) -> None:
+        """Returns when it does not own any more: renewing has failed for a term, or another one owns. Precondition: it
+        has arrived."""
+        await self._keeping
+
+    async def _keep(self, at: float) -> None:
+        """Renews the ownership, which counts from `at`, until it is lost."""
+        renewing = None
         while True:
             await asyncio.sleep(self._settings.ownership_term_seconds / _LOOKS_PER_TERM)
             if renewing is not None and renewing.done():

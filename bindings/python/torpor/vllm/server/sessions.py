@@ -189,7 +189,7 @@ class Sessions:
         """`to`: address of the other server, which is asked with the key of these `headers`."""
 
         async def run() -> dict:
-            other = Other(await loopback.checked(to), headers)
+            other = Other(await loopback.checked(to), headers, self._server.app_state.args)
             self._check_goes_on()
             ids = self._running(name)
             responses = self._responses(ids)

@@ -10,6 +10,7 @@ and goes on from the newest checkpoint and the log. An owner that lives hands ov
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 import uuid
@@ -107,6 +108,7 @@ class Standby:
 
     async def follow(self) -> None:
         """Return when this server has taken over, has failed to, or ends."""
+        self._ahead = self._new_ahead()  # an error may have ended an earlier call, which stopped that one
         try:
             await self._follow()
         finally:
@@ -120,10 +122,13 @@ class Standby:
             self.owner = await asyncio.to_thread(self._watch.wait, _LOOK_SECONDS)
             if self._server.state != "standby":
                 continue
-            await self._sleep_if_forgotten()
-            if self.owner["state"] in ("ended", "silent"):
+            if self.owner["state"] == "ended" or (self.owner["state"] == "silent" and await self._hangs()):
                 self._due = None
                 await self._take_over(self.owner)
+                continue
+            await self._sleep_if_forgotten()
+            if self.owner["state"] == "silent":
+                await asyncio.sleep(_LOOK_SECONDS)
             elif self.owner["state"] == "serves":
                 self._due = None
                 self._log_change(f"follows process {self.owner['pid']}")
@@ -137,10 +142,18 @@ class Standby:
                 self._log_change(f"no owner to take over from: {self.owner['why']}")
                 await asyncio.sleep(_LOOK_SECONDS / 10)
 
-    def _log_change(self, what: str) -> None:
+    async def _hangs(self) -> bool:
+        """Return whether a silent owner hangs. Where the directory refuses heartbeats, an owner that is well has none,
+        and a take-over would end it and then fail."""
+        refused = await owning.why_refused(self._server)
+        if refused:
+            self._log_change(f"does not take over, though {self.owner['why']}: {refused}", logging.ERROR)
+        return not refused
+
+    def _log_change(self, what: str, level: int = logging.INFO) -> None:
         if what != self._logged:
             self._logged = what
-            logger.info("torpor: standby of %s: %s", self._server.options.checkpoint_dir, what)
+            logger.log(level, "torpor: standby of %s: %s", self._server.options.checkpoint_dir, what)
 
     async def _read_ahead(self) -> None:
         try:
@@ -268,9 +281,13 @@ class Standby:
         """Release the memory that an owner wanted awake and did not come for."""
         if not self._is_forgotten():
             return
-        async with self._server.operation:
-            if self._is_forgotten():  # no owner has come since
-                await self._cancel()
+        try:
+            async with self._server.operation:
+                if self._is_forgotten():  # no owner has come since
+                    await self._cancel()
+        except Exception as problem:  # the owner is followed whatever the engine does
+            self._server.tasks.failed("following the owner", problem)
+            self._awake_until = time.monotonic() + _LOOK_SECONDS  # for another try
 
     def _is_forgotten(self) -> bool:
         return self._awake_until is not None and time.monotonic() >= self._awake_until

@@ -30,7 +30,7 @@ _RETRY_SECONDS = 0.5
 
 async def swap(server, to: str, peer_timeout: float, headers: Mapping[str, str], progress: Watcher | None) -> dict:
     """`headers` of the call: the other server is asked with the same key. It goes on to its end without its caller."""
-    other = Other(await loopback.checked(to), headers)
+    other = Other(await loopback.checked(to), headers, server.app_state.args)
     return await asyncio.shield(server.tasks.run(_swap(server, other, peer_timeout, progress)))
 
 

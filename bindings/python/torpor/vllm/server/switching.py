@@ -110,7 +110,7 @@ class Switch:
             )
         if not (address := to or look["address"]):
             raise InvalidArgument("the standby has recorded no address", "give its URL as `to`")
-        return Other(await loopback.checked(address), headers), look["pid"]
+        return Other(await loopback.checked(address), headers, self._server.app_state.args), look["pid"]
 
     async def _stop(self, other: Other, asked: dict, room: bool) -> tuple[frontend.Report, Parts]:
         """Stop with a checkpoint, and release the log. Return the report of the checkpoint, and the parts of the pause.
