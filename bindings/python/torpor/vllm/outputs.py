@@ -131,6 +131,13 @@ def forget(processor: OutputProcessor, outputs: dict) -> None:
         processor.parent_requests.pop(item["id"], None)
 
 
+def forget_all(processor: OutputProcessor) -> None:
+    """Undo restore() of a server that has taken no request of its own."""
+    processor.request_states.clear()
+    processor.parent_requests.clear()
+    processor.external_req_ids.clear()
+
+
 def fail(processor: OutputProcessor, failed: list[dict]) -> list[RequestOutput]:
     """Ends requests that the engine core could not restore, with the finish reason "error" and why as stop reason.
 

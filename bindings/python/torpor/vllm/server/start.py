@@ -11,7 +11,8 @@ from vllm.logger import init_logger
 
 from torpor import _core
 from torpor.errors import Error, Incompatible
-from torpor.vllm import frontend, tracing
+from torpor.vllm import outputs as front_end
+from torpor.vllm import tracing
 from torpor.vllm.frontend import Report
 from torpor.vllm.progress import Watcher, watched
 
@@ -137,7 +138,7 @@ async def _wake_portable(server, where: str) -> Report | None:
         kept = True
     finally:
         if not kept:
-            frontend._forget(server.engine.output_processor)
+            front_end.forget_all(server.engine.output_processor)
         await server.engine.torpor.call("end_portable", call | {"keep": kept, "lost": unwanted})
     server.engine._run_output_handler()
     replayed: dict[str, list[str]] = {"extended": [], "added": [], "dropped": over}
@@ -178,7 +179,7 @@ async def _wake_new(server, checkpoint: str | None, watcher: Watcher | None) -> 
             server.end_failed(failed["id"], failed["error"])
         unwanted = server.recorder.take_up(report.pop("restored"), report.pop("outputs"))
     except BaseException:
-        frontend._forget(server.engine.output_processor)
+        front_end.forget_all(server.engine.output_processor)
         await server.engine.torpor.call("end_hold", {"keep": False})
         raise
     await server.engine.torpor.call("end_hold", {"keep": True})
