@@ -156,7 +156,9 @@ TransferHandle OffloadQueue::enqueue(const Enqueue& how, std::span<const QueuedB
   int64_t before = queued_blocks_;
   for (const Way way : kSlow) before -= in_queue(way).blocks;
   if (std::find(kSlow.begin(), kSlow.end(), how.way) != kSlow.end()) before = in_queue(how.way).blocks;
-  if (!how.within_step && before + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
+  // A load waits at most for blocks that its request holds, and the engine waits for it.
+  const bool bounded = how.way != Way::kOnboard && !how.within_step;
+  if (bounded && before + static_cast<int64_t>(blocks.size()) > options_.queue_blocks) {
     end(ticket, how.way, BlockOutcome::kQueueFull, blocks.size());
     return handle;
   }

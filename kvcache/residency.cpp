@@ -193,7 +193,7 @@ int64_t Residency::allowed_blocks(const Session& session, bool hard, int64_t wan
     int64_t of_same_tenant = 0;
     for (const Session* each : index_.sessions(nullptr)) {
       if (!each->held || each == &session) continue;
-      const auto slots = static_cast<int64_t>(each->hold.slots.size());
+      const auto slots = static_cast<int64_t>(std::max(each->hold.slots.size(), each->hold.granted));
       others += slots;
       of_same_tenant += each->name.tenant == session.name.tenant ? slots : 0;
     }
@@ -205,11 +205,13 @@ int64_t Residency::allowed_blocks(const Session& session, bool hard, int64_t wan
   }
 }
 
-// Pin those of the action's blocks that are in host memory.
+// Pin those of the action's blocks that are in host memory, within what was granted: an earlier action of the session
+// may be under way, too.
 void Residency::place_hold(const Action& action) {
   Session* const session = index_.find(action.call.name);
   if (session == nullptr || !session->held) return;
   for (const BlockLocations& places : find_each(action.keys)) {
+    if (session->hold.slots.size() >= session->hold.granted) return;
     if (places.host < 0 || !session->hold.slots.insert(places.host).second) continue;
     scheduler_.index().pin(StoreId::kHost, places.host);
     ++held_;

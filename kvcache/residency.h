@@ -252,6 +252,7 @@ class Residency {
   void finish(Action& action);
   void finish_demotion(Action& action, Session* session);
   SessionAnswer evict(Session& session);
+  bool is_copied(const Session& session) const;
   void stop_actions(const SessionName& name, std::string_view why);
   bool advance_to_device(Action& action);
   bool start_load(Action& action, std::span<const BlockHash> chain);
@@ -259,6 +260,7 @@ class Residency {
   void demote_idle(uint64_t after_step);
 
   void begin_hold(Action& action, Session& session);
+  void end_hold(const Action& action, Session& session) const;
   int64_t allowed_blocks(const Session& session, bool hard, int64_t wanted);
   void place_hold(const Action& action);
   void release(Session& session);

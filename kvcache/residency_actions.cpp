@@ -20,6 +20,8 @@ bool is_in(const BlockLocations& places, StoreId store) {
 
 Residence residence_of(StoreId store) { return static_cast<Residence>(static_cast<uint8_t>(store) + 1); }
 
+bool is_hold(SessionVerb verb) { return verb == SessionVerb::kRetain || verb == SessionVerb::kPin; }
+
 SessionAnswer refusal(SessionOutcome outcome, std::string reason, const SessionCall& call) {
   return {.outcome = outcome, .reason = std::move(reason), .action = call.action};
 }
@@ -36,8 +38,8 @@ Status Residency::check_call(const SessionCall& call) const {
   if (call.action.size() > kMostActionBytes)
     return wrong(fmt::format("an action id of {} bytes", call.action.size()),
                  fmt::format("use at most {}", kMostActionBytes));
-  const bool holds = call.verb == SessionVerb::kRetain || call.verb == SessionVerb::kPin;
-  if (holds && call.seconds.count() <= 0) return wrong("the ttl is not more than 0 seconds", "give how long");
+  if (is_hold(call.verb) && call.seconds.count() <= 0)
+    return wrong("the ttl is not more than 0 seconds", "give how long");
   if (call.device && call.verb != SessionVerb::kPrefetch)
     return wrong("a call to the device that is no prefetch", "use host, disk or remote");
   if (call.verb == SessionVerb::kPrefetch && call.seconds.count() < 0)
@@ -66,6 +68,8 @@ Result<SessionAnswer> Residency::call(const SessionCall& call, uint64_t after_st
       return refusal(SessionOutcome::kMissing, fmt::format("there is no session {}", call.name.id), call);
     if (running_.contains(call.name) && (call.verb == SessionVerb::kDemote || call.verb == SessionVerb::kEvict))
       return refusal(SessionOutcome::kDeferred, "a request of the session is running", call);
+    if (call.verb == SessionVerb::kEvict && is_copied(*session))
+      return refusal(SessionOutcome::kDeferred, "blocks of the session are being copied", call);
     const bool into_host = call.verb != SessionVerb::kDemote && call.verb != SessionVerb::kEvict;
     const StoreId to = into_host ? StoreId::kHost : call.to;
     if (call.device && !options_.no_device.empty())
@@ -109,7 +113,7 @@ SessionAnswer Residency::begin_action(const SessionCall& call, Session& session,
   action.keys = keys_of(session);
   if (call.device) action.chains.assign(session.prefixes.rbegin(), session.prefixes.rend());
   if (call.verb == SessionVerb::kPrefetch && call.seconds.count() > 0) action.deadline = clock_.now() + call.seconds;
-  if (call.verb == SessionVerb::kRetain || call.verb == SessionVerb::kPin) begin_hold(action, session);
+  if (is_hold(call.verb)) begin_hold(action, session);
   if (call.verb == SessionVerb::kDemote) {  // the newer call counts
     stop_actions(call.name, "the session was demoted meanwhile");
     if (call.to != StoreId::kHost) release(session);
@@ -152,6 +156,7 @@ void Residency::begin_hold(Action& action, Session& session) {
   }
   const std::set<Slot> before = std::exchange(session.hold.slots, {});
   session.hold.hard = hard;
+  session.hold.granted = action.keys.size();
   session.hold.priority = action.call.priority;
   session.hold.until = clock_.now() + ttl;
   session.held = true;
@@ -159,6 +164,14 @@ void Residency::begin_hold(Action& action, Session& session) {
   place_hold(action);
   for (const Slot slot : before) scheduler_.index().unpin(StoreId::kHost, slot);
   held_ -= static_cast<int64_t>(before.size());
+}
+
+// What has not come by now is not held. Another hold of the session may be under way.
+void Residency::end_hold(const Action& action, Session& session) const {
+  const bool last = std::none_of(pending_.begin(), pending_.end(), [&](const Action* other) {
+    return other != &action && other->call.name == session.name && is_hold(other->call.verb);
+  });
+  if (last) session.hold.granted = session.hold.slots.size();
 }
 
 void Residency::advance(uint64_t after_step) {
@@ -174,8 +187,7 @@ bool Residency::advance(Action& action, uint64_t after_step) {
     for (TransferHandle& handle : action.handles) handle.cancel();
   }
   if (action.call.device) return advance_to_device(action);
-  const bool holds = action.call.verb == SessionVerb::kRetain || action.call.verb == SessionVerb::kPin;
-  if (holds) place_hold(action);
+  if (is_hold(action.call.verb)) place_hold(action);
   for (const TransferHandle& handle : action.handles) {
     if (handle.status() != TransferStatus::kDone) return false;
   }
@@ -301,6 +313,7 @@ void Residency::finish(Action& action) {
   }
   if (session != nullptr) answer.epoch = session->epoch;
   answer.done = true;
+  if (session != nullptr && is_hold(action.call.verb)) end_hold(action, *session);
   const bool demotes = action.call.verb == SessionVerb::kDemote;
   const Residence to = demotes              ? residence_of(action.call.to)
                        : action.call.device ? Residence::kDevice
@@ -357,6 +370,16 @@ void Residency::finish_demotion(Action& action, Session* session) {
     answer.outcome = SessionOutcome::kMissing;
     answer.reason = "no tier has a block of the session any more";
   }
+}
+
+// Return whether blocks of the session are on their way to another tier or to the device. They would be there after an
+// eviction.
+bool Residency::is_copied(const Session& session) const {
+  if (is_loading(session.name)) return true;
+  const std::vector<BlockKey> keys = keys_of(session);
+  return std::any_of(keys.begin(), keys.end(), [&](const BlockKey& key) {
+    return scheduler_.index().is_coming(StoreId::kHost, key) || scheduler_.index().is_coming(StoreId::kDisk, key);
+  });
 }
 
 SessionAnswer Residency::evict(Session& session) {

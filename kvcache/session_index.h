@@ -61,6 +61,7 @@ struct SessionHold {
   int32_t priority = 0;
   std::chrono::nanoseconds until{};
   std::set<Slot> slots;  // pinned in the BlockIndex
+  size_t granted = 0;    // so many at most, as they come
 };
 
 struct Session {

@@ -340,7 +340,24 @@ bool ObjectBlockStore::add_pack(const std::string& folder, const std::string& na
     }
     pack.blocks.push_back(block);
   }
+  bound_blocks();
   return true;
+}
+
+// With more blocks than this store has slots: forget those of the oldest packs, the next to expire. Their names stay,
+// so that nobody reads these packs again.
+void ObjectBlockStore::bound_blocks() {
+  const auto most = static_cast<size_t>(options_.slots);
+  if (blocks_.size() <= most) return;
+  std::vector<std::pair<int64_t, uint32_t>> oldest;
+  for (const auto& [number, pack] : packs_) {
+    if (!pack.blocks.empty()) oldest.emplace_back(pack.unix_seconds, number);
+  }
+  std::sort(oldest.begin(), oldest.end());
+  for (const auto& [seconds, number] : oldest) {
+    if (blocks_.size() <= most - most / 16) return;  // the next packs have room, too
+    forget_blocks_of(number, packs_.at(number));
+  }
 }
 
 void ObjectBlockStore::add_head(const std::string& folder, std::string name, std::vector<std::byte> head) {
@@ -358,12 +375,17 @@ void ObjectBlockStore::add_head(const std::string& folder, std::string name, std
 void ObjectBlockStore::forget_pack(uint32_t number) {
   const auto pack = packs_.find(number);
   if (pack == packs_.end()) return;
-  for (const Digest& block : pack->second.blocks) {
+  forget_blocks_of(number, pack->second);
+  pack_numbers_.erase(pack->second.key);
+  packs_.erase(pack);
+}
+
+void ObjectBlockStore::forget_blocks_of(uint32_t number, KnownPack& pack) {
+  for (const Digest& block : pack.blocks) {
     const auto found = blocks_.find(block);
     if (found != blocks_.end() && found->second.pack == number) blocks_.erase(found);
   }
-  pack_numbers_.erase(pack->second.key);
-  packs_.erase(pack);
+  pack.blocks = {};
 }
 
 void ObjectBlockStore::forget_key(const std::string& key) {

@@ -115,6 +115,8 @@ class ObjectBlockStore final : public BlockStore {
                 std::span<const PackEntry> entries);
   void add_head(const std::string& folder, std::string name, std::vector<std::byte> head);
   void forget_pack(uint32_t number) TORPOR_REQUIRES(known_);
+  void forget_blocks_of(uint32_t number, KnownPack& pack) TORPOR_REQUIRES(known_);
+  void bound_blocks() TORPOR_REQUIRES(known_);
   void forget_key(const std::string& key) TORPOR_REQUIRES(known_);  // of a pack or an index
   Status write_indexes();
   Status sweep();

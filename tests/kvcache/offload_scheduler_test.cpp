@@ -339,6 +339,21 @@ TEST_P(OffloadSchedulerTest, TwoRequestsShareSlotsAndEachHasALoadOfItsOwn) {
   EXPECT_EQ(scene.ranks[0]->worker().take_loaded().size(), 2u);
 }
 
+TEST_P(OffloadSchedulerTest, ALoadLongerThanTheQueueIsNotRefused) {
+  OffloadScene& scene = this->scene({.scheduler = {.queue = {.min_batch_size = 1, .queue_blocks = 2}}});
+  std::vector<uint32_t> keys;
+  std::vector<int32_t> blocks;
+  for (uint32_t i = 0; i < 5; ++i) {
+    scene.compute(0, 10 + i);
+    (void)scene.offer({i + 1}, {0});
+    scene.drain();
+    keys.push_back(i + 1);
+    blocks.push_back(static_cast<int32_t>(1 + i));
+  }
+  EXPECT_EQ(scene.load(keys, blocks), 5);
+  for (uint32_t i = 0; i < 5; ++i) EXPECT_TRUE(scene.all_have(blocks[i], 10 + i));
+}
+
 TEST_P(OffloadSchedulerTest, FrequencyPresenceAndShortHitsAreOptions) {
   OffloadScene& scene =
       this->scene({.scheduler = {.counted_keys = 1024}, .placement = {.min_uses = 2, .min_prefix_tokens = 8}});

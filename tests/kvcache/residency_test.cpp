@@ -377,6 +377,34 @@ TEST_F(ResidencyTest, APinIsClippedToTheBudgetAndATtlToItsMost) {
   held_at_end_ = 3;
 }
 
+TEST_F(ResidencyTest, PinsWhoseBlocksHaveNotComeCountWithWhatTheyWereGranted) {
+  open({.host_slots = 16}, {.index = {.tenant_share = 0.5}, .pin_share = 0.5});
+  std::vector<SessionAnswer> begun;
+  for (uint32_t i = 0; i < 5; ++i) {
+    const SessionName name{.tenant = "t", .id = std::to_string(i)};
+    compute(name, {i * 2, i * 2 + 1});
+    begun.push_back(call({.verb = SessionVerb::kPin, .name = name, .seconds = 60s}));
+  }
+  uint64_t blocks = 0;
+  for (const SessionAnswer& each : begun) blocks += finish(each).blocks;
+  EXPECT_EQ(blocks, 4u);  // the tenant's budget
+  EXPECT_EQ(residency_->counts().held, 4u);
+  held_at_end_ = 4;
+}
+
+TEST_F(ResidencyTest, WhatAPinWasGrantedAndDidNotGetIsFreeForOthers) {
+  open({.host_slots = 8}, {.index = {.tenant_share = 1}, .pin_share = 0.5});
+  compute(a_, {0, 1, 2});
+  device_->use(1);
+  const SessionAnswer first = call({.verb = SessionVerb::kPin, .name = a_, .seconds = 60s});
+  for (const uint32_t number : {1u, 2u}) (void)device_->evict(scene_->keys_of({number})[0]);
+  known_.clear();
+  const uint64_t got = finish(first).blocks;
+  compute(b_, {4, 5, 6, 7});
+  EXPECT_EQ(finish(call({.verb = SessionVerb::kPin, .name = b_, .seconds = 60s})).blocks, 4u - got);
+  held_at_end_ = 4;
+}
+
 TEST_F(ResidencyTest, RetainedBlocksMakeRoomByPriority) {
   open({.host_slots = 4}, {.index = {.tenant_share = 1}, .pin_share = 1});
   compute(a_, {0, 1});
@@ -451,6 +479,20 @@ TEST_F(ResidencyTest, EvictionDropsWhatNoOtherSessionWantsAndForgetsTheSession) 
   EXPECT_TRUE(is_somewhere(0));
   EXPECT_TRUE(call({.verb = SessionVerb::kEvict, .name = a_, .action = "e"}).repeated);
   EXPECT_EQ(call({.verb = SessionVerb::kEvict, .name = a_}).outcome, SessionOutcome::kMissing);
+}
+
+TEST_F(ResidencyTest, AnEvictionIsDeferredWhileBlocksOfTheSessionAreCopied) {
+  open({.host_slots = 4}, {.index = {.tenant_share = 1}, .pin_share = 1});
+  compute(a_, {0, 1});
+  (void)scene_->offer({0, 1}, {0, 1});
+  scene_->send();
+  const SessionAnswer early = call({.verb = SessionVerb::kEvict, .name = a_});
+  EXPECT_EQ(early.outcome, SessionOutcome::kDeferred);
+  EXPECT_EQ(early.reason, "blocks of the session are being copied");
+  scene_->drain();
+  known_.clear();
+  EXPECT_EQ(call({.verb = SessionVerb::kEvict, .name = a_}).outcome, SessionOutcome::kAccepted);
+  for (const uint32_t number : {0u, 1u}) EXPECT_FALSE(is_somewhere(number)) << number;
 }
 
 TEST_F(ResidencyTest, NewWeightsForgetSessionsAndEndTheirActions) {

@@ -10,9 +10,13 @@ bytes of a model with windows under pressure
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import result_of
+
+from torpor.errors import FileError
+from torpor.vllm.connector_worker import WorkerSide
 
 TESTS = Path(__file__).parents[1]
 PROCESS = Path(__file__).parent / "connector_failures_process.py"
@@ -170,3 +174,26 @@ def test_each_situation_of_vllms_tests_names_tests_that_there_are():
     failures = re.findall(r"`(\w+)`", table.partition("## Failures that connectors had")[2])
     sources = "".join(path.read_text() for path in (TESTS / "python").glob("test_connector*.py"))
     assert len(failures) == 12 and [name for name in failures if f"def test_{name}(" not in sources] == []
+
+
+def test_a_disk_that_cannot_be_synced_fails_no_sleep_and_loses_no_report():
+    """Ranks in other processes: what the others have said would be lost with an error of this one."""
+
+    class Core:
+        closed = False
+
+        def wait(self) -> None:
+            pass
+
+        def sync(self) -> None:
+            raise FileError("fsync: Input/output error", "look at the disk")
+
+        def close(self) -> None:
+            self.closed = True
+
+    side = object.__new__(WorkerSide)
+    side.core, side._options = Core(), SimpleNamespace(durable=True)
+    core = side.core
+    side.wait()
+    side.close()
+    assert core.closed and side.core is None

@@ -245,6 +245,25 @@ TEST_F(ObjectBlockStoreTest, OtherWeightsRanksAndKeysNeverMeet) {
   EXPECT_EQ(find_all(*engine(), {1}), "h");
 }
 
+TEST_F(ObjectBlockStoreTest, NoMoreBlocksAreRememberedThanThereAreSlots) {
+  {
+    const auto one = engine();
+    for (uint64_t seed = 0; seed < 60; seed += 2) {
+      put_all(*one, {seed, seed + 1});
+      clock_.advance(1s);
+    }
+  }
+  ObjectBlockStoreOptions few = options_for();
+  few.slots = 32;
+  const auto other = engine(few);
+  EXPECT_LE(other->known_blocks(), 32u);
+  EXPECT_EQ(other->known_objects(), 30u);  // those that are forgotten are not read again
+  EXPECT_EQ(find_all(*other, {0, 1, 58, 59}), "--hh");
+  const uint64_t before = objects_.ranged_bytes;
+  ASSERT_SUCCEEDS(other->look());
+  EXPECT_EQ(objects_.ranged_bytes, before);
+}
+
 TEST_F(ObjectBlockStoreTest, AnEngineThatBeginsReadsAnIndexForMany) {
   {
     const auto one = engine();

