@@ -246,3 +246,56 @@ def test_a_server_that_has_saved_begins_vllms_way_out_once(monkeypatch, tmp_path
             assert "take up this answer" in await said_to(queue)
 
     run(scene(), 60)
+
+
+# --- one that has failed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["at its start", "while it serves"])
+def test_a_failed_server_keeps_no_reader_waiting_and_its_answers_for_the_next_one(monkeypatch, tmp_path, fails):
+    async def failed():
+        """Return a server with a running answer "a" and an ended one "c", and its application."""
+        app, server, _, queues = await ready(monkeypatch, tmp_path)
+        server.engine.give("c", 7, finish=FinishReason.STOP)
+        if fails == "while it serves":
+            async with client(app) as asking:
+                reading = asyncio.create_task(asking.get("/torpor/requests/a/stream?from=2"))
+                await until(lambda: server.log._changed)
+                server.fail(WrongState("the engine is unrecoverable", "restart the server"), True)
+                events = (await reading).text
+            assert "event: error" in events and "the engine is unrecoverable" in events
+            assert await said_to(queues["a"]) == (
+                "the server is failed; take up this answer at /torpor/requests/a of the next one"
+            )
+            return app, server
+        await asyncio.to_thread(server.log.answers.hand_over)  # as the end of its process does
+        engine = EngineOfRequests(tmp_path)
+        engine.wakes_with = Incompatible("the model is another one")
+        (tmp_path / "g-000001").mkdir(mode=0o700)
+        app, server = build(monkeypatch, [], "--api-key", CLIENT, engine=engine)
+        await started(server)
+        Http(server)
+        return app, server
+
+    async def scene():
+        app, server = await failed()
+        assert server.state == "failed"
+        async with client(app) as asking:
+            for method, path in (("GET", "a"), ("GET", "a/stream"), ("DELETE", "a"), ("GET", "unknown")):
+                answer = await asking.request(method, f"/torpor/requests/{path}")
+                assert answer.status_code == 503, answer.text
+                assert server.problem.what in answer.json()["error"]["message"]
+            assert (await asking.get("/torpor/requests/c")).json()["choices"][0]["token_ids"] == [5, 6, 7]
+            assert "[DONE]" in (await asking.get("/torpor/requests/c/stream")).text
+        await server.engine.abort("a", internal=True)  # its client gives up
+        said = []
+        queue = SimpleNamespace(put=said.append)
+        server.engine.output_processor.request_states["b"] = SimpleNamespace(queue=queue)
+        await server.end()
+        assert "take up this answer at /torpor/requests/b" in str(said[0])
+        assert server.log.closed
+        assert states(next_log(tmp_path)) == {"a": "running", "b": "running", "c": "finished"}
+        assert not any(call[0] == "sleep" for call in server.engine.calls)
+
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    run(scene(), 60)

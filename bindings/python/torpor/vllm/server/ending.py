@@ -126,8 +126,8 @@ async def _end(server) -> None:
     begun = server.recorder is not None if server.has_log else before not in standby.STATES
     running = server.running() if begun else 0
     _enter_ending(server)
-    if begun and before != "failed":
-        problem = await _problem_of_saving(server, before)
+    if begun:
+        problem = None if before == "failed" else await _problem_of_saving(server, before)
         lost = await _unwritten(server)
         if lost:
             running -= len(lost)
@@ -173,6 +173,13 @@ async def end_when_disowned(server) -> None:
     if server.recorder is not None:
         await _goodbye(server)
     _begin_to_leave(server)
+
+
+def notify_of_failure(server) -> None:
+    """End the streams of a server that has failed: their clients would wait for ever."""
+    if server.recorder is not None:
+        server.recorder.end_reading(f"the server is failed: {server.problem}")
+    _put_errors(server, "the server is failed")
 
 
 async def _unwritten(server) -> set[str]:

@@ -137,6 +137,7 @@ class Server:
     def fail(self, problem: Error, unrecoverable: bool = False) -> None:
         self.problem, self._unrecoverable = problem, unrecoverable
         self.enter("failed")
+        ending.notify_of_failure(self)
 
     def holds_directory(self) -> bool:
         """Return whether this server has the lock of its directory's answers."""
@@ -298,7 +299,7 @@ class Server:
     async def _abort(self, request_id, internal: bool = False) -> None:
         """`internal`: vLLM's, because a client went away; or everybody's, because the server ends."""
         handed_over = await self.has_handed_over()
-        if internal and (handed_over or self.state == "ending"):
+        if internal and (handed_over or self.state in ("failed", "ending")):  # the next server goes on
             return
         if handed_over:
             raise GracefulHTTPError(HANDED_OVER, HTTPStatus.CONFLICT)
