@@ -8,7 +8,8 @@ and accepts clients where torpor's server would. torpor.vllm.serve reads its com
 paired_server.py -m torpor.vllm.serve FOLDER …: each line of FOLDER/fail-PORT is an exit code with which a process of
 this port ends at its start, one a start; "failed": it is failed, and stays there. With FOLDER/hang-PORT a standby of
 this port does not end on SIGTERM. With FOLDER/fail-take-over-PORT the next take-over of this port fails. A server that
-owns fails on SIGUSR1, as one does that cannot go on after a switch: it owns nothing then, and gives no heartbeat.
+owns fails on SIGUSR1, as one does that cannot go on after a switch: it owns nothing then, and gives no heartbeat. On
+SIGUSR2 it hands over to its standby, as in a switch that succeeds, and stays in "ending" for ever.
 """
 
 import os
@@ -60,10 +61,12 @@ def main() -> None:
             if (Path(rest[0]) / f"hang-{port}").exists():
                 signal.signal(signal.SIGTERM, lambda *_: enter("ending"))
             enter("standby")
-            while watch.wait(1)["state"] not in ("ended", "silent"):
+            handed_over = Path(rest[0]) / "handed-over"
+            while not handed_over.exists() and watch.wait(0.1)["state"] not in ("ended", "silent"):
                 time.sleep(0.01)
             enter("taking over")
-            watch.end_owner(60)
+            if not handed_over.exists():
+                watch.end_owner(60)
             if (failing := Path(rest[0]) / f"fail-take-over-{port}").exists():
                 failing.unlink()
                 enter("failed")
@@ -80,19 +83,31 @@ def main() -> None:
         signals, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: None)
         failed = threading.Event()
         threading.Thread(target=beat, args=(record, settings, failed), daemon=True).start()
         enter("awake")
+        (Path(rest[0]) / "handed-over").unlink(missing_ok=True)
         threading.Thread(target=serve, args=(clients, port, states), daemon=True).start()
-        while os.read(signals, 1)[0] == signal.SIGUSR1:
+        while (number := os.read(signals, 1)[0]) != signal.SIGTERM:
             failed.set()
             answers.hand_over()
+            if number == signal.SIGUSR2:
+                stay_in_ending(Path(rest[0]) / "handed-over", enter)
             enter("failed")
         enter("ending")
         answers.close()
         os._exit(17)  # what its parent is to end with
+
+
+def stay_in_ending(handed_over: Path, enter) -> None:
+    handed_over.touch()
+    while handed_over.exists():  # until the standby serves
+        time.sleep(0.01)
+    enter("ending")
+    while True:
+        signal.pause()
 
 
 def serve(clients: socket.socket, port: int, states: list[str]) -> None:

@@ -34,7 +34,7 @@ class Engine:
         parallel = SimpleNamespace(data_parallel_size=1, world_size=1 if unseen is None else 2)
         self.vllm_config = SimpleNamespace(
             additional_config=options, parallel_config=parallel, kv_transfer_config=None,
-            observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+            observability_config=SimpleNamespace(otlp_traces_endpoint=None), shutdown_timeout=0,
             structured_outputs_config=SimpleNamespace(reasoning_parser=""),
         )  # fmt: skip
         self._client_count = 1

@@ -200,6 +200,30 @@ def test_an_owner_that_cannot_go_on_after_a_switch_is_ended_and_another_one_serv
     pair.until(lambda: f"process {pair.started('standby')[-1]} is standby" in pair.log.read_text())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_owner_that_handed_over_and_does_not_end_is_killed(pair, ends):
+    """Before, no new standby starts; and a pair that ends lets the server save that took over."""
+    pair.ask()
+    owner, standby = pair.started("owner")[0], pair.started("standby")[0]
+    pair.until(lambda: f"process {standby} is standby" in pair.log.read_text())
+    os.kill(owner, signal.SIGUSR2)
+    pair.until(lambda: f"process {owner} is ending" in pair.log.read_text())
+    if ends:
+        assert pair.end() == 17  # the exit code of the server that took over
+    else:
+        pair.until(lambda: len(pair.started("standby")) == 2)
+        pair.until(lambda: f"process {pair.started('standby')[1]} is standby" in pair.log.read_text())
+        assert pair.ask() == (pair.own[0], ["starting", "standby", "taking over", "awake"])
+    log = pair.log.read_text()
+    assert re.search(rf"server 2 has ended \(process {owner}, signal 9\)", log)
+    assert f"kills the owner before (process {owner})" in log and "two owners" not in log
+    if ends:
+        assert re.search(
+            rf"process {owner}, signal 9\)(.|\n)*server 1 has ended \(process {standby}, exit code 17", log
+        )
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -18,9 +18,8 @@ KNOWN = {
     # An engine core with a process of its own: test_engine_core.py has the condition.
     ("vllm/engine_core.py", "watch", "os._exit"),
     # The server's process: only the server's package imports this module, see below.
-    ("vllm/server/ending.py", "end", "os.kill"),
-    ("vllm/server/ending.py", "after_switch", "os.kill"),
-    ("vllm/server/ending.py", "end_when_disowned", "os.kill"),
+    ("vllm/server/ending.py", "_begin_to_leave", "os.kill"),
+    ("vllm/server/ending.py", "_noticed", "os._exit"),
     # Commands, run by their names.
     ("vllm/serve.py", "take_options", "sys.exit"),
     ("vllm/serve.py", "", "sys.exit"),

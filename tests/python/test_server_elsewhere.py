@@ -68,7 +68,7 @@ def test_a_replica_that_does_not_own_sends_readers_to_the_owner():
         return owner
 
     life = SimpleNamespace(
-        recorder=None, has_log=True, state="failed", remote=SimpleNamespace(owner_address=owner_address)
+        recorder=None, has_log=True, state="failed", problem=None, remote=SimpleNamespace(owner_address=owner_address)
     )
     app = FastAPI()
     app.state.torpor = life

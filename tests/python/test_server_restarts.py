@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from servers import (
     sampling,
     start_requests,
 )
+from serving import descendants
 from tiny_model import make_model
 
 import torpor.console
@@ -308,6 +310,29 @@ def test_a_volume_that_was_given_to_the_group_of_the_pod_goes_on(server, folder)
         await whole_and_once(client, [reading, expected])
         line = server.log.read_text().split("torpor: directory ")[-1].splitlines()[0]
         assert "g-0" in line and " with 1 request, 1 running answer in the response log" in line
+
+    run(server, scene)
+
+
+def test_answers_go_on_after_the_ctrl_c_of_a_terminal(server):
+    """The engine's processes get it, too."""
+
+    async def scene(client):
+        expected, reading = Reading("c-expected"), Reading("c")
+        await client.chat(expected, prompt(2), **sampling(2, 400))
+        task = asyncio.create_task(client.chat(reading, prompt(2), **sampling(2, 400)))
+        while not reading.text:
+            await asyncio.sleep(0.05)
+        for pid in (server.pid, *descendants(server.pid)):
+            os.kill(pid, signal.SIGINT)
+        assert await asyncio.to_thread(server.ended) == 0
+        assert reading.finish_reason is None
+        server.start()
+        await asyncio.to_thread(server.wait_until_ready)
+        await task
+        assert reading.text == expected.text and reading.taken_up_at
+        assert "take up this answer at /torpor/requests/chatcmpl-c of the next one" in reading.errors[0]
+        await whole_and_once(client, [reading, expected])
 
     run(server, scene)
 

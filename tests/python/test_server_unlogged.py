@@ -259,7 +259,7 @@ def test_the_last_try_to_write_the_log_waits_for_one_under_way_and_not_for_ever(
     monkeypatch.setattr(ending, "_WRITING_SECONDS", 30 if rotates == "already" else 0.1)
     answers = SimpleNamespace(rotate=rotate, unwritten=lambda: list(missing))
     engine = SimpleNamespace(output_processor=SimpleNamespace(request_states={"a": None, "b": None}))
-    server = SimpleNamespace(recorder=SimpleNamespace(answers=answers), engine=engine)
+    server = SimpleNamespace(recorder=SimpleNamespace(answers=answers), engine=engine, handed_over=False)
 
     async def scene():
         lost = await ending._unwritten(server)

@@ -75,6 +75,29 @@ TEST(PairPlan, AFailedStandbyIsEndedAndAnOwnerThatFailedAtItsStartStays) {
     EXPECT_FALSE(is_to_end({.state = state, .as_standby = true, .owned = true}));
 }
 
+// After a switch.
+TEST(PairPlan, AnOwnerThatEndsIsLeftOverOnceTheOtherOneOwns) {
+  const PairedServer ends{.state = ServerState::kEnding, .owned = true};
+  const PairedServer owns{.state = ServerState::kOwns, .as_standby = true, .owned = true};
+  EXPECT_TRUE(is_left_over(ends, owns));
+  EXPECT_FALSE(is_owner(ends, owns));
+  EXPECT_TRUE(is_owner(owns, ends));
+  EXPECT_FALSE(is_left_over(owns, ends));
+  EXPECT_FALSE(next_start({ends, owns}, 200));  // a standby starts when it is gone
+}
+
+TEST(PairPlan, AnOwnerThatWritesItsCheckpointEndsLast) {
+  const PairedServer ends{.state = ServerState::kEnding, .owned = true};
+  for (const ServerState state : {ServerState::kNone, ServerState::kStarting, ServerState::kStandby,
+                                  ServerState::kTakingOver, ServerState::kFailed, ServerState::kEnding}) {
+    const PairedServer other{.state = state, .as_standby = true};
+    EXPECT_TRUE(is_owner(ends, other));
+    EXPECT_FALSE(is_left_over(ends, other));
+    EXPECT_FALSE(is_owner(other, ends));
+  }
+  EXPECT_TRUE(is_owner(in(ServerState::kOwns), in(ServerState::kStandby)));
+}
+
 TEST(PairPlan, EachStateOfAServerIsKnown) {
   for (const char* word : {"starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending", "standby",
                            "taking over", "handing over"})

@@ -36,6 +36,9 @@ namespace {
 
 constexpr double kUsefulSeconds = 60;   // a process that ends sooner, and never served or slept, ended early
 constexpr double kStandbySeconds = 10;  // for a standby, or a server that failed, to end on SIGTERM
+// For an owner to end once the other one has taken over. Its clients have the half of it to read its last words
+// (_READING_SECONDS of ending.py).
+constexpr double kLeftOverSeconds = 10;
 constexpr int kBacklog = 2048;
 constexpr int kConfigurationExit = 2;  // of a server whose options are wrong: it will never start
 
@@ -140,6 +143,7 @@ class Pair {
         }
         end_failed();
       }
+      end_left_over();
       if (ending_ || ends_with_) end_step();
       if ((ending_ || ends_with_) && servers_[0].pid == 0 && servers_[1].pid == 0)
         return static_cast<Exit>(ends_with_.value_or(owner_exit_));
@@ -160,6 +164,7 @@ class Pair {
     bool failed = false;      // since it was started
     bool terminated = false;  // SIGTERM was sent
     double terminated_at = 0;
+    std::optional<double> left_over_since;
   };
 
   std::array<PairedServer, 2> states() const { return {servers_[0].known, servers_[1].known}; }
@@ -202,6 +207,7 @@ class Pair {
     server.began = seconds_now();
     server.known.as_standby = start.as_standby;
     server.was_of_use = server.failed = server.terminated = false;
+    server.left_over_since.reset();
     server.known.state = ServerState::kStarting;
     server.known.owned = false;
     print_line(fmt::format("server {} starts as {} (process {}, its own port {})", start.which + 1,
@@ -296,6 +302,21 @@ class Pair {
     }
   }
 
+  void end_left_over() {
+    for (Server& server : servers_) {
+      const Server& other = &server == &servers_[0] ? servers_[1] : servers_[0];
+      if (server.pid == 0 || !is_left_over(server.known, other.known)) {
+        server.left_over_since.reset();
+      } else if (!server.left_over_since) {
+        server.left_over_since = seconds_now();
+      } else if (seconds_now() - *server.left_over_since > kLeftOverSeconds) {
+        print_line(fmt::format("kills the owner before (process {}): it does not end", server.pid));
+        (void)::kill(server.pid, SIGKILL);
+        server.left_over_since = seconds_now();
+      }
+    }
+  }
+
   static void terminate(Server& server) {
     (void)::kill(server.pid, SIGTERM);
     server.terminated = true;
@@ -307,8 +328,7 @@ class Pair {
   void end_step() {
     for (Server& server : servers_) {
       const Server& other = &server == &servers_[0] ? servers_[1] : servers_[0];
-      const bool ends_as_owner = server.known.state == ServerState::kEnding && server.known.owned;
-      const bool owns = server.known.state == ServerState::kOwns || ends_as_owner;
+      const bool owns = is_owner(server.known, other.known);
       if (server.pid == 0) continue;
       if (!server.terminated && (!owns || other.pid == 0)) {
         terminate(server);

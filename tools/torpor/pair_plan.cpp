@@ -50,6 +50,15 @@ std::optional<PairStart> next_start(const std::array<PairedServer, 2>& servers, 
   return std::nullopt;
 }
 
+bool is_owner(const PairedServer& server, const PairedServer& other) {
+  if (server.state == ServerState::kEnding) return server.owned && !is_left_over(server, other);
+  return server.state == ServerState::kOwns;
+}
+
+bool is_left_over(const PairedServer& server, const PairedServer& other) {
+  return server.state == ServerState::kEnding && server.owned && other.state == ServerState::kOwns;
+}
+
 bool is_to_end(const PairedServer& server) {
   return server.state == ServerState::kFailed && (server.as_standby || server.owned);
 }

@@ -43,6 +43,13 @@ struct PairStart {
 // Which server to start now; none: wait. `now`: seconds.
 std::optional<PairStart> next_start(const std::array<PairedServer, 2>& servers, double now);
 
+// Whether a server ends after `other`: it owns the directory, or writes the checkpoint of its end.
+bool is_owner(const PairedServer& server, const PairedServer& other);
+
+// Whether a server has been the owner and ends, and `other` owns what it had. It has nothing left to save, and `other`
+// has no standby before its end.
+bool is_left_over(const PairedServer& server, const PairedServer& other);
+
 // Whether a server is to be ended because it has failed and would be there for ever, without use, and keep the other
 // one from a new start: a standby, and an owner that has served, whose checkpoint and log a new process goes on with.
 // An owner that failed at its start stays: it says why at /torpor/ready.

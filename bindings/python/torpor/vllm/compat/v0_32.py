@@ -214,7 +214,7 @@ ENGINE = (
             ),
             Class(
                 "FinishReason",
-                members="ERROR",
+                members="ABORT ERROR",
             ),
             Class(
                 "EngineCoreRequestType",
@@ -1533,6 +1533,10 @@ SERVER = (
     Module(
         "vllm.v1.engine.exceptions",
         names=("EngineDeadError",),
+    ),
+    Module(
+        "vllm.config",
+        classes=(Class("VllmConfig", fields="shutdown_timeout"),),
     ),
     Module(
         "vllm.entrypoints.serve.dev.sleep.metrics",

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a server: on SIGTERM what can be saved is saved; one that lost its ownership ends at once."""
+"""The end of a server: on SIGTERM what can be saved is saved; one that lost its ownership ends at once.
+
+The process ends by vLLM's own way out, which a SIGINT begins: it aborts all requests, and waits until all connections
+have ended. For the response log these requests run on, in the next server. A connection whose client reads nothing is
+closed.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +26,82 @@ logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own n
 
 _ENDING = "ending"  # the name of its tasks
 _WRITING_SECONDS = 5.0  # most that the last try to write the response log may take
+# For clients to read the last words, once vLLM's HTTP server ends. One that reads nothing keeps the process no longer,
+# and with it the lock of the directory.
+_READING_SECONDS = 5.0
+_LOOK_SECONDS = 0.2  # between looks whether vLLM's HTTP server ends
 
 
 async def take_signals(server) -> None:
-    """SIGTERM is ours from the moment on when vLLM's server has taken it."""
-    if server.settings.on_sigterm != "checkpoint" or not server.options.checkpoint_dir:
+    """Take SIGTERM, or notice it, and notice SIGINT, from the moment on when vLLM's server has taken both."""
+    if not server.options.checkpoint_dir:  # nothing outlives this process
         return
     await listening.http_server(server)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: server.tasks.run(server.end(), _ENDING))
+    server.tasks.run(_close_connections(server), _ENDING)
+    if server.settings.on_sigterm == "checkpoint":
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: server.tasks.run(server.end(), _ENDING))
+    else:
+        _notice(server, signal.SIGTERM)
+    # A Ctrl-C writes no checkpoint: a terminal sends it to the engine's processes, too, and they end at once.
+    _notice(server, signal.SIGINT)
+
+
+def _notice(server, number: int) -> None:
+    """Have the recorder, and _end_unsaved(), know of a signal before vLLM, whose own way out it begins."""
+    loop, vllms = asyncio.get_running_loop(), signal.getsignal(number)
+
+    def notice(received: int, frame) -> None:
+        if server.recorder is not None:
+            server.recorder.server_ends = True  # at once: the engine may have had the signal, too
+        loop.call_soon_threadsafe(_noticed, server, received)
+        if callable(vllms):
+            vllms(received, frame)
+
+    signal.signal(number, notice)  # the loop calls vLLM's handler as before
+    signal.siginterrupt(number, False)
+
+
+def _noticed(server, number: int) -> None:
+    if not server.leaving:
+        server.leaving = True
+        server.tasks.run(_end_unsaved(server), _ENDING)
+    elif number == signal.SIGINT:
+        logger.error("torpor: a second Ctrl-C: the process ends at once")
+        os._exit(128 + signal.SIGINT)
+
+
+async def _close_connections(server) -> None:
+    """Once vLLM's HTTP server ends, for whatever reason, give clients time to read, then close their connections."""
+    http = server.app_state.server
+    while not http.should_exit:
+        await asyncio.sleep(_LOOK_SECONDS)
+    await asyncio.sleep(_READING_SECONDS)
+    http.force_exit = True
+    if connections := list(http.server_state.connections):
+        logger.warning("torpor: %d connections are closed, whose clients have not read all", len(connections))
+    for connection in connections:
+        connection.transport.abort()
+
+
+async def _end_unsaved(server) -> None:
+    """Notify the clients, unless end() has done so. In a drain of vLLM (--shutdown-timeout) requests may end first."""
+    if server.state != "ending":
+        _enter_ending(server)
+        drains = server.engine.vllm_config.shutdown_timeout > 0
+        while drains and not server.app_state.server.should_exit:
+            await asyncio.sleep(_LOOK_SECONDS)
+    elif server.recorder is None or server.recorder.closed:
+        return
+    lost = await _unwritten(server)
+    if server.recorder is not None:
+        logger.info("torpor: ends without a checkpoint, with %d requests to go on", server.running() - len(lost))
+    await _goodbye(server, lost)
+
+
+def _enter_ending(server) -> None:
+    server.enter("ending")
+    if server.listener is not None:
+        server.listener.close()  # who connects from now on waits there for the next server
 
 
 async def end(server) -> None:
@@ -39,7 +112,12 @@ async def end(server) -> None:
         await _end(server)
     except Exception as problem:
         server.tasks.failed(_ENDING, problem)
-    os.kill(os.getpid(), signal.SIGINT)  # vLLM's own way out
+    _begin_to_leave(server)
+
+
+def _begin_to_leave(server) -> None:
+    if not server.leaving:
+        os.kill(os.getpid(), signal.SIGINT)  # vLLM's own way out
 
 
 async def _end(server) -> None:
@@ -47,15 +125,9 @@ async def _end(server) -> None:
     # Only the owner of the directory saves: a checkpoint of a standby would be newer than the owner's.
     begun = server.recorder is not None if server.has_log else before not in standby.STATES
     running = server.running() if begun else 0
-    server.enter("ending")
-    if server.listener is not None:
-        server.listener.close()  # who connects from now on waits there for the next server
-    if begun and before != "failed":
-        saving = server.tasks.run(_save_before_end(server, before))
-        done, _ = await asyncio.wait({saving}, timeout=server.settings.sigterm_seconds)
-        problem = (
-            saving.exception() if done else TimeoutError(f"it takes longer than {server.settings.sigterm_seconds:g} s")
-        )
+    _enter_ending(server)
+    if begun:
+        problem = None if before == "failed" else await _problem_of_saving(server, before)
         lost = await _unwritten(server)
         if lost:
             running -= len(lost)
@@ -75,10 +147,16 @@ async def _end(server) -> None:
     logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
 
 
+async def _problem_of_saving(server, before: str) -> BaseException | None:
+    saving = server.tasks.run(_save_before_end(server, before))
+    done, _ = await asyncio.wait({saving}, timeout=server.settings.sigterm_seconds)
+    return saving.exception() if done else TimeoutError(f"it takes longer than {server.settings.sigterm_seconds:g} s")
+
+
 async def after_switch(server) -> None:
     """Tell the clients of a server that has handed over, and end it. Nothing is recorded, delivered or saved."""
     await _goodbye(server)
-    os.kill(os.getpid(), signal.SIGINT)
+    _begin_to_leave(server)
 
 
 async def end_when_disowned(server) -> None:
@@ -94,7 +172,14 @@ async def end_when_disowned(server) -> None:
     server.enter("ending")
     if server.recorder is not None:
         await _goodbye(server)
-    os.kill(os.getpid(), signal.SIGINT)
+    _begin_to_leave(server)
+
+
+def notify_of_failure(server) -> None:
+    """End the streams of a server that has failed: their clients would wait for ever."""
+    if server.recorder is not None:
+        server.recorder.end_reading(f"the server is failed: {server.problem}")
+    _put_errors(server, "the server is failed")
 
 
 async def _unwritten(server) -> set[str]:
@@ -102,7 +187,7 @@ async def _unwritten(server) -> set[str]:
 
     A log that could not be written, on a disk that was full, is written anew first: there may be room now.
     """
-    if server.recorder is None:
+    if server.recorder is None or server.handed_over:
         return set()
     answers = server.recorder.answers
     try:
@@ -161,9 +246,14 @@ def _where_it_goes_on(server, request_id: str) -> str:
 
 async def _notify_clients(server, lost: Collection[str]) -> None:
     """Their connections end. Without a word a stream that ends looks complete to some."""
+    _put_errors(server, "the server ends", lost)
+    await asyncio.sleep(0.1)  # for the words to be written
+
+
+def _put_errors(server, what: str, lost: Collection[str] = ()) -> None:
+    """End the stream of each client with an error."""
     for request_id, state in server.engine.output_processor.request_states.items():
         if state.queue is None:
             continue
         next_step = "send it again" if request_id in lost else _where_it_goes_on(server, request_id)
-        state.queue.put(GracefulHTTPError(f"the server ends; {next_step}", HTTPStatus.SERVICE_UNAVAILABLE))
-    await asyncio.sleep(0.1)  # for the words to be written
+        state.queue.put(GracefulHTTPError(f"{what}; {next_step}", HTTPStatus.SERVICE_UNAVAILABLE))

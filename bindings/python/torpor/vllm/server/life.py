@@ -36,6 +36,7 @@ logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own n
 
 let_in: ContextVar[bool] = ContextVar("torpor_let_in", default=False)  # set by the Gate for a call that it let in
 HANDED_OVER = "the server has handed over its requests to the next one"
+_ABORTS_NOTHING = "the server ends, and the next one goes on with its requests"
 _WAIT_SECONDS = 0.01  # between looks whether requests have ended
 _LATE_SECONDS = 0.5  # between looks whether an early wake is over
 
@@ -68,6 +69,7 @@ class Server:
         self.remote: Remote | None = None
         self.standby: standby.Standby | None = None  # none unless it was started as one
         self.handed_over = False  # another server goes on with all requests, and this one records nothing more
+        self.leaving = False  # vLLM's own way out has begun
         self.record = None  # of this server as owner or standby (owning.py); none: it gives no heartbeat
         self.beat_refused_at: float | None = None  # when its directory last refused one
         self.queued = 0
@@ -136,6 +138,7 @@ class Server:
     def fail(self, problem: Error, unrecoverable: bool = False) -> None:
         self.problem, self._unrecoverable = problem, unrecoverable
         self.enter("failed")
+        ending.notify_of_failure(self)
 
     def holds_directory(self) -> bool:
         """Return whether this server has the lock of its directory's answers."""
@@ -297,10 +300,12 @@ class Server:
     async def _abort(self, request_id, internal: bool = False) -> None:
         """`internal`: vLLM's, because a client went away; or everybody's, because the server ends."""
         handed_over = await self.has_handed_over()
-        if internal and (handed_over or self.state == "ending"):
+        if internal and (handed_over or self.state in ("failed", "ending")):  # the next server goes on
             return
         if handed_over:
             raise GracefulHTTPError(HANDED_OVER, HTTPStatus.CONFLICT)
+        if not internal and self.recorder is not None and not self.recorder.records_aborts:
+            raise GracefulHTTPError(_ABORTS_NOTHING, HTTPStatus.SERVICE_UNAVAILABLE)
         if internal and self.settings.on_disconnect == "continue":
             processor = self.engine.output_processor
             for each in [request_id] if isinstance(request_id, str) else list(request_id):
@@ -315,6 +320,8 @@ class Server:
         """End the choices of one response, as a reader wishes. Raises WrongState if another server has them by now."""
         if await self.has_handed_over():  # also if asked only now, while this server ends: its log records nothing more
             raise WrongState(HANDED_OVER, "ask the next one")
+        if not self.log.records_aborts:
+            raise WrongState(_ABORTS_NOTHING, "ask the next one")
         await self._stock_abort(request_ids, internal=True)
 
     async def has_handed_over(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
@@ -112,6 +113,8 @@ class Recorder:
         self._processor = processor
         self._sync_always = sync_always
         self._closed = False
+        self.server_ends = False  # what is aborted from now on goes on in the next server
+        self._over: str | None = None  # why nobody gets more of an answer here
         self._changed: dict[str, asyncio.Event] = {}
         # Requests whose prompt comes in pieces: vLLM keeps their states when they end.
         self._in_pieces: set[str] = set()
@@ -209,6 +212,8 @@ class Recorder:
         )
 
     def _process(self, outputs, *args, **kwargs):
+        if self.server_ends:  # vLLM's engine aborts all requests when it ends
+            outputs = [output for output in outputs if output.finish_reason is not FinishReason.ABORT]
         known = self._processor.request_states
         states = [state for output in outputs if (state := known.get(output.request_id)) is not None]
         result = self._stock_process(outputs, *args, **kwargs)
@@ -227,6 +232,8 @@ class Recorder:
         request_ids = list(request_ids)
         before = dict(self._processor.request_states)
         aborted = self._stock_abort(request_ids, internal)
+        if not self.records_aborts:
+            return aborted
         self._record(
             [
                 step
@@ -331,8 +338,8 @@ class Recorder:
             if part["tokens"] or part["text"] or part["state"] != "running":
                 await self.durable()
                 return part
-            if self._closed:
-                raise WrongState("the server ends", "take up this answer from the next one")
+            if self._over is not None:
+                raise WrongState(self._over, "take up this answer from the next one")
             await self._changed.setdefault(request_id, asyncio.Event()).wait()
 
     @property
@@ -340,10 +347,20 @@ class Recorder:
         """Whether nothing is recorded any more."""
         return self._closed
 
+    @property
+    def records_aborts(self) -> bool:
+        """Whether an abort ends an answer; else the next server goes on with it."""
+        return not self._closed and not self.server_ends
+
     def close(self) -> None:
         """The process is about to end: nothing is recorded any more, and nobody waits."""
         self.answers.close()
         self._closed = True
+        self.end_reading("the server ends")
+
+    def end_reading(self, why: str) -> None:
+        """Nobody waits for more of an answer, because there will be none here. What is recorded can be read."""
+        self._over = why
         for changed in self._changed.values():
             changed.set()
 

@@ -335,10 +335,7 @@ def routes() -> APIRouter:
         from_text: number of characters that the reader has, in the same form.
         """
         life = server(raw_request)
-        if life.recorder is None and life.remote is not None and (owner := await life.remote.owner_address()):
-            query = f"?{raw_request.url.query}" if raw_request.url.query else ""
-            return RedirectResponse(f"{owner}{raw_request.url.path}{query}", 307)
-        ids = choices(life, response, raw_request)
+        ids = await choices(life, response, raw_request)
         if isinstance(ids, Response):
             return ids
         given = from_text if from_text is not None else from_tokens
@@ -368,7 +365,7 @@ def routes() -> APIRouter:
         response: id of the answer, or its `X-Request-Id`.
         """
         life = server(raw_request)
-        ids = choices(life, response, raw_request)
+        ids = await choices(life, response, raw_request)
         if isinstance(ids, Response):
             return ids
         parts = [life.log.answers.part(each) for each in ids]
@@ -415,7 +412,7 @@ def routes() -> APIRouter:
         response: id of its answer, or its `X-Request-Id`.
         """
         life = server(raw_request)
-        ids = choices(life, response, raw_request)
+        ids = await choices(life, response, raw_request)
         if isinstance(ids, Response):
             return ids
         try:
@@ -604,26 +601,30 @@ def failure(life: Server) -> dict:
     }
 
 
-def choices(life: Server, response: str, request: Request) -> list[str] | Response:
+async def choices(life: Server, response: str, request: Request) -> list[str] | Response:
     """Ids of the choices of an answer; by the id in vLLM's response, or by the X-Request-Id that the client gave. If
-    there is none, the response that says so: an HTTPException would be an error in vLLM's log for each such call."""
+    there is none, or another server has to be asked, the response that says so: an HTTPException would be an error in
+    vLLM's log for each such call."""
     if not life.has_log:
         return refused(WrongState("this server has no response log", "start it with --torpor-response-log on"))
     if life.recorder is None:
-        return refused(WrongState(f"the server is {life.state}", "ask again once /torpor/ready is 200"), 503)
+        return await _of_owner(life, request)
     whose = life.tenant(request.headers)
     names = names_of(response)
     if (address := life.sessions.moved_to(names, whose)) is not None:
-        query = f"?{request.url.query}" if request.url.query else ""
-        return RedirectResponse(f"{address}{request.url.path}{query}", 307)
+        return _at(address, request)
     for name in names:
         if ids := life.recorder.answers.find(name, whose):
+            if life.state == "failed" and any(life.log.answers.position(each)["state"] == "running" for each in ids):
+                return await _of_owner(life, request)  # nobody computes more of it here
             if (given := answers_of_call.get()) is not None:
                 given.update(ids)
             return ids
     if any(life.recorder.answers.was_dropped(name, whose) for name in names):
         what = f"the answer {response} has ended, and the response log dropped it to make room for newer ones"
         return refused(NotFound(what, "do not send the request again: it was answered"), 410)
+    if life.state == "failed":  # another server may have begun it since
+        return await _of_owner(life, request)
     what = f"there is no answer {response}: it was never begun here, is not yours, or ended too long ago"
     return refused(NotFound(what, "send the request again"))
 
@@ -638,6 +639,19 @@ def parsed(life: Server, request_id: str) -> list[str]:
         "tools": args.enable_auto_tool_choice and args.tool_call_parser,
     }
     return [name for name, parser in found.items() if parser]
+
+
+def _at(address: str, request: Request) -> Response:
+    query = f"?{request.url.query}" if request.url.query else ""
+    return RedirectResponse(f"{address}{request.url.path}{query}", 307)
+
+
+async def _of_owner(life: Server, request: Request) -> Response:
+    """The response to a call about an answer that another server goes on with: where that is, if it is known."""
+    if life.remote is not None and (owner := await life.remote.owner_address()):
+        return _at(owner, request)
+    state = f"the server is {life.state}" + (f": {life.problem}" if life.problem else "")
+    return refused(WrongState(state, "ask again once /torpor/ready is 200, or ask the next server"), 503)
 
 
 def numbers(text: str, count: int) -> list[int]:

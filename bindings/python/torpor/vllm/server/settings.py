@@ -105,6 +105,7 @@ class Settings:
         "what to do on SIGTERM. checkpoint: sleep to disk, then end; stop: end as vLLM does",
         "checkpoint",
         "stop",
+        details="Ctrl-C writes no checkpoint. Without one the next server computes running answers again.",
     )
     sigterm_seconds: float = _setting(
         25.0,
