@@ -17,8 +17,6 @@
 namespace torpor::remote {
 namespace {
 
-constexpr std::string_view kPullPrefix = "s-pull-";  // the next writer removes it like any other staging
-
 struct Part {
   size_t file = 0;  // in the index
   size_t number = 0;
@@ -130,6 +128,7 @@ Result<std::vector<std::string>> pushed_names(ObjectStore& store) {
   const std::string prefix = index_key("");
   TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> keys, store.list(prefix));
   for (std::string& key : keys) key.erase(0, prefix.size());
+  std::erase_if(keys, [](const std::string& name) { return !is_index_name(name); });
   return keys;
 }
 

@@ -132,11 +132,31 @@ TEST(DirectoryStore, WhatAKilledWriterLeftGoes) {
   const auto store = value_of(open_object_store(linux_file_system(), "file://" + folder.path()));
   ASSERT_SUCCEEDS(store->put_new("parts/00/" + std::string(64, '0'), {}));
   const auto parts = value_of(linux_file_system().open_directory(folder / "parts/00", false));
-  ASSERT_SUCCEEDS(parts->create_file("unfinished-0123-1"));
+  ASSERT_SUCCEEDS(parts->create_file("unfinished-" + std::string(32, '0') + "-1"));
   WallClock clock;
   EXPECT_EQ(value_of(remove_unnamed(*store, clock, {.dry_run = true})).parts, 2u);
   EXPECT_EQ(value_of(remove_unnamed(*store, clock)).parts, 2u);
   EXPECT_TRUE(value_of(parts->list()).empty());
+}
+
+TEST(DirectoryStore, WhatTorporDidNotMakeStays) {
+  const test::TemporaryDirectory folder;
+  const auto store = value_of(open_object_store(linux_file_system(), "file://" + folder.path()));
+  const std::string hash(64, '0');
+  const std::vector<std::string> foreign = {"answers/42.txt",
+                                            "checkpoints/" + std::string(49, '0'),
+                                            "checkpoints/notes.txt",
+                                            "parts/00/" + hash + ".bak",
+                                            "parts/00/unfinished-notes",
+                                            "parts/01/" + hash,
+                                            "parts/spare.zip"};
+  for (const std::string& key : foreign) ASSERT_SUCCEEDS(store->put_new(key, {}));
+  ASSERT_SUCCEEDS(store->put_new("parts/00/" + hash, {}));
+  ASSERT_SUCCEEDS(store->put_new("answers/" + hash, {}));
+  const RemovalReport report = value_of(remove_unnamed(*store, WallClock(), {.keep = 1}));
+  EXPECT_EQ(report.parts, 1u);
+  EXPECT_EQ(report.answers, 1u);
+  EXPECT_EQ(value_of(store->list("")), foreign);
 }
 
 TEST_F(StoreRemoval, WhatNoCheckpointNamesGoesAndTheRestStays) {

@@ -29,8 +29,7 @@ Named named(std::string url) {
   while (url.ends_with('/') && !url.ends_with("//")) url.pop_back();
   const size_t slash = url.rfind('/');
   const std::string last = url.substr(slash + 1);
-  const bool is_name = last.size() == 49 && last[8] == 'T' && last[15] == 'Z' && last[16] == '-';
-  if (is_name) return {url.substr(0, slash), last};
+  if (remote::is_index_name(last)) return {url.substr(0, slash), last};
   return {std::move(url), ""};
 }
 
