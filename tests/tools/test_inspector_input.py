@@ -54,6 +54,19 @@ def test_the_directory_that_one_is_in_has_its_name(store):
     assert [entry["name"] for entry in here("du", ".")["checkpoints"]] == ["g-000002"]
 
 
+def test_names_reach_a_terminal_as_escapes_and_json_as_they_are(store):
+    named = store.with_name("a\x1b[2J\x7f\u009b31m\u2028\u202eb ü")
+    store.rename(named)
+    escaped = r"a\x1b[2J\x7f\u009b31m\u2028\u202eb ü"
+    for words in (["info", named], ["verify", named], ["ls", named / "none"]):
+        done = inspector(*words)
+        assert escaped in done.stdout + done.stderr
+        assert all(character.isprintable() or character == "\n" for character in done.stdout + done.stderr)
+    said = inspector("info", named, "--json").stdout
+    assert all(character.isprintable() or character == "\n" for character in said)
+    assert json.loads(said)["path"] == f"{named}/g-000002"
+
+
 def test_gc_removes_nothing_that_torpor_did_not_make(store):
     foreign = ["images/holiday/p.jpg", "s-notes.txt", "s-old/a", "t-shirts/a", "s-000007"]
     for name in foreign:
