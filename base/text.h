@@ -14,8 +14,8 @@ std::string joined(std::span<const std::string> parts, std::string_view between)
 std::string joined(std::span<const std::string_view> parts, std::string_view between);
 
 // Return `text` with escapes in place of what a terminal or a reader of lines could obey: "\n", "\t", "\x1b" for other
-// control characters of ASCII and for bytes that are not UTF-8, "\u009b" for the control characters above ASCII, ends of
-// lines and paragraphs, and what changes the direction of text. Clients choose names, and files may have any bytes.
+// control characters of ASCII and for bytes that are not UTF-8, "\u009b" for the control characters above ASCII, ends
+// of lines and paragraphs, and what changes the direction of text. Clients choose names, and files may have any bytes.
 // The result of a result is the same.
 std::string harmless(std::string_view text);
 bool is_harmless(std::string_view text);  // whether harmless() is the same

@@ -34,9 +34,7 @@ void each_field(const std::array<std::string_view, 2>& names, uint64_t value, co
   add(names[1], low_of(value));
 }
 
-std::string dump(const Json& json) {
-  return harmless_json(json.dump(-1, ' ', false, Json::error_handler_t::replace));
-}
+std::string dump(const Json& json) { return harmless_json(json.dump(-1, ' ', false, Json::error_handler_t::replace)); }
 
 std::string csv_cell(std::string text) {
   if (text.find_first_of(",\"\n") == std::string::npos) return text;

@@ -152,7 +152,8 @@ class DirectoryStore final : public ObjectStore {
         TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> below, directory.open_directory(entry.name));
         TORPOR_ASSIGN_OR_RETURN(const bool goes_on, each_below(*below, before + entry.name + "/", visit));
         if (!goes_on) return false;
-      } else if (entry.kind == EntryKind::kFile && !is_unfinished(entry.name) && is_key(before + entry.name) && !visit(before + entry.name)) {
+      } else if (entry.kind == EntryKind::kFile && !is_unfinished(entry.name) && is_key(before + entry.name) &&
+                 !visit(before + entry.name)) {
         return false;
       }
     }

@@ -76,14 +76,14 @@ TEST(TextTest, WhatATerminalObeysIsEscaped) {
       {"\u0080\u009b31m\u009f", "\\u0080\\u009b31m\\u009f"},
       {"\u2028\u2029", "\\u2028\\u2029"},
       {"\u061c\u200e\u200f\u202a\u202e\u2066\u2069", "\\u061c\\u200e\\u200f\\u202a\\u202e\\u2066\\u2069"},
-      {"\x9b\xff", "\\x9b\\xff"},                          // bytes that begin no character
-      {"\xc2", "\\xc2"},                                     // one that has no end
+      {"\x9b\xff", "\\x9b\\xff"},  // bytes that begin no character
+      {"\xc2", "\\xc2"},           // one that has no end
       {"\xe2\x80", "\\xe2\\x80"},
       {"\xc2x", "\\xc2x"},
       {"\xc0\x8a\xe0\x82\x9b", "\\xc0\\x8a\\xe0\\x82\\x9b"},  // longer than it has to be
       {"\xf0\x80\x82\x9b", "\\xf0\\x80\\x82\\x9b"},
-      {"\xed\xa0\x80", "\\xed\\xa0\\x80"},                     // a surrogate
-      {"\xf4\x90\x80\x80", "\\xf4\\x90\\x80\\x80"},             // above the last character
+      {"\xed\xa0\x80", "\\xed\\xa0\\x80"},           // a surrogate
+      {"\xf4\x90\x80\x80", "\\xf4\\x90\\x80\\x80"},  // above the last character
       {"\xf5\x80\x80\x80", "\\xf5\\x80\\x80\\x80"},
   };
   for (const auto& [text, escaped] : cases) {
@@ -91,7 +91,8 @@ TEST(TextTest, WhatATerminalObeysIsEscaped) {
     EXPECT_EQ(harmless(escaped), escaped);
     EXPECT_FALSE(is_harmless(text)) << escaped;
   }
-  for (const std::string text : {"", "plain ~", "größer €, 中文, \u00a0, \u2027\u202f\u2065\u206a, 🂡, \U0010ffff, \\x1b"}) {
+  for (const std::string text :
+       {"", "plain ~", "größer €, 中文, \u00a0, \u2027\u202f\u2065\u206a, 🂡, \U0010ffff, \\x1b"}) {
     EXPECT_EQ(harmless(text), text);
     EXPECT_EQ(harmless_json(text), text);
     EXPECT_TRUE(is_harmless(text));

@@ -164,9 +164,9 @@ TEST_F(CheckpointManagerTest, ForeignEntriesOfTheDirectoryAreLeftAlone) {
 TEST_F(CheckpointManagerTest, OnlyWhatTorporLeftIsRemovedWhateverElseIsCalled) {
   const std::string pull = "s-pull-" + std::string(32, 'a');
   const std::vector<std::string> left = {"s-000001", "s-1234567", pull, "s-pull-answers", "t-g-000001"};
-  const std::vector<std::string> foreign = {"s-1",       "s-0000001",      "s-g-000001", "s-notes",  "s-pull-aa",
-                                            pull + "a",  "s-pull-" + std::string(32, 'A'), "t-000001", "t-g-1",
-                                            "t-shirts"};
+  const std::vector<std::string> foreign = {
+      "s-1",      "s-0000001", "s-g-000001", "s-notes", "s-pull-aa", pull + "a", "s-pull-" + std::string(32, 'A'),
+      "t-000001", "t-g-1",     "t-shirts"};
   std::vector<std::string> kept = {"LOCK", "s-000002", "s-000003", "s-notes.txt", "t-g-000002"};
   kept.insert(kept.end(), foreign.begin(), foreign.end());
   std::sort(kept.begin(), kept.end());

@@ -86,7 +86,10 @@ TEST(EventExportTest, NamesAndRolesReachNoTerminal) {
   SlotTable table(port);
   (void)value_of(table.create("request \x1b]0;x\x07\u009b2J\u202e\u2028\xff ü", 10));
   port.text(TextKind::kError, 0, 1, "\x7f failed");
-  port.text(TextKind::kInput, 0, 1, R"({"id": ")" "\x7f" R"("})");
+  port.text(TextKind::kInput, 0, 1,
+            R"({"id": ")"
+            "\x7f"
+            R"("})");
   std::vector<SourceEvents> sources(1);
   sources[0].source = value_of(read_event_head("torporev", head));
   EventReader(*ring).read(sources[0].events, true);

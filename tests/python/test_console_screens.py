@@ -263,7 +263,15 @@ def test_where_there_is_no_engine_that_is_said(monkeypatch, tmp_path):
     assert app.process is None and "nothing" in app.source.ended
 
 
-READING = ("2", "enter", "8", "left_square_bracket", "right_square_bracket", "left_curly_bracket", "right_curly_bracket")
+READING = (
+    "2",
+    "enter",
+    "8",
+    "left_square_bracket",
+    "right_square_bracket",
+    "left_curly_bracket",
+    "right_curly_bracket",
+)
 
 
 @pytest.mark.parametrize("path", ["nothing", "empty [/b]"])

@@ -159,6 +159,26 @@ TEST(DirectoryStore, WhatTorporDidNotMakeStays) {
   EXPECT_EQ(value_of(store->list("")), foreign);
 }
 
+// What a push relies on may be removed before it has its lease.
+TEST_F(StoreRemoval, APushOfWhatIsRemovedMeanwhileNamesNoPartsThatAreGone) {
+  const std::string name = pushed("/one");
+  store_.objects.erase(part_key(value_of(list_pushed(store_)).at(0).index.files[0].parts[0]));
+  Watched watched(store_);
+  bool removed = false;
+  watched.before = [&](Verb verb, std::string_view key) {
+    if (removed || verb != Verb::kPut || !key.starts_with(kLeasePrefix)) return;
+    removed = true;
+    ASSERT_SUCCEEDS(remove_pushed(store_, name, clock_));
+    ASSERT_SUCCEEDS(remove_unnamed(store_, clock_));
+  };
+  const CopyOptions options{.threads = 1, .clock = &clock_, .patience = std::chrono::seconds(0)};
+  EXPECT_FAILS(push(system_, value_of(open_checkpoint(system_, "/one")), watched, options), Code::kAborted, "removed");
+  EXPECT_TRUE(removed);
+  EXPECT_TRUE(value_of(list_pushed(store_)).empty());
+  EXPECT_FALSE(value_of(try_push("/one")).was_there);
+  expect_whole();
+}
+
 TEST_F(StoreRemoval, WhatNoCheckpointNamesGoesAndTheRestStays) {
   const std::string first = pushed("/one");
   const size_t parts_of_one = count("parts/");

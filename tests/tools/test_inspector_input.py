@@ -81,3 +81,20 @@ def test_gc_removes_nothing_that_torpor_did_not_make(store):
     assert as_json("gc", store)["removed"] == left
     assert not any((store / name).exists() for name in left)
     assert all((store / name).read_text() == "mine" for name in foreign)
+
+
+def test_what_pull_says_of_a_damaged_part_helps(store, tmp_path):
+    url = f"file://{tmp_path}/shared"
+    assert inspector("push", store, url).returncode == 0
+    [largest] = sorted((tmp_path / "shared/parts").rglob("*/*"), key=lambda path: path.stat().st_size)[-1:]
+    content = largest.read_bytes()
+    largest.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    refused = as_json("pull", url, tmp_path / "to", code=1)["error"]
+    assert largest.name in refused["what"] and "remove that object and push" in refused["next_step"]
+    largest.unlink()
+    again = as_json("push", store, url)
+    assert again["moved_bytes"] == len(content) and not again["was_there"]
+    assert largest.read_bytes() == content and as_json("push", store, url)["was_there"]
+    assert not as_json("pull", url, tmp_path / "to")["was_there"]
+    there = inspector("pull", url, tmp_path / "to")
+    assert there.returncode == 0 and "was there already" in there.stdout and "torpor verify" in there.stdout

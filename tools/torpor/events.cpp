@@ -319,8 +319,7 @@ Result<Exit> show_live(const Context& context) {
     take(watched, sources);
     Json json = snapshot(watched);
     if (context.arguments.lint && context.as_json) add_moments(json, sources);
-    context.write(context.as_json ? dump(json, 2) + "\n"
-                                  : show_console(json));
+    context.write(context.as_json ? dump(json, 2) + "\n" : show_console(json));
     const bool found = std::any_of(json["processes"].begin(), json["processes"].end(),
                                    [](const Json& process) { return !process["lints"].empty(); });
     return context.arguments.lint && found ? kDiffers : kFine;

@@ -21,9 +21,7 @@ void use_colours(bool on) { colours = on; }
 std::string good(const std::string& text) { return coloured("32", text); }
 std::string bad(const std::string& text) { return coloured("31", text); }
 
-std::string cell(const Json& value) {
-  return harmless(value.is_string() ? value.get<std::string>() : dump(value));
-}
+std::string cell(const Json& value) { return harmless(value.is_string() ? value.get<std::string>() : dump(value)); }
 
 std::string dump(const Json& json, int indent) {
   return harmless_json(json.dump(indent, ' ', false, Json::error_handler_t::replace));
